@@ -1,0 +1,110 @@
+"""One point of the search space (`Config`), what a problem compiles in (`KernelSpec`), and both together (`Variant`)."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from flashtune.core.dtypes import DType
+
+Value = int | str | bool
+"""What an axis may hold."""
+
+
+@dataclass(frozen=True, slots=True, eq=True)
+class Config:
+    """Axis values of one candidate, sorted by name; says nothing of the problem.
+
+    >>> Config.of(BLOCK_M=128, num_warps=4)["BLOCK_M"]
+    128
+    """
+
+    items: tuple[tuple[str, Value], ...]
+
+    @classmethod
+    def of(cls, values: Mapping[str, Value] | None = None, **more: Value) -> "Config":
+        """The config with these axis values."""
+        return cls(tuple(sorted({**(values or {}), **more}.items())))
+
+    def __getitem__(self, axis: str) -> Value:
+        for name, value in self.items:
+            if name == axis:
+                return value
+        raise KeyError(axis)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, _ in self.items)
+
+    def number(self, axis: str) -> int:
+        """The value of an axis that holds numbers; raises KeyError where the axis is absent."""
+        return int(self[axis])
+
+    def get(self, axis: str, default: Value) -> Value:
+        """The value of `axis`, or `default` where this config lacks it."""
+        return self.as_dict().get(axis, default)
+
+    def replace(self, **changes: Value) -> "Config":
+        """A copy with some axes changed."""
+        return Config.of(self.as_dict(), **changes)
+
+    def as_dict(self) -> dict[str, Value]:
+        """Axis to value, in order of names."""
+        return dict(self.items)
+
+    def as_json(self) -> str:
+        """Canonical JSON: equal configs have equal text."""
+        return json.dumps(self.as_dict(), sort_keys=True, separators=(",", ":"))
+
+    def label(self) -> str:
+        """The short form for tables: `BLOCK_M=128 BLOCK_N=64 num_stages=3`."""
+        return " ".join(f"{name}={value}" for name, value in self.items)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelSpec:
+    """What of a problem is compiled into its kernel. Sizes N, batch and heads, the scale, the width of a window, the
+    soft cap, the dropout rate and the diagonal are run-time arguments, so one kernel serves all of them.
+
+    `d` and `d_v` are the real head sizes; templates pad them to powers of two.
+    """
+
+    direction: str
+    dtype: DType
+    d: int
+    d_v: int
+    causal: bool
+    window: bool
+    mask: str
+    dropout: bool
+    softcap: bool
+    tf32: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """Field to value."""
+        return asdict(self)
+
+    def label(self) -> str:
+        """The short form for file names and test ids: `fwd-bf16-d128-causal`."""
+        d = f"d{self.d}" if self.d == self.d_v else f"d{self.d}x{self.d_v}"
+        flags = [name for name in ("causal", "window", "dropout", "softcap", "tf32") if getattr(self, name)]
+        flags += [self.mask] if self.mask != "none" else []
+        return "-".join([self.direction, self.dtype, d, *flags])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A kernel in full: the template with the hash of its text, what is compiled in, and the config."""
+
+    template: str
+    template_hash: str
+    spec: KernelSpec
+    config: Config
+
+    @property
+    def id(self) -> str:
+        """16 hex digits, the same on every machine and in every version that renders the same text."""
+        text = json.dumps(
+            [self.template, self.template_hash, self.spec.as_dict(), self.config.as_dict()], sort_keys=True, separators=(",", ":")
+        )
+        return hashlib.sha256(text.encode()).hexdigest()[:16]

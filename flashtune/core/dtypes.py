@@ -1,0 +1,32 @@
+"""Element types by their short names, the ones that databases and the command line use."""
+
+from typing import Literal, get_args
+
+from flashtune.core.errors import InputError
+
+DType = Literal["fp16", "bf16", "fp32"]
+DTYPES: tuple[DType, ...] = get_args(DType)
+
+ITEMSIZE: dict[DType, int] = {"fp16": 2, "bf16": 2, "fp32": 4}
+"""Bytes per element."""
+
+_ALIASES: dict[str, DType] = {
+    "fp16": "fp16",
+    "float16": "fp16",
+    "half": "fp16",
+    "f16": "fp16",
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+    "fp32": "fp32",
+    "float32": "fp32",
+    "float": "fp32",
+    "f32": "fp32",
+}
+
+
+def parse_dtype(name: str) -> DType:
+    """The short name for `name` (`"float16"`, `"torch.bfloat16"`, `"half"`, ...); raises InputError for others."""
+    dtype = _ALIASES.get(name.strip().lower().removeprefix("torch."))
+    if dtype is None:
+        raise InputError(f"unknown dtype {name!r}: use one of {', '.join(DTYPES)}")
+    return dtype

@@ -1,0 +1,40 @@
+"""Errors a user can act on: one sentence with the cause, the offending value and the remedy."""
+
+
+class FlashtuneError(Exception):
+    """Base of every error that flashtune raises on purpose; the CLI prints it without a traceback.
+
+    `exit_code` is what the command line returns for it.
+    """
+
+    exit_code = 1
+
+
+class InputError(FlashtuneError, ValueError):
+    """What the caller asked for makes no sense or is out of range (also a `ValueError`)."""
+
+    exit_code = 2
+
+
+class InputTypeError(FlashtuneError, TypeError):
+    """An argument has the wrong type (also a `TypeError`)."""
+
+    exit_code = 2
+
+
+class DatabaseError(FlashtuneError):
+    """A tuned database is damaged, foreign, newer than this flashtune, or can't be written."""
+
+    exit_code = 3
+
+
+class EnvironmentProblem(FlashtuneError):
+    """This machine lacks something the request needs: a GPU, a compiler, disk space, a permission."""
+
+    exit_code = 4
+
+
+class NoKernelFound(FlashtuneError):
+    """A search ended without one correct candidate."""
+
+    exit_code = 5

@@ -1,0 +1,248 @@
+"""What is asked of a kernel (`Problem`) and the part of it that the database is keyed by (`ProblemKey`)."""
+
+import json
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args
+
+from flashtune.core.config import KernelSpec
+from flashtune.core.dtypes import DTYPES, ITEMSIZE, DType
+from flashtune.core.errors import InputError
+
+Direction = Literal["fwd"]
+DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
+Alignment = Literal["top_left", "bottom_right"]
+ALIGNMENTS: tuple[Alignment, ...] = get_args(Alignment)
+MaskKind = Literal["none", "bool", "bias"]
+MASK_KINDS: tuple[MaskKind, ...] = get_args(MaskKind)
+Window = tuple[int | None, int | None]
+"""(left, right): query i (shifted by the alignment) sees keys i-left .. i+right; None is unbounded."""
+
+MAX_HEAD_DIM = 256
+
+
+def next_power_of_two(value: int) -> int:
+    """The smallest power of two that is >= `value` (1 for value <= 1)."""
+    return 1 << max(0, value - 1).bit_length()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Features:
+    """What is fused into the kernel beside softmax(scale QK^T) V.
+
+    `alignment` says which corner the diagonal of `causal` and `window` starts from when N_q != N_kv: torch's
+    `is_causal` is top-left, flash-attn's is bottom-right. `window` is (left, right), None for unbounded.
+    `tf32` allows TF32 products for fp32 inputs (IEEE otherwise).
+    """
+
+    causal: bool = False
+    alignment: Alignment = "top_left"
+    window: Window | None = None
+    mask: MaskKind = "none"
+    dropout: bool = False
+    softcap: bool = False
+    tf32: bool = False
+
+    def __post_init__(self) -> None:
+        if self.alignment not in ALIGNMENTS:
+            raise InputError(f"unknown causal alignment {self.alignment!r}: use one of {', '.join(ALIGNMENTS)}")
+        if self.mask not in MASK_KINDS:
+            raise InputError(f"unknown mask kind {self.mask!r}: use one of {', '.join(MASK_KINDS)}")
+        if self.window is not None:
+            for side in self.window:
+                if side is not None and side < 0:
+                    raise InputError(f"window {self.window} is out of range: give sizes >= 0, or None for unbounded")
+            if self.causal:
+                object.__setattr__(self, "window", (self.window[0], 0))
+            if self.window in ((None, None), (None, 0)) and (self.causal or self.window == (None, None)):
+                object.__setattr__(self, "window", None)
+
+    @property
+    def banded(self) -> bool:
+        """Whether a diagonal band limits what a query sees, so that `alignment` has a meaning."""
+        return self.causal or self.window is not None
+
+    def as_json(self) -> dict[str, Any]:
+        """Only what is switched on: `{}` when plain, `{"causal": True, "window": 1024}`, ..."""
+        found: dict[str, Any] = {}
+        if self.causal:
+            found["causal"] = True
+        if self.window is not None:
+            left, right = self.window
+            found["window"] = left if self.causal or left == right else [left, right]
+        if self.banded and self.alignment != "top_left":
+            found["alignment"] = self.alignment
+        if self.mask != "none":
+            found["mask"] = self.mask
+        for name in ("dropout", "softcap", "tf32"):
+            if getattr(self, name):
+                found[name] = True
+        return found
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> "Features":
+        """The inverse of `as_json`; raises InputError for a name, type or value that it would not write."""
+        known = {field.name for field in fields(cls)}
+        for name, value in found.items():
+            if name not in known:
+                raise InputError(f"unknown feature {name!r}: this flashtune knows {', '.join(sorted(known))}")
+            expected = (int, list) if name == "window" else str if name in ("alignment", "mask") else bool
+            if not isinstance(value, expected) or (name == "window" and isinstance(value, bool)):
+                raise InputError(f"feature {name!r} has the impossible value {value!r}")
+        window = found.get("window")
+        if isinstance(window, int):
+            window = (window, 0 if found.get("causal") else window)
+        elif window is not None:
+            if len(window) != 2 or any(s is not None and type(s) is not int for s in window):
+                raise InputError(f"feature 'window' has the impossible value {window!r}: give a size or [left, right]")
+            window = (window[0], window[1])
+        return cls(**{**found, "window": window})
+
+    def label(self) -> str:
+        """The short form for tables and test ids: `full`, `causal`, `causal+window1024+dropout`, ..."""
+        words = ["causal" if self.causal else "full"] if not self.window or self.causal else []
+        if self.window is not None:
+            left, right = ("inf" if side is None else str(side) for side in self.window)
+            words.append(f"window{left}" if self.causal or left == right else f"window{left},{right}")
+        words += [{"bool": "mask", "bias": "bias"}[self.mask]] if self.mask != "none" else []
+        words += [name for name in ("dropout", "softcap", "tf32") if getattr(self, name)]
+        if self.banded and self.alignment == "bottom_right":
+            words.append("bottom_right")
+        return "+".join(words)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProblemKey:
+    """What the database is keyed by: the user's (gpu, n, d, dtype) first, then what else changes the winner.
+
+    `n` is N_kv; `n_q` equals it unless the two differ. `features` is canonical JSON (sorted keys, window rounded up to a
+    power of two). `gqa_ratio` is Hq / Hkv. `bh_bucket` is B*Hq rounded up to a power of two: it says how full the GPU is.
+    """
+
+    gpu: str
+    n: int
+    d: int
+    dtype: DType
+    direction: Direction
+    d_v: int
+    n_q: int
+    features: str
+    gqa_ratio: int
+    bh_bucket: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One attention call as a tuner sees it: sizes, element type and features, but no data and no GPU.
+
+    q is (batch, heads, n_q, d), k (batch, kv_heads, n_kv, d), v (batch, kv_heads, n_kv, d_v).
+    Raises InputError where the sizes make no sense.
+    """
+
+    batch: int
+    heads: int
+    kv_heads: int
+    n_q: int
+    n_kv: int
+    d: int
+    d_v: int
+    dtype: DType
+    features: Features = Features()
+    direction: Direction = "fwd"
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "heads", "kv_heads", "n_q", "n_kv", "d", "d_v"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("d", "d_v"):
+            if getattr(self, name) > MAX_HEAD_DIM:
+                raise InputError(f"{name}={getattr(self, name)} is too large: kernels take head sizes up to {MAX_HEAD_DIM}")
+        if self.dtype not in DTYPES:
+            raise InputError(f"unknown dtype {self.dtype!r}: use one of {', '.join(DTYPES)}")
+        if self.direction not in DIRECTIONS:
+            raise InputError(f"unknown direction {self.direction!r}: use one of {', '.join(DIRECTIONS)}")
+        if self.heads % self.kv_heads:
+            raise InputError(f"{self.heads} query heads can't share {self.kv_heads} key heads: make heads a multiple of kv_heads")
+        if self.features.tf32 and self.dtype != "fp32":
+            raise InputError(f"tf32 needs fp32 inputs, not {self.dtype}: drop tf32 or change the dtype")
+
+    @property
+    def gqa_ratio(self) -> int:
+        """Query heads per key head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def diagonal(self) -> int:
+        """The shift of the band: query i stands over key i + diagonal (0 top-left, N_kv - N_q bottom-right)."""
+        return self.n_kv - self.n_q if self.features.alignment == "bottom_right" else 0
+
+    def spec(self) -> KernelSpec:
+        """What of this problem is compiled into a kernel; one spec serves every N, batch and head count."""
+        f = self.features
+        return KernelSpec(
+            direction=self.direction,
+            dtype=self.dtype,
+            d=self.d,
+            d_v=self.d_v,
+            causal=f.causal,
+            window=f.window is not None,
+            mask=f.mask,
+            dropout=f.dropout,
+            softcap=f.softcap,
+            tf32=f.tf32,
+        )
+
+    def key(self, gpu: str) -> ProblemKey:
+        """The database key of this problem on the GPU with the slug `gpu`."""
+        features = self.features
+        if self.n_q == self.n_kv and features.alignment != "top_left":
+            features = replace(features, alignment="top_left")
+        if features.window is not None:
+            left, right = (side if side is None else next_power_of_two(side) if side else 0 for side in features.window)
+            features = replace(features, window=(left, right))
+        return ProblemKey(
+            gpu=gpu,
+            n=self.n_kv,
+            d=self.d,
+            dtype=self.dtype,
+            direction=self.direction,
+            d_v=self.d_v,
+            n_q=self.n_q,
+            features=json.dumps(features.as_json(), sort_keys=True, separators=(",", ":")),
+            gqa_ratio=self.gqa_ratio,
+            bh_bucket=next_power_of_two(self.batch * self.heads),
+        )
+
+    def visible_pairs(self) -> int:
+        """How many (query, key) pairs of one head the causal and window bands leave (a bias or mask removes none)."""
+        f = self.features
+        if not f.banded:
+            return self.n_q * self.n_kv
+        left, right = f.window if f.window is not None else (None, 0)
+        total = 0
+        # Sum over rows in closed form would need eight cases; 16k rows of plain arithmetic cost a millisecond.
+        for row in range(self.n_q):
+            centre = row + self.diagonal
+            first = 0 if left is None else max(0, centre - left)
+            last = self.n_kv - 1 if right is None else min(self.n_kv - 1, centre + right)
+            total += max(0, last - first + 1)
+        return total
+
+    def flops(self) -> int:
+        """Floating-point operations of the two matrix products over the visible pairs: 2 pairs (D + D_v) per head.
+
+        The convention of the FlashAttention papers; an exactly causal square counts N (N + 1) / 2 pairs.
+        """
+        return 2 * self.batch * self.heads * self.visible_pairs() * (self.d + self.d_v)
+
+    def io_bytes(self) -> int:
+        """The fewest bytes a fused kernel moves: q, k, v read once, the output and the float32 LSE written once."""
+        size = ITEMSIZE[self.dtype]
+        q_rows, kv_rows = self.batch * self.heads * self.n_q, self.batch * self.kv_heads * self.n_kv
+        return size * (q_rows * (self.d + self.d_v) + kv_rows * (self.d + self.d_v)) + 4 * q_rows
+
+    def label(self) -> str:
+        """The short form for tables and test ids: `n4096-d128-bf16-causal`."""
+        n = f"n{self.n_kv}" if self.n_q == self.n_kv else f"n{self.n_q}x{self.n_kv}"
+        d = f"d{self.d}" if self.d == self.d_v else f"d{self.d}x{self.d_v}"
+        gqa = f"-gqa{self.gqa_ratio}" if self.gqa_ratio > 1 else ""
+        return f"{n}-{d}-{self.dtype}-{self.features.label()}{gqa}"

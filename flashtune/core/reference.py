@@ -1,0 +1,112 @@
+"""Reference attention in float64 and the dropout mask as plain arithmetic: these define what correct means.
+
+Nothing here is fast. Kernels, tests, `flashtune verify` and the CPU path of extras that torch lacks all compare with it or use it.
+"""
+
+import torch
+
+PHILOX_ROUNDS = 7
+"""Philox4x32-7 passes BigCrush (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, table 2)."""
+
+_PHILOX_M = (0xD2511F53, 0xCD9E8D57)
+_PHILOX_W = (0x9E3779B9, 0xBB67AE85)
+_MASK32 = 0xFFFFFFFF
+
+
+def philox(seed: int, counter: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Philox4x32-7: four words of 32 random bits (held in int64) for each counter of four int64 tensors holding 32-bit words.
+
+    `seed` is 64 bits; its low half is the first key word, as in `tl.philox`.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = seed & _MASK32, (seed >> 32) & _MASK32
+    for _ in range(PHILOX_ROUNDS):
+        a, b = _wide_product(c0, _PHILOX_M[0]), _wide_product(c2, _PHILOX_M[1])
+        c0, c1, c2, c3 = b[0] ^ c1 ^ k0, b[1], a[0] ^ c3 ^ k1, a[1]
+        k0, k1 = (k0 + _PHILOX_W[0]) & _MASK32, (k1 + _PHILOX_W[1]) & _MASK32
+    return c0, c1, c2, c3
+
+
+def _wide_product(x: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """High and low 32 bits of a 32 x 32 bit product, in int64 halves that can't overflow."""
+    low, high = (x & 0xFFFF) * factor, (x >> 16) * factor
+    total = low + ((high & 0xFFFF) << 16)
+    return ((high >> 16) + (total >> 32)) & _MASK32, total & _MASK32
+
+
+def dropout_threshold(p: float) -> int:
+    """A pair is kept when its 16 random bits are >= this; the rate is p rounded to 1/65536."""
+    return round(p * 65536)
+
+
+def dropout_keep(seed: int, offset: int, batch: int, heads: int, n_q: int, n_kv: int, p: float, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Which pairs dropout keeps: bool (batch, heads, n_q, n_kv), a function of seed, offset and absolute indices alone.
+
+    One Philox call yields eight 16-bit draws, for the pairs (row, row + 8) x (col, col + 8, col + 16, col + 24): those sit in
+    one thread's registers in the accumulator of a tensor-core product, and half of them in the accumulator of its transpose.
+    Counter: (col / 32 * 8 + col % 8, row / 16 * 8 + row % 8, batch * heads + head, offset); the word is col / 8 % 4, its half row / 8 % 2.
+    """
+    row = torch.arange(n_q, device=device)[:, None]
+    col = torch.arange(n_kv, device=device)[None, :]
+    keep = torch.empty(batch * heads, n_q, n_kv, dtype=torch.bool, device=device)
+    c0 = (col // 32 * 8 + col % 8).expand(n_q, n_kv)
+    c1 = (row // 16 * 8 + row % 8).expand(n_q, n_kv)
+    word_index = (col // 8 % 4).expand(n_q, n_kv)
+    shift = (row // 8 % 2) * 16
+    for index in range(batch * heads):
+        words = philox(seed, (c0, c1, torch.full_like(c0, index), torch.full_like(c0, offset & _MASK32)))
+        word = torch.stack(words).gather(0, word_index[None])[0]
+        keep[index] = ((word >> shift) & 0xFFFF) >= dropout_threshold(p)
+    return keep.view(batch, heads, n_q, n_kv)
+
+
+def band(n_q: int, n_kv: int, *, left: int | None, right: int | None, diagonal: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Which pairs a causal or window band leaves: bool (n_q, n_kv), True where i + diagonal - left <= j <= i + diagonal + right."""
+    distance = torch.arange(n_kv, device=device)[None, :] - torch.arange(n_q, device=device)[:, None] - diagonal
+    visible = torch.ones_like(distance, dtype=torch.bool)
+    if left is not None:
+        visible &= distance >= -left
+    if right is not None:
+        visible &= distance <= right
+    return visible
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    scale: float,
+    left: int | None = None,
+    right: int | None = None,
+    diagonal: int = 0,
+    softcap: float = 0.0,
+    keep: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(scale q k^T) v with every feature, in `dtype`: output (B, Hq, N_q, D_v) and natural-log LSE (B, Hq, N_q).
+
+    q (B, Hq, N_q, D), k (B, Hkv, N_kv, D), v (B, Hkv, N_kv, D_v); Hq a multiple of Hkv. Order of the score's steps: scale,
+    soft cap c tanh(s / c), additive mask, then boolean mask (True attends) and band as -inf. `keep` is dropout's bool mask;
+    kept weights are divided by 1 - dropout_p and the LSE doesn't see dropout. A row with nothing to attend to gives 0 and LSE -inf.
+    Differentiable.
+    """
+    ratio = q.shape[1] // k.shape[1]
+    q, k, v = q.to(dtype), k.to(dtype).repeat_interleave(ratio, 1), v.to(dtype).repeat_interleave(ratio, 1)
+    scores = scale * (q @ k.transpose(-1, -2))
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    visible = band(q.shape[2], k.shape[2], left=left, right=right, diagonal=diagonal, device=q.device)
+    if mask is not None and mask.dtype == torch.bool:
+        visible = visible & mask
+    elif mask is not None:
+        scores = scores + mask.to(dtype)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    lse = torch.logsumexp(scores, -1)
+    # exp(-inf - -inf) is NaN; a finite stand-in gives exp(-inf) = 0 on empty rows.
+    weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
+    if keep is not None:
+        weights = weights * keep / (1.0 - dropout_p)
+    return weights @ v, lse

@@ -1,0 +1,166 @@
+"""What became of a trial (`Outcome`), how fast it was (`Measurement`), and what is kept of it (`TuningRecord`)."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Literal, get_args
+
+from flashtune.core.config import Config
+from flashtune.core.problem import Problem, ProblemKey
+
+Source = Literal["measured", "predicted"]
+SOURCES: tuple[Source, ...] = get_args(Source)
+
+
+class Fate(StrEnum):
+    """The stage at which a trial ended; only `CORRECT` carries a time."""
+
+    CONSTRAINT = "constraint"
+    COMPILE = "compile"
+    TIMEOUT = "timeout"
+    RUNTIME = "runtime"
+    CORRECTNESS = "correctness"
+    CORRECT = "correct"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """Quantiles of one candidate's run times, in microseconds. For a prediction all of them are the predicted time."""
+
+    median_us: float
+    q10_us: float
+    q90_us: float
+    min_us: float
+    samples: int
+
+    @classmethod
+    def of(cls, times_us: Sequence[float]) -> "Measurement":
+        """The quantiles of `times_us` (at least one sample)."""
+        ordered = sorted(times_us)
+        last = len(ordered) - 1
+        return cls(
+            median_us=statistics.median(ordered),
+            q10_us=ordered[round(0.1 * last)],
+            q90_us=ordered[round(0.9 * last)],
+            min_us=ordered[0],
+            samples=len(ordered),
+        )
+
+    @classmethod
+    def predicted(cls, time_us: float) -> "Measurement":
+        """A cost model's one figure; `samples` is 0."""
+        return cls(median_us=time_us, q10_us=time_us, q90_us=time_us, min_us=time_us, samples=0)
+
+    @property
+    def noise(self) -> float:
+        """The spread between the 10 % and 90 % quantiles over the median."""
+        return (self.q90_us - self.q10_us) / self.median_us if self.median_us else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileFacts:
+    """What the real compiler says of one variant on one target, per thread or per program."""
+
+    registers: int
+    spills: int
+    """Bytes of local memory a thread spills."""
+    shared_bytes: int
+    threads: int
+    tensor_core_ops: int = 0
+    """Matrix instructions in the machine code (HGMMA/HMMA/MFMA ...), counted once each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one trial. `reason` says in one line why it failed (empty when correct)."""
+
+    template: str
+    template_hash: str
+    variant_id: str
+    config: Config
+    fate: Fate
+    source: Source
+    reason: str = ""
+    measurement: Measurement | None = None
+    facts: CompileFacts | None = None
+    max_error: float | None = None
+    """Largest error against the oracle over the tolerance (<= 1 passes), when it was checked."""
+    finalist: bool = False
+    """Whether `measurement` comes from the closing race, where everything is timed interleaved."""
+    rank: int | None = None
+    """Place in the closing race, ties broken by the fixed rule: 1 is the winner."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """The framework's own default attention, timed in the same run on the same inputs."""
+
+    backend: str
+    measurement: Measurement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """Where figures come from."""
+
+    flashtune: str
+    torch: str
+    triton: str
+    driver: str = ""
+    gpu_name: str = ""
+    clocks: str = ""
+    command: str = ""
+    seed: int | None = None
+    created_at: str = ""
+    """UTC, ISO 8601."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Field to value."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuningRecord:
+    """One served row: the best variant known for a key, with how it was found."""
+
+    key: ProblemKey
+    problem: Problem
+    outcome: Outcome
+    provenance: Provenance
+    baseline: Baseline | None = None
+    origin: str = ""
+    """Which database it was read from: `shipped`, `overlay` or a path."""
+
+    @property
+    def median_us(self) -> float:
+        """The recorded time, in microseconds."""
+        assert self.outcome.measurement is not None, "a record holds a correct outcome"
+        return self.outcome.measurement.median_us
+
+    @property
+    def framework_us(self) -> float | None:
+        """The framework's time in the same run, in microseconds; None where it was not timed (a prediction)."""
+        return self.baseline.measurement.median_us if self.baseline else None
+
+    @property
+    def tflops(self) -> float:
+        """10^12 floating-point operations per second, by `Problem.flops`."""
+        return self.problem.flops() / self.median_us / 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """All that one search learned of one problem; what the store writes in one transaction."""
+
+    gpu: str
+    problem: Problem
+    outcomes: tuple[Outcome, ...]
+    provenance: Provenance
+    baseline: Baseline | None = None
+
+    @property
+    def best(self) -> Outcome | None:
+        """The winner: rank 1 of the closing race, else the fastest correct outcome (ties by variant id)."""
+        correct = [o for o in self.outcomes if o.fate is Fate.CORRECT and o.measurement is not None]
+        return min(correct, key=lambda o: (o.rank or 10**9, o.measurement.median_us if o.measurement else 0.0, o.variant_id), default=None)

@@ -1,0 +1,96 @@
+"""GPUs as the tuner sees them: a table of facts with sources (`targets.toml`) and the look-up by any of their names."""
+
+import difflib
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any, Literal
+
+from flashtune.core.errors import InputError
+
+Vendor = Literal["nvidia", "amd"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """One GPU model. Peak figures are the vendor's dense ones (no sparsity), at boost clock.
+
+    `arch` is what Triton's compiler takes: the compute capability as a number ("90") or a gfx name ("gfx942").
+    `peak_tflops` maps fp32, tf32, bf16, fp16 and fp8 to 10^12 operations per second; a missing type has no matrix unit for it.
+    `exp_per_clock` is how many exponentials one SM (compute unit) starts per clock.
+    `driver_names` are the names that drivers report; `aliases` what people write.
+    """
+
+    slug: str
+    name: str
+    vendor: Vendor
+    arch: str
+    sms: int
+    shared_bytes_per_block: int
+    shared_bytes_per_sm: int
+    registers_per_sm: int
+    max_threads_per_sm: int
+    warp_size: int
+    l2_bytes: int
+    memory_bytes: int
+    bandwidth_gbs: float
+    boost_mhz: int
+    exp_per_clock: int
+    peak_tflops: dict[str, float]
+    compilable: bool
+    driver_names: tuple[str, ...]
+    aliases: tuple[str, ...]
+    sources: tuple[str, ...]
+
+    @property
+    def capability(self) -> int | None:
+        """The compute capability as a number (90 for Hopper); None for GPUs that aren't NVIDIA's."""
+        return int(self.arch) if self.vendor == "nvidia" else None
+
+    @property
+    def has_tma(self) -> bool:
+        """Whether the GPU has the bulk tensor copy engine that descriptor kernels use."""
+        return self.capability is not None and self.capability >= 90
+
+    @property
+    def is_hopper(self) -> bool:
+        """Whether warpgroup matrix instructions (wgmma) exist: compute capability 9.0 alone."""
+        return self.capability == 90
+
+    @property
+    def exp_per_second(self) -> float:
+        """Exponentials per second of the whole GPU."""
+        return self.sms * self.exp_per_clock * self.boost_mhz * 1e6
+
+
+@cache
+def targets() -> dict[str, Target]:
+    """Every GPU of the table, by slug."""
+    text = resources.files("flashtune.core").joinpath("targets.toml").read_text()
+    return {slug: _target(slug, row) for slug, row in tomllib.loads(text).items()}
+
+
+def _target(slug: str, row: dict[str, Any]) -> Target:
+    lists = {name: tuple(row[name]) for name in ("driver_names", "aliases", "sources")}
+    return Target(slug=slug, **{**row, **lists})
+
+
+def _plain(name: str) -> str:
+    """`NVIDIA A100-SXM4-80GB` and `a100 sxm4 80gb` alike."""
+    words = "".join(c if c.isalnum() else " " for c in name.lower()).split()
+    return "".join(word for word in words if word not in ("nvidia", "amd", "geforce", "instinct", "radeon", "tesla"))
+
+
+def find_target(name: str) -> Target:
+    """The GPU with this slug, alias or driver name (case and punctuation don't matter); raises InputError with the nearest names."""
+    known: dict[str, Target] = {}
+    for target in targets().values():
+        for alias in (target.slug, target.name, *target.aliases, *target.driver_names):
+            known.setdefault(_plain(alias), target)
+    found = known.get(_plain(name))
+    if found is None:
+        near = {known[match].slug: None for match in difflib.get_close_matches(_plain(name), known, n=8, cutoff=0.4)}
+        hint = f"did you mean {', '.join(list(near)[:3])}?" if near else f"use one of {', '.join(targets())}"
+        raise InputError(f"unknown GPU {name!r}: {hint} (flashtune doctor lists them all)")
+    return found

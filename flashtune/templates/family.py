@@ -1,0 +1,95 @@
+"""What a template family declares: its axes as data, its constraints as named predicates, and what it can serve.
+
+The rendered file of every family is an ordinary module with the same three functions, which the tuner and dispatch call alike:
+
+    accepts(q, k, v, mask) -> bool
+        whether these strides and pointers can be taken (descriptor kernels need 16-byte alignment);
+    launches(q, k, v, out, lse, *, mask, scale, diagonal, window_left, window_right, softcap, dropout_p, seed, offset)
+        -> list of (kernel, grid, args, options), so that a compiler can take the same launch without a GPU (meta tensors);
+    launch(same arguments) -> None
+        runs them on the current stream.
+
+q (B, Hq, N_q, D), k (B, Hkv, N_kv, D), v (B, Hkv, N_kv, D_v), out (B, Hq, N_q, D_v) with any strides; lse (B, Hq, N_q) float32
+contiguous, natural log; mask None or a view expanded to (B, Hq, N_q, N_kv), with stride 0 where it is broadcast; window sides are
+-1 for unbounded; `diagonal` shifts the band (0 top-left, N_kv - N_q bottom-right). flashtune.core.reference defines the numbers.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import product
+
+from flashtune.core.config import Config, KernelSpec, Value
+from flashtune.core.errors import InputError
+from flashtune.core.problem import next_power_of_two
+from flashtune.core.target import Target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """One dimension of the search space; `why` says in a line what it trades."""
+
+    name: str
+    values: tuple[Value, ...]
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraint:
+    """A named predicate over (config, spec, target): True where the candidate may be built."""
+
+    name: str
+    holds: Callable[[Config, KernelSpec, Target], bool]
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A template with its search space.
+
+    `supports` returns why a spec can't be served on a target, or None where it can. `default` is a sound config for when
+    nothing was ever tuned. `starts` are configs worth trying first (the field's published tiles). `interpretable` says whether Triton's interpreter runs it.
+    `path_axes` are the axes that change which code is rendered, so that two configs that agree in them share a code path.
+    """
+
+    name: str
+    axes: tuple[Axis, ...]
+    constraints: tuple[Constraint, ...]
+    supports: Callable[[KernelSpec, Target], str | None]
+    default: Callable[[KernelSpec, Target], Config]
+    starts: Callable[[KernelSpec, Target], list[Config]]
+    interpretable: bool
+    path_axes: tuple[str, ...] = field(default=())
+
+    @property
+    def template_file(self) -> str:
+        """The Jinja file, relative to the templates folder."""
+        return f"{self.name}.py.jinja"
+
+    def violated(self, config: Config, spec: KernelSpec, target: Target) -> Constraint | None:
+        """The first constraint that this config breaks on this target, or None."""
+        return next((c for c in self.constraints if not c.holds(config, spec, target)), None)
+
+    def validate(self, config: Config) -> None:
+        """Raise InputError unless `config` has exactly the declared axes with declared values (types included)."""
+        declared = {axis.name: axis for axis in self.axes}
+        given = config.as_dict()
+        if strange := sorted(given.keys() - declared.keys()):
+            raise InputError(f"config of {self.name} has the undeclared axis {strange[0]!r}: it was not written by this version of flashtune")
+        for name, axis in declared.items():
+            if name not in given:
+                raise InputError(f"config of {self.name} lacks the axis {name!r}: it was not written by this version of flashtune")
+            if not any(given[name] == value and type(given[name]) is type(value) for value in axis.values):
+                raise InputError(f"{name}={given[name]!r} is outside the declared space of {self.name}: {', '.join(map(repr, axis.values))}")
+
+    def configs(self, spec: KernelSpec, target: Target) -> Iterator[Config]:
+        """Every config of the space that breaks no constraint, in a fixed order."""
+        names = [axis.name for axis in self.axes]
+        for values in product(*(axis.values for axis in self.axes)):
+            config = Config.of(dict(zip(names, values, strict=True)))
+            if self.violated(config, spec, target) is None:
+                yield config
+
+
+def padded(head_dim: int) -> int:
+    """The power of two (at least 16, the smallest matrix tile) that a kernel pads a head size to."""
+    return max(16, next_power_of_two(head_dim))

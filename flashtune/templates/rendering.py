@@ -1,0 +1,67 @@
+"""The one strict Jinja environment: variant in, source text out; pure, and the same bytes every time."""
+
+import hashlib
+import re
+from functools import cache
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from flashtune.core.config import Config, KernelSpec, Variant
+from flashtune.templates.family import Family, padded
+
+
+@cache
+def environment() -> Environment:
+    """Strict: an undefined name is an error, never an empty string."""
+    return Environment(
+        loader=PackageLoader("flashtune.templates", "."),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+
+
+@cache
+def template_hash(template_file: str) -> str:
+    """16 hex digits over the template and every partial that it includes or imports, directly or not."""
+    sources: dict[str, str] = {}
+    waiting = [template_file]
+    while waiting:
+        name = waiting.pop()
+        if name not in sources:
+            sources[name] = _source(name)
+            waiting += re.findall(r"{%-?\s*(?:include|import|from|extends)\s+[\"']([^\"']+)[\"']", sources[name])
+    digest = hashlib.sha256()
+    for name in sorted(sources):
+        digest.update(f"{name}\0{sources[name]}\0".encode())
+    return digest.hexdigest()[:16]
+
+
+def _source(name: str) -> str:
+    loader = environment().loader
+    assert loader is not None
+    return loader.get_source(environment(), name)[0]
+
+
+def variant_of(family: Family, spec: KernelSpec, config: Config) -> Variant:
+    """The variant of this family; raises InputError where the config is outside the declared space."""
+    family.validate(config)
+    return Variant(template=family.name, template_hash=template_hash(family.template_file), spec=spec, config=config)
+
+
+def render(family: Family, variant: Variant) -> str:
+    """The source of `variant`: a module with `accepts`, `launches` and `launch` (see templates.family).
+
+    The config is validated against the declared space first, so that nothing else can reach the text.
+    """
+    family.validate(variant.config)
+    text = environment().get_template(family.template_file).render(
+        variant=variant,
+        spec=variant.spec,
+        config=variant.config.as_dict(),
+        block_d=padded(variant.spec.d),
+        block_dv=padded(variant.spec.d_v),
+    )
+    return re.sub(r"\n{3,}", "\n\n\n", text)
