@@ -39,7 +39,9 @@ def dropout_threshold(p: float) -> int:
     return round(p * 65536)
 
 
-def dropout_keep(seed: int, offset: int, batch: int, heads: int, n_q: int, n_kv: int, p: float, device: torch.device | str = "cpu") -> torch.Tensor:
+def dropout_keep(
+    seed: int, offset: int, batch: int, heads: int, n_q: int, n_kv: int, p: float, device: torch.device | str = "cpu"
+) -> torch.Tensor:
     """Which pairs dropout keeps: bool (batch, heads, n_q, n_kv), a function of seed, offset and absolute indices alone.
 
     One Philox call yields eight 16-bit draws, for the pairs (row, row + 8) x (col, col + 8, col + 16, col + 24): those sit in

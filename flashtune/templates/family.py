@@ -46,8 +46,9 @@ class Constraint:
 class Family:
     """A template with its search space.
 
-    `supports` returns why a spec can't be served on a target, or None where it can. `default` is a sound config for when
-    nothing was ever tuned. `starts` are configs worth trying first (the field's published tiles). `interpretable` says whether Triton's interpreter runs it.
+    `supports` returns why a spec can't be served on a target, or None where it can. `default` is a sound config
+    for when nothing was ever tuned. `starts` are configs worth trying first (the field's published tiles). `interpretable`
+    says whether Triton's interpreter runs it.
     `path_axes` are the axes that change which code is rendered, so that two configs that agree in them share a code path.
     """
 
@@ -74,12 +75,16 @@ class Family:
         declared = {axis.name: axis for axis in self.axes}
         given = config.as_dict()
         if strange := sorted(given.keys() - declared.keys()):
-            raise InputError(f"config of {self.name} has the undeclared axis {strange[0]!r}: it was not written by this version of flashtune")
+            raise InputError(
+                f"config of {self.name} has the undeclared axis {strange[0]!r}: it was not written by this version of flashtune"
+            )
         for name, axis in declared.items():
             if name not in given:
                 raise InputError(f"config of {self.name} lacks the axis {name!r}: it was not written by this version of flashtune")
             if not any(given[name] == value and type(given[name]) is type(value) for value in axis.values):
-                raise InputError(f"{name}={given[name]!r} is outside the declared space of {self.name}: {', '.join(map(repr, axis.values))}")
+                raise InputError(
+                    f"{name}={given[name]!r} is outside the declared space of {self.name}: {', '.join(map(repr, axis.values))}"
+                )
 
     def configs(self, spec: KernelSpec, target: Target) -> Iterator[Config]:
         """Every config of the space that breaks no constraint, in a fixed order."""

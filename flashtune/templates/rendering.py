@@ -57,11 +57,15 @@ def render(family: Family, variant: Variant) -> str:
     The config is validated against the declared space first, so that nothing else can reach the text.
     """
     family.validate(variant.config)
-    text = environment().get_template(family.template_file).render(
-        variant=variant,
-        spec=variant.spec,
-        config=variant.config.as_dict(),
-        block_d=padded(variant.spec.d),
-        block_dv=padded(variant.spec.d_v),
+    text = (
+        environment()
+        .get_template(family.template_file)
+        .render(
+            variant=variant,
+            spec=variant.spec,
+            config=variant.config.as_dict(),
+            block_d=padded(variant.spec.d),
+            block_dv=padded(variant.spec.d_v),
+        )
     )
     return re.sub(r"\n{3,}", "\n\n\n", text)
