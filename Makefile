@@ -1,0 +1,55 @@
+# Every target sets itself up: it needs only Python 3.11 or newer, git and make, and puts everything else into .venv.
+#
+#   make search     the main job: search kernels (for this machine's GPU, or predicted for an A100 where there is none)
+#   make test       all tests that need no GPU
+#   make check      what a reviewer runs: format, lint, types, layers, tests
+#
+# Variables: PYTHON (the interpreter to start from), VENV (the folder), TORCH (a requirement such as torch==2.11.0),
+# PYTEST (more arguments for pytest).
+
+VENV ?= .venv
+TORCH ?=
+PYTEST ?=
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+BIN := $(VENV)/bin
+RUN_PYTEST = $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal $(PYTEST)
+
+.PHONY: help setup search test check lint format golden dist clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+setup:
+	@test -n "$(PYTHON)" || { echo "flashtune needs Python 3.11 or newer on PATH, or make PYTHON=/path/to/python3.11" >&2; exit 4; }
+	@$(PYTHON) tools/setup_venv.py $(VENV) --torch "$(TORCH)"
+
+search: setup
+	@$(BIN)/python tools/first_search.py
+
+test: setup
+	@$(RUN_PYTEST)
+
+check: lint
+	@$(RUN_PYTEST)
+
+lint: setup
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy
+	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
+	@$(BIN)/lint-imports
+
+format: setup
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+# Rewrites tests/golden; review the diff before committing it.
+golden: setup
+	@$(RUN_PYTEST) --update-golden
+
+dist: setup
+	@$(BIN)/python -m build
+
+clean:
+	@rm -rf $(VENV) build dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

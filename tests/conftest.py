@@ -1,0 +1,54 @@
+"""What every test shares: no user's directory is touched, and golden files change only when asked."""
+
+import difflib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+GOLDEN = Path(__file__).parent / "golden"
+
+# Set before anything is imported or collected, so that child processes and module-level code see them too.
+_SCRATCH = Path(tempfile.mkdtemp(prefix="flashtune-tests-"))
+os.environ["FLASHTUNE_CACHE"] = str(_SCRATCH / "cache")
+os.environ["FLASHTUNE_DB"] = str(_SCRATCH / "overlay.sqlite")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write the golden files under tests/golden anew instead of comparing")
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(_SCRATCH, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def own_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The path of this test's own overlay database, which doesn't exist yet; no two tests share one."""
+    path = tmp_path / "overlay.sqlite"
+    monkeypatch.setenv("FLASHTUNE_DB", str(path))
+    return path
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """`golden(name, text)`: `text` equals tests/golden/<name>, which `pytest --update-golden` (make golden) writes anew."""
+    updating: bool = request.config.getoption("--update-golden")
+
+    def compare(name: str, text: str) -> None:
+        path = GOLDEN / name
+        if updating:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+            return
+        if not path.is_file():
+            pytest.fail(f"tests/golden/{name} doesn't exist: run `make golden`, and read what it wrote before you commit it")
+        expected = path.read_text()
+        if text != expected:
+            lines = difflib.unified_diff(expected.splitlines(), text.splitlines(), f"golden/{name}", "now", lineterm="")
+            pytest.fail("\n".join(["differs from the golden file; if that is meant, run `make golden` and review the diff", *lines]))
+
+    return compare
