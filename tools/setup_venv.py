@@ -10,6 +10,7 @@ Only the standard library is used here: this runs before anything is installed.
 
 import argparse
 import hashlib
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -29,39 +30,52 @@ def main() -> int:
     parser.add_argument("folder", type=Path, help="where the environment goes")
     parser.add_argument("--torch", default="", help="the requirement to install in place of the choice above")
     given = parser.parse_args()
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 - this file runs under whatever Python the user has
         print(f"flashtune needs Python 3.11 or newer, not {sys.version.split()[0]}: make PYTHON=/path/to/python3.11", file=sys.stderr)
         return EXIT_ENVIRONMENT
-    stamp = given.folder.resolve() / "flashtune-ready"
-    state, torch = stamp.read_text().splitlines() if stamp.is_file() else ("", "")
+    if importlib.util.find_spec("ensurepip") is None:
+        print(f"{sys.executable} can't make virtual environments: install its venv package (Debian: python3-venv)", file=sys.stderr)
+        return EXIT_ENVIRONMENT
+    folder: Path = given.folder.resolve()
+    stamp = folder / "flashtune-ready"
+    state, torch = [*stamp.read_text().splitlines(), "", ""][:2] if stamp.is_file() else ("", "")
     if state == fingerprint() and given.torch in ("", torch):
         return 0
+    if folder.exists() and not stamp.is_file() and any(folder.iterdir()):
+        print(f"{folder} is not an environment of flashtune's own: remove it, or name another with make VENV=...", file=sys.stderr)
+        return EXIT_ENVIRONMENT
     print(f"setting up {given.folder}: once, a few minutes, most of them for torch", flush=True)
     try:
-        torch = install(stamp.parent, given.torch or torch)
+        # Anew, because a half-made or outdated environment is not worth repairing: pip's cache makes a new one cheap.
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        stamp.write_text(f"\n{given.torch or torch}\n")
+        torch = install(folder, given.torch or torch)
+        stamp.write_text(f"{fingerprint()}\n{torch}\n")
     except (subprocess.CalledProcessError, OSError) as error:
         print(f"setting up {given.folder} failed: {error}", file=sys.stderr)
         return EXIT_ENVIRONMENT
-    stamp.write_text(f"{fingerprint()}\n{torch}\n")
     return 0
 
 
 def fingerprint() -> str:
     """Changes whenever an environment that was made before no longer fits."""
-    files = [ROOT / "pyproject.toml", ROOT / "constraints.txt", Path(__file__)]
-    parts = [sys.version, sys.base_prefix, str(ROOT), *(file.read_text() for file in files)]
+    import tomllib  # only here: an older Python shall get as far as the message about its version
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    files = [ROOT / "constraints.txt", Path(__file__)]
+    parts = [sys.version, sys.base_prefix, str(ROOT), repr(project), *(file.read_text() for file in files)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def install(folder: Path, torch: str) -> str:
-    """Make the environment anew and install into it; returns the torch requirement, `base` for the base interpreter's own.
+    """Fill the empty folder; returns the torch requirement that was installed, `base` for the base interpreter's own.
 
     Raises CalledProcessError after pip has said why.
     """
     if torch in ("", "base"):
         torch = "base" if base_torch_sees_gpu() else ""
-    # Anew, because a half-made or outdated environment is not worth repairing: pip's cache makes a new one cheap.
-    venv.EnvBuilder(clear=True, with_pip=True, symlinks=True, system_site_packages=torch == "base").create(folder)
+    venv.EnvBuilder(with_pip=True, symlinks=True, system_site_packages=torch == "base").create(folder)
     pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
     torch = torch or default_torch(pip)
     # The base interpreter's torch came with its own Triton; the package's bounds decide whether that one will do.
