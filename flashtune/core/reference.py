@@ -39,27 +39,32 @@ def dropout_threshold(p: float) -> int:
     return round(p * 65536)
 
 
+def dropout_keep_rows(
+    seed: int, offset: int, index: int, first: int, rows: int, n_kv: int, p: float, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Which pairs dropout keeps in rows [first, first + rows) of one head: bool (rows, n_kv).
+
+    A function of the seed (64 bits), the offset (32 bits) and absolute indices alone; `index` is batch * heads + head.
+    One Philox call yields eight 16-bit draws, for the pairs (row, row + 8) x (col, col + 8, col + 16, col + 24): those sit in
+    one thread's registers in the accumulator of a tensor-core product, and half of them in the accumulator of its transpose.
+    Counter: (col / 32 * 8 + col % 8, row / 16 * 8 + row % 8, index, offset); the word is col / 8 % 4, its half row / 8 % 2.
+    """
+    row = torch.arange(first, first + rows, device=device)[:, None]
+    col = torch.arange(n_kv, device=device)[None, :]
+    shape = rows, n_kv
+    c0 = (col // 32 * 8 + col % 8).expand(shape)
+    c1 = (row // 16 * 8 + row % 8).expand(shape)
+    words = philox(seed, (c0, c1, torch.full_like(c0, index), torch.full_like(c0, offset & _MASK32)))
+    word = torch.stack(words).gather(0, (col // 8 % 4).expand(shape)[None])[0]
+    return ((word >> (row // 8 % 2 * 16)) & 0xFFFF) >= dropout_threshold(p)
+
+
 def dropout_keep(
     seed: int, offset: int, batch: int, heads: int, n_q: int, n_kv: int, p: float, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """Which pairs dropout keeps: bool (batch, heads, n_q, n_kv), a function of seed, offset and absolute indices alone.
-
-    One Philox call yields eight 16-bit draws, for the pairs (row, row + 8) x (col, col + 8, col + 16, col + 24): those sit in
-    one thread's registers in the accumulator of a tensor-core product, and half of them in the accumulator of its transpose.
-    Counter: (col / 32 * 8 + col % 8, row / 16 * 8 + row % 8, batch * heads + head, offset); the word is col / 8 % 4, its half row / 8 % 2.
-    """
-    row = torch.arange(n_q, device=device)[:, None]
-    col = torch.arange(n_kv, device=device)[None, :]
-    keep = torch.empty(batch * heads, n_q, n_kv, dtype=torch.bool, device=device)
-    c0 = (col // 32 * 8 + col % 8).expand(n_q, n_kv)
-    c1 = (row // 16 * 8 + row % 8).expand(n_q, n_kv)
-    word_index = (col // 8 % 4).expand(n_q, n_kv)
-    shift = (row // 8 % 2) * 16
-    for index in range(batch * heads):
-        words = philox(seed, (c0, c1, torch.full_like(c0, index), torch.full_like(c0, offset & _MASK32)))
-        word = torch.stack(words).gather(0, word_index[None])[0]
-        keep[index] = ((word >> shift) & 0xFFFF) >= dropout_threshold(p)
-    return keep.view(batch, heads, n_q, n_kv)
+    """`dropout_keep_rows` for every row of every head: bool (batch, heads, n_q, n_kv)."""
+    rows = [dropout_keep_rows(seed, offset, index, 0, n_q, n_kv, p, device) for index in range(batch * heads)]
+    return torch.stack(rows).view(batch, heads, n_q, n_kv)
 
 
 def band(n_q: int, n_kv: int, *, left: int | None, right: int | None, diagonal: int, device: torch.device | str = "cpu") -> torch.Tensor:

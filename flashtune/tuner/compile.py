@@ -1,0 +1,119 @@
+"""Compile a variant for any target on any machine, and read what the compiler made of it.
+
+The launch of a rendered module is taken with meta tensors under a driver that only names the target. It passes through the same JIT
+path as a real launch, so the machine code lands in Triton's disk cache under the key that the launch on the GPU will look up.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.modules import load_source
+from flashtune.core.problem import Problem
+from flashtune.core.results import CompileFacts
+from flashtune.core.target import Target, targets
+from flashtune.tuner.inputs import make_inputs
+
+
+class TargetDriver:
+    """What Triton asks of an active driver while it compiles: the target, and a device index to cache under."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = (
+            GPUTarget("cuda", int(target.arch), 32) if target.vendor == "nvidia" else GPUTarget("hip", target.arch, target.warp_size)
+        )
+        # The JIT caches by device index alone, so every target gets its own.
+        self._device = list(targets()).index(target.slug)
+
+    def get_current_target(self) -> GPUTarget:
+        """The GPU to compile for."""
+        return self._target
+
+    def get_current_device(self) -> int:
+        """An index that no other target shares."""
+        return self._device
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        """Nothing is launched, so any stream will do."""
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        """Where the launch's tensors live."""
+        return torch.device("meta")
+
+
+@contextmanager
+def compiling_for(target: Target) -> Iterator[None]:
+    """Make `target` Triton's active GPU within the block; a launch there can compile but not run."""
+    # Reading driver.active would start the real driver, which fails on a machine without a GPU.
+    before = driver._active
+    driver.set_active(TargetDriver(target))
+    try:
+        yield
+    finally:
+        driver._active = before
+
+
+def cross_compile(source: str, stem: str, problem: Problem, target: Target) -> CompileFacts:
+    """Compile every kernel that a launch of `problem` takes for `target`; the facts are those of the hungriest one.
+
+    Raises what the compiler raises. Sizes are cut to one batch and head: kernels take them at run time.
+    """
+    module = load_source(source, stem)
+    inputs = make_inputs(replace(problem, batch=1, heads=problem.gqa_ratio, kv_heads=1), device="meta", seed=0)
+    with compiling_for(target):
+        found = [
+            read_facts(kernel.warmup(*args, grid=grid, **options), target)
+            for kernel, grid, args, options in module.launches(*inputs.arguments, **inputs.keywords)
+        ]
+    return max(found, key=lambda facts: (facts.shared_bytes, facts.registers))
+
+
+
+def read_facts(compiled: Any, target: Target) -> CompileFacts:
+    """Registers, spills, shared memory and matrix instructions of a compiled kernel, from its machine code."""
+    threads = compiled.metadata.num_warps * target.warp_size
+    if target.vendor == "amd":
+        text = compiled.asm["amdgcn"]
+        return CompileFacts(
+            registers=_largest(r"\.vgpr_count:\s+(\d+)", text),
+            spills=4 * _largest(r"\.vgpr_spill_count:\s+(\d+)", text),
+            shared_bytes=compiled.metadata.shared,
+            threads=threads,
+            tensor_core_ops=len(re.findall(r"^\s*v_mfma", text, re.MULTILINE)),
+        )
+    usage = _cuobjdump(compiled.asm["cubin"], "-res-usage")
+    # With warp specialisation the machine code starts more warps than the kernel's own num_warps.
+    warps = _largest(r"\.reqntid\s+(\d+)", compiled.asm["ptx"]) or threads
+    return CompileFacts(
+        registers=_largest(r"REG:(\d+)", usage),
+        spills=_largest(r"STACK:(\d+)", usage) + _largest(r"LOCAL:(\d+)", usage),
+        shared_bytes=compiled.metadata.shared,
+        threads=warps,
+        tensor_core_ops=len(re.findall(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)", compiled.asm["ptx"])),
+    )
+
+
+def _largest(pattern: str, text: str) -> int:
+    return max((int(number) for number in re.findall(pattern, text)), default=0)
+
+
+def _cuobjdump(cubin: bytes, *flags: str) -> str:
+    tool = knobs.nvidia.cuobjdump.path
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(cubin)
+        try:
+            return subprocess.run([tool, *flags, file.name], capture_output=True, text=True, check=True, timeout=60).stdout
+        except FileNotFoundError as error:
+            raise EnvironmentProblem(f"no cuobjdump at {tool}: reinstall triton, whose wheel carries it") from error

@@ -1,0 +1,61 @@
+"""The framework's own attention as the yardstick: the same problem through `F.scaled_dot_product_attention`."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flashtune.core import reference
+from flashtune.tuner.inputs import Inputs
+
+BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+"""The framework's backends by the names that `flashtune bench` shows."""
+
+
+def framework_call(inputs: Inputs, backend: str | None = None) -> Callable[[], torch.Tensor] | None:
+    """The framework's attention on these inputs (its default choice, or one of `BACKENDS`); None where it can't express the problem.
+
+    Bands that are not torch's own causal become a boolean mask, made once and outside of what is timed. A soft cap has no equivalent.
+    """
+    p, words = inputs.problem, inputs.keywords
+    if p.features.softcap:
+        return None
+    causal = p.features.causal and p.features.window is None and p.diagonal == 0 and words["mask"] is None
+    mask = words["mask"]
+    if p.features.banded and not causal:
+        sides = (None if words[name] < 0 else words[name] for name in ("window_left", "window_right"))
+        left, right = sides
+        band = reference.band(p.n_q, p.n_kv, left=left, right=right, diagonal=p.diagonal, device=inputs.q.device)
+        if mask is None:
+            mask = band
+        elif mask.dtype == torch.bool:
+            mask = mask & band
+        else:
+            mask = mask.masked_fill(~band, float("-inf"))
+
+    def call() -> torch.Tensor:
+        return F.scaled_dot_product_attention(
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            attn_mask=mask,
+            dropout_p=words["dropout_p"],
+            is_causal=causal,
+            scale=words["scale"],
+            enable_gqa=p.gqa_ratio > 1,
+        )
+
+    if backend is None:
+        return call
+
+    def chosen() -> torch.Tensor:
+        with sdpa_kernel(BACKENDS[backend]):
+            return call()
+
+    return chosen

@@ -1,0 +1,95 @@
+"""Random inputs for a problem: fresh every time, inside memory poisoned with NaN, with the arguments of a launch."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flashtune.core.dtypes import DType
+from flashtune.core.problem import Problem
+
+TORCH_DTYPES: dict[DType, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+SOFTCAP = 20.0
+"""Soft cap of generated inputs: small enough to bend scores of random data."""
+
+DROPOUT_P = 0.1
+
+_GUARD = 256
+"""Poisoned elements before and after every tensor, a multiple of 16 bytes so that TMA's alignment holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """Tensors of one problem and the keyword arguments that `launch` takes beside them."""
+
+    problem: Problem
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    keywords: dict[str, Any]
+
+    @property
+    def arguments(self) -> tuple[torch.Tensor, ...]:
+        """The positional arguments of `launch`."""
+        return self.q, self.k, self.v, self.out, self.lse
+
+    def poison(self) -> None:
+        """Fill the outputs with NaN, so that an element that isn't written can't pass."""
+        self.out.fill_(float("nan"))
+        self.lse.fill_(float("nan"))
+
+
+def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """An uninitialised contiguous tensor with NaN on both sides of it in memory."""
+    size = 1
+    for extent in shape:
+        size *= extent
+    buffer = torch.full((size + 2 * _GUARD,), float("nan"), dtype=dtype, device=device)
+    return buffer[_GUARD : _GUARD + size].view(shape)
+
+
+def make_inputs(problem: Problem, *, device: torch.device | str, seed: int, dtype: torch.dtype | None = None) -> Inputs:
+    """Standard normal q, k, v (and mask, where the problem has one) on `device`; `dtype` overrides the problem's own.
+
+    On the "meta" device nothing is allocated: such inputs serve to compile a launch without a GPU.
+    """
+    kind = dtype or TORCH_DTYPES[problem.dtype]
+    meta = torch.device(device).type == "meta"
+    generator = None if meta else torch.Generator(device=device).manual_seed(seed)
+    p, f = problem, problem.features
+
+    def normal(*shape: int) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=kind, device=device) if meta else guarded(shape, kind, device)
+        return tensor if meta else tensor.normal_(generator=generator)
+
+    mask = None
+    if f.mask == "bias":
+        mask = normal(1, p.heads, p.n_q, p.n_kv)
+    elif f.mask == "bool":
+        mask = torch.empty((1, 1, p.n_q, p.n_kv), dtype=torch.bool, device=device)
+        if not meta:
+            mask.copy_(torch.rand(mask.shape, device=device, generator=generator) < 0.8)
+            mask[..., -1, :] = False
+    left, right = f.window if f.window is not None else (None, 0 if f.causal else None)
+    return Inputs(
+        problem=problem,
+        q=normal(p.batch, p.heads, p.n_q, p.d),
+        k=normal(p.batch, p.kv_heads, p.n_kv, p.d),
+        v=normal(p.batch, p.kv_heads, p.n_kv, p.d_v),
+        out=normal(p.batch, p.heads, p.n_q, p.d_v),
+        lse=torch.empty((p.batch, p.heads, p.n_q), dtype=torch.float32, device=device),
+        keywords={
+            "mask": None if mask is None else mask.expand(p.batch, p.heads, p.n_q, p.n_kv),
+            "scale": p.d**-0.5,
+            "diagonal": p.diagonal,
+            "window_left": -1 if left is None else left,
+            "window_right": -1 if right is None else right,
+            "softcap": SOFTCAP if f.softcap else 0.0,
+            "dropout_p": DROPOUT_P if f.dropout else 0.0,
+            "seed": seed,
+            "offset": 0,
+        },
+    )

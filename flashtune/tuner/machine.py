@@ -1,0 +1,68 @@
+"""This machine as a search sees it: which GPU is here, and what goes into a record's provenance."""
+
+import importlib.metadata
+import shutil
+import subprocess
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import flashtune
+from flashtune.core.errors import InputError
+from flashtune.core.results import Provenance
+from flashtune.core.target import Target, find_target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalGpu:
+    """The GPU that torch sees as device 0; `target` is None where the table doesn't know it."""
+
+    name: str
+    target: Target | None
+
+
+def local_gpu() -> LocalGpu | None:
+    """The GPU of this machine, or None where there is none (or torch was built without GPU support)."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    name = torch.cuda.get_device_name(0)
+    try:
+        return LocalGpu(name=name, target=find_target(name))
+    except InputError:
+        return LocalGpu(name=name, target=None)
+
+
+def provenance(*, command: str, seed: int | None, measured: bool) -> Provenance:
+    """Versions, driver and clocks of this machine, now; the GPU's own facts only for a `measured` record."""
+    facts = _nvidia_smi() if measured else {}
+    return Provenance(
+        flashtune=flashtune.__version__,
+        torch=_version("torch"),
+        triton=_version("triton"),
+        driver=facts.get("driver_version", ""),
+        gpu_name=facts.get("name", ""),
+        clocks=", ".join(f"{name} {facts[name]}" for name in ("clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit") if name in facts),
+        command=command,
+        seed=seed,
+        created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _nvidia_smi() -> dict[str, str]:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return {}
+    names = ["name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit"]
+    asked = subprocess.run([tool, f"--query-gpu={','.join(names)}", "--format=csv,noheader"], capture_output=True, text=True, timeout=30)
+    if asked.returncode != 0:
+        return {}
+    values = [value.strip() for value in asked.stdout.splitlines()[0].split(",")]
+    return dict(zip(names, values, strict=False))

@@ -1,0 +1,48 @@
+"""Timing on the GPU: candidates interleaved, L2 flushed before every launch, medians over rounds."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from flashtune.core.results import Measurement
+
+Run = Callable[[], object]
+"""Enqueues one candidate's work on the current stream."""
+
+
+class Stopwatch:
+    """Times callables with CUDA events on one device; holds the buffer that flushes L2.
+
+    The flush also gives the host time to enqueue the launch, so that launch overhead stays out of the figures.
+    """
+
+    def __init__(self, device: torch.device, l2_bytes: int) -> None:
+        self._device = device
+        self._flush = torch.empty(max(4 * l2_bytes, 1 << 28), dtype=torch.int8, device=device)
+
+    def rounds(self, runs: Sequence[Run], count: int) -> list[list[float]]:
+        """`count` times in microseconds for each of `runs`: every round runs all of them, in alternating order."""
+        events = [[(_event(), _event()) for _ in range(count)] for _ in runs]
+        for turn in range(count):
+            order = range(len(runs)) if turn % 2 == 0 else reversed(range(len(runs)))
+            for index in order:
+                start, stop = events[index][turn]
+                self._flush.zero_()
+                start.record()
+                runs[index]()
+                stop.record()
+        torch.cuda.synchronize(self._device)
+        return [[start.elapsed_time(stop) * 1e3 for start, stop in row] for row in events]
+
+    def race(self, runs: Sequence[Run], *, budget_s: float, least: int = 7, most: int = 100) -> list[Measurement]:
+        """Medians of interleaved rounds; the number of rounds fits `budget_s` (estimated from two rounds after a warm-up)."""
+        self.rounds(runs, 1)
+        estimate = self.rounds(runs, 2)
+        # A flush costs about 60 us; 30 us more stand for the gaps between launches.
+        round_s = sum(min(times) + 90 for times in estimate) * 1e-6
+        count = max(least, min(most, int(budget_s / round_s)))
+        return [Measurement.of(times) for times in self.rounds(runs, count)]
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)

@@ -1,0 +1,53 @@
+"""The search space of one problem: the families that can serve it, and candidates as (family, config)."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from flashtune.core.config import Config, KernelSpec, Variant
+from flashtune.core.errors import InputError
+from flashtune.core.target import Target
+from flashtune.templates.family import Family
+from flashtune.templates.rendering import variant_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A family with one of its configs."""
+
+    family: Family
+    config: Config
+
+    def variant(self, spec: KernelSpec) -> Variant:
+        """The variant that this candidate is for `spec`."""
+        return variant_of(self.family, spec, self.config)
+
+
+class SearchSpace:
+    """What can be tried for a spec on a target; raises InputError where no family serves it."""
+
+    def __init__(self, families: Mapping[str, Family], spec: KernelSpec, target: Target) -> None:
+        refusals = {name: family.supports(spec, target) for name, family in families.items()}
+        self.families = {name: families[name] for name, refusal in refusals.items() if refusal is None}
+        self.spec, self.target = spec, target
+        if not target.compilable:
+            raise InputError(f"{target.name} can't run Triton kernels: Triton no longer supports its architecture ({target.arch})")
+        if not self.families:
+            why = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items())
+            raise InputError(f"no template serves {spec.label()} on {target.slug} ({why})")
+
+    def starts(self) -> list[Candidate]:
+        """Each family's default and published tiles, those that break no constraint."""
+        found: dict[tuple[str, Config], Candidate] = {}
+        lists = [[f.default(self.spec, self.target), *f.starts(self.spec, self.target)] for f in self.families.values()]
+        # Round robin over the families, so that a few trials already see all of them.
+        for place in range(max(map(len, lists))):
+            for family, configs in zip(self.families.values(), lists, strict=True):
+                if place < len(configs) and family.violated(configs[place], self.spec, self.target) is None:
+                    found.setdefault((family.name, configs[place]), Candidate(family=family, config=configs[place]))
+        return list(found.values())
+
+    def every(self) -> Iterator[Candidate]:
+        """All candidates that break no constraint, in a fixed order."""
+        for family in self.families.values():
+            for config in family.configs(self.spec, self.target):
+                yield Candidate(family=family, config=config)

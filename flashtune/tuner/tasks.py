@@ -1,0 +1,205 @@
+"""What the child processes run: compile a candidate, check it in Triton's interpreter, check and time it on the GPU.
+
+Every function takes plain values and returns a `Reply`; a candidate's own exceptions become a fate and a reason. Hangs and crashes
+are the parent's business (flashtune.tuner.workers). Heavy imports stay inside, so that the environment can be set first.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from flashtune.core.problem import Problem
+from flashtune.core.results import CompileFacts, Fate, Measurement
+from flashtune.core.target import Target
+
+if TYPE_CHECKING:
+    from flashtune.tuner.inputs import Inputs
+    from flashtune.tuner.measure import Stopwatch
+    from flashtune.tuner.verify import Verifier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A rendered candidate: its text and the stem of its file."""
+
+    text: str
+    stem: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """How one task ended. `poisoned` says that the process must not be used again (a sticky GPU error)."""
+
+    fate: Fate
+    reason: str = ""
+    facts: CompileFacts | None = None
+    error: float | None = None
+    measurements: tuple[Measurement, ...] = ()
+    poisoned: bool = False
+    notes: dict[str, str] = field(default_factory=dict)
+
+
+def one_line(error: BaseException) -> str:
+    """The first telling line of an exception, at most 300 characters; compilers dump pages after it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]
+
+
+def silence() -> None:
+    """Send this process's output to nowhere: compilers print intermediate code by the page when they fail."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+
+
+def start_interpreter() -> None:
+    """Prepare a process in which kernels are interpreted on the CPU; must run before Triton is imported."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    silence()
+
+
+def compile_candidate(source: Source, problem: Problem, target: Target) -> Reply:
+    """Cross-compile for the target; the facts tell what the compiler made of it."""
+    from flashtune.tuner.compile import cross_compile
+
+    try:
+        facts = cross_compile(source.text, source.stem, problem, target)
+    except Exception as error:
+        return Reply(fate=Fate.COMPILE, reason=one_line(error))
+    if facts.shared_bytes > target.shared_bytes_per_block:
+        reason = f"needs {facts.shared_bytes} bytes of shared memory, {target.slug} gives {target.shared_bytes_per_block} a block"
+        return Reply(fate=Fate.CONSTRAINT, reason=reason, facts=facts)
+    return Reply(fate=Fate.CORRECT, facts=facts)
+
+
+def interpret_candidate(source: Source, problem: Problem, seed: int) -> Reply:
+    """Check the numerics on ragged little problems with Triton's interpreter, on the CPU."""
+    from flashtune.core.modules import load_source
+    from flashtune.tuner.verify import Verifier
+
+    try:
+        module = load_source(source.text, source.stem)
+        verdict = Verifier(problem, device="cpu", seed=seed).verdict(module.launch)
+    except Exception as error:
+        return Reply(fate=Fate.RUNTIME, reason=one_line(error))
+    if verdict.reason:
+        return Reply(fate=Fate.CORRECTNESS, reason=verdict.reason, error=verdict.error)
+    return Reply(fate=Fate.CORRECT, error=verdict.error)
+
+
+@dataclass
+class _Bench:
+    """What this process keeps between tasks of one problem: inputs, oracles, the stopwatch."""
+
+    problem: Problem
+    inputs: "Inputs"
+    verifier: "Verifier"
+    stopwatch: "Stopwatch"
+
+
+_bench: list[_Bench] = []
+
+
+def _ready(problem: Problem, target: Target, seed: int) -> _Bench:
+    import torch
+
+    from flashtune.tuner.inputs import make_inputs
+    from flashtune.tuner.verify import Verifier
+
+    if not _bench or _bench[0].problem != problem:
+        _bench.clear()
+        inputs = make_inputs(problem, device="cuda", seed=seed)
+        _bench.append(_Bench(problem, inputs, Verifier(problem, device="cuda", seed=seed, full_size=inputs), _stopwatch(target)))
+        torch.cuda.synchronize()
+    return _bench[0]
+
+
+@cache
+def _stopwatch(target: Target) -> "Stopwatch":
+    import torch
+
+    from flashtune.tuner.measure import Stopwatch
+
+    return Stopwatch(torch.device("cuda"), target.l2_bytes)
+
+
+def prepare_device(problem: Problem, target: Target, seed: int) -> Reply:
+    """Start the GPU and make the inputs and oracles of `problem`, so that no candidate's time limit pays for it."""
+    _ready(problem, target, seed)
+    return Reply(fate=Fate.CORRECT)
+
+
+def _call(source: Source, inputs: "Inputs") -> Callable[[], object]:
+    from flashtune.core.modules import load_source
+
+    module = load_source(source.text, source.stem)
+    if not module.accepts(inputs.q, inputs.k, inputs.v, inputs.keywords["mask"]):
+        raise ValueError("the kernel doesn't accept these inputs")
+    return lambda: module.launch(*inputs.arguments, **inputs.keywords)
+
+
+def evaluate_candidate(
+    source: Source, incumbent: Source | None, problem: Problem, target: Target, seed: int, budget_s: float, patience: float
+) -> Reply:
+    """Check the candidate on the GPU, then time it interleaved with the incumbent.
+
+    A first look of three launches stops those slower than `patience` times the incumbent. The reply's measurements are the
+    candidate's and, where there is one, the incumbent's.
+    """
+    from flashtune.core.modules import load_source
+
+    bench = _ready(problem, target, seed)
+    try:
+        run = _call(source, bench.inputs)
+        verdict = bench.verifier.verdict(load_source(source.text, source.stem).launch)
+        if verdict.reason:
+            return Reply(fate=Fate.CORRECTNESS, reason=verdict.reason, error=verdict.error)
+        runs = [run] if incumbent is None else [run, _call(incumbent, bench.inputs)]
+        first = [Measurement.of(times) for times in bench.stopwatch.rounds(runs, 3)]
+        if incumbent is not None and first[0].median_us > patience * first[1].median_us:
+            return Reply(fate=Fate.CORRECT, error=verdict.error, measurements=tuple(first))
+        timed = bench.stopwatch.race(runs, budget_s=budget_s)
+    except Exception as error:
+        return _failed(error)
+    return Reply(fate=Fate.CORRECT, error=verdict.error, measurements=tuple(timed))
+
+
+def race_finalists(sources: list[Source], problem: Problem, target: Target, seed: int, budget_s: float) -> Reply:
+    """Time the finalists and the framework's default attention interleaved; the framework's time is the last, where it has one."""
+    from flashtune.tuner.framework import framework_call
+
+    bench = _ready(problem, target, seed)
+    try:
+        runs: list[Any] = [_call(source, bench.inputs) for source in sources]
+        framework = framework_call(bench.inputs)
+        notes = {}
+        if framework is not None:
+            runs.append(framework)
+            notes["framework"] = _backend_name(framework)
+        timed = bench.stopwatch.race(runs, budget_s=budget_s, least=15)
+    except Exception as error:
+        return _failed(error)
+    return Reply(fate=Fate.CORRECT, measurements=tuple(timed), notes=notes)
+
+
+def _failed(error: Exception) -> Reply:
+    sticky = "CUDA error" in str(error) or type(error).__name__ == "AcceleratorError"
+    compiling = any(base.__name__ in ("CompilationError", "PTXASError") for base in type(error).__mro__)
+    return Reply(fate=Fate.COMPILE if compiling else Fate.RUNTIME, reason=one_line(error), poisoned=sticky)
+
+
+_KERNEL_NAMES = {"cudnn": "cudnn", "flash": "flash", "fmha_cutlass": "efficient", "efficient": "efficient"}
+
+
+def _backend_name(call: Callable[[], object]) -> str:
+    """Which of the framework's backends ran, from the names of the kernels that it launched."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        call()
+        torch.cuda.synchronize()
+    names = " ".join(event.key.lower() for event in recorded.key_averages())
+    return next((name for part, name in _KERNEL_NAMES.items() if part in names), "math")

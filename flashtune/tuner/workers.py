@@ -1,0 +1,85 @@
+"""Killable child processes: a bad candidate (a hang, a crash, a sticky GPU error) costs its own trial and nothing more."""
+
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import TimeoutError as Overdue
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal
+
+from pebble import ProcessExpired, ProcessFuture, ProcessPool
+
+from flashtune.core.results import Fate
+from flashtune.tuner import tasks
+from flashtune.tuner.tasks import Reply
+
+Crew = Literal["compile", "interpret", "device"]
+"""Compilers run side by side; one process interprets; one alone holds the GPU, so that nothing disturbs its timings."""
+
+_START: dict[Crew, Callable[[], None]] = {"compile": tasks.silence, "interpret": tasks.start_interpreter, "device": tasks.silence}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Seconds that one task may take before its process is killed."""
+
+    compile_s: float = 120.0
+    interpret_s: float = 120.0
+    prepare_s: float = 180.0
+    device_s: float = 20.0
+
+
+class Pending:
+    """A task that was handed to a child process."""
+
+    def __init__(self, workers: "Workers", crew: Crew, future: "ProcessFuture", limit_s: float) -> None:
+        self._workers, self._crew, self._future, self._limit_s = workers, crew, future, limit_s
+
+    def reply(self) -> Reply:
+        """Wait for the end of the task, whichever it is; a hang or a crash is a reply like any other."""
+        try:
+            reply = self._future.result()
+            assert isinstance(reply, Reply), "tasks return a Reply"
+        except Overdue:
+            reply = Reply(fate=Fate.TIMEOUT, reason=f"killed after {self._limit_s:g} s in stage {self._crew!r}")
+        except ProcessExpired as crash:
+            fate = Fate.COMPILE if self._crew == "compile" else Fate.RUNTIME
+            reply = Reply(fate=fate, reason=f"its process died in stage {self._crew!r} (exit code {crash.exitcode})")
+        if reply.poisoned:
+            self._workers.dismiss(self._crew)
+        return reply
+
+
+class Workers:
+    """The pools of child processes of one search; a context manager that leaves no process behind."""
+
+    def __init__(self, *, jobs: int, limits: Limits | None = None) -> None:
+        self._jobs = jobs
+        self.limits = limits or Limits()
+        self._pools: dict[Crew, ProcessPool] = {}
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for crew in list(self._pools):
+            self.dismiss(crew)
+
+    def submit(self, crew: Crew, task: Callable[..., Reply], *arguments: Any, limit_s: float) -> Pending:
+        """Hand `task` to a process of `crew`, which is killed after `limit_s` seconds of running it."""
+        if crew not in self._pools:
+            count = self._jobs if crew == "compile" else 1
+            # Spawned, not forked: a child must not inherit a started GPU or the parent's threads.
+            context = multiprocessing.get_context("spawn")
+            self._pools[crew] = ProcessPool(max_workers=count, context=context, initializer=_START[crew])
+        future = self._pools[crew].schedule(task, args=arguments, timeout=limit_s)
+        return Pending(self, crew, future, limit_s)
+
+    def dismiss(self, crew: Crew) -> None:
+        """Kill the crew's processes; the next task starts fresh ones."""
+        pool = self._pools.pop(crew, None)
+        if pool is not None:
+            pool.stop()
+            pool.join()
+
+
