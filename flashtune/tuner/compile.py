@@ -80,7 +80,6 @@ def cross_compile(source: str, stem: str, problem: Problem, target: Target) -> C
     return max(found, key=lambda facts: (facts.shared_bytes, facts.registers))
 
 
-
 def read_facts(compiled: Any, target: Target) -> CompileFacts:
     """Registers, spills, shared memory and matrix instructions of a compiled kernel, from its machine code."""
     threads = compiled.metadata.num_warps * target.warp_size

@@ -54,12 +54,23 @@ class Study:
         self._unseen: Iterator[Candidate] = space.every()
         self._waiting: list[Candidate] = []
         label = f"{space.target.slug}-{problem.label()}-b{problem.batch}h{problem.heads}-{source}-{sampler}-{seed}"
-        self._study = _open(storage, f"{label}-{_fingerprint(space, problem)}", _optuna_sampler(sampler, seed))
+        self._record = _open(storage, f"{label}-{_fingerprint(space, problem)}")
+        # Sampling happens in memory: most draws break a constraint, and each would cost a dozen transactions.
+        self._study = optuna.create_study(sampler=_optuna_sampler(sampler, seed), direction="minimize")
         self._open: dict[Candidate, optuna.Trial] = {}
         self.outcomes: dict[Candidate, Outcome] = {}
-        for trial in self._study.get_trials(deepcopy=False):
-            if (text := trial.user_attrs.get(_OUTCOME)) is not None and (candidate := self._candidate(trial.params)) is not None:
-                self.outcomes[candidate] = outcome_from_json(text)
+        self._read = 0
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take over what an earlier or another worker of this study has found."""
+        trials = self._record.get_trials(deepcopy=False)
+        for trial in trials[self._read :]:
+            candidate = self._candidate(trial.params)
+            if candidate is not None and candidate not in self.outcomes and candidate not in self._open:
+                self.outcomes[candidate] = outcome_from_json(trial.user_attrs[_OUTCOME])
+                self._study.add_trial(trial)
+        self._read = len(trials)
 
     def enqueue(self, candidates: list[Candidate]) -> None:
         """Try these first."""
@@ -78,9 +89,9 @@ class Study:
         if self._sampler != "exhaustive":
             found += self._sampled(count - len(found), found)
         # What sampling didn't fill (a small space, nearly used up) is taken in order.
-        while len(found) < count and (candidate := next(self._unseen, None)) is not None:
-            if candidate not in self.outcomes and candidate not in found:
-                found.append(candidate)
+        while len(found) < count and (following := next(self._unseen, None)) is not None:
+            if following not in self.outcomes and following not in found:
+                found.append(following)
         return found
 
     def _sampled(self, count: int, taken: list[Candidate]) -> list[Candidate]:
@@ -90,7 +101,7 @@ class Study:
                 break
             trial = self._study.ask()
             family = self._space.families[trial.suggest_categorical("template", list(self._space.families))]
-            values = {axis.name: trial.suggest_categorical(f"{family.name}.{axis.name}", axis.values) for axis in family.axes}
+            values: dict[str, Any] = {a.name: trial.suggest_categorical(f"{family.name}.{a.name}", a.values) for a in family.axes}
             candidate = Candidate(family=family, config=Config.of(values))
             fresh = candidate not in self.outcomes and candidate not in found and candidate not in taken
             if fresh and family.violated(candidate.config, self._space.spec, self._space.target) is None:
@@ -106,24 +117,24 @@ class Study:
         """Keep what became of a candidate that `ask` gave."""
         self.outcomes[candidate] = outcome
         value = outcome.measurement.median_us if outcome.fate is Fate.CORRECT and outcome.measurement else None
-        trial = self._open.pop(candidate, None)
-        if trial is not None:
-            trial.set_user_attr(_OUTCOME, outcome_to_json(outcome))
-            self._study.tell(trial, value, state=TrialState.COMPLETE if value is not None else TrialState.FAIL)
-            return
-        self._study.add_trial(
-            optuna.trial.create_trial(
-                params=_parameters(candidate),
-                distributions=_distributions(candidate.family, list(self._space.families)),
-                value=value,
-                state=TrialState.COMPLETE if value is not None else TrialState.FAIL,
-                user_attrs={_OUTCOME: outcome_to_json(outcome)},
-            )
+        state = TrialState.FAIL if value is None else TrialState.COMPLETE
+        finished = optuna.trial.create_trial(
+            params=_parameters(candidate),
+            distributions=_distributions(candidate.family, list(self._space.families)),
+            value=value,
+            state=state,
+            user_attrs={_OUTCOME: outcome_to_json(outcome)},
         )
+        self._record.add_trial(finished)
+        trial = self._open.pop(candidate, None)
+        if trial is None:
+            self._study.add_trial(finished)
+        else:
+            self._study.tell(trial, value, state=state)
 
     def finish(self) -> None:
         """Mark the study as done: the next search of the same problem starts a new one."""
-        self._study.set_user_attr(_FINISHED, True)
+        self._record.set_user_attr(_FINISHED, True)
 
     def _candidate(self, parameters: dict[str, Any]) -> Candidate | None:
         family = self._space.families.get(parameters.get("template", ""))
@@ -159,12 +170,10 @@ def _optuna_sampler(sampler: Sampler, seed: int | None) -> optuna.samplers.BaseS
     return optuna.samplers.RandomSampler(seed=seed)
 
 
-def _open(storage: optuna.storages.BaseStorage, name: str, sampler: optuna.samplers.BaseSampler) -> optuna.Study:
+def _open(storage: optuna.storages.BaseStorage, name: str) -> optuna.Study:
     """The newest study of this name, or the next one where that is finished."""
     for generation in range(1, 1_000_000):
-        study = optuna.create_study(
-            storage=storage, study_name=f"{name}-{generation}", sampler=sampler, direction="minimize", load_if_exists=True
-        )
+        study = optuna.create_study(storage=storage, study_name=f"{name}-{generation}", direction="minimize", load_if_exists=True)
         if not study.user_attrs.get(_FINISHED):
             return study
     raise AssertionError("a million searches of one problem")

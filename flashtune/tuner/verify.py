@@ -45,7 +45,8 @@ def small_cases(problem: Problem) -> list[Problem]:
 
     f = problem.features
     if f.window is not None:
-        f = replace(f, window=tuple(None if side is None else min(side, 70) for side in f.window))
+        left, right = (None if side is None else min(side, 70) for side in f.window)
+        f = replace(f, window=(left, right))
     flipped = replace(f, alignment="top_left" if f.alignment == "bottom_right" else "bottom_right")
     cases = [case(193, 321, f), case(1, 77, f), case(320, 320, f), case(97, 515, flipped)]
     return [*cases, case(391, 130, flipped)] if f.banded else cases

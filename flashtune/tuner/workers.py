@@ -32,7 +32,7 @@ class Limits:
 class Pending:
     """A task that was handed to a child process."""
 
-    def __init__(self, workers: "Workers", crew: Crew, future: "ProcessFuture", limit_s: float) -> None:
+    def __init__(self, workers: "Workers", crew: Crew, future: "ProcessFuture[Reply]", limit_s: float) -> None:
         self._workers, self._crew, self._future, self._limit_s = workers, crew, future, limit_s
 
     def reply(self) -> Reply:
@@ -79,7 +79,5 @@ class Workers:
         """Kill the crew's processes; the next task starts fresh ones."""
         pool = self._pools.pop(crew, None)
         if pool is not None:
-            pool.stop()
+            pool.stop()  # type: ignore[no-untyped-call]
             pool.join()
-
-

@@ -1,0 +1,339 @@
+"""Search: for every problem, propose, compile, verify, measure or predict, and keep what was learned.
+
+Problem x Target -> SearchSpace -> Candidate -> Variant -> render -> compile -> verify -> measure -> Outcome -> best -> SearchResult.
+A failing candidate is an Outcome; nothing that a candidate does ends a search.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import optuna
+
+from flashtune.core.config import KernelSpec, Variant
+from flashtune.core.errors import NoKernelFound
+from flashtune.core.problem import Problem
+from flashtune.core.results import Baseline, CompileFacts, Fate, Measurement, Outcome, Provenance, SearchResult, Source
+from flashtune.core.target import Target
+from flashtune.templates.family import Family
+from flashtune.templates.rendering import render
+from flashtune.tuner import tasks
+from flashtune.tuner.cost import predict_us
+from flashtune.tuner.space import Candidate, SearchSpace
+from flashtune.tuner.study import Sampler, Study
+from flashtune.tuner.tasks import Reply
+from flashtune.tuner.workers import Limits, Pending, Workers
+
+Renderer = Callable[[Family, Variant], str]
+
+FINALISTS = 4
+"""Candidates in the closing race; their neighbours' times are noise apart."""
+
+TIE = 0.01
+"""Finalists within 1 % of the fastest are tied; the fixed rule (variant id) then chooses, so that runs and ranks agree."""
+
+PATIENCE = 1.5
+"""A candidate this many times slower than the incumbent at first look is not timed further."""
+
+NEIGHBOURS = 4
+"""Winners of the same spec at other N that are tried first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchPlan:
+    """What to search and how. `trials` counts candidates per problem; `budget_s` bounds the whole plan's wall time."""
+
+    target: Target
+    problems: tuple[Problem, ...]
+    families: Mapping[str, Family]
+    source: Source
+    trials: int = 60
+    budget_s: float | None = None
+    sampler: Sampler = "tpe"
+    seed: int | None = None
+    jobs: int = 1
+    limits: Limits = field(default_factory=Limits)
+    measure_s: float = 0.06
+    """Seconds of timing that one candidate gets."""
+    race_s: float = 0.6
+    """Seconds of timing that the closing race gets."""
+
+
+class SearchListener(Protocol):
+    """Hears of a search's progress; the command line draws from it."""
+
+    def problem_started(self, problem: Problem, index: int, total: int, resumed: int) -> None:
+        """A problem begins; `resumed` trials of it are known from an interrupted search."""
+
+    def trial_finished(self, outcome: Outcome, incumbent: Outcome | None) -> None:
+        """One trial ended; `incumbent` is the best so far."""
+
+    def problem_finished(self, result: SearchResult) -> None:
+        """All that was learned of a problem, after it was saved."""
+
+
+@dataclass
+class _SpecState:
+    """What one compiled spec shares over every N: facts and numeric checks by variant id, and the winners so far."""
+
+    compiled: dict[str, Reply]
+    interpreted: dict[tuple[object, ...], Reply]
+    winners: list[Candidate]
+
+
+class Search:
+    """Runs a plan; `save` receives each problem's result as soon as it is complete (or the search is interrupted)."""
+
+    def __init__(
+        self,
+        plan: SearchPlan,
+        *,
+        storage: optuna.storages.BaseStorage,
+        provenance: Provenance,
+        save: Callable[[SearchResult], None],
+        listener: SearchListener,
+        renderer: Renderer = render,
+    ) -> None:
+        self._plan, self._storage, self._provenance = plan, storage, provenance
+        self._save, self._listener, self._renderer = save, listener, renderer
+        self._states: dict[KernelSpec, _SpecState] = {}
+        self._seed = plan.seed if plan.seed is not None else time.time_ns() % (1 << 31)
+
+    def run(self) -> list[SearchResult]:
+        """Search every problem in turn; raises NoKernelFound where one ends without a correct candidate.
+
+        KeyboardInterrupt passes through after what is known so far was saved.
+        """
+        started = time.monotonic()
+        results = []
+        failed = []
+        with Workers(jobs=self._plan.jobs, limits=self._plan.limits) as workers:
+            for index, problem in enumerate(self._plan.problems):
+                deadline = None
+                if self._plan.budget_s is not None:
+                    left = self._plan.budget_s - (time.monotonic() - started)
+                    deadline = time.monotonic() + max(0.0, left) / (len(self._plan.problems) - index)
+                one = _ProblemSearch(self, problem, workers, deadline)
+                resumed = len(one.study.outcomes)
+                self._listener.problem_started(problem, index, len(self._plan.problems), resumed)
+                result = one.run()
+                if result.best is None:
+                    failed.append(result)
+                results.append(result)
+        if failed:
+            why = next((o.reason for o in failed[0].outcomes if o.reason), "no candidate was tried: give more trials or a larger budget")
+            names = ", ".join(result.problem.label() for result in failed)
+            raise NoKernelFound(f"no correct kernel found for {names} on {self._plan.target.slug}; first reason: {why}")
+        return results
+
+    def _state(self, spec: KernelSpec) -> _SpecState:
+        return self._states.setdefault(spec, _SpecState({}, {}, []))
+
+
+class _ProblemSearch:
+    """The search of one problem."""
+
+    def __init__(self, search: Search, problem: Problem, workers: Workers, deadline: float | None) -> None:
+        self.search, self.problem, self.workers, self.deadline = search, problem, workers, deadline
+        self.plan = search._plan
+        self.space = SearchSpace(self.plan.families, problem.spec(), self.plan.target)
+        self.state = search._state(problem.spec())
+        self.study = Study(
+            self.space,
+            problem,
+            sampler=self.plan.sampler,
+            seed=self.plan.seed,
+            source=self.plan.source,
+            storage=search._storage,
+        )
+        self.incumbent: tuple[Candidate, Outcome] | None = None
+        for candidate, outcome in self.study.outcomes.items():
+            self._consider(candidate, outcome)
+
+    def run(self) -> SearchResult:
+        """Trials until the count, the deadline or the space ends; then the closing race."""
+        self.study.enqueue([*self.state.winners, *self.space.starts()])
+        try:
+            if self.plan.source == "measured":
+                self.workers.submit(
+                    "device", tasks.prepare_device, self.problem, self.plan.target, self.search._seed, limit_s=self.plan.limits.prepare_s
+                ).reply()
+            self._trials()
+            result = self._race()
+        except KeyboardInterrupt:
+            self._publish(self._result(tuple(self.study.outcomes.values()), None))
+            raise
+        self.study.finish()
+        self._publish(result)
+        if self.incumbent is not None and result.best is not None:
+            best = [c for c, o in self.study.outcomes.items() if o.variant_id == result.best.variant_id]
+            self.state.winners = [*best, *(c for c in self.state.winners if c not in best)][:NEIGHBOURS]
+        return result
+
+    def _publish(self, result: SearchResult) -> None:
+        if result.outcomes:
+            self.search._save(result)
+        self.search._listener.problem_finished(result)
+
+    def _late(self) -> bool:
+        # One candidate is always tried, so that a tight budget still yields a row.
+        return self.deadline is not None and time.monotonic() > self.deadline and self.incumbent is not None
+
+    def _trials(self) -> None:
+        while not self._late():
+            left = self.plan.trials - len(self.study.outcomes) if self.plan.sampler != "exhaustive" else 10**9
+            batch = self.study.ask(min(left, max(4, 2 * self.plan.jobs)))
+            if not batch:
+                return
+            pending = [self._compile(candidate) for candidate in batch]
+            for candidate, compiling in zip(batch, pending, strict=True):
+                if self._late():
+                    return
+                outcome = self._outcome(candidate, compiling)
+                self.study.tell(candidate, outcome)
+                self._consider(candidate, outcome)
+                self.search._listener.trial_finished(outcome, self.incumbent[1] if self.incumbent else None)
+            self.study.refresh()
+
+    def _consider(self, candidate: Candidate, outcome: Outcome) -> None:
+        if outcome.fate is not Fate.CORRECT or outcome.measurement is None:
+            return
+        best = self.incumbent[1].measurement if self.incumbent else None
+        if best is None or outcome.measurement.median_us < best.median_us:
+            self.incumbent = candidate, outcome
+
+    def _source(self, candidate: Candidate, spec: KernelSpec | None = None) -> tasks.Source:
+        variant = candidate.variant(spec or self.space.spec)
+        return tasks.Source(text=self.search._renderer(candidate.family, variant), stem=f"{variant.template}_{variant.id}")
+
+    def _compile(self, candidate: Candidate) -> Pending | Reply:
+        known = self.state.compiled.get(candidate.variant(self.space.spec).id)
+        if known is not None:
+            return known
+        try:
+            source = self._source(candidate)
+        except Exception as error:
+            return Reply(fate=Fate.COMPILE, reason=tasks.one_line(error))
+        limit_s = self.plan.limits.compile_s
+        return self.workers.submit("compile", tasks.compile_candidate, source, self.problem, self.plan.target, limit_s=limit_s)
+
+    def _outcome(self, candidate: Candidate, compiling: Pending | Reply) -> Outcome:
+        """Take one candidate through the stages; each can end it."""
+        variant = candidate.variant(self.space.spec)
+        compiled = compiling if isinstance(compiling, Reply) else compiling.reply()
+        self.state.compiled[variant.id] = compiled
+        reply = compiled
+        if compiled.fate is Fate.CORRECT:
+            assert compiled.facts is not None
+            reply = self._measured(candidate) if self.plan.source == "measured" else self._predicted(candidate, compiled.facts)
+        return Outcome(
+            template=variant.template,
+            template_hash=variant.template_hash,
+            variant_id=variant.id,
+            config=candidate.config,
+            fate=reply.fate,
+            source=self.plan.source,
+            reason=reply.reason,
+            measurement=reply.measurements[0] if reply.fate is Fate.CORRECT else None,
+            facts=compiled.facts,
+            max_error=reply.error,
+        )
+
+    def _measured(self, candidate: Candidate) -> Reply:
+        incumbent = self._source(self.incumbent[0]) if self.incumbent else None
+        return self.workers.submit(
+            "device",
+            tasks.evaluate_candidate,
+            self._source(candidate),
+            incumbent,
+            self.problem,
+            self.plan.target,
+            self.search._seed,
+            self.plan.measure_s,
+            PATIENCE,
+            limit_s=self.plan.limits.device_s,
+        ).reply()
+
+    def _predicted(self, candidate: Candidate, facts: CompileFacts) -> Reply:
+        checked = self._interpreted(candidate)
+        if checked.fate is not Fate.CORRECT:
+            return checked
+        time_us = predict_us(candidate.config, facts, self.problem, self.plan.target)
+        if time_us == float("inf"):
+            reason = f"needs {facts.registers} registers x {facts.threads} threads, more than an SM of {self.plan.target.slug} has"
+            return Reply(fate=Fate.CONSTRAINT, reason=reason)
+        return replace(checked, measurements=(Measurement.predicted(time_us),))
+
+    def _interpreted(self, candidate: Candidate) -> Reply:
+        """The numeric check of this candidate's code path; candidates that differ only in sizes share it."""
+        family = candidate.family
+        if not family.interpretable:
+            return Reply(fate=Fate.CORRECT)
+        path = (family.name, *(candidate.config[axis] for axis in family.path_axes))
+        if path not in self.state.interpreted:
+            # The interpreter multiplies the raw bits of bf16; the code path is the same in fp16.
+            problem = replace(self.problem, dtype="fp16") if self.problem.dtype == "bf16" else self.problem
+            source = self._source(candidate, problem.spec())
+            small = replace(problem, batch=1)
+            limit_s = self.plan.limits.interpret_s
+            self.state.interpreted[path] = self.workers.submit(
+                "interpret", tasks.interpret_candidate, source, small, self.search._seed, limit_s=limit_s
+            ).reply()
+        return self.state.interpreted[path]
+
+    def _race(self) -> SearchResult:
+        """Time the best few and the framework once more, all interleaved, and rank them."""
+        outcomes = dict(self.study.outcomes)
+        correct = [c for c, o in outcomes.items() if o.measurement is not None and o.fate is Fate.CORRECT]
+        correct.sort(key=lambda c: (_median(outcomes[c]), outcomes[c].variant_id))
+        finalists = correct[:FINALISTS]
+        baseline = None
+        if finalists and self.plan.source == "measured":
+            sources = [self._source(candidate) for candidate in finalists]
+            reply = self.workers.submit(
+                "device",
+                tasks.race_finalists,
+                sources,
+                self.problem,
+                self.plan.target,
+                self.search._seed,
+                self.plan.race_s,
+                limit_s=self.plan.limits.device_s + 10 * self.plan.race_s,
+            ).reply()
+            if reply.fate is Fate.CORRECT:
+                for candidate, measurement in zip(finalists, reply.measurements, strict=False):
+                    outcomes[candidate] = replace(outcomes[candidate], measurement=measurement, finalist=True)
+                if len(reply.measurements) > len(finalists):
+                    baseline = Baseline(backend=reply.notes["framework"], measurement=reply.measurements[-1])
+        for rank, candidate in enumerate(ranked([(c, outcomes[c]) for c in finalists]), start=1):
+            outcomes[candidate] = replace(outcomes[candidate], rank=rank)
+        return self._result(tuple(outcomes.values()), baseline)
+
+    def _result(self, outcomes: tuple[Outcome, ...], baseline: Baseline | None) -> SearchResult:
+        return SearchResult(
+            gpu=self.plan.target.slug,
+            problem=self.problem,
+            outcomes=outcomes,
+            provenance=self.search._provenance,
+            baseline=baseline,
+        )
+
+
+def _median(outcome: Outcome) -> float:
+    assert outcome.measurement is not None, "only correct outcomes are ranked"
+    return outcome.measurement.median_us
+
+
+def ranked(finalists: Sequence[tuple[Candidate, Outcome]]) -> list[Candidate]:
+    """Fastest first, except that those within `TIE` of the fastest come first in order of their variant ids."""
+    if not finalists:
+        return []
+    fastest = min(_median(outcome) for _, outcome in finalists)
+
+    def place(entry: tuple[Candidate, Outcome]) -> tuple[bool, float, str]:
+        time_us = _median(entry[1])
+        tied = time_us <= fastest * (1 + TIE)
+        return not tied, 0.0 if tied else time_us, entry[1].variant_id
+
+    return [candidate for candidate, _ in sorted(finalists, key=place)]
