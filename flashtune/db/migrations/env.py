@@ -1,0 +1,11 @@
+"""Alembic runs this file for every command: the connection comes from `flashtune.db.migrations.upgrade`."""
+
+from alembic import context
+from sqlalchemy import Connection
+
+from flashtune.db.schema import VERSION_TABLE, Base
+
+connection: Connection = context.config.attributes["connection"]
+context.configure(connection=connection, target_metadata=Base.metadata, version_table=VERSION_TABLE)
+with context.begin_transaction():
+    context.run_migrations()

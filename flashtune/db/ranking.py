@@ -1,0 +1,33 @@
+"""Which of several records of one key is the best; one rule for a database and for layers of databases."""
+
+from collections.abc import Iterable
+
+from flashtune.core.problem import ProblemKey
+from flashtune.core.results import TuningRecord
+from flashtune.db.rows import moment
+
+
+def preference(record: TuningRecord) -> tuple[int, float, str]:
+    """Sorts the best record of a key first.
+
+    Measured beats predicted. Times of different runs can't be compared (clocks, inputs and batch sizes differ), but their ratios to the
+    framework's time in the same run can: among measured records that have one, the lowest ratio wins. Next come measured records
+    without the framework's time, the newest first; then predictions, the newest first, because a later cost model supersedes
+    an earlier one. Ties go to the smaller variant id, so that two machines choose alike.
+    """
+    age = -moment(record.provenance.created_at).timestamp()
+    if record.outcome.source == "predicted":
+        return 2, age, record.outcome.variant_id
+    if record.framework_us is None:
+        return 1, age, record.outcome.variant_id
+    return 0, record.median_us / record.framework_us, record.outcome.variant_id
+
+
+def best_of(records: Iterable[TuningRecord]) -> dict[ProblemKey, TuningRecord]:
+    """The best record of each key; of equals, the one that comes first."""
+    best: dict[ProblemKey, TuningRecord] = {}
+    for record in records:
+        held = best.get(record.key)
+        if held is None or preference(record) < preference(held):
+            best[record.key] = record
+    return best

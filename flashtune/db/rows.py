@@ -1,0 +1,322 @@
+"""Core values to rows and back. Rows are data from strangers: every value is checked before it becomes a core value.
+
+The same checks run when a result is saved, so that nothing is written that could not be read again. Free text (reasons, commands,
+driver names) is tidied on the way in: control characters become blanks and what is too long is cut.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+from flashtune.core.config import Config
+from flashtune.core.dtypes import DTYPES
+from flashtune.core.errors import InputError
+from flashtune.core.problem import DIRECTIONS, MAX_HEAD_DIM, Features, Problem, ProblemKey
+from flashtune.core.results import SOURCES, Baseline, CompileFacts, Fate, Measurement, Outcome, Provenance, SearchResult
+
+LARGEST = 2**31 - 1
+"""The largest whole number that every database's INTEGER holds."""
+LONGEST_TIME_US = 1e12
+NAME_LENGTH = 64
+FEATURES_LENGTH = 255
+TEXT_LENGTH = 4000
+
+WordT = TypeVar("WordT", bound=str)
+
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
+# Control characters, lone surrogates, line separators and the marks that reorder text: none may reach a terminal.
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_QUANTILES = ("min_us", "q10_us", "median_us", "q90_us")
+
+
+class RowError(ValueError):
+    """A row holds what flashtune would not write; `column` says where."""
+
+    def __init__(self, column: str, why: str) -> None:
+        super().__init__(f"{column} {why}")
+        self.column = column
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The raw values of one row by column; each method returns one of them, checked, or raises RowError."""
+
+    values: Mapping[str, object]
+
+    def missing(self, column: str) -> bool:
+        """Whether the value is NULL."""
+        return self.values[column] is None
+
+    def text(self, column: str, *, limit: int, pattern: re.Pattern[str] | None = None, empty: bool = False) -> str:
+        """A printable text of at most `limit` characters that matches all of `pattern`."""
+        value = self.values[column]
+        if not isinstance(value, str):
+            raise RowError(column, f"is {_shown(value)}, not a text")
+        if len(value) > limit:
+            raise RowError(column, f"has {len(value)} characters, more than {limit}")
+        if _UNPRINTABLE.search(value):
+            raise RowError(column, f"is {_shown(value)}, which holds control characters")
+        if (not value and not empty) or (value and pattern is not None and not pattern.fullmatch(value)):
+            raise RowError(column, f"is {_shown(value)}, which is no name")
+        return value
+
+    def word(self, column: str) -> str:
+        """A slug or a hash."""
+        return self.text(column, limit=NAME_LENGTH, pattern=_WORD)
+
+    def one_of(self, column: str, known: tuple[WordT, ...]) -> WordT:
+        """One of the known words."""
+        value = self.values[column]
+        for word in known:
+            if isinstance(value, str) and value == word:
+                return word
+        raise RowError(column, f"is {_shown(value)}, not one of {', '.join(known)}")
+
+    def integer(self, column: str, low: int, high: int = LARGEST) -> int:
+        """A whole number in low .. high."""
+        value = self.values[column]
+        if type(value) is not int or not low <= value <= high:
+            raise RowError(column, f"is {_shown(value)}, not a whole number from {low} to {high}")
+        return value
+
+    def real(self, column: str, *, zero: bool = False, infinite: bool = False, most: float = math.inf) -> float:
+        """A positive finite number; zero or infinity only where they are allowed."""
+        value = self.values[column]
+        number = float(value) if type(value) in (int, float) and isinstance(value, int | float) else math.nan
+        if not (0 < number <= most or (zero and number == 0)) or (math.isinf(number) and not infinite):
+            raise RowError(column, f"is {_shown(value)}, not a positive finite number")
+        return number
+
+    def json(self, column: str, limit: int) -> dict[str, Any]:
+        """A JSON object in canonical form (sorted keys, no blanks), so that equal values are equal texts."""
+        text = self.text(column, limit=limit)
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise RowError(column, f"is {_shown(text)}, which is no JSON") from error
+        if not isinstance(value, dict) or canonical(value) != text:
+            raise RowError(column, f"is {_shown(text)}, not a JSON object in canonical form")
+        return value
+
+
+def canonical(value: Mapping[str, object]) -> str:
+    """The one JSON text of `value`."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def tidy(text: str, limit: int = TEXT_LENGTH) -> str:
+    """One printable line of at most `limit` characters."""
+    plain = _UNPRINTABLE.sub(" ", text)
+    return plain if len(plain) <= limit else plain[: limit - 1] + "…"
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+# --- problem and run ------------------------------------------------------------------------------------------------------------
+
+
+def key_row(key: ProblemKey) -> dict[str, object]:
+    """The columns of `problem` (without id)."""
+    return asdict(key)
+
+
+def read_key(row: Row) -> ProblemKey:
+    """The key in a row of `problem`; its numbers and names are checked, `read_problem` checks it against the run's problem."""
+    return ProblemKey(
+        gpu=row.word("gpu"),
+        n=row.integer("n", 1),
+        d=row.integer("d", 1, MAX_HEAD_DIM),
+        dtype=row.one_of("dtype", DTYPES),
+        direction=row.one_of("direction", DIRECTIONS),
+        d_v=row.integer("d_v", 1, MAX_HEAD_DIM),
+        n_q=row.integer("n_q", 1),
+        features=canonical(row.json("features", FEATURES_LENGTH)),
+        gqa_ratio=row.integer("gqa_ratio", 1),
+        bh_bucket=row.integer("bh_bucket", 1),
+    )
+
+
+def run_row(result: SearchResult) -> dict[str, object]:
+    """The columns of `run` (without ids)."""
+    problem, provenance, baseline = result.problem, result.provenance, result.baseline
+    # Features.as_json leaves out an alignment that has no effect; the run keeps it, so that the problem comes back equal.
+    aligned = {} if problem.features.alignment == "top_left" else {"alignment": problem.features.alignment}
+    return {
+        "batch": problem.batch,
+        "heads": problem.heads,
+        "kv_heads": problem.kv_heads,
+        "features": canonical({**problem.features.as_json(), **aligned}),
+        "flashtune": tidy(provenance.flashtune, NAME_LENGTH),
+        "torch": tidy(provenance.torch, NAME_LENGTH),
+        "triton": tidy(provenance.triton, NAME_LENGTH),
+        **{name: tidy(getattr(provenance, name)) for name in ("driver", "gpu_name", "clocks", "command")},
+        "seed": provenance.seed,
+        "created_at": provenance.created_at,
+        "baseline_backend": tidy(baseline.backend, NAME_LENGTH) if baseline else None,
+        **_measurement_columns(baseline.measurement if baseline else None, "baseline_"),
+    }
+
+
+def read_problem(row: Row, key: ProblemKey) -> Problem:
+    """The exact problem of a run whose key is `key`."""
+    heads, kv_heads = row.integer("heads", 1), row.integer("kv_heads", 1)
+    if heads % kv_heads:
+        raise RowError("kv_heads", f"is {kv_heads}, which does not divide {heads} heads")
+    try:
+        features = Features.from_json(row.json("features", FEATURES_LENGTH))
+        problem = Problem(
+            batch=row.integer("batch", 1),
+            heads=heads,
+            kv_heads=kv_heads,
+            n_q=key.n_q,
+            n_kv=key.n,
+            d=key.d,
+            d_v=key.d_v,
+            dtype=key.dtype,
+            features=features,
+            direction=key.direction,
+        )
+    except InputError as error:
+        raise RowError("features", f"makes no sense: {error}") from error
+    if features.window is not None and any(side is not None and side > LARGEST for side in features.window):
+        raise RowError("features", "has a window that is too large")
+    expected = problem.key(key.gpu)
+    for field in fields(ProblemKey):
+        if getattr(expected, field.name) != getattr(key, field.name):
+            found, right = getattr(key, field.name), getattr(expected, field.name)
+            raise RowError(field.name, f"of the problem is {_shown(found)}, but the run's sizes and features give {_shown(right)}")
+    return problem
+
+
+def read_provenance(row: Row) -> Provenance:
+    """Where the figures of a run come from."""
+    created_at = row.text("created_at", limit=NAME_LENGTH, empty=True)
+    if created_at:
+        try:
+            datetime.fromisoformat(created_at)
+        except ValueError as error:
+            raise RowError("created_at", f"is {_shown(created_at)}, not a time in ISO 8601") from error
+    return Provenance(
+        flashtune=row.text("flashtune", limit=NAME_LENGTH, empty=True),
+        torch=row.text("torch", limit=NAME_LENGTH, empty=True),
+        triton=row.text("triton", limit=NAME_LENGTH, empty=True),
+        driver=row.text("driver", limit=TEXT_LENGTH, empty=True),
+        gpu_name=row.text("gpu_name", limit=TEXT_LENGTH, empty=True),
+        clocks=row.text("clocks", limit=TEXT_LENGTH, empty=True),
+        command=row.text("command", limit=TEXT_LENGTH, empty=True),
+        seed=None if row.missing("seed") else row.integer("seed", -(2**63), 2**63 - 1),
+        created_at=created_at,
+    )
+
+
+def moment(created_at: str) -> datetime:
+    """A run's time for comparisons; a run without one counts as the oldest, and a time without a zone as UTC."""
+    if not created_at:
+        return datetime.min.replace(tzinfo=UTC)
+    found = datetime.fromisoformat(created_at)
+    return found if found.tzinfo else found.replace(tzinfo=UTC)
+
+
+def read_baseline(row: Row) -> Baseline | None:
+    """The framework's time of a run, or None where it was not timed."""
+    measurement = _read_measurement(row, "baseline_")
+    if measurement is None:
+        if not row.missing("baseline_backend"):
+            raise RowError("baseline_backend", "is set, but the framework's times are missing")
+        return None
+    return Baseline(backend=row.text("baseline_backend", limit=NAME_LENGTH), measurement=measurement)
+
+
+# --- trial ----------------------------------------------------------------------------------------------------------------------
+
+
+def trial_row(outcome: Outcome, number: int) -> dict[str, object]:
+    """The columns of `trial` (without ids). An error that is not a number is kept as infinite: databases have no NaN."""
+    facts, error = outcome.facts, outcome.max_error
+    return {
+        "number": number,
+        "template": outcome.template,
+        "template_hash": outcome.template_hash,
+        "variant_id": outcome.variant_id,
+        "config": outcome.config.as_json(),
+        "fate": str(outcome.fate),
+        "source": outcome.source,
+        "reason": tidy(outcome.reason),
+        **_measurement_columns(outcome.measurement),
+        **{field.name: getattr(facts, field.name) if facts else None for field in fields(CompileFacts)},
+        "max_error": math.inf if error is not None and math.isnan(error) else error,
+        "finalist": int(outcome.finalist),
+        "rank": outcome.rank,
+    }
+
+
+def read_outcome(row: Row) -> Outcome:
+    """The outcome in a row of `trial`."""
+    fate = Fate(row.one_of("fate", tuple(str(fate) for fate in Fate)))
+    source = row.one_of("source", SOURCES)
+    measurement = _read_measurement(row)
+    if measurement is not None and fate is not Fate.CORRECT:
+        raise RowError("median_us", f"is set, but the trial's fate is {fate}")
+    if measurement is not None and (measurement.samples > 0) != (source == "measured"):
+        raise RowError("samples", f"is {measurement.samples}, but the trial's source is {source}")
+    if not row.missing("rank") and measurement is None:
+        raise RowError("rank", "is set, but the trial has no time")
+    return Outcome(
+        template=row.text("template", limit=NAME_LENGTH, pattern=_IDENTIFIER),
+        template_hash=row.word("template_hash"),
+        variant_id=row.word("variant_id"),
+        config=_read_config(row),
+        fate=fate,
+        source=source,
+        reason=row.text("reason", limit=TEXT_LENGTH, empty=True),
+        measurement=measurement,
+        facts=_read_facts(row),
+        max_error=None if row.missing("max_error") else row.real("max_error", zero=True, infinite=fate is not Fate.CORRECT),
+        finalist=row.integer("finalist", 0, 1) == 1,
+        rank=None if row.missing("rank") else row.integer("rank", 1),
+    )
+
+
+def _read_config(row: Row) -> Config:
+    values = row.json("config", TEXT_LENGTH)
+    for axis, value in values.items():
+        if not _IDENTIFIER.fullmatch(axis) or len(axis) > NAME_LENGTH:
+            raise RowError("config", f"has the impossible axis {_shown(axis)}")
+        if type(value) is str:
+            if len(value) > NAME_LENGTH or _UNPRINTABLE.search(value):
+                raise RowError("config", f"has {axis}={_shown(value)}, which is no axis value")
+        elif type(value) is int:
+            if abs(value) > LARGEST:
+                raise RowError("config", f"has {axis}={_shown(value)}, which is too large")
+        elif type(value) is not bool:
+            raise RowError("config", f"has {axis}={_shown(value)}, not a number, text or flag")
+    return Config.of(values)
+
+
+def _read_facts(row: Row) -> CompileFacts | None:
+    names = [field.name for field in fields(CompileFacts)]
+    if all(row.missing(name) for name in names):
+        return None
+    return CompileFacts(**{name: row.integer(name, 0) for name in names})
+
+
+def _measurement_columns(measurement: Measurement | None, prefix: str = "") -> dict[str, object]:
+    return {f"{prefix}{field.name}": getattr(measurement, field.name) if measurement else None for field in fields(Measurement)}
+
+
+def _read_measurement(row: Row, prefix: str = "") -> Measurement | None:
+    if all(row.missing(f"{prefix}{field.name}") for field in fields(Measurement)):
+        return None
+    times = {name: row.real(f"{prefix}{name}", most=LONGEST_TIME_US) for name in _QUANTILES}
+    ordered = [times[name] for name in _QUANTILES]
+    if ordered != sorted(ordered):
+        raise RowError(f"{prefix}median_us", f"and the other quantiles are out of order: {ordered}")
+    return Measurement(**times, samples=row.integer(f"{prefix}samples", 0))

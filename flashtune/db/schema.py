@@ -1,0 +1,126 @@
+"""The tables: `problem` (one row per key), `run` (one search of one problem) and `trial` (one outcome of a run).
+
+Values that must come back exactly (features, configs) are kept as canonical JSON text, and flags as 0 or 1, so that reading
+sees what the file really holds: `flashtune.db.rows` validates every value. Times are microseconds.
+"""
+
+from typing import Annotated, Final
+
+from sqlalchemy import BigInteger, Float, ForeignKey, Index, Integer, MetaData, SmallInteger, String, Text, UniqueConstraint
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+SCHEMA_VERSION: Final = "0001"
+"""The newest Alembic revision; revisions are four digits that count upwards."""
+
+VERSION_TABLE: Final = "flashtune_schema"
+"""Where Alembic keeps the revision: a name of our own, so that another application's database is never taken for ours."""
+
+APPLICATION_ID: Final = 0x464C5455
+"""SQLite's `application_id` of a tuned database ("FLTU"): bytes 68 to 71 of the file."""
+
+PrimaryKey = Annotated[int, mapped_column(Integer, primary_key=True)]
+Word = Annotated[str, mapped_column(String(64))]
+"""A slug, an identifier or a hash."""
+Json = Annotated[str, mapped_column(Text)]
+"""Canonical JSON: sorted keys, no blanks."""
+FreeText = Annotated[str, mapped_column(Text)]
+Count = Annotated[int, mapped_column(Integer)]
+OptionalCount = Annotated[int | None, mapped_column(Integer)]
+BigNumber = Annotated[int | None, mapped_column(BigInteger)]
+Flag = Annotated[int, mapped_column(SmallInteger)]
+Microseconds = Annotated[float | None, mapped_column(Float(53))]
+Ratio = Annotated[float | None, mapped_column(Float(53))]
+
+
+class Base(DeclarativeBase):
+    """Parent of all tables; names every constraint, so that migrations can name them on any database."""
+
+    metadata = MetaData(
+        naming_convention={
+            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+            "uq": "uq_%(table_name)s_%(column_0_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_name)s",
+            "pk": "pk_%(table_name)s",
+        }
+    )
+
+
+class ProblemRow(Base):
+    """One `ProblemKey`, its columns in the key's order; the unique index serves look-ups by any leading part of it."""
+
+    __tablename__ = "problem"
+    __table_args__ = (UniqueConstraint("gpu", "n", "d", "dtype", "direction", "d_v", "n_q", "features", "gqa_ratio", "bh_bucket"),)
+
+    id: Mapped[PrimaryKey]
+    gpu: Mapped[Word]
+    n: Mapped[Count]
+    d: Mapped[Count]
+    dtype: Mapped[str] = mapped_column(String(16))
+    direction: Mapped[str] = mapped_column(String(16))
+    d_v: Mapped[Count]
+    n_q: Mapped[Count]
+    features: Mapped[str] = mapped_column(String(255))
+    gqa_ratio: Mapped[Count]
+    bh_bucket: Mapped[Count]
+
+
+class RunRow(Base):
+    """One search of one problem: what the key leaves out of the `Problem`, the provenance and the framework's time."""
+
+    __tablename__ = "run"
+    __table_args__ = (Index(None, "problem_id"),)
+
+    id: Mapped[PrimaryKey]
+    problem_id: Mapped[int] = mapped_column(ForeignKey("problem.id"))
+    batch: Mapped[Count]
+    heads: Mapped[Count]
+    kv_heads: Mapped[Count]
+    features: Mapped[Json]
+    """The exact features; the key's are rounded."""
+    flashtune: Mapped[Word]
+    torch: Mapped[Word]
+    triton: Mapped[Word]
+    driver: Mapped[FreeText]
+    gpu_name: Mapped[FreeText]
+    clocks: Mapped[FreeText]
+    command: Mapped[FreeText]
+    seed: Mapped[BigNumber]
+    created_at: Mapped[Word]
+    """UTC, ISO 8601, or empty."""
+    baseline_backend: Mapped[str | None] = mapped_column(String(64))
+    baseline_median_us: Mapped[Microseconds]
+    baseline_q10_us: Mapped[Microseconds]
+    baseline_q90_us: Mapped[Microseconds]
+    baseline_min_us: Mapped[Microseconds]
+    baseline_samples: Mapped[OptionalCount]
+
+
+class TrialRow(Base):
+    """One outcome; `number` is its place in the run."""
+
+    __tablename__ = "trial"
+    __table_args__ = (UniqueConstraint("run_id", "number"), Index("ix_trial_best", "run_id", "rank", "median_us"))
+
+    id: Mapped[PrimaryKey]
+    run_id: Mapped[int] = mapped_column(ForeignKey("run.id"))
+    number: Mapped[Count]
+    template: Mapped[Word]
+    template_hash: Mapped[Word]
+    variant_id: Mapped[Word]
+    config: Mapped[Json]
+    fate: Mapped[str] = mapped_column(String(16))
+    source: Mapped[str] = mapped_column(String(16))
+    reason: Mapped[FreeText]
+    median_us: Mapped[Microseconds]
+    q10_us: Mapped[Microseconds]
+    q90_us: Mapped[Microseconds]
+    min_us: Mapped[Microseconds]
+    samples: Mapped[OptionalCount]
+    registers: Mapped[OptionalCount]
+    spills: Mapped[OptionalCount]
+    shared_bytes: Mapped[OptionalCount]
+    threads: Mapped[OptionalCount]
+    tensor_core_ops: Mapped[OptionalCount]
+    max_error: Mapped[Ratio]
+    finalist: Mapped[Flag]
+    rank: Mapped[OptionalCount]

@@ -1,0 +1,89 @@
+"""A tuned database on a server: any database that SQLAlchemy has a dialect and an installed driver for."""
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from sqlalchemy import URL, Connection, create_engine, inspect, text
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModuleError
+from sqlalchemy.pool import NullPool
+
+from flashtune.core.errors import DatabaseError, EnvironmentProblem
+from flashtune.db.schema import SCHEMA_VERSION, VERSION_TABLE, Base
+from flashtune.db.sqlite_file import MissingDatabaseError
+
+T = TypeVar("T")
+
+ATTEMPTS = 5
+"""Two writers of the same new key, or a deadlock, cost one of them another attempt."""
+
+
+class Server:
+    """The same two calls as `SqliteFile`, over a server's own transactions; no connection is kept between them."""
+
+    def __init__(self, url: URL, *, writable: bool) -> None:
+        self.name = url.render_as_string(hide_password=True)
+        self._writable = writable
+        try:
+            self._engine = create_engine(url, poolclass=NullPool)
+        except ModuleNotFoundError as error:
+            raise EnvironmentProblem(f"{self.name} needs the Python driver {error.name!r}: install it with pip") from error
+        except (ArgumentError, NoSuchModuleError) as error:
+            raise DatabaseError(f"{self.name} is no database URL that SQLAlchemy knows ({error}): give a path or another URL") from error
+
+    def open(self) -> None:
+        """Check the schema; create or upgrade it (for writing)."""
+        version = self.read(self._version)
+        if version is not None and version > SCHEMA_VERSION:
+            raise DatabaseError(
+                f"{self.name} was written by a newer flashtune (schema {version}, this one knows {SCHEMA_VERSION}): upgrade flashtune"
+            )
+        if version == SCHEMA_VERSION:
+            return
+        if not self._writable:
+            if version is None:
+                raise MissingDatabaseError(f"{self.name} holds no tuned database: run a search to write one")
+            raise DatabaseError(f"{self.name} has the older schema {version}: open it for writing once (any search does) to upgrade it")
+        self.write(self._upgrade)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def read(self, work: Callable[[Connection], T]) -> T:
+        """What `work` returns, from one transaction that is rolled back."""
+        try:
+            with self._engine.connect() as connection:
+                return work(connection)
+        except DBAPIError as error:
+            raise self._explained(error) from error
+
+    def write(self, work: Callable[[Connection], T]) -> T:
+        """What `work` returns, committed; it may be called again when another writer was first."""
+        for attempt in range(ATTEMPTS):
+            try:
+                with self._engine.begin() as connection:
+                    return work(connection)
+            except DBAPIError as error:
+                code = str(getattr(error.orig, "sqlstate", None) or getattr(error.orig, "pgcode", None) or "")
+                # 40001 and 40P01: serialisation failure and deadlock.
+                if attempt == ATTEMPTS - 1 or not (isinstance(error, IntegrityError) or code.startswith("40")):
+                    raise self._explained(error) from error
+                time.sleep(0.05 * 2**attempt)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _version(self, connection: Connection) -> str | None:
+        present = set(inspect(connection).get_table_names())
+        if VERSION_TABLE in present:
+            return str(connection.execute(text(f"SELECT max(version_num) FROM {VERSION_TABLE}")).scalar())
+        if taken := sorted(present & set(Base.metadata.tables)):
+            raise DatabaseError(f"{self.name} has a table {taken[0]!r} of another application: give flashtune a database of its own")
+        return None
+
+    def _upgrade(self, connection: Connection) -> None:
+        from flashtune.db.migrations import upgrade
+
+        upgrade(connection)
+
+    def _explained(self, error: DBAPIError) -> DatabaseError:
+        said = " ".join(str(error.orig).split())[:300]
+        return DatabaseError(f"the database {self.name} answered with an error ({said}): check the URL, its permissions and the server")

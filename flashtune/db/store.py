@@ -1,0 +1,317 @@
+"""The store: search results in, best records out. Everything that a search learned is kept; what is best is a query."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self, TypedDict, TypeVar, Unpack
+
+from sqlalchemy import ColumnElement, Connection, Select, func, make_url, or_, select
+from sqlalchemy.exc import ArgumentError
+from sqlalchemy.sql.selectable import FromClause
+
+from flashtune.core.dtypes import DType
+from flashtune.core.errors import DatabaseError
+from flashtune.core.problem import Direction, Problem, ProblemKey
+from flashtune.core.results import Baseline, Fate, Outcome, Provenance, SearchResult, TuningRecord
+from flashtune.db import rows
+from flashtune.db.ranking import best_of
+from flashtune.db.rows import Row, RowError
+from flashtune.db.schema import ProblemRow, RunRow, TrialRow
+from flashtune.db.server import Server
+from flashtune.db.sqlite_file import SqliteFile, export_file
+from flashtune.db.writing import ResultRows
+
+T = TypeVar("T")
+
+_PROBLEM, _RUN, _TRIAL = (model.__table__ for model in (ProblemRow, RunRow, TrialRow))
+_FAILURES = [str(fate) for fate in Fate if fate is not Fate.CORRECT]
+
+
+class KeyFilter(TypedDict, total=False):
+    """Columns of the key to filter by; None and an absent name mean any value."""
+
+    gpu: str | None
+    n: int | None
+    d: int | None
+    dtype: DType | None
+    direction: Direction | None
+    d_v: int | None
+    n_q: int | None
+    features: str | None
+    gqa_ratio: int | None
+    bh_bucket: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """One search as `flashtune show` lists it; `fates` counts the trials by what became of them."""
+
+    number: int
+    key: ProblemKey
+    problem: Problem
+    provenance: Provenance
+    baseline: Baseline | None
+    fates: dict[Fate, int]
+
+    @property
+    def trials(self) -> int:
+        """How many candidates were tried."""
+        return sum(self.fates.values())
+
+
+class _Access(Protocol):
+    name: str
+
+    def open(self) -> None: ...
+    def close(self) -> None: ...
+    def read(self, work: Callable[[Connection], T]) -> T: ...
+    def write(self, work: Callable[[Connection], T]) -> T: ...
+
+
+class Store:
+    """A tuned database: a SQLite file or a server. A context manager; safe to use from several threads and after a fork.
+
+    Every method raises DatabaseError where the database is damaged or holds a row that flashtune would not write, and
+    EnvironmentProblem where the disk is full or a permission is missing. A failed write leaves what was there before.
+    """
+
+    def __init__(self, access: _Access, *, writable: bool) -> None:
+        self._access = access
+        self._writable = writable
+        self.name = access.name
+
+    @classmethod
+    def open(cls, location: str | Path, *, writable: bool) -> Self:
+        """The database at a path or SQLAlchemy URL.
+
+        Read-only: it must exist; neither it nor its folder is changed by one byte. Writable: it and its parent folders are created
+        where they are missing, and an older schema is upgraded. A file that is damaged, of another application or of a newer
+        flashtune is refused and left as it was.
+        """
+        access = _access(location, writable=writable)
+        try:
+            access.open()
+        except BaseException:
+            access.close()
+            raise
+        return cls(access, writable=writable)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release what reading needed; the store can't be used afterwards."""
+        self._access.close()
+
+    def save(self, result: SearchResult) -> None:
+        """Keep all of `result` in one transaction; any number of processes may save at once.
+
+        Free texts are tidied (see `rows.tidy`). Raises InputError where the result could not be read back, such as a time of zero.
+        """
+        if not self._writable:
+            raise DatabaseError(f"{self.name} is open for reading only: open it for writing to save results")
+        self._access.write(ResultRows.of(result).insert)
+
+    def best(self, key: ProblemKey) -> TuningRecord | None:
+        """The best record of exactly this key, or None."""
+        return best_of(self._winners(_where_key(key))).get(key)
+
+    def records(self, **where: Unpack[KeyFilter]) -> list[TuningRecord]:
+        """The best record of every key that passes the filter, in order of keys.
+
+        Each run's candidate is rank 1 of its closing race, or else its fastest correct outcome (ties by variant id);
+        `ranking.preference` chooses between runs.
+        """
+        best = best_of(self._winners(_filtered(where)))
+        return [best[key] for key in sorted(best, key=_key_order)]
+
+    def outcomes(self, key: ProblemKey) -> list[Outcome]:
+        """Every trial of this key, in the order in which they were saved."""
+        return [outcome for result in self._results(_where_key(key)) for outcome in result.outcomes]
+
+    def results(self, **where: Unpack[KeyFilter]) -> list[SearchResult]:
+        """Everything, as it was saved: one SearchResult for each run, oldest first."""
+        return self._results(_filtered(where))
+
+    def runs(self, **where: Unpack[KeyFilter]) -> list[RunSummary]:
+        """A summary of every search, oldest first."""
+        counted = (
+            select(*_labelled(_PROBLEM), *_labelled(_RUN), _TRIAL.c.fate.label("fate"), func.count(_TRIAL.c.id).label("trials"))
+            .select_from(_RUN.join(_PROBLEM).outerjoin(_TRIAL))
+            .where(*_filtered(where))
+            .group_by(*_PROBLEM.c, *_RUN.c, _TRIAL.c.fate)
+            .order_by(_RUN.c.id)
+        )
+        summaries: dict[int, RunSummary] = {}
+        for found in self._fetch(counted):
+            with self._naming("run", found["run.id"]):
+                key, problem, provenance, baseline = _read_run(found)
+                summary = summaries.setdefault(
+                    found["run.id"],
+                    RunSummary(number=found["run.id"], key=key, problem=problem, provenance=provenance, baseline=baseline, fates={}),
+                )
+                if found["trials"]:
+                    fate = Fate(Row(found).one_of("fate", tuple(str(fate) for fate in Fate)))
+                    summary.fates[fate] = found["trials"]
+        return list(summaries.values())
+
+    def export(self, destination: str | Path, *, winners_only: bool, replace: bool = False, **where: Unpack[KeyFilter]) -> int:
+        """Write what passes the filter to a new, compact SQLite file, fit to ship beside model weights; how many runs it holds.
+
+        `winners_only` keeps the best record of each key, else all runs with all trials. Equal contents give equal bytes (under one
+        version of SQLite). The file appears whole or not at all; `replace` allows it to take the place of another tuned database.
+        """
+        if winners_only:
+            results = [_alone(record) for record in self.records(**where)]
+        else:
+            results = sorted(self.results(**where), key=lambda result: _key_order(result.problem.key(result.gpu)))
+        prepared = [ResultRows.of(result) for result in results]
+
+        def work(connection: Connection) -> None:
+            for result in prepared:
+                result.insert(connection)
+
+        target = _sqlite_path(destination)
+        if target is None:
+            raise DatabaseError(f"{self._access.name} can be exported to a SQLite file only: give the path of a file")
+        export_file(target, work, replace=replace)
+        return len(prepared)
+
+    def _winners(self, where: list[ColumnElement[bool]]) -> list[TuningRecord]:
+        """The candidate of every run that has one, newest run first."""
+        place = func.row_number().over(
+            partition_by=_TRIAL.c.run_id,
+            order_by=(func.coalesce(_TRIAL.c.rank, rows.LARGEST), _TRIAL.c.median_us, _TRIAL.c.variant_id, _TRIAL.c.number),
+        )
+        # Only known failures are left out: an impossible fate must be read, and refused.
+        timed = or_(_TRIAL.c.median_us.is_not(None), _TRIAL.c.rank.is_not(None))
+        ranked = (
+            select(*_TRIAL.c, place.label("place"))
+            .select_from(_TRIAL.join(_RUN).join(_PROBLEM))
+            .where(_TRIAL.c.fate.not_in(_FAILURES), timed, *where)
+            .subquery()
+        )
+        query = (
+            select(*_labelled(_PROBLEM), *_labelled(_RUN), *_labelled(ranked, "trial"))
+            .select_from(ranked.join(_RUN, _RUN.c.id == ranked.c.run_id).join(_PROBLEM))
+            .where(ranked.c.place == 1)
+            .order_by(_RUN.c.id.desc())
+        )
+        return [self._record(found) for found in self._fetch(query)]
+
+    def _record(self, found: dict[str, Any]) -> TuningRecord:
+        with self._naming("run", found["run.id"]):
+            key, problem, provenance, baseline = _read_run(found)
+        return TuningRecord(
+            key=key, problem=problem, outcome=self._outcome(found), provenance=provenance, baseline=baseline, origin=self.name
+        )
+
+    def _outcome(self, found: dict[str, Any]) -> Outcome:
+        with self._naming("trial", found["trial.id"]):
+            outcome = rows.read_outcome(_part(found, "trial"))
+            return outcome
+
+    def _results(self, where: list[ColumnElement[bool]]) -> list[SearchResult]:
+        run_query = select(*_labelled(_PROBLEM), *_labelled(_RUN)).select_from(_RUN.join(_PROBLEM)).where(*where).order_by(_RUN.c.id)
+        trial_query = (
+            select(*_labelled(_TRIAL))
+            .select_from(_TRIAL.join(_RUN).join(_PROBLEM))
+            .where(*where)
+            .order_by(_TRIAL.c.run_id, _TRIAL.c.number)
+        )
+        found_runs, found_trials = self._access.read(lambda connection: (_all(connection, run_query), _all(connection, trial_query)))
+        outcomes: dict[int, list[Outcome]] = {}
+        for found in found_trials:
+            outcomes.setdefault(found["trial.run_id"], []).append(self._outcome(found))
+        results = []
+        for found in found_runs:
+            with self._naming("run", found["run.id"]):
+                key, problem, provenance, baseline = _read_run(found)
+            own = tuple(outcomes.get(found["run.id"], ()))
+            results.append(SearchResult(gpu=key.gpu, problem=problem, outcomes=own, provenance=provenance, baseline=baseline))
+        return results
+
+    def _fetch(self, query: Select[Any]) -> list[dict[str, Any]]:
+        return self._access.read(lambda connection: _all(connection, query))
+
+    @contextmanager
+    def _naming(self, table: str, number: object) -> Iterator[None]:
+        """Turns a RowError into an error that says which row of which file it is."""
+        try:
+            yield
+        except RowError as error:
+            raise DatabaseError(
+                f"{self.name}: in row {number} of {table!r}, {error}: the file was edited or damaged, restore a copy or search again"
+            ) from error
+
+
+def _access(location: str | Path, *, writable: bool) -> _Access:
+    path = _sqlite_path(location)
+    return Server(make_url(str(location)), writable=writable) if path is None else SqliteFile(path, writable=writable)
+
+
+def _sqlite_path(location: str | Path) -> Path | None:
+    """The file that a path or a SQLite URL names; None for the URL of a server."""
+    text = os.fspath(location)
+    if isinstance(location, str) and "://" in location:
+        try:
+            url = make_url(location)
+        except (ArgumentError, ValueError) as error:
+            # The text may hold a password, so only its scheme is shown.
+            scheme = location.split("://")[0]
+            raise DatabaseError(f"{scheme}://... is no database URL: give a path, or a URL such as sqlite:///tuned.sqlite") from error
+        if url.get_backend_name() != "sqlite":
+            return None
+        if url.query:
+            raise DatabaseError(f"{location} has options after '?', which flashtune sets itself: give the plain path of the file")
+        text = url.database or ":memory:"
+    if not text or text == ":memory:":
+        raise DatabaseError(f"{text or 'an empty path'!r} names no file, and a database in memory would be lost: give a path")
+    if "\0" in text:
+        raise DatabaseError(f"{text!r} holds a NUL character: give the path of a file")
+    return Path(text).expanduser()
+
+
+def _alone(record: TuningRecord) -> SearchResult:
+    """A run that holds the record and nothing else."""
+    return SearchResult(
+        gpu=record.key.gpu, problem=record.problem, outcomes=(record.outcome,), provenance=record.provenance, baseline=record.baseline
+    )
+
+
+def _all(connection: Connection, query: Select[Any]) -> list[dict[str, Any]]:
+    return [dict(found) for found in connection.execute(query).mappings()]
+
+
+def _labelled(table: FromClause, name: str = "") -> list[ColumnElement[Any]]:
+    """The table's columns, named `table.column` in the result."""
+    return [column.label(f"{name or getattr(table, 'name', '')}.{column.name}") for column in table.c]
+
+
+def _part(found: dict[str, Any], table: str) -> Row:
+    prefix = f"{table}."
+    return Row({name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)})
+
+
+def _read_run(found: dict[str, Any]) -> tuple[ProblemKey, Problem, Provenance, Baseline | None]:
+    run = _part(found, "run")
+    key = rows.read_key(_part(found, "problem"))
+    return key, rows.read_problem(run, key), rows.read_provenance(run), rows.read_baseline(run)
+
+
+def _filtered(where: KeyFilter) -> list[ColumnElement[bool]]:
+    return [_PROBLEM.c[name] == value for name, value in where.items() if value is not None]
+
+
+def _where_key(key: ProblemKey) -> list[ColumnElement[bool]]:
+    return [_PROBLEM.c[name] == value for name, value in rows.key_row(key).items()]
+
+
+def _key_order(key: ProblemKey) -> tuple[Any, ...]:
+    return tuple(getattr(key, field.name) for field in fields(ProblemKey))
