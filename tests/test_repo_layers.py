@@ -1,0 +1,87 @@
+"""The rooms import downwards only; what pyproject.toml's contracts can't say is checked here by reading or running."""
+
+import ast
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "flashtune"
+
+
+def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()", "--no-cache"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env={"PATH": "", "PYTHONPATH": str(folder)})
+
+
+def copy_of_the_package(folder: Path) -> Path:
+    shutil.copytree(PACKAGE, folder / "flashtune", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder / "flashtune"
+
+
+def test_every_contract_of_the_layers_holds() -> None:
+    linted = lint_imports(ROOT)
+    assert linted.returncode == 0, linted.stdout + linted.stderr
+
+
+@pytest.mark.parametrize(
+    ("room", "line", "contract"),
+    [
+        ("core", "import flashtune.templates.family", "Rooms import downwards only"),
+        ("templates", "import flashtune.db", "Rooms import downwards only"),
+        ("tuner", "import flashtune.dispatch", "Rooms import downwards only"),
+        ("kernels_generated", "import flashtune.core.dtypes", "Shipped kernels import nothing of flashtune"),
+        ("dispatch", "import optuna", "Dispatch reaches no tuner and no optuna"),
+        ("tuner", "import sqlalchemy", "SQL stays in flashtune.db"),
+        ("core", "import rich", "Only the command line knows click and rich"),
+    ],
+)
+def test_a_planted_import_breaks_its_contract(tmp_path: Path, room: str, line: str, contract: str) -> None:
+    package = copy_of_the_package(tmp_path)
+    (package / room / "planted.py").write_text(f'"""Planted."""\n\n{line}\n')
+    linted = lint_imports(tmp_path)
+    broken = [text for text in linted.stdout.splitlines() if text.endswith("BROKEN")]
+    assert linted.returncode == 1, linted.stdout + linted.stderr
+    assert any(text.startswith(contract) for text in broken), linted.stdout
+
+
+def test_a_new_room_must_be_given_a_layer(tmp_path: Path) -> None:
+    package = copy_of_the_package(tmp_path)
+    (package / "attic").mkdir()
+    (package / "attic" / "__init__.py").write_text('"""A room that no layer names."""\n')
+    linted = lint_imports(tmp_path)
+    assert linted.returncode == 1
+    assert "attic" in linted.stdout
+
+
+def imported_roots(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add("." * node.level + (node.module or "").split(".")[0])
+    return found
+
+
+def test_shipped_kernels_import_only_torch_and_triton() -> None:
+    kernels = [path for path in (PACKAGE / "kernels_generated").glob("*.py") if path.name != "__init__.py"]
+    strangers = {path.name: imported_roots(path) - {"torch", "triton"} for path in kernels}
+    assert not {name: roots for name, roots in strangers.items() if roots}
+
+
+def test_importing_dispatch_loads_no_jinja_no_optuna_and_no_tuner() -> None:
+    code = """
+import sys
+import torch, triton
+before = set(sys.modules)
+import flashtune.dispatch
+new = {name.split(".")[0] for name in set(sys.modules) - before} | {n for n in sys.modules if n.startswith("flashtune.")}
+print(" ".join(sorted(new & {"jinja2", "optuna", "alembic", "click", "rich", "pebble", "flashtune.tuner", "flashtune.cli"})))
+"""
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == ""

@@ -1,0 +1,112 @@
+"""The environment that `make` sets up: made once, never in someone else's folder, with the torch that was asked for."""
+
+import importlib.util
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def setup_venv() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("setup_venv", ROOT / "tools" / "setup_venv.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def installs(setup_venv: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The torch of each installation, which is only noted; no other requirement than `broken` fails."""
+    asked: list[str] = []
+
+    def install(folder: Path, torch: str) -> str:
+        asked.append(torch)
+        if torch == "broken":
+            raise subprocess.CalledProcessError(1, ["pip", "install", torch])
+        return torch or "torch==chosen"
+
+    monkeypatch.setattr(setup_venv, "install", install)
+    return asked
+
+
+def call(setup_venv: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, torch: str = "") -> int:
+    monkeypatch.setattr(sys, "argv", ["setup_venv.py", str(folder), "--torch", torch])
+    code: int = setup_venv.main()
+    return code
+
+
+def test_second_call_installs_nothing(setup_venv: ModuleType, installs: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert [call(setup_venv, monkeypatch, tmp_path / "venv") for _ in range(3)] == [0, 0, 0]
+    assert installs == [""]
+
+
+def test_named_torch_is_remembered(setup_venv: ModuleType, installs: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for torch in ("", "torch==2.11.0", "", "torch==2.11.0"):
+        assert call(setup_venv, monkeypatch, tmp_path / "venv", torch) == 0
+    assert installs == ["", "torch==2.11.0"]
+
+
+def test_changed_requirements_make_it_anew(
+    setup_venv: ModuleType, installs: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "venv"
+    call(setup_venv, monkeypatch, folder, "torch==2.11.0")
+    (folder / "leftover").touch()
+    monkeypatch.setattr(setup_venv, "fingerprint", lambda: "of other requirements")
+    assert call(setup_venv, monkeypatch, folder) == 0
+    assert installs == ["torch==2.11.0", "torch==2.11.0"]
+    assert not (folder / "leftover").exists()
+
+
+def test_failed_installation_is_tried_again(
+    setup_venv: ModuleType, installs: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(setup_venv, monkeypatch, tmp_path / "venv", "broken") == 4
+    assert "pip" in capsys.readouterr().err
+    assert call(setup_venv, monkeypatch, tmp_path / "venv", "torch==2.11.0") == 0
+    assert call(setup_venv, monkeypatch, tmp_path / "venv") == 0
+    assert installs == ["broken", "torch==2.11.0"]
+
+
+def test_foreign_folder_is_left_as_it_is(
+    setup_venv: ModuleType, installs: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "thesis.tex").write_text("the only copy")
+    assert call(setup_venv, monkeypatch, tmp_path) == 4
+    assert (tmp_path / "thesis.tex").read_text() == "the only copy"
+    assert capsys.readouterr().err.count("\n") == 1
+    assert installs == []
+
+
+def test_torch_follows_the_machine(setup_venv: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    pip_finds = {"returncode": 0}
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.CompletedProcess(command, pip_finds["returncode"])
+
+    monkeypatch.setattr(setup_venv.subprocess, "run", run)
+    monkeypatch.setattr(setup_venv.shutil, "which", lambda _: None)
+    assert setup_venv.default_torch(["pip"]) == "torch==2.13.0+cpu"
+    pip_finds["returncode"] = 1
+    assert setup_venv.default_torch(["pip"]) == "torch==2.11.0"
+    monkeypatch.setattr(setup_venv.shutil, "which", lambda name: f"/usr/bin/{name}")
+    pip_finds["returncode"] = 0
+    assert setup_venv.default_torch(["pip"]) == "torch==2.11.0"
+
+
+def test_pinned_triton_is_one_that_the_package_allows() -> None:
+    pins = [Requirement(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    allowed = {
+        requirement.name: requirement.specifier
+        for requirement in map(Requirement, tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
+    }
+    assert [pin.name for pin in pins] == ["triton"]
+    assert all(allowed[pin.name].contains(str(pin.specifier).removeprefix("==")) for pin in pins)
