@@ -165,7 +165,7 @@ def _fingerprint(space: SearchSpace, problem: Problem) -> str:
 def _optuna_sampler(sampler: Sampler, seed: int | None) -> optuna.samplers.BaseSampler:
     if sampler == "tpe":
         return optuna.samplers.TPESampler(
-            seed=seed, n_startup_trials=_STARTUP_TRIALS, multivariate=True, group=True, constant_liar=True, warn_independent_sampling=False
+            seed=seed, n_startup_trials=_STARTUP_TRIALS, multivariate=True, group=True, constant_liar=True
         )
     return optuna.samplers.RandomSampler(seed=seed)
 

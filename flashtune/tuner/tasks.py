@@ -203,3 +203,46 @@ def _backend_name(call: Callable[[], object]) -> str:
         torch.cuda.synchronize()
     names = " ".join(event.key.lower() for event in recorded.key_averages())
     return next((name for part, name in _KERNEL_NAMES.items() if part in names), "math")
+
+
+def bench_problem(source: Source, problem: Problem, target: Target, seed: int, budget_s: float) -> Reply:
+    """Time a kernel interleaved with the framework's default and each of its backends, on the same inputs.
+
+    `notes` maps names (`tuned`, `default`, a backend) to places in `measurements`, or to why a backend was left out.
+    """
+    from flashtune.tuner.framework import BACKENDS, framework_call
+
+    bench = _ready(problem, target, seed)
+    try:
+        runs: dict[str, Any] = {"tuned": _call(source, bench.inputs)}
+        runs["tuned"]()
+    except Exception as error:
+        return _failed(error)
+    notes = {}
+    for name in ("default", *BACKENDS):
+        call = framework_call(bench.inputs, None if name == "default" else name)
+        if call is None:
+            notes[name] = "can't express this problem"
+            continue
+        try:
+            call()
+            runs[name] = call
+        except (RuntimeError, ValueError) as error:
+            notes[name] = one_line(error)
+    timed = bench.stopwatch.race(list(runs.values()), budget_s=budget_s, least=11)
+    places = {name: str(place) for place, name in enumerate(runs)}
+    return Reply(fate=Fate.CORRECT, measurements=tuple(timed), notes={**notes, **places})
+
+
+def recheck_on_device(source: Source, problem: Problem, target: Target, seed: int) -> Reply:
+    """Check a stored variant on the GPU: ragged little problems and the record's own size."""
+    from flashtune.core.modules import load_source
+
+    bench = _ready(problem, target, seed)
+    try:
+        verdict = bench.verifier.verdict(load_source(source.text, source.stem).launch)
+    except Exception as error:
+        return _failed(error)
+    if verdict.reason:
+        return Reply(fate=Fate.CORRECTNESS, reason=verdict.reason, error=verdict.error)
+    return Reply(fate=Fate.CORRECT, error=verdict.error)

@@ -1,0 +1,1 @@
+"""The command line: thin commands, and the only room that prints."""

@@ -1,0 +1,86 @@
+"""`flashtune bench`: tuned kernels against the framework's backends on this GPU, in one run, on the same inputs."""
+
+from typing import Any
+
+import click
+from rich.table import Table
+
+from flashtune.cli.console import console, messages, print_json
+from flashtune.cli.options import ListCommand, json_option, problem_options
+from flashtune.cli.search import problems_of
+from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.results import Fate
+
+
+@click.command(cls=ListCommand)
+@problem_options(many=True)
+@click.option("--causal", "bands", flag_value="causal", help="Causal attention only (default: causal and full).")
+@click.option("--full", "bands", flag_value="full", help="Full attention only.")
+@click.option("--seconds", type=click.FloatRange(min=0.05), default=1.0, show_default=True, help="Timing per problem.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random inputs.")
+@json_option
+def bench(seconds: float, seed: int, as_json: bool, **words: Any) -> None:
+    """Time the kernels that dispatch would use against the framework's backends: interleaved, L2 flushed, medians.
+
+    \b
+    flashtune bench --d 128 --dtype bf16 --n 4096 --causal
+    """
+    from flashtune.dispatch import explain_problem
+    from flashtune.templates import family
+    from flashtune.templates.rendering import render, variant_of
+    from flashtune.tuner import tasks
+    from flashtune.tuner.machine import local_gpu, provenance
+    from flashtune.tuner.workers import Workers
+
+    gpu = local_gpu()
+    if gpu is None or gpu.target is None:
+        raise EnvironmentProblem("bench times kernels on a GPU and found none that flashtune knows here: run it on the GPU's machine")
+    rows = []
+    with Workers(jobs=1) as workers:
+        for problem in problems_of(words):
+            chosen = explain_problem(problem, gpu.target.slug)
+            if chosen.template is None or chosen.config is None:
+                messages().print(f"{problem.label()}: {chosen.reason}")
+                continue
+            kernel = family(chosen.template)
+            variant = variant_of(kernel, problem.spec(), chosen.config)
+            source = tasks.Source(text=render(kernel, variant), stem=f"{variant.template}_{variant.id}")
+            workers.submit("device", tasks.prepare_device, problem, gpu.target, seed, limit_s=workers.limits.prepare_s).reply()
+            limit_s = workers.limits.device_s + 20 * seconds
+            reply = workers.submit("device", tasks.bench_problem, source, problem, gpu.target, seed, seconds, limit_s=limit_s).reply()
+            if reply.fate is not Fate.CORRECT:
+                messages().print(f"{problem.label()}: {reply.fate}: {reply.reason}")
+                continue
+            places = {name: int(place) for name, place in reply.notes.items() if place.isdigit()}
+            times = {name: reply.measurements[place].median_us for name, place in places.items()}
+            rows.append(
+                {
+                    "problem": problem.label(),
+                    "n": problem.n_kv,
+                    "d": problem.d,
+                    "dtype": problem.dtype,
+                    "features": problem.features.as_json(),
+                    "batch": problem.batch,
+                    "heads": problem.heads,
+                    "served": chosen.kind,
+                    "template": chosen.template,
+                    "variant": variant.id,
+                    "median_us": {name: round(time_us, 3) for name, time_us in times.items()},
+                    "tflops": {name: round(problem.flops() / time_us / 1e6, 1) for name, time_us in times.items()},
+                    "left_out": {name: why for name, why in reply.notes.items() if not why.isdigit()},
+                }
+            )
+    if as_json:
+        print_json({"provenance": provenance(command="flashtune bench", seed=seed, measured=True).as_json(), "rows": rows})
+        return
+    names = list(dict.fromkeys(name for row in rows for name in row["median_us"]))
+    table = Table(title=f"TFLOP/s on {gpu.name}", title_justify="left")
+    for heading in ("problem", "served by", *names, "tuned / default"):
+        table.add_column(heading, justify="left" if heading in ("problem", "served by") else "right")
+    for row in rows:
+        us, rate = row["median_us"], row["tflops"]
+        ratio = f"{us['default'] / us['tuned']:.2f}x" if "default" in us else ""
+        table.add_row(
+            row["problem"], f"{row['served']}: {row['template']}", *(f"{rate[n]:.0f}" if n in rate else "-" for n in names), ratio
+        )
+    console().print(table)

@@ -1,0 +1,98 @@
+"""`flashtune doctor`: what this machine has, what is missing, and what to do about it."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.table import Table
+
+import flashtune
+from flashtune.cli.console import console, print_json
+from flashtune.cli.options import json_option
+from flashtune.core.errors import FlashtuneError
+from flashtune.core.modules import cache_dir
+from flashtune.core.target import targets
+
+
+@click.command()
+@json_option
+def doctor(as_json: bool) -> None:
+    """Say what this machine has and what is missing. Exit code 4 when something that flashtune needs is missing."""
+    checks = [_versions(), _gpu(), _compiler(), _ptxas(), _folder("cache", cache_dir()), *_databases()]
+    healthy = all(check["ok"] for check in checks)
+    if as_json:
+        print_json({"ok": healthy, "checks": checks, "gpus": {slug: target.name for slug, target in targets().items()}})
+    else:
+        table = Table(show_header=False, box=None)
+        for check in checks:
+            table.add_row("[green]ok[/green]" if check["ok"] else "[red]missing[/red]", check["name"], check["found"], check["remedy"])
+        console().print(table)
+        console().print("GPUs that --gpu-name takes: " + ", ".join(targets()))
+    if not healthy:
+        raise SystemExit(4)
+
+
+def _check(name: str, ok: bool, found: str, remedy: str = "") -> dict[str, Any]:
+    return {"name": name, "ok": ok, "found": found, "remedy": "" if ok else remedy}
+
+
+def _versions() -> dict[str, Any]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for package in ("torch", "triton", "optuna", "sqlalchemy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            return _check("packages", False, f"no {package}", f"install it: pip install {package}")
+    return _check("packages", True, ", ".join([f"flashtune {flashtune.__version__}", *(f"{name} {v}" for name, v in found.items())]))
+
+
+def _gpu() -> dict[str, Any]:
+    from flashtune.tuner.machine import local_gpu
+
+    gpu = local_gpu()
+    if gpu is None:
+        return _check("GPU", True, "none: search predicts, dispatch uses the framework")
+    if gpu.target is None:
+        return _check("GPU", False, gpu.name, "flashtune doesn't know this GPU yet: add it as CONTRIBUTING.md says")
+    return _check("GPU", True, f"{gpu.name} ({gpu.target.slug})")
+
+
+def _compiler() -> dict[str, Any]:
+    # Triton builds its launchers with a C compiler the first time a kernel runs on a GPU.
+    found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
+    needed = _gpu()["found"].startswith("none") is False
+    return _check("C compiler", bool(found) or not needed, found or "none", "install gcc or clang, or name one in CC: Triton needs it")
+
+
+def _ptxas() -> dict[str, Any]:
+    try:
+        from triton import knobs
+
+        path = knobs.nvidia.ptxas.path
+        return _check("ptxas", Path(path).exists(), path, "reinstall triton, whose wheel carries ptxas, or set TRITON_PTXAS_PATH")
+    except (ImportError, RuntimeError) as error:
+        return _check("ptxas", False, str(error).splitlines()[0], "reinstall triton, whose wheel carries ptxas, or set TRITON_PTXAS_PATH")
+
+
+def _folder(name: str, path: Path) -> dict[str, Any]:
+    free = shutil.disk_usage(path).free
+    return _check(name, free > 100 << 20, f"{path} ({free >> 20} MiB free)", "free some space, or point FLASHTUNE_CACHE elsewhere")
+
+
+def _databases() -> list[dict[str, Any]]:
+    from flashtune.db.library import Library, overlay_path, shipped_path
+
+    found = []
+    for name, path in (("shipped database", shipped_path()), ("overlay database", overlay_path())):
+        if "://" not in str(path) and not Path(path).exists():
+            found.append(_check(name, True, f"{path} (none yet)"))
+            continue
+        try:
+            found.append(_check(name, True, f"{path} ({len(Library.of(path).records())} rows)"))
+        except FlashtuneError as error:
+            found.append(_check(name, False, str(path), str(error)))
+    return found

@@ -1,0 +1,49 @@
+"""`flashtune explain`: which record would serve a call, and why."""
+
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from flashtune.cli.console import console, print_json
+from flashtune.cli.options import dtypes_of, features_of, json_option, problem_of, problem_options
+from flashtune.core.errors import InputError
+from flashtune.core.target import find_target
+
+
+@click.command()
+@click.option("--gpu-name", metavar="NAME", help="The GPU that would run it (default: the one in this machine).")
+@problem_options(many=False)
+@click.option("--causal", is_flag=True, help="Causal attention.")
+@json_option
+def explain(gpu_name: str | None, n: int, d: int, dtype: tuple[str, ...] | str | None, causal: bool, as_json: bool, **words: Any) -> None:
+    """Say which record would serve a call, and why: exact, near in N, near in GPU, predicted, default or framework.
+
+    \b
+    flashtune explain --gpu-name h200 --n 3000 --d 128 --causal
+    """
+    from flashtune.dispatch import explain_problem
+    from flashtune.tuner.machine import local_gpu
+
+    if gpu_name is None:
+        gpu = local_gpu()
+        if gpu is None or gpu.target is None:
+            raise InputError("this machine has no GPU that flashtune knows: name one with --gpu-name")
+        target = gpu.target
+    else:
+        target = find_target(gpu_name)
+    names = [dtype] if isinstance(dtype, str) else list(dtype or ())
+    shared = {name: words[name] for name in ("mask", "dropout", "window", "softcap", "tf32")}
+    features = features_of(causal=causal, **shared)
+    problem = problem_of(n=n, d=d, dtype=dtypes_of(names, ["bf16"])[0], features=features, words=words)
+    found = explain_problem(problem, target.slug)
+    if as_json:
+        row = asdict(found)
+        row["config"] = None if found.config is None else found.config.as_dict()
+        print_json(row)
+        return
+    console().print(f"[bold]{problem.label()}[/bold] on {target.slug}: {found.kind}")
+    console().print(found.reason)
+    if found.template is not None:
+        config = "" if found.config is None else found.config.label()
+        console().print(f"{found.template} {found.variant_id or ''}\n  {config}")

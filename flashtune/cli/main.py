@@ -1,0 +1,74 @@
+"""The `flashtune` command: a group of thin commands with one way to report errors."""
+
+import importlib
+import sys
+from typing import Any
+
+import click
+
+import flashtune
+from flashtune.core.errors import FlashtuneError
+
+COMMANDS = {
+    "search": "Find the fastest kernel for your shapes and store it.",
+    "show": "List the best known configuration of every problem.",
+    "explain": "Say which record would serve a call, and why.",
+    "bench": "Time tuned kernels against the framework's backends on this GPU.",
+    "profile": "Show where attention's time and bytes go.",
+    "verify": "Check every row of a database against the oracle on this GPU.",
+    "generate": "Render the winners of a database to source files.",
+    "export": "Write a compact database to ship with a model.",
+    "doctor": "Say what this machine has and what is missing.",
+}
+"""Command to its line in `flashtune --help`; the module of the same name in flashtune.cli holds it."""
+
+
+class LazyGroup(click.Group):
+    """Imports a command's module only when it is used, so that `flashtune --help` answers at once."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        """In the order in which a user meets them."""
+        return list(COMMANDS)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        """The command object, or None for a name that doesn't exist."""
+        if name not in COMMANDS:
+            return None
+        command: click.Command = getattr(importlib.import_module(f"flashtune.cli.{name}"), name)
+        return command
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """The list of commands, without importing any."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+    def invoke(self, context: click.Context) -> Any:
+        """Run a command; what flashtune raises on purpose becomes one line and an exit code."""
+        try:
+            return super().invoke(context)
+        except FlashtuneError as error:
+            click.echo(f"flashtune: {error}", err=True)
+            context.exit(error.exit_code)
+        except BrokenPipeError:
+            # The reader (head, less) has gone; there is nobody left to tell.
+            sys.stderr.close()
+            context.exit(0)
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(flashtune.__version__, prog_name="flashtune")
+def main() -> None:
+    """Find the fastest attention kernel for your GPU and your shapes, and ship that knowledge.
+
+    \b
+    flashtune search --gpu-name h200 --d 128     tune this GPU (or predict for another)
+    flashtune show                               what is known
+    flashtune explain --n 4096 --d 128           what would serve a call, and why
+
+    Exit codes: 0 done, 1 something failed (a row did not verify, say), 2 bad input, 3 a database can't be used,
+    4 this machine lacks something, 5 no correct kernel was found, 130 interrupted.
+    """
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""Options that several commands share, and how their texts become core types."""
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from flashtune.core.dtypes import DTYPES, DType, parse_dtype
+from flashtune.core.errors import InputError
+from flashtune.core.problem import MASK_KINDS, Features, Problem
+from flashtune.core.target import find_target
+
+if TYPE_CHECKING:
+    from flashtune.db.store import KeyFilter
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+TOKENS = 16384
+"""B * N of a problem whose batch isn't given: enough to fill the largest GPUs."""
+
+WIDTH = 2048
+"""H * D of a problem whose heads aren't given: the width of a small language model."""
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for machines instead of a table.")
+db_option = click.option("--db", "location", metavar="PATH|URL", help="Use this database instead of the default ones.")
+
+
+class Numbers(click.ParamType[tuple[int, ...]]):
+    """`512` or `512,1024,2048`."""
+
+    name = "integers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """The numbers of one occurrence of the option."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(int(part) for part in str(value).split(","))
+        except ValueError:
+            self.fail(f"{value!r} is not a number, nor numbers with commas between them.", param, ctx)
+
+
+class ListCommand(click.Command):
+    """A command whose repeatable options also take several values at once: `--n 512 1024` is `--n 512 --n 1024`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Repeat the option's name before each further value."""
+        repeatable = {name for param in self.params if isinstance(param, click.Option) and param.multiple for name in param.opts}
+        spelled: list[str] = []
+        current = None
+        for word in args:
+            if word.startswith("-") and not word.lstrip("-").replace(",", "").isdigit():
+                current = word if word in repeatable else None
+                fresh = True
+            elif current is not None:
+                spelled += [] if fresh else [current]
+                fresh = False
+            spelled.append(word)
+        return super().parse_args(ctx, spelled)
+
+
+def flat(values: tuple[tuple[int, ...], ...]) -> list[int]:
+    """Every number that was given, each once, in order."""
+    return list(dict.fromkeys(number for group in values for number in group))
+
+
+def problem_options(*, many: bool) -> Callable[[Decorated], Decorated]:
+    """The options that describe a problem; with `many`, --n, --d and --dtype may be repeated."""
+    words = "; several with commas or by repeating" if many else ""
+    number: Any = Numbers() if many else int
+    options = [
+        click.option("--d", "d", type=number, required=True, multiple=many, help=f"Head size of q and k, up to 256{words}."),
+        click.option("--d-v", "d_v", type=int, help="Head size of v, when it differs from --d."),
+        click.option("--n", "n", type=number, multiple=many, required=not many, help=f"Sequence length{words}."),
+        click.option("--n-q", "n_q", type=int, help="Number of queries, when it differs from --n."),
+        click.option("--dtype", "dtype", multiple=many, help=f"Element type: {', '.join(DTYPES)}{words}."),
+        click.option("--direction", type=click.Choice(["fwd"]), default="fwd", show_default=True, help="Which pass."),
+        click.option("--mask", type=click.Choice([m for m in MASK_KINDS if m != "none"]), help="A boolean mask or an additive bias."),
+        click.option("--dropout", type=float, default=0.0, metavar="P", help="Dropout rate; any rate above 0 tunes for all rates."),
+        click.option("--window", type=int, metavar="W", help="Sliding window: W keys to each side (to the left when causal)."),
+        click.option("--softcap", type=float, default=0.0, metavar="C", help="Soft cap of the scores; any cap tunes for all caps."),
+        click.option("--tf32", is_flag=True, help="Allow TF32 products for fp32 inputs (IEEE otherwise)."),
+        click.option("--heads", type=int, help=f"Query heads (default {WIDTH} / D)."),
+        click.option("--kv-heads", type=int, help="Key and value heads (default: as many as query heads)."),
+        click.option("--batch", type=int, help=f"Batch (default {TOKENS} / N)."),
+    ]
+
+    def decorate(command: Decorated) -> Decorated:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def dtypes_of(names: tuple[str, ...] | list[str], default: list[DType]) -> list[DType]:
+    """Parsed element types, each once; commas separate several."""
+    found = [parse_dtype(name) for text in names for name in text.split(",")]
+    return list(dict.fromkeys(found)) or default
+
+
+def features_of(*, causal: bool, mask: str | None, dropout: float, window: int | None, softcap: float, tf32: bool) -> Features:
+    """Features from the command line's words; raises InputError for values out of range."""
+    if not 0 <= dropout < 1:
+        raise InputError(f"--dropout {dropout:g} is out of range: give a rate from 0 up to, but not including, 1")
+    if not 0 <= softcap < float("inf"):
+        raise InputError(f"--softcap {softcap:g} is out of range: give a positive cap, or leave it out")
+    if window is not None and window < 0:
+        raise InputError(f"--window {window} is out of range: give a size of at least 0")
+    kind: Any = mask or "none"
+    sides = None if window is None else (window, 0 if causal else window)
+    return Features(causal=causal, mask=kind, dropout=dropout > 0, window=sides, softcap=softcap > 0, tf32=tf32)
+
+
+def problem_of(*, n: int, d: int, dtype: DType, features: Features, words: dict[str, Any]) -> Problem:
+    """The problem of these options, with the defaults for what was left out; `words` holds the other options by name."""
+    for name, value in (("--n", n), ("--d", d)):
+        if value < 1:
+            raise InputError(f"{name} {value} is out of range: give at least 1")
+    heads = words["heads"] if words["heads"] is not None else max(1, WIDTH // d)
+    return Problem(
+        batch=words["batch"] if words["batch"] is not None else max(1, TOKENS // n),
+        heads=heads,
+        kv_heads=words["kv_heads"] if words["kv_heads"] is not None else heads,
+        n_q=words["n_q"] if words["n_q"] is not None else n,
+        n_kv=n,
+        d=d,
+        d_v=words["d_v"] if words["d_v"] is not None else d,
+        dtype=dtype,
+        features=features,
+        direction=words["direction"],
+    )
+
+
+def filters_of(*, gpu_name: str | None = None, d: int | None = None, n: int | None = None, dtype: str | None = None) -> "KeyFilter":
+    """The database's filter for the options that were given."""
+    found: KeyFilter = {}
+    if gpu_name is not None:
+        found["gpu"] = find_target(gpu_name).slug
+    if d is not None:
+        found["d"] = d
+    if n is not None:
+        found["n"] = n
+    if dtype is not None:
+        found["dtype"] = parse_dtype(dtype)
+    return found
+
+
+def seconds_of(text: str) -> float:
+    """`90s`, `10m`, `1.5h` or a plain number of seconds; raises InputError for anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|h|)", text.strip().lower())
+    if found is None or float(found[1]) == 0:
+        raise InputError(f"--budget {text!r} is no time: write 90s, 10m or 1h")
+    return float(found[1]) * {"s": 1, "": 1, "m": 60, "h": 3600}[found[2]]

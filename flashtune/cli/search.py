@@ -1,0 +1,169 @@
+"""`flashtune search`: find the fastest kernel for each problem and store it."""
+
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from flashtune.cli.console import console, messages, print_json
+from flashtune.cli.options import ListCommand, dtypes_of, features_of, flat, json_option, problem_of, problem_options, seconds_of
+from flashtune.cli.progress import SearchProgress
+from flashtune.cli.records import PREDICTED_NOTE, record_row, record_table
+from flashtune.core.errors import EnvironmentProblem, InputError
+from flashtune.core.problem import Problem
+from flashtune.core.results import Source, TuningRecord
+from flashtune.core.target import Target, find_target
+
+GRID = (512, 1024, 2048, 4096, 8192, 16384)
+"""Sequence lengths that are searched when none is given; dispatch serves what lies between from the nearest."""
+
+DEFAULT_TRIALS = 60
+
+
+@click.command(cls=ListCommand)
+@click.option("--gpu-name", required=True, metavar="NAME", help="The GPU to tune for: a slug (a100, h200) or the driver's own name.")
+@problem_options(many=True)
+@click.option("--causal", "bands", flag_value="causal", help="Causal attention only (default: causal and full).")
+@click.option("--full", "bands", flag_value="full", help="Full attention only.")
+@click.option(
+    "--trials", type=click.IntRange(min=1), default=DEFAULT_TRIALS, show_default=True, metavar="K", help="Candidates per problem."
+)
+@click.option("--budget", metavar="TIME", help="Wall time for the whole command: 90s, 10m, 1h.")
+@click.option(
+    "--sampler", type=click.Choice(["tpe", "random", "exhaustive"]), default="tpe", show_default=True, help="How candidates are proposed."
+)
+@click.option(
+    "--template", "templates", multiple=True, metavar="NAME", help="Search these template families only (default: all that serve)."
+)
+@click.option("--seed", type=int, help="Makes a predicted search repeatable; without it, inputs and samples differ each time.")
+@click.option(
+    "--storage", metavar="URL", help="Optuna storage for the study (default: SQLite in the cache directory); workers may share one."
+)
+@click.option("--db", "location", metavar="PATH|URL", help="Write here (default: your overlay database, or FLASHTUNE_DB).")
+@click.option("--jobs", type=click.IntRange(min=1), help="Compilers that run side by side (default: one per core).")
+@click.option("--predict", is_flag=True, help="Rank by the cost model even where another GPU, or this one, is present.")
+@json_option
+def search(gpu_name: str, location: str | None, predict: bool, as_json: bool, **words: Any) -> None:
+    """Find the fastest kernel for each problem on a GPU, and store it.
+
+    On the GPU that is named, candidates are compiled, checked against a float64 oracle and timed: rows are `measured`.
+    On a machine without a GPU they are compiled for the named GPU and ranked by a cost model: rows are `predicted`.
+
+    \b
+    flashtune search --gpu-name a100 --d 64
+    flashtune search --gpu-name h200 --d 128 --n 4096 --causal --dtype bf16 --trials 200
+    flashtune search --gpu-name h200 --d 128 --window 1024 --causal --db my-model.sqlite
+
+    Ctrl-C keeps what was found; the same command goes on from there.
+    """
+    target = find_target(gpu_name)
+    problems = problems_of(words)
+    if problems and words["budget"] is not None:
+        words["budget"] = seconds_of(words["budget"])
+    records = run_search(target, problems, location=location, predict=predict, as_json=as_json, words=words)
+    if as_json:
+        print_json([record_row(record) for record in records])
+        return
+    console().print(record_table(records, title=f"Best known on {target.name}"))
+    if any(record.outcome.source == "predicted" for record in records):
+        console().print(PREDICTED_NOTE)
+
+
+def problems_of(words: dict[str, Any]) -> list[Problem]:
+    """Every problem that the options name: dtypes x bands x head sizes x lengths, grouped so that compiled variants are shared."""
+    lengths = flat(words["n"]) or list(GRID)
+    bands = {"causal": [True], "full": [False], None: [False, True]}[words["bands"]]
+    shared = {name: words[name] for name in ("mask", "dropout", "window", "softcap", "tf32")}
+    return [
+        problem_of(n=n, d=d, dtype=dtype, features=features_of(causal=causal, **shared), words=words)
+        for d in flat(words["d"])
+        for dtype in dtypes_of(words["dtype"], ["bf16", "fp16"])
+        for causal in bands
+        for n in lengths
+    ]
+
+
+def run_search(
+    target: Target, problems: list[Problem], *, location: str | None, predict: bool, as_json: bool, words: dict[str, Any]
+) -> list[TuningRecord]:
+    """Search these problems and return the rows that the database then serves for them."""
+    from flashtune.db.library import overlay_path
+    from flashtune.db.store import Store
+    from flashtune.templates import families, family
+    from flashtune.tuner.machine import provenance
+    from flashtune.tuner.search import Search, SearchPlan
+
+    source = choose_source(target, predict)
+    plan = SearchPlan(
+        target=target,
+        problems=tuple(problems),
+        families={name: family(name) for name in words["templates"]} or families(),
+        source=source,
+        trials=words["trials"],
+        budget_s=words["budget"],
+        sampler=words["sampler"],
+        seed=words["seed"],
+        jobs=words["jobs"] or os.cpu_count() or 1,
+    )
+    command = shlex.join(["flashtune", *sys.argv[1:]])
+    trials = None if plan.sampler == "exhaustive" else plan.trials
+    with (
+        Store.open(location or overlay_path(), writable=True) as store,
+        study_storage(words["storage"]) as storage,
+        SearchProgress(messages(), trials=trials, quiet=as_json) as progress,
+    ):
+        try:
+            Search(
+                plan,
+                storage=storage,
+                provenance=provenance(command=command, seed=plan.seed, measured=source == "measured"),
+                save=store.save,
+                listener=progress,
+            ).run()
+        except KeyboardInterrupt:
+            click.echo("flashtune: interrupted; what was found is kept, and the same command goes on from here", err=True)
+            raise SystemExit(130) from None
+        found = (store.best(problem.key(target.slug)) for problem in problems)
+        return [record for record in found if record is not None]
+
+
+def choose_source(target: Target, predict: bool) -> Source:
+    """Whether this machine measures or predicts; raises EnvironmentProblem where another GPU is present and --predict was not given."""
+    from flashtune.tuner.machine import local_gpu
+
+    if predict:
+        return "predicted"
+    gpu = local_gpu()
+    if gpu is None:
+        return "predicted"
+    if gpu.target is None or gpu.target.slug != target.slug:
+        raise EnvironmentProblem(
+            f"this machine's GPU is {gpu.name}, not {target.name}: search on the GPU itself, or add --predict to rank by the cost model"
+        )
+    return "measured"
+
+
+@contextmanager
+def study_storage(url: str | None) -> Iterator[Any]:
+    """The Optuna storage at `url`, or the one in the user's cache directory."""
+    import optuna
+    from sqlalchemy.exc import SQLAlchemyError
+
+    from flashtune.core.modules import cache_dir
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    where = url or f"sqlite:///{Path(cache_dir()).parent / 'studies.sqlite'}"
+    try:
+        yield optuna.storages.RDBStorage(where, engine_kwargs={"connect_args": {"timeout": 60}} if where.startswith("sqlite") else None)
+    except SQLAlchemyError as error:
+        first = str(error.__cause__ or error).splitlines()[0]
+        raise EnvironmentProblem(
+            f"the study storage {where} can't be used ({first}): free space there, or name another with --storage"
+        ) from error
+    except (ImportError, ValueError) as error:
+        raise InputError(f"the study storage {where!r} can't be opened ({error}): give a URL such as sqlite:///study.sqlite") from error

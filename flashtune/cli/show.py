@@ -1,0 +1,47 @@
+"""`flashtune show`: the best known configuration of every problem."""
+
+import click
+
+from flashtune.cli.console import console, print_json
+from flashtune.cli.options import db_option, filters_of, json_option
+from flashtune.cli.records import PREDICTED_NOTE, record_row, record_table
+
+
+@click.command()
+@db_option
+@click.option("--gpu-name", metavar="NAME", help="Only this GPU.")
+@click.option("--d", type=int, help="Only this head size.")
+@click.option("--n", type=int, help="Only this sequence length.")
+@click.option("--dtype", help="Only this element type.")
+@click.option("--source", type=click.Choice(["measured", "predicted"]), help="Only rows of this kind.")
+@json_option
+def show(
+    location: str | None,
+    gpu_name: str | None,
+    d: int | None,
+    n: int | None,
+    dtype: str | None,
+    source: str | None,
+    as_json: bool,
+) -> None:
+    """List the best known configuration of every problem: your overlay over the shipped database, or one given with --db.
+
+    \b
+    flashtune show
+    flashtune show --db my-model.sqlite --gpu-name h200 --json
+    """
+    from flashtune.db.library import Library
+
+    library = Library.of(location) if location else Library.default()
+    records = [
+        r for r in library.records(**filters_of(gpu_name=gpu_name, d=d, n=n, dtype=dtype)) if source is None or r.outcome.source == source
+    ]
+    if as_json:
+        print_json([record_row(r) for r in records])
+        return
+    if not records:
+        console().print("no rows match: run flashtune search, or loosen the filters")
+        return
+    console().print(record_table(records))
+    if any(r.outcome.source == "predicted" for r in records):
+        console().print(PREDICTED_NOTE)

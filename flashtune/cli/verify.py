@@ -1,0 +1,54 @@
+"""`flashtune verify`: every row of a database checked again for correctness, on this machine."""
+
+import click
+
+from flashtune.cli.console import console, messages, print_json
+from flashtune.cli.options import db_option, filters_of, json_option
+from flashtune.core.results import Fate
+
+
+@click.command()
+@db_option
+@click.option("--gpu-name", metavar="NAME", help="Only rows of this GPU (default: all that this machine can check).")
+@click.option("--d", type=int, help="Only this head size.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random inputs.")
+@json_option
+def verify(location: str | None, gpu_name: str | None, d: int | None, seed: int, as_json: bool) -> None:
+    """Check every row's kernel against the float64 oracle: on this GPU, or in Triton's interpreter where there is none.
+
+    Exit code 1 when a row is wrong. Rows that can't be checked here (another architecture's, or Gluon kernels without a GPU)
+    are counted as skipped.
+    """
+    from flashtune.db.library import Library
+    from flashtune.tuner.machine import local_gpu
+    from flashtune.tuner.publish import recheck
+
+    library = Library.of(location) if location else Library.default()
+    records = library.records(**filters_of(gpu_name=gpu_name, d=d))
+    gpu = local_gpu()
+    rows = []
+    counts = {"correct": 0, "wrong": 0, "skipped": 0}
+    for record, reply in recheck(records, here=gpu.target if gpu else None, seed=seed):
+        fate = "skipped" if reply is None else "correct" if reply.fate is Fate.CORRECT else "wrong"
+        counts[fate] += 1
+        rows.append(
+            {
+                "gpu": record.key.gpu,
+                "problem": record.problem.label(),
+                "template": record.outcome.template,
+                "variant": record.outcome.variant_id,
+                "verdict": fate,
+                "fate": None if reply is None else str(reply.fate),
+                "max_error": None if reply is None or reply.error in (None, float("inf")) else reply.error,
+                "reason": "" if reply is None else reply.reason,
+            }
+        )
+        if fate == "wrong" or not as_json:
+            messages().print(f"{record.key.gpu} {record.problem.label()} {record.outcome.template}: {fate} {rows[-1]['reason']}".rstrip())
+    if as_json:
+        print_json({"rows": rows, **counts})
+    else:
+        where = f"on {gpu.name}" if gpu else "in Triton's interpreter"
+        console().print(f"{counts['correct']} correct, {counts['wrong']} wrong, {counts['skipped']} skipped, checked {where}")
+    if counts["wrong"]:
+        raise SystemExit(1)

@@ -1,0 +1,86 @@
+"""Records back into source text: what `flashtune generate` ships and `flashtune verify` checks again."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from flashtune.core.config import Variant
+from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.results import Fate, TuningRecord
+from flashtune.core.target import Target, find_target
+from flashtune.templates import family
+from flashtune.templates.rendering import render, variant_of
+from flashtune.tuner import tasks
+from flashtune.tuner.tasks import Reply, Source
+from flashtune.tuner.workers import Workers
+
+GENERATED = re.compile(r"flash_\w+_[0-9a-f]{16}\.py")
+"""Names of generated files; nothing else in the folder is touched."""
+
+
+def variant_for(record: TuningRecord) -> Variant:
+    """The variant that the installed template makes of a record's config; raises InputError for a config outside the declared space."""
+    return variant_of(family(record.outcome.template), record.problem.spec(), record.outcome.config)
+
+
+def source_for(record: TuningRecord) -> Source:
+    """The rendered source of a record."""
+    variant = variant_for(record)
+    return Source(text=render(family(variant.template), variant), stem=f"{variant.template}_{variant.id}")
+
+
+def generated_files(records: Sequence[TuningRecord]) -> dict[str, str]:
+    """File name to text for the distinct winners of these records."""
+    sources = (source_for(record) for record in records)
+    return dict(sorted((f"{source.stem}.py", source.text) for source in sources))
+
+
+def write_generated(files: dict[str, str], folder: Path) -> tuple[list[str], list[str]]:
+    """Make `folder` hold exactly these generated files; returns the names that were written and those that were removed.
+
+    Raises EnvironmentProblem where the folder can't be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        stale = sorted(path.name for path in folder.iterdir() if GENERATED.fullmatch(path.name) and path.name not in files)
+        changed = [name for name, text in files.items() if not (folder / name).is_file() or (folder / name).read_text() != text]
+        for name in changed:
+            (folder / name).write_text(files[name])
+        for name in stale:
+            (folder / name).unlink()
+    except OSError as error:
+        raise EnvironmentProblem(f"can't write kernels to {folder} ({error.strerror}): choose another folder with --out") from error
+    return changed, stale
+
+
+def recheck(
+    records: Sequence[TuningRecord], *, here: Target | None, seed: int, jobs: int = 1
+) -> Iterator[tuple[TuningRecord, Reply | None]]:
+    """Check every record's kernel against the float64 oracle: on the GPU `here`, else in Triton's interpreter.
+
+    None stands for a record that can't be checked on this machine: another GPU's, or one that no interpreter runs. A record whose
+    config the declared space refuses is a `constraint` reply.
+    """
+    with Workers(jobs=jobs) as workers:
+        for record in records:
+            try:
+                source = source_for(record)
+            except ValueError as error:
+                yield record, Reply(fate=Fate.CONSTRAINT, reason=str(error))
+                continue
+            limits = workers.limits
+            if here is not None:
+                if find_target(record.key.gpu).arch != here.arch:
+                    yield record, None
+                    continue
+                workers.submit("device", tasks.prepare_device, record.problem, here, seed, limit_s=limits.prepare_s).reply()
+                pending = workers.submit("device", tasks.recheck_on_device, source, record.problem, here, seed, limit_s=3 * limits.device_s)
+            elif family(record.outcome.template).interpretable:
+                problem = replace(record.problem, batch=1, dtype="fp16") if record.problem.dtype == "bf16" else record.problem
+                text = source_for(replace(record, problem=problem))
+                pending = workers.submit("interpret", tasks.interpret_candidate, text, problem, seed, limit_s=limits.interpret_s)
+            else:
+                yield record, None
+                continue
+            yield record, pending.reply()
