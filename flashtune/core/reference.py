@@ -110,7 +110,8 @@ def attention(
         visible = visible & mask
     elif mask is not None:
         scores = scores + mask.to(dtype)
-    scores = scores.masked_fill(~visible, float("-inf"))
+    # A bias of -inf hides a pair like a mask does; filled in again, so that no gradient flows through -inf - -inf.
+    scores = scores.masked_fill(~visible | (scores == float("-inf")), float("-inf"))
     lse = torch.logsumexp(scores, -1)
     # exp(-inf - -inf) is NaN; a finite stand-in gives exp(-inf) = 0 on empty rows.
     weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])

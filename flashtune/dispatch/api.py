@@ -1,0 +1,235 @@
+"""`attention`: torch's F.scaled_dot_product_attention, served by the best kernel known for the GPU and the sizes."""
+
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from flashtune.core.problem import Problem, Window
+from flashtune.core.target import find_target
+from flashtune.dispatch import devices, selection
+from flashtune.dispatch.arguments import parse
+from flashtune.dispatch.explanation import Explanation
+from flashtune.dispatch.memo import Memo
+from flashtune.dispatch.plans import Outputs
+
+_memo = Memo()
+
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+"""Subclasses (fake, distributed, ...) have their own dispatch, which only torch's operations reach."""
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    window: int | Window | None = None,
+    softcap: float = 0.0,
+    causal_alignment: str = "top_left",
+    return_lse: bool = False,
+    seed: int | None = None,
+    allow_tf32: bool = False,
+) -> Any:
+    """softmax(scale query keyᵀ) value, with the signature and meaning of F.scaled_dot_product_attention.
+
+    query (..., Hq, N_q, D), key (..., Hkv, N_kv, D), value (..., Hkv, N_kv, D_v), of two or more dimensions; leading ones
+    broadcast. Returns the output (..., Hq, N_q, D_v). A boolean `attn_mask` attends where it is True, a floating one is added to
+    the scores; either broadcasts to (..., Hq, N_q, N_kv), and kernels never expand it in memory. Rows with nothing to attend to give 0.
+
+    Beyond torch:
+        window: W, or (left, right) with None or -1 for unbounded: query i sees keys i - left .. i + right. `is_causal` sets right to 0.
+        softcap: c > 0 turns each score s into c tanh(s / c), before masks and bias.
+        causal_alignment: where the diagonal of `is_causal` and `window` starts if N_q != N_kv: "top_left" as in torch, or
+            "bottom_right" as in flash-attn, which puts the last query over the last key.
+        return_lse: return (output, lse) with lse the natural logarithm of the softmax's denominator, float32 (..., Hq, N_q), -inf for
+            rows with nothing to attend to; dropout doesn't enter it.
+        seed: 64 bits that fix dropout's mask as a function of absolute indices (flashtune.core.reference.dropout_keep with
+            offset 0); None draws from torch's generator.
+        allow_tf32: let float32 inputs be multiplied as TF32 by kernels.
+
+    flashtune.dispatch.policy.rank states which kernel serves a call. Torch's own operations serve it, with every feature and gradients,
+    on the CPU, when a gradient is needed, for float64, and wherever no kernel does. Features that torch lacks (softcap,
+    return_lse, seed) then take memory for all scores.
+
+    Raises InputError (a ValueError) or InputTypeError (a TypeError) where the arguments make no sense.
+    """
+    extras = (window, softcap, causal_alignment, return_lse, allow_tf32)
+    signature: Hashable | None
+    try:
+        if _autocasting(query):
+            query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
+        why_torch = _why_torch(query, key, value, attn_mask)
+        signature = (
+            query.shape,
+            key.shape,
+            value.shape,
+            query.dtype,
+            key.dtype,
+            value.dtype,
+            query.device,
+            key.device,
+            value.device,
+            dropout_p,
+            is_causal,
+            scale,
+            enable_gqa,
+            extras,
+            seed is None,
+            None if attn_mask is None else (attn_mask.shape, attn_mask.dtype, attn_mask.device),
+            why_torch or _memory(query, key, value, attn_mask),
+        )
+        plan = _memo.plans.get(signature)
+    except (AttributeError, TypeError):
+        # Something isn't a tensor or can't be hashed; parsing says what.
+        signature, plan = None, None
+    if plan is not None:
+        out, lse = plan.run(query, key, value, attn_mask, seed)
+    else:
+        arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        out, lse = _first_call(signature, arguments, extras, seed)
+    return (out, lse) if return_lse else out
+
+
+def explain(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    window: int | Window | None = None,
+    softcap: float = 0.0,
+    causal_alignment: str = "top_left",
+    return_lse: bool = False,
+    seed: int | None = None,
+    allow_tf32: bool = False,
+) -> Explanation:
+    """What would serve the same call of `attention`, and why; nothing is launched. Raises as `attention` does."""
+    if isinstance(query, torch.Tensor) and _autocasting(query):
+        query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
+    arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    request = parse(
+        *arguments,
+        window=window,
+        softcap=softcap,
+        causal_alignment=causal_alignment,
+        return_lse=return_lse,
+        seed=seed,
+        allow_tf32=allow_tf32,
+    )
+    memo = _memo
+    with memo.lock:
+        found = selection.candidates(memo, request, query, key, value, attn_mask, _why_torch(query, key, value, attn_mask))
+        return next(found).explanation
+
+
+def explain_problem(problem: Problem, gpu: str) -> Explanation:
+    """What would serve `problem` on the GPU of this name, by the records alone; needs neither tensors nor a GPU.
+
+    Raises InputError for an unknown GPU.
+    """
+    target, memo = find_target(gpu), _memo
+    with memo.lock:
+        return selection.explain_problem(memo, problem, target)
+
+
+def reload(database: str | Path | None = None) -> None:
+    """Forget every choice and read the records anew at the next call, as after a search.
+
+    `database` (a path or URL) is from then on laid over the user's and the shipped results: a model's own file, say.
+    """
+    global _memo
+    _memo = Memo(database)
+
+
+def _first_call(signature: Hashable | None, arguments: tuple[Any, ...], extras: tuple[Any, ...], seed: int | None) -> Outputs:
+    """Check, choose, run and remember; a kernel that fails gives way to the next choice."""
+    query, key, value, attn_mask, *_ = arguments
+    window, softcap, causal_alignment, return_lse, allow_tf32 = extras
+    request = parse(
+        *arguments,
+        window=window,
+        softcap=softcap,
+        causal_alignment=causal_alignment,
+        return_lse=return_lse,
+        seed=seed,
+        allow_tf32=allow_tf32,
+    )
+    memo = _memo
+    with memo.lock:
+        why_torch = _why_torch(query, key, value, attn_mask)
+        for candidate in selection.candidates(memo, request, query, key, value, attn_mask, why_torch):
+            if candidate.variant is None:
+                break
+            try:
+                outputs = candidate.plan.run(query, key, value, attn_mask, seed)
+            except Exception as error:
+                if not selection.is_kernels_fault(error):
+                    raise
+                selection.report_failure(memo, candidate.variant, request.device, error)
+                continue
+            if signature is not None:
+                memo.keep(signature, candidate.plan)
+            return outputs
+    if signature is not None:
+        memo.keep(signature, candidate.plan)
+    return candidate.plan.run(query, key, value, attn_mask, seed)
+
+
+def _why_torch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None) -> str | None:
+    """Why only torch's own operations can serve these tensors, or None where a kernel may."""
+    if not (query.is_cuda if devices.TRITON else False) and not (devices.INTERPRETING and query.is_cpu):
+        if query.is_cuda:
+            return "Triton is not installed"
+        return "kernels run on GPUs (or on the CPU with TRITON_INTERPRET=1 set at import)"
+    if (
+        type(query) not in _PLAIN_TYPES
+        or type(key) not in _PLAIN_TYPES
+        or type(value) not in _PLAIN_TYPES
+        or (attn_mask is not None and type(attn_mask) not in _PLAIN_TYPES)
+    ):
+        return "tensor subclasses have their own dispatch"
+    if torch.is_grad_enabled() and (
+        query.requires_grad or key.requires_grad or value.requires_grad or (attn_mask is not None and attn_mask.requires_grad)
+    ):
+        return "a gradient is needed and the kernels are forward only"
+    if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
+        return "a torch.func or forward-mode transform is active"
+    return None
+
+
+def _memory(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None) -> Hashable:
+    """What a kernel's `accepts` may depend on: strides, and whether every address is a multiple of 16 bytes."""
+    address = query.data_ptr() | key.data_ptr() | value.data_ptr()
+    if attn_mask is None:
+        return query.stride(), key.stride(), value.stride(), address % 16
+    return query.stride(), key.stride(), value.stride(), attn_mask.stride(), (address | attn_mask.data_ptr()) % 16
+
+
+def _autocasting(query: torch.Tensor) -> bool:
+    """Whether torch.autocast is on for the device of `query`."""
+    kind = query.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def _autocast(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The tensors as autocast hands them to F.scaled_dot_product_attention: floating ones, but float64, in its dtype."""
+    dtype = torch.get_autocast_dtype(query.device.type)
+
+    def cast(x: torch.Tensor) -> torch.Tensor:
+        return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
+
+    return cast(query), cast(key), cast(value), None if attn_mask is None else cast(attn_mask)

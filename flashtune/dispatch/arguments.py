@@ -1,0 +1,231 @@
+"""From the arguments of `attention` to a checked `Request`; every bad value is refused here, in one sentence."""
+
+import math
+import numbers
+from itertools import zip_longest
+
+import torch
+
+from flashtune.core.dtypes import DType
+from flashtune.core.errors import InputError, InputTypeError
+from flashtune.core.problem import ALIGNMENTS, MAX_HEAD_DIM, Features, MaskKind, Problem, Window
+from flashtune.dispatch.request import Request
+
+KERNEL_DTYPES: dict[torch.dtype, DType] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+"""The element types that kernels take; float64 goes to the framework."""
+
+
+def parse(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    window: int | Window | None = None,
+    softcap: float = 0.0,
+    causal_alignment: str = "top_left",
+    return_lse: bool = False,
+    seed: int | None = None,
+    allow_tf32: bool = False,
+) -> Request:
+    """Check the arguments of `attention`; raises InputError or InputTypeError with the offending value and the remedy."""
+    _check_tensors(query, key, value)
+    is_causal, return_lse = _flag("is_causal", is_causal), _flag("return_lse", return_lse)
+    enable_gqa, allow_tf32 = _flag("enable_gqa", enable_gqa), _flag("allow_tf32", allow_tf32)
+    q, k, v = tuple(query.shape), tuple(key.shape), tuple(value.shape)
+    _check_sizes(q, k, v)
+    rank = max(len(q), len(k), len(v))
+    batch_dims = _batch_dims(q, k, v)
+    heads, kv_heads = _heads(q, k, v, enable_gqa)
+    n_q, n_kv, d, d_v = q[-2], k[-2], q[-1], v[-1]
+    if is_causal and attn_mask is not None:
+        raise InputError("is_causal=True was given together with attn_mask: give one of them, or put the causal band into the mask")
+    mask_kind: MaskKind = "none"
+    if attn_mask is not None:
+        mask_kind = _mask_kind(attn_mask, query, (*batch_dims, *((heads,) if rank > 2 else ()), n_q, n_kv))
+    if causal_alignment not in ALIGNMENTS:
+        raise InputError(f"unknown causal_alignment {causal_alignment!r}: use one of {', '.join(ALIGNMENTS)}")
+    diagonal = n_kv - n_q if causal_alignment == "bottom_right" else 0
+    left, right = _sides(window)
+    right = 0 if is_causal else right
+    # A side that hides no pair at these sizes would only cost a slower kernel: decoding one token isn't causal.
+    left = None if left is not None and left >= n_q - 1 + diagonal else left
+    right = None if right is not None and right >= n_kv - 1 - diagonal else right
+    dropout_p = _number("dropout_p", dropout_p)
+    if not 0.0 <= dropout_p <= 1.0:
+        raise InputError(f"dropout_p={dropout_p} is not a probability: give a rate between 0 and 1")
+    softcap = _number("softcap", softcap)
+    if softcap < 0.0:
+        raise InputError(f"softcap={softcap} is negative: give a positive cap, or 0 for none")
+    if seed is not None:
+        seed_bits(seed)
+    identity = rank == len(q) == len(k) == len(v) == 4 and q[0] == k[0] == v[0] and q[1] == heads and k[1] == v[1] == kv_heads
+    # However it was asked for: a window that ends at the diagonal is causal.
+    causal = right == 0
+    problem = None
+    if query.dtype in KERNEL_DTYPES:
+        problem = Problem(
+            batch=math.prod(batch_dims),
+            heads=heads,
+            kv_heads=kv_heads,
+            n_q=n_q,
+            n_kv=n_kv,
+            d=d,
+            d_v=d_v,
+            dtype=KERNEL_DTYPES[query.dtype],
+            features=Features(
+                causal=causal,
+                alignment="bottom_right" if diagonal and (left is not None or right is not None) else "top_left",
+                window=(left, right) if left is not None or not causal else None,
+                mask=mask_kind,
+                dropout=dropout_p > 0.0,
+                softcap=softcap > 0.0,
+                tf32=allow_tf32 and query.dtype == torch.float32,
+            ),
+        )
+    return Request(
+        dtype=query.dtype,
+        device=query.device,
+        problem=problem,
+        scale=1.0 / math.sqrt(d) if scale is None else _number("scale", scale),
+        left=left,
+        right=right,
+        diagonal=diagonal,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        seeded=seed is not None,
+        return_lse=return_lse,
+        mask_kind=mask_kind,
+        rank=rank,
+        batch_dims=batch_dims,
+        batch=math.prod(batch_dims),
+        heads=heads,
+        kv_heads=kv_heads,
+        n_q=n_q,
+        n_kv=n_kv,
+        d=d,
+        d_v=d_v,
+        identity=identity,
+    )
+
+
+def seed_bits(seed: int) -> int:
+    """`seed` as an unsigned 64-bit number (negative ones wrap, as in torch.manual_seed); raises InputError or InputTypeError."""
+    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
+        raise InputTypeError(f"seed must be an integer, not {type(seed).__name__}: give 64 bits, or None to draw one")
+    if not -(2**63) <= seed < 2**64:
+        raise InputError(f"seed={seed} does not fit into 64 bits: give a smaller one")
+    return int(seed) % 2**64
+
+
+def _check_tensors(query: object, key: object, value: object) -> None:
+    """Tensors of one floating dtype, on one device, dense and strided."""
+    tensors = {"query": query, "key": key, "value": value}
+    for name, x in tensors.items():
+        if not isinstance(x, torch.Tensor):
+            raise InputTypeError(f"{name} must be a tensor, not {type(x).__name__}: pass torch tensors")
+        if x.is_nested:
+            raise InputTypeError(f"{name} is a nested tensor: pad it to a dense one and mask the padding")
+        if x.layout != torch.strided:
+            raise InputTypeError(f"{name} has the layout {x.layout}: convert it with .to_dense()")
+        if x.dtype not in KERNEL_DTYPES and x.dtype != torch.float64:
+            raise InputTypeError(f"{name} has dtype {x.dtype}: use float16, bfloat16, float32 or float64")
+    dtypes = {name: x.dtype for name, x in tensors.items() if isinstance(x, torch.Tensor)}
+    if len(set(dtypes.values())) > 1:
+        raise InputTypeError(f"mixed dtypes ({', '.join(f'{n} {t}' for n, t in dtypes.items())}): convert all to one dtype")
+    devices = {name: x.device for name, x in tensors.items() if isinstance(x, torch.Tensor)}
+    if len(set(devices.values())) > 1:
+        raise InputError(f"mixed devices ({', '.join(f'{n} on {t}' for n, t in devices.items())}): move all to one device")
+
+
+def _check_sizes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> None:
+    for name, shape in (("query", q), ("key", k), ("value", v)):
+        if len(shape) < 2:
+            raise InputError(f"{name} has the shape {shape}: give at least two dimensions, (..., tokens, head size)")
+        if 0 in shape:
+            raise InputError(f"{name} has the empty shape {shape}: every size must be at least 1")
+        if shape[-1] > MAX_HEAD_DIM:
+            raise InputError(f"{name} has the head size {shape[-1]}: sizes up to {MAX_HEAD_DIM} are supported, split the heads")
+    if q[-1] != k[-1]:
+        raise InputError(f"query has the head size {q[-1]} and key {k[-1]}: they must be equal")
+    if k[-2] != v[-2]:
+        raise InputError(f"key has {k[-2]} tokens and value {v[-2]}: they must be equal")
+
+
+def _batch_dims(*shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """The broadcast of all dimensions before the heads."""
+    aligned = zip_longest(*(reversed(shape[:-3]) for shape in shapes), fillvalue=1)
+    sizes = [set(column) - {1} for column in aligned]
+    if any(len(found) > 1 for found in sizes):
+        q, k, v = shapes
+        raise InputError(f"batch sizes of query {q}, key {k} and value {v} don't broadcast: make them equal or 1")
+    return tuple(max(found, default=1) for found in reversed(sizes))
+
+
+def _heads(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], enable_gqa: bool) -> tuple[int, int]:
+    """Query heads and key heads as kernels see them; a tensor without a head dimension has one head.
+
+    Where key and value have different head counts, the smaller is repeated.
+    """
+    q_heads, k_heads, v_heads = (shape[-3] if len(shape) > 2 else 1 for shape in (q, k, v))
+    kv_heads = max(k_heads, v_heads)
+    if enable_gqa:
+        if q_heads % k_heads or q_heads % v_heads:
+            raise InputError(
+                f"query has {q_heads} heads, key {k_heads} and value {v_heads}: with enable_gqa they must divide the query's heads"
+            )
+        return q_heads, kv_heads if kv_heads % k_heads == 0 == kv_heads % v_heads else q_heads
+    heads = max(q_heads, kv_heads)
+    if any(count not in (1, heads) for count in (q_heads, k_heads, v_heads)):
+        hint = "pass enable_gqa=True to share key heads" if q_heads > kv_heads else "make them equal or 1"
+        raise InputError(f"query has {q_heads} heads, key {k_heads} and value {v_heads}: {hint}")
+    return heads, kv_heads
+
+
+def _mask_kind(mask: object, query: torch.Tensor, scores: tuple[int, ...]) -> MaskKind:
+    """`bool` or `bias` for a mask that broadcasts to the scores' shape."""
+    if not isinstance(mask, torch.Tensor):
+        raise InputTypeError(f"attn_mask must be a tensor or None, not {type(mask).__name__}: pass a torch tensor")
+    if mask.is_nested or mask.layout != torch.strided:
+        raise InputTypeError("attn_mask is nested or sparse: pass a dense tensor")
+    if mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        raise InputTypeError(f"attn_mask has dtype {mask.dtype}: use bool (True attends), float32 or the query's {query.dtype}")
+    if mask.device != query.device:
+        raise InputError(f"attn_mask is on {mask.device} and query on {query.device}: move all to one device")
+    shape = tuple(mask.shape)
+    if len(shape) > len(scores) or any(size not in (1, full) for size, full in zip(reversed(shape), reversed(scores), strict=False)):
+        raise InputError(f"attn_mask of shape {shape} doesn't broadcast to the scores {scores}: each size must be equal or 1")
+    return "bool" if mask.dtype == torch.bool else "bias"
+
+
+def _sides(window: object) -> Window:
+    """`window` as (left, right), None for unbounded."""
+    if window is None:
+        return None, None
+    sides = tuple(window) if isinstance(window, (tuple, list)) else (window, window)
+    if len(sides) != 2 or any(isinstance(s, bool) or not (s is None or isinstance(s, numbers.Integral)) for s in sides):
+        raise InputTypeError(f"window={window!r} is not a window: give a size or (left, right), with None or -1 for unbounded")
+    if any(s is not None and s < -1 for s in sides):
+        raise InputError(f"window={window!r} is out of range: give sizes of 0 or more, with None or -1 for unbounded")
+    left, right = (None if s is None or s == -1 else int(s) for s in sides)
+    return left, right
+
+
+def _flag(name: str, value: object) -> bool:
+    """True or False, and nothing that merely looks like it: a mask given in the place of `is_causal` would."""
+    if not isinstance(value, bool):
+        raise InputTypeError(f"{name} must be True or False, not {type(value).__name__}: check the order of the arguments")
+    return value
+
+
+def _number(name: str, value: object) -> float:
+    """A finite real number."""
+    if isinstance(value, torch.Tensor) or not isinstance(value, numbers.Real):
+        raise InputTypeError(f"{name} must be a number, not {type(value).__name__}: pass a Python float")
+    if not math.isfinite(value):
+        raise InputError(f"{name}={float(value)} is not finite: give an ordinary number")
+    return float(value)

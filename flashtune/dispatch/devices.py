@@ -1,0 +1,84 @@
+"""Where kernels run: the GPU behind a torch device as a `Target`, and whether Triton or its interpreter is there."""
+
+import dataclasses
+import functools
+import importlib.util
+import os
+
+import torch
+
+from flashtune.core.errors import InputError
+from flashtune.core.target import Target, find_target, targets
+
+TRITON = importlib.util.find_spec("triton") is not None
+"""Whether Triton is installed."""
+
+INTERPRETING = TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether Triton's interpreter was on when this was imported: kernels then run on CPU tensors."""
+
+INTERPRETED_AS = "a100"
+"""The GPU whose default configs the interpreter runs; it has no limits of its own."""
+
+
+def target_of(device: torch.device) -> Target:
+    """The GPU behind a CUDA or ROCm device.
+
+    One that the table doesn't have (a partition of a GPU, a new model) takes its sizes from the driver and its other figures from the
+    table's GPU of the same architecture with the nearest number of SMs; where there is none of that architecture, they are 0. For the CPU
+    it is the one that the interpreter stands for.
+    """
+    return find_target(INTERPRETED_AS) if device.type == "cpu" else _gpu(device.index)
+
+
+@functools.cache
+def _gpu(index: int) -> Target:
+    name = torch.cuda.get_device_name(index)
+    try:
+        return find_target(name)
+    except InputError:
+        return described(name, torch.cuda.get_device_properties(index), amd=torch.version.hip is not None)
+
+
+def described(name: str, properties: object, *, amd: bool) -> Target:
+    """The target that the driver's `properties` (torch.cuda.get_device_properties) describe; its slug is made of its name."""
+
+    def number(field: str, default: int = 0) -> int:
+        return int(getattr(properties, field, 0) or default)
+
+    arch = str(getattr(properties, "gcnArchName", "")).split(":")[0] if amd else f"{number('major')}{number('minor')}"
+    sms = number("multi_processor_count", 1)
+    blank = Target(
+        slug=name,
+        name=name,
+        vendor="amd" if amd else "nvidia",
+        arch=arch,
+        sms=sms,
+        shared_bytes_per_block=0,
+        shared_bytes_per_sm=number("shared_memory_per_multiprocessor", number("shared_memory_per_block", 49152)),
+        registers_per_sm=number("regs_per_multiprocessor", 65536),
+        max_threads_per_sm=number("max_threads_per_multi_processor", 1024),
+        warp_size=number("warp_size", 64 if amd else 32),
+        l2_bytes=number("L2_cache_size"),
+        memory_bytes=0,
+        bandwidth_gbs=0.0,
+        boost_mhz=0,
+        exp_per_clock=16,
+        peak_tflops={},
+        compilable=amd or number("major") >= 8,
+        driver_names=(),
+        aliases=(),
+        sources=(),
+    )
+    alike = [target for target in targets().values() if target.arch == arch]
+    nearest = min(alike, key=lambda target: (abs(target.sms - sms), target.slug), default=blank)
+    return dataclasses.replace(
+        nearest,
+        slug="-".join("".join(c if c.isalnum() else " " for c in name.lower()).split()),
+        name=name,
+        sms=sms,
+        shared_bytes_per_block=number("shared_memory_per_block_optin", number("shared_memory_per_block", 49152)),
+        memory_bytes=number("total_memory"),
+        driver_names=(name,),
+        aliases=(),
+        sources=("the driver",),
+    )

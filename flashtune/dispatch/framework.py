@@ -1,0 +1,88 @@
+"""The framework's path: torch's own attention where it has the features, a differentiable composite where it lacks them."""
+
+import contextlib
+
+import torch
+import torch.nn.functional as F
+
+from flashtune.core import reference
+from flashtune.dispatch.request import Request
+
+Outputs = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def attention(
+    request: Request, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, seed: int, offset: int
+) -> Outputs:
+    """Serve `request` in torch operations, differentiable: output and, when asked for, the float32 LSE.
+
+    Plain, causal and masked attention and dropout from torch's own generator are one call of F.scaled_dot_product_attention. Other
+    bands become a boolean mask (or go into the bias) first. Softcap, LSE and seeded dropout run the reference in float32 (float64
+    for float64 inputs), whose scores take B Hq N_q N_kv elements of memory. `seed` and `offset` count only for seeded dropout.
+    """
+    q, k, v = request.views(q, k, v)
+    mask = request.small_mask(mask)
+    if request.softcap or request.return_lse or (request.dropout_p and request.seeded):
+        out, lse = _composite(request, q, k, v, mask, seed, offset)
+        return request.restored(out), request.restored(lse) if request.return_lse else None
+    causal = request.torch_causal and mask is None
+    if request.banded and not causal:
+        mask = _with_band(request, mask)
+    out = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        dropout_p=request.dropout_p,
+        is_causal=causal,
+        scale=request.scale,
+        enable_gqa=request.heads != request.kv_heads,
+    )
+    return request.restored(out), None
+
+
+def _with_band(request: Request, mask: torch.Tensor | None) -> torch.Tensor:
+    """The mask or bias with the band put into it; (1, 1, N_q, N_kv) when there was none."""
+    visible = reference.band(
+        request.n_q, request.n_kv, left=request.left, right=request.right, diagonal=request.diagonal, device=request.device
+    )[None, None]
+    if mask is None:
+        return visible
+    return mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, float("-inf"))
+
+
+def _composite(
+    request: Request, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, seed: int, offset: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reference in float32 or float64, rounded to the inputs' dtype at the end."""
+    wide = torch.float64 if request.dtype == torch.float64 else torch.float32
+    keep, dropout_p = None, request.dropout_p
+    if dropout_p == 1.0:
+        # All weights are dropped; the reference would divide 0 by 0.
+        keep, dropout_p = torch.zeros((), dtype=torch.bool, device=request.device), 0.0
+    elif dropout_p:
+        sizes = (request.batch, request.heads, request.n_q, request.n_kv)
+        keep = reference.dropout_keep(seed, offset, *sizes, dropout_p, device=request.device)
+    # Autocast would turn the float32 products into half ones again.
+    with _no_autocast(request.device.type):
+        out, lse = reference.attention(
+            q,
+            k,
+            v,
+            mask=mask,
+            scale=request.scale,
+            left=request.left,
+            right=request.right,
+            diagonal=request.diagonal,
+            softcap=request.softcap,
+            keep=keep,
+            dropout_p=dropout_p,
+            dtype=wide,
+        )
+    return out.to(request.dtype), lse.float()
+
+
+def _no_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()

@@ -1,0 +1,52 @@
+"""Variant in, module out: the shipped file of `kernels_generated` where there is one, else rendered and loaded."""
+
+import functools
+import importlib
+import importlib.util
+from types import ModuleType
+
+from flashtune.core import modules
+from flashtune.core.config import Config, KernelSpec, Variant
+from flashtune.templates.family import Family
+
+PACKAGE = "flashtune.kernels_generated"
+
+
+def variant(family: Family, spec: KernelSpec, config: Config, known_hash: str | None = None) -> Variant:
+    """The variant of these on this installation; raises InputError where the config is outside the declared space.
+
+    `known_hash` is the template's hash in the record that served. Where a file was shipped for exactly that variant, neither the template
+    nor Jinja needs to be read.
+    """
+    family.validate(config)
+    if known_hash is not None:
+        recorded = Variant(template=family.name, template_hash=known_hash, spec=spec, config=config)
+        if _shipped_name(recorded) is not None:
+            return recorded
+    from flashtune.templates import rendering
+
+    return rendering.variant_of(family, spec, config)
+
+
+def load(family: Family, chosen: Variant) -> ModuleType:
+    """The module with `accepts` and `launch` (see flashtune.templates.family) of this variant."""
+    shipped = _shipped_name(chosen)
+    if shipped is not None:
+        return importlib.import_module(shipped)
+    from flashtune.templates import rendering
+
+    return modules.load_source(rendering.render(family, chosen), f"{chosen.template}_{chosen.id}")
+
+
+def _shipped_name(chosen: Variant) -> str | None:
+    """The shipped module's name, or None. Template names are the families' own and ids are hex digits, so nothing else can be named."""
+    name = f"{PACKAGE}.{chosen.template}_{chosen.id}"
+    return name if _exists(name) else None
+
+
+@functools.cache
+def _exists(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False

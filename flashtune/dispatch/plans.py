@@ -1,0 +1,102 @@
+"""What a call's signature is bound to after its first call: everything decided, ready to run."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flashtune.dispatch import framework
+from flashtune.dispatch.arguments import seed_bits
+from flashtune.dispatch.request import Request
+
+Outputs = tuple[torch.Tensor, torch.Tensor | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameworkPlan:
+    """Runs torch's own attention, or the composite for what it lacks."""
+
+    request: Request
+
+    def run(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, seed: int | None) -> Outputs:
+        """Output and, when asked for, LSE."""
+        request = self.request
+        bits, offset = 0, 0
+        if request.dropout_p and not request.fused_by_torch:
+            bits, offset = random_bits(seed, request.device)
+        return framework.attention(request, query, key, value, attn_mask, bits, offset)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelPlan:
+    """Launches one kernel. `settings` are the keyword arguments of its `launch` but mask, seed and offset; `out_stride` is the output's."""
+
+    request: Request
+    launch: Callable[..., None]
+    settings: dict[str, Any]
+    out_shape: tuple[int, int, int, int]
+    out_stride: tuple[int, int, int, int]
+
+    def run(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, seed: int | None) -> Outputs:
+        """Output and, when asked for, LSE; on the tensors' device and its current stream."""
+        request = self.request
+        device = request.device
+        q, k, v = request.views(query, key, value)
+        mask = None if attn_mask is None else request.full_mask(attn_mask)
+        out = torch.empty_strided(self.out_shape, self.out_stride, dtype=request.dtype, device=device)
+        lse = torch.empty(self.out_shape[:3], dtype=torch.float32, device=device)
+        bits, offset = random_bits(seed, device) if request.dropout_p else (0, 0)
+        if device.type != "cuda" or torch.cuda.current_device() == device.index:
+            self.launch(q, k, v, out, lse, mask=mask, seed=bits, offset=offset, **self.settings)
+        else:
+            with torch.cuda.device(device):
+                self.launch(q, k, v, out, lse, mask=mask, seed=bits, offset=offset, **self.settings)
+        if request.rank == 4:
+            return out, lse if request.return_lse else None
+        return request.restored(out), request.restored(lse) if request.return_lse else None
+
+
+def kernel_plan(request: Request, launch: Callable[..., None], q: torch.Tensor) -> KernelPlan:
+    """The plan for a kernel; `q` is (B, Hq, N_q, D), whose order of dimensions in memory the output takes over, as torch's does."""
+    shape = (request.batch, request.heads, request.n_q, request.d_v)
+    # Broadcast dimensions (stride 0) go outermost; the head size is always innermost.
+    taken = q.stride()
+    outer = sorted(range(3), key=lambda dim: -taken[dim] if taken[dim] else -(2**62))
+    stride, step = [0, 0, 0, 1], request.d_v
+    for dim in reversed(outer):
+        stride[dim] = step
+        step *= shape[dim]
+    left, right = (-1 if side is None else side for side in (request.left, request.right))
+    settings = {
+        "scale": request.scale,
+        "diagonal": request.diagonal,
+        "window_left": left,
+        "window_right": right,
+        "softcap": request.softcap,
+        "dropout_p": request.dropout_p,
+    }
+    return KernelPlan(
+        request=request,
+        launch=launch,
+        settings=settings,
+        out_shape=shape,
+        out_stride=(stride[0], stride[1], stride[2], stride[3]),
+    )
+
+
+def random_bits(seed: int | None, device: torch.device) -> tuple[int, int]:
+    """(seed, offset) of one call's dropout: the caller's seed with offset 0, else drawn from torch's default generator of the device.
+
+    On a GPU that is the generator's own seed and position, which then moves on: nothing waits for the GPU, and torch.manual_seed,
+    checkpointing and torch.random.fork_rng work as for torch's own dropout.
+    """
+    if seed is not None:
+        return seed_bits(seed), 0
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generator = torch.cuda.default_generators[index]
+        position = generator.get_offset()
+        generator.set_offset(position + 4)
+        return generator.initial_seed() % 2**64, position // 4 % 2**32
+    return int(torch.randint(2**63 - 1, ()).item()), 0

@@ -1,0 +1,103 @@
+"""One checked call of `attention` without its tensors: what a plan is made for."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from flashtune.core.problem import MaskKind, Problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One call, checked and normalised.
+
+    `left` and `right` are the sides of the band (None: unbounded) around the diagonal shifted by `diagonal`; sides that hide
+    nothing at these sizes are dropped. `problem` is None for float64, which no kernel takes. `rank` is the output's number of
+    dimensions, `batch_dims` those before the heads and `batch` their product. `identity` says that q, k and v are taken as
+    they are: 4-D, with equal batches and heads that need no broadcasting.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    problem: Problem | None
+    scale: float
+    left: int | None
+    right: int | None
+    diagonal: int
+    softcap: float
+    dropout_p: float
+    seeded: bool
+    return_lse: bool
+    mask_kind: MaskKind
+    rank: int
+    batch_dims: tuple[int, ...]
+    batch: int
+    heads: int
+    kv_heads: int
+    n_q: int
+    n_kv: int
+    d: int
+    d_v: int
+    identity: bool
+
+    @property
+    def banded(self) -> bool:
+        """Whether a causal or window band hides anything."""
+        return self.left is not None or self.right is not None
+
+    @property
+    def torch_causal(self) -> bool:
+        """Whether the band is exactly torch's `is_causal`."""
+        return self.left is None and self.right == 0 and self.diagonal == 0
+
+    @property
+    def fused_by_torch(self) -> bool:
+        """Whether one call of torch's own attention serves this, with no mask built for it."""
+        band = self.torch_causal and self.mask_kind == "none" if self.banded else True
+        return band and not self.softcap and not self.return_lse and not (self.dropout_p and self.seeded)
+
+    def views(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q (B, Hq, N_q, D), k (B, Hkv, N_kv, D), v (B, Hkv, N_kv, D_v): views, save for batch dimensions that can't be merged."""
+        if self.identity:
+            return q, k, v
+        return self._merged(q, self.heads), self._merged(k, self.kv_heads), self._merged(v, self.kv_heads)
+
+    def _merged(self, x: torch.Tensor, heads: int) -> torch.Tensor:
+        """`x` as (B, heads, rows, columns): batch dimensions are broadcast and merged, heads broadcast or repeated."""
+        while x.dim() < len(self.batch_dims) + 3:
+            x = x[None]
+        if not self.batch_dims:
+            x = x[None]
+        else:
+            x = x.expand(*self.batch_dims, *x.shape[-3:])
+            x = x if len(self.batch_dims) == 1 else x.reshape(self.batch, *x.shape[-3:])
+        if x.shape[1] == heads:
+            return x
+        return x.expand(-1, heads, -1, -1) if x.shape[1] == 1 else x.repeat_interleave(heads // x.shape[1], 1)
+
+    def small_mask(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """The mask as 4-D that broadcasts to (B, Hq, N_q, N_kv), not expanded; of several batch dimensions only these are filled out."""
+        if mask is None:
+            return None
+        while mask.dim() < max(4, len(self.batch_dims) + 3):
+            mask = mask[None]
+        if mask.dim() == 4:
+            return mask
+        *batch, heads, rows, columns = mask.shape
+        if math.prod(batch) == 1:
+            return mask.reshape(1, heads, rows, columns)
+        return mask.expand(*self.batch_dims, heads, rows, columns).reshape(self.batch, heads, rows, columns)
+
+    def full_mask(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """The mask as a view expanded to (B, Hq, N_q, N_kv), with stride 0 where it is broadcast."""
+        small = self.small_mask(mask)
+        return None if small is None else small.expand(self.batch, self.heads, self.n_q, self.n_kv)
+
+    def restored(self, x: torch.Tensor) -> torch.Tensor:
+        """An output or LSE (B, Hq, ...) with the caller's own leading dimensions."""
+        if self.rank == 4:
+            return x
+        if self.rank == 2:
+            return x[0, 0]
+        return x[0] if self.rank == 3 else x.view(*self.batch_dims, *x.shape[1:])
