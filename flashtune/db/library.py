@@ -1,21 +1,24 @@
 """What dispatch and `flashtune show` read: the user's own results over the ones that ship with the package.
 
-Everything is loaded into memory once, so that no SQL is on the hot path. Importing this module loads neither torch nor SQLAlchemy.
+The best records are loaded into memory once, so that no SQL is on the hot path. Importing this module loads neither torch nor SQLAlchemy.
 """
 
 import os
-from collections.abc import Iterable
-from dataclasses import fields, replace
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, Unpack
+from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 
 import platformdirs
 
 from flashtune.core.problem import ProblemKey
-from flashtune.core.results import TuningRecord
+from flashtune.core.results import Fate, TuningRecord
 
 if TYPE_CHECKING:
-    from flashtune.db.store import KeyFilter
+    from flashtune.db.store import KeyFilter, Store
+
+T = TypeVar("T")
 
 
 def shipped_path() -> Path:
@@ -28,27 +31,43 @@ def overlay_path() -> str:
     return os.environ.get("FLASHTUNE_DB") or str(Path(platformdirs.user_data_dir("flashtune")) / "tuned.sqlite")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One database of a library. `origin` is what its records say of where they come from (its name, if empty)."""
+
+    location: str | Path
+    origin: str = ""
+    optional: bool = False
+    """Whether the database may be missing."""
+
+
 class Library:
-    """The best record of every key over some layers; the earlier layer wins a tie."""
+    """The best record of every key over some layers; the earlier layer wins a tie.
 
-    def __init__(self, layers: Iterable[Iterable[TuningRecord]]) -> None:
-        from flashtune.db.ranking import best_of
+    Raises DatabaseError where a layer is broken, or is missing and not optional.
+    """
 
-        best = best_of(record for layer in layers for record in layer)
-        self._best = {key: best[key] for key in sorted(best, key=lambda key: tuple(getattr(key, field.name) for field in fields(key)))}
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        from flashtune.db.ranking import best_of, key_order
+
+        self.layers = tuple(layers)
+        found: list[TuningRecord] = []
+        for layer in self.layers:
+            records = _read(layer, lambda store: store.records())
+            found += [replace(record, origin=layer.origin) for record in records] if layer.origin else records
+        best = best_of(found)
+        self._best = {key: best[key] for key in sorted(best, key=key_order)}
 
     @classmethod
     def default(cls) -> Self:
-        """The overlay over the shipped database; either may be missing. Raises DatabaseError where one is broken."""
-        return cls([_layer(overlay_path(), "overlay"), _layer(shipped_path(), "shipped")])
+        """The overlay over the shipped database; either may be missing."""
+        overlay = Layer(location=overlay_path(), origin="overlay", optional=True)
+        return cls([overlay, Layer(location=shipped_path(), origin="shipped", optional=True)])
 
     @classmethod
     def of(cls, location: str | Path) -> Self:
-        """One database alone; raises DatabaseError where it is missing or broken. Records name it as their origin."""
-        from flashtune.db.store import Store
-
-        with Store.open(location, writable=False) as store:
-            return cls([store.records()])
+        """One database alone, at a path or URL; its records name it as their origin."""
+        return cls([Layer(location=location)])
 
     def best(self, key: ProblemKey) -> TuningRecord | None:
         """The best record of exactly this key, or None."""
@@ -59,13 +78,25 @@ class Library:
         wanted = {name: value for name, value in where.items() if value is not None}
         return [record for key, record in self._best.items() if all(getattr(key, name) == value for name, value in wanted.items())]
 
+    def fates(self, key: ProblemKey) -> dict[Fate, int]:
+        """How many variants of this key ended in which way; a variant that was tried again counts once, by its latest outcome."""
+        fates: dict[str, Fate] = {}
+        for layer in reversed(self.layers):
+            for outcome in _read(layer, lambda store: store.outcomes(key)):
+                fates[outcome.variant_id] = outcome.fate
+        counts = Counter(fates.values())
+        return {fate: counts[fate] for fate in Fate if counts[fate]}
 
-def _layer(location: str | Path, origin: str) -> list[TuningRecord]:
+
+def _read(layer: Layer, work: Callable[["Store"], list[T]]) -> list[T]:
+    """What `work` finds in a layer; nothing where an optional layer is missing."""
     from flashtune.db.sqlite_file import MissingDatabaseError
     from flashtune.db.store import Store
 
     try:
-        with Store.open(location, writable=False) as store:
-            return [replace(record, origin=origin) for record in store.records()]
+        with Store.open(layer.location, writable=False) as store:
+            return work(store)
     except MissingDatabaseError:
-        return []
+        if layer.optional:
+            return []
+        raise

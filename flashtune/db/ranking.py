@@ -1,6 +1,8 @@
 """Which of several records of one key is the best; one rule for a database and for layers of databases."""
 
 from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
 
 from flashtune.core.problem import ProblemKey
 from flashtune.core.results import TuningRecord
@@ -31,3 +33,8 @@ def best_of(records: Iterable[TuningRecord]) -> dict[ProblemKey, TuningRecord]:
         if held is None or preference(record) < preference(held):
             best[record.key] = record
     return best
+
+
+def key_order(key: ProblemKey) -> tuple[Any, ...]:
+    """Sorts keys by their columns, the user's four first."""
+    return tuple(getattr(key, field.name) for field in fields(ProblemKey))

@@ -258,9 +258,14 @@ def trial_row(outcome: Outcome, number: int) -> dict[str, object]:
     }
 
 
+def read_fate(row: Row) -> Fate:
+    """What became of a trial."""
+    return Fate(row.one_of("fate", tuple(str(fate) for fate in Fate)))
+
+
 def read_outcome(row: Row) -> Outcome:
     """The outcome in a row of `trial`."""
-    fate = Fate(row.one_of("fate", tuple(str(fate) for fate in Fate)))
+    fate = read_fate(row)
     source = row.one_of("source", SOURCES)
     measurement = _read_measurement(row)
     if measurement is not None and fate is not Fate.CORRECT:

@@ -15,6 +15,7 @@ import shutil
 import sqlite3
 import stat
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
 from flashtune.core.errors import DatabaseError, EnvironmentProblem, FlashtuneError
+from flashtune.db.rows import tidy
 from flashtune.db.schema import APPLICATION_ID, SCHEMA_VERSION, VERSION_TABLE, Base
 
 T = TypeVar("T")
@@ -42,6 +44,7 @@ CHECKED_BYTES = 64 << 20
 """Files up to this size are checked in full whenever they are opened (about 3 ms a megabyte)."""
 
 _MAGIC = b"SQLite format 3\0"
+_COPY = "copy.sqlite"
 _SIDECARS = ("-wal", "-journal", "-shm")
 
 
@@ -59,6 +62,7 @@ class SqliteFile:
         self._writable = writable
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._copied_from: tuple[object, ...] = ()
+        self._lock = threading.Lock()
 
     def open(self) -> None:
         """Check the file, create it where it is missing (for writing), and bring an older schema up to date."""
@@ -79,7 +83,7 @@ class SqliteFile:
         """Remove the private copy, if there is one."""
         if self._scratch is not None:
             self._scratch.cleanup()
-            self._scratch = None
+            self._scratch, self._copied_from = None, ()
 
     def read(self, work: Callable[[Connection], T]) -> T:
         """What `work` returns; it may be called again when the file changed while it ran."""
@@ -108,27 +112,29 @@ class SqliteFile:
         return self._attempt(lambda: _transact(_engine(self._path, "mode=rw"), work, write=True))
 
     def _read_settled(self, signature: tuple[object, ...], work: Callable[[Connection], T]) -> T:
-        """Read a file that nobody is writing; where someone was killed while writing, its recovered copy."""
+        """Read a file that nobody is writing; through a private copy where writes are unfinished or the schema is older."""
         _header_size(self._path, self.name)
-        if self._copied_from == signature:
-            return _transact(_engine(self._copy_path(), "mode=rw"), work, write=False)
         if not _sidecars(self._path):
             engine = _engine(self._path, "mode=ro&immutable=1")
             if not _transact(engine, _is_older, write=False):
                 return _transact(engine, work, write=False)
-        copy = self._copy_path()
-        for source in (self._path, *_sidecars(self._path)):
-            shutil.copyfile(source, copy.with_name(copy.name + source.name[len(self._path.name) :]))
-        engine = _engine(copy, "mode=rw")
-        if _transact(engine, _is_older, write=False):
-            _transact(engine, _upgrade, write=True)
-        self._copied_from = signature
-        return _transact(engine, work, write=False)
+        with self._lock:
+            if self._copied_from != signature:
+                self._copy()
+                self._copied_from = signature
+            assert self._scratch is not None
+            return _transact(_engine(Path(self._scratch.name) / _COPY, "mode=rw"), work, write=False)
 
-    def _copy_path(self) -> Path:
-        if self._scratch is None:
-            self._scratch = tempfile.TemporaryDirectory(prefix="flashtune-db-")
-        return Path(self._scratch.name) / "copy.sqlite"
+    def _copy(self) -> None:
+        """Recover the file in a private folder, and bring it to the newest schema there."""
+        self.close()
+        self._scratch = tempfile.TemporaryDirectory(prefix="flashtune-db-")
+        copy = Path(self._scratch.name) / _COPY
+        for source in (self._path, *_sidecars(self._path)):
+            shutil.copyfile(source, copy.with_name(_COPY + source.name[len(self._path.name) :]))
+        engine = _engine(copy, "mode=rw")
+        if _transact(engine, lambda connection: examine(connection, self.name, thorough=True), write=False) != SCHEMA_VERSION:
+            _transact(engine, _upgrade, write=True)
 
     def _attempt(self, work: Callable[[], T]) -> T:
         """`work`, tried again while another process holds the lock."""
@@ -222,7 +228,7 @@ def _build(path: Path, name: str, work: Callable[[Connection], None], *, wal: bo
 
     Raises FileExistsError where the name was taken meanwhile and `replace` is not given.
     """
-    aside = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}.new")
+    aside = path.with_name(f".flashtune-{secrets.token_hex(8)}.new")
     try:
         engine = _engine(aside, "mode=rwc")
         _transact(engine, _upgrade, write=True)
@@ -285,7 +291,7 @@ def examine(connection: Connection, name: str, *, thorough: bool) -> str:
     objects = connection.exec_driver_sql("SELECT type, name, sql FROM sqlite_schema").all()
     for kind, item, sql in objects:
         if kind not in ("table", "index") or (kind == "table" and not str(sql).upper().startswith("CREATE TABLE")):
-            raise DatabaseError(f"{name} holds the {kind} {str(item)!r}, which flashtune never writes: don't use this file")
+            raise DatabaseError(f"{name} holds the {str(kind)[:20]} {str(item)[:40]!r}, which flashtune never writes: don't use this file")
     tables = {str(item) for kind, item, _ in objects if kind == "table"}
     for table in (VERSION_TABLE, *Base.metadata.tables):
         if table not in tables:
@@ -318,7 +324,7 @@ def explain(error: Exception, name: str) -> FlashtuneError:
     if isinstance(error, FlashtuneError):
         return error
     cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
-    said = " ".join(str(cause).split())
+    said = tidy(" ".join(str(cause).split()), 200)
     if isinstance(cause, PermissionError):
         return EnvironmentProblem(
             f"no permission for the database {name} ({cause.strerror}): choose another path or change its permissions"
@@ -373,7 +379,7 @@ def _header_size(path: Path, name: str) -> int:
 def _sidecars(path: Path) -> list[Path]:
     """The files with unfinished writes that lie beside the database."""
     beside = [path.with_name(path.name + suffix) for suffix in _SIDECARS[:2]]
-    return [file for file in beside if file.is_file() and file.stat().st_size > 0]
+    return [file for file, seen in zip(beside, _signature(path)[1:], strict=True) if isinstance(seen, tuple) and seen[1] > 0]
 
 
 def _signature(path: Path) -> tuple[object, ...]:

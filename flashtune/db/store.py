@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, TypedDict, TypeVar, Unpack
@@ -17,7 +17,7 @@ from flashtune.core.errors import DatabaseError
 from flashtune.core.problem import Direction, Problem, ProblemKey
 from flashtune.core.results import Baseline, Fate, Outcome, Provenance, SearchResult, TuningRecord
 from flashtune.db import rows
-from flashtune.db.ranking import best_of
+from flashtune.db.ranking import best_of, key_order
 from flashtune.db.rows import Row, RowError
 from flashtune.db.schema import ProblemRow, RunRow, TrialRow
 from flashtune.db.server import Server
@@ -129,7 +129,7 @@ class Store:
         `ranking.preference` chooses between runs.
         """
         best = best_of(self._winners(_filtered(where)))
-        return [best[key] for key in sorted(best, key=_key_order)]
+        return [best[key] for key in sorted(best, key=key_order)]
 
     def outcomes(self, key: ProblemKey) -> list[Outcome]:
         """Every trial of this key, in the order in which they were saved."""
@@ -141,25 +141,28 @@ class Store:
 
     def runs(self, **where: Unpack[KeyFilter]) -> list[RunSummary]:
         """A summary of every search, oldest first."""
-        counted = (
-            select(*_labelled(_PROBLEM), *_labelled(_RUN), _TRIAL.c.fate.label("fate"), func.count(_TRIAL.c.id).label("trials"))
-            .select_from(_RUN.join(_PROBLEM).outerjoin(_TRIAL))
-            .where(*_filtered(where))
-            .group_by(*_PROBLEM.c, *_RUN.c, _TRIAL.c.fate)
-            .order_by(_RUN.c.id)
+        condition = _filtered(where)
+        run_query = _run_query(condition)
+        fate_query = (
+            select(_TRIAL.c.run_id, _TRIAL.c.fate, func.count().label("trials"))
+            .select_from(_TRIAL.join(_RUN).join(_PROBLEM))
+            .where(*condition)
+            .group_by(_TRIAL.c.run_id, _TRIAL.c.fate)
+            .order_by(_TRIAL.c.run_id, _TRIAL.c.fate)
         )
-        summaries: dict[int, RunSummary] = {}
-        for found in self._fetch(counted):
-            with self._naming("run", found["run.id"]):
-                key, problem, provenance, baseline = _read_run(found)
-                summary = summaries.setdefault(
-                    found["run.id"],
-                    RunSummary(number=found["run.id"], key=key, problem=problem, provenance=provenance, baseline=baseline, fates={}),
-                )
-                if found["trials"]:
-                    fate = Fate(Row(found).one_of("fate", tuple(str(fate) for fate in Fate)))
-                    summary.fates[fate] = found["trials"]
-        return list(summaries.values())
+        found_runs, found_fates = self._access.read(lambda connection: (_all(connection, run_query), _all(connection, fate_query)))
+        fates: dict[int, dict[Fate, int]] = {}
+        for found in found_fates:
+            with self._naming("trial", f"(of run {found['run_id']})"):
+                fates.setdefault(found["run_id"], {})[rows.read_fate(Row(found))] = found["trials"]
+        summaries = []
+        for found in found_runs:
+            number = found["run.id"]
+            key, problem, provenance, baseline = self._run(found)
+            summaries.append(
+                RunSummary(number=number, key=key, problem=problem, provenance=provenance, baseline=baseline, fates=fates.get(number, {}))
+            )
+        return summaries
 
     def export(self, destination: str | Path, *, winners_only: bool, replace: bool = False, **where: Unpack[KeyFilter]) -> int:
         """Write what passes the filter to a new, compact SQLite file, fit to ship beside model weights; how many runs it holds.
@@ -170,7 +173,7 @@ class Store:
         if winners_only:
             results = [_alone(record) for record in self.records(**where)]
         else:
-            results = sorted(self.results(**where), key=lambda result: _key_order(result.problem.key(result.gpu)))
+            results = sorted(self.results(**where), key=lambda result: key_order(result.problem.key(result.gpu)))
         prepared = [ResultRows.of(result) for result in results]
 
         def work(connection: Connection) -> None:
@@ -192,33 +195,37 @@ class Store:
         # Only known failures are left out: an impossible fate must be read, and refused.
         timed = or_(_TRIAL.c.median_us.is_not(None), _TRIAL.c.rank.is_not(None))
         ranked = (
-            select(*_TRIAL.c, place.label("place"))
+            select(_TRIAL.c.id, place.label("place"))
             .select_from(_TRIAL.join(_RUN).join(_PROBLEM))
             .where(_TRIAL.c.fate.not_in(_FAILURES), timed, *where)
             .subquery()
         )
         query = (
-            select(*_labelled(_PROBLEM), *_labelled(_RUN), *_labelled(ranked, "trial"))
-            .select_from(ranked.join(_RUN, _RUN.c.id == ranked.c.run_id).join(_PROBLEM))
+            select(*_labelled(_PROBLEM), *_labelled(_RUN), *_labelled(_TRIAL))
+            .select_from(ranked.join(_TRIAL, _TRIAL.c.id == ranked.c.id).join(_RUN).join(_PROBLEM))
             .where(ranked.c.place == 1)
             .order_by(_RUN.c.id.desc())
         )
         return [self._record(found) for found in self._fetch(query)]
 
     def _record(self, found: dict[str, Any]) -> TuningRecord:
+        key, problem, provenance, baseline = self._run(found)
+        outcome = self._outcome(found)
+        return TuningRecord(key=key, problem=problem, outcome=outcome, provenance=provenance, baseline=baseline, origin=self.name)
+
+    def _run(self, found: dict[str, Any]) -> tuple[ProblemKey, Problem, Provenance, Baseline | None]:
+        run = _part(found, "run")
+        with self._naming("problem", found["problem.id"]):
+            key = rows.read_key(_part(found, "problem"))
         with self._naming("run", found["run.id"]):
-            key, problem, provenance, baseline = _read_run(found)
-        return TuningRecord(
-            key=key, problem=problem, outcome=self._outcome(found), provenance=provenance, baseline=baseline, origin=self.name
-        )
+            return key, rows.read_problem(run, key), rows.read_provenance(run), rows.read_baseline(run)
 
     def _outcome(self, found: dict[str, Any]) -> Outcome:
         with self._naming("trial", found["trial.id"]):
-            outcome = rows.read_outcome(_part(found, "trial"))
-            return outcome
+            return rows.read_outcome(_part(found, "trial"))
 
     def _results(self, where: list[ColumnElement[bool]]) -> list[SearchResult]:
-        run_query = select(*_labelled(_PROBLEM), *_labelled(_RUN)).select_from(_RUN.join(_PROBLEM)).where(*where).order_by(_RUN.c.id)
+        run_query = _run_query(where)
         trial_query = (
             select(*_labelled(_TRIAL))
             .select_from(_TRIAL.join(_RUN).join(_PROBLEM))
@@ -231,8 +238,7 @@ class Store:
             outcomes.setdefault(found["trial.run_id"], []).append(self._outcome(found))
         results = []
         for found in found_runs:
-            with self._naming("run", found["run.id"]):
-                key, problem, provenance, baseline = _read_run(found)
+            key, problem, provenance, baseline = self._run(found)
             own = tuple(outcomes.get(found["run.id"], ()))
             results.append(SearchResult(gpu=key.gpu, problem=problem, outcomes=own, provenance=provenance, baseline=baseline))
         return results
@@ -268,6 +274,8 @@ def _sqlite_path(location: str | Path) -> Path | None:
             raise DatabaseError(f"{scheme}://... is no database URL: give a path, or a URL such as sqlite:///tuned.sqlite") from error
         if url.get_backend_name() != "sqlite":
             return None
+        if url.drivername not in ("sqlite", "sqlite+pysqlite"):
+            raise DatabaseError(f"{url.drivername} is another driver than Python's own: write sqlite:///path")
         if url.query:
             raise DatabaseError(f"{location} has options after '?', which flashtune sets itself: give the plain path of the file")
         text = url.database or ":memory:"
@@ -275,7 +283,7 @@ def _sqlite_path(location: str | Path) -> Path | None:
         raise DatabaseError(f"{text or 'an empty path'!r} names no file, and a database in memory would be lost: give a path")
     if "\0" in text:
         raise DatabaseError(f"{text!r} holds a NUL character: give the path of a file")
-    return Path(text).expanduser()
+    return Path(os.path.expanduser(text))
 
 
 def _alone(record: TuningRecord) -> SearchResult:
@@ -289,9 +297,9 @@ def _all(connection: Connection, query: Select[Any]) -> list[dict[str, Any]]:
     return [dict(found) for found in connection.execute(query).mappings()]
 
 
-def _labelled(table: FromClause, name: str = "") -> list[ColumnElement[Any]]:
+def _labelled(table: FromClause) -> list[ColumnElement[Any]]:
     """The table's columns, named `table.column` in the result."""
-    return [column.label(f"{name or getattr(table, 'name', '')}.{column.name}") for column in table.c]
+    return [column.label(str(column)) for column in table.c]
 
 
 def _part(found: dict[str, Any], table: str) -> Row:
@@ -299,10 +307,9 @@ def _part(found: dict[str, Any], table: str) -> Row:
     return Row({name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)})
 
 
-def _read_run(found: dict[str, Any]) -> tuple[ProblemKey, Problem, Provenance, Baseline | None]:
-    run = _part(found, "run")
-    key = rows.read_key(_part(found, "problem"))
-    return key, rows.read_problem(run, key), rows.read_provenance(run), rows.read_baseline(run)
+def _run_query(where: list[ColumnElement[bool]]) -> Select[Any]:
+    """Every run with its problem, oldest first."""
+    return select(*_labelled(_PROBLEM), *_labelled(_RUN)).select_from(_RUN.join(_PROBLEM)).where(*where).order_by(_RUN.c.id)
 
 
 def _filtered(where: KeyFilter) -> list[ColumnElement[bool]]:
@@ -311,7 +318,3 @@ def _filtered(where: KeyFilter) -> list[ColumnElement[bool]]:
 
 def _where_key(key: ProblemKey) -> list[ColumnElement[bool]]:
     return [_PROBLEM.c[name] == value for name, value in rows.key_row(key).items()]
-
-
-def _key_order(key: ProblemKey) -> tuple[Any, ...]:
-    return tuple(getattr(key, field.name) for field in fields(ProblemKey))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, insert, select
+from sqlalchemy import Connection, Insert, insert, select
 
 from flashtune.core.errors import InputError
 from flashtune.core.results import SearchResult
@@ -41,7 +41,14 @@ class ResultRows:
         same_key = [getattr(ProblemRow, name) == value for name, value in self.problem.items()]
         problem_id = connection.execute(select(ProblemRow.id).where(*same_key)).scalar()
         if problem_id is None:
-            problem_id = connection.execute(insert(ProblemRow).values(**self.problem).returning(ProblemRow.id)).scalar_one()
-        run_id = connection.execute(insert(RunRow).values(**self.run, problem_id=problem_id).returning(RunRow.id)).scalar_one()
+            problem_id = _inserted(connection, insert(ProblemRow).values(**self.problem))
+        run_id = _inserted(connection, insert(RunRow).values(**self.run, problem_id=problem_id))
         if self.trials:
             connection.execute(insert(TrialRow), [{**trial, "run_id": run_id} for trial in self.trials])
+
+
+def _inserted(connection: Connection, statement: Insert) -> int:
+    """The id of the row that `statement` adds."""
+    key = connection.execute(statement).inserted_primary_key
+    assert key is not None
+    return int(key[0])
