@@ -5,10 +5,11 @@
 #   make check      what a reviewer runs: format, lint, types, layers, tests
 #
 # Variables: PYTHON (the interpreter to start from), VENV (the folder), TORCH (a requirement such as torch==2.11.0),
-# PYTEST (more arguments for pytest).
+# SEARCH (more arguments for `flashtune search`), PYTEST (more arguments for pytest).
 
 VENV ?= .venv
 TORCH ?=
+SEARCH ?=
 PYTEST ?=
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -25,7 +26,7 @@ setup:
 	@$(PYTHON) tools/setup_venv.py $(VENV) --torch "$(TORCH)"
 
 search: setup
-	@$(BIN)/python tools/first_search.py
+	@$(BIN)/python tools/first_search.py $(SEARCH)
 
 test: setup
 	@$(RUN_PYTEST)
