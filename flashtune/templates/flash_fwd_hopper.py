@@ -1,0 +1,170 @@
+"""`flash_fwd_hopper`: warp-specialised FlashAttention forward for Hopper in Gluon, the fastest path there.
+
+One warp copies tiles with TMA, one to three warpgroups compute (Shah et al., "FlashAttention-3", 2024). Starting points and limits:
+FlashAttention-3's and -4's tile sizes for sm90 and the register arithmetic of `AI/SM90_BLOCK_SIZE_TUNING.md` in Dao-AILab/flash-attention.
+"""
+
+from flashtune.core.config import Config, KernelSpec
+from flashtune.core.target import Target
+from flashtune.templates.family import Axis, Constraint, Family, padded
+
+AXES = (
+    Axis(name="BLOCK_M", values=(64, 128, 192, 256), why="query rows of a tile: more reuse of K and V against fewer tiles and registers"),
+    Axis(name="BLOCK_N", values=(32, 64, 128, 256), why="keys of a block: fewer steps against registers, shared memory and masked waste"),
+    Axis(name="consumers", values=(1, 2, 3), why="computing warpgroups: more to hide the softmax behind against registers for each"),
+    Axis(name="stages", values=(1, 2, 3, 4), why="K/V blocks in flight: latency hiding against shared memory"),
+    Axis(name="overlap", values=(True, False), why="scores of a block beside the values of the one before, against registers"),
+    Axis(name="pingpong", values=("none", "mbarrier", "named"), why="warpgroups take turns on the tensor cores, against waiting"),
+    Axis(name="release", values=("mbarrier", "named"), why="how a stage is given back: named barriers cost no wait, but ids are few"),
+    Axis(name="tiles", values=("one", "loop", "chained"), why="tiles of a program: one, many, or many without draining in between"),
+    Axis(name="order", values=("ascending", "descending", "serpentine"), why="balance of long and short causal tiles"),
+    Axis(name="section", values=(1, 2, 4, 8, 16, 32), why="heads that run side by side: balance against K/V that stay in L2"),
+    Axis(name="idle_sms", values=(0, 1, 2), why="SMs left out of a persistent grid: an even split against all of them"),
+    Axis(name="producer_registers", values=(24, 32, 40), why="registers the copying warp keeps from the consumers"),
+)
+
+_NAMED_BARRIERS = 11
+"""Hardware barriers 5 to 15; Triton uses the first five."""
+
+
+def _shared_bytes(config: Config, spec: KernelSpec) -> int:
+    block_m, block_n, d, d_v = config.number("BLOCK_M"), config.number("BLOCK_N"), padded(spec.d), padded(spec.d_v)
+    chained = config["tiles"] == "chained"
+    q_bytes = 2 * block_m * d * (2 if chained else 1)
+    out_bytes = 2 * block_m * d_v if chained or d != d_v else 0
+    return q_bytes + out_bytes + 2 * config.number("stages") * block_n * (d + d_v) + 1024
+
+
+def _registers_each(config: Config) -> int:
+    """What a consumer thread may hold: the register file less the producer's share."""
+    left = 512 - config.number("producer_registers")
+    return {1: 248, 2: left // 16 * 8, 3: left // 24 * 8}[config.number("consumers")]
+
+
+def _live_registers(config: Config, spec: KernelSpec) -> int:
+    """Accumulators and weights that a consumer thread holds at once (scores fp32, weights 16-bit, output fp32)."""
+    rows = config.number("BLOCK_M") // config.number("consumers")
+    scores, out = rows * config.number("BLOCK_N") // 128, rows * padded(spec.d_v) // 128
+    weights = scores // 2 if config["overlap"] else 0
+    loaded = scores if spec.mask != "none" else 0
+    return scores + weights + out + loaded
+
+
+CONSTRAINTS = (
+    Constraint(
+        name="rows of a warpgroup",
+        holds=lambda c, s, t: c.number("BLOCK_M") in (64 * c.number("consumers"), 128 * c.number("consumers")),
+        why="a warpgroup's matrix instruction takes 64 rows; two of them are the most that registers hold",
+    ),
+    Constraint(
+        name="shared memory",
+        holds=lambda c, s, t: _shared_bytes(c, s) <= t.shared_bytes_per_block,
+        why="queries, the K/V stages and the output tile live in shared memory",
+    ),
+    Constraint(
+        name="registers",
+        holds=lambda c, s, t: _live_registers(c, s) + 32 <= _registers_each(c),
+        why="scores, weights and output of a warpgroup live in registers, with some 32 for the rest",
+    ),
+    Constraint(
+        name="chained needs overlap",
+        holds=lambda c, s, t: c["tiles"] != "chained" or c["overlap"] is True,
+        why="tiles are chained by overlapping the last values of one with the first scores of the next",
+    ),
+    Constraint(
+        name="overlap needs stages",
+        holds=lambda c, s, t: c["overlap"] is False or c.number("stages") >= 2,
+        why="two blocks are under way at once",
+    ),
+    Constraint(
+        name="one warpgroup takes no turns",
+        holds=lambda c, s, t: c.number("consumers") > 1 or c["pingpong"] == "none",
+        why="the axis would change nothing",
+    ),
+    Constraint(
+        name="named barriers",
+        holds=lambda c, s, t: (
+            (2 * c.number("stages") if c["release"] == "named" else 0) + (c.number("consumers") if c["pingpong"] == "named" else 0)
+            <= _NAMED_BARRIERS
+        ),
+        why="the hardware has 16 named barriers and Triton uses five",
+    ),
+    Constraint(
+        name="order without a band",
+        holds=lambda c, s, t: s.causal or s.window or c["order"] == "ascending",
+        why="all tiles are equally long, so the axis would change nothing",
+    ),
+    Constraint(
+        name="persistent axes",
+        holds=lambda c, s, t: c["tiles"] != "one" or (c["order"] != "serpentine" and c.number("idle_sms") == 0),
+        why="these axes say how a persistent program walks its tiles",
+    ),
+)
+
+
+def supports(spec: KernelSpec, target: Target) -> str | None:
+    """Why this family can't serve a spec on a target, or None where it can."""
+    if not target.is_hopper:
+        return f"flash_fwd_hopper needs compute capability 9.0, which {target.name} is not"
+    if spec.direction != "fwd":
+        return f"flash_fwd_hopper computes the forward pass, not {spec.direction}"
+    if spec.dtype not in ("fp16", "bf16"):
+        return f"flash_fwd_hopper takes fp16 and bf16, not {spec.dtype}"
+    if spec.d % 8 or spec.d_v % 8:
+        return f"flash_fwd_hopper needs head sizes that are multiples of 8 (TMA), not {spec.d} and {spec.d_v}"
+    return None
+
+
+def _config(block_m: int, block_n: int, consumers: int, stages: int, tiles: str, spec: KernelSpec, **more: int | str | bool) -> Config:
+    banded = spec.causal or spec.window
+    values: dict[str, int | str | bool] = {
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "consumers": consumers,
+        "stages": stages,
+        "overlap": True,
+        "pingpong": "none",
+        "release": "mbarrier",
+        "tiles": tiles,
+        "order": "descending" if banded else "ascending",
+        "section": 8 if banded else 1,
+        "idle_sms": 0,
+        "producer_registers": 32 if consumers == 3 else 24,
+    }
+    return Config.of(values, **more)
+
+
+def starts(spec: KernelSpec, target: Target) -> list[Config]:
+    """Tiles that the field's fastest Hopper kernels use, those that fit first."""
+    wide = max(padded(spec.d), padded(spec.d_v))
+    found = []
+    if wide <= 64:
+        found += [_config(192, 128, 3, stages, tiles, spec) for stages, tiles in ((3, "chained"), (2, "one"), (3, "loop"))]
+        found += [_config(128, 128, 2, stages, tiles, spec) for stages, tiles in ((3, "chained"), (2, "one"))]
+        found += [_config(192, 128, 3, 3, "chained", spec, pingpong="named")]
+    if wide <= 128:
+        found += [_config(128, 128, 2, 2, tiles, spec) for tiles in ("chained", "one", "loop")]
+        found += [_config(128, 64, 2, stages, tiles, spec) for stages, tiles in ((4, "chained"), (4, "one"))]
+        found += [_config(128, 128, 2, 2, "chained", spec, pingpong="named")]
+    found += [_config(128, 64, 2, 2, tiles, spec) for tiles in ("loop", "one")]
+    found += [_config(128, 64, 2, 2, "one", spec, overlap=False), _config(64, 64, 1, 2, "one", spec)]
+    found += [_config(128, 32, 2, 2, "one", spec), _config(64, 32, 1, 2, "one", spec, overlap=False)]
+    unique = dict.fromkeys(found)
+    return [config for config in unique if FAMILY.violated(config, spec, target) is None]
+
+
+def default(spec: KernelSpec, target: Target) -> Config:
+    """The first of `starts`."""
+    return starts(spec, target)[0]
+
+
+FAMILY = Family(
+    name="flash_fwd_hopper",
+    axes=AXES,
+    constraints=CONSTRAINTS,
+    supports=supports,
+    default=default,
+    starts=starts,
+    interpretable=False,
+    path_axes=("consumers", "overlap", "pingpong", "release", "tiles", "order"),
+)
