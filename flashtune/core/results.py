@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Literal, get_args
 
@@ -52,6 +52,11 @@ class Measurement:
         """A cost model's one figure; `samples` is 0."""
         return cls(median_us=time_us, q10_us=time_us, q90_us=time_us, min_us=time_us, samples=0)
 
+    def scaled(self, factor: float) -> "Measurement":
+        """All times multiplied by `factor`."""
+        times = {name: factor * getattr(self, name) for name in ("median_us", "q10_us", "q90_us", "min_us")}
+        return replace(self, **times)
+
     @property
     def noise(self) -> float:
         """The spread between the 10 % and 90 % quantiles over the median."""
@@ -87,7 +92,8 @@ class Outcome:
     max_error: float | None = None
     """Largest error against the oracle over the tolerance (<= 1 passes), when it was checked."""
     finalist: bool = False
-    """Whether `measurement` comes from the closing race, where everything is timed interleaved."""
+    """Whether `measurement` comes from the closing race, where everything is timed interleaved. Times of other measured trials are in
+    the scale of the incumbent that they were interleaved with, because clocks drift during a search."""
     rank: int | None = None
     """Place in the closing race, ties broken by the fixed rule: 1 is the winner."""
 

@@ -11,8 +11,8 @@ from typing import Protocol
 
 import optuna
 
-from flashtune.core.config import KernelSpec, Variant
-from flashtune.core.errors import NoKernelFound
+from flashtune.core.config import KernelSpec
+from flashtune.core.errors import EnvironmentProblem, NoKernelFound
 from flashtune.core.problem import Problem
 from flashtune.core.results import Baseline, CompileFacts, Fate, Measurement, Outcome, Provenance, SearchResult, Source
 from flashtune.core.target import Target
@@ -25,9 +25,7 @@ from flashtune.tuner.study import Sampler, Study
 from flashtune.tuner.tasks import Reply
 from flashtune.tuner.workers import Limits, Pending, Workers
 
-Renderer = Callable[[Family, Variant], str]
-
-FINALISTS = 4
+FINALISTS = 6
 """Candidates in the closing race; their neighbours' times are noise apart."""
 
 TIE = 0.01
@@ -93,10 +91,9 @@ class Search:
         provenance: Provenance,
         save: Callable[[SearchResult], None],
         listener: SearchListener,
-        renderer: Renderer = render,
     ) -> None:
         self._plan, self._storage, self._provenance = plan, storage, provenance
-        self._save, self._listener, self._renderer = save, listener, renderer
+        self._save, self._listener = save, listener
         self._states: dict[KernelSpec, _SpecState] = {}
         self._seed = plan.seed if plan.seed is not None else time.time_ns() % (1 << 31)
 
@@ -156,9 +153,7 @@ class _ProblemSearch:
         self.study.enqueue([*self.state.winners, *self.space.starts()])
         try:
             if self.plan.source == "measured":
-                self.workers.submit(
-                    "device", tasks.prepare_device, self.problem, self.plan.target, self.search._seed, limit_s=self.plan.limits.prepare_s
-                ).reply()
+                self._prepare()
             self._trials()
             result = self._race()
         except KeyboardInterrupt:
@@ -170,6 +165,14 @@ class _ProblemSearch:
             best = [c for c, o in self.study.outcomes.items() if o.variant_id == result.best.variant_id]
             self.state.winners = [*best, *(c for c in self.state.winners if c not in best)][:NEIGHBOURS]
         return result
+
+    def _prepare(self) -> None:
+        arguments = self.problem, self.plan.target, self.search._seed
+        ready = self.workers.submit("device", tasks.prepare_device, *arguments, limit_s=self.plan.limits.prepare_s).reply()
+        if ready.fate is not Fate.CORRECT:
+            raise EnvironmentProblem(
+                f"the GPU can't take {self.problem.label()} ({ready.reason}): free its memory, or give a smaller --batch or --heads"
+            )
 
     def _publish(self, result: SearchResult) -> None:
         if result.outcomes:
@@ -205,7 +208,7 @@ class _ProblemSearch:
 
     def _source(self, candidate: Candidate, spec: KernelSpec | None = None) -> tasks.Source:
         variant = candidate.variant(spec or self.space.spec)
-        return tasks.Source(text=self.search._renderer(candidate.family, variant), stem=f"{variant.template}_{variant.id}")
+        return tasks.Source(text=render(candidate.family, variant), stem=f"{variant.template}_{variant.id}")
 
     def _compile(self, candidate: Candidate) -> Pending | Reply:
         known = self.state.compiled.get(candidate.variant(self.space.spec).id)
@@ -241,8 +244,9 @@ class _ProblemSearch:
         )
 
     def _measured(self, candidate: Candidate) -> Reply:
+        """Check and time on the GPU. The time is put in the incumbent's scale: clocks drift between trials, ratios don't."""
         incumbent = self._source(self.incumbent[0]) if self.incumbent else None
-        return self.workers.submit(
+        reply = self.workers.submit(
             "device",
             tasks.evaluate_candidate,
             self._source(candidate),
@@ -254,6 +258,10 @@ class _ProblemSearch:
             PATIENCE,
             limit_s=self.plan.limits.device_s,
         ).reply()
+        if self.incumbent is None or len(reply.measurements) < 2:
+            return reply
+        drift = _median(self.incumbent[1]) / reply.measurements[1].median_us
+        return replace(reply, measurements=(reply.measurements[0].scaled(drift),))
 
     def _predicted(self, candidate: Candidate, facts: CompileFacts) -> Reply:
         checked = self._interpreted(candidate)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, Literal, get_args
@@ -164,9 +165,12 @@ def _fingerprint(space: SearchSpace, problem: Problem) -> str:
 
 def _optuna_sampler(sampler: Sampler, seed: int | None) -> optuna.samplers.BaseSampler:
     if sampler == "tpe":
-        return optuna.samplers.TPESampler(
-            seed=seed, n_startup_trials=_STARTUP_TRIALS, multivariate=True, group=True, constant_liar=True
-        )
+        with warnings.catch_warnings():
+            # `group` keeps each family's axes in one model; Optuna calls it experimental.
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            return optuna.samplers.TPESampler(
+                seed=seed, n_startup_trials=_STARTUP_TRIALS, multivariate=True, group=True, constant_liar=True
+            )
     return optuna.samplers.RandomSampler(seed=seed)
 
 

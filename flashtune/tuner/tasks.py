@@ -111,23 +111,26 @@ def _ready(problem: Problem, target: Target, seed: int) -> _Bench:
     if not _bench or _bench[0].problem != problem:
         _bench.clear()
         inputs = make_inputs(problem, device="cuda", seed=seed)
-        _bench.append(_Bench(problem, inputs, Verifier(problem, device="cuda", seed=seed, full_size=inputs), _stopwatch(target)))
+        _bench.append(_Bench(problem, inputs, Verifier(problem, device="cuda", seed=seed, full_size=inputs), _stopwatch(target.l2_bytes)))
         torch.cuda.synchronize()
     return _bench[0]
 
 
 @cache
-def _stopwatch(target: Target) -> "Stopwatch":
+def _stopwatch(l2_bytes: int) -> "Stopwatch":
     import torch
 
     from flashtune.tuner.measure import Stopwatch
 
-    return Stopwatch(torch.device("cuda"), target.l2_bytes)
+    return Stopwatch(torch.device("cuda"), l2_bytes)
 
 
 def prepare_device(problem: Problem, target: Target, seed: int) -> Reply:
     """Start the GPU and make the inputs and oracles of `problem`, so that no candidate's time limit pays for it."""
-    _ready(problem, target, seed)
+    try:
+        _ready(problem, target, seed)
+    except Exception as error:
+        return _failed(error)
     return Reply(fate=Fate.CORRECT)
 
 

@@ -41,7 +41,7 @@ def small_cases(problem: Problem) -> list[Problem]:
     ratio = problem.gqa_ratio
 
     def case(n_q: int, n_kv: int, features: Features) -> Problem:
-        return replace(problem, batch=2, heads=2 * ratio, kv_heads=2, n_q=n_q, n_kv=n_kv, features=features)
+        return replace(problem, batch=min(2, problem.batch), heads=2 * ratio, kv_heads=2, n_q=n_q, n_kv=n_kv, features=features)
 
     f = problem.features
     if f.window is not None:
