@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -15,6 +16,13 @@ GOLDEN = Path(__file__).parent / "golden"
 _SCRATCH = Path(tempfile.mkdtemp(prefix="flashtune-tests-"))
 os.environ["FLASHTUNE_CACHE"] = str(_SCRATCH / "cache")
 os.environ["FLASHTUNE_DB"] = str(_SCRATCH / "overlay.sqlite")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # The workers are as many as the cores: more threads in each would only get into each other's way.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# No deadlines, since a busy machine is no failure; in CI the same examples every time, so that red means a change.
+settings.register_profile("flashtune", deadline=None, derandomize=bool(os.environ.get("CI")))
+settings.load_profile("flashtune")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
