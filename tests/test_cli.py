@@ -1,0 +1,213 @@
+"""The command line as its users meet it: help that teaches, one-line errors with exit codes, and JSON that machines can read."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from flashtune.cli.main import COMMANDS, main
+from flashtune.core.results import Fate
+
+
+def flashtune(*words: str) -> Result:
+    return CliRunner().invoke(main, list(words))
+
+
+def rows_of(*words: str) -> list[dict[str, Any]]:
+    result = flashtune(*words)
+    assert result.exit_code == 0, result.output
+    found: list[dict[str, Any]] = json.loads(result.stdout)
+    return found
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_and_option_has_help(command: str) -> None:
+    result = flashtune(command, "--help")
+    assert result.exit_code == 0
+    found = main.get_command(None, command)  # type: ignore[arg-type]
+    assert found is not None
+    assert found.help
+    undocumented = [p.name for p in found.params if getattr(p, "help", "-") in (None, "") and p.param_type_name == "option"]
+    assert not undocumented
+
+
+def test_help_answers_without_importing_torch() -> None:
+    code = (
+        "import sys; from flashtune.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=60)
+
+
+BAD_INPUT = {
+    "unknown gpu": (("search", "--gpu-name", "h20", "--d", "64"), "h200"),
+    "gpu without kernels": (("search", "--gpu-name", "v100", "--d", "64", "--n", "512"), "V100"),
+    "d too large": (("search", "--gpu-name", "a100", "--d", "257"), "257"),
+    "d of zero": (("search", "--gpu-name", "a100", "--d", "0"), "--d 0"),
+    "n of zero": (("search", "--gpu-name", "a100", "--d", "64", "--n", "0"), "--n 0"),
+    "negative n": (("search", "--gpu-name", "a100", "--d", "64", "--n", "-5"), "--n -5"),
+    "unknown dtype": (("search", "--gpu-name", "a100", "--d", "64", "--dtype", "int8"), "int8"),
+    "heads that don't divide": (("search", "--gpu-name", "a100", "--d", "64", "--heads", "6", "--kv-heads", "4"), "6 query heads"),
+    "dropout of one": (("search", "--gpu-name", "a100", "--d", "64", "--dropout", "1"), "--dropout 1"),
+    "negative window": (("search", "--gpu-name", "a100", "--d", "64", "--window", "-1"), "--window -1"),
+    "a budget that is no time": (("search", "--gpu-name", "a100", "--d", "64", "--budget", "soon"), "soon"),
+    "an unknown template": (("search", "--gpu-name", "a100", "--d", "64", "--n", "512", "--template", "flash"), "flash_fwd"),
+    "tf32 for bf16": (("search", "--gpu-name", "a100", "--d", "64", "--dtype", "bf16", "--tf32"), "tf32"),
+    "explain without a gpu": (("explain", "--d", "64", "--n", "512"), "--gpu-name"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_is_one_line_and_exit_code_2(case: str) -> None:
+    words, telling = BAD_INPUT[case]
+    result = flashtune(*words)
+    assert result.exit_code == 2, result.output
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("flashtune: ")
+    assert telling in lines[0]
+
+
+def test_a_broken_database_is_one_line_and_is_left_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "broken.sqlite"
+    path.write_bytes(b"SQLite format 3\0" + os.urandom(5000))
+    before = path.read_bytes()
+    for words in (("show",), ("verify",), ("search", "--gpu-name", "a100", "--d", "64", "--n", "512", "--trials", "1")):
+        result = flashtune(*words, "--db", str(path))
+        assert result.exit_code == 3, (words, result.output)
+        assert len(result.stderr.strip().splitlines()) == 1
+        assert path.read_bytes() == before
+
+
+def test_a_missing_database_is_named(tmp_path: Path) -> None:
+    result = flashtune("show", "--db", str(tmp_path / "none.sqlite"))
+    assert result.exit_code == 3
+    assert "none.sqlite" in result.stderr
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """A predicted search of two problems, and what it printed."""
+    path = tmp_path_factory.mktemp("cli") / "x.sqlite"
+    words = ("search", "--gpu-name", "NVIDIA A100-SXM4-80GB", "--d", "64", "--n", "1024,2048", "--full", "--dtype", "fp16")
+    return path, rows_of(*words, "--trials", "4", "--seed", "3", "--db", str(path), "--json")
+
+
+def test_a_search_without_a_gpu_stores_predicted_rows(searched: tuple[Path, list[dict[str, Any]]]) -> None:
+    path, printed = searched
+    rows = rows_of("show", "--db", str(path), "--json")
+    assert [(row["gpu"], row["n"], row["d"], row["dtype"], row["source"]) for row in rows] == [
+        ("a100", 1024, 64, "fp16", "predicted"),
+        ("a100", 2048, 64, "fp16", "predicted"),
+    ]
+    assert rows == [{**row, "origin": rows[0]["origin"]} for row in printed]
+    for row in rows:
+        assert row["features"] == {}
+        assert row["direction"] == "fwd"
+        assert row["template"] == "flash_fwd"
+        assert row["config"]["BLOCK_M"] > 0
+        assert row["median_us"] > 0
+        assert row["tflops"] > 0
+        assert row["framework_us"] is None, "nothing was timed"
+
+
+def test_tables_say_what_predicted_means(searched: tuple[Path, list[dict[str, Any]]]) -> None:
+    result = flashtune("show", "--db", str(searched[0]))
+    assert result.exit_code == 0
+    assert "predicted: ranked by a cost model" in result.stdout.replace("\n", " ")
+    assert "n1024-d64-fp16-full" in result.stdout
+
+
+def test_filters_of_show_are_kept(searched: tuple[Path, list[dict[str, Any]]]) -> None:
+    assert len(rows_of("show", "--db", str(searched[0]), "--n", "2048", "--json")) == 1
+    assert rows_of("show", "--db", str(searched[0]), "--source", "measured", "--json") == []
+
+
+def test_explain_names_the_record_that_a_search_stored(
+    searched: tuple[Path, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flashtune import dispatch
+
+    monkeypatch.setenv("FLASHTUNE_DB", str(searched[0]))
+    dispatch.reload()
+    result = flashtune("explain", "--gpu-name", "a100", "--d", "64", "--n", "1024", "--dtype", "fp16", "--json")
+    dispatch.reload()
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["kind"] == "predicted"
+    assert found["config"] == searched[1][0]["config"]
+
+
+def test_generate_writes_kernels_that_regenerating_does_not_change(searched: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+    words = ("generate", "--db", str(searched[0]), "--out", str(tmp_path))
+    first = flashtune(*words)
+    assert first.exit_code == 0, first.output
+    variants = {row["variant"] for row in searched[1]}
+    assert {path.stem.rsplit("_", 1)[1] for path in tmp_path.glob("flash_fwd_*.py")} == variants
+    assert flashtune(*words, "--check").exit_code == 0
+    next(tmp_path.glob("*.py")).write_text("changed")
+    assert flashtune(*words, "--check").exit_code == 1
+    assert flashtune(*words).exit_code == 0
+    assert flashtune(*words, "--check").exit_code == 0
+
+
+def test_export_ships_the_winners(searched: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+    path = tmp_path / "shipped.sqlite"
+    result = flashtune("export", str(path), "--db", str(searched[0]), "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["rows"] == 2
+    exported = rows_of("show", "--db", str(path), "--json")
+    assert [row["variant"] for row in exported] == [row["variant"] for row in searched[1]]
+    again = flashtune("export", str(path), "--db", str(searched[0]))
+    assert again.exit_code != 0
+    assert len(again.stderr.strip().splitlines()) == 1
+    assert flashtune("export", str(path), "--db", str(searched[0]), "--force").exit_code == 0
+
+
+def test_verify_checks_every_row(searched: tuple[Path, list[dict[str, Any]]]) -> None:
+    result = flashtune("verify", "--db", str(searched[0]), "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["correct"] == 2
+    assert found["wrong"] == 0
+    assert all(0 < row["max_error"] <= 1 for row in found["rows"])
+    assert {row["fate"] for row in found["rows"]} == {str(Fate.CORRECT)}
+
+
+def test_several_values_can_follow_one_option() -> None:
+    from flashtune.cli.search import problems_of, search
+
+    with search.make_context("search", ["--gpu-name", "a100", "--d", "64", "--n", "512", "1024", "--dtype", "fp16", "--causal"]) as context:
+        words = {name: value for name, value in context.params.items() if name != "gpu_name"}
+        assert [p.label() for p in problems_of(words)] == ["n512-d64-fp16-causal", "n1024-d64-fp16-causal"]
+
+
+def test_the_default_grid_is_both_bands_and_both_half_types() -> None:
+    from flashtune.cli.search import problems_of, search
+
+    with search.make_context("search", ["--gpu-name", "a100", "--d", "64"]) as context:
+        problems = problems_of(dict(context.params))
+    assert len(problems) == 24
+    assert {p.n_kv for p in problems} == {512, 1024, 2048, 4096, 8192, 16384}
+    assert all(p.batch * p.n_kv == 16384 and p.heads == 32 for p in problems)
+
+
+def test_doctor_says_what_is_here() -> None:
+    result = flashtune("doctor", "--json")
+    found = json.loads(result.stdout)
+    assert found["ok"] is (result.exit_code == 0)
+    assert {"packages", "GPU", "ptxas"} <= {check["name"] for check in found["checks"]}
+
+
+def test_bench_without_a_gpu_is_one_line_and_exit_code_4() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    result = flashtune("bench", "--d", "64")
+    assert result.exit_code == 4
+    assert len(result.stderr.strip().splitlines()) == 1
