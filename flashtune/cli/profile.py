@@ -1,0 +1,128 @@
+"""`flashtune profile`: where attention's time and bytes go, for these shapes on this GPU."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from flashtune.cli.console import messages, print_json
+from flashtune.cli.options import json_option
+from flashtune.cli.profile_text import render
+from flashtune.core.dtypes import DTYPES, parse_dtype
+from flashtune.core.errors import InputError
+from flashtune.core.problem import Problem
+from flashtune.core.target import Target, find_target
+from flashtune.profiler.accounting import ELEMENTWISE, Elementwise
+from flashtune.profiler.device import gpu_may_be_present
+from flashtune.profiler.paths import check_plot_path
+from flashtune.profiler.strategies import DEFAULT_RANK, DEFAULT_WINDOW, check_rank, check_window
+from flashtune.profiler.summary import ChosenBy
+from flashtune.profiler.summary import profile as count
+
+DEFAULT_GPU = "h200"
+"""Whose roofline is shown where no GPU was named and none is here: the one that the shipped kernels were tuned on."""
+
+
+@click.command()
+@click.option("--b", "b", type=int, default=1, show_default=True, help="Batch.")
+@click.option("--h", "h", type=int, default=16, show_default=True, help="Heads.")
+@click.option("--n", "n", type=int, default=4096, show_default=True, help="Sequence length (queries and keys alike).")
+@click.option("--d", "d", type=int, default=128, show_default=True, help="Head size, up to 256.")
+@click.option("--dtype", default="fp16", show_default=True, help=f"Element type: {', '.join(DTYPES)}.")
+@click.option("--gpu-name", metavar="NAME", help=f"The GPU whose roofline to use (default: the one of this machine, else {DEFAULT_GPU}).")
+@click.option(
+    "--elementwise",
+    type=click.Choice(ELEMENTWISE),
+    default="fused",
+    show_default=True,
+    help="Count scale and mask, softmax and dropout as one pass over S, or as one pass each.",
+)
+@click.option(
+    "--window", type=int, default=DEFAULT_WINDOW, show_default=True, metavar="W", help="Keys on either side in the local strategy."
+)
+@click.option(
+    "--rank",
+    type=int,
+    metavar="R",
+    help=f"Rows that K and V are projected to in the low-rank strategy (default {DEFAULT_RANK}, at most N).",
+)
+@click.option(
+    "--plot", "plots", multiple=True, metavar="FILE", help="Write pictures: a report (.html) or one figure (.png, .svg). Repeatable."
+)
+@json_option
+def profile(
+    b: int,
+    h: int,
+    n: int,
+    d: int,
+    dtype: str,
+    gpu_name: str | None,
+    elementwise: Elementwise,
+    window: int,
+    rank: int | None,
+    plots: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Show where attention's time and bytes go: each step of the standard pipeline beside the fused kernel, held against a GPU's roofline.
+
+    Counting needs no GPU. On the GPU that was named (or where none was named) everything is measured as well: each step, whole attentions,
+    latency against N, attention's share of a transformer layer, and four strategies with their errors.
+
+    \b
+    flashtune profile --b 1 --h 12 --n 1024 --d 64 --dtype fp16 --gpu-name v100
+    flashtune profile --b 4 --h 16 --n 4096 --d 128 --dtype bf16 --plot report.html
+    """
+    for option, value in (("--b", b), ("--h", h), ("--n", n), ("--d", d)):
+        if value < 1:
+            raise InputError(f"{option} {value} is out of range: give at least 1")
+    problem = Problem(batch=b, heads=h, kv_heads=h, n_q=n, n_kv=n, d=d, d_v=d, dtype=parse_dtype(dtype))
+    named = find_target(gpu_name) if gpu_name else None
+    files = [check_plot_path(Path(path)) for path in plots]
+    here, why_not = _local(named)
+    target, chosen_by = _choose(named, here)
+    found = count(
+        problem,
+        target,
+        chosen_by=chosen_by,
+        elementwise=elementwise,
+        window=check_window(window),
+        rank=check_rank(rank, n),
+        not_measured=why_not,
+    )
+    if not why_not:
+        # Imported here: torch and dispatch cost seconds that a profile without a GPU doesn't need.
+        from flashtune.profiler.measure import Bench, measure
+
+        messages().print(f"measuring on {target.name}, under a minute")
+        found = found.with_measured(measure(found, Bench.on_gpu(found)))
+    for path in files:
+        from flashtune.profiler.report import write
+
+        write(found, path)
+        messages().print(f"wrote {path}")
+    if as_json:
+        print_json(found.as_json())
+    else:
+        click.echo(render(found))
+
+
+def _choose(named: Target | None, here: Target | None) -> tuple[Target, ChosenBy]:
+    if named is not None:
+        return named, "name"
+    return (here, "device") if here is not None else (find_target(DEFAULT_GPU), "default")
+
+
+def _local(named: Target | None) -> tuple[Target | None, str]:
+    """The GPU of this machine where the table knows it, and why nothing can be measured on it (empty when it can)."""
+    gpu: Any = None
+    if gpu_may_be_present():
+        from flashtune.tuner.machine import local_gpu
+
+        gpu = local_gpu()
+    if gpu is None:
+        return None, "this machine has no GPU that torch can use"
+    if gpu.target is None:
+        return None, f"this machine's {gpu.name} is not in the table of GPUs"
+    if named is not None and named is not gpu.target:
+        return gpu.target, f"this machine has a {gpu.name}, not a {named.name}"
+    return gpu.target, ""

@@ -1,0 +1,1 @@
+"""Where attention's time and bytes go: accounting, roofline, measurements and their pictures."""

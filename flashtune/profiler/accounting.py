@@ -1,0 +1,167 @@
+"""Bytes and operations of each step of attention, by counting alone: no GPU, no torch.
+
+What is counted, so that the figures can be checked by hand:
+
+- Every tensor is in the problem's own element type, S and P = softmax(S) included, and a step reads each of its inputs once and
+  writes its output once. Caches are not modelled: between two kernels S is too large for them at the sizes that matter.
+- The standard pipeline is Q K^T; scale and mask; softmax; dropout; P V. The three elementwise steps run as one pass over S
+  (`fused`) or as one pass each (`separate`). Masks come from indices and dropout from a counter, so neither is read from memory.
+- A fused kernel reads Q, K and V once and writes O and the float32 log-sum-exp (`Problem.io_bytes`); S never leaves the chip.
+- A matrix product of (m, k) and (k, n) is 2 m k n operations. Per score: scale and mask 2; softmax 5, of which one is an
+  exponential (maximum, subtract, exp, sum, divide); dropout 2.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from flashtune.core.dtypes import ITEMSIZE
+from flashtune.core.problem import Problem
+
+Elementwise = Literal["fused", "separate"]
+ELEMENTWISE: tuple[Elementwise, ...] = get_args(Elementwise)
+
+ELEMENTWISE_OPS: dict[str, tuple[int, int]] = {"scale_mask": (2, 0), "softmax": (4, 1), "dropout": (2, 0)}
+"""Per score: ordinary operations and exponentials of each elementwise step."""
+_OPS = sum(ordinary for ordinary, _ in ELEMENTWISE_OPS.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One pass over memory: what it moves and what it computes.
+
+    `score_bytes` is the part of the traffic that is S or P. `matmul_flops` run on matrix units, `vector_flops` on ordinary
+    cores, `exps` on the exponential unit.
+    """
+
+    name: str
+    read_bytes: int
+    write_bytes: int
+    score_bytes: int
+    matmul_flops: int
+    vector_flops: int
+    exps: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes read and written."""
+        return self.read_bytes + self.write_bytes
+
+    @property
+    def flops(self) -> int:
+        """All operations, an exponential counted as one."""
+        return self.matmul_flops + self.vector_flops + self.exps
+
+    @property
+    def intensity(self) -> float:
+        """Operations per byte moved."""
+        return self.flops / self.bytes
+
+    @property
+    def score_share(self) -> float:
+        """The part of the traffic that is S or P, 0 to 1."""
+        return self.score_bytes / self.bytes
+
+
+def total(name: str, steps: tuple[Step, ...]) -> Step:
+    """The sum of `steps` under a name of its own."""
+    return Step(
+        name=name,
+        read_bytes=sum(step.read_bytes for step in steps),
+        write_bytes=sum(step.write_bytes for step in steps),
+        score_bytes=sum(step.score_bytes for step in steps),
+        matmul_flops=sum(step.matmul_flops for step in steps),
+        vector_flops=sum(step.vector_flops for step in steps),
+        exps=sum(step.exps for step in steps),
+    )
+
+
+def tensor_bytes(problem: Problem) -> dict[str, int]:
+    """Bytes of Q, K, V, S and O."""
+    p, size = problem, ITEMSIZE[problem.dtype]
+    return {
+        "Q": size * p.batch * p.heads * p.n_q * p.d,
+        "K": size * p.batch * p.kv_heads * p.n_kv * p.d,
+        "V": size * p.batch * p.kv_heads * p.n_kv * p.d_v,
+        "S": size * _scores(p),
+        "O": size * p.batch * p.heads * p.n_q * p.d_v,
+    }
+
+
+def standard_steps(problem: Problem, elementwise: Elementwise) -> tuple[Step, ...]:
+    """The steps of the standard pipeline: `qk`, then `elementwise` or `scale_mask`, `softmax`, `dropout`, then `pv`."""
+    p, size, scores = problem, tensor_bytes(problem), _scores(problem)
+    s = size["S"]
+    qk = Step(
+        name="qk",
+        read_bytes=size["Q"] + size["K"],
+        write_bytes=s,
+        score_bytes=s,
+        matmul_flops=2 * scores * p.d,
+        vector_flops=0,
+        exps=0,
+    )
+    passes = tuple(
+        Step(name=name, read_bytes=s, write_bytes=s, score_bytes=2 * s, matmul_flops=0, vector_flops=ordinary * scores, exps=exps * scores)
+        for name, (ordinary, exps) in ELEMENTWISE_OPS.items()
+    )
+    if elementwise == "fused":
+        together = total("elementwise", passes)
+        passes = (
+            Step(
+                name="elementwise",
+                read_bytes=s,
+                write_bytes=s,
+                score_bytes=2 * s,
+                matmul_flops=0,
+                vector_flops=together.vector_flops,
+                exps=together.exps,
+            ),
+        )
+    pv = Step(
+        name="pv",
+        read_bytes=s + size["V"],
+        write_bytes=size["O"],
+        score_bytes=s,
+        matmul_flops=2 * scores * p.d_v,
+        vector_flops=0,
+        exps=0,
+    )
+    return (qk, *passes, pv)
+
+
+def fused_step(problem: Problem, name: str = "fused") -> Step:
+    """The same work in one kernel over the pairs that the problem's bands leave visible; S stays on the chip."""
+    p = problem
+    pairs = p.batch * p.heads * p.visible_pairs()
+    lse_and_output = 4 * p.batch * p.heads * p.n_q + tensor_bytes(p)["O"]
+    return Step(
+        name=name,
+        read_bytes=p.io_bytes() - lse_and_output,
+        write_bytes=lse_and_output,
+        score_bytes=0,
+        matmul_flops=2 * pairs * (p.d + p.d_v),
+        vector_flops=_OPS * pairs,
+        exps=pairs,
+    )
+
+
+def projection_steps(problem: Problem, rank: int) -> tuple[Step, ...]:
+    """Linformer's projections: K and V (N x D each, per head) to `rank` rows by one (rank, N) matrix that all heads share."""
+    p, size = problem, ITEMSIZE[problem.dtype]
+    heads = p.batch * p.kv_heads
+    return tuple(
+        Step(
+            name=f"project_{letter}",
+            read_bytes=size * (rank * p.n_kv + heads * p.n_kv * width),
+            write_bytes=size * heads * rank * width,
+            score_bytes=0,
+            matmul_flops=2 * heads * rank * p.n_kv * width,
+            vector_flops=0,
+            exps=0,
+        )
+        for letter, width in (("k", p.d), ("v", p.d_v))
+    )
+
+
+def _scores(problem: Problem) -> int:
+    return problem.batch * problem.heads * problem.n_q * problem.n_kv

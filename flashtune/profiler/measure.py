@@ -1,0 +1,278 @@
+"""The measured half of a profile: the same shapes run on a GPU, medians of interleaved rounds.
+
+Inputs are random normal numbers from a fixed seed. Everything is timed without gradients. The standard pipeline is torch's own
+operations one by one; its scale and mask are one pass (`torch.add` with a mask of zeros), its dropout keeps 90 %.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from flashtune import dispatch
+from flashtune.core import reference
+from flashtune.core.dtypes import ITEMSIZE, DType
+from flashtune.core.problem import Problem
+from flashtune.core.results import Measurement
+from flashtune.profiler.accounting import Step, fused_step, standard_steps, tensor_bytes, total
+from flashtune.profiler.results import Layer, Measured, Series, StrategyRun, Timed
+from flashtune.profiler.summary import Profile
+from flashtune.tuner.machine import provenance
+from flashtune.tuner.measure import Run, Stopwatch
+
+DROPOUT = 0.1
+SAMPLED_ROWS = 512
+"""Error is taken over this many query rows of the first head, spread evenly."""
+LEAST_N, REACH_N = 64, 8192
+"""Latency against N is measured from at least the one to at least the other."""
+LONGEST_LAUNCH_S = 0.1
+"""N beyond the profiled one are left out where a launch at a third of the target's peak would take longer."""
+STEPS_BUDGET_S, KINDS_BUDGET_S, POINT_BUDGET_S, STRATEGY_BUDGET_S = 2.0, 2.0, 0.7, 2.0
+
+TORCH_DTYPES: dict[DType, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class Clock(Protocol):
+    """Times callables; `Stopwatch` is the one for GPUs."""
+
+    def race(self, runs: Sequence[Run], *, budget_s: float) -> list[Measurement]:
+        """One measurement for each of `runs`, interleaved."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """Where and how to measure: device, clock, and how many bytes are free there."""
+
+    device: torch.device
+    clock: Clock
+    free_bytes: Callable[[], int]
+    name: str
+
+    @classmethod
+    def on_gpu(cls, profile: Profile) -> "Bench":
+        """The current GPU with CUDA events as its clock."""
+        device = torch.device("cuda", torch.cuda.current_device())
+
+        def free_bytes() -> int:
+            torch.cuda.empty_cache()
+            return int(torch.cuda.mem_get_info(device)[0])
+
+        clock = Stopwatch(device, profile.target.l2_bytes)
+        return cls(device=device, clock=clock, free_bytes=free_bytes, name=torch.cuda.get_device_name(device))
+
+    def tensors(self, problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v of a problem, (B, H, N, D) each."""
+        p, dtype = problem, TORCH_DTYPES[problem.dtype]
+        generator = torch.Generator(self.device).manual_seed(0)
+        shapes = ((p.heads, p.n_q, p.d), (p.kv_heads, p.n_kv, p.d), (p.kv_heads, p.n_kv, p.d_v))
+        q, k, v = (torch.randn(p.batch, *shape, generator=generator, device=self.device, dtype=dtype) for shape in shapes)
+        return q, k, v
+
+    def matrix(self, rows: int, columns: int, dtype: DType) -> torch.Tensor:
+        """A weight matrix (rows, columns) that keeps the size of what it is applied to."""
+        generator = torch.Generator(self.device).manual_seed(1)
+        return torch.randn(rows, columns, generator=generator, device=self.device, dtype=TORCH_DTYPES[dtype]).mul_(rows**-0.5)
+
+
+def measure(profile: Profile, bench: Bench) -> Measured:
+    """Everything that is measured of `profile`; what doesn't fit into memory is left out and named in `skipped`."""
+    with torch.no_grad():
+        skipped: list[str] = []
+        problem = profile.problem
+        steps = _steps(problem, bench, skipped)
+        kinds = _kinds(problem, bench, skipped)
+        scaling = _scaling(profile, bench, skipped)
+        layer = _layer(problem, bench, {kind.name: kind.time_us for kind in kinds}, skipped)
+        runs = _strategies(profile, bench, skipped)
+        served = dispatch.explain(*bench.tensors(problem))
+    return Measured(
+        device=bench.name,
+        provenance=provenance(command="", seed=0, measured=True),
+        steps=steps,
+        kinds=kinds,
+        served_by=f"{served.template} {served.variant_id}: {served.reason}" if served.template else f"the framework: {served.reason}",
+        scaling=scaling,
+        layer=layer,
+        strategies=runs,
+        skipped=tuple(skipped),
+    )
+
+
+def eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The standard pipeline as people write it, without mask and dropout: softmax(q k^T / sqrt(D)) v."""
+    scores = torch.matmul(q, k.transpose(-2, -1)).mul_(q.shape[-1] ** -0.5)
+    return torch.matmul(torch.softmax(scores, -1), v)
+
+
+def averaging(rank: int, n: int, like: torch.Tensor) -> torch.Tensor:
+    """A (rank, n) projection whose row i averages the i-th of `rank` equal runs of keys: Linformer's, before any training.
+
+    Linformer (Wang et al. 2020, section 4) learns this matrix and names mean pooling as an alternative; the cost is the same.
+    """
+    place, row = torch.arange(n, device=like.device), torch.arange(rank, device=like.device)[:, None]
+    inside = (place >= row * n // rank) & (place < ((row + 1) * n + rank - 1) // rank)
+    return (inside / inside.sum(1, keepdim=True)).to(like.dtype)
+
+
+def scaling_grid(profile: Profile) -> list[int]:
+    """The N to measure: the profiled one times powers of two, an eighth to four times, further where that ends under `REACH_N`."""
+    problem = profile.problem
+    found = [problem.n_q // 8, problem.n_q // 4, problem.n_q // 2, problem.n_q]
+    while found[-1] < max(4 * problem.n_q, REACH_N):
+        larger = found[-1] * 2
+        if replace(problem, n_q=larger, n_kv=larger).flops() / (profile.peak_tflops * 1e12 / 3) > LONGEST_LAUNCH_S:
+            break
+        found.append(larger)
+    return [n for n in found if n >= LEAST_N or n == problem.n_q]
+
+
+def _timed(name: str, step: Step, measurement: Measurement) -> Timed:
+    return Timed(name=name, measurement=measurement, matmul_flops=step.matmul_flops, bytes=step.bytes)
+
+
+def _steps(problem: Problem, bench: Bench, skipped: list[str]) -> tuple[Timed, ...]:
+    """Each step of the standard pipeline by itself, with S and P in memory."""
+    if not _fits(problem, bench, copies_of_s=5.0):
+        skipped.append("the steps of the standard pipeline: S and its copies don't fit into the GPU's memory")
+        return ()
+    q, k, v = bench.tensors(problem)
+    scale = problem.d**-0.5
+    mask = torch.zeros(problem.n_q, problem.n_kv, device=bench.device, dtype=q.dtype)
+    scores = torch.matmul(q, k.transpose(-2, -1))
+    weights = torch.softmax(scores, -1)
+    runs: dict[str, Run] = {
+        "qk": lambda: torch.matmul(q, k.transpose(-2, -1)),
+        "scale_mask": lambda: torch.add(mask, scores, alpha=scale),
+        "softmax": lambda: torch.softmax(scores, -1),
+        "dropout": lambda: F.dropout(weights, DROPOUT, training=True),
+        "pv": lambda: torch.matmul(weights, v),
+    }
+    steps = {step.name: step for step in standard_steps(problem, "separate")}
+    times = bench.clock.race(list(runs.values()), budget_s=STEPS_BUDGET_S)
+    return tuple(_timed(name, steps[name], time) for name, time in zip(runs, times, strict=True))
+
+
+def _kinds(problem: Problem, bench: Bench, skipped: list[str]) -> tuple[Timed, ...]:
+    """Whole attentions at the profiled shape: eager (where S fits), framework, tuned."""
+    q, k, v = bench.tensors(problem)
+    runs = _attentions(problem, bench, q, k, v)
+    if "eager" not in runs:
+        skipped.append("eager attention: S doesn't fit into the GPU's memory")
+    # Bytes of the eager pipeline as it runs here: no dropout, and scaling in a pass of its own.
+    standard = total("eager", tuple(step for step in standard_steps(problem, "separate") if step.name != "dropout"))
+    fused = fused_step(problem)
+    times = bench.clock.race(list(runs.values()), budget_s=KINDS_BUDGET_S)
+    return tuple(_timed(name, standard if name == "eager" else fused, time) for name, time in zip(runs, times, strict=True))
+
+
+def _attentions(problem: Problem, bench: Bench, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Run]:
+    runs: dict[str, Run] = {"eager": lambda: eager(q, k, v)} if _fits(problem, bench, copies_of_s=2.5) else {}
+    return {
+        **runs,
+        "framework": lambda: F.scaled_dot_product_attention(q, k, v),
+        "tuned": lambda: dispatch.attention(q, k, v),
+    }
+
+
+def _scaling(profile: Profile, bench: Bench, skipped: list[str]) -> tuple[Series, ...]:
+    """Latency against N of every kind of attention and of the layer's projections."""
+    points: dict[str, list[tuple[int, float]]] = {"eager": [], "framework": [], "tuned": [], "projections": []}
+    width = profile.problem.heads * profile.problem.d
+    weights = _weights(width, profile.problem.dtype, bench)
+    if weights is None:
+        skipped.append("the projections' latency: their weights don't fit into the GPU's memory")
+    for n in scaling_grid(profile):
+        problem = replace(profile.problem, n_q=n, n_kv=n)
+        # Q, K, V, two outputs, and the projections' input and outputs.
+        if 12 * tensor_bytes(problem)["Q"] > bench.free_bytes():
+            skipped.append(f"latency at N={n}: Q, K, V and O don't fit into the GPU's memory")
+            continue
+        runs = _attentions(problem, bench, *bench.tensors(problem))
+        if weights is not None:
+            runs["projections"] = _projections(problem, width, weights, bench)
+        for name, time in zip(runs, bench.clock.race(list(runs.values()), budget_s=POINT_BUDGET_S), strict=True):
+            points[name].append((n, time.median_us))
+    return tuple(Series(name=name, points=tuple(found)) for name, found in points.items() if found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Weights:
+    """A layer's matrices: (E, 3E), (E, E), (E, 4E) and (4E, E)."""
+
+    qkv: torch.Tensor
+    output: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+
+
+def _weights(width: int, dtype: DType, bench: Bench) -> _Weights | None:
+    if 12 * width * width * ITEMSIZE[dtype] > bench.free_bytes() / 2:
+        return None
+    return _Weights(
+        qkv=bench.matrix(width, 3 * width, dtype),
+        output=bench.matrix(width, width, dtype),
+        up=bench.matrix(width, 4 * width, dtype),
+        down=bench.matrix(4 * width, width, dtype),
+    )
+
+
+def _projections(problem: Problem, width: int, weights: _Weights, bench: Bench) -> Run:
+    """The layer's four projections on all tokens: (B N, E) to Q, K, V, and the output's back."""
+    tokens = bench.matrix(problem.batch * problem.n_q, width, problem.dtype)
+
+    def run() -> None:
+        torch.matmul(tokens, weights.qkv)
+        torch.matmul(tokens, weights.output)
+
+    return run
+
+
+def _layer(problem: Problem, bench: Bench, attention_us: dict[str, float], skipped: list[str]) -> Layer | None:
+    """One transformer layer: projections and MLP measured here, attention as measured before."""
+    width = problem.heads * problem.d
+    weights = _weights(width, problem.dtype, bench)
+    tokens = problem.batch * problem.n_q
+    if weights is None or 8 * tokens * width * ITEMSIZE[problem.dtype] > bench.free_bytes():
+        skipped.append("the transformer layer: its weights or activations don't fit into the GPU's memory")
+        return None
+    x = bench.matrix(tokens, width, problem.dtype)
+
+    def mlp() -> torch.Tensor:
+        return torch.matmul(F.gelu(torch.matmul(x, weights.up)), weights.down)
+
+    projections, hidden = bench.clock.race([_projections(problem, width, weights, bench), mlp], budget_s=KINDS_BUDGET_S)
+    return Layer(projections_us=projections.median_us, mlp_us=hidden.median_us, attention_us=attention_us)
+
+
+def _strategies(profile: Profile, bench: Bench, skipped: list[str]) -> tuple[StrategyRun, ...]:
+    """Each strategy's time and its error against exact attention in float64, over a sample of rows of the first head."""
+    problem = profile.problem
+    q, k, v = bench.tensors(problem)
+    project = averaging(profile.rank, problem.n_kv, k)
+    runs: dict[str, Callable[[], torch.Tensor]] = {
+        "standard": lambda: eager(q, k, v),
+        "fused": lambda: dispatch.attention(q, k, v),
+        "window": lambda: dispatch.attention(q, k, v, window=profile.window),
+        "low_rank": lambda: dispatch.attention(q, torch.matmul(project, k), torch.matmul(project, v)),
+    }
+    if not _fits(problem, bench, copies_of_s=2.5):
+        skipped.append("the standard strategy: S doesn't fit into the GPU's memory")
+        del runs["standard"]
+    rows = torch.linspace(0, problem.n_q - 1, min(problem.n_q, SAMPLED_ROWS), device=bench.device).long()
+    exact, _ = reference.attention(q[:1, :1, rows], k[:1, :1], v[:1, :1], scale=problem.d**-0.5)
+    errors = [_relative_error(run()[:1, :1, rows], exact) for run in runs.values()]
+    times = bench.clock.race(list(runs.values()), budget_s=STRATEGY_BUDGET_S)
+    return tuple(
+        StrategyRun(name=name, measurement=time, relative_error=error) for name, time, error in zip(runs, times, errors, strict=True)
+    )
+
+
+def _relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+def _fits(problem: Problem, bench: Bench, *, copies_of_s: float) -> bool:
+    return copies_of_s * tensor_bytes(problem)["S"] + 4 * tensor_bytes(problem)["Q"] < 0.9 * bench.free_bytes()

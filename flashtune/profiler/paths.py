@@ -1,0 +1,42 @@
+"""Where pictures may be written, checked before any work is done for them."""
+
+import os
+import tempfile
+from pathlib import Path
+
+from flashtune.core.errors import InputError
+
+SUFFIXES = (".html", ".png", ".svg")
+
+
+def check_plot_path(path: Path) -> Path:
+    """`path`; raises InputError unless its ending is known and a file can be made there."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise InputError(f"--plot {path} has no known ending: use {', '.join(SUFFIXES)}")
+    if path.is_dir():
+        raise InputError(f"--plot {path} is a directory: name a file in it")
+    if path.exists() and not os.access(path, os.W_OK):
+        raise InputError(f"--plot {path} can't be written: permission denied")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            return path
+    except OSError as error:
+        raise InputError(f"--plot {path} can't be written: {error.strerror or error}") from error
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write `data` so that nobody ever sees half a file; raises InputError where that fails (a full disk, say)."""
+    aside: str | None = None
+    try:
+        handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        # mkstemp makes files that only their owner can read; a report is an ordinary file.
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(aside, 0o666 & ~umask)
+        os.replace(aside, path)
+    except OSError as error:
+        if aside is not None:
+            Path(aside).unlink(missing_ok=True)
+        raise InputError(f"--plot {path} can't be written: {error.strerror or error}") from error

@@ -1,0 +1,139 @@
+"""A profile's pictures as files: one self-contained HTML report, or one figure as PNG or SVG."""
+
+import importlib.util
+from html import escape
+from pathlib import Path
+
+import flashtune
+from flashtune.core.errors import EnvironmentProblem
+from flashtune.profiler.paths import write_whole
+from flashtune.profiler.summary import Profile
+from flashtune.profiler.tables import Table, counted_tables, heading, measured_tables, target_line, verdict
+
+CAPTIONS = {
+    "bytes": "What each step moves between the GPU's memory and its cores. The fused kernel never writes S.",
+    "time": "Where the time goes, step by step, beside whole attentions where they were measured.",
+    "roofline": "Left of the crossover the memory is too slow to feed the matrix units: those steps can't reach the peak.",
+    "latency": "How time grows with the sequence at fixed batch, heads and head size.",
+}
+
+STYLE = """
+body { margin: 0; background: #f6f7f9; color: #1f2937; font: 15px/1.5 system-ui, "DejaVu Sans", Arial, sans-serif; }
+main { max-width: 1240px; margin: 0 auto; padding: 28px 20px 48px; }
+h1 { font-size: 24px; margin: 0 0 4px; }
+h2 { font-size: 17px; margin: 32px 0 8px; }
+.lead { color: #4b5563; margin: 0; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(210px, 1fr)); gap: 14px; margin: 22px 0; }
+.tile { background: #fff; border: 1px solid #e5e7eb; border-radius: 8px; padding: 12px 16px; }
+.tile b { display: block; font-size: 25px; }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(520px, 100%), 1fr)); gap: 16px; }
+figure { margin: 0; background: #fff; border: 1px solid #e5e7eb; border-radius: 8px; padding: 12px; }
+figure svg { display: block; width: 100%; height: auto; }
+figcaption { color: #4b5563; font-size: 13px; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; background: #fff; font-variant-numeric: tabular-nums; }
+th, td { padding: 5px 10px; border-bottom: 1px solid #e5e7eb; text-align: right; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; }
+th { background: #eef0f3; }
+tr.sum td { font-weight: 600; }
+.note { color: #6b7280; font-size: 13px; margin: 6px 0 0; }
+"""
+
+
+def write(profile: Profile, path: Path) -> None:
+    """Write the report or figure that `path`'s ending asks for.
+
+    Raises EnvironmentProblem without matplotlib and InputError where the file can't be written.
+    """
+    require_matplotlib()
+    from flashtune.profiler import plots
+
+    kind = path.suffix.lower()
+    data = html_of(profile).encode() if kind == ".html" else plots.figure_of(profile, kind.removeprefix("."))
+    write_whole(path, data)
+
+
+def require_matplotlib() -> None:
+    """Raise EnvironmentProblem where matplotlib isn't installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise EnvironmentProblem("--plot needs matplotlib, which is not installed: pip install 'flashtune[plot]'")
+
+
+def html_of(profile: Profile) -> str:
+    """The report: drawings and tables in one file that loads nothing from anywhere."""
+    from flashtune.profiler import plots
+
+    figures = "\n".join(
+        f'<figure id="{name}">{plots.svg_of(profile, name)}<figcaption>{escape(CAPTIONS[name])}</figcaption></figure>'
+        for name in plots.DRAWINGS
+    )
+    measured = profile.measured
+    tables = [*counted_tables(profile), *(measured_tables(profile, measured) if measured else ())]
+    left_out = "".join(f'<p class="note">Left out: {escape(sentence)}.</p>' for sentence in measured.skipped) if measured else ""
+    origin = f"flashtune {flashtune.__version__}"
+    if measured:
+        p = measured.provenance
+        versions = f"torch {p.torch}, triton {p.triton}, driver {p.driver or 'unknown'}, {p.clocks or 'clocks unknown'}, {p.created_at}"
+        status = f"Measured on {measured.device}: medians, L2 flushed before each launch."
+        origin = f"{origin}; {versions}"
+    else:
+        status = f"Nothing was measured: {profile.not_measured}. Times are floors: the least that the target's datasheet allows."
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>flashtune profile: {escape(_shape(profile))}</title>
+<style>{STYLE}</style>
+</head>
+<body>
+<main>
+<h1>Where attention's time and bytes go</h1>
+<p class="lead">{escape(heading(profile))}</p>
+<p class="lead">{escape(target_line(profile))}</p>
+<p class="lead">{escape(status)}</p>
+<div class="tiles">{_tiles(profile)}</div>
+<p>{escape(" ".join(verdict(profile)))}</p>
+<div class="plots">
+{figures}
+</div>
+{"".join(_table(table) for table in tables)}
+{left_out}
+<p class="note">1 MiB = 2^20 bytes, 1 MB = 10^6 bytes. Written by {escape(origin)}.</p>
+</main>
+</body>
+</html>
+"""
+
+
+def _shape(profile: Profile) -> str:
+    p = profile.problem
+    return f"B={p.batch} H={p.heads} N={p.n_q} D={p.d} {p.dtype} on {profile.target.slug}"
+
+
+def _tiles(profile: Profile) -> str:
+    standard, fused = profile.standard, profile.fused
+    tiles = [
+        (f"{standard.step.score_share:.1%}", "of the standard pipeline's traffic is S"),
+        (f"{standard.step.bytes / fused.step.bytes:.1f}x", "fewer bytes in one fused kernel"),
+        (f"{standard.floor_us / fused.floor_us:.1f}x", f"lower floor when fused, on {profile.target.slug}"),
+    ]
+    eager, tuned = (profile.measured.kind(name) if profile.measured else None for name in ("eager", "tuned"))
+    if tuned:
+        tiles.append((f"{tuned.tflops:.0f} TFLOP/s", f"tuned kernel, {tuned.tflops / profile.peak_tflops:.0%} of peak"))
+    else:
+        tiles.append((fused.bound, "bounds the fused kernel"))
+    if eager and tuned:
+        tiles.append((f"{eager.time_us / tuned.time_us:.1f}x", "faster than eager, measured"))
+    return "".join(f'<div class="tile"><b>{escape(figure)}</b>{escape(words)}</div>' for figure, words in tiles)
+
+
+def _table(table: Table) -> str:
+    head = "".join(f"<th>{escape(column)}</th>" for column in table.columns)
+    first_sum = len(table.rows) - table.summary_rows
+    body = "\n".join(
+        f"<tr{' class=sum' if index >= first_sum else ''}>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
+        for index, row in enumerate(table.rows)
+    )
+    note = f'<p class="note">{escape(table.note)}</p>' if table.note else ""
+    return f'\n<h2>{escape(table.title)}</h2>\n<div class="scroll"><table><tr>{head}</tr>\n{body}</table></div>{note}'

@@ -1,0 +1,144 @@
+"""What was measured on a GPU, as plain values: made by `measure`, shown by the command line and the report."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flashtune.core.results import Measurement, Provenance
+
+FITTED_POINTS = 3
+"""An exponent is fitted to this many of the largest N: small ones are ruled by launch overhead and a GPU that isn't full."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """A measured time with the work that was done in it (matrix operations and counted bytes)."""
+
+    name: str
+    measurement: Measurement
+    matmul_flops: int
+    bytes: int
+
+    @property
+    def time_us(self) -> float:
+        """The median, in microseconds."""
+        return self.measurement.median_us
+
+    @property
+    def tflops(self) -> float:
+        """10^12 matrix operations per second."""
+        return self.matmul_flops / self.time_us / 1e6
+
+    @property
+    def tbs(self) -> float:
+        """10^12 counted bytes per second."""
+        return self.bytes / self.time_us / 1e6
+
+    def as_json(self) -> dict[str, Any]:
+        """Name, time and its quantiles, and what was achieved."""
+        return {**_times(self.name, self.measurement), "tflops": self.tflops, "tbs": self.tbs}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """Latency against N at fixed batch, heads and D: (N, microseconds), ascending in N."""
+
+    name: str
+    points: tuple[tuple[int, float], ...]
+
+    @property
+    def exponent(self) -> float | None:
+        """p of time ~ N^p over the largest N; None with fewer than `FITTED_POINTS` points."""
+        return fitted_exponent(self.points[-FITTED_POINTS:]) if len(self.points) >= FITTED_POINTS else None
+
+    def as_json(self) -> dict[str, Any]:
+        """Name, points and the fitted exponent."""
+        return {"name": self.name, "points": [{"n": n, "time_us": us} for n, us in self.points], "exponent": self.exponent}
+
+
+def fitted_exponent(points: Sequence[tuple[int, float]]) -> float:
+    """The slope of log time over log N by least squares, for two or more different N."""
+    xs, ys = [math.log(n) for n, _ in points], [math.log(us) for _, us in points]
+    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
+    return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / sum((x - mean_x) ** 2 for x in xs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One transformer layer with model width H D, in microseconds: projections (Q, K, V and output), MLP (4x), attention by kind."""
+
+    projections_us: float
+    mlp_us: float
+    attention_us: dict[str, float]
+
+    def share(self, kind: str) -> float:
+        """Attention's part of the layer with this kind of attention, 0 to 1 (norms and residuals are not counted)."""
+        attention = self.attention_us[kind]
+        return attention / (attention + self.projections_us + self.mlp_us)
+
+    def as_json(self) -> dict[str, Any]:
+        """The times and, by kind, attention's share."""
+        return {
+            "projections_us": self.projections_us,
+            "mlp_us": self.mlp_us,
+            "attention": {kind: {"time_us": us, "share": self.share(kind)} for kind, us in self.attention_us.items()},
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyRun:
+    """One strategy, measured: its time and ||x - exact|| / ||exact|| over a sample of rows, on random inputs."""
+
+    name: str
+    measurement: Measurement
+    relative_error: float
+
+    def as_json(self) -> dict[str, Any]:
+        """Name, time and its quantiles, and the error."""
+        return {**_times(self.name, self.measurement), "relative_error": self.relative_error}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """All that one run measured. `skipped` says in a sentence each what was left out and why.
+
+    `kinds` are whole attentions: eager (the framework's operations one by one), framework (its fused attention) and tuned
+    (what flashtune.dispatch serves; `served_by` says what that was).
+    """
+
+    device: str
+    provenance: Provenance
+    steps: tuple[Timed, ...]
+    kinds: tuple[Timed, ...]
+    served_by: str
+    scaling: tuple[Series, ...]
+    layer: Layer | None
+    strategies: tuple[StrategyRun, ...]
+    skipped: tuple[str, ...]
+
+    @property
+    def steps_us(self) -> float:
+        """The sum of the steps timed by themselves."""
+        return sum(step.time_us for step in self.steps)
+
+    def kind(self, name: str) -> Timed | None:
+        """One whole attention by name, or None where it was not measured."""
+        return next((kind for kind in self.kinds if kind.name == name), None)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, as the `measured` object of `flashtune profile --json`."""
+        return {
+            "device": self.device,
+            "provenance": self.provenance.as_json(),
+            "steps": [{**step.as_json(), "share": step.time_us / self.steps_us} for step in self.steps],
+            "attention": [kind.as_json() for kind in self.kinds],
+            "served_by": self.served_by,
+            "scaling": [series.as_json() for series in self.scaling],
+            "layer": self.layer.as_json() if self.layer else None,
+            "skipped": list(self.skipped),
+        }
+
+
+def _times(name: str, m: Measurement) -> dict[str, Any]:
+    return {"name": name, "time_us": m.median_us, "q10_us": m.q10_us, "q90_us": m.q90_us, "samples": m.samples}

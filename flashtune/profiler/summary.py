@@ -1,0 +1,165 @@
+"""One profile: a problem on a target, counted, held against the roofline, and measured where a GPU allows it."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import flashtune
+from flashtune.core.problem import Problem
+from flashtune.core.target import Target
+from flashtune.profiler.accounting import Elementwise, Step, tensor_bytes
+from flashtune.profiler.results import Measured, StrategyRun
+from flashtune.profiler.roofline import Bound, crossover, floor, peak_tflops, serial
+from flashtune.profiler.strategies import Strategy, strategies
+
+SCHEMA = "flashtune-profile-1"
+"""Names the form of the JSON: fields may be added under it, never renamed or removed."""
+
+ChosenBy = Literal["name", "device", "default"]
+"""Why this target: it was named, it is the GPU of this machine, or neither."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A step, or several in a row, with its floor on the target."""
+
+    step: Step
+    floor_us: float
+    bound: Bound
+
+    def as_json(self) -> dict[str, Any]:
+        """One object of `steps`."""
+        s = self.step
+        return {
+            "name": s.name,
+            "read_bytes": s.read_bytes,
+            "write_bytes": s.write_bytes,
+            "score_bytes": s.score_bytes,
+            "flops": s.flops,
+            "matmul_flops": s.matmul_flops,
+            "exps": s.exps,
+            "intensity": s.intensity,
+            "bound": self.bound,
+            "floor_us": self.floor_us,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """What `flashtune profile` knows: made by `profile`, completed by `with_measured`."""
+
+    problem: Problem
+    target: Target
+    chosen_by: ChosenBy
+    elementwise: Elementwise
+    window: int
+    rank: int
+    strategies: tuple[Strategy, ...]
+    measured: Measured | None = None
+    not_measured: str = ""
+    """Why `measured` is None."""
+
+    @property
+    def tensors(self) -> dict[str, int]:
+        """Bytes of Q, K, V, S and O."""
+        return tensor_bytes(self.problem)
+
+    @property
+    def steps(self) -> tuple[Row, ...]:
+        """The standard pipeline, step by step."""
+        return tuple(self._row((step,), step) for step in self.strategies[0].steps)
+
+    @property
+    def fused(self) -> Row:
+        """The fused kernel."""
+        return self.row(self.strategies[1])
+
+    @property
+    def standard(self) -> Row:
+        """The standard pipeline as a whole; its bound is the unit that sets most of its time."""
+        return self.row(self.strategies[0])
+
+    @property
+    def crossover(self) -> float:
+        """Operations per byte where the target's memory and matrix units balance."""
+        return crossover(self.target, self.problem.dtype)
+
+    @property
+    def peak_tflops(self) -> float:
+        """The target's peak for matrix products of this dtype."""
+        return peak_tflops(self.target, self.problem.dtype)
+
+    def row(self, strategy: Strategy) -> Row:
+        """A strategy as a whole."""
+        return self._row(strategy.steps, strategy.whole)
+
+    def run_of(self, strategy: Strategy) -> StrategyRun | None:
+        """What was measured of a strategy, or None."""
+        runs = self.measured.strategies if self.measured else ()
+        return next((run for run in runs if run.name == strategy.name), None)
+
+    def with_measured(self, measured: Measured) -> "Profile":
+        """This profile with what a GPU said."""
+        return replace(self, measured=measured, not_measured="")
+
+    def _row(self, steps: tuple[Step, ...], whole: Step) -> Row:
+        time_us, bound = serial(tuple(floor(step, self.target, self.problem.dtype) for step in steps))
+        return Row(step=whole, floor_us=time_us, bound=bound)
+
+    def as_json(self) -> dict[str, Any]:
+        """What `--json` prints."""
+        p, target = self.problem, self.target
+        return {
+            "schema": SCHEMA,
+            "flashtune": flashtune.__version__,
+            "problem": {
+                "batch": p.batch,
+                "heads": p.heads,
+                "n": p.n_q,
+                "d": p.d,
+                "dtype": p.dtype,
+                "elementwise": self.elementwise,
+                "window": self.window,
+                "rank": self.rank,
+            },
+            "target": {
+                "slug": target.slug,
+                "name": target.name,
+                "chosen_by": self.chosen_by,
+                "peak_tflops": self.peak_tflops,
+                "vector_tflops": target.peak_tflops["fp32"],
+                "bandwidth_gbs": target.bandwidth_gbs,
+                "exp_per_second": target.exp_per_second,
+                "crossover": self.crossover,
+            },
+            "tensors": self.tensors,
+            "steps": [row.as_json() for row in self.steps],
+            "standard": {**self.standard.as_json(), "score_share": self.standard.step.score_share},
+            "fused": self.fused.as_json(),
+            "strategies": [self._strategy_json(strategy) for strategy in self.strategies],
+            "measured": self.measured.as_json() if self.measured else None,
+            "not_measured": self.not_measured or None,
+        }
+
+    def _strategy_json(self, strategy: Strategy) -> dict[str, Any]:
+        run = self.run_of(strategy)
+        row = self.row(strategy).as_json()
+        measured = run.as_json() if run else {}
+        names = ("time_us", "q10_us", "q90_us", "samples", "relative_error")
+        return {**row, "what": strategy.what, "exact": strategy.exact, **{name: measured.get(name) for name in names}}
+
+
+def profile(
+    problem: Problem, target: Target, *, chosen_by: ChosenBy, elementwise: Elementwise, window: int, rank: int, not_measured: str
+) -> Profile:
+    """Count and bound a plain problem on `target`; raises InputError where the target has no matrix products in its dtype."""
+    peak_tflops(target, problem.dtype)
+    return Profile(
+        problem=problem,
+        target=target,
+        chosen_by=chosen_by,
+        elementwise=elementwise,
+        window=window,
+        rank=rank,
+        strategies=strategies(problem, elementwise, window, rank),
+        not_measured=not_measured,
+    )

@@ -1,0 +1,132 @@
+"""Counting: the published figures to the byte, and what must hold for every size."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashtune.core.dtypes import DTYPES, ITEMSIZE, DType
+from flashtune.core.errors import InputError
+from flashtune.core.problem import Problem
+from flashtune.profiler.accounting import ELEMENTWISE, Elementwise, fused_step, standard_steps, tensor_bytes, total
+from flashtune.profiler.strategies import DEFAULT_RANK, check_rank, check_window, low_rank, strategies, windowed
+
+MIB = 2**20
+
+
+def plain(batch: int, heads: int, n: int, d: int, dtype: DType = "fp16") -> Problem:
+    return Problem(batch=batch, heads=heads, kv_heads=heads, n_q=n, n_kv=n, d=d, d_v=d, dtype=dtype)
+
+
+problems = st.builds(plain, st.integers(1, 4), st.integers(1, 32), st.integers(1, 3000), st.integers(1, 256), st.sampled_from(DTYPES))
+passes = st.sampled_from(ELEMENTWISE)
+
+
+def test_twelve_heads_of_1024_by_64_in_fp16_move_these_bytes() -> None:
+    problem = plain(1, 12, 1024, 64)
+    assert tensor_bytes(problem) == {name: int(size * MIB) for name, size in {"Q": 1.5, "K": 1.5, "V": 1.5, "S": 24, "O": 1.5}.items()}
+    assert {step.name: step.bytes for step in standard_steps(problem, "fused")} == {"qk": 27 * MIB, "elementwise": 48 * MIB, "pv": 27 * MIB}
+    qk, elementwise, pv = standard_steps(problem, "fused")
+    assert (qk.read_bytes, qk.write_bytes) == (3 * MIB, 24 * MIB)
+    assert (elementwise.read_bytes, elementwise.write_bytes) == (24 * MIB, 24 * MIB)
+    assert (pv.read_bytes, pv.write_bytes) == (int(25.5 * MIB), int(1.5 * MIB))
+
+
+def test_one_head_of_4096_by_128_in_fp16_moves_138_megabytes_of_which_97_percent_are_scores() -> None:
+    problem = plain(1, 1, 4096, 128)
+    whole = total("standard", standard_steps(problem, "fused"))
+    assert tensor_bytes(problem)["S"] == 33_554_432  # 33.5 MB
+    assert whole.bytes == 138_412_032  # 138 MB
+    assert whole.score_bytes == 4 * 33_554_432
+    assert round(100 * whole.score_share) == 97
+
+
+def test_separate_steps_cross_memory_once_each() -> None:
+    steps = standard_steps(plain(1, 12, 1024, 64), "separate")
+    assert [step.name for step in steps] == ["qk", "scale_mask", "softmax", "dropout", "pv"]
+    assert [step.bytes for step in steps] == [27 * MIB, 48 * MIB, 48 * MIB, 48 * MIB, 27 * MIB]
+
+
+def test_the_intensity_of_the_first_product_follows_from_its_own_formula() -> None:
+    """2 N^2 D / (4 N D + 2 N^2) in fp16: it tends to D as N grows; write-ups that say 2.8 have another formula or an error."""
+    for n, d in ((1024, 64), (4096, 128), (777, 80)):
+        qk = standard_steps(plain(2, 3, n, d), "fused")[0]
+        assert qk.intensity == pytest.approx(2 * n * n * d / (4 * n * d + 2 * n * n), rel=1e-12)
+    near_limit = [standard_steps(plain(1, 1, n, 128), "fused")[0].intensity for n in (1 << 10, 1 << 14, 1 << 18, 1 << 22)]
+    assert near_limit == sorted(near_limit)
+    assert near_limit[-1] == pytest.approx(128, rel=1e-3)
+
+
+@given(problems, passes)
+def test_every_byte_belongs_to_a_tensor(problem: Problem, elementwise: Elementwise) -> None:
+    size = tensor_bytes(problem)
+    whole = total("standard", standard_steps(problem, elementwise))
+    crossings = {"fused": 4, "separate": 8}[elementwise]
+    assert whole.score_bytes == crossings * size["S"]
+    assert whole.bytes - whole.score_bytes == size["Q"] + size["K"] + size["V"] + size["O"]
+    assert whole.bytes == whole.read_bytes + whole.write_bytes
+    assert sum(size.values()) - size["S"] == 4 * problem.batch * problem.heads * problem.n_q * problem.d * ITEMSIZE[problem.dtype]
+
+
+@given(problems, passes)
+def test_fusing_changes_no_operation_and_moves_no_score(problem: Problem, elementwise: Elementwise) -> None:
+    standard, fused = total("standard", standard_steps(problem, elementwise)), fused_step(problem)
+    assert (fused.matmul_flops, fused.vector_flops, fused.exps) == (standard.matmul_flops, standard.vector_flops, standard.exps)
+    assert fused.matmul_flops == problem.flops()
+    assert fused.exps == problem.batch * problem.heads * problem.n_q**2
+    assert fused.score_bytes == 0
+    assert fused.bytes == problem.io_bytes()
+
+
+@given(problems)
+def test_how_elementwise_steps_run_changes_bytes_but_no_operations(problem: Problem) -> None:
+    together, apart = (total("standard", standard_steps(problem, elementwise)) for elementwise in ELEMENTWISE)
+    assert together.flops == apart.flops
+    assert apart.bytes - together.bytes == 4 * tensor_bytes(problem)["S"]
+
+
+@given(problems, st.integers(0, 4000))
+def test_a_window_counts_the_keys_that_each_query_sees(problem: Problem, window: int) -> None:
+    n = problem.n_q
+    outside = max(0, n - 1 - window)
+    local = fused_step(windowed(problem, window))
+    assert local.exps == problem.batch * problem.heads * (n * n - outside * (outside + 1))
+    assert local.bytes == fused_step(problem).bytes
+    assert (local.exps == fused_step(problem).exps) == (window >= n - 1)
+
+
+@given(problems, st.data())
+def test_low_rank_pays_for_its_projections_and_then_attends_to_fewer_keys(problem: Problem, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(1, problem.n_kv))
+    size, rows = ITEMSIZE[problem.dtype], problem.batch * problem.heads
+    *projections, attention = strategies(problem, "fused", 8, rank)[3].steps
+    assert [step.name for step in projections] == ["project_k", "project_v"]
+    for step in projections:
+        assert step.matmul_flops == 2 * rows * rank * problem.n_kv * problem.d
+        assert step.read_bytes == size * (rank * problem.n_kv + rows * problem.n_kv * problem.d)
+        assert step.write_bytes == size * rows * rank * problem.d
+    assert attention.matmul_flops == low_rank(problem, rank).flops() == 4 * rows * problem.n_q * rank * problem.d
+
+
+def test_only_standard_and_fused_are_exact_and_so_is_a_window_that_hides_nothing() -> None:
+    problem = plain(1, 1, 64, 16)
+    assert [s.name for s in strategies(problem, "fused", 8, 4)] == ["standard", "fused", "window", "low_rank"]
+    assert [s.exact for s in strategies(problem, "fused", 8, 4)] == [True, True, False, False]
+    assert strategies(problem, "fused", 63, 4)[2].exact
+
+
+def test_rank_defaults_to_64_or_to_all_keys_where_there_are_fewer() -> None:
+    assert check_rank(None, 4096) == DEFAULT_RANK == 64
+    assert check_rank(None, 10) == 10
+    assert check_rank(32, 4096) == 32
+
+
+@pytest.mark.parametrize("rank", [0, -1, 101])
+def test_a_rank_that_reduces_nothing_is_refused(rank: int) -> None:
+    with pytest.raises(InputError, match="--rank must be between 1 and N"):
+        check_rank(rank, 100)
+
+
+def test_a_negative_window_is_refused() -> None:
+    assert check_window(0) == 0
+    with pytest.raises(InputError, match="--window must be 0 or more, not -1"):
+        check_window(-1)

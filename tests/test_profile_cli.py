@@ -1,0 +1,188 @@
+"""`flashtune profile`: its JSON, its text, its speed without a GPU, and one line for bad input."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashtune.cli import profile as command
+from flashtune.cli.main import main
+from flashtune.tuner.machine import LocalGpu
+
+EXAMPLE = ["--b", "1", "--h", "12", "--n", "1024", "--d", "64", "--dtype", "fp16"]
+STEP_FIELDS = {"name", "read_bytes", "write_bytes", "score_bytes", "flops", "matmul_flops", "exps", "intensity", "bound", "floor_us"}
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests are about counting; on a machine with a GPU they must not start to measure."""
+    monkeypatch.setattr(command, "gpu_may_be_present", lambda: False)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["profile", *arguments])
+
+
+def run_json(*arguments: str) -> dict[str, Any]:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def test_json_has_the_promised_tensors_and_steps() -> None:
+    found = run_json(*EXAMPLE)
+    assert found["tensors"] == {"Q": 1572864, "K": 1572864, "V": 1572864, "S": 24 * MIB, "O": 1572864}
+    assert [step["name"] for step in found["steps"]] == ["qk", "elementwise", "pv"]
+    assert [step["read_bytes"] + step["write_bytes"] for step in found["steps"]] == [27 * MIB, 48 * MIB, 27 * MIB]
+    for step in [*found["steps"], found["standard"], found["fused"], *found["strategies"]]:
+        assert step.keys() >= STEP_FIELDS
+        assert step["bound"] in ("compute", "memory", "exp")
+        assert step["intensity"] == pytest.approx(step["flops"] / (step["read_bytes"] + step["write_bytes"]))
+
+
+def test_json_of_separate_steps_names_each() -> None:
+    found = run_json(*EXAMPLE, "--elementwise", "separate")
+    assert [step["name"] for step in found["steps"]] == ["qk", "scale_mask", "softmax", "dropout", "pv"]
+
+
+def test_json_without_a_gpu_says_so_and_leaves_measurements_null() -> None:
+    found = run_json(*EXAMPLE)
+    assert found["measured"] is None
+    assert found["not_measured"] == "this machine has no GPU that torch can use"
+    assert [(s["name"], s["time_us"], s["relative_error"]) for s in found["strategies"]] == [
+        (name, None, None) for name in ("standard", "fused", "window", "low_rank")
+    ]
+
+
+def test_json_of_the_v100_has_its_crossover_and_97_percent_of_scores_for_one_long_head() -> None:
+    found = run_json("--b", "1", "--h", "1", "--n", "4096", "--d", "128", "--gpu-name", "Tesla V100-PCIE-16GB")
+    assert found["target"]["slug"] == "v100"
+    assert found["target"]["crossover"] == pytest.approx(125, abs=1)
+    assert found["target"]["chosen_by"] == "name"
+    assert found["standard"]["score_share"] == pytest.approx(0.97, abs=0.001)
+
+
+def test_the_default_target_is_said_to_be_a_default() -> None:
+    assert run_json(*EXAMPLE)["target"]["chosen_by"] == "default"
+    assert "the default; name another with --gpu-name" in run(*EXAMPLE).output
+
+
+def test_text_has_both_units_labelled() -> None:
+    text = run(*EXAMPLE, "--gpu-name", "v100").output
+    lines = {line.split()[0]: line.split() for line in text.splitlines() if "  " in line}
+    assert "tensor    MiB     MB" in text
+    assert lines["Q"] == ["Q", "1.50", "1.57"] and lines["S"] == ["S", "24.00", "25.17"]
+    assert lines["qk"][3:5] == ["27.00", "28.31"] and lines["elementwise"][3:5] == ["48.00", "50.33"] and lines["pv"][3] == "27.00"
+    assert "crossover 124.4 FLOP/byte" in text
+    assert "S is 94.1% of the standard pipeline's traffic: 96.00 of 102.00 MiB (100.66 of 106.95 MB)." in text
+    assert text.rstrip().endswith("Nothing was measured: this machine has no GPU that torch can use.")
+
+
+def test_another_gpu_than_the_named_one_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = LocalGpu(name="NVIDIA A10", target=command.find_target("a10"))
+    monkeypatch.setattr(command, "gpu_may_be_present", lambda: True)
+    monkeypatch.setattr("flashtune.tuner.machine.local_gpu", lambda: here)
+    found = run_json(*EXAMPLE, "--gpu-name", "h200")
+    assert found["measured"] is None
+    assert found["not_measured"] == "this machine has a NVIDIA A10, not a NVIDIA H200 SXM"
+
+
+def test_a_gpu_outside_the_table_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "gpu_may_be_present", lambda: True)
+    monkeypatch.setattr("flashtune.tuner.machine.local_gpu", lambda: LocalGpu(name="NVIDIA T4", target=None))
+    found = run_json(*EXAMPLE)
+    assert (found["measured"], found["not_measured"]) == (None, "this machine's NVIDIA T4 is not in the table of GPUs")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--n", "0"], "flashtune: --n 0 is out of range: give at least 1"),
+        (["--n", "-5"], "flashtune: --n -5 is out of range: give at least 1"),
+        (["--b", "0"], "flashtune: --b 0 is out of range: give at least 1"),
+        (["--h", "0"], "flashtune: --h 0 is out of range: give at least 1"),
+        (["--d", "0"], "flashtune: --d 0 is out of range: give at least 1"),
+        (["--d", "300"], "flashtune: d=300 is too large: kernels take head sizes up to 256"),
+        (["--gpu-name", "h900"], "flashtune: unknown GPU 'h900': did you mean"),
+        (["--dtype", "int8"], "flashtune: unknown dtype 'int8': use one of fp16, bf16, fp32"),
+        (["--gpu-name", "v100", "--dtype", "bf16"], "flashtune: v100 has no bf16 matrix products"),
+        (["--window", "-1"], "flashtune: --window must be 0 or more, not -1"),
+        (["--rank", "0"], "flashtune: --rank must be between 1 and N, not 0"),
+        (["--n", "32", "--rank", "64"], "flashtune: --rank must be between 1 and N, not 64 with N=32"),
+        (["--plot", "report.pdf"], "flashtune: --plot report.pdf has no known ending: use .html, .png, .svg"),
+        (["--plot", "/nowhere/at/all.html"], "flashtune: --plot /nowhere/at/all.html can't be written: No such file or directory"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], line: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith(line) and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["--n", "many"], ["--elementwise", "half"], ["--no-such-option"]])
+def test_what_click_refuses_is_exit_code_2_too(arguments: list[str]) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2 and result.stdout == "" and "Error" in result.stderr
+
+
+def test_a_plot_path_that_is_a_directory_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "report.html"
+    folder.mkdir()
+    result = run(*EXAMPLE, "--plot", str(folder))
+    assert result.exit_code == 2 and "is a directory: name a file in it" in result.stderr
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_plot_path_in_a_read_only_directory_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    result = run(*EXAMPLE, "--plot", str(tmp_path / "report.png"))
+    tmp_path.chmod(stat.S_IRWXU)
+    assert result.exit_code == 2 and "can't be written: Permission denied" in result.stderr
+
+
+def test_nothing_is_left_behind_when_one_of_several_plots_is_refused(tmp_path: Path) -> None:
+    assert run(*EXAMPLE, "--plot", str(tmp_path / "a.png"), "--plot", str(tmp_path / "a.gif")).exit_code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_gpu_it_answers_in_5_seconds_and_loads_neither_torch_nor_matplotlib() -> None:
+    code = (
+        "import sys; from flashtune.cli.main import main; main(sys.argv[1:], standalone_mode=False); "
+        "print([name for name in ('torch', 'matplotlib', 'triton', 'optuna') if name in sys.modules], file=sys.stderr)"
+    )
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", code, "profile", *EXAMPLE, "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert time.monotonic() - start < 5
+    assert json.loads(done.stdout)["tensors"]["S"] == 24 * MIB
+    if not Path("/dev/kfd").exists():
+        assert done.stderr.strip() == "[]"
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 64), st.integers(1, 128), st.integers(1, 20000), st.integers(1, 256), st.sampled_from(["fp16", "bf16", "fp32"]))
+def test_any_sizes_give_finite_json_and_text(b: int, h: int, n: int, d: int, dtype: str) -> None:
+    options = ["--b", str(b), "--h", str(h), "--n", str(n), "--d", str(d), "--dtype", dtype, "--gpu-name", "l4"]
+    runner = CliRunner()
+    # Called without the group's fixtures: the named GPU keeps a machine that has another from measuring.
+    for extra in ([], ["--json"]):
+        result = runner.invoke(main, ["profile", *options, *extra])
+        assert result.exit_code == 0, result.output
+        assert "nan" not in result.stdout.lower() and "infinity" not in result.stdout.lower()
