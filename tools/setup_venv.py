@@ -2,8 +2,8 @@
 
     python tools/setup_venv.py .venv [--torch torch==2.11.0]
 
-Which torch: the one asked for (remembered until another is); else the base interpreter's own where that one sees a GPU, so that
-nothing large is downloaded; else, without an NVIDIA driver, the CPU build where pip finds it (about 200 MB); else the build that
+Which torch: the one asked for (remembered until another is); else the base interpreter's own where that one sees a GPU and comes with
+Triton 3.6 or newer, so that nothing large is downloaded; else, without an NVIDIA driver, the CPU build where pip finds it (about 200 MB); else the build that
 brings its own CUDA and pins the very Triton that constraints.txt names.
 Only the standard library is used here: this runs before anything is installed.
 """
@@ -20,7 +20,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CPU_TORCH = "torch==2.13.0+cpu"
 GPU_TORCH = "torch==2.11.0"
-SEES_GPU = "import torch, sys; sys.exit(not torch.cuda.is_available())"
+USABLE = """
+import sys, torch, triton
+sys.exit(not (torch.cuda.is_available() and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)))
+"""
 EXIT_ENVIRONMENT = 4
 
 
@@ -74,24 +77,24 @@ def install(folder: Path, torch: str) -> str:
     Raises CalledProcessError after pip has said why.
     """
     if torch in ("", "base"):
-        torch = "base" if base_torch_sees_gpu() else ""
+        torch = "base" if base_torch_is_usable() else ""
     venv.EnvBuilder(with_pip=True, symlinks=True, system_site_packages=torch == "base").create(folder)
     pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
     torch = torch or default_torch(pip)
-    # The base interpreter's torch came with its own Triton; the package's bounds decide whether that one will do.
+    # The base interpreter's torch came with its own Triton, which is not to be replaced.
     wanted = [] if torch == "base" else ["-c", "constraints.txt", torch]
     subprocess.run([*pip, "install", "-qq", *wanted, "-e", ".[dev]"], cwd=ROOT, check=True)
     return torch
 
 
-def base_torch_sees_gpu() -> bool:
-    """Whether the interpreter outside any virtual environment has a torch with a working GPU."""
+def base_torch_is_usable() -> bool:
+    """Whether the interpreter outside any virtual environment has a torch with a working GPU, and a Triton that the package allows."""
     base = getattr(sys, "_base_executable", sys.executable)
-    return subprocess.run([base, "-c", SEES_GPU], capture_output=True).returncode == 0
+    return subprocess.run([base, "-c", USABLE], capture_output=True).returncode == 0
 
 
 def default_torch(pip: list[str]) -> str:
-    """The torch to install where the user named none and the base interpreter has none that sees a GPU."""
+    """The torch to install where the user named none and the base interpreter's own can't be used."""
     if shutil.which("nvidia-smi"):
         return GPU_TORCH
     found = subprocess.run([*pip, "install", "-qq", "--dry-run", "--no-deps", CPU_TORCH], capture_output=True)
