@@ -3,8 +3,8 @@
     python tools/setup_venv.py .venv [--torch torch==2.11.0]
 
 Which torch: the one asked for (remembered until another is); else the base interpreter's own where that one sees a GPU and comes with
-Triton 3.6 or newer, so that nothing large is downloaded; else, without an NVIDIA driver, the CPU build where pip finds it (about 200 MB); else the build that
-brings its own CUDA and pins the very Triton that constraints.txt names.
+Triton 3.6 or newer, so that nothing large is downloaded; else, without an NVIDIA driver, the CPU build where pip finds it (about
+200 MB); else the build that brings its own CUDA and pins the very Triton that constraints.txt names.
 Only the standard library is used here: this runs before anything is installed.
 """
 
