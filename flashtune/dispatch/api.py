@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 
 from flashtune.core.problem import Problem, Window
 from flashtune.core.target import find_target
-from flashtune.dispatch import devices, selection
+from flashtune.dispatch import compiled, devices, selection
 from flashtune.dispatch.arguments import parse
 from flashtune.dispatch.explanation import Explanation
 from flashtune.dispatch.memo import Memo
@@ -61,12 +61,22 @@ def attention(
 
     Raises InputError (a ValueError) or InputTypeError (a TypeError) where the arguments make no sense.
     """
+    if torch.compiler.is_compiling():
+        return _traced(
+            (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa),
+            window=window,
+            softcap=softcap,
+            causal_alignment=causal_alignment,
+            return_lse=return_lse,
+            seed=seed,
+            allow_tf32=allow_tf32,
+        )
     extras = (window, softcap, causal_alignment, return_lse, allow_tf32)
     signature: Hashable | None
     try:
         if _autocasting(query):
             query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
-        why_torch = _why_torch(query, key, value, attn_mask)
+        why_torch = _why_torch(query, key, value, attn_mask) or _transformed()
         signature = (
             query.shape,
             key.shape,
@@ -130,7 +140,8 @@ def explain(
     )
     memo = _memo
     with memo.lock:
-        found = selection.candidates(memo, request, query, key, value, attn_mask, _why_torch(query, key, value, attn_mask))
+        why_torch = _why_torch(query, key, value, attn_mask) or _transformed()
+        found = selection.candidates(memo, request, query, key, value, attn_mask, why_torch)
         return next(found).explanation
 
 
@@ -168,7 +179,7 @@ def _first_call(signature: Hashable | None, arguments: tuple[Any, ...], extras: 
     )
     memo = _memo
     with memo.lock:
-        why_torch = _why_torch(query, key, value, attn_mask)
+        why_torch = _why_torch(query, key, value, attn_mask) or _transformed()
         for candidate in selection.candidates(memo, request, query, key, value, attn_mask, why_torch):
             if candidate.variant is None:
                 break
@@ -185,6 +196,14 @@ def _first_call(signature: Hashable | None, arguments: tuple[Any, ...], extras: 
     if signature is not None:
         memo.keep(signature, candidate.plan)
     return candidate.plan.run(query, key, value, attn_mask, seed)
+
+
+def _traced(arguments: tuple[Any, ...], **extras: Any) -> Any:
+    """`attention` as torch.compile sees it."""
+    query, key, value, attn_mask, *_ = arguments
+    if _autocasting(query):
+        arguments = (*_autocast(query, key, value, attn_mask), *arguments[4:])
+    return compiled.traced(arguments, extras, kernels=_why_torch(*arguments[:4]) is None)
 
 
 def _why_torch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None) -> str | None:
@@ -204,6 +223,11 @@ def _why_torch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn
         query.requires_grad or key.requires_grad or value.requires_grad or (attn_mask is not None and attn_mask.requires_grad)
     ):
         return "a gradient is needed and the kernels are forward only"
+    return None
+
+
+def _transformed() -> str | None:
+    """Why torch.func or forward-mode differentiation keeps kernels out, or None."""
     if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
         return "a torch.func or forward-mode transform is active"
     return None

@@ -41,7 +41,8 @@ def parse(
     rank = max(len(q), len(k), len(v))
     batch_dims = _batch_dims(q, k, v)
     heads, kv_heads = _heads(q, k, v, enable_gqa)
-    n_q, n_kv, d, d_v = q[-2], k[-2], q[-1], v[-1]
+    # Head sizes are compiled in, so a tracer's symbolic ones become numbers.
+    n_q, n_kv, d, d_v = q[-2], k[-2], int(q[-1]), int(v[-1])
     if is_causal and attn_mask is not None:
         raise InputError("is_causal=True was given together with attn_mask: give one of them, or put the causal band into the mask")
     mask_kind: MaskKind = "none"
@@ -158,12 +159,16 @@ def _check_sizes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> 
 
 def _batch_dims(*shapes: tuple[int, ...]) -> tuple[int, ...]:
     """The broadcast of all dimensions before the heads."""
-    aligned = zip_longest(*(reversed(shape[:-3]) for shape in shapes), fillvalue=1)
-    sizes = [set(column) - {1} for column in aligned]
-    if any(len(found) > 1 for found in sizes):
-        q, k, v = shapes
-        raise InputError(f"batch sizes of query {q}, key {k} and value {v} don't broadcast: make them equal or 1")
-    return tuple(max(found, default=1) for found in reversed(sizes))
+    found: list[int] = []
+    for sizes in zip_longest(*(reversed(shape[:-3]) for shape in shapes), fillvalue=1):
+        size = 1
+        for other in sizes:
+            if other != 1 and size not in (1, other):
+                q, k, v = shapes
+                raise InputError(f"batch sizes of query {q}, key {k} and value {v} don't broadcast: make them equal or 1")
+            size = other if size == 1 else size
+        found.append(size)
+    return tuple(reversed(found))
 
 
 def _heads(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], enable_gqa: bool) -> tuple[int, int]:
@@ -226,6 +231,7 @@ def _number(name: str, value: object) -> float:
     """A finite real number."""
     if isinstance(value, torch.Tensor) or not isinstance(value, numbers.Real):
         raise InputTypeError(f"{name} must be a number, not {type(value).__name__}: pass a Python float")
-    if not math.isfinite(value):
+    # Not math.isfinite, which compilers that trace a symbolic number don't know.
+    if not -math.inf < value < math.inf:
         raise InputError(f"{name}={float(value)} is not finite: give an ordinary number")
     return float(value)

@@ -12,20 +12,22 @@ Outputs = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def attention(
-    request: Request, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, seed: int, offset: int
+    request: Request, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, keep: torch.Tensor | None
 ) -> Outputs:
     """Serve `request` in torch operations, differentiable: output and, when asked for, the float32 LSE.
 
     Plain, causal and masked attention and dropout from torch's own generator are one call of F.scaled_dot_product_attention. Other
     bands become a boolean mask (or go into the bias) first. Softcap, LSE and seeded dropout run the reference in float32 (float64
-    for float64 inputs), whose scores take B Hq N_q N_kv elements of memory. `seed` and `offset` count only for seeded dropout.
+    for float64 inputs), whose scores take B Hq N_q N_kv elements of memory; `keep` (B, Hq, N_q, N_kv) is dropout's mask there.
     """
     q, k, v = request.views(q, k, v)
     mask = request.small_mask(mask)
-    if request.softcap or request.return_lse or (request.dropout_p and request.seeded):
-        out, lse = _composite(request, q, k, v, mask, seed, offset)
+    if request.softcap or request.return_lse or keep is not None:
+        out, lse = _composite(request, q, k, v, mask, keep)
         return request.restored(out), request.restored(lse) if request.return_lse else None
-    causal = request.torch_causal and mask is None
+    # A tracer may hold symbolic truth values, which torch refuses; a branch on one settles it.
+    causal = True if request.torch_causal and mask is None else False  # noqa: SIM210
+    shared = True if request.heads != request.kv_heads else False  # noqa: SIM210
     if request.banded and not causal:
         mask = _with_band(request, mask)
     out = F.scaled_dot_product_attention(
@@ -36,7 +38,7 @@ def attention(
         dropout_p=request.dropout_p,
         is_causal=causal,
         scale=request.scale,
-        enable_gqa=request.heads != request.kv_heads,
+        enable_gqa=shared,
     )
     return request.restored(out), None
 
@@ -52,17 +54,10 @@ def _with_band(request: Request, mask: torch.Tensor | None) -> torch.Tensor:
 
 
 def _composite(
-    request: Request, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, seed: int, offset: int
+    request: Request, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, keep: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The reference in float32 or float64, rounded to the inputs' dtype at the end."""
     wide = torch.float64 if request.dtype == torch.float64 else torch.float32
-    keep, dropout_p = None, request.dropout_p
-    if dropout_p == 1.0:
-        # All weights are dropped; the reference would divide 0 by 0.
-        keep, dropout_p = torch.zeros((), dtype=torch.bool, device=request.device), 0.0
-    elif dropout_p:
-        sizes = (request.batch, request.heads, request.n_q, request.n_kv)
-        keep = reference.dropout_keep(seed, offset, *sizes, dropout_p, device=request.device)
     # Autocast would turn the float32 products into half ones again.
     with _no_autocast(request.device.type):
         out, lse = reference.attention(
@@ -76,7 +71,8 @@ def _composite(
             diagonal=request.diagonal,
             softcap=request.softcap,
             keep=keep,
-            dropout_p=dropout_p,
+            # With a rate of 1 nothing is kept, and 0 / 0 is to be avoided.
+            dropout_p=request.dropout_p if request.dropout_p < 1.0 else 0.0,
             dtype=wide,
         )
     return out.to(request.dtype), lse.float()

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from flashtune.core import reference
 from flashtune.dispatch import framework
 from flashtune.dispatch.arguments import seed_bits
 from flashtune.dispatch.request import Request
@@ -22,10 +23,12 @@ class FrameworkPlan:
     def run(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, seed: int | None) -> Outputs:
         """Output and, when asked for, LSE."""
         request = self.request
-        bits, offset = 0, 0
-        if request.dropout_p and not request.fused_by_torch:
+        keep = None
+        if request.dropout_p and (request.seeded or request.softcap or request.return_lse):
             bits, offset = random_bits(seed, request.device)
-        return framework.attention(request, query, key, value, attn_mask, bits, offset)
+            sizes = (request.batch, request.heads, request.n_q, request.n_kv)
+            keep = reference.dropout_keep(bits, offset, *sizes, request.dropout_p, device=request.device)
+        return framework.attention(request, query, key, value, attn_mask, keep)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,15 +61,8 @@ class KernelPlan:
 
 
 def kernel_plan(request: Request, launch: Callable[..., None], q: torch.Tensor) -> KernelPlan:
-    """The plan for a kernel; `q` is (B, Hq, N_q, D), whose order of dimensions in memory the output takes over, as torch's does."""
+    """The plan for a kernel; the output's dimensions lie in memory as those of `q` (B, Hq, N_q, D) do, as in torch."""
     shape = (request.batch, request.heads, request.n_q, request.d_v)
-    # Broadcast dimensions (stride 0) go outermost; the head size is always innermost.
-    taken = q.stride()
-    outer = sorted(range(3), key=lambda dim: -taken[dim] if taken[dim] else -(2**62))
-    stride, step = [0, 0, 0, 1], request.d_v
-    for dim in reversed(outer):
-        stride[dim] = step
-        step *= shape[dim]
     left, right = (-1 if side is None else side for side in (request.left, request.right))
     settings = {
         "scale": request.scale,
@@ -81,8 +77,19 @@ def kernel_plan(request: Request, launch: Callable[..., None], q: torch.Tensor) 
         launch=launch,
         settings=settings,
         out_shape=shape,
-        out_stride=(stride[0], stride[1], stride[2], stride[3]),
+        out_stride=out_strides(shape, q.stride()),
     )
+
+
+def out_strides(shape: tuple[int, int, int, int], q_strides: tuple[int, ...]) -> tuple[int, int, int, int]:
+    """Dense strides for an output whose batch, heads and rows lie in memory in the order of the query's, the head size innermost."""
+    # Broadcast dimensions (stride 0) go outermost.
+    outer = sorted(range(3), key=lambda dim: -q_strides[dim] if q_strides[dim] else -(2**62))
+    strides, step = [0, 0, 0], shape[3]
+    for dim in reversed(outer):
+        strides[dim] = step
+        step *= shape[dim]
+    return strides[0], strides[1], strides[2], 1
 
 
 def random_bits(seed: int | None, device: torch.device) -> tuple[int, int]:

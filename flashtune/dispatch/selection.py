@@ -120,7 +120,9 @@ def explained(choice: Choice, problem: Problem, target: Target, refused: list[st
         config=choice.config,
         source=None if record is None else record.outcome.source,
         origin=None if record is None else record.origin,
-        record=record,
+        record_key=None if record is None else record.key,
+        median_us=None if record is None else record.median_us,
+        framework_us=None if record is None else record.framework_us,
         refused=tuple(refused),
     )
 
