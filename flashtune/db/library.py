@@ -90,7 +90,7 @@ class Library:
 
 def _read(layer: Layer, work: Callable[["Store"], list[T]]) -> list[T]:
     """What `work` finds in a layer; nothing where an optional layer is missing."""
-    from flashtune.db.sqlite_file import MissingDatabaseError
+    from flashtune.db.inspection import MissingDatabaseError
     from flashtune.db.store import Store
 
     try:

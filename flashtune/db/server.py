@@ -9,8 +9,8 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModu
 from sqlalchemy.pool import NullPool
 
 from flashtune.core.errors import DatabaseError, EnvironmentProblem
+from flashtune.db.inspection import MissingDatabaseError
 from flashtune.db.schema import SCHEMA_VERSION, VERSION_TABLE, Base
-from flashtune.db.sqlite_file import MissingDatabaseError
 
 T = TypeVar("T")
 

@@ -27,7 +27,6 @@ from flashtune.db.writing import ResultRows
 T = TypeVar("T")
 
 _PROBLEM, _RUN, _TRIAL = (model.__table__ for model in (ProblemRow, RunRow, TrialRow))
-_FAILURES = [str(fate) for fate in Fate if fate is not Fate.CORRECT]
 
 
 class KeyFilter(TypedDict, total=False):
@@ -192,14 +191,9 @@ class Store:
             partition_by=_TRIAL.c.run_id,
             order_by=(func.coalesce(_TRIAL.c.rank, rows.LARGEST), _TRIAL.c.median_us, _TRIAL.c.variant_id, _TRIAL.c.number),
         )
-        # Only known failures are left out: an impossible fate must be read, and refused.
+        # Whatever has a time or a rank, not whatever says that it is correct: so an impossible fate is read, and refused.
         timed = or_(_TRIAL.c.median_us.is_not(None), _TRIAL.c.rank.is_not(None))
-        ranked = (
-            select(_TRIAL.c.id, place.label("place"))
-            .select_from(_TRIAL.join(_RUN).join(_PROBLEM))
-            .where(_TRIAL.c.fate.not_in(_FAILURES), timed, *where)
-            .subquery()
-        )
+        ranked = select(_TRIAL.c.id, place.label("place")).select_from(_TRIAL.join(_RUN).join(_PROBLEM)).where(timed, *where).subquery()
         query = (
             select(*_labelled(_PROBLEM), *_labelled(_RUN), *_labelled(_TRIAL))
             .select_from(ranked.join(_TRIAL, _TRIAL.c.id == ranked.c.id).join(_RUN).join(_PROBLEM))

@@ -1,0 +1,123 @@
+"""Problems and search results for the database's tests; also run as a script, as one of several processes that write at once."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from flashtune.core.config import Config
+from flashtune.core.problem import Features, Problem
+from flashtune.core.results import Baseline, CompileFacts, Fate, Measurement, Outcome, Provenance, SearchResult, Source
+from flashtune.db.store import Store
+
+PROBLEM = Problem(batch=2, heads=16, kv_heads=4, n_q=1024, n_kv=1024, d=64, d_v=64, dtype="bf16", features=Features(causal=True))
+PROVENANCE = Provenance(
+    flashtune="0.1.0",
+    torch="2.11.0",
+    triton="3.6.0",
+    driver="575.57",
+    gpu_name="NVIDIA H200",
+    clocks="clocks.sm 1980 MHz",
+    command="flashtune search --gpu-name h200 --d 64",
+    seed=7,
+    created_at="2026-11-21T10:00:00+00:00",
+)
+
+
+def problem(n: int = 1024, **changes: object) -> Problem:
+    return replace(PROBLEM, **{"n_q": n, "n_kv": n, **changes})
+
+
+def times(median_us: float) -> Measurement:
+    return Measurement(median_us=median_us, q10_us=0.9 * median_us, q90_us=1.2 * median_us, min_us=0.8 * median_us, samples=50)
+
+
+def outcome(variant_id: str, median_us: float | None = 100.0, *, source: Source = "measured", **changes: object) -> Outcome:
+    """A correct outcome; one that failed to compile where `median_us` is None."""
+    if median_us is None:
+        made = Outcome(
+            template="flash_fwd",
+            template_hash="0123456789abcdef",
+            variant_id=variant_id,
+            config=Config.of(BLOCK_M=256, BLOCK_N=128, num_warps=8),
+            fate=Fate.COMPILE,
+            source=source,
+            reason="ptxas: out of registers",
+        )
+    else:
+        made = Outcome(
+            template="flash_fwd",
+            template_hash="0123456789abcdef",
+            variant_id=variant_id,
+            config=Config.of(BLOCK_M=128, BLOCK_N=64, num_warps=4, persistent=True, order="linear"),
+            fate=Fate.CORRECT,
+            source=source,
+            measurement=times(median_us) if source == "measured" else Measurement.predicted(median_us),
+            facts=CompileFacts(registers=168, spills=0, shared_bytes=98304, threads=128, tensor_core_ops=32),
+            max_error=0.25,
+        )
+    return replace(made, **changes)
+
+
+def result(
+    *outcomes: Outcome,
+    framework_us: float | None = 120.0,
+    gpu: str = "h200",
+    of: Problem = PROBLEM,
+    created_at: str = PROVENANCE.created_at,
+) -> SearchResult:
+    return SearchResult(
+        gpu=gpu,
+        problem=of,
+        outcomes=outcomes,
+        provenance=replace(PROVENANCE, created_at=created_at),
+        baseline=Baseline(backend="cudnn", measurement=times(framework_us)) if framework_us else None,
+    )
+
+
+FIXTURE_RESULTS = (
+    result(
+        outcome("aaaa000000000001", 100.0, finalist=True, rank=1),
+        outcome("aaaa000000000002", 99.5, finalist=True, rank=2),
+        outcome("aaaa000000000003", None),
+    ),
+    result(
+        outcome("bbbb000000000001", 50.0, source="predicted"),
+        framework_us=None,
+        gpu="a100",
+        of=problem(2048, d=128, d_v=64, dtype="fp16", features=Features(window=(100, 7), alignment="bottom_right", dropout=True)),
+    ),
+)
+"""What every database of tests/fixtures/db holds. Never change it: those files are never written again."""
+
+
+def write(path: Path, results: tuple[SearchResult, ...] = FIXTURE_RESULTS) -> Path:
+    with Store.open(path, writable=True) as store:
+        for one in results:
+            store.save(one)
+    return path
+
+
+def numbered(writer: int, run: int, trials: int = 5) -> SearchResult:
+    """The `run`-th result of a writer, recognisable by its variant ids and complete only with all its trials."""
+    outcomes = [outcome(f"{writer:04x}{run:04x}{trial:08x}", 100.0 + trial) for trial in range(trials)]
+    return result(*outcomes, of=problem(1024 * (1 + run % 3)))
+
+
+def identity(one: SearchResult) -> str:
+    return one.outcomes[0].variant_id[:8]
+
+
+def main(words: list[str]) -> None:
+    """`PATH WRITER RUNS`: save so many results, and say each time that one was kept."""
+    path, writer, runs = words[0], int(words[1]), int(words[2])
+    announce: Callable[[str], object] = sys.stdout.write
+    with Store.open(path, writable=True) as store:
+        for run in range(runs):
+            store.save(numbered(writer, run))
+            announce(f"{run}\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,139 @@
+"""The library serves the best record of each key over the user's overlay and the shipped database."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import db_samples as samples
+import pytest
+
+from flashtune.core.errors import DatabaseError
+from flashtune.core.results import Fate, SearchResult
+from flashtune.db import library
+from flashtune.db.library import Library
+
+KEY = samples.PROBLEM.key("h200")
+
+
+@pytest.fixture
+def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this test's shipped database is; it doesn't exist yet."""
+    path = tmp_path / "package" / "tuned.sqlite"
+    monkeypatch.setattr(library, "shipped_path", lambda: path)
+    return path
+
+
+def one(variant: str, time: float = 100.0, framework_us: float | None = 120.0, **changes: object) -> SearchResult:
+    return samples.result(samples.outcome(variant, time, **changes), framework_us=framework_us)
+
+
+def served() -> tuple[str, str]:
+    record = Library.default().best(KEY)
+    assert record is not None
+    return record.outcome.variant_id, record.origin
+
+
+def test_a_machine_without_any_database_has_an_empty_library(own_database: Path, shipped: Path) -> None:
+    found = Library.default()
+    assert found.records() == [] and found.best(KEY) is None and found.fates(KEY) == {}
+    assert not own_database.exists() and not shipped.parent.exists()
+
+
+def test_either_layer_serves_alone(own_database: Path, shipped: Path) -> None:
+    samples.write(shipped, (one("there"),))
+    assert served() == ("there", "shipped")
+    shipped.unlink()
+    samples.write(own_database, (one("mine"),))
+    assert served() == ("mine", "overlay")
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "expected"),
+    [
+        (one("mine", 90.0), one("theirs", 80.0), "theirs"),
+        (one("mine", 80.0), one("theirs", 90.0), "mine"),
+        (one("mine", 90.0), one("theirs", 80.0, framework_us=80.0), "mine"),
+        (one("mine", 1.0, None, source="predicted"), one("theirs", 500.0), "theirs"),
+        (one("mine", 500.0, None), one("theirs", 1.0, None, source="predicted"), "mine"),
+        (one("b"), one("a"), "a"),
+        (one("same"), one("same"), "same"),
+    ],
+)
+def test_one_rule_chooses_between_the_layers(
+    own_database: Path, shipped: Path, mine: SearchResult, theirs: SearchResult, expected: str
+) -> None:
+    samples.write(own_database, (mine,))
+    samples.write(shipped, (theirs,))
+    variant, origin = served()
+    assert variant == expected
+    assert origin == ("overlay" if variant == mine.outcomes[0].variant_id else "shipped")
+
+
+def test_records_of_both_layers_are_merged_filtered_and_in_order(own_database: Path, shipped: Path) -> None:
+    samples.write(own_database, (samples.result(samples.outcome("v"), of=samples.problem(4096)), one("mine", 10.0)))
+    samples.write(shipped, (samples.result(samples.outcome("v"), of=samples.problem(512)), one("theirs", 20.0)))
+    found = Library.default()
+    assert [(r.key.n, r.origin) for r in found.records()] == [(512, "shipped"), (1024, "overlay"), (4096, "overlay")]
+    assert [r.key.n for r in found.records(gpu="h200", n=4096, dtype=None)] == [4096]
+    assert found.records(gpu="a100") == []
+
+
+def test_the_hot_path_reads_no_database(own_database: Path, shipped: Path) -> None:
+    samples.write(own_database, (one("mine"),))
+    found = Library.default()
+    own_database.write_bytes(b"gone")
+    assert found.best(KEY) is not None and len(found.records()) == 1
+
+
+@pytest.mark.parametrize("which", ["overlay", "shipped"])
+@pytest.mark.parametrize("damage", [lambda path: path.write_text("no database " * 20), lambda path: path.mkdir()], ids=["text", "folder"])
+def test_a_broken_layer_is_an_error_not_a_silence(own_database: Path, shipped: Path, which: str, damage: Callable[[Path], object]) -> None:
+    samples.write(own_database, (one("mine"),))
+    samples.write(shipped, (one("theirs"),))
+    path = own_database if which == "overlay" else shipped
+    path.unlink()
+    damage(path)
+    with pytest.raises(DatabaseError, match=str(path)):
+        Library.default()
+
+
+def test_a_named_database_stands_alone_and_must_exist(own_database: Path, shipped: Path, tmp_path: Path) -> None:
+    samples.write(own_database, (one("mine"),))
+    path = samples.write(tmp_path / "model.sqlite", (one("model"),))
+    for location in (path, str(path), f"sqlite:///{path}"):
+        record = Library.of(location).best(KEY)
+        assert record is not None and (record.outcome.variant_id, record.origin) == ("model", str(path))
+    with pytest.raises(DatabaseError, match="no database at"):
+        Library.of(tmp_path / "missing.sqlite")
+
+
+def test_the_overlay_is_where_the_environment_says(own_database: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert library.overlay_path() == str(own_database)
+    samples.write(tmp_path / "elsewhere.sqlite", (one("elsewhere"),))
+    monkeypatch.setenv("FLASHTUNE_DB", f"sqlite:///{tmp_path}/elsewhere.sqlite")
+    assert served() == ("elsewhere", "overlay")
+    monkeypatch.setenv("FLASHTUNE_DB", "")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    assert library.overlay_path() == str(tmp_path / "data" / "flashtune" / "tuned.sqlite")
+
+
+def test_fates_count_each_variant_once_by_its_latest_outcome(own_database: Path, shipped: Path) -> None:
+    interrupted = samples.result(samples.outcome("a"), samples.outcome("b", None), samples.outcome("c", None), framework_us=None)
+    samples.write(shipped, (interrupted,))
+    samples.write(own_database, (interrupted, samples.result(samples.outcome("a"), samples.outcome("b"), samples.outcome("d"))))
+    assert Library.default().fates(KEY) == {Fate.COMPILE: 1, Fate.CORRECT: 3}
+
+
+def test_importing_the_library_loads_neither_torch_nor_sql() -> None:
+    code = "import sys, flashtune.db.library; print([name for name in ('torch', 'sqlalchemy', 'alembic', 'triton') if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_reading_a_database_loads_neither_torch_nor_alembic(own_database: Path) -> None:
+    samples.write(own_database, (one("mine"),))
+    code = (
+        "import sys; from flashtune.db.library import Library; assert Library.default().records();"
+        "print([name for name in ('torch', 'alembic', 'triton') if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

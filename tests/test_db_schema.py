@@ -1,0 +1,130 @@
+"""The models and the migrations describe one schema, and every released version of it stays readable."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import db_samples as samples
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, create_engine, inspect
+
+from flashtune.core.errors import FlashtuneError
+from flashtune.core.problem import ProblemKey
+from flashtune.db import migrations, schema
+from flashtune.db.schema import APPLICATION_ID, SCHEMA_VERSION, VERSION_TABLE, Base, ProblemRow
+from flashtune.db.store import Store
+
+FIXTURES = Path(__file__).parent / "fixtures" / "db"
+
+
+@pytest.fixture
+def connection(tmp_path: Path) -> Iterator[Connection]:
+    samples.write(tmp_path / "new.sqlite", ())
+    engine = create_engine(f"sqlite:///{tmp_path}/new.sqlite")
+    with engine.connect() as opened:
+        yield opened
+
+
+def revisions(connection: Connection) -> ScriptDirectory:
+    return ScriptDirectory.from_config(migrations.alembic_config(connection))
+
+
+def test_the_models_equal_the_migrated_schema(connection: Connection) -> None:
+    context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE, "compare_type": True})
+    assert compare_metadata(context, Base.metadata) == []
+
+
+def test_a_difference_between_models_and_schema_would_be_noticed(connection: Connection) -> None:
+    connection.exec_driver_sql("ALTER TABLE trial ADD COLUMN extra INTEGER")
+    context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE, "compare_type": True})
+    assert compare_metadata(context, Base.metadata) != []
+
+
+def test_the_newest_revision_is_the_one_that_the_store_knows(connection: Connection) -> None:
+    assert revisions(connection).get_heads() == [SCHEMA_VERSION]
+    assert connection.exec_driver_sql(f"SELECT version_num FROM {VERSION_TABLE}").scalars().all() == [SCHEMA_VERSION]
+    assert connection.exec_driver_sql("PRAGMA application_id").scalar() == APPLICATION_ID
+
+
+def test_every_released_revision_has_a_database_of_its_own(connection: Connection) -> None:
+    released = sorted(revision.revision for revision in revisions(connection).walk_revisions())
+    assert sorted(path.stem for path in FIXTURES.glob("*.sqlite")) == [f"v{revision}" for revision in released]
+
+
+@pytest.mark.parametrize("path", sorted(FIXTURES.glob("*.sqlite")), ids=lambda path: path.stem)
+def test_a_database_of_every_version_is_read_and_upgraded(tmp_path: Path, path: Path) -> None:
+    content = path.read_bytes()
+    with Store.open(path, writable=False) as store:
+        assert tuple(store.results()) == samples.FIXTURE_RESULTS
+    assert path.read_bytes() == content
+    (tmp_path / "old.sqlite").write_bytes(content)
+    with Store.open(tmp_path / "old.sqlite", writable=True) as store:
+        store.save(samples.numbered(1, 1))
+        assert tuple(store.results()) == (*samples.FIXTURE_RESULTS, samples.numbered(1, 1))
+
+
+def test_the_columns_of_a_problem_are_those_of_its_key_in_order() -> None:
+    assert tuple(ProblemRow.__table__.columns.keys()) == ("id", *ProblemKey.__slots__)
+
+
+def test_look_ups_of_a_key_and_of_a_runs_best_use_an_index(connection: Connection) -> None:
+    inspector = inspect(connection)
+    unique = inspector.get_unique_constraints("problem")[0]
+    assert tuple(unique["column_names"]) == ProblemKey.__slots__
+    plan = connection.exec_driver_sql("EXPLAIN QUERY PLAN SELECT * FROM problem WHERE gpu = 'h200' AND n = 512 AND d = 64").all()
+    assert "(gpu=? AND n=? AND d=?)" in str(plan)
+    assert "(run_id=?)" in str(connection.exec_driver_sql("EXPLAIN QUERY PLAN SELECT * FROM trial WHERE run_id = 1").all())
+
+
+# --- a later version --------------------------------------------------------------------------------------------------------------
+
+NEXT = """
+import sqlalchemy as sa
+from alembic import op
+
+revision, down_revision, branch_labels, depends_on = "0002", "0001", None, None
+
+
+def upgrade() -> None:
+    op.add_column("trial", sa.Column("extra", sa.Integer()))
+    op.execute("UPDATE run SET command = 'migrated'")
+    op.execute({last!r})
+"""
+
+
+def later_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str) -> None:
+    """A flashtune that has one more schema version."""
+    (tmp_path / "versions").mkdir()
+    (tmp_path / "versions" / "v0002_later.py").write_text(NEXT.format(last=last))
+    monkeypatch.setattr(migrations, "VERSION_FOLDERS", [*migrations.VERSION_FOLDERS, tmp_path / "versions"])
+    monkeypatch.setattr(schema, "SCHEMA_VERSION", "0002")
+
+
+def test_an_older_file_is_read_through_a_migrated_copy_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = samples.write(tmp_path / "db" / "old.sqlite")
+    content = path.read_bytes()
+    later_version(tmp_path, monkeypatch, last="SELECT 1")
+    with Store.open(path, writable=False) as store:
+        assert {record.provenance.command for record in store.records()} == {"migrated"}
+        assert len(store.results()) == 2
+    assert path.read_bytes() == content and [entry.name for entry in path.parent.iterdir()] == ["old.sqlite"]
+
+
+def test_an_older_file_is_upgraded_when_it_is_opened_for_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = samples.write(tmp_path / "db" / "old.sqlite")
+    later_version(tmp_path, monkeypatch, last="SELECT 1")
+    with Store.open(path, writable=True) as store:
+        store.save(samples.numbered(1, 1))
+        assert [result.provenance.command for result in store.results()] == ["migrated", "migrated", samples.PROVENANCE.command]
+
+
+def test_an_upgrade_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = samples.write(tmp_path / "db" / "old.sqlite")
+    content = path.read_bytes()
+    later_version(tmp_path, monkeypatch, last="INSERT INTO nowhere VALUES (1)")
+    for writable in (True, False):
+        with pytest.raises(FlashtuneError, match="nowhere"):
+            Store.open(path, writable=writable)
+    assert path.read_bytes() == content and [entry.name for entry in path.parent.iterdir()] == ["old.sqlite"]
