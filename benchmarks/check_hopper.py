@@ -35,7 +35,7 @@ TARGET = find_target("h200")
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 PLAIN: dict[str, Any] = {
-    "BLOCK_M": 128, "BLOCK_N": 128, "consumers": 2, "stages": 2, "overlap": True, "pingpong": "none", "release": "mbarrier",
+    "BLOCK_M": 128, "BLOCK_N": 128, "consumers": 2, "stages": 2, "lookahead": 1, "pingpong": "none", "release": "mbarrier",
     "tiles": "chained", "order": "ascending", "section": 1, "idle_sms": 0, "producer_registers": 24,
 }  # fmt: skip
 THREE: dict[str, Any] = {"BLOCK_M": 192, "consumers": 3, "producer_registers": 32}
@@ -161,10 +161,12 @@ def numerics_units() -> list[tuple[KernelSpec, Config]]:
         config_of(tiles="chained", release="named", pingpong="named"),
         config_of(tiles="chained", pingpong="mbarrier", BLOCK_N=64, stages=3),
         config_of(tiles="loop"),
-        config_of(tiles="loop", overlap=False, pingpong="named", release="named"),
+        config_of(tiles="loop", lookahead=0, pingpong="named", release="named"),
         config_of(tiles="one", stages=3),
-        config_of(tiles="one", overlap=False),
+        config_of(tiles="one", lookahead=0),
         config_of(tiles="one", BLOCK_M=64, consumers=1, BLOCK_N=64),
+        config_of(tiles="loop", lookahead=2, BLOCK_N=64, stages=3),
+        config_of(tiles="one", lookahead=2, BLOCK_N=64, release="named", pingpong="named"),
     ]
     banded = [
         config_of(order="serpentine", section=4),
@@ -173,7 +175,10 @@ def numerics_units() -> list[tuple[KernelSpec, Config]]:
         config_of(tiles="one", order="descending", section=4, BLOCK_N=64, stages=4),
     ]
     units = [(spec_of(), path) for path in paths] + [(spec_of(causal=True), path) for path in paths[4:] + banded]
-    for config in (config_of(BLOCK_N=64, stages=3), config_of(BLOCK_N=64, tiles="one", overlap=False, release="named")):
+    for config in (
+        config_of(BLOCK_N=64, stages=3),
+        config_of(BLOCK_N=64, tiles="one", lookahead=0, release="named"),
+    ):
         for features in (
             {"window": True}, {"causal": True, "window": True}, {"causal": True, "softcap": True}, {"mask": "bool"}, {"mask": "bias"},
             {"causal": True, "dropout": True}, {"causal": True, "mask": "bias", "dropout": True, "softcap": True, "window": True},
@@ -184,6 +189,8 @@ def numerics_units() -> list[tuple[KernelSpec, Config]]:
     units += [(spec_of(64, causal=True), config_of(BLOCK_M=256, BLOCK_N=64, stages=3))]
     units += [(spec_of(d, causal=True, dtype="fp16"), config_of()) for d in (32, 72, 96)]
     units += [(spec_of(d, d_v, causal=True), config_of(tiles="loop", BLOCK_N=64)) for d, d_v in ((256, 256), (192, 192), (192, 128))]
+    units += [(spec_of(64, causal=True), config_of(tiles="loop", lookahead=2, stages=3, order="serpentine", section=4))]
+    units += [(spec_of(64, causal=True, window=True), config_of(tiles="one", lookahead=2, stages=2))]
     units += [(spec_of(192, 128), config_of(tiles="one", BLOCK_N=64)), (spec_of(64, 128), config_of(tiles="loop"))]
     return units
 
@@ -275,6 +282,11 @@ def timed_configs(d: int, causal: bool) -> list[Config]:
             {"stages": 3, "release": "named", "pingpong": "named"},
             {"stages": 2, "tiles": "one"},
             {"BLOCK_M": 256, "BLOCK_N": 64, "stages": 4},
+            {"stages": 3, "tiles": "loop", "lookahead": 2},
+            {"stages": 3, "tiles": "loop", "lookahead": 2, "release": "named"},
+            {"stages": 3, "tiles": "loop", "lookahead": 2, "pingpong": "named"},
+            {"stages": 3, "tiles": "one", "lookahead": 2},
+            {**THREE, "BLOCK_N": 64, "stages": 4, "tiles": "loop", "lookahead": 2},
         ]
     elif d == 128:
         base = [
@@ -289,6 +301,8 @@ def timed_configs(d: int, causal: bool) -> list[Config]:
             {"tiles": "loop", "release": "named"},
             {"BLOCK_N": 64, "stages": 4},
             {"idle_sms": 1},
+            {"BLOCK_N": 64, "stages": 4, "tiles": "loop", "lookahead": 2},
+            {"BLOCK_N": 64, "stages": 4, "tiles": "one", "lookahead": 2, "release": "named"},
         ]
     else:
         base = [
@@ -298,7 +312,8 @@ def timed_configs(d: int, causal: bool) -> list[Config]:
             {"BLOCK_N": 64, "tiles": "one"},
             {"BLOCK_N": 64, "tiles": "one", "release": "named"},
             {"BLOCK_N": 64, "tiles": "one", "pingpong": "named"},
-            {"BLOCK_N": 64, "tiles": "one", "overlap": False, "pingpong": "named"},
+            {"BLOCK_N": 64, "tiles": "one", "lookahead": 0, "pingpong": "named"},
+            {"BLOCK_N": 64, "tiles": "loop", "lookahead": 2},
         ]
     configs = [config_of(**{**order, **changes}) for changes in base]
     configs += [config_of(**{**snake, **base[0]}), config_of(**{**snake, **base[1]})]

@@ -13,7 +13,7 @@ AXES = (
     Axis(name="BLOCK_N", values=(32, 64, 128, 256), why="keys of a block: fewer steps against registers, shared memory and masked waste"),
     Axis(name="consumers", values=(1, 2, 3), why="computing warpgroups: more to hide the softmax behind against registers for each"),
     Axis(name="stages", values=(1, 2, 3, 4), why="K/V blocks in flight: latency hiding against shared memory"),
-    Axis(name="overlap", values=(True, False), why="scores of a block beside the values of the one before, against registers"),
+    Axis(name="lookahead", values=(0, 1, 2), why="products under way beside a softmax: none, values before it, also the scores after it"),
     Axis(name="pingpong", values=("none", "mbarrier", "named"), why="warpgroups take turns on the tensor cores, against waiting"),
     Axis(name="release", values=("mbarrier", "named"), why="how a stage is given back: named barriers cost no wait, but ids are few"),
     Axis(name="tiles", values=("one", "loop", "chained"), why="tiles of a program: one, many, or many without draining in between"),
@@ -45,9 +45,9 @@ def _live_registers(config: Config, spec: KernelSpec) -> int:
     """Accumulators and weights that a consumer thread holds at once (scores fp32, weights 16-bit, output fp32)."""
     rows = config.number("BLOCK_M") // config.number("consumers")
     scores, out = rows * config.number("BLOCK_N") // 128, rows * padded(spec.d_v) // 128
-    weights = scores // 2 if config["overlap"] else 0
+    weights = scores // 2 if config["lookahead"] else 0
     loaded = scores if spec.mask != "none" else 0
-    return scores + weights + out + loaded
+    return scores * (2 if config["lookahead"] == 2 else 1) + weights + out + loaded
 
 
 CONSTRAINTS = (
@@ -67,13 +67,13 @@ CONSTRAINTS = (
         why="scores, weights and output of a warpgroup live in registers, with some 32 for the rest",
     ),
     Constraint(
-        name="chained needs overlap",
-        holds=lambda c, s, t: c["tiles"] != "chained" or c["overlap"] is True,
-        why="tiles are chained by overlapping the last values of one with the first scores of the next",
+        name="chained tiles",
+        holds=lambda c, s, t: c["tiles"] != "chained" or c["lookahead"] == 1,
+        why="tiles are chained by putting the last values of one beside the first scores of the next",
     ),
     Constraint(
-        name="overlap needs stages",
-        holds=lambda c, s, t: c["overlap"] is False or c.number("stages") >= 2,
+        name="lookahead needs stages",
+        holds=lambda c, s, t: c["lookahead"] == 0 or c.number("stages") >= 2,
         why="two blocks are under way at once",
     ),
     Constraint(
@@ -122,7 +122,7 @@ def _config(block_m: int, block_n: int, consumers: int, stages: int, tiles: str,
         "BLOCK_N": block_n,
         "consumers": consumers,
         "stages": stages,
-        "overlap": True,
+        "lookahead": 1,
         "pingpong": "none",
         "release": "mbarrier",
         "tiles": tiles,
@@ -147,8 +147,8 @@ def starts(spec: KernelSpec, target: Target) -> list[Config]:
         found += [_config(128, 64, 2, stages, tiles, spec) for stages, tiles in ((4, "chained"), (4, "one"))]
         found += [_config(128, 128, 2, 2, "chained", spec, pingpong="named")]
     found += [_config(128, 64, 2, 2, tiles, spec) for tiles in ("loop", "one")]
-    found += [_config(128, 64, 2, 2, "one", spec, overlap=False), _config(64, 64, 1, 2, "one", spec)]
-    found += [_config(128, 32, 2, 2, "one", spec), _config(64, 32, 1, 2, "one", spec, overlap=False)]
+    found += [_config(128, 64, 2, 2, "one", spec, lookahead=0), _config(64, 64, 1, 2, "one", spec)]
+    found += [_config(128, 32, 2, 2, "one", spec), _config(64, 32, 1, 2, "one", spec, lookahead=0)]
     unique = dict.fromkeys(found)
     return [config for config in unique if FAMILY.violated(config, spec, target) is None]
 
@@ -166,5 +166,5 @@ FAMILY = Family(
     default=default,
     starts=starts,
     interpretable=False,
-    path_axes=("consumers", "overlap", "pingpong", "release", "tiles", "order"),
+    path_axes=("consumers", "lookahead", "pingpong", "release", "tiles", "order"),
 )
