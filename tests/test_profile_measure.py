@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashtune.cli.profile_text import render
+from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.problem import Problem
 from flashtune.core.results import Measurement
 from flashtune.core.target import find_target
@@ -76,6 +77,15 @@ def test_what_does_not_fit_into_memory_is_left_out_and_named(monkeypatch: pytest
     assert [run.name for run in tiny.strategies] == ["fused", "window", "low_rank"]
     assert tiny.layer is None and tiny.scaling == ()
     assert len(tiny.skipped) >= 5 and all("memory" in sentence for sentence in tiny.skipped)
+
+
+def test_a_gpu_that_runs_out_of_memory_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("pages of text")
+
+    monkeypatch.setattr("flashtune.dispatch.attention", full)
+    with pytest.raises(EnvironmentProblem, match="a CPU ran out of memory while measuring: give a smaller --n, --b or --h"):
+        measured_with(1 << 30, monkeypatch)
 
 
 def test_shares_of_the_steps_add_up_to_one(monkeypatch: pytest.MonkeyPatch) -> None:

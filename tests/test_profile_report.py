@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from matplotlib import image
 
 from flashtune.cli.main import main
@@ -213,8 +214,6 @@ def test_no_drawing_claims_to_be_measured_when_it_is_not(found: Profile, name: s
 
 
 def test_the_command_writes_every_kind_of_picture(tmp_path: Path) -> None:
-    from click.testing import CliRunner
-
     files = [tmp_path / name for name in ("a.html", "a.png", "a.svg")]
     options = [word for path in files for word in ("--plot", str(path))]
     result = CliRunner().invoke(main, ["profile", "--n", "256", "--d", "64", "--gpu-name", "v100", *options])
@@ -230,10 +229,11 @@ def test_huge_and_tiny_problems_can_be_drawn() -> None:
         assert plots.figure_of(found, "svg").startswith(b"<?xml")
 
 
-def test_a_missing_matplotlib_is_one_sentence_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_matplotlib_is_one_sentence_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(EnvironmentProblem, match=r"pip install 'flashtune\[plot\]'"):
-        report.require_matplotlib()
+    result = CliRunner().invoke(main, ["profile", "--gpu-name", "v100", "--plot", str(tmp_path / "a.png")])
+    assert result.exit_code == EnvironmentProblem.exit_code
+    assert result.stderr == "flashtune: --plot needs matplotlib, which is not installed: pip install 'flashtune[plot]'\n"
 
 
 def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

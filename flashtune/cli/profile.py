@@ -14,7 +14,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.target import Target, find_target
 from flashtune.profiler.accounting import ELEMENTWISE, Elementwise
 from flashtune.profiler.device import gpu_may_be_present
-from flashtune.profiler.paths import check_plot_path
+from flashtune.profiler.paths import check_plot_path, require_matplotlib
 from flashtune.profiler.strategies import DEFAULT_RANK, DEFAULT_WINDOW, check_rank, check_window
 from flashtune.profiler.summary import ChosenBy
 from flashtune.profiler.summary import profile as count
@@ -78,6 +78,8 @@ def profile(
     problem = Problem(batch=b, heads=h, kv_heads=h, n_q=n, n_kv=n, d=d, d_v=d, dtype=parse_dtype(dtype))
     named = find_target(gpu_name) if gpu_name else None
     files = [check_plot_path(Path(path)) for path in plots]
+    if files:
+        require_matplotlib()
     here, why_not = _local(named)
     target, chosen_by = _choose(named, here)
     found = count(

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from flashtune import dispatch
 from flashtune.core import reference
 from flashtune.core.dtypes import ITEMSIZE, DType
+from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.problem import Problem
 from flashtune.core.results import Measurement
 from flashtune.profiler.accounting import Step, fused_step, standard_steps, tensor_bytes, total
@@ -78,16 +79,26 @@ class Bench:
 
 
 def measure(profile: Profile, bench: Bench) -> Measured:
-    """Everything that is measured of `profile`; what doesn't fit into memory is left out and named in `skipped`."""
-    with torch.no_grad():
-        skipped: list[str] = []
-        problem = profile.problem
-        steps = _steps(problem, bench, skipped)
-        kinds = _kinds(problem, bench, skipped)
-        scaling = _scaling(profile, bench, skipped)
-        layer = _layer(problem, bench, {kind.name: kind.time_us for kind in kinds}, skipped)
-        runs = _strategies(profile, bench, skipped)
-        served = dispatch.explain(*bench.tensors(problem))
+    """Everything that is measured of `profile`; what doesn't fit into memory is left out and named in `skipped`.
+
+    Raises EnvironmentProblem where not even Q, K, V and O fit.
+    """
+    try:
+        with torch.no_grad():
+            return _measure(profile, bench)
+    except torch.OutOfMemoryError as error:
+        raise EnvironmentProblem(f"{bench.name} ran out of memory while measuring: give a smaller --n, --b or --h") from error
+
+
+def _measure(profile: Profile, bench: Bench) -> Measured:
+    skipped: list[str] = []
+    problem = profile.problem
+    steps = _steps(problem, bench, skipped)
+    kinds = _kinds(problem, bench, skipped)
+    scaling = _scaling(profile, bench, skipped)
+    layer = _layer(problem, bench, {kind.name: kind.time_us for kind in kinds}, skipped)
+    runs = _strategies(profile, bench, skipped)
+    served = dispatch.explain(*bench.tensors(problem))
     return Measured(
         device=bench.name,
         provenance=provenance(command="", seed=0, measured=True),

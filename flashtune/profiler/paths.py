@@ -1,10 +1,11 @@
-"""Where pictures may be written, checked before any work is done for them."""
+"""Whether and where pictures can be made, checked before any work is done for them."""
 
+import importlib.util
 import os
 import tempfile
 from pathlib import Path
 
-from flashtune.core.errors import InputError
+from flashtune.core.errors import EnvironmentProblem, InputError
 
 SUFFIXES = (".html", ".png", ".svg")
 
@@ -22,6 +23,12 @@ def check_plot_path(path: Path) -> Path:
             return path
     except OSError as error:
         raise InputError(f"--plot {path} can't be written: {error.strerror or error}") from error
+
+
+def require_matplotlib() -> None:
+    """Raise EnvironmentProblem where matplotlib isn't installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise EnvironmentProblem("--plot needs matplotlib, which is not installed: pip install 'flashtune[plot]'")
 
 
 def write_whole(path: Path, data: bytes) -> None:

@@ -1,11 +1,9 @@
 """A profile's pictures as files: one self-contained HTML report, or one figure as PNG or SVG."""
 
-import importlib.util
 from html import escape
 from pathlib import Path
 
 import flashtune
-from flashtune.core.errors import EnvironmentProblem
 from flashtune.profiler.paths import write_whole
 from flashtune.profiler.summary import Profile
 from flashtune.profiler.tables import Table, counted_tables, heading, measured_tables, target_line, verdict
@@ -43,20 +41,13 @@ tr.sum td { font-weight: 600; }
 def write(profile: Profile, path: Path) -> None:
     """Write the report or figure that `path`'s ending asks for.
 
-    Raises EnvironmentProblem without matplotlib and InputError where the file can't be written.
+    Needs matplotlib (`paths.require_matplotlib`); raises InputError where the file can't be written.
     """
-    require_matplotlib()
     from flashtune.profiler import plots
 
     kind = path.suffix.lower()
     data = html_of(profile).encode() if kind == ".html" else plots.figure_of(profile, kind.removeprefix("."))
     write_whole(path, data)
-
-
-def require_matplotlib() -> None:
-    """Raise EnvironmentProblem where matplotlib isn't installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise EnvironmentProblem("--plot needs matplotlib, which is not installed: pip install 'flashtune[plot]'")
 
 
 def html_of(profile: Profile) -> str:
