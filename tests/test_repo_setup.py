@@ -24,17 +24,21 @@ def setup_venv() -> ModuleType:
 
 @pytest.fixture
 def installs(setup_venv: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The torch of each installation, which is only noted; no other requirement than `broken` fails."""
-    asked: list[str] = []
+    """What was made (`new`) and installed, which is only noted; the torch named `broken` fails."""
+    noted: list[str] = []
 
-    def install(folder: Path, torch: str) -> str:
-        asked.append(torch)
-        if torch == "broken":
-            raise subprocess.CalledProcessError(1, ["pip", "install", torch])
+    def create(folder: Path, torch: str) -> str:
+        noted.append("new")
         return torch or "torch==chosen"
 
+    def install(folder: Path, torch: str) -> None:
+        noted.append(torch)
+        if torch == "broken":
+            raise subprocess.CalledProcessError(1, ["pip", "install", torch])
+
+    monkeypatch.setattr(setup_venv, "create", create)
     monkeypatch.setattr(setup_venv, "install", install)
-    return asked
+    return noted
 
 
 def call(setup_venv: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, torch: str = "") -> int:
@@ -45,24 +49,36 @@ def call(setup_venv: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, 
 
 def test_second_call_installs_nothing(setup_venv: ModuleType, installs: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert [call(setup_venv, monkeypatch, tmp_path / "venv") for _ in range(3)] == [0, 0, 0]
-    assert installs == [""]
+    assert installs == ["new", "torch==chosen"]
 
 
 def test_named_torch_is_remembered(setup_venv: ModuleType, installs: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for torch in ("", "torch==2.11.0", "", "torch==2.11.0"):
         assert call(setup_venv, monkeypatch, tmp_path / "venv", torch) == 0
-    assert installs == ["", "torch==2.11.0"]
+    assert installs == ["new", "torch==chosen", "new", "torch==2.11.0"]
 
 
-def test_changed_requirements_make_it_anew(
+def test_changed_requirements_are_installed_into_it(
+    setup_venv: ModuleType, installs: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "venv"
+    call(setup_venv, monkeypatch, folder, "torch==2.11.0")
+    (folder / "kept").touch()
+    monkeypatch.setattr(setup_venv, "requirements", lambda: "others")
+    assert [call(setup_venv, monkeypatch, folder) for _ in range(2)] == [0, 0]
+    assert installs == ["new", "torch==2.11.0", "torch==2.11.0"]
+    assert (folder / "kept").exists()
+
+
+def test_another_interpreter_makes_it_anew(
     setup_venv: ModuleType, installs: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     folder = tmp_path / "venv"
     call(setup_venv, monkeypatch, folder, "torch==2.11.0")
     (folder / "leftover").touch()
-    monkeypatch.setattr(setup_venv, "fingerprint", lambda: "of other requirements")
-    assert call(setup_venv, monkeypatch, folder) == 0
-    assert installs == ["torch==2.11.0", "torch==2.11.0"]
+    monkeypatch.setattr(setup_venv, "interpreter", lambda: "another")
+    assert [call(setup_venv, monkeypatch, folder) for _ in range(2)] == [0, 0]
+    assert installs == ["new", "torch==2.11.0"] * 2
     assert not (folder / "leftover").exists()
 
 
@@ -73,7 +89,7 @@ def test_failed_installation_is_tried_again(
     assert "pip" in capsys.readouterr().err
     assert call(setup_venv, monkeypatch, tmp_path / "venv", "torch==2.11.0") == 0
     assert call(setup_venv, monkeypatch, tmp_path / "venv") == 0
-    assert installs == ["broken", "torch==2.11.0"]
+    assert installs == ["new", "broken", "new", "torch==2.11.0"]
 
 
 def test_foreign_folder_is_left_as_it_is(

@@ -41,50 +41,68 @@ def main() -> int:
         return EXIT_ENVIRONMENT
     folder: Path = given.folder.resolve()
     stamp = folder / "flashtune-ready"
-    state, torch = [*stamp.read_text().splitlines(), "", ""][:2] if stamp.is_file() else ("", "")
-    if state == fingerprint() and given.torch in ("", torch):
+    installed, torch, base = (stamp.read_text().split("\n") + [""] * 3)[:3] if stamp.is_file() else ("", "", "")
+    usable = installed != "" and base == interpreter() and given.torch in ("", torch)
+    if usable and installed == requirements():
         return 0
     if folder.exists() and not stamp.is_file() and any(folder.iterdir()):
         print(f"{folder} is not an environment of flashtune's own: remove it, or name another with make VENV=...", file=sys.stderr)
         return EXIT_ENVIRONMENT
-    print(f"setting up {given.folder}: once, a few minutes, most of them for torch", flush=True)
+    torch = given.torch or torch
     try:
-        # Anew, because a half-made or outdated environment is not worth repairing: pip's cache makes a new one cheap.
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        stamp.write_text(f"\n{given.torch or torch}\n")
-        torch = install(folder, given.torch or torch)
-        stamp.write_text(f"{fingerprint()}\n{torch}\n")
+        if usable:
+            print(f"bringing {given.folder} up to date", flush=True)
+        else:
+            print(f"setting up {given.folder}: once, a few minutes, most of them for torch", flush=True)
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            # Without the first line it counts as half-made, and the next call starts anew.
+            stamp.write_text(f"\n{torch}\n{interpreter()}\n")
+            torch = create(folder, torch)
+        install(folder, torch)
+        stamp.write_text(f"{requirements()}\n{torch}\n{interpreter()}\n")
     except (subprocess.CalledProcessError, OSError) as error:
         print(f"setting up {given.folder} failed: {error}", file=sys.stderr)
         return EXIT_ENVIRONMENT
     return 0
 
 
-def fingerprint() -> str:
-    """Changes whenever an environment that was made before no longer fits."""
+def requirements() -> str:
+    """Changes whenever something else has to be installed."""
     import tomllib  # only here: an older Python shall get as far as the message about its version
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    files = [ROOT / "constraints.txt", Path(__file__)]
-    parts = [sys.version, sys.base_prefix, str(ROOT), repr(project), *(file.read_text() for file in files)]
+    return digest(repr(project), (ROOT / "constraints.txt").read_text())
+
+
+def interpreter() -> str:
+    """Changes whenever an environment that was made before can't be used any more."""
+    return digest(sys.version, sys.base_prefix, str(ROOT))
+
+
+def digest(*parts: str) -> str:
+    """One word for all of `parts`."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def install(folder: Path, torch: str) -> str:
-    """Fill the empty folder; returns the torch requirement that was installed, `base` for the base interpreter's own.
-
-    Raises CalledProcessError after pip has said why.
-    """
+def create(folder: Path, torch: str) -> str:
+    """Make an empty environment; returns the torch requirement to install, `base` for the base interpreter's own."""
     if torch in ("", "base"):
         torch = "base" if base_torch_is_usable() else ""
     venv.EnvBuilder(with_pip=True, symlinks=True, system_site_packages=torch == "base").create(folder)
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
-    torch = torch or default_torch(pip)
+    return torch or default_torch(pip(folder))
+
+
+def install(folder: Path, torch: str) -> None:
+    """Install flashtune and all it needs, with this torch; raises CalledProcessError after pip has said why."""
     # The base interpreter's torch came with its own Triton, which is not to be replaced.
     wanted = [] if torch == "base" else ["-c", "constraints.txt", torch]
-    subprocess.run([*pip, "install", "-qq", *wanted, "-e", ".[dev]"], cwd=ROOT, check=True)
-    return torch
+    subprocess.run([*pip(folder), "install", "-qq", *wanted, "-e", ".[dev]"], cwd=ROOT, check=True)
+
+
+def pip(folder: Path) -> list[str]:
+    """The command that is this environment's pip."""
+    return [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
 
 
 def base_torch_is_usable() -> bool:
@@ -93,11 +111,11 @@ def base_torch_is_usable() -> bool:
     return subprocess.run([base, "-c", USABLE], capture_output=True).returncode == 0
 
 
-def default_torch(pip: list[str]) -> str:
-    """The torch to install where the user named none and the base interpreter's own can't be used."""
+def default_torch(command: list[str]) -> str:
+    """The torch to install where the user named none and the base interpreter's own can't be used; `command` is pip."""
     if shutil.which("nvidia-smi"):
         return GPU_TORCH
-    found = subprocess.run([*pip, "install", "-qq", "--dry-run", "--no-deps", CPU_TORCH], capture_output=True)
+    found = subprocess.run([*command, "install", "-qq", "--dry-run", "--no-deps", CPU_TORCH], capture_output=True)
     return CPU_TORCH if found.returncode == 0 else GPU_TORCH
 
 
