@@ -57,6 +57,8 @@ def silence() -> None:
 def start_interpreter() -> None:
     """Prepare a process in which kernels are interpreted on the CPU; must run before Triton is imported."""
     os.environ["TRITON_INTERPRET"] = "1"
+    # The tiles are tiny: more threads would only wait for each other, and for the compilers.
+    os.environ["OMP_NUM_THREADS"] = "1"
     silence()
 
 

@@ -1,0 +1,266 @@
+"""The parts of a search one by one: inputs, oracle checks, compile facts, the cost model, studies and worker processes."""
+
+import math
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashtune.core import reference
+from flashtune.core.config import Config
+from flashtune.core.errors import InputError
+from flashtune.core.problem import Features, Problem
+from flashtune.core.results import CompileFacts, Fate, Measurement, Outcome
+from flashtune.core.target import find_target
+from flashtune.templates import families, family
+from flashtune.templates.rendering import render, variant_of
+from flashtune.tuner import tasks, verify
+from flashtune.tuner.compile import cross_compile
+from flashtune.tuner.cost import key_blocks, predict_us
+from flashtune.tuner.inputs import make_inputs
+from flashtune.tuner.search import ranked
+from flashtune.tuner.space import Candidate, SearchSpace
+from flashtune.tuner.study import Study, outcome_from_json, outcome_to_json
+from flashtune.tuner.tasks import Reply
+from flashtune.tuner.workers import Workers
+
+PROBLEM = Problem(batch=2, heads=4, kv_heads=2, n_q=100, n_kv=140, d=16, d_v=24, dtype="fp32")
+EVERYTHING = Features(causal=True, alignment="bottom_right", window=(60, 0), mask="bias", dropout=True, softcap=True)
+
+
+def by_the_book(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, **words: Any) -> None:
+    """A right launch, in float32."""
+    keep = None
+    if words["dropout_p"]:
+        keep = reference.dropout_keep(words["seed"], words["offset"], q.shape[0], q.shape[1], q.shape[2], k.shape[2], words["dropout_p"])
+    sides = {side: None if words[f"window_{side}"] < 0 else words[f"window_{side}"] for side in ("left", "right")}
+    shared = {name: words[name] for name in ("mask", "scale", "diagonal", "softcap", "dropout_p")}
+    found = reference.attention(q, k, v, keep=keep, dtype=torch.float32, **sides, **shared)
+    out.copy_(found[0])
+    lse.copy_(found[1])
+
+
+@pytest.mark.parametrize("features", [Features(), Features(mask="bool"), EVERYTHING], ids=lambda f: f.label())
+def test_a_right_launch_passes_the_oracle(features: Features) -> None:
+    problem = replace(PROBLEM, features=features)
+    full = make_inputs(problem, device="cpu", seed=1)
+    found = verify.Verifier(problem, device="cpu", seed=2, full_size=full).verdict(by_the_book)
+    assert found.reason == ""
+    assert 0 < found.error < 0.5
+
+
+def spoiled(kind: str, **words: Any) -> Any:
+    def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, **given: Any) -> None:
+        by_the_book(q, k, v, out, lse, **{**given, **words})
+        if kind == "last row":
+            out[..., -1, :] = float("nan")
+        elif kind == "one element":
+            out[0, 0, 0, 0] += 1e-2
+        elif kind == "base 2 lse":
+            lse.mul_(1.4426950408889634)
+        elif kind == "finite lse":
+            lse.clamp_(min=-1e30)
+        elif kind == "other head":
+            out.copy_(out.roll(1, 1))
+
+    return launch
+
+
+@pytest.mark.parametrize("kind", ["last row", "one element", "base 2 lse", "other head"])
+def test_a_wrong_launch_is_told_apart(kind: str) -> None:
+    found = verify.Verifier(PROBLEM, device="cpu", seed=2).verdict(spoiled(kind))
+    assert found.reason
+    assert found.error > 1
+
+
+def test_empty_rows_must_have_an_lse_of_minus_infinity() -> None:
+    problem = replace(PROBLEM, features=Features(causal=True))
+    assert "-inf" in verify.Verifier(problem, device="cpu", seed=2).verdict(spoiled("finite lse")).reason
+
+
+@pytest.mark.parametrize("words", [{"diagonal": 1}, {"window_left": 59}, {"softcap": 0.0}, {"seed": 12345}, {"mask": None}], ids=str)
+def test_every_argument_is_felt(words: dict[str, Any]) -> None:
+    problem = replace(PROBLEM, features=EVERYTHING)
+    assert verify.Verifier(problem, device="cpu", seed=2).verdict(spoiled("", **words)).reason
+
+
+def test_inputs_stand_in_poisoned_memory() -> None:
+    inputs = make_inputs(PROBLEM, device="cpu", seed=0)
+    for tensor in (inputs.q, inputs.k, inputs.v):
+        assert torch.isfinite(tensor).all()
+        buffer = torch.empty(0).set_(tensor.untyped_storage())
+        assert buffer[: tensor.storage_offset()].isnan().all()
+        assert buffer[tensor.storage_offset() + tensor.numel() :].isnan().all()
+        assert tensor.data_ptr() % 16 == 0
+
+
+@pytest.mark.parametrize("slug", ["a100", "rtx4090", "h200", "b200", "rtx5090", "mi300x"])
+def test_a_variant_compiles_for_every_architecture_without_a_gpu(slug: str) -> None:
+    target, chosen = find_target(slug), family("flash_fwd")
+    problem = Problem(batch=1, heads=4, kv_heads=2, n_q=512, n_kv=512, d=64, d_v=64, dtype="bf16", features=Features(causal=True))
+    variant = variant_of(chosen, problem.spec(), chosen.default(problem.spec(), target))
+    facts = cross_compile(render(chosen, variant), f"{variant.template}_{variant.id}", problem, target)
+    assert 16 <= facts.registers <= 512
+    assert facts.tensor_core_ops > 0
+    assert 0 < facts.shared_bytes <= target.shared_bytes_per_block
+    assert facts.threads == variant.config.number("num_warps") * target.warp_size
+
+
+def test_a_variant_that_cannot_compile_is_a_reply() -> None:
+    reply = tasks.compile_candidate(
+        tasks.Source(text="def launches(*a, **k):\n    raise ValueError('no')\n", stem="bad"), PROBLEM, find_target("a100")
+    )
+    assert reply.fate is Fate.COMPILE
+    assert reply.reason == "ValueError: no"
+
+
+sizes = st.integers(1, 300)
+windows = st.none() | st.tuples(st.none() | st.integers(0, 200), st.none() | st.integers(0, 200))
+
+
+@given(
+    sizes,
+    sizes,
+    st.booleans(),
+    st.sampled_from(["top_left", "bottom_right"]),
+    windows,
+    st.sampled_from([16, 64]),
+    st.sampled_from([16, 32]),
+)
+def test_key_blocks_are_those_that_rows_see(
+    n_q: int, n_kv: int, causal: bool, alignment: Any, window: Any, block_m: int, block_n: int
+) -> None:
+    problem = replace(PROBLEM, n_q=n_q, n_kv=n_kv, features=Features(causal=causal, alignment=alignment, window=window))
+    f = problem.features
+    left, right = f.window if f.window is not None else (None, 0 if f.causal else None)
+    band = reference.band(n_q, n_kv, left=left, right=right, diagonal=problem.diagonal)
+    assert problem.visible_pairs() == int(band.sum())
+    expected = 0
+    for start in range(0, n_q, block_m):
+        seen = band[start : start + block_m].any(0).nonzero()
+        expected += 0 if seen.numel() == 0 else int(seen.max()) // block_n - int(seen.min()) // block_n + 1
+    assert key_blocks(problem, block_m, block_n) == expected
+
+
+FACTS = CompileFacts(registers=128, spills=0, shared_bytes=65536, threads=128, tensor_core_ops=10)
+CONFIG = Config.of(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2)
+BIG = Problem(batch=4, heads=32, kv_heads=32, n_q=4096, n_kv=4096, d=64, d_v=64, dtype="fp16")
+
+
+def test_the_cost_model_is_slower_with_spills_and_infinite_where_nothing_fits() -> None:
+    target = find_target("a100")
+    plain = predict_us(CONFIG, FACTS, BIG, target)
+    assert predict_us(CONFIG, replace(FACTS, spills=256), BIG, target) > plain
+    assert math.isinf(predict_us(CONFIG, replace(FACTS, registers=255, threads=1024), BIG, target))
+
+
+@given(st.sampled_from(["a100", "h200", "rtx4090", "mi300x"]), st.sampled_from([512, 2048, 16384]))
+def test_no_prediction_beats_the_roofline(slug: str, n: int) -> None:
+    target, problem = find_target(slug), replace(BIG, n_q=n, n_kv=n)
+    floor_us = max(problem.flops() / target.peak_tflops["fp16"] / 1e6, problem.io_bytes() / target.bandwidth_gbs / 1e3)
+    assert predict_us(CONFIG, FACTS, problem, target) >= floor_us
+
+
+def outcome(config: Config, median_us: float | None, variant_id: str = "00") -> Outcome:
+    return Outcome(
+        template="flash_fwd",
+        template_hash="h",
+        variant_id=variant_id,
+        config=config,
+        fate=Fate.CORRECT if median_us else Fate.COMPILE,
+        source="measured",
+        reason="" if median_us else "planted",
+        measurement=Measurement.of([median_us]) if median_us else None,
+        facts=FACTS,
+    )
+
+
+def study(storage: optuna.storages.BaseStorage, sampler: Any = "tpe") -> tuple[Study, SearchSpace]:
+    target = find_target("a100")
+    space = SearchSpace({"flash_fwd": family("flash_fwd")}, BIG.spec(), target)
+    return Study(space, BIG, sampler=sampler, seed=0, source="measured", storage=storage), space
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random", "exhaustive"])
+def test_a_study_never_asks_the_same_twice_and_only_for_valid_candidates(sampler: Any) -> None:
+    found, space = study(optuna.storages.InMemoryStorage(), sampler)
+    found.enqueue(space.starts())
+    seen: list[Candidate] = []
+    for _ in range(6):
+        batch = found.ask(5)
+        assert len(batch) == 5
+        for candidate in batch:
+            assert candidate.family.violated(candidate.config, space.spec, space.target) is None
+            candidate.family.validate(candidate.config)
+            found.tell(candidate, outcome(candidate.config, 10.0 + len(seen) if len(seen) % 3 else None))
+            seen.append(candidate)
+    assert len(set(seen)) == 30
+    assert seen[: len(space.starts())] == space.starts()[:30]
+
+
+def test_workers_that_share_a_storage_see_each_others_trials(tmp_path: Path) -> None:
+    storage = optuna.storages.RDBStorage(f"sqlite:///{tmp_path}/shared.sqlite")
+    first, _ = study(storage)
+    second, _ = study(storage)
+    [candidate] = first.ask(1)
+    first.tell(candidate, outcome(candidate.config, 5.0))
+    second.refresh()
+    assert {c.config for c in second.outcomes} == {candidate.config}
+
+
+def test_an_exhausted_space_ends_the_asking() -> None:
+    target = find_target("a100")
+    whole = SearchSpace({"flash_fwd": family("flash_fwd")}, BIG.spec(), target)
+    found = Study(whole, BIG, sampler="exhaustive", seed=0, source="measured", storage=optuna.storages.InMemoryStorage())
+    everything = found.ask(10**6)
+    assert len(everything) == len(set(everything)) == sum(1 for _ in whole.every())
+    assert found.ask(1) == []
+
+
+def test_outcomes_survive_json() -> None:
+    for one in (outcome(CONFIG, 3.5), outcome(CONFIG, None)):
+        assert outcome_from_json(outcome_to_json(one)) == one
+
+
+def test_candidates_that_tie_are_ordered_by_a_fixed_rule() -> None:
+    entries = [
+        (Candidate(family=family("flash_fwd"), config=Config.of(x=i)), t, v)
+        for i, (t, v) in enumerate([(100.5, "b"), (100.0, "c"), (100.9, "a"), (102.0, "0")])
+    ]
+    order = ranked([(c, outcome(c.config, t, v)) for c, t, v in entries])
+    assert [c.config["x"] for c in order] == [2, 0, 1, 3]
+
+
+def test_a_space_without_a_family_says_why() -> None:
+    only = {"flash_fwd_tma": families()["flash_fwd_tma"]}
+    with pytest.raises(InputError, match="flash_fwd_tma"):
+        SearchSpace(only, BIG.spec(), find_target("a100"))
+
+
+def nap(seconds: float) -> Reply:
+    time.sleep(seconds)
+    return Reply(fate=Fate.CORRECT, reason=str(os.getpid()))
+
+
+def die(number: int) -> Reply:
+    os.kill(os.getpid(), number)
+    return Reply(fate=Fate.CORRECT)
+
+
+def test_a_killed_or_hanging_worker_costs_one_task() -> None:
+    with Workers(jobs=1) as workers:
+        assert workers.submit("compile", nap, 0.0, limit_s=60).reply().fate is Fate.CORRECT
+        killed = workers.submit("compile", die, signal.SIGKILL, limit_s=60).reply()
+        assert killed.fate is Fate.COMPILE
+        assert "died" in killed.reason
+        hung = workers.submit("compile", nap, 60.0, limit_s=1).reply()
+        assert hung.fate is Fate.TIMEOUT
+        assert workers.submit("compile", nap, 0.0, limit_s=60).reply().fate is Fate.CORRECT
