@@ -1,0 +1,60 @@
+"""Runs cases of attention_cases in Triton's interpreter and prints one JSON list; tests start it as a child process.
+
+Usage: interpret_cases.py FAMILY NAME...; the variable TRITON_INTERPRET=1 has to be set before Triton is imported.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from attention_cases import CASES, AttentionCase, make_case, written_beside
+
+from flashtune.core.config import Config, KernelSpec
+from flashtune.core.modules import load_source
+from flashtune.core.target import find_target
+from flashtune.templates import Family, family
+from flashtune.templates.rendering import render, variant_of
+from flashtune.tuner.verify import check, everywhere, oracle
+
+
+def config_for(chosen: Family, spec: KernelSpec, index: int) -> Config:
+    """A config for case number `index`: small tiles of changing sizes, and every program order in turn."""
+    space = {axis.name: axis.values for axis in chosen.axes}
+    tiles = [(64, 32, 4), (64, 64, 4), (128, 32, 8)]
+    if 16 in space["BLOCK_M"]:
+        tiles += [(32, 64, 2), (16, 64, 1) if spec.dropout else (32, 16, 2)]
+    block_m, block_n, num_warps = tiles[index % len(tiles)]
+    changes: dict[str, int | str | bool] = {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps}
+    changes["ORDER"] = space["ORDER"][index % len(space["ORDER"])]
+    if "LOAD_V_EARLY" in space:
+        changes["LOAD_V_EARLY"] = index % 2 == 0
+    return chosen.default(spec, find_target("h200")).replace(**changes)
+
+
+def run(chosen: Family, case: AttentionCase, index: int, directory: Path) -> dict[str, object]:
+    """What became of one case: `accepted`, and `reason` (empty when right)."""
+    spec = case.problem.spec()
+    config = config_for(chosen, spec, index)
+    module = load_source(render(chosen, variant_of(chosen, spec, config)), chosen.name, directory)
+    inputs = make_case(case, "cpu")
+    accepted = module.accepts(inputs.q, inputs.k, inputs.v, inputs.keywords["mask"])
+    report: dict[str, object] = {"name": case.name, "config": config.label(), "accepted": accepted, "error": 0.0, "reason": ""}
+    if accepted:
+        verdict = check(module.launch, inputs, oracle(inputs, everywhere(case.problem)))
+        report |= {"error": verdict.error, "reason": verdict.reason}
+        if not verdict.reason and written_beside(inputs):
+            report["reason"] = "memory beside the output was written"
+    return report
+
+
+def main() -> None:
+    """Run the cases that the command line names."""
+    chosen, names = family(sys.argv[1]), set(sys.argv[2:])
+    with tempfile.TemporaryDirectory() as directory:
+        found = [run(chosen, case, index, Path(directory)) for index, case in enumerate(CASES) if case.name in names]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Rendered kernels compile for every kind of GPU on a machine that has none, into the code that they are meant to be."""
+
+import re
+from typing import Any
+
+import pytest
+
+from flashtune.core.modules import load_source
+from flashtune.core.problem import Features, Problem
+from flashtune.core.target import Target, find_target
+from flashtune.templates import family
+from flashtune.templates.rendering import render, variant_of
+from flashtune.tuner.compile import compiling_for, cross_compile
+from flashtune.tuner.inputs import make_inputs
+
+
+def problem(features: Features | None = None, *, n: int = 1024, heads: int = 4, d: int = 64, d_v: int = 0) -> Problem:
+    f = features or Features()
+    return Problem(batch=2, heads=heads, kv_heads=2, n_q=n, n_kv=n, d=d, d_v=d_v or d, dtype="bf16", features=f)
+
+
+def source(name: str, wanted: Problem, target: Target, **changes: int | str | bool) -> str:
+    chosen = family(name)
+    config = chosen.default(wanted.spec(), target).replace(**{"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2} | changes)
+    return render(chosen, variant_of(chosen, wanted.spec(), config))
+
+
+def compiled(text: str, wanted: Problem, target: Target) -> Any:
+    module = load_source(text, "compiled")
+    inputs = make_inputs(wanted, device="meta", seed=0)
+    with compiling_for(target):
+        [(kernel, grid, args, options)] = module.launches(*inputs.arguments, **inputs.keywords)
+        return kernel.warmup(*args, grid=grid, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu"),
+    [("flash_fwd", gpu) for gpu in ("a100", "h200", "b200", "rtx5090", "mi300x")] + [("flash_fwd_tma", gpu) for gpu in ("h200", "rtx5090")],
+)
+def test_it_compiles_to_tensor_core_code_that_doesnt_spill(name: str, gpu: str) -> None:
+    target, wanted = find_target(gpu), problem(Features(causal=True))
+    facts = cross_compile(source(name, wanted, target), "compiled", wanted, target)
+    assert facts.tensor_core_ops > 0
+    # An empty stack frame counts 8 bytes.
+    assert facts.spills <= 8
+    assert 0 < facts.shared_bytes <= target.shared_bytes_per_block
+
+
+@pytest.mark.parametrize(
+    ("name", "features"),
+    [
+        ("flash_fwd", Features(window=(64, 0), mask="bool", dropout=True)),
+        ("flash_fwd_tma", Features(causal=True, mask="bias", softcap=True)),
+    ],
+)
+def test_features_compile_together_at_padded_head_sizes(name: str, features: Features) -> None:
+    target, wanted = find_target("h200"), problem(features, d=80, d_v=40)
+    assert cross_compile(source(name, wanted, target), "compiled", wanted, target).tensor_core_ops > 0
+
+
+def test_one_compile_serves_every_n_batch_and_head_count() -> None:
+    target = find_target("a100")
+    text = source("flash_fwd", problem(Features(causal=True)), target)
+    first = compiled(text, problem(Features(causal=True), n=1024), target)
+    for n, heads in ((4096, 4), (1000, 4), (1, 2), (17, 32)):
+        assert compiled(text, problem(Features(causal=True), n=n, heads=heads), target) is first
+
+
+def test_one_philox_call_serves_eight_pairs() -> None:
+    # 64 x 64 pairs over 128 threads are 32 a thread: 4 calls of 7 rounds with 2 wide products, in each of two loops.
+    target, wanted = find_target("h200"), problem(Features(dropout=True))
+    ptx = compiled(source("flash_fwd_tma", wanted, target, BLOCK_N=64), wanted, target).asm["ptx"]
+    products = len(re.findall(r"mul\.wide\.u32|mul\.hi\.u32", ptx))
+    assert 2 * 4 * 7 * 2 * 0.7 < products < 2 * 4 * 7 * 2 * 1.5
+
+
+def test_scores_take_one_multiply_add_and_one_exponential_each() -> None:
+    target, wanted = find_target("a100"), problem()
+    ptx = compiled(source("flash_fwd", wanted, target), wanted, target).asm["ptx"]
+    exponentials = len(re.findall(r"ex2\.approx", ptx))
+    # 64 x 32 pairs over 128 threads are 16 a thread, and 2 rows to rescale, in each of two loops.
+    assert exponentials == 2 * (16 + 2)

@@ -1,0 +1,86 @@
+"""Every family computes what the float64 reference does, in Triton's interpreter, on ragged inputs amid poisoned memory."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import CASES
+
+from flashtune.core.modules import load_source
+from flashtune.core.problem import Problem
+from flashtune.core.target import find_target
+from flashtune.templates import family
+from flashtune.templates.rendering import render, variant_of
+
+TESTS = Path(__file__).parent
+BF16 = {"bf16", "bf16-causal"}
+REFUSED: dict[str, set[str]] = {"flash_fwd": BF16, "flash_fwd_tma": BF16 | {"columns", "shared-batch"}}
+"""What accepts() of a family turns down in the interpreter: bf16, and for TMA what has no rows or is expanded."""
+
+
+def interpret(name: str, cases: list[str]) -> list[dict[str, Any]]:
+    command = [sys.executable, str(TESTS / "interpret_cases.py"), name, *cases]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_every_case_agrees_with_the_reference(name: str) -> None:
+    reports = interpret(name, [case.name for case in CASES])
+    assert [report["name"] for report in reports] == [case.name for case in CASES]
+    assert {report["name"] for report in reports if not report["accepted"]} == REFUSED[name]
+    assert [report for report in reports if report["reason"]] == []
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bf16_is_taken_where_kernels_are_compiled(name: str) -> None:
+    spec = Problem(batch=1, heads=1, kv_heads=1, n_q=16, n_kv=16, d=16, d_v=16, dtype="bf16").spec()
+    chosen = family(name)
+    module = load_source(render(chosen, variant_of(chosen, spec, chosen.default(spec, find_target("h200")))), name)
+    x = torch.zeros(1, 1, 16, 16, dtype=torch.bfloat16)
+    assert module.accepts(x, x, x, None)
+
+
+def test_tma_takes_only_what_the_copy_engine_can_read() -> None:
+    chosen = family("flash_fwd_tma")
+    spec = Problem(batch=2, heads=2, kv_heads=2, n_q=16, n_kv=16, d=16, d_v=16, dtype="fp16").spec()
+    module = load_source(render(chosen, variant_of(chosen, spec, chosen.default(spec, find_target("h200")))), chosen.name)
+
+    def taken(x: torch.Tensor) -> bool:
+        right = torch.zeros(2, 2, 16, 16, dtype=torch.float16)
+        assert module.accepts(right, right, right, None)
+        answers = {module.accepts(x, right, right, None), module.accepts(right, x, right, None), module.accepts(right, right, x, None)}
+        assert len(answers) == 1
+        return answers.pop()
+
+    half = torch.float16
+    assert taken(torch.zeros(2, 16, 2, 16, dtype=half).transpose(1, 2))
+    assert taken(torch.zeros(2, 2, 16, 24, dtype=half)[..., :16])
+    # The stride of a dimension of size 1 is never used.
+    assert taken(torch.zeros(32 * 17, dtype=half).as_strided((1, 2, 16, 16), (3, 256, 16, 1)))
+    assert not taken(torch.zeros(2, 2, 16, 20, dtype=half)[..., :16])
+    assert not taken(torch.zeros(2, 2, 16, 24, dtype=half)[..., 1:17])
+    assert not taken(torch.zeros(2, 2, 16, 16, dtype=half).transpose(2, 3))
+    assert not taken(torch.zeros(2, 2, 16, 32, dtype=half)[..., ::2])
+    assert not taken(torch.zeros(1, 2, 16, 16, dtype=half).expand(2, 2, 16, 16))
+    assert not taken(torch.zeros(2, 2, 1, 16, dtype=half).expand(2, 2, 16, 16))
+
+
+def test_a_negative_scale_keeps_the_strides_that_tma_needs() -> None:
+    chosen = family("flash_fwd_tma")
+    spec = Problem(batch=1, heads=1, kv_heads=1, n_q=16, n_kv=16, d=20, d_v=16, dtype="fp16").spec()
+    module = load_source(render(chosen, variant_of(chosen, spec, chosen.default(spec, find_target("h200")))), chosen.name)
+    x, v = torch.randn(1, 1, 16, 24, dtype=torch.float16)[..., :20], torch.randn(1, 1, 16, 16, dtype=torch.float16)
+    assert module.accepts(x, x, v, None)
+    lse = torch.empty(1, 1, 16)
+    words = dict(mask=None, diagonal=0, window_left=-1, window_right=-1, softcap=0.0, dropout_p=0.0, seed=0, offset=0)
+    for scale, expected in ((-0.5, -x), (0.0, torch.zeros_like(x))):
+        [(_, _, args, _)] = module.launches(x, x, v, torch.empty_like(v), lse, scale=scale, **words)
+        assert torch.equal(args[0].base, expected)

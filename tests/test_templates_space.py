@@ -1,0 +1,94 @@
+"""The search spaces: sound defaults everywhere, constraints that hold, sizes that a search can walk."""
+
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from flashtune.core.dtypes import DTYPES
+from flashtune.core.problem import MASK_KINDS, Features, Problem
+from flashtune.core.target import Target, targets
+from flashtune.templates import families, family
+from flashtune.templates.family import Family, padded
+from flashtune.templates.predicates import live_registers, shared_bytes
+from flashtune.templates.rendering import render, variant_of
+
+OURS = ("flash_fwd", "flash_fwd_tma")
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    dtype = draw(st.sampled_from(DTYPES))
+    window = st.one_of(st.none(), st.integers(0, 5000))
+    features = Features(
+        causal=draw(st.booleans()),
+        window=draw(st.one_of(st.none(), st.tuples(window, window))),
+        mask=draw(st.sampled_from(MASK_KINDS)),
+        dropout=draw(st.booleans()),
+        softcap=draw(st.booleans()),
+        tf32=dtype == "fp32" and draw(st.booleans()),
+    )
+    d, d_v = draw(st.integers(1, 256)), draw(st.integers(1, 256))
+    return Problem(batch=1, heads=2, kv_heads=1, n_q=100, n_kv=200, d=d, d_v=d_v, dtype=dtype, features=features)
+
+
+ours = st.sampled_from(OURS).map(family)
+gpus = st.sampled_from(sorted(targets())).map(targets().__getitem__)
+
+
+@given(chosen=ours, problem=problems(), target=gpus)
+def test_every_supported_problem_has_a_default_that_keeps_the_constraints(chosen: Family, problem: Problem, target: Target) -> None:
+    spec = problem.spec()
+    assume(chosen.supports(spec, target) is None)
+    for config in [chosen.default(spec, target), *chosen.starts(spec, target)]:
+        chosen.validate(config)
+        assert chosen.violated(config, spec, target) is None
+
+
+@given(chosen=ours, problem=problems(), data=st.data())
+def test_any_config_of_the_space_renders_to_python(chosen: Family, problem: Problem, data: st.DataObject) -> None:
+    spec = problem.spec()
+    config = chosen.default(spec, targets()["h200"]).replace(**{axis.name: data.draw(st.sampled_from(axis.values)) for axis in chosen.axes})
+    text = render(chosen, variant_of(chosen, spec, config))
+    compile(text, "rendered", "exec")
+    assert text.endswith("\n") and not text.endswith("\n\n")
+    assert not any(line != line.rstrip() for line in text.splitlines())
+
+
+@settings(max_examples=15)
+@given(problem=problems(), target=gpus, data=st.data())
+def test_configs_within_the_constraints_fit_the_gpu(problem: Problem, target: Target, data: st.DataObject) -> None:
+    chosen, spec = family("flash_fwd"), problem.spec()
+    assume(chosen.supports(spec, target) is None)
+    config = data.draw(st.sampled_from(list(chosen.configs(spec, target))))
+    assert shared_bytes(config, spec, target) <= target.shared_bytes_per_block
+    assert live_registers(config, spec, target) < 512
+    assert config.number("BLOCK_M") >= 16 * config.number("num_warps")
+    assert spec.causal or config["ORDER"] in ("rows", "heads")
+    assert target.vendor == "nvidia" or (config["maxnreg"] == 0 and config.number("num_stages") <= 2)
+
+
+def test_the_space_of_a_usual_problem_has_a_few_hundred_to_a_few_thousand_configs() -> None:
+    for name in OURS:
+        for causal in (False, True):
+            for d in (64, 128):
+                features = Features(causal=causal)
+                spec = Problem(batch=1, heads=1, kv_heads=1, n_q=64, n_kv=64, d=d, d_v=d, dtype="bf16", features=features).spec()
+                assert 40 <= len(list(family(name).configs(spec, targets()["h200"]))) <= 3000
+
+
+def test_a_family_says_why_it_cant_serve_a_gpu() -> None:
+    spec = Problem(batch=1, heads=1, kv_heads=1, n_q=64, n_kv=64, d=64, d_v=64, dtype="fp16").spec()
+    assert "Triton" in (family("flash_fwd").supports(spec, targets()["v100"]) or "")
+    for slug in ("a100", "rtx4090", "mi300x"):
+        assert family("flash_fwd").supports(spec, targets()[slug]) is None
+        assert "TMA" in (family("flash_fwd_tma").supports(spec, targets()[slug]) or "")
+    for slug in ("h100", "h200", "b200", "rtx5090"):
+        assert family("flash_fwd_tma").supports(spec, targets()[slug]) is None
+
+
+def test_families_are_listed_under_their_own_names() -> None:
+    assert set(OURS) <= set(families())
+    assert all(name == chosen.name for name, chosen in families().items())
+
+
+def test_head_sizes_are_padded_to_powers_of_two() -> None:
+    assert [padded(d) for d in (1, 16, 17, 64, 80, 128, 129, 256)] == [16, 16, 32, 64, 128, 128, 256, 256]

@@ -1,0 +1,173 @@
+"""The rendered text is what a person would have written, and the same every time."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from flashtune.core.config import Config, KernelSpec
+from flashtune.core.errors import InputError
+from flashtune.core.problem import Features, Problem
+from flashtune.core.target import find_target
+from flashtune.templates import families, family
+from flashtune.templates.rendering import environment, render, template_hash, variant_of
+
+ROOT = Path(__file__).parents[1]
+OURS = ("flash_fwd", "flash_fwd_tma")
+
+FEATURES = (
+    Features(),
+    Features(causal=True),
+    Features(window=(64, 32)),
+    Features(causal=True, window=(64, 0)),
+    Features(mask="bool"),
+    Features(mask="bias", softcap=True),
+    Features(dropout=True, causal=True, mask="bool"),
+    Features(dropout=True, window=(64, 32), softcap=True, mask="bias"),
+)
+
+
+def spec_of(features: Features, *, d: int, d_v: int, dtype: Literal["fp16", "bf16", "fp32"]) -> KernelSpec:
+    return Problem(batch=1, heads=1, kv_heads=1, n_q=64, n_kv=64, d=d, d_v=d_v, dtype=dtype, features=features).spec()
+
+
+def text_of(name: str, spec: KernelSpec, gpu: str = "h200", **changes: int | str | bool) -> str:
+    chosen = family(name)
+    config = chosen.default(spec, find_target(gpu)).replace(**changes)
+    return render(chosen, variant_of(chosen, spec, config))
+
+
+GOLDEN: dict[str, Callable[[], str]] = {
+    "flash_fwd-fwd-bf16-d128-causal.py": lambda: text_of("flash_fwd", spec_of(Features(causal=True), d=128, d_v=128, dtype="bf16"), "a100"),
+    "flash_fwd-fwd-fp32-d80x64-window-bool-dropout.py": lambda: text_of(
+        "flash_fwd",
+        spec_of(Features(window=(9, 9), mask="bool", dropout=True), d=80, d_v=64, dtype="fp32"),
+        num_stages=1,
+        LOAD_V_EARLY=True,
+        ORDER="heads",
+    ),
+    "flash_fwd_tma-fwd-bf16-d128.py": lambda: text_of("flash_fwd_tma", spec_of(Features(), d=128, d_v=128, dtype="bf16")),
+    "flash_fwd_tma-fwd-fp16-d64-causal-bias-softcap.py": lambda: text_of(
+        "flash_fwd_tma", spec_of(Features(causal=True, mask="bias", softcap=True), d=64, d_v=64, dtype="fp16"), maxnreg=168, ORDER="grouped"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_the_rendered_text_is_the_reviewed_one(name: str, golden: Callable[[str, str], None]) -> None:
+    golden(name, GOLDEN[name]())
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_rendering_twice_gives_the_same_bytes(name: str) -> None:
+    first = GOLDEN[name]()
+    environment.cache_clear()
+    template_hash.cache_clear()
+    assert GOLDEN[name]() == first
+
+
+def test_every_variant_is_formatted_lints_clean_and_compiles_without_warnings(tmp_path: Path) -> None:
+    count = 0
+    for name in OURS:
+        orders = next(axis.values for axis in family(name).axes if axis.name == "ORDER")
+        for index, features in enumerate(FEATURES):
+            for d, d_v, dtype in ((64, 64, "bf16"), (80, 40, "fp32")):
+                spec = spec_of(features, d=d, d_v=d_v, dtype=dtype)  # type: ignore[arg-type]
+                text = text_of(name, spec, ORDER=orders[index % len(orders)])
+                (tmp_path / f"{name}_{index}_{dtype}.py").write_text(text)
+                count += 1
+    settings = ["--config", str(ROOT / "pyproject.toml"), "--quiet"]
+    ruff = [sys.executable, "-m", "ruff"]
+    formatted = subprocess.run([*ruff, "format", "--diff", *settings, str(tmp_path)], capture_output=True, text=True)
+    assert formatted.returncode == 0, formatted.stdout
+    linted = subprocess.run([*ruff, "check", *settings, "--ignore", "D1", str(tmp_path)], capture_output=True, text=True)
+    assert linted.returncode == 0, linted.stdout
+    for path in tmp_path.glob("*.py"):
+        done = subprocess.run([sys.executable, "-W", "error", "-c", f"compile(open({str(path)!r}).read(), 'x', 'exec')"], check=False)
+        assert done.returncode == 0
+        break
+    assert len(list(tmp_path.glob("*.py"))) == count == 32
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_rendered_file_imports_only_torch_and_triton(name: str) -> None:
+    for features in FEATURES:
+        tree = ast.parse(text_of(name, spec_of(features, d=64, d_v=64, dtype="fp16")))
+        modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        modules |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        assert {module.split(".")[0] for module in modules} <= {"torch", "triton"}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_the_header_names_template_variant_config_and_command(name: str) -> None:
+    spec = spec_of(Features(causal=True), d=64, d_v=64, dtype="fp16")
+    chosen = family(name)
+    variant = variant_of(chosen, spec, chosen.default(spec, find_target("h200")))
+    header = ast.get_docstring(ast.parse(render(chosen, variant))) or ""
+    for expected in (name, variant.template_hash, variant.id, variant.config.label(), spec.label(), "flashtune generate", "do not edit"):
+        assert expected in header
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_every_tile_line_ends_in_its_shape(name: str) -> None:
+    tiles = (
+        "q_tile",
+        "k_tile",
+        "v_tile",
+        "mask_tile",
+        "scores",
+        "probs",
+        "acc",
+        "row_max",
+        "row_sum",
+        "offs_m",
+        "offs_n",
+        "offs_d",
+        "keep",
+    )
+    found = 0
+    for features in FEATURES:
+        for line in text_of(name, spec_of(features, d=64, d_v=64, dtype="fp16")).splitlines():
+            if line.startswith("    ") and line.split(" = ")[0].strip() in tiles:
+                assert line.rstrip().endswith("]") and "# [" in line, line
+                found += 1
+    assert found > 100
+
+
+def test_what_is_off_leaves_no_trace_in_the_text() -> None:
+    plain = text_of("flash_fwd", spec_of(Features(), d=64, d_v=64, dtype="bf16"))
+    for word in ("mask_ptr", "philox", "tanh", "diagonal:", "row_last", "in_d", "    if "):
+        body = plain[plain.index("def attention_forward") : plain.index("def accepts")]
+        assert word not in body
+
+
+def test_the_hash_covers_every_partial() -> None:
+    names = [f"{name}.py.jinja" for name in OURS]
+    sources = {name: environment().loader.get_source(environment(), name)[0] for name in environment().list_templates(["jinja"])}  # type: ignore[union-attr]
+    used = {name for name in sources if name.startswith("_") and any(f'"{name}"' in text for text in sources.values())}
+    partials = {name for name in sources if name.startswith("_")}
+    assert partials == used, f"nothing includes {partials - used}"
+    assert len({template_hash(name) for name in names}) == len(names)
+
+
+@pytest.mark.parametrize(
+    "change", [{"BLOCK_M": 96}, {"num_warps": "8"}, {"ORDER": "rows\nimport os"}, {"maxnreg": True}, {"num_stages": 2.0}, {"EXTRA": 1}]
+)
+@pytest.mark.parametrize("name", OURS)
+def test_nothing_outside_the_declared_space_reaches_the_text(name: str, change: dict[str, int]) -> None:
+    chosen = family(name)
+    spec = spec_of(Features(), d=64, d_v=64, dtype="fp16")
+    variant = variant_of(chosen, spec, chosen.default(spec, find_target("h200")))
+    with pytest.raises(InputError, match=f"{next(iter(change))}"):
+        render(chosen, replace(variant, config=variant.config.replace(**change)))
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_config_that_lacks_an_axis_is_refused(name: str) -> None:
+    with pytest.raises(InputError, match="lacks the axis"):
+        families()[name].validate(Config.of(BLOCK_M=64))
