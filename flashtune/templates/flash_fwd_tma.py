@@ -1,0 +1,80 @@
+"""The family `flash_fwd_tma`: attention forward whose tiles come through Hopper's bulk tensor copy engine, for sm_90 and later."""
+
+from flashtune.core.config import Config, KernelSpec
+from flashtune.core.target import Target
+from flashtune.templates.family import Axis, Family
+from flashtune.templates.predicates import (
+    DROPOUT_BLOCK_IS_WHOLE,
+    ORDER_MATTERS,
+    ORDERS,
+    REGISTER_CAP_HELPS,
+    REGISTERS_FIT,
+    SCALAR_PRODUCTS_ARE_SHORT,
+    SHARED_MEMORY_FITS,
+    WARPS_OWN_ROWS,
+)
+
+AXES = (
+    Axis(name="BLOCK_M", values=(64, 128, 256), why="query rows of a program: reuse of K and V against registers and waves"),
+    Axis(name="BLOCK_N", values=(32, 64, 128, 256), why="key rows of a step: fewer, larger products against registers and shared memory"),
+    Axis(name="num_warps", values=(4, 8), why="one or two warpgroups to a query tile"),
+    Axis(name="num_stages", values=(1, 2, 3, 4), why="key blocks in flight: latency hidden against shared memory"),
+    Axis(name="maxnreg", values=(0, 128, 168), why="a cap on registers a thread (0: the compiler's choice): occupancy against spills"),
+    Axis(name="ORDER", values=ORDERS, why="which tiles run first: balance of a triangle's rows, and whose K and V stay in L2"),
+)
+
+CONSTRAINTS = (
+    WARPS_OWN_ROWS,
+    REGISTERS_FIT,
+    SHARED_MEMORY_FITS,
+    REGISTER_CAP_HELPS,
+    ORDER_MATTERS,
+    DROPOUT_BLOCK_IS_WHOLE,
+    SCALAR_PRODUCTS_ARE_SHORT,
+)
+
+
+def supports(spec: KernelSpec, target: Target) -> str | None:
+    """Why this family can't serve `spec` on `target`, or None."""
+    if not target.compilable:
+        return f"Triton doesn't compile for {target.name}"
+    if not target.has_tma:
+        return f"{target.name} has no bulk tensor copy engine (TMA): it came with compute capability 9.0"
+    if spec.direction != "fwd":
+        return f"flash_fwd_tma computes the forward pass, not {spec.direction!r}"
+    return None
+
+
+def starts(spec: KernelSpec, target: Target) -> list[Config]:
+    """The field's published tiles, as far as they keep this target's constraints; the first is the default."""
+    tiles = [(128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 4, 3), (64, 128, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1)]
+    found = [
+        Config.of(
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            num_warps=num_warps,
+            num_stages=num_stages,
+            maxnreg=0,
+            ORDER="longest_first" if spec.causal else "rows",
+        )
+        for block_m, block_n, num_warps, num_stages in tiles
+    ]
+    return [config for config in found if FAMILY.violated(config, spec, target) is None]
+
+
+def default(spec: KernelSpec, target: Target) -> Config:
+    """The first of `starts`."""
+    return starts(spec, target)[0]
+
+
+FAMILY = Family(
+    name="flash_fwd_tma",
+    axes=AXES,
+    constraints=CONSTRAINTS,
+    supports=supports,
+    default=default,
+    starts=starts,
+    interpretable=True,
+    path_axes=("ORDER",),
+)
+"""Attention forward with TMA descriptors."""
