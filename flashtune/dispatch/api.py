@@ -97,8 +97,8 @@ def attention(
             why_torch or _memory(query, key, value, attn_mask),
         )
         plan = _memo.plans.get(signature)
-    except (AttributeError, TypeError):
-        # Something isn't a tensor or can't be hashed; parsing says what.
+    except (AttributeError, TypeError, RuntimeError):
+        # Something isn't a tensor, is one without sizes (a nested one) or can't be hashed; parsing says what.
         signature, plan = None, None
     if plan is not None:
         out, lse = plan.run(query, key, value, attn_mask, seed)

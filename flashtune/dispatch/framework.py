@@ -28,6 +28,10 @@ def attention(
     # A tracer may hold symbolic truth values, which torch refuses; a branch on one settles it.
     causal = True if request.torch_causal and mask is None else False  # noqa: SIM210
     shared = True if request.heads != request.kv_heads else False  # noqa: SIM210
+    scale = request.scale
+    if scale <= 0.0:
+        # Torch's fused backends assume a positive one; its CPU's gives NaN in causal rows otherwise.
+        q, scale = (-q, -scale) if scale < 0.0 else (q * 0.0, 1.0)
     if request.banded and not causal:
         mask = _with_band(request, mask)
     out = F.scaled_dot_product_attention(
@@ -37,7 +41,7 @@ def attention(
         attn_mask=mask,
         dropout_p=request.dropout_p,
         is_causal=causal,
-        scale=request.scale,
+        scale=scale,
         enable_gqa=shared,
     )
     return request.restored(out), None

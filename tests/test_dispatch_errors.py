@@ -1,0 +1,122 @@
+"""Bad arguments are refused in one sentence with the value and the remedy, and torch refuses them too (or documents that it should)."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from flashtune import dispatch
+from flashtune.core.errors import FlashtuneError, InputError, InputTypeError
+
+Q = torch.randn(2, 4, 8, 16)
+GQA = torch.randn(2, 2, 8, 16)
+NESTED = torch.nested.nested_tensor([torch.randn(4, 3, 16), torch.randn(4, 5, 16)])
+
+BAD: list[tuple[str, tuple[Any, ...], dict[str, Any], type[FlashtuneError], str]] = [
+    ("not-a-tensor", (Q.tolist(), Q, Q), {}, InputTypeError, "query must be a tensor, not list"),
+    ("none-key", (Q, None, Q), {}, InputTypeError, "key must be a tensor, not NoneType"),
+    ("nested", (NESTED, NESTED, NESTED), {}, InputTypeError, "query is a nested tensor"),
+    ("sparse", (Q, Q, Q.to_sparse()), {}, InputTypeError, "value has the layout torch.sparse_coo"),
+    ("int", (Q.int(), Q.int(), Q.int()), {}, InputTypeError, "query has dtype torch.int32"),
+    ("complex", (Q, Q + 0j, Q), {}, InputTypeError, "key has dtype torch.complex64"),
+    ("mixed-dtypes", (Q, Q.half(), Q), {}, InputTypeError, "mixed dtypes (query torch.float32, key torch.float16"),
+    ("mixed-devices", (Q, Q, Q.to("meta")), {}, InputError, "value on meta"),
+    ("one-dimension", (Q[0, 0, 0], Q, Q), {}, InputError, "query has the shape (16,)"),
+    ("no-rows", (Q[:, :, :0], Q, Q), {}, InputError, "query has the empty shape (2, 4, 0, 16)"),
+    ("no-keys", (Q, Q[:, :, :0], Q[:, :, :0]), {}, InputError, "key has the empty shape"),
+    ("no-batch", (Q[:0], Q[:0], Q[:0]), {}, InputError, "query has the empty shape (0, 4, 8, 16)"),
+    ("d-zero", (Q[..., :0], Q[..., :0], Q), {}, InputError, "query has the empty shape (2, 4, 8, 0)"),
+    ("d-too-large", (torch.randn(1, 1, 2, 257),) * 3, {}, InputError, "head size 257"),
+    ("d-v-too-large", (Q, Q, torch.randn(2, 4, 8, 300)), {}, InputError, "value has the head size 300"),
+    ("d-differs", (Q, Q[..., :8], Q), {}, InputError, "query has the head size 16 and key 8"),
+    ("n-differs", (Q, Q[:, :, :5], Q), {}, InputError, "key has 5 tokens and value 8"),
+    ("heads", (Q, GQA, GQA), {}, InputError, "query has 4 heads, key 2 and value 2: pass enable_gqa=True"),
+    ("heads-more-keys", (GQA, Q, Q), {}, InputError, "query has 2 heads, key 4 and value 4: make them equal"),
+    ("heads-indivisible", (Q, Q[:, :3], Q[:, :3]), {"enable_gqa": True}, InputError, "must divide the query's heads"),
+    ("batch", (Q, torch.randn(3, 4, 8, 16), Q), {}, InputError, "batch sizes of query (2, 4, 8, 16), key (3, 4, 8, 16)"),
+    ("mask-list", (Q, Q, Q, [[True]]), {}, InputTypeError, "attn_mask must be a tensor or None, not list"),
+    ("mask-dtype", (Q, Q, Q, torch.zeros(8, 8, dtype=torch.int)), {}, InputTypeError, "attn_mask has dtype torch.int32"),
+    ("mask-half", (Q, Q, Q, torch.zeros(8, 8).half()), {}, InputTypeError, "attn_mask has dtype torch.float16"),
+    ("mask-double", (Q, Q, Q, torch.zeros(8, 8).double()), {}, InputTypeError, "attn_mask has dtype torch.float64"),
+    ("mask-device", (Q, Q, Q, torch.zeros(8, 8, device="meta")), {}, InputError, "attn_mask is on meta and query on cpu"),
+    ("mask-shape", (Q, Q, Q, torch.zeros(8, 7)), {}, InputError, "attn_mask of shape (8, 7) doesn't broadcast to the scores (2, 4, 8, 8)"),
+    ("mask-rank", (Q, Q, Q, torch.zeros(1, 1, 1, 8, 8)), {}, InputError, "attn_mask of shape (1, 1, 1, 8, 8)"),
+    ("dropout-above-1", (Q, Q, Q), {"dropout_p": 1.1}, InputError, "dropout_p=1.1 is not a probability"),
+    ("dropout-negative", (Q, Q, Q), {"dropout_p": -0.1}, InputError, "dropout_p=-0.1"),
+    ("dropout-text", (Q, Q, Q), {"dropout_p": "0.1"}, InputTypeError, "dropout_p must be a number, not str"),
+    ("causal-tensor", (Q, Q, Q), {"is_causal": torch.ones(8, 8)}, InputTypeError, "is_causal must be True or False, not Tensor"),
+    ("scale-text", (Q, Q, Q), {"scale": "1"}, InputTypeError, "scale must be a number, not str"),
+]
+OURS: list[tuple[str, tuple[Any, ...], dict[str, Any], type[FlashtuneError], str]] = [
+    # torch's documentation calls this an error, not every backend checks it.
+    ("causal-and-mask", (Q, Q, Q, torch.zeros(8, 8)), {"is_causal": True}, InputError, "is_causal=True was given together with attn_mask"),
+    ("scale-nan", (Q, Q, Q), {"scale": float("nan")}, InputError, "scale=nan is not finite"),
+    ("scale-tensor", (Q, Q, Q), {"scale": torch.tensor(1.0)}, InputTypeError, "scale must be a number, not Tensor"),
+    ("softcap-negative", (Q, Q, Q), {"softcap": -1.0}, InputError, "softcap=-1.0 is negative"),
+    ("softcap-infinite", (Q, Q, Q), {"softcap": float("inf")}, InputError, "softcap=inf is not finite"),
+    ("softcap-none", (Q, Q, Q), {"softcap": None}, InputTypeError, "softcap must be a number, not NoneType"),
+    ("window-negative", (Q, Q, Q), {"window": -2}, InputError, "window=-2 is out of range"),
+    ("window-float", (Q, Q, Q), {"window": 4.0}, InputTypeError, "window=4.0 is not a window"),
+    ("window-true", (Q, Q, Q), {"window": True}, InputTypeError, "window=True is not a window"),
+    ("window-three", (Q, Q, Q), {"window": (1, 2, 3)}, InputTypeError, "window=(1, 2, 3) is not a window"),
+    ("window-list", (Q, Q, Q), {"window": [1, -5]}, InputError, "window=[1, -5] is out of range"),
+    ("alignment", (Q, Q, Q), {"causal_alignment": "lower"}, InputError, "unknown causal_alignment 'lower'"),
+    ("alignment-unhashable", (Q, Q, Q), {"causal_alignment": []}, InputError, "unknown causal_alignment []"),
+    ("seed-float", (Q, Q, Q), {"seed": 1.5, "dropout_p": 0.1}, InputTypeError, "seed must be an integer, not float"),
+    ("seed-large", (Q, Q, Q), {"seed": 2**64, "dropout_p": 0.1}, InputError, "seed=18446744073709551616 does not fit into 64 bits"),
+    ("lse-text", (Q, Q, Q), {"return_lse": "yes"}, InputTypeError, "return_lse must be True or False, not str"),
+]
+
+
+def ids(cases: list[tuple[str, tuple[Any, ...], dict[str, Any], type[FlashtuneError], str]]) -> list[Any]:
+    return [pytest.param(*case[1:], id=case[0]) for case in cases]
+
+
+@pytest.mark.parametrize(("arguments", "words", "kind", "message"), ids(BAD + OURS))
+def test_bad_input_is_one_sentence_with_the_value_and_the_remedy(
+    arguments: tuple[Any, ...], words: dict[str, Any], kind: type[FlashtuneError], message: str
+) -> None:
+    for entry in (dispatch.attention, dispatch.explain):
+        with pytest.raises(kind, match=re.escape(message)) as caught:
+            entry(*arguments, **words)
+        text = str(caught.value)
+        assert "\n" not in text and ": " in text and len(text) < 250
+        assert isinstance(caught.value, TypeError if kind is InputTypeError else ValueError)
+
+
+# What torch serves although it makes no sense (key and value of different lengths, on the CPU) or goes beyond what kernels are for.
+SERVED_BY_TORCH = {
+    "nested",
+    "n-differs",
+    "no-rows",
+    "no-keys",
+    "no-batch",
+    "d-zero",
+    "d-too-large",
+    "d-v-too-large",
+    "mixed-devices",
+    "mask-device",
+}
+SERVED_BY_TORCH |= {"dropout-negative"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words", "kind", "message"),
+    ids([case for case in BAD if case[0] not in SERVED_BY_TORCH]),
+)
+def test_what_is_refused_torch_refuses_too(
+    arguments: tuple[Any, ...], words: dict[str, Any], kind: type[FlashtuneError], message: str
+) -> None:
+    with pytest.raises((RuntimeError, TypeError, IndexError)):
+        F.scaled_dot_product_attention(*arguments, **words)
+
+
+def test_a_bad_call_is_refused_again_after_a_good_one() -> None:
+    for _ in range(2):
+        dispatch.attention(Q, Q, Q, dropout_p=0.1, seed=1)
+        with pytest.raises(InputTypeError):
+            dispatch.attention(Q, Q, Q, dropout_p=0.1, seed="1")
+        with pytest.raises(InputError):
+            dispatch.attention(Q, Q, Q[:, :, :5])
