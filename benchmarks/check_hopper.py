@@ -166,6 +166,8 @@ def numerics_units() -> list[tuple[KernelSpec, Config]]:
         config_of(tiles="one", lookahead=0),
         config_of(tiles="one", BLOCK_M=64, consumers=1, BLOCK_N=64),
         config_of(tiles="loop", lookahead=2, BLOCK_N=64, stages=3),
+        config_of(tiles="chained", lookahead=2, BLOCK_N=64, stages=3),
+        config_of(tiles="chained", lookahead=2, BLOCK_N=64, stages=3, release="named", pingpong="named"),
         config_of(tiles="one", lookahead=2, BLOCK_N=64, release="named", pingpong="named"),
     ]
     banded = [
@@ -189,7 +191,7 @@ def numerics_units() -> list[tuple[KernelSpec, Config]]:
     units += [(spec_of(64, causal=True), config_of(BLOCK_M=256, BLOCK_N=64, stages=3))]
     units += [(spec_of(d, causal=True, dtype="fp16"), config_of()) for d in (32, 72, 96)]
     units += [(spec_of(d, d_v, causal=True), config_of(tiles="loop", BLOCK_N=64)) for d, d_v in ((256, 256), (192, 192), (192, 128))]
-    units += [(spec_of(64, causal=True), config_of(tiles="loop", lookahead=2, stages=3, order="serpentine", section=4))]
+    units += [(spec_of(64, causal=True), config_of(lookahead=2, stages=3, order="serpentine", section=4))]
     units += [(spec_of(64, causal=True, window=True), config_of(tiles="one", lookahead=2, stages=2))]
     units += [(spec_of(192, 128), config_of(tiles="one", BLOCK_N=64)), (spec_of(64, 128), config_of(tiles="loop"))]
     return units
@@ -282,11 +284,12 @@ def timed_configs(d: int, causal: bool) -> list[Config]:
             {"stages": 3, "release": "named", "pingpong": "named"},
             {"stages": 2, "tiles": "one"},
             {"BLOCK_M": 256, "BLOCK_N": 64, "stages": 4},
-            {"stages": 3, "tiles": "loop", "lookahead": 2},
-            {"stages": 3, "tiles": "loop", "lookahead": 2, "release": "named"},
-            {"stages": 3, "tiles": "loop", "lookahead": 2, "pingpong": "named"},
+            {"stages": 3, "lookahead": 2},
+            {"stages": 3, "lookahead": 2, "release": "named"},
+            {"stages": 3, "lookahead": 2, "pingpong": "named"},
+            {"stages": 3, "lookahead": 2, "pingpong": "mbarrier"},
             {"stages": 3, "tiles": "one", "lookahead": 2},
-            {**THREE, "BLOCK_N": 64, "stages": 4, "tiles": "loop", "lookahead": 2},
+            {**THREE, "BLOCK_N": 64, "stages": 4, "lookahead": 2},
         ]
     elif d == 128:
         base = [
@@ -301,8 +304,8 @@ def timed_configs(d: int, causal: bool) -> list[Config]:
             {"tiles": "loop", "release": "named"},
             {"BLOCK_N": 64, "stages": 4},
             {"idle_sms": 1},
-            {"BLOCK_N": 64, "stages": 4, "tiles": "loop", "lookahead": 2},
-            {"BLOCK_N": 64, "stages": 4, "tiles": "one", "lookahead": 2, "release": "named"},
+            {"BLOCK_N": 64, "stages": 4, "lookahead": 2},
+            {"BLOCK_N": 64, "stages": 4, "lookahead": 2, "release": "named"},
         ]
     else:
         base = [

@@ -68,7 +68,7 @@ CONSTRAINTS = (
     ),
     Constraint(
         name="chained tiles",
-        holds=lambda c, s, t: c["tiles"] != "chained" or c["lookahead"] == 1,
+        holds=lambda c, s, t: c["tiles"] != "chained" or c["lookahead"] != 0,
         why="tiles are chained by putting the last values of one beside the first scores of the next",
     ),
     Constraint(
