@@ -1,5 +1,6 @@
 """The models and the migrations describe one schema, and every released version of it stays readable."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -96,9 +97,10 @@ def upgrade() -> None:
 
 def later_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str) -> None:
     """A flashtune that has one more schema version."""
-    (tmp_path / "versions").mkdir()
-    (tmp_path / "versions" / "v0002_later.py").write_text(NEXT.format(last=last))
-    monkeypatch.setattr(migrations, "VERSION_FOLDERS", [*migrations.VERSION_FOLDERS, tmp_path / "versions"])
+    folder = tmp_path / "100% other: migrations"
+    shutil.copytree(migrations.FOLDER, folder)
+    (folder / "versions" / "v0002_later.py").write_text(NEXT.format(last=last))
+    monkeypatch.setattr(migrations, "FOLDER", folder)
     monkeypatch.setattr(schema, "SCHEMA_VERSION", "0002")
 
 

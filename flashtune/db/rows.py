@@ -16,7 +16,7 @@ from flashtune.core.config import Config
 from flashtune.core.dtypes import DTYPES
 from flashtune.core.errors import InputError
 from flashtune.core.problem import DIRECTIONS, MAX_HEAD_DIM, Features, Problem, ProblemKey
-from flashtune.core.results import SOURCES, Baseline, CompileFacts, Fate, Measurement, Outcome, Provenance, SearchResult
+from flashtune.core.results import SOURCES, Baseline, CompileFacts, Fate, Measurement, Outcome, Provenance, SearchResult, Source
 
 LARGEST = 2**31 - 1
 """The largest whole number that every database's INTEGER holds."""
@@ -266,7 +266,7 @@ def read_fate(row: Row) -> Fate:
 def read_outcome(row: Row) -> Outcome:
     """The outcome in a row of `trial`."""
     fate = read_fate(row)
-    source = row.one_of("source", SOURCES)
+    source: Source = row.one_of("source", SOURCES)
     measurement = _read_measurement(row)
     if measurement is not None and fate is not Fate.CORRECT:
         raise RowError("median_us", f"is set, but the trial's fate is {fate}")

@@ -44,7 +44,12 @@ class Server:
             if version is None:
                 raise MissingDatabaseError(f"{self.name} holds no tuned database: run a search to write one")
             raise DatabaseError(f"{self.name} has the older schema {version}: open it for writing once (any search does) to upgrade it")
-        self.write(self._upgrade)
+        try:
+            self.write(self._upgrade)
+        except DatabaseError:
+            # Another process may have been first.
+            if self.read(self._version) != SCHEMA_VERSION:
+                raise
 
     def close(self) -> None:
         """Nothing is held."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, TypedDict, TypeVar, Unpack
 
-from sqlalchemy import ColumnElement, Connection, Select, func, make_url, or_, select
+from sqlalchemy import ColumnElement, Connection, Executable, Select, func, make_url, or_, select
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.sql.selectable import FromClause
 
@@ -237,7 +237,7 @@ class Store:
             results.append(SearchResult(gpu=key.gpu, problem=problem, outcomes=own, provenance=provenance, baseline=baseline))
         return results
 
-    def _fetch(self, query: Select[Any]) -> list[dict[str, Any]]:
+    def _fetch(self, query: Executable) -> list[dict[str, Any]]:
         return self._access.read(lambda connection: _all(connection, query))
 
     @contextmanager
@@ -287,7 +287,7 @@ def _alone(record: TuningRecord) -> SearchResult:
     )
 
 
-def _all(connection: Connection, query: Select[Any]) -> list[dict[str, Any]]:
+def _all(connection: Connection, query: Executable) -> list[dict[str, Any]]:
     return [dict(found) for found in connection.execute(query).mappings()]
 
 

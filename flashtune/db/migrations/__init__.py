@@ -6,16 +6,14 @@ from alembic import command
 from alembic.config import Config
 from sqlalchemy import Connection
 
-VERSION_FOLDERS: list[Path] = [Path(__file__).parent / "versions"]
-"""Where revisions are found; the tests add a later one of their own."""
+FOLDER = Path(__file__).parent
+"""Holds env.py and the revisions; the tests point it at a copy with a later revision."""
 
 
 def alembic_config(connection: Connection) -> Config:
     """The settings of every Alembic command on this connection."""
     config = Config()
-    config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
-    config.set_main_option("path_separator", "newline")
-    config.set_main_option("version_locations", "\n".join(map(str, VERSION_FOLDERS)).replace("%", "%%"))
+    config.set_main_option("script_location", str(FOLDER).replace("%", "%%"))
     config.attributes["connection"] = connection
     return config
 
