@@ -464,3 +464,12 @@ def test_an_export_never_replaces_a_file_of_another_kind(tmp_path: Path) -> None
                 store.export(target, winners_only=True, replace=True)
     assert (tmp_path / "notes.txt").read_text() == "a hundred words " * 20
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a.sqlite", "notes.txt"]
+
+
+def test_a_database_is_never_replaced_by_its_own_export(tmp_path: Path) -> None:
+    path = filled(tmp_path / "a.sqlite")
+    (tmp_path / "link").symlink_to(path)
+    before = path.read_bytes()
+    with Store.open(path, writable=False) as store, pytest.raises(DatabaseError, match="itself"):
+        store.export(tmp_path / "link", winners_only=True, replace=True)
+    assert path.read_bytes() == before

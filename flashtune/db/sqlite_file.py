@@ -67,6 +67,10 @@ class SqliteFile:
         self._copied_from: tuple[object, ...] = ()
         self._lock = threading.Lock()
 
+    def is_at(self, path: Path) -> bool:
+        """Whether `path` names this file, directly or through links."""
+        return Path(os.path.realpath(path)) == self._path
+
     def open(self) -> None:
         """Check the file, create it where it is missing (for writing), and bring an older schema up to date."""
         try:

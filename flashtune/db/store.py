@@ -182,6 +182,8 @@ class Store:
         target = _sqlite_path(destination)
         if target is None:
             raise DatabaseError(f"{self._access.name} can be exported to a SQLite file only: give the path of a file")
+        if isinstance(self._access, SqliteFile) and self._access.is_at(target):
+            raise DatabaseError(f"{self._access.name} can't be exported to itself: give another path")
         export_file(target, work, replace=replace)
         return len(prepared)
 
