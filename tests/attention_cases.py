@@ -13,9 +13,10 @@ from flashtune.core.dtypes import DType
 from flashtune.core.problem import Alignment, Features, Problem
 from flashtune.tuner.inputs import TORCH_DTYPES, Inputs
 
-Layout = Literal["heads_first", "tokens_first", "packed", "gapped", "columns", "shared_batch"]
+Layout = Literal["heads_first", "tokens_first", "packed", "gapped", "columns", "shared_batch", "far_heads", "far_rows"]
 """How q, k and v lie in memory: (B, H, N, D); (B, N, H, D); that with q, k and v of a token side by side; rows with gaps between them;
-(B, H, D, N); one batch expanded to all."""
+(B, H, D, N); one batch expanded to all; heads 2^31 elements apart; rows 2^27 elements apart. The last two take 6 GB, of which a CPU
+that gives out memory on first use touches little."""
 
 MaskForm = Literal["full", "heads", "rows", "keys"]
 """What of a mask is stored: (B, H, N_q, N_kv), (1, H, N_q, N_kv), (B, 1, N_q, 1) or (B, 1, 1, N_kv); the rest is expanded."""
@@ -80,6 +81,8 @@ CASES: tuple[AttentionCase, ...] = (
     AttentionCase(name="gapped-rows", problem=_problem(50, 60, 24, d_v=40, batch=2), layout="gapped"),
     AttentionCase(name="columns", problem=_problem(50, 60, 32, batch=2), layout="columns"),
     AttentionCase(name="shared-batch", problem=_problem(50, 60, 32, batch=2), layout="shared_batch"),
+    AttentionCase(name="far-heads", problem=_problem(40, 50, 16), layout="far_heads"),
+    AttentionCase(name="far-rows", problem=_problem(20, 20, 16, heads=(1, 1)), layout="far_rows"),
     AttentionCase(name="causal", problem=_problem(150, 150, 32, Features(causal=True))),
     AttentionCase(name="causal-more-keys", problem=_problem(60, 150, 16, Features(causal=True))),
     AttentionCase(name="causal-fewer-keys", problem=_problem(150, 60, 16, Features(causal=True))),
@@ -169,11 +172,20 @@ def _laid_out(tensors: list[torch.Tensor], layout: Layout) -> list[torch.Tensor]
         return [x.transpose(1, 2) for x in _poisoned(joined, (1,)).unbind(2)]
     if layout == "shared_batch":
         return [x[:1].expand(x.shape) for x in tensors]
+    if layout in ("far_heads", "far_rows"):
+        return _far_apart(tensors, (1, 2**31, 64 * 3, 1) if layout == "far_heads" else (1, 1, 2**27, 1))
     if layout == "tokens_first":
         return [_poisoned(x.transpose(1, 2), (1,)).transpose(1, 2) for x in tensors]
     if layout == "columns":
         return [_poisoned(x.transpose(2, 3), (3,)).transpose(2, 3) for x in tensors]
     return [_poisoned(x, (2, 3) if layout == "gapped" else (2,)) for x in tensors]
+
+
+def _far_apart(tensors: list[torch.Tensor], strides: tuple[int, int, int, int]) -> list[torch.Tensor]:
+    """Copies of q, k and v (of one batch, D <= 64) side by side in one storage, 64 elements apart."""
+    extent = max(sum((size - 1) * stride for size, stride in zip(x.shape, strides, strict=True)) for x in tensors) + 64 * 3
+    storage = torch.empty(extent, dtype=tensors[0].dtype, device=tensors[0].device)
+    return [storage.as_strided(x.shape, strides, 64 * place).copy_(x) for place, x in enumerate(tensors)]
 
 
 def _poisoned(x: torch.Tensor, padded: tuple[int, ...]) -> torch.Tensor:

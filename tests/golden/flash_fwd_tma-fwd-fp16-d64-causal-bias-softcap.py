@@ -1,8 +1,8 @@
 """Attention forward with TMA descriptors.
 
 Compiled in: fwd-fp16-d64-causal-softcap-bias
-Template: flash_fwd_tma 45087b4351f2474d
-Variant: ed744a51bc616305
+Template: flash_fwd_tma ca3f7eebcb40ac3a
+Variant: 5509319ec95d014d
 Config: BLOCK_M=128 BLOCK_N=128 ORDER=grouped maxnreg=168 num_stages=2 num_warps=8
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -137,11 +137,18 @@ def attention_forward(
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=in_out)
 
 
+def strides_of(x):
+    """The strides of `x` (B, H, N, D); 16 in place of those of dimensions of size 1, which may be anything and have no meaning."""
+    (b, h, n, _), (stride_b, stride_h, stride_n, stride_d) = x.shape, x.stride()
+    return [stride_b if b > 1 else 16, stride_h if h > 1 else 16, stride_n if n > 1 else 16, stride_d]
+
+
 def copyable(x):
-    """Whether TMA can read `x` (B, H, N, D): 16-byte aligned rows one after the other, nothing broadcast."""
+    """Whether TMA can read `x` (B, H, N, D): rows without gaps inside, all on 16-byte boundaries, nothing broadcast."""
+    stride_b, stride_h, stride_n, stride_d = strides_of(x)
     unit = 16 // x.element_size()
-    steps = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
-    return x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(stride > 0 and stride % unit == 0 for stride in steps)
+    aligned = stride_b % unit == stride_h % unit == stride_n % unit == x.data_ptr() % 16 == 0
+    return aligned and stride_d == 1 and min(stride_b, stride_h, stride_n) > 0
 
 
 def accepts(q, k, v, mask):
@@ -151,9 +158,7 @@ def accepts(q, k, v, mask):
 
 def descriptor(x, rows, columns):
     """The TMA descriptor of `x` (B, H, N, D) for tiles of `rows` by `columns`."""
-    # The stride of a dimension of size 1 has no meaning, but must be a multiple of 16 bytes.
-    strides = [stride if size > 1 else 16 for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, columns])
+    return TensorDescriptor(x, list(x.shape), strides_of(x), [1, 1, rows, columns])
 
 
 def launches(q, k, v, out, lse, *, mask, scale, diagonal, window_left, window_right, softcap, dropout_p, seed, offset):
