@@ -35,7 +35,7 @@ def bench(seconds: float, seed: int, as_json: bool, **words: Any) -> None:
     gpu = local_gpu()
     if gpu is None or gpu.target is None:
         raise EnvironmentProblem("bench times kernels on a GPU and found none that flashtune knows here: run it on the GPU's machine")
-    rows = []
+    rows: list[dict[str, Any]] = []
     with Workers(jobs=1) as workers:
         for problem in problems_of(words):
             chosen = explain_problem(problem, gpu.target.slug)

@@ -50,7 +50,7 @@ def key_blocks(problem: Problem, block_m: int, block_n: int) -> int:
         low, high = start + problem.diagonal, min(start + block_m, problem.n_q) - 1 + problem.diagonal
         first = 0 if left is None else max(0, low - left)
         last = problem.n_kv - 1 if right is None else min(problem.n_kv - 1, high + right)
-        total += max(0, last // block_n - first // block_n + 1)
+        total += last // block_n - first // block_n + 1 if first <= last else 0
     return total
 
 
