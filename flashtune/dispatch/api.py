@@ -179,6 +179,9 @@ def _first_call(signature: Hashable | None, arguments: tuple[Any, ...], extras: 
     )
     memo = _memo
     with memo.lock:
+        if signature is not None and (plan := memo.plans.get(signature)) is not None:
+            # Another thread decided while this one waited.
+            return plan.run(query, key, value, attn_mask, seed)
         why_torch = _why_torch(query, key, value, attn_mask) or _transformed()
         for candidate in selection.candidates(memo, request, query, key, value, attn_mask, why_torch):
             if candidate.variant is None:

@@ -1,0 +1,139 @@
+"""Gradients: the framework's path serves them, with every feature."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd import forward_ad
+
+from flashtune import dispatch
+from flashtune.core import reference
+
+
+def inputs(*, dtype: torch.dtype = torch.float32, kv_heads: int = 4, n_kv: int = 13) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    shapes = [(2, 4, 11, 16), (2, kv_heads, n_kv, 16), (2, kv_heads, n_kv, 8)]
+    return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+def mask_with_an_empty_row() -> torch.Tensor:
+    mask = torch.rand(11, 13, generator=torch.Generator().manual_seed(6)) > 0.5
+    mask[4] = False
+    return mask
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {},
+        {"is_causal": True},
+        {"scale": 0.7},
+        {"attn_mask": mask_with_an_empty_row()},
+        {"attn_mask": torch.zeros(11, 13).masked_fill(~mask_with_an_empty_row(), float("-inf"))},
+        {"enable_gqa": True, "kv_heads": 2},
+    ],
+    ids=["plain", "causal", "scale", "mask", "bias", "gqa"],
+)
+def test_gradients_equal_torchs_own(words: dict[str, Any]) -> None:
+    kv_heads = words.pop("kv_heads", 4)
+    ours, theirs = inputs(kv_heads=kv_heads), inputs(kv_heads=kv_heads)
+    dispatch.attention(*ours, **words).square().sum().backward()
+    F.scaled_dot_product_attention(*theirs, **words).square().sum().backward()
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.grad is not None and other.grad is not None
+        torch.testing.assert_close(mine.grad, other.grad)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ({"softcap": 2.0}, {"softcap": 2.0}),
+        ({"window": 3}, {"left": 3, "right": 3}),
+        ({"window": (2, None), "softcap": 2.0}, {"left": 2, "softcap": 2.0}),
+        ({"is_causal": True, "causal_alignment": "bottom_right"}, {"right": 0, "diagonal": 2}),
+        ({"is_causal": True, "window": 4}, {"left": 4, "right": 0}),
+        ({"attn_mask": mask_with_an_empty_row(), "softcap": 2.0}, {"mask": mask_with_an_empty_row(), "softcap": 2.0}),
+        ({"attn_mask": mask_with_an_empty_row(), "window": 2}, {"mask": mask_with_an_empty_row(), "left": 2, "right": 2}),
+        (
+            {"dropout_p": 0.4, "seed": 9},
+            {"dropout_p": 0.4, "keep": reference.dropout_keep(9, 0, 2, 4, 11, 13, 0.4)},
+        ),
+        ({"scale": -0.3}, {"scale": -0.3}),
+        ({"scale": 0.0}, {"scale": 0.0}),
+    ],
+)
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_gradients_of_features_beyond_torch_equal_the_float64_references(
+    words: dict[str, Any], expected: dict[str, Any], with_lse: bool
+) -> None:
+    """Rows with nothing to attend to included: their gradient is 0, not NaN."""
+    ours, wide = inputs(), [x.detach().double().requires_grad_() for x in inputs()]
+    served = dispatch.attention(*ours, **words, return_lse=with_lse)
+    wanted, wanted_lse = reference.attention(*wide, **{"scale": 0.25, **expected})
+    out, lse = served if with_lse else (served, None)
+    loss, wanted_loss = out.square().sum(), wanted.square().sum()
+    if lse is not None:
+        full = torch.isfinite(wanted_lse)
+        loss, wanted_loss = loss + lse[full].sum(), wanted_loss + wanted_lse[full].sum()
+    loss.backward()
+    wanted_loss.backward()
+    for mine, other in zip(ours, wide, strict=True):
+        assert mine.grad is not None and other.grad is not None and torch.isfinite(mine.grad).all()
+        torch.testing.assert_close(mine.grad.double(), other.grad, atol=1e-4, rtol=1e-4)
+
+
+def test_a_bias_gets_its_gradient() -> None:
+    for words in ({}, {"softcap": 1.5}, {"window": 5}):
+        bias = torch.randn(1, 1, 11, 13, requires_grad=True)
+        with torch.no_grad():
+            q, k, v = inputs()
+        dispatch.attention(q, k, v, bias, **words).square().sum().backward()
+        wide = bias.detach().double().requires_grad_()
+        band = {"left": 5, "right": 5} if "window" in words else {}
+        wanted, _ = reference.attention(
+            *(x.detach() for x in (q, k, v)), mask=wide, scale=0.25, softcap=float(words.get("softcap", 0.0)), **band
+        )
+        wanted.square().sum().backward()
+        assert bias.grad is not None and wide.grad is not None
+        torch.testing.assert_close(bias.grad.double(), wide.grad, atol=1e-4, rtol=1e-4)
+
+
+def test_float64_passes_gradcheck_with_every_feature_at_once() -> None:
+    q = torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(1, 1, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    bias = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+
+    def served(*tensors: torch.Tensor) -> torch.Tensor:
+        return dispatch.attention(*tensors, 0.3, enable_gqa=True, window=(3, 1), softcap=1.2, causal_alignment="bottom_right", seed=8)
+
+    assert torch.autograd.gradcheck(served, (q, k, v, bias))
+
+
+def test_a_needed_gradient_keeps_kernels_out_and_explain_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashtune.dispatch import devices
+
+    monkeypatch.setattr(devices, "INTERPRETING", True)
+    q, k, v = inputs()
+    assert "gradient is needed" in dispatch.explain(q, k, v).reason
+    assert "gradient is needed" in dispatch.explain(q.detach(), k.detach(), v.detach(), torch.zeros(11, 13, requires_grad=True)).reason
+    with torch.no_grad():
+        assert dispatch.explain(q, k, v).kind == "default"
+        with forward_ad.dual_level():
+            assert "transform" in dispatch.explain(q, k, v).reason
+    reasons: list[str] = []
+
+    def mapped(x: torch.Tensor) -> torch.Tensor:
+        reasons.append(dispatch.explain(x, x, x).reason)
+        return x
+
+    torch.func.vmap(mapped)(q.detach())
+    assert "transform" in reasons[0]
+
+
+def test_torch_func_transforms_pass_through() -> None:
+    q, k, v = (x.detach() for x in inputs())
+    wanted = F.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(torch.func.vmap(dispatch.attention)(q, k, v), wanted)
+    gradient = torch.func.grad(lambda q: dispatch.attention(q, k, v, softcap=3.0).sum())(q)
+    assert torch.isfinite(gradient).all() and gradient.abs().sum() > 0

@@ -1,0 +1,336 @@
+"""After the first call, when kernels refuse or fail, and what `explain` says of it; the reference stands in for kernels."""
+
+import threading
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime.errors import OutOfResources
+
+from flashtune import dispatch
+from flashtune.core import reference
+from flashtune.core.config import Config, Variant
+from flashtune.core.problem import Features, Problem
+from flashtune.core.results import Baseline, Fate, Measurement, Outcome, Provenance, SearchResult, Source
+from flashtune.core.target import find_target
+from flashtune.db.store import Store
+from flashtune.dispatch import api, devices, kernels, policy, selection
+from flashtune.templates import families, family
+from flashtune.templates.family import Family
+from flashtune.templates.rendering import template_hash
+
+H200 = find_target("h200")
+POINTERS = family("flash_fwd")
+PROBLEM = Problem(batch=2, heads=4, kv_heads=4, n_q=40, n_kv=40, d=16, d_v=16, dtype="fp32", features=Features(causal=True))
+Q = torch.randn(2, 4, 40, 16, generator=torch.Generator().manual_seed(1))
+
+
+class Machine:
+    """A pretended GPU: `launched` are the variants that ran, `fails` those that raise, `refuses` the families that accept nothing."""
+
+    def __init__(self) -> None:
+        self.loaded: list[Variant] = []
+        self.launched: list[Variant] = []
+        self.fails: dict[str, BaseException] = {}
+        self.refuses: set[str] = set()
+        self.spoil = False
+
+    def load(self, family: Family, variant: Variant) -> Any:
+        self.loaded.append(variant)
+
+        def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, **words: Any) -> None:
+            self.launched.append(variant)
+            if variant.id in self.fails:
+                raise self.fails[variant.id]
+            keep = None
+            if words["dropout_p"]:
+                keep = reference.dropout_keep(words["seed"], words["offset"], *q.shape[:3], k.shape[2], words["dropout_p"])
+            left, right = (None if words[side] < 0 else words[side] for side in ("window_left", "window_right"))
+            shared = {name: words[name] for name in ("mask", "scale", "diagonal", "softcap", "dropout_p")}
+            found = reference.attention(q, k, v, left=left, right=right, keep=keep, dtype=torch.float32, **shared)
+            out.copy_(found[0])
+            lse.copy_(found[1])
+
+        return SimpleNamespace(accepts=lambda q, k, v, mask: family.name not in self.refuses, launch=launch)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    """CPU tensors are served as if they were on an H200, from this test's own database."""
+    machine = Machine()
+    monkeypatch.setattr(devices, "INTERPRETING", True)
+    monkeypatch.setattr(kernels, "load", machine.load)
+    monkeypatch.setattr(selection, "_surroundings", lambda memo, request, problem: (H200, families(), memo.records(problem.key("h200"))))
+    dispatch.reload()
+    yield machine
+    monkeypatch.undo()
+    dispatch.reload()
+
+
+def config_of(block_m: int = 64, block_n: int = 32) -> Config:
+    config = POINTERS.default(PROBLEM.spec(), H200).replace(BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4, num_stages=2)
+    assert POINTERS.violated(config, PROBLEM.spec(), H200) is None
+    return config
+
+
+def save(
+    path: Path,
+    problem: Problem = PROBLEM,
+    *,
+    gpu: str = "h200",
+    config: Config | None = None,
+    source: Source = "measured",
+    framework_us: float | None = 200.0,
+    old_hash: str | None = None,
+) -> Variant:
+    """One search's winner, written to a database as a search would."""
+    variant = Variant(
+        template="flash_fwd",
+        template_hash=template_hash(POINTERS.template_file),
+        spec=problem.spec(),
+        config=config or config_of(),
+    )
+    outcome = Outcome(
+        template=variant.template,
+        template_hash=old_hash or variant.template_hash,
+        variant_id=variant.id,
+        config=variant.config,
+        fate=Fate.CORRECT,
+        source=source,
+        measurement=Measurement.of([100.0, 100.0]) if source == "measured" else Measurement.predicted(100.0),
+        max_error=0.1,
+        finalist=True,
+        rank=1,
+    )
+    baseline = None
+    if framework_us is not None and source == "measured":
+        baseline = Baseline(backend="cudnn", measurement=Measurement.of([framework_us]))
+    provenance = Provenance(flashtune="0", torch="2", triton="3", created_at="2026-11-01T00:00:00+00:00")
+    with Store.open(path, writable=True) as store:
+        store.save(SearchResult(gpu=gpu, problem=problem, outcomes=(outcome,), provenance=provenance, baseline=baseline))
+    return variant
+
+
+def attend(**words: Any) -> torch.Tensor:
+    out = dispatch.attention(Q, Q, Q, is_causal=True, **words)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def assert_right(out: torch.Tensor) -> None:
+    wanted, _ = reference.attention(Q, Q, Q, scale=0.25, right=0)
+    torch.testing.assert_close(out.double(), wanted, atol=2e-5, rtol=2e-5)
+
+
+def test_an_exact_record_serves_and_explain_says_so(machine: Machine, own_database: Path) -> None:
+    variant = save(own_database)
+    explained = dispatch.explain(Q, Q, Q, is_causal=True)
+    assert machine.launched == []
+    assert_right(attend())
+    assert machine.launched == [variant]
+    assert (explained.kind, explained.template, explained.variant_id) == ("exact", "flash_fwd", variant.id)
+    assert (explained.config, explained.source, explained.origin) == (variant.config, "measured", "overlay")
+    assert (explained.median_us, explained.framework_us, explained.refused) == (100.0, 200.0, ())
+    assert explained.record_key == PROBLEM.key("h200")
+
+
+def test_the_second_call_decides_nothing(machine: Machine, own_database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No library, no policy, no parsing, no template, no file: one look-up and the launch."""
+    save(own_database)
+    variants = [{}, {"dropout_p": 0.2, "seed": 1}, {"softcap": 3.0, "window": 7}, {"return_lse": True}]
+    for words in variants:
+        dispatch.attention(Q, Q, Q, is_causal=True, **words)
+
+    def forbidden(*_: object, **__: object) -> Any:
+        raise AssertionError("decided anew")
+
+    for place, name in [
+        (api, "parse"),
+        (selection, "candidates"),
+        (selection, "rank"),
+        (policy, "rank"),
+        (kernels, "variant"),
+        (kernels, "load"),
+        (Store, "open"),
+        (Path, "open"),
+        (Path, "read_text"),
+        (torch.cuda, "get_device_name"),
+    ]:
+        monkeypatch.setattr(place, name, forbidden)
+    monkeypatch.setattr("builtins.open", forbidden)
+    machine.launched.clear()
+    for words in variants:
+        dispatch.attention(Q, Q, Q, is_causal=True, **{**words, "seed": 77} if "seed" in words else words)
+    assert len(machine.launched) == len(variants)
+    with pytest.raises(AssertionError, match="decided anew"):
+        dispatch.attention(Q, Q, Q, is_causal=False)
+
+
+def test_what_a_signature_holds_is_all_that_a_choice_depends_on(machine: Machine) -> None:
+    """Another stride, address, size, dtype, mask or flag is another decision; other data and another seed are not."""
+    storage = torch.zeros(2 * 4 * 40 * 16 + 1)
+    mask = torch.ones(40, 40, dtype=torch.bool)
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((Q, Q, Q), {}),
+        ((Q.transpose(1, 2).contiguous().transpose(1, 2), Q, Q), {}),
+        ((storage[1:].view(2, 4, 40, 16), Q, Q), {}),
+        ((Q[:, :, :39], Q, Q), {}),
+        ((Q.half(), Q.half(), Q.half()), {}),
+        ((Q, Q, Q, mask), {}),
+        ((Q, Q, Q, mask.mT[:1]), {}),
+        ((Q, Q, Q, torch.zeros(40, 40)), {}),
+        ((Q, Q, Q), {"is_causal": True}),
+        ((Q, Q, Q), {"scale": 0.5}),
+        ((Q, Q, Q), {"softcap": 0.5}),
+        ((Q, Q, Q), {"window": 3}),
+        ((Q, Q, Q), {"window": (3, None)}),
+        ((Q, Q, Q), {"dropout_p": 0.5, "seed": 1}),
+        ((Q, Q, Q), {"dropout_p": 0.5}),
+        ((Q, Q, Q), {"return_lse": True}),
+        ((Q, Q, Q), {"allow_tf32": True}),
+        ((Q, Q[:, :, :39], Q[:, :, :39]), {"is_causal": True, "causal_alignment": "bottom_right"}),
+        ((Q, Q[:, :2], Q[:, :2]), {"enable_gqa": True}),
+        ((Q.clone().requires_grad_(), Q, Q), {}),
+    ]
+    for number, (arguments, words) in enumerate(calls, 1):
+        dispatch.attention(*arguments, **words)
+        assert len(api._memo.plans) == number
+    dispatch.attention(Q + 1, Q, Q)
+    dispatch.attention(Q, Q, Q, dropout_p=0.5, seed=2)
+    assert len(api._memo.plans) == len(calls)
+
+
+def test_a_kernel_that_fails_is_warned_of_once_and_the_next_serves_from_then_on(machine: Machine, own_database: Path) -> None:
+    exact = save(own_database)
+    near = save(own_database, replace(PROBLEM, n_q=64, n_kv=64), config=config_of(block_m=128))
+    machine.fails[exact.id] = OutOfResources(300_000, 232_448, "shared memory")
+    with pytest.warns(RuntimeWarning, match="flash_fwd with BLOCK_M=64.* failed on cpu .*out of resource: shared memory"):
+        assert_right(attend())
+    served = machine.launched[-1]
+    assert served not in (exact, near), "after a failure only the defaults are tried"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_right(attend())
+        assert_right(attend(scale=0.25))
+    assert [variant.id for variant in machine.launched].count(exact.id) == 1
+    explained = dispatch.explain(Q, Q, Q, is_causal=True)
+    assert explained.kind == "default" and any("out of resource" in line for line in explained.refused)
+
+
+def test_when_every_kernel_fails_the_framework_serves(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(family: Family, variant: Variant) -> Any:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(kernels, "load", load)
+    with pytest.warns(RuntimeWarning, match="No space left on device"):
+        assert_right(attend())
+    assert dispatch.explain(Q, Q, Q, is_causal=True).kind == "framework"
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: an illegal memory access"), KeyboardInterrupt()]
+)
+def test_what_is_no_kernels_fault_is_raised(machine: Machine, own_database: Path, error: BaseException) -> None:
+    machine.fails[save(own_database).id] = error
+    for _ in range(2):
+        with pytest.raises(type(error)):
+            attend()
+    assert len(machine.launched) == 2
+
+
+def test_a_family_that_does_not_take_the_strides_is_passed_over(machine: Machine, own_database: Path) -> None:
+    save(own_database)
+    machine.refuses = {"flash_fwd"}
+    others = set(families()) - machine.refuses
+    assert_right(attend())
+    assert {variant.template for variant in machine.launched} <= others
+    explained = dispatch.explain(Q, Q, Q, is_causal=True)
+    assert any("flash_fwd" in line and "strides" in line for line in explained.refused)
+    machine.refuses = set(families())
+    dispatch.reload()
+    assert_right(attend())
+    assert dispatch.explain(Q, Q, Q, is_causal=True).kind == "framework"
+
+
+def test_a_row_outside_the_declared_space_is_never_rendered(machine: Machine, own_database: Path) -> None:
+    """A hand-edited database can make a choice fall through, nothing more."""
+    save(own_database, config=config_of().replace(BLOCK_M=48))
+    with pytest.warns(RuntimeWarning, match="BLOCK_M=48 is outside the declared space.*search it again or delete the row"):
+        assert_right(attend())
+    assert all(variant.config["BLOCK_M"] != 48 for variant in machine.loaded)
+    explained = dispatch.explain(Q, Q, Q, is_causal=True)
+    assert explained.kind == "default" and "BLOCK_M=48" in explained.refused[0]
+
+
+def test_where_the_framework_was_faster_it_serves_unless_it_lacks_the_feature(machine: Machine, own_database: Path) -> None:
+    variant = save(own_database, framework_us=50.0)
+    explained = dispatch.explain(Q, Q, Q, is_causal=True)
+    assert explained.kind == "framework" and "framework was faster: 50.0 us" in explained.reason
+    assert (explained.source, explained.origin, explained.template) == ("measured", "overlay", None)
+    assert_right(attend())
+    assert machine.launched == []
+    out, _ = dispatch.attention(Q, Q, Q, is_causal=True, return_lse=True)
+    assert machine.launched == [variant]
+    assert_right(out)
+
+
+def test_a_changed_template_is_said(machine: Machine, own_database: Path) -> None:
+    save(own_database, old_hash="f" * 16)
+    explained = dispatch.explain(Q, Q, Q, is_causal=True)
+    assert explained.kind == "exact" and "has changed since" in explained.reason
+
+
+def test_reload_sees_a_search_that_ended_meanwhile_and_a_models_own_database(machine: Machine, own_database: Path, tmp_path: Path) -> None:
+    assert dispatch.explain(Q, Q, Q, is_causal=True).kind == "default"
+    save(own_database, replace(PROBLEM, n_q=64, n_kv=64))
+    assert dispatch.explain(Q, Q, Q, is_causal=True).kind == "default", "records are read once"
+    dispatch.reload()
+    assert dispatch.explain(Q, Q, Q, is_causal=True).kind == "near_n"
+    model = tmp_path / "model.sqlite"
+    save(model)
+    dispatch.reload(model)
+    explained = dispatch.explain(Q, Q, Q, is_causal=True)
+    assert explained.kind == "exact" and explained.origin is not None and "model.sqlite" in explained.origin
+    longer = torch.zeros(2, 4, 60, 16)
+    assert dispatch.explain(longer, longer, longer, is_causal=True).origin == "overlay", "the user's results still count"
+
+
+def test_explain_problem_needs_no_tensors(own_database: Path) -> None:
+    variant = save(own_database, source="predicted")
+    dispatch.reload()
+    explained = dispatch.explain_problem(PROBLEM, "NVIDIA H200")
+    assert (explained.kind, explained.variant_id, explained.gpu) == ("predicted", variant.id, "h200")
+    assert "predicted, not measured" in explained.reason
+    assert dispatch.explain_problem(PROBLEM, "a100").kind == "default"
+    assert dispatch.explain_problem(PROBLEM, "v100").kind == "framework"
+    dispatch.reload()
+
+
+def test_many_threads_decide_once_and_agree(machine: Machine) -> None:
+    outputs: list[torch.Tensor] = []
+    barrier = threading.Barrier(6)
+
+    def work() -> None:
+        barrier.wait()
+        outputs.extend(attend() for _ in range(5))
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(outputs) == 30 and len(api._memo.plans) == 1
+    for out in outputs:
+        assert_right(out)
+
+
+def test_the_memo_does_not_grow_without_bound(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashtune.dispatch.memo.MOST_PLANS", 4)
+    for scale in range(1, 11):
+        attend(scale=float(scale))
+    assert 1 <= len(api._memo.plans) <= 4

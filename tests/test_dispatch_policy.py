@@ -1,0 +1,270 @@
+"""The policy as a pure function: the order of its steps, ties, rows that can't serve."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashtune.core.config import Config
+from flashtune.core.problem import Features, Problem
+from flashtune.core.results import Baseline, Fate, Measurement, Outcome, Provenance, Source, TuningRecord
+from flashtune.core.target import Target, find_target
+from flashtune.dispatch.policy import Choice, Refusal, choose, rank
+from flashtune.templates.family import Axis, Constraint, Family
+
+H200, H100, A100 = find_target("h200"), find_target("h100"), find_target("a100")
+PROBLEM = Problem(batch=4, heads=16, kv_heads=16, n_q=4096, n_kv=4096, d=128, d_v=128, dtype="bf16", features=Features(causal=True))
+
+ORDER = ("exact", "near_n", "near_gpu", "predicted", "default", "framework")
+
+
+def family(name: str, *, unsupported: str | None = None) -> Family:
+    return Family(
+        name=name,
+        axes=(Axis(name="BLOCK_M", values=(32, 64, 128), why="rows"), Axis(name="SHARED", values=(0, 200_000), why="bytes")),
+        constraints=(
+            Constraint(
+                name="shared_fits",
+                holds=lambda config, spec, target: config.number("SHARED") <= target.shared_bytes_per_block,
+                why="the blocks fit into shared memory",
+            ),
+        ),
+        supports=lambda spec, target: unsupported,
+        default=lambda spec, target: Config.of(BLOCK_M=32, SHARED=0),
+        starts=lambda spec, target: [],
+        interpretable=True,
+    )
+
+
+FAMILIES = {"first": family("first"), "second": family("second")}
+
+
+def record(
+    problem: Problem = PROBLEM,
+    gpu: Target | str = H200,
+    *,
+    source: Source = "measured",
+    time_us: float = 100.0,
+    framework_us: float | None = None,
+    template: str = "first",
+    config: Config | None = None,
+    variant_id: str = "a" * 16,
+    origin: str = "shipped",
+    fate: Fate = Fate.CORRECT,
+) -> TuningRecord:
+    baseline = None if framework_us is None else Baseline(backend="cudnn", measurement=Measurement.of([framework_us]))
+    return TuningRecord(
+        key=problem.key(gpu if isinstance(gpu, str) else gpu.slug),
+        problem=problem,
+        outcome=Outcome(
+            template=template,
+            template_hash="0" * 16,
+            variant_id=variant_id,
+            config=config or Config.of(BLOCK_M=128, SHARED=0),
+            fate=fate,
+            source=source,
+            measurement=Measurement.of([time_us]) if fate is Fate.CORRECT else None,
+        ),
+        provenance=Provenance(flashtune="0", torch="2", triton="3"),
+        baseline=baseline,
+        origin=origin,
+    )
+
+
+def sized(n: int, *, n_q: int | None = None, batch: int = 4) -> Problem:
+    return replace(PROBLEM, n_kv=n, n_q=n_q or n, batch=batch)
+
+
+EXACT = record(time_us=900.0)
+NEAR_N = record(sized(2048), time_us=800.0)
+NEAR_GPU = record(gpu=H100, time_us=700.0)
+PREDICTED = record(source="predicted", time_us=600.0)
+PREDICTED_NEAR = record(sized(8192), source="predicted", time_us=500.0)
+PREDICTED_GPU = record(gpu=H100, source="predicted", time_us=1.0)
+
+
+def test_each_step_serves_when_those_before_it_have_nothing() -> None:
+    """However slow they are: a measured row beats a predicted one, this GPU another, this size another."""
+    waiting = [EXACT, NEAR_N, NEAR_GPU, PREDICTED, PREDICTED_NEAR, PREDICTED_GPU]
+    expected = ["exact", "near_n", "near_gpu", "predicted", "predicted", "predicted"]
+    while waiting:
+        shuffled = random.Random(len(waiting)).sample(waiting, len(waiting))
+        found = choose(PROBLEM, H200, shuffled, FAMILIES)
+        assert (found.kind, found.record) == (expected[0], waiting[0])
+        del waiting[0], expected[0]
+    found = choose(PROBLEM, H200, [], FAMILIES)
+    assert (found.kind, found.family, found.config) == ("default", FAMILIES["first"], Config.of(BLOCK_M=32, SHARED=0))
+    assert choose(PROBLEM, H200, [], {"none": family("none", unsupported="it can't")}).kind == "framework"
+
+
+def test_a_full_ranking_ends_with_each_default_and_the_framework() -> None:
+    found = [c for c in rank(PROBLEM, H200, [PREDICTED_NEAR, NEAR_GPU, EXACT], FAMILIES) if isinstance(c, Choice)]
+    assert [(c.kind, c.family.name if c.family else None) for c in found] == [
+        ("exact", "first"),
+        ("near_gpu", "first"),
+        ("predicted", "first"),
+        ("default", "first"),
+        ("default", "second"),
+        ("framework", None),
+    ]
+
+
+def test_the_nearest_n_is_nearest_by_ratio() -> None:
+    records = [record(sized(n), variant_id=f"{n:016x}") for n in (512, 1024, 4096, 16384)]
+    for n, nearest in [
+        (1, 512),
+        (600, 512),
+        (700, 512),
+        (800, 1024),
+        (2100, 4096),
+        (2000, 1024),
+        (3000, 4096),
+        (9000, 16384),
+        (99999, 16384),
+    ]:
+        served = choose(sized(n), H200, records, FAMILIES)
+        # Few rows are decoding, for which nothing of these stands.
+        assert served.kind == ("near_n" if n > 16 else "default")
+        assert served.record is None if n <= 16 else served.record is not None and served.record.key.n == nearest
+
+
+def test_n_weighs_more_than_rows_and_rows_more_than_heads() -> None:
+    near_n, near_rows, near_heads = record(sized(4096, n_q=512)), record(sized(2048, n_q=1024)), record(sized(2048, batch=64))
+    wanted = sized(4096, n_q=1024)
+    assert choose(wanted, H200, [near_rows, near_n], FAMILIES).record is near_n
+    wanted = sized(2048, n_q=1500)
+    assert choose(wanted, H200, [near_heads, near_rows], FAMILIES).record is near_rows
+
+
+def test_decoding_is_never_served_by_what_was_tuned_for_many_rows() -> None:
+    decode, prefill = sized(4096, n_q=1), record(sized(4096))
+    assert choose(decode, H200, [prefill], FAMILIES).kind == "default"
+    assert choose(decode, H200, [prefill, record(sized(1024, n_q=8))], FAMILIES).kind == "near_n"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(PROBLEM, d=64),
+        replace(PROBLEM, d_v=64),
+        replace(PROBLEM, dtype="fp16"),
+        replace(PROBLEM, kv_heads=4),
+        replace(PROBLEM, features=Features()),
+        replace(PROBLEM, features=Features(causal=True, dropout=True)),
+        replace(PROBLEM, features=Features(causal=True, window=(1024, 0))),
+    ],
+    ids=lambda problem: problem.label(),
+)
+def test_records_of_another_kind_of_problem_never_serve(other: Problem) -> None:
+    assert choose(PROBLEM, H200, [record(other), record(other, H100)], FAMILIES).kind == "default"
+
+
+def test_the_alignment_alone_makes_a_near_record_not_an_exact_one() -> None:
+    lower = replace(sized(4096, n_q=2048), features=Features(causal=True, alignment="bottom_right"))
+    upper = sized(4096, n_q=2048)
+    assert choose(lower, H200, [record(upper)], FAMILIES).kind == "near_n"
+    same = record(lower, variant_id="f" * 16)
+    assert choose(lower, H200, [record(upper), same], FAMILIES).record is same
+
+
+def test_a_near_gpu_has_the_same_architecture() -> None:
+    assert choose(PROBLEM, H200, [record(gpu=A100)], FAMILIES).kind == "default"
+    assert choose(PROBLEM, H200, [record(gpu="unknown-gpu")], FAMILIES).kind == "default"
+    unknown = replace(H200, slug="nvidia-h200-mig-3g", sms=60)
+    assert choose(PROBLEM, unknown, [record(gpu=H200)], FAMILIES).kind == "near_gpu"
+
+
+def test_where_the_framework_was_faster_it_serves_if_it_can() -> None:
+    slower = record(time_us=100.0, framework_us=90.0)
+    found = choose(PROBLEM, H200, [slower], FAMILIES)
+    assert (found.kind, found.record, found.family) == ("framework", slower, None)
+    assert "90.0 us" in found.note
+    assert choose(PROBLEM, H200, [slower], FAMILIES, framework_serves=False).kind == "exact"
+    assert choose(PROBLEM, H200, [record(time_us=100.0, framework_us=110.0)], FAMILIES).kind == "exact"
+
+
+@pytest.mark.parametrize(
+    ("row", "reason", "invalid"),
+    [
+        (record(config=Config.of(BLOCK_M=7, SHARED=0)), "BLOCK_M=7 is outside the declared space", True),
+        (record(config=Config.of(BLOCK_M=128)), "lacks the axis 'SHARED'", True),
+        (record(config=Config.of(BLOCK_M=True, SHARED=0)), "BLOCK_M=True is outside", True),
+        (record(config=Config.of(BLOCK_M="__import__('os')", SHARED=0)), "outside the declared space", True),
+        (record(config=Config.of(BLOCK_M=128, SHARED=0, EXTRA=1)), "undeclared axis 'EXTRA'", True),
+        (record(template="gone"), "no template 'gone'", False),
+        (record(fate=Fate.CORRECTNESS), "its fate is correctness", True),
+        (record(time_us=float("nan")), "time of nan", True),
+        (record(time_us=-1.0), "time of -1.0", True),
+    ],
+)
+def test_an_invalid_row_is_refused_with_its_reason_and_the_next_serves(row: TuningRecord, reason: str, invalid: bool) -> None:
+    found = list(rank(PROBLEM, H200, [row, NEAR_N], FAMILIES))
+    refusal, served = found[0], found[1]
+    assert isinstance(refusal, Refusal) and reason in refusal.reason and refusal.invalid is invalid and refusal.record is row
+    assert isinstance(served, Choice) and served.record is NEAR_N
+
+
+def test_a_config_too_large_for_this_gpu_is_passed_over_but_only_its_own_gpus_row_is_invalid() -> None:
+    large = Config.of(BLOCK_M=128, SHARED=200_000)
+    small = replace(H200, shared_bytes_per_block=99_000)
+    own, other = (next(iter(rank(PROBLEM, small, [record(gpu=gpu, config=large)], FAMILIES))) for gpu in (H200, H100))
+    assert isinstance(own, Refusal) and own.invalid and "shared_fits" in own.reason
+    assert isinstance(other, Refusal) and not other.invalid
+    assert choose(PROBLEM, small, [record(gpu=H100, config=large)], FAMILIES).kind == "default"
+    assert choose(PROBLEM, H200, [record(gpu=H100, config=large)], FAMILIES).kind == "near_gpu"
+
+
+def test_the_users_own_record_beats_the_shipped_one() -> None:
+    shipped, own = record(time_us=10.0), record(time_us=20.0, origin="overlay")
+    assert choose(PROBLEM, H200, [shipped, own], FAMILIES).record is own
+
+
+RECORDS = st.lists(
+    st.builds(
+        record,
+        problem=st.builds(
+            sized, n=st.sampled_from([512, 1024, 4096, 5000]), n_q=st.sampled_from([None, 1, 64, 4096]), batch=st.sampled_from([1, 4])
+        ),
+        gpu=st.sampled_from([H200, H100, A100, "unknown-gpu"]),
+        source=st.sampled_from(["measured", "predicted"]),
+        time_us=st.sampled_from([0.0, 10.0, 20.0, float("inf")]),
+        framework_us=st.sampled_from([None, 5.0, 15.0]),
+        template=st.sampled_from(["first", "second", "gone"]),
+        config=st.sampled_from(
+            [
+                Config.of(BLOCK_M=64, SHARED=0),
+                Config.of(BLOCK_M=64, SHARED=200_000),
+                Config.of(BLOCK_M=3),
+                Config.of(BLOCK_M="64", SHARED=0),
+            ]
+        ),
+        variant_id=st.sampled_from(["a" * 16, "b" * 16]),
+        origin=st.sampled_from(["shipped", "overlay", "/x.sqlite"]),
+        fate=st.sampled_from([Fate.CORRECT, Fate.CORRECT, Fate.TIMEOUT]),
+    ),
+    max_size=12,
+    unique_by=lambda row: (row.key, row.origin, row.outcome.variant_id),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(records=RECORDS, target=st.sampled_from([H200, H100, A100]), serves=st.booleans(), order=st.randoms(use_true_random=False))
+def test_any_library_is_ranked_without_a_crash_in_the_stated_order_and_whatever_its_order(
+    records: list[TuningRecord], target: Target, serves: bool, order: random.Random
+) -> None:
+    ranked = list(rank(PROBLEM, target, records, FAMILIES, framework_serves=serves))
+    choices = [c for c in ranked if isinstance(c, Choice)]
+    steps = [ORDER.index(c.kind) for c in choices if c.kind != "framework"]
+    assert steps == sorted(steps)
+    assert choices[-1].kind == "framework" and choices[-1].record is None
+    for choice in choices:
+        if choice.family is not None and choice.config is not None:
+            choice.family.validate(choice.config)
+            assert choice.family.violated(choice.config, choice.spec, target) is None
+        if choice.record is not None:
+            assert (choice.kind == "predicted") <= (choice.record.outcome.source == "predicted")
+            assert choice.kind != "framework" or serves
+    again = list(rank(PROBLEM, target, order.sample(records, len(records)), FAMILIES, framework_serves=serves))
+    assert again == ranked

@@ -1,0 +1,134 @@
+"""`attention` amid torch's own machinery: autocast, torch.compile, generators, subclasses, other devices; and what importing it costs."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from flashtune import dispatch
+from flashtune.core.target import find_target
+from flashtune.dispatch import devices
+from flashtune.dispatch.plans import out_strides, random_bits
+
+Q = torch.randn(2, 4, 24, 16, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("words", [{}, {"is_causal": True}, {"attn_mask": torch.zeros(24, 24)}, {"attn_mask": torch.ones(24, 24) > 0}])
+def test_autocast_casts_as_torch_does(words: dict[str, Any]) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = dispatch.attention(Q, Q, Q, **words), F.scaled_dot_product_attention(Q, Q, Q, **words)
+        assert ours.dtype == theirs.dtype == torch.bfloat16
+        assert dispatch.attention(Q.double(), Q.double(), Q.double()).dtype == torch.float64
+        mixed = dispatch.attention(Q, Q.bfloat16(), Q)
+    torch.testing.assert_close(ours, theirs)
+    assert mixed.dtype == torch.bfloat16
+
+
+def test_autocast_does_not_lower_the_composites_precision() -> None:
+    half = Q.bfloat16()
+    plain, lse = dispatch.attention(half, half, half, return_lse=True, softcap=5.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast, cast_lse = dispatch.attention(Q, Q, Q, return_lse=True, softcap=5.0)
+    assert torch.equal(plain, cast) and torch.equal(lse, cast_lse)
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "words"),
+    [
+        (False, {"is_causal": True}),
+        (True, {"is_causal": True}),
+        (False, {"softcap": 2.0, "return_lse": True}),
+        (False, {"dropout_p": 0.3, "seed": 2**63 + 5}),
+    ],
+    ids=["causal", "causal-dynamic", "softcap", "dropout"],
+)
+def test_torch_compile_takes_it_whole_with_and_without_gradients(dynamic: bool, words: dict[str, Any]) -> None:
+    def served(x: torch.Tensor) -> torch.Tensor:
+        found = dispatch.attention(x, x, x, **words)
+        return found[0] + found[1][..., None] if isinstance(found, tuple) else found
+
+    torch._dynamo.reset()
+    compiled = torch.compile(served, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for x in (Q, Q[:, :, :17]):
+        torch.testing.assert_close(compiled(x), served(x))
+        ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+        compiled(ours).square().sum().backward()
+        served(theirs).square().sum().backward()
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_an_error_under_torch_compile_is_still_ours() -> None:
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="key has 5 tokens and value 24"):
+        torch.compile(lambda x: dispatch.attention(x, x[:, :, :5], x), backend="eager")(Q)
+
+
+def test_meta_tensors_have_shapes() -> None:
+    q = torch.empty(2, 4, 24, 16, device="meta")
+    out, lse = dispatch.attention(q, q, q[..., :8], return_lse=True)
+    assert out.shape == (2, 4, 24, 8) and lse.shape == (2, 4, 24)
+    assert dispatch.attention(q, q, q).shape == q.shape
+
+
+def test_dropout_of_p_1_is_all_zeros_as_in_torch() -> None:
+    for words in ({}, {"seed": 3}, {"softcap": 1.0}):
+        assert (dispatch.attention(Q, Q, Q, dropout_p=1.0, **words) == 0).all()
+
+
+def test_drawn_seeds_differ_and_repeat_with_torchs_seed() -> None:
+    torch.manual_seed(4)
+    first, second = random_bits(None, torch.device("cpu")), random_bits(None, torch.device("cpu"))
+    torch.manual_seed(4)
+    assert random_bits(None, torch.device("cpu")) == first != second
+    assert random_bits(-1, torch.device("cpu")) == (2**64 - 1, 0)
+
+
+def test_output_strides_are_dense_and_ordered_like_the_query() -> None:
+    shape = (2, 3, 5, 8)
+    assert out_strides(shape, torch.empty(shape).stride()) == torch.empty(shape).stride()
+    rows_first = torch.empty(2, 5, 3, 8).transpose(1, 2)
+    assert out_strides(shape, rows_first.stride()) == rows_first.stride()
+    packed = torch.empty(2, 5, 3, 3, 8)[:, :, 1].transpose(1, 2)
+    assert out_strides(shape, packed.stride()) == rows_first.stride()
+    columns_outside = torch.empty(8, 2, 3, 5).permute(1, 2, 3, 0)
+    assert out_strides(shape, columns_outside.stride()) == torch.empty(shape).stride()
+    assert out_strides(shape, torch.empty(1, 3, 5, 8).expand(shape).stride()) == torch.empty(shape).stride()
+
+
+def properties(**words: Any) -> SimpleNamespace:
+    given = {"major": 9, "minor": 0, "multi_processor_count": 60, "shared_memory_per_block_optin": 232448, "total_memory": 10**10}
+    return SimpleNamespace(**{**given, **words})
+
+
+def test_a_gpu_that_the_table_lacks_is_described_by_its_driver_and_its_architecture() -> None:
+    part = devices.described("NVIDIA H200 MIG 3g.71gb", properties(), amd=False)
+    assert (part.arch, part.sms, part.slug, part.has_tma) == ("90", 60, "nvidia-h200-mig-3g-71gb", True)
+    assert part.shared_bytes_per_sm == find_target("h200").shared_bytes_per_sm
+    strange = devices.described("NVIDIA Z1", properties(major=42, regs_per_multiprocessor=123), amd=False)
+    assert (strange.arch, strange.registers_per_sm, strange.compilable) == ("420", 123, True)
+    assert not devices.described("NVIDIA Old", properties(major=6, minor=1), amd=False).compilable
+    radeon = devices.described("AMD Something", properties(gcnArchName="gfx942:sramecc+:xnack-", warp_size=64), amd=True)
+    assert (radeon.vendor, radeon.arch) == ("amd", "gfx942")
+
+
+def test_without_triton_the_framework_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "TRITON", False)
+    torch.testing.assert_close(dispatch.attention(Q, Q, Q), F.scaled_dot_product_attention(Q, Q, Q))
+
+
+def test_importing_and_calling_on_the_cpu_loads_no_tuner_no_sql_and_no_jinja() -> None:
+    code = """
+import sys, torch
+from flashtune import dispatch
+q = torch.randn(1, 2, 8, 16)
+dispatch.attention(q, q, q, is_causal=True)
+dispatch.explain(q, q, q)
+print(sorted({name.split(".")[0] for name in sys.modules} & {"optuna", "sqlalchemy", "alembic", "jinja2", "click", "rich"}))
+print([name for name in sys.modules if name.startswith(("flashtune.tuner", "flashtune.db", "torch._dynamo", "torch._inductor"))])
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split("\n")[:2] == ["[]", "[]"], run.stdout
