@@ -13,7 +13,7 @@ from flashtune.dispatch import compiled, devices, selection
 from flashtune.dispatch.arguments import parse
 from flashtune.dispatch.explanation import Explanation
 from flashtune.dispatch.memo import Memo
-from flashtune.dispatch.plans import Outputs
+from flashtune.dispatch.plans import FrameworkPlan, Outputs
 
 _memo = Memo()
 
@@ -177,11 +177,11 @@ def _first_call(signature: Hashable | None, arguments: tuple[Any, ...], extras: 
         seed=seed,
         allow_tf32=allow_tf32,
     )
-    memo = _memo
+    memo, plan = _memo, FrameworkPlan(request=request)
     with memo.lock:
-        if signature is not None and (plan := memo.plans.get(signature)) is not None:
+        if signature is not None and (decided := memo.plans.get(signature)) is not None:
             # Another thread decided while this one waited.
-            return plan.run(query, key, value, attn_mask, seed)
+            return decided.run(query, key, value, attn_mask, seed)
         why_torch = _why_torch(query, key, value, attn_mask) or _transformed()
         for candidate in selection.candidates(memo, request, query, key, value, attn_mask, why_torch):
             if candidate.variant is None:
@@ -197,8 +197,8 @@ def _first_call(signature: Hashable | None, arguments: tuple[Any, ...], extras: 
                 memo.keep(signature, candidate.plan)
             return outputs
     if signature is not None:
-        memo.keep(signature, candidate.plan)
-    return candidate.plan.run(query, key, value, attn_mask, seed)
+        memo.keep(signature, plan)
+    return plan.run(query, key, value, attn_mask, seed)
 
 
 def _traced(arguments: tuple[Any, ...], **extras: Any) -> Any:
@@ -231,7 +231,7 @@ def _why_torch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn
 
 def _transformed() -> str | None:
     """Why torch.func or forward-mode differentiation keeps kernels out, or None."""
-    if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
+    if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore[reportAttributeAccessIssue]
         return "a torch.func or forward-mode transform is active"
     return None
 
@@ -246,6 +246,8 @@ def _memory(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_ma
 
 def _autocasting(query: torch.Tensor) -> bool:
     """Whether torch.autocast is on for the device of `query`."""
+    if query.is_cuda:
+        return torch.is_autocast_enabled("cuda")
     kind = query.device.type
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 

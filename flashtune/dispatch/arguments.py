@@ -211,12 +211,18 @@ def _sides(window: object) -> Window:
     """`window` as (left, right), None for unbounded."""
     if window is None:
         return None, None
-    sides = tuple(window) if isinstance(window, (tuple, list)) else (window, window)
-    if len(sides) != 2 or any(isinstance(s, bool) or not (s is None or isinstance(s, numbers.Integral)) for s in sides):
+    given = list(window) if isinstance(window, (tuple, list)) else [window, window]
+    sides: list[int | None] = []
+    for side in given:
+        if side is None:
+            sides.append(None)
+        elif isinstance(side, numbers.Integral) and not isinstance(side, bool):
+            sides.append(int(side))
+    if len(sides) != 2 or len(given) != 2:
         raise InputTypeError(f"window={window!r} is not a window: give a size or (left, right), with None or -1 for unbounded")
-    if any(s is not None and s < -1 for s in sides):
+    if any(side is not None and side < -1 for side in sides):
         raise InputError(f"window={window!r} is out of range: give sizes of 0 or more, with None or -1 for unbounded")
-    left, right = (None if s is None or s == -1 else int(s) for s in sides)
+    left, right = (None if side == -1 else side for side in sides)
     return left, right
 
 
@@ -231,7 +237,8 @@ def _number(name: str, value: object) -> float:
     """A finite real number."""
     if isinstance(value, torch.Tensor) or not isinstance(value, numbers.Real):
         raise InputTypeError(f"{name} must be a number, not {type(value).__name__}: pass a Python float")
+    number = float(value)
     # Not math.isfinite, which compilers that trace a symbolic number don't know.
-    if not -math.inf < value < math.inf:
-        raise InputError(f"{name}={float(value)} is not finite: give an ordinary number")
-    return float(value)
+    if not -math.inf < number < math.inf:
+        raise InputError(f"{name}={number} is not finite: give an ordinary number")
+    return number

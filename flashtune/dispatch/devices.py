@@ -27,7 +27,12 @@ def target_of(device: torch.device) -> Target:
     table's GPU of the same architecture with the nearest number of SMs; where there is none of that architecture, they are 0. For the CPU
     it is the one that the interpreter stands for.
     """
-    return find_target(INTERPRETED_AS) if device.type == "cpu" else _gpu(device.index)
+    return _interpreted() if device.type == "cpu" else _gpu(device.index)
+
+
+@functools.cache
+def _interpreted() -> Target:
+    return find_target(INTERPRETED_AS)
 
 
 @functools.cache

@@ -40,6 +40,8 @@ class KernelPlan:
     settings: dict[str, Any]
     out_shape: tuple[int, int, int, int]
     out_stride: tuple[int, int, int, int]
+    lse_shape: tuple[int, int, int]
+    lse_stride: tuple[int, int, int]
 
     def run(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, seed: int | None) -> Outputs:
         """Output and, when asked for, LSE; on the tensors' device and its current stream."""
@@ -48,7 +50,7 @@ class KernelPlan:
         q, k, v = request.views(query, key, value)
         mask = None if attn_mask is None else request.full_mask(attn_mask)
         out = torch.empty_strided(self.out_shape, self.out_stride, dtype=request.dtype, device=device)
-        lse = torch.empty(self.out_shape[:3], dtype=torch.float32, device=device)
+        lse = torch.empty_strided(self.lse_shape, self.lse_stride, dtype=torch.float32, device=device)
         bits, offset = random_bits(seed, device) if request.dropout_p else (0, 0)
         if device.type != "cuda" or torch.cuda.current_device() == device.index:
             self.launch(q, k, v, out, lse, mask=mask, seed=bits, offset=offset, **self.settings)
@@ -78,6 +80,8 @@ def kernel_plan(request: Request, launch: Callable[..., None], q: torch.Tensor) 
         settings=settings,
         out_shape=shape,
         out_stride=out_strides(shape, q.stride()),
+        lse_shape=shape[:3],
+        lse_stride=(request.heads * request.n_q, request.n_q, 1),
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import ModuleType
 
 import torch
 
@@ -72,12 +73,8 @@ def candidates(
             continue
         variant = _variant(choice, family)
         name = f"{variant.template} {variant.id}"
-        if (why := memo.broken.get((variant.id, str(request.device)))) is None:
-            try:
-                module = kernels.load(family, variant)
-            except (OSError, ImportError) as error:
-                why = report_failure(memo, variant, request.device, error)
-        if why is not None:
+        module, why = _loaded(memo, family, variant, request.device)
+        if module is None:
             refused.append(f"{name}: {why}")
             failed.add(family.name)
         elif not module.accepts(q, k, v, mask):
@@ -149,6 +146,17 @@ def _surroundings(memo: Memo, request: Request, problem: Problem) -> tuple[Targe
     if request.device.type == "cpu":
         return target, {name: family for name, family in families().items() if family.interpretable}, []
     return target, families(), memo.records(problem.key(target.slug))
+
+
+def _loaded(memo: Memo, family: Family, variant: Variant, device: torch.device) -> tuple[ModuleType | None, str]:
+    """The kernel's module, or None and why it can't be had."""
+    why = memo.broken.get((variant.id, str(device)))
+    if why is not None:
+        return None, why
+    try:
+        return kernels.load(family, variant), ""
+    except (OSError, ImportError) as error:
+        return None, report_failure(memo, variant, device, error)
 
 
 def _variant(choice: Choice, family: Family) -> Variant:
