@@ -27,7 +27,7 @@ def bench(seconds: float, seed: int, as_json: bool, **words: Any) -> None:
     """
     from flashtune.dispatch import explain_problem
     from flashtune.templates import family
-    from flashtune.templates.rendering import render, variant_of
+    from flashtune.templates.rendering import variant_of
     from flashtune.tuner import tasks
     from flashtune.tuner.machine import local_gpu, provenance
     from flashtune.tuner.workers import Workers
@@ -44,7 +44,7 @@ def bench(seconds: float, seed: int, as_json: bool, **words: Any) -> None:
                 continue
             kernel = family(chosen.template)
             variant = variant_of(kernel, problem.spec(), chosen.config)
-            source = tasks.Source(text=render(kernel, variant), stem=f"{variant.template}_{variant.id}")
+            source = tasks.Source.of(kernel, variant)
             workers.submit("device", tasks.prepare_device, problem, gpu.target, seed, limit_s=workers.limits.prepare_s).reply()
             limit_s = workers.limits.device_s + 20 * seconds
             reply = workers.submit("device", tasks.bench_problem, source, problem, gpu.target, seed, seconds, limit_s=limit_s).reply()

@@ -6,6 +6,7 @@ from flashtune.templates.family import Axis, Family
 from flashtune.templates.predicates import (
     DROPOUT_BLOCK_IS_WHOLE,
     EARLY_V_MATTERS,
+    NARROW_BLOCK_IS_NEEDED,
     ORDER_MATTERS,
     ORDERS,
     REGISTER_CAP_HELPS,
@@ -14,6 +15,7 @@ from flashtune.templates.predicates import (
     SHARED_MEMORY_FITS,
     STAGES_EXIST,
     WARPS_OWN_ROWS,
+    has_scalar_products,
 )
 
 AXES = (
@@ -34,6 +36,7 @@ CONSTRAINTS = (
     STAGES_EXIST,
     ORDER_MATTERS,
     EARLY_V_MATTERS,
+    NARROW_BLOCK_IS_NEEDED,
     DROPOUT_BLOCK_IS_WHOLE,
     SCALAR_PRODUCTS_ARE_SHORT,
 )
@@ -50,10 +53,22 @@ def supports(spec: KernelSpec, target: Target) -> str | None:
     return None
 
 
+def _tiles(spec: KernelSpec, target: Target) -> list[tuple[int, int, int, int]]:
+    """(BLOCK_M, BLOCK_N, num_warps, num_stages) by what the products run on, best known first, down to one that always fits."""
+    if has_scalar_products(spec, target):
+        return [(64, 32, 8, 1), (64, 64, 8, 1), (32, 32, 4, 1), (64, 16, 4, 1), (32, 32, 8, 1), (32, 16, 4, 1)]
+    small = [(64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 2, 1), (16, 32, 1, 1), (64, 16, 4, 1)]
+    if target.vendor == "amd":
+        return [(128, 64, 4, 2), (128, 64, 4, 1), (128, 32, 4, 2), *small]
+    if target.capability is not None and 90 <= target.capability < 120:
+        return [(128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 4, 2), *small]
+    if spec.d_v <= 64:
+        return [(128, 64, 4, 3), (128, 128, 8, 2), (128, 64, 8, 3), (128, 32, 4, 3), *small]
+    return [(128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 4, 3), (128, 32, 8, 2), *small]
+
+
 def starts(spec: KernelSpec, target: Target) -> list[Config]:
     """The field's published tiles, as far as they keep this target's constraints; the first is the default."""
-    tiles = [(128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 4, 3), (128, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1)]
-    tiles += [(32, 32, 2, 1), (16, 32, 1, 1), (64, 16, 4, 1)]
     found = [
         Config.of(
             BLOCK_M=block_m,
@@ -64,7 +79,7 @@ def starts(spec: KernelSpec, target: Target) -> list[Config]:
             ORDER="longest_first" if spec.causal else "rows",
             LOAD_V_EARLY=False,
         )
-        for block_m, block_n, num_warps, num_stages in tiles
+        for block_m, block_n, num_warps, num_stages in _tiles(spec, target)
     ]
     return [config for config in found if FAMILY.violated(config, spec, target) is None]
 

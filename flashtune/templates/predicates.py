@@ -15,21 +15,33 @@ def live_registers(config: Config, spec: KernelSpec, target: Target) -> float:
     return rows * (config.number("BLOCK_N") * (1 + ITEMSIZE[spec.dtype] / 4) + padded(spec.d_v))
 
 
-def shared_bytes(config: Config, spec: KernelSpec, target: Target) -> int:
-    """A lower bound of the shared memory that Triton 3.6 gives to Q and to the K and V blocks in flight, read off its allocations.
+def has_scalar_products(spec: KernelSpec, target: Target) -> bool:
+    """Whether products are multiply-adds of single threads: NVIDIA's tensor cores take no IEEE fp32 (AMD's matrix cores do)."""
+    return target.vendor == "nvidia" and spec.dtype == "fp32" and not spec.tf32
 
-    Tensor cores that take operands from shared memory (sm_90 and sm_100) keep Q and `num_stages` blocks there; older ones, and
-    those of sm_120, copy the block at work to registers first and need one block less.
+
+def shared_bytes(config: Config, spec: KernelSpec, target: Target) -> int:
+    """Shared memory that Triton 3.6 allocates for Q, the K and V blocks in flight, and P where its layout has to change.
+
+    Read off its allocations. Tensor cores that read operands from shared memory (sm_90 and sm_100) keep Q and `num_stages` blocks
+    there; others copy the block at work to registers first and need one block less. Barriers come on top, less than 1 KiB.
     """
-    stages, block_n, size = config.number("num_stages"), config.number("BLOCK_N"), ITEMSIZE[spec.dtype]
-    q_row, kv_row = padded(spec.d) * size, (padded(spec.d) + padded(spec.d_v)) * size
-    if target.capability is None or not 90 <= target.capability < 120:
-        return (stages - 1) * block_n * kv_row
-    return config.number("BLOCK_M") * q_row + (stages * block_n * kv_row if stages > 1 else block_n * q_row)
+    block_m, block_n, size = config.number("BLOCK_M"), config.number("BLOCK_N"), ITEMSIZE[spec.dtype]
+    stages, d, d_v = config.number("num_stages"), padded(spec.d), padded(spec.d_v)
+    q, kv, p = block_m * d * size, block_n * (d + d_v) * size, block_m * block_n * size
+    in_flight = kv * (stages - 1) if stages > 1 else block_n * max(d, d_v) * size
+    if target.vendor == "amd":
+        return in_flight + p if stages > 1 else max(in_flight, p)
+    if has_scalar_products(spec, target):
+        return q + in_flight + p
+    if target.capability is not None and 90 <= target.capability < 120 and stages > 1:
+        return q + kv * stages
+    return q + in_flight
 
 
 def _warps_own_rows(config: Config, spec: KernelSpec, target: Target) -> bool:
-    return 16 <= config.number("BLOCK_M") // config.number("num_warps") <= 64
+    fewest = 4 if has_scalar_products(spec, target) else 16
+    return fewest <= config.number("BLOCK_M") // config.number("num_warps") <= 64
 
 
 def _registers_fit(config: Config, spec: KernelSpec, target: Target) -> bool:
@@ -53,11 +65,15 @@ def _stages_exist(config: Config, spec: KernelSpec, target: Target) -> bool:
 
 
 def _order_matters(config: Config, spec: KernelSpec, target: Target) -> bool:
-    return spec.causal or config["ORDER"] in ("rows", "heads")
+    return config["ORDER"] in (("longest_first", "grouped") if spec.causal else ("rows", "heads"))
 
 
 def _early_v_matters(config: Config, spec: KernelSpec, target: Target) -> bool:
     return not config["LOAD_V_EARLY"] or config.number("num_stages") == 1
+
+
+def _narrow_block_is_needed(config: Config, spec: KernelSpec, target: Target) -> bool:
+    return config.number("BLOCK_N") >= 32 or spec.dtype == "fp32" or padded(spec.d) > 128
 
 
 def _dropout_block_is_whole(config: Config, spec: KernelSpec, target: Target) -> bool:
@@ -65,27 +81,35 @@ def _dropout_block_is_whole(config: Config, spec: KernelSpec, target: Target) ->
 
 
 def _scalar_products_are_short(config: Config, spec: KernelSpec, target: Target) -> bool:
-    if spec.dtype != "fp32" or spec.tf32:
+    if not has_scalar_products(spec, target):
         return True
     products = config.number("BLOCK_M") * config.number("BLOCK_N") * max(padded(spec.d), padded(spec.d_v))
-    return products <= 4096 * config.number("num_warps") * target.warp_size
+    # At 1024 a thread a kernel spills a few hundred bytes; at 2048 it spills 8 KB and takes 10 s to compile.
+    return products <= 1024 * config.number("num_warps") * target.warp_size
 
 
-WARPS_OWN_ROWS = Constraint(name="warps_own_rows", holds=_warps_own_rows, why="each warp takes 16 to 64 rows of the tile")
+WARPS_OWN_ROWS = Constraint(
+    name="warps_own_rows", holds=_warps_own_rows, why="each warp takes 16 to 64 rows of the tile (a row of matrix instructions)"
+)
 REGISTERS_FIT = Constraint(name="registers_fit", holds=_registers_fit, why="scores, probs and acc fit into a thread's registers")
 SHARED_MEMORY_FITS = Constraint(name="shared_memory_fits", holds=_shared_memory_fits, why="K and V blocks in flight fit into shared memory")
 REGISTER_CAP_HELPS = Constraint(name="register_cap_helps", holds=_register_cap_helps, why="maxnreg is NVIDIA's, and must not force spills")
 STAGES_EXIST = Constraint(name="stages_exist", holds=_stages_exist, why="AMD pipelines two stages at most")
-ORDER_MATTERS = Constraint(name="order_matters", holds=_order_matters, why="sorting tiles by length needs a causal triangle")
+ORDER_MATTERS = Constraint(
+    name="order_matters", holds=_order_matters, why="a causal triangle wants its long rows first; elsewhere there is nothing to sort"
+)
 EARLY_V_MATTERS = Constraint(name="early_v_matters", holds=_early_v_matters, why="in a pipelined loop V is in flight long before")
+NARROW_BLOCK_IS_NEEDED = Constraint(
+    name="narrow_block_is_needed", holds=_narrow_block_is_needed, why="16 keys a step waste the tensor cores where 32 fit"
+)
 DROPOUT_BLOCK_IS_WHOLE = Constraint(
     name="dropout_block_is_whole", holds=_dropout_block_is_whole, why="dropout's counters come in groups of 32 columns"
 )
 SCALAR_PRODUCTS_ARE_SHORT = Constraint(
     name="scalar_products_are_short",
     holds=_scalar_products_are_short,
-    why="IEEE fp32 products are unrolled multiply-adds: more of them a thread make code and compile time explode",
+    why="IEEE fp32 products are unrolled multiply-adds: with many of them a thread, registers and compile time explode",
 )
 
-ORDERS = ("rows", "reversed", "heads", "longest_first", "grouped")
+ORDERS = ("rows", "heads", "longest_first", "grouped")
 """Values of the axis ORDER; `_program_order.jinja` says what each does."""

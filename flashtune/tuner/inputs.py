@@ -51,19 +51,22 @@ def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | s
     return buffer[_GUARD : _GUARD + size].view(shape)
 
 
-def make_inputs(problem: Problem, *, device: torch.device | str, seed: int, dtype: torch.dtype | None = None) -> Inputs:
-    """Standard normal q, k, v (and mask, where the problem has one) on `device`; `dtype` overrides the problem's own.
+def make_inputs(problem: Problem, *, device: torch.device | str, seed: int, heads_inside: bool = False) -> Inputs:
+    """Standard normal q, k, v (and mask, where the problem has one) on `device`.
+
+    Tensors are contiguous (B, H, N, D), or with `heads_inside` views of (B, N, H, D), as projections leave them.
 
     On the "meta" device nothing is allocated: such inputs serve to compile a launch without a GPU.
     """
-    kind = dtype or TORCH_DTYPES[problem.dtype]
+    kind = TORCH_DTYPES[problem.dtype]
     meta = torch.device(device).type == "meta"
     generator = None if meta else torch.Generator(device=device).manual_seed(seed)
     p, f = problem, problem.features
 
-    def normal(*shape: int) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=kind, device=device) if meta else guarded(shape, kind, device)
-        return tensor if meta else tensor.normal_(generator=generator)
+    def normal(batch: int, heads: int, rows: int, columns: int) -> torch.Tensor:
+        shape = (batch, rows, heads, columns) if heads_inside else (batch, heads, rows, columns)
+        tensor = torch.empty(shape, dtype=kind, device=device) if meta else guarded(shape, kind, device).normal_(generator=generator)
+        return tensor.transpose(1, 2) if heads_inside else tensor
 
     mask = None
     if f.mask == "bias":

@@ -10,7 +10,7 @@ from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.results import Fate, TuningRecord
 from flashtune.core.target import Target, find_target
 from flashtune.templates import family
-from flashtune.templates.rendering import render, variant_of
+from flashtune.templates.rendering import variant_of
 from flashtune.tuner import tasks
 from flashtune.tuner.tasks import Reply, Source
 from flashtune.tuner.workers import Workers
@@ -27,7 +27,7 @@ def variant_for(record: TuningRecord) -> Variant:
 def source_for(record: TuningRecord) -> Source:
     """The rendered source of a record."""
     variant = variant_for(record)
-    return Source(text=render(family(variant.template), variant), stem=f"{variant.template}_{variant.id}")
+    return Source.of(family(variant.template), variant)
 
 
 def generated_files(records: Sequence[TuningRecord]) -> dict[str, str]:

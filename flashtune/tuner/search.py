@@ -17,7 +17,6 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import Baseline, CompileFacts, Fate, Measurement, Outcome, Provenance, SearchResult, Source
 from flashtune.core.target import Target
 from flashtune.templates.family import Family
-from flashtune.templates.rendering import render
 from flashtune.tuner import tasks
 from flashtune.tuner.cost import predict_us
 from flashtune.tuner.space import Candidate, SearchSpace
@@ -208,7 +207,7 @@ class _ProblemSearch:
 
     def _source(self, candidate: Candidate, spec: KernelSpec | None = None) -> tasks.Source:
         variant = candidate.variant(spec or self.space.spec)
-        return tasks.Source(text=render(candidate.family, variant), stem=f"{variant.template}_{variant.id}")
+        return tasks.Source.of(candidate.family, variant)
 
     def _compile(self, candidate: Candidate) -> Pending | Reply:
         known = self.state.compiled.get(candidate.variant(self.space.spec).id)

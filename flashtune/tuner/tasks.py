@@ -10,9 +10,12 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from flashtune.core.config import Variant
 from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts, Fate, Measurement
 from flashtune.core.target import Target
+from flashtune.templates.family import Family
+from flashtune.templates.rendering import render
 
 if TYPE_CHECKING:
     from flashtune.tuner.inputs import Inputs
@@ -26,6 +29,11 @@ class Source:
 
     text: str
     stem: str
+
+    @classmethod
+    def of(cls, family: Family, variant: Variant) -> "Source":
+        """The source of a variant, rendered by its template."""
+        return cls(text=render(family, variant), stem=f"{variant.template}_{variant.id}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -141,7 +141,7 @@ class Verifier:
     @staticmethod
     def _prepare(problem: Problem, device: torch.device | str, seed: int) -> Iterator[tuple[Inputs, list[Expected]]]:
         for index, small in enumerate(small_cases(problem)):
-            inputs = make_inputs(small, device=device, seed=seed + index)
+            inputs = make_inputs(small, device=device, seed=seed + index, heads_inside=index % 2 == 1)
             yield inputs, oracle(inputs, everywhere(small))
 
     def verdict(self, launch: Launch) -> Verdict:

@@ -1,0 +1,106 @@
+"""Checks every code path of every template family on this machine's GPU: `python benchmarks/check_numerics.py [--seed S]`.
+
+For a table of specs (features, head sizes, element types) one config of each code path is compiled, run on ragged, poisoned little
+problems in both layouts, and compared with the float64 oracle; hangs and crashes cost one row. Writes numerics.json to the folder
+named by OUT (default: the current one), and exits with 1 where a row is wrong.
+"""
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from flashtune.core.config import Config
+from flashtune.core.problem import Features, Problem
+from flashtune.core.results import Fate
+from flashtune.core.target import Target
+from flashtune.templates import families
+from flashtune.templates.family import Family
+from flashtune.templates.rendering import variant_of
+from flashtune.tuner import tasks
+from flashtune.tuner.machine import local_gpu, provenance
+from flashtune.tuner.tasks import Source
+from flashtune.tuner.workers import Workers
+
+CAUSAL = Features(causal=True)
+FEATURES = [
+    Features(),
+    CAUSAL,
+    Features(window=(64, 32)),
+    Features(causal=True, window=(100, 0)),
+    Features(mask="bool"),
+    Features(mask="bias"),
+    Features(causal=True, dropout=True),
+    Features(causal=True, softcap=True),
+    Features(causal=True, window=(100, 0), mask="bias", dropout=True, softcap=True),
+]
+SPECS: list[dict[str, Any]] = [
+    *({"d": 64, "dtype": dtype, "features": features} for features in FEATURES for dtype in ("bf16", "fp16")),
+    *({"d": 128, "dtype": "bf16", "features": features} for features in (Features(), CAUSAL)),
+    *({"d": d, "d_v": d_v, "dtype": "bf16", "features": CAUSAL} for d, d_v in ((96, 96), (192, 128), (256, 256), (64, 128), (40, 72))),
+    {"d": 64, "dtype": "fp32", "features": CAUSAL},
+    {"d": 64, "dtype": "fp32", "features": Features(causal=True, tf32=True)},
+]
+
+
+def problem_of(*, d: int, dtype: Any, features: Features, d_v: int | None = None) -> Problem:
+    """A little problem with shared heads; the verifier adds its ragged ones."""
+    return Problem(batch=2, heads=4, kv_heads=2, n_q=257, n_kv=300, d=d, d_v=d_v or d, dtype=dtype, features=features)
+
+
+def paths(family: Family, problem: Problem, target: Target) -> list[Config]:
+    """One config for every code path of the family, and its starts."""
+    found: dict[object, Config] = {}
+    for config in [*family.starts(problem.spec(), target), *family.configs(problem.spec(), target)]:
+        found.setdefault(tuple(config[axis] for axis in family.path_axes), config)
+    return list(dict.fromkeys([*found.values(), *family.starts(problem.spec(), target)]))
+
+
+def main() -> None:
+    """Compile all in parallel, check one after another, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    options = parser.parse_args()
+    gpu = local_gpu()
+    assert gpu is not None and gpu.target is not None, "needs a GPU that the table knows"
+    target, rows = gpu.target, []
+    with Workers(jobs=options.jobs) as workers:
+        waiting = []
+        for words in SPECS:
+            problem = problem_of(**words)
+            for family in families().values():
+                if family.supports(problem.spec(), target) is None:
+                    for config in paths(family, problem, target):
+                        source = Source.of(family, variant_of(family, problem.spec(), config))
+                        limit_s = workers.limits.compile_s
+                        waiting.append(
+                            (problem, source, workers.submit("compile", tasks.compile_candidate, source, problem, target, limit_s=limit_s))
+                        )
+        for problem, source, compiling in waiting:
+            reply = compiling.reply()
+            if reply.fate is Fate.CORRECT:
+                workers.submit("device", tasks.prepare_device, problem, target, options.seed, limit_s=workers.limits.prepare_s).reply()
+                reply = workers.submit(
+                    "device", tasks.recheck_on_device, source, problem, target, options.seed, limit_s=workers.limits.device_s
+                ).reply()
+            rows.append(
+                {"problem": problem.label(), "kernel": source.stem, "fate": str(reply.fate), "reason": reply.reason, "error": reply.error}
+            )
+            if reply.fate is not Fate.CORRECT:
+                print(f"{problem.label()} {source.stem}: {reply.fate}: {reply.reason}", flush=True)
+    wrong = [row for row in rows if row["fate"] != "correct"]
+    found = {
+        "provenance": provenance(command="python benchmarks/check_numerics.py", seed=options.seed, measured=True).as_json(),
+        "rows": rows,
+    }
+    Path(os.environ.get("OUT", "."), "numerics.json").write_text(json.dumps(found, indent=1))
+    worst = max((row["error"] or 0.0 for row in rows if row["fate"] == "correct"), default=0.0)
+    print(f"{len(rows) - len(wrong)} correct (largest error {worst:.2f} of the tolerance), {len(wrong)} wrong")
+    if wrong:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
