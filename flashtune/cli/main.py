@@ -26,33 +26,33 @@ COMMANDS = {
 class LazyGroup(click.Group):
     """Imports a command's module only when it is used, so that `flashtune --help` answers at once."""
 
-    def list_commands(self, context: click.Context) -> list[str]:
+    def list_commands(self, ctx: click.Context) -> list[str]:
         """In the order in which a user meets them."""
         return list(COMMANDS)
 
-    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command object, or None for a name that doesn't exist."""
-        if name not in COMMANDS:
+        if cmd_name not in COMMANDS:
             return None
-        command: click.Command = getattr(importlib.import_module(f"flashtune.cli.{name}"), name)
+        command: click.Command = getattr(importlib.import_module(f"flashtune.cli.{cmd_name}"), cmd_name)
         return command
 
-    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The list of commands, without importing any."""
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
-    def invoke(self, context: click.Context) -> Any:
+    def invoke(self, ctx: click.Context) -> Any:
         """Run a command; what flashtune raises on purpose becomes one line and an exit code."""
         try:
-            return super().invoke(context)
+            return super().invoke(ctx)
         except FlashtuneError as error:
             click.echo(f"flashtune: {error}", err=True)
-            context.exit(error.exit_code)
+            ctx.exit(error.exit_code)
         except BrokenPipeError:
             # The reader (head, less) has gone; there is nobody left to tell.
             sys.stderr.close()
-            context.exit(0)
+            ctx.exit(0)
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})

@@ -48,7 +48,7 @@ class ListCommand(click.Command):
         """Repeat the option's name before each further value."""
         repeatable = {name for param in self.params if isinstance(param, click.Option) and param.multiple for name in param.opts}
         spelled: list[str] = []
-        current = None
+        current, fresh = None, True
         for word in args:
             if word.startswith("-") and not word.lstrip("-").replace(",", "").isdigit():
                 current = word if word in repeatable else None
@@ -96,8 +96,8 @@ def problem_options(*, many: bool) -> Callable[[Decorated], Decorated]:
 
 def dtypes_of(names: tuple[str, ...] | list[str], default: list[DType]) -> list[DType]:
     """Parsed element types, each once; commas separate several."""
-    found = [parse_dtype(name) for text in names for name in text.split(",")]
-    return list(dict.fromkeys(found)) or default
+    found: list[DType] = [parse_dtype(name) for text in names for name in text.split(",")]
+    return list(dict.fromkeys(found)) if found else default
 
 
 def features_of(*, causal: bool, mask: str | None, dropout: float, window: int | None, softcap: float, tf32: bool) -> Features:

@@ -95,10 +95,12 @@ def run_search(
     from flashtune.db.library import overlay_path
     from flashtune.db.store import Store
     from flashtune.templates import families, family
-    from flashtune.tuner.machine import provenance
+    from flashtune.tuner.machine import provenance, require_interpreter
     from flashtune.tuner.search import Search, SearchPlan
 
     source = choose_source(target, predict)
+    if source == "predicted":
+        require_interpreter()
     plan = SearchPlan(
         target=target,
         problems=tuple(problems),

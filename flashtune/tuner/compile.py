@@ -57,12 +57,13 @@ class TargetDriver:
 def compiling_for(target: Target) -> Iterator[None]:
     """Make `target` Triton's active GPU within the block; a launch there can compile but not run."""
     # Reading driver.active would start the real driver, which fails on a machine without a GPU.
-    before = driver._active
-    driver.set_active(TargetDriver(target))
+    triton_driver: Any = driver
+    before = triton_driver._active
+    triton_driver.set_active(TargetDriver(target))
     try:
         yield
     finally:
-        driver._active = before
+        triton_driver._active = before
 
 
 def cross_compile(source: str, stem: str, problem: Problem, target: Target) -> CompileFacts:

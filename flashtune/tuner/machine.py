@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 import flashtune
-from flashtune.core.errors import InputError
+from flashtune.core.errors import EnvironmentProblem, InputError
 from flashtune.core.results import Provenance
 from flashtune.core.target import Target, find_target
 
@@ -31,6 +31,25 @@ def local_gpu() -> LocalGpu | None:
         return LocalGpu(name=name, target=find_target(name))
     except InputError:
         return LocalGpu(name=name, target=None)
+
+
+def require_interpreter() -> None:
+    """Raise EnvironmentProblem where Triton's interpreter can't run here: Triton 3.6's fails under NumPy 2.4 and later."""
+    triton, numpy = (_release(_version(package)) for package in ("triton", "numpy"))
+    if not triton or not numpy:
+        missing = "triton" if not triton else "numpy"
+        raise EnvironmentProblem(
+            f"a search without the GPU checks numbers in Triton's interpreter, and {missing} is missing: pip install {missing}"
+        )
+    if triton < (3, 7) and numpy >= (2, 4):
+        raise EnvironmentProblem(
+            f"a search without the GPU checks numbers in the interpreter of Triton {_version('triton')}, which fails under "
+            f"NumPy {_version('numpy')}: pip install 'numpy<2.4'"
+        )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
 
 
 def provenance(*, command: str, seed: int | None, measured: bool) -> Provenance:

@@ -33,7 +33,8 @@ class Pending:
     """A task that was handed to a child process."""
 
     def __init__(self, workers: "Workers", crew: Crew, future: "ProcessFuture[Reply]", limit_s: float) -> None:
-        self._workers, self._crew, self._future, self._limit_s = workers, crew, future, limit_s
+        self._workers, self._future, self._limit_s = workers, future, limit_s
+        self._crew: Crew = crew
 
     def reply(self) -> Reply:
         """Wait for the end of the task, whichever it is; a hang or a crash is a reply like any other."""
@@ -62,7 +63,8 @@ class Workers:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for crew in list(self._pools):
+        crews: list[Crew] = list(self._pools)
+        for crew in crews:
             self.dismiss(crew)
 
     def submit(self, crew: Crew, task: Callable[..., Reply], *arguments: Any, limit_s: float) -> Pending:
