@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 
 from flashtune import dispatch
 from flashtune.core import reference
+from flashtune.dispatch import devices, framework
 
 
 def inputs(*, dtype: torch.dtype = torch.float32, kv_heads: int = 4, n_kv: int = 13) -> list[torch.Tensor]:
@@ -111,8 +112,6 @@ def test_float64_passes_gradcheck_with_every_feature_at_once() -> None:
 
 
 def test_a_needed_gradient_keeps_kernels_out_and_explain_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flashtune.dispatch import devices
-
     monkeypatch.setattr(devices, "INTERPRETING", True)
     q, k, v = inputs()
     assert "gradient is needed" in dispatch.explain(q, k, v).reason
@@ -129,6 +128,22 @@ def test_a_needed_gradient_keeps_kernels_out_and_explain_says_so(monkeypatch: py
 
     torch.func.vmap(mapped)(q.detach())
     assert "transform" in reasons[0]
+
+
+def test_cudnn_serves_no_masked_gradient_on_a_gpu() -> None:
+    """Its dQ can be NaN (pytorch #196678); without a mask or a gradient it stays."""
+    q, k, v = inputs()
+    mask, cuda, cpu = torch.ones(11, 13, dtype=torch.bool), torch.device("cuda", 0), torch.device("cpu")
+
+    def cudnn(device: torch.device, *tensors: torch.Tensor | None) -> bool:
+        with framework._sound_backends(device, *tensors):  # type: ignore[arg-type]
+            return torch.backends.cuda.cudnn_sdp_enabled()
+
+    assert not cudnn(cuda, q, k, v, mask)
+    assert cudnn(cuda, q, k, v, None) and cudnn(cpu, q, k, v, mask)
+    assert cudnn(cuda, q.detach(), k.detach(), v.detach(), mask)
+    with torch.no_grad():
+        assert cudnn(cuda, q, k, v, mask)
 
 
 def test_torch_func_transforms_pass_through() -> None:

@@ -1,10 +1,11 @@
 """`attention` against the float64 reference over random calls, on whichever path serves them here.
 
 The same table runs on the CPU's framework path, in Triton's interpreter (test_dispatch_interpreter.py starts it so) and, with
-FLASHTUNE_TEST_DEVICE=cuda, on a GPU.
+FLASHTUNE_TEST_DEVICE=cuda, on a GPU (there FLASHTUNE_TEST_PATH=framework keeps kernels out).
 """
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from flashtune import dispatch
 from flashtune.core import reference
 from flashtune.core.tolerances import TOLERANCES, Tolerance
+from flashtune.dispatch import devices
 
 DEVICE = os.environ.get("FLASHTUNE_TEST_DEVICE", "cpu")
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
@@ -27,6 +29,15 @@ TOLERANCE = {
     torch.float64: Tolerance(atol=1e-10, rtol=1e-10, lse_atol=1e-5, relative_norm=1e-10),
 }
 DTYPES = [torch.float32, torch.float16] if INTERPRETING else list(TOLERANCE)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def path() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ.get("FLASHTUNE_TEST_PATH") == "framework":
+            patch.setattr(devices, "TRITON", False)
+        dispatch.reload()
+        yield
 
 
 @dataclass(frozen=True, kw_only=True)

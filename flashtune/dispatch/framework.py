@@ -4,6 +4,7 @@ import contextlib
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashtune.core import reference
 from flashtune.dispatch.request import Request
@@ -34,16 +35,17 @@ def attention(
         q, scale = (-q, -scale) if scale < 0.0 else (q * 0.0, 1.0)
     if request.banded and not causal:
         mask = _with_band(request, mask)
-    out = F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        dropout_p=request.dropout_p,
-        is_causal=causal,
-        scale=scale,
-        enable_gqa=shared,
-    )
+    with _sound_backends(request.device, q, k, v, mask):
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            dropout_p=request.dropout_p,
+            is_causal=causal,
+            scale=scale,
+            enable_gqa=shared,
+        )
     return request.restored(out), None
 
 
@@ -80,6 +82,17 @@ def _composite(
             dtype=wide,
         )
     return out.to(request.dtype), lse.float()
+
+
+def _sound_backends(
+    device: torch.device, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+) -> contextlib.AbstractContextManager[object]:
+    """Keeps cuDNN from calls with a mask whose gradient is needed: its dQ can be NaN there (torch 2.11 on Hopper, pytorch #196678)."""
+    if device.type != "cuda" or mask is None or not torch.is_grad_enabled():
+        return contextlib.nullcontext()
+    if not any(x.requires_grad for x in (q, k, v, mask)):
+        return contextlib.nullcontext()
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def _no_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
