@@ -107,6 +107,8 @@ def explained(choice: Choice, problem: Problem, target: Target, refused: list[st
     record, reason = choice.record, choice.note
     if record is not None and variant is not None and variant.template_hash != record.outcome.template_hash:
         reason += f"; the template {variant.template} has changed since, so search again for a current time"
+    if choice.kind == "framework" and record is None and refused:
+        reason += f" ({refused[-1]})"
     return Explanation(
         kind=choice.kind,
         reason=reason,
