@@ -17,6 +17,8 @@ from flashtune.templates import Family, family
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.verify import check, everywhere, oracle
 
+GPU = find_target("h200")
+
 
 def config_for(chosen: Family, spec: KernelSpec, index: int) -> Config:
     """A config for case number `index`: small tiles of changing sizes, and every program order in turn."""
@@ -29,17 +31,26 @@ def config_for(chosen: Family, spec: KernelSpec, index: int) -> Config:
     changes["ORDER"] = space["ORDER"][index % len(space["ORDER"])]
     if "LOAD_V_EARLY" in space:
         changes["LOAD_V_EARLY"] = index % 2 == 0
-    return chosen.default(spec, find_target("h200")).replace(**changes)
+    return chosen.default(spec, GPU).replace(**changes)
 
 
 def run(chosen: Family, case: AttentionCase, index: int, directory: Path) -> dict[str, object]:
-    """What became of one case: `accepted`, and `reason` (empty when right)."""
+    """What became of one case: whether it is `supported` and `accepted`, and the `reason` why it is wrong (empty when right)."""
     spec = case.problem.spec()
+    if chosen.supports(spec, GPU) is not None:
+        return {"name": case.name, "supported": False, "accepted": False, "error": 0.0, "reason": ""}
     config = config_for(chosen, spec, index)
     module = load_source(render(chosen, variant_of(chosen, spec, config)), chosen.name, directory)
     inputs = make_case(case, "cpu")
     accepted = module.accepts(inputs.q, inputs.k, inputs.v, inputs.keywords["mask"])
-    report: dict[str, object] = {"name": case.name, "config": config.label(), "accepted": accepted, "error": 0.0, "reason": ""}
+    report: dict[str, object] = {
+        "name": case.name,
+        "supported": True,
+        "config": config.label(),
+        "accepted": accepted,
+        "error": 0.0,
+        "reason": "",
+    }
     if accepted:
         verdict = check(module.launch, inputs, oracle(inputs, everywhere(case.problem)))
         report |= {"error": verdict.error, "reason": verdict.reason}

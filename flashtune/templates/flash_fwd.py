@@ -15,6 +15,7 @@ from flashtune.templates.predicates import (
     SHARED_MEMORY_FITS,
     STAGES_EXIST,
     WARPS_OWN_ROWS,
+    first_with_room,
     has_scalar_products,
 )
 
@@ -68,7 +69,7 @@ def _tiles(spec: KernelSpec, target: Target) -> list[tuple[int, int, int, int]]:
 
 
 def starts(spec: KernelSpec, target: Target) -> list[Config]:
-    """The field's published tiles, as far as they keep this target's constraints; the first is the default."""
+    """The field's published tiles, as far as they keep this target's constraints."""
     found = [
         Config.of(
             BLOCK_M=block_m,
@@ -85,8 +86,8 @@ def starts(spec: KernelSpec, target: Target) -> list[Config]:
 
 
 def default(spec: KernelSpec, target: Target) -> Config:
-    """The first of `starts`."""
-    return starts(spec, target)[0]
+    """The first of `starts` that leaves some shared memory free."""
+    return first_with_room(starts(spec, target), spec, target)
 
 
 FAMILY = Family(

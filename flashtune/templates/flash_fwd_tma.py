@@ -11,6 +11,7 @@ from flashtune.templates.predicates import (
     REGISTERS_FIT,
     SHARED_MEMORY_FITS,
     WARPS_OWN_ROWS,
+    first_with_room,
     has_scalar_products,
 )
 
@@ -47,7 +48,7 @@ def supports(spec: KernelSpec, target: Target) -> str | None:
 
 
 def starts(spec: KernelSpec, target: Target) -> list[Config]:
-    """The field's published tiles, as far as they keep this target's constraints; the first is the default."""
+    """The field's published tiles, as far as they keep this target's constraints."""
     tiles = [
         (128, 128, 8, 2),
         (128, 64, 8, 3),
@@ -73,8 +74,8 @@ def starts(spec: KernelSpec, target: Target) -> list[Config]:
 
 
 def default(spec: KernelSpec, target: Target) -> Config:
-    """The first of `starts`."""
-    return starts(spec, target)[0]
+    """The first of `starts` that leaves some shared memory free."""
+    return first_with_room(starts(spec, target), spec, target)
 
 
 FAMILY = Family(

@@ -24,19 +24,37 @@ def shared_bytes(config: Config, spec: KernelSpec, target: Target) -> int:
     """Shared memory that Triton 3.6 allocates for Q, the K and V blocks in flight, and P where its layout has to change.
 
     Read off its allocations. Tensor cores that read operands from shared memory (sm_90 and sm_100) keep Q and `num_stages` blocks
-    there; others copy the block at work to registers first and need one block less. Barriers come on top, less than 1 KiB.
+    there; others copy the block at work to registers first and need one block less. Barriers come on top, less than 1 KiB, and on
+    older tensor cores P at some tile sizes.
     """
-    block_m, block_n, size = config.number("BLOCK_M"), config.number("BLOCK_N"), ITEMSIZE[spec.dtype]
-    stages, d, d_v = config.number("num_stages"), padded(spec.d), padded(spec.d_v)
-    q, kv, p = block_m * d * size, block_n * (d + d_v) * size, block_m * block_n * size
+    stages, block_n, size = config.number("num_stages"), config.number("BLOCK_N"), ITEMSIZE[spec.dtype]
+    d, d_v = padded(spec.d), padded(spec.d_v)
+    q, v, kv = config.number("BLOCK_M") * d * size, block_n * d_v * size, block_n * (d + d_v) * size
     in_flight = kv * (stages - 1) if stages > 1 else block_n * max(d, d_v) * size
     if target.vendor == "amd":
-        return in_flight + p if stages > 1 else max(in_flight, p)
+        # Q passes through before the loop.
+        return max(q, in_flight + probs_bytes(config, spec))
     if has_scalar_products(spec, target):
-        return q + in_flight + p
-    if target.capability is not None and 90 <= target.capability < 120 and stages > 1:
-        return q + kv * stages
+        return q + in_flight + probs_bytes(config, spec)
+    if target.capability is not None and 90 <= target.capability < 120:
+        # sm_100 reads TF32 operands in one order only, so that it keeps V a second time, transposed.
+        transposed = 2 * v if spec.tf32 and target.capability >= 100 else 0
+        return q + transposed + (kv * stages if stages > 1 else in_flight)
     return q + in_flight
+
+
+def probs_bytes(config: Config, spec: KernelSpec) -> int:
+    """What P takes in shared memory on its way from one product's layout to the other's."""
+    return config.number("BLOCK_M") * config.number("BLOCK_N") * ITEMSIZE[spec.dtype]
+
+
+def first_with_room(configs: list[Config], spec: KernelSpec, target: Target) -> Config:
+    """The first of `configs` (best first, the last the smallest) that fits with room to spare: sound where nothing was ever tried."""
+
+    def fits(config: Config) -> bool:
+        return shared_bytes(config, spec, target) + probs_bytes(config, spec) + 1024 <= target.shared_bytes_per_block
+
+    return next(filter(fits, configs), configs[-1])
 
 
 def _warps_own_rows(config: Config, spec: KernelSpec, target: Target) -> bool:

@@ -1,9 +1,9 @@
 """Attention forward with plain pointers.
 
 Compiled in: fwd-bf16-d128-causal
-Template: flash_fwd 9a2ce91348ab33cc
-Variant: 0704974bacfa6dbb
-Config: BLOCK_M=128 BLOCK_N=128 LOAD_V_EARLY=False ORDER=longest_first maxnreg=0 num_stages=2 num_warps=8
+Template: flash_fwd 1dd5340993e7ae03
+Variant: 200aa07ef497eb4b
+Config: BLOCK_M=128 BLOCK_N=64 LOAD_V_EARLY=False ORDER=longest_first maxnreg=0 num_stages=2 num_warps=8
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
@@ -54,7 +54,7 @@ def attention_forward(
 ):
     """One query tile of one head. Of `heads` query heads, `group` share a key head; `score_scale` brings scores to units of log 2."""
     BLOCK_M: tl.constexpr = 128
-    BLOCK_N: tl.constexpr = 128
+    BLOCK_N: tl.constexpr = 64
     BLOCK_D: tl.constexpr = 128
     BLOCK_DV: tl.constexpr = 128
 

@@ -1,9 +1,9 @@
 """Attention forward with TMA descriptors.
 
 Compiled in: fwd-bf16-d128
-Template: flash_fwd_tma ca3f7eebcb40ac3a
-Variant: 02eee15e6b89c2f1
-Config: BLOCK_M=128 BLOCK_N=128 ORDER=rows maxnreg=0 num_stages=2 num_warps=8
+Template: flash_fwd_tma 3ad6762d18fe5cd1
+Variant: 6ff37fd569ac713d
+Config: BLOCK_M=128 BLOCK_N=64 ORDER=rows maxnreg=0 num_stages=2 num_warps=8
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
@@ -40,7 +40,7 @@ def attention_forward(
 ):
     """One query tile of one head. Of `heads` query heads, `group` share a key head; `score_scale` brings scores to units of log 2."""
     BLOCK_M: tl.constexpr = 128
-    BLOCK_N: tl.constexpr = 128
+    BLOCK_N: tl.constexpr = 64
     BLOCK_D: tl.constexpr = 128
     BLOCK_DV: tl.constexpr = 128
 
@@ -136,8 +136,8 @@ def launches(q, k, v, out, lse, *, mask, scale, diagonal, window_left, window_ri
     grid = (triton.cdiv(n_q, 128) * batch * heads,)
     args = (
         descriptor(q, 128, 128),
-        descriptor(k, 128, 128),
-        descriptor(v, 128, 128),
+        descriptor(k, 64, 128),
+        descriptor(v, 64, 128),
         out,
         lse,
         *out.stride(),

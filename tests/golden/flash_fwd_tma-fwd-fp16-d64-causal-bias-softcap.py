@@ -1,9 +1,9 @@
 """Attention forward with TMA descriptors.
 
 Compiled in: fwd-fp16-d64-causal-softcap-bias
-Template: flash_fwd_tma ca3f7eebcb40ac3a
-Variant: 5509319ec95d014d
-Config: BLOCK_M=128 BLOCK_N=128 ORDER=grouped maxnreg=168 num_stages=2 num_warps=8
+Template: flash_fwd_tma 3ad6762d18fe5cd1
+Variant: a56eff3884954537
+Config: BLOCK_M=128 BLOCK_N=64 ORDER=grouped maxnreg=168 num_stages=2 num_warps=8
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
@@ -53,7 +53,7 @@ def attention_forward(
 ):
     """One query tile of one head. Of `heads` query heads, `group` share a key head; `score_scale` brings scores to units of log 2."""
     BLOCK_M: tl.constexpr = 128
-    BLOCK_N: tl.constexpr = 128
+    BLOCK_N: tl.constexpr = 64
     BLOCK_D: tl.constexpr = 64
     BLOCK_DV: tl.constexpr = 64
 
@@ -168,8 +168,8 @@ def launches(q, k, v, out, lse, *, mask, scale, diagonal, window_left, window_ri
     grid = (triton.cdiv(n_q, 128) * batch * heads,)
     args = (
         descriptor(q, 128, 64),
-        descriptor(k, 128, 64),
-        descriptor(v, 128, 64),
+        descriptor(k, 64, 64),
+        descriptor(v, 64, 64),
         out,
         lse,
         mask,
