@@ -9,22 +9,19 @@ from flashtune.core.target import Target
 from flashtune.templates.family import Axis, Constraint, Family, padded
 
 AXES = (
-    Axis(name="BLOCK_M", values=(64, 128, 192, 256), why="query rows of a tile: more reuse of K and V against fewer tiles and registers"),
-    Axis(name="BLOCK_N", values=(32, 64, 128, 256), why="keys of a block: fewer steps against registers, shared memory and masked waste"),
-    Axis(name="consumers", values=(1, 2, 3), why="computing warpgroups: more to hide the softmax behind against registers for each"),
-    Axis(name="stages", values=(1, 2, 3, 4), why="K/V blocks in flight: latency hiding against shared memory"),
+    Axis(name="BLOCK_M", values=(64, 128, 192), why="query rows of a tile: more reuse of K and V against fewer tiles and registers"),
+    Axis(name="BLOCK_N", values=(64, 128), why="keys of a block: fewer steps against registers, shared memory and masked waste"),
+    Axis(name="stages", values=(2, 3, 4), why="K/V blocks in flight: latency hiding against shared memory"),
     Axis(name="lookahead", values=(0, 1, 2), why="products under way beside a softmax: none, values before it, also the scores after it"),
-    Axis(name="pingpong", values=("none", "mbarrier", "named"), why="warpgroups take turns on the tensor cores, against waiting"),
-    Axis(name="release", values=("mbarrier", "named"), why="how a stage is given back: named barriers cost no wait, but ids are few"),
+    Axis(name="pingpong", values=(False, True), why="warpgroups take turns on the tensor cores, against waiting"),
     Axis(name="tiles", values=("one", "loop", "chained"), why="tiles of a program: one, many, or many without draining in between"),
-    Axis(name="order", values=("ascending", "descending", "serpentine"), why="balance of long and short causal tiles"),
-    Axis(name="section", values=(1, 2, 4, 8, 16, 32), why="heads that run side by side: balance against K/V that stay in L2"),
-    Axis(name="idle_sms", values=(0, 1, 2), why="SMs left out of a persistent grid: an even split against all of them"),
-    Axis(name="producer_registers", values=(24, 32, 40), why="registers the copying warp keeps from the consumers"),
+    Axis(
+        name="order",
+        values=("ascending", "descending", "mirrored", "tickets"),
+        why="balance of long and short causal tiles: fixed, or drawn from a counter at run time",
+    ),
+    Axis(name="section", values=(1, 8), why="heads that run side by side: balance against K/V that stay in L2"),
 )
-
-_NAMED_BARRIERS = 11
-"""Hardware barriers 5 to 15; Triton uses the first five."""
 
 
 def _shared_bytes(config: Config, spec: KernelSpec) -> int:
@@ -35,27 +32,24 @@ def _shared_bytes(config: Config, spec: KernelSpec) -> int:
     return q_bytes + out_bytes + 2 * config.number("stages") * block_n * (d + d_v) + 1024
 
 
+def _consumers(config: Config) -> int:
+    return config.number("BLOCK_M") // 64
+
+
 def _registers_each(config: Config) -> int:
     """What a consumer thread may hold: the register file less the producer's share."""
-    left = 512 - config.number("producer_registers")
-    return {1: 248, 2: left // 16 * 8, 3: left // 24 * 8}[config.number("consumers")]
+    return {1: 248, 2: 240, 3: 160}[_consumers(config)]
 
 
 def _live_registers(config: Config, spec: KernelSpec) -> int:
     """Accumulators and weights that a consumer thread holds at once (scores fp32, weights 16-bit, output fp32)."""
-    rows = config.number("BLOCK_M") // config.number("consumers")
-    scores, out = rows * config.number("BLOCK_N") // 128, rows * padded(spec.d_v) // 128
+    scores, out = config.number("BLOCK_N") // 2, padded(spec.d_v) // 2
     weights = scores // 2 if config["lookahead"] else 0
     loaded = scores if spec.mask != "none" else 0
     return scores * (2 if config["lookahead"] == 2 else 1) + weights + out + loaded
 
 
 CONSTRAINTS = (
-    Constraint(
-        name="rows of a warpgroup",
-        holds=lambda c, s, t: c.number("BLOCK_M") in (64 * c.number("consumers"), 128 * c.number("consumers")),
-        why="a warpgroup's matrix instruction takes 64 rows; two of them are the most that registers hold",
-    ),
     Constraint(
         name="shared memory",
         holds=lambda c, s, t: _shared_bytes(c, s) <= t.shared_bytes_per_block,
@@ -67,37 +61,24 @@ CONSTRAINTS = (
         why="scores, weights and output of a warpgroup live in registers, with some 32 for the rest",
     ),
     Constraint(
-        name="chained tiles",
-        holds=lambda c, s, t: c["tiles"] != "chained" or c["lookahead"] != 0,
+        name="persistent tiles",
+        holds=lambda c, s, t: c["tiles"] == "one" or c["lookahead"] != 0,
         why="tiles are chained by putting the last values of one beside the first scores of the next",
     ),
     Constraint(
-        name="lookahead needs stages",
-        holds=lambda c, s, t: c["lookahead"] == 0 or c.number("stages") >= 2,
-        why="two blocks are under way at once",
-    ),
-    Constraint(
         name="one warpgroup takes no turns",
-        holds=lambda c, s, t: c.number("consumers") > 1 or c["pingpong"] == "none",
+        holds=lambda c, s, t: _consumers(c) > 1 or c["pingpong"] is False,
         why="the axis would change nothing",
     ),
     Constraint(
-        name="named barriers",
-        holds=lambda c, s, t: (
-            (2 * c.number("stages") if c["release"] == "named" else 0) + (c.number("consumers") if c["pingpong"] == "named" else 0)
-            <= _NAMED_BARRIERS
-        ),
-        why="the hardware has 16 named barriers and Triton uses five",
+        name="order of tiles",
+        holds=lambda c, s, t: (c["order"] == "ascending") != (s.causal or s.window),
+        why="long tiles go first or in balanced pairs; where all are equally long the axis would change nothing",
     ),
     Constraint(
-        name="order without a band",
-        holds=lambda c, s, t: s.causal or s.window or c["order"] == "ascending",
-        why="all tiles are equally long, so the axis would change nothing",
-    ),
-    Constraint(
-        name="persistent axes",
-        holds=lambda c, s, t: c["tiles"] != "one" or (c["order"] != "serpentine" and c.number("idle_sms") == 0),
-        why="these axes say how a persistent program walks its tiles",
+        name="order of a persistent program",
+        holds=lambda c, s, t: c["tiles"] != "one" or c["order"] not in ("mirrored", "tickets"),
+        why="they say how a program walks its many tiles",
     ),
 )
 
@@ -115,21 +96,17 @@ def supports(spec: KernelSpec, target: Target) -> str | None:
     return None
 
 
-def _config(block_m: int, block_n: int, consumers: int, stages: int, tiles: str, spec: KernelSpec, **more: int | str | bool) -> Config:
+def _config(block_m: int, block_n: int, stages: int, tiles: str, spec: KernelSpec, **more: int | str | bool) -> Config:
     banded = spec.causal or spec.window
     values: dict[str, int | str | bool] = {
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
-        "consumers": consumers,
         "stages": stages,
         "lookahead": 1,
-        "pingpong": "none",
-        "release": "mbarrier",
+        "pingpong": False,
         "tiles": tiles,
         "order": "descending" if banded else "ascending",
         "section": 8 if banded else 1,
-        "idle_sms": 0,
-        "producer_registers": 32 if consumers == 3 else 24,
     }
     return Config.of(values, **more)
 
@@ -137,18 +114,18 @@ def _config(block_m: int, block_n: int, consumers: int, stages: int, tiles: str,
 def starts(spec: KernelSpec, target: Target) -> list[Config]:
     """Tiles that the field's fastest Hopper kernels use, those that fit first."""
     wide = max(padded(spec.d), padded(spec.d_v))
+    drawn: dict[str, str] = {"order": "tickets"} if spec.causal or spec.window else {}
     found = []
     if wide <= 64:
-        found += [_config(192, 128, 3, stages, tiles, spec) for stages, tiles in ((3, "chained"), (2, "one"), (3, "loop"))]
-        found += [_config(128, 128, 2, stages, tiles, spec) for stages, tiles in ((3, "chained"), (2, "one"))]
-        found += [_config(192, 128, 3, 3, "chained", spec, pingpong="named")]
+        found += [_config(192, 128, stages, tiles, spec) for stages, tiles in ((3, "chained"), (2, "one"))]
+        found += [_config(192, 128, 3, "chained", spec, pingpong=True, **drawn), _config(128, 128, 3, "chained", spec, pingpong=True)]
+        found += [_config(128, 128, 3, "chained", spec, lookahead=2, pingpong=pingpong, **drawn) for pingpong in (False, True)]
     if wide <= 128:
-        found += [_config(128, 128, 2, 2, tiles, spec) for tiles in ("chained", "one", "loop")]
-        found += [_config(128, 64, 2, stages, tiles, spec) for stages, tiles in ((4, "chained"), (4, "one"))]
-        found += [_config(128, 128, 2, 2, "chained", spec, pingpong="named")]
-    found += [_config(128, 64, 2, 2, tiles, spec) for tiles in ("loop", "one")]
-    found += [_config(128, 64, 2, 2, "one", spec, lookahead=0), _config(64, 64, 1, 2, "one", spec)]
-    found += [_config(128, 32, 2, 2, "one", spec), _config(64, 32, 1, 2, "one", spec, lookahead=0)]
+        found += [_config(128, 128, 2, tiles, spec) for tiles in ("chained", "one")]
+        found += [_config(128, 128, 2, "chained", spec, pingpong=pingpong, **drawn) for pingpong in (False, True)]
+        found += [_config(128, 64, 4, "chained", spec)]
+    found += [_config(128, 64, 2, "one", spec), _config(128, 64, 2, "loop", spec, **drawn)]
+    found += [_config(64, 64, 2, "one", spec), _config(64, 64, 2, "one", spec, lookahead=0), _config(128, 64, 2, "one", spec, lookahead=0)]
     unique = dict.fromkeys(found)
     return [config for config in unique if FAMILY.violated(config, spec, target) is None]
 
@@ -166,5 +143,5 @@ FAMILY = Family(
     default=default,
     starts=starts,
     interpretable=False,
-    path_axes=("consumers", "lookahead", "pingpong", "release", "tiles", "order"),
+    path_axes=("BLOCK_M", "lookahead", "pingpong", "tiles", "order"),
 )
