@@ -12,24 +12,29 @@ import triton.language as tl
 
 
 @triton.jit
-def attention_forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, heads, group, n_q, n_kv, scale, D: tl.constexpr, BLOCK: tl.constexpr):
+def attention_forward(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_ob, stride_oh, stride_om,
+    heads, group, n_q, n_kv, scale, D: tl.constexpr, BLOCK: tl.constexpr,
+):
     """64 query rows of one head at a time: short, and right for full attention on contiguous tensors."""
     program = tl.program_id(0)
     tiles = tl.cdiv(n_q, 64)
-    head, rows = program // tiles, program % tiles * 64 + tl.arange(0, 64)  # [64]
-    kv_head = head // heads * (heads // group) + head % heads // group
+    index, rows = program // tiles, program % tiles * 64 + tl.arange(0, 64)  # [64]
+    batch, head = index // heads, index % heads
+    k_ptr += batch * stride_kb + head // group * stride_kh
+    v_ptr += batch * stride_vb + head // group * stride_vh
     offs_d = tl.arange(0, D)  # [D]
     inside = (rows < n_q)[:, None]
-    q_tile = tl.load(q_ptr + (head * n_q + rows)[:, None] * D + offs_d[None, :], mask=inside, other=0.0)  # [64, D]
+    q_tile = tl.load(q_ptr + batch * stride_qb + head * stride_qh + rows[:, None] * stride_qm + offs_d[None, :], mask=inside, other=0.0)  # [64, D]
     row_max = tl.full([64], float("-inf"), tl.float32)  # [64]
     row_sum = tl.zeros([64], tl.float32)  # [64]
     acc = tl.zeros([64, D], tl.float32)  # [64, D]
     for start in range(0, n_kv, BLOCK):
         offs_n = start + tl.arange(0, BLOCK)  # [BLOCK]
         kept = offs_n < n_kv
-        where = (kv_head * n_kv + offs_n)[:, None] * D + offs_d[None, :]
-        k_tile = tl.load(k_ptr + where, mask=kept[:, None], other=0.0)  # [BLOCK, D]
-        v_tile = tl.load(v_ptr + where, mask=kept[:, None], other=0.0)  # [BLOCK, D]
+        k_tile = tl.load(k_ptr + offs_n[:, None] * stride_kn + offs_d[None, :], mask=kept[:, None], other=0.0)  # [BLOCK, D]
+        v_tile = tl.load(v_ptr + offs_n[:, None] * stride_vn + offs_d[None, :], mask=kept[:, None], other=0.0)  # [BLOCK, D]
         scores = tl.where(kept[None, :], tl.dot(q_tile, k_tile.T, input_precision="ieee") * scale, float("-inf"))  # [64, BLOCK]
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         probs = tl.exp(scores - new_max[:, None])  # [64, BLOCK]
@@ -38,8 +43,8 @@ def attention_forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, heads, group, n_q, 
         acc = tl.dot(probs, v_tile, acc * alpha[:, None], input_precision="ieee")
         row_max = new_max
     result = acc / row_sum[:, None]
-    tl.store(out_ptr + (head * n_q + rows)[:, None] * D + offs_d[None, :], result, mask=inside)
-    tl.store(lse_ptr + head * n_q + rows, row_max + tl.log(row_sum), mask=rows < n_q)
+    tl.store(out_ptr + batch * stride_ob + head * stride_oh + rows[:, None] * stride_om + offs_d[None, :], result, mask=inside)
+    tl.store(lse_ptr + index * n_q + rows, row_max + tl.log(row_sum), mask=rows < n_q)
 
 
 def accepts(q, k, v, mask):
@@ -48,7 +53,8 @@ def accepts(q, k, v, mask):
 
 def launches(q, k, v, out, lse, *, mask, scale, diagonal, window_left, window_right, softcap, dropout_p, seed, offset):
     batch, heads, n_q, d = q.shape
-    args = (q, k, v, out, lse, heads, heads // k.shape[1], n_q, k.shape[2], scale, d, 64)
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3])
+    args = (q, k, v, out, lse, *strides, heads, heads // k.shape[1], n_q, k.shape[2], scale, d, 64)
     return [(attention_forward, (batch * heads * triton.cdiv(n_q, 64),), args, {"num_warps": 4})]
 
 

@@ -5,6 +5,7 @@ are the parent's business (flashtune.tuner.workers). Heavy imports stay inside, 
 """
 
 import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -55,8 +56,10 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]
 
 
-def silence() -> None:
-    """Send this process's output to nowhere: compilers print intermediate code by the page when they fail."""
+def withdraw() -> None:
+    """Prepare a child process: its output goes nowhere, since compilers print intermediate code by the page when they fail, and
+    Ctrl-C in the terminal is the parent's to handle."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
@@ -67,7 +70,7 @@ def start_interpreter() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     # The tiles are tiny: more threads would only wait for each other, and for the compilers.
     os.environ["OMP_NUM_THREADS"] = "1"
-    silence()
+    withdraw()
 
 
 def compile_candidate(source: Source, problem: Problem, target: Target) -> Reply:

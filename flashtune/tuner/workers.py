@@ -16,7 +16,7 @@ from flashtune.tuner.tasks import Reply
 Crew = Literal["compile", "interpret", "device"]
 """Compilers run side by side; one process interprets; one alone holds the GPU, so that nothing disturbs its timings."""
 
-_START: dict[Crew, Callable[[], None]] = {"compile": tasks.silence, "interpret": tasks.start_interpreter, "device": tasks.silence}
+_START: dict[Crew, Callable[[], None]] = {"compile": tasks.withdraw, "interpret": tasks.start_interpreter, "device": tasks.withdraw}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
