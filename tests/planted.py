@@ -26,7 +26,7 @@ def attention_forward(
     v_ptr += batch * stride_vb + head // group * stride_vh
     offs_d = tl.arange(0, D)  # [D]
     inside = (rows < n_q)[:, None]
-    q_tile = tl.load(q_ptr + batch * stride_qb + head * stride_qh + rows[:, None] * stride_qm + offs_d[None, :], mask=inside, other=0.0)  # [64, D]
+    q_tile = tl.load(q_ptr + batch * stride_qb + head * stride_qh + rows[:, None] * stride_qm + offs_d[None, :], mask=inside)  # [64, D]
     row_max = tl.full([64], float("-inf"), tl.float32)  # [64]
     row_sum = tl.zeros([64], tl.float32)  # [64]
     acc = tl.zeros([64, D], tl.float32)  # [64, D]
