@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton import knobs
@@ -135,3 +136,27 @@ def test_any_feasible_config_renders_to_the_same_python_twice(data: st.DataObjec
     assert {"accepts", "launches", "launch"} <= functions
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)} | {"torch"}
     assert {(name or "").split(".")[0] for name in modules} == {"torch", "triton"}
+
+
+@pytest.mark.parametrize(("columns", "copied"), [(64, False), (48, False), (50, True), (1, True)])
+def test_a_mask_reaches_the_copy_engine_without_its_repeats(columns: int, copied: bool) -> None:
+    wanted = problem(64, Features(mask="bool"))
+    module = load_source(render(FAMILY, variant_of(FAMILY, wanted.spec(), FAMILY.default(wanted.spec(), H200))), "hopper")
+    mask = torch.rand(1, 3, 5, columns) < 0.5
+    compact = module.without_repeats(mask.expand(2, 3, 5, columns))
+    assert compact.shape == mask.shape
+    assert torch.equal(compact.bool(), mask)
+    assert all(stride % 16 == 0 for stride in compact.stride()[:3])
+    assert (compact.data_ptr() != mask.data_ptr()) == copied
+
+
+def test_strides_that_the_copy_engine_cant_take_are_refused() -> None:
+    wanted = problem(64)
+    module = load_source(render(FAMILY, variant_of(FAMILY, wanted.spec(), FAMILY.default(wanted.spec(), H200))), "hopper")
+    good = torch.empty(2, 4, 16, 64, dtype=torch.bfloat16)
+    inside = torch.empty(2, 16, 4, 64, dtype=torch.bfloat16).transpose(1, 2)
+    assert module.accepts(good, inside, good, None)
+    wide = torch.empty(2, 4, 16, 68, dtype=torch.bfloat16)[..., :64]
+    shifted = torch.empty(2 * 4 * 16 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 4, 16, 64)
+    for bad in (wide, shifted, good.transpose(2, 3).contiguous().transpose(2, 3), good[:, :1].expand(2, 4, 16, 64)):
+        assert not module.accepts(good, bad, good, None)

@@ -29,7 +29,8 @@ def _shared_bytes(config: Config, spec: KernelSpec) -> int:
     chained = config["tiles"] == "chained"
     q_bytes = 2 * block_m * d * (2 if chained else 1)
     out_bytes = 2 * block_m * d_v if chained or d != d_v else 0
-    return q_bytes + out_bytes + 2 * config.number("stages") * block_n * (d + d_v) + 1024
+    mask_bytes = {"none": 0, "bool": 2, "bias": 4}[spec.mask] * block_m * block_n
+    return q_bytes + out_bytes + mask_bytes + 2 * config.number("stages") * block_n * (d + d_v) + 1024
 
 
 def _consumers(config: Config) -> int:
@@ -45,7 +46,7 @@ def _live_registers(config: Config, spec: KernelSpec) -> int:
     """Accumulators and weights that a consumer thread holds at once (scores fp32, weights 16-bit, output fp32)."""
     scores, out = config.number("BLOCK_N") // 2, padded(spec.d_v) // 2
     weights = scores // 2 if config["lookahead"] else 0
-    loaded = scores if spec.mask != "none" else 0
+    loaded = 24 if spec.mask != "none" else 0
     return scores * (2 if config["lookahead"] == 2 else 1) + weights + out + loaded
 
 
