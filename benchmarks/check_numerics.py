@@ -1,13 +1,14 @@
-"""Checks every code path of every template family on this machine's GPU: `python benchmarks/check_numerics.py [--seed S]`.
+"""Checks the code paths of every template family on this machine's GPU: `python benchmarks/check_numerics.py [--seed S]`.
 
-For a table of specs (features, head sizes, element types) one config of each code path is compiled, run on ragged, poisoned little
-problems in both layouts, and compared with the float64 oracle; hangs and crashes cost one row. Writes numerics.json to the folder
-named by OUT (default: the current one), and exits with 1 where a row is wrong.
+For a table of specs (features, head sizes, element types) configs that show every tile size and code path are compiled, run on
+ragged, poisoned little problems in both layouts, and compared with the float64 oracle; hangs and crashes cost one row. Writes
+numerics.json to the folder named by OUT (default: the current one), and exits with 1 where a row is wrong.
 """
 
 import argparse
 import json
 import os
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -50,17 +51,26 @@ def problem_of(*, d: int, dtype: Any, features: Features, d_v: int | None = None
 
 
 def paths(family: Family, problem: Problem, target: Target) -> list[Config]:
-    """One config for every code path of the family, and its starts."""
-    found: dict[object, Config] = {}
+    """A few configs that show every tile size and every choice of code path; for plain specs, every pair of such choices."""
+    plain = problem.features in (Features(), CAUSAL) and problem.d == 64 and problem.dtype == "bf16"
+    seen: set[object] = set()
+    found = []
     for config in [*family.starts(problem.spec(), target), *family.configs(problem.spec(), target)]:
-        found.setdefault(tuple(config[axis] for axis in family.path_axes), config)
-    return list(dict.fromkeys([*found.values(), *family.starts(problem.spec(), target)]))
+        choices = [(axis, config[axis]) for axis in family.path_axes]
+        shown: set[object] = {*choices, ("BLOCK_M", config["BLOCK_M"]), ("BLOCK_N", config["BLOCK_N"])}
+        if plain:
+            shown |= set(combinations(choices, 2))
+        if not shown <= seen:
+            seen |= shown
+            found.append(config)
+    return found
 
 
 def main() -> None:
     """Compile all in parallel, check one after another, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--template", help="only this family")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
     gpu = local_gpu()
@@ -71,7 +81,7 @@ def main() -> None:
         for words in SPECS:
             problem = problem_of(**words)
             for family in families().values():
-                if family.supports(problem.spec(), target) is None:
+                if options.template in (None, family.name) and family.supports(problem.spec(), target) is None:
                     for config in paths(family, problem, target):
                         source = Source.of(family, variant_of(family, problem.spec(), config))
                         limit_s = workers.limits.compile_s

@@ -34,7 +34,7 @@ PATIENCE = 1.5
 """A candidate this many times slower than the incumbent at first look is not timed further."""
 
 NEIGHBOURS = 4
-"""Winners of the same spec at other N that are tried first."""
+"""Winners of the same spec at other N, or in the other 16-bit type, that are tried first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,11 +72,10 @@ class SearchListener(Protocol):
 
 @dataclass
 class _SpecState:
-    """What one compiled spec shares over every N: facts and numeric checks by variant id, and the winners so far."""
+    """What one compiled spec shares over every N: facts and numeric checks by variant id."""
 
     compiled: dict[str, Reply]
     interpreted: dict[tuple[object, ...], Reply]
-    winners: list[Candidate]
 
 
 class Search:
@@ -94,6 +93,7 @@ class Search:
         self._plan, self._storage, self._provenance = plan, storage, provenance
         self._save, self._listener = save, listener
         self._states: dict[KernelSpec, _SpecState] = {}
+        self._winners: dict[KernelSpec, list[Candidate]] = {}
         self._seed = plan.seed if plan.seed is not None else time.time_ns() % (1 << 31)
 
     def run(self) -> list[SearchResult]:
@@ -124,7 +124,7 @@ class Search:
         return results
 
     def _state(self, spec: KernelSpec) -> _SpecState:
-        return self._states.setdefault(spec, _SpecState({}, {}, []))
+        return self._states.setdefault(spec, _SpecState({}, {}))
 
 
 class _ProblemSearch:
@@ -149,7 +149,9 @@ class _ProblemSearch:
 
     def run(self) -> SearchResult:
         """Trials until the count, the deadline or the space ends; then the closing race."""
-        self.study.enqueue([*self.state.winners, *self.space.starts()])
+        akin = replace(self.space.spec, dtype="bf16") if self.space.spec.dtype == "fp16" else self.space.spec
+        winners = self.search._winners.setdefault(akin, [])
+        self.study.enqueue([*winners, *self.space.starts()])
         try:
             if self.plan.source == "measured":
                 self._prepare()
@@ -160,9 +162,9 @@ class _ProblemSearch:
             raise
         self.study.finish()
         self._publish(result)
-        if self.incumbent is not None and result.best is not None:
+        if result.best is not None:
             best = [c for c, o in self.study.outcomes.items() if o.variant_id == result.best.variant_id]
-            self.state.winners = [*best, *(c for c in self.state.winners if c not in best)][:NEIGHBOURS]
+            winners[:] = [*best, *(c for c in winners if c not in best)][:NEIGHBOURS]
         return result
 
     def _prepare(self) -> None:

@@ -4,8 +4,10 @@ Every function takes plain values and returns a `Reply`; a candidate's own excep
 are the parent's business (flashtune.tuner.workers). Heavy imports stay inside, so that the environment can be set first.
 """
 
+import ctypes
 import os
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -56,10 +58,16 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]
 
 
+_PR_SET_PDEATHSIG = 1
+"""From <sys/prctl.h>: the signal that a process gets when its parent ends."""
+
+
 def withdraw() -> None:
-    """Prepare a child process: its output goes nowhere, since compilers print intermediate code by the page when they fail, and
-    Ctrl-C in the terminal is the parent's to handle."""
+    """Prepare a child process: its output goes nowhere, since compilers print intermediate code by the page when they fail; Ctrl-C in
+    the terminal is the parent's to handle; and it dies with its parent, however that one dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
