@@ -64,11 +64,11 @@ def machine_code(kernel: Any) -> str:
     ("d", "features", "changes"),
     [
         (128, Features(), {}),
-        (128, Features(causal=True), {"order": "mirrored", "pingpong": True}),
+        (128, Features(causal=True), {"pingpong": True}),
         (128, Features(causal=True), {"tiles": "one", "lookahead": 0, "pingpong": True}),
         (64, Features(causal=True), {}),
         (64, Features(), {"BLOCK_M": 128, "lookahead": 2}),
-        (64, Features(causal=True), {"BLOCK_M": 128, "lookahead": 2, "order": "tickets", "pingpong": True}),
+        (64, Features(causal=True), {"BLOCK_M": 128, "lookahead": 2, "pingpong": True}),
         (256, Features(causal=True), {}),
         (64, Features(window=(64, 32)), {"BLOCK_M": 64, "BLOCK_N": 64, "tiles": "one"}),
     ],

@@ -15,11 +15,6 @@ AXES = (
     Axis(name="lookahead", values=(0, 1, 2), why="products under way beside a softmax: none, values before it, also the scores after it"),
     Axis(name="pingpong", values=(False, True), why="warpgroups take turns on the tensor cores, against waiting"),
     Axis(name="tiles", values=("one", "loop", "chained"), why="tiles of a program: one, many, or many without draining in between"),
-    Axis(
-        name="order",
-        values=("ascending", "descending", "mirrored", "tickets"),
-        why="balance of long and short causal tiles: fixed, or drawn from a counter at run time",
-    ),
     Axis(name="section", values=(1, 8), why="heads that run side by side: balance against K/V that stay in L2"),
 )
 
@@ -72,14 +67,14 @@ CONSTRAINTS = (
         why="the axis would change nothing",
     ),
     Constraint(
-        name="order of tiles",
-        holds=lambda c, s, t: (c["order"] == "ascending") != (s.causal or s.window),
-        why="long tiles go first or in balanced pairs; where all are equally long the axis would change nothing",
+        name="one warpgroup, one tile",
+        holds=lambda c, s, t: _consumers(c) > 1 or c["tiles"] == "one",
+        why="64 rows are for problems that don't fill the GPU, where no program has a second tile",
     ),
     Constraint(
-        name="order of a persistent program",
-        holds=lambda c, s, t: c["tiles"] != "one" or c["order"] not in ("mirrored", "tickets"),
-        why="they say how a program walks its many tiles",
+        name="loop in place of chained",
+        holds=lambda c, s, t: c["tiles"] != "loop" or _shared_bytes(c.replace(tiles="chained"), s) > t.shared_bytes_per_block,
+        why="chained tiles drain less, wherever their second query tile fits",
     ),
 )
 
@@ -98,7 +93,6 @@ def supports(spec: KernelSpec, target: Target) -> str | None:
 
 
 def _config(block_m: int, block_n: int, stages: int, tiles: str, spec: KernelSpec, **more: int | str | bool) -> Config:
-    banded = spec.causal or spec.window
     values: dict[str, int | str | bool] = {
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
@@ -106,8 +100,7 @@ def _config(block_m: int, block_n: int, stages: int, tiles: str, spec: KernelSpe
         "lookahead": 1,
         "pingpong": False,
         "tiles": tiles,
-        "order": "descending" if banded else "ascending",
-        "section": 8 if banded else 1,
+        "section": 8 if spec.causal or spec.window else 1,
     }
     return Config.of(values, **more)
 
@@ -115,17 +108,16 @@ def _config(block_m: int, block_n: int, stages: int, tiles: str, spec: KernelSpe
 def starts(spec: KernelSpec, target: Target) -> list[Config]:
     """Tiles that the field's fastest Hopper kernels use, those that fit first."""
     wide = max(padded(spec.d), padded(spec.d_v))
-    drawn: dict[str, str] = {"order": "tickets"} if spec.causal or spec.window else {}
     found = []
     if wide <= 64:
         found += [_config(192, 128, stages, tiles, spec) for stages, tiles in ((3, "chained"), (2, "one"))]
-        found += [_config(192, 128, 3, "chained", spec, pingpong=True, **drawn), _config(128, 128, 3, "chained", spec, pingpong=True)]
-        found += [_config(128, 128, 3, "chained", spec, lookahead=2, pingpong=pingpong, **drawn) for pingpong in (False, True)]
+        found += [_config(192, 128, 3, "chained", spec, pingpong=True), _config(128, 128, 3, "chained", spec, pingpong=True)]
+        found += [_config(128, 128, 3, "chained", spec, lookahead=2, pingpong=pingpong) for pingpong in (False, True)]
     if wide <= 128:
         found += [_config(128, 128, 2, tiles, spec) for tiles in ("chained", "one")]
-        found += [_config(128, 128, 2, "chained", spec, pingpong=pingpong, **drawn) for pingpong in (False, True)]
+        found += [_config(128, 128, 2, "chained", spec, pingpong=pingpong) for pingpong in (False, True)]
         found += [_config(128, 64, 4, "chained", spec)]
-    found += [_config(128, 64, 2, "one", spec), _config(128, 64, 2, "loop", spec, **drawn)]
+    found += [_config(128, 64, 2, "one", spec), _config(128, 64, 2, "loop", spec)]
     found += [_config(64, 64, 2, "one", spec), _config(64, 64, 2, "one", spec, lookahead=0), _config(128, 64, 2, "one", spec, lookahead=0)]
     unique = dict.fromkeys(found)
     return [config for config in unique if FAMILY.violated(config, spec, target) is None]
@@ -144,5 +136,5 @@ FAMILY = Family(
     default=default,
     starts=starts,
     interpretable=False,
-    path_axes=("BLOCK_M", "lookahead", "pingpong", "tiles", "order"),
+    path_axes=("BLOCK_M", "lookahead", "pingpong", "tiles"),
 )
