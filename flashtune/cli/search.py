@@ -110,7 +110,8 @@ def run_search(
         budget_s=words["budget"],
         sampler=words["sampler"],
         seed=words["seed"],
-        jobs=words["jobs"] or os.cpu_count() or 1,
+        # One core stays free for the process that launches what is timed.
+        jobs=words["jobs"] or max(1, (os.cpu_count() or 1) - (source == "measured")),
     )
     command = shlex.join(["flashtune", *sys.argv[1:]])
     trials = None if plan.sampler == "exhaustive" else plan.trials

@@ -5,6 +5,7 @@ A failing candidate is an Outcome; nothing that a candidate does ends a search.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -185,20 +186,22 @@ class _ProblemSearch:
         return self.deadline is not None and time.monotonic() > self.deadline and self.incumbent is not None
 
     def _trials(self) -> None:
+        """Compile ahead of measuring, so that neither waits for the other."""
+        ahead = max(4, 2 * self.plan.jobs)
+        waiting: deque[tuple[Candidate, Pending | Reply]] = deque()
         while not self._late():
-            left = self.plan.trials - len(self.study.outcomes) if self.plan.sampler != "exhaustive" else 10**9
-            batch = self.study.ask(min(left, max(4, 2 * self.plan.jobs)))
-            if not batch:
+            if len(waiting) <= ahead // 2:
+                left = self.plan.trials - len(self.study.outcomes) if self.plan.sampler != "exhaustive" else 10**9
+                self.study.refresh()
+                batch = self.study.ask(min(left, ahead) - len(waiting))
+                waiting.extend([(candidate, self._compile(candidate)) for candidate in batch])
+            if not waiting:
                 return
-            pending = [self._compile(candidate) for candidate in batch]
-            for candidate, compiling in zip(batch, pending, strict=True):
-                if self._late():
-                    return
-                outcome = self._outcome(candidate, compiling)
-                self.study.tell(candidate, outcome)
-                self._consider(candidate, outcome)
-                self.search._listener.trial_finished(outcome, self.incumbent[1] if self.incumbent else None)
-            self.study.refresh()
+            candidate, compiling = waiting.popleft()
+            outcome = self._outcome(candidate, compiling)
+            self.study.tell(candidate, outcome)
+            self._consider(candidate, outcome)
+            self.search._listener.trial_finished(outcome, self.incumbent[1] if self.incumbent else None)
 
     def _consider(self, candidate: Candidate, outcome: Outcome) -> None:
         if outcome.fate is not Fate.CORRECT or outcome.measurement is None:

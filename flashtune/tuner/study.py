@@ -59,6 +59,7 @@ class Study:
         # Sampling happens in memory: most draws break a constraint, and each would cost a dozen transactions.
         self._study = optuna.create_study(sampler=_optuna_sampler(sampler, seed), direction="minimize")
         self._open: dict[Candidate, optuna.Trial] = {}
+        self._asked: set[Candidate] = set()
         self.outcomes: dict[Candidate, Outcome] = {}
         self._read = 0
         self.refresh()
@@ -68,7 +69,7 @@ class Study:
         trials = self._record.get_trials(deepcopy=False)
         for trial in trials[self._read :]:
             candidate = self._candidate(trial.params)
-            if candidate is not None and candidate not in self.outcomes and candidate not in self._open:
+            if candidate is not None and candidate not in self.outcomes and candidate not in self._asked:
                 self.outcomes[candidate] = outcome_from_json(trial.user_attrs[_OUTCOME])
                 self._study.add_trial(trial)
         self._read = len(trials)
@@ -84,18 +85,22 @@ class Study:
         """
         found: list[Candidate] = []
         while self._waiting and len(found) < count:
-            candidate = self._waiting.pop(0)
-            if candidate not in self.outcomes and candidate not in found:
-                found.append(candidate)
+            found += self._fresh(self._waiting.pop(0))
         if self._sampler != "exhaustive":
-            found += self._sampled(count - len(found), found)
+            found += self._sampled(count - len(found))
         # What sampling didn't fill (a small space, nearly used up) is taken in order.
         while len(found) < count and (following := next(self._unseen, None)) is not None:
-            if following not in self.outcomes and following not in found:
-                found.append(following)
+            found += self._fresh(following)
         return found
 
-    def _sampled(self, count: int, taken: list[Candidate]) -> list[Candidate]:
+    def _fresh(self, candidate: Candidate) -> list[Candidate]:
+        """The candidate, unless it was asked for or tried before; it counts as asked for from now on."""
+        if candidate in self.outcomes or candidate in self._asked:
+            return []
+        self._asked.add(candidate)
+        return [candidate]
+
+    def _sampled(self, count: int) -> list[Candidate]:
         found: list[Candidate] = []
         for _ in range(50 * count):
             if len(found) == count:
@@ -104,8 +109,7 @@ class Study:
             family = self._space.families[trial.suggest_categorical("template", list(self._space.families))]
             values: dict[str, Any] = {a.name: trial.suggest_categorical(f"{family.name}.{a.name}", a.values) for a in family.axes}
             candidate = Candidate(family=family, config=Config.of(values))
-            fresh = candidate not in self.outcomes and candidate not in found and candidate not in taken
-            if fresh and family.violated(candidate.config, self._space.spec, self._space.target) is None:
+            if family.violated(candidate.config, self._space.spec, self._space.target) is None and self._fresh(candidate):
                 found.append(candidate)
                 self._open[candidate] = trial
             elif (known := self.outcomes.get(candidate)) is not None and known.measurement is not None:

@@ -26,7 +26,7 @@ class Limits:
     compile_s: float = 120.0
     interpret_s: float = 120.0
     prepare_s: float = 180.0
-    device_s: float = 20.0
+    device_s: float = 10.0
 
 
 class Pending:
