@@ -6,6 +6,12 @@ import torch
 
 from flashtune.core.results import Measurement
 
+_NAP = 200_000
+"""Clocks that the GPU sleeps before each timed launch: about 0.1 ms, more than a launch costs the host."""
+
+_HEAD_START = 10_000_000
+"""Clocks that the GPU sleeps before the first one, for a host that is held up for once: about 5 ms."""
+
 Run = Callable[[], object]
 """Enqueues one candidate's work on the current stream."""
 
@@ -13,7 +19,8 @@ Run = Callable[[], object]
 class Stopwatch:
     """Times callables with CUDA events on one device; holds the buffer that flushes L2.
 
-    The flush also gives the host time to enqueue the launch, so that launch overhead stays out of the figures.
+    Before each start event the GPU sleeps, so that the host has enqueued the launch by the time it is reached: what the host needs
+    to prepare a launch stays out of the figures.
     """
 
     def __init__(self, device: torch.device, l2_bytes: int) -> None:
@@ -23,11 +30,13 @@ class Stopwatch:
     def rounds(self, runs: Sequence[Run], count: int) -> list[list[float]]:
         """`count` times in microseconds for each of `runs`: every round runs all of them, in alternating order."""
         events = [[(_event(), _event()) for _ in range(count)] for _ in runs]
+        torch.cuda._sleep(_HEAD_START)
         for turn in range(count):
             order = range(len(runs)) if turn % 2 == 0 else reversed(range(len(runs)))
             for index in order:
                 start, stop = events[index][turn]
                 self._flush.zero_()
+                torch.cuda._sleep(_NAP)
                 start.record()
                 runs[index]()
                 stop.record()
@@ -38,8 +47,8 @@ class Stopwatch:
         """Medians of interleaved rounds; the number of rounds fits `budget_s` (estimated from two rounds after a warm-up)."""
         self.rounds(runs, 1)
         estimate = self.rounds(runs, 2)
-        # A flush costs about 60 us; 30 us more stand for the gaps between launches.
-        round_s = sum(min(times) + 90 for times in estimate) * 1e-6
+        # A flush and a nap cost about 200 us.
+        round_s = sum(min(times) + 200 for times in estimate) * 1e-6
         count = max(least, min(most, int(budget_s / round_s)))
         return [Measurement.of(times) for times in self.rounds(runs, count)]
 

@@ -185,6 +185,9 @@ def evaluate_candidate(
         if incumbent is not None and first[0].median_us > patience * first[1].median_us:
             return Reply(fate=Fate.CORRECT, error=verdict.error, measurements=tuple(first))
         timed = bench.stopwatch.race(runs, budget_s=budget_s)
+        if incumbent is not None and timed[0].median_us < timed[1].median_us:
+            # The luckiest of many would win: a challenger's time is taken from a second race, for which it wasn't chosen.
+            timed = bench.stopwatch.race(runs, budget_s=2 * budget_s)
     except Exception as error:
         return _failed(error)
     return Reply(fate=Fate.CORRECT, error=verdict.error, measurements=tuple(timed))
