@@ -30,13 +30,13 @@ class Stopwatch:
     def rounds(self, runs: Sequence[Run], count: int) -> list[list[float]]:
         """`count` times in microseconds for each of `runs`: every round runs all of them, in alternating order."""
         events = [[(_event(), _event()) for _ in range(count)] for _ in runs]
-        torch.cuda._sleep(_HEAD_START)
+        torch.cuda._sleep(_HEAD_START)  # type: ignore[no-untyped-call]
         for turn in range(count):
             order = range(len(runs)) if turn % 2 == 0 else reversed(range(len(runs)))
             for index in order:
                 start, stop = events[index][turn]
                 self._flush.zero_()
-                torch.cuda._sleep(_NAP)
+                torch.cuda._sleep(_NAP)  # type: ignore[no-untyped-call]
                 start.record()
                 runs[index]()
                 stop.record()
