@@ -18,23 +18,37 @@ from flashtune.templates.family import padded
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """What the datasheets don't say."""
+    """What the datasheets don't say; fitted to the H200's sweeps."""
 
-    matrix_efficiency: float = 0.80
+    matrix_efficiency: float = 0.9
     """Share of the peak that the matrix units reach at best within a block's products."""
-    vector_ops_per_score: float = 6.0
+    narrow_efficiency: float = 0.33
+    """The same on Hopper for programs of fewer than four warps, which can't use its warpgroup instructions."""
+    vector_ops_per_score: float = 5.5
     """FP32 instructions per score beside the exponential: scale and subtract, row max, row sum, conversion."""
     vector_lanes: int = 128
     """FP32 instructions that an SM starts per clock."""
-    l2_bytes_per_clock: float = 48.0
+    l2_bytes_per_clock: float = 46.0
     """Bytes per clock that one SM gets from L2."""
-    load_latency: float = 900.0
-    """Clocks from a load to its data, exposed where there is no pipeline stage to hide it."""
-    program_overhead: float = 3000.0
-    """Clocks to start a program, load Q and store the output."""
-    spill_clocks_per_byte: float = 0.6
-    """Clocks per spilled byte of a thread and key block."""
-    launch_us: float = 3.0
+    load_latency: float = 1200.0
+    """Clocks from a load to its data; each pipeline stage of a plain kernel hides more of them."""
+    block_overhead: float = 340.0
+    """Clocks of a key block that no unit is busy in: barriers and waits."""
+    tile_overhead: float = 4750.0
+    """Clocks to start a tile, load Q, and store the output."""
+    persistent_share: float = 0.48
+    """What of a tile's overhead stays where a program goes from tile to tile."""
+    overlap_alone: float = 0.49
+    """Share of the shorter of matrix and softmax work that a plain kernel hides with one warpgroup on the SM."""
+    overlap_shared: float = 0.77
+    """The same with several warpgroups on the SM."""
+    overlap_lookahead: float = 0.62
+    """The same where the kernel itself puts products beside the softmax, with one warpgroup."""
+    overlap_lookahead_shared: float = 0.98
+    """The same with several."""
+    spill_clocks_per_byte: float = 0.019
+    """Clocks per key block for each byte that all threads of a program spill together."""
+    launch_us: float = 4.7
     """Fixed cost of a launch on the GPU."""
 
 
@@ -69,33 +83,41 @@ def predict_us(config: Config, facts: CompileFacts, problem: Problem, target: Ta
     if resident == 0:
         return math.inf
     block_m, block_n = config.number("BLOCK_M"), config.number("BLOCK_N")
-    stages = int(config.get("num_stages", config.get("STAGES", 2)))
-    d, d_v, size = padded(problem.d), padded(problem.d_v), ITEMSIZE[problem.dtype]
-    clock = target.boost_mhz * 1e6
-
-    kind = "tf32" if problem.features.tf32 else problem.dtype
-    peak_per_clock = target.peak_tflops.get(kind, target.peak_tflops["fp32"]) * 1e12 / target.sms / clock
-    scores = block_m * block_n
-    matrix = 2 * scores * (d + d_v) / (peak_per_clock * c.matrix_efficiency)
-    exponential = scores / target.exp_per_clock
-    vector = (c.vector_ops_per_score * scores + 2 * block_m * d_v) / c.vector_lanes
-    memory = block_n * (d + d_v) * size / c.l2_bytes_per_clock
-    softmax = exponential + vector
-    exposed = c.load_latency / max(1, stages - 1) if stages > 1 else c.load_latency
-
     tiles = problem.batch * problem.heads * math.ceil(problem.n_q / block_m)
-    blocks = key_blocks(problem, block_m, block_n) * problem.batch * problem.heads / tiles
-    busy = max(matrix, softmax, memory)
-    alone = matrix + softmax + max(0.0, memory - matrix) + 0.1 * exposed + c.spill_clocks_per_byte * facts.spills
-    active = min(resident, max(1, math.ceil(tiles / target.sms)))
-    # `active` programs share the units: no faster than the busiest unit, no slower than one after another.
-    per_block = max(busy, alone / active) if active > 1 else alone
-    overhead = c.program_overhead / active
-    per_tile = blocks * per_block + overhead
-    rounds = tiles / target.sms
-    waves = math.ceil(rounds / active) * active
-    # Uneven tiles (causal) fill the last wave better than equal ones.
-    effective = 0.5 * (waves + rounds) if problem.features.banded else waves
-    compute_us = effective * per_tile / clock * 1e6
+    active = max(1, min(resident, math.ceil(tiles / target.sms)))
+    blocks = key_blocks(problem, block_m, block_n) * problem.batch * problem.heads
+
+    per_block = _block_clocks(config, facts, problem, target, active, c)
+    persistent = config.get("tiles", "one") != "one"
+    per_tile = c.tile_overhead / active * (c.persistent_share if persistent else 1.0)
+    slots = target.sms * active
+    # A last wave that is half empty costs as much as a full one; tiles of a band, long ones first, fill it evenly.
+    uneven = 1.0 + 0.15 * slots / tiles if persistent else 1.0 if problem.features.banded else math.ceil(tiles / slots) * slots / tiles
+    clocks = (blocks * per_block + tiles * per_tile) / target.sms * uneven
     memory_us = problem.io_bytes() / (target.bandwidth_gbs * 1e3)
-    return c.launch_us + max(compute_us, memory_us)
+    return c.launch_us + max(clocks / target.boost_mhz, memory_us)
+
+
+def _block_clocks(config: Config, facts: CompileFacts, problem: Problem, target: Target, active: int, c: Constants) -> float:
+    """Clocks of an SM that one key block of one program takes, with `active` programs on it."""
+    block_m, block_n = config.number("BLOCK_M"), config.number("BLOCK_N")
+    d, d_v, size = padded(problem.d), padded(problem.d_v), ITEMSIZE[problem.dtype]
+    scores = block_m * block_n
+    kind = "tf32" if problem.features.tf32 else problem.dtype
+    peak_per_clock = target.peak_tflops.get(kind, target.peak_tflops["fp32"]) * 1e6 / target.sms / target.boost_mhz
+    narrow = target.is_hopper and facts.threads < 4 * target.warp_size
+    matrix = 2 * scores * (d + d_v) / peak_per_clock / (c.narrow_efficiency if narrow else c.matrix_efficiency)
+    softmax = scores / target.exp_per_clock + (c.vector_ops_per_score * scores + 2 * block_m * d_v) / c.vector_lanes
+    memory = block_n * (d + d_v) * size / c.l2_bytes_per_clock
+
+    looks_ahead = int(config.get("lookahead", 0)) > 0
+    own_groups = block_m // 64 if "lookahead" in config else max(1, facts.threads // 128)
+    shared = active * own_groups > 1
+    if looks_ahead:
+        overlap = c.overlap_lookahead_shared if shared else c.overlap_lookahead
+    else:
+        overlap = c.overlap_shared if shared else c.overlap_alone
+    busy = max(matrix + softmax - overlap * min(matrix, softmax), memory) + c.spill_clocks_per_byte * facts.spills * facts.threads
+    # Kernels with a copying warp have no loads of their own to wait for.
+    latency = 0.0 if "lookahead" in config else c.load_latency / max(1, int(config.get("num_stages", 1))) ** 2
+    return busy + (c.block_overhead + latency) / active

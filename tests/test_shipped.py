@@ -1,0 +1,78 @@
+"""What the package ships: the tuned rows are complete, safe and current, and the kernels are exactly what the templates render."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from flashtune import dispatch
+from flashtune.cli.main import main
+from flashtune.core.problem import Features, Problem
+from flashtune.core.results import TuningRecord
+from flashtune.core.target import find_target
+from flashtune.db.library import Library, shipped_path
+from flashtune.templates import family
+from flashtune.tuner.publish import variant_for
+
+H200 = find_target("h200")
+RECORDS = Library.of(shipped_path()).records(gpu="h200")
+CELLS = [
+    (d, n, dtype, causal)
+    for d in (64, 128)
+    for n in (512, 1024, 2048, 4096, 8192, 16384)
+    for dtype in ("bf16", "fp16")
+    for causal in (False, True)
+]
+
+
+def cell(d: int, n: int, dtype: str, causal: bool) -> Problem:
+    heads = 2048 // d
+    return Problem(
+        batch=16384 // n,
+        heads=heads,
+        kv_heads=heads,
+        n_q=n,
+        n_kv=n,
+        d=d,
+        d_v=d,
+        dtype=dtype,  # type: ignore[arg-type]
+        features=Features(causal=causal),
+    )
+
+
+@pytest.mark.parametrize(("d", "n", "dtype", "causal"), CELLS)
+def test_every_promised_cell_is_measured_and_served(d: int, n: int, dtype: str, causal: bool) -> None:
+    problem = cell(d, n, dtype, causal)
+    [record] = [r for r in RECORDS if r.key == problem.key("h200")]
+    assert record.outcome.source == "measured"
+    assert record.framework_us is not None
+    assert record.outcome.max_error is not None
+    assert record.outcome.max_error <= 1
+    served = dispatch.explain_problem(problem, "h200")
+    if record.framework_us < record.median_us:
+        assert served.kind == "framework"
+    else:
+        assert served.kind == "exact"
+        assert served.variant_id == record.outcome.variant_id
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.problem.label())
+def test_rows_are_of_the_installed_templates_and_inside_the_declared_space(record: TuningRecord) -> None:
+    variant = variant_for(record)
+    assert variant.id == record.outcome.variant_id
+    assert variant.template_hash == record.outcome.template_hash
+    assert family(variant.template).violated(variant.config, variant.spec, H200) is None
+
+
+def test_the_readmes_table_is_what_the_shipped_rows_say() -> None:
+    root = Path(__file__).parent.parent
+    printed = subprocess.run([sys.executable, root / "benchmarks" / "readme_table.py"], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() in (root / "README.md").read_text()
+
+
+def test_regenerating_the_shipped_kernels_changes_nothing() -> None:
+    result = CliRunner().invoke(main, ["generate", "--check"])
+    assert result.exit_code == 0, result.output
+    assert " 0 differ" in result.output
