@@ -58,6 +58,7 @@ BAD_INPUT = {
     "a budget that is no time": (("search", "--gpu-name", "a100", "--d", "64", "--budget", "soon"), "soon"),
     "an unknown template": (("search", "--gpu-name", "a100", "--d", "64", "--n", "512", "--template", "flash"), "flash_fwd"),
     "tf32 for bf16": (("search", "--gpu-name", "a100", "--d", "64", "--dtype", "bf16", "--tf32"), "tf32"),
+    "a storage that is no URL": (("search", "--gpu-name", "a100", "--d", "64", "--n", "512", "--storage", "study"), "sqlite:///"),
     "explain without a gpu": (("explain", "--d", "64", "--n", "512"), "--gpu-name"),
 }
 
@@ -71,6 +72,11 @@ def test_bad_input_is_one_line_and_exit_code_2(case: str) -> None:
     assert len(lines) == 1, lines
     assert lines[0].startswith("flashtune: ")
     assert telling in lines[0]
+
+
+def test_a_refused_search_leaves_nothing_behind(tmp_path: Path) -> None:
+    assert flashtune("search", "--gpu-name", "v100", "--d", "64", "--n", "512", "--db", str(tmp_path / "x.sqlite")).exit_code == 2
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_broken_database_is_one_line_and_is_left_as_it_was(tmp_path: Path) -> None:

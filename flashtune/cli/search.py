@@ -40,7 +40,11 @@ DEFAULT_TRIALS = 60
 @click.option(
     "--template", "templates", multiple=True, metavar="NAME", help="Search these template families only (default: all that serve)."
 )
-@click.option("--seed", type=int, help="Makes a predicted search repeatable; without it, inputs and samples differ each time.")
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**32 - 1),
+    help="Makes a predicted search repeatable; without it, inputs and samples differ each time.",
+)
 @click.option(
     "--storage", metavar="URL", help="Optuna storage for the study (default: SQLite in the cache directory); workers may share one."
 )
@@ -97,6 +101,7 @@ def run_search(
     from flashtune.templates import families, family
     from flashtune.tuner.machine import provenance, require_interpreter
     from flashtune.tuner.search import Search, SearchPlan
+    from flashtune.tuner.space import SearchSpace
 
     source = choose_source(target, predict)
     if source == "predicted":
@@ -113,6 +118,9 @@ def run_search(
         # One core stays free for the process that launches what is timed.
         jobs=words["jobs"] or max(1, (os.cpu_count() or 1) - (source == "measured")),
     )
+    for spec in {problem.spec() for problem in problems}:
+        # What no template serves is refused before anything is written.
+        SearchSpace(plan.families, spec, target)
     command = shlex.join(["flashtune", *sys.argv[1:]])
     trials = None if plan.sampler == "exhaustive" else plan.trials
     with (
@@ -155,18 +163,22 @@ def choose_source(target: Target, predict: bool) -> Source:
 def study_storage(url: str | None) -> Iterator[Any]:
     """The Optuna storage at `url`, or the one in the user's cache directory."""
     import optuna
-    from sqlalchemy.exc import SQLAlchemyError
+    from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
     from flashtune.core.modules import cache_dir
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     where = url or f"sqlite:///{Path(cache_dir()).parent / 'studies.sqlite'}"
     try:
-        yield optuna.storages.RDBStorage(where, engine_kwargs={"connect_args": {"timeout": 60}} if where.startswith("sqlite") else None)
+        try:
+            opened = optuna.storages.RDBStorage(
+                where, engine_kwargs={"connect_args": {"timeout": 60}} if where.startswith("sqlite") else None
+            )
+        except (ImportError, ValueError, ArgumentError) as error:
+            raise InputError(f"the study storage {where!r} can't be opened ({error}): give a URL such as sqlite:///study.sqlite") from error
+        yield opened
     except SQLAlchemyError as error:
         first = str(error.__cause__ or error).splitlines()[0]
         raise EnvironmentProblem(
             f"the study storage {where} can't be used ({first}): free space there, or name another with --storage"
         ) from error
-    except (ImportError, ValueError) as error:
-        raise InputError(f"the study storage {where!r} can't be opened ({error}): give a URL such as sqlite:///study.sqlite") from error
