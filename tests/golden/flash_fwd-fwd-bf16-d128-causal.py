@@ -1,8 +1,8 @@
 """Attention forward with plain pointers.
 
 Compiled in: fwd-bf16-d128-causal
-Template: flash_fwd 1dd5340993e7ae03
-Variant: 200aa07ef497eb4b
+Template: flash_fwd 85e441713ec741c0
+Variant: b8acce42655145d8
 Config: BLOCK_M=128 BLOCK_N=64 LOAD_V_EARLY=False ORDER=longest_first maxnreg=0 num_stages=2 num_warps=8
 
 Generated; do not edit. `flashtune generate` writes it anew.

@@ -1,8 +1,8 @@
 """Attention forward with plain pointers.
 
 Compiled in: fwd-fp32-d80x64-window-dropout-bool
-Template: flash_fwd 1dd5340993e7ae03
-Variant: fa285b531cf35b29
+Template: flash_fwd 85e441713ec741c0
+Variant: 5c5fe97e3429794f
 Config: BLOCK_M=128 BLOCK_N=64 LOAD_V_EARLY=True ORDER=heads maxnreg=0 num_stages=1 num_warps=8
 
 Generated; do not edit. `flashtune generate` writes it anew.
