@@ -58,6 +58,10 @@ BAD_INPUT = {
     "a budget that is no time": (("search", "--gpu-name", "a100", "--d", "64", "--budget", "soon"), "soon"),
     "an unknown template": (("search", "--gpu-name", "a100", "--d", "64", "--n", "512", "--template", "flash"), "flash_fwd"),
     "tf32 for bf16": (("search", "--gpu-name", "a100", "--d", "64", "--dtype", "bf16", "--tf32"), "tf32"),
+    "n beyond reason": (("search", "--gpu-name", "a100", "--d", "64", "--n", "2147483647"), "--n 2147483647"),
+    "a word for a number": (("search", "--gpu-name", "a100", "--d", "64,x"), "flashtune search --help"),
+    "a missing option": (("search", "--gpu-name", "a100"), "--d"),
+    "an unknown command": (("frobnicate",), "frobnicate"),
     "a storage that is no URL": (("search", "--gpu-name", "a100", "--d", "64", "--n", "512", "--storage", "study"), "sqlite:///"),
     "explain without a gpu": (("explain", "--d", "64", "--n", "512"), "--gpu-name"),
 }
@@ -72,6 +76,14 @@ def test_bad_input_is_one_line_and_exit_code_2(case: str) -> None:
     assert len(lines) == 1, lines
     assert lines[0].startswith("flashtune: ")
     assert telling in lines[0]
+
+
+def test_a_full_disk_behind_the_output_is_one_line() -> None:
+    words = [sys.executable, "-m", "flashtune.cli.main", "show", "--json"]
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert result.returncode == 4
+    assert len(result.stderr.strip().splitlines()) == 1, result.stderr
 
 
 def test_a_refused_search_leaves_nothing_behind(tmp_path: Path) -> None:

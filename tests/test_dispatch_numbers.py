@@ -235,3 +235,12 @@ def test_the_seed_alone_decides_dropouts_mask_whatever_the_sizes_around() -> Non
     v = torch.eye(32, device=DEVICE)[None, None]
     out = dispatch.attention(q, k, v, dropout_p=0.5, seed=11)
     assert torch.equal((out > 0).cpu(), reference.dropout_keep(11, 0, 1, 1, 8, 32, 0.5))
+
+
+def test_a_float32_mask_beside_float64_inputs_is_read_as_what_it_is() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, 17, 16, generator=generator, dtype=torch.float64) for _ in range(3))
+    mask = torch.randn(17, 17, generator=generator)
+    wanted = torch.softmax(q @ k.mT / 4 + mask.double(), -1) @ v
+    torch.testing.assert_close(dispatch.attention(q, k, v, attn_mask=mask), wanted)
+    torch.testing.assert_close(dispatch.attention(q[None], k[None], v[None], attn_mask=mask)[0], wanted)

@@ -1,6 +1,8 @@
 """The `flashtune` command: a group of thin commands with one way to report errors."""
 
+import errno
 import importlib
+import os
 import sys
 from typing import Any
 
@@ -45,14 +47,33 @@ class LazyGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; what flashtune raises on purpose becomes one line and an exit code."""
         try:
-            return super().invoke(ctx)
+            found = super().invoke(ctx)
+            sys.stdout.flush()
+            return found
         except FlashtuneError as error:
             click.echo(f"flashtune: {error}", err=True)
+            ctx.exit(error.exit_code)
+        except click.UsageError as error:
+            _report(error)
             ctx.exit(error.exit_code)
         except BrokenPipeError:
             # The reader (head, less) has gone; there is nobody left to tell.
             sys.stderr.close()
             ctx.exit(0)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            click.echo(f"flashtune: the output can't be written ({error.strerror}): free some space there", err=True)
+            # What is left in the buffer has nowhere to go; without this the interpreter would complain at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            ctx.exit(4)
+
+
+def _report(error: click.UsageError) -> None:
+    """A wrong option or argument in one line, with where to read more."""
+    command = error.ctx.command.name if error.ctx is not None and error.ctx.parent is not None else None
+    help_line = " ".join(["flashtune", *([command] if command else []), "--help"])
+    click.echo(f"flashtune: {error.format_message()} (see {help_line})".replace("\n", " "), err=True)
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})

@@ -19,6 +19,9 @@ Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 TOKENS = 16384
 """B * N of a problem whose batch isn't given: enough to fill the largest GPUs."""
 
+LONGEST = 1 << 24
+"""The longest sequence that can be asked for: beyond it not even one head's K and V make sense in one attention."""
+
 WIDTH = 2048
 """H * D of a problem whose heads aren't given: the width of a small language model."""
 
@@ -118,6 +121,8 @@ def problem_of(*, n: int, d: int, dtype: DType, features: Features, words: dict[
     for name, value in (("--n", n), ("--d", d)):
         if value < 1:
             raise InputError(f"{name} {value} is out of range: give at least 1")
+    if n > LONGEST:
+        raise InputError(f"--n {n} is out of range: give at most {LONGEST}")
     heads = words["heads"] if words["heads"] is not None else max(1, WIDTH // d)
     return Problem(
         batch=words["batch"] if words["batch"] is not None else max(1, TOKENS // n),

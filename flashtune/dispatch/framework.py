@@ -35,6 +35,9 @@ def attention(
         q, scale = (-q, -scale) if scale < 0.0 else (q * 0.0, 1.0)
     if request.banded and not causal:
         mask = _with_band(request, mask)
+    if mask is not None and mask.dtype != torch.bool and q.dtype == torch.float64:
+        # Torch's fused CPU kernel reads the memory of a narrower mask as if it were float64.
+        mask = mask.to(q.dtype)
     with _sound_backends(request.device, q, k, v, mask):
         out = F.scaled_dot_product_attention(
             q,
