@@ -146,14 +146,19 @@ def test_filters_of_show_are_kept(searched: tuple[Path, list[dict[str, Any]]]) -
     assert rows_of("show", "--db", str(searched[0]), "--source", "measured", "--json") == []
 
 
+@pytest.mark.parametrize("way", ["environment", "option"])
 def test_explain_names_the_record_that_a_search_stored(
-    searched: tuple[Path, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+    way: str, searched: tuple[Path, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from flashtune import dispatch
 
-    monkeypatch.setenv("FLASHTUNE_DB", str(searched[0]))
+    words = ["explain", "--gpu-name", "a100", "--d", "64", "--n", "1024", "--dtype", "fp16", "--json"]
+    if way == "environment":
+        monkeypatch.setenv("FLASHTUNE_DB", str(searched[0]))
+    else:
+        words += ["--db", str(searched[0])]
     dispatch.reload()
-    result = flashtune("explain", "--gpu-name", "a100", "--d", "64", "--n", "1024", "--dtype", "fp16", "--json")
+    result = flashtune(*words)
     dispatch.reload()
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)

@@ -15,16 +15,28 @@ from flashtune.core.target import find_target
 @click.option("--gpu-name", metavar="NAME", help="The GPU that would run it (default: the one in this machine).")
 @problem_options(many=False)
 @click.option("--causal", is_flag=True, help="Causal attention.")
+@click.option("--db", "location", metavar="PATH|URL", help="Lay this database over your own and the shipped one.")
 @json_option
-def explain(gpu_name: str | None, n: int, d: int, dtype: tuple[str, ...] | str | None, causal: bool, as_json: bool, **words: Any) -> None:
+def explain(
+    gpu_name: str | None,
+    n: int,
+    d: int,
+    dtype: tuple[str, ...] | str | None,
+    causal: bool,
+    location: str | None,
+    as_json: bool,
+    **words: Any,
+) -> None:
     """Say which record would serve a call, and why: exact, near in N, near in GPU, predicted, default or framework.
 
     \b
     flashtune explain --gpu-name h200 --n 3000 --d 128 --causal
     """
-    from flashtune.dispatch import explain_problem
+    from flashtune.dispatch import explain_problem, reload
     from flashtune.tuner.machine import local_gpu
 
+    if location is not None:
+        reload(location)
     if gpu_name is None:
         gpu = local_gpu()
         if gpu is None or gpu.target is None:
