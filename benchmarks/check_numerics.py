@@ -91,7 +91,7 @@ def main() -> None:
         for problem, source, compiling in waiting:
             reply = compiling.reply()
             if reply.fate is Fate.CORRECT:
-                workers.submit("device", tasks.prepare_device, problem, target, options.seed, limit_s=workers.limits.prepare_s).reply()
+                workers.prepare(problem, target, options.seed)
                 reply = workers.submit(
                     "device", tasks.recheck_on_device, source, problem, target, options.seed, limit_s=workers.limits.device_s
                 ).reply()

@@ -61,6 +61,11 @@ class Features:
         """Whether a diagonal band limits what a query sees, so that `alignment` has a meaning."""
         return self.causal or self.window is not None
 
+    @property
+    def sides(self) -> Window:
+        """The band as a window: a causal one without a window is (None, 0), no band at all (None, None)."""
+        return self.window if self.window is not None else (None, 0 if self.causal else None)
+
     def as_json(self) -> dict[str, Any]:
         """Only what is switched on: `{}` when plain, `{"causal": True, "window": 1024}`, ..."""
         found: dict[str, Any] = {}
@@ -225,7 +230,7 @@ class Problem:
         f = self.features
         if not f.banded:
             return self.n_q * self.n_kv
-        left, right = f.window if f.window is not None else (None, 0)
+        left, right = f.sides
         upper = self.n_q * self.n_kv if right is None else _pairs_up_to(self.n_q, self.n_kv, self.diagonal + right)
         lower = 0 if left is None else _pairs_up_to(self.n_q, self.n_kv, self.diagonal - left - 1)
         return upper - lower

@@ -57,8 +57,7 @@ CONSTANTS = Constants()
 
 def key_blocks(problem: Problem, block_m: int, block_n: int) -> int:
     """Key blocks that the query tiles of one head visit in all, given the causal and window bands."""
-    f = problem.features
-    left, right = f.window if f.window is not None else (None, 0 if f.causal else None)
+    left, right = problem.features.sides
     total = 0
     for start in range(0, problem.n_q, block_m):
         low, high = start + problem.diagonal, min(start + block_m, problem.n_q) - 1 + problem.diagonal

@@ -76,7 +76,7 @@ def make_inputs(problem: Problem, *, device: torch.device | str, seed: int, head
         if not meta:
             mask.copy_(torch.rand(mask.shape, device=device, generator=generator) < 0.8)
             mask[..., -1, :] = False
-    left, right = f.window if f.window is not None else (None, 0 if f.causal else None)
+    left, right = f.sides
     return Inputs(
         problem=problem,
         q=normal(p.batch, p.heads, p.n_q, p.d),

@@ -74,7 +74,7 @@ def recheck(
                 if find_target(record.key.gpu).arch != here.arch:
                     yield record, None
                     continue
-                workers.submit("device", tasks.prepare_device, record.problem, here, seed, limit_s=limits.prepare_s).reply()
+                workers.prepare(record.problem, here, seed)
                 pending = workers.submit("device", tasks.recheck_on_device, source, record.problem, here, seed, limit_s=3 * limits.device_s)
             elif family(record.outcome.template).interpretable:
                 problem = replace(record.problem, batch=1, dtype="fp16") if record.problem.dtype == "bf16" else record.problem

@@ -169,8 +169,7 @@ class _ProblemSearch:
         return result
 
     def _prepare(self) -> None:
-        arguments = self.problem, self.plan.target, self.search._seed
-        ready = self.workers.submit("device", tasks.prepare_device, *arguments, limit_s=self.plan.limits.prepare_s).reply()
+        ready = self.workers.prepare(self.problem, self.plan.target, self.search._seed)
         if ready.fate is not Fate.CORRECT:
             raise EnvironmentProblem(
                 f"the GPU can't take {self.problem.label()} ({ready.reason}): free its memory, or give a smaller --batch or --heads"

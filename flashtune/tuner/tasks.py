@@ -23,7 +23,7 @@ from flashtune.templates.rendering import render
 if TYPE_CHECKING:
     from flashtune.tuner.inputs import Inputs
     from flashtune.tuner.measure import Stopwatch
-    from flashtune.tuner.verify import Verifier
+    from flashtune.tuner.verify import Verdict, Verifier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,9 +105,7 @@ def interpret_candidate(source: Source, problem: Problem, seed: int) -> Reply:
         verdict = Verifier(problem, device="cpu", seed=seed).verdict(module.launch)
     except Exception as error:
         return Reply(fate=Fate.RUNTIME, reason=one_line(error))
-    if verdict.reason:
-        return Reply(fate=Fate.CORRECTNESS, reason=verdict.reason, error=verdict.error)
-    return Reply(fate=Fate.CORRECT, error=verdict.error)
+    return _judged(verdict)
 
 
 @dataclass
@@ -179,7 +177,7 @@ def evaluate_candidate(
         run = _call(source, bench.inputs)
         verdict = bench.verifier.verdict(load_source(source.text, source.stem).launch)
         if verdict.reason:
-            return Reply(fate=Fate.CORRECTNESS, reason=verdict.reason, error=verdict.error)
+            return _judged(verdict)
         runs = [run] if incumbent is None else [run, _call(incumbent, bench.inputs)]
         first = [Measurement.of(times) for times in bench.stopwatch.rounds(runs, 3)]
         if incumbent is not None and first[0].median_us > patience * first[1].median_us:
@@ -209,6 +207,10 @@ def race_finalists(sources: list[Source], problem: Problem, target: Target, seed
     except Exception as error:
         return _failed(error)
     return Reply(fate=Fate.CORRECT, measurements=tuple(timed), notes=notes)
+
+
+def _judged(verdict: "Verdict") -> Reply:
+    return Reply(fate=Fate.CORRECTNESS if verdict.reason else Fate.CORRECT, reason=verdict.reason, error=verdict.error)
 
 
 def _failed(error: Exception) -> Reply:
@@ -270,6 +272,4 @@ def recheck_on_device(source: Source, problem: Problem, target: Target, seed: in
         verdict = bench.verifier.verdict(load_source(source.text, source.stem).launch)
     except Exception as error:
         return _failed(error)
-    if verdict.reason:
-        return Reply(fate=Fate.CORRECTNESS, reason=verdict.reason, error=verdict.error)
-    return Reply(fate=Fate.CORRECT, error=verdict.error)
+    return _judged(verdict)

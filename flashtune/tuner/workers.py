@@ -9,7 +9,9 @@ from typing import Any, Literal
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
+from flashtune.core.problem import Problem
 from flashtune.core.results import Fate
+from flashtune.core.target import Target
 from flashtune.tuner import tasks
 from flashtune.tuner.tasks import Reply
 
@@ -76,6 +78,10 @@ class Workers:
             self._pools[crew] = ProcessPool(max_workers=count, context=context, initializer=_START[crew])
         future = self._pools[crew].schedule(task, args=arguments, timeout=limit_s)
         return Pending(self, crew, future, limit_s)
+
+    def prepare(self, problem: Problem, target: Target, seed: int) -> Reply:
+        """Start the GPU's process, where there is none, and make the inputs and oracles of `problem` there."""
+        return self.submit("device", tasks.prepare_device, problem, target, seed, limit_s=self.limits.prepare_s).reply()
 
     def dismiss(self, crew: Crew) -> None:
         """Kill the crew's processes; the next task starts fresh ones."""
