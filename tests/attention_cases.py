@@ -11,7 +11,8 @@ import torch
 
 from flashtune.core.dtypes import DType
 from flashtune.core.problem import Alignment, Features, Problem
-from flashtune.tuner.inputs import TORCH_DTYPES, Inputs
+from flashtune.core.torch_dtypes import TORCH_DTYPES
+from flashtune.tuner.inputs import Inputs
 
 Layout = Literal["heads_first", "tokens_first", "packed", "gapped", "columns", "shared_batch", "far_heads", "far_rows"]
 """How q, k and v lie in memory: (B, H, N, D); (B, N, H, D); that with q, k and v of a token side by side; rows with gaps between them;

@@ -6,13 +6,10 @@ from itertools import zip_longest
 
 import torch
 
-from flashtune.core.dtypes import DType
 from flashtune.core.errors import InputError, InputTypeError
 from flashtune.core.problem import ALIGNMENTS, MAX_HEAD_DIM, Features, MaskKind, Problem, Window
+from flashtune.core.torch_dtypes import KERNEL_DTYPES
 from flashtune.dispatch.request import Request
-
-KERNEL_DTYPES: dict[torch.dtype, DType] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
-"""The element types that kernels take; float64 goes to the framework."""
 
 
 def parse(
