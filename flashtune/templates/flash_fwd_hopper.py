@@ -18,7 +18,7 @@ AXES = (
     Axis(name="tiles", values=("one", "loop", "chained"), why="tiles of a program: one, many, or many without draining in between"),
     Axis(name="section", values=(1, 8), why="heads that run side by side: balance against K/V that stay in L2"),
     Axis(name="order", values=("fixed", "drawn"), why="who takes which tile of a band: settled at launch, or drawn when a program is free"),
-    Axis(name="residents", values=(1, 2, 3), why="programs on an SM: one starts while another ends, against registers and shared memory"),
+    Axis(name="residents", values=(1, 2, 3, 4), why="programs on an SM: one starts while another ends, against registers and shared memory"),
 )
 
 
@@ -35,7 +35,7 @@ def _consumers(config: Config) -> int:
     return config.number("BLOCK_M") // 64
 
 
-CONSUMER_REGISTERS = {(1, 1): 248, (2, 1): 240, (3, 1): 160, (1, 2): 232, (2, 2): 104, (1, 3): 136}
+CONSUMER_REGISTERS = {(1, 1): 248, (2, 1): 240, (3, 1): 160, (1, 2): 232, (2, 2): 104, (1, 3): 136, (1, 4): 104}
 """What a consumer thread may hold, by (warpgroups, programs on an SM): the register file less the producer's share."""
 
 
@@ -51,7 +51,7 @@ def _live_registers(config: Config, spec: KernelSpec) -> int:
     size = ITEMSIZE[spec.dtype]
     scores, out = config.number("BLOCK_N") // 2, padded(spec.d_v) // 2 * (2 if size == 1 else 1)
     weights = scores * size // 4 if config["lookahead"] else 0
-    loaded = 24 if spec.mask != "none" else 0
+    loaded = {"none": 0, "bool": 16, "bias": 24}[spec.mask]
     return scores * (2 if config["lookahead"] == 2 else 1) + weights + out + loaded
 
 
@@ -144,10 +144,12 @@ def starts(spec: KernelSpec, target: Target) -> list[Config]:
         found += [_config(192, 128, stages, tiles, spec) for stages, tiles in ((3, "chained"), (2, "one"))]
         found += [_config(192, 128, 3, "chained", spec, pingpong=True), _config(128, 128, 3, "chained", spec, pingpong=True)]
         found += [_config(128, 128, 3, "chained", spec, lookahead=2, pingpong=pingpong) for pingpong in (False, True)]
+        found += [_config(128, 64, 3, "chained", spec, pingpong=True), _config(128, 64, 3, "one", spec, residents=2)]
     if wide <= 128:
         found += [_config(128, 128, 2, tiles, spec) for tiles in ("chained", "one")]
         found += [_config(128, 128, 2, "chained", spec, pingpong=pingpong) for pingpong in (False, True)]
-        found += [_config(128, 64, 4, "chained", spec)]
+        found += [_config(128, 64, 4, "chained", spec), _config(128, 128, 4, "chained", spec, pingpong=True)]
+        found += [_config(128, 128, 2, "chained", spec, order="fixed", pingpong=True), _config(64, 64, 2, "one", spec, residents=2)]
     found += [_config(128, 64, 2, "one", spec), _config(128, 64, 2, "loop", spec)]
     found += [_config(64, 64, 2, "one", spec), _config(64, 64, 2, "one", spec, lookahead=0), _config(128, 64, 2, "one", spec, lookahead=0)]
     unique = dict.fromkeys(found)
