@@ -71,8 +71,7 @@ def attention(
 
 def _with_alibi(request: Request, mask: torch.Tensor | None, slopes: torch.Tensor) -> torch.Tensor:
     """The mask or bias with ALiBi put into it: float32 (float64 for float64 inputs), since the 16-bit types hold no large distances."""
-    distance = reference.distances(request.n_q, request.n_kv, request.diagonal, request.device).abs()
-    bias = -slopes.to(_wide(request))[..., None, None] * distance
+    bias = reference.alibi(slopes.to(_wide(request)), request.n_q, request.n_kv, request.diagonal)
     if mask is None:
         return bias
     return bias.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else bias + mask
