@@ -55,7 +55,8 @@ def attention(
     if mask is not None and mask.dtype != torch.bool and q.dtype == torch.float64:
         # Torch's fused CPU kernel reads the memory of a narrower mask as if it were float64.
         mask = mask.to(q.dtype)
-    with _sound_backends(request.device, q, k, v, mask):
+    # Whatever autocast takes is in its type already, but for fp8 inputs and ALiBi's bias, which aren't to be rounded.
+    with _no_autocast(request.device.type), _sound_backends(request.device, q, k, v, mask):
         out = F.scaled_dot_product_attention(
             q,
             k,
