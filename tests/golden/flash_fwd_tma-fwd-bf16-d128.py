@@ -1,8 +1,8 @@
 """Attention forward with TMA descriptors.
 
 Compiled in: fwd-bf16-d128
-Template: flash_fwd_tma 3138cfd66c371ccc
-Variant: 52dadd34a2a01319
+Template: flash_fwd_tma c80673c4167b944b
+Variant: 48d2a31e52e17600
 Config: BLOCK_M=128 BLOCK_N=64 ORDER=rows maxnreg=0 num_stages=2 num_warps=8
 
 Generated; do not edit. `flashtune generate` writes it anew.

@@ -1,8 +1,8 @@
 """Attention forward with TMA descriptors.
 
 Compiled in: fwd-fp16-d64-causal-softcap-bias
-Template: flash_fwd_tma 3138cfd66c371ccc
-Variant: 1842e6aa707009d9
+Template: flash_fwd_tma c80673c4167b944b
+Variant: 9b2854163a23fe22
 Config: BLOCK_M=128 BLOCK_N=64 ORDER=grouped maxnreg=168 num_stages=2 num_warps=8
 
 Generated; do not edit. `flashtune generate` writes it anew.
