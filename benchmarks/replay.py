@@ -53,7 +53,7 @@ def strategy_ratio(sweep: SearchResult, sampler: Sampler, trials: int, seed: int
     answers = {(o.template, o.config): o for o in sweep.outcomes}
     swept = {o.template for o in sweep.outcomes}
     chosen = {name: family for name, family in families().items() if name in swept}
-    space = SearchSpace(chosen, sweep.problem.spec(), find_target(sweep.gpu))
+    space = SearchSpace(chosen, sweep.problem, find_target(sweep.gpu))
     study = Study(space, sweep.problem, sampler=sampler, seed=seed, source="measured", storage=optuna.storages.InMemoryStorage())
     study.enqueue(space.starts())
     found: list[Outcome] = []

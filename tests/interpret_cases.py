@@ -21,14 +21,15 @@ GPU = find_target("h200")
 
 
 def config_for(chosen: Family, spec: KernelSpec, index: int) -> Config:
-    """A config for case number `index`: small tiles of changing sizes, and every program order in turn."""
+    """A config for case number `index`: small tiles of changing sizes, and every program order or way to add up splits in turn."""
     space = {axis.name: axis.values for axis in chosen.axes}
-    tiles = [(64, 32, 4), (64, 64, 4), (128, 32, 8)]
-    if 16 in space["BLOCK_M"]:
-        tiles += [(32, 64, 2), (16, 64, 1) if spec.dropout else (32, 16, 2)]
+    tiles = [(64, 32, 4), (64, 64, 4), (128, 32, 8), (32, 64, 2), (16, 64, 1) if spec.dropout else (32, 16, 2)]
+    tiles = [tile for tile in tiles if tile[0] in space["BLOCK_M"] and tile[1] in space["BLOCK_N"]]
     block_m, block_n, num_warps = tiles[index % len(tiles)]
     changes: dict[str, int | str | bool] = {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps}
-    changes["ORDER"] = space["ORDER"][index % len(space["ORDER"])]
+    for axis in ("ORDER", "combine"):
+        if axis in space:
+            changes[axis] = space[axis][index % len(space[axis])]
     if "LOAD_V_EARLY" in space:
         changes["LOAD_V_EARLY"] = index % 2 == 0
     return chosen.default(spec, GPU).replace(**changes)

@@ -37,7 +37,8 @@ def compiled(text: str, wanted: Problem, target: Target) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "gpu"),
-    [("flash_fwd", gpu) for gpu in ("a100", "h200", "b200", "rtx5090", "mi300x")] + [("flash_fwd_tma", gpu) for gpu in ("h200", "rtx5090")],
+    [(name, gpu) for name in ("flash_decode", "flash_fwd") for gpu in ("a100", "h200", "b200", "rtx5090", "mi300x")]
+    + [("flash_fwd_tma", gpu) for gpu in ("h200", "rtx5090")],
 )
 def test_it_compiles_to_tensor_core_code_that_doesnt_spill(name: str, gpu: str) -> None:
     target, wanted = find_target(gpu), problem(Features(causal=True))

@@ -18,7 +18,7 @@ from flashtune.templates import families, family
 from flashtune.templates.rendering import environment, render, template_hash, variant_of
 
 ROOT = Path(__file__).parents[1]
-OURS = ("flash_fwd", "flash_fwd_tma")
+OURS = ("flash_decode", "flash_fwd", "flash_fwd_tma")
 
 FEATURES = (
     Features(),
@@ -50,7 +50,19 @@ def golden_text(name: str, spec: KernelSpec, **more: int | str | bool) -> str:
     return text_of(name, spec, **sizes | more)
 
 
+DECODE: dict[str, int | str | bool] = {"BLOCK_M": 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3, "programs": 2}
+
 GOLDEN: dict[str, Callable[[], str]] = {
+    "flash_decode-fwd-bf16-d128.py": lambda: text_of(
+        "flash_decode", spec_of(Features(), d=128, d_v=128, dtype="bf16"), **DECODE, combine="last", loads="pointer"
+    ),
+    "flash_decode-fwd-fp16-d80x64-window-bool.py": lambda: text_of(
+        "flash_decode",
+        spec_of(Features(window=(9, 9), mask="bool"), d=80, d_v=64, dtype="fp16"),
+        **DECODE,
+        combine="kernel",
+        loads="tma",
+    ),
     "flash_fwd-fwd-bf16-d128-causal.py": lambda: golden_text(
         "flash_fwd", spec_of(Features(causal=True), d=128, d_v=128, dtype="bf16"), LOAD_V_EARLY=False, ORDER="longest_first"
     ),
@@ -87,12 +99,17 @@ def test_rendering_twice_gives_the_same_bytes(name: str) -> None:
 def test_every_variant_is_formatted_lints_clean_and_compiles_without_warnings(tmp_path: Path) -> None:
     count = 0
     for name in OURS:
-        orders = next(axis.values for axis in family(name).axes if axis.name == "ORDER")
+        chosen = family(name)
+        paths = {axis.name: axis.values for axis in chosen.axes if axis.name in chosen.path_axes}
         for index, features in enumerate(FEATURES):
             sizes: tuple[tuple[int, int, DType], ...] = ((64, 64, "bf16"), (80, 40, "fp32"), (64, 80, "fp8"))
             for d, d_v, dtype in sizes:
                 spec = spec_of(features, d=d, d_v=d_v, dtype=dtype)
-                text = text_of(name, spec, ORDER=orders[index % len(orders)])
+                if spec.dropout and name == "flash_decode":
+                    continue
+                # Every choice of code path in turn, each at its own pace.
+                turns = {axis: values[(index + place * (index // 2)) % len(values)] for place, (axis, values) in enumerate(paths.items())}
+                text = text_of(name, spec, **turns)
                 (tmp_path / f"{name}_{index}_{dtype}.py").write_text(text)
                 count += 1
     settings = ["--config", str(ROOT / "pyproject.toml"), "--quiet"]
@@ -105,7 +122,7 @@ def test_every_variant_is_formatted_lints_clean_and_compiles_without_warnings(tm
         done = subprocess.run([sys.executable, "-W", "error", "-c", f"compile(open({str(path)!r}).read(), 'x', 'exec')"], check=False)
         assert done.returncode == 0
         break
-    assert len(list(tmp_path.glob("*.py"))) == count == 60
+    assert len(list(tmp_path.glob("*.py"))) == count == 81
 
 
 @pytest.mark.parametrize("name", OURS)

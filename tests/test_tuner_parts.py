@@ -261,7 +261,7 @@ def outcome(config: Config, median_us: float | None, variant_id: str = "00") -> 
 
 def study(storage: optuna.storages.BaseStorage, sampler: Any = "tpe") -> tuple[Study, SearchSpace]:
     target = find_target("a100")
-    space = SearchSpace({"flash_fwd": family("flash_fwd")}, BIG.spec(), target)
+    space = SearchSpace({"flash_fwd": family("flash_fwd")}, BIG, target)
     return Study(space, BIG, sampler=sampler, seed=0, source="measured", storage=storage), space
 
 
@@ -294,7 +294,7 @@ def test_workers_that_share_a_storage_see_each_others_trials(tmp_path: Path) -> 
 
 def test_an_exhausted_space_ends_the_asking() -> None:
     target = find_target("a100")
-    whole = SearchSpace({"flash_fwd": family("flash_fwd")}, BIG.spec(), target)
+    whole = SearchSpace({"flash_fwd": family("flash_fwd")}, BIG, target)
     found = Study(whole, BIG, sampler="exhaustive", seed=0, source="measured", storage=optuna.storages.InMemoryStorage())
     everything = found.ask(10**6)
     assert len(everything) == len(set(everything)) == sum(1 for _ in whole.every())
@@ -318,7 +318,7 @@ def test_candidates_that_tie_are_ordered_by_a_fixed_rule() -> None:
 def test_a_space_without_a_family_says_why() -> None:
     only = {"flash_fwd_tma": families()["flash_fwd_tma"]}
     with pytest.raises(InputError, match="flash_fwd_tma"):
-        SearchSpace(only, BIG.spec(), find_target("a100"))
+        SearchSpace(only, BIG, find_target("a100"))
 
 
 def nap(seconds: float) -> Reply:

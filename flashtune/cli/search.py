@@ -117,9 +117,9 @@ def run_search(
         # One core stays free for the process that launches what is timed.
         jobs=words["jobs"] or max(1, (os.cpu_count() or 1) - (source == "measured")),
     )
-    for spec in {problem.spec() for problem in problems}:
+    for problem in problems:
         # What no template serves is refused before anything is written.
-        SearchSpace(plan.families, spec, target)
+        SearchSpace(plan.families, problem, target)
     command = shlex.join(["flashtune", *sys.argv[1:]])
     trials = None if plan.sampler == "exhaustive" else plan.trials
     with (

@@ -19,6 +19,9 @@ Window = tuple[int | None, int | None]
 
 MAX_HEAD_DIM = 256
 
+DECODE_ROWS = 16
+"""Up to so many query rows a kernel is bound by reading K and V; what was tuned for more rows says nothing about it."""
+
 _FLAGS = ("alibi", "dropout", "softcap", "tf32")
 """Features that are on or off, in the order of labels."""
 

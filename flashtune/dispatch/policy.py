@@ -8,15 +8,12 @@ from typing import Literal
 
 from flashtune.core.config import Config, KernelSpec
 from flashtune.core.errors import InputError
-from flashtune.core.problem import Problem, ProblemKey
+from flashtune.core.problem import DECODE_ROWS, Problem, ProblemKey
 from flashtune.core.results import Fate, TuningRecord
 from flashtune.core.target import Target, targets
 from flashtune.templates.family import Family
 
 Kind = Literal["exact", "near_n", "near_gpu", "predicted", "default", "framework"]
-
-DECODE_ROWS = 16
-"""Up to so many query rows a kernel is bound by reading K and V; what was tuned for more rows says nothing about it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +55,14 @@ def rank(
     2. `near_n`: a measured record of this GPU that differs only in the sizes N_kv, N_q and batch * heads, nearest first;
     3. `near_gpu`: a measured record of another GPU of the same architecture, nearest sizes first;
     4. `predicted`: the same three steps over records that a cost model ranked;
-    5. `default`: the default config of each family that supports the problem, in the families' order;
+    5. `default`: the default config of each family that supports the problem and suits its sizes, in the families' order;
     6. `framework`: torch's own attention.
 
     Near means |log2| of the ratios of the sizes, N_kv weighing most (4 : 2 : 1); ties go to the same alignment, then to the GPU
     with the nearest number of SMs, then to records of the user over shipped ones, the larger sizes, the shorter time and the
     lower variant id, so that equal libraries choose equally everywhere. A record that says that the framework was faster
     makes the framework the choice, provided that `framework_serves` (torch has the features). A record is never served when its config
-    is outside the family's declared space or breaks a constraint on this target.
+    is outside the family's declared space or breaks a constraint on this target, nor where the problem's sizes don't suit its family.
     """
     spec, key = problem.spec(), problem.key(target.slug)
     group = group_of(key)
@@ -79,9 +76,9 @@ def rank(
         )
         for step, found in steps:
             for record in sorted(found, key=lambda record: _order(record, key, target)):
-                yield _from_record(record, step if measured else "predicted", key, spec, target, families, framework_serves)
+                yield _from_record(record, step if measured else "predicted", key, problem, target, families, framework_serves)
     for family in families.values():
-        yield _from_default(family, spec, target)
+        yield _from_default(family, problem, target)
     yield Choice(kind="framework", spec=spec, note="no template serves this problem here, torch's own attention does")
 
 
@@ -98,12 +95,12 @@ def _from_record(
     record: TuningRecord,
     kind: Kind,
     key: ProblemKey,
-    spec: KernelSpec,
+    problem: Problem,
     target: Target,
     families: Mapping[str, Family],
     framework_serves: bool,
 ) -> Choice | Refusal:
-    outcome = record.outcome
+    spec, outcome = problem.spec(), record.outcome
     family = families.get(outcome.template)
     if family is None:
         return Refusal(reason=f"there is no template {outcome.template!r} here", record=record)
@@ -114,6 +111,8 @@ def _from_record(
         family.validate(outcome.config)
     except InputError as error:
         return Refusal(reason=str(error), invalid=True, record=record)
+    if (why := family.suits(problem, target)) is not None:
+        return Refusal(reason=why, record=record)
     own_gpu = record.key.gpu == key.gpu
     if (why := _unfit(family, outcome.config, spec, target)) is not None:
         return Refusal(reason=why, invalid=own_gpu, record=record)
@@ -125,8 +124,9 @@ def _from_record(
     return Choice(kind=kind, spec=spec, note=note, record=record, family=family, config=outcome.config)
 
 
-def _from_default(family: Family, spec: KernelSpec, target: Target) -> Choice | Refusal:
-    if (why := family.supports(spec, target)) is not None:
+def _from_default(family: Family, problem: Problem, target: Target) -> Choice | Refusal:
+    spec = problem.spec()
+    if (why := family.supports(spec, target) or family.suits(problem, target)) is not None:
         return Refusal(reason=f"{family.name}: {why}")
     config = family.default(spec, target)
     if (broken := family.violated(config, spec, target)) is not None:

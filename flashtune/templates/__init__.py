@@ -6,9 +6,10 @@ from flashtune.templates.family import Family
 
 def families() -> dict[str, Family]:
     """Every family by name, in the order in which they are preferred when nothing was tuned."""
-    from flashtune.templates import flash_fwd, flash_fwd_hopper, flash_fwd_tma
+    from flashtune.templates import flash_decode, flash_fwd, flash_fwd_hopper, flash_fwd_tma
 
-    return {family.name: family for family in (flash_fwd_hopper.FAMILY, flash_fwd_tma.FAMILY, flash_fwd.FAMILY)}
+    found = (flash_decode.FAMILY, flash_fwd_hopper.FAMILY, flash_fwd_tma.FAMILY, flash_fwd.FAMILY)
+    return {family.name: family for family in found}
 
 
 def family(name: str) -> Family:

@@ -23,7 +23,7 @@ from itertools import product
 
 from flashtune.core.config import Config, KernelSpec, Value
 from flashtune.core.errors import InputError
-from flashtune.core.problem import next_power_of_two
+from flashtune.core.problem import Problem, next_power_of_two
 from flashtune.core.target import Target
 
 
@@ -45,11 +45,17 @@ class Constraint:
     why: str
 
 
+def any_sizes(problem: Problem, target: Target) -> str | None:
+    """What `Family.suits` is for a family that serves all sizes alike."""
+    return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Family:
     """A template with its search space.
 
-    `supports` returns why a spec can't be served on a target, or None where it can. `default` is a sound config
+    `supports` returns why a spec can't be served on a target, or None where it can. `suits` returns why a problem's sizes are better
+    left to other families, or None where this one competes: it is then searched, and its records and default are served. `default` is a sound config
     for when nothing was ever tuned. `starts` are configs worth trying first (the field's published tiles). `interpretable`
     says whether Triton's interpreter runs it.
     `path_axes` are the axes that change which code is rendered, so that two configs that agree in them share a code path.
@@ -62,6 +68,7 @@ class Family:
     default: Callable[[KernelSpec, Target], Config]
     starts: Callable[[KernelSpec, Target], list[Config]]
     interpretable: bool
+    suits: Callable[[Problem, Target], str | None] = any_sizes
     path_axes: tuple[str, ...] = field(default=())
 
     @property

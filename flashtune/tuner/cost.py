@@ -50,6 +50,12 @@ class Constants:
     """Clocks per key block for each byte that all threads of a program spill together."""
     launch_us: float = 4.7
     """Fixed cost of a launch on the GPU."""
+    memory_latency: float = 1600.0
+    """Clocks from a load to its data where all SMs read from memory at once; an estimate, as the two that follow."""
+    second_launch_us: float = 2.5
+    """What a launch that waits for another one adds."""
+    part_us: float = 0.5
+    """What the last program of a tile takes for each split that it adds up."""
 
 
 CONSTANTS = Constants()
@@ -81,6 +87,8 @@ def predict_us(config: Config, facts: CompileFacts, problem: Problem, target: Ta
     resident = programs_per_sm(facts, target)
     if resident == 0:
         return math.inf
+    if "programs" in config:
+        return c.launch_us + _split_us(config, facts, problem, target, resident, c)
     block_m, block_n = config.number("BLOCK_M"), config.number("BLOCK_N")
     tiles = problem.batch * problem.heads * math.ceil(problem.n_q / block_m)
     active = max(1, min(resident, math.ceil(tiles / target.sms)))
@@ -95,6 +103,32 @@ def predict_us(config: Config, facts: CompileFacts, problem: Problem, target: Ta
     clocks = (blocks * per_block + tiles * per_tile) / target.sms * uneven
     memory_us = problem.io_bytes() / (target.bandwidth_gbs * 1e3)
     return c.launch_us + max(clocks / target.boost_mhz, memory_us)
+
+
+def _split_us(config: Config, facts: CompileFacts, problem: Problem, target: Target, resident: int, c: Constants) -> float:
+    """Microseconds of a kernel whose programs share the keys of a tile, with heads packed into its rows, beyond its launch.
+
+    A block takes as long as its arithmetic or its way from memory, which is the longer the fewer bytes are in flight on an SM.
+    """
+    block_m, block_n, size = config.number("BLOCK_M"), config.number("BLOCK_N"), ITEMSIZE[problem.dtype]
+    heads = problem.batch * problem.kv_heads
+    tiles = heads * math.ceil(problem.n_q * problem.gqa_ratio / block_m)
+    blocks = max(1, math.ceil(key_blocks(problem, max(1, block_m // problem.gqa_ratio), block_n) * heads / tiles))
+    # The rule of `split_count` in flash_decode.py.jinja.
+    share = math.ceil(blocks / min(blocks, max(1, config.number("programs") * target.sms // tiles)))
+    splits = math.ceil(blocks / share)
+    active = max(1, min(resident, math.ceil(tiles * splits / target.sms)))
+    waves = math.ceil(tiles * splits / (target.sms * active))
+
+    block_bytes = block_n * (padded(problem.d) + padded(problem.d_v)) * size
+    in_flight = active * block_bytes * max(1, config.number("num_stages") - 1)
+    bytes_per_clock = min(in_flight / c.memory_latency, target.bandwidth_gbs * 1e3 / target.boost_mhz / target.sms)
+    per_block = max(_block_clocks(config, facts, problem, target, active, c), block_bytes / bytes_per_clock)
+    clocks = waves * active * (share * per_block + c.tile_overhead / active)
+    parts_bytes = 8 * splits * problem.batch * problem.heads * problem.n_q * padded(problem.d_v) if splits > 1 else 0
+    combine_us = 0.0 if splits == 1 else c.part_us * splits if config["combine"] == "last" else c.second_launch_us
+    memory_us = (problem.io_bytes() + parts_bytes) / (target.bandwidth_gbs * 1e3)
+    return max(clocks / target.boost_mhz, memory_us) + combine_us
 
 
 def _block_clocks(config: Config, facts: CompileFacts, problem: Problem, target: Target, active: int, c: Constants) -> float:

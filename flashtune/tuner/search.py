@@ -134,7 +134,7 @@ class _ProblemSearch:
     def __init__(self, search: Search, problem: Problem, workers: Workers, deadline: float | None) -> None:
         self.search, self.problem, self.workers, self.deadline = search, problem, workers, deadline
         self.plan = search._plan
-        self.space = SearchSpace(self.plan.families, problem.spec(), self.plan.target)
+        self.space = SearchSpace(self.plan.families, problem, self.plan.target)
         self.state = search._state(problem.spec())
         self.study = Study(
             self.space,

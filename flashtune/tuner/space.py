@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from flashtune.core.config import Config, KernelSpec, Variant
 from flashtune.core.errors import InputError
+from flashtune.core.problem import Problem
 from flashtune.core.target import Target
 from flashtune.templates.family import Family
 from flashtune.templates.rendering import variant_of
@@ -23,10 +24,11 @@ class Candidate:
 
 
 class SearchSpace:
-    """What can be tried for a spec on a target; raises InputError where no family serves it."""
+    """What can be tried for a problem on a target; raises InputError where no family serves it."""
 
-    def __init__(self, families: Mapping[str, Family], spec: KernelSpec, target: Target) -> None:
-        refusals = {name: family.supports(spec, target) for name, family in families.items()}
+    def __init__(self, families: Mapping[str, Family], problem: Problem, target: Target) -> None:
+        spec = problem.spec()
+        refusals = {name: family.supports(spec, target) or family.suits(problem, target) for name, family in families.items()}
         self.families = {name: families[name] for name, refusal in refusals.items() if refusal is None}
         self.spec, self.target = spec, target
         if not target.compilable:

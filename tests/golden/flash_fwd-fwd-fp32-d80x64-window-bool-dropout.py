@@ -1,8 +1,8 @@
 """Attention forward with plain pointers.
 
 Compiled in: fwd-fp32-d80x64-window-dropout-bool
-Template: flash_fwd bef9f1a02eabb0c2
-Variant: 92c99109223147cc
+Template: flash_fwd 6f70dc47eb871471
+Variant: 3599e3b18ae250d9
 Config: BLOCK_M=128 BLOCK_N=64 LOAD_V_EARLY=True ORDER=heads maxnreg=0 num_stages=1 num_warps=8
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -150,9 +150,9 @@ def attention_forward(
     # Columns first .. last are visited; all rows of the tile see those from free_first to free_last.
     row_last = tl.minimum(offs_m + diagonal + window_right, n_kv - 1)  # [BLOCK_M]
     last = tl.minimum(end_m + diagonal + window_right + 1, n_kv)
-    free_last = tl.maximum(tl.minimum(start_m + diagonal + window_right + 1, n_kv), 0) // BLOCK_N * BLOCK_N
     row_first = offs_m + diagonal - window_left  # [BLOCK_M]
     first = tl.maximum(start_m + diagonal - window_left, 0) // BLOCK_N * BLOCK_N
+    free_last = tl.maximum(tl.minimum(start_m + diagonal + window_right + 1, n_kv), 0) // BLOCK_N * BLOCK_N
     free_first = tl.cdiv(tl.maximum(end_m + diagonal - window_left, 0), BLOCK_N) * BLOCK_N
     free_first = tl.minimum(free_first, tl.cdiv(tl.maximum(last, 0), BLOCK_N) * BLOCK_N)
     free_last = tl.maximum(free_last, free_first)

@@ -1,8 +1,8 @@
 """Attention forward with TMA descriptors.
 
 Compiled in: fwd-bf16-d128
-Template: flash_fwd_tma c80673c4167b944b
-Variant: 48d2a31e52e17600
+Template: flash_fwd_tma ac910240e16e02d1
+Variant: 995ffdafc29976b4
 Config: BLOCK_M=128 BLOCK_N=64 ORDER=rows maxnreg=0 num_stages=2 num_warps=8
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -115,14 +115,14 @@ def copyable(x):
     return aligned and stride_d == 1 and min(stride_b, stride_h, stride_n) > 0
 
 
-def accepts(q, k, v, mask):
-    """Whether these tensors can be taken; Triton's interpreter can't multiply bf16."""
-    return isinstance(attention_forward, triton.JITFunction) and copyable(q) and copyable(k) and copyable(v)
-
-
 def descriptor(x, rows, columns):
     """The TMA descriptor of `x` (B, H, N, D) for tiles of `rows` by `columns`."""
     return TensorDescriptor(x, list(x.shape), strides_of(x), [1, 1, rows, columns])
+
+
+def accepts(q, k, v, mask):
+    """Whether these tensors can be taken; Triton's interpreter can't multiply bf16."""
+    return isinstance(attention_forward, triton.JITFunction) and copyable(q) and copyable(k) and copyable(v)
 
 
 def launches(

@@ -1,8 +1,8 @@
 """Attention forward with TMA descriptors.
 
 Compiled in: fwd-fp16-d64-causal-softcap-bias
-Template: flash_fwd_tma c80673c4167b944b
-Variant: 9b2854163a23fe22
+Template: flash_fwd_tma ac910240e16e02d1
+Variant: de28f90e2c1fe1dc
 Config: BLOCK_M=128 BLOCK_N=64 ORDER=grouped maxnreg=168 num_stages=2 num_warps=8
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -151,14 +151,14 @@ def copyable(x):
     return aligned and stride_d == 1 and min(stride_b, stride_h, stride_n) > 0
 
 
-def accepts(q, k, v, mask):
-    """Whether these tensors can be taken."""
-    return copyable(q) and copyable(k) and copyable(v)
-
-
 def descriptor(x, rows, columns):
     """The TMA descriptor of `x` (B, H, N, D) for tiles of `rows` by `columns`."""
     return TensorDescriptor(x, list(x.shape), strides_of(x), [1, 1, rows, columns])
+
+
+def accepts(q, k, v, mask):
+    """Whether these tensors can be taken."""
+    return copyable(q) and copyable(k) and copyable(v)
 
 
 def launches(

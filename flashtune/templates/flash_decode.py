@@ -1,0 +1,147 @@
+"""The family `flash_decode`: attention forward for few query rows, whose keys are split over many programs; for every GPU.
+
+Decoding reads all of K and V for a row or two, so that the memory's bandwidth is the limit, and a grid over rows and heads alone leaves
+most of the GPU idle (Dao, Haziza, Massa, Sizov, "Flash-Decoding", 2023). See docs/decisions/0011-decode.md.
+"""
+
+import math
+
+from flashtune.core.config import Config, KernelSpec
+from flashtune.core.dtypes import ITEMSIZE
+from flashtune.core.problem import DECODE_ROWS, Problem
+from flashtune.core.target import Target
+from flashtune.templates.family import Axis, Constraint, Family, padded
+from flashtune.templates.predicates import (
+    SCALAR_PRODUCTS_ARE_SHORT,
+    STAGES_EXIST,
+    first_with_room,
+    has_scalar_products,
+    live_registers,
+    probs_bytes,
+    shared_bytes,
+)
+
+AXES = (
+    Axis(name="BLOCK_M", values=(16, 32, 64), why="rows of a program, heads packed in: reuse of K and V against padding and registers"),
+    Axis(name="BLOCK_N", values=(32, 64, 128, 256), why="key rows of a step: fewer steps against shared memory and uneven shares"),
+    Axis(name="num_warps", values=(1, 2, 4, 8), why="warps that share a tile: registers and addresses a thread against waiting for each other"),
+    Axis(name="num_stages", values=(1, 2, 3, 4, 6), why="key blocks in flight: bandwidth used against programs that fit on an SM"),
+    Axis(name="programs", values=(1, 2, 3, 4, 8), why="programs to an SM that keys are split for: SMs kept busy against parts to add up"),
+    Axis(name="combine", values=("kernel", "last"), why="who adds up the splits: a second launch, or the last program of a tile, alone"),
+    Axis(name="loads", values=("pointer", "tma"), why="how K and V are read: any strides, against no address arithmetic"),
+)
+
+WHOLE_TILE = 128
+"""Query rows of the tiles of families that don't split keys."""
+
+FEWEST_KEYS = 1024
+"""Fewer keys are read in a few microseconds by one program, which is no more than what splitting them costs."""
+
+
+def _needs_room(config: Config, spec: KernelSpec, target: Target) -> int:
+    """Bytes of shared memory: K and V in flight, Q, and P where warps share its rows."""
+    if config.number("BLOCK_M") >= 64 or target.vendor == "amd" or has_scalar_products(spec, target):
+        return shared_bytes(config, spec, target)
+    # Tensor cores take small tiles from registers, so that the block at work is in shared memory no more.
+    d, d_v, size = padded(spec.d), padded(spec.d_v), ITEMSIZE[spec.dtype]
+    in_flight = config.number("BLOCK_N") * (d + d_v) * size * max(1, config.number("num_stages") - 1)
+    return config.number("BLOCK_M") * d * size + probs_bytes(config, spec) + in_flight
+
+
+def _room(config: Config, spec: KernelSpec, target: Target) -> bool:
+    return _needs_room(config, spec, target) <= target.shared_bytes_per_block
+
+
+def _registers(config: Config, spec: KernelSpec, target: Target) -> bool:
+    chunks = config.number("BLOCK_N") * (padded(spec.d) + padded(spec.d_v)) * ITEMSIZE[spec.dtype] / 16
+    # Read off Triton 3.6's code: each 16 bytes that a thread loads take six registers for their address and place.
+    addresses = 6 * chunks / (config.number("num_warps") * target.warp_size) if config["loads"] == "pointer" else 0
+    return live_registers(config, spec, target) + addresses <= (232 if target.vendor == "nvidia" else 448)
+
+
+def _warps_have_work(config: Config, spec: KernelSpec, target: Target) -> bool:
+    return config.number("BLOCK_M") * config.number("BLOCK_N") >= 16 * 8 * config.number("num_warps")
+
+
+def _copy_engine(config: Config, spec: KernelSpec, target: Target) -> bool:
+    return config["loads"] == "pointer" or (target.has_tma and not has_scalar_products(spec, target))
+
+
+CONSTRAINTS = (
+    Constraint(name="shared_memory_fits", holds=_room, why="K and V blocks in flight fit into shared memory"),
+    Constraint(name="registers_fit", holds=_registers, why="scores, probs, acc and the addresses of K and V fit into a thread's registers"),
+    Constraint(name="warps_have_work", holds=_warps_have_work, why="each warp has a matrix instruction's share of the scores"),
+    Constraint(name="copy_engine", holds=_copy_engine, why="descriptors are for GPUs with TMA, and products on tensor cores"),
+    STAGES_EXIST,
+    SCALAR_PRODUCTS_ARE_SHORT,
+)
+
+
+def supports(spec: KernelSpec, target: Target) -> str | None:
+    """Why this family can't serve `spec` on `target`, or None."""
+    if not target.compilable:
+        return f"Triton doesn't compile for {target.name}"
+    if spec.direction != "fwd":
+        return f"flash_decode computes the forward pass, not {spec.direction!r}"
+    if spec.dropout:
+        return "flash_decode has no dropout: it is for inference"
+    if spec.tf32 and target.vendor == "amd" and target.arch != "gfx942":
+        return f"{target.name} has no TF32 products"
+    return None
+
+
+def suits(problem: Problem, target: Target) -> str | None:
+    """Why splitting keys has nothing to give to `problem` on `target`, or None: a decoding step, or rows too few to fill the GPU."""
+    if problem.n_q <= DECODE_ROWS:
+        return None
+    tiles = problem.batch * problem.heads * math.ceil(problem.n_q / WHOLE_TILE)
+    if tiles >= target.sms:
+        return f"flash_decode splits keys where rows are few, and {tiles} tiles of {WHOLE_TILE} rows fill {target.name}"
+    if problem.n_kv < FEWEST_KEYS:
+        return f"flash_decode splits keys where there are many, and {problem.n_kv} are few"
+    return None
+
+
+def _tiles(spec: KernelSpec, target: Target) -> list[tuple[int, int, int, int]]:
+    """(BLOCK_M, BLOCK_N, num_warps, num_stages) for any strides: some 64 KiB in flight on each SM, down to one that always fits."""
+    small = [(16, 64, 4, 3), (16, 64, 8, 3), (16, 64, 4, 2), (16, 32, 4, 3), (16, 32, 4, 2), (16, 32, 4, 1)]
+    if has_scalar_products(spec, target):
+        return small
+    # Rows of matrix products cost nothing here, and 64 of them hold the heads of a group for several queries.
+    return [(64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), *small]
+
+
+def starts(spec: KernelSpec, target: Target) -> list[Config]:
+    """Plain loads in tiles of several sizes, then what else keeps enough of K and V in flight: few deep programs, or many small ones."""
+    plain = [(*tile, 2, "kernel", "pointer") for tile in _tiles(spec, target)]
+    others = [
+        (16, 64, 4, 4, 2, "last", "tma"),
+        (64, 64, 4, 3, 2, "kernel", "tma"),
+        (16, 64, 4, 6, 1, "kernel", "tma"),
+        (16, 128, 4, 3, 1, "last", "pointer"),
+        (16, 128, 8, 3, 1, "kernel", "tma"),
+        (16, 32, 1, 4, 4, "kernel", "tma"),
+    ]
+    names = [axis.name for axis in AXES]
+    found = [Config.of(dict(zip(names, values, strict=True))) for values in [*plain[:2], *others, *plain[2:]]]
+    return [config for config in found if FAMILY.violated(config, spec, target) is None]
+
+
+def default(spec: KernelSpec, target: Target) -> Config:
+    """The first of the plain `starts`, which take any strides, that leaves some shared memory free."""
+    plain = [config for config in starts(spec, target) if config["loads"] == "pointer" and config["combine"] == "kernel"]
+    return first_with_room(plain, spec, target)
+
+
+FAMILY = Family(
+    name="flash_decode",
+    axes=AXES,
+    constraints=CONSTRAINTS,
+    supports=supports,
+    suits=suits,
+    default=default,
+    starts=starts,
+    interpretable=True,
+    path_axes=("combine", "loads"),
+)
+"""Attention forward for few query rows."""

@@ -1,0 +1,98 @@
+"""Runs random decoding steps of flash_decode in Triton's interpreter and prints one JSON list; see test_templates_decode.
+
+Usage: interpret_decode.py COUNT SEED; the variable TRITON_INTERPRET=1 has to be set before Triton is imported.
+"""
+
+import json
+import random
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from flashtune.core.modules import load_source
+from flashtune.core.problem import ALIGNMENTS, MASK_KINDS, Features, Problem
+from flashtune.core.target import find_target
+from flashtune.templates import family
+from flashtune.templates.rendering import render, variant_of
+from flashtune.tuner.inputs import make_inputs
+from flashtune.tuner.verify import check, everywhere, oracle
+
+
+class PoisonedTorch:
+    """Torch as a rendered module sees it, but new memory holds NaN: a part that is read must have been written."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def empty(self, *shape: int, **words: Any) -> torch.Tensor:
+        return torch.full(shape, float("nan"), **words)
+
+
+def problem_of(draw: random.Random) -> Problem:
+    side = draw.choice([None, 0, 3, 60])
+    features = Features(
+        causal=draw.random() < 0.4,
+        alignment=draw.choice(ALIGNMENTS),
+        window=draw.choice([None, None, (side, draw.choice([None, 0, 20]))]),
+        mask=draw.choice([*MASK_KINDS, "none"]),
+        softcap=draw.random() < 0.2,
+        alibi=draw.random() < 0.2,
+    )
+    kv_heads = draw.randint(1, 2)
+    return Problem(
+        batch=draw.randint(1, 2),
+        heads=kv_heads * draw.randint(1, 6),
+        kv_heads=kv_heads,
+        n_q=draw.randint(1, 17),
+        n_kv=draw.choice([1, 31, 64, draw.randint(1, 200)]),
+        d=draw.choice([16, 32, 40]),
+        d_v=draw.choice([16, 24]),
+        dtype=draw.choice(["fp16", "fp32", "fp8"]),
+        features=features,
+    )
+
+
+def run(draw: random.Random, directory: Path) -> dict[str, object]:
+    problem, chosen = problem_of(draw), family("flash_decode")
+    spec, target = problem.spec(), find_target("h200")
+    splits = draw.choice([0, 1, 2, 3, 40])
+    config = chosen.default(spec, target).replace(
+        BLOCK_M=draw.choice([16, 32, 64]), BLOCK_N=draw.choice([32, 64]), combine=draw.choice(["kernel", "last"])
+    )
+    if draw.random() < 0.3 and chosen.violated(config.replace(loads="tma"), spec, target) is None:
+        config = config.replace(loads="tma")
+    module: ModuleType = load_source(render(chosen, variant_of(chosen, spec, config)), chosen.name, directory)
+    inputs = make_inputs(problem, device="cpu", seed=draw.randint(0, 2**30), heads_inside=draw.random() < 0.5)
+    counts = torch.zeros(1000, dtype=torch.int32)
+    words: dict[str, Any] = {"torch": PoisonedTorch(), "zero_counts": lambda size, device: counts}
+    if splits:
+        words["split_count"] = lambda tiles, keys, device: splits
+    vars(module).update(words)
+    label = f"{problem.label()} b{problem.batch}h{problem.heads} splits={splits} {config.label()}"
+    if not module.accepts(inputs.q, inputs.k, inputs.v, inputs.keywords["mask"]):
+        return {"label": label, "refused": True}
+    expected = oracle(inputs, everywhere(problem))
+    # Twice, since the first launch has to leave the counts as it found them.
+    reasons = [check(module.launch, inputs, expected).reason for _ in range(2)]
+    empty = sum(int(torch.isinf(want.lse).sum()) for want in expected)
+    return {"label": label, "refused": False, "reasons": reasons, "counts": int(counts.abs().sum()), "empty_rows": empty}
+
+
+def main() -> None:
+    draw = random.Random(int(sys.argv[2]))
+    found = []
+    for _ in range(int(sys.argv[1])):
+        # A module of its own for each, because it is changed.
+        with tempfile.TemporaryDirectory() as directory:
+            found.append(run(draw, Path(directory)))
+        for name in [name for name in sys.modules if name.startswith("flashtune_rendered_")]:
+            del sys.modules[name]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""flash_decode: splits cover the keys once, are added up right whoever does it, and compete only where rows are few."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashtune.core.config import Config
+from flashtune.core.modules import load_source
+from flashtune.core.problem import DECODE_ROWS, Features, Problem
+from flashtune.core.target import find_target, targets
+from flashtune.templates.flash_decode import FAMILY
+from flashtune.templates.rendering import render, variant_of
+from flashtune.tuner.compile import compiling_for, read_facts
+from flashtune.tuner.inputs import make_inputs
+
+WORKER = Path(__file__).parent / "interpret_decode.py"
+H200 = find_target("h200")
+CPU = torch.device("cpu")
+STEP = Problem(batch=16, heads=32, kv_heads=8, n_q=1, n_kv=4096, d=128, d_v=128, dtype="bf16")
+
+
+def module(problem: Problem = STEP, **changes: int | str | bool) -> Any:
+    config = FAMILY.default(problem.spec(), H200).replace(**changes)
+    return load_source(render(FAMILY, variant_of(FAMILY, problem.spec(), config)), "decode")
+
+
+def launched(problem: Problem, **changes: int | str | bool) -> list[Any]:
+    """The kernels of a launch, compiled for the H200."""
+    inputs = make_inputs(problem, device="meta", seed=0)
+    with compiling_for(H200):
+        launches = module(problem, **changes).launches(*inputs.arguments, **inputs.keywords)
+        return [kernel.warmup(*args, grid=grid, **options) for kernel, grid, args, options in launches]
+
+
+def test_random_decoding_steps_agree_with_the_reference_at_any_split_count() -> None:
+    """Shared heads, ragged keys, bands, masks, rows that see nothing, and more splits than there are blocks; both ways to add up."""
+    command = [sys.executable, str(WORKER), "24", "7"]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    taken = [report for report in json.loads(done.stdout) if not report["refused"]]
+    assert len(taken) >= 20
+    assert [report for report in taken if any(report["reasons"])] == []
+    assert [report for report in taken if report["counts"]] == [], "counts are zero again after a launch"
+    assert sum(report["empty_rows"] for report in taken) > 0
+    for word in ("combine=kernel", "combine=last", "loads=tma", "splits=40", "splits=1 "):
+        assert any(word in report["label"] for report in taken)
+
+
+@given(tiles=st.integers(1, 5000), keys=st.integers(-5, 200_000), programs=st.sampled_from([1, 2, 8]), block_n=st.sampled_from([32, 64]))
+def test_splits_are_the_fewest_with_the_shortest_longest_share_that_the_programs_allow(
+    tiles: int, keys: int, programs: int, block_n: int
+) -> None:
+    splits = module(programs=programs, BLOCK_N=block_n).split_count(tiles, keys, CPU)
+    blocks = max(1, -(-keys // block_n))
+    assert 1 <= splits <= blocks
+    assert splits == 1 or tiles * splits <= programs * H200.sms
+    share = -(-blocks // splits)
+    most = min(blocks, max(1, programs * H200.sms // tiles))
+    assert share == -(-blocks // most)
+    assert splits == 1 or -(-blocks // (splits - 1)) > share
+
+
+@given(blocks=st.integers(0, 500), splits=st.integers(1, 600))
+def test_every_block_of_keys_is_in_exactly_one_split(blocks: int, splits: int) -> None:
+    # The arithmetic of _split_range.jinja in units of blocks.
+    share = -(-blocks // splits)
+    visited = [block for split in range(splits) for block in range(split * share, min(split * share + share, blocks))]
+    assert visited == list(range(blocks))
+
+
+@pytest.mark.parametrize(
+    ("features", "n_q", "visible"),
+    [
+        (Features(), 4, 4000),
+        (Features(causal=True), 4, 4),
+        (Features(causal=True, alignment="bottom_right"), 4, 4000),
+        (Features(causal=True, window=(500, 0), alignment="bottom_right"), 4, 504),
+        (Features(window=(100, 50)), 4, 54),
+    ],
+    ids=str,
+)
+def test_splits_are_counted_over_the_keys_that_rows_see(features: Features, n_q: int, visible: int) -> None:
+    problem = replace(STEP, batch=1, n_q=n_q, n_kv=4000, features=features)
+    inputs = make_inputs(problem, device="meta", seed=0)
+    found = module(problem, BLOCK_N=32, BLOCK_M=16, programs=8)
+    (_, (tiles, splits), _, _) = found.launches(*inputs.arguments, **inputs.keywords)[0]
+    assert tiles == 8
+    # A tile's rows may see a few keys fewer than the bound.
+    assert splits in {found.split_count(tiles, visible + more, CPU) for more in (0, 1, 2)}
+
+
+def test_a_tile_that_isnt_split_writes_its_output_itself() -> None:
+    inputs = make_inputs(replace(STEP, batch=64), device="meta", seed=0)
+    for combine in ("kernel", "last"):
+        [(_, grid, args, _)] = module(programs=1, combine=combine).launches(*inputs.arguments, **inputs.keywords)
+        assert grid == (64 * 8, 1)
+        assert args[5] is args[6] is inputs.lse, "no memory is taken for parts"
+
+
+def test_heads_that_share_keys_are_rows_of_one_tile() -> None:
+    inputs = make_inputs(replace(STEP, n_q=5), device="meta", seed=0)
+    (_, grid, _, _) = module(BLOCK_M=16).launches(*inputs.arguments, **inputs.keywords)[0]
+    assert grid[0] == 16 * 8 * 2, "5 queries of 4 heads take two tiles of 16 rows"
+
+
+def test_one_compile_serves_every_number_of_keys_rows_heads_and_splits() -> None:
+    for combine, count in (("kernel", 2), ("last", 1)):
+        first = launched(STEP, combine=combine, BLOCK_M=16)
+        assert len(first) == count
+        for changes in ({"n_kv": 100}, {"n_kv": 70_000}, {"batch": 200}, {"n_q": 16, "batch": 1}, {"heads": 8}):
+            others = launched(replace(STEP, **changes), combine=combine, BLOCK_M=16)
+            assert all(other is known for other, known in zip(others, first, strict=False))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"BLOCK_M": 16},
+        {"BLOCK_M": 16, "combine": "last"},
+        {"BLOCK_M": 16, "combine": "last", "loads": "tma", "num_stages": 4},
+        {"loads": "tma", "combine": "last"},
+        {"BLOCK_M": 16, "BLOCK_N": 128, "num_warps": 8, "loads": "tma"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("d", [64, 128])
+def test_fast_configs_keep_loads_in_flight_without_spills(d: int, changes: dict[str, Any]) -> None:
+    problem = replace(STEP, d=d, d_v=d)
+    assert FAMILY.violated(FAMILY.default(problem.spec(), H200).replace(**changes), problem.spec(), H200) is None
+    kernels = launched(problem, **changes)
+    for kernel in kernels:
+        assert read_facts(kernel, H200).spills <= 8
+    word = "cp.async.bulk.tensor" if changes.get("loads") == "tma" else "cp.async.cg.shared.global"
+    assert word in kernels[0].asm["ptx"]
+    # Two programs of them fit on an SM.
+    assert 2 * (read_facts(kernels[0], H200).shared_bytes + 1024) <= H200.shared_bytes_per_sm or changes.get("BLOCK_N") == 128
+
+
+def test_it_competes_for_decoding_steps_and_for_rows_too_few_to_fill_the_gpu() -> None:
+    for n_q in (1, DECODE_ROWS):
+        for batch in (1, 512):
+            assert FAMILY.suits(replace(STEP, n_q=n_q, batch=batch), H200) is None
+    assert FAMILY.suits(replace(STEP, n_q=128, batch=1, n_kv=8192), H200) is None
+    assert "fill" in (FAMILY.suits(replace(STEP, n_q=128, batch=16), H200) or "")
+    assert "few" in (FAMILY.suits(replace(STEP, n_q=128, batch=1, n_kv=512), H200) or "")
+
+
+def test_dropout_is_left_to_others() -> None:
+    assert "dropout" in (FAMILY.supports(replace(STEP, features=Features(dropout=True)).spec(), H200) or "")
+
+
+@pytest.mark.parametrize("slug", [slug for slug, target in targets().items() if target.compilable])
+def test_descriptors_are_for_gpus_that_have_the_copy_engine(slug: str) -> None:
+    target, spec = targets()[slug], STEP.spec()
+    found = {config["loads"] for config in FAMILY.configs(spec, target)}
+    assert found == ({"pointer", "tma"} if target.has_tma else {"pointer"})
+    default: Config = FAMILY.default(spec, target)
+    assert default["loads"] == "pointer", "an untuned call may have any strides"
