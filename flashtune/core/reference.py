@@ -64,7 +64,7 @@ def dropout_keep(
 ) -> torch.Tensor:
     """`dropout_keep_rows` for every row of every head: bool (batch, heads, n_q, n_kv)."""
     rows = [dropout_keep_rows(seed, offset, index, 0, n_q, n_kv, p, device) for index in range(batch * heads)]
-    return torch.stack(rows).view(batch, heads, n_q, n_kv)
+    return torch.stack(rows).view(batch, heads, n_q, n_kv) if rows else torch.ones(batch, heads, n_q, n_kv, dtype=torch.bool, device=device)
 
 
 def band(n_q: int, n_kv: int, *, left: int | None, right: int | None, diagonal: int, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -100,7 +100,7 @@ def attention(
     kept weights are divided by 1 - dropout_p and the LSE doesn't see dropout. A row with nothing to attend to gives 0 and LSE -inf.
     Differentiable.
     """
-    ratio = q.shape[1] // k.shape[1]
+    ratio = q.shape[1] // max(1, k.shape[1])
     q, k, v = q.to(dtype), k.to(dtype).repeat_interleave(ratio, 1), v.to(dtype).repeat_interleave(ratio, 1)
     scores = scale * (q @ k.transpose(-1, -2))
     if softcap:
