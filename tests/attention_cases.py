@@ -5,13 +5,14 @@ storage filled with a mark, so that a write beside it shows.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from flashtune.core.dtypes import DType
+from flashtune.core.dtypes import DType, output_dtype
 from flashtune.core.problem import Alignment, Features, Problem
-from flashtune.tuner.inputs import TORCH_DTYPES, Inputs
+from flashtune.core.torch_dtypes import TORCH_DTYPES
+from flashtune.tuner.inputs import Inputs
 
 Layout = Literal["heads_first", "tokens_first", "packed", "gapped", "columns", "shared_batch", "far_heads", "far_rows"]
 """How q, k and v lie in memory: (B, H, N, D); (B, N, H, D); that with q, k and v of a token side by side; rows with gaps between them;
@@ -24,7 +25,7 @@ MaskForm = Literal["full", "heads", "rows", "keys"]
 MARK = 77.0
 """What the memory beside the output holds."""
 
-GAP = 8
+GAP = 16
 """Poisoned elements around a tensor in each dimension that its layout pads: a multiple of 16 bytes for every type."""
 
 
@@ -122,6 +123,38 @@ CASES: tuple[AttentionCase, ...] = (
         layout="tokens_first",
         mask_form="keys",
     ),
+    AttentionCase(name="alibi", problem=_problem(90, 100, 16, Features(alibi=True), batch=2)),
+    AttentionCase(name="alibi-fp32", problem=_problem(90, 70, 16, Features(alibi=True), dtype="fp32")),
+    AttentionCase(name="alibi-corner-more-keys", problem=_problem(60, 150, 16, Features(alibi=True, alignment=_CORNER))),
+    AttentionCase(name="alibi-corner-fewer-keys", problem=_problem(150, 60, 16, Features(alibi=True, alignment=_CORNER))),
+    AttentionCase(name="alibi-causal", problem=_problem(150, 150, 16, Features(alibi=True, causal=True), batch=2, heads=(6, 2))),
+    AttentionCase(name="alibi-causal-corner", problem=_problem(60, 150, 16, Features(alibi=True, causal=True, alignment=_CORNER))),
+    AttentionCase(name="alibi-causal-corner-empty", problem=_problem(150, 60, 16, Features(alibi=True, causal=True, alignment=_CORNER))),
+    AttentionCase(name="alibi-window", problem=_problem(200, 200, 16, Features(alibi=True, window=(20, 5)))),
+    AttentionCase(name="alibi-bool-mask", problem=_problem(90, 100, 16, Features(alibi=True, mask="bool"))),
+    AttentionCase(name="alibi-bias-softcap", problem=_problem(90, 100, 16, Features(alibi=True, mask="bias", softcap=True))),
+    AttentionCase(name="alibi-dropout", problem=_problem(90, 100, 16, Features(alibi=True, dropout=True)), layout="tokens_first"),
+    AttentionCase(name="alibi-negative-scale", problem=_problem(50, 60, 16, Features(alibi=True)), scale=-0.25),
+    AttentionCase(name="fp8", problem=_problem(128, 128, 32, dtype="fp8", batch=2)),
+    AttentionCase(name="fp8-ragged", problem=_problem(77, 93, 48, d_v=80, dtype="fp8")),
+    AttentionCase(name="fp8-gqa-causal", problem=_problem(90, 100, 16, Features(causal=True), dtype="fp8", batch=2, heads=(6, 2))),
+    AttentionCase(name="fp8-packed", problem=_problem(60, 60, 32, dtype="fp8", batch=2), layout="packed"),
+    AttentionCase(name="fp8-negative-scale", problem=_problem(50, 60, 16, Features(causal=True), dtype="fp8"), scale=-0.25),
+    AttentionCase(name="fp8-softcap-bias", problem=_problem(90, 100, 16, Features(softcap=True, mask="bias"), dtype="fp8")),
+    AttentionCase(
+        name="fp8-everything",
+        problem=_problem(
+            190,
+            170,
+            32,
+            Features(alibi=True, causal=True, window=(60, 0), mask="bool", dropout=True, softcap=True),
+            d_v=48,
+            dtype="fp8",
+            heads=(4, 2),
+        ),
+        layout="tokens_first",
+        mask_form="keys",
+    ),
     AttentionCase(name="large-scores", problem=_problem(50, 60, 16), scale=100.0),
     AttentionCase(name="negative-scale", problem=_problem(50, 60, 16, Features(causal=True)), scale=-0.25),
     AttentionCase(name="zero-scale", problem=_problem(50, 60, 16, Features(mask="bool")), scale=0.0),
@@ -132,7 +165,7 @@ def make_case(case: AttentionCase, device: torch.device | str) -> Inputs:
     """The tensors and keyword arguments of `case`, the same values on every device."""
     p = case.problem
     generator = torch.Generator().manual_seed(case.seed & 0xFFFF)
-    dtype = TORCH_DTYPES[p.dtype]
+    dtype, out_dtype = TORCH_DTYPES[p.dtype], TORCH_DTYPES[output_dtype(p.dtype)]
 
     def normal(shape: tuple[int, ...]) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
@@ -141,11 +174,11 @@ def make_case(case: AttentionCase, device: torch.device | str) -> Inputs:
     k = normal((p.batch, p.kv_heads, p.n_kv, p.d))
     v = normal((p.batch, p.kv_heads, p.n_kv, p.d_v))
     q, k, v = _laid_out([q, k, v], case.layout)
-    storage = torch.full((p.batch, p.n_q + 1, p.heads, p.d_v + 3), MARK, dtype=dtype, device=device)
+    storage = torch.full((p.batch, p.n_q + 1, p.heads, p.d_v + 3), MARK, dtype=out_dtype, device=device)
     out = storage[:, : p.n_q, :, : p.d_v].transpose(1, 2)
     left, right = p.features.window if p.features.window is not None else (None, 0 if p.features.causal else None)
-    keywords = {
-        "mask": _mask(case, generator, dtype, device),
+    keywords: dict[str, Any] = {
+        "mask": _mask(case, generator, out_dtype, device),
         "scale": p.d**-0.5 if case.scale is None else case.scale,
         "diagonal": p.diagonal,
         "window_left": -1 if left is None else left,
@@ -155,6 +188,14 @@ def make_case(case: AttentionCase, device: torch.device | str) -> Inputs:
         "seed": case.seed,
         "offset": case.offset,
     }
+    if p.features.alibi:
+        # Heads outermost in memory.
+        keywords["slopes"] = torch.rand((p.heads, p.batch), generator=generator).to(device).T
+    if p.dtype == "fp8":
+        # One factor for each head of each batch, one for each head, and one for all.
+        sizes = [((p.batch, p.heads), p.heads), ((1, p.kv_heads), p.kv_heads), ((1, 1), p.kv_heads)]
+        found = [torch.rand(stored, generator=generator).to(device).add(0.5).expand(p.batch, heads) for stored, heads in sizes]
+        keywords["descale"] = tuple(found)
     lse = torch.empty((p.batch, p.heads, p.n_q), dtype=torch.float32, device=device)
     return Inputs(problem=p, q=q, k=k, v=v, out=out, lse=lse, keywords=keywords)
 

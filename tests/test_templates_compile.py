@@ -1,6 +1,7 @@
 """Rendered kernels compile for every kind of GPU on a machine that has none, into the code that they are meant to be."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from flashtune.core.modules import load_source
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import Target, find_target
 from flashtune.templates import family
+from flashtune.templates.predicates import shared_bytes
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.compile import compiling_for, cross_compile
 from flashtune.tuner.inputs import make_inputs
@@ -56,6 +58,27 @@ def test_it_compiles_to_tensor_core_code_that_doesnt_spill(name: str, gpu: str) 
 def test_features_compile_together_at_padded_head_sizes(name: str, features: Features) -> None:
     target, wanted = find_target("h200"), problem(features, d=80, d_v=40)
     assert cross_compile(source(name, wanted, target), "compiled", wanted, target).tensor_core_ops > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu"),
+    [("flash_fwd", gpu) for gpu in ("l4", "h200", "b200", "mi300x")] + [("flash_fwd_tma", gpu) for gpu in ("h200", "rtx5090")],
+)
+def test_fp8_with_alibi_compiles_for_every_gpu_that_has_e4m3(name: str, gpu: str) -> None:
+    target, wanted = find_target(gpu), replace(problem(Features(causal=True, alibi=True)), dtype="fp8")
+    facts = cross_compile(source(name, wanted, target), "compiled", wanted, target)
+    assert facts.tensor_core_ops > 0 and facts.spills <= 8
+
+
+@pytest.mark.parametrize(("gpu", "within"), [("h200", 0), ("l4", 0), ("b200", 2048)])
+def test_shared_memory_of_fp8_is_what_the_compiler_takes(gpu: str, within: int) -> None:
+    target, wanted = find_target(gpu), replace(problem(), dtype="fp8")
+    spec = wanted.spec()
+    for num_stages in (2, 3):
+        config = family("flash_fwd").default(spec, target).replace(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=num_stages)
+        text = render(family("flash_fwd"), variant_of(family("flash_fwd"), spec, config))
+        taken = cross_compile(text, "compiled", wanted, target).shared_bytes
+        assert 0 <= taken - shared_bytes(config, spec, target) <= within
 
 
 def test_one_compile_serves_every_n_batch_and_head_count() -> None:

@@ -21,7 +21,7 @@ TESTS = Path(__file__).parent
 BF16 = {"bf16", "bf16-causal"}
 REFUSED: dict[str, set[str]] = {"flash_fwd": BF16, "flash_fwd_tma": BF16 | {"columns", "shared-batch"}}
 """What accepts() of a family turns down in the interpreter: bf16, and for TMA what has no rows or is expanded."""
-UNSUPPORTED: dict[str, set[str]] = {"flash_fwd": set(), "flash_fwd_tma": {"fp32", "causal-fp32", "softcap-fp32"}}
+UNSUPPORTED: dict[str, set[str]] = {"flash_fwd": set(), "flash_fwd_tma": {"fp32", "causal-fp32", "softcap-fp32", "alibi-fp32"}}
 """What a family leaves to others: TMA has nothing to give to products without tensor cores."""
 
 

@@ -25,6 +25,7 @@ def problems(draw: st.DrawFn) -> Problem:
         mask=draw(st.sampled_from(MASK_KINDS)),
         dropout=draw(st.booleans()),
         softcap=draw(st.booleans()),
+        alibi=draw(st.booleans()),
         tf32=dtype == "fp32" and draw(st.booleans()),
     )
     d, d_v = draw(st.integers(1, 256)), draw(st.integers(1, 256))
@@ -85,6 +86,9 @@ def test_a_family_says_why_it_cant_serve_a_gpu() -> None:
     for slug in ("a100", "rtx4090", "mi300x"):
         assert family("flash_fwd").supports(spec, targets()[slug]) is None
         assert "TMA" in (family("flash_fwd_tma").supports(spec, targets()[slug]) or "")
+    fp8 = Problem(batch=1, heads=1, kv_heads=1, n_q=64, n_kv=64, d=64, d_v=64, dtype="fp8").spec()
+    assert "e4m3" in (family("flash_fwd").supports(fp8, targets()["a100"]) or "")
+    assert all(family("flash_fwd").supports(fp8, targets()[slug]) is None for slug in ("l4", "h200", "b200", "mi300x"))
     for slug in ("h100", "h200", "b200", "rtx5090"):
         assert family("flash_fwd_tma").supports(spec, targets()[slug]) is None
 

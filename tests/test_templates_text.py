@@ -6,11 +6,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
 from flashtune.core.config import Config, KernelSpec
+from flashtune.core.dtypes import DType
 from flashtune.core.errors import InputError
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
@@ -29,10 +29,12 @@ FEATURES = (
     Features(mask="bias", softcap=True),
     Features(dropout=True, causal=True, mask="bool"),
     Features(dropout=True, window=(64, 32), softcap=True, mask="bias"),
+    Features(alibi=True),
+    Features(alibi=True, causal=True, mask="bias", dropout=True),
 )
 
 
-def spec_of(features: Features, *, d: int, d_v: int, dtype: Literal["fp16", "bf16", "fp32"]) -> KernelSpec:
+def spec_of(features: Features, *, d: int, d_v: int, dtype: DType) -> KernelSpec:
     return Problem(batch=1, heads=1, kv_heads=1, n_q=64, n_kv=64, d=d, d_v=d_v, dtype=dtype, features=features).spec()
 
 
@@ -63,6 +65,9 @@ GOLDEN: dict[str, Callable[[], str]] = {
     "flash_fwd_tma-fwd-fp16-d64-causal-bias-softcap.py": lambda: golden_text(
         "flash_fwd_tma", spec_of(Features(causal=True, mask="bias", softcap=True), d=64, d_v=64, dtype="fp16"), maxnreg=168, ORDER="grouped"
     ),
+    "flash_fwd-fwd-fp8-d64-alibi-softcap.py": lambda: golden_text(
+        "flash_fwd", spec_of(Features(alibi=True, softcap=True), d=64, d_v=64, dtype="fp8"), LOAD_V_EARLY=False, ORDER="rows"
+    ),
 }
 
 
@@ -84,8 +89,9 @@ def test_every_variant_is_formatted_lints_clean_and_compiles_without_warnings(tm
     for name in OURS:
         orders = next(axis.values for axis in family(name).axes if axis.name == "ORDER")
         for index, features in enumerate(FEATURES):
-            for d, d_v, dtype in ((64, 64, "bf16"), (80, 40, "fp32")):
-                spec = spec_of(features, d=d, d_v=d_v, dtype=dtype)  # type: ignore[arg-type]
+            sizes: tuple[tuple[int, int, DType], ...] = ((64, 64, "bf16"), (80, 40, "fp32"), (64, 80, "fp8"))
+            for d, d_v, dtype in sizes:
+                spec = spec_of(features, d=d, d_v=d_v, dtype=dtype)
                 text = text_of(name, spec, ORDER=orders[index % len(orders)])
                 (tmp_path / f"{name}_{index}_{dtype}.py").write_text(text)
                 count += 1
@@ -99,7 +105,7 @@ def test_every_variant_is_formatted_lints_clean_and_compiles_without_warnings(tm
         done = subprocess.run([sys.executable, "-W", "error", "-c", f"compile(open({str(path)!r}).read(), 'x', 'exec')"], check=False)
         assert done.returncode == 0
         break
-    assert len(list(tmp_path.glob("*.py"))) == count == 32
+    assert len(list(tmp_path.glob("*.py"))) == count == 60
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -149,7 +155,7 @@ def test_every_tile_line_ends_in_its_shape(name: str) -> None:
 
 def test_what_is_off_leaves_no_trace_in_the_text() -> None:
     plain = text_of("flash_fwd", spec_of(Features(), d=64, d_v=64, dtype="bf16"))
-    for word in ("mask_ptr", "philox", "tanh", "diagonal:", "row_last", "in_d", "    if "):
+    for word in ("mask_ptr", "philox", "tanh", "diagonal:", "row_last", "in_d", "    if ", "slope", "descale", "float16"):
         body = plain[plain.index("def attention_forward") : plain.index("def accepts")]
         assert word not in body
 

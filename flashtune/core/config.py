@@ -64,7 +64,7 @@ class Config:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSpec:
     """What of a problem is compiled into its kernel. Sizes N, batch and heads, the scale, the width of a window, the
-    soft cap, the dropout rate and the diagonal are run-time arguments, so one kernel serves all of them.
+    soft cap, the dropout rate, the diagonal and ALiBi's slopes are run-time arguments, so one kernel serves all of them.
 
     `d` and `d_v` are the real head sizes; templates pad them to powers of two.
     """
@@ -79,15 +79,16 @@ class KernelSpec:
     dropout: bool
     softcap: bool
     tf32: bool
+    alibi: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """Field to value."""
-        return asdict(self)
+        """Field to value. What came after the first databases appears only when it is on, so that older variants keep their ids."""
+        return {name: value for name, value in asdict(self).items() if name != "alibi" or value}
 
     def label(self) -> str:
         """The short form for file names and test ids: `fwd-bf16-d128-causal`."""
         d = f"d{self.d}" if self.d == self.d_v else f"d{self.d}x{self.d_v}"
-        flags = [name for name in ("causal", "window", "dropout", "softcap", "tf32") if getattr(self, name)]
+        flags = [name for name in ("causal", "window", "alibi", "dropout", "softcap", "tf32") if getattr(self, name)]
         flags += [self.mask] if self.mask != "none" else []
         return "-".join([self.direction, self.dtype, d, *flags])
 

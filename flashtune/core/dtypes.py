@@ -4,11 +4,11 @@ from typing import Literal, get_args
 
 from flashtune.core.errors import InputError
 
-DType = Literal["fp16", "bf16", "fp32"]
+DType = Literal["fp16", "bf16", "fp32", "fp8"]
 DTYPES: tuple[DType, ...] = get_args(DType)
 
-ITEMSIZE: dict[DType, int] = {"fp16": 2, "bf16": 2, "fp32": 4}
-"""Bytes per element."""
+ITEMSIZE: dict[DType, int] = {"fp16": 2, "bf16": 2, "fp32": 4, "fp8": 1}
+"""Bytes per element. fp8 is e4m3: four bits of exponent, three of mantissa, no infinities (torch.float8_e4m3fn)."""
 
 _ALIASES: dict[str, DType] = {
     "fp16": "fp16",
@@ -21,6 +21,9 @@ _ALIASES: dict[str, DType] = {
     "float32": "fp32",
     "float": "fp32",
     "f32": "fp32",
+    "fp8": "fp8",
+    "e4m3": "fp8",
+    "float8_e4m3fn": "fp8",
 }
 
 
@@ -30,3 +33,8 @@ def parse_dtype(name: str) -> DType:
     if dtype is None:
         raise InputError(f"unknown dtype {name!r}: use one of {', '.join(DTYPES)}")
     return dtype
+
+
+def output_dtype(dtype: DType) -> DType:
+    """The element type of the output for inputs of `dtype`: their own, but bf16 for fp8, whose precision is for inputs alone."""
+    return "bf16" if dtype == "fp8" else dtype

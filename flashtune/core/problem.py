@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from flashtune.core.config import KernelSpec
-from flashtune.core.dtypes import DTYPES, ITEMSIZE, DType
+from flashtune.core.dtypes import DTYPES, ITEMSIZE, DType, output_dtype
 from flashtune.core.errors import InputError
 
 Direction = Literal["fwd"]
@@ -19,6 +19,9 @@ Window = tuple[int | None, int | None]
 
 MAX_HEAD_DIM = 256
 
+_FLAGS = ("alibi", "dropout", "softcap", "tf32")
+"""Features that are on or off, in the order of labels."""
+
 
 def next_power_of_two(value: int) -> int:
     """The smallest power of two that is >= `value` (1 for value <= 1)."""
@@ -29,8 +32,9 @@ def next_power_of_two(value: int) -> int:
 class Features:
     """What is fused into the kernel beside softmax(scale QK^T) V.
 
-    `alignment` says which corner the diagonal of `causal` and `window` starts from when N_q != N_kv: torch's
-    `is_causal` is top-left, flash-attn's is bottom-right. `window` is (left, right), None for unbounded.
+    `alignment` says which corner the diagonal of `causal`, `window` and `alibi` starts from when N_q != N_kv: torch's
+    `is_causal` is top-left, flash-attn's is bottom-right. `window` is (left, right), None for unbounded. `alibi` lowers each score by
+    a slope per head times the distance from the diagonal (Press et al., "Train Short, Test Long", ICLR 2022).
     `tf32` allows TF32 products for fp32 inputs (IEEE otherwise).
     """
 
@@ -41,6 +45,7 @@ class Features:
     dropout: bool = False
     softcap: bool = False
     tf32: bool = False
+    alibi: bool = False
 
     def __post_init__(self) -> None:
         if self.alignment not in ALIGNMENTS:
@@ -58,8 +63,13 @@ class Features:
 
     @property
     def banded(self) -> bool:
-        """Whether a diagonal band limits what a query sees, so that `alignment` has a meaning."""
+        """Whether a diagonal band limits what a query sees."""
         return self.causal or self.window is not None
+
+    @property
+    def has_diagonal(self) -> bool:
+        """Whether anything is counted from the diagonal, so that `alignment` has a meaning."""
+        return self.banded or self.alibi
 
     @property
     def sides(self) -> Window:
@@ -74,13 +84,11 @@ class Features:
         if self.window is not None:
             left, right = self.window
             found["window"] = left if self.causal or left == right else [left, right]
-        if self.banded and self.alignment != "top_left":
+        if self.has_diagonal and self.alignment != "top_left":
             found["alignment"] = self.alignment
         if self.mask != "none":
             found["mask"] = self.mask
-        for name in ("dropout", "softcap", "tf32"):
-            if getattr(self, name):
-                found[name] = True
+        found |= {name: True for name in _FLAGS if getattr(self, name)}
         return found
 
     @classmethod
@@ -109,8 +117,8 @@ class Features:
             left, right = ("inf" if side is None else str(side) for side in self.window)
             words.append(f"window{left}" if self.causal or left == right else f"window{left},{right}")
         words += [{"bool": "mask", "bias": "bias"}[self.mask]] if self.mask != "none" else []
-        words += [name for name in ("dropout", "softcap", "tf32") if getattr(self, name)]
-        if self.banded and self.alignment == "bottom_right":
+        words += [name for name in _FLAGS if getattr(self, name)]
+        if self.has_diagonal and self.alignment == "bottom_right":
             words.append("bottom_right")
         return "+".join(words)
 
@@ -185,7 +193,7 @@ class Problem:
 
     @property
     def diagonal(self) -> int:
-        """The shift of the band: query i stands over key i + diagonal (0 top-left, N_kv - N_q bottom-right)."""
+        """The shift of the diagonal: query i stands over key i + diagonal (0 top-left, N_kv - N_q bottom-right)."""
         return self.n_kv - self.n_q if self.features.alignment == "bottom_right" else 0
 
     def spec(self) -> KernelSpec:
@@ -202,6 +210,7 @@ class Problem:
             dropout=f.dropout,
             softcap=f.softcap,
             tf32=f.tf32,
+            alibi=f.alibi,
         )
 
     def key(self, gpu: str) -> ProblemKey:
@@ -244,9 +253,9 @@ class Problem:
 
     def io_bytes(self) -> int:
         """The fewest bytes a fused kernel moves: q, k, v read once, the output and the float32 LSE written once."""
-        size = ITEMSIZE[self.dtype]
+        size, out_size = ITEMSIZE[self.dtype], ITEMSIZE[output_dtype(self.dtype)]
         q_rows, kv_rows = self.batch * self.heads * self.n_q, self.batch * self.kv_heads * self.n_kv
-        return size * (q_rows * (self.d + self.d_v) + kv_rows * (self.d + self.d_v)) + 4 * q_rows
+        return size * (q_rows * self.d + kv_rows * (self.d + self.d_v)) + (out_size * self.d_v + 4) * q_rows
 
     def label(self) -> str:
         """The short form for tables and test ids: `n4096-d128-bf16-causal`."""

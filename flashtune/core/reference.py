@@ -67,15 +67,25 @@ def dropout_keep(
     return torch.stack(rows).view(batch, heads, n_q, n_kv) if rows else torch.ones(batch, heads, n_q, n_kv, dtype=torch.bool, device=device)
 
 
+def distances(n_q: int, n_kv: int, diagonal: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """How far key j lies to the right of the diagonal in row i: j - i - diagonal, int64 (n_q, n_kv)."""
+    return torch.arange(n_kv, device=device)[None, :] - torch.arange(n_q, device=device)[:, None] - diagonal
+
+
 def band(n_q: int, n_kv: int, *, left: int | None, right: int | None, diagonal: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """Which pairs a causal or window band leaves: bool (n_q, n_kv), True where i + diagonal - left <= j <= i + diagonal + right."""
-    distance = torch.arange(n_kv, device=device)[None, :] - torch.arange(n_q, device=device)[:, None] - diagonal
+    distance = distances(n_q, n_kv, diagonal, device)
     visible = torch.ones_like(distance, dtype=torch.bool)
     if left is not None:
         visible &= distance >= -left
     if right is not None:
         visible &= distance <= right
     return visible
+
+
+def alibi(slopes: torch.Tensor, n_q: int, n_kv: int, diagonal: int) -> torch.Tensor:
+    """What ALiBi adds to the scores: -slope |i + diagonal - j|, (B, H, n_q, n_kv) for slopes (B, H), in their dtype."""
+    return -slopes[..., None, None] * distances(n_q, n_kv, diagonal, slopes.device).abs()
 
 
 def attention(
@@ -91,20 +101,28 @@ def attention(
     softcap: float = 0.0,
     keep: torch.Tensor | None = None,
     dropout_p: float = 0.0,
+    slopes: torch.Tensor | None = None,
+    descale: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale q k^T) v with every feature, in `dtype`: output (B, Hq, N_q, D_v) and natural-log LSE (B, Hq, N_q).
 
     q (B, Hq, N_q, D), k (B, Hkv, N_kv, D), v (B, Hkv, N_kv, D_v); Hq a multiple of Hkv. Order of the score's steps: scale,
-    soft cap c tanh(s / c), additive mask, then boolean mask (True attends) and band as -inf. `keep` is dropout's bool mask;
+    soft cap c tanh(s / c), ALiBi, additive mask, then boolean mask (True attends) and band as -inf. `keep` is dropout's bool mask;
     kept weights are divided by 1 - dropout_p and the LSE doesn't see dropout. A row with nothing to attend to gives 0 and LSE -inf.
-    Differentiable.
+    `slopes` (B, Hq) are ALiBi's: each score loses slope |i + diagonal - j|. `descale` holds factors of q (B, Hq), k and v (B, Hkv),
+    which quantised inputs stand for a multiple of. Differentiable.
     """
     ratio = q.shape[1] // max(1, k.shape[1])
-    q, k, v = q.to(dtype), k.to(dtype).repeat_interleave(ratio, 1), v.to(dtype).repeat_interleave(ratio, 1)
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    if descale is not None:
+        q, k, v = (x * factor.to(dtype)[..., None, None] for x, factor in zip((q, k, v), descale, strict=True))
+    k, v = k.repeat_interleave(ratio, 1), v.repeat_interleave(ratio, 1)
     scores = scale * (q @ k.transpose(-1, -2))
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
+    if slopes is not None:
+        scores = scores + alibi(slopes.to(dtype), q.shape[2], k.shape[2], diagonal)
     visible = band(q.shape[2], k.shape[2], left=left, right=right, diagonal=diagonal, device=q.device)
     if mask is not None and mask.dtype == torch.bool:
         visible = visible & mask

@@ -54,6 +54,11 @@ class Target:
         return self.capability is not None and self.capability >= 90
 
     @property
+    def has_e4m3(self) -> bool:
+        """Whether Triton compiles conversions of e4m3 (fp8) for it: on NVIDIA's GPUs from compute capability 8.9 on."""
+        return self.capability is None or self.capability >= 89
+
+    @property
     def is_hopper(self) -> bool:
         """Whether warpgroup matrix instructions (wgmma) exist: compute capability 9.0 alone."""
         return self.capability == 90

@@ -16,8 +16,8 @@ TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETING = TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton's interpreter was on when this was imported: kernels then run on CPU tensors."""
 
-INTERPRETED_AS = "a100"
-"""The GPU whose default configs the interpreter runs; it has no limits of its own."""
+INTERPRETED_AS = "l4"
+"""The GPU whose default configs the interpreter runs, the plainest that takes every element type; it has no limits of its own."""
 
 
 def target_of(device: torch.device) -> Target:

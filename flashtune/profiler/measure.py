@@ -17,6 +17,7 @@ from flashtune.core.dtypes import ITEMSIZE, DType
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.problem import Problem
 from flashtune.core.results import Measurement
+from flashtune.core.torch_dtypes import TORCH_DTYPES
 from flashtune.profiler.accounting import Step, fused_step, standard_steps, tensor_bytes, total
 from flashtune.profiler.results import Layer, Measured, Series, StrategyRun, Timed
 from flashtune.profiler.summary import Profile
@@ -31,8 +32,6 @@ LEAST_N, REACH_N = 64, 8192
 LONGEST_LAUNCH_S = 0.1
 """N beyond the profiled one are left out where a launch at a third of the target's peak would take longer."""
 STEPS_BUDGET_S, KINDS_BUDGET_S, POINT_BUDGET_S, STRATEGY_BUDGET_S = 2.0, 2.0, 0.7, 2.0
-
-TORCH_DTYPES: dict[DType, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class Clock(Protocol):

@@ -4,14 +4,17 @@ The rendered file of every family is an ordinary module with the same three func
 
     accepts(q, k, v, mask) -> bool
         whether these strides and pointers can be taken (descriptor kernels need 16-byte alignment);
-    launches(q, k, v, out, lse, *, mask, scale, diagonal, window_left, window_right, softcap, dropout_p, seed, offset)
+    launches(q, k, v, out, lse, *, mask, scale, diagonal, window_left, window_right, softcap, dropout_p, seed, offset,
+        slopes=None, descale=None)
         -> list of (kernel, grid, args, options), so that a compiler can take the same launch without a GPU (meta tensors);
     launch(same arguments) -> None
         runs them on the current stream.
 
 q (B, Hq, N_q, D), k (B, Hkv, N_kv, D), v (B, Hkv, N_kv, D_v), out (B, Hq, N_q, D_v) with any strides; lse (B, Hq, N_q) float32
 contiguous, natural log; mask None or a view expanded to (B, Hq, N_q, N_kv), with stride 0 where it is broadcast; window sides are
--1 for unbounded; `diagonal` shifts the band (0 top-left, N_kv - N_q bottom-right). flashtune.core.reference defines the numbers.
+-1 for unbounded; `diagonal` shifts the band (0 top-left, N_kv - N_q bottom-right). `slopes` are ALiBi's, float32 (B, Hq) with any
+strides. fp8 inputs stand for value * descale: `descale` is a tuple of three float32 tensors with any strides, q (B, Hq), k (B, Hkv),
+v (B, Hkv); their `out` is bf16. Callers leave both out where the spec has neither. flashtune.core.reference defines the numbers.
 """
 
 from collections.abc import Callable, Iterator

@@ -47,6 +47,8 @@ def supports(spec: KernelSpec, target: Target) -> str | None:
     """Why this family can't serve `spec` on `target`, or None."""
     if not target.compilable:
         return f"Triton doesn't compile for {target.name}"
+    if spec.dtype == "fp8" and not target.has_e4m3:
+        return f"{target.name} has no e4m3 (fp8): it came with compute capability 8.9"
     if spec.direction != "fwd":
         return f"flash_fwd computes the forward pass, not {spec.direction!r}"
     if spec.tf32 and target.vendor == "amd" and target.arch != "gfx942":

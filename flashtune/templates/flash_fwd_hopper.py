@@ -87,6 +87,8 @@ def supports(spec: KernelSpec, target: Target) -> str | None:
         return f"flash_fwd_hopper computes the forward pass, not {spec.direction}"
     if spec.dtype not in ("fp16", "bf16"):
         return f"flash_fwd_hopper takes fp16 and bf16, not {spec.dtype}"
+    if spec.alibi:
+        return "flash_fwd_hopper has no ALiBi"
     if spec.d % 8 or spec.d_v % 8:
         return f"flash_fwd_hopper needs head sizes that are multiples of 8 (TMA), not {spec.d} and {spec.d_v}"
     return None

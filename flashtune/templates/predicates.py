@@ -6,13 +6,18 @@ from flashtune.core.target import Target
 from flashtune.templates.family import Constraint, padded
 
 
+def operand_bytes(spec: KernelSpec) -> int:
+    """Bytes per element of the products' operands: fp8 is multiplied as fp16, which holds it exactly."""
+    return 2 if spec.dtype == "fp8" else ITEMSIZE[spec.dtype]
+
+
 def live_registers(config: Config, spec: KernelSpec, target: Target) -> float:
-    """Registers a thread needs for scores, probs in the input type and acc at once.
+    """Registers a thread needs for scores, probs in the operands' type and acc at once.
 
     The rule of FlashAttention's `AI/SM90_BLOCK_SIZE_TUNING.md`.
     """
     rows = config.number("BLOCK_M") / (config.number("num_warps") * target.warp_size)
-    return rows * (config.number("BLOCK_N") * (1 + ITEMSIZE[spec.dtype] / 4) + padded(spec.d_v))
+    return rows * (config.number("BLOCK_N") * (1 + operand_bytes(spec) / 4) + padded(spec.d_v))
 
 
 def has_scalar_products(spec: KernelSpec, target: Target) -> bool:
@@ -27,16 +32,20 @@ def shared_bytes(config: Config, spec: KernelSpec, target: Target) -> int:
     there; others copy the block at work to registers first and need one block less. Barriers come on top, less than 1 KiB, and on
     older tensor cores P at some tile sizes.
     """
-    stages, block_n, size = config.number("num_stages"), config.number("BLOCK_N"), ITEMSIZE[spec.dtype]
+    stages, block_n = config.number("num_stages"), config.number("BLOCK_N")
+    size, loaded = operand_bytes(spec), ITEMSIZE[spec.dtype]
     d, d_v = padded(spec.d), padded(spec.d_v)
-    q, v, kv = config.number("BLOCK_M") * d * size, block_n * d_v * size, block_n * (d + d_v) * size
-    in_flight = kv * (stages - 1) if stages > 1 else block_n * max(d, d_v) * size
+    q, v, kv = config.number("BLOCK_M") * d * size, block_n * d_v * size, block_n * (d + d_v) * loaded
+    in_flight = kv * (stages - 1) if stages > 1 else block_n * max(d, d_v) * loaded
     if target.vendor == "amd":
         # Q passes through before the loop.
         return max(q, in_flight + probs_bytes(config, spec))
     if has_scalar_products(spec, target):
         return q + in_flight + probs_bytes(config, spec)
     if target.capability is not None and 90 <= target.capability < 120:
+        if spec.dtype == "fp8":
+            # What was converted lies beside what is in flight: K and V in turn on sm_90, both on sm_100.
+            return q + kv * (stages - 1) + block_n * size * (d + d_v if target.capability >= 100 else max(d, d_v))
         # sm_100 reads TF32 operands in one order only, so that it keeps V a second time, transposed.
         transposed = 2 * v if spec.tf32 and target.capability >= 100 else 0
         return q + transposed + (kv * stages if stages > 1 else in_flight)
@@ -45,7 +54,7 @@ def shared_bytes(config: Config, spec: KernelSpec, target: Target) -> int:
 
 def probs_bytes(config: Config, spec: KernelSpec) -> int:
     """What P takes in shared memory on its way from one product's layout to the other's."""
-    return config.number("BLOCK_M") * config.number("BLOCK_N") * ITEMSIZE[spec.dtype]
+    return config.number("BLOCK_M") * config.number("BLOCK_N") * operand_bytes(spec)
 
 
 def first_with_room(configs: list[Config], spec: KernelSpec, target: Target) -> Config:

@@ -5,10 +5,9 @@ from typing import Any
 
 import torch
 
-from flashtune.core.dtypes import DType
+from flashtune.core.dtypes import output_dtype
 from flashtune.core.problem import Problem
-
-TORCH_DTYPES: dict[DType, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+from flashtune.core.torch_dtypes import TORCH_DTYPES
 
 SOFTCAP = 20.0
 """Soft cap of generated inputs: small enough to bend scores of random data."""
@@ -51,38 +50,59 @@ def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | s
     return buffer[_GUARD : _GUARD + size].view(shape)
 
 
+def alibi_slopes(heads: int, device: torch.device | str) -> torch.Tensor:
+    """2^(-8 i / H) for head i = 1 .. H: float32 (H,), the slopes of Press et al. ("Train Short, Test Long", ICLR 2022)."""
+    return torch.exp2(-8.0 / heads * torch.arange(1, heads + 1, device=device))
+
+
 def make_inputs(problem: Problem, *, device: torch.device | str, seed: int, heads_inside: bool = False) -> Inputs:
     """Standard normal q, k, v (and mask, where the problem has one) on `device`.
 
-    Tensors are contiguous (B, H, N, D), or with `heads_inside` views of (B, N, H, D), as projections leave them.
+    Tensors are contiguous (B, H, N, D), or with `heads_inside` views of (B, N, H, D), as projections leave them. ALiBi's slopes
+    are the geometric series of its paper; fp8 tensors have factors between 0.5 and 1.5, other ones for each head.
 
     On the "meta" device nothing is allocated: such inputs serve to compile a launch without a GPU.
     """
-    kind = TORCH_DTYPES[problem.dtype]
+    kind, out_kind = TORCH_DTYPES[problem.dtype], TORCH_DTYPES[output_dtype(problem.dtype)]
     meta = torch.device(device).type == "meta"
     generator = None if meta else torch.Generator(device=device).manual_seed(seed)
     p, f = problem, problem.features
 
-    def normal(batch: int, heads: int, rows: int, columns: int) -> torch.Tensor:
+    def normal(batch: int, heads: int, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
         shape = (batch, rows, heads, columns) if heads_inside else (batch, heads, rows, columns)
-        tensor = torch.empty(shape, dtype=kind, device=device) if meta else guarded(shape, kind, device).normal_(generator=generator)
+        if meta:
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+        elif dtype.itemsize > 1:
+            tensor = guarded(shape, dtype, device).normal_(generator=generator)
+        else:
+            # Torch draws no fp8 numbers.
+            tensor = guarded(shape, dtype, device).copy_(torch.randn(shape, device=device, generator=generator))
         return tensor.transpose(1, 2) if heads_inside else tensor
+
+    def factor(heads: int) -> torch.Tensor:
+        shape = p.batch, heads
+        return torch.empty(shape, device=device) if meta else torch.rand(shape, device=device, generator=generator) + 0.5
 
     mask = None
     if f.mask == "bias":
-        mask = normal(1, p.heads, p.n_q, p.n_kv)
+        mask = normal(1, p.heads, p.n_q, p.n_kv, out_kind)
     elif f.mask == "bool":
         mask = torch.empty((1, 1, p.n_q, p.n_kv), dtype=torch.bool, device=device)
         if not meta:
             mask.copy_(torch.rand(mask.shape, device=device, generator=generator) < 0.8)
             mask[..., -1, :] = False
     left, right = f.sides
+    extras: dict[str, Any] = {}
+    if f.alibi:
+        extras["slopes"] = alibi_slopes(p.heads, device).expand(p.batch, p.heads)
+    if p.dtype == "fp8":
+        extras["descale"] = factor(p.heads), factor(p.kv_heads), factor(p.kv_heads)
     return Inputs(
         problem=problem,
-        q=normal(p.batch, p.heads, p.n_q, p.d),
-        k=normal(p.batch, p.kv_heads, p.n_kv, p.d),
-        v=normal(p.batch, p.kv_heads, p.n_kv, p.d_v),
-        out=normal(p.batch, p.heads, p.n_q, p.d_v),
+        q=normal(p.batch, p.heads, p.n_q, p.d, kind),
+        k=normal(p.batch, p.kv_heads, p.n_kv, p.d, kind),
+        v=normal(p.batch, p.kv_heads, p.n_kv, p.d_v, kind),
+        out=normal(p.batch, p.heads, p.n_q, p.d_v, out_kind),
         lse=torch.empty((p.batch, p.heads, p.n_q), dtype=torch.float32, device=device),
         keywords={
             "mask": None if mask is None else mask.expand(p.batch, p.heads, p.n_q, p.n_kv),
@@ -94,5 +114,6 @@ def make_inputs(problem: Problem, *, device: torch.device | str, seed: int, head
             "dropout_p": DROPOUT_P if f.dropout else 0.0,
             "seed": seed,
             "offset": 0,
+            **extras,
         },
     )

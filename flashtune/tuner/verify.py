@@ -49,7 +49,7 @@ def small_cases(problem: Problem) -> list[Problem]:
         f = replace(f, window=(left, right))
     flipped = replace(f, alignment="top_left" if f.alignment == "bottom_right" else "bottom_right")
     cases = [case(193, 321, f), case(1, 77, f), case(320, 320, f), case(97, 515, flipped)]
-    return [*cases, case(391, 130, flipped)] if f.banded else cases
+    return [*cases, case(391, 130, flipped)] if f.has_diagonal else cases
 
 
 def places(problem: Problem, seed: int) -> list[tuple[int, int, int, int]]:
@@ -72,6 +72,7 @@ def oracle(inputs: Inputs, where: list[tuple[int, int, int, int]]) -> list[Expec
     for batch, head, first, rows in where:
         at = slice(batch, batch + 1), slice(head, head + 1), slice(first, first + rows)
         shared = slice(head // p.gqa_ratio, head // p.gqa_ratio + 1)
+        slopes, descale = words.get("slopes"), words.get("descale")
         keep = None
         if p.features.dropout:
             index = batch * p.heads + head
@@ -90,6 +91,8 @@ def oracle(inputs: Inputs, where: list[tuple[int, int, int, int]]) -> list[Expec
             softcap=words["softcap"],
             keep=keep,
             dropout_p=words["dropout_p"],
+            slopes=None if slopes is None else slopes[at[:2]],
+            descale=None if descale is None else (descale[0][at[:2]], descale[1][at[0], shared], descale[2][at[0], shared]),
         )
         found.append(Expected(batch, head, first, out[0, 0], lse[0, 0]))
     return found

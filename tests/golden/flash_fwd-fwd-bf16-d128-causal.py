@@ -1,8 +1,8 @@
 """Attention forward with plain pointers.
 
 Compiled in: fwd-bf16-d128-causal
-Template: flash_fwd 85e441713ec741c0
-Variant: b8acce42655145d8
+Template: flash_fwd bef9f1a02eabb0c2
+Variant: 1b555663c68202a9
 Config: BLOCK_M=128 BLOCK_N=64 LOAD_V_EARLY=False ORDER=longest_first maxnreg=0 num_stages=2 num_warps=8
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -143,7 +143,9 @@ def accepts(q, k, v, mask):
     return isinstance(attention_forward, triton.JITFunction)
 
 
-def launches(q, k, v, out, lse, *, mask, scale, diagonal, window_left, window_right, softcap, dropout_p, seed, offset):
+def launches(
+    q, k, v, out, lse, *, mask, scale, diagonal, window_left, window_right, softcap, dropout_p, seed, offset, slopes=None, descale=None
+):
     """The launches of one call: (kernel, grid, args, options) each."""
     if scale <= 0.0:
         # The row maximum is taken of the raw scores, so the scale has to be positive: its sign moves into a copy of q.

@@ -1,8 +1,8 @@
 """Attention forward with TMA descriptors.
 
 Compiled in: fwd-bf16-d128
-Template: flash_fwd_tma 3ad6762d18fe5cd1
-Variant: 6ff37fd569ac713d
+Template: flash_fwd_tma c80673c4167b944b
+Variant: 48d2a31e52e17600
 Config: BLOCK_M=128 BLOCK_N=64 ORDER=rows maxnreg=0 num_stages=2 num_warps=8
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -125,7 +125,9 @@ def descriptor(x, rows, columns):
     return TensorDescriptor(x, list(x.shape), strides_of(x), [1, 1, rows, columns])
 
 
-def launches(q, k, v, out, lse, *, mask, scale, diagonal, window_left, window_right, softcap, dropout_p, seed, offset):
+def launches(
+    q, k, v, out, lse, *, mask, scale, diagonal, window_left, window_right, softcap, dropout_p, seed, offset, slopes=None, descale=None
+):
     """The launches of one call: (kernel, grid, args, options) each."""
     if scale <= 0.0:
         # The row maximum is taken of the raw scores, so the scale has to be positive: its sign moves into a copy of q.

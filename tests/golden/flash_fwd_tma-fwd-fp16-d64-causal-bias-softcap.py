@@ -1,8 +1,8 @@
 """Attention forward with TMA descriptors.
 
 Compiled in: fwd-fp16-d64-causal-softcap-bias
-Template: flash_fwd_tma 3ad6762d18fe5cd1
-Variant: a56eff3884954537
+Template: flash_fwd_tma c80673c4167b944b
+Variant: 9b2854163a23fe22
 Config: BLOCK_M=128 BLOCK_N=64 ORDER=grouped maxnreg=168 num_stages=2 num_warps=8
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -161,7 +161,9 @@ def descriptor(x, rows, columns):
     return TensorDescriptor(x, list(x.shape), strides_of(x), [1, 1, rows, columns])
 
 
-def launches(q, k, v, out, lse, *, mask, scale, diagonal, window_left, window_right, softcap, dropout_p, seed, offset):
+def launches(
+    q, k, v, out, lse, *, mask, scale, diagonal, window_left, window_right, softcap, dropout_p, seed, offset, slopes=None, descale=None
+):
     """The launches of one call: (kernel, grid, args, options) each."""
     batch, heads, n_q, _ = q.shape
     kv_heads, n_kv = k.shape[1], k.shape[2]
