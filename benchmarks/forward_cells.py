@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from flashtune.core.dtypes import ITEMSIZE, DType
 from flashtune.core.problem import Features, Problem
 
 Group = Literal["plain", "features", "fp8", "decode"]
@@ -22,11 +23,11 @@ FEATURES: dict[str, Features] = {
     "bias": Features(mask="bias"),
     "dropout": Features(causal=True, dropout=True),
     "window": Features(causal=True, window=(1024, 0)),
-    "alibi": Features(causal=True),
+    "alibi": Features(causal=True, alibi=True),
     "softcap": Features(causal=True, softcap=True),
     "gqa": Features(causal=True),
 }
-"""The cases of the feature cells. ALiBi's slopes are not part of the problem here, since each peer takes them in its own way."""
+"""The cases of the feature cells."""
 
 DECODE = ((128, 16, 4096), (128, 1, 65536), (128, 1, 8192), (64, 16, 4096))
 """(D, B, N) of one query row over a cache of N keys, with 32 query and 8 key heads."""
@@ -34,7 +35,7 @@ DECODE = ((128, 16, 4096), (128, 1, 65536), (128, 1, 8192), (64, 16, 4096))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One call to time. `problem` is in bf16: for the fp8 cells it is the twin that they are compared with."""
+    """One call to time, and beside what."""
 
     group: Group
     case: str
@@ -51,7 +52,7 @@ class Cell:
     def kv_bytes(self) -> int:
         """Bytes of K and V together, what decoding has to read."""
         p = self.problem
-        return 2 * p.batch * p.kv_heads * p.n_kv * (p.d + p.d_v)
+        return ITEMSIZE[p.dtype] * p.batch * p.kv_heads * p.n_kv * (p.d + p.d_v)
 
 
 def cells(
@@ -66,10 +67,10 @@ def cells(
     ]
 
 
-def _problem(d: int, n: int, features: Features, *, sharing: int = 1) -> Problem:
+def _problem(d: int, n: int, features: Features, *, sharing: int = 1, dtype: DType = "bf16") -> Problem:
     heads = WIDTH // d
-    kv_heads = heads // sharing
-    return Problem(batch=TOKENS // n, heads=heads, kv_heads=kv_heads, n_q=n, n_kv=n, d=d, d_v=d, dtype="bf16", features=features)
+    sizes = {"batch": TOKENS // n, "heads": heads, "kv_heads": heads // sharing, "n_q": n, "n_kv": n, "d": d, "d_v": d}
+    return Problem(**sizes, dtype=dtype, features=features)
 
 
 def _bands() -> Iterator[tuple[str, Features]]:
@@ -93,7 +94,8 @@ def _features() -> Iterator[Cell]:
 
 def _fp8() -> Iterator[Cell]:
     for case, features in _bands():
-        yield Cell(group="fp8", case=case, problem=_problem(128, 16384, features), peers=("ours in bf16", "cudnn"))
+        problem = _problem(128, 16384, features, dtype="fp8")
+        yield Cell(group="fp8", case=case, problem=problem, peers=("ours in bf16", "cudnn"))
 
 
 def _decode() -> Iterator[Cell]:

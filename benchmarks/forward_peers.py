@@ -11,10 +11,8 @@ from forward_cells import Cell
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from flashtune import dispatch
-from flashtune.core import reference
-from flashtune.core.problem import Features
 from flashtune.core.results import Measurement
-from flashtune.core.tolerances import TOLERANCES, Tolerance
+from flashtune.core.tolerances import Tolerance, tolerance
 from flashtune.tuner import tasks
 from flashtune.tuner.framework import framework_call
 from flashtune.tuner.inputs import Inputs, make_inputs
@@ -27,8 +25,6 @@ SOFTCAP = 30.0
 
 COPY_BYTES = 1 << 30
 """Bytes that the device copy reads, and writes again: far more than any cache holds."""
-
-FP8 = torch.float8_e4m3fn
 
 MANY_ROWS = 4096
 """Up to so many rows all are compared with the oracle; beyond it, slices of four heads."""
@@ -61,13 +57,16 @@ class Checked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """A cell's inputs: as the oracle sees them, as the framework takes them, and as the arguments of dispatch.attention."""
+    """A cell's inputs, the bf16 ones of the same values that stand for fp8 before the framework, and the words of our call."""
 
-    truth: Inputs
+    inputs: Inputs
     framework: Inputs
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     words: dict[str, Any]
-    slopes: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v."""
+        return self.inputs.q, self.inputs.k, self.inputs.v
 
     def ours(self) -> torch.Tensor:
         """Our call."""
@@ -86,8 +85,6 @@ def data_of(cell: Cell, device: torch.device | str, seed: int) -> Data:
     """Random inputs of a cell on `device`."""
     inputs = make_inputs(cell.problem, device=device, seed=seed)
     p, f, mask = cell.problem, cell.problem.features, inputs.keywords["mask"]
-    if f.softcap:
-        inputs = replace(inputs, keywords={**inputs.keywords, "softcap": SOFTCAP})
     words: dict[str, Any] = {"is_causal": f.causal, "enable_gqa": p.gqa_ratio > 1}
     if f.window is not None:
         words["window"] = f.window
@@ -95,45 +92,25 @@ def data_of(cell: Cell, device: torch.device | str, seed: int) -> Data:
         # As small as it is: expanding it is the callee's business.
         words["attn_mask"] = mask[0, 0] if f.mask == "bool" else mask[:1]
     if f.softcap:
+        inputs = replace(inputs, keywords={**inputs.keywords, "softcap": SOFTCAP})
         words["softcap"] = SOFTCAP
     if f.dropout:
         words |= {"dropout_p": inputs.keywords["dropout_p"], "seed": seed}
-    if cell.case == "alibi":
-        return _with_alibi(inputs, words)
-    if cell.group == "fp8":
-        return _in_fp8(inputs, words)
-    return Data(truth=inputs, framework=inputs, tensors=(inputs.q, inputs.k, inputs.v), words=words)
+    if f.alibi:
+        words["alibi_slopes"] = inputs.keywords["slopes"]
+    if p.dtype != "fp8":
+        return Data(inputs=inputs, framework=inputs, words=words)
+    words |= dict(zip(("q_descale", "k_descale", "v_descale"), inputs.keywords["descale"], strict=True))
+    return Data(inputs=inputs, framework=_widened(inputs), words=words)
 
 
-def _with_alibi(inputs: Inputs, words: dict[str, Any]) -> Data:
-    """ALiBi with the slopes of Press et al. (2022); the framework gets it and the causal band as one bias (1, H, N, N)."""
-    p, device = inputs.problem, inputs.q.device
-    slopes = 2.0 ** (-8.0 * torch.arange(1, p.heads + 1, device=device) / p.heads)
-    rows = torch.arange(p.n_q, device=device)[:, None]
-    bias = -slopes[:, None, None] * (rows - torch.arange(p.n_kv, device=device)).abs()  # [H, N_q, N_kv]
-    shape = (p.batch, p.heads, p.n_q, p.n_kv)
-    banded = bias.to(inputs.q.dtype).masked_fill_(~reference.band(p.n_q, p.n_kv, left=None, right=0, diagonal=0, device=device), -torch.inf)
-    return Data(
-        truth=replace(inputs, keywords={**inputs.keywords, "mask": bias.expand(shape)}),
-        framework=replace(
-            inputs, problem=replace(p, features=Features(mask="bias")), keywords={**inputs.keywords, "mask": banded.expand(shape)}
-        ),
-        tensors=(inputs.q, inputs.k, inputs.v),
-        words={**words, "alibi_slopes": slopes},
-        slopes=slopes,
-    )
-
-
-def _in_fp8(inputs: Inputs, words: dict[str, Any]) -> Data:
-    """e4m3 with a factor for each head of each batch; the oracle sees what the rounded values stand for, the framework bf16."""
-    tensors, truth = [], []
-    for x in (inputs.q, inputs.k, inputs.v):
-        factor = x.float().abs().amax((-2, -1)) / torch.finfo(FP8).max  # [B, H]
-        tensors.append((x.float() / factor[..., None, None]).to(FP8))
-        truth.append(tensors[-1].float() * factor[..., None, None])
-        words = {**words, f"{'qkv'[len(truth) - 1]}_descale": factor}
-    q, k, v = tensors
-    return Data(truth=replace(inputs, q=truth[0], k=truth[1], v=truth[2]), framework=inputs, tensors=(q, k, v), words=words)
+def _widened(inputs: Inputs) -> Inputs:
+    """What fp8 inputs stand for, rounded to bf16."""
+    keywords = dict(inputs.keywords)
+    factors = keywords.pop("descale")
+    tensors = (inputs.q, inputs.k, inputs.v)
+    q, k, v = ((x.float() * factor[..., None, None]).bfloat16() for x, factor in zip(tensors, factors, strict=True))
+    return replace(inputs, problem=replace(inputs.problem, dtype="bf16"), q=q, k=k, v=v, keywords=keywords)
 
 
 def peers_of(cell: Cell, data: Data) -> tuple[dict[str, Run], dict[str, str]]:
@@ -169,7 +146,7 @@ def _peer(name: str, cell: Cell, data: Data) -> Run | None:
 
 def flex_call(cell: Cell, data: Data) -> Run | None:
     """FlexAttention, compiled for this cell alone; None where it can't express it. The mask's blocks are found outside of what is timed."""
-    p, words = cell.problem, data.truth.keywords
+    p = cell.problem
     if p.features.dropout:
         return None
     score_mod, mask_mod = _score_mod(cell, data), _mask_mod(cell, data)
@@ -178,18 +155,20 @@ def flex_call(cell: Cell, data: Data) -> Run | None:
     # What was compiled for other cells counts towards a limit, past which nothing is compiled any more.
     torch.compiler.reset()
     compiled = torch.compile(flex_attention, dynamic=False)
-    return lambda: compiled(q, k, v, score_mod=score_mod, block_mask=blocks, scale=words["scale"], enable_gqa=p.gqa_ratio > 1)
+    return lambda: compiled(
+        q, k, v, score_mod=score_mod, block_mask=blocks, scale=data.inputs.keywords["scale"], enable_gqa=p.gqa_ratio > 1
+    )
 
 
 def _score_mod(cell: Cell, data: Data) -> Callable[..., torch.Tensor] | None:
     """What a cell does to a score, as FlexAttention takes it."""
-    if data.slopes is not None:
-        slopes = data.slopes
+    if cell.problem.features.alibi:
+        slopes = data.inputs.keywords["slopes"][0]
         return lambda score, b, h, i, j: score - slopes[h] * (i - j)
     if cell.problem.features.softcap:
         return lambda score, b, h, i, j: SOFTCAP * torch.tanh(score / SOFTCAP)
     if cell.problem.features.mask == "bias":
-        bias = data.truth.keywords["mask"][0]
+        bias = data.inputs.keywords["mask"][0]
         return lambda score, b, h, i, j: score + bias[h, i, j]
     return None
 
@@ -197,7 +176,7 @@ def _score_mod(cell: Cell, data: Data) -> Callable[..., torch.Tensor] | None:
 def _mask_mod(cell: Cell, data: Data) -> Callable[..., torch.Tensor] | None:
     """Which pairs a cell keeps, as FlexAttention takes it."""
     if cell.problem.features.mask == "bool":
-        mask = data.truth.keywords["mask"][0, 0]
+        mask = data.inputs.keywords["mask"][0, 0]
         return lambda b, h, i, j: mask[i, j]
     left, right = cell.problem.features.sides
     if left is not None:
@@ -235,12 +214,13 @@ def check_cell(cell: Cell, device: str, seed: int) -> Checked:
     # Asked afterwards: a kernel that failed has given way to another by then.
     chosen = dispatch.explain(*data.tensors, **data.words)
     p = cell.problem
-    expected = oracle(data.truth, everywhere(p) if p.batch * p.heads * p.n_q <= MANY_ROWS else places(p, seed))
-    errors = {OURS: error_of(out, expected, TOLERANCES["fp8" if cell.group == "fp8" else p.dtype])}
+    expected = oracle(data.inputs, everywhere(p) if p.batch * p.heads * p.n_q <= MANY_ROWS else places(p, seed))
+    bounds = tolerance(p.spec())
+    errors = {OURS: error_of(out, expected, bounds)}
     runs, notes = peers_of(cell, data)
-    if not p.features.dropout and cell.group != "fp8":
-        # Dropout's masks and fp8's values are not the framework's.
-        errors |= {name: error_of(run(), expected, TOLERANCES[p.dtype]) for name, run in runs.items() if name != "copy"}
+    if not p.features.dropout and p.dtype != "fp8":
+        # Dropout's pairs and fp8's roundings are not the framework's.
+        errors |= {name: error_of(run(), expected, bounds) for name, run in runs.items() if name != "copy"}
     return Checked(
         kind=chosen.kind,
         template=chosen.template,

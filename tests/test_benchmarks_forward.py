@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -55,7 +54,8 @@ def test_the_cells_are_those_of_every_claim() -> None:
     assert all(cell.problem.batch * 4096 == 16384 and cell.problem.n_q == cell.problem.n_kv == 4096 for cell in features)
     assert find("features", "gqa", d=64).problem.gqa_ratio == 4
     assert find("features", "window", d=64).problem.features.window == (1024, 0)
-    assert [(c.problem.d, c.problem.n_kv, c.problem.features.causal) for c in cells(("fp8",))] == [(128, 16384, False), (128, 16384, True)]
+    fp8 = [cell.problem for cell in cells(("fp8",))]
+    assert [(p.d, p.n_kv, p.dtype, p.features.causal) for p in fp8] == [(128, 16384, "fp8", False), (128, 16384, "fp8", True)]
     decode = [cell.problem for cell in cells(("decode",))]
     assert [(p.d, p.batch, p.n_kv) for p in decode] == [(128, 16, 4096), (128, 1, 65536), (128, 1, 8192), (64, 16, 4096)]
     assert all((p.n_q, p.heads, p.kv_heads) == (1, 32, 8) for p in decode)
@@ -177,71 +177,42 @@ CASES = [cell for cell in cells() if cell.group != "plain" or cell.problem.n_kv 
 
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("cell", [cell for cell in CASES if cell.group != "fp8" and cell.case != "alibi"], ids=lambda cell: cell.name)
+@pytest.mark.parametrize("cell", CASES, ids=lambda cell: cell.name)
 def test_every_peer_that_runs_computes_the_cell(cell: Cell) -> None:
     little = small(cell)
     checked = forward_peers.check_cell(little, "cpu", 0)
     assert checked.kind == "framework"
     assert not Row(cell=little, checked=checked).wrong
     assert "cudnn" in checked.notes, "which no CPU has"
+    assert all(error.tolerances <= 1 for error in checked.errors.values()), checked.errors
     if cell.problem.features.dropout:
         assert checked.notes["flex"] == "can't express it"
-        assert set(checked.errors) == {OURS}
-    else:
-        assert {"flex"} <= set(checked.errors)
-        assert all(error.tolerances <= 1 for error in checked.errors.values()), checked.errors
+    assert set(checked.errors) >= ({OURS} if cell.problem.features.dropout or cell.group == "fp8" else {OURS, "flex"})
     times = forward_peers.time_cell(little, "cpu", 0, 0.1)
     assert set(times) == {OURS, *(set(cell.peers) - set(checked.notes))}
 
 
-@pytest.mark.usefixtures("on_cpu")
-@pytest.mark.filterwarnings("ignore")
-def test_alibi_reaches_every_peer_in_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    served: list[dict[str, Any]] = []
-
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **words: Any) -> torch.Tensor:
-        served.append(words)
-        distance = (torch.arange(80)[:, None] - torch.arange(80)).abs()
-        bias = (-words["alibi_slopes"][:, None, None] * distance).masked_fill(torch.ones(80, 80).triu(1) > 0, -torch.inf)
-        return torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), bias).to(q.dtype)
-
-    monkeypatch.setattr(dispatch, "attention", attention)
-    monkeypatch.setattr(dispatch, "explain", lambda *_, **__: dispatch.Explanation(kind="exact", reason="", gpu="cpu"))
-    checked = forward_peers.check_cell(small(find("features", "alibi", d=64)), "cpu", 0)
-    assert served[0]["is_causal"] is True
-    assert served[0]["alibi_slopes"].tolist() == [2**-2, 2**-4, 2**-6, 2**-8]
-    assert checked.errors[OURS].tolerances <= 1
-    assert checked.errors["flex"].tolerances <= 1
-
-
-@pytest.mark.usefixtures("on_cpu")
-@pytest.mark.filterwarnings("ignore")
-def test_fp8_inputs_stand_for_what_the_oracle_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = dispatch.attention
-
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **words: Any) -> torch.Tensor:
-        factors = [words.pop(f"{name}_descale", torch.ones(2, 4)) for name in "qkv"]
-        q, k, v = (x.float() * factor[..., None, None] for x, factor in zip((q, k, v), factors, strict=True))
-        return plain(q, k, v, **words).bfloat16()
-
-    monkeypatch.setattr(dispatch, "attention", attention)
-    monkeypatch.setattr(dispatch, "explain", lambda *_, **__: dispatch.Explanation(kind="exact", reason="", gpu="cpu"))
-    monkeypatch.setitem(forward_peers.TOLERANCES, "fp8", forward_peers.TOLERANCES["bf16"])
-    for case in ("full", "causal"):
-        cell = small(find("fp8", case))
-        checked = forward_peers.check_cell(cell, "cpu", 0)
-        assert set(checked.errors) == {OURS}
-        assert checked.errors[OURS].tolerances <= 1
-        assert "ours in bf16" in forward_peers.time_cell(cell, "cpu", 0, 0.1)
+def test_every_feature_reaches_our_call() -> None:
+    words = {cell.case: forward_peers.data_of(small(cell), "cpu", 5).words for cell in CASES}
+    assert words["mask"]["attn_mask"].shape == (80, 80)
+    assert words["bias"]["attn_mask"].shape == (1, 4, 80, 80)
+    assert words["dropout"]["dropout_p"] == 0.1 and words["dropout"]["seed"] == 5
+    assert words["window"]["window"] == (1024, 0) and words["window"]["is_causal"]
+    assert words["alibi"]["alibi_slopes"][0].tolist() == [2**-2, 2**-4, 2**-6, 2**-8]
+    assert words["softcap"]["softcap"] == 30.0
+    assert words["gqa"]["enable_gqa"]
+    fp8 = forward_peers.data_of(small(find("fp8", "causal")), "cpu", 5)
+    assert fp8.inputs.q.dtype == torch.float8_e4m3fn and fp8.framework.q.dtype == torch.bfloat16
+    assert fp8.words["v_descale"].shape == (2, 4)
 
 
 def test_a_cell_that_our_dispatch_doesnt_take_is_skipped_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def attention(*_: object, **__: object) -> None:
-        raise TypeError("attention() got an unexpected keyword argument 'q_descale'")
+        raise TypeError("query has dtype torch.float8_e4m3fn")
 
     monkeypatch.setattr(dispatch, "attention", attention)
     checked = forward_peers.check_cell(small(find("fp8", "full")), "cpu", 0)
-    assert "'q_descale'" in checked.skipped
+    assert "float8_e4m3fn" in checked.skipped
     assert not checked.errors
 
 
