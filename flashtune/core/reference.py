@@ -88,6 +88,13 @@ def alibi(slopes: torch.Tensor, n_q: int, n_kv: int, diagonal: int) -> torch.Ten
     return -slopes[..., None, None] * distances(n_q, n_kv, diagonal, slopes.device).abs()
 
 
+def joined(bias: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """A bias and a mask (bool: True attends, or another bias) as one bias, in the wider of their dtypes."""
+    if mask is None:
+        return bias
+    return bias.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else bias + mask
+
+
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,

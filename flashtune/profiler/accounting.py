@@ -3,7 +3,8 @@
 What is counted, so that the figures can be checked by hand:
 
 - Every tensor is in the problem's own element type, S and P = softmax(S) included (with fp8 inputs, S, P and O are bf16), and a step
-  reads each of its inputs once and writes its output once. Caches are not modelled: between two kernels S is too large for them at the sizes that matter.
+  reads each of its inputs once and writes its output once. Caches are not modelled: between two kernels S is too large for them at
+  the sizes that matter.
 - The standard pipeline is Q K^T; scale and mask; softmax; dropout; P V. The three elementwise steps run as one pass over S
   (`fused`) or as one pass each (`separate`). Masks come from indices and dropout from a counter, so neither is read from memory.
 - A fused kernel reads Q, K and V once and writes O and the float32 log-sum-exp (`Problem.io_bytes`); S never leaves the chip.

@@ -1,8 +1,8 @@
 """Attention forward with plain pointers.
 
 Compiled in: fwd-bf16-d128-causal
-Template: flash_fwd bef9f1a02eabb0c2
-Variant: 1b555663c68202a9
+Template: flash_fwd 76d3231af8869e14
+Variant: 3f8d6202371dc772
 Config: BLOCK_M=128 BLOCK_N=64 LOAD_V_EARLY=False ORDER=longest_first maxnreg=0 num_stages=2 num_warps=8
 
 Generated; do not edit. `flashtune generate` writes it anew.

@@ -1,8 +1,8 @@
 """Attention forward with TMA descriptors.
 
 Compiled in: fwd-bf16-d128
-Template: flash_fwd_tma c80673c4167b944b
-Variant: 48d2a31e52e17600
+Template: flash_fwd_tma af1338183b3ce4e7
+Variant: 7a2a0e565e4fb438
 Config: BLOCK_M=128 BLOCK_N=64 ORDER=rows maxnreg=0 num_stages=2 num_warps=8
 
 Generated; do not edit. `flashtune generate` writes it anew.

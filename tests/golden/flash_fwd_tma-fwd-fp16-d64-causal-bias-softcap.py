@@ -1,8 +1,8 @@
 """Attention forward with TMA descriptors.
 
 Compiled in: fwd-fp16-d64-causal-softcap-bias
-Template: flash_fwd_tma c80673c4167b944b
-Variant: 9b2854163a23fe22
+Template: flash_fwd_tma af1338183b3ce4e7
+Variant: 6b634207ffcacea4
 Config: BLOCK_M=128 BLOCK_N=64 ORDER=grouped maxnreg=168 num_stages=2 num_warps=8
 
 Generated; do not edit. `flashtune generate` writes it anew.
