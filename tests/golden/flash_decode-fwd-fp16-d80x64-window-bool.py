@@ -1,8 +1,8 @@
 """Attention forward for few query rows: several programs share the keys of a tile.
 
 Compiled in: fwd-fp16-d80x64-window-bool
-Template: flash_decode 4e76eb5a902abed0
-Variant: 23b20136e7ce1221
+Template: flash_decode aca5ef65229eef3b
+Variant: 39927c2979c9d0ec
 Config: BLOCK_M=16 BLOCK_N=64 combine=kernel loads=tma num_stages=3 num_warps=4 programs=2
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -225,7 +225,8 @@ def accepts(q, k, v, mask):
 
 def split_count(tiles, keys, device):
     """How many programs share the keys of a tile: the fewest whose longest share is as short as with 2 programs to an SM."""
-    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    # Where nothing is timed, few programs will do.
+    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
     blocks = max(triton.cdiv(keys, 64), 1)
     splits = min(max(2 * sms // tiles, 1), blocks)
     return triton.cdiv(blocks, triton.cdiv(blocks, splits))

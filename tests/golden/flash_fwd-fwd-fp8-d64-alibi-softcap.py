@@ -1,8 +1,8 @@
 """Attention forward with plain pointers.
 
 Compiled in: fwd-fp8-d64-alibi-softcap
-Template: flash_fwd 6f70dc47eb871471
-Variant: 5848cbcbaf536a7d
+Template: flash_fwd 0a64cc0b58efed78
+Variant: ceeb9acf5a6de9e0
 Config: BLOCK_M=128 BLOCK_N=64 LOAD_V_EARLY=False ORDER=rows maxnreg=0 num_stages=2 num_warps=8
 
 Generated; do not edit. `flashtune generate` writes it anew.
