@@ -166,6 +166,14 @@ def test_explain_names_the_record_that_a_search_stored(
     assert found["config"] == searched[1][0]["config"]
 
 
+def test_explain_takes_alibi_and_fp8() -> None:
+    result = flashtune("explain", "--gpu-name", "l4", "--d", "64", "--n", "1024", "--dtype", "float8_e4m3fn", "--alibi", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["kind"], found["template"], found["key"]["dtype"]) == ("default", "flash_fwd", "fp8")
+    assert found["key"]["features"] == '{"alibi":true}'
+
+
 def test_generate_writes_kernels_that_regenerating_does_not_change(searched: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
     words = ("generate", "--db", str(searched[0]), "--out", str(tmp_path))
     first = flashtune(*words)

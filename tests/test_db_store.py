@@ -49,6 +49,7 @@ def problems(draw: st.DrawFn) -> Problem:
             dropout=draw(st.booleans()),
             softcap=draw(st.booleans()),
             tf32=dtype == "fp32" and draw(st.booleans()),
+            alibi=draw(st.booleans()),
         ),
     )
 

@@ -11,6 +11,7 @@ from flashtune import dispatch
 from flashtune.core.errors import FlashtuneError, InputError, InputTypeError
 
 Q = torch.randn(2, 4, 8, 16)
+E4M3 = Q.to(torch.float8_e4m3fn)
 GQA = torch.randn(2, 2, 8, 16)
 NESTED = torch.nested.nested_tensor([torch.randn(4, 3, 16), torch.randn(4, 5, 16)])
 
@@ -66,6 +67,24 @@ OURS: list[tuple[str, tuple[Any, ...], dict[str, Any], type[FlashtuneError], str
     ("alignment-unhashable", (Q, Q, Q), {"causal_alignment": []}, InputError, "unknown causal_alignment []"),
     ("seed-float", (Q, Q, Q), {"seed": 1.5, "dropout_p": 0.1}, InputTypeError, "seed must be an integer, not float"),
     ("seed-large", (Q, Q, Q), {"seed": 2**64, "dropout_p": 0.1}, InputError, "seed=18446744073709551616 does not fit into 64 bits"),
+    ("alibi-number", (Q, Q, Q), {"alibi_slopes": 0.5}, InputTypeError, "alibi_slopes must be a tensor or None, not float"),
+    ("alibi-half", (Q, Q, Q), {"alibi_slopes": torch.ones(4).half()}, InputTypeError, "alibi_slopes has dtype torch.float16: use float32"),
+    (
+        "alibi-heads",
+        (Q, Q, Q),
+        {"alibi_slopes": torch.ones(3)},
+        InputError,
+        "alibi_slopes of shape (3,) doesn't broadcast to the heads",
+    ),
+    ("alibi-rank", (Q, Q, Q), {"alibi_slopes": torch.ones(1, 2, 4)}, InputError, "alibi_slopes of shape (1, 2, 4)"),
+    ("alibi-device", (Q, Q, Q), {"alibi_slopes": torch.ones(4, device="meta")}, InputError, "alibi_slopes is on meta and query on cpu"),
+    ("factor-of-float32", (Q, Q, Q), {"q_descale": 2.0}, InputError, "q_descale was given for inputs of torch.float32: only"),
+    ("factor-text", (E4M3, E4M3, E4M3), {"v_descale": "2"}, InputTypeError, "v_descale must be a number, not str"),
+    ("factor-nan", (E4M3, E4M3, E4M3), {"k_descale": float("nan")}, InputError, "k_descale=nan is not finite"),
+    ("factor-double", (E4M3, E4M3, E4M3), {"k_descale": torch.ones(()).double()}, InputTypeError, "k_descale has dtype torch.float64"),
+    ("factor-of-other-heads", (E4M3,) * 3, {"q_descale": torch.ones(2, 2)}, InputError, "doesn't broadcast to the heads (2, 4)"),
+    ("fp8-and-bf16", (E4M3, E4M3, Q.bfloat16()), {}, InputTypeError, "mixed dtypes (query torch.float8_e4m3fn"),
+    ("e5m2", (Q.to(torch.float8_e5m2),) * 3, {}, InputTypeError, "query has dtype torch.float8_e5m2: use"),
     ("lse-text", (Q, Q, Q), {"return_lse": "yes"}, InputTypeError, "return_lse must be True or False, not str"),
 ]
 

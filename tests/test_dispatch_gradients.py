@@ -84,6 +84,20 @@ def test_gradients_of_features_beyond_torch_equal_the_float64_references(
         torch.testing.assert_close(mine.grad.double(), other.grad, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("words", [{}, {"is_causal": True}, {"softcap": 1.5}, {"attn_mask": mask_with_an_empty_row()}], ids=str)
+def test_slopes_get_their_gradient(words: dict[str, Any]) -> None:
+    q, k, v = inputs()
+    slopes = torch.rand(2, 4, requires_grad=True)
+    dispatch.attention(q, k, v, alibi_slopes=slopes, **words).square().sum().backward()
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v, slopes)]
+    expected = {"mask": words.get("attn_mask"), "softcap": words.get("softcap", 0.0), "right": 0 if "is_causal" in words else None}
+    wanted, _ = reference.attention(*wide[:3], slopes=wide[3], scale=0.25, **expected)
+    wanted.square().sum().backward()
+    for mine, other in zip((q, k, v, slopes), wide, strict=True):
+        assert mine.grad is not None and other.grad is not None
+        torch.testing.assert_close(mine.grad.double(), other.grad, atol=1e-4, rtol=1e-4)
+
+
 def test_a_bias_gets_its_gradient() -> None:
     for words in ({}, {"softcap": 1.5}, {"window": 5}):
         bias = torch.randn(1, 1, 11, 13, requires_grad=True)
@@ -116,8 +130,10 @@ def test_a_needed_gradient_keeps_kernels_out_and_explain_says_so(monkeypatch: py
     q, k, v = inputs()
     assert "gradient is needed" in dispatch.explain(q, k, v).reason
     assert "gradient is needed" in dispatch.explain(q.detach(), k.detach(), v.detach(), torch.zeros(11, 13, requires_grad=True)).reason
+    slopes = torch.ones(4, requires_grad=True)
+    assert "gradient is needed" in dispatch.explain(q.detach(), k.detach(), v.detach(), alibi_slopes=slopes).reason
     with torch.no_grad():
-        assert dispatch.explain(q, k, v).kind == "default"
+        assert dispatch.explain(q, k, v, alibi_slopes=slopes).kind == "default"
         with forward_ad.dual_level():
             assert "transform" in dispatch.explain(q, k, v).reason
     reasons: list[str] = []

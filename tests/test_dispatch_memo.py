@@ -28,6 +28,7 @@ H200 = find_target("h200")
 POINTERS = family("flash_fwd")
 PROBLEM = Problem(batch=2, heads=4, kv_heads=4, n_q=40, n_kv=40, d=16, d_v=16, dtype="fp32", features=Features(causal=True))
 Q = torch.randn(2, 4, 40, 16, generator=torch.Generator().manual_seed(1))
+E4M3 = Q.to(torch.float8_e4m3fn)
 
 
 class Machine:
@@ -51,7 +52,7 @@ class Machine:
             if words["dropout_p"]:
                 keep = reference.dropout_keep(words["seed"], words["offset"], *q.shape[:3], k.shape[2], words["dropout_p"])
             left, right = (None if words[side] < 0 else words[side] for side in ("window_left", "window_right"))
-            shared = {name: words[name] for name in ("mask", "scale", "diagonal", "softcap", "dropout_p")}
+            shared = {name: words.get(name) for name in ("mask", "scale", "diagonal", "softcap", "dropout_p", "slopes", "descale")}
             found = reference.attention(q, k, v, left=left, right=right, keep=keep, dtype=torch.float32, **shared)
             out.copy_(found[0])
             lse.copy_(found[1])
@@ -196,13 +197,38 @@ def test_what_a_signature_holds_is_all_that_a_choice_depends_on(machine: Machine
         ((Q, Q[:, :, :39], Q[:, :, :39]), {"is_causal": True, "causal_alignment": "bottom_right"}),
         ((Q, Q[:, :2], Q[:, :2]), {"enable_gqa": True}),
         ((Q.clone().requires_grad_(), Q, Q), {}),
+        ((Q, Q, Q), {"alibi_slopes": torch.ones(4)}),
+        ((Q, Q, Q), {"alibi_slopes": torch.ones(2, 4)}),
+        ((Q, Q, Q), {"alibi_slopes": torch.ones(4).requires_grad_()}),
+        ((E4M3, E4M3, E4M3), {}),
+        ((E4M3, E4M3, E4M3), {"q_descale": 2.0}),
+        ((E4M3, E4M3, E4M3), {"q_descale": 3.0}),
+        ((E4M3, E4M3, E4M3), {"q_descale": torch.ones(())}),
     ]
     for number, (arguments, words) in enumerate(calls, 1):
         dispatch.attention(*arguments, **words)
         assert len(api._memo.plans) == number
     dispatch.attention(Q + 1, Q, Q)
     dispatch.attention(Q, Q, Q, dropout_p=0.5, seed=2)
+    dispatch.attention(Q, Q, Q, alibi_slopes=torch.zeros(4))
+    dispatch.attention(E4M3, E4M3, E4M3, q_descale=torch.zeros(()))
     assert len(api._memo.plans) == len(calls)
+
+
+def test_a_remembered_plan_takes_each_calls_own_slopes_and_factors(machine: Machine) -> None:
+    def wanted(x: torch.Tensor, **words: Any) -> torch.Tensor:
+        return reference.attention(x, x, x, scale=0.25, **words)[0]
+
+    for slopes in (torch.rand(4), torch.rand(4)):
+        out = dispatch.attention(Q, Q, Q, alibi_slopes=slopes)
+        torch.testing.assert_close(out, wanted(Q, slopes=slopes.expand(2, 4)).float(), atol=2e-5, rtol=2e-5)
+    ones = torch.ones(2, 4)
+    for factor in (torch.rand(2, 4), torch.rand(2, 4)):
+        out = dispatch.attention(E4M3, E4M3, E4M3, k_descale=factor, v_descale=2.0)
+        assert out.dtype == torch.bfloat16
+        torch.testing.assert_close(out.double(), wanted(E4M3, descale=(ones, factor, 2 * ones)), atol=2e-2, rtol=2e-2)
+    assert len(machine.launched) == 4
+    assert len(api._memo.plans) == 2
 
 
 def test_a_kernel_that_fails_is_warned_of_once_and_the_next_serves_from_then_on(machine: Machine, own_database: Path) -> None:

@@ -7,6 +7,7 @@ FLASHTUNE_TEST_DEVICE=cuda, on a GPU (there FLASHTUNE_TEST_PATH=framework keeps 
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -26,9 +27,11 @@ TOLERANCE = {
     torch.float16: TOLERANCES["fp16"],
     torch.bfloat16: TOLERANCES["bf16"],
     torch.float32: TOLERANCES["fp32"],
+    torch.float8_e4m3fn: TOLERANCES["fp8"],
     torch.float64: Tolerance(atol=1e-10, rtol=1e-10, lse_atol=1e-5, relative_norm=1e-10),
 }
-DTYPES = [torch.float32, torch.float16] if INTERPRETING else list(TOLERANCE)
+DTYPES = [torch.float32, torch.float16, torch.float8_e4m3fn] if INTERPRETING else list(TOLERANCE)
+FP8 = torch.float8_e4m3fn
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -61,6 +64,8 @@ class Call:
     scale: float | None
     return_lse: bool
     seed: int
+    alibi: str
+    descales: tuple[str, str, str]
 
 
 @st.composite
@@ -88,7 +93,17 @@ def calls(draw: st.DrawFn) -> Call:
         scale=draw(st.sampled_from([None, None, 0.3, 0.0, -0.2])),
         return_lse=draw(st.booleans()),
         seed=draw(st.one_of(st.integers(0, 2**64 - 1), st.integers(-(2**63), -1))),
+        alibi=draw(st.sampled_from(["none", "none", "heads", "batch"])),
+        descales=draw(st.tuples(*[st.sampled_from(["none", "number", "one", "heads", "batch"])] * 3)),
     )
+
+
+def per_head(call: Call, kind: str, heads: int, generator: torch.Generator) -> torch.Tensor | float | None:
+    """A number for each head, in one of the forms that are taken."""
+    sizes = {"one": (), "heads": (heads,), "batch": (*call.batch, heads)}
+    if kind in sizes:
+        return torch.rand(sizes[kind], generator=generator).add(0.5).to(DEVICE)
+    return 0.75 if kind == "number" else None
 
 
 def tensor(call: Call, rows: int, heads: int, columns: int, generator: torch.Generator) -> torch.Tensor:
@@ -117,13 +132,26 @@ def mask_of(call: Call, generator: torch.Generator) -> torch.Tensor | None:
     if call.mask == "bool":
         return visible.to(DEVICE)
     bias = torch.randn(shape, generator=generator).masked_fill(~visible, float("-inf"))
-    return bias.to(torch.float32 if call.mask == "bias32" else call.dtype).to(DEVICE)
+    return bias.to(torch.float32 if call.mask == "bias32" else out_dtype(call.dtype)).to(DEVICE)
 
 
-def expected(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def out_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.bfloat16 if dtype == FP8 else dtype
+
+
+def expected(
+    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, extras: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
     def flat(x: torch.Tensor) -> torch.Tensor:
         return x.double().cpu().expand(*call.batch, *x.shape[-3:]).reshape(-1, *x.shape[-3:])
 
+    def wide(x: torch.Tensor | float | None, heads: int) -> torch.Tensor:
+        x = torch.as_tensor(1.0 if x is None else x).double().cpu()
+        return x.expand(*call.batch, heads).reshape(-1, heads)
+
+    counts = {"q_descale": call.heads, "k_descale": call.kv_heads, "v_descale": call.kv_heads}
+    q_factor, k_factor, v_factor = (wide(extras.get(name), heads) for name, heads in counts.items())
+    slopes = extras["alibi_slopes"]
     left, right = call.window if isinstance(call.window, tuple) else (call.window, call.window)
     left, right = (None if side == -1 else side for side in (left, right))
     sizes = (*call.batch, call.heads, call.n_q, call.n_kv)
@@ -144,6 +172,8 @@ def expected(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask
         softcap=call.softcap,
         keep=keep if call.dropout_p else None,
         dropout_p=call.dropout_p if call.dropout_p < 1.0 else 0.0,
+        slopes=None if slopes is None else wide(slopes, call.heads),
+        descale=(q_factor, k_factor, v_factor),
     )
     return out.view(*sizes[:-1], call.d_v), lse.view(sizes[:-1])
 
@@ -165,14 +195,19 @@ def test_every_combination_of_features_agrees_with_the_float64_reference(call: C
         v = v.expand(*call.batch, *v.shape[-3:])
     mask = mask_of(call, generator)
     arguments = (q, k, v, mask, call.dropout_p, call.causal, call.scale, call.heads != call.kv_heads)
-    extras = {"window": call.window, "softcap": call.softcap, "causal_alignment": call.alignment, "seed": call.seed}
-    wanted, wanted_lse = expected(call, q, k, v, mask)
+    extras: dict[str, Any] = {"window": call.window, "softcap": call.softcap, "causal_alignment": call.alignment, "seed": call.seed}
+    extras["alibi_slopes"] = per_head(call, call.alibi, call.heads, generator)
+    if call.dtype == FP8:
+        counts = {"q_descale": call.heads, "k_descale": call.kv_heads, "v_descale": call.kv_heads}
+        for (name, heads), kind in zip(counts.items(), call.descales, strict=True):
+            extras[name] = per_head(call, kind, heads, generator)
+    wanted, wanted_lse = expected(call, q, k, v, mask, extras)
     served = dispatch.attention(*arguments, **extras, return_lse=call.return_lse)
     out, lse = served if call.return_lse else (served, None)
     if INTERPRETING:
         assert dispatch.explain(*arguments, **extras, return_lse=call.return_lse).kind == "default", "a kernel served"
     tolerance = TOLERANCE[call.dtype]
-    assert out.dtype == call.dtype and out.shape == wanted.shape and out.device == q.device
+    assert out.dtype == out_dtype(call.dtype) and out.shape == wanted.shape and out.device == q.device
     assert_close(out, wanted, tolerance, 1.0 / (1.0 - call.dropout_p) if call.dropout_p < 1.0 else 1.0)
     empty = wanted_lse == float("-inf")
     assert (out.cpu()[empty] == 0).all(), "rows with nothing to attend to give 0"

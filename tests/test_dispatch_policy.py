@@ -197,6 +197,8 @@ def test_what_won_a_decoding_step_never_serves_prefill_nor_the_reverse() -> None
         replace(PROBLEM, features=Features()),
         replace(PROBLEM, features=Features(causal=True, dropout=True)),
         replace(PROBLEM, features=Features(causal=True, window=(1024, 0))),
+        replace(PROBLEM, features=Features(causal=True, alibi=True)),
+        replace(PROBLEM, dtype="fp8"),
     ],
     ids=lambda problem: problem.label(),
 )
@@ -204,9 +206,10 @@ def test_records_of_another_kind_of_problem_never_serve(other: Problem) -> None:
     assert choose(PROBLEM, H200, [record(other), record(other, H100)], FAMILIES).kind == "default"
 
 
-def test_the_alignment_alone_makes_a_near_record_not_an_exact_one() -> None:
-    lower = replace(sized(4096, n_q=2048), features=Features(causal=True, alignment="bottom_right"))
-    upper = sized(4096, n_q=2048)
+@pytest.mark.parametrize("features", [Features(causal=True), Features(alibi=True), Features(alibi=True, window=(64, 64))], ids=str)
+def test_the_alignment_alone_makes_a_near_record_not_an_exact_one(features: Features) -> None:
+    upper = replace(sized(4096, n_q=2048), features=features)
+    lower = replace(upper, features=replace(features, alignment="bottom_right"))
     assert choose(lower, H200, [record(upper)], FAMILIES).kind == "near_n"
     same = record(lower, variant_id="f" * 16)
     assert choose(lower, H200, [record(upper), same], FAMILIES).record is same

@@ -43,8 +43,10 @@ def test_autocast_does_not_lower_the_composites_precision() -> None:
         (True, {"is_causal": True}),
         (False, {"softcap": 2.0, "return_lse": True}),
         (False, {"dropout_p": 0.3, "seed": 2**63 + 5}),
+        (False, {"alibi_slopes": torch.rand(4)}),
+        (True, {"alibi_slopes": torch.rand(2, 4), "return_lse": True}),
     ],
-    ids=["causal", "causal-dynamic", "softcap", "dropout"],
+    ids=["causal", "causal-dynamic", "softcap", "dropout", "alibi", "alibi-dynamic"],
 )
 def test_torch_compile_takes_it_whole_with_and_without_gradients(dynamic: bool, words: dict[str, Any]) -> None:
     def served(x: torch.Tensor) -> torch.Tensor:
@@ -59,6 +61,27 @@ def test_torch_compile_takes_it_whole_with_and_without_gradients(dynamic: bool, 
         compiled(ours).square().sum().backward()
         served(theirs).square().sum().backward()
         torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_torch_compile_takes_fp8_with_factors(dynamic: bool) -> None:
+    def served(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        return dispatch.attention(x, x, x, is_causal=True, q_descale=0.5, k_descale=factor)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(served, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for x in (Q, Q[:, :, :17]):
+        e4m3, factor = x.to(torch.float8_e4m3fn), torch.rand(4)
+        found = compiled(e4m3, factor)
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found, served(e4m3, factor))
+
+
+def test_autocast_leaves_fp8_with_its_factors() -> None:
+    e4m3 = Q.to(torch.float8_e4m3fn)
+    plain = dispatch.attention(e4m3, e4m3, e4m3, v_descale=3.0)
+    with torch.autocast("cpu", torch.float16):
+        assert torch.equal(dispatch.attention(e4m3, e4m3, e4m3, v_descale=3.0), plain)
 
 
 def test_an_error_under_torch_compile_is_still_ours() -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashtune.core.dtypes import DTYPES, ITEMSIZE, DType
+from flashtune.core.dtypes import DTYPES, ITEMSIZE, DType, output_dtype
 from flashtune.core.errors import InputError
 from flashtune.core.problem import Problem
 from flashtune.profiler.accounting import ELEMENTWISE, Elementwise, fused_step, standard_steps, tensor_bytes, total
@@ -64,7 +64,8 @@ def test_every_byte_belongs_to_a_tensor(problem: Problem, elementwise: Elementwi
     assert whole.score_bytes == crossings * size["S"]
     assert whole.bytes - whole.score_bytes == size["Q"] + size["K"] + size["V"] + size["O"]
     assert whole.bytes == whole.read_bytes + whole.write_bytes
-    assert sum(size.values()) - size["S"] == 4 * problem.batch * problem.heads * problem.n_q * problem.d * ITEMSIZE[problem.dtype]
+    itemsize, out_itemsize = ITEMSIZE[problem.dtype], ITEMSIZE[output_dtype(problem.dtype)]
+    assert sum(size.values()) - size["S"] == problem.batch * problem.heads * problem.n_q * problem.d * (3 * itemsize + out_itemsize)
 
 
 @given(problems, passes)

@@ -65,6 +65,13 @@ def test_json_without_a_gpu_says_so_and_leaves_measurements_null() -> None:
     ]
 
 
+def test_fp8_is_counted_with_scores_in_bf16_and_not_measured() -> None:
+    found = run_json("--n", "1024", "--d", "64", "--dtype", "e4m3", "--gpu-name", "h200")
+    assert found["measured"] is None and "take no fp8" in found["not_measured"]
+    tensors = found["tensors"]
+    assert (tensors["O"], tensors["S"]) == (2 * tensors["Q"], 2 * 16 * 1024 * 1024)
+
+
 def test_json_of_the_v100_has_its_crossover_and_97_percent_of_scores_for_one_long_head() -> None:
     found = run_json("--b", "1", "--h", "1", "--n", "4096", "--d", "128", "--gpu-name", "Tesla V100-PCIE-16GB")
     assert found["target"]["slug"] == "v100"

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from flashtune.core import reference
 from flashtune.core.config import Config
+from flashtune.core.dtypes import DType
 from flashtune.core.errors import InputError
 from flashtune.core.problem import Features, Problem
 from flashtune.core.results import CompileFacts, Fate, Measurement, Outcome
@@ -25,6 +26,7 @@ from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner import tasks, verify
 from flashtune.tuner.compile import cross_compile
 from flashtune.tuner.cost import key_blocks, predict_us
+from flashtune.tuner.framework import framework_call
 from flashtune.tuner.inputs import make_inputs
 from flashtune.tuner.search import ranked
 from flashtune.tuner.space import Candidate, SearchSpace
@@ -42,15 +44,16 @@ def by_the_book(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Te
     if words["dropout_p"]:
         keep = reference.dropout_keep(words["seed"], words["offset"], q.shape[0], q.shape[1], q.shape[2], k.shape[2], words["dropout_p"])
     sides = {side: None if words[f"window_{side}"] < 0 else words[f"window_{side}"] for side in ("left", "right")}
-    shared = {name: words[name] for name in ("mask", "scale", "diagonal", "softcap", "dropout_p")}
+    shared = {name: words.get(name) for name in ("mask", "scale", "diagonal", "softcap", "dropout_p", "slopes", "descale")}
     found = reference.attention(q, k, v, keep=keep, dtype=torch.float32, **sides, **shared)
     out.copy_(found[0])
     lse.copy_(found[1])
 
 
-@pytest.mark.parametrize("features", [Features(), Features(mask="bool"), EVERYTHING], ids=lambda f: f.label())
-def test_a_right_launch_passes_the_oracle(features: Features) -> None:
-    problem = replace(PROBLEM, features=features)
+@pytest.mark.parametrize("dtype", ["fp32", "fp8"])
+@pytest.mark.parametrize("features", [Features(), Features(mask="bool"), Features(alibi=True), EVERYTHING], ids=lambda f: f.label())
+def test_a_right_launch_passes_the_oracle(features: Features, dtype: DType) -> None:
+    problem = replace(PROBLEM, features=features, dtype=dtype)
     full = make_inputs(problem, device="cpu", seed=1)
     found = verify.Verifier(problem, device="cpu", seed=2, full_size=full).verdict(by_the_book)
     assert found.reason == ""
@@ -86,17 +89,90 @@ def test_empty_rows_must_have_an_lse_of_minus_infinity() -> None:
     assert "-inf" in verify.Verifier(problem, device="cpu", seed=2).verdict(spoiled("finite lse")).reason
 
 
+def rounded_to_e4m3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, **words: Any) -> None:
+    """A right launch for plain fp8 inputs whose weights, relative to the row's largest, are e4m3."""
+    q_wide, k_wide, v_wide = (x.float() * f[..., None, None] for x, f in zip((q, k, v), words["descale"], strict=True))
+    ratio = q.shape[1] // k.shape[1]
+    scores = words["scale"] * (q_wide @ k_wide.repeat_interleave(ratio, 1).mT)
+    if words["window_right"] == 0:
+        scores = scores.masked_fill(~reference.band(q.shape[2], k.shape[2], left=None, right=0, diagonal=words["diagonal"]), float("-inf"))
+    largest = scores.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
+    weights = torch.exp(scores - largest)
+    total = weights.sum(-1, keepdim=True)
+    lse.copy_((largest + total.log())[..., 0])
+    out.copy_((weights.to(torch.float8_e4m3fn).float() @ v_wide.repeat_interleave(ratio, 1)) / total.clamp_min(1e-30))
+
+
+@pytest.mark.parametrize("d", [16, 64])
+@pytest.mark.parametrize("causal", [False, True])
+def test_weights_rounded_to_e4m3_are_right_and_a_tenth_off_is_not(causal: bool, d: int) -> None:
+    problem = replace(PROBLEM, dtype="fp8", n_q=300, n_kv=300, d=d, d_v=d, features=Features(causal=causal))
+    for seed in range(3):
+        verifier = verify.Verifier(problem, device="cpu", seed=seed, full_size=make_inputs(problem, device="cpu", seed=seed))
+        found = verifier.verdict(rounded_to_e4m3)
+        assert found.reason == "" and 0.2 < found.error < 0.8
+
+        def off(*tensors: torch.Tensor, **words: Any) -> None:
+            q, k, v = words["descale"]
+            rounded_to_e4m3(*tensors, **{**words, "descale": (q, k, 1.1 * v)})
+
+        assert "norm" in verifier.verdict(off).reason
+
+
+@pytest.mark.parametrize("place", range(3), ids=["q", "k", "v"])
+def test_every_factor_of_fp8_is_felt(place: int) -> None:
+    def swapped(*tensors: torch.Tensor, **words: Any) -> None:
+        factors = list(words["descale"])
+        factors[place] = factors[place].flip(1)
+        by_the_book(*tensors, **{**words, "descale": tuple(factors)})
+
+    assert verify.Verifier(replace(PROBLEM, dtype="fp8"), device="cpu", seed=2).verdict(swapped).reason
+
+
+def test_alibis_slopes_and_diagonal_are_felt() -> None:
+    problem = replace(PROBLEM, features=Features(alibi=True, alignment="bottom_right"))
+    for words in ({"slopes": None}, {"diagonal": 0}):
+        assert verify.Verifier(problem, device="cpu", seed=2).verdict(spoiled("", **words)).reason
+    slopes = make_inputs(problem, device="cpu", seed=0).keywords["slopes"]
+    assert slopes.shape == (2, 4) and slopes[1].tolist() == [2**-2, 2**-4, 2**-6, 2**-8]
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        Features(alibi=True),
+        Features(alibi=True, causal=True),
+        Features(alibi=True, mask="bool", alignment="bottom_right"),
+        Features(alibi=True, mask="bias", window=(9, 9)),
+    ],
+    ids=lambda f: f.label(),
+)
+def test_the_framework_computes_alibi_from_a_bias(features: Features) -> None:
+    problem = replace(PROBLEM, d_v=16, features=features)
+    inputs = make_inputs(problem, device="cpu", seed=3)
+    call = framework_call(inputs)
+    assert call is not None
+    out = call()
+    for want in verify.oracle(inputs, verify.everywhere(problem)):
+        torch.testing.assert_close(out[want.batch, want.head].double(), want.out, atol=2e-5, rtol=2e-5)
+
+
+def test_the_framework_has_no_fp8() -> None:
+    assert framework_call(make_inputs(replace(PROBLEM, dtype="fp8"), device="cpu", seed=0)) is None
+
+
 @pytest.mark.parametrize("words", [{"diagonal": 1}, {"window_left": 59}, {"softcap": 0.0}, {"seed": 12345}, {"mask": None}], ids=str)
 def test_every_argument_is_felt(words: dict[str, Any]) -> None:
     problem = replace(PROBLEM, features=EVERYTHING)
     assert verify.Verifier(problem, device="cpu", seed=2).verdict(spoiled("", **words)).reason
 
 
-def test_inputs_stand_in_poisoned_memory() -> None:
-    inputs = make_inputs(PROBLEM, device="cpu", seed=0)
+@pytest.mark.parametrize("dtype", ["fp32", "fp8"])
+def test_inputs_stand_in_poisoned_memory(dtype: DType) -> None:
+    inputs = make_inputs(replace(PROBLEM, dtype=dtype), device="cpu", seed=0)
     for tensor in (inputs.q, inputs.k, inputs.v):
-        assert torch.isfinite(tensor).all()
-        buffer = torch.empty(0).set_(tensor.untyped_storage())
+        assert torch.isfinite(tensor.float()).all() and tensor.float().std() > 0.9
+        buffer = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
         assert buffer[: tensor.storage_offset()].isnan().all()
         assert buffer[tensor.storage_offset() + tensor.numel() :].isnan().all()
         assert tensor.data_ptr() % 16 == 0

@@ -45,8 +45,7 @@ def explain(
     else:
         target = find_target(gpu_name)
     names = [dtype] if isinstance(dtype, str) else list(dtype or ())
-    shared = {name: words[name] for name in ("mask", "dropout", "window", "softcap", "tf32")}
-    features = features_of(causal=causal, **shared)
+    features = features_of(causal=causal, words=words)
     problem = problem_of(n=n, d=d, dtype=dtypes_of(names, ["bf16"])[0], features=features, words=words)
     found = explain_problem(problem, target.slug)
     if as_json:

@@ -83,6 +83,7 @@ def problem_options(*, many: bool) -> Callable[[Decorated], Decorated]:
         click.option("--dropout", type=float, default=0.0, metavar="P", help="Dropout rate; any rate above 0 tunes for all rates."),
         click.option("--window", type=int, metavar="W", help="Sliding window: W keys to each side (to the left when causal)."),
         click.option("--softcap", type=float, default=0.0, metavar="C", help="Soft cap of the scores; any cap tunes for all caps."),
+        click.option("--alibi", is_flag=True, help="ALiBi: a bias by distance with a slope per head; one tuning serves all slopes."),
         click.option("--tf32", is_flag=True, help="Allow TF32 products for fp32 inputs (IEEE otherwise)."),
         click.option("--heads", type=int, help=f"Query heads (default {WIDTH} / D)."),
         click.option("--kv-heads", type=int, help="Key and value heads (default: as many as query heads)."),
@@ -103,17 +104,25 @@ def dtypes_of(names: tuple[str, ...] | list[str], default: list[DType]) -> list[
     return list(dict.fromkeys(found)) if found else default
 
 
-def features_of(*, causal: bool, mask: str | None, dropout: float, window: int | None, softcap: float, tf32: bool) -> Features:
-    """Features from the command line's words; raises InputError for values out of range."""
+def features_of(*, causal: bool, words: dict[str, Any]) -> Features:
+    """Features from the options by name; raises InputError for values out of range."""
+    dropout, softcap, window = words["dropout"], words["softcap"], words["window"]
     if not 0 <= dropout < 1:
         raise InputError(f"--dropout {dropout:g} is out of range: give a rate from 0 up to, but not including, 1")
     if not 0 <= softcap < float("inf"):
         raise InputError(f"--softcap {softcap:g} is out of range: give a positive cap, or leave it out")
     if window is not None and window < 0:
         raise InputError(f"--window {window} is out of range: give a size of at least 0")
-    kind: Any = mask or "none"
     sides = None if window is None else (window, 0 if causal else window)
-    return Features(causal=causal, mask=kind, dropout=dropout > 0, window=sides, softcap=softcap > 0, tf32=tf32)
+    return Features(
+        causal=causal,
+        mask=words["mask"] or "none",
+        dropout=dropout > 0,
+        window=sides,
+        softcap=softcap > 0,
+        tf32=words["tf32"],
+        alibi=words["alibi"],
+    )
 
 
 def problem_of(*, n: int, d: int, dtype: DType, features: Features, words: dict[str, Any]) -> Problem:

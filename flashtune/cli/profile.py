@@ -81,6 +81,8 @@ def profile(
     if files:
         require_matplotlib()
     here, why_not = _local(named)
+    if problem.dtype == "fp8":
+        why_not = "torch's own operations, which the steps are timed with, take no fp8"
     target, chosen_by = _choose(named, here)
     found = count(
         problem,

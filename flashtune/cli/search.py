@@ -82,9 +82,8 @@ def problems_of(words: dict[str, Any]) -> list[Problem]:
     """Every problem that the options name: dtypes x bands x head sizes x lengths, grouped so that compiled variants are shared."""
     lengths = flat(words["n"]) or list(GRID)
     bands = {"causal": [True], "full": [False], None: [False, True]}[words["bands"]]
-    shared = {name: words[name] for name in ("mask", "dropout", "window", "softcap", "tf32")}
     return [
-        problem_of(n=n, d=d, dtype=dtype, features=features_of(causal=causal, **shared), words=words)
+        problem_of(n=n, d=d, dtype=dtype, features=features_of(causal=causal, words=words), words=words)
         for d in flat(words["d"])
         for dtype in dtypes_of(words["dtype"], ["bf16", "fp16"])
         for causal in bands

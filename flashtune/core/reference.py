@@ -83,6 +83,11 @@ def band(n_q: int, n_kv: int, *, left: int | None, right: int | None, diagonal: 
     return visible
 
 
+def alibi(slopes: torch.Tensor, n_q: int, n_kv: int, diagonal: int) -> torch.Tensor:
+    """What ALiBi adds to the scores: -slope |i + diagonal - j|, (B, H, n_q, n_kv) for slopes (B, H), in their dtype."""
+    return -slopes[..., None, None] * distances(n_q, n_kv, diagonal, slopes.device).abs()
+
+
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -117,7 +122,7 @@ def attention(
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     if slopes is not None:
-        scores = scores - slopes.to(dtype)[..., None, None] * distances(q.shape[2], k.shape[2], diagonal, q.device).abs()
+        scores = scores + alibi(slopes.to(dtype), q.shape[2], k.shape[2], diagonal)
     visible = band(q.shape[2], k.shape[2], left=left, right=right, diagonal=diagonal, device=q.device)
     if mask is not None and mask.dtype == torch.bool:
         visible = visible & mask

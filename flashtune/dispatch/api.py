@@ -13,6 +13,7 @@ from flashtune.dispatch import compiled, devices, selection
 from flashtune.dispatch.arguments import parse
 from flashtune.dispatch.explanation import Explanation
 from flashtune.dispatch.memo import Memo
+from flashtune.dispatch.per_head import PerHead
 from flashtune.dispatch.plans import FrameworkPlan, Outputs
 
 _memo = Memo()
@@ -37,6 +38,10 @@ def attention(
     return_lse: bool = False,
     seed: int | None = None,
     allow_tf32: bool = False,
+    alibi_slopes: torch.Tensor | None = None,
+    q_descale: torch.Tensor | float | None = None,
+    k_descale: torch.Tensor | float | None = None,
+    v_descale: torch.Tensor | float | None = None,
 ) -> Any:
     """softmax(scale query keyᵀ) value, with the signature and meaning of F.scaled_dot_product_attention.
 
@@ -54,6 +59,10 @@ def attention(
         seed: 64 bits that fix dropout's mask as a function of absolute indices (flashtune.core.reference.dropout_keep with
             offset 0); None draws from torch's generator.
         allow_tf32: let float32 inputs be multiplied as TF32 by kernels.
+        alibi_slopes: float32 (Hq,) or (B, Hq), as in flash-attn: the score of query i and key j loses slope |i + shift - j|, after
+            softcap and before masks; the shift is that of `causal_alignment`.
+        q_descale, k_descale, v_descale: inputs of torch.float8_e4m3fn stand for their values times these: a number or a float32 tensor
+            for all, or one for each head, (H,) or (B, H), with the key's heads for k and v. Their output is bfloat16.
 
     flashtune.dispatch.policy.rank states which kernel serves a call. Torch's own operations serve it, with every feature and gradients,
     on the CPU, when a gradient is needed, for float64, and wherever no kernel does. Features that torch lacks (softcap,
@@ -61,6 +70,9 @@ def attention(
 
     Raises InputError (a ValueError) or InputTypeError (a TypeError) where the arguments make no sense.
     """
+    per_head = None
+    if alibi_slopes is not None or q_descale is not None or k_descale is not None or v_descale is not None:
+        per_head = PerHead(alibi_slopes, q_descale, k_descale, v_descale)
     if torch.compiler.is_compiling():
         return _traced(
             (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa),
@@ -70,13 +82,14 @@ def attention(
             return_lse=return_lse,
             seed=seed,
             allow_tf32=allow_tf32,
+            per_head=per_head,
         )
     extras = (window, softcap, causal_alignment, return_lse, allow_tf32)
     signature: Hashable | None
     try:
         if _autocasting(query):
             query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
-        why_torch = _why_torch(query, key, value, attn_mask) or _transformed()
+        why_torch = _why_torch(query, key, value, attn_mask, per_head) or _transformed()
         signature = (
             query.shape,
             key.shape,
@@ -95,16 +108,17 @@ def attention(
             seed is None,
             None if attn_mask is None else (attn_mask.shape, attn_mask.dtype, attn_mask.device),
             why_torch or _memory(query, key, value, attn_mask),
+            None if per_head is None else per_head.signature(),
         )
         plan = _memo.plans.get(signature)
     except (AttributeError, TypeError, RuntimeError):
         # Something isn't a tensor, is one without sizes (a nested one) or can't be hashed; parsing says what.
         signature, plan = None, None
     if plan is not None:
-        out, lse = plan.run(query, key, value, attn_mask, seed)
+        out, lse = plan.run(query, key, value, attn_mask, seed, per_head)
     else:
         arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        out, lse = _first_call(signature, arguments, extras, seed)
+        out, lse = _first_call(signature, arguments, extras, seed, per_head)
     return (out, lse) if return_lse else out
 
 
@@ -124,11 +138,16 @@ def explain(
     return_lse: bool = False,
     seed: int | None = None,
     allow_tf32: bool = False,
+    alibi_slopes: torch.Tensor | None = None,
+    q_descale: torch.Tensor | float | None = None,
+    k_descale: torch.Tensor | float | None = None,
+    v_descale: torch.Tensor | float | None = None,
 ) -> Explanation:
     """What would serve the same call of `attention`, and why; nothing is launched. Raises as `attention` does."""
     if isinstance(query, torch.Tensor) and _autocasting(query):
         query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
     arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    per_head = PerHead(alibi_slopes, q_descale, k_descale, v_descale)
     request = parse(
         *arguments,
         window=window,
@@ -137,10 +156,11 @@ def explain(
         return_lse=return_lse,
         seed=seed,
         allow_tf32=allow_tf32,
+        per_head=per_head,
     )
     memo = _memo
     with memo.lock:
-        why_torch = _why_torch(query, key, value, attn_mask) or _transformed()
+        why_torch = _why_torch(query, key, value, attn_mask, per_head) or _transformed()
         found = selection.candidates(memo, request, query, key, value, attn_mask, why_torch)
         return next(found).explanation
 
@@ -164,7 +184,9 @@ def reload(database: str | Path | None = None) -> None:
     _memo = Memo(database)
 
 
-def _first_call(signature: Hashable | None, arguments: tuple[Any, ...], extras: tuple[Any, ...], seed: int | None) -> Outputs:
+def _first_call(
+    signature: Hashable | None, arguments: tuple[Any, ...], extras: tuple[Any, ...], seed: int | None, per_head: PerHead | None
+) -> Outputs:
     """Check, choose, run and remember; a kernel that fails gives way to the next choice."""
     query, key, value, attn_mask, *_ = arguments
     window, softcap, causal_alignment, return_lse, allow_tf32 = extras
@@ -176,18 +198,19 @@ def _first_call(signature: Hashable | None, arguments: tuple[Any, ...], extras: 
         return_lse=return_lse,
         seed=seed,
         allow_tf32=allow_tf32,
+        per_head=per_head,
     )
     memo, plan = _memo, FrameworkPlan(request=request)
     with memo.lock:
         if signature is not None and (decided := memo.plans.get(signature)) is not None:
             # Another thread decided while this one waited.
-            return decided.run(query, key, value, attn_mask, seed)
-        why_torch = _why_torch(query, key, value, attn_mask) or _transformed()
+            return decided.run(query, key, value, attn_mask, seed, per_head)
+        why_torch = _why_torch(query, key, value, attn_mask, per_head) or _transformed()
         for candidate in selection.candidates(memo, request, query, key, value, attn_mask, why_torch):
             if candidate.variant is None:
                 break
             try:
-                outputs = candidate.plan.run(query, key, value, attn_mask, seed)
+                outputs = candidate.plan.run(query, key, value, attn_mask, seed, per_head)
             except Exception as error:
                 if not selection.is_kernels_fault(error):
                     raise
@@ -198,18 +221,21 @@ def _first_call(signature: Hashable | None, arguments: tuple[Any, ...], extras: 
             return outputs
     if signature is not None:
         memo.keep(signature, plan)
-    return plan.run(query, key, value, attn_mask, seed)
+    return plan.run(query, key, value, attn_mask, seed, per_head)
 
 
 def _traced(arguments: tuple[Any, ...], **extras: Any) -> Any:
     """`attention` as torch.compile sees it."""
     query, key, value, attn_mask, *_ = arguments
     if _autocasting(query):
-        arguments = (*_autocast(query, key, value, attn_mask), *arguments[4:])
-    return compiled.traced(arguments, extras, kernels=_why_torch(*arguments[:4]) is None)
+        query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
+    why_torch = _why_torch(query, key, value, attn_mask, extras["per_head"])
+    return compiled.traced((query, key, value, attn_mask, *arguments[4:]), extras, kernels=why_torch is None)
 
 
-def _why_torch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None) -> str | None:
+def _why_torch(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, per_head: PerHead | None
+) -> str | None:
     """Why only torch's own operations can serve these tensors, or None where a kernel may."""
     if not (query.is_cuda if devices.TRITON else False) and not (devices.INTERPRETING and query.is_cpu):
         if query.is_cuda:
@@ -220,10 +246,15 @@ def _why_torch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn
         or type(key) not in _PLAIN_TYPES
         or type(value) not in _PLAIN_TYPES
         or (attn_mask is not None and type(attn_mask) not in _PLAIN_TYPES)
+        or (per_head is not None and any(type(x) not in _PLAIN_TYPES for x in per_head.tensors()))
     ):
         return "tensor subclasses have their own dispatch"
     if torch.is_grad_enabled() and (
-        query.requires_grad or key.requires_grad or value.requires_grad or (attn_mask is not None and attn_mask.requires_grad)
+        query.requires_grad
+        or key.requires_grad
+        or value.requires_grad
+        or (attn_mask is not None and attn_mask.requires_grad)
+        or (per_head is not None and any(x.requires_grad for x in per_head.tensors()))
     ):
         return "a gradient is needed and the kernels are forward only"
     return None
@@ -255,10 +286,11 @@ def _autocasting(query: torch.Tensor) -> bool:
 def _autocast(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The tensors as autocast hands them to F.scaled_dot_product_attention: floating ones, but float64, in its dtype."""
+    """The tensors as autocast hands them to F.scaled_dot_product_attention: floating ones in its dtype, but float64 and fp8, which is
+    no number without its factor."""
     dtype = torch.get_autocast_dtype(query.device.type)
 
     def cast(x: torch.Tensor) -> torch.Tensor:
-        return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
+        return x.to(dtype) if x.is_floating_point() and x.dtype not in (torch.float64, torch.float8_e4m3fn) else x
 
     return cast(query), cast(key), cast(value), None if attn_mask is None else cast(attn_mask)

@@ -8,7 +8,8 @@ import torch
 
 from flashtune.core.errors import InputError, InputTypeError
 from flashtune.core.problem import ALIGNMENTS, MAX_HEAD_DIM, Features, MaskKind, Problem, Window
-from flashtune.core.torch_dtypes import KERNEL_DTYPES
+from flashtune.core.torch_dtypes import KERNEL_DTYPES, output_torch_dtype
+from flashtune.dispatch.per_head import PerHead
 from flashtune.dispatch.request import Request
 
 
@@ -28,6 +29,7 @@ def parse(
     return_lse: bool = False,
     seed: int | None = None,
     allow_tf32: bool = False,
+    per_head: PerHead | None = None,
 ) -> Request:
     """Check the arguments of `attention`; raises InputError or InputTypeError with the offending value and the remedy."""
     _check_tensors(query, key, value)
@@ -61,6 +63,9 @@ def parse(
         raise InputError(f"softcap={softcap} is negative: give a positive cap, or 0 for none")
     if seed is not None:
         seed_bits(seed)
+    per_head = per_head or PerHead()
+    _check_per_head(per_head, query, batch_dims, heads, kv_heads)
+    alibi = per_head.alibi_slopes is not None
     identity = rank == len(q) == len(k) == len(v) == 4 and q[0] == k[0] == v[0] and q[1] == heads and k[1] == v[1] == kv_heads
     # However it was asked for: a window that ends at the diagonal is causal.
     causal = right == 0
@@ -77,16 +82,18 @@ def parse(
             dtype=KERNEL_DTYPES[query.dtype],
             features=Features(
                 causal=causal,
-                alignment="bottom_right" if diagonal and (left is not None or right is not None) else "top_left",
+                alignment="bottom_right" if diagonal and (left is not None or right is not None or alibi) else "top_left",
                 window=(left, right) if left is not None or not causal else None,
                 mask=mask_kind,
                 dropout=dropout_p > 0.0,
                 softcap=softcap > 0.0,
                 tf32=allow_tf32 and query.dtype == torch.float32,
+                alibi=alibi,
             ),
         )
     return Request(
         dtype=query.dtype,
+        out_dtype=output_torch_dtype(query.dtype),
         device=query.device,
         problem=problem,
         scale=1.0 / math.sqrt(d) if scale is None else _number("scale", scale),
@@ -94,6 +101,8 @@ def parse(
         right=right,
         diagonal=diagonal,
         softcap=softcap,
+        alibi=alibi,
+        factors=_factors(per_head) if query.dtype == torch.float8_e4m3fn else None,
         dropout_p=dropout_p,
         seeded=seed is not None,
         return_lse=return_lse,
@@ -131,7 +140,7 @@ def _check_tensors(query: object, key: object, value: object) -> None:
         if x.layout != torch.strided:
             raise InputTypeError(f"{name} has the layout {x.layout}: convert it with .to_dense()")
         if x.dtype not in KERNEL_DTYPES and x.dtype != torch.float64:
-            raise InputTypeError(f"{name} has dtype {x.dtype}: use float16, bfloat16, float32 or float64")
+            raise InputTypeError(f"{name} has dtype {x.dtype}: use float16, bfloat16, float32, float64 or float8_e4m3fn")
     dtypes = {name: x.dtype for name, x in tensors.items() if isinstance(x, torch.Tensor)}
     if len(set(dtypes.values())) > 1:
         raise InputTypeError(f"mixed dtypes ({', '.join(f'{n} {t}' for n, t in dtypes.items())}): convert all to one dtype")
@@ -194,14 +203,47 @@ def _mask_kind(mask: object, query: torch.Tensor, scores: tuple[int, ...]) -> Ma
         raise InputTypeError(f"attn_mask must be a tensor or None, not {type(mask).__name__}: pass a torch tensor")
     if mask.is_nested or mask.layout != torch.strided:
         raise InputTypeError("attn_mask is nested or sparse: pass a dense tensor")
-    if mask.dtype not in (torch.bool, torch.float32, query.dtype):
-        raise InputTypeError(f"attn_mask has dtype {mask.dtype}: use bool (True attends), float32 or the query's {query.dtype}")
+    floating = output_torch_dtype(query.dtype)
+    if mask.dtype not in (torch.bool, torch.float32, floating):
+        raise InputTypeError(f"attn_mask has dtype {mask.dtype}: use bool (True attends), float32 or the output's {floating}")
     if mask.device != query.device:
         raise InputError(f"attn_mask is on {mask.device} and query on {query.device}: move all to one device")
     shape = tuple(mask.shape)
-    if len(shape) > len(scores) or any(size not in (1, full) for size, full in zip(reversed(shape), reversed(scores), strict=False)):
+    if not _broadcasts(shape, scores):
         raise InputError(f"attn_mask of shape {shape} doesn't broadcast to the scores {scores}: each size must be equal or 1")
     return "bool" if mask.dtype == torch.bool else "bias"
+
+
+def _check_per_head(per_head: PerHead, query: torch.Tensor, batch_dims: tuple[int, ...], heads: int, kv_heads: int) -> None:
+    """Float32 tensors that broadcast to (..., heads), or a number in place of one for all of fp8 inputs."""
+    counts = {"alibi_slopes": heads, "q_descale": heads, "k_descale": kv_heads, "v_descale": kv_heads}
+    for (name, count), given in zip(counts.items(), per_head.given, strict=True):
+        if given is None:
+            continue
+        if name != "alibi_slopes" and query.dtype != torch.float8_e4m3fn:
+            raise InputError(f"{name} was given for inputs of {query.dtype}: only torch.float8_e4m3fn ones have factors, leave it out")
+        if not isinstance(given, torch.Tensor):
+            if name == "alibi_slopes":
+                raise InputTypeError(f"alibi_slopes must be a tensor or None, not {type(given).__name__}: pass a float32 slope per head")
+            _number(name, given)
+            continue
+        if given.dtype != torch.float32:
+            raise InputTypeError(f"{name} has dtype {given.dtype}: use float32")
+        if given.device != query.device:
+            raise InputError(f"{name} is on {given.device} and query on {query.device}: move all to one device")
+        shape, full = tuple(given.shape), (*batch_dims, count)
+        if not _broadcasts(shape, full):
+            raise InputError(f"{name} of shape {shape} doesn't broadcast to the heads {full}: each size must be equal or 1")
+
+
+def _factors(per_head: PerHead) -> tuple[float, float, float]:
+    """The factors that are numbers; 1 in the place of others."""
+    q, k, v = (1.0 if x is None or isinstance(x, torch.Tensor) else float(x) for x in per_head.given[1:])
+    return q, k, v
+
+
+def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
+    return len(shape) <= len(full) and all(size in (1, other) for size, other in zip(reversed(shape), reversed(full), strict=False))
 
 
 def _sides(window: object) -> Window:

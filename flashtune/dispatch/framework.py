@@ -7,25 +7,42 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashtune.core import reference
-from flashtune.dispatch.request import Request
+from flashtune.dispatch.per_head import PerHead
+from flashtune.dispatch.request import Descale, Request
 
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def attention(
-    request: Request, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, keep: torch.Tensor | None
+    request: Request,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    keep: torch.Tensor | None,
+    per_head: PerHead | None,
 ) -> Outputs:
     """Serve `request` in torch operations, differentiable: output and, when asked for, the float32 LSE.
 
     Plain, causal and masked attention and dropout from torch's own generator are one call of F.scaled_dot_product_attention. Other
-    bands become a boolean mask (or go into the bias) first. Softcap, LSE and seeded dropout run the reference in float32 (float64
-    for float64 inputs), whose scores take B Hq N_q N_kv elements of memory; `keep` (B, Hq, N_q, N_kv) is dropout's mask there.
+    bands become a boolean mask (or go into the bias) first, ALiBi becomes a bias, and fp8 inputs become bf16. Softcap, LSE and seeded
+    dropout run the reference in float32 (float64 for float64 inputs), whose scores take B Hq N_q N_kv elements of memory; `keep`
+    (B, Hq, N_q, N_kv) is dropout's mask there.
     """
     q, k, v = request.views(q, k, v)
     mask = request.small_mask(mask)
+    slopes = None if per_head is None else per_head.slopes(request)
+    descale = None
+    if request.factors is not None:
+        numbers = request.number_factors()
+        descale = numbers if per_head is None else per_head.descale(request, numbers)
     if request.softcap or request.return_lse or keep is not None:
-        out, lse = _composite(request, q, k, v, mask, keep)
+        out, lse = _composite(request, q, k, v, mask, keep, slopes, descale)
         return request.restored(out), request.restored(lse) if request.return_lse else None
+    if descale is not None:
+        q, k, v = ((x.float() * factor[..., None, None]).to(request.out_dtype) for x, factor in zip((q, k, v), descale, strict=True))
+    if slopes is not None:
+        mask = _with_alibi(request, mask, slopes)
     # A tracer may hold symbolic truth values, which torch refuses; a branch on one settles it.
     causal = True if request.torch_causal and mask is None else False  # noqa: SIM210
     shared = True if request.heads != request.kv_heads else False  # noqa: SIM210
@@ -38,7 +55,8 @@ def attention(
     if mask is not None and mask.dtype != torch.bool and q.dtype == torch.float64:
         # Torch's fused CPU kernel reads the memory of a narrower mask as if it were float64.
         mask = mask.to(q.dtype)
-    with _sound_backends(request.device, q, k, v, mask):
+    # Whatever autocast takes is in its type already, but for fp8 inputs and ALiBi's bias, which aren't to be rounded.
+    with _no_autocast(request.device.type), _sound_backends(request.device, q, k, v, mask):
         out = F.scaled_dot_product_attention(
             q,
             k,
@@ -52,6 +70,14 @@ def attention(
     return request.restored(out), None
 
 
+def _with_alibi(request: Request, mask: torch.Tensor | None, slopes: torch.Tensor) -> torch.Tensor:
+    """The mask or bias with ALiBi put into it: float32 (float64 for float64 inputs), since the 16-bit types hold no large distances."""
+    bias = reference.alibi(slopes.to(_wide(request)), request.n_q, request.n_kv, request.diagonal)
+    if mask is None:
+        return bias
+    return bias.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else bias + mask
+
+
 def _with_band(request: Request, mask: torch.Tensor | None) -> torch.Tensor:
     """The mask or bias with the band put into it; (1, 1, N_q, N_kv) when there was none."""
     visible = reference.band(
@@ -62,11 +88,21 @@ def _with_band(request: Request, mask: torch.Tensor | None) -> torch.Tensor:
     return mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, float("-inf"))
 
 
+def _wide(request: Request) -> torch.dtype:
+    return torch.float64 if request.dtype == torch.float64 else torch.float32
+
+
 def _composite(
-    request: Request, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, keep: torch.Tensor | None
+    request: Request,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    keep: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+    descale: Descale | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reference in float32 or float64, rounded to the inputs' dtype at the end."""
-    wide = torch.float64 if request.dtype == torch.float64 else torch.float32
+    """The reference in float32 or float64, rounded to the output's dtype at the end."""
     # Autocast would turn the float32 products into half ones again.
     with _no_autocast(request.device.type):
         out, lse = reference.attention(
@@ -82,9 +118,11 @@ def _composite(
             keep=keep,
             # With a rate of 1 nothing is kept, and 0 / 0 is to be avoided.
             dropout_p=request.dropout_p if request.dropout_p < 1.0 else 0.0,
-            dtype=wide,
+            slopes=slopes,
+            descale=descale,
+            dtype=_wide(request),
         )
-    return out.to(request.dtype), lse.float()
+    return out.to(request.out_dtype), lse.float()
 
 
 def _sound_backends(

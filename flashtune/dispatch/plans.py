@@ -9,6 +9,7 @@ import torch
 from flashtune.core import reference
 from flashtune.dispatch import framework
 from flashtune.dispatch.arguments import seed_bits
+from flashtune.dispatch.per_head import PerHead
 from flashtune.dispatch.request import Request
 
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
@@ -20,7 +21,15 @@ class FrameworkPlan:
 
     request: Request
 
-    def run(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, seed: int | None) -> Outputs:
+    def run(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        seed: int | None,
+        per_head: PerHead | None,
+    ) -> Outputs:
         """Output and, when asked for, LSE."""
         request = self.request
         keep = None
@@ -28,12 +37,13 @@ class FrameworkPlan:
             bits, offset = random_bits(seed, request.device)
             sizes = (request.batch, request.heads, request.n_q, request.n_kv)
             keep = reference.dropout_keep(bits, offset, *sizes, request.dropout_p, device=request.device)
-        return framework.attention(request, query, key, value, attn_mask, keep)
+        return framework.attention(request, query, key, value, attn_mask, keep, per_head)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelPlan:
-    """Launches one kernel. `settings` are the keyword arguments of its `launch` but mask, seed and offset; `out_stride` is the output's."""
+    """Launches one kernel. `settings` are the keyword arguments of its `launch` but mask, seed, offset and tensors per head; `out_stride`
+    is the output's."""
 
     request: Request
     launch: Callable[..., None]
@@ -43,20 +53,29 @@ class KernelPlan:
     lse_shape: tuple[int, int, int]
     lse_stride: tuple[int, int, int]
 
-    def run(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, seed: int | None) -> Outputs:
+    def run(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        seed: int | None,
+        per_head: PerHead | None,
+    ) -> Outputs:
         """Output and, when asked for, LSE; on the tensors' device and its current stream."""
         request = self.request
         device = request.device
         q, k, v = request.views(query, key, value)
         mask = None if attn_mask is None else request.full_mask(attn_mask)
-        out = torch.empty_strided(self.out_shape, self.out_stride, dtype=request.dtype, device=device)
+        out = torch.empty_strided(self.out_shape, self.out_stride, dtype=request.out_dtype, device=device)
         lse = torch.empty_strided(self.lse_shape, self.lse_stride, dtype=torch.float32, device=device)
+        settings = self.settings if per_head is None else per_head.over(self.settings, request)
         bits, offset = random_bits(seed, device) if request.dropout_p else (0, 0)
         if device.type != "cuda" or torch.cuda.current_device() == device.index:
-            self.launch(q, k, v, out, lse, mask=mask, seed=bits, offset=offset, **self.settings)
+            self.launch(q, k, v, out, lse, mask=mask, seed=bits, offset=offset, **settings)
         else:
             with torch.cuda.device(device):
-                self.launch(q, k, v, out, lse, mask=mask, seed=bits, offset=offset, **self.settings)
+                self.launch(q, k, v, out, lse, mask=mask, seed=bits, offset=offset, **settings)
         if request.rank == 4:
             return out, lse if request.return_lse else None
         return request.restored(out), request.restored(lse) if request.return_lse else None
@@ -66,7 +85,7 @@ def kernel_plan(request: Request, launch: Callable[..., None], q: torch.Tensor) 
     """The plan for a kernel; the output's dimensions lie in memory as those of `q` (B, Hq, N_q, D) do, as in torch."""
     shape = (request.batch, request.heads, request.n_q, request.d_v)
     left, right = (-1 if side is None else side for side in (request.left, request.right))
-    settings = {
+    settings: dict[str, Any] = {
         "scale": request.scale,
         "diagonal": request.diagonal,
         "window_left": left,
@@ -74,6 +93,8 @@ def kernel_plan(request: Request, launch: Callable[..., None], q: torch.Tensor) 
         "softcap": request.softcap,
         "dropout_p": request.dropout_p,
     }
+    if request.factors is not None:
+        settings["descale"] = request.number_factors()
     return KernelPlan(
         request=request,
         launch=launch,

@@ -7,6 +7,9 @@ import torch
 
 from flashtune.core.problem import MaskKind, Problem
 
+Descale = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Factors of q (B, Hq), k (B, Hkv) and v (B, Hkv), float32."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
@@ -15,10 +18,12 @@ class Request:
     `left` and `right` are the sides of the band (None: unbounded) around the diagonal shifted by `diagonal`; sides that hide
     nothing at these sizes are dropped. `problem` is None for float64, which no kernel takes. `rank` is the output's number of
     dimensions, `batch_dims` those before the heads and `batch` their product. `identity` says that q, k and v are taken as
-    they are: 4-D, with equal batches and heads that need no broadcasting.
+    they are: 4-D, with equal batches and heads that need no broadcasting. `alibi` says that slopes are given. `factors` are numbers that
+    fp8 q, k and v are multiplied by, 1 where none or a tensor is given; None for other types.
     """
 
     dtype: torch.dtype
+    out_dtype: torch.dtype
     device: torch.device
     problem: Problem | None
     scale: float
@@ -26,6 +31,8 @@ class Request:
     right: int | None
     diagonal: int
     softcap: float
+    alibi: bool
+    factors: tuple[float, float, float] | None
     dropout_p: float
     seeded: bool
     return_lse: bool
@@ -55,7 +62,8 @@ class Request:
     def fused_by_torch(self) -> bool:
         """Whether one call of torch's own attention serves this, with no mask built for it."""
         band = self.torch_causal and self.mask_kind == "none" if self.banded else True
-        return band and not self.softcap and not self.return_lse and not (self.dropout_p and self.seeded)
+        added = self.softcap or self.alibi or self.factors is not None or self.return_lse
+        return band and not added and not (self.dropout_p and self.seeded)
 
     def views(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q (B, Hq, N_q, D), k (B, Hkv, N_kv, D), v (B, Hkv, N_kv, D_v): views, save for batch dimensions that can't be merged."""
@@ -93,6 +101,17 @@ class Request:
         """The mask as a view expanded to (B, Hq, N_q, N_kv), with stride 0 where it is broadcast."""
         small = self.small_mask(mask)
         return None if small is None else small.expand(self.batch, self.heads, self.n_q, self.n_kv)
+
+    def spread(self, x: torch.Tensor, heads: int) -> torch.Tensor:
+        """Numbers per head that broadcast to (..., heads) as (B, heads), not expanded in memory where one batch dimension is all."""
+        x = x.expand(*self.batch_dims, heads)
+        return x if len(self.batch_dims) == 1 else x.reshape(self.batch, heads)
+
+    def number_factors(self) -> Descale:
+        """`factors` as tensors."""
+        assert self.factors is not None, "only fp8 inputs have factors"
+        q, k, v = (torch.full((), factor, dtype=torch.float32, device=self.device) for factor in self.factors)
+        return q.expand(self.batch, self.heads), k.expand(self.batch, self.kv_heads), v.expand(self.batch, self.kv_heads)
 
     def restored(self, x: torch.Tensor) -> torch.Tensor:
         """An output or LSE (B, Hq, ...) with the caller's own leading dimensions."""

@@ -48,7 +48,7 @@ def candidates(
     """
     problem = request.problem
     if torch_only is None and problem is None:
-        torch_only = f"kernels take float16, bfloat16 and float32, not {str(request.dtype).removeprefix('torch.')}"
+        torch_only = f"kernels take float16, bfloat16, float32 and float8_e4m3fn, not {str(request.dtype).removeprefix('torch.')}"
     if torch_only is not None or problem is None:
         gpu = "cpu" if request.device.type == "cpu" else _slug(request.device)
         key = problem.key(gpu) if problem is not None and request.device.type == "cuda" else None
@@ -170,7 +170,9 @@ def _variant(choice: Choice, family: Family) -> Variant:
 def _torch_has(problem: Problem) -> bool:
     """Whether one call of torch's attention serves the features of a problem."""
     f = problem.features
-    return f.window is None and not f.softcap and (not f.causal or (problem.diagonal == 0 and f.mask == "none"))
+    if f.window is not None or f.softcap or f.alibi or problem.dtype == "fp8":
+        return False
+    return not f.causal or (problem.diagonal == 0 and f.mask == "none")
 
 
 def _refusal(memo: Memo, refusal: Refusal) -> str:

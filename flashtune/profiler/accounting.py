@@ -2,8 +2,9 @@
 
 What is counted, so that the figures can be checked by hand:
 
-- Every tensor is in the problem's own element type, S and P = softmax(S) included, and a step reads each of its inputs once and
-  writes its output once. Caches are not modelled: between two kernels S is too large for them at the sizes that matter.
+- Every tensor is in the problem's own element type, S and P = softmax(S) included (with fp8 inputs, S, P and O are bf16), and a step
+  reads each of its inputs once and writes its output once. Caches are not modelled: between two kernels S is too large for them at
+  the sizes that matter.
 - The standard pipeline is Q K^T; scale and mask; softmax; dropout; P V. The three elementwise steps run as one pass over S
   (`fused`) or as one pass each (`separate`). Masks come from indices and dropout from a counter, so neither is read from memory.
 - A fused kernel reads Q, K and V once and writes O and the float32 log-sum-exp (`Problem.io_bytes`); S never leaves the chip.
@@ -14,7 +15,7 @@ What is counted, so that the figures can be checked by hand:
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from flashtune.core.dtypes import ITEMSIZE
+from flashtune.core.dtypes import ITEMSIZE, output_dtype
 from flashtune.core.problem import Problem
 
 Elementwise = Literal["fused", "separate"]
@@ -77,13 +78,13 @@ def total(name: str, steps: tuple[Step, ...]) -> Step:
 
 def tensor_bytes(problem: Problem) -> dict[str, int]:
     """Bytes of Q, K, V, S and O."""
-    p, size = problem, ITEMSIZE[problem.dtype]
+    p, size, out_size = problem, ITEMSIZE[problem.dtype], ITEMSIZE[output_dtype(problem.dtype)]
     return {
         "Q": size * p.batch * p.heads * p.n_q * p.d,
         "K": size * p.batch * p.kv_heads * p.n_kv * p.d,
         "V": size * p.batch * p.kv_heads * p.n_kv * p.d_v,
-        "S": size * _scores(p),
-        "O": size * p.batch * p.heads * p.n_q * p.d_v,
+        "S": out_size * _scores(p),
+        "O": out_size * p.batch * p.heads * p.n_q * p.d_v,
     }
 
 

@@ -5,6 +5,7 @@ FlashAttention-3's and -4's tile sizes for sm90 and the register arithmetic of `
 """
 
 from flashtune.core.config import Config, KernelSpec
+from flashtune.core.dtypes import ITEMSIZE
 from flashtune.core.target import Target
 from flashtune.templates.family import Axis, Constraint, Family, padded
 
@@ -16,44 +17,61 @@ AXES = (
     Axis(name="pingpong", values=(False, True), why="warpgroups take turns on the tensor cores, against waiting"),
     Axis(name="tiles", values=("one", "loop", "chained"), why="tiles of a program: one, many, or many without draining in between"),
     Axis(name="section", values=(1, 8), why="heads that run side by side: balance against K/V that stay in L2"),
+    Axis(name="order", values=("fixed", "drawn"), why="who takes which tile of a band: settled at launch, or drawn when a program is free"),
+    Axis(name="residents", values=(1, 2, 3, 4), why="programs on an SM: one starts while another ends, against registers and shared memory"),
 )
 
 
 def _shared_bytes(config: Config, spec: KernelSpec) -> int:
     block_m, block_n, d, d_v = config.number("BLOCK_M"), config.number("BLOCK_N"), padded(spec.d), padded(spec.d_v)
-    chained = config["tiles"] == "chained"
-    q_bytes = 2 * block_m * d * (2 if chained else 1)
-    out_bytes = 2 * block_m * d_v if chained or d != d_v else 0
+    chained, size = config["tiles"] == "chained", ITEMSIZE[spec.dtype]
+    q_bytes = size * block_m * d * (2 if chained else 1)
+    out_bytes = 2 * block_m * d_v if chained or d != d_v or size == 1 else 0
     mask_bytes = {"none": 0, "bool": 2, "bias": 4}[spec.mask] * block_m * block_n
-    return q_bytes + out_bytes + mask_bytes + 2 * config.number("stages") * block_n * (d + d_v) + 1024
+    return q_bytes + out_bytes + mask_bytes + size * config.number("stages") * block_n * (d + d_v) + 1024
 
 
 def _consumers(config: Config) -> int:
     return config.number("BLOCK_M") // 64
 
 
+CONSUMER_REGISTERS = {(1, 1): 248, (2, 1): 240, (3, 1): 160, (1, 2): 232, (2, 2): 104, (1, 3): 136, (1, 4): 104}
+"""What a consumer thread may hold, by (warpgroups, programs on an SM): the register file less the producer's share."""
+
+
 def _registers_each(config: Config) -> int:
-    """What a consumer thread may hold: the register file less the producer's share."""
-    return {1: 248, 2: 240, 3: 160}[_consumers(config)]
+    return CONSUMER_REGISTERS[_consumers(config), config.number("residents")]
 
 
 def _live_registers(config: Config, spec: KernelSpec) -> int:
-    """Accumulators and weights that a consumer thread holds at once (scores fp32, weights 16-bit, output fp32)."""
-    scores, out = config.number("BLOCK_N") // 2, padded(spec.d_v) // 2
-    weights = scores // 2 if config["lookahead"] else 0
-    loaded = 24 if spec.mask != "none" else 0
+    """Accumulators and weights that a consumer thread holds at once (scores and output fp32, weights as wide as the inputs).
+
+    FP8 products of weights and values have an accumulator of their own.
+    """
+    size = ITEMSIZE[spec.dtype]
+    scores, out = config.number("BLOCK_N") // 2, padded(spec.d_v) // 2 * (2 if size == 1 else 1)
+    weights = scores * size // 4 if config["lookahead"] else 0
+    loaded = {"none": 0, "bool": 16, "bias": 24}[spec.mask]
     return scores * (2 if config["lookahead"] == 2 else 1) + weights + out + loaded
 
 
 CONSTRAINTS = (
     Constraint(
+        name="residents",
+        holds=lambda c, s, t: (_consumers(c), c["residents"]) in CONSUMER_REGISTERS,
+        why="the register file holds so many warpgroups",
+    ),
+    Constraint(
         name="shared memory",
-        holds=lambda c, s, t: _shared_bytes(c, s) <= t.shared_bytes_per_block,
+        holds=lambda c, s, t: (
+            _shared_bytes(c, s) <= t.shared_bytes_per_block
+            and (_shared_bytes(c, s) + 1024) * c.number("residents") <= t.shared_bytes_per_sm
+        ),
         why="queries, the K/V stages and the output tile live in shared memory",
     ),
     Constraint(
         name="registers",
-        holds=lambda c, s, t: _live_registers(c, s) + 32 <= _registers_each(c),
+        holds=lambda c, s, t: _live_registers(c, s) + (32 if c["residents"] == 1 else 24) <= _registers_each(c),
         why="scores, weights and output of a warpgroup live in registers, with some 32 for the rest",
     ),
     Constraint(
@@ -72,6 +90,16 @@ CONSTRAINTS = (
         why="64 rows are for problems that don't fill the GPU, where no program has a second tile",
     ),
     Constraint(
+        name="fp8 looks ahead once",
+        holds=lambda c, s, t: s.dtype != "fp8" or c["lookahead"] != 2,
+        why="its products of weights and values have accumulators of their own, which leave no registers for a second tile of scores",
+    ),
+    Constraint(
+        name="order of a band",
+        holds=lambda c, s, t: c["order"] == "fixed" or (c["tiles"] != "one" and bool(s.causal or s.window)),
+        why="tiles are drawn where programs work through many of unequal length",
+    ),
+    Constraint(
         name="loop in place of chained",
         holds=lambda c, s, t: c["tiles"] != "loop" or _shared_bytes(c.replace(tiles="chained"), s) > t.shared_bytes_per_block,
         why="chained tiles drain less, wherever their second query tile fits",
@@ -85,12 +113,11 @@ def supports(spec: KernelSpec, target: Target) -> str | None:
         return f"flash_fwd_hopper needs compute capability 9.0, which {target.name} is not"
     if spec.direction != "fwd":
         return f"flash_fwd_hopper computes the forward pass, not {spec.direction}"
-    if spec.dtype not in ("fp16", "bf16"):
-        return f"flash_fwd_hopper takes fp16 and bf16, not {spec.dtype}"
-    if spec.alibi:
-        return "flash_fwd_hopper has no ALiBi"
-    if spec.d % 8 or spec.d_v % 8:
-        return f"flash_fwd_hopper needs head sizes that are multiples of 8 (TMA), not {spec.d} and {spec.d_v}"
+    if spec.dtype not in ("fp16", "bf16", "fp8"):
+        return f"flash_fwd_hopper takes fp16, bf16 and fp8, not {spec.dtype}"
+    step = 16 // ITEMSIZE[spec.dtype]
+    if spec.d % step or spec.d_v % 8:
+        return f"flash_fwd_hopper needs head sizes that are multiples of {step} (TMA), not {spec.d} and {spec.d_v}"
     return None
 
 
@@ -103,6 +130,8 @@ def _config(block_m: int, block_n: int, stages: int, tiles: str, spec: KernelSpe
         "pingpong": False,
         "tiles": tiles,
         "section": 8 if spec.causal or spec.window else 1,
+        "order": "drawn" if tiles != "one" and (spec.causal or spec.window) else "fixed",
+        "residents": 1,
     }
     return Config.of(values, **more)
 
@@ -115,10 +144,12 @@ def starts(spec: KernelSpec, target: Target) -> list[Config]:
         found += [_config(192, 128, stages, tiles, spec) for stages, tiles in ((3, "chained"), (2, "one"))]
         found += [_config(192, 128, 3, "chained", spec, pingpong=True), _config(128, 128, 3, "chained", spec, pingpong=True)]
         found += [_config(128, 128, 3, "chained", spec, lookahead=2, pingpong=pingpong) for pingpong in (False, True)]
+        found += [_config(128, 64, 3, "chained", spec, pingpong=True), _config(128, 64, 3, "one", spec, residents=2)]
     if wide <= 128:
         found += [_config(128, 128, 2, tiles, spec) for tiles in ("chained", "one")]
         found += [_config(128, 128, 2, "chained", spec, pingpong=pingpong) for pingpong in (False, True)]
-        found += [_config(128, 64, 4, "chained", spec)]
+        found += [_config(128, 64, 4, "chained", spec), _config(128, 128, 4, "chained", spec, pingpong=True)]
+        found += [_config(128, 128, 2, "chained", spec, order="fixed", pingpong=True), _config(64, 64, 2, "one", spec, residents=2)]
     found += [_config(128, 64, 2, "one", spec), _config(128, 64, 2, "loop", spec)]
     found += [_config(64, 64, 2, "one", spec), _config(64, 64, 2, "one", spec, lookahead=0), _config(128, 64, 2, "one", spec, lookahead=0)]
     unique = dict.fromkeys(found)
@@ -138,5 +169,5 @@ FAMILY = Family(
     default=default,
     starts=starts,
     interpretable=False,
-    path_axes=("BLOCK_M", "lookahead", "pingpong", "tiles"),
+    path_axes=("BLOCK_M", "lookahead", "pingpong", "tiles", "order"),
 )

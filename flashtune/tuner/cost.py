@@ -139,6 +139,9 @@ def _block_clocks(config: Config, facts: CompileFacts, problem: Problem, target:
     d, d_v, size = padded(problem.d), padded(problem.d_v), ITEMSIZE[problem.dtype]
     scores = block_m * block_n
     kind = "tf32" if problem.features.tf32 else problem.dtype
+    if kind == "fp8" and "lookahead" not in config:
+        # Plain kernels multiply it as fp16.
+        kind = "fp16"
     peak_per_clock = target.peak_tflops.get(kind, target.peak_tflops["fp32"]) * 1e6 / target.sms / target.boost_mhz
     narrow = target.is_hopper and facts.threads < 4 * target.warp_size
     matrix = 2 * scores * (d + d_v) / peak_per_clock / (c.narrow_efficiency if narrow else c.matrix_efficiency)

@@ -21,13 +21,19 @@ BACKENDS = {
 def framework_call(inputs: Inputs, backend: str | None = None) -> Callable[[], torch.Tensor] | None:
     """The framework's attention on these inputs (its default choice, or one of `BACKENDS`); None where it can't express the problem.
 
-    Bands that are not torch's own causal become a boolean mask, made once and outside of what is timed. A soft cap has no equivalent.
+    Bands that are not torch's own causal become a boolean mask and ALiBi a bias in the inputs' dtype (the one that every backend takes),
+    made once and outside of what is timed. A soft cap has no equivalent, nor have fp8 inputs.
     """
     p, words = inputs.problem, inputs.keywords
-    if p.features.softcap:
+    if p.features.softcap or p.dtype == "fp8":
         return None
-    causal = p.features.causal and p.features.window is None and p.diagonal == 0 and words["mask"] is None
     mask = words["mask"]
+    if p.features.alibi:
+        try:
+            mask = _with_alibi(inputs, mask)
+        except torch.OutOfMemoryError:
+            return None
+    causal = p.features.causal and p.features.window is None and p.diagonal == 0 and mask is None
     if p.features.banded and not causal:
         sides = (None if words[name] < 0 else words[name] for name in ("window_left", "window_right"))
         left, right = sides
@@ -59,3 +65,12 @@ def framework_call(inputs: Inputs, backend: str | None = None) -> Callable[[], t
             return call()
 
     return chosen
+
+
+def _with_alibi(inputs: Inputs, mask: torch.Tensor | None) -> torch.Tensor:
+    """The mask or bias with ALiBi put into it; generated slopes are the same in every batch."""
+    p, words = inputs.problem, inputs.keywords
+    bias = reference.alibi(words["slopes"][:1], p.n_q, p.n_kv, p.diagonal).to(inputs.q.dtype)
+    if mask is None:
+        return bias
+    return bias.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else bias + mask

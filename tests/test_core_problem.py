@@ -1,0 +1,69 @@
+"""Problems, their keys and specs: what changes a winner is told apart, what was written before is read as it was meant."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashtune.core.config import Config, Variant
+from flashtune.core.dtypes import DTYPES, ITEMSIZE, output_dtype, parse_dtype
+from flashtune.core.errors import InputError
+from flashtune.core.problem import ALIGNMENTS, MASK_KINDS, Features, Problem
+
+PROBLEM = Problem(batch=2, heads=4, kv_heads=2, n_q=100, n_kv=140, d=64, d_v=32, dtype="fp16")
+sides = st.none() | st.integers(0, 5000)
+features = st.builds(
+    Features,
+    causal=st.booleans(),
+    alignment=st.sampled_from(ALIGNMENTS),
+    window=st.none() | st.tuples(sides, sides),
+    mask=st.sampled_from(MASK_KINDS),
+    dropout=st.booleans(),
+    softcap=st.booleans(),
+    tf32=st.booleans(),
+    alibi=st.booleans(),
+)
+
+
+@given(features)
+def test_features_come_back_from_their_json(given: Features) -> None:
+    back = Features.from_json(json.loads(json.dumps(given.as_json())))
+    assert back == (given if given.has_diagonal else replace(given, alignment="top_left"))
+    assert back.as_json() == given.as_json() and back.label() == given.label()
+
+
+@pytest.mark.parametrize("value", [1, "yes", None, [True]], ids=str)
+def test_a_feature_that_is_no_flag_is_refused(value: object) -> None:
+    with pytest.raises(InputError, match="impossible value"):
+        Features.from_json({"alibi": value})
+
+
+def test_alibi_keeps_the_alignment_without_a_band() -> None:
+    keys = {replace(PROBLEM, features=Features(alibi=alibi, alignment=a)).key("h200") for alibi in (False, True) for a in ALIGNMENTS}
+    assert {key.features for key in keys} == {"{}", '{"alibi":true}', '{"alibi":true,"alignment":"bottom_right"}'}
+    assert replace(PROBLEM, n_q=140, features=Features(alibi=True, alignment="bottom_right")).key("h200").features == '{"alibi":true}'
+
+
+def test_features_that_came_later_leave_older_variants_their_ids() -> None:
+    """The id of a variant as it was before ALiBi: shipped kernels are found by it."""
+    spec = replace(PROBLEM, features=Features(causal=True)).spec()
+    variant = Variant(template="flash_fwd", template_hash="0123456789abcdef", spec=spec, config=Config.of(BLOCK_M=64))
+    assert variant.id == "adcc2bb814cea7a3"
+    assert replace(variant, spec=replace(spec, alibi=True)).id != variant.id
+
+
+def test_fp8_is_e4m3_by_all_its_names_with_one_byte_each() -> None:
+    assert {parse_dtype(name) for name in ("fp8", "e4m3", "float8_e4m3fn", "torch.float8_e4m3fn", " FP8 ")} == {"fp8"}
+    assert ITEMSIZE["fp8"] == 1
+    assert {dtype: output_dtype(dtype) for dtype in DTYPES} == {"fp16": "fp16", "bf16": "bf16", "fp32": "fp32", "fp8": "bf16"}
+    with pytest.raises(InputError, match="use one of"):
+        parse_dtype("e5m2")
+
+
+def test_fp8_reads_one_byte_an_element_and_writes_two() -> None:
+    p = replace(PROBLEM, dtype="fp8")
+    q_rows, kv_rows = 2 * 4 * 100, 2 * 2 * 140
+    assert p.io_bytes() == q_rows * 64 + kv_rows * (64 + 32) + q_rows * 2 * 32 + 4 * q_rows
+    assert PROBLEM.io_bytes() == 2 * (q_rows * 64 + kv_rows * (64 + 32) + q_rows * 32) + 4 * q_rows
