@@ -12,6 +12,7 @@ from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Baseline, Fate, Measurement, Outcome, Provenance, Source, TuningRecord
 from flashtune.core.target import Target, find_target
 from flashtune.dispatch.policy import Choice, Refusal, choose, rank
+from flashtune.templates import families
 from flashtune.templates.family import Axis, Constraint, Family
 
 H200, H100, A100 = find_target("h200"), find_target("h100"), find_target("a100")
@@ -20,7 +21,7 @@ PROBLEM = Problem(batch=4, heads=16, kv_heads=16, n_q=4096, n_kv=4096, d=128, d_
 ORDER = ("exact", "near_n", "near_gpu", "predicted", "default", "framework")
 
 
-def family(name: str, *, unsupported: str | None = None) -> Family:
+def family(name: str, *, unsupported: str | None = None, most_rows: int | None = None) -> Family:
     return Family(
         name=name,
         axes=(Axis(name="BLOCK_M", values=(32, 64, 128), why="rows"), Axis(name="SHARED", values=(0, 200_000), why="bytes")),
@@ -35,6 +36,7 @@ def family(name: str, *, unsupported: str | None = None) -> Family:
         default=lambda spec, target: Config.of(BLOCK_M=32, SHARED=0),
         starts=lambda spec, target: [],
         interpretable=True,
+        suits=lambda problem, target: None if most_rows is None or problem.n_q <= most_rows else f"{problem.n_q} rows are too many",
     )
 
 
@@ -142,6 +144,47 @@ def test_decoding_is_never_served_by_what_was_tuned_for_many_rows() -> None:
     decode, prefill = sized(4096, n_q=1), record(sized(4096))
     assert choose(decode, H200, [prefill], FAMILIES).kind == "default"
     assert choose(decode, H200, [prefill, record(sized(1024, n_q=8))], FAMILIES).kind == "near_n"
+
+
+def test_a_family_serves_only_sizes_that_suit_it_and_gives_way_without_a_warning() -> None:
+    known = {"first": family("first", most_rows=128), "second": family("second")}
+    few = record(sized(4096, n_q=128))
+    assert choose(sized(4096, n_q=64), H200, [few], known).record is few
+    refusal, *others = rank(sized(4096, n_q=2048), H200, [few], known)
+    assert isinstance(refusal, Refusal) and "too many" in refusal.reason and not refusal.invalid
+    assert [c.family.name for c in others if isinstance(c, Choice) and c.family is not None] == ["second"]
+
+
+@pytest.mark.parametrize("gpu", ["a100", "h200", "b200", "rtx4090", "mi300x"])
+def test_an_untuned_decoding_step_is_served_by_the_family_that_splits_keys(gpu: str) -> None:
+    step = Problem(batch=16, heads=32, kv_heads=8, n_q=1, n_kv=4096, d=128, d_v=128, dtype="bf16")
+    served: dict[str, Family | None] = {}
+    for name, problem in {
+        "step": step,
+        "draft": replace(step, n_q=16, features=Features(causal=True, alignment="bottom_right")),
+        "few rows": replace(step, batch=1, n_q=64, n_kv=65536),
+        "prefill": replace(step, n_q=4096),
+        "short": replace(step, batch=1, heads=8, n_q=64, n_kv=256),
+        "dropout": replace(step, features=Features(dropout=True)),
+    }.items():
+        found = choose(problem, find_target(gpu), [], families())
+        assert found.kind == "default"
+        served[name] = found.family
+    assert {name for name, family in served.items() if family is families()["flash_decode"]} == {"step", "draft", "few rows"}
+
+
+def test_what_won_a_decoding_step_never_serves_prefill_nor_the_reverse() -> None:
+    step = replace(sized(4096, n_q=1), features=Features())
+    prefill = replace(sized(4096), features=Features())
+    splits = families()["flash_decode"].default(step.spec(), H200)
+    whole = families()["flash_fwd"].default(prefill.spec(), H200)
+    decoded, filled = record(step, template="flash_decode", config=splits), record(prefill, template="flash_fwd", config=whole)
+    assert choose(prefill, H200, [decoded], families()).kind == "default"
+    assert choose(step, H200, [filled], families()).kind == "default"
+    assert choose(replace(step, n_kv=9000), H200, [decoded, filled], families()).record is decoded
+    # Few rows that don't fill the GPU are splits' business too, but what won there is no guide for more of them.
+    some = replace(prefill, batch=1, n_q=64)
+    assert choose(prefill, H200, [record(some, template="flash_decode", config=splits)], families()).kind == "default"
 
 
 @pytest.mark.parametrize(

@@ -245,6 +245,45 @@ def test_no_prediction_beats_the_roofline(slug: str, n: int) -> None:
     assert predict_us(CONFIG, FACTS, problem, target) >= floor_us
 
 
+STEP = Problem(batch=16, heads=32, kv_heads=8, n_q=1, n_kv=4096, d=128, d_v=128, dtype="bf16")
+SPLIT = Config.of(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=3, programs=2, combine="kernel", loads="pointer")
+SPLIT_FACTS = CompileFacts(registers=128, spills=0, shared_bytes=38912, threads=128, tensor_core_ops=32)
+
+
+@given(
+    slug=st.sampled_from(["a100", "h200", "rtx4090", "mi300x"]),
+    batch=st.sampled_from([1, 16, 128]),
+    n=st.integers(1, 100_000),
+    n_q=st.integers(1, 64),
+    programs=st.sampled_from([1, 2, 8]),
+    combine=st.sampled_from(["kernel", "last"]),
+    features=st.sampled_from([Features(), Features(causal=True), Features(window=(100, 0)), Features(alibi=True)]),
+)
+def test_decoding_takes_at_least_the_time_to_read_memory(
+    slug: str, batch: int, n: int, n_q: int, programs: int, combine: str, features: Features
+) -> None:
+    target, problem = find_target(slug), replace(STEP, batch=batch, n_kv=n, n_q=n_q, features=features)
+    time_us = predict_us(SPLIT.replace(programs=programs, combine=combine), SPLIT_FACTS, problem, target)
+    assert problem.io_bytes() / target.bandwidth_gbs / 1e3 <= time_us < 1e6
+
+
+def test_a_lone_long_sequence_is_predicted_to_need_its_keys_split_and_loads_in_flight() -> None:
+    target, lone = find_target("h200"), replace(STEP, batch=1, n_kv=65536)
+    deep = predict_us(SPLIT.replace(programs=1), SPLIT_FACTS, lone, target)
+    assert predict_us(SPLIT.replace(programs=1, num_stages=1), SPLIT_FACTS, lone, target) > 1.3 * deep
+    whole = predict_us(CONFIG.replace(BLOCK_M=16), replace(SPLIT_FACTS, registers=255), lone, target)
+    assert whole > 5 * deep
+    assert predict_us(SPLIT, SPLIT_FACTS, replace(lone, n_kv=4096), target) < deep / 3
+
+
+def test_only_families_that_suit_a_problem_are_searched() -> None:
+    target = find_target("h200")
+    assert "flash_decode" in SearchSpace(families(), STEP, target).families
+    assert "flash_decode" not in SearchSpace(families(), replace(STEP, n_q=4096), target).families
+    with pytest.raises(InputError, match="fill"):
+        SearchSpace({"flash_decode": family("flash_decode")}, BIG, target)
+
+
 def outcome(config: Config, median_us: float | None, variant_id: str = "00") -> Outcome:
     return Outcome(
         template="flash_fwd",

@@ -24,7 +24,7 @@ from flashtune.templates.predicates import (
 AXES = (
     Axis(name="BLOCK_M", values=(16, 32, 64), why="rows of a program, heads packed in: reuse of K and V against padding and registers"),
     Axis(name="BLOCK_N", values=(32, 64, 128, 256), why="key rows of a step: fewer steps against shared memory and uneven shares"),
-    Axis(name="num_warps", values=(1, 2, 4, 8), why="warps that share a tile: registers and addresses a thread against waiting for each other"),
+    Axis(name="num_warps", values=(1, 2, 4, 8), why="warps that share a tile: registers a thread against waiting for each other"),
     Axis(name="num_stages", values=(1, 2, 3, 4, 6), why="key blocks in flight: bandwidth used against programs that fit on an SM"),
     Axis(name="programs", values=(1, 2, 3, 4, 8), why="programs to an SM that keys are split for: SMs kept busy against parts to add up"),
     Axis(name="combine", values=("kernel", "last"), why="who adds up the splits: a second launch, or the last program of a tile, alone"),

@@ -117,14 +117,16 @@ def _split_us(config: Config, facts: CompileFacts, problem: Problem, target: Tar
     # The rule of `split_count` in flash_decode.py.jinja.
     share = math.ceil(blocks / min(blocks, max(1, config.number("programs") * target.sms // tiles)))
     splits = math.ceil(blocks / share)
-    active = max(1, min(resident, math.ceil(tiles * splits / target.sms)))
-    waves = math.ceil(tiles * splits / (target.sms * active))
+    programs = math.ceil(tiles * splits / target.sms)
+    active = min(resident, programs)
 
     block_bytes = block_n * (padded(problem.d) + padded(problem.d_v)) * size
-    in_flight = active * block_bytes * max(1, config.number("num_stages") - 1)
+    # Without a pipeline a program waits for K, then for V.
+    in_flight = active * block_bytes * max(0.5, config.number("num_stages") - 1)
     bytes_per_clock = min(in_flight / c.memory_latency, target.bandwidth_gbs * 1e3 / target.boost_mhz / target.sms)
     per_block = max(_block_clocks(config, facts, problem, target, active, c), block_bytes / bytes_per_clock)
-    clocks = waves * active * (share * per_block + c.tile_overhead / active)
+    # The SM with the most programs ends last.
+    clocks = programs * (share * per_block + c.tile_overhead / active)
     parts_bytes = 8 * splits * problem.batch * problem.heads * problem.n_q * padded(problem.d_v) if splits > 1 else 0
     combine_us = 0.0 if splits == 1 else c.part_us * splits if config["combine"] == "last" else c.second_launch_us
     memory_us = (problem.io_bytes() + parts_bytes) / (target.bandwidth_gbs * 1e3)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from flashtune.core import reference
-from flashtune.core.problem import Features, Problem
+from flashtune.core.problem import DECODE_ROWS, Features, Problem
 from flashtune.core.tolerances import tolerance
 from flashtune.tuner.inputs import Inputs, make_inputs
 
@@ -49,6 +49,9 @@ def small_cases(problem: Problem) -> list[Problem]:
         f = replace(f, window=(left, right))
     flipped = replace(f, alignment="top_left" if f.alignment == "bottom_right" else "bottom_right")
     cases = [case(193, 321, f), case(1, 77, f), case(320, 320, f), case(97, 515, flipped)]
+    if problem.n_q <= DECODE_ROWS:
+        # Enough keys that many programs share them.
+        cases.append(case(problem.n_q, 2177, flipped))
     return [*cases, case(391, 130, flipped)] if f.has_diagonal else cases
 
 

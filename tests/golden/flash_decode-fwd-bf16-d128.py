@@ -1,8 +1,8 @@
 """Attention forward for few query rows: several programs share the keys of a tile.
 
 Compiled in: fwd-bf16-d128
-Template: flash_decode 4e76eb5a902abed0
-Variant: f8164105f8877796
+Template: flash_decode e18646244e931048
+Variant: 0a43e2d8291f6faa
 Config: BLOCK_M=16 BLOCK_N=64 combine=last loads=pointer num_stages=3 num_warps=4 programs=2
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -174,10 +174,12 @@ def accepts(q, k, v, mask):
 
 def split_count(tiles, keys, device):
     """How many programs share the keys of a tile: the fewest whose longest share is as short as with 2 programs to an SM."""
-    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-    blocks = max(triton.cdiv(keys, 64), 1)
+    # Where nothing is timed, few programs will do.
+    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
+    blocks = max(-(-keys // 64), 1)
     splits = min(max(2 * sms // tiles, 1), blocks)
-    return triton.cdiv(blocks, triton.cdiv(blocks, splits))
+    share = -(-blocks // splits)
+    return -(-blocks // share)
 
 
 COUNTS = {}
@@ -203,7 +205,7 @@ def launches(
     batch, heads, n_q, _ = q.shape
     kv_heads, n_kv = k.shape[1], k.shape[2]
     group = heads // kv_heads
-    tiles = triton.cdiv(n_q * group, 16) * batch * kv_heads
+    tiles = -(-n_q * group // 16) * batch * kv_heads
     keys = n_kv
     splits = split_count(tiles, keys, q.device)
     # A tile with one split writes its output itself, and reads and writes no parts.

@@ -1,8 +1,8 @@
 """Attention forward with TMA descriptors.
 
 Compiled in: fwd-fp16-d64-causal-softcap-bias
-Template: flash_fwd_tma ac910240e16e02d1
-Variant: de28f90e2c1fe1dc
+Template: flash_fwd_tma ebedb28ec58ac57c
+Variant: 82152f49a9817e20
 Config: BLOCK_M=128 BLOCK_N=64 ORDER=grouped maxnreg=168 num_stages=2 num_warps=8
 
 Generated; do not edit. `flashtune generate` writes it anew.
