@@ -11,7 +11,7 @@ from flashtune.templates.family import Axis, Constraint, Family, padded
 
 AXES = (
     Axis(name="BLOCK_M", values=(64, 128, 192), why="query rows of a tile: more reuse of K and V against fewer tiles and registers"),
-    Axis(name="BLOCK_N", values=(64, 128), why="keys of a block: fewer steps against registers, shared memory and masked waste"),
+    Axis(name="BLOCK_N", values=(64, 128, 256), why="keys of a block: fewer steps against registers, shared memory and masked waste"),
     Axis(name="stages", values=(2, 3, 4), why="K/V blocks in flight: latency hiding against shared memory"),
     Axis(name="lookahead", values=(0, 1, 2), why="products under way beside a softmax: none, values before it, also the scores after it"),
     Axis(name="pingpong", values=(False, True), why="warpgroups take turns on the tensor cores, against waiting"),
