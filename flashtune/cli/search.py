@@ -92,9 +92,16 @@ def problems_of(words: dict[str, Any]) -> list[Problem]:
 
 
 def run_search(
-    target: Target, problems: list[Problem], *, location: str | None, predict: bool, as_json: bool, words: dict[str, Any]
+    target: Target,
+    problems: list[Problem],
+    *,
+    location: str | None,
+    predict: bool,
+    as_json: bool,
+    words: dict[str, Any],
+    command: str | None = None,
 ) -> list[TuningRecord]:
-    """Search these problems and return the rows that the database then serves for them."""
+    """Search these problems and return the rows that the database then serves for them; `command` is kept as what was typed."""
     from flashtune.db.library import overlay_path
     from flashtune.db.store import Store
     from flashtune.templates import families, family
@@ -120,7 +127,7 @@ def run_search(
     for problem in problems:
         # What no template serves is refused before anything is written.
         SearchSpace(plan.families, problem, target)
-    command = shlex.join(["flashtune", *sys.argv[1:]])
+    command = command or shlex.join(["flashtune", *sys.argv[1:]])
     trials = None if plan.sampler == "exhaustive" else plan.trials
     with (
         Store.open(location or overlay_path(), writable=True) as store,

@@ -18,7 +18,9 @@ AXES = (
     Axis(name="tiles", values=("one", "loop", "chained"), why="tiles of a program: one, many, or many without draining in between"),
     Axis(name="section", values=(1, 8), why="heads that run side by side: balance against K/V that stay in L2"),
     Axis(name="order", values=("fixed", "drawn"), why="who takes which tile of a band: settled at launch, or drawn when a program is free"),
-    Axis(name="residents", values=(1, 2, 3, 4), why="programs on an SM: one starts while another ends, against registers and shared memory"),
+    Axis(
+        name="residents", values=(1, 2, 3, 4), why="programs on an SM: one starts while another ends, against registers and shared memory"
+    ),
 )
 
 
@@ -124,6 +126,7 @@ def supports(spec: KernelSpec, target: Target) -> str | None:
 
 
 def _config(block_m: int, block_n: int, stages: int, tiles: str, spec: KernelSpec, **more: int | str | bool) -> Config:
+    banded = spec.causal or spec.window
     values: dict[str, int | str | bool] = {
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
@@ -131,29 +134,39 @@ def _config(block_m: int, block_n: int, stages: int, tiles: str, spec: KernelSpe
         "lookahead": 1,
         "pingpong": False,
         "tiles": tiles,
-        "section": 8 if spec.causal or spec.window else 1,
-        "order": "drawn" if tiles != "one" and (spec.causal or spec.window) else "fixed",
+        "section": 8 if banded else 1,
+        "order": "drawn" if tiles != "one" and banded else "fixed",
         "residents": 1,
     }
     return Config.of(values, **more)
 
 
 def starts(spec: KernelSpec, target: Target) -> list[Config]:
-    """Tiles that the field's fastest Hopper kernels use, those that fit first."""
+    """Tiles that the field's fastest Hopper kernels use, and what won searches on an H200; those that fit, the most general first."""
     wide = max(padded(spec.d), padded(spec.d_v))
     found = []
+    if spec.dtype == "fp8":
+        found += [_config(192, 128, 3, "one", spec, lookahead=0), _config(64, 128, 2, "one", spec, residents=2)]
+        found += [_config(128, 256, 2, "one", spec, lookahead=0)]
     if wide <= 64:
-        found += [_config(192, 128, stages, tiles, spec) for stages, tiles in ((3, "chained"), (2, "one"))]
-        found += [_config(192, 128, 3, "chained", spec, pingpong=True), _config(128, 128, 3, "chained", spec, pingpong=True)]
-        found += [_config(128, 128, 3, "chained", spec, lookahead=2, pingpong=pingpong) for pingpong in (False, True)]
-        found += [_config(128, 64, 3, "chained", spec, pingpong=True), _config(128, 64, 3, "one", spec, residents=2)]
+        found += [_config(192, 128, 3, "chained", spec), _config(128, 128, 2, "chained", spec, pingpong=True, order="fixed")]
+        found += [_config(64, 64, 2, "one", spec, lookahead=0, residents=4), _config(64, 64, 2, "one", spec, residents=3)]
+        found += [
+            _config(128, 64, 2, "one", spec, lookahead=0, residents=2),
+            _config(128, 64, 3, "chained", spec, pingpong=True, residents=2),
+        ]
+        found += [_config(128, 128, 3, "chained", spec, lookahead=2), _config(192, 128, 3, "chained", spec, pingpong=True)]
     if wide <= 128:
-        found += [_config(128, 128, 2, tiles, spec) for tiles in ("chained", "one")]
-        found += [_config(128, 128, 2, "chained", spec, pingpong=pingpong) for pingpong in (False, True)]
-        found += [_config(128, 64, 4, "chained", spec), _config(128, 128, 4, "chained", spec, pingpong=True)]
-        found += [_config(128, 128, 2, "chained", spec, order="fixed", pingpong=True), _config(64, 64, 2, "one", spec, residents=2)]
-    found += [_config(128, 64, 2, "one", spec), _config(128, 64, 2, "loop", spec)]
-    found += [_config(64, 64, 2, "one", spec), _config(64, 64, 2, "one", spec, lookahead=0), _config(128, 64, 2, "one", spec, lookahead=0)]
+        found += [_config(128, 128, 2, "chained", spec, pingpong=True), _config(128, 128, 2, "chained", spec)]
+        found += [_config(128, 128, 2, "chained", spec, pingpong=True, order="fixed"), _config(128, 128, 2, "one", spec)]
+        found += [_config(128, 64, 4, "chained", spec), _config(128, 64, 4, "chained", spec, order="fixed")]
+        found += [_config(64, 64, 2, "one", spec, residents=2)]
+    found += [_config(128, 64, 2, "one", spec), _config(128, 64, 2, "loop", spec), _config(128, 64, 2, "loop", spec, pingpong=True)]
+    found += [
+        _config(128, 64, 2, "one", spec, pingpong=True),
+        _config(64, 64, 2, "one", spec),
+        _config(64, 64, 2, "one", spec, lookahead=0),
+    ]
     unique = dict.fromkeys(found)
     return [config for config in unique if FAMILY.violated(config, spec, target) is None]
 

@@ -68,4 +68,4 @@ def render(family: Family, variant: Variant) -> str:
             block_dv=padded(variant.spec.d_v),
         )
     )
-    return re.sub(r"\n{3,}", "\n\n\n", text)
+    return re.sub(r"\n{3,}", "\n\n\n", text).rstrip("\n") + "\n"

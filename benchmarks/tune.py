@@ -1,0 +1,72 @@
+"""Searches the cells of forward.py on this machine's GPU, which is how the shipped rows were made: `python benchmarks/tune.py --db FILE`.
+
+Plain cells are searched in bf16 and, with fewer trials, in fp16, whose winners are nearly the same. Each group tries the family that
+is made for it; `flashtune search` would try them all.
+"""
+
+import argparse
+import shlex
+import sys
+import time
+from dataclasses import replace
+
+from forward_cells import GROUPS, Group, cells
+
+from flashtune.cli.search import run_search
+from flashtune.core.problem import Problem
+from flashtune.tuner.machine import local_gpu
+
+FAMILY = {"plain": "flash_fwd_hopper", "features": "flash_fwd_hopper", "fp8": "flash_fwd_hopper", "decode": "flash_decode"}
+
+
+def problems_of(group: Group, d: list[int] | None) -> list[Problem]:
+    """The problems of a group of cells; all N of one spec side by side, so that compiled kernels serve them all."""
+    found = [cell.problem for cell in cells((group,), d=d)]
+    return found + [replace(problem, dtype="fp16") for problem in found] if group == "plain" else found
+
+
+def main() -> None:
+    """Search group by group and print what was found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--db", required=True, help="the database to write")
+    parser.add_argument("--cells", default=",".join(GROUPS), help="groups of cells, with commas between them (default: %(default)s)")
+    parser.add_argument("--d", type=int, action="append", help="only these head sizes")
+    parser.add_argument("--trials", type=int, default=40, help="trials per problem (default: %(default)s)")
+    parser.add_argument("--fp16-trials", type=int, default=10, help="the same for fp16 (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    gpu = local_gpu()
+    if gpu is None or gpu.target is None:
+        raise SystemExit("tune.py measures kernels and found no GPU that flashtune knows: run it on the GPU's machine")
+    for group in GROUPS:
+        if group not in options.cells.split(","):
+            continue
+        every = problems_of(group, options.d)
+        for dtype in dict.fromkeys(problem.dtype for problem in every):
+            started = time.monotonic()
+            words = {
+                "templates": (FAMILY[group],),
+                "trials": options.fp16_trials if dtype == "fp16" else options.trials,
+                "budget": None,
+                "sampler": "tpe",
+                "seed": options.seed,
+                "jobs": None,
+                "storage": None,
+            }
+            records = run_search(
+                gpu.target,
+                [problem for problem in every if problem.dtype == dtype],
+                location=options.db,
+                predict=False,
+                as_json=True,
+                words=words,
+                command=shlex.join(["python", *sys.argv]),
+            )
+            for record in records:
+                beside = f"{record.framework_us / record.median_us:.3f}x the framework" if record.framework_us else ""
+                print(record.problem.label(), f"{record.median_us:.1f} us", beside, record.outcome.config.label(), flush=True)
+            print(f"{group} {dtype}: {len(records)} rows in {time.monotonic() - started:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
