@@ -3,11 +3,13 @@
 #   make search     the main job: search kernels (for this machine's GPU, or predicted for an A100 where there is none)
 #   make test       all tests that need no GPU
 #   make check      what a reviewer runs: format, lint, types, layers, tests
+#   make newest     whether every template compiles with the newest Triton, in an environment of its own
 #
-# Variables: PYTHON (the interpreter to start from), VENV (the folder), TORCH (a requirement such as torch==2.11.0),
-# SEARCH (more arguments for `flashtune search`), PYTEST (more arguments for pytest).
+# Variables: PYTHON (the interpreter to start from), VENV (the folder), NEWEST (the folder of `make newest`), TORCH (a requirement
+# such as torch==2.11.0), SEARCH (more arguments for `flashtune search`), PYTEST (more arguments for pytest).
 
 VENV ?= .venv
+NEWEST ?= .venv-newest
 TORCH ?=
 SEARCH ?=
 PYTEST ?=
@@ -16,7 +18,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 BIN := $(VENV)/bin
 RUN_PYTEST = $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal $(PYTEST)
 
-.PHONY: help setup search test check lint format golden dist clean
+.PHONY: help setup search test check lint format golden newest dist clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -49,8 +51,14 @@ format: setup
 golden: setup
 	@$(RUN_PYTEST) --update-golden
 
+# constraints.txt holds for the first line only.
+newest:
+	@$(MAKE) --no-print-directory setup VENV=$(NEWEST)
+	@$(NEWEST)/bin/python -m pip --disable-pip-version-check install -qq --upgrade --no-deps triton
+	@$(NEWEST)/bin/python benchmarks/check_compiles.py
+
 dist: setup
 	@$(BIN)/python -m build
 
 clean:
-	@rm -rf $(VENV) build dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	@rm -rf $(VENV) $(NEWEST) build dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

@@ -96,7 +96,8 @@ def main() -> None:
         for problem, source, compiling in waiting:
             reply = compiling.reply()
             if reply.fate is Fate.CORRECT:
-                workers.prepare(problem, target, options.seed)
+                reply = workers.prepare(problem, target, options.seed)
+            if reply.fate is Fate.CORRECT:
                 reply = workers.submit(
                     "device", tasks.recheck_on_device, source, problem, target, options.seed, limit_s=workers.limits.device_s
                 ).reply()

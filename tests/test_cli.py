@@ -200,6 +200,17 @@ def test_export_ships_the_winners(searched: tuple[Path, list[dict[str, Any]]], t
     assert flashtune("export", str(path), "--db", str(searched[0]), "--force").exit_code == 0
 
 
+def test_an_export_of_nothing_is_one_line_that_names_the_filters_and_leaves_no_file(
+    searched: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    path = tmp_path / "shipped.sqlite"
+    result = flashtune("export", str(path), "--db", str(searched[0]), "--gpu-name", "h200", "--d", "64")
+    assert result.exit_code == 5
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert "holds nothing of gpu h200, d 64 to export: " in result.stderr
+    assert not path.exists()
+
+
 def test_verify_checks_every_row(searched: tuple[Path, list[dict[str, Any]]]) -> None:
     result = flashtune("verify", "--db", str(searched[0]), "--json")
     assert result.exit_code == 0, result.output
@@ -255,11 +266,42 @@ def test_doctor_says_what_is_here() -> None:
     assert {"packages", "GPU", "ptxas"} <= {check["name"] for check in found["checks"]}
 
 
-def test_bench_without_a_gpu_is_one_line_and_exit_code_4() -> None:
+@pytest.fixture
+def no_gpu() -> None:
     import torch
 
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
+
+
+@pytest.fixture
+def unwilling_gpu(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An A100 that is seen, but takes no inputs."""
+    from flashtune.core.target import find_target
+    from flashtune.tuner import machine
+
+    monkeypatch.setattr(machine, "local_gpu", lambda: machine.LocalGpu(name="NVIDIA A100", target=find_target("a100")))
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_bench_without_a_gpu_is_one_line_and_exit_code_4() -> None:
     result = flashtune("bench", "--d", "64")
     assert result.exit_code == 4
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.usefixtures("unwilling_gpu")
+def test_bench_says_which_problem_the_gpu_cant_take() -> None:
+    result = flashtune("bench", "--d", "64", "--n", "512", "--dtype", "fp16", "--causal")
+    told = " ".join(result.stderr.split())
+    assert told.count("the GPU can't take n512-d64-fp16-causal (") == 1
+    assert told.endswith("free its memory, or take a smaller batch or fewer heads")
+
+
+@pytest.mark.usefixtures("unwilling_gpu")
+def test_verify_doesnt_pass_a_row_that_the_gpu_cant_take(searched: tuple[Path, list[dict[str, Any]]]) -> None:
+    result = flashtune("verify", "--db", str(searched[0]), "--json")
+    assert result.exit_code == 1, result.output
+    rows = json.loads(result.stdout)["rows"]
+    assert len(rows) == 2
+    assert all("the GPU can't take" in row["reason"] for row in rows)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flashtune.core.config import Config
 from flashtune.core.dtypes import DTYPES
-from flashtune.core.errors import DatabaseError, FlashtuneError, InputError
+from flashtune.core.errors import DatabaseError, FlashtuneError, InputError, NoKernelFound
 from flashtune.core.problem import ALIGNMENTS, MASK_KINDS, Features, Problem
 from flashtune.core.results import SOURCES, Baseline, CompileFacts, Fate, Measurement, Outcome, Provenance, SearchResult
 from flashtune.db.rows import LARGEST, TEXT_LENGTH, tidy
@@ -430,6 +430,16 @@ def test_an_export_of_winners_holds_the_best_row_of_each_key_that_passes(tmp_pat
             assert exported.runs()[0].trials == 1
             own = [replace(record, origin="") for record in exported.records()]
             assert own == [replace(record, origin="") for record in store.records(gpu="h200")]
+
+
+@pytest.mark.parametrize("winners_only", [True, False])
+def test_an_export_of_nothing_is_refused(winners_only: bool, tmp_path: Path) -> None:
+    with (
+        Store.open(filled(tmp_path / "a.sqlite"), writable=False) as store,
+        pytest.raises(NoKernelFound, match="holds nothing of d 250 to export"),
+    ):
+        store.export(tmp_path / "b.sqlite", winners_only=winners_only, d=250)
+    assert not (tmp_path / "b.sqlite").exists()
 
 
 def test_equal_contents_export_to_equal_bytes_without_a_write_ahead_log(tmp_path: Path) -> None:

@@ -360,6 +360,15 @@ def test_a_space_without_a_family_says_why() -> None:
         SearchSpace(only, BIG, find_target("a100"))
 
 
+def test_a_compilers_error_is_told_by_its_cause() -> None:
+    class CompilationError(Exception):
+        pass
+
+    error = CompilationError("at 36:4:\n    gl.warp_specialize(\n    ^")
+    error.__cause__ = RuntimeError("async_copy has been removed; call async_store instead\nand more")
+    assert tasks.one_line(error) == "RuntimeError: async_copy has been removed; call async_store instead"
+
+
 def nap(seconds: float) -> Reply:
     time.sleep(seconds)
     return Reply(fate=Fate.CORRECT, reason=str(os.getpid()))

@@ -45,9 +45,10 @@ def bench(seconds: float, seed: int, as_json: bool, **words: Any) -> None:
             kernel = family(chosen.template)
             variant = variant_of(kernel, problem.spec(), chosen.config)
             source = tasks.Source.of(kernel, variant)
-            workers.prepare(problem, gpu.target, seed)
-            limit_s = workers.limits.device_s + 20 * seconds
-            reply = workers.submit("device", tasks.bench_problem, source, problem, gpu.target, seed, seconds, limit_s=limit_s).reply()
+            reply = workers.prepare(problem, gpu.target, seed)
+            if reply.fate is Fate.CORRECT:
+                limit_s = workers.limits.device_s + 20 * seconds
+                reply = workers.submit("device", tasks.bench_problem, source, problem, gpu.target, seed, seconds, limit_s=limit_s).reply()
             if reply.fate is not Fate.CORRECT:
                 messages().print(f"{problem.label()}: {reply.fate}: {reply.reason}")
                 continue

@@ -35,6 +35,6 @@ class EnvironmentProblem(FlashtuneError):
 
 
 class NoKernelFound(FlashtuneError):
-    """A search ended without one correct candidate."""
+    """A search ended without one correct candidate, or a database has none of those that were asked for."""
 
     exit_code = 5

@@ -64,7 +64,7 @@ def dropout_keep(
 ) -> torch.Tensor:
     """`dropout_keep_rows` for every row of every head: bool (batch, heads, n_q, n_kv)."""
     rows = [dropout_keep_rows(seed, offset, index, 0, n_q, n_kv, p, device) for index in range(batch * heads)]
-    return torch.stack(rows).view(batch, heads, n_q, n_kv)
+    return torch.stack(rows).view(batch, heads, n_q, n_kv) if rows else torch.ones(batch, heads, n_q, n_kv, dtype=torch.bool, device=device)
 
 
 def distances(n_q: int, n_kv: int, diagonal: int, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -86,6 +86,13 @@ def band(n_q: int, n_kv: int, *, left: int | None, right: int | None, diagonal: 
 def alibi(slopes: torch.Tensor, n_q: int, n_kv: int, diagonal: int) -> torch.Tensor:
     """What ALiBi adds to the scores: -slope |i + diagonal - j|, (B, H, n_q, n_kv) for slopes (B, H), in their dtype."""
     return -slopes[..., None, None] * distances(n_q, n_kv, diagonal, slopes.device).abs()
+
+
+def joined(bias: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """A bias and a mask (bool: True attends, or another bias) as one bias, in the wider of their dtypes."""
+    if mask is None:
+        return bias
+    return bias.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else bias + mask
 
 
 def attention(
@@ -113,7 +120,7 @@ def attention(
     `slopes` (B, Hq) are ALiBi's: each score loses slope |i + diagonal - j|. `descale` holds factors of q (B, Hq), k and v (B, Hkv),
     which quantised inputs stand for a multiple of. Differentiable.
     """
-    ratio = q.shape[1] // k.shape[1]
+    ratio = q.shape[1] // max(1, k.shape[1])
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if descale is not None:
         q, k, v = (x * factor.to(dtype)[..., None, None] for x, factor in zip((q, k, v), descale, strict=True))

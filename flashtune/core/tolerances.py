@@ -9,7 +9,8 @@ e4m3, unit roundoff u = 2^-4, where a kernel multiplies PV as fp8. Weights p_j (
 o + sum p_j e_j v_j. For independent v_j, which are all but orthogonal, that is at most u |o|: the norm's bound. An element is off by
 u max|v| at worst; signs of e_j that don't agree make it a quarter of that. Simulated for N of 77 to 8192, D of 16 to 128, causal and
 full, scores of up to 2.25 standard deviations and |v| ~ N(0, 1): at most 0.04 |o|, and 0.05 (1 + |o|) an element. Descales and dropout
-add half as much again. The products of e4m3 are exact; Hopper adds them up with 14 bits, which moves the LSE by a thousandth.
+add half as much again. The products of e4m3 are exact, but Hopper keeps only some 14 bits of their sums (DeepSeek-V3 technical report,
+section 3.5.2), which the LSE's bound allows for.
 """
 
 from dataclasses import dataclass

@@ -13,7 +13,7 @@ from sqlalchemy.exc import ArgumentError
 from sqlalchemy.sql.selectable import FromClause
 
 from flashtune.core.dtypes import DType
-from flashtune.core.errors import DatabaseError
+from flashtune.core.errors import DatabaseError, NoKernelFound
 from flashtune.core.problem import Direction, Problem, ProblemKey
 from flashtune.core.results import Baseline, Fate, Outcome, Provenance, SearchResult, TuningRecord
 from flashtune.db import rows
@@ -168,11 +168,16 @@ class Store:
 
         `winners_only` keeps the best record of each key, else all runs with all trials. Equal contents give equal bytes (under one
         version of SQLite). The file appears whole or not at all; `replace` allows it to take the place of another tuned database.
+
+        Raises NoKernelFound where nothing passes the filter.
         """
         if winners_only:
             results = [_alone(record) for record in self.records(**where)]
         else:
             results = sorted(self.results(**where), key=lambda result: key_order(result.problem.key(result.gpu)))
+        if not results:
+            wanted = f" of {', '.join(f'{name} {value}' for name, value in where.items())}" if where else ""
+            raise NoKernelFound(f"{self._access.name} holds nothing{wanted} to export: search for it first, or loosen the filters")
         prepared = [ResultRows.of(result) for result in results]
 
         def work(connection: Connection) -> None:

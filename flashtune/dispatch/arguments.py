@@ -70,7 +70,7 @@ def parse(
     # However it was asked for: a window that ends at the diagonal is causal.
     causal = right == 0
     problem = None
-    if query.dtype in KERNEL_DTYPES:
+    if query.dtype in KERNEL_DTYPES and 0 not in (*batch_dims, heads, n_q, n_kv):
         problem = Problem(
             batch=math.prod(batch_dims),
             heads=heads,
@@ -153,8 +153,8 @@ def _check_sizes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> 
     for name, shape in (("query", q), ("key", k), ("value", v)):
         if len(shape) < 2:
             raise InputError(f"{name} has the shape {shape}: give at least two dimensions, (..., tokens, head size)")
-        if 0 in shape:
-            raise InputError(f"{name} has the empty shape {shape}: every size must be at least 1")
+        if shape[-1] == 0:
+            raise InputError(f"{name} has the shape {shape}: the head size must be at least 1")
         if shape[-1] > MAX_HEAD_DIM:
             raise InputError(f"{name} has the head size {shape[-1]}: sizes up to {MAX_HEAD_DIM} are supported, split the heads")
     if q[-1] != k[-1]:
@@ -184,8 +184,8 @@ def _heads(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], enable_gq
     """
     q_heads, k_heads, v_heads = (shape[-3] if len(shape) > 2 else 1 for shape in (q, k, v))
     kv_heads = max(k_heads, v_heads)
-    if enable_gqa:
-        if q_heads % k_heads or q_heads % v_heads:
+    if enable_gqa and q_heads:
+        if any(not count or q_heads % count for count in (k_heads, v_heads)):
             raise InputError(
                 f"query has {q_heads} heads, key {k_heads} and value {v_heads}: with enable_gqa they must divide the query's heads"
             )

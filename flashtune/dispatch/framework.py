@@ -42,7 +42,9 @@ def attention(
     if descale is not None:
         q, k, v = ((x.float() * factor[..., None, None]).to(request.out_dtype) for x, factor in zip((q, k, v), descale, strict=True))
     if slopes is not None:
-        mask = _with_alibi(request, mask, slopes)
+        # Wide, since the 16-bit types hold no large distances.
+        bias = reference.alibi(slopes.to(_wide(request)), request.n_q, request.n_kv, request.diagonal)
+        mask = reference.joined(bias, mask)
     # A tracer may hold symbolic truth values, which torch refuses; a branch on one settles it.
     causal = True if request.torch_causal and mask is None else False  # noqa: SIM210
     shared = True if request.heads != request.kv_heads else False  # noqa: SIM210
@@ -70,14 +72,6 @@ def attention(
     return request.restored(out), None
 
 
-def _with_alibi(request: Request, mask: torch.Tensor | None, slopes: torch.Tensor) -> torch.Tensor:
-    """The mask or bias with ALiBi put into it: float32 (float64 for float64 inputs), since the 16-bit types hold no large distances."""
-    bias = reference.alibi(slopes.to(_wide(request)), request.n_q, request.n_kv, request.diagonal)
-    if mask is None:
-        return bias
-    return bias.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else bias + mask
-
-
 def _with_band(request: Request, mask: torch.Tensor | None) -> torch.Tensor:
     """The mask or bias with the band put into it; (1, 1, N_q, N_kv) when there was none."""
     visible = reference.band(
@@ -85,7 +79,7 @@ def _with_band(request: Request, mask: torch.Tensor | None) -> torch.Tensor:
     )[None, None]
     if mask is None:
         return visible
-    return mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, float("-inf"))
+    return mask & visible if mask.dtype == torch.bool else reference.joined(mask, visible)
 
 
 def _wide(request: Request) -> torch.dtype:

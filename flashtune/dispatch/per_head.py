@@ -11,7 +11,7 @@ from flashtune.dispatch.request import Descale, Request
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PerHead:
-    """As the caller gave them, in the order of `attention`'s arguments; the tensors broadcast to (..., H), the request's batch before."""
+    """As the caller gave them, in the order of `attention`'s arguments; tensors broadcast to (*batch_dims, H) of the request."""
 
     alibi_slopes: torch.Tensor | None = None
     q_descale: torch.Tensor | float | None = None

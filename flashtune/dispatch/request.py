@@ -16,10 +16,10 @@ class Request:
     """One call, checked and normalised.
 
     `left` and `right` are the sides of the band (None: unbounded) around the diagonal shifted by `diagonal`; sides that hide
-    nothing at these sizes are dropped. `problem` is None for float64, which no kernel takes. `rank` is the output's number of
-    dimensions, `batch_dims` those before the heads and `batch` their product. `identity` says that q, k and v are taken as
-    they are: 4-D, with equal batches and heads that need no broadcasting. `alibi` says that slopes are given. `factors` are numbers that
-    fp8 q, k and v are multiplied by, 1 where none or a tensor is given; None for other types.
+    nothing at these sizes are dropped. `problem` is None where no kernel serves: for float64, and where there is nothing to compute.
+    `rank` is the output's number of dimensions, `batch_dims` those before the heads and `batch` their product. `identity` says that
+    q, k and v are taken as they are: 4-D, with equal batches and heads that need no broadcasting. `alibi` says that slopes are given.
+    `factors` are numbers that fp8 q, k and v are multiplied by, 1 where none or a tensor is given; None for other types.
     """
 
     dtype: torch.dtype
@@ -47,6 +47,11 @@ class Request:
     d: int
     d_v: int
     identity: bool
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to compute: no query, or no key to attend to."""
+        return 0 in (self.batch, self.heads, self.n_q, self.n_kv)
 
     @property
     def banded(self) -> bool:

@@ -47,7 +47,9 @@ def candidates(
     before, rules out the other tuned ones of its family; the family's default is still tried, since it may take what they don't.
     """
     problem = request.problem
-    if torch_only is None and problem is None:
+    if torch_only is None and request.empty:
+        torch_only = "there is nothing to compute"
+    elif torch_only is None and problem is None:
         torch_only = f"kernels take float16, bfloat16, float32 and float8_e4m3fn, not {str(request.dtype).removeprefix('torch.')}"
     if torch_only is not None or problem is None:
         gpu = "cpu" if request.device.type == "cpu" else _slug(request.device)

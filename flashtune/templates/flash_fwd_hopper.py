@@ -11,7 +11,7 @@ from flashtune.templates.family import Axis, Constraint, Family, padded
 
 AXES = (
     Axis(name="BLOCK_M", values=(64, 128, 192), why="query rows of a tile: more reuse of K and V against fewer tiles and registers"),
-    Axis(name="BLOCK_N", values=(64, 128), why="keys of a block: fewer steps against registers, shared memory and masked waste"),
+    Axis(name="BLOCK_N", values=(64, 128, 256), why="keys of a block: fewer steps against registers, shared memory and masked waste"),
     Axis(name="stages", values=(2, 3, 4), why="K/V blocks in flight: latency hiding against shared memory"),
     Axis(name="lookahead", values=(0, 1, 2), why="products under way beside a softmax: none, values before it, also the scores after it"),
     Axis(name="pingpong", values=(False, True), why="warpgroups take turns on the tensor cores, against waiting"),
@@ -49,10 +49,12 @@ def _live_registers(config: Config, spec: KernelSpec) -> int:
     FP8 products of weights and values have an accumulator of their own.
     """
     size = ITEMSIZE[spec.dtype]
-    scores, out = config.number("BLOCK_N") // 2, padded(spec.d_v) // 2 * (2 if size == 1 else 1)
-    weights = scores * size // 4 if config["lookahead"] else 0
+    scores, out = config.number("BLOCK_N") // 2, padded(spec.d_v) // 2
+    weights, product = scores * size // 4, out if size == 1 else 0
     loaded = {"none": 0, "bool": 16, "bias": 24}[spec.mask]
-    return scores * (2 if config["lookahead"] == 2 else 1) + weights + out + loaded
+    if config["lookahead"] == 0:
+        return max(scores + loaded, weights + product) + out
+    return scores * config.number("lookahead") + weights + product + out + loaded
 
 
 CONSTRAINTS = (
@@ -71,8 +73,8 @@ CONSTRAINTS = (
     ),
     Constraint(
         name="registers",
-        holds=lambda c, s, t: _live_registers(c, s) + (32 if c["residents"] == 1 else 24) <= _registers_each(c),
-        why="scores, weights and output of a warpgroup live in registers, with some 32 for the rest",
+        holds=lambda c, s, t: _live_registers(c, s) + (16, 24, 32)[c.number("lookahead")] <= _registers_each(c),
+        why="scores, weights and output of a warpgroup live in registers, with 16 to 32 for the rest",
     ),
     Constraint(
         name="persistent tiles",

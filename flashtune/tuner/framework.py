@@ -30,7 +30,9 @@ def framework_call(inputs: Inputs, backend: str | None = None) -> Callable[[], t
     mask = words["mask"]
     if p.features.alibi:
         try:
-            mask = _with_alibi(inputs, mask)
+            # Generated slopes are the same in every batch.
+            bias = reference.alibi(words["slopes"][:1], p.n_q, p.n_kv, p.diagonal)
+            mask = reference.joined(bias.to(inputs.q.dtype), mask)
         except torch.OutOfMemoryError:
             return None
     causal = p.features.causal and p.features.window is None and p.diagonal == 0 and mask is None
@@ -43,7 +45,7 @@ def framework_call(inputs: Inputs, backend: str | None = None) -> Callable[[], t
         elif mask.dtype == torch.bool:
             mask = mask & band
         else:
-            mask = mask.masked_fill(~band, float("-inf"))
+            mask = reference.joined(mask, band)
 
     def call() -> torch.Tensor:
         return F.scaled_dot_product_attention(
@@ -65,12 +67,3 @@ def framework_call(inputs: Inputs, backend: str | None = None) -> Callable[[], t
             return call()
 
     return chosen
-
-
-def _with_alibi(inputs: Inputs, mask: torch.Tensor | None) -> torch.Tensor:
-    """The mask or bias with ALiBi put into it; generated slopes are the same in every batch."""
-    p, words = inputs.problem, inputs.keywords
-    bias = reference.alibi(words["slopes"][:1], p.n_q, p.n_kv, p.diagonal).to(inputs.q.dtype)
-    if mask is None:
-        return bias
-    return bias.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else bias + mask

@@ -19,13 +19,16 @@ Run = Callable[[], object]
 class Stopwatch:
     """Times callables with CUDA events on one device; holds the buffer that flushes L2.
 
+    It is read, not written: written lines would still be on their way to memory while a candidate runs, as many bytes as L2 holds.
+
     Before each start event the GPU sleeps, so that the host has enqueued the launch by the time it is reached: what the host needs
     to prepare a launch stays out of the figures.
     """
 
     def __init__(self, device: torch.device, l2_bytes: int) -> None:
         self._device = device
-        self._flush = torch.empty(max(4 * l2_bytes, 1 << 28), dtype=torch.int8, device=device)
+        self._flush = torch.zeros(max(l2_bytes, 1 << 26), dtype=torch.int32, device=device)
+        self._read = torch.zeros((), dtype=torch.int64, device=device)
 
     def rounds(self, runs: Sequence[Run], count: int) -> list[list[float]]:
         """`count` times in microseconds for each of `runs`: every round runs all of them, in alternating order."""
@@ -35,7 +38,7 @@ class Stopwatch:
             order = range(len(runs)) if turn % 2 == 0 else reversed(range(len(runs)))
             for index in order:
                 start, stop = events[index][turn]
-                self._flush.zero_()
+                torch.sum(self._flush, dim=0, out=self._read)
                 torch.cuda._sleep(_NAP)  # type: ignore[no-untyped-call]
                 start.record()
                 runs[index]()

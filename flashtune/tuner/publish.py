@@ -60,7 +60,7 @@ def recheck(
     """Check every record's kernel against the float64 oracle: on the GPU `here`, else in Triton's interpreter.
 
     None stands for a record that can't be checked on this machine: another GPU's, or one that no interpreter runs. A record whose
-    config the declared space refuses is a `constraint` reply.
+    config the declared space refuses is a `constraint` reply, and one whose inputs the GPU can't take is the reply that says so.
     """
     with Workers(jobs=jobs) as workers:
         for record in records:
@@ -74,7 +74,10 @@ def recheck(
                 if find_target(record.key.gpu).arch != here.arch:
                     yield record, None
                     continue
-                workers.prepare(record.problem, here, seed)
+                ready = workers.prepare(record.problem, here, seed)
+                if ready.fate is not Fate.CORRECT:
+                    yield record, ready
+                    continue
                 pending = workers.submit("device", tasks.recheck_on_device, source, record.problem, here, seed, limit_s=3 * limits.device_s)
             elif family(record.outcome.template).interpretable:
                 problem = replace(record.problem, batch=1, dtype="fp16") if record.problem.dtype == "bf16" else record.problem

@@ -171,9 +171,7 @@ class _ProblemSearch:
     def _prepare(self) -> None:
         ready = self.workers.prepare(self.problem, self.plan.target, self.search._seed)
         if ready.fate is not Fate.CORRECT:
-            raise EnvironmentProblem(
-                f"the GPU can't take {self.problem.label()} ({ready.reason}): free its memory, or give a smaller --batch or --heads"
-            )
+            raise EnvironmentProblem(ready.reason)
 
     def _publish(self, result: SearchResult) -> None:
         if result.outcomes:

@@ -53,7 +53,12 @@ class Reply:
 
 
 def one_line(error: BaseException) -> str:
-    """The first telling line of an exception, at most 300 characters; compilers dump pages after it."""
+    """The first telling line of an exception, at most 300 characters; compilers dump pages after it.
+
+    Of Triton's own errors, which quote a kernel from its start, it is the one that caused them.
+    """
+    while type(error).__name__ == "CompilationError" and error.__cause__ is not None:
+        error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]
 

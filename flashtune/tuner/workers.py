@@ -3,7 +3,7 @@
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as Overdue
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Literal
 
@@ -80,8 +80,15 @@ class Workers:
         return Pending(self, crew, future, limit_s)
 
     def prepare(self, problem: Problem, target: Target, seed: int) -> Reply:
-        """Start the GPU's process, where there is none, and make the inputs and oracles of `problem` there."""
-        return self.submit("device", tasks.prepare_device, problem, target, seed, limit_s=self.limits.prepare_s).reply()
+        """Start the GPU's process, where there is none, and make the inputs and oracles of `problem` there.
+
+        The reason of a reply that isn't `CORRECT` is a whole sentence.
+        """
+        reply = self.submit("device", tasks.prepare_device, problem, target, seed, limit_s=self.limits.prepare_s).reply()
+        if reply.fate is Fate.CORRECT:
+            return reply
+        reason = f"the GPU can't take {problem.label()} ({reply.reason}): free its memory, or take a smaller batch or fewer heads"
+        return replace(reply, reason=reason)
 
     def dismiss(self, crew: Crew) -> None:
         """Kill the crew's processes; the next task starts fresh ones."""

@@ -1,0 +1,107 @@
+"""What forward.py times: its cells as data. Nothing here needs a GPU."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from flashtune.core.dtypes import ITEMSIZE, DType
+from flashtune.core.problem import Features, Problem
+
+Group = Literal["plain", "features", "fp8", "decode"]
+GROUPS: tuple[Group, ...] = get_args(Group)
+
+TOKENS = 16384
+"""B * N of every cell but decode's."""
+
+WIDTH = 2048
+"""H * D of every cell but decode's."""
+
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+
+FEATURES: dict[str, Features] = {
+    "mask": Features(mask="bool"),
+    "bias": Features(mask="bias"),
+    "dropout": Features(causal=True, dropout=True),
+    "window": Features(causal=True, window=(1024, 0)),
+    "alibi": Features(causal=True, alibi=True),
+    "softcap": Features(causal=True, softcap=True),
+    "gqa": Features(causal=True),
+}
+"""The cases of the feature cells."""
+
+DECODE = ((128, 16, 4096), (128, 1, 65536), (128, 1, 8192), (64, 16, 4096))
+"""(D, B, N) of one query row over a cache of N keys, with 32 query and 8 key heads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One call to time, and beside what."""
+
+    group: Group
+    case: str
+    problem: Problem
+    peers: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """For tables and messages: `plain causal D=64 N=4096`."""
+        batch = f" B={self.problem.batch}" if self.group == "decode" else ""
+        return f"{self.group} {self.case} D={self.problem.d}{batch} N={self.problem.n_kv}"
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V together, what decoding has to read."""
+        p = self.problem
+        return ITEMSIZE[p.dtype] * p.batch * p.kv_heads * p.n_kv * (p.d + p.d_v)
+
+
+def cells(
+    groups: tuple[Group, ...] = GROUPS, *, d: list[int] | None = None, n: list[int] | None = None, without: tuple[str, ...] = ()
+) -> list[Cell]:
+    """The cells of these groups, less the peers `without`; of these head sizes and lengths only where they are given."""
+    return [
+        replace(cell, peers=tuple(name for name in cell.peers if name not in without))
+        for group in groups
+        for cell in _EVERY[group]()
+        if (d is None or cell.problem.d in d) and (n is None or cell.problem.n_kv in n)
+    ]
+
+
+def _problem(d: int, n: int, features: Features, *, sharing: int = 1, dtype: DType = "bf16") -> Problem:
+    heads = WIDTH // d
+    sizes = {"batch": TOKENS // n, "heads": heads, "kv_heads": heads // sharing, "n_q": n, "n_kv": n, "d": d, "d_v": d}
+    return Problem(**sizes, dtype=dtype, features=features)
+
+
+def _bands() -> Iterator[tuple[str, Features]]:
+    for causal in (False, True):
+        yield ("causal" if causal else "full"), Features(causal=causal)
+
+
+def _plain() -> Iterator[Cell]:
+    for d in (64, 128, 256):
+        for case, features in _bands():
+            for n in LENGTHS:
+                yield Cell(group="plain", case=case, problem=_problem(d, n, features), peers=("cudnn", "flash", "flex"))
+
+
+def _features() -> Iterator[Cell]:
+    for d in (64, 128):
+        for case, features in FEATURES.items():
+            problem = _problem(d, 4096, features, sharing=4 if case == "gqa" else 1)
+            yield Cell(group="features", case=case, problem=problem, peers=("cudnn", "flash", "efficient", "flex"))
+
+
+def _fp8() -> Iterator[Cell]:
+    for case, features in _bands():
+        problem = _problem(128, 16384, features, dtype="fp8")
+        yield Cell(group="fp8", case=case, problem=problem, peers=("ours in bf16", "cudnn"))
+
+
+def _decode() -> Iterator[Cell]:
+    for d, batch, n in DECODE:
+        problem = Problem(batch=batch, heads=32, kv_heads=8, n_q=1, n_kv=n, d=d, d_v=d, dtype="bf16")
+        yield Cell(group="decode", case="one row", problem=problem, peers=("cudnn", "flash", "flex", "copy"))
+
+
+_EVERY = {"plain": _plain, "features": _features, "fp8": _fp8, "decode": _decode}

@@ -1,0 +1,254 @@
+"""What forward.py runs on the GPU, in child processes: a cell's inputs, everything that can compute it, its errors and its times."""
+
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from forward_cells import Cell
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from flashtune import dispatch
+from flashtune.core.results import Measurement
+from flashtune.core.tolerances import Tolerance, tolerance
+from flashtune.tuner import tasks
+from flashtune.tuner.framework import framework_call
+from flashtune.tuner.inputs import Inputs, make_inputs
+from flashtune.tuner.measure import Run, Stopwatch
+from flashtune.tuner.verify import Expected, everywhere, oracle, places
+
+OURS = "flashtune"
+
+SOFTCAP = 30.0
+
+COPY_BYTES = 1 << 30
+"""Bytes that the device copy reads, and writes again: far more than any cache holds."""
+
+MANY_ROWS = 4096
+"""Up to so many rows all are compared with the oracle; beyond it, slices of four heads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Error:
+    """How far an output is from the oracle: at most, in the norm, and at most in units of the tolerance (up to 1 passes)."""
+
+    max_abs: float
+    relative_norm: float
+    tolerances: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """What serves our call of a cell (see dispatch.Explanation), the errors of all that ran, and why others didn't.
+
+    `skipped` says why there is nothing of ours to time (empty when there is).
+    """
+
+    kind: str = ""
+    template: str | None = None
+    variant: str | None = None
+    reason: str = ""
+    errors: dict[str, Error] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+    skipped: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Data:
+    """A cell's inputs, the bf16 ones of the same values that stand for fp8 before the framework, and the words of our call."""
+
+    inputs: Inputs
+    framework: Inputs
+    words: dict[str, Any]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v."""
+        return self.inputs.q, self.inputs.k, self.inputs.v
+
+    def ours(self) -> torch.Tensor:
+        """Our call."""
+        found: torch.Tensor = dispatch.attention(*self.tensors, **self.words)
+        return found
+
+
+def start() -> None:
+    """Prepare a child process: silent, killable, and compiling by itself (the parent already runs several)."""
+    tasks.withdraw()
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    warnings.simplefilter("ignore")
+
+
+def data_of(cell: Cell, device: torch.device | str, seed: int) -> Data:
+    """Random inputs of a cell on `device`."""
+    inputs = make_inputs(cell.problem, device=device, seed=seed)
+    p, f, mask = cell.problem, cell.problem.features, inputs.keywords["mask"]
+    words: dict[str, Any] = {"is_causal": f.causal, "enable_gqa": p.gqa_ratio > 1}
+    if f.window is not None:
+        words["window"] = f.window
+    if mask is not None:
+        # As small as it is: expanding it is the callee's business.
+        words["attn_mask"] = mask[0, 0] if f.mask == "bool" else mask[:1]
+    if f.softcap:
+        inputs = replace(inputs, keywords={**inputs.keywords, "softcap": SOFTCAP})
+        words["softcap"] = SOFTCAP
+    if f.dropout:
+        words |= {"dropout_p": inputs.keywords["dropout_p"], "seed": seed}
+    if f.alibi:
+        words["alibi_slopes"] = inputs.keywords["slopes"]
+    if p.dtype != "fp8":
+        return Data(inputs=inputs, framework=inputs, words=words)
+    words |= dict(zip(("q_descale", "k_descale", "v_descale"), inputs.keywords["descale"], strict=True))
+    return Data(inputs=inputs, framework=_widened(inputs), words=words)
+
+
+def _widened(inputs: Inputs) -> Inputs:
+    """What fp8 inputs stand for, rounded to bf16."""
+    keywords = dict(inputs.keywords)
+    factors = keywords.pop("descale")
+    tensors = (inputs.q, inputs.k, inputs.v)
+    q, k, v = ((x.float() * factor[..., None, None]).bfloat16() for x, factor in zip(tensors, factors, strict=True))
+    return replace(inputs, problem=replace(inputs.problem, dtype="bf16"), q=q, k=k, v=v, keywords=keywords)
+
+
+def peers_of(cell: Cell, data: Data) -> tuple[dict[str, Run], dict[str, str]]:
+    """The peers that ran once, by name, and why the others did not."""
+    runs: dict[str, Run] = {}
+    notes: dict[str, str] = {}
+    for name in cell.peers:
+        try:
+            run = _peer(name, cell, data)
+            if run is None:
+                notes[name] = "can't express it"
+                continue
+            run()
+            runs[name] = run
+        except Exception as error:
+            _leave_if_sticky(error)
+            notes[name] = tasks.one_line(error)
+    return runs, notes
+
+
+def _peer(name: str, cell: Cell, data: Data) -> Run | None:
+    inputs = data.framework
+    if name == "flex":
+        return flex_call(cell, data)
+    if name == "copy":
+        source = torch.empty(COPY_BYTES, dtype=torch.int8, device=inputs.q.device)
+        target = torch.empty_like(source)
+        return lambda: target.copy_(source)
+    if name == "ours in bf16":
+        return lambda: dispatch.attention(inputs.q, inputs.k, inputs.v, is_causal=cell.problem.features.causal)
+    return framework_call(inputs, name)
+
+
+def flex_call(cell: Cell, data: Data) -> Run | None:
+    """FlexAttention, compiled for this cell alone; None where it can't express it. The mask's blocks are found outside of what is timed."""
+    p = cell.problem
+    if p.features.dropout:
+        return None
+    score_mod, mask_mod = _score_mod(cell, data), _mask_mod(cell, data)
+    q, k, v = data.tensors
+    blocks = None if mask_mod is None else create_block_mask(mask_mod, None, None, p.n_q, p.n_kv, device=q.device)
+    # What was compiled for other cells counts towards a limit, past which nothing is compiled any more.
+    torch.compiler.reset()
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return lambda: compiled(
+        q, k, v, score_mod=score_mod, block_mask=blocks, scale=data.inputs.keywords["scale"], enable_gqa=p.gqa_ratio > 1
+    )
+
+
+def _score_mod(cell: Cell, data: Data) -> Callable[..., torch.Tensor] | None:
+    """What a cell does to a score, as FlexAttention takes it."""
+    if cell.problem.features.alibi:
+        slopes = data.inputs.keywords["slopes"][0]
+        return lambda score, b, h, i, j: score - slopes[h] * (i - j)
+    if cell.problem.features.softcap:
+        return lambda score, b, h, i, j: SOFTCAP * torch.tanh(score / SOFTCAP)
+    if cell.problem.features.mask == "bias":
+        bias = data.inputs.keywords["mask"][0]
+        return lambda score, b, h, i, j: score + bias[h, i, j]
+    return None
+
+
+def _mask_mod(cell: Cell, data: Data) -> Callable[..., torch.Tensor] | None:
+    """Which pairs a cell keeps, as FlexAttention takes it."""
+    if cell.problem.features.mask == "bool":
+        mask = data.inputs.keywords["mask"][0, 0]
+        return lambda b, h, i, j: mask[i, j]
+    left, right = cell.problem.features.sides
+    if left is not None:
+        return lambda b, h, i, j: (j <= i) & (i - j <= left)
+    return None if right is None else lambda b, h, i, j: j <= i
+
+
+def error_of(out: torch.Tensor, expected: list[Expected], bounds: Tolerance) -> Error:
+    """The error over the oracle's rows; those with nothing to attend to don't count, since backends differ there."""
+    pairs = []
+    for want in expected:
+        seen = torch.isfinite(want.lse)
+        pairs.append((out[want.batch, want.head, want.first : want.first + len(want.lse)][seen].double(), want.out[seen]))
+    found, wanted = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+    gap = (found - wanted).abs()
+    return Error(
+        max_abs=float(gap.max()),
+        relative_norm=float(gap.norm() / wanted.norm()),
+        tolerances=float(
+            torch.maximum((gap / (bounds.atol + bounds.rtol * wanted.abs())).max(), gap.norm() / wanted.norm() / bounds.relative_norm)
+        ),
+    )
+
+
+def check_cell(cell: Cell, device: str, seed: int) -> Checked:
+    """Run our kernel and the peers once (which compiles them) and compare each with the oracle."""
+    data = data_of(cell, device, seed)
+    try:
+        out = data.ours()
+    except TypeError as error:
+        return Checked(skipped=tasks.one_line(error))
+    except Exception as error:
+        _leave_if_sticky(error)
+        raise
+    # Asked afterwards: a kernel that failed has given way to another by then.
+    chosen = dispatch.explain(*data.tensors, **data.words)
+    p = cell.problem
+    expected = oracle(data.inputs, everywhere(p) if p.batch * p.heads * p.n_q <= MANY_ROWS else places(p, seed))
+    bounds = tolerance(p.spec())
+    errors = {OURS: error_of(out, expected, bounds)}
+    runs, notes = peers_of(cell, data)
+    if not p.features.dropout and p.dtype != "fp8":
+        # Dropout's pairs and fp8's roundings are not the framework's.
+        errors |= {name: error_of(run(), expected, bounds) for name, run in runs.items() if name != "copy"}
+    return Checked(
+        kind=chosen.kind,
+        template=chosen.template,
+        variant=chosen.variant_id,
+        reason=chosen.reason,
+        errors=errors,
+        notes=notes,
+    )
+
+
+def time_cell(cell: Cell, device: str, seed: int, seconds: float) -> dict[str, Measurement]:
+    """Our kernel and the peers, interleaved."""
+    data = data_of(cell, device, seed)
+    try:
+        runs = {OURS: data.ours, **peers_of(cell, data)[0]}
+        timed = stopwatch(device).race(list(runs.values()), budget_s=seconds, least=11)
+    except Exception as error:
+        _leave_if_sticky(error)
+        raise
+    return dict(zip(runs, timed, strict=True))
+
+
+def stopwatch(device: str) -> Stopwatch:
+    """A stopwatch whose flush covers the device's L2."""
+    return Stopwatch(torch.device(device), torch.cuda.get_device_properties(device).L2_cache_size)
+
+
+def _leave_if_sticky(error: Exception) -> None:
+    """After a CUDA error nothing works in a process any more: end it, and the next cell gets a fresh one."""
+    if "CUDA error" in str(error) or type(error).__name__ == "AcceleratorError":
+        os._exit(1)

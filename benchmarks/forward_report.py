@@ -1,0 +1,173 @@
+"""What forward.py reports: ratios, the verdict on errors, tables and JSON. Nothing here needs a GPU."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from forward_cells import Cell
+from forward_peers import COPY_BYTES, OURS, Checked, Error
+
+from flashtune.core.results import Measurement
+
+FA4 = Path(__file__).parent / "fa4_h200.json"
+
+WORSE = 2.0
+"""Our error may be so many times the framework's."""
+
+
+def fa4_ratios(path: Path = FA4) -> dict[tuple[int, bool, int], float]:
+    """FlashAttention-4's speed over cuDNN's by (D, causal, N), where both were measured in one run; `path` says how."""
+    return {(row["d"], row["causal"], row["n"]): row["fa4_tflops"] / row["cudnn_tflops"] for row in json.loads(path.read_text())["rows"]}
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Of one or more positive values."""
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """All that is known of a cell. `failed` says why it ended early (empty when it didn't)."""
+
+    cell: Cell
+    checked: Checked = field(default_factory=Checked)
+    times: dict[str, Measurement] = field(default_factory=dict)
+    failed: str = ""
+
+    @property
+    def wrong(self) -> str:
+        """Why our error is too large, or empty: more than twice the framework's, or the tolerance where none computes the same."""
+        errors = self.checked.errors
+        ours = errors.get(OURS)
+        if ours is None:
+            return ""
+        theirs = [error for name, error in errors.items() if name != OURS and math.isfinite(error.max_abs)]
+        if not theirs:
+            return "" if ours.tolerances <= 1 else f"{ours.tolerances:.3g} times the tolerance"
+        for name in ("max_abs", "relative_norm"):
+            least = min(getattr(error, name) for error in theirs)
+            # Written so that NaN is wrong.
+            if not getattr(ours, name) <= WORSE * least:
+                return f"{name} is {getattr(ours, name):.3g}, the framework's {least:.3g}"
+        return ""
+
+    @property
+    def remark(self) -> str:
+        """What a reader must know beside the figures."""
+        if self.failed or self.checked.skipped:
+            return f"FAILED: {self.failed}" if self.failed else f"skipped: {self.checked.skipped}"
+        return f"WRONG: {self.wrong}" if self.wrong else ""
+
+    def ratio(self, name: str) -> float | None:
+        """How many times as fast as the peer `name` ours is."""
+        return self.times[name].median_us / self.times[OURS].median_us if name in self.times else None
+
+    @property
+    def best_peer(self) -> str | None:
+        """The fastest peer of the run."""
+        peers = [name for name in self.times if name not in (OURS, "copy")]
+        return min(peers, key=lambda name: self.times[name].median_us, default=None)
+
+    def fa4_ratio(self, known: dict[tuple[int, bool, int], float]) -> float | None:
+        """How many times as fast as FlashAttention-4 ours is, by the latter's known ratio to cuDNN."""
+        p, to_cudnn = self.cell.problem, self.ratio("cudnn")
+        at = known.get((p.d, p.features.causal, p.n_kv)) if self.cell.group == "plain" else None
+        return to_cudnn / at if to_cudnn is not None and at is not None else None
+
+    def rate(self, name: str) -> float | None:
+        """TFLOP/s; for decode, and for the copy, TB/s."""
+        if name not in self.times:
+            return None
+        if name == "copy":
+            return 2 * COPY_BYTES / self.times[name].median_us / 1e6
+        work = self.cell.kv_bytes if self.cell.group == "decode" else self.cell.problem.flops()
+        return work / self.times[name].median_us / 1e6
+
+    def as_json(self, known: dict[tuple[int, bool, int], float]) -> dict[str, Any]:
+        """Everything, raw quantiles included; figures that aren't finite become null."""
+        p = self.cell.problem
+        return {
+            "group": self.cell.group,
+            "case": self.cell.case,
+            "problem": {"batch": p.batch, "heads": p.heads, "kv_heads": p.kv_heads, "n_q": p.n_q, "n_kv": p.n_kv, "d": p.d},
+            "features": p.features.as_json(),
+            "served": {name: getattr(self.checked, name) for name in ("kind", "template", "variant", "reason")},
+            "times": {name: asdict(time) for name, time in self.times.items()},
+            "rates": {name: self.rate(name) for name in self.times},
+            "ratio_to": {name: self.ratio(name) for name in self.times if name not in (OURS, "copy")},
+            "best_peer": self.best_peer,
+            "ratio_to_fa4": self.fa4_ratio(known),
+            "errors": {name: _finite(error) for name, error in self.checked.errors.items()},
+            "notes": self.checked.notes,
+            "skipped": self.checked.skipped,
+            "failed": self.failed,
+            "wrong": self.wrong,
+        }
+
+
+def _finite(error: Error) -> dict[str, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in asdict(error).items()}
+
+
+def summary(rows: Sequence[Row], known: dict[tuple[int, bool, int], float]) -> dict[str, dict[str, float]]:
+    """The least and the geometric mean of the plain cells' ratios."""
+    plain = [row for row in rows if row.cell.group == "plain" and row.times]
+    ways: dict[str, Callable[[Row], float | None]] = {
+        "cudnn": lambda row: row.ratio("cudnn"),
+        "best peer": lambda row: row.ratio(row.best_peer or ""),
+        "FlashAttention-4": lambda row: row.fa4_ratio(known),
+    }
+    found = {name: [ratio for ratio in map(way, plain) if ratio is not None] for name, way in ways.items()}
+    return {name: {"min": min(r), "geometric_mean": geometric_mean(r), "cells": len(r)} for name, r in found.items() if r}
+
+
+def tables(rows: Sequence[Row], known: dict[tuple[int, bool, int], float]) -> str:
+    """A table for each group, what the plain cells come to, and what was left out and why."""
+    parts = []
+    for group in dict.fromkeys(row.cell.group for row in rows):
+        parts.append(_table([row for row in rows if row.cell.group == group], known))
+    parts.append("\n".join(_said(name, found) for name, found in summary(rows, known).items()))
+    notes = [f"{row.cell.name}: {name}: {why}" for row in rows for name, why in row.checked.notes.items()]
+    parts.append("\n".join(["not timed:", *notes] if notes else []))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _said(name: str, found: dict[str, float]) -> str:
+    return f"plain, ours / {name}: min {found['min']:.2f}, geometric mean {found['geometric_mean']:.2f} over {found['cells']:.0f} cells"
+
+
+def _table(rows: list[Row], known: dict[tuple[int, bool, int], float]) -> str:
+    """One group: rates of everything, our speed over the peers', and errors (ours, then the framework's least)."""
+    decode = rows[0].cell.group == "decode"
+    names = list(dict.fromkeys(name for row in rows for name in row.times))
+    headings = [f"{'TB/s of K+V' if decode else 'TFLOP/s'}", "served by", *names, "/cudnn", "/best peer"]
+    headings += ["of copy"] if decode else ["/FA4"] if rows[0].cell.group == "plain" else []
+    lines = [[*headings, "max error", "norm error", ""]]
+    for row in rows:
+        rates = {name: row.rate(name) for name in names}
+        cells = [row.cell.name, f"{row.checked.kind} {row.checked.template or ''}".strip()]
+        cells += [_number(rates[name], 2 if decode else 0) for name in names]
+        cells += [_number(row.ratio("cudnn")), _number(row.ratio(row.best_peer or "")) + (f" {row.best_peer}" if row.best_peer else "")]
+        if decode:
+            ours, copy = rates.get(OURS), rates.get("copy")
+            cells.append(f"{ours / copy:.0%}" if ours and copy else "")
+        elif rows[0].cell.group == "plain":
+            cells.append(_number(row.fa4_ratio(known)))
+        lines.append([*cells, _errors(row, "max_abs"), _errors(row, "relative_norm"), row.remark])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _errors(row: Row, name: str) -> str:
+    ours = row.checked.errors.get(OURS)
+    theirs = [getattr(error, name) for peer, error in row.checked.errors.items() if peer != OURS]
+    if ours is None:
+        return ""
+    return f"{getattr(ours, name):.1e}" + (f" ({min(theirs):.1e})" if theirs else "")

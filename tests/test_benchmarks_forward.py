@@ -1,0 +1,246 @@
+"""benchmarks/forward.py without a GPU: its cells, its figures, its verdicts, and what becomes of peers and cells that fail."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashtune import dispatch
+from flashtune.core.results import Measurement
+from flashtune.tuner.measure import Run
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+import forward
+import forward_peers
+from forward_cells import GROUPS, LENGTHS, Cell, cells
+from forward_peers import OURS, Checked, Error
+from forward_report import Row, fa4_ratios, geometric_mean, summary, tables
+
+KNOWN = fa4_ratios()
+GOOD = Error(max_abs=1e-3, relative_norm=1e-3, tolerances=0.1)
+
+
+def find(group: str, case: str, **sizes: int) -> Cell:
+    [cell] = [c for c in cells() if (c.group, c.case) == (group, case) and all(getattr(c.problem, name) == v for name, v in sizes.items())]
+    return cell
+
+
+def small(cell: Cell) -> Cell:
+    """The same call at a size for a CPU."""
+    p = cell.problem
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 4 // p.gqa_ratio, "n_q": min(p.n_q, 80), "n_kv": 80, "d": 16, "d_v": 16}
+    return replace(cell, problem=replace(p, **sizes))
+
+
+def row(cell: Cell, us: dict[str, float], **errors: Error) -> Row:
+    times = {name: Measurement.of([time_us]) for name, time_us in us.items()}
+    return Row(cell=cell, checked=Checked(kind="exact", template="flash_fwd", errors={OURS: GOOD, **errors}), times=times)
+
+
+def test_the_cells_are_those_of_every_claim() -> None:
+    plain = [cell.problem for cell in cells(("plain",))]
+    assert {(p.d, p.n_kv, p.features.causal) for p in plain} == {(d, n, c) for d in (64, 128, 256) for n in LENGTHS for c in (False, True)}
+    assert len(plain) == 36
+    assert all(p.batch * p.n_kv == 16384 and p.heads * p.d == 2048 and p.dtype == "bf16" for p in plain)
+    features = cells(("features",))
+    assert len(features) == 14
+    assert all(cell.problem.batch * 4096 == 16384 and cell.problem.n_q == cell.problem.n_kv == 4096 for cell in features)
+    assert find("features", "gqa", d=64).problem.gqa_ratio == 4
+    assert find("features", "window", d=64).problem.features.window == (1024, 0)
+    fp8 = [cell.problem for cell in cells(("fp8",))]
+    assert [(p.d, p.n_kv, p.dtype, p.features.causal) for p in fp8] == [(128, 16384, "fp8", False), (128, 16384, "fp8", True)]
+    decode = [cell.problem for cell in cells(("decode",))]
+    assert [(p.d, p.batch, p.n_kv) for p in decode] == [(128, 16, 4096), (128, 1, 65536), (128, 1, 8192), (64, 16, 4096)]
+    assert all((p.n_q, p.heads, p.kv_heads) == (1, 32, 8) for p in decode)
+    names = [cell.name for cell in cells()]
+    assert len(set(names)) == len(names)
+
+
+def test_cells_can_be_chosen_and_peers_left_out() -> None:
+    chosen = cells(("plain", "decode"), d=[64], n=[4096], without=("flex",))
+    assert [(c.group, c.case) for c in chosen] == [("plain", "full"), ("plain", "causal"), ("decode", "one row")]
+    assert all("flex" not in c.peers for c in chosen)
+
+
+def test_flash_attention_4_is_known_where_it_was_measured_beside_cudnn() -> None:
+    assert set(KNOWN) == {(d, causal, n) for d in (64, 128) for causal in (False, True) for n in (1024, 4096, 16384)}
+    assert KNOWN[128, True, 16384] == pytest.approx(1.088, abs=1e-3)
+    assert KNOWN[64, True, 1024] == pytest.approx(0.732, abs=1e-3)
+
+
+def test_ratios_are_the_peers_time_over_ours() -> None:
+    cell = find("plain", "causal", d=128, n_kv=16384)
+    found = row(cell, {OURS: 100.0, "cudnn": 120.0, "flash": 90.0})
+    assert found.ratio("cudnn") == pytest.approx(1.2)
+    assert found.ratio("flex") is None
+    assert found.best_peer == "flash"
+    assert found.fa4_ratio(KNOWN) == pytest.approx(1.2 * 555.0 / 604.0)
+    assert found.rate(OURS) == pytest.approx(cell.problem.flops() / 100.0 / 1e6)
+
+
+def test_flash_attention_4_has_no_ratio_where_it_is_unknown() -> None:
+    us = {OURS: 100.0, "cudnn": 120.0}
+    assert row(find("plain", "full", d=128, n_kv=2048), us).fa4_ratio(KNOWN) is None
+    assert row(find("features", "gqa", d=128), us).fa4_ratio(KNOWN) is None
+    assert row(find("plain", "full", d=128, n_kv=4096), {OURS: 100.0}).fa4_ratio(KNOWN) is None
+
+
+def test_the_summary_is_the_least_and_the_geometric_mean_of_plain_cells() -> None:
+    assert geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
+    rows = [
+        row(find("plain", "full", d=256, n_kv=512), {OURS: 100.0, "cudnn": 100.0, "flash": 50.0}),
+        row(find("plain", "full", d=256, n_kv=1024), {OURS: 100.0, "cudnn": 400.0}),
+        row(find("features", "mask", d=64), {OURS: 100.0, "cudnn": 900.0}),
+        Row(cell=find("plain", "full", d=256, n_kv=2048), failed="killed after 120 s"),
+    ]
+    found = summary(rows, KNOWN)
+    assert found["cudnn"] == {"min": pytest.approx(1.0), "geometric_mean": pytest.approx(2.0), "cells": 2}
+    assert found["best peer"]["min"] == pytest.approx(0.5)
+    assert "FlashAttention-4" not in found
+
+
+def test_decode_is_rated_by_the_bytes_of_the_cache() -> None:
+    cell = find("decode", "one row", d=128, batch=16)
+    found = row(cell, {OURS: 100.0, "cudnn": 110.0, "copy": 500.0})
+    assert found.rate(OURS) == pytest.approx(2 * 2 * 16 * 8 * 4096 * 128 / 100.0 / 1e6)
+    assert found.rate("copy") == pytest.approx(2 * 2**30 / 500.0 / 1e6)
+    assert found.best_peer == "cudnn", "the copy is no peer"
+    assert f"{found.rate(OURS) / found.rate('copy'):.0%}" in tables([found], KNOWN)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "wrong"),
+    [
+        (GOOD, {"cudnn": GOOD}, False),
+        (replace(GOOD, max_abs=1.9e-3), {"cudnn": GOOD}, False),
+        (replace(GOOD, max_abs=2.1e-3), {"cudnn": GOOD}, True),
+        (replace(GOOD, relative_norm=2.1e-3), {"cudnn": GOOD}, True),
+        (replace(GOOD, max_abs=2.1e-3), {"cudnn": GOOD, "flash": replace(GOOD, max_abs=2e-2)}, True),
+        (replace(GOOD, max_abs=float("nan")), {"cudnn": GOOD}, True),
+        (GOOD, {"cudnn": replace(GOOD, max_abs=float("nan"))}, False),
+        (GOOD, {}, False),
+        (replace(GOOD, tolerances=1.1), {}, True),
+        (replace(GOOD, tolerances=float("nan")), {}, True),
+    ],
+)
+def test_an_error_of_more_than_twice_the_frameworks_is_wrong(ours: Error, theirs: dict[str, Error], wrong: bool) -> None:
+    found = row(find("plain", "full", d=64, n_kv=512), {OURS: 1.0}, **theirs)
+    found = replace(found, checked=replace(found.checked, errors={OURS: ours, **theirs}))
+    assert bool(found.wrong) is wrong
+    assert ("WRONG" in tables([found], KNOWN)) is wrong
+
+
+def test_tables_and_json_tell_of_every_cell_whatever_became_of_it() -> None:
+    timed = row(find("plain", "full", d=64, n_kv=4096), {OURS: 100.0, "cudnn": 120.0}, cudnn=GOOD)
+    timed = replace(timed, checked=replace(timed.checked, notes={"flex": "RuntimeError: no"}))
+    failed = Row(cell=find("plain", "full", d=64, n_kv=512), failed="killed after 120 s")
+    skipped = Row(cell=find("fp8", "full"), checked=Checked(skipped="TypeError: no such keyword"))
+    text = tables([timed, failed, skipped], KNOWN)
+    assert "exact flash_fwd" in text
+    assert "1.20" in text
+    assert "FAILED: killed after 120 s" in text
+    assert "skipped: TypeError: no such keyword" in text
+    assert "plain full D=64 N=4096: flex: RuntimeError: no" in text
+    assert "min 1.20, geometric mean 1.20 over 1 cells" in text
+    found = [r.as_json(KNOWN) for r in (timed, failed, skipped)]
+    json.dumps(found, allow_nan=False)
+    assert found[0]["times"][OURS]["median_us"] == 100.0
+    assert found[0]["ratio_to"] == {"cudnn": pytest.approx(1.2)}
+    assert [r["failed"] for r in found] == ["", "killed after 120 s", ""]
+
+
+class Clock:
+    """A stopwatch for the CPU, which runs everything once."""
+
+    def race(self, runs: Sequence[Run], *, budget_s: float, least: int) -> list[Measurement]:
+        for run in runs:
+            run()
+        return [Measurement.of([1.0])] * len(runs)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward_peers, "stopwatch", lambda device: Clock())
+    monkeypatch.setattr(forward_peers, "COPY_BYTES", 1 << 10)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+
+
+CASES = [cell for cell in cells() if cell.group != "plain" or cell.problem.n_kv == 512]
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("cell", CASES, ids=lambda cell: cell.name)
+def test_every_peer_that_runs_computes_the_cell(cell: Cell) -> None:
+    little = small(cell)
+    checked = forward_peers.check_cell(little, "cpu", 0)
+    assert checked.kind == "framework"
+    assert not Row(cell=little, checked=checked).wrong
+    assert "cudnn" in checked.notes, "which no CPU has"
+    assert all(error.tolerances <= 1 for error in checked.errors.values()), checked.errors
+    if cell.problem.features.dropout:
+        assert checked.notes["flex"] == "can't express it"
+    assert set(checked.errors) >= ({OURS} if cell.problem.features.dropout or cell.group == "fp8" else {OURS, "flex"})
+    times = forward_peers.time_cell(little, "cpu", 0, 0.1)
+    assert set(times) == {OURS, *(set(cell.peers) - set(checked.notes))}
+
+
+def test_every_feature_reaches_our_call() -> None:
+    words = {cell.case: forward_peers.data_of(small(cell), "cpu", 5).words for cell in CASES}
+    assert words["mask"]["attn_mask"].shape == (80, 80)
+    assert words["bias"]["attn_mask"].shape == (1, 4, 80, 80)
+    assert words["dropout"]["dropout_p"] == 0.1 and words["dropout"]["seed"] == 5
+    assert words["window"]["window"] == (1024, 0) and words["window"]["is_causal"]
+    assert words["alibi"]["alibi_slopes"][0].tolist() == [2**-2, 2**-4, 2**-6, 2**-8]
+    assert words["softcap"]["softcap"] == 30.0
+    assert words["gqa"]["enable_gqa"]
+    fp8 = forward_peers.data_of(small(find("fp8", "causal")), "cpu", 5)
+    assert fp8.inputs.q.dtype == torch.float8_e4m3fn and fp8.framework.q.dtype == torch.bfloat16
+    assert fp8.words["v_descale"].shape == (2, 4)
+
+
+def test_a_cell_that_our_dispatch_doesnt_take_is_skipped_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attention(*_: object, **__: object) -> None:
+        raise TypeError("query has dtype torch.float8_e4m3fn")
+
+    monkeypatch.setattr(dispatch, "attention", attention)
+    checked = forward_peers.check_cell(small(find("fp8", "full")), "cpu", 0)
+    assert "float8_e4m3fn" in checked.skipped
+    assert not checked.errors
+
+
+def answer(cell: Cell, word: str) -> str:
+    """What a child does with a cell, by the number of its keys."""
+    n = cell.problem.n_kv
+    if n == 512:
+        time.sleep(600)
+    if n == 1024:
+        os._exit(3)
+    if n == 2048:
+        raise ValueError("no")
+    return word
+
+
+def test_a_cell_that_hangs_crashes_or_raises_costs_itself() -> None:
+    chosen = [find("plain", "full", d=64, n_kv=n) for n in (512, 1024, 2048, 4096)]
+    found = list(forward.in_children(answer, chosen, "done", count=1, limit_s=6.0))
+    assert [cell for cell, _, _ in found] == chosen
+    assert [got for _, got, _ in found] == [None, None, None, "done"]
+    reasons = [reason for _, _, reason in found]
+    assert reasons[0] == "killed after 6 s"
+    assert "exit code 3" in reasons[1]
+    assert reasons[2:] == ["ValueError: no", ""]
+
+
+def test_unknown_groups_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["forward.py", "--cells", "plain,fp4"])
+    with pytest.raises(SystemExit):
+        forward.arguments()
+    assert f"unknown cells fp4: use {', '.join(GROUPS)}" in capsys.readouterr().err

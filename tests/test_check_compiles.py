@@ -1,0 +1,40 @@
+"""benchmarks/check_compiles.py: every family for every architecture, and a failure that shows."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashtune.core.target import find_target, targets
+from flashtune.templates import families
+from flashtune.tuner.tasks import Source
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+import check_compiles
+
+
+def test_every_architecture_and_family_is_compiled_for() -> None:
+    found = check_compiles.gpus()
+    assert sorted(gpu.arch for gpu in found) == sorted({t.arch for t in targets().values() if t.compilable})
+    kernels = [
+        (target.slug, source.stem.rsplit("_", 1)[0]) for _, target, source in check_compiles.candidates(list(families().values()), found)
+    ]
+    assert {slug for slug, _ in kernels} == {gpu.slug for gpu in found}
+    for name in families():
+        assert kernels.count((check_compiles.THOROUGH, name)) > len(check_compiles.SPECS), "more than its default"
+
+
+def test_a_kernel_that_doesnt_compile_is_a_line_and_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [problem, target, good] = next(check_compiles.candidates([families()["flash_fwd"]], [find_target("a100")]))
+    bad = Source(text="def launches(*a, **k):\n    raise ValueError('tl.dot has been removed')\n", stem="bad")
+    monkeypatch.setattr(check_compiles, "candidates", lambda *_: iter([(problem, target, bad), (problem, target, good)]))
+    monkeypatch.setattr(sys, "argv", ["check_compiles.py", "--jobs", "1"])
+    with pytest.raises(SystemExit) as left:
+        check_compiles.main()
+    assert left.value.code == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"a100 {problem.label()} bad: compile: ValueError: tl.dot has been removed"
+    assert lines[1].endswith("1 compiled, 1 failed")

@@ -1,0 +1,72 @@
+"""Calls with nothing to compute: an empty last batch, a prompt without tokens, a cache that holds none yet. Served as torch serves them."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from flashtune import dispatch
+
+Shapes = tuple[tuple[int, ...], tuple[int, ...]]
+"""Of the query, and of key and value."""
+
+SHAPES: dict[str, Shapes] = {
+    "no batch": ((0, 4, 8, 16), (0, 4, 8, 16)),
+    "no batch beside one": ((0, 4, 8, 16), (1, 4, 8, 16)),
+    "no batch of several": ((3, 0, 4, 8, 16), (3, 0, 4, 8, 16)),
+    "no heads": ((2, 0, 8, 16), (2, 0, 8, 16)),
+    "no queries": ((2, 4, 0, 16), (2, 4, 8, 16)),
+    "no keys": ((2, 4, 8, 16), (2, 4, 0, 16)),
+    "no tokens": ((0, 16), (0, 16)),
+}
+
+
+def tensors(shapes: Shapes, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in (shapes[0], shapes[1], shapes[1])]
+
+
+@pytest.mark.parametrize("words", [{}, {"is_causal": True}, {"enable_gqa": True}, {"dropout_p": 0.5}], ids=str)
+@pytest.mark.parametrize("case", SHAPES)
+def test_an_empty_call_gives_what_torch_gives(case: str, words: dict[str, Any]) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        q, k, v = tensors(SHAPES[case], dtype)
+        for _ in range(2):
+            ours = dispatch.attention(q, k, v, **words)
+            theirs = F.scaled_dot_product_attention(q, k, v, **words)
+            assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
+            assert torch.equal(ours, theirs)
+        ours.sum().backward()
+        assert all(x.grad is not None and not x.grad.any() for x in (q, k, v))
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_a_mask_fits_an_empty_call(case: str) -> None:
+    q, k, v = tensors(SHAPES[case])
+    mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool)
+    assert torch.equal(dispatch.attention(q, k, v, mask, window=3), F.scaled_dot_product_attention(q, k, v, mask))
+
+
+@pytest.mark.parametrize(
+    "words", [{}, {"softcap": 2.0}, {"window": 3, "causal_alignment": "bottom_right"}, {"dropout_p": 0.5, "seed": 1}], ids=str
+)
+@pytest.mark.parametrize("case", SHAPES)
+def test_what_torch_lacks_is_empty_too_and_the_lse_of_no_keys_is_minus_infinity(case: str, words: dict[str, Any]) -> None:
+    q, k, v = tensors(SHAPES[case])
+    out, lse = dispatch.attention(q, k, v, return_lse=True, **words)
+    assert torch.equal(out, torch.zeros(q.shape))
+    assert torch.equal(lse, torch.full(q.shape[:-1], float("-inf")))
+
+
+def test_explain_says_that_there_is_nothing_to_compute() -> None:
+    found = dispatch.explain(*tensors(SHAPES["no batch"]))
+    assert found.kind == "framework"
+    assert found.key is None
+
+
+def test_an_empty_call_compiles() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q, k, v: dispatch.attention(q, k, v), backend="aot_eager", fullgraph=True)
+    for shapes in SHAPES.values():
+        q, k, v = tensors(shapes)
+        assert torch.equal(compiled(q, k, v), dispatch.attention(q, k, v))
