@@ -32,7 +32,8 @@ E4M3 = Q.to(torch.float8_e4m3fn)
 
 
 class Machine:
-    """A pretended GPU: `launched` are the variants that ran, `fails` those that raise, `refuses` the families that accept nothing."""
+    """A pretended GPU: `launched` are the variants that ran, `fails` those that raise, `refuses` the families
+    and ids of variants that accept nothing."""
 
     def __init__(self) -> None:
         self.loaded: list[Variant] = []
@@ -57,7 +58,7 @@ class Machine:
             out.copy_(found[0])
             lse.copy_(found[1])
 
-        return SimpleNamespace(accepts=lambda q, k, v, mask: family.name not in self.refuses, launch=launch)
+        return SimpleNamespace(accepts=lambda q, k, v, mask: not self.refuses & {family.name, variant.id}, launch=launch)
 
 
 @pytest.fixture
@@ -281,6 +282,13 @@ def test_a_family_that_does_not_take_the_strides_is_passed_over(machine: Machine
     dispatch.reload()
     assert_right(attend())
     assert dispatch.explain(Q, Q, Q, is_causal=True).kind == "framework"
+
+
+def test_where_a_tuned_kernel_does_not_take_the_strides_its_familys_default_may(machine: Machine, own_database: Path) -> None:
+    tuned = save(own_database)
+    machine.refuses = {tuned.id}
+    assert_right(attend())
+    assert [(variant.template, variant.id == tuned.id) for variant in machine.launched] == [("flash_fwd", False)]
 
 
 def test_a_row_outside_the_declared_space_is_never_rendered(machine: Machine, own_database: Path) -> None:

@@ -14,12 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashtune.core.config import Config
+from flashtune.core.dtypes import DType
 from flashtune.core.modules import load_source
 from flashtune.core.problem import DECODE_ROWS, Features, Problem
 from flashtune.core.target import find_target, targets
 from flashtune.templates.flash_decode import FAMILY
 from flashtune.templates.rendering import render, variant_of
-from flashtune.tuner.compile import compiling_for, read_facts
+from flashtune.tuner.compile import compiling_for, cross_compile, read_facts
 from flashtune.tuner.inputs import make_inputs
 
 WORKER = Path(__file__).parent / "interpret_decode.py"
@@ -28,6 +29,8 @@ CPU = torch.device("cpu")
 SMS = 16
 """What `split_count` takes for the number of SMs where there is no GPU."""
 STEP = Problem(batch=16, heads=32, kv_heads=8, n_q=1, n_kv=4096, d=128, d_v=128, dtype="bf16")
+
+EVERYTHING = Features(causal=True, window=(100, 0), mask="bias", softcap=True, alibi=True)
 
 
 def module(problem: Problem = STEP, **changes: int | str | bool) -> Any:
@@ -146,6 +149,27 @@ def test_fast_configs_keep_loads_in_flight_without_spills(d: int, changes: dict[
     assert word in kernels[0].asm["ptx"]
     # Two programs of them fit on an SM.
     assert 2 * (read_facts(kernels[0], H200).shared_bytes + 1024) <= H200.shared_bytes_per_sm or changes.get("BLOCK_N") == 128
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "loads", "features"),
+    [
+        ("h200", "bf16", "tma", EVERYTHING),
+        ("h200", "fp8", "tma", Features(alibi=True, mask="bool")),
+        ("h200", "fp32", "pointer", Features(window=(20, 10), softcap=True)),
+        ("a100", "bf16", "pointer", EVERYTHING),
+        ("mi300x", "fp16", "pointer", EVERYTHING),
+        ("mi300x", "fp8", "pointer", Features(window=(20, 10))),
+    ],
+    ids=str,
+)
+def test_features_compile_together_whoever_adds_up(gpu: str, dtype: DType, loads: str, features: Features) -> None:
+    target, problem = find_target(gpu), replace(STEP, n_kv=1000, d=80, d_v=48, features=features, dtype=dtype)
+    for combine in ("kernel", "last"):
+        config = FAMILY.default(problem.spec(), target).replace(BLOCK_M=16, BLOCK_N=32, combine=combine, loads=loads)
+        assert FAMILY.violated(config, problem.spec(), target) is None
+        text = render(FAMILY, variant_of(FAMILY, problem.spec(), config))
+        assert cross_compile(text, "decode", problem, target).spills <= 8
 
 
 def test_it_competes_for_decoding_steps_and_for_rows_too_few_to_fill_the_gpu() -> None:

@@ -43,8 +43,8 @@ def candidates(
 ) -> Iterator[Candidate]:
     """Plans for a request, best first; the last is always the framework's.
 
-    `torch_only` says why only the framework can serve, if that is so. A kernel that refuses these strides or pointers rules out the
-    other configs of its family; one that failed before isn't tried again, and of its family only the default still is.
+    `torch_only` says why only the framework can serve, if that is so. A kernel that refuses these strides or pointers, or that failed
+    before, rules out the other tuned ones of its family; the family's default is still tried, since it may take what they don't.
     """
     problem = request.problem
     if torch_only is None and request.empty:
@@ -61,7 +61,6 @@ def candidates(
     q, k, v = request.views(q, k, v)
     mask = request.full_mask(mask)
     refused: list[str] = []
-    closed: set[str] = set()
     failed: set[str] = set()
     for choice in rank(problem, target, records, known, framework_serves=request.fused_by_torch):
         if isinstance(choice, Refusal):
@@ -71,7 +70,7 @@ def candidates(
         if family is None or config is None:
             yield Candidate(plan=FrameworkPlan(request=request), explanation=explained(choice, problem, target, refused))
             continue
-        if family.name in closed or (family.name in failed and choice.record is not None):
+        if family.name in failed and choice.record is not None:
             continue
         variant = _variant(choice, family)
         name = f"{variant.template} {variant.id}"
@@ -81,7 +80,7 @@ def candidates(
             failed.add(family.name)
         elif not module.accepts(q, k, v, mask):
             refused.append(f"{name}: it doesn't take these strides or addresses")
-            closed.add(family.name)
+            failed.add(family.name)
         else:
             explanation = explained(choice, problem, target, refused, variant)
             if request.device.type == "cpu":

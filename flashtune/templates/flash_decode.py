@@ -10,6 +10,7 @@ from flashtune.core.config import Config, KernelSpec
 from flashtune.core.dtypes import ITEMSIZE
 from flashtune.core.problem import DECODE_ROWS, Problem
 from flashtune.core.target import Target
+from flashtune.templates import flash_fwd
 from flashtune.templates.family import Axis, Constraint, Family, padded
 from flashtune.templates.predicates import (
     SCALAR_PRODUCTS_ARE_SHORT,
@@ -78,16 +79,12 @@ CONSTRAINTS = (
 
 
 def supports(spec: KernelSpec, target: Target) -> str | None:
-    """Why this family can't serve `spec` on `target`, or None."""
-    if not target.compilable:
-        return f"Triton doesn't compile for {target.name}"
+    """Why this family can't serve `spec` on `target`, or None: what flash_fwd's loop can't compile, and dropout."""
     if spec.direction != "fwd":
         return f"flash_decode computes the forward pass, not {spec.direction!r}"
     if spec.dropout:
         return "flash_decode has no dropout: it is for inference"
-    if spec.tf32 and target.vendor == "amd" and target.arch != "gfx942":
-        return f"{target.name} has no TF32 products"
-    return None
+    return flash_fwd.supports(spec, target)
 
 
 def suits(problem: Problem, target: Target) -> str | None:

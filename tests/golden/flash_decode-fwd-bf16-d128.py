@@ -1,8 +1,8 @@
 """Attention forward for few query rows: several programs share the keys of a tile.
 
 Compiled in: fwd-bf16-d128
-Template: flash_decode e18646244e931048
-Variant: 0a43e2d8291f6faa
+Template: flash_decode 79ebcf30d21bbe00
+Variant: 9af1214a0d4513fd
 Config: BLOCK_M=16 BLOCK_N=64 combine=last loads=pointer num_stages=3 num_warps=4 programs=2
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -150,9 +150,9 @@ def attention_forward(
     lse = (row_max + tl.log2(row_sum)) * 0.6931471805599453  # [BLOCK_M]
     finished = splits == 1
     if splits > 1:
-        places = split * rows + packed  # [BLOCK_M]
-        tl.store(part_lse_ptr + places, lse, mask=packed < rows)
-        tl.store(part_out_ptr + places[:, None] * BLOCK_DV + offs_dv[None, :], result, mask=(packed < rows)[:, None])
+        part_rows = split * rows + packed  # [BLOCK_M]
+        tl.store(part_lse_ptr + part_rows, lse, mask=packed < rows)
+        tl.store(part_out_ptr + part_rows[:, None] * BLOCK_DV + offs_dv[None, :], result, mask=(packed < rows)[:, None])
         # All threads have stored before the count that releases it; whoever counts last finds the results of all.
         tl.debug_barrier()
         finished = tl.atomic_add(count_ptr + program, 1, sem="acq_rel", scope="gpu") == splits - 1

@@ -1,8 +1,8 @@
 """Attention forward for few query rows: several programs share the keys of a tile.
 
 Compiled in: fwd-fp16-d80x64-window-bool
-Template: flash_decode e18646244e931048
-Variant: 46deaae5d31a8bfa
+Template: flash_decode 79ebcf30d21bbe00
+Variant: 252f6574dcd6894b
 Config: BLOCK_M=16 BLOCK_N=64 combine=kernel loads=tma num_stages=3 num_warps=4 programs=2
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -158,9 +158,9 @@ def attention_forward(
     lse = (row_max + tl.log2(row_sum)) * 0.6931471805599453  # [BLOCK_M]
     finished = splits == 1
     if splits > 1:
-        places = split * rows + packed  # [BLOCK_M]
-        tl.store(part_lse_ptr + places, lse, mask=packed < rows)
-        tl.store(part_out_ptr + places[:, None] * BLOCK_DV + offs_dv[None, :], result, mask=(packed < rows)[:, None])
+        part_rows = split * rows + packed  # [BLOCK_M]
+        tl.store(part_lse_ptr + part_rows, lse, mask=packed < rows)
+        tl.store(part_out_ptr + part_rows[:, None] * BLOCK_DV + offs_dv[None, :], result, mask=(packed < rows)[:, None])
     stored = tl.where(finished, n_q, 0)
     tl.store(lse_ptr + tl.cast(head_index, tl.int64) * n_q + offs_m, lse, mask=offs_m < stored)
     out_ptr += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh

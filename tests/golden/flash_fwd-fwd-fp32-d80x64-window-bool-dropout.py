@@ -1,8 +1,8 @@
 """Attention forward with plain pointers.
 
 Compiled in: fwd-fp32-d80x64-window-dropout-bool
-Template: flash_fwd f73c4b54dc29ec38
-Variant: 39947a595d8277a0
+Template: flash_fwd b5f2f9114403f828
+Variant: 22c3b6d744f70308
 Config: BLOCK_M=128 BLOCK_N=64 LOAD_V_EARLY=True ORDER=heads maxnreg=0 num_stages=1 num_warps=8
 
 Generated; do not edit. `flashtune generate` writes it anew.

@@ -1,8 +1,8 @@
 """Attention forward with plain pointers.
 
 Compiled in: fwd-fp8-d64-alibi-softcap
-Template: flash_fwd f73c4b54dc29ec38
-Variant: 8d398e72eb926e63
+Template: flash_fwd b5f2f9114403f828
+Variant: df9725f778f28b0c
 Config: BLOCK_M=128 BLOCK_N=64 LOAD_V_EARLY=False ORDER=rows maxnreg=0 num_stages=2 num_warps=8
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -106,8 +106,6 @@ def attention_forward(
     q_ptrs = q_ptr + offs_m.to(tl.int64)[:, None] * stride_qm + offs_d.to(tl.int64)[None, :] * stride_qd  # [BLOCK_M, BLOCK_D]
     q_tile = tl.load(q_ptrs, mask=(offs_m < n_q)[:, None], other=0.0)  # [BLOCK_M, BLOCK_D]
     # Fp16 holds e4m3 exactly, and probabilities with seven bits more.
-    q_tile = q_tile.to(tl.float16)  # [BLOCK_M, BLOCK_D]
-    # Fp16 holds e4m3 exactly, and probabilities with eight bits more.
     q_tile = q_tile.to(tl.float16)  # [BLOCK_M, BLOCK_D]
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)  # [BLOCK_M]
     row_sum = tl.zeros([BLOCK_M], tl.float32)  # [BLOCK_M]
