@@ -31,6 +31,7 @@ def main() -> None:
     parser.add_argument("--db", required=True, help="the database to write")
     parser.add_argument("--cells", default=",".join(GROUPS), help="groups of cells, with commas between them (default: %(default)s)")
     parser.add_argument("--d", type=int, action="append", help="only these head sizes")
+    parser.add_argument("--dtype", action="append", help="only these element types")
     parser.add_argument("--trials", type=int, default=40, help="trials per problem (default: %(default)s)")
     parser.add_argument("--fp16-trials", type=int, default=10, help="the same for fp16 (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
@@ -43,6 +44,8 @@ def main() -> None:
             continue
         every = problems_of(group, options.d)
         for dtype in dict.fromkeys(problem.dtype for problem in every):
+            if options.dtype and dtype not in options.dtype:
+                continue
             started = time.monotonic()
             words = {
                 "templates": (FAMILY[group],),
