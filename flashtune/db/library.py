@@ -42,21 +42,21 @@ class Layer:
 
 
 class Library:
-    """The best record of every key over some layers; the earlier layer wins a tie.
+    """The records of every key over some layers, the best first; the earlier layer wins a tie.
 
     Raises DatabaseError where a layer is broken, or is missing and not optional.
     """
 
     def __init__(self, layers: Sequence[Layer]) -> None:
-        from flashtune.db.ranking import best_of, key_order
+        from flashtune.db.ranking import by_key, key_order
 
         self.layers = tuple(layers)
         found: list[TuningRecord] = []
         for layer in self.layers:
-            records = _read(layer, lambda store: store.records())
+            records = _read(layer, lambda store: store.winners())
             found += [replace(record, origin=layer.origin) for record in records] if layer.origin else records
-        best = best_of(found)
-        self._best = {key: best[key] for key in sorted(best, key=key_order)}
+        records_of = by_key(found)
+        self._records = {key: records_of[key] for key in sorted(records_of, key=key_order)}
 
     @classmethod
     def default(cls) -> Self:
@@ -71,12 +71,16 @@ class Library:
 
     def best(self, key: ProblemKey) -> TuningRecord | None:
         """The best record of exactly this key, or None."""
-        return self._best.get(key)
+        return next(iter(self._records.get(key, [])), None)
 
     def records(self, **where: Unpack["KeyFilter"]) -> list[TuningRecord]:
         """The best record of every key that passes the filter, in order of keys."""
         wanted = {name: value for name, value in where.items() if value is not None}
-        return [record for key, record in self._best.items() if all(getattr(key, name) == value for name, value in wanted.items())]
+        return [same[0] for key, same in self._records.items() if all(getattr(key, name) == value for name, value in wanted.items())]
+
+    def winners(self) -> list[TuningRecord]:
+        """What every search found best, in order of keys and of preference: where a record can't be served, the next one may."""
+        return [record for same in self._records.values() for record in same]
 
     def fates(self, key: ProblemKey) -> dict[Fate, int]:
         """How many variants of this key ended in which way; a variant that was tried again counts once, by its latest outcome."""

@@ -1,4 +1,4 @@
-"""Which of several records of one key is the best; one rule for a database and for layers of databases."""
+"""Which of several records of one key is the best; one rule for a database, for layers of databases and for dispatch."""
 
 from collections.abc import Iterable
 from dataclasses import fields
@@ -25,14 +25,12 @@ def preference(record: TuningRecord) -> tuple[int, float, str]:
     return 0, record.median_us / record.framework_us, record.outcome.variant_id
 
 
-def best_of(records: Iterable[TuningRecord]) -> dict[ProblemKey, TuningRecord]:
-    """The best record of each key; of equals, the one that comes first."""
-    best: dict[ProblemKey, TuningRecord] = {}
+def by_key(records: Iterable[TuningRecord]) -> dict[ProblemKey, list[TuningRecord]]:
+    """The records of each key, the best first; equals stay in the order in which they came."""
+    found: dict[ProblemKey, list[TuningRecord]] = {}
     for record in records:
-        held = best.get(record.key)
-        if held is None or preference(record) < preference(held):
-            best[record.key] = record
-    return best
+        found.setdefault(record.key, []).append(record)
+    return {key: sorted(same, key=preference) for key, same in found.items()}
 
 
 def key_order(key: ProblemKey) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from flashtune.core.errors import DatabaseError, NoKernelFound
 from flashtune.core.problem import Direction, Problem, ProblemKey
 from flashtune.core.results import Baseline, Fate, Outcome, Provenance, SearchResult, TuningRecord
 from flashtune.db import rows
-from flashtune.db.ranking import best_of, key_order
+from flashtune.db.ranking import by_key, key_order
 from flashtune.db.rows import Row, RowError
 from flashtune.db.schema import ProblemRow, RunRow, TrialRow
 from flashtune.db.server import Server
@@ -119,7 +119,7 @@ class Store:
 
     def best(self, key: ProblemKey) -> TuningRecord | None:
         """The best record of exactly this key, or None."""
-        return best_of(self._winners(_where_key(key))).get(key)
+        return next(iter(by_key(self._winners(_where_key(key))).get(key, [])), None)
 
     def records(self, **where: Unpack[KeyFilter]) -> list[TuningRecord]:
         """The best record of every key that passes the filter, in order of keys.
@@ -127,8 +127,12 @@ class Store:
         Each run's candidate is rank 1 of its closing race, or else its fastest correct outcome (ties by variant id);
         `ranking.preference` chooses between runs.
         """
-        best = best_of(self._winners(_filtered(where)))
-        return [best[key] for key in sorted(best, key=key_order)]
+        found = by_key(self._winners(_filtered(where)))
+        return [found[key][0] for key in sorted(found, key=key_order)]
+
+    def winners(self, **where: Unpack[KeyFilter]) -> list[TuningRecord]:
+        """The candidate of every run that passes the filter (see `records`), newest run first."""
+        return self._winners(_filtered(where))
 
     def outcomes(self, key: ProblemKey) -> list[Outcome]:
         """Every trial of this key, in the order in which they were saved."""

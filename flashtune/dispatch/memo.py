@@ -48,7 +48,7 @@ class Memo:
             if self._database is not None:
                 library = Library([Layer(location=self._database), *library.layers])
             groups: dict[tuple[object, ...], list[TuningRecord]] = defaultdict(list)
-            for record in library.records():
+            for record in library.winners():
                 groups[group_of(record.key)].append(record)
             self._groups = dict(groups)
         return self._groups.get(group_of(key), [])

@@ -10,6 +10,7 @@ from flashtune.core.errors import InputError
 from flashtune.core.problem import DECODE_ROWS, Problem, ProblemKey
 from flashtune.core.results import Fate, TuningRecord
 from flashtune.core.target import Target, targets
+from flashtune.db.ranking import by_key, preference
 from flashtune.templates.family import Family
 
 Kind = Literal["exact", "near_n", "near_gpu", "predicted", "default", "framework"]
@@ -58,14 +59,15 @@ def rank(
     6. `framework`: torch's own attention.
 
     Near means |log2| of the ratios of the sizes, N_kv weighing most (4 : 2 : 1); ties go to the same alignment, then to the GPU
-    with the nearest number of SMs, then to records of the user over shipped ones, the larger sizes, the shorter time and the
-    lower variant id, so that equal libraries choose equally everywhere. A record that says that the framework was faster
+    with the nearest number of SMs, then among records of one key to the preferred one (flashtune.db.ranking), then to records of the
+    user over shipped ones, the larger sizes, the shorter time and the lower variant id, so that equal libraries choose equally everywhere. A record that says that the framework was faster
     makes the framework the choice, provided that `framework_serves` (torch has the features). A record is never served when its config
     is outside the family's declared space or breaks a constraint on this target, nor where the problem's sizes don't suit its family.
     """
     spec, key = problem.spec(), problem.key(target.slug)
     group = group_of(key)
     same = [record for record in records if group_of(record.key) == group]
+    places = _places(same)
     for measured in (True, False):
         mine = [record for record in same if (record.outcome.source == "measured") is measured]
         steps: tuple[tuple[Kind, Iterable[TuningRecord]], ...] = (
@@ -74,7 +76,7 @@ def rank(
             ("near_gpu", [record for record in mine if record.key.gpu != key.gpu and _arch(record.key.gpu) == target.arch]),
         )
         for step, found in steps:
-            for record in sorted(found, key=lambda record: _order(record, key, target)):
+            for record in sorted(found, key=lambda record: _order(record, places.get(id(record), 0), key, target)):
                 yield _from_record(record, step if measured else "predicted", key, problem, target, families, framework_serves)
     for family in families.values():
         yield _from_default(family, problem, target)
@@ -142,14 +144,15 @@ def _unfit(family: Family, config: Config, spec: KernelSpec, target: Target) -> 
     return None if broken is None else f"{config.label()} breaks {broken.name}: {broken.why}"
 
 
-def _order(record: TuningRecord, key: ProblemKey, target: Target) -> tuple[object, ...]:
-    """The sort key among records of one step; the smallest is served."""
+def _order(record: TuningRecord, place: int, key: ProblemKey, target: Target) -> tuple[object, ...]:
+    """The sort key among records of one step; the smallest is served. `place` counts the records of its key that are preferred to it."""
     other, outcome = record.key, record.outcome
     known = targets().get(other.gpu)
     return (
         4 * _octaves(other.n, key.n) + 2 * _octaves(other.n_q, key.n_q) + _octaves(other.bh_bucket, key.bh_bucket),
         other.features != key.features,
         0.0 if other.gpu == key.gpu or known is None else _octaves(known.sms, target.sms),
+        place,
         record.origin == "shipped",
         -other.n,
         -other.n_q,
@@ -159,6 +162,15 @@ def _order(record: TuningRecord, key: ProblemKey, target: Target) -> tuple[objec
         other.gpu,
         record.origin,
     )
+
+
+def _places(records: Iterable[TuningRecord]) -> dict[int, int]:
+    """How many records of its key are preferred to each record that has a time, by its id()."""
+    found: dict[int, int] = {}
+    for known in by_key(record for record in records if record.outcome.measurement is not None).values():
+        ranks = [preference(record) for record in known]
+        found |= {id(record): ranks.index(rank) for record, rank in zip(known, ranks, strict=True)}
+    return found
 
 
 def _octaves(a: int, b: int) -> float:

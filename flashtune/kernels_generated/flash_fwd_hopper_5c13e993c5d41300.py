@@ -4,10 +4,10 @@ A program works through many tiles without draining: the last values of one go b
 Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
-Compiled in: fwd-fp16-d128-causal
-Template: flash_fwd_hopper bc3c4702936e4383
-Variant: 02239ed84500163b
-Config: BLOCK_M=128 BLOCK_N=64 lookahead=1 pingpong=False section=1 stages=4 tiles=chained
+Compiled in: fwd-bf16-d128-causal
+Template: flash_fwd_hopper e3ffda2383ceb96f
+Variant: 5c13e993c5d41300
+Config: BLOCK_M=128 BLOCK_N=128 lookahead=1 order=drawn pingpong=False residents=1 section=8 stages=2 tiles=chained
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
@@ -18,16 +18,21 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-DTYPE = gl.constexpr(gl.float16)
+# Triton 3.6 has no other names for the copies than the longer ones, newer versions none but the short.
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+DTYPE = gl.constexpr(gl.bfloat16)
 BLOCK_M = gl.constexpr(128)
-BLOCK_N = gl.constexpr(64)
+BLOCK_N = gl.constexpr(128)
 BLOCK_D = gl.constexpr(128)
 BLOCK_DV = gl.constexpr(128)
 GROUPS = gl.constexpr(2)
 ROWS = gl.constexpr(64)
-STAGES = gl.constexpr(4)
+STAGES = gl.constexpr(2)
 Q_SLOTS = gl.constexpr(4)
-SCORES_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
+SECTION = gl.constexpr(8)
+SCORES_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
 OUT_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
 PROBS_LAYOUT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=OUT_LAYOUT, k_width=2))
 ROW_LAYOUT = gl.constexpr(gl.SliceLayout(1, SCORES_LAYOUT))
@@ -38,20 +43,34 @@ LN_2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
+def divide(number, magic, shift):
+    """number // divisor, for 0 <= number < 2^31, as a product (Granlund and Montgomery, PLDI 1994): a tenth of a division's time."""
+    return (number.to(gl.int64) * magic >> shift).to(gl.int32)
+
+
+@gluon.jit
 def tile_at(index, sizes):
     """The tile at a place in launch order: batch, query head and row tile."""
-    n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal = sizes
-    batch_head = index // m_tiles
-    m_tile = index % m_tiles
+    n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, divisions = sizes
+    section_magic, section_shift, inner_magic, inner_shift, tile_magic, tile_shift = divisions
+    section = divide(index, section_magic, section_shift)
+    # A section of heads goes row tile by row tile, so that its keys and values stay in L2; what is left at the end goes head by head.
+    within = index - section * (m_tiles * SECTION)
+    whole = (section + 1) * SECTION <= batches * heads
+    alone = divide(within, tile_magic, tile_shift)
+    place = section * SECTION + gl.where(whole, within % SECTION, alone)
+    m_tile = gl.where(whole, within // SECTION, within - alone * m_tiles)
     # The longest first.
     m_tile = m_tiles - 1 - m_tile
-    return batch_head // heads, batch_head % heads, m_tile
+    batch = divide(place, inner_magic, inner_shift)
+    head = place - batch * heads
+    return batch, head, m_tile
 
 
 @gluon.jit
 def blocks_of(m_tile, sizes):
     """The key blocks first .. end-1 that a row tile may see, of which free_first .. free_end-1 need no mask."""
-    n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal = sizes
+    n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, divisions = sizes
     end = (n_kv + BLOCK_N - 1) // BLOCK_N
     free_end = n_kv // BLOCK_N
     first = 0
@@ -71,7 +90,7 @@ def blocks_of(m_tile, sizes):
 @gluon.jit
 def draw_ticket(counter_ptr, sizes):
     """The place in launch order of the next tile that no program has taken; past the last tile where there is none."""
-    n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal = sizes
+    n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, divisions = sizes
     drawn = gl.atomic_add(counter_ptr, 1, sem="relaxed")
     if drawn == m_tiles * batches * heads - 1:
         # Every tile draws once; the last draw leaves the counter as it was found.
@@ -121,7 +140,7 @@ def copy_values(v_desc, batch, head, row, block, rings):
     stage = block % STAGES
     mbarrier.wait(v_empty.index(stage), block // STAGES & 1 ^ 1)
     mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(v_desc, [batch, head, row, 0], v_full.index(stage), v_smem.index(stage))
+    async_load(v_desc, [batch, head, row, 0], v_full.index(stage), v_smem.index(stage))
 
 
 @gluon.jit
@@ -129,7 +148,7 @@ def copy_tile(turn, index, block, value_spot, descs, counter_ptr, rings, sizes):
     """Copies the queries, keys and values of one tile; a block's values follow the keys of the block after it."""
     q_desc, k_desc, v_desc = descs
     q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty, q_empty, ticket_ring = rings
-    n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal = sizes
+    n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, divisions = sizes
     value_batch, value_head, value_row = value_spot
     batch, head, m_tile = tile_at(index, sizes)
     kv_head = head // kv_group
@@ -140,7 +159,7 @@ def copy_tile(turn, index, block, value_spot, descs, counter_ptr, rings, sizes):
         stage = block % STAGES
         mbarrier.wait(k_empty.index(stage), block // STAGES & 1 ^ 1)
         mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(k_desc, [batch, kv_head, row, 0], k_full.index(stage), k_smem.index(stage))
+        async_load(k_desc, [batch, kv_head, row, 0], k_full.index(stage), k_smem.index(stage))
         if block > 0:
             # Before the queries: the consumers need these values to finish the tile that holds the queries' memory.
             copy_values(v_desc, value_batch, value_head, value_row, block - 1, rings)
@@ -150,7 +169,7 @@ def copy_tile(turn, index, block, value_spot, descs, counter_ptr, rings, sizes):
                 mbarrier.wait(q_empty.index(slot), turn // 2 & 1 ^ 1)
                 mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
                 q_row = m_tile * BLOCK_M + group * ROWS
-                tma.async_copy_global_to_shared(q_desc, [batch, head, q_row, 0], q_full.index(slot), q_smem.index(slot))
+                async_load(q_desc, [batch, head, q_row, 0], q_full.index(slot), q_smem.index(slot))
             # Drawn while the copies are under way, and long before the consumers ask.
             ticket = draw_ticket(counter_ptr, sizes)
             publish_ticket(turn + 1, ticket, ticket_ring)
@@ -164,7 +183,7 @@ def copy_tile(turn, index, block, value_spot, descs, counter_ptr, rings, sizes):
 @gluon.jit
 def producer(descs, counter_ptr, rings, sizes):
     """The copying warp: runs ahead of the consumers as far as the stages allow."""
-    n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal = sizes
+    n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, divisions = sizes
     block = gl.to_tensor(0)
     value_spot = (gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
     tiles = m_tiles * batches * heads
@@ -178,17 +197,30 @@ def producer(descs, counter_ptr, rings, sizes):
 
 
 @gluon.jit
+def columns_before(end, offs_n):
+    """How many of its thread's columns of a row are before `end`, for every score.
+
+    A thread holds columns 8 i, 8 i + 1 past its first one. Compared with this number, the n-th column takes a constant in place of an
+    index of its own: two instructions a score, where the compiler would else spend six.
+    """
+    room = gl.minimum(gl.maximum(end[:, None] - (offs_n % 8 // 2 * 2)[None, :], 0), BLOCK_N)  # [ROWS, BLOCK_N]
+    return room // 8 * 2 + gl.minimum(room % 8, 2)  # [ROWS, BLOCK_N]
+
+
+@gluon.jit
 def shape_scores(scores, spot, in_band, sizes, extras):
     """What happens to raw scores before the softmax; -inf hides a key.
 
     `in_band` spares the look at the edges.
     """
     batch, head, row, column = spot
-    n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal = sizes
+    n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, divisions = sizes
     if not in_band:
-        offs_n = column + gl.arange(0, BLOCK_N, layout=COLUMN_LAYOUT)
-        centre = row + diagonal + gl.arange(0, ROWS, layout=ROW_LAYOUT)
-        visible = offs_n[None, :] <= gl.minimum(centre, n_kv - 1)[:, None]
+        offs_n = gl.arange(0, BLOCK_N, layout=COLUMN_LAYOUT)
+        centre = row + diagonal - column + gl.arange(0, ROWS, layout=ROW_LAYOUT)
+        end = gl.minimum(centre + 1, n_kv - column)  # [ROWS]
+        place = (offs_n // 8 * 2 + offs_n % 2)[None, :]
+        visible = place < columns_before(end, offs_n)
         scores = gl.where(visible, scores, float("-inf"))
     return scores  # [ROWS, BLOCK_N]
 
@@ -215,6 +247,12 @@ def softmax_step(scores, row_max, row_sum, scale, GUARD: gl.constexpr):
 
 
 @gluon.jit
+def pack(weights):
+    """Weights as the left operand of a product; nothing moves."""
+    return gl.convert_layout(weights.to(DTYPE), PROBS_LAYOUT)  # [ROWS, BLOCK_N]
+
+
+@gluon.jit
 def nothing_seen():
     """Maximum and sum of rows that have met no key yet."""
     row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
@@ -234,7 +272,7 @@ def open_tile(block, q_tile, spot, rings, sizes, extras, W: gl.constexpr):
     scores = shape_scores(scores, spot, False, sizes, extras)
     row_max, row_sum = nothing_seen()
     weights, _, row_max, row_sum = softmax_step(scores, row_max, row_sum, extras[0], True)
-    probs = gl.convert_layout(weights.to(DTYPE), PROBS_LAYOUT)
+    probs = pack(weights)
     return probs, row_max, row_sum
 
 
@@ -256,7 +294,7 @@ def attend(block, q_tile, state, spot, in_band, rings, sizes, extras, W: gl.cons
     acc = warpgroup_mma_wait(0, deps=[out])
     mbarrier.arrive(v_empty.index(value_stage), count=1)
     acc = acc * gl.convert_layout(shrink, OUT_ROW_LAYOUT)[:, None]
-    probs = gl.convert_layout(weights.to(DTYPE), PROBS_LAYOUT)
+    probs = pack(weights)
     return probs, acc, row_max, row_sum
 
 
@@ -277,7 +315,7 @@ def change_tile(block, more, q_tile, probs, acc, spot, rings, sizes, extras, W: 
     weights, _, row_max, row_sum = softmax_step(scores, row_max, row_sum, extras[0], True)
     acc = warpgroup_mma_wait(0, deps=[out])
     mbarrier.arrive(v_empty.index(value_stage), count=1)
-    probs = gl.convert_layout(weights.to(DTYPE), PROBS_LAYOUT)
+    probs = pack(weights)
     return probs, row_max, row_sum, acc
 
 
@@ -297,13 +335,13 @@ def attend_blocks(block, q_tile, state, place, bounds, rings, sizes, extras, W: 
 def finish(acc, row_max, row_sum, out_tile, out_desc, lse_ptr, place, sizes):
     """Divides by the sums and writes a tile of the output (TMA leaves out rows past the end) and its log-sum-exp."""
     batch, head, row = place
-    n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal = sizes
+    n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, divisions = sizes
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW_LAYOUT)  # [ROWS]
     inverse = gl.where(row_sum > 0.0, 1.0 / row_sum, 0.0)  # [ROWS]
     acc = acc * gl.convert_layout(inverse, OUT_ROW_LAYOUT)[:, None]  # [ROWS, BLOCK_DV]
     out_tile.reshape([ROWS, BLOCK_DV]).store(acc.to(DTYPE))
     fence_async_shared()
-    tma.async_copy_shared_to_global(out_desc, [batch, head, row, 0], out_tile)
+    async_store(out_desc, [batch, head, row, 0], out_tile)
     offs_m = row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
     lse = (row_max + gl.log2(row_sum)) * LN_2  # [ROWS], -inf where nothing was seen
     gl.store(lse_ptr + (batch * heads + head).to(gl.int64) * n_q + offs_m, lse, mask=offs_m < n_q)
@@ -312,7 +350,7 @@ def finish(acc, row_max, row_sum, out_tile, out_desc, lse_ptr, place, sizes):
 @gluon.jit
 def consumer(out_desc, lse_ptr, rings, sizes, extras, W: gl.constexpr):
     """One warpgroup: rows W * ROWS .. W * ROWS + ROWS - 1 of every tile of this program."""
-    n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal = sizes
+    n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, divisions = sizes
     block = gl.to_tensor(0)
     q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty, q_empty, ticket_ring = rings
     tiles = m_tiles * batches * heads
@@ -341,9 +379,7 @@ def consumer(out_desc, lse_ptr, rings, sizes, extras, W: gl.constexpr):
         bounds = blocks_of(m_tile, sizes)
         spot = (batch, head, m_tile * BLOCK_M + W * ROWS, (bounds[3] - 1) * BLOCK_N)
         mbarrier.wait(q_full.index(next_slot), next_phase, pred=more)
-        probs, next_max, next_sum, acc = change_tile(
-            block, more, q_smem.index(next_slot), probs, acc, spot, rings, sizes, extras, W
-        )
+        probs, next_max, next_sum, acc = change_tile(block, more, q_smem.index(next_slot), probs, acc, spot, rings, sizes, extras, W)
         tma.store_wait(0)
         finish(acc, row_max, row_sum, out_smem.index(W), out_desc, lse_ptr, place, sizes)
         row_max = next_max
@@ -372,6 +408,12 @@ def make_barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
         "kv_group",
         "m_tiles",
         "diagonal",
+        "section_magic",
+        "section_shift",
+        "inner_magic",
+        "inner_shift",
+        "tile_magic",
+        "tile_shift",
     ]
 )
 def flash_fwd_hopper(
@@ -388,6 +430,12 @@ def flash_fwd_hopper(
     kv_group,
     m_tiles,
     diagonal,
+    section_magic,
+    section_shift,
+    inner_magic,
+    inner_shift,
+    tile_magic,
+    tile_shift,
     scale,
 ):
     """Splits the program into 2 consumers and the producer."""
@@ -405,12 +453,13 @@ def flash_fwd_hopper(
     ticket_ring = (ticket_smem, make_barriers(2, 1), make_barriers(2, GROUPS))
     fence_async_shared()
     rings = (q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty, q_empty, ticket_ring)
-    sizes = (n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal)
-    extras = (scale,)
+    divisions = (section_magic, section_shift, inner_magic, inner_shift, tile_magic, tile_shift)
+    sizes = (n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, divisions)
+    settings = (scale,)
     gl.warp_specialize(
         [
-            (consumer, (out_desc, lse_ptr, rings, sizes, extras, 0)),
-            (consumer, (out_desc, lse_ptr, rings, sizes, extras, 1)),
+            (consumer, (out_desc, lse_ptr, rings, sizes, settings, 0)),
+            (consumer, (out_desc, lse_ptr, rings, sizes, settings, 1)),
             (producer, ((q_desc, k_desc, v_desc), counter_ptr, rings, sizes)),
         ],
         [4, 1],
@@ -433,7 +482,7 @@ def descriptor(tensor, rows, columns):
     """A TMA descriptor over (B, H, N, D) with tiles of `rows` rows of one head; the copy engine fills what is outside with zeros."""
     strides = [stride if size > 1 else 16 for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)]
     block = [1, 1, rows, columns]
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float16)
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
     return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], block, layout)
 
 
@@ -450,7 +499,15 @@ def tile_counter(device):
     return COUNTERS[place]
 
 
-def launches(q, k, v, out, lse, *, mask, scale, diagonal, window_left, window_right, softcap, dropout_p, seed, offset):
+def division(divisor):
+    """The factor and the shift by which `divide` divides."""
+    shift = 31 + (divisor - 1).bit_length()
+    return -(-(1 << shift) // divisor), shift
+
+
+def launches(
+    q, k, v, out, lse, *, mask, scale, diagonal, window_left, window_right, softcap, dropout_p, seed, offset, slopes=None, descale=None
+):
     """The launches of one call as (kernel, grid, arguments, options)."""
     if scale <= 0.0:
         # The row maximum is taken of the raw scores, so the scale has to be positive: its sign moves into a copy of q.
@@ -463,8 +520,8 @@ def launches(q, k, v, out, lse, *, mask, scale, diagonal, window_left, window_ri
     programs = min(tiles, sms)
     arguments = (
         descriptor(q, 64, 128),
-        descriptor(k, 64, 128),
-        descriptor(v, 64, 128),
+        descriptor(k, 128, 128),
+        descriptor(v, 128, 128),
         descriptor(out, 64, 128),
         lse,
         tile_counter(q.device),
@@ -475,6 +532,9 @@ def launches(q, k, v, out, lse, *, mask, scale, diagonal, window_left, window_ri
         heads // k.shape[1],
         m_tiles,
         diagonal,
+        *division(m_tiles * 8),
+        *division(heads),
+        *division(m_tiles),
         1.4426950408889634 * scale,
     )
     return [(flash_fwd_hopper, (programs,), arguments, {"num_warps": 4})]

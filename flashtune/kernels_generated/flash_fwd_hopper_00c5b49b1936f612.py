@@ -1,13 +1,13 @@
-"""FlashAttention forward for Hopper: one warp copies tiles with TMA, 3 warpgroups of 64 rows compute.
+"""FlashAttention forward for Hopper: one warp copies tiles with TMA, 1 warpgroup of 64 rows computes.
 
 A program computes one tile.
 Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
-Compiled in: fwd-bf16-d64
-Template: flash_fwd_hopper bc3c4702936e4383
-Variant: ebf62b8b714d5bfc
-Config: BLOCK_M=192 BLOCK_N=128 lookahead=1 pingpong=True section=1 stages=3 tiles=one
+Compiled in: fwd-bf16-d64-causal-dropout
+Template: flash_fwd_hopper e3ffda2383ceb96f
+Variant: 00c5b49b1936f612
+Config: BLOCK_M=64 BLOCK_N=64 lookahead=1 order=fixed pingpong=False residents=3 section=8 stages=2 tiles=one
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
@@ -18,16 +18,21 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+# Triton 3.6 has no other names for the copies than the longer ones, newer versions none but the short.
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
 DTYPE = gl.constexpr(gl.bfloat16)
-BLOCK_M = gl.constexpr(192)
-BLOCK_N = gl.constexpr(128)
+BLOCK_M = gl.constexpr(64)
+BLOCK_N = gl.constexpr(64)
 BLOCK_D = gl.constexpr(64)
 BLOCK_DV = gl.constexpr(64)
-GROUPS = gl.constexpr(3)
+GROUPS = gl.constexpr(1)
 ROWS = gl.constexpr(64)
-STAGES = gl.constexpr(3)
-Q_SLOTS = gl.constexpr(3)
-SCORES_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
+STAGES = gl.constexpr(2)
+Q_SLOTS = gl.constexpr(1)
+SECTION = gl.constexpr(8)
+SCORES_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 OUT_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 PROBS_LAYOUT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=OUT_LAYOUT, k_width=2))
 ROW_LAYOUT = gl.constexpr(gl.SliceLayout(1, SCORES_LAYOUT))
@@ -37,37 +42,48 @@ LN_2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
+def divide(number, magic, shift):
+    """number // divisor, for 0 <= number < 2^31, as a product (Granlund and Montgomery, PLDI 1994): a tenth of a division's time."""
+    return (number.to(gl.int64) * magic >> shift).to(gl.int32)
+
+
+@gluon.jit
 def tile_at(index, sizes):
     """The tile at a place in launch order: batch, query head and row tile."""
-    n_q, n_kv, batches, heads, kv_group, m_tiles = sizes
-    batch_head = index // m_tiles
-    m_tile = index % m_tiles
-    return batch_head // heads, batch_head % heads, m_tile
+    n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, divisions = sizes
+    section_magic, section_shift, inner_magic, inner_shift, tile_magic, tile_shift = divisions
+    section = divide(index, section_magic, section_shift)
+    # A section of heads goes row tile by row tile, so that its keys and values stay in L2; what is left at the end goes head by head.
+    within = index - section * (m_tiles * SECTION)
+    whole = (section + 1) * SECTION <= batches * heads
+    alone = divide(within, tile_magic, tile_shift)
+    place = section * SECTION + gl.where(whole, within % SECTION, alone)
+    m_tile = gl.where(whole, within // SECTION, within - alone * m_tiles)
+    # The longest first.
+    m_tile = m_tiles - 1 - m_tile
+    batch = divide(place, inner_magic, inner_shift)
+    head = place - batch * heads
+    return batch, head, m_tile
 
 
 @gluon.jit
 def blocks_of(m_tile, sizes):
     """The key blocks first .. end-1 that a row tile may see, of which free_first .. free_end-1 need no mask."""
-    n_q, n_kv, batches, heads, kv_group, m_tiles = sizes
+    n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, divisions = sizes
     end = (n_kv + BLOCK_N - 1) // BLOCK_N
     free_end = n_kv // BLOCK_N
     first = 0
     free_first = 0
+    row = m_tile * BLOCK_M + diagonal
+    last_row = gl.minimum(m_tile * BLOCK_M + BLOCK_M, n_q) - 1 + diagonal
+    end = gl.minimum(end, gl.maximum(last_row + BLOCK_N, 0) // BLOCK_N)
+    free_end = gl.minimum(free_end, gl.maximum(row + 1, 0) // BLOCK_N)
+    # A tile that sees nothing still takes one block, all of it masked, so that every role counts alike.
+    end = gl.maximum(end, 1)
+    first = gl.minimum(first, end - 1)
+    free_first = gl.minimum(gl.maximum(free_first, first), end)
+    free_end = gl.minimum(gl.maximum(free_end, free_first), end)
     return first, free_first, free_end, end
-
-
-# Hardware barriers from 5 on are free; Triton uses those before.
-@gluon.jit
-def await_turn(W: gl.constexpr):
-    """Waits until the warpgroup before this one has handed over the tensor cores."""
-    gl.inline_asm_elementwise("bar.sync $1, 256; mov.u32 $0, 0;", "=r,r", [5 + W], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def pass_turn(W: gl.constexpr):
-    """Hands the tensor cores to the next warpgroup, without waiting for it."""
-    after = 5 + (W + 1) % GROUPS
-    gl.inline_asm_elementwise("bar.arrive $1, 256; mov.u32 $0, 0;", "=r,r", [after], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -91,7 +107,7 @@ def copy_values(v_desc, batch, head, row, block, rings):
     stage = block % STAGES
     mbarrier.wait(v_empty.index(stage), block // STAGES & 1 ^ 1)
     mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(v_desc, [batch, head, row, 0], v_full.index(stage), v_smem.index(stage))
+    async_load(v_desc, [batch, head, row, 0], v_full.index(stage), v_smem.index(stage))
 
 
 @gluon.jit
@@ -99,7 +115,7 @@ def copy_tile(index, block, value_spot, descs, rings, sizes):
     """Copies the queries, keys and values of one tile; a block's values follow the keys of the block after it."""
     q_desc, k_desc, v_desc = descs
     q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty = rings
-    n_q, n_kv, batches, heads, kv_group, m_tiles = sizes
+    n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, divisions = sizes
     value_batch, value_head, value_row = value_spot
     batch, head, m_tile = tile_at(index, sizes)
     kv_head = head // kv_group
@@ -109,7 +125,7 @@ def copy_tile(index, block, value_spot, descs, rings, sizes):
         stage = block % STAGES
         mbarrier.wait(k_empty.index(stage), block // STAGES & 1 ^ 1)
         mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(k_desc, [batch, kv_head, row, 0], k_full.index(stage), k_smem.index(stage))
+        async_load(k_desc, [batch, kv_head, row, 0], k_full.index(stage), k_smem.index(stage))
         if block > 0:
             # Before the queries: the consumers need these values to finish the tile that holds the queries' memory.
             copy_values(v_desc, value_batch, value_head, value_row, block - 1, rings)
@@ -118,7 +134,7 @@ def copy_tile(index, block, value_spot, descs, rings, sizes):
                 slot = group
                 mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
                 q_row = m_tile * BLOCK_M + group * ROWS
-                tma.async_copy_global_to_shared(q_desc, [batch, head, q_row, 0], q_full.index(slot), q_smem.index(slot))
+                async_load(q_desc, [batch, head, q_row, 0], q_full.index(slot), q_smem.index(slot))
         value_batch = batch
         value_head = kv_head
         value_row = row
@@ -129,12 +145,23 @@ def copy_tile(index, block, value_spot, descs, rings, sizes):
 @gluon.jit
 def producer(descs, rings, sizes):
     """The copying warp: runs ahead of the consumers as far as the stages allow."""
-    n_q, n_kv, batches, heads, kv_group, m_tiles = sizes
+    n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, divisions = sizes
     block = gl.to_tensor(0)
     value_spot = (gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
     block, value_spot = copy_tile(gl.program_id(0), block, value_spot, descs, rings, sizes)
     batch, head, row = value_spot
     copy_values(descs[2], batch, head, row, block - 1, rings)
+
+
+@gluon.jit
+def columns_before(end, offs_n):
+    """How many of its thread's columns of a row are before `end`, for every score.
+
+    A thread holds columns 8 i, 8 i + 1 past its first one. Compared with this number, the n-th column takes a constant in place of an
+    index of its own: two instructions a score, where the compiler would else spend six.
+    """
+    room = gl.minimum(gl.maximum(end[:, None] - (offs_n % 8 // 2 * 2)[None, :], 0), BLOCK_N)  # [ROWS, BLOCK_N]
+    return room // 8 * 2 + gl.minimum(room % 8, 2)  # [ROWS, BLOCK_N]
 
 
 @gluon.jit
@@ -144,10 +171,13 @@ def shape_scores(scores, spot, in_band, sizes, extras):
     `in_band` spares the look at the edges.
     """
     batch, head, row, column = spot
-    n_q, n_kv, batches, heads, kv_group, m_tiles = sizes
+    n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, divisions = sizes
     if not in_band:
-        offs_n = column + gl.arange(0, BLOCK_N, layout=COLUMN_LAYOUT)
-        visible = (offs_n < n_kv)[None, :]
+        offs_n = gl.arange(0, BLOCK_N, layout=COLUMN_LAYOUT)
+        centre = row + diagonal - column + gl.arange(0, ROWS, layout=ROW_LAYOUT)
+        end = gl.minimum(centre + 1, n_kv - column)  # [ROWS]
+        place = (offs_n // 8 * 2 + offs_n % 2)[None, :]
+        visible = place < columns_before(end, offs_n)
         scores = gl.where(visible, scores, float("-inf"))
     return scores  # [ROWS, BLOCK_N]
 
@@ -174,6 +204,51 @@ def softmax_step(scores, row_max, row_sum, scale, GUARD: gl.constexpr):
 
 
 @gluon.jit
+def pack(weights):
+    """Weights as the left operand of a product; nothing moves."""
+    return gl.convert_layout(weights.to(DTYPE), PROBS_LAYOUT)  # [ROWS, BLOCK_N]
+
+
+@gluon.jit
+def drop(weights, spot, sizes, extras):
+    """Zeroes the dropped weights: Philox4x32-7 (Salmon et al., SC 2011) of absolute row, column and head.
+
+    One call draws for the eight pairs (row, row + 8) x (column, + 8, + 16, + 24), which one thread holds, so the compiler merges them.
+    """
+    batch, head, row, column = spot
+    n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, divisions = sizes
+    scale, seed, offset, threshold, keep_scale = extras
+    local_m = gl.arange(0, ROWS, layout=ROW_LAYOUT)[:, None]  # [ROWS, 1]
+    local_n = gl.arange(0, BLOCK_N, layout=COLUMN_LAYOUT)[None, :]  # [1, BLOCK_N]
+    zero = gl.zeros([ROWS, BLOCK_N], gl.uint32, SCORES_LAYOUT)  # [ROWS, BLOCK_N]
+    # row and column are multiples of 16 and 32, so nothing carries from them into the tile's own bits.
+    c0 = zero + (column // 4 + (local_n // 32 * 8 + local_n % 8)).to(gl.uint32)  # [ROWS, BLOCK_N]
+    c1 = zero + (row // 2 + (local_m // 16 * 8 + local_m % 8)).to(gl.uint32)  # [ROWS, BLOCK_N]
+    c2 = zero + (batch * heads + head).to(gl.uint32)  # [ROWS, BLOCK_N]
+    c3 = zero + offset.to(gl.uint32)  # [ROWS, BLOCK_N]
+    k0 = seed.to(gl.uint32)
+    k1 = (seed.to(gl.int64) >> 32).to(gl.uint32)
+    for _ in gl.static_range(7):
+        a = c0.to(gl.uint64) * 0xD2511F53  # [ROWS, BLOCK_N]
+        b = c2.to(gl.uint64) * 0xCD9E8D57  # [ROWS, BLOCK_N]
+        c0 = (b >> 32).to(gl.uint32) ^ c1 ^ k0  # [ROWS, BLOCK_N]
+        c2 = (a >> 32).to(gl.uint32) ^ c3 ^ k1  # [ROWS, BLOCK_N]
+        c1 = b.to(gl.uint32)  # [ROWS, BLOCK_N]
+        c3 = a.to(gl.uint32)  # [ROWS, BLOCK_N]
+        k0 += gl.to_tensor(0x9E3779B9).to(gl.uint32)
+        k1 += gl.to_tensor(0xBB67AE85).to(gl.uint32)
+    low = gl.where(local_n // 8 % 2 == 0, c0, c1)  # [ROWS, BLOCK_N]
+    high = gl.where(local_n // 8 % 2 == 0, c2, c3)  # [ROWS, BLOCK_N]
+    word = gl.where(local_n // 16 % 2 == 0, low, high)  # [ROWS, BLOCK_N]
+    # The 16 bits of a draw are compared in the upper half of a register; what stands below them can't change the outcome.
+    draw = gl.where(local_m // 8 % 2 == 0, word << 16, word)  # [ROWS, BLOCK_N]
+    bound = zero + (threshold.to(gl.uint32) << 16)  # [ROWS, BLOCK_N]
+    # In assembly, or the compiler selects after the rounding to 16 bits, half a register at a time.
+    select: gl.constexpr = "{ .reg .pred p; setp.ge.u32 p, $2, $3; selp.f32 $0, $1, 0f00000000, p; }"
+    return gl.inline_asm_elementwise(select, "=f,f,r,r", [weights, draw, bound], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def nothing_seen():
     """Maximum and sum of rows that have met no key yet."""
     row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
@@ -187,15 +262,14 @@ def open_tile(block, q_tile, spot, rings, sizes, extras, W: gl.constexpr):
     q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty = rings
     stage = block % STAGES
     mbarrier.wait(k_full.index(stage), block // STAGES & 1)
-    await_turn(W)
     scores = start_scores(q_tile, k_smem.index(stage))
-    pass_turn(W)
     scores = warpgroup_mma_wait(0, deps=[scores])
     mbarrier.arrive(k_empty.index(stage), count=1)
     scores = shape_scores(scores, spot, False, sizes, extras)
     row_max, row_sum = nothing_seen()
     weights, _, row_max, row_sum = softmax_step(scores, row_max, row_sum, extras[0], True)
-    probs = gl.convert_layout(weights.to(DTYPE), PROBS_LAYOUT)
+    weights = drop(weights, spot, sizes, extras)
+    probs = pack(weights)
     return probs, row_max, row_sum
 
 
@@ -207,19 +281,18 @@ def attend(block, q_tile, state, spot, in_band, rings, sizes, extras, W: gl.cons
     stage = block % STAGES
     value_stage = (block - 1) % STAGES
     mbarrier.wait(k_full.index(stage), block // STAGES & 1)
-    await_turn(W)
     scores = start_scores(q_tile, k_smem.index(stage))
     mbarrier.wait(v_full.index(value_stage), (block - 1) // STAGES & 1)
     out = start_values(probs, v_smem.index(value_stage), acc)
-    pass_turn(W)
     scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(k_empty.index(stage), count=1)
     scores = shape_scores(scores, spot, in_band, sizes, extras)
-    weights, shrink, row_max, row_sum = softmax_step(scores, row_max, row_sum, extras[0], False)
+    weights, shrink, row_max, row_sum = softmax_step(scores, row_max, row_sum, extras[0], True)
+    weights = drop(weights, spot, sizes, extras)
     acc = warpgroup_mma_wait(0, deps=[out])
     mbarrier.arrive(v_empty.index(value_stage), count=1)
     acc = acc * gl.convert_layout(shrink, OUT_ROW_LAYOUT)[:, None]
-    probs = gl.convert_layout(weights.to(DTYPE), PROBS_LAYOUT)
+    probs = pack(weights)
     return probs, acc, row_max, row_sum
 
 
@@ -230,22 +303,23 @@ def attend_blocks(block, q_tile, state, place, bounds, rings, sizes, extras, W: 
     first, free_first, free_end, end = bounds
     for n in range(1, end - first):
         spot = (batch, head, row, (end - 1 - n) * BLOCK_N)
-        in_band = True
+        in_band = n >= end - free_end
         state = attend(block + n, q_tile, state, spot, in_band, rings, sizes, extras, W)
     return state
 
 
 @gluon.jit
-def finish(acc, row_max, row_sum, out_tile, out_desc, lse_ptr, place, sizes):
+def finish(acc, row_max, row_sum, out_tile, out_desc, lse_ptr, place, sizes, extras):
     """Divides by the sums and writes a tile of the output (TMA leaves out rows past the end) and its log-sum-exp."""
     batch, head, row = place
-    n_q, n_kv, batches, heads, kv_group, m_tiles = sizes
+    n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, divisions = sizes
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW_LAYOUT)  # [ROWS]
-    inverse = gl.where(row_sum > 0.0, 1.0 / row_sum, 0.0)  # [ROWS]
+    scale, seed, offset, threshold, keep_scale = extras
+    inverse = gl.where(row_sum > 0.0, keep_scale / row_sum, 0.0)  # [ROWS]
     acc = acc * gl.convert_layout(inverse, OUT_ROW_LAYOUT)[:, None]  # [ROWS, BLOCK_DV]
     out_tile.reshape([ROWS, BLOCK_DV]).store(acc.to(DTYPE))
     fence_async_shared()
-    tma.async_copy_shared_to_global(out_desc, [batch, head, row, 0], out_tile)
+    async_store(out_desc, [batch, head, row, 0], out_tile)
     offs_m = row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
     lse = (row_max + gl.log2(row_sum)) * LN_2  # [ROWS], -inf where nothing was seen
     gl.store(lse_ptr + (batch * heads + head).to(gl.int64) * n_q + offs_m, lse, mask=offs_m < n_q)
@@ -268,17 +342,16 @@ def work_tile(index, block, out_desc, lse_ptr, rings, sizes, extras, W: gl.const
     block += bounds[3] - bounds[0]
     stage = (block - 1) % STAGES
     mbarrier.wait(v_full.index(stage), (block - 1) // STAGES & 1)
-    acc = warpgroup_mma_wait(0, deps=[start_values(probs, v_smem.index(stage), acc)])
+    out = start_values(probs, v_smem.index(stage), acc)
+    acc = warpgroup_mma_wait(0, deps=[out])
     mbarrier.arrive(v_empty.index(stage), count=1)
-    finish(acc, row_max, row_sum, out_smem.index(W), out_desc, lse_ptr, place, sizes)
+    finish(acc, row_max, row_sum, out_smem.index(W), out_desc, lse_ptr, place, sizes, extras)
     return block
 
 
 @gluon.jit
 def consumer(out_desc, lse_ptr, rings, sizes, extras, W: gl.constexpr):
     """One warpgroup: rows W * ROWS .. W * ROWS + ROWS - 1 of every tile of this program."""
-    if W == GROUPS - 1:
-        pass_turn(W)
     block = gl.to_tensor(0)
     work_tile(gl.program_id(0), block, out_desc, lse_ptr, rings, sizes, extras, W)
     tma.store_wait(0)
@@ -302,6 +375,16 @@ def make_barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
         "heads",
         "kv_group",
         "m_tiles",
+        "diagonal",
+        "section_magic",
+        "section_shift",
+        "inner_magic",
+        "inner_shift",
+        "tile_magic",
+        "tile_shift",
+        "seed",
+        "offset",
+        "threshold",
     ]
 )
 def flash_fwd_hopper(
@@ -316,9 +399,20 @@ def flash_fwd_hopper(
     heads,
     kv_group,
     m_tiles,
+    diagonal,
+    section_magic,
+    section_shift,
+    inner_magic,
+    inner_shift,
+    tile_magic,
+    tile_shift,
     scale,
+    seed,
+    offset,
+    threshold,
+    keep_scale,
 ):
-    """Splits the program into 3 consumers and the producer."""
+    """Splits the program into 1 consumer and the producer."""
     q_smem = gl.allocate_shared_memory(DTYPE, [Q_SLOTS, 1, 1, ROWS, BLOCK_D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_DV], v_desc.layout)
@@ -331,17 +425,16 @@ def flash_fwd_hopper(
     v_empty = make_barriers(STAGES, GROUPS)
     fence_async_shared()
     rings = (q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty)
-    sizes = (n_q, n_kv, batches, heads, kv_group, m_tiles)
-    extras = (scale,)
+    divisions = (section_magic, section_shift, inner_magic, inner_shift, tile_magic, tile_shift)
+    sizes = (n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, divisions)
+    settings = (scale, seed, offset, threshold, keep_scale)
     gl.warp_specialize(
         [
-            (consumer, (out_desc, lse_ptr, rings, sizes, extras, 0)),
-            (consumer, (out_desc, lse_ptr, rings, sizes, extras, 1)),
-            (consumer, (out_desc, lse_ptr, rings, sizes, extras, 2)),
+            (consumer, (out_desc, lse_ptr, rings, sizes, settings, 0)),
             (producer, ((q_desc, k_desc, v_desc), rings, sizes)),
         ],
-        [4, 4, 1],
-        [160, 160, 32],
+        [1],
+        [24],
     )
 
 
@@ -364,19 +457,28 @@ def descriptor(tensor, rows, columns):
     return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], block, layout)
 
 
-def launches(q, k, v, out, lse, *, mask, scale, diagonal, window_left, window_right, softcap, dropout_p, seed, offset):
+def division(divisor):
+    """The factor and the shift by which `divide` divides."""
+    shift = 31 + (divisor - 1).bit_length()
+    return -(-(1 << shift) // divisor), shift
+
+
+def launches(
+    q, k, v, out, lse, *, mask, scale, diagonal, window_left, window_right, softcap, dropout_p, seed, offset, slopes=None, descale=None
+):
     """The launches of one call as (kernel, grid, arguments, options)."""
     if scale <= 0.0:
         # The row maximum is taken of the raw scores, so the scale has to be positive: its sign moves into a copy of q.
         copy = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device=q.device)
         q, scale = (torch.neg(q, out=copy), -scale) if scale < 0.0 else (copy.zero_(), 1.0)
     batches, heads, n_q, _ = q.shape
-    m_tiles = -(-n_q // 192)
+    m_tiles = -(-n_q // 64)
     tiles = m_tiles * batches * heads
+    threshold = round(dropout_p * 65536)
     arguments = (
         descriptor(q, 64, 64),
-        descriptor(k, 128, 64),
-        descriptor(v, 128, 64),
+        descriptor(k, 64, 64),
+        descriptor(v, 64, 64),
         descriptor(out, 64, 64),
         lse,
         n_q,
@@ -385,9 +487,18 @@ def launches(q, k, v, out, lse, *, mask, scale, diagonal, window_left, window_ri
         heads,
         heads // k.shape[1],
         m_tiles,
+        diagonal,
+        *division(m_tiles * 8),
+        *division(heads),
+        *division(m_tiles),
         1.4426950408889634 * scale,
+        seed,
+        offset,
+        min(threshold, 65535),
+        # A threshold of 65536 drops everything.
+        1 / (1 - dropout_p) if threshold < 65536 else 0.0,
     )
-    return [(flash_fwd_hopper, (tiles,), arguments, {"num_warps": 4})]
+    return [(flash_fwd_hopper, (tiles,), arguments, {"num_warps": 4, "maxnreg": 80})]
 
 
 def launch(q, k, v, out, lse, **settings):
