@@ -122,6 +122,9 @@ def supports(spec: KernelSpec, target: Target) -> str | None:
     step = 16 // ITEMSIZE[spec.dtype]
     if spec.d % step or spec.d_v % 8:
         return f"flash_fwd_hopper needs head sizes that are multiples of {step} (TMA), not {spec.d} and {spec.d_v}"
+    if spec.dtype == "fp8" and padded(spec.d_v) > 128:
+        # Its products have an accumulator of their own, beside the output's.
+        return f"flash_fwd_hopper has registers for fp8 values of head sizes up to 128, not {spec.d_v}"
     return None
 
 
