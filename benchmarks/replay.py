@@ -19,7 +19,7 @@ from flashtune.db.store import Store
 from flashtune.templates import families
 from flashtune.templates.family import Constraint, Family
 from flashtune.tuner.cost import predict_us
-from flashtune.tuner.space import Candidate, SearchSpace
+from flashtune.tuner.space import SearchSpace
 from flashtune.tuner.study import Sampler, Study
 
 SWEEPS = Path(__file__).parent / "sweeps"
