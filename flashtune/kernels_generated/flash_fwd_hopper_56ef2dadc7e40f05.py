@@ -5,8 +5,8 @@ Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
 Compiled in: fwd-bf16-d64-bool
-Template: flash_fwd_hopper bd2e0b1490fc1dc1
-Variant: 30dd51b0e69a9dd2
+Template: flash_fwd_hopper f688ac6d373ec0c8
+Variant: 56ef2dadc7e40f05
 Config: BLOCK_M=64 BLOCK_N=64 lookahead=1 order=fixed pingpong=False residents=3 section=1 stages=2 tiles=one
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -164,8 +164,9 @@ def keep_allowed(scores, mask_tile):
         selp.f32 $1, $3, 0fFF800000, second;
     }
     """
-    types: gl.constexpr = (gl.float32, gl.float32)
-    even, odd = gl.inline_asm_elementwise(select, "=f,=f,f,f,h", [even, odd, pairs], dtype=types, is_pure=True, pack=1)
+    even, odd = gl.inline_asm_elementwise(
+        select, "=f,=f,f,f,h", [even, odd, pairs], dtype=(gl.float32, gl.float32), is_pure=True, pack=1
+    )
     return gl.convert_layout(gl.join(even, odd).reshape([ROWS, BLOCK_N]), SCORES_LAYOUT)  # [ROWS, BLOCK_N]
 
 

@@ -5,8 +5,8 @@ Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
 Compiled in: fwd-bf16-d128-bool
-Template: flash_fwd_hopper 71c085f986ad231e
-Variant: e45f799d0373a231
+Template: flash_fwd_hopper fd2b1f914eeb9ffa
+Variant: 033626349da4c1b9
 Config: BLOCK_M=128 BLOCK_N=128 lookahead=1 order=fixed pingpong=True residents=1 section=1 stages=2 tiles=one
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -178,8 +178,9 @@ def keep_allowed(scores, mask_tile):
         selp.f32 $1, $3, 0fFF800000, second;
     }
     """
-    types: gl.constexpr = (gl.float32, gl.float32)
-    even, odd = gl.inline_asm_elementwise(select, "=f,=f,f,f,h", [even, odd, pairs], dtype=types, is_pure=True, pack=1)
+    even, odd = gl.inline_asm_elementwise(
+        select, "=f,=f,f,f,h", [even, odd, pairs], dtype=(gl.float32, gl.float32), is_pure=True, pack=1
+    )
     return gl.convert_layout(gl.join(even, odd).reshape([ROWS, BLOCK_N]), SCORES_LAYOUT)  # [ROWS, BLOCK_N]
 
 
