@@ -164,7 +164,7 @@ def starts(spec: KernelSpec, target: Target) -> list[Config]:
         found += [_config(128, 128, 2, "chained", spec, pingpong=True, order="fixed"), _config(128, 128, 2, "one", spec)]
         found += [_config(128, 64, 4, "chained", spec), _config(128, 64, 4, "chained", spec, order="fixed")]
         found += [_config(64, 64, 2, "one", spec, residents=2)]
-    found += [_config(128, 64, 2, "one", spec), _config(128, 64, 2, "loop", spec), _config(128, 64, 2, "loop", spec, pingpong=True)]
+    found += [_config(128, 64, 2, "loop", spec), _config(128, 64, 2, "one", spec), _config(128, 64, 2, "loop", spec, pingpong=True)]
     found += [
         _config(128, 64, 2, "one", spec, pingpong=True),
         _config(64, 64, 2, "one", spec),
