@@ -1,162 +1,133 @@
-"""The Hopper family without a GPU: its space is sound, its text is stable, and its variants compile to the code they are meant to be."""
+"""The Hopper kernels without a GPU: the compiler makes of them the machine code that they are meant to be."""
 
-import ast
-import re
-import subprocess
-import tempfile
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from triton import knobs
+from hopper_kernels import H200, compiled, count, key_loops, launch_of, machine_code, problem
 
-from flashtune.core.config import Config, KernelSpec
-from flashtune.core.modules import load_source
-from flashtune.core.problem import Features, Problem
-from flashtune.core.target import find_target
-from flashtune.templates.flash_fwd_hopper import FAMILY
-from flashtune.templates.rendering import render, variant_of
-from flashtune.tuner.compile import compiling_for, read_facts
-from flashtune.tuner.inputs import make_inputs
+from flashtune.core.dtypes import DType
+from flashtune.core.problem import Features
+from flashtune.tuner.compile import read_facts
 
-H200 = find_target("h200")
-EVERYTHING = Features(causal=True, window=(100, 0), mask="bias", dropout=True, softcap=True)
-FEATURES = [
-    Features(),
-    Features(causal=True),
-    Features(window=(64, 32)),
-    Features(mask="bool"),
-    Features(mask="bias"),
-    Features(causal=True, dropout=True),
-    Features(softcap=True),
-    EVERYTHING,
-]
-
-
-def problem(d: int = 128, features: Features | None = None, d_v: int | None = None) -> Problem:
-    return Problem(batch=2, heads=4, kv_heads=2, n_q=1000, n_kv=1100, d=d, d_v=d_v or d, dtype="bf16", features=features or Features())
-
-
-def config(spec: KernelSpec, **changes: int | str | bool) -> Config:
-    chosen = FAMILY.default(spec, H200).replace(**changes)
-    assert FAMILY.violated(chosen, spec, H200) is None
-    return chosen
-
-
-def compiled(wanted: Problem, chosen: Config) -> Any:
-    module = load_source(render(FAMILY, variant_of(FAMILY, wanted.spec(), chosen)), "hopper")
-    inputs = make_inputs(wanted, device="meta", seed=0)
-    with compiling_for(H200):
-        [(kernel, grid, args, options)] = module.launches(*inputs.arguments, **inputs.keywords)
-        return kernel.warmup(*args, grid=grid, **options)
-
-
-def machine_code(kernel: Any) -> str:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(kernel.asm["cubin"])
-        return subprocess.run([knobs.nvidia.nvdisasm.path, "-c", file.name], capture_output=True, text=True, check=True).stdout
+CAUSAL = Features(causal=True)
+EVERYTHING = Features(causal=True, window=(100, 0), mask="bias", dropout=True, softcap=True, alibi=True)
+CHAINED = {"BLOCK_N": 128, "tiles": "chained"}
 
 
 @pytest.mark.parametrize(
     ("d", "features", "changes"),
     [
-        (128, Features(), {}),
-        (128, Features(causal=True), {"pingpong": True}),
-        (128, Features(causal=True), {"tiles": "one", "lookahead": 0, "pingpong": True}),
-        (64, Features(causal=True), {}),
-        (64, Features(), {"BLOCK_M": 128, "lookahead": 2}),
-        (64, Features(causal=True), {"BLOCK_M": 128, "lookahead": 2, "pingpong": True}),
-        (256, Features(causal=True), {}),
-        (64, Features(window=(64, 32)), {"BLOCK_M": 64, "BLOCK_N": 64, "tiles": "one"}),
+        (128, Features(), {**CHAINED, "pingpong": True}),
+        (128, CAUSAL, {**CHAINED, "section": 8, "order": "drawn"}),
+        (128, CAUSAL, {"BLOCK_N": 128, "lookahead": 0, "pingpong": True}),
+        (64, CAUSAL, {**CHAINED, "BLOCK_M": 192, "stages": 3, "order": "drawn"}),
+        (64, CAUSAL, {**CHAINED, "stages": 3, "lookahead": 2, "pingpong": True}),
+        (64, Features(), {"BLOCK_N": 256, "lookahead": 0}),
+        (256, CAUSAL, {"tiles": "loop", "order": "drawn"}),
+        (64, Features(window=(64, 32)), {"BLOCK_M": 64}),
     ],
     ids=str,
 )
 def test_it_compiles_to_warpgroup_instructions_in_flight_without_spills(d: int, features: Features, changes: dict[str, Any]) -> None:
-    wanted = problem(d, features)
-    kernel = compiled(wanted, config(wanted.spec(), **changes))
+    kernel = compiled(problem(d, features), **changes)
     facts = read_facts(kernel, H200)
+    # An empty stack frame counts 8 bytes.
     assert facts.spills <= 8
     assert facts.shared_bytes <= H200.shared_bytes_per_block
     assert facts.registers * facts.threads <= H200.registers_per_sm
-    text = machine_code(kernel)
-    products = len(re.findall(r"\bHGMMA\b", text))
-    waits = len(re.findall(r"WARPGROUP\.DEPBAR", text))
+    code = machine_code(kernel)
+    products = count(code)["HGMMA"]
+    waits = sum("WARPGROUP.DEPBAR" in line for line in code)
     assert products > 0
     # ptxas waits after each product where it can't prove that they may overlap.
     assert waits <= products / 3
 
 
-@pytest.mark.parametrize(("d", "d_v", "features"), [(96, 64, EVERYTHING), (64, 64, Features(mask="bool"))], ids=str)
-def test_features_and_uneven_head_sizes_compile(d: int, d_v: int, features: Features) -> None:
-    wanted = problem(d, features, d_v)
-    chosen = config(wanted.spec(), BLOCK_M=64, BLOCK_N=64, tiles="one", lookahead=0, pingpong=False)
-    facts = read_facts(compiled(wanted, chosen), H200)
+@pytest.mark.parametrize(
+    ("d", "d_v", "dtype", "features"),
+    [
+        (96, 64, "bf16", EVERYTHING),
+        (96, 64, "fp8", EVERYTHING),
+        (64, 64, "bf16", Features(mask="bool")),
+        (64, 40, "bf16", Features(alibi=True, softcap=True)),
+        (64, 64, "fp8", Features(alibi=True, mask="bool", window=(64, 32))),
+    ],
+    ids=str,
+)
+def test_features_and_uneven_head_sizes_compile_without_spills(d: int, d_v: int, dtype: DType, features: Features) -> None:
+    facts = read_facts(compiled(problem(d, features, d_v=d_v, dtype=dtype), BLOCK_M=64, lookahead=0), H200)
     assert facts.tensor_core_ops > 0
     assert facts.spills <= 8
 
 
-@pytest.mark.parametrize("features", FEATURES, ids=lambda f: f.label())
-@pytest.mark.parametrize(("d", "d_v"), [(16, 16), (64, 64), (96, 96), (128, 128), (192, 128), (64, 256), (256, 256)])
-def test_every_spec_has_starts_that_break_no_constraint(d: int, d_v: int, features: Features) -> None:
-    spec = problem(d, features, d_v).spec()
-    assert FAMILY.supports(spec, H200) is None
-    found = FAMILY.starts(spec, H200)
-    assert found
-    assert found[0] == FAMILY.default(spec, H200)
-    for chosen in found:
-        FAMILY.validate(chosen)
-        assert FAMILY.violated(chosen, spec, H200) is None
+@pytest.mark.parametrize(
+    ("d", "features", "changes"),
+    [
+        (128, Features(), {"BLOCK_M": 192, "BLOCK_N": 128, "stages": 3, "lookahead": 0}),
+        (64, Features(), {"BLOCK_M": 128, "BLOCK_N": 256, "lookahead": 0}),
+        (128, CAUSAL, {"BLOCK_M": 128, "BLOCK_N": 64, "tiles": "chained", "order": "drawn"}),
+        (128, Features(alibi=True), {"BLOCK_M": 64, "BLOCK_N": 128, "residents": 2}),
+    ],
+    ids=str,
+)
+def test_e4m3_weights_reach_their_product_without_moving(d: int, features: Features, changes: dict[str, Any]) -> None:
+    kernel = compiled(problem(d, features, dtype="fp8"), **changes)
+    assert read_facts(kernel, H200).spills <= 8
+    code = machine_code(kernel)
+    assert count(code)["HGMMA"] == 0
+    loops = key_loops(code)
+    assert len(loops) == changes["BLOCK_M"] // 64
+    for loop in loops:
+        # An instruction takes 32 columns of q and k, or 32 keys of the weights and v.
+        assert loop["QGMMA"] == d // 32 + changes["BLOCK_N"] // 32
+        assert loop["PRMT"] == 0
+        # Four threads share a row, so that each of a thread's two row maxima takes two steps.
+        assert loop["SHFL"] == 4
+        # A thread packs its BLOCK_N / 2 weights by twos.
+        assert loop["F2FP"] == changes["BLOCK_N"] // 4
+
+
+@pytest.mark.parametrize(("features", "extra"), [(CAUSAL, {"FFMA": 1}), (Features(), {"FFMA": 1, "FADD": 1})], ids=str)
+def test_alibi_costs_a_causal_score_one_instruction_and_others_two(features: Features, extra: dict[str, int]) -> None:
+    [plain] = key_loops(machine_code(compiled(problem(64, features), BLOCK_M=64)))
+    [leaning] = key_loops(machine_code(compiled(problem(64, replace(features, alibi=True)), BLOCK_M=64)))
+    for name in ("FADD", "FFMA", "FMUL", "MUFU", "FSEL", "FMNMX", "SHFL", "PRMT"):
+        # A thread has 64 / 2 scores of a block.
+        assert leaning[name] - plain[name] == 32 * extra.get(name, 0), name
 
 
 @pytest.mark.parametrize(
-    ("gpu", "changes"), [("a100", {}), ("b200", {}), ("h200", {"dtype": "fp32"}), ("h200", {"d": 36}), ("h200", {"d_v": 100})], ids=str
+    ("d", "d_v", "computed"), [(80, 80, 96), (96, 96, 96), (128, 128, 128), (160, 160, 160), (192, 192, 192), (192, 128, 192)]
 )
-def test_it_says_why_it_refuses(gpu: str, changes: dict[str, Any]) -> None:
-    spec = KernelSpec(**{**problem().spec().as_dict(), **changes})
-    assert FAMILY.supports(spec, find_target(gpu))
+def test_products_leave_out_padding_columns(d: int, d_v: int, computed: int) -> None:
+    [loop] = key_loops(machine_code(compiled(problem(d, d_v=d_v), BLOCK_M=64, BLOCK_N=64)))
+    # An instruction takes 16 columns of q and k, or 16 keys of the weights and v.
+    assert loop["HGMMA"] == computed // 16 + 64 // 16
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.data())
-def test_any_feasible_config_renders_to_the_same_python_twice(data: st.DataObject) -> None:
-    wanted = problem(data.draw(st.sampled_from([32, 64, 96, 128, 256])), data.draw(st.sampled_from(FEATURES)))
-    chosen = Config.of({axis.name: data.draw(st.sampled_from(axis.values)) for axis in FAMILY.axes})
-    if FAMILY.violated(chosen, wanted.spec(), H200) is not None:
-        chosen = data.draw(st.sampled_from(FAMILY.starts(wanted.spec(), H200)))
-    variant = variant_of(FAMILY, wanted.spec(), chosen)
-    text = render(FAMILY, variant)
-    assert text == render(FAMILY, variant)
-    assert max(map(len, text.splitlines())) <= 140
-    assert not re.search(r"[ \t]+$", text, re.MULTILINE)
-    tree = ast.parse(text)
-    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    assert {"accepts", "launches", "launch"} <= functions
-    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)} | {"torch"}
-    assert {(name or "").split(".")[0] for name in modules} == {"torch", "triton"}
+@pytest.mark.parametrize(
+    ("residents", "changes"), [(2, {}), (2, {"BLOCK_M": 128, "lookahead": 0}), (3, {}), (4, {"lookahead": 0})], ids=str
+)
+def test_as_many_programs_fit_an_sm_as_the_config_says(residents: int, changes: dict[str, Any]) -> None:
+    wanted, changes = problem(64), {"BLOCK_M": 64, "residents": residents} | changes
+    facts = read_facts(compiled(wanted, **changes), H200)
+    cap = launch_of(wanted, **changes)[3]["maxnreg"]
+    assert facts.registers <= cap
+    assert cap * facts.threads * residents <= H200.registers_per_sm
+    # The system keeps 1 KiB for each program.
+    assert (facts.shared_bytes + 1024) * residents <= H200.shared_bytes_per_sm
+    assert facts.spills == 0
 
 
-@pytest.mark.parametrize(("columns", "copied"), [(64, False), (48, False), (50, True), (1, True)])
-def test_a_mask_reaches_the_copy_engine_without_its_repeats(columns: int, copied: bool) -> None:
-    wanted = problem(64, Features(mask="bool"))
-    module = load_source(render(FAMILY, variant_of(FAMILY, wanted.spec(), FAMILY.default(wanted.spec(), H200))), "hopper")
-    mask = torch.rand(1, 3, 5, columns) < 0.5
-    compact = module.without_repeats(mask.expand(2, 3, 5, columns))
-    assert compact.shape == mask.shape
-    assert torch.equal(compact.bool(), mask)
-    assert all(stride % 16 == 0 for stride in compact.stride()[:3])
-    assert (compact.data_ptr() != mask.data_ptr()) == copied
+def test_a_single_program_of_an_sm_has_no_register_cap() -> None:
+    assert "maxnreg" not in launch_of(problem(64), BLOCK_M=64)[3]
 
 
-def test_strides_that_the_copy_engine_cant_take_are_refused() -> None:
-    wanted = problem(64)
-    module = load_source(render(FAMILY, variant_of(FAMILY, wanted.spec(), FAMILY.default(wanted.spec(), H200))), "hopper")
-    good = torch.empty(2, 4, 16, 64, dtype=torch.bfloat16)
-    inside = torch.empty(2, 16, 4, 64, dtype=torch.bfloat16).transpose(1, 2)
-    assert module.accepts(good, inside, good, None)
-    wide = torch.empty(2, 4, 16, 68, dtype=torch.bfloat16)[..., :64]
-    shifted = torch.empty(2 * 4 * 16 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 4, 16, 64)
-    for bad in (wide, shifted, good.transpose(2, 3).contiguous().transpose(2, 3), good[:, :1].expand(2, 4, 16, 64)):
-        assert not module.accepts(good, bad, good, None)
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_one_compile_serves_every_length_batch_and_head_count(dtype: DType) -> None:
+    wanted = problem(64, CAUSAL, dtype=dtype)
+    first = compiled(wanted, BLOCK_M=64, section=8)
+    for batch, heads, kv_heads, n in ((1, 1, 1, 1), (3, 40, 8, 100_000), (16, 2, 1, 17)):
+        other = replace(wanted, batch=batch, heads=heads, kv_heads=kv_heads, n_q=n, n_kv=n)
+        assert compiled(other, BLOCK_M=64, section=8) is first

@@ -1,0 +1,138 @@
+"""Hopper kernels for tests on a machine without a GPU: problems and configs, machine code, and what of a rendered text torch can run."""
+
+import ast
+import inspect
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.language import constexpr
+
+from flashtune.core.config import Config, KernelSpec
+from flashtune.core.dtypes import DType
+from flashtune.core.modules import load_source
+from flashtune.core.problem import Features, Problem
+from flashtune.core.target import find_target
+from flashtune.templates.flash_fwd_hopper import FAMILY
+from flashtune.templates.rendering import render, variant_of
+from flashtune.tuner.compile import compiling_for
+from flashtune.tuner.inputs import make_inputs
+
+H200 = find_target("h200")
+PLAIN: dict[str, int | str | bool] = {
+    "BLOCK_M": 128,
+    "BLOCK_N": 64,
+    "stages": 2,
+    "lookahead": 1,
+    "pingpong": False,
+    "tiles": "one",
+    "section": 1,
+    "order": "fixed",
+    "residents": 1,
+}
+"""The config that tests change, written out so that no better default changes what they look at."""
+
+
+def problem(d: int = 128, features: Features | None = None, *, d_v: int = 0, dtype: DType = "bf16") -> Problem:
+    """A small problem with ragged lengths and shared key heads."""
+    chosen = features or Features()
+    return Problem(batch=2, heads=4, kv_heads=2, n_q=1000, n_kv=1100, d=d, d_v=d_v or d, dtype=dtype, features=chosen)
+
+
+def config(spec: KernelSpec, **changes: int | str | bool) -> Config:
+    """PLAIN with changes; it keeps every constraint."""
+    chosen = Config.of(PLAIN, **changes)
+    violated = FAMILY.violated(chosen, spec, H200)
+    assert violated is None, f"{chosen.label()} breaks {violated}"
+    return chosen
+
+
+def source(spec: KernelSpec, **changes: int | str | bool) -> str:
+    """The rendered text of `config(spec, **changes)`."""
+    return render(FAMILY, variant_of(FAMILY, spec, config(spec, **changes)))
+
+
+def rendered(spec: KernelSpec, **changes: int | str | bool) -> ModuleType:
+    """The imported module of `config(spec, **changes)`."""
+    return load_source(source(spec, **changes), "hopper")
+
+
+def launch_of(wanted: Problem, **changes: int | str | bool) -> tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]:
+    """Kernel, grid, arguments (on the meta device) and options of the attention kernel that serves `wanted`."""
+    inputs = make_inputs(wanted, device="meta", seed=0)
+    # e4m3 values are turned by a launch before.
+    [*_, attention] = rendered(wanted.spec(), **changes).launches(*inputs.arguments, **inputs.keywords)
+    return attention
+
+
+def compiled(wanted: Problem, **changes: int | str | bool) -> Any:
+    """The kernel of `launch_of`, compiled for an H200."""
+    kernel, grid, arguments, options = launch_of(wanted, **changes)
+    with compiling_for(H200):
+        return kernel.warmup(*arguments, grid=grid, **options)
+
+
+def machine_code(kernel: Any) -> list[str]:
+    """The instructions of a compiled kernel, and its labels with a colon at their end."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(kernel.asm["cubin"])
+        text = subprocess.run([knobs.nvidia.nvdisasm.path, "-c", file.name], capture_output=True, text=True, check=True).stdout
+    return ["".join(found) for found in re.findall(r"^\s*(?:(\.L_x_\d+:)|/\*[0-9a-f]+\*/\s+(.*?);)", text, re.MULTILINE)]
+
+
+def count(code: list[str]) -> Counter[str]:
+    """Instructions by name, without predicates and modifiers: `@!P0 SHFL.BFLY PT, R4, ...` counts as SHFL."""
+    return Counter(re.sub(r"^@!?U?P\w+\s+", "", line).split()[0].split(".")[0] for line in code if not line.endswith(":"))
+
+
+def key_loops(code: list[str]) -> list[Counter[str]]:
+    """What `count` finds in each innermost loop with matrix products: one loop for every warpgroup."""
+    labels = {line[:-1]: place for place, line in enumerate(code) if line.endswith(":")}
+    jumps = ((place, re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)) for place, line in enumerate(code))
+    loops = [range(labels[jump[1]], place + 1) for place, jump in jumps if jump and labels[jump[1]] <= place]
+    inner = (loop for loop in loops if not any(other != loop and other[0] in loop and other[-1] in loop for other in loops))
+    counts = (count(code[loop.start : loop.stop]) for loop in inner)
+    return [found for found in counts if found["HGMMA"] + found["QGMMA"]]
+
+
+class _Truncate(ast.NodeTransformer):
+    """Integer division as Triton does it, towards zero."""
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        self.generic_visit(node)
+        name = {ast.FloorDiv: "quotient", ast.Mod: "remainder"}.get(type(node.op))
+        return ast.Call(ast.Name(name, ast.Load()), [node.left, node.right], []) if name else node
+
+
+def on_torch(module: ModuleType, *names: str) -> Any:
+    """The named device functions of a rendered module as ordinary ones, over tensors of torch; they see each other and its constants."""
+
+    def both(operation: Any) -> Any:
+        return lambda a, b: operation(torch.as_tensor(a), torch.as_tensor(b))
+
+    gl = SimpleNamespace(
+        constexpr=int,
+        int32=torch.int32,
+        int64=torch.int64,
+        minimum=both(torch.minimum),
+        maximum=both(torch.maximum),
+        where=torch.where,
+        split=lambda tensor: tensor.unbind(-1),
+        inline_asm_elementwise=lambda asm, constraints, parts, **settings: torch.stack(parts, -1),
+    )
+    found: dict[str, Any] = {name: value.value for name, value in vars(module).items() if isinstance(value, constexpr)}
+    found |= {"gl": gl, "quotient": both(partial(torch.div, rounding_mode="trunc")), "remainder": both(torch.fmod)}
+    for name in names:
+        tree = ast.parse(inspect.getsource(getattr(module, name).fn))
+        [function] = tree.body
+        assert isinstance(function, ast.FunctionDef)
+        function.decorator_list = []
+        exec(compile(ast.fix_missing_locations(_Truncate().visit(tree)), name, "exec"), found)
+    return SimpleNamespace(**{name: found[name] for name in names})
