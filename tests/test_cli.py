@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from flashtune.cli.main import COMMANDS, main
+from flashtune.core.config import Config
 from flashtune.core.results import Fate
+from flashtune.db.store import Store
 
 
 def flashtune(*words: str) -> Result:
@@ -172,6 +175,33 @@ def test_explain_takes_alibi_and_fp8() -> None:
     found = json.loads(result.stdout)
     assert (found["kind"], found["template"], found["key"]["dtype"]) == ("default", "flash_fwd", "fp8")
     assert found["key"]["features"] == '{"alibi":true}'
+
+
+def test_the_diagonal_can_start_at_the_last_key() -> None:
+    words = ("explain", "--gpu-name", "h200", "--d", "64", "--n", "1024", "--n-q", "4", "--causal", "--json")
+    features = [json.loads(flashtune(*words, *more).stdout)["key"]["features"] for more in ((), ("--alignment", "bottom-right"))]
+    assert features == ['{"causal":true}', '{"alignment":"bottom_right","causal":true}']
+
+
+def test_rows_that_this_version_cannot_serve_give_way_or_are_named(searched: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+    path = tmp_path / "old.sqlite"
+    with Store.open(searched[0], writable=False) as store:
+        results = store.results()
+    stale = replace(results[0].outcomes[0], variant_id="0" * 16, config=Config.of(GONE=1), rank=None)
+    rank = next(outcome for outcome in results[0].outcomes if outcome.rank == 1)
+    newest = replace(results[0], outcomes=(replace(stale, fate=rank.fate, measurement=rank.measurement, reason=""),))
+    with Store.open(path, writable=True) as store:
+        store.save(newest)
+    alone = flashtune("generate", "--db", str(path), "--out", str(tmp_path / "alone"))
+    assert alone.exit_code == 0 and "left out" in alone.stderr and "'GONE'" in alone.stderr
+    assert not list((tmp_path / "alone").glob("*.py"))
+    with Store.open(path, writable=True) as store:
+        for result in results:
+            store.save(result)
+    both = flashtune("generate", "--db", str(path), "--out", str(tmp_path / "both"))
+    assert both.exit_code == 0 and "left out" not in both.stderr
+    shown = json.loads(flashtune("show", "--db", str(path), "--json").stdout)
+    assert "0" * 16 not in {row["variant"] for row in shown}
 
 
 def test_generate_writes_kernels_that_regenerating_does_not_change(searched: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:

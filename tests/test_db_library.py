@@ -70,6 +70,16 @@ def test_one_rule_chooses_between_the_layers(
     assert origin == ("overlay" if variant == mine.outcomes[0].variant_id else "shipped")
 
 
+def test_a_record_that_is_passed_over_gives_way_to_the_next_of_its_key(own_database: Path, shipped: Path) -> None:
+    samples.write(own_database, (one("old", 50.0), one("kept", 90.0)))
+    samples.write(shipped, (one("shipped", 80.0),))
+    found = Library.default()
+    assert [record.outcome.variant_id for record in found.winners()] == ["old", "shipped", "kept"]
+    assert [r.outcome.variant_id for r in found.records()] == ["old"]
+    assert [r.outcome.variant_id for r in found.records(passed_over=lambda r: r.outcome.variant_id == "old")] == ["shipped"]
+    assert [r.outcome.variant_id for r in found.records(passed_over=lambda r: True)] == ["old"]
+
+
 def test_records_of_both_layers_are_merged_filtered_and_in_order(own_database: Path, shipped: Path) -> None:
     samples.write(own_database, (samples.result(samples.outcome("v"), of=samples.problem(4096)), one("mine", 10.0)))
     samples.write(shipped, (samples.result(samples.outcome("v"), of=samples.problem(512)), one("theirs", 20.0)))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from flashtune.cli.console import console, print_json
+from flashtune.cli.console import console, messages, print_json
 from flashtune.cli.options import db_option, filters_of, json_option
 
 
@@ -18,14 +18,20 @@ from flashtune.cli.options import db_option, filters_of, json_option
 def generate(location: str | None, gpu_name: str | None, out: Path | None, check: bool, as_json: bool) -> None:
     """Render the winners of a database (default: the shipped one) to source files, one per distinct variant.
 
-    Files of earlier winners are removed; others in the folder are left alone. Rendering twice gives the same bytes.
+    Files of earlier winners are removed; others in the folder are left alone. Rendering twice gives the same bytes. Rows that this version
+    can't serve are named and left out.
     """
     from flashtune.db.library import Library, shipped_path
+    from flashtune.templates import unservable
     from flashtune.tuner.publish import GENERATED, generated_files, write_generated
 
     folder = out or Path(str(resources.files("flashtune.kernels_generated")))
     library = Library.of(location or shipped_path())
-    files = generated_files(library.records(**filters_of(gpu_name=gpu_name)))
+    records = library.records(passed_over=unservable, **filters_of(gpu_name=gpu_name))
+    for record in records:
+        if why := unservable(record):
+            messages().print(f"left out: {record.key.gpu} {record.problem.label()}: {why}")
+    files = generated_files([record for record in records if not unservable(record)])
     if check:
         present = {path.name: path.read_text() for path in folder.iterdir() if GENERATED.fullmatch(path.name)} if folder.is_dir() else {}
         differing = sorted(name for name in files.keys() | present.keys() if files.get(name) != present.get(name))

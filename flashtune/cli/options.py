@@ -82,6 +82,13 @@ def problem_options(*, many: bool) -> Callable[[Decorated], Decorated]:
         click.option("--mask", type=click.Choice([m for m in MASK_KINDS if m != "none"]), help="A boolean mask or an additive bias."),
         click.option("--dropout", type=float, default=0.0, metavar="P", help="Dropout rate; any rate above 0 tunes for all rates."),
         click.option("--window", type=int, metavar="W", help="Sliding window: W keys to each side (to the left when causal)."),
+        click.option(
+            "--alignment",
+            type=click.Choice(["top-left", "bottom-right"]),
+            default="top-left",
+            show_default=True,
+            help="Where the diagonal starts when --n-q differs from --n: as in torch, or with the last query over the last key.",
+        ),
         click.option("--softcap", type=float, default=0.0, metavar="C", help="Soft cap of the scores; any cap tunes for all caps."),
         click.option("--alibi", is_flag=True, help="ALiBi: a bias by distance with a slope per head; one tuning serves all slopes."),
         click.option("--tf32", is_flag=True, help="Allow TF32 products for fp32 inputs (IEEE otherwise)."),
@@ -116,6 +123,7 @@ def features_of(*, causal: bool, words: dict[str, Any]) -> Features:
     sides = None if window is None else (window, 0 if causal else window)
     return Features(
         causal=causal,
+        alignment=words["alignment"].replace("-", "_"),
         mask=words["mask"] or "none",
         dropout=dropout > 0,
         window=sides,

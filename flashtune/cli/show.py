@@ -31,10 +31,13 @@ def show(
     flashtune show --db my-model.sqlite --gpu-name h200 --json
     """
     from flashtune.db.library import Library
+    from flashtune.templates import unservable
 
     library = Library.of(location) if location else Library.default()
     records = [
-        r for r in library.records(**filters_of(gpu_name=gpu_name, d=d, n=n, dtype=dtype)) if source is None or r.outcome.source == source
+        r
+        for r in library.records(passed_over=unservable, **filters_of(gpu_name=gpu_name, d=d, n=n, dtype=dtype))
+        if source is None or r.outcome.source == source
     ]
     if as_json:
         print_json([record_row(r) for r in records])

@@ -20,11 +20,12 @@ def verify(location: str | None, gpu_name: str | None, d: int | None, seed: int,
     are counted as skipped.
     """
     from flashtune.db.library import Library
+    from flashtune.templates import unservable
     from flashtune.tuner.machine import local_gpu
     from flashtune.tuner.publish import recheck
 
     library = Library.of(location) if location else Library.default()
-    records = library.records(**filters_of(gpu_name=gpu_name, d=d))
+    records = library.records(passed_over=unservable, **filters_of(gpu_name=gpu_name, d=d))
     gpu = local_gpu()
     rows = []
     counts = {"correct": 0, "wrong": 0, "skipped": 0}

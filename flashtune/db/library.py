@@ -73,10 +73,16 @@ class Library:
         """The best record of exactly this key, or None."""
         return next(iter(self._records.get(key, [])), None)
 
-    def records(self, **where: Unpack["KeyFilter"]) -> list[TuningRecord]:
-        """The best record of every key that passes the filter, in order of keys."""
+    def records(
+        self, *, passed_over: Callable[[TuningRecord], object] = lambda record: None, **where: Unpack["KeyFilter"]
+    ) -> list[TuningRecord]:
+        """The best record of every key that passes the filter, in order of keys.
+
+        One that is `passed_over` gives way to the next of its key, where there is one that is not.
+        """
         wanted = {name: value for name, value in where.items() if value is not None}
-        return [same[0] for key, same in self._records.items() if all(getattr(key, name) == value for name, value in wanted.items())]
+        chosen = (same for key, same in self._records.items() if all(getattr(key, name) == value for name, value in wanted.items()))
+        return [next((record for record in same if not passed_over(record)), same[0]) for same in chosen]
 
     def winners(self) -> list[TuningRecord]:
         """What every search found best, in order of keys and of preference: where a record can't be served, the next one may."""

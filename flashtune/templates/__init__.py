@@ -1,6 +1,8 @@
 """Template families: Jinja text beside the search space that it declares."""
 
 from flashtune.core.errors import InputError
+from flashtune.core.results import TuningRecord
+from flashtune.core.target import find_target
 from flashtune.templates.family import Family
 
 
@@ -18,3 +20,14 @@ def family(name: str) -> Family:
     if found is None:
         raise InputError(f"unknown template {name!r}: this flashtune has {', '.join(families())}")
     return found
+
+
+def unservable(record: TuningRecord) -> str | None:
+    """Why this version's templates can't serve a record on its own GPU, as for one that an earlier version wrote; None where they can."""
+    try:
+        target, chosen = find_target(record.key.gpu), family(record.outcome.template)
+        chosen.validate(record.outcome.config)
+    except InputError as error:
+        return str(error)
+    broken = chosen.violated(record.outcome.config, record.problem.spec(), target)
+    return None if broken is None else f"{record.outcome.config.label()} breaks {broken.name}: {broken.why}"
