@@ -155,6 +155,14 @@ def test_a_family_serves_only_sizes_that_suit_it_and_gives_way_without_a_warning
     assert [c.family.name for c in others if isinstance(c, Choice) and c.family is not None] == ["second"]
 
 
+def test_a_record_stands_in_only_where_every_family_that_suits_was_tried() -> None:
+    known = {"first": family("first", most_rows=128), "second": family("second")}
+    many = record(sized(4096, n_q=2048), template="second")
+    assert choose(sized(4096, n_q=1024), H200, [many], known).record is many
+    few = choose(sized(4096, n_q=64), H200, [many], known)
+    assert few.kind == "default" and few.family is known["first"]
+
+
 @pytest.mark.parametrize("gpu", ["a100", "h200", "b200", "rtx4090", "mi300x"])
 def test_an_untuned_decoding_step_is_served_by_the_family_that_splits_keys(gpu: str) -> None:
     step = Problem(batch=16, heads=32, kv_heads=8, n_q=1, n_kv=4096, d=128, d_v=128, dtype="bf16")

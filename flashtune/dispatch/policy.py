@@ -63,11 +63,18 @@ def rank(
     user over shipped ones, the larger sizes, the shorter time and the lower variant id, so that equal libraries choose equally
     everywhere. A record that says that the framework was faster makes the framework the choice, provided that `framework_serves`
     (torch has the features). A record is never served when its config is outside the family's declared space or breaks a constraint on
-    this target, nor where the problem's sizes don't suit its family; the next one of its key may serve.
+    this target, nor where the problem's sizes don't suit its family; the next one of its key may serve. A record stands in for other
+    sizes only where every family that suits these suits its own: one that was never tried there may be far better here.
     """
     spec, key = problem.spec(), problem.key(target.slug)
     group = group_of(key)
-    same = [record for record in records if group_of(record.key) == group]
+    suited = [family for family in families.values() if (family.supports(spec, target) or family.suits(problem, target)) is None]
+    same = [
+        record
+        for record in records
+        if group_of(record.key) == group
+        and (record.key == key or all(family.suits(record.problem, target) is None for family in suited))
+    ]
     places = _places(same)
     for measured in (True, False):
         mine = [record for record in same if (record.outcome.source == "measured") is measured]

@@ -32,8 +32,8 @@ AXES = (
     Axis(name="loads", values=("pointer", "tma"), why="how K and V are read: any strides, against no address arithmetic"),
 )
 
-WHOLE_TILE = 128
-"""Query rows of the tiles of families that don't split keys."""
+SMALL_TILE = 64
+"""Query rows of the smallest tiles that families which don't split keys are good with."""
 
 FEWEST_KEYS = 1024
 """Fewer keys are read in a few microseconds by one program, which is no more than what splitting them costs."""
@@ -91,9 +91,9 @@ def suits(problem: Problem, target: Target) -> str | None:
     """Why splitting keys has nothing to give to `problem` on `target`, or None: a decoding step, or rows too few to fill the GPU."""
     if problem.n_q <= DECODE_ROWS:
         return None
-    tiles = problem.batch * problem.heads * math.ceil(problem.n_q / WHOLE_TILE)
-    if tiles >= target.sms:
-        return f"flash_decode splits keys where rows are few, and {tiles} tiles of {WHOLE_TILE} rows fill {target.name}"
+    tiles = problem.batch * problem.heads * math.ceil(problem.n_q / SMALL_TILE)
+    if 2 * tiles >= target.sms:
+        return f"flash_decode splits keys where rows are few, and {tiles} tiles of {SMALL_TILE} rows fill half of {target.name} or more"
     if problem.n_kv < FEWEST_KEYS:
         return f"flash_decode splits keys where there are many, and {problem.n_kv} are few"
     return None
