@@ -122,6 +122,9 @@ def supports(spec: KernelSpec, target: Target) -> str | None:
     step = 16 // ITEMSIZE[spec.dtype]
     if spec.d % step or spec.d_v % 8:
         return f"flash_fwd_hopper needs head sizes that are multiples of {step} (TMA), not {spec.d} and {spec.d_v}"
+    if spec.dtype == "fp8" and spec.d_v > 128:
+        # The sum and each block's product with its values would take all registers.
+        return f"flash_fwd_hopper multiplies fp8 values of at most 128 columns, not {spec.d_v}"
     return None
 
 
