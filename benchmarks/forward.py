@@ -20,7 +20,7 @@ from concurrent.futures import TimeoutError as Overdue
 from pathlib import Path
 from typing import Any
 
-from forward_cells import GROUPS, Cell, cells
+from forward_cells import GROUPS, Cell, cells, groups_of
 from forward_peers import Checked, check_cell, start, time_cell
 from forward_report import FA4, Row, fa4_ratios, summary, tables
 from pebble import ProcessExpired, ProcessPool
@@ -71,7 +71,9 @@ def numbers(text: str) -> list[int]:
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cells", default=",".join(GROUPS), help="groups of cells, with commas between them (default: %(default)s)")
+    parser.add_argument(
+        "--cells", type=groups_of, default=",".join(GROUPS), help="groups of cells, with commas between them (default: %(default)s)"
+    )
     parser.add_argument("--d", type=numbers, help="only these head sizes")
     parser.add_argument("--n", type=numbers, help="only these lengths")
     parser.add_argument("--without", default="", help="peers to leave out, such as flex, which takes longest to compile")
@@ -81,11 +83,7 @@ def arguments() -> argparse.Namespace:
         "--jobs", type=int, default=min(8, os.cpu_count() or 1), help="cells that are checked at once (default: %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    options.cells = tuple(options.cells.split(","))
-    if strange := set(options.cells) - set(GROUPS):
-        parser.error(f"unknown cells {', '.join(sorted(strange))}: use {', '.join(GROUPS)}")
-    return options
+    return parser.parse_args()
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """What forward.py times: its cells as data. Nothing here needs a GPU."""
 
+from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -9,6 +10,15 @@ from flashtune.core.problem import Features, Problem
 
 Group = Literal["plain", "features", "fp8", "decode"]
 GROUPS: tuple[Group, ...] = get_args(Group)
+
+
+def groups_of(text: str) -> tuple[Group, ...]:
+    """Groups from the command line, with commas between them, in the order of `GROUPS`; raises ArgumentTypeError for others."""
+    names = set(text.split(","))
+    if strange := names - set(GROUPS):
+        raise ArgumentTypeError(f"unknown cells {', '.join(sorted(strange))}: use {', '.join(GROUPS)}")
+    return tuple(group for group in GROUPS if group in names)
+
 
 TOKENS = 16384
 """B * N of every cell but decode's."""

@@ -41,10 +41,7 @@ class Error:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """What serves our call of a cell (see dispatch.Explanation), the errors of all that ran, and why others didn't.
-
-    `skipped` says why there is nothing of ours to time (empty when there is).
-    """
+    """What serves our call of a cell (see dispatch.Explanation), the errors of all that ran, and why others didn't."""
 
     kind: str = ""
     template: str | None = None
@@ -52,7 +49,6 @@ class Checked:
     reason: str = ""
     errors: dict[str, Error] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
-    skipped: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,8 +202,6 @@ def check_cell(cell: Cell, device: str, seed: int) -> Checked:
     data = data_of(cell, device, seed)
     try:
         out = data.ours()
-    except TypeError as error:
-        return Checked(skipped=tasks.one_line(error))
     except Exception as error:
         _leave_if_sticky(error)
         raise

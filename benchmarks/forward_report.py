@@ -57,8 +57,8 @@ class Row:
     @property
     def remark(self) -> str:
         """What a reader must know beside the figures."""
-        if self.failed or self.checked.skipped:
-            return f"FAILED: {self.failed}" if self.failed else f"skipped: {self.checked.skipped}"
+        if self.failed:
+            return f"FAILED: {self.failed}"
         return f"WRONG: {self.wrong}" if self.wrong else ""
 
     def ratio(self, name: str) -> float | None:
@@ -102,7 +102,6 @@ class Row:
             "ratio_to_fa4": self.fa4_ratio(known),
             "errors": {name: _finite(error) for name, error in self.checked.errors.items()},
             "notes": self.checked.notes,
-            "skipped": self.checked.skipped,
             "failed": self.failed,
             "wrong": self.wrong,
         }

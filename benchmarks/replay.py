@@ -7,16 +7,19 @@ A sweep (benchmarks/sweeps/*.sqlite) holds the outcome of every candidate of a p
 import argparse
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import optuna
 
+from flashtune.core.config import Config
 from flashtune.core.results import Fate, Outcome, SearchResult
 from flashtune.core.target import find_target
 from flashtune.db.store import Store
 from flashtune.templates import families
+from flashtune.templates.family import Constraint, Family
 from flashtune.tuner.cost import predict_us
-from flashtune.tuner.space import Candidate, SearchSpace
+from flashtune.tuner.space import SearchSpace
 from flashtune.tuner.study import Sampler, Study
 
 SWEEPS = Path(__file__).parent / "sweeps"
@@ -51,24 +54,31 @@ def cost_ratio(sweep: SearchResult, count: int = 10) -> float:
 def strategy_ratio(sweep: SearchResult, sampler: Sampler, trials: int, seed: int) -> float:
     """The best time that a strategy finds in `trials` over the sweep's best."""
     answers = {(o.template, o.config): o for o in sweep.outcomes}
-    swept = {o.template for o in sweep.outcomes}
-    chosen = {name: family for name, family in families().items() if name in swept}
-    space = SearchSpace(chosen, sweep.problem, find_target(sweep.gpu))
+    space = SearchSpace(_as_swept(sweep), sweep.problem, find_target(sweep.gpu))
     study = Study(space, sweep.problem, sampler=sampler, seed=seed, source="measured", storage=optuna.storages.InMemoryStorage())
     study.enqueue(space.starts())
     found: list[Outcome] = []
     while len(found) < trials and (batch := study.ask(min(16, trials - len(found)))):
         for candidate in batch:
-            found.append(_answer(answers, candidate))
+            found.append(answers[candidate.family.name, candidate.config])
             study.tell(candidate, found[-1])
     return best_us(found) / best_us(list(sweep.outcomes))
 
 
-def _answer(answers: dict[tuple[str, object], Outcome], candidate: Candidate) -> Outcome:
-    known = answers.get((candidate.family.name, candidate.config))
-    if known is None:
-        raise KeyError(f"the sweep lacks {candidate.family.name} {candidate.config.label()}: the space has grown since; sweep again")
-    return known
+def _as_swept(sweep: SearchResult) -> dict[str, Family]:
+    """The families of a sweep, without what their spaces have gained since."""
+    swept: dict[str, set[Config]] = {}
+    for outcome in sweep.outcomes:
+        swept.setdefault(outcome.template, set()).add(outcome.config)
+    return {
+        name: replace(family, constraints=(*family.constraints, _known(swept[name])))
+        for name, family in families().items()
+        if name in swept
+    }
+
+
+def _known(configs: set[Config]) -> Constraint:
+    return Constraint(name="swept", holds=lambda config, spec, target: config in configs, why="the sweep has no answer for others")
 
 
 def main() -> None:

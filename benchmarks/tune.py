@@ -10,9 +10,10 @@ import sys
 import time
 from dataclasses import replace
 
-from forward_cells import GROUPS, Group, cells
+from forward_cells import GROUPS, Group, cells, groups_of
 
 from flashtune.cli.search import run_search
+from flashtune.core.dtypes import DTYPES
 from flashtune.core.problem import Problem
 from flashtune.tuner.machine import local_gpu
 
@@ -29,9 +30,11 @@ def main() -> None:
     """Search group by group and print what was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--db", required=True, help="the database to write")
-    parser.add_argument("--cells", default=",".join(GROUPS), help="groups of cells, with commas between them (default: %(default)s)")
+    parser.add_argument(
+        "--cells", type=groups_of, default=",".join(GROUPS), help="groups of cells, with commas between them (default: %(default)s)"
+    )
     parser.add_argument("--d", type=int, action="append", help="only these head sizes")
-    parser.add_argument("--dtype", action="append", help="only these element types")
+    parser.add_argument("--dtype", action="append", choices=DTYPES, help="only these element types")
     parser.add_argument("--trials", type=int, default=40, help="trials per problem (default: %(default)s)")
     parser.add_argument("--fp16-trials", type=int, default=10, help="the same for fp16 (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
@@ -39,9 +42,7 @@ def main() -> None:
     gpu = local_gpu()
     if gpu is None or gpu.target is None:
         raise SystemExit("tune.py measures kernels and found no GPU that flashtune knows: run it on the GPU's machine")
-    for group in GROUPS:
-        if group not in options.cells.split(","):
-            continue
+    for group in options.cells:
         every = problems_of(group, options.d)
         for dtype in dict.fromkeys(problem.dtype for problem in every):
             if options.dtype and dtype not in options.dtype:

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import forward
 import forward_peers
+import tune
 from forward_cells import GROUPS, LENGTHS, Cell, cells
 from forward_peers import OURS, Checked, Error
 from forward_report import Row, fa4_ratios, geometric_mean, summary, tables
@@ -141,19 +142,17 @@ def test_tables_and_json_tell_of_every_cell_whatever_became_of_it() -> None:
     timed = row(find("plain", "full", d=64, n_kv=4096), {OURS: 100.0, "cudnn": 120.0}, cudnn=GOOD)
     timed = replace(timed, checked=replace(timed.checked, notes={"flex": "RuntimeError: no"}))
     failed = Row(cell=find("plain", "full", d=64, n_kv=512), failed="killed after 120 s")
-    skipped = Row(cell=find("fp8", "full"), checked=Checked(skipped="TypeError: no such keyword"))
-    text = tables([timed, failed, skipped], KNOWN)
+    text = tables([timed, failed], KNOWN)
     assert "exact flash_fwd" in text
     assert "1.20" in text
     assert "FAILED: killed after 120 s" in text
-    assert "skipped: TypeError: no such keyword" in text
     assert "plain full D=64 N=4096: flex: RuntimeError: no" in text
     assert "min 1.20, geometric mean 1.20 over 1 cells" in text
-    found = [r.as_json(KNOWN) for r in (timed, failed, skipped)]
+    found = [r.as_json(KNOWN) for r in (timed, failed)]
     json.dumps(found, allow_nan=False)
     assert found[0]["times"][OURS]["median_us"] == 100.0
     assert found[0]["ratio_to"] == {"cudnn": pytest.approx(1.2)}
-    assert [r["failed"] for r in found] == ["", "killed after 120 s", ""]
+    assert [r["failed"] for r in found] == ["", "killed after 120 s"]
 
 
 class Clock:
@@ -206,14 +205,13 @@ def test_every_feature_reaches_our_call() -> None:
     assert fp8.words["v_descale"].shape == (2, 4)
 
 
-def test_a_cell_that_our_dispatch_doesnt_take_is_skipped_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_that_our_dispatch_refuses_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def attention(*_: object, **__: object) -> None:
-        raise TypeError("query has dtype torch.float8_e4m3fn")
+        raise TypeError("no such keyword")
 
     monkeypatch.setattr(dispatch, "attention", attention)
-    checked = forward_peers.check_cell(small(find("fp8", "full")), "cpu", 0)
-    assert "float8_e4m3fn" in checked.skipped
-    assert not checked.errors
+    with pytest.raises(TypeError, match="no such keyword"):
+        forward_peers.check_cell(small(find("fp8", "full")), "cpu", 0)
 
 
 def answer(cell: Cell, word: str) -> str:
@@ -239,8 +237,9 @@ def test_a_cell_that_hangs_crashes_or_raises_costs_itself() -> None:
     assert reasons[2:] == ["ValueError: no", ""]
 
 
-def test_unknown_groups_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["forward.py", "--cells", "plain,fp4"])
+@pytest.mark.parametrize("main", [forward.main, tune.main])
+def test_unknown_groups_are_refused(main: Callable[[], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["script.py", "--cells", "plain,fp4"])
     with pytest.raises(SystemExit):
-        forward.arguments()
+        main()
     assert f"unknown cells fp4: use {', '.join(GROUPS)}" in capsys.readouterr().err

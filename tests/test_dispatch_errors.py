@@ -75,6 +75,8 @@ OURS: list[tuple[str, tuple[Any, ...], dict[str, Any], type[FlashtuneError], str
         "alibi_slopes of shape (3,) doesn't broadcast to the heads",
     ),
     ("alibi-rank", (Q, Q, Q), {"alibi_slopes": torch.ones(1, 2, 4)}, InputError, "alibi_slopes of shape (1, 2, 4)"),
+    ("alibi-sparse", (Q, Q, Q), {"alibi_slopes": torch.ones(4).to_sparse()}, InputTypeError, "alibi_slopes is nested or sparse"),
+    ("factor-nested", (E4M3,) * 3, {"k_descale": NESTED}, InputTypeError, "k_descale is nested or sparse"),
     ("alibi-device", (Q, Q, Q), {"alibi_slopes": torch.ones(4, device="meta")}, InputError, "alibi_slopes is on meta and query on cpu"),
     ("factor-of-float32", (Q, Q, Q), {"q_descale": 2.0}, InputError, "q_descale was given for inputs of torch.float32: only"),
     ("factor-text", (E4M3, E4M3, E4M3), {"v_descale": "2"}, InputTypeError, "v_descale must be a number, not str"),

@@ -22,7 +22,7 @@ from flashtune.db.store import Store
 from flashtune.dispatch import api, devices, kernels, policy, selection
 from flashtune.templates import families, family
 from flashtune.templates.family import Family
-from flashtune.templates.rendering import template_hash
+from flashtune.templates.rendering import variant_of
 
 H200 = find_target("h200")
 POINTERS = family("flash_fwd")
@@ -91,12 +91,7 @@ def save(
     old_hash: str | None = None,
 ) -> Variant:
     """One search's winner, written to a database as a search would."""
-    variant = Variant(
-        template="flash_fwd",
-        template_hash=template_hash(POINTERS.template_file),
-        spec=problem.spec(),
-        config=config or config_of(),
-    )
+    variant = variant_of(POINTERS, problem.spec(), config or config_of())
     outcome = Outcome(
         template=variant.template,
         template_hash=old_hash or variant.template_hash,

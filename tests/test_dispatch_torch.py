@@ -151,7 +151,7 @@ q = torch.randn(1, 2, 8, 16)
 dispatch.attention(q, q, q, is_causal=True)
 dispatch.explain(q, q, q)
 print(sorted({name.split(".")[0] for name in sys.modules} & {"optuna", "sqlalchemy", "alembic", "jinja2", "click", "rich"}))
-print([name for name in sys.modules if name.startswith(("flashtune.tuner", "flashtune.db", "torch._dynamo", "torch._inductor"))])
+print([name for name in sys.modules if name.startswith(("flashtune.tuner", "flashtune.db.store", "torch._dynamo", "torch._inductor"))])
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split("\n")[:2] == ["[]", "[]"], run.stdout

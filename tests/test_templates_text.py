@@ -8,14 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from jinja2 import BaseLoader, Environment
 
 from flashtune.core.config import Config, KernelSpec
 from flashtune.core.dtypes import DType
 from flashtune.core.errors import InputError
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
-from flashtune.templates import families, family
-from flashtune.templates.rendering import environment, render, template_hash, variant_of
+from flashtune.templates import families, family, rendering
+from flashtune.templates.rendering import environment, render, sources_hash, variant_of
 
 ROOT = Path(__file__).parents[1]
 OURS = ("flash_decode", "flash_fwd", "flash_fwd_tma")
@@ -92,7 +93,7 @@ def test_the_rendered_text_is_the_reviewed_one(name: str, golden: Callable[[str,
 def test_rendering_twice_gives_the_same_bytes(name: str) -> None:
     first = GOLDEN[name]()
     environment.cache_clear()
-    template_hash.cache_clear()
+    rendering._text_hash.cache_clear()
     assert GOLDEN[name]() == first
 
 
@@ -183,7 +184,33 @@ def test_the_hash_covers_every_partial() -> None:
     used = {name for name in sources if name.startswith("_") and any(f'"{name}"' in text for text in sources.values())}
     partials = {name for name in sources if name.startswith("_")}
     assert partials == used, f"nothing includes {partials - used}"
-    assert len({template_hash(name) for name in names}) == len(names)
+    assert len({sources_hash(name) for name in names}) == len(names)
+
+
+def test_the_hash_of_a_variant_changes_with_its_own_text_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    family = families()["flash_fwd"]
+    plain, capped = (spec_of(Features(softcap=softcap), d=64, d_v=64, dtype="fp16") for softcap in (False, True))
+    config = family.default(plain, find_target("h200"))
+    before = [variant_of(family, spec, config) for spec in (plain, capped)]
+    assert before[0].template_hash != before[1].template_hash
+    known = environment().loader
+    assert known is not None
+
+    class Changed(BaseLoader):
+        def get_source(self, environment: Environment, template: str) -> tuple[str, str | None, Callable[[], bool] | None]:
+            text, file, fresh = known.get_source(environment, template)
+            return text.replace("tanh(", "tanh (") if template == "_scores.jinja" else text, file, fresh
+
+    changed = environment().overlay(loader=Changed(), cache_size=0)
+    monkeypatch.setattr(rendering, "environment", lambda: changed)
+    rendering._text_hash.cache_clear()
+    try:
+        after = [variant_of(family, spec, config) for spec in (plain, capped)]
+    finally:
+        rendering._text_hash.cache_clear()
+    assert after[0] == before[0]
+    assert after[1].template_hash != before[1].template_hash
+    assert after[1].id != before[1].id
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ class KernelSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A kernel in full: the template with the hash of its text, what is compiled in, and the config."""
+    """A kernel in full: the template, what is compiled in, the config, and the hash of the text that the template makes of them."""
 
     template: str
     template_hash: str

@@ -201,8 +201,7 @@ def _mask_kind(mask: object, query: torch.Tensor, scores: tuple[int, ...]) -> Ma
     """`bool` or `bias` for a mask that broadcasts to the scores' shape."""
     if not isinstance(mask, torch.Tensor):
         raise InputTypeError(f"attn_mask must be a tensor or None, not {type(mask).__name__}: pass a torch tensor")
-    if mask.is_nested or mask.layout != torch.strided:
-        raise InputTypeError("attn_mask is nested or sparse: pass a dense tensor")
+    _check_dense("attn_mask", mask)
     floating = output_torch_dtype(query.dtype)
     if mask.dtype not in (torch.bool, torch.float32, floating):
         raise InputTypeError(f"attn_mask has dtype {mask.dtype}: use bool (True attends), float32 or the output's {floating}")
@@ -212,6 +211,11 @@ def _mask_kind(mask: object, query: torch.Tensor, scores: tuple[int, ...]) -> Ma
     if not _broadcasts(shape, scores):
         raise InputError(f"attn_mask of shape {shape} doesn't broadcast to the scores {scores}: each size must be equal or 1")
     return "bool" if mask.dtype == torch.bool else "bias"
+
+
+def _check_dense(name: str, x: torch.Tensor) -> None:
+    if x.is_nested or x.layout != torch.strided:
+        raise InputTypeError(f"{name} is nested or sparse: pass a dense tensor")
 
 
 def _check_per_head(per_head: PerHead, query: torch.Tensor, batch_dims: tuple[int, ...], heads: int, kv_heads: int) -> None:
@@ -227,6 +231,7 @@ def _check_per_head(per_head: PerHead, query: torch.Tensor, batch_dims: tuple[in
                 raise InputTypeError(f"alibi_slopes must be a tensor or None, not {type(given).__name__}: pass a float32 slope per head")
             _number(name, given)
             continue
+        _check_dense(name, given)
         if given.dtype != torch.float32:
             raise InputTypeError(f"{name} has dtype {given.dtype}: use float32")
         if given.device != query.device:

@@ -60,9 +60,10 @@ def rank(
 
     Near means |log2| of the ratios of the sizes, N_kv weighing most (4 : 2 : 1); ties go to the same alignment, then to the GPU
     with the nearest number of SMs, then among records of one key to the preferred one (flashtune.db.ranking), then to records of the
-    user over shipped ones, the larger sizes, the shorter time and the lower variant id, so that equal libraries choose equally everywhere. A record that says that the framework was faster
-    makes the framework the choice, provided that `framework_serves` (torch has the features). A record is never served when its config
-    is outside the family's declared space or breaks a constraint on this target, nor where the problem's sizes don't suit its family.
+    user over shipped ones, the larger sizes, the shorter time and the lower variant id, so that equal libraries choose equally
+    everywhere. A record that says that the framework was faster makes the framework the choice, provided that `framework_serves`
+    (torch has the features). A record is never served when its config is outside the family's declared space or breaks a constraint on
+    this target, nor where the problem's sizes don't suit its family; the next one of its key may serve.
     """
     spec, key = problem.spec(), problem.key(target.slug)
     group = group_of(key)

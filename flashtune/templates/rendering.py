@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from functools import cache
+from functools import cache, lru_cache
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -24,7 +24,7 @@ def environment() -> Environment:
 
 
 @cache
-def template_hash(template_file: str) -> str:
+def sources_hash(template_file: str) -> str:
     """16 hex digits over the template and every partial that it includes or imports, directly or not."""
     sources: dict[str, str] = {}
     waiting = [template_file]
@@ -48,7 +48,7 @@ def _source(name: str) -> str:
 def variant_of(family: Family, spec: KernelSpec, config: Config) -> Variant:
     """The variant of this family; raises InputError where the config is outside the declared space."""
     family.validate(config)
-    return Variant(template=family.name, template_hash=template_hash(family.template_file), spec=spec, config=config)
+    return Variant(template=family.name, template_hash=_text_hash(family, spec, config), spec=spec, config=config)
 
 
 def render(family: Family, variant: Variant) -> str:
@@ -57,6 +57,17 @@ def render(family: Family, variant: Variant) -> str:
     The config is validated against the declared space first, so that nothing else can reach the text.
     """
     family.validate(variant.config)
+    return _text(family, variant)
+
+
+@lru_cache(maxsize=4096)
+def _text_hash(family: Family, spec: KernelSpec, config: Config) -> str:
+    """16 hex digits over the text that `family` renders for these: they change when this kernel does, not when its template does."""
+    unnamed = Variant(template=family.name, template_hash="", spec=spec, config=config)
+    return hashlib.sha256(_text(family, unnamed).encode()).hexdigest()[:16]
+
+
+def _text(family: Family, variant: Variant) -> str:
     text = (
         environment()
         .get_template(family.template_file)

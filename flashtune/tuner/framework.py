@@ -28,6 +28,9 @@ def framework_call(inputs: Inputs, backend: str | None = None) -> Callable[[], t
     if p.features.softcap or p.dtype == "fp8":
         return None
     mask = words["mask"]
+    if mask is not None:
+        # As a caller has it: torch writes a boolean mask out as a bias of the shape that it is given in.
+        mask = mask[: None if mask.stride(0) else 1, : None if mask.stride(1) else 1]
     if p.features.alibi:
         try:
             # Generated slopes are the same in every batch.

@@ -15,6 +15,7 @@ from flashtune.core.config import Config
 from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts, Fate, Measurement, Outcome
 from flashtune.templates.family import Family
+from flashtune.templates.rendering import sources_hash
 from flashtune.tuner.space import Candidate, SearchSpace
 
 Sampler = Literal["tpe", "random", "exhaustive"]
@@ -163,8 +164,8 @@ def _distributions(family: Family, names: list[str]) -> dict[str, BaseDistributi
 def _fingerprint(space: SearchSpace, problem: Problem) -> str:
     """Changes with anything that would make earlier trials another experiment."""
     axes = {name: [(axis.name, axis.values) for axis in family.axes] for name, family in space.families.items()}
-    hashes = [c.variant(space.spec).template_hash for c in space.starts()]
-    return hashlib.sha256(repr((problem, sorted(axes.items()), sorted(set(hashes)))).encode()).hexdigest()[:12]
+    hashes = sorted(sources_hash(family.template_file) for family in space.families.values())
+    return hashlib.sha256(repr((problem, sorted(axes.items()), hashes)).encode()).hexdigest()[:12]
 
 
 def _optuna_sampler(sampler: Sampler, seed: int | None) -> optuna.samplers.BaseSampler:

@@ -1,8 +1,8 @@
 """Attention forward for few query rows: several programs share the keys of a tile.
 
 Compiled in: fwd-bf16-d128
-Template: flash_decode 79ebcf30d21bbe00
-Variant: 9af1214a0d4513fd
+Template: flash_decode 5c141aaca3950d0b
+Variant: e480b4352f01dee6
 Config: BLOCK_M=16 BLOCK_N=64 combine=last loads=pointer num_stages=3 num_warps=4 programs=2
 
 Generated; do not edit. `flashtune generate` writes it anew.

@@ -1,8 +1,8 @@
 """Attention forward for few query rows: several programs share the keys of a tile.
 
 Compiled in: fwd-fp16-d80x64-window-bool
-Template: flash_decode 79ebcf30d21bbe00
-Variant: 252f6574dcd6894b
+Template: flash_decode f3c3ad972bff083e
+Variant: cdb9c5a2b5e2e00c
 Config: BLOCK_M=16 BLOCK_N=64 combine=kernel loads=tma num_stages=3 num_warps=4 programs=2
 
 Generated; do not edit. `flashtune generate` writes it anew.

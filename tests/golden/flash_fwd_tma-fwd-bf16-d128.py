@@ -1,8 +1,8 @@
 """Attention forward with TMA descriptors.
 
 Compiled in: fwd-bf16-d128
-Template: flash_fwd_tma a97256f14079888d
-Variant: 028d7109a774607b
+Template: flash_fwd_tma 0b55c41acf136003
+Variant: 9a4a10ce67c2d9ae
 Config: BLOCK_M=128 BLOCK_N=64 ORDER=rows maxnreg=0 num_stages=2 num_warps=8
 
 Generated; do not edit. `flashtune generate` writes it anew.

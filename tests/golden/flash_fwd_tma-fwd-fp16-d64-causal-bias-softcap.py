@@ -1,8 +1,8 @@
 """Attention forward with TMA descriptors.
 
 Compiled in: fwd-fp16-d64-causal-softcap-bias
-Template: flash_fwd_tma a97256f14079888d
-Variant: f7da3af4b043c23b
+Template: flash_fwd_tma c74f284b38df7efb
+Variant: fbb53e8af9ddc1d3
 Config: BLOCK_M=128 BLOCK_N=64 ORDER=grouped maxnreg=168 num_stages=2 num_warps=8
 
 Generated; do not edit. `flashtune generate` writes it anew.
