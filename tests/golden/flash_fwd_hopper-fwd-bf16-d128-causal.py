@@ -5,8 +5,8 @@ Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
 Compiled in: fwd-bf16-d128-causal
-Template: flash_fwd_hopper e3ffda2383ceb96f
-Variant: 9e359586765a2679
+Template: flash_fwd_hopper 4013e82249418780
+Variant: 6df7f8ab81564b23
 Config: BLOCK_M=128 BLOCK_N=128 lookahead=1 order=drawn pingpong=True residents=1 section=8 stages=2 tiles=chained
 
 Generated; do not edit. `flashtune generate` writes it anew.

@@ -5,8 +5,8 @@ Key blocks go from right to left.
 One block goes from scores to values.
 
 Compiled in: fwd-fp8-d64-window-alibi-bool
-Template: flash_fwd_hopper e3ffda2383ceb96f
-Variant: bc4bcfbb124d0619
+Template: flash_fwd_hopper 33a946762aebd165
+Variant: 7d258276bb359de5
 Config: BLOCK_M=64 BLOCK_N=64 lookahead=0 order=fixed pingpong=False residents=2 section=1 stages=2 tiles=one
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -201,8 +201,7 @@ def keep_allowed(scores, mask_tile):
         selp.f32 $1, $3, 0fFF800000, second;
     }
     """
-    types: gl.constexpr = (gl.float32, gl.float32)
-    even, odd = gl.inline_asm_elementwise(select, "=f,=f,f,f,h", [even, odd, pairs], dtype=types, is_pure=True, pack=1)
+    even, odd = gl.inline_asm_elementwise(select, "=f,=f,f,f,h", [even, odd, pairs], dtype=(gl.float32, gl.float32), is_pure=True, pack=1)
     return gl.convert_layout(gl.join(even, odd).reshape([ROWS, BLOCK_N]), SCORES_LAYOUT)  # [ROWS, BLOCK_N]
 
 
