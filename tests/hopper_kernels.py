@@ -25,6 +25,9 @@ from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.compile import compiling_for
 from flashtune.tuner.inputs import make_inputs
 
+Launch = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
+"""Kernel, grid, arguments and options."""
+
 H200 = find_target("h200")
 PLAIN: dict[str, int | str | bool] = {
     "BLOCK_M": 128,
@@ -64,8 +67,8 @@ def rendered(spec: KernelSpec, **changes: int | str | bool) -> ModuleType:
     return load_source(source(spec, **changes), "hopper")
 
 
-def launch_of(wanted: Problem, **changes: int | str | bool) -> tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]:
-    """Kernel, grid, arguments (on the meta device) and options of the attention kernel that serves `wanted`."""
+def launch_of(wanted: Problem, **changes: int | str | bool) -> Launch:
+    """The launch of the attention kernel that serves `wanted`, with tensors on the meta device."""
     inputs = make_inputs(wanted, device="meta", seed=0)
     # e4m3 values are turned by a launch before.
     [*_, attention] = rendered(wanted.spec(), **changes).launches(*inputs.arguments, **inputs.keywords)
@@ -112,27 +115,39 @@ class _Truncate(ast.NodeTransformer):
 
 
 def on_torch(module: ModuleType, *names: str) -> Any:
-    """The named device functions of a rendered module as ordinary ones, over tensors of torch; they see each other and its constants."""
+    """The named device functions of a rendered module as ordinary ones, over tensors of torch; they see each other and its constants.
+
+    They call the `gl` of what is returned, where a test can put a stand-in for what only a GPU has.
+    """
 
     def both(operation: Any) -> Any:
         return lambda a, b: operation(torch.as_tensor(a), torch.as_tensor(b))
 
     gl = SimpleNamespace(
-        constexpr=int,
         int32=torch.int32,
         int64=torch.int64,
         minimum=both(torch.minimum),
         maximum=both(torch.maximum),
         where=torch.where,
         split=lambda tensor: tensor.unbind(-1),
-        inline_asm_elementwise=lambda asm, constraints, parts, **settings: torch.stack(parts, -1),
+        constexpr=constexpr,
     )
-    found: dict[str, Any] = {name: value.value for name, value in vars(module).items() if isinstance(value, constexpr)}
-    found |= {"gl": gl, "quotient": both(partial(torch.div, rounding_mode="trunc")), "remainder": both(torch.fmod)}
+    scope: dict[str, Any] = {name: value.value for name, value in vars(module).items() if isinstance(value, constexpr)}
+    scope |= {"gl": gl, "quotient": both(partial(torch.div, rounding_mode="trunc")), "remainder": both(torch.fmod)}
     for name in names:
         tree = ast.parse(inspect.getsource(getattr(module, name).fn))
         [function] = tree.body
         assert isinstance(function, ast.FunctionDef)
         function.decorator_list = []
-        exec(compile(ast.fix_missing_locations(_Truncate().visit(tree)), name, "exec"), found)
-    return SimpleNamespace(**{name: found[name] for name in names})
+        exec(compile(ast.fix_missing_locations(_Truncate().visit(tree)), name, "exec"), scope)
+    return SimpleNamespace(gl=gl, **{name: scope[name] for name in names})
+
+
+def sizes_of(launch: Launch, **changes: int) -> tuple[Any, ...]:
+    """The tuple `sizes` that the device functions of a launch pass around, with some of its numbers changed."""
+    kernel, _, arguments, _ = launch
+    given = dict(zip(kernel.arg_names, arguments, strict=True)) | changes
+    names = list(given)
+    numbers = names[names.index("n_q") : names.index("scale")]
+    divisions = [name for name in numbers if name.endswith(("_magic", "_shift"))]
+    return (*(given[name] for name in numbers if name not in divisions), tuple(given[name] for name in divisions))

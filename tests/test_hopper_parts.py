@@ -1,0 +1,250 @@
+"""What Hopper kernels and their launches compute beside attention itself, run without a GPU: who takes which tile, which keys a tile
+sees, how masks and values are laid out for the copy engine."""
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hopper_kernels import launch_of, on_torch, problem, rendered, sizes_of
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from flashtune.core.problem import Features
+
+INT32 = st.integers(0, 2**31 - 1)
+CAUSAL = Features(causal=True)
+
+
+@given(number=INT32, divisor=INT32.filter(bool))
+@example(2**31 - 1, 1)
+@example(2**31 - 1, 2**31 - 1)
+@example(2**31 - 2, 2**31 - 1)
+@example(2**31 - 1, 2**30 + 1)
+@example(0, 3)
+def test_a_product_and_a_shift_divide_exactly(number: int, divisor: int) -> None:
+    module = rendered(problem(64).spec())
+    magic, shift = module.division(divisor)
+    last_multiple = number // divisor * divisor
+    for n in {number, last_multiple, max(last_multiple - 1, 0)}:
+        assert on_torch(module, "divide").divide(torch.tensor(n), magic, shift) == n // divisor
+        assert n * magic < 2**63
+    # Always too wide for 32 bits, so that Triton compiles for one type of it.
+    assert 2**31 <= magic < 2**32
+
+
+@pytest.mark.parametrize(
+    ("features", "changes"),
+    [
+        (Features(), {}),
+        (Features(), {"section": 8}),
+        (CAUSAL, {}),
+        (CAUSAL, {"section": 8, "tiles": "chained"}),
+        (Features(mask="bool"), {"section": 8}),
+        (Features(mask="bias", causal=True), {"section": 8, "BLOCK_M": 64}),
+    ],
+    ids=str,
+)
+# Eight, eighteen, one and forty heads in all: sections that are whole, that end early, that never fill.
+@pytest.mark.parametrize(("batch", "heads", "n_q"), [(2, 4, 1000), (3, 6, 700), (1, 1, 1), (2, 20, 129)])
+def test_every_tile_has_one_place_in_launch_order(features: Features, changes: dict[str, Any], batch: int, heads: int, n_q: int) -> None:
+    wanted = replace(problem(64, features), batch=batch, heads=heads, kv_heads=1, n_q=n_q)
+    sizes = sizes_of(launch_of(wanted, **changes))
+    parts = on_torch(rendered(wanted.spec(), **changes), "divide", "tile_at")
+    m_tiles = -(-n_q // changes.get("BLOCK_M", 128))
+    tiles = torch.stack(parts.tile_at(torch.arange(batch * heads * m_tiles), sizes), 1).tolist()
+    assert sorted(tiles) == sorted([b, h, m] for b, h, m in product(range(batch), range(heads), range(m_tiles)))
+    # As many heads as a section has go side by side, and of a band their longest tiles first.
+    together = changes.get("section", 1) if batch * heads >= changes.get("section", 1) else 1
+    assert {m for _, _, m in tiles[:together]} == {m_tiles - 1 if features.causal else 0}
+    if features.mask != "none" and together > 1:
+        # The batches of a head are neighbours, for they often share a mask.
+        assert [b for b, _, _ in tiles[:together]] == [place % batch for place in range(together)]
+
+
+@pytest.mark.parametrize("tiles", ["loop", "chained"])
+def test_a_fixed_order_hands_out_each_tile_once(tiles: str) -> None:
+    # Only wide tiles leave no room to chain them.
+    parts = on_torch(rendered(problem(256 if tiles == "loop" else 64).spec(), tiles=tiles), "index_of")
+    for programs, count in [(1, 5), (4, 4), (7, 23), (132, 1000)]:
+        parts.gl.program_id, parts.gl.num_programs = lambda axis, n=programs: torch.arange(n), lambda axis, n=programs: n
+        given_out = torch.cat([parts.index_of(turn, count) for turn in range(-(-count // programs))])
+        assert sorted(given_out[given_out < count].tolist()) == list(range(count))
+
+
+@pytest.mark.parametrize(("programs", "batch"), [(1, 1), (5, 1), (8, 2), (132, 40)])
+def test_drawing_hands_out_each_tile_once_and_leaves_the_counter_at_zero(programs: int, batch: int) -> None:
+    wanted = replace(problem(64, CAUSAL), batch=batch)
+    chosen = {"tiles": "chained", "order": "drawn"}
+    parts, sizes = on_torch(rendered(wanted.spec(), **chosen), "draw_ticket"), sizes_of(launch_of(wanted, **chosen))
+    counter = [0]
+
+    def atomic_add(place: list[int], amount: int, sem: str) -> int:
+        place[0] += amount
+        return place[0] - amount
+
+    parts.gl.num_programs, parts.gl.atomic_add = lambda axis: programs, atomic_add
+    parts.gl.store = lambda place, value: place.__setitem__(0, value)
+    generator = random.Random(programs)
+    tiles = batch * 4 * -(-1000 // 128)
+    for _ in range(2):
+        at_work = list(range(programs))
+        taken = []
+        while at_work:
+            index = at_work.pop(generator.randrange(len(at_work)))
+            taken.append(index)
+            following = parts.draw_ticket(counter, sizes)
+            at_work += [following] if following < tiles else []
+        assert sorted(taken) == list(range(tiles))
+        assert counter == [0]
+
+
+@pytest.mark.parametrize("tiles", ["one", "chained"])
+def test_only_tiles_that_are_drawn_need_a_counter(tiles: str) -> None:
+    wanted = problem(64, CAUSAL)
+    for order in ("fixed", "drawn") if tiles == "chained" else ("fixed",):
+        kernel, _, arguments, _ = launch_of(wanted, tiles=tiles, order=order)
+        assert len(kernel.arg_names) == len(arguments)
+        assert ("counter_ptr" in kernel.arg_names) == (order == "drawn")
+
+
+@cache
+def band(features: Features) -> tuple[Any, Any]:
+    wanted = problem(64, features)
+    return on_torch(rendered(wanted.spec(), BLOCK_M=64), "blocks_of"), launch_of(wanted, BLOCK_M=64)
+
+
+@given(
+    features=st.sampled_from([Features(), CAUSAL, Features(window=(9, 9)), Features(causal=True, window=(9, 0))]),
+    n_q=st.integers(1, 300),
+    n_kv=st.integers(1, 500),
+    diagonal=st.integers(-400, 500),
+    left=st.integers(-1, 200),
+    right=st.integers(-1, 200),
+)
+def test_a_tile_visits_every_block_that_it_sees_and_masks_all_that_it_must(
+    features: Features, n_q: int, n_kv: int, diagonal: int, left: int, right: int
+) -> None:
+    parts, launch = band(features)
+    m_tiles = -(-n_q // 64)
+    numbers = {"diagonal": diagonal, "window_left": left, "window_right": right}
+    numbers = {name: number for name, number in numbers.items() if name in launch[0].arg_names}
+    sizes = sizes_of(launch, n_q=n_q, n_kv=n_kv, m_tiles=m_tiles, **numbers)
+    rows, keys = torch.arange(n_q)[:, None] + diagonal, torch.arange(n_kv)[None, :]
+    visible = torch.ones(n_q, n_kv, dtype=torch.bool)
+    if features.causal:
+        visible &= keys <= rows
+    if "window_left" in numbers and left >= 0:
+        visible &= keys >= rows - left
+    if "window_right" in numbers and right >= 0:
+        visible &= keys <= rows + right
+    blocks = -(-n_kv // 64)
+    for m_tile in range(m_tiles):
+        first, free_first, free_end, end = (int(bound) for bound in parts.blocks_of(torch.tensor(m_tile), sizes))
+        assert 0 <= first < end <= blocks
+        assert first <= free_first <= free_end <= end
+        for block in range(blocks):
+            # A block is 64 keys, whole ones only where no key is past the end.
+            seen = visible[m_tile * 64 : m_tile * 64 + 64, block * 64 : block * 64 + 64]
+            assert first <= block < end or not seen.any()
+            assert not free_first <= block < free_end or (seen.all() and seen.shape[1] == 64)
+
+
+@pytest.mark.parametrize("block_n", [64, 128, 256])
+def test_a_column_is_before_an_edge_as_its_place_among_its_threads_columns_says(block_n: int) -> None:
+    parts = on_torch(rendered(problem(64).spec(), BLOCK_N=block_n, lookahead=0), "columns_before")
+    ends, columns = torch.arange(-2 * block_n, 2 * block_n), torch.arange(block_n)
+    before = parts.columns_before(ends, columns)
+    thread = columns % 8 // 2
+    for t in range(4):
+        own = columns[thread == t]
+        # One number serves all columns of a thread.
+        assert torch.equal(before[:, own], (own < ends[:, None]).sum(1, keepdim=True).expand(-1, len(own)))
+    place = columns // 8 * 2 + columns % 2
+    assert torch.equal(place < before, columns < ends[:, None])
+
+
+def weights_order(block_n: int) -> list[int]:
+    """The key whose weight lies at each place of the left operand of an e4m3 product."""
+    module = rendered(problem(64, dtype="fp8").spec(), BLOCK_N=block_n, lookahead=0)
+    # The bytes of a register are the last two axes, the second of them first.
+    assert module.FOURS_LAYOUT.value.reg_bases[:2] == [[0, 0, 0, 1], [0, 0, 1, 0]]
+    parts = on_torch(module, "pack")
+
+    def bytes_of(asm: str, constraints: str, operands: list[torch.Tensor], **settings: Any) -> torch.Tensor:
+        # PTX converts the second source into the lower byte.
+        pairs = re.findall(r"e4m3x2\.f32 (?:low|high), \$(\d), \$(\d);", asm)
+        assert "mov.b32 $0, {low, high};" in asm
+        return torch.stack([operands[int(place) - 1] for high, low in pairs for place in (low, high)], -1)
+
+    parts.gl.inline_asm_elementwise, parts.gl.float32 = bytes_of, torch.float32
+    keys: list[int] = parts.pack(torch.arange(block_n).expand(64, block_n))[0].flatten().tolist()
+    return keys
+
+
+@pytest.mark.parametrize("block_n", [64, 128, 256])
+def test_e4m3_weights_are_packed_within_a_thread(block_n: int) -> None:
+    order = weights_order(block_n)
+    assert order == [key // 16 * 16 + order[key % 16] for key in range(block_n)]
+    assert sorted(order[:16]) == list(range(16))
+    # Thread t of four holds columns 2 t, 2 t + 1 of every eight scores, and bytes 4 t .. 4 t + 3 of the operand.
+    assert all(key % 8 // 2 == place // 4 % 4 for place, key in enumerate(order))
+
+
+def test_values_are_turned_into_the_order_of_the_weights() -> None:
+    command = [sys.executable, str(Path(__file__).parent / "interpret_turn_values.py"), json.dumps(weights_order(64)[:16])]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == []
+
+
+@pytest.mark.parametrize(("columns", "copied"), [(64, False), (48, False), (50, True), (1, True)])
+def test_a_boolean_mask_reaches_the_copy_engine_by_pairs_and_without_its_repeats(columns: int, copied: bool) -> None:
+    module = rendered(problem(64, Features(mask="bool")).spec())
+    mask = torch.rand(1, 3, 5, columns) < 0.5
+    pairs = module.without_repeats(mask.expand(2, 3, 5, columns))
+    assert pairs.dtype == torch.int16
+    assert pairs.shape == (1, 3, 5, -(-columns // 16) * 8)
+    assert torch.equal(pairs.view(torch.bool)[..., :columns], mask)
+    assert all(stride * 2 % 16 == 0 for stride in pairs.stride()[:3])
+    assert (pairs.data_ptr() != mask.data_ptr()) == copied
+
+
+@pytest.mark.parametrize(("columns", "copied"), [(64, False), (24, False), (50, True), (1, True)])
+def test_a_bias_reaches_the_copy_engine_without_its_repeats(columns: int, copied: bool) -> None:
+    module = rendered(problem(64, Features(mask="bias")).spec())
+    bias = torch.randn(2, 1, 5, columns).bfloat16()
+    compact = module.without_repeats(bias.expand(2, 3, 5, columns))
+    assert compact.shape == (2, 1, 5, -(-columns // 8) * 8)
+    assert torch.equal(compact[..., :columns], bias)
+    assert all(stride * 2 % 16 == 0 for stride in compact.stride()[:3])
+    assert (compact.data_ptr() != bias.data_ptr()) == copied
+
+
+def test_strides_that_the_copy_engine_cant_take_are_refused() -> None:
+    module = rendered(problem(64).spec())
+    good = torch.empty(2, 4, 16, 64, dtype=torch.bfloat16)
+    inside = torch.empty(2, 16, 4, 64, dtype=torch.bfloat16).transpose(1, 2)
+    assert module.accepts(good, inside, good, None)
+    wide = torch.empty(2, 4, 16, 68, dtype=torch.bfloat16)[..., :64]
+    shifted = torch.empty(2 * 4 * 16 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 4, 16, 64)
+    for bad in (wide, shifted, good.transpose(2, 3).contiguous().transpose(2, 3), good[:, :1].expand(2, 4, 16, 64)):
+        assert not module.accepts(good, bad, good, None)
+
+
+def test_e4m3_values_may_have_any_strides_since_they_are_copied() -> None:
+    module = rendered(problem(64, dtype="fp8").spec(), lookahead=0)
+    good = torch.empty(2, 4, 16, 64, dtype=torch.float8_e4m3fn)
+    odd = torch.empty(2, 4, 64, 17, dtype=torch.float8_e4m3fn).transpose(2, 3)[:, :, 1:]
+    assert module.accepts(good, good, odd, None)
+    assert not module.accepts(good, odd, good, None)
+    assert not module.accepts(odd, good, good, None)

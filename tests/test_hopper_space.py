@@ -1,0 +1,144 @@
+"""The Hopper family as data and text: its space is sound for every spec that it supports, and its text is stable, formatted Python."""
+
+import ast
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hopper_kernels import H200, problem, source
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashtune.core.config import Config, KernelSpec
+from flashtune.core.dtypes import DType
+from flashtune.core.modules import load_source
+from flashtune.core.problem import MASK_KINDS, Features
+from flashtune.core.target import find_target, targets
+from flashtune.templates.flash_fwd_hopper import FAMILY
+from flashtune.templates.rendering import render, variant_of
+
+ROOT = Path(__file__).parents[1]
+HOPPERS = [target for target in targets().values() if target.is_hopper]
+HEAD_SIZES = range(8, 257, 8)
+DTYPES_HERE: tuple[DType, ...] = ("fp16", "bf16", "fp8")
+FEATURES = [
+    Features(),
+    Features(causal=True),
+    Features(window=(64, 32)),
+    Features(causal=True, window=(64, 0)),
+    Features(mask="bool"),
+    Features(mask="bias"),
+    Features(causal=True, dropout=True),
+    Features(softcap=True),
+    Features(alibi=True),
+    Features(causal=True, alibi=True, softcap=True),
+    Features(causal=True, window=(100, 0), mask="bias", dropout=True, softcap=True, alibi=True),
+]
+
+
+@pytest.mark.parametrize("features", FEATURES, ids=Features.label)
+@pytest.mark.parametrize("dtype", DTYPES_HERE)
+def test_every_supported_spec_has_starts_that_break_no_constraint(dtype: DType, features: Features) -> None:
+    supported = 0
+    for d in HEAD_SIZES:
+        for d_v in {d, 64, 128, 256}:
+            spec = problem(d, features, d_v=d_v, dtype=dtype).spec()
+            for target in HOPPERS:
+                if FAMILY.supports(spec, target) is not None:
+                    continue
+                supported += 1
+                found = FAMILY.starts(spec, target)
+                assert FAMILY.default(spec, target) == found[0]
+                assert len(set(found)) == len(found)
+                for chosen in found:
+                    FAMILY.validate(chosen)
+                    assert FAMILY.violated(chosen, spec, target) is None
+    assert supported >= 100
+
+
+@pytest.mark.parametrize(
+    ("gpu", "changes"),
+    [
+        ("a100", {}),
+        ("b200", {}),
+        ("h200", {"dtype": "fp32"}),
+        ("h200", {"d": 36}),
+        ("h200", {"d_v": 100}),
+        ("h200", {"dtype": "fp8", "d": 72}),
+        ("h200", {"dtype": "fp8", "d_v": 136}),
+    ],
+    ids=str,
+)
+def test_it_says_why_it_refuses(gpu: str, changes: dict[str, Any]) -> None:
+    spec = KernelSpec(**{**problem().spec().as_dict(), **changes})
+    assert "flash_fwd_hopper" in (FAMILY.supports(spec, find_target(gpu)) or "")
+
+
+def drawn_text(choose: Any) -> str:
+    """The text of any variant; `choose` picks one of a list."""
+    features = Features(
+        causal=choose([False, True]),
+        window=choose([None, (64, 32)]),
+        mask=choose(MASK_KINDS),
+        dropout=choose([False, True]),
+        softcap=choose([False, True]),
+        alibi=choose([False, True]),
+    )
+    dtype: DType = choose(DTYPES_HERE)
+    step = 16 if dtype == "fp8" else 8
+    d, d_v = choose(range(step, 257, step)), choose(range(8, 129 if dtype == "fp8" else 257, 8))
+    spec = problem(d, features, d_v=d_v, dtype=dtype).spec()
+    assert FAMILY.supports(spec, H200) is None
+    chosen = Config.of({axis.name: choose(axis.values) for axis in FAMILY.axes})
+    if FAMILY.violated(chosen, spec, H200) is not None:
+        chosen = choose(FAMILY.starts(spec, H200))
+    variant = variant_of(FAMILY, spec, chosen)
+    text = render(FAMILY, variant)
+    assert text == render(FAMILY, variant)
+    return text
+
+
+GOLDEN = {
+    "flash_fwd_hopper-fwd-bf16-d128-causal.py": lambda: source(
+        problem(128, Features(causal=True)).spec(), BLOCK_N=128, pingpong=True, tiles="chained", section=8, order="drawn"
+    ),
+    "flash_fwd_hopper-fwd-fp8-d64-window-bool-alibi.py": lambda: source(
+        problem(64, Features(alibi=True, mask="bool", window=(9, 9)), dtype="fp8").spec(), BLOCK_M=64, lookahead=0, residents=2
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_the_rendered_text_is_the_reviewed_one(name: str, golden: Callable[[str, str], None]) -> None:
+    golden(name, GOLDEN[name]())
+
+
+@given(st.data())
+def test_any_feasible_config_renders_to_the_same_python_twice(data: st.DataObject) -> None:
+    text = drawn_text(lambda values: data.draw(st.sampled_from(values)))
+    assert max(map(len, text.splitlines())) <= 140
+    assert not re.search(r"[ \t]+$", text, re.MULTILINE)
+    tree = ast.parse(text)
+    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert {"accepts", "launches", "launch"} <= functions
+    modules = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    assert {name.split(".")[0] for name in modules} == {"torch", "triton"}
+
+
+def test_rendered_text_imports_and_is_as_a_formatter_and_a_linter_want_it(tmp_path: Path) -> None:
+    choose = random.Random(0).choice
+    for index in range(80):
+        text = drawn_text(choose)
+        (tmp_path / f"drawn_{index}.py").write_text(text)
+        load_source(text, "hopper")
+    # Tuples that travel together are unpacked whole.
+    settings = ["--config", str(ROOT / "pyproject.toml"), "--quiet", str(tmp_path)]
+    for words in (["format", "--diff"], ["check", "--ignore", "D1,RUF059"]):
+        done = subprocess.run([sys.executable, "-m", "ruff", *words, *settings], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
