@@ -76,6 +76,7 @@ _EDITS = {
     "sticky": ("    offs_d = tl.arange(0, D)  # [D]", "    offs_d = tl.arange(0, D) + (1 << 40)  # [D]"),
     "raises": ("def launch(*tensors, **words):", "def launch(*tensors, **words):\n    raise RuntimeError('planted')\n"),
     "broken": ("    row_max = tl.full(", "    row_max = undefined_name + tl.full("),
+    "unrendered": ("import torch\n", "import torch\n{{ missing.name }}\n"),
     "compiler_crash": (
         "def accepts(",
         "import os\n\nif not __import__('triton').knobs.runtime.interpret:\n    os.abort()\n\n\ndef accepts(",

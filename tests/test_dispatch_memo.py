@@ -91,7 +91,10 @@ def save(
     old_hash: str | None = None,
 ) -> Variant:
     """One search's winner, written to a database as a search would."""
-    variant = variant_of(POINTERS, problem.spec(), config or config_of())
+    variant = variant_of(POINTERS, problem.spec(), config_of())
+    if config is not None:
+        # Whatever it holds: one outside the declared space would never be rendered for its hash.
+        variant = replace(variant, config=config)
     outcome = Outcome(
         template=variant.template,
         template_hash=old_hash or variant.template_hash,

@@ -48,7 +48,8 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     environment = rendering.environment()
     monkeypatch.setattr(environment, "loader", ChoiceLoader([planted_templates(), environment.loader]))
     yield
-    rendering.template_hash.cache_clear()
+    rendering.sources_hash.cache_clear()
+    rendering._text_hash.cache_clear()
 
 
 def run(kinds: list[str], listener: Quiet, *, trials: int = 20, storage: optuna.storages.BaseStorage | None = None) -> list[SearchResult]:
@@ -69,7 +70,7 @@ def run(kinds: list[str], listener: Quiet, *, trials: int = 20, storage: optuna.
 
 @pytest.mark.usefixtures("planted")
 def test_a_hang_a_crash_and_wrong_numbers_each_cost_one_trial_and_a_right_candidate_wins() -> None:
-    kinds = ["hang", "crash", "wrong", "unwritten", "raises", "broken", "compiler_crash", "right"]
+    kinds = ["hang", "crash", "wrong", "unwritten", "raises", "broken", "unrendered", "compiler_crash", "right"]
     [result] = run(kinds, Quiet())
     fates = {outcome.template.removeprefix("planted_"): outcome.fate for outcome in result.outcomes}
     assert fates == {
@@ -79,6 +80,7 @@ def test_a_hang_a_crash_and_wrong_numbers_each_cost_one_trial_and_a_right_candid
         "unwritten": Fate.CORRECTNESS,
         "raises": Fate.RUNTIME,
         "broken": Fate.COMPILE,
+        "unrendered": Fate.COMPILE,
         "compiler_crash": Fate.COMPILE,
         "right": Fate.CORRECT,
     }

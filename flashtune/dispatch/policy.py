@@ -72,8 +72,7 @@ def rank(
     same = [
         record
         for record in records
-        if group_of(record.key) == group
-        and (record.key == key or all(family.suits(record.problem, target) is None for family in suited))
+        if group_of(record.key) == group and (record.key == key or all(family.suits(record.problem, target) is None for family in suited))
     ]
     places = _places(same)
     for measured in (True, False):

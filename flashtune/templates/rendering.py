@@ -4,7 +4,7 @@ import hashlib
 import re
 from functools import cache, lru_cache
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, TemplateError
 
 from flashtune.core.config import Config, KernelSpec, Variant
 from flashtune.templates.family import Family, padded
@@ -64,7 +64,11 @@ def render(family: Family, variant: Variant) -> str:
 def _text_hash(family: Family, spec: KernelSpec, config: Config) -> str:
     """16 hex digits over the text that `family` renders for these: they change when this kernel does, not when its template does."""
     unnamed = Variant(template=family.name, template_hash="", spec=spec, config=config)
-    return hashlib.sha256(_text(family, unnamed).encode()).hexdigest()[:16]
+    try:
+        return hashlib.sha256(_text(family, unnamed).encode()).hexdigest()[:16]
+    except TemplateError:
+        # What can't be rendered still has a name to fail under.
+        return sources_hash(family.template_file)
 
 
 def _text(family: Family, variant: Variant) -> str:
