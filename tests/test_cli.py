@@ -200,8 +200,11 @@ def test_rows_that_this_version_cannot_serve_give_way_or_are_named(searched: tup
             store.save(result)
     both = flashtune("generate", "--db", str(path), "--out", str(tmp_path / "both"))
     assert both.exit_code == 0 and "left out" not in both.stderr
-    shown = json.loads(flashtune("show", "--db", str(path), "--json").stdout)
-    assert "0" * 16 not in {row["variant"] for row in shown}
+    exported = tmp_path / "exported.sqlite"
+    assert flashtune("export", str(exported), "--db", str(path)).exit_code == 0
+    for database in (path, exported):
+        shown = json.loads(flashtune("show", "--db", str(database), "--json").stdout)
+        assert "0" * 16 not in {row["variant"] for row in shown}
 
 
 def test_generate_writes_kernels_that_regenerating_does_not_change(searched: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:

@@ -33,10 +33,11 @@ def export(
     """
     from flashtune.db.library import overlay_path
     from flashtune.db.store import Store
+    from flashtune.templates import unservable
 
     with Store.open(location or overlay_path(), writable=False) as store:
         filters = filters_of(gpu_name=gpu_name, d=d, dtype=dtype)
-        rows = store.export(destination, winners_only=not all_trials, replace=force, **filters)
+        rows = store.export(destination, winners_only=not all_trials, replace=force, passed_over=unservable, **filters)
     if as_json:
         print_json({"path": str(destination), "rows": rows, "bytes": destination.stat().st_size})
     else:

@@ -14,6 +14,7 @@ import platformdirs
 
 from flashtune.core.problem import ProblemKey
 from flashtune.core.results import Fate, TuningRecord
+from flashtune.db.ranking import by_key, foremost, key_order, serve_all
 
 if TYPE_CHECKING:
     from flashtune.db.store import KeyFilter, Store
@@ -48,8 +49,6 @@ class Library:
     """
 
     def __init__(self, layers: Sequence[Layer]) -> None:
-        from flashtune.db.ranking import by_key, key_order
-
         self.layers = tuple(layers)
         found: list[TuningRecord] = []
         for layer in self.layers:
@@ -73,16 +72,14 @@ class Library:
         """The best record of exactly this key, or None."""
         return next(iter(self._records.get(key, [])), None)
 
-    def records(
-        self, *, passed_over: Callable[[TuningRecord], object] = lambda record: None, **where: Unpack["KeyFilter"]
-    ) -> list[TuningRecord]:
+    def records(self, *, passed_over: Callable[[TuningRecord], object] = serve_all, **where: Unpack["KeyFilter"]) -> list[TuningRecord]:
         """The best record of every key that passes the filter, in order of keys.
 
         One that is `passed_over` gives way to the next of its key, where there is one that is not.
         """
         wanted = {name: value for name, value in where.items() if value is not None}
         chosen = (same for key, same in self._records.items() if all(getattr(key, name) == value for name, value in wanted.items()))
-        return [next((record for record in same if not passed_over(record)), same[0]) for same in chosen]
+        return [foremost(same, passed_over) for same in chosen]
 
     def winners(self) -> list[TuningRecord]:
         """What every search found best, in order of keys and of preference: where a record can't be served, the next one may."""

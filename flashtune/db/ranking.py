@@ -1,6 +1,6 @@
 """Which of several records of one key is the best; one rule for a database, for layers of databases and for dispatch."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -31,6 +31,15 @@ def by_key(records: Iterable[TuningRecord]) -> dict[ProblemKey, list[TuningRecor
     for record in records:
         found.setdefault(record.key, []).append(record)
     return {key: sorted(same, key=preference) for key, same in found.items()}
+
+
+def serve_all(record: TuningRecord) -> None:
+    """Passes over no record."""
+
+
+def foremost(same: Sequence[TuningRecord], passed_over: Callable[[TuningRecord], object]) -> TuningRecord:
+    """The first of these records, the best first, that is not `passed_over`; the very first where all are."""
+    return next((record for record in same if not passed_over(record)), same[0])
 
 
 def key_order(key: ProblemKey) -> tuple[Any, ...]:

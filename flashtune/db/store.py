@@ -17,7 +17,7 @@ from flashtune.core.errors import DatabaseError, NoKernelFound
 from flashtune.core.problem import Direction, Problem, ProblemKey
 from flashtune.core.results import Baseline, Fate, Outcome, Provenance, SearchResult, TuningRecord
 from flashtune.db import rows
-from flashtune.db.ranking import by_key, key_order
+from flashtune.db.ranking import by_key, foremost, key_order, serve_all
 from flashtune.db.rows import Row, RowError
 from flashtune.db.schema import ProblemRow, RunRow, TrialRow
 from flashtune.db.server import Server
@@ -121,14 +121,14 @@ class Store:
         """The best record of exactly this key, or None."""
         return next(iter(by_key(self._winners(_where_key(key))).get(key, [])), None)
 
-    def records(self, **where: Unpack[KeyFilter]) -> list[TuningRecord]:
+    def records(self, *, passed_over: Callable[[TuningRecord], object] = serve_all, **where: Unpack[KeyFilter]) -> list[TuningRecord]:
         """The best record of every key that passes the filter, in order of keys.
 
         Each run's candidate is rank 1 of its closing race, or else its fastest correct outcome (ties by variant id);
-        `ranking.preference` chooses between runs.
+        `ranking.preference` chooses between runs. One that is `passed_over` gives way to the next of its key, where there is one.
         """
         found = by_key(self._winners(_filtered(where)))
-        return [found[key][0] for key in sorted(found, key=key_order)]
+        return [foremost(found[key], passed_over) for key in sorted(found, key=key_order)]
 
     def winners(self, **where: Unpack[KeyFilter]) -> list[TuningRecord]:
         """The candidate of every run that passes the filter (see `records`), newest run first."""
@@ -167,16 +167,25 @@ class Store:
             )
         return summaries
 
-    def export(self, destination: str | Path, *, winners_only: bool, replace: bool = False, **where: Unpack[KeyFilter]) -> int:
+    def export(
+        self,
+        destination: str | Path,
+        *,
+        winners_only: bool,
+        replace: bool = False,
+        passed_over: Callable[[TuningRecord], object] = serve_all,
+        **where: Unpack[KeyFilter],
+    ) -> int:
         """Write what passes the filter to a new, compact SQLite file, fit to ship beside model weights; how many runs it holds.
 
-        `winners_only` keeps the best record of each key, else all runs with all trials. Equal contents give equal bytes (under one
-        version of SQLite). The file appears whole or not at all; `replace` allows it to take the place of another tuned database.
+        `winners_only` keeps the best record of each key (see `records`), else all runs with all trials. Equal contents give equal bytes
+        (under one version of SQLite). The file appears whole or not at all; `replace` allows it to take the place of another tuned
+        database.
 
         Raises NoKernelFound where nothing passes the filter.
         """
         if winners_only:
-            results = [_alone(record) for record in self.records(**where)]
+            results = [_alone(record) for record in self.records(passed_over=passed_over, **where)]
         else:
             results = sorted(self.results(**where), key=lambda result: key_order(result.problem.key(result.gpu)))
         if not results:
