@@ -20,7 +20,7 @@ from concurrent.futures import TimeoutError as Overdue
 from pathlib import Path
 from typing import Any
 
-from forward_cells import GROUPS, Cell, cells, groups_of
+from forward_cells import GROUPS, Cell, cells, groups_of, peers_of_text
 from forward_peers import Checked, check_cell, start, time_cell
 from forward_report import FA4, Row, fa4_ratios, summary, tables
 from pebble import ProcessExpired, ProcessPool
@@ -76,7 +76,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--d", type=numbers, help="only these head sizes")
     parser.add_argument("--n", type=numbers, help="only these lengths")
-    parser.add_argument("--without", default="", help="peers to leave out, such as flex, which takes longest to compile")
+    parser.add_argument(
+        "--without", type=peers_of_text, default="", help="peers to leave out, such as flex, which takes longest to compile"
+    )
     parser.add_argument("--seconds", type=float, default=0.5, help="timing per cell (default: %(default)s)")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds after which a cell is given up (default: %(default)s)")
     parser.add_argument(
@@ -91,7 +93,7 @@ def main() -> None:
     options = arguments()
     if local_gpu() is None:
         raise SystemExit("forward.py times kernels on a GPU and found none: run it on the GPU's machine")
-    chosen = cells(options.cells, d=options.d, n=options.n, without=tuple(options.without.split(",")))
+    chosen = cells(options.cells, d=options.d, n=options.n, without=options.without)
     rows = run(chosen, seed=options.seed, seconds=options.seconds, jobs=options.jobs, limit_s=options.limit)
     known = fa4_ratios()
     command = shlex.join(["python", *sys.argv])

@@ -20,6 +20,15 @@ def groups_of(text: str) -> tuple[Group, ...]:
     return tuple(group for group in GROUPS if group in names)
 
 
+def peers_of_text(text: str) -> tuple[str, ...]:
+    """Peers from the command line, with commas between them; raises ArgumentTypeError for one that no cell has."""
+    known = {peer for cell in cells() for peer in cell.peers}
+    names = tuple(name for name in text.split(",") if name)
+    if strange := set(names) - known:
+        raise ArgumentTypeError(f"unknown peers {', '.join(sorted(strange))}: use {', '.join(sorted(known))}")
+    return names
+
+
 TOKENS = 16384
 """B * N of every cell but decode's."""
 

@@ -92,7 +92,7 @@ class Row:
         return {
             "group": self.cell.group,
             "case": self.cell.case,
-            "problem": {"batch": p.batch, "heads": p.heads, "kv_heads": p.kv_heads, "n_q": p.n_q, "n_kv": p.n_kv, "d": p.d},
+            "problem": {name: getattr(p, name) for name in ("batch", "heads", "kv_heads", "n_q", "n_kv", "d", "d_v", "dtype")},
             "features": p.features.as_json(),
             "served": {name: getattr(self.checked, name) for name in ("kind", "template", "variant", "reason")},
             "times": {name: asdict(time) for name, time in self.times.items()},

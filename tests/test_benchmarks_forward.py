@@ -243,3 +243,10 @@ def test_unknown_groups_are_refused(main: Callable[[], None], monkeypatch: pytes
     with pytest.raises(SystemExit):
         main()
     assert f"unknown cells fp4: use {', '.join(GROUPS)}" in capsys.readouterr().err
+
+
+def test_a_peer_that_no_cell_has_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["forward.py", "--without", "flex,foo"])
+    with pytest.raises(SystemExit):
+        forward.arguments()
+    assert "unknown peers foo" in capsys.readouterr().err
