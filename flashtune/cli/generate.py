@@ -28,10 +28,13 @@ def generate(location: str | None, gpu_name: str | None, out: Path | None, check
     folder = out or Path(str(resources.files("flashtune.kernels_generated")))
     library = Library.of(location or shipped_path())
     records = library.records(passed_over=unservable, **filters_of(gpu_name=gpu_name))
+    servable = []
     for record in records:
         if why := unservable(record):
             messages().print(f"left out: {record.key.gpu} {record.problem.label()}: {why}")
-    files = generated_files([record for record in records if not unservable(record)])
+        else:
+            servable.append(record)
+    files = generated_files(servable)
     if check:
         present = {path.name: path.read_text() for path in folder.iterdir() if GENERATED.fullmatch(path.name)} if folder.is_dir() else {}
         differing = sorted(name for name in files.keys() | present.keys() if files.get(name) != present.get(name))

@@ -122,7 +122,7 @@ def _from_record(
     if (why := family.suits(problem, target)) is not None:
         return Refusal(reason=why, record=record)
     own_gpu = record.key.gpu == key.gpu
-    if (why := _unfit(family, outcome.config, spec, target)) is not None:
+    if (why := family.unfit(outcome.config, spec, target)) is not None:
         return Refusal(reason=why, invalid=own_gpu, record=record)
     note = _note(record, kind, key)
     framework_us = record.framework_us
@@ -141,14 +141,6 @@ def _from_default(family: Family, problem: Problem, target: Target) -> Choice | 
         return Refusal(reason=f"the default of {family.name} breaks {broken.name}: {broken.why}")
     note = f"no record stands for this problem, so the default config of {family.name} serves it"
     return Choice(kind="default", spec=spec, note=note, family=family, config=config)
-
-
-def _unfit(family: Family, config: Config, spec: KernelSpec, target: Target) -> str | None:
-    """Why a valid config can't serve this spec on this target."""
-    if (why := family.supports(spec, target)) is not None:
-        return why
-    broken = family.violated(config, spec, target)
-    return None if broken is None else f"{config.label()} breaks {broken.name}: {broken.why}"
 
 
 def _order(record: TuningRecord, place: int, key: ProblemKey, target: Target) -> tuple[object, ...]:

@@ -29,5 +29,4 @@ def unservable(record: TuningRecord) -> str | None:
         chosen.validate(record.outcome.config)
     except InputError as error:
         return str(error)
-    broken = chosen.violated(record.outcome.config, record.problem.spec(), target)
-    return None if broken is None else f"{record.outcome.config.label()} breaks {broken.name}: {broken.why}"
+    return chosen.unfit(record.outcome.config, record.problem.spec(), target)

@@ -80,6 +80,13 @@ class Family:
         """The first constraint that this config breaks on this target, or None."""
         return next((c for c in self.constraints if not c.holds(config, spec, target)), None)
 
+    def unfit(self, config: Config, spec: KernelSpec, target: Target) -> str | None:
+        """Why a config of the declared space can't serve `spec` on `target`, or None where it can."""
+        if (why := self.supports(spec, target)) is not None:
+            return why
+        broken = self.violated(config, spec, target)
+        return None if broken is None else f"{config.label()} breaks {broken.name}: {broken.why}"
+
     def validate(self, config: Config) -> None:
         """Raise InputError unless `config` has exactly the declared axes with declared values (types included)."""
         declared = {axis.name: axis for axis in self.axes}
