@@ -321,6 +321,13 @@ def test_a_study_never_asks_the_same_twice_and_only_for_valid_candidates(sampler
     assert seen[: len(space.starts())] == space.starts()[:30]
 
 
+def test_another_problems_winner_is_tried_only_where_its_family_is_in_the_space() -> None:
+    found, space = study(optuna.storages.InMemoryStorage())
+    own = Candidate(family=space.families["flash_fwd"], config=family("flash_fwd").default(BIG.spec(), space.target))
+    found.enqueue([Candidate(family=family("flash_decode"), config=SPLIT), own])
+    assert found.ask(1) == [own]
+
+
 def test_workers_that_share_a_storage_see_each_others_trials(tmp_path: Path) -> None:
     storage = optuna.storages.RDBStorage(f"sqlite:///{tmp_path}/shared.sqlite")
     first, _ = study(storage)

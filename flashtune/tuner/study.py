@@ -76,8 +76,8 @@ class Study:
         self._read = len(trials)
 
     def enqueue(self, candidates: list[Candidate]) -> None:
-        """Try these first."""
-        self._waiting += candidates
+        """Try these first, but for those of families that the space leaves out."""
+        self._waiting += [candidate for candidate in candidates if candidate.family.name in self._space.families]
 
     def ask(self, count: int) -> list[Candidate]:
         """Up to `count` candidates that nobody tried yet; fewer, or none, when the space is exhausted.
