@@ -137,6 +137,12 @@ def test_a_search_without_a_gpu_stores_predicted_rows(searched: tuple[Path, list
         assert row["framework_us"] is None, "nothing was timed"
 
 
+def test_a_family_that_is_named_is_searched_at_sizes_that_dont_suit_it(tmp_path: Path) -> None:
+    words = ("search", "--gpu-name", "a100", "--d", "16", "--n", "64", "--batch", "1", "--heads", "2", "--full", "--dtype", "fp16")
+    words += ("--template", "flash_decode", "--trials", "1", "--seed", "1", "--db", str(tmp_path / "x.sqlite"), "--json")
+    assert [row["template"] for row in rows_of(*words)] == ["flash_decode"]
+
+
 def test_tables_say_what_predicted_means(searched: tuple[Path, list[dict[str, Any]]]) -> None:
     result = flashtune("show", "--db", str(searched[0]))
     assert result.exit_code == 0

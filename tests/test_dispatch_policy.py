@@ -163,6 +163,33 @@ def test_a_record_stands_in_only_where_every_family_that_suits_was_tried() -> No
     assert few.kind == "default" and few.family is known["first"]
 
 
+def test_what_was_measured_for_exactly_these_sizes_serves_them_whether_or_not_they_suit_its_family() -> None:
+    known = {"first": family("first", most_rows=128), "second": family("second")}
+    many, few = sized(4096, n_q=2048), sized(4096, n_q=64)
+    beyond, before = record(many), record(few, template="second")
+    found = choose(many, H200, [beyond, record(sized(2048), template="second", time_us=1.0)], known)
+    assert (found.kind, found.record) == ("exact", beyond)
+    assert choose(few, H200, [before], known).record is before, "though the family that suits was never tried"
+    # A rule of thumb stands over whatever isn't a measurement of these sizes.
+    other_gpu, estimate = record(many, H100), record(many, source="predicted")
+    for refused, problem in ((beyond, sized(4096, n_q=2000)), (other_gpu, many), (estimate, many)):
+        refusal = next(rank(problem, H200, [refused], known))
+        assert isinstance(refusal, Refusal) and "too many" in refusal.reason and not refusal.invalid
+        assert choose(problem, H200, [refused], known).family is known["second"]
+
+
+def test_a_measured_split_serves_its_own_key_and_leaves_its_neighbours_to_the_rule() -> None:
+    small = sized(2048, batch=1)
+    splits = record(small, template="flash_decode", config=families()["flash_decode"].default(small.spec(), H200))
+    assert families()["flash_decode"].suits(small, H200) is not None
+    assert choose(small, H200, [splits], families()).record is splits
+    # The same bucket of heads is the same key.
+    assert choose(replace(small, heads=12, kv_heads=12), H200, [splits], families()).record is splits
+    for other in (sized(2000, batch=1), sized(2048, batch=2)):
+        found = choose(other, H200, [splits], families())
+        assert (found.kind, found.family) == ("default", families()["flash_fwd_hopper"])
+
+
 @pytest.mark.parametrize("gpu", ["a100", "h200", "b200", "rtx4090", "mi300x"])
 def test_an_untuned_decoding_step_is_served_by_the_family_that_splits_keys(gpu: str) -> None:
     step = Problem(batch=16, heads=32, kv_heads=8, n_q=1, n_kv=4096, d=128, d_v=128, dtype="bf16")

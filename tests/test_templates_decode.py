@@ -18,7 +18,7 @@ from flashtune.core.dtypes import DType
 from flashtune.core.modules import load_source
 from flashtune.core.problem import DECODE_ROWS, Features, Problem
 from flashtune.core.target import find_target, targets
-from flashtune.templates.flash_decode import FAMILY
+from flashtune.templates.flash_decode import FAMILY, wave_efficiency
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.compile import compiling_for, cross_compile, read_facts
 from flashtune.tuner.inputs import make_inputs
@@ -179,6 +179,19 @@ def test_it_competes_for_decoding_steps_and_for_rows_too_few_to_fill_the_gpu() -
     assert FAMILY.suits(replace(STEP, n_q=128, batch=1, n_kv=8192), H200) is None
     assert "fill" in (FAMILY.suits(replace(STEP, n_q=128, batch=16), H200) or "")
     assert "few" in (FAMILY.suits(replace(STEP, n_q=128, batch=1, n_kv=512), H200) or "")
+    # 132 SMs: 65 tiles leave more than half of them idle, 66 don't, nor does a second wave of one tile.
+    rows = replace(STEP, batch=1, heads=1, kv_heads=1)
+    assert FAMILY.suits(replace(rows, n_q=65 * 64), H200) is None
+    for tiles in (66, 132, 133, 1000):
+        assert "fill" in (FAMILY.suits(replace(rows, n_q=tiles * 64), H200) or "")
+
+
+@given(tiles=st.integers(1, 10_000), sms=st.integers(1, 200))
+def test_waves_are_as_efficient_as_their_last_one_is_full(tiles: int, sms: int) -> None:
+    waves = -(-tiles // sms)
+    assert wave_efficiency(tiles, sms) == pytest.approx(tiles / waves / sms)
+    assert (wave_efficiency(tiles, sms) == 1) is (tiles % sms == 0)
+    assert wave_efficiency(tiles, sms) > (waves - 1) / waves
 
 
 def test_dropout_is_left_to_others() -> None:

@@ -282,6 +282,10 @@ def test_only_families_that_suit_a_problem_are_searched() -> None:
     assert "flash_decode" not in SearchSpace(families(), replace(STEP, n_q=4096), target).families
     with pytest.raises(InputError, match="fill"):
         SearchSpace({"flash_decode": family("flash_decode")}, BIG, target)
+    assert list(SearchSpace(families(), BIG, target, only_suited=False).families) == list(families())
+    dropout = replace(BIG, features=Features(dropout=True))
+    with pytest.raises(InputError, match="dropout"):
+        SearchSpace({"flash_decode": family("flash_decode")}, dropout, target, only_suited=False)
 
 
 def outcome(config: Config, median_us: float | None, variant_id: str = "00") -> Outcome:

@@ -38,7 +38,11 @@ DEFAULT_TRIALS = 60
     "--sampler", type=click.Choice(["tpe", "random", "exhaustive"]), default="tpe", show_default=True, help="How candidates are proposed."
 )
 @click.option(
-    "--template", "templates", multiple=True, metavar="NAME", help="Search these template families only (default: all that serve)."
+    "--template",
+    "templates",
+    multiple=True,
+    metavar="NAME",
+    help="Search these template families only, at any sizes (default: all that serve, each at the sizes that suit it).",
 )
 @click.option(
     "--seed",
@@ -123,10 +127,12 @@ def run_search(
         seed=words["seed"],
         # One core stays free for the process that launches what is timed.
         jobs=words["jobs"] or max(1, (os.cpu_count() or 1) - (source == "measured")),
+        # Whoever names a family wants to know what it is worth, there too where it isn't thought to be good.
+        only_suited=not words["templates"],
     )
     for problem in problems:
         # What no template serves is refused before anything is written.
-        SearchSpace(plan.families, problem, target)
+        SearchSpace(plan.families, problem, target, only_suited=plan.only_suited)
     command = command or shlex.join(["flashtune", *sys.argv[1:]])
     trials = None if plan.sampler == "exhaustive" else plan.trials
     with (

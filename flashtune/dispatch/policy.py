@@ -63,8 +63,9 @@ def rank(
     user over shipped ones, the larger sizes, the shorter time and the lower variant id, so that equal libraries choose equally
     everywhere. A record that says that the framework was faster makes the framework the choice, provided that `framework_serves`
     (torch has the features). A record is never served when its config is outside the family's declared space or breaks a constraint on
-    this target, nor where the problem's sizes don't suit its family; the next one of its key may serve. A record stands in for other
-    sizes only where every family that suits these suits its own: one that was never tried there may be far better here.
+    this target; the next one of its key may serve. Which sizes suit a family is a rule of thumb, which gives way to measurements: step 1
+    doesn't ask for it. A record of any other step is served only where the problem's sizes suit its family, and stands in for other sizes
+    only where every family that suits these suits its own: one that was never tried there may be far better here.
     """
     spec, key = problem.spec(), problem.key(target.slug)
     group = group_of(key)
@@ -119,7 +120,7 @@ def _from_record(
         family.validate(outcome.config)
     except InputError as error:
         return Refusal(reason=str(error), invalid=True, record=record)
-    if (why := family.suits(problem, target)) is not None:
+    if kind != "exact" and (why := family.suits(problem, target)) is not None:
         return Refusal(reason=why, record=record)
     own_gpu = record.key.gpu == key.gpu
     if (why := family.unfit(outcome.config, spec, target)) is not None:

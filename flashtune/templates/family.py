@@ -55,7 +55,9 @@ class Family:
     """A template with its search space.
 
     `supports` returns why a spec can't be served on a target, or None where it can. `suits` returns why a problem's sizes are better
-    left to other families, or None where this one competes: it is then searched, and its records and default are served.
+    left to other families, or None where this one competes. It is a rule of thumb for what nobody measured: it says which families a
+    search tries unless they are named, whose default is offered and which records of other sizes stand in. A measured record of
+    exactly the problem's key is served whatever it says.
     `default` is a sound config for when nothing was ever tuned. `starts` are configs worth trying first (the field's published
     tiles). `interpretable` says whether Triton's interpreter runs it.
     `path_axes` are the axes that change which code is rendered, so that two configs that agree in them share a code path.

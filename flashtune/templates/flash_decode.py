@@ -35,6 +35,13 @@ AXES = (
 SMALL_TILE = 64
 """Query rows of the smallest tiles that families which don't split keys are good with."""
 
+BUSY = 0.5
+"""Wave efficiency from which on keys are left whole: an estimate. Splits could win at most a factor of two there, and adding them up costs.
+
+FlashAttention-3 splits below 0.8 of one wave (`num_splits_heuristic` in hopper/heuristics.h of Dao-AILab/flash-attention); its
+kernels for whole and for split keys are the same, ours are not.
+"""
+
 FEWEST_KEYS = 1024
 """Fewer keys are read in a few microseconds by one program, which is no more than what splitting them costs."""
 
@@ -87,13 +94,18 @@ def supports(spec: KernelSpec, target: Target) -> str | None:
     return flash_fwd.supports(spec, target)
 
 
+def wave_efficiency(tiles: int, sms: int) -> float:
+    """The share of `sms` that is busy while `tiles` equal tiles run in waves, one to an SM: 1 where the last wave is full."""
+    return tiles / (math.ceil(tiles / sms) * sms)
+
+
 def suits(problem: Problem, target: Target) -> str | None:
-    """Why splitting keys has nothing to give to `problem` on `target`, or None: a decoding step, or rows too few to fill the GPU."""
+    """Why splitting keys is thought to give nothing to `problem` on `target`, or None: a decoding step, or tiles that leave SMs idle."""
     if problem.n_q <= DECODE_ROWS:
         return None
     tiles = problem.batch * problem.heads * math.ceil(problem.n_q / SMALL_TILE)
-    if 2 * tiles >= target.sms:
-        return f"flash_decode splits keys where rows are few, and {tiles} tiles of {SMALL_TILE} rows fill half of {target.name} or more"
+    if (busy := wave_efficiency(tiles, target.sms)) >= BUSY:
+        return f"flash_decode splits keys where rows are few, and {tiles} tiles of {SMALL_TILE} rows fill {busy:.0%} of {target.name}"
     if problem.n_kv < FEWEST_KEYS:
         return f"flash_decode splits keys where there are many, and {problem.n_kv} are few"
     return None

@@ -52,6 +52,8 @@ class SearchPlan:
     seed: int | None = None
     jobs: int = 1
     limits: Limits = field(default_factory=Limits)
+    only_suited: bool = True
+    """Whether families sit out the problems whose sizes don't suit them (see `Family`)."""
     measure_s: float = 0.06
     """Seconds of timing that one candidate gets."""
     race_s: float = 0.6
@@ -134,7 +136,7 @@ class _ProblemSearch:
     def __init__(self, search: Search, problem: Problem, workers: Workers, deadline: float | None) -> None:
         self.search, self.problem, self.workers, self.deadline = search, problem, workers, deadline
         self.plan = search._plan
-        self.space = SearchSpace(self.plan.families, problem, self.plan.target)
+        self.space = SearchSpace(self.plan.families, problem, self.plan.target, only_suited=self.plan.only_suited)
         self.state = search._state(problem.spec())
         self.study = Study(
             self.space,

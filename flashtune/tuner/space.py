@@ -24,11 +24,16 @@ class Candidate:
 
 
 class SearchSpace:
-    """What can be tried for a problem on a target; raises InputError where no family serves it."""
+    """What can be tried for a problem on a target: configs of the families that support it and, with `only_suited`, suit its sizes.
 
-    def __init__(self, families: Mapping[str, Family], problem: Problem, target: Target) -> None:
+    Raises InputError where there is no such family.
+    """
+
+    def __init__(self, families: Mapping[str, Family], problem: Problem, target: Target, *, only_suited: bool = True) -> None:
         spec = problem.spec()
-        refusals = {name: family.supports(spec, target) or family.suits(problem, target) for name, family in families.items()}
+        refusals = {name: family.supports(spec, target) for name, family in families.items()}
+        if only_suited:
+            refusals = {name: refusal or families[name].suits(problem, target) for name, refusal in refusals.items()}
         self.families = {name: families[name] for name, refusal in refusals.items() if refusal is None}
         self.spec, self.target = spec, target
         if not target.compilable:
