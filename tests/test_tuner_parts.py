@@ -26,7 +26,6 @@ from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner import tasks, verify
 from flashtune.tuner.compile import cross_compile
 from flashtune.tuner.cost import key_blocks, predict_us
-from flashtune.tuner.framework import framework_call
 from flashtune.tuner.inputs import make_inputs
 from flashtune.tuner.search import ranked
 from flashtune.tuner.space import Candidate, SearchSpace
@@ -135,30 +134,6 @@ def test_alibis_slopes_and_diagonal_are_felt() -> None:
         assert verify.Verifier(problem, device="cpu", seed=2).verdict(spoiled("", **words)).reason
     slopes = make_inputs(problem, device="cpu", seed=0).keywords["slopes"]
     assert slopes.shape == (2, 4) and slopes[1].tolist() == [2**-2, 2**-4, 2**-6, 2**-8]
-
-
-@pytest.mark.parametrize(
-    "features",
-    [
-        Features(alibi=True),
-        Features(alibi=True, causal=True),
-        Features(alibi=True, mask="bool", alignment="bottom_right"),
-        Features(alibi=True, mask="bias", window=(9, 9)),
-    ],
-    ids=lambda f: f.label(),
-)
-def test_the_framework_computes_alibi_from_a_bias(features: Features) -> None:
-    problem = replace(PROBLEM, d_v=16, features=features)
-    inputs = make_inputs(problem, device="cpu", seed=3)
-    call = framework_call(inputs)
-    assert call is not None
-    out = call()
-    for want in verify.oracle(inputs, verify.everywhere(problem)):
-        torch.testing.assert_close(out[want.batch, want.head].double(), want.out, atol=2e-5, rtol=2e-5)
-
-
-def test_the_framework_has_no_fp8() -> None:
-    assert framework_call(make_inputs(replace(PROBLEM, dtype="fp8"), device="cpu", seed=0)) is None
 
 
 @pytest.mark.parametrize("words", [{"diagonal": 1}, {"window_left": 59}, {"softcap": 0.0}, {"seed": 12345}, {"mask": None}], ids=str)

@@ -4,7 +4,9 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 from flashtune.core import reference
 from flashtune.tuner.inputs import Inputs
@@ -21,8 +23,9 @@ BACKENDS = {
 def framework_call(inputs: Inputs, backend: str | None = None) -> Callable[[], torch.Tensor] | None:
     """The framework's attention on these inputs (its default choice, or one of `BACKENDS`); None where it can't express the problem.
 
-    Bands that are not torch's own causal become a boolean mask and ALiBi a bias in the inputs' dtype (the one that every backend takes),
-    made once and outside of what is timed. A soft cap has no equivalent, nor have fp8 inputs.
+    A diagonal at the last key is torch's `causal_lower_right`, where that reaches FlashAttention. Other bands that are not torch's own
+    causal become a boolean mask, and ALiBi a bias in the inputs' dtype (the one that every backend takes), made once and outside of what
+    is timed. A soft cap has no equivalent, nor have fp8 inputs.
     """
     p, words = inputs.problem, inputs.keywords
     if p.features.softcap or p.dtype == "fp8":
@@ -39,7 +42,9 @@ def framework_call(inputs: Inputs, backend: str | None = None) -> Callable[[], t
         except torch.OutOfMemoryError:
             return None
     causal = p.features.causal and p.features.window is None and p.diagonal == 0 and mask is None
-    if p.features.banded and not causal:
+    if mask is None and backend in (None, "flash") and _flash_takes_lower_right(inputs):
+        mask = causal_lower_right(p.n_q, p.n_kv)
+    elif p.features.banded and not causal:
         sides = (None if words[name] < 0 else words[name] for name in ("window_left", "window_right"))
         left, right = sides
         band = reference.band(p.n_q, p.n_kv, left=left, right=right, diagonal=p.diagonal, device=inputs.q.device)
@@ -70,3 +75,11 @@ def framework_call(inputs: Inputs, backend: str | None = None) -> Callable[[], t
             return call()
 
     return chosen
+
+
+def _flash_takes_lower_right(inputs: Inputs) -> bool:
+    """Whether FlashAttention computes the band of these inputs from a diagonal at the last key, without a mask."""
+    p, words = inputs.problem, inputs.keywords
+    if not p.features.causal or p.features.window is not None or p.diagonal <= 0:
+        return False
+    return can_use_flash_attention(SDPAParams(inputs.q, inputs.k, inputs.v, None, words["dropout_p"], False, p.gqa_ratio > 1))

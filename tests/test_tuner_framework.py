@@ -1,0 +1,75 @@
+"""The framework's attention as the yardstick: it computes the same problem, by its own means where it has them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flashtune.core.problem import Features, Problem
+from flashtune.tuner import framework, verify
+from flashtune.tuner.framework import framework_call
+from flashtune.tuner.inputs import Inputs, make_inputs
+
+PROBLEM = Problem(batch=2, heads=4, kv_heads=2, n_q=100, n_kv=140, d=16, d_v=16, dtype="fp32")
+
+
+def compare(inputs: Inputs, backend: str | None = None) -> None:
+    """Run the framework and the oracle."""
+    call = framework_call(inputs, backend)
+    assert call is not None
+    out = call()
+    for want in verify.oracle(inputs, verify.everywhere(inputs.problem)):
+        torch.testing.assert_close(out[want.batch, want.head].double(), want.out, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        Features(alibi=True),
+        Features(alibi=True, causal=True),
+        Features(alibi=True, mask="bool", alignment="bottom_right"),
+        Features(alibi=True, mask="bias", window=(9, 9)),
+    ],
+    ids=lambda f: f.label(),
+)
+def test_the_framework_computes_alibi_from_a_bias(features: Features) -> None:
+    compare(make_inputs(replace(PROBLEM, features=features), device="cpu", seed=3))
+
+
+def test_the_framework_has_no_fp8() -> None:
+    assert framework_call(make_inputs(replace(PROBLEM, dtype="fp8"), device="cpu", seed=0)) is None
+
+
+LOWER_RIGHT = Features(causal=True, alignment="bottom_right")
+
+
+@pytest.mark.parametrize("flash", [False, True])
+@pytest.mark.parametrize(
+    ("features", "n_q", "backend", "native"),
+    [
+        (LOWER_RIGHT, 100, None, True),
+        (LOWER_RIGHT, 100, "flash", True),
+        # Torch would write the diagonal out on each call.
+        (LOWER_RIGHT, 100, "math", False),
+        (replace(LOWER_RIGHT, window=(9, 0)), 100, None, False),
+        (replace(LOWER_RIGHT, alibi=True), 100, None, False),
+        (Features(causal=True), 100, None, False),
+        # The diagonal starts at the first key.
+        (LOWER_RIGHT, 140, None, False),
+    ],
+    ids=str,
+)
+def test_a_diagonal_at_the_last_key_is_torchs_own_where_flash_attention_takes_it(
+    features: Features, n_q: int, backend: str | None, native: bool, flash: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[int, int]] = []
+
+    def recorded(n_q: int, n_kv: int) -> torch.Tensor:
+        made.append((n_q, n_kv))
+        return diagonal(n_q, n_kv)
+
+    diagonal = framework.causal_lower_right
+    monkeypatch.setattr(framework, "causal_lower_right", recorded)
+    monkeypatch.setattr(framework, "can_use_flash_attention", lambda params: flash)
+    compare(make_inputs(replace(PROBLEM, n_q=n_q, features=features), device="cpu", seed=3), backend)
+    assert made == ([(100, 140)] if native and flash else [])
