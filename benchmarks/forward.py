@@ -20,7 +20,7 @@ from concurrent.futures import TimeoutError as Overdue
 from pathlib import Path
 from typing import Any
 
-from forward_cells import GROUPS, Cell, cells, groups_of, peers_of_text
+from forward_cells import GROUPS, Cell, cells, groups_of, numbers_of, peers_of_text
 from forward_peers import Checked, check_cell, start, time_cell
 from forward_report import FA4, Row, fa4_ratios, summary, tables
 from pebble import ProcessExpired, ProcessPool
@@ -63,19 +63,14 @@ def run(chosen: list[Cell], *, seed: int, seconds: float, jobs: int, limit_s: fl
     return list(rows.values())
 
 
-def numbers(text: str) -> list[int]:
-    """`64` or `64,128`."""
-    return [int(part) for part in text.split(",")]
-
-
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--cells", type=groups_of, default=",".join(GROUPS), help="groups of cells, with commas between them (default: %(default)s)"
     )
-    parser.add_argument("--d", type=numbers, help="only these head sizes")
-    parser.add_argument("--n", type=numbers, help="only these lengths")
+    parser.add_argument("--d", type=numbers_of, help="only these head sizes, with commas between them")
+    parser.add_argument("--n", type=numbers_of, help="only these numbers of keys, with commas between them")
     parser.add_argument(
         "--without", type=peers_of_text, default="", help="peers to leave out, such as flex, which takes longest to compile"
     )

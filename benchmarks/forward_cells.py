@@ -1,32 +1,48 @@
 """What forward.py times: its cells as data. Nothing here needs a GPU."""
 
 from argparse import ArgumentTypeError
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
-from flashtune.core.dtypes import ITEMSIZE, DType
+from flashtune.core.dtypes import DTYPES, ITEMSIZE, DType
 from flashtune.core.problem import Features, Problem
 
 Group = Literal["plain", "features", "fp8", "decode"]
 GROUPS: tuple[Group, ...] = get_args(Group)
 
+Name = TypeVar("Name", bound=str)
+
+
+def names_of(text: str, known: Sequence[Name], kind: str) -> tuple[Name, ...]:
+    """Names from the command line, with commas between them, in the order of `known`; raises ArgumentTypeError for others."""
+    names = set(text.split(","))
+    if strange := names - set(known):
+        raise ArgumentTypeError(f"unknown {kind} {', '.join(sorted(strange))}: use {', '.join(known)}")
+    return tuple(name for name in known if name in names)
+
+
+def numbers_of(text: str) -> tuple[int, ...]:
+    """Whole numbers from the command line, `64` or `64,128`; raises ArgumentTypeError for anything else."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is not a number, nor numbers with commas between them") from None
+
 
 def groups_of(text: str) -> tuple[Group, ...]:
-    """Groups from the command line, with commas between them, in the order of `GROUPS`; raises ArgumentTypeError for others."""
-    names = set(text.split(","))
-    if strange := names - set(GROUPS):
-        raise ArgumentTypeError(f"unknown cells {', '.join(sorted(strange))}: use {', '.join(GROUPS)}")
-    return tuple(group for group in GROUPS if group in names)
+    """Groups of cells (see `names_of`)."""
+    return names_of(text, GROUPS, "cells")
+
+
+def dtypes_of(text: str) -> tuple[DType, ...]:
+    """Element types (see `names_of`)."""
+    return names_of(text, DTYPES, "element types")
 
 
 def peers_of_text(text: str) -> tuple[str, ...]:
-    """Peers from the command line, with commas between them; raises ArgumentTypeError for one that no cell has."""
-    known = {peer for cell in cells() for peer in cell.peers}
-    names = tuple(name for name in text.split(",") if name)
-    if strange := set(names) - known:
-        raise ArgumentTypeError(f"unknown peers {', '.join(sorted(strange))}: use {', '.join(sorted(known))}")
-    return names
+    """Peers that some cell has (see `names_of`), or none."""
+    return names_of(text, sorted({peer for cell in cells() for peer in cell.peers}), "peers") if text else ()
 
 
 TOKENS = 16384
@@ -75,7 +91,7 @@ class Cell:
 
 
 def cells(
-    groups: tuple[Group, ...] = GROUPS, *, d: list[int] | None = None, n: list[int] | None = None, without: tuple[str, ...] = ()
+    groups: tuple[Group, ...] = GROUPS, *, d: Collection[int] | None = None, n: Collection[int] | None = None, without: tuple[str, ...] = ()
 ) -> list[Cell]:
     """The cells of these groups, less the peers `without`; of these head sizes and lengths only where they are given."""
     return [

@@ -8,21 +8,21 @@ import argparse
 import shlex
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import replace
 
-from forward_cells import GROUPS, Group, cells, groups_of
+from forward_cells import GROUPS, Group, cells, dtypes_of, groups_of, numbers_of
 
 from flashtune.cli.search import run_search
-from flashtune.core.dtypes import DTYPES
 from flashtune.core.problem import Problem
 from flashtune.tuner.machine import local_gpu
 
 FAMILY = {"plain": "flash_fwd_hopper", "features": "flash_fwd_hopper", "fp8": "flash_fwd_hopper", "decode": "flash_decode"}
 
 
-def problems_of(group: Group, d: list[int] | None) -> list[Problem]:
+def problems_of(group: Group, *, d: Collection[int] | None = None, n: Collection[int] | None = None) -> list[Problem]:
     """The problems of a group of cells; all N of one spec side by side, so that compiled kernels serve them all."""
-    found = [cell.problem for cell in cells((group,), d=d)]
+    found = [cell.problem for cell in cells((group,), d=d, n=n)]
     return found + [replace(problem, dtype="fp16") for problem in found] if group == "plain" else found
 
 
@@ -33,8 +33,9 @@ def main() -> None:
     parser.add_argument(
         "--cells", type=groups_of, default=",".join(GROUPS), help="groups of cells, with commas between them (default: %(default)s)"
     )
-    parser.add_argument("--d", type=int, action="append", help="only these head sizes")
-    parser.add_argument("--dtype", action="append", choices=DTYPES, help="only these element types")
+    parser.add_argument("--d", type=numbers_of, help="only these head sizes, with commas between them")
+    parser.add_argument("--n", type=numbers_of, help="only these numbers of keys, with commas between them")
+    parser.add_argument("--dtype", type=dtypes_of, help="only these element types, with commas between them")
     parser.add_argument("--trials", type=int, default=40, help="trials per problem (default: %(default)s)")
     parser.add_argument("--fp16-trials", type=int, default=10, help="the same for fp16 (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
@@ -43,7 +44,7 @@ def main() -> None:
     if gpu is None or gpu.target is None:
         raise SystemExit("tune.py measures kernels and found no GPU that flashtune knows: run it on the GPU's machine")
     for group in options.cells:
-        every = problems_of(group, options.d)
+        every = problems_of(group, d=options.d, n=options.n)
         for dtype in dict.fromkeys(problem.dtype for problem in every):
             if options.dtype and dtype not in options.dtype:
                 continue

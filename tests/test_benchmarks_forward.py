@@ -238,11 +238,22 @@ def test_a_cell_that_hangs_crashes_or_raises_costs_itself() -> None:
 
 
 @pytest.mark.parametrize("main", [forward.main, tune.main])
-def test_unknown_groups_are_refused(main: Callable[[], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["script.py", "--cells", "plain,fp4"])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--cells", "plain,fp4"), f"unknown cells fp4: use {', '.join(GROUPS)}"),
+        (("--d", "64,x"), "'64,x' is not a number, nor numbers with commas between them"),
+        (("--n", ""), "'' is not a number"),
+    ],
+    ids=lambda words: " ".join(words) if isinstance(words, tuple) else "",
+)
+def test_words_that_are_no_cells_or_numbers_are_refused(
+    main: Callable[[], None], words: tuple[str, str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["script.py", *words])
     with pytest.raises(SystemExit):
         main()
-    assert f"unknown cells fp4: use {', '.join(GROUPS)}" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 def test_a_peer_that_no_cell_has_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
