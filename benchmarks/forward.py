@@ -5,8 +5,8 @@ several processes; then one process alone times them. A cell that hangs or crash
 to cuDNN, which is known for some cells (fa4_h200.json). Ours is what `dispatch.attention` serves: `exact` names a kernel that was tuned
 for the very cell, `framework` no kernel of ours at all.
 
-Prints tables, writes forward.json to the folder named by OUT (default: the current one), and exits with 1 where a result is wrong
-(its error more than twice the framework's) or a cell failed.
+Prints tables (of rates, and for small cells, which latency limits, of microseconds), writes forward.json to the folder named by OUT
+(default: the current one), and exits with 1 where a result is wrong (its error more than twice the framework's) or a cell failed.
 """
 
 import argparse

@@ -8,7 +8,7 @@ from typing import Literal, TypeVar, get_args
 from flashtune.core.dtypes import DTYPES, ITEMSIZE, DType
 from flashtune.core.problem import Features, Problem
 
-Group = Literal["plain", "features", "fp8", "decode"]
+Group = Literal["plain", "features", "fp8", "decode", "small"]
 GROUPS: tuple[Group, ...] = get_args(Group)
 
 Name = TypeVar("Name", bound=str)
@@ -46,10 +46,10 @@ def peers_of_text(text: str) -> tuple[str, ...]:
 
 
 TOKENS = 16384
-"""B * N of every cell but decode's."""
+"""B * N of the plain, feature and fp8 cells."""
 
 WIDTH = 2048
-"""H * D of every cell but decode's."""
+"""H * D of the same cells."""
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 
@@ -67,6 +67,12 @@ FEATURES: dict[str, Features] = {
 DECODE = ((128, 16, 4096), (128, 1, 65536), (128, 1, 8192), (64, 16, 4096))
 """(D, B, N) of one query row over a cache of N keys, with 32 query and 8 key heads."""
 
+ALONE = ((128, 16, (256, 512, 1024, 2048)), (64, 12, (512, 1024)))
+"""(D, H, lengths) of one sequence by itself, which leaves much of a large GPU idle or fills it once or twice."""
+
+LAST_ROWS = ((16, 8192), (128, 16384), (192, 16384))
+"""(N_q, N_kv) of the last rows of one long sequence, as a draft to verify or a chunk of prefill: D = 128, 32 query and 8 key heads."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
@@ -79,8 +85,8 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """For tables and messages: `plain causal D=64 N=4096`."""
-        batch = f" B={self.problem.batch}" if self.group == "decode" else ""
+        """For tables and messages: `plain causal D=64 N=4096`, `small 128 rows D=128 B=1 N=16384`."""
+        batch = f" B={self.problem.batch}" if self.group in ("decode", "small") else ""
         return f"{self.group} {self.case} D={self.problem.d}{batch} N={self.problem.n_kv}"
 
     @property
@@ -139,4 +145,17 @@ def _decode() -> Iterator[Cell]:
         yield Cell(group="decode", case="one row", problem=problem, peers=("cudnn", "flash", "flex", "copy"))
 
 
-_EVERY = {"plain": _plain, "features": _features, "fp8": _fp8, "decode": _decode}
+def _small() -> Iterator[Cell]:
+    peers = ("cudnn", "flash")
+    for d, heads, lengths in ALONE:
+        for case, features in _bands():
+            for n in lengths:
+                problem = Problem(batch=1, heads=heads, kv_heads=heads, n_q=n, n_kv=n, d=d, d_v=d, dtype="bf16", features=features)
+                yield Cell(group="small", case=case, problem=problem, peers=peers)
+    for rows, n in LAST_ROWS:
+        features = Features(causal=True, alignment="bottom_right")
+        problem = Problem(batch=1, heads=32, kv_heads=8, n_q=rows, n_kv=n, d=128, d_v=128, dtype="bf16", features=features)
+        yield Cell(group="small", case=f"{rows} rows", problem=problem, peers=peers)
+
+
+_EVERY = {"plain": _plain, "features": _features, "fp8": _fp8, "decode": _decode, "small": _small}

@@ -81,7 +81,7 @@ def data_of(cell: Cell, device: torch.device | str, seed: int) -> Data:
     """Random inputs of a cell on `device`."""
     inputs = make_inputs(cell.problem, device=device, seed=seed)
     p, f, mask = cell.problem, cell.problem.features, inputs.keywords["mask"]
-    words: dict[str, Any] = {"is_causal": f.causal, "enable_gqa": p.gqa_ratio > 1}
+    words: dict[str, Any] = {"is_causal": f.causal, "enable_gqa": p.gqa_ratio > 1, "causal_alignment": f.alignment}
     if f.window is not None:
         words["window"] = f.window
     if mask is not None:

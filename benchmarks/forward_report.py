@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forward_cells import Cell
+from forward_cells import Cell, Group
 from forward_peers import COPY_BYTES, OURS, Checked, Error
 
 from flashtune.core.results import Measurement
@@ -16,6 +16,9 @@ FA4 = Path(__file__).parent / "fa4_h200.json"
 
 WORSE = 2.0
 """Our error may be so many times the framework's."""
+
+FIGURES: dict[Group, tuple[str, int]] = {"decode": ("TB/s of K+V", 2), "small": ("us", 1)}
+"""What tables show of a group, and its decimals: rates of what limits it, times where that is latency. All others show TFLOP/s."""
 
 
 def fa4_ratios(path: Path = FA4) -> dict[tuple[int, bool, int], float]:
@@ -86,6 +89,12 @@ class Row:
         work = self.cell.kv_bytes if self.cell.group == "decode" else self.cell.problem.flops()
         return work / self.times[name].median_us / 1e6
 
+    def figure(self, name: str) -> float | None:
+        """What tables show (see `FIGURES`): microseconds for small cells, the rate for others."""
+        if self.cell.group == "small":
+            return self.times[name].median_us if name in self.times else None
+        return self.rate(name)
+
     def as_json(self, known: dict[tuple[int, bool, int], float]) -> dict[str, Any]:
         """Everything, raw quantiles included; figures that aren't finite become null."""
         p = self.cell.problem
@@ -139,21 +148,23 @@ def _said(name: str, found: dict[str, float]) -> str:
 
 
 def _table(rows: list[Row], known: dict[tuple[int, bool, int], float]) -> str:
-    """One group: rates of everything, our speed over the peers', and errors (ours, then the framework's least)."""
-    decode = rows[0].cell.group == "decode"
+    """One group: figures of everything, our speed over the peers', and errors (ours, then the framework's least)."""
+    group = rows[0].cell.group
+    decode = group == "decode"
+    unit, digits = FIGURES.get(group, ("TFLOP/s", 0))
     names = list(dict.fromkeys(name for row in rows for name in row.times))
-    headings = [f"{'TB/s of K+V' if decode else 'TFLOP/s'}", "served by", *names, "/cudnn", "/best peer"]
-    headings += ["of copy"] if decode else ["/FA4"] if rows[0].cell.group == "plain" else []
+    headings = [unit, "served by", *names, "/cudnn", "/best peer"]
+    headings += ["of copy"] if decode else ["/FA4"] if group == "plain" else []
     lines = [[*headings, "max error", "norm error", ""]]
     for row in rows:
-        rates = {name: row.rate(name) for name in names}
+        figures = {name: row.figure(name) for name in names}
         cells = [row.cell.name, f"{row.checked.kind} {row.checked.template or ''}".strip()]
-        cells += [_number(rates[name], 2 if decode else 0) for name in names]
+        cells += [_number(figures[name], digits) for name in names]
         cells += [_number(row.ratio("cudnn")), _number(row.ratio(row.best_peer or "")) + (f" {row.best_peer}" if row.best_peer else "")]
         if decode:
-            ours, copy = rates.get(OURS), rates.get("copy")
+            ours, copy = figures.get(OURS), figures.get("copy")
             cells.append(f"{ours / copy:.0%}" if ours and copy else "")
-        elif rows[0].cell.group == "plain":
+        elif group == "plain":
             cells.append(_number(row.fa4_ratio(known)))
         lines.append([*cells, _errors(row, "max_abs"), _errors(row, "relative_norm"), row.remark])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -1,7 +1,7 @@
 """Searches the cells of forward.py on this machine's GPU, which is how the shipped rows were made: `python benchmarks/tune.py --db FILE`.
 
 Plain cells are searched in bf16 and, with fewer trials, in fp16, whose winners are nearly the same. Each group tries the family that
-is made for it; `flashtune search` would try them all.
+is made for it, and small cells both that may be, whatever sizes are thought to suit them; `flashtune search` would try all that suit.
 """
 
 import argparse
@@ -17,7 +17,14 @@ from flashtune.cli.search import run_search
 from flashtune.core.problem import Problem
 from flashtune.tuner.machine import local_gpu
 
-FAMILY = {"plain": "flash_fwd_hopper", "features": "flash_fwd_hopper", "fp8": "flash_fwd_hopper", "decode": "flash_decode"}
+FAMILIES: dict[Group, tuple[str, ...]] = {
+    "plain": ("flash_fwd_hopper",),
+    "features": ("flash_fwd_hopper",),
+    "fp8": ("flash_fwd_hopper",),
+    "decode": ("flash_decode",),
+    "small": ("flash_fwd_hopper", "flash_decode"),
+}
+"""What each group tries. The race between families, as between configs, decides what is recorded."""
 
 
 def problems_of(group: Group, *, d: Collection[int] | None = None, n: Collection[int] | None = None) -> list[Problem]:
@@ -50,7 +57,7 @@ def main() -> None:
                 continue
             started = time.monotonic()
             words = {
-                "templates": (FAMILY[group],),
+                "templates": FAMILIES[group],
                 "trials": options.fp16_trials if dtype == "fp16" else options.trials,
                 "budget": None,
                 "sampler": "tpe",
@@ -69,7 +76,8 @@ def main() -> None:
             )
             for record in records:
                 beside = f"{record.framework_us / record.median_us:.3f}x the framework" if record.framework_us else ""
-                print(record.problem.label(), f"{record.median_us:.1f} us", beside, record.outcome.config.label(), flush=True)
+                served = f"{record.outcome.template} {record.outcome.config.label()}"
+                print(record.problem.label(), f"{record.median_us:.1f} us", beside, served, flush=True)
             print(f"{group} {dtype}: {len(records)} rows in {time.monotonic() - started:.0f} s", flush=True)
 
 

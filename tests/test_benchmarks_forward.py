@@ -7,12 +7,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from flashtune import dispatch
-from flashtune.core.results import Measurement
+from flashtune.core.problem import Problem
+from flashtune.core.results import Measurement, TuningRecord
+from flashtune.core.target import Target, find_target
+from flashtune.templates import families, family
+from flashtune.tuner.machine import LocalGpu
 from flashtune.tuner.measure import Run
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -36,7 +41,9 @@ def find(group: str, case: str, **sizes: int) -> Cell:
 def small(cell: Cell) -> Cell:
     """The same call at a size for a CPU."""
     p = cell.problem
-    sizes = {"batch": 2, "heads": 4, "kv_heads": 4 // p.gqa_ratio, "n_q": min(p.n_q, 80), "n_kv": 80, "d": 16, "d_v": 16}
+    # Rows at the end of a sequence stay fewer than its keys.
+    rows = 80 if p.n_q == p.n_kv else min(p.n_q, 40)
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 4 // p.gqa_ratio, "n_q": rows, "n_kv": 80, "d": 16, "d_v": 16}
     return replace(cell, problem=replace(p, **sizes))
 
 
@@ -62,6 +69,28 @@ def test_the_cells_are_those_of_every_claim() -> None:
     assert all((p.n_q, p.heads, p.kv_heads) == (1, 32, 8) for p in decode)
     names = [cell.name for cell in cells()]
     assert len(set(names)) == len(names)
+
+
+def test_small_cells_are_lone_sequences_and_the_last_rows_of_long_ones() -> None:
+    small = [cell.problem for cell in cells(("small",))]
+    assert all(p.batch == 1 and p.dtype == "bf16" for p in small)
+    alone = {(p.d, p.heads, p.n_kv, p.features.causal) for p in small if p.n_q == p.n_kv and p.gqa_ratio == 1}
+    assert alone == {
+        *((128, 16, n, causal) for n in (256, 512, 1024, 2048) for causal in (False, True)),
+        *((64, 12, n, causal) for n in (512, 1024) for causal in (False, True)),
+    }
+    last = [p for p in small if p.n_q != p.n_kv]
+    assert [(p.n_q, p.n_kv) for p in last] == [(16, 8192), (128, 16384), (192, 16384)]
+    assert all((p.d, p.heads, p.kv_heads) == (128, 32, 8) for p in last)
+    assert all(p.features.causal and p.diagonal == p.n_kv - p.n_q for p in last)
+    assert len(small) == len(alone) + len(last)
+    names = [cell.name for cell in cells(("small",), n=[512, 8192])]
+    assert "small causal D=64 B=1 N=512" in names and "small 16 rows D=128 B=1 N=8192" in names
+    # They are to say where that rule should change, and have keys of their own.
+    h200 = find_target("h200")
+    assert {family("flash_decode").suits(p, h200) is None for p in small} == {False, True}
+    keys = [cell.problem.key("h200") for cell in cells()]
+    assert len(set(keys)) == len(keys)
 
 
 def test_cells_can_be_chosen_and_peers_left_out() -> None:
@@ -114,6 +143,14 @@ def test_decode_is_rated_by_the_bytes_of_the_cache() -> None:
     assert found.rate("copy") == pytest.approx(2 * 2**30 / 500.0 / 1e6)
     assert found.best_peer == "cudnn", "the copy is no peer"
     assert f"{found.rate(OURS) / found.rate('copy'):.0%}" in tables([found], KNOWN)  # type: ignore[operator]
+
+
+def test_small_cells_are_shown_in_microseconds() -> None:
+    found = row(find("small", "128 rows"), {OURS: 12.34, "flash": 37.0})
+    heading, line = tables([found], KNOWN).splitlines()
+    assert heading.split()[0] == "us"
+    assert "  12.3  " in line and "  37.0  " in line and "3.00 flash" in line
+    assert found.as_json(KNOWN)["rates"][OURS] == pytest.approx(found.cell.problem.flops() / 12.34 / 1e6)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +223,8 @@ def test_every_peer_that_runs_computes_the_cell(cell: Cell) -> None:
     assert all(error.tolerances <= 1 for error in checked.errors.values()), checked.errors
     if cell.problem.features.dropout:
         assert checked.notes["flex"] == "can't express it"
-    assert set(checked.errors) >= ({OURS} if cell.problem.features.dropout or cell.group == "fp8" else {OURS, "flex"})
+    compared = {"flash" if cell.group == "small" else "flex"}
+    assert set(checked.errors) >= ({OURS} if cell.problem.features.dropout or cell.group == "fp8" else {OURS, *compared})
     times = forward_peers.time_cell(little, "cpu", 0, 0.1)
     assert set(times) == {OURS, *(set(cell.peers) - set(checked.notes))}
 
@@ -200,6 +238,7 @@ def test_every_feature_reaches_our_call() -> None:
     assert words["alibi"]["alibi_slopes"][0].tolist() == [2**-2, 2**-4, 2**-6, 2**-8]
     assert words["softcap"]["softcap"] == 30.0
     assert words["gqa"]["enable_gqa"]
+    assert words["16 rows"]["causal_alignment"] == "bottom_right" and words["16 rows"]["is_causal"]
     fp8 = forward_peers.data_of(small(find("fp8", "causal")), "cpu", 5)
     assert fp8.inputs.q.dtype == torch.float8_e4m3fn and fp8.framework.q.dtype == torch.bfloat16
     assert fp8.words["v_descale"].shape == (2, 4)
@@ -254,6 +293,37 @@ def test_words_that_are_no_cells_or_numbers_are_refused(
     with pytest.raises(SystemExit):
         main()
     assert said in capsys.readouterr().err
+
+
+def test_every_group_is_searched_with_families_that_serve_it() -> None:
+    h200 = find_target("h200")
+    for group in GROUPS:
+        for problem in tune.problems_of(group):
+            for name in tune.FAMILIES[group]:
+                assert families()[name].supports(problem.spec(), h200) is None
+    assert set(tune.FAMILIES["small"]) == {"flash_fwd_hopper", "flash_decode"}
+
+
+def test_tune_hands_on_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[tuple[list[str], Any]] = []
+
+    def run_search(target: Target, problems: list[Problem], *, words: dict[str, Any], **_: object) -> list[TuningRecord]:
+        searched.append(([problem.label() for problem in problems], words["templates"]))
+        return []
+
+    monkeypatch.setattr(tune, "run_search", run_search)
+    monkeypatch.setattr(tune, "local_gpu", lambda: LocalGpu(name="NVIDIA H200", target=find_target("h200")))
+    words = ["--cells", "plain,small", "--d", "64,128", "--n", "512,8192", "--dtype", "bf16"]
+    monkeypatch.setattr(sys, "argv", ["tune.py", "--db", "x.sqlite", *words])
+    tune.main()
+    (plain, one), (small, both) = searched
+    assert [label for label in plain if "n512" in label] == [f"n512-d{d}-bf16-{case}" for d in (64, 128) for case in ("full", "causal")]
+    assert one == ("flash_fwd_hopper",)
+    assert small == [
+        *(f"n512-d{d}-bf16-{case}" for d in (128, 64) for case in ("full", "causal")),
+        "n16x8192-d128-bf16-causal+bottom_right-gqa4",
+    ]
+    assert both == ("flash_fwd_hopper", "flash_decode")
 
 
 def test_a_peer_that_no_cell_has_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
