@@ -1,0 +1,181 @@
+"""The store gives back what it was given, and takes nothing that it could not."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import db_samples as samples
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flashtune.core.config import Config
+from flashtune.core.dtypes import DTYPES
+from flashtune.core.errors import InputError
+from flashtune.core.problem import ALIGNMENTS, MASK_KINDS, Features, Problem
+from flashtune.core.results import SOURCES, Baseline, CompileFacts, Fate, Measurement, Outcome, Provenance, SearchResult
+from flashtune.db.rows import LARGEST, TEXT_LENGTH, tidy
+from flashtune.db.store import Store
+
+sides = st.none() | st.integers(0, 2**30)
+counts = st.integers(0, LARGEST)
+positive = st.floats(min_value=0, max_value=1e12, exclude_min=True)
+words = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}", fullmatch=True)
+names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,63}", fullmatch=True)
+free_text = st.text(max_size=200)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    dtype = draw(st.sampled_from(DTYPES))
+    kv_heads = draw(st.integers(1, 64))
+    return Problem(
+        batch=draw(st.integers(1, 1024)),
+        heads=kv_heads * draw(st.integers(1, 64)),
+        kv_heads=kv_heads,
+        n_q=draw(st.integers(1, LARGEST)),
+        n_kv=draw(st.integers(1, LARGEST)),
+        d=draw(st.integers(1, 256)),
+        d_v=draw(st.integers(1, 256)),
+        dtype=dtype,
+        features=Features(
+            causal=draw(st.booleans()),
+            alignment=draw(st.sampled_from(ALIGNMENTS)),
+            window=draw(st.none() | st.tuples(sides, sides)),
+            mask=draw(st.sampled_from(MASK_KINDS)),
+            dropout=draw(st.booleans()),
+            softcap=draw(st.booleans()),
+            tf32=dtype == "fp32" and draw(st.booleans()),
+            alibi=draw(st.booleans()),
+        ),
+    )
+
+
+@st.composite
+def measurements(draw: st.DrawFn, source: str = "measured") -> Measurement:
+    if source == "predicted":
+        return Measurement.predicted(draw(positive))
+    least, q10, median, q90 = sorted(draw(st.lists(positive, min_size=4, max_size=4)))
+    return Measurement(median_us=median, q10_us=q10, q90_us=q90, min_us=least, samples=draw(st.integers(1, LARGEST)))
+
+
+configs = st.builds(
+    Config.of,
+    st.dictionaries(names, st.integers(-LARGEST, LARGEST) | st.booleans() | st.from_regex(r"[ -~é]{0,64}", fullmatch=True), max_size=6),
+)
+facts = st.builds(CompileFacts, registers=counts, spills=counts, shared_bytes=counts, threads=counts, tensor_core_ops=counts)
+
+
+@st.composite
+def outcomes(draw: st.DrawFn) -> Outcome:
+    fate, source = draw(st.sampled_from(list(Fate))), draw(st.sampled_from(SOURCES))
+    timed = fate is Fate.CORRECT and draw(st.booleans())
+    finite = st.floats(0, allow_infinity=False)
+    return Outcome(
+        template=draw(names),
+        template_hash=draw(words),
+        variant_id=draw(words),
+        config=draw(configs),
+        fate=fate,
+        source=source,
+        reason=draw(free_text),
+        measurement=draw(measurements(source)) if timed else None,
+        facts=draw(st.none() | facts),
+        max_error=draw(st.none() | (finite if fate is Fate.CORRECT else finite | st.just(math.inf))),
+        finalist=draw(st.booleans()),
+        rank=draw(st.none() | st.integers(1, LARGEST)) if timed else None,
+    )
+
+
+provenances = st.builds(
+    Provenance,
+    flashtune=free_text.map(lambda text: text[:64]),
+    torch=free_text.map(lambda text: text[:64]),
+    triton=free_text.map(lambda text: text[:64]),
+    driver=free_text,
+    gpu_name=free_text,
+    clocks=free_text,
+    command=free_text,
+    seed=st.none() | st.integers(-(2**63), 2**63 - 1),
+    created_at=st.just("") | st.datetimes(timezones=st.none() | st.timezones()).map(lambda time: time.isoformat()),
+)
+results = st.builds(
+    SearchResult,
+    gpu=st.sampled_from(["h200", "a100-80g", "mi300x"]) | words,
+    problem=problems(),
+    outcomes=st.lists(outcomes(), max_size=4).map(tuple),
+    provenance=provenances,
+    baseline=st.none() | st.builds(Baseline, backend=words, measurement=measurements()),
+)
+
+
+def tidied(result: SearchResult) -> SearchResult:
+    """What the store promises to keep of the free texts."""
+    texts = {
+        name: tidy(getattr(result.provenance, name)) for name in ("driver", "gpu_name", "clocks", "command", "flashtune", "torch", "triton")
+    }
+    return replace(
+        result,
+        provenance=replace(result.provenance, **texts),
+        outcomes=tuple(replace(outcome, reason=tidy(outcome.reason)) for outcome in result.outcomes),
+    )
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return samples.write(tmp_path_factory.mktemp("store") / "any.sqlite", ())
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(result=results)
+def test_any_result_comes_back_equal(shared: Path, result: SearchResult) -> None:
+    key = result.problem.key(result.gpu)
+    expected = tidied(result)
+    with Store.open(shared, writable=True) as store:
+        before = store.outcomes(key)
+        store.save(result)
+        assert store.outcomes(key) == before + list(expected.outcomes)
+        kept = [one for one in store.results(gpu=result.gpu, n=key.n) if one.problem.key(one.gpu) == key]
+        assert kept[-1] == expected
+        summary = store.runs(gpu=result.gpu, n=key.n, n_q=key.n_q)[-1]
+        assert (summary.key, summary.provenance, summary.trials) == (key, expected.provenance, len(result.outcomes))
+        if expected.best is not None and len(kept) == 1:
+            best = store.best(key)
+            assert best is not None
+            assert (best.outcome.measurement, best.outcome.rank) == (expected.best.measurement, expected.best.rank)
+            assert (best.key, best.problem, best.baseline, best.provenance) == (key, result.problem, result.baseline, expected.provenance)
+
+
+def test_printable_text_is_kept_as_it_is() -> None:
+    text = "ptxas: Ünïcode 🚀 -> 'x' \"y\" `z` ; DROP TABLE trial --"
+    assert tidy(text) == text
+
+
+def test_unprintable_text_becomes_one_bounded_line() -> None:
+    assert tidy("two\nlines\x1b[31m\u202e\ud800.") == "two lines [31m  ."
+    assert len(tidy("x" * 10**6)) == TEXT_LENGTH
+
+
+@pytest.mark.parametrize(
+    ("broken", "column"),
+    [
+        (samples.result(samples.outcome("v", 0.0)), "min_us"),
+        (samples.result(samples.outcome("v", math.inf)), "min_us"),
+        (samples.result(samples.outcome("v", math.nan)), "min_us"),
+        (samples.result(samples.outcome("v", measurement=replace(samples.times(1.0), q10_us=2.0))), "median_us"),
+        (samples.result(samples.outcome("v", source="predicted", measurement=samples.times(1.0))), "samples"),
+        (samples.result(samples.outcome("v", fate=Fate.TIMEOUT)), "median_us"),
+        (samples.result(samples.outcome("v", None, rank=1)), "rank"),
+        (samples.result(samples.outcome("v", template="../x")), "template"),
+        (samples.result(samples.outcome("v", config=Config.of(BLOCK_M=1.5))), "config"),
+        (samples.result(samples.outcome("v", config=Config.of(BLOCK_M=2**40))), "config"),
+        (samples.result(samples.outcome("v"), gpu="h 200"), "gpu"),
+        (samples.result(samples.outcome("v"), created_at="yesterday"), "created_at"),
+        (replace(samples.result(), provenance=replace(samples.PROVENANCE, seed=2**63)), "seed"),
+    ],
+)
+def test_a_result_that_could_not_be_read_back_is_refused_and_leaves_nothing(tmp_path: Path, broken: SearchResult, column: str) -> None:
+    with Store.open(tmp_path / "a.sqlite", writable=True) as store:
+        with pytest.raises(InputError, match=column):
+            store.save(broken)
+        assert store.results() == []
