@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from triton import knobs
 from triton.language import constexpr
@@ -114,6 +115,18 @@ class _Truncate(ast.NodeTransformer):
         return ast.Call(ast.Name(name, ast.Load()), [node.left, node.right], []) if name else node
 
 
+def _functions(module: ModuleType, names: tuple[str, ...], scope: dict[str, Any], change: ast.NodeTransformer) -> dict[str, Any]:
+    """The named device functions of a rendered module as ordinary ones; they see each other, the module's constants and `scope`."""
+    scope = {name: value.value for name, value in vars(module).items() if isinstance(value, constexpr)} | scope
+    for name in names:
+        tree = ast.parse(inspect.getsource(getattr(module, name).fn))
+        [function] = tree.body
+        assert isinstance(function, ast.FunctionDef)
+        function.decorator_list = []
+        exec(compile(ast.fix_missing_locations(change.visit(tree)), name, "exec"), scope)
+    return {name: scope[name] for name in names}
+
+
 def on_torch(module: ModuleType, *names: str) -> Any:
     """The named device functions of a rendered module as ordinary ones, over tensors of torch; they see each other and its constants.
 
@@ -132,15 +145,54 @@ def on_torch(module: ModuleType, *names: str) -> Any:
         split=lambda tensor: tensor.unbind(-1),
         constexpr=constexpr,
     )
-    scope: dict[str, Any] = {name: value.value for name, value in vars(module).items() if isinstance(value, constexpr)}
-    scope |= {"gl": gl, "quotient": both(partial(torch.div, rounding_mode="trunc")), "remainder": both(torch.fmod)}
-    for name in names:
-        tree = ast.parse(inspect.getsource(getattr(module, name).fn))
-        [function] = tree.body
-        assert isinstance(function, ast.FunctionDef)
-        function.decorator_list = []
-        exec(compile(ast.fix_missing_locations(_Truncate().visit(tree)), name, "exec"), scope)
-    return SimpleNamespace(gl=gl, **{name: scope[name] for name in names})
+    scope = {"gl": gl, "quotient": both(partial(torch.div, rounding_mode="trunc")), "remainder": both(torch.fmod)}
+    return SimpleNamespace(gl=gl, **_functions(module, names, scope, _Truncate()))
+
+
+class _Words(np.ndarray):
+    """An array that has what device functions ask of a tensor."""
+
+    type = SimpleNamespace(layout=None)
+
+    def to(self, dtype: Any) -> "_Words":
+        return self.astype(dtype)
+
+
+def _assembly(text: str, _constraints: str, arguments: list[_Words], **_words: object) -> _Words:
+    """What the two pieces of assembly of dropout compute."""
+    if text == "shf.l.wrap.b32 $0, $1, $1, 8;":
+        return arguments[0] << 8 | arguments[0] >> 24
+    assert text == "{ .reg .b32 draw; abs.f16x2 draw, $1; set.geu.u32.f16x2 draw, draw, $2; xor.b32 $0, draw, $3; }"
+    draws, bounds, sides = (np.broadcast_to(argument, arguments[0].shape).copy().view(np.uint16) for argument in arguments)
+    # `geu` is also true where an operand is NaN.
+    above = ~(np.abs(draws.view(np.float16)) < bounds.view(np.float16))
+    return (np.where(above, 0xFFFF, 0).astype(np.uint16) ^ sides).view(np.int32).view(_Words)
+
+
+def _scalar(number: float) -> _Words:
+    """A number as a kernel is given it: 32 bits wide where these hold it."""
+    kind = np.int32 if isinstance(number, int) and -(2**31) <= number < 2**31 else None
+    return np.array([[number]], kind).view(_Words)
+
+
+def on_numpy(module: ModuleType, *names: str) -> Any:
+    """The named device functions of a rendered module as ordinary ones, over numpy's integers, which wrap around like the GPU's.
+
+    They are for numbers that aren't negative, where numpy divides as the GPU does. `scalar` makes an argument of a number.
+    """
+    gl = SimpleNamespace(
+        **{name: getattr(np, name) for name in ("int32", "int64", "uint32", "uint64")},
+        arange=lambda first, end, layout: np.arange(first, end, dtype=np.int32).view(_Words),
+        zeros=lambda shape, dtype, layout: np.zeros(shape, dtype).view(_Words),
+        where=lambda *arguments: np.where(*arguments).view(_Words),
+        split=lambda array: (array[..., 0], array[..., 1]),
+        to_tensor=_scalar,
+        static_range=range,
+        SliceLayout=lambda axis, parent: None,
+        inline_asm_elementwise=_assembly,
+        constexpr=constexpr,
+    )
+    return SimpleNamespace(scalar=_scalar, **_functions(module, names, {"gl": gl}, ast.NodeTransformer()))
 
 
 def sizes_of(launch: Launch, **changes: int) -> tuple[Any, ...]:

@@ -1,5 +1,6 @@
 """The Hopper kernels without a GPU: the compiler makes of them the machine code that they are meant to be."""
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,9 @@ CHAINED = {"BLOCK_N": 128, "tiles": "chained"}
         (64, Features(), {"BLOCK_N": 256, "lookahead": 0}),
         (256, CAUSAL, {"tiles": "loop", "order": "drawn"}),
         (64, Features(window=(64, 32)), {"BLOCK_M": 64}),
+        (64, Features(causal=True, dropout=True), {**CHAINED, "pingpong": True}),
+        (128, Features(dropout=True), {**CHAINED, "pingpong": True}),
+        (64, Features(dropout=True), {"BLOCK_N": 256, "lookahead": 0}),
     ],
     ids=str,
 )
@@ -95,6 +99,30 @@ def test_alibi_costs_a_causal_score_one_instruction_and_others_two(features: Fea
     for name in ("FADD", "FFMA", "FMUL", "MUFU", "FSEL", "FMNMX", "SHFL", "PRMT"):
         # A thread has 64 / 2 scores of a block.
         assert leaning[name] - plain[name] == 32 * extra.get(name, 0), name
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_dropout_costs_a_thread_twelve_wide_products_per_sixteen_weights_and_five_instructions_per_four(d: int) -> None:
+    changes = {**CHAINED, "pingpong": True}
+    kernel = compiled(problem(d, Features(causal=True, dropout=True)), **changes)
+    assert read_facts(kernel, H200).spills == 0
+    plain = key_loops(machine_code(compiled(problem(d, CAUSAL), **changes)))
+    dropping = key_loops(machine_code(kernel))
+    assert len(plain) == len(dropping) == 2
+    for before, after in zip(plain, dropping, strict=True):
+        more = Counter(after)
+        more.subtract(before)
+        # A thread has 64 weights of a block. Seven rounds have fourteen wide products, but two of them don't depend on the column.
+        calls, weights = 64 // 16, 64
+        assert 12 * calls <= more["IMAD"] <= 18 * calls
+        # A round's two exclusive ors, and a mask for two weights.
+        assert more["LOP3"] <= 14 * calls + weights // 2
+        # Two rows share a word, and two columns a comparison.
+        assert more["SHF"] == weights // 4
+        assert more["HSET2"] == weights // 2
+        assert more["PRMT"] == more["FSEL"] == 0
+        assert abs(more["ISETP"]) <= 4
+        assert more["F2FP"] == 0
 
 
 @pytest.mark.parametrize(

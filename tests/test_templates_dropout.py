@@ -1,5 +1,6 @@
 """Dropout's mask depends on the seed and the absolute indices alone, and its draws are fair."""
 
+import functools
 import json
 import math
 import os
@@ -9,10 +10,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from hopper_kernels import on_numpy, problem, rendered, sizes_of
 
 from flashtune.core import reference
+from flashtune.core.problem import Features
+from flashtune.tuner.inputs import make_inputs
 
 WORKER = Path(__file__).parent / "interpret_dropout.py"
+
+
+@functools.cache
+def calls(p: float) -> torch.Tensor:
+    """What 2^20 Philox calls keep at rate p: bool (calls, 16), by word, half of the word (columns) and rotation (rows)."""
+    keep = reference.dropout_keep_rows(99, 3, 5, 0, 4096, 4096, p)
+    return keep.view(256, 2, 8, 128, 4, 4, 2).permute(0, 2, 3, 5, 4, 6, 1).reshape(-1, 16)
 
 
 def test_the_mask_is_the_same_at_every_tile_size_and_that_of_the_reference() -> None:
@@ -20,18 +31,67 @@ def test_the_mask_is_the_same_at_every_tile_size_and_that_of_the_reference() -> 
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     reports = [report for reports in json.loads(done.stdout).values() for report in reports]
-    assert len(reports) == 7
-    assert len({report["digest"] for report in reports}) == 1
+    assert len(reports) == 11
+    assert len({(report["rate"], report["digest"]) for report in reports}) == 3
     assert all(report["is_reference"] for report in reports)
     draws = 2 * 2 * 50 * 120
     for report in reports:
-        assert abs(report["kept"] - 0.7) < 4 * math.sqrt(0.7 * 0.3 / draws)
+        rate = report["rate"]
+        assert abs(report["kept"] - (1 - rate)) <= 4 * math.sqrt(rate * (1 - rate) / draws)
 
 
-@pytest.mark.parametrize("p", [0.1, 0.5])
-def test_the_keep_rate_is_within_four_sigma(p: float) -> None:
-    keep = reference.dropout_keep(99, 0, 1, 4, 256, 256, p)
-    assert abs(keep.double().mean().item() - (1 - p)) <= 4 * math.sqrt(p * (1 - p) / keep.numel()) + 1 / 65536
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.7, 0.99, 1.0])
+def test_the_hopper_kernels_mask_is_that_of_the_reference(p: float) -> None:
+    wanted, rows, columns = problem(64, Features(dropout=True)), 64, 128
+    module, seed, offset = rendered(wanted.spec(), BLOCK_N=columns), 2**40 + 17, 5
+    inputs = make_inputs(wanted, device="meta", seed=0)
+    [launch] = module.launches(*inputs.arguments, **inputs.keywords | {"dropout_p": p, "seed": seed, "offset": offset})
+    scalars = dict(zip(launch[0].arg_names, launch[2], strict=True))
+    parts = on_numpy(module, "draw", "kept")
+    extras = [parts.scalar(scalars[name]) for name in ("scale", "seed", "offset", "threshold", "keep_scale")]
+    batch, head, row, column = 1, 3, 192, 640
+    sizes = [parts.scalar(size) if isinstance(size, int) else size for size in sizes_of(launch)]
+    draws = parts.draw([parts.scalar(place) for place in (batch, head, row, column)], sizes, extras)
+    halves = torch.from_numpy(parts.kept(draws, extras)).view(torch.int16)
+    assert ((halves == 0) | (halves == -1)).all()
+    expected = reference.dropout_keep_rows(seed, offset, batch * wanted.heads + head, row, rows, column + columns, p)
+    assert torch.equal(halves == -1, expected[:, column:])
+
+
+@pytest.mark.parametrize("threshold", [0, 1, 3277, 16383, 16384, 16385, 31744, 31745, 32767, 32768])
+def test_the_hopper_kernel_compares_every_draw_as_an_integer(threshold: int) -> None:
+    parts = on_numpy(rendered(problem(64, Features(dropout=True)).spec()), "kept")
+    draw = torch.arange(32768)
+    # The low halves count up and the high ones down, and the sign of a half is none of the draw's.
+    words = (draw + 32768) | (32767 - draw << 16)
+    extras = [parts.scalar(number) for number in (1.0, 0, 0, threshold, 1.0)]
+    halves = torch.from_numpy(parts.kept(words.numpy().astype("uint32")[None], extras)).view(torch.int16).view(-1, 2)
+    keep = draw >= threshold if threshold <= 16384 else 32767 - draw >= threshold
+    assert torch.equal(halves[:, 0] == -1, keep)
+    assert torch.equal(halves[:, 1] == -1, keep.flip(0))
+
+
+@pytest.mark.parametrize("p", [0.1, 0.3, 1 / 3, 0.5, 0.8])
+def test_the_keep_rate_is_that_of_p_to_five_digits_and_within_four_sigma(p: float) -> None:
+    keep, rate = calls(p), reference.dropout_threshold(p) / 32768
+    assert abs(rate - p) <= 1 / 65536
+    assert abs(keep.double().mean().item() - (1 - rate)) <= 4 * math.sqrt(p * (1 - p) / keep.numel())
+
+
+# The last of these rates is one where the correlation is all but as large as it can be.
+@pytest.mark.parametrize(("p", "expected"), [(0.1, 0.001732), (0.5, 0.0), (0.9, 0.001732), (3084 / 32768, 0.003889)])
+def test_draws_of_a_call_are_independent_but_for_the_eight_bits_that_two_rows_share(p: float, expected: float) -> None:
+    keep = calls(p).double()
+    sigma = 1 / math.sqrt(len(keep))
+    correlation = torch.corrcoef(keep.T)
+    word, rotation = torch.arange(16) // 4, torch.arange(16) % 2
+    share = (word[:, None] == word) & (rotation[:, None] != rotation)
+    alone = ~share & ~torch.eye(16, dtype=torch.bool)
+    assert (correlation[share].max() <= 2**-8 + 4.5 * sigma) and (correlation[share].min() >= -4.5 * sigma)
+    assert correlation[alone].abs().max() <= 4.5 * sigma
+    # Each pair stands in the matrix twice.
+    assert correlation[share].mean().item() == pytest.approx(expected, abs=4.5 * sigma / math.sqrt(16))
+    assert correlation[alone].mean().abs() <= 4.5 * sigma / math.sqrt(104)
 
 
 def test_nothing_is_dropped_at_zero_and_everything_at_one() -> None:
@@ -40,7 +100,7 @@ def test_nothing_is_dropped_at_zero_and_everything_at_one() -> None:
 
 
 def test_neighbours_draw_independently() -> None:
-    # The eight pairs of one Philox call, and those of neighbouring calls, heads and offsets, must not follow each other.
+    # Pairs of neighbouring Philox calls, heads and offsets must not follow each other, nor those of one call that share no bits.
     keep = reference.dropout_keep(7, 0, 1, 2, 256, 256, 0.5).double() - 0.5
     other = reference.dropout_keep(7, 1, 1, 2, 256, 256, 0.5).double() - 0.5
     x = keep[0, 0]

@@ -14,7 +14,7 @@ _MASK32 = 0xFFFFFFFF
 
 
 def philox(seed: int, counter: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Philox4x32-7: four words of 32 random bits (held in int64) for each counter of four int64 tensors holding 32-bit words.
+    """Philox4x32-7: four words of 32 random bits (held in int64) for each counter, four int64 tensors of 32-bit words that broadcast.
 
     `seed` is 64 bits; its low half is the first key word, as in `tl.philox`.
     """
@@ -35,8 +35,8 @@ def _wide_product(x: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def dropout_threshold(p: float) -> int:
-    """A pair is kept when its 16 random bits are >= this; the rate is p rounded to 1/65536."""
-    return round(p * 65536)
+    """How many of the 2^15 values of a draw drop a pair: the rate is p rounded to 1/32768."""
+    return round(p * 32768)
 
 
 def dropout_keep_rows(
@@ -45,18 +45,24 @@ def dropout_keep_rows(
     """Which pairs dropout keeps in rows [first, first + rows) of one head: bool (rows, n_kv).
 
     A function of the seed (64 bits), the offset (32 bits) and absolute indices alone; `index` is batch * heads + head.
-    One Philox call yields eight 16-bit draws, for the pairs (row, row + 8) x (col, col + 8, col + 16, col + 24): those sit in
-    one thread's registers in the accumulator of a tensor-core product, and half of them in the accumulator of its transpose.
-    Counter: (col / 32 * 8 + col % 8, row / 16 * 8 + row % 8, index, offset); the word is col / 8 % 4, its half row / 8 % 2.
+    One Philox call yields sixteen draws, for the pairs (row, row + 8) x (col, col + 1) x (columns + 0, 8, 16, 24): those sit in
+    one thread's registers in the accumulator of a tensor-core product. Its counter is (col / 32 * 4 + col % 8 / 2,
+    row / 16 * 8 + row % 8, index, offset), and the pair's word is col / 8 % 4, rotated left by 8 where row / 8 is odd. A draw is the
+    lower 15 bits of the word's low half for an even col, of its high half for an odd one.
+    A pair is kept when its draw is >= dropout_threshold(p); where that is above 2^14, 2^15 - 1 less the draw takes the draw's place.
     """
+    first_group = first // 16 * 8
+    c0 = torch.arange((n_kv + 31) // 32 * 4, device=device)[None, :]
+    c1 = torch.arange(first_group, (first + rows + 15) // 16 * 8, device=device)[:, None]
+    c2, c3 = (torch.full((1, 1), number, device=device) for number in (index, offset & _MASK32))
+    words = torch.stack(philox(seed, (c0, c1, c2, c3)))
+    words = torch.stack((words, words << 8 | words >> 24))
     row = torch.arange(first, first + rows, device=device)[:, None]
     col = torch.arange(n_kv, device=device)[None, :]
-    shape = rows, n_kv
-    c0 = (col // 32 * 8 + col % 8).expand(shape)
-    c1 = (row // 16 * 8 + row % 8).expand(shape)
-    words = philox(seed, (c0, c1, torch.full_like(c0, index), torch.full_like(c0, offset & _MASK32)))
-    word = torch.stack(words).gather(0, (col // 8 % 4).expand(shape)[None])[0]
-    return ((word >> (row // 8 % 2 * 16)) & 0xFFFF) >= dropout_threshold(p)
+    word = words[row // 8 % 2, col // 8 % 4, row // 16 * 8 + row % 8 - first_group, col // 32 * 4 + col % 8 // 2]
+    draw = word >> (col % 2 * 16) & 0x7FFF
+    threshold = dropout_threshold(p)
+    return (draw if threshold <= 16384 else 32767 - draw) >= threshold
 
 
 def dropout_keep(

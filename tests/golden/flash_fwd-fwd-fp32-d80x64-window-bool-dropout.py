@@ -1,8 +1,8 @@
 """Attention forward with plain pointers.
 
 Compiled in: fwd-fp32-d80x64-window-dropout-bool
-Template: flash_fwd 359def274b48c62a
-Variant: 8eeee46775b7f8a4
+Template: flash_fwd 7ccebc8d30d59ee4
+Variant: 4fe5a107bacbf876
 Config: BLOCK_M=128 BLOCK_N=64 LOAD_V_EARLY=True ORDER=heads maxnreg=0 num_stages=1 num_warps=8
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -33,14 +33,14 @@ def philox(c0, c1, c2, c3, seed):
 def dropout_keep(seed, offset, head_index, start_m, start_n, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Which pairs of a tile dropout keeps: a function of the absolute row, column and head alone.
 
-    One Philox call draws for the eight pairs (row, row + 8) x (col, col + 8, col + 16, col + 24). In a tensor-core product they sit
-    in one thread's registers and the compiler merges their calls, since the counters have none of the bits that tell them apart.
+    One Philox call draws for the sixteen pairs (row, row + 8) x (col, col + 1) x (columns + 0, 8, 16, 24). In a tensor-core product
+    they sit in one thread's registers and the compiler merges their calls, since the counters have none of the bits that tell them apart.
     """
     row = tl.arange(0, BLOCK_M).to(tl.uint32)[:, None]  # [BLOCK_M, 1]
     col = tl.arange(0, BLOCK_N).to(tl.uint32)[None, :]  # [1, BLOCK_N]
     # start_m and start_n are multiples of 16 and 32, so nothing carries from them into the tile's own bits.
     row_counter = (row >> 4 << 3 | row & 7) + tl.cast(start_m // 2, tl.uint32)  # [BLOCK_M, 1]
-    col_counter = (col >> 5 << 3 | col & 7) + tl.cast(start_n // 4, tl.uint32)  # [1, BLOCK_N]
+    col_counter = (col >> 5 << 2 | col >> 1 & 3) + tl.cast(start_n // 8, tl.uint32)  # [1, BLOCK_N]
     zero = tl.zeros([BLOCK_M, BLOCK_N], tl.uint32)  # [BLOCK_M, BLOCK_N]
     head_counter = zero + tl.cast(head_index, tl.uint32)  # [BLOCK_M, BLOCK_N]
     call_counter = zero + tl.cast(offset, tl.uint32)  # [BLOCK_M, BLOCK_N]
@@ -49,8 +49,12 @@ def dropout_keep(seed, offset, head_index, start_m, start_n, threshold, BLOCK_M:
     low = tl.where((col & 8) == 0, word_0, word_1)  # [BLOCK_M, BLOCK_N]
     high = tl.where((col & 8) == 0, word_2, word_3)  # [BLOCK_M, BLOCK_N]
     word = tl.where((col & 16) == 0, low, high)  # [BLOCK_M, BLOCK_N]
-    draw = tl.where((row & 8) == 0, word & 0xFFFF, word >> 16)  # [BLOCK_M, BLOCK_N]
-    return draw >= tl.cast(threshold, tl.uint32)
+    # Above a rate of one half the bits' complement is what draws.
+    word = word ^ tl.cast((16384 - threshold) >> 31, tl.uint32)  # [BLOCK_M, BLOCK_N]
+    word = tl.where((row & 8) == 0, word, word << 8 | word >> 24)  # [BLOCK_M, BLOCK_N]
+    # A draw's 15 bits are compared at the top of a register; what stands below them can't change the outcome.
+    draw = tl.where((col & 1) == 0, word << 17, word << 1)  # [BLOCK_M, BLOCK_N]
+    return draw >= tl.cast(threshold, tl.uint32) << 17
 
 
 @triton.jit(
@@ -179,7 +183,8 @@ def attention_forward(
         row_sum = row_sum * rescale + tl.sum(probs, 1)  # [BLOCK_M]
         acc = acc * rescale[:, None]  # [BLOCK_M, BLOCK_DV]
         keep = dropout_keep(seed, offset, head_index, start_m, start_n, threshold, BLOCK_M, BLOCK_N)  # [BLOCK_M, BLOCK_N]
-        probs = tl.where(keep, probs, 0.0)  # [BLOCK_M, BLOCK_N]
+        # A product, or the compiler selects after the rounding to 16 bits, half a register at a time.
+        probs = probs * keep.to(tl.float32)  # [BLOCK_M, BLOCK_N]
         acc = tl.dot(probs, v_tile, acc, input_precision="ieee")  # [BLOCK_M, BLOCK_DV]
 
     for start_n in range(free_first, free_last, BLOCK_N):
@@ -202,7 +207,8 @@ def attention_forward(
         row_sum = row_sum * rescale + tl.sum(probs, 1)  # [BLOCK_M]
         acc = acc * rescale[:, None]  # [BLOCK_M, BLOCK_DV]
         keep = dropout_keep(seed, offset, head_index, start_m, start_n, threshold, BLOCK_M, BLOCK_N)  # [BLOCK_M, BLOCK_N]
-        probs = tl.where(keep, probs, 0.0)  # [BLOCK_M, BLOCK_N]
+        # A product, or the compiler selects after the rounding to 16 bits, half a register at a time.
+        probs = probs * keep.to(tl.float32)  # [BLOCK_M, BLOCK_N]
         acc = tl.dot(probs, v_tile, acc, input_precision="ieee")  # [BLOCK_M, BLOCK_DV]
 
     for start_n in range(free_last, last, BLOCK_N):
@@ -227,7 +233,8 @@ def attention_forward(
         row_sum = row_sum * rescale + tl.sum(probs, 1)  # [BLOCK_M]
         acc = acc * rescale[:, None]  # [BLOCK_M, BLOCK_DV]
         keep = dropout_keep(seed, offset, head_index, start_m, start_n, threshold, BLOCK_M, BLOCK_N)  # [BLOCK_M, BLOCK_N]
-        probs = tl.where(keep, probs, 0.0)  # [BLOCK_M, BLOCK_N]
+        # A product, or the compiler selects after the rounding to 16 bits, half a register at a time.
+        probs = probs * keep.to(tl.float32)  # [BLOCK_M, BLOCK_N]
         acc = tl.dot(probs, v_tile, acc, input_precision="ieee")  # [BLOCK_M, BLOCK_DV]
 
     # A row that saw no key has the sum 0 and the maximum -inf: its output is 0 and its LSE -inf.
@@ -278,8 +285,9 @@ def launches(
         diagonal,
         min(window_left, 2**30) if window_left >= 0 else 2**30,
         min(window_right, 2**30) if window_right >= 0 else 2**30,
-        1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0,
-        round(dropout_p * 65536),
+        # Shifted to the top of a register, a threshold of 32768 is 0: then this factor drops everything.
+        1.0 / (1.0 - dropout_p) if round(dropout_p * 32768) < 32768 else 0.0,
+        round(dropout_p * 32768),
         seed & 0xFFFFFFFFFFFFFFFF,
         offset & 0xFFFFFFFF,
         wide,
