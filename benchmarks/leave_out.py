@@ -1,17 +1,19 @@
 """Times the Hopper family's softmax with stages left out, which shows what limits it: `python benchmarks/leave_out.py [--dtype fp8]`.
 
-Each variant is the rendered kernel with a few lines changed; all but `whole` compute nonsense. They run interleaved on one problem:
-D = 128, N = 16384, one batch, full. The difference to `whole` is what a stage costs where the others go on beside it.
+Each variant is the rendered kernel with a few lines changed; all but `whole` compute nonsense. They run interleaved on one problem,
+B * N = 16384 and H * D = 2048. The difference to `whole` is what a stage costs where the others go on beside it.
 """
 
 import argparse
 from collections.abc import Callable
 
 import torch
+from forward_cells import TOKENS, WIDTH
 
 from flashtune.core.config import Config, KernelSpec
+from flashtune.core.dtypes import DType
 from flashtune.core.modules import load_source
-from flashtune.core.problem import Problem
+from flashtune.core.problem import Features, Problem
 from flashtune.templates import family
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.inputs import make_inputs
@@ -23,10 +25,20 @@ FAMILY = family("flash_fwd_hopper")
 EXPONENTIAL = ("gl.exp2(scores * scale - centre[:, None])", "(scores * scale - centre[:, None])")
 MAXIMUM = ("gl.maximum(row_max, gl.max(scores, 1) * scale)", "gl.maximum(row_max, 0.0)")
 SUM = ("[:, None] + quarter_sums(weights)", "[:, None]")
+RESCALING = ("acc = acc * gl.convert_layout(shrink, OUT_ROW_LAYOUT)[:, None]", "pass")
 ROUNDING = (
     "cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;\n        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;\n        mov.b32 $0, {low, high};",
     ".reg .b32 a, b;\n        xor.b32 a, $1, $2;\n        xor.b32 b, $3, $4;\n        xor.b32 $0, a, b;",
 )
+
+SETTLED = {
+    EXPONENTIAL: ("gl.exp2(scores * scale - row_max[:, None])", "(scores * scale - row_max[:, None])"),
+    SUM: ("row_sum + quarter_sums(weights)", "row_sum"),
+}
+"""The same where maxima have settled."""
+
+UNMARKED = ('row_sum, float("nan"))', "row_sum, 1.0)")
+"""No row is computed again for its nonsense."""
 
 LEFT_OUT = {
     "whole": (),
@@ -40,10 +52,12 @@ LEFT_OUT = {
 def variants(spec: KernelSpec, config: Config) -> dict[str, str]:
     """Name to source; raises ValueError where the template no longer holds what a variant changes."""
     whole = render(FAMILY, variant_of(FAMILY, spec, config))
-    chosen = LEFT_OUT | ({"no rounding": (ROUNDING,)} if spec.dtype == "fp8" else {})
+    chosen = LEFT_OUT | ({"no rounding": (ROUNDING,)} if spec.dtype == "fp8" else {"no rescaling": (RESCALING,)})
     found = {}
     for name, changes in chosen.items():
         text = whole
+        if changes and config["maximum"] == "first":
+            changes = (*changes, *(SETTLED[change] for change in changes if change in SETTLED), UNMARKED)
         for before, after in changes:
             if before not in text:
                 raise ValueError(f"{name}: the kernel has no {before!r}")
@@ -52,24 +66,31 @@ def variants(spec: KernelSpec, config: Config) -> dict[str, str]:
     return found
 
 
-def problem_of(dtype: str) -> Problem:
+def problem_of(dtype: DType, d: int, n: int, causal: bool) -> Problem:
     """The problem that is timed."""
-    return Problem(batch=1, heads=16, kv_heads=16, n_q=16384, n_kv=16384, d=128, d_v=128, dtype=dtype)  # type: ignore[arg-type]
+    heads = WIDTH // d
+    sizes = {"batch": TOKENS // n, "heads": heads, "kv_heads": heads, "n_q": n, "n_kv": n, "d": d, "d_v": d}
+    return Problem(**sizes, dtype=dtype, features=Features(causal=causal))
 
 
 def main() -> None:
     """Time every variant of the family's first starts, interleaved, and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp8"), default="fp8")
+    parser.add_argument("--d", type=int, default=128, help="head size (default: %(default)s)")
+    parser.add_argument("--n", type=int, default=16384, help="sequence length (default: %(default)s)")
+    parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--configs", type=int, default=3, help="how many of the family's first starts (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=1.0, help="timing for all variants of a config (default: %(default)s)")
     options = parser.parse_args()
     gpu = local_gpu()
     if gpu is None or gpu.target is None or not gpu.target.is_hopper:
         raise SystemExit("leave_out.py times kernels of compute capability 9.0 and found no such GPU: run it on an H100 or H200")
-    problem = problem_of(options.dtype)
+    problem = problem_of(options.dtype, options.d, options.n, options.causal)
+    print(problem.label(), flush=True)
     inputs = make_inputs(problem, device="cuda", seed=0)
     stopwatch = Stopwatch(torch.device("cuda"), gpu.target.l2_bytes)
-    for config in FAMILY.starts(problem.spec(), gpu.target)[:3]:
+    for config in FAMILY.starts(problem.spec(), gpu.target)[: options.configs]:
         print(config.label(), flush=True)
         runs: dict[str, Callable[[], object]] = {}
         for name, text in variants(problem.spec(), config).items():

@@ -13,6 +13,7 @@ TOKENS = 16384
 FEATURES = Path(__file__).parent / "results" / "2026-11-21-h200-forward" / "forward_features.json"
 
 CASES = {
+    "mask": "boolean mask (1, 1, N, N)",
     "bias": "additive bias (1, H, N, N)",
     "dropout": "dropout 0.1, causal",
     "window": "window 1024, causal",
@@ -20,7 +21,7 @@ CASES = {
     "softcap": "soft cap 30, causal",
     "gqa": "4 query heads to a key head, causal",
 }
-"""The feature cells whose peers were all given what a caller would give them."""
+"""The feature cells and what they are called."""
 
 
 def plain_table() -> str:

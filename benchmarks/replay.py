@@ -30,8 +30,14 @@ def sweeps(folder: Path = SWEEPS) -> list[SearchResult]:
     found: list[SearchResult] = []
     for path in sorted(folder.glob("*.sqlite")):
         with Store.open(path, writable=False) as store:
-            found += store.results()
+            found += [_completed(sweep) for sweep in store.results()]
     return found
+
+
+def _completed(sweep: SearchResult) -> SearchResult:
+    """A sweep with the axes that its spaces have gained since, at what configs did without them."""
+    known = families()
+    return replace(sweep, outcomes=tuple(replace(o, config=known[o.template].completed(o.config)) for o in sweep.outcomes))
 
 
 def best_us(outcomes: list[Outcome]) -> float:

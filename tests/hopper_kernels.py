@@ -6,6 +6,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -40,6 +41,7 @@ PLAIN: dict[str, int | str | bool] = {
     "section": 1,
     "order": "fixed",
     "residents": 1,
+    "maximum": "running",
 }
 """The config that tests change, written out so that no better default changes what they look at."""
 
@@ -68,12 +70,19 @@ def rendered(spec: KernelSpec, **changes: int | str | bool) -> ModuleType:
     return load_source(source(spec, **changes), "hopper")
 
 
-def launch_of(wanted: Problem, **changes: int | str | bool) -> Launch:
-    """The launch of the attention kernel that serves `wanted`, with tensors on the meta device."""
+def launches_of(wanted: Problem, **changes: int | str | bool) -> dict[str, Launch]:
+    """The launches that serve `wanted`, by their kernels' names, with tensors on the meta device.
+
+    Masks are packed and e4m3 values turned before the attention kernel, and what comes after looks for rows to compute again.
+    """
     inputs = make_inputs(wanted, device="meta", seed=0)
-    # e4m3 values are turned by a launch before.
-    [*_, attention] = rendered(wanted.spec(), **changes).launches(*inputs.arguments, **inputs.keywords)
-    return attention
+    found = rendered(wanted.spec(), **changes).launches(*inputs.arguments, **inputs.keywords)
+    return {launch[0].__name__: launch for launch in found}
+
+
+def launch_of(wanted: Problem, **changes: int | str | bool) -> Launch:
+    """The launch of the attention kernel itself among `launches_of`."""
+    return launches_of(wanted, **changes)[FAMILY.name]
 
 
 def compiled(wanted: Problem, **changes: int | str | bool) -> Any:
@@ -104,6 +113,17 @@ def key_loops(code: list[str]) -> list[Counter[str]]:
     inner = (loop for loop in loops if not any(other != loop and other[0] in loop and other[-1] in loop for other in loops))
     counts = (count(code[loop.start : loop.stop]) for loop in inner)
     return [found for found in counts if found["HGMMA"] + found["QGMMA"]]
+
+
+def words_of(allowed: torch.Tensor) -> torch.Tensor:
+    """The bits of a block's columns, bool (..., BLOCK_N), as the four words of a row, int64 (..., 4).
+
+    Bit 2 i + j of word t stands for column 8 i + 2 t + j: a word has what one of a row's four threads holds.
+    """
+    words = torch.zeros(*allowed.shape[:-1], 4, dtype=torch.int64)
+    for column in range(allowed.shape[-1]):
+        words[..., column % 8 // 2] |= allowed[..., column].long() << (column // 8 * 2 + column % 2)
+    return words
 
 
 class _Truncate(ast.NodeTransformer):
@@ -149,30 +169,66 @@ def on_torch(module: ModuleType, *names: str) -> Any:
     return SimpleNamespace(gl=gl, **_functions(module, names, scope, _Truncate()))
 
 
-class _Words(np.ndarray):
-    """An array that has what device functions ask of a tensor."""
+class Array(np.ndarray):
+    """An array that has what device functions ask of a tensor; layouts mean nothing where no thread holds a part of it."""
 
     type = SimpleNamespace(layout=None)
 
-    def to(self, dtype: Any) -> "_Words":
+    def to(self, dtype: Any) -> "Array":
         return self.astype(dtype)
 
-
-def _assembly(text: str, _constraints: str, arguments: list[_Words], **_words: object) -> _Words:
-    """What the two pieces of assembly of dropout compute."""
-    if text == "shf.l.wrap.b32 $0, $1, $1, 8;":
-        return arguments[0] << 8 | arguments[0] >> 24
-    assert text == "{ .reg .b32 draw; abs.f16x2 draw, $1; set.geu.u32.f16x2 draw, draw, $2; xor.b32 $0, draw, $3; }"
-    draws, bounds, sides = (np.broadcast_to(argument, arguments[0].shape).copy().view(np.uint16) for argument in arguments)
-    # `geu` is also true where an operand is NaN.
-    above = ~(np.abs(draws.view(np.float16)) < bounds.view(np.float16))
-    return (np.where(above, 0xFFFF, 0).astype(np.uint16) ^ sides).view(np.int32).view(_Words)
+    def expand_dims(self, axis: int) -> "Array":
+        return np.expand_dims(self, axis).view(Array)
 
 
-def _scalar(number: float) -> _Words:
+def _set_geu(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Half a register of ones where a half word is at least the other one's, or either is NaN."""
+    a, b = (np.stack((x & 0xFFFF, x >> 16)).astype(np.uint16).view(np.float16) for x in (a, b))
+    low, high = np.where(a < b, 0, 0xFFFF).astype(np.uint64)
+    return low | high << 16
+
+
+def _shifted(bits: int) -> Callable[..., np.ndarray]:
+    # Unlike numpy's, PTX's shifts take any distance.
+    return lambda x, distance: np.where(distance < bits, x << np.minimum(distance, bits - 1), 0)
+
+
+INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
+    **{f"mov.b{bits}": lambda x: x for bits in (32, 64)},
+    **{f"add.s{bits}": lambda x, y: x + y for bits in (32, 64)},
+    **{f"shl.b{bits}": _shifted(bits) for bits in (32, 64)},
+    "and.b32": lambda x, y: x & y,
+    "xor.b32": lambda x, y: x ^ y,
+    "shf.l.wrap.b32": lambda low, high, distance: high << distance | low >> (32 - distance),
+    "setp.ne.u32": lambda x, y: (x != y).astype(np.uint64),
+    "selp.f32": lambda x, y, chosen: np.where(chosen != 0, x, y),
+    "abs.f16x2": lambda x: x & 0x7FFF7FFF,
+    "set.geu.u32.f16x2": _set_geu,
+}
+"""What of PTX the kernels' assembly needs, over registers as 64 bits of which those past an instruction's width are dropped."""
+
+
+def assembly(text: str, _constraints: str, arguments: list[np.ndarray], *, dtype: Any, is_pure: bool, pack: int) -> Array:
+    """What `gl.inline_asm_elementwise` computes, an element at a time."""
+    assert pack == 1
+    arguments = [np.ascontiguousarray(argument) for argument in np.broadcast_arrays(*arguments)]
+    held = {f"${place}": argument.view(f"u{argument.itemsize}").astype(np.uint64) for place, argument in enumerate(arguments, 1)}
+    for line in re.sub(r"[{}]|\.reg[^;]*;", "", text).split(";"):
+        if line.strip():
+            name, target, *places = line.replace(",", " ").split()
+            mask = np.uint64(2**64 - 1 if name.endswith("64") else 2**32 - 1)
+            numbers = (
+                np.uint64(int(place[2:], 16) if place.startswith("0f") else int(place) % 2**64) for place in places if place not in held
+            )
+            sources = [held[place] if place in held else next(numbers) for place in places]
+            held[target] = INSTRUCTIONS[name](*sources) & mask
+    return held["$0"].astype(f"u{np.dtype(dtype).itemsize}").view(dtype).view(Array)
+
+
+def _scalar(number: float) -> Array:
     """A number as a kernel is given it: 32 bits wide where these hold it."""
     kind = np.int32 if isinstance(number, int) and -(2**31) <= number < 2**31 else None
-    return np.array([[number]], kind).view(_Words)
+    return np.array([[number]], kind).view(Array)
 
 
 def on_numpy(module: ModuleType, *names: str) -> Any:
@@ -181,18 +237,22 @@ def on_numpy(module: ModuleType, *names: str) -> Any:
     They are for numbers that aren't negative, where numpy divides as the GPU does. `scalar` makes an argument of a number.
     """
     gl = SimpleNamespace(
-        **{name: getattr(np, name) for name in ("int32", "int64", "uint32", "uint64")},
-        arange=lambda first, end, layout: np.arange(first, end, dtype=np.int32).view(_Words),
-        zeros=lambda shape, dtype, layout: np.zeros(shape, dtype).view(_Words),
-        where=lambda *arguments: np.where(*arguments).view(_Words),
+        **{name: getattr(np, name) for name in ("int32", "int64", "uint32", "uint64", "float32")},
+        arange=lambda first, end, layout: np.arange(first, end, dtype=np.int32).view(Array),
+        zeros=lambda shape, dtype, layout: np.zeros(shape, dtype).view(Array),
+        full=lambda shape, value, dtype, layout: np.full(shape, value, dtype).view(Array),
+        minimum=np.minimum,
+        maximum=np.maximum,
+        convert_layout=lambda array, layout: array,
+        where=lambda *arguments: np.where(*arguments).view(Array),
         split=lambda array: (array[..., 0], array[..., 1]),
         to_tensor=_scalar,
         static_range=range,
         SliceLayout=lambda axis, parent: None,
-        inline_asm_elementwise=_assembly,
+        inline_asm_elementwise=assembly,
         constexpr=constexpr,
     )
-    return SimpleNamespace(scalar=_scalar, **_functions(module, names, {"gl": gl}, ast.NodeTransformer()))
+    return SimpleNamespace(gl=gl, scalar=_scalar, **_functions(module, names, {"gl": gl}, ast.NodeTransformer()))
 
 
 def sizes_of(launch: Launch, **changes: int) -> tuple[Any, ...]:

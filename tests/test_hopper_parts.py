@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hopper_kernels import launch_of, on_torch, problem, rendered, sizes_of
+from hopper_kernels import Array, launch_of, on_numpy, on_torch, problem, rendered, sizes_of, words_of
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -159,18 +159,53 @@ def test_a_tile_visits_every_block_that_it_sees_and_masks_all_that_it_must(
             assert not free_first <= block < free_end or (seen.all() and seen.shape[1] == 64)
 
 
+WORD = {64: torch.int16, 128: torch.int32, 256: torch.int64}
+"""What a word of a block is stored as, by BLOCK_N; 16 bits are read as 32, filled with their sign."""
+
+
+def read(words: torch.Tensor, block_n: int) -> Any:
+    """Stored words, or what would be, as the kernel has them."""
+    return words.to(WORD[block_n]).to(torch.int64 if block_n == 256 else torch.int32).numpy().view(Array)
+
+
 @pytest.mark.parametrize("block_n", [64, 128, 256])
-def test_a_column_is_before_an_edge_as_its_place_among_its_threads_columns_says(block_n: int) -> None:
-    parts = on_torch(rendered(problem(64).spec(), BLOCK_N=block_n, lookahead=0), "columns_before")
-    ends, columns = torch.arange(-2 * block_n, 2 * block_n), torch.arange(block_n)
-    before = parts.columns_before(ends, columns)
-    thread = columns % 8 // 2
-    for t in range(4):
-        own = columns[thread == t]
-        # One number serves all columns of a thread.
-        assert torch.equal(before[:, own], (own < ends[:, None]).sum(1, keepdim=True).expand(-1, len(own)))
-    place = columns // 8 * 2 + columns % 2
-    assert torch.equal(place < before, columns < ends[:, None])
+def test_words_of_the_columns_before_an_edge(block_n: int) -> None:
+    parts = on_numpy(rendered(problem(64).spec(), BLOCK_N=block_n, lookahead=0), "words_before")
+    ends = torch.cat([torch.arange(-2 * block_n, 3 * block_n), torch.tensor([-(2**30), 2**30])])
+    words = torch.from_numpy(parts.words_before(ends.int().numpy()))
+    assert torch.equal(words.to(WORD[block_n]), words_of(torch.arange(block_n) < ends[:, None]).to(WORD[block_n]))
+
+
+@pytest.mark.parametrize("block_n", [64, 128, 256])
+def test_a_score_is_kept_where_its_bit_of_the_words_is_set(block_n: int) -> None:
+    parts = on_numpy(rendered(problem(64).spec(), BLOCK_N=block_n, lookahead=0), "keep")
+    generator = torch.Generator().manual_seed(block_n)
+    scores = torch.randn(64, block_n, generator=generator)
+    allowed = torch.rand(64, block_n, generator=generator) < torch.linspace(0, 1, 64)[:, None]
+    found = torch.from_numpy(parts.keep(scores.numpy().view(Array), read(words_of(allowed), block_n)))
+    assert torch.equal(found, torch.where(allowed, scores, float("-inf")))
+
+
+@pytest.mark.parametrize("stored", [(1, 1), (1, 4), (2, 1), (2, 4)], ids=str)
+def test_a_tile_reads_the_words_of_its_own_batch_head_block_and_rows(stored: tuple[int, int]) -> None:
+    wanted = problem(64, Features(mask="bool"))
+    chosen = {"BLOCK_N": 256, "lookahead": 0}
+    steps = {"mask_per_batch": stored[1] if stored[0] > 1 else 0, "mask_per_head": int(stored[1] > 1)}
+    parts = on_numpy(rendered(wanted.spec(), **chosen), "load_words")
+    sizes = [parts.scalar(size) if isinstance(size, int) else size for size in sizes_of(launch_of(wanted, **chosen), **steps)]
+    blocks, rows = -(-1100 // 256), 8 * 128
+    packed = torch.arange(stored[0] * stored[1] * blocks * rows * 4).view(*stored, blocks, rows, 4)
+    parts.gl.load = lambda places: packed.flatten().numpy()[places].view(Array)
+    for batch, head, block, row in [(0, 0, 0, 0), (1, 3, 4, 960), (1, 0, 2, 64), (0, 2, 1, 128)]:
+        found = parts.load_words([parts.scalar(place) for place in (batch, head, row, block * 256)], sizes, (1.0, 0))
+        assert torch.equal(torch.from_numpy(found), packed[batch % stored[0], head % stored[1], block, row : row + 64])
+
+
+def test_masks_are_packed_into_the_words_that_scores_are_kept_by() -> None:
+    command = [sys.executable, str(Path(__file__).parent / "interpret_pack_mask.py")]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == []
 
 
 def weights_order(block_n: int) -> list[int]:
@@ -205,18 +240,6 @@ def test_values_are_turned_into_the_order_of_the_weights() -> None:
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == []
-
-
-@pytest.mark.parametrize(("columns", "copied"), [(64, False), (48, False), (50, True), (1, True)])
-def test_a_boolean_mask_reaches_the_copy_engine_by_pairs_and_without_its_repeats(columns: int, copied: bool) -> None:
-    module = rendered(problem(64, Features(mask="bool")).spec())
-    mask = torch.rand(1, 3, 5, columns) < 0.5
-    pairs = module.without_repeats(mask.expand(2, 3, 5, columns))
-    assert pairs.dtype == torch.int16
-    assert pairs.shape == (1, 3, 5, -(-columns // 16) * 8)
-    assert torch.equal(pairs.view(torch.bool)[..., :columns], mask)
-    assert all(stride * 2 % 16 == 0 for stride in pairs.stride()[:3])
-    assert (pairs.data_ptr() != mask.data_ptr()) == copied
 
 
 @pytest.mark.parametrize(("columns", "copied"), [(64, False), (24, False), (50, True), (1, True)])

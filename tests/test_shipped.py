@@ -20,12 +20,11 @@ H200 = find_target("h200")
 RECORDS = Library.of(shipped_path()).records(gpu="h200")
 CELLS = [
     (d, n, dtype, causal)
-    for d in (64, 128)
+    for d in (64, 128, 256)
     for n in (512, 1024, 2048, 4096, 8192, 16384)
     for dtype in ("bf16", "fp16")
     for causal in (False, True)
 ]
-CELLS += [(256, n, "bf16", False) for n in (512, 1024, 2048, 4096, 8192, 16384)]
 
 
 def cell(d: int, n: int, dtype: str, causal: bool) -> Problem:

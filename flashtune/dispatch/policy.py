@@ -61,11 +61,12 @@ def rank(
     Near means |log2| of the ratios of the sizes, N_kv weighing most (4 : 2 : 1); ties go to the same alignment, then to the GPU
     with the nearest number of SMs, then among records of one key to the preferred one (flashtune.db.ranking), then to records of the
     user over shipped ones, the larger sizes, the shorter time and the lower variant id, so that equal libraries choose equally
-    everywhere. A record that says that the framework was faster makes the framework the choice, provided that `framework_serves`
-    (torch has the features). A record is never served when its config is outside the family's declared space or breaks a constraint on
-    this target; the next one of its key may serve. Which sizes suit a family is a rule of thumb, which gives way to measurements: step 1
-    doesn't ask for it. A record of any other step is served only where the problem's sizes suit its family, and stands in for other sizes
-    only where every family that suits these suits its own: one that was never tried there may be far better here.
+    everywhere. A record that says that the framework was faster makes the framework the choice, provided that `framework_serves` (torch
+    has the features). A record is never served when its config, completed by axes that came later, is outside the family's declared
+    space or breaks a constraint on this target; the next one of its key may serve. Which sizes suit a family is a rule of thumb, which
+    gives way to measurements: step 1 doesn't ask for it. A record of any other step is served only where the problem's sizes suit its
+    family, and stands in for other sizes only where every family that suits these suits its own: one that was never tried there may be
+    far better here.
     """
     spec, key = problem.spec(), problem.key(target.slug)
     group = group_of(key)
@@ -116,21 +117,22 @@ def _from_record(
     time_us = outcome.measurement.median_us if outcome.measurement is not None else math.nan
     if outcome.fate is not Fate.CORRECT or not 0.0 < time_us < math.inf:
         return Refusal(reason=f"its fate is {outcome.fate} with a time of {time_us} us", invalid=True, record=record)
+    config = family.completed(outcome.config)
     try:
-        family.validate(outcome.config)
+        family.validate(config)
     except InputError as error:
         return Refusal(reason=str(error), invalid=True, record=record)
     if kind != "exact" and (why := family.suits(problem, target)) is not None:
         return Refusal(reason=why, record=record)
     own_gpu = record.key.gpu == key.gpu
-    if (why := family.unfit(outcome.config, spec, target)) is not None:
+    if (why := family.unfit(config, spec, target)) is not None:
         return Refusal(reason=why, invalid=own_gpu, record=record)
     note = _note(record, kind, key)
     framework_us = record.framework_us
     if framework_us is not None and framework_us < time_us and framework_serves:
         note = f"{note}, and there the framework was faster: {framework_us:.1f} us"
         return Choice(kind="framework", spec=spec, note=note, record=record)
-    return Choice(kind=kind, spec=spec, note=note, record=record, family=family, config=outcome.config)
+    return Choice(kind=kind, spec=spec, note=note, record=record, family=family, config=config)
 
 
 def _from_default(family: Family, problem: Problem, target: Target) -> Choice | Refusal:

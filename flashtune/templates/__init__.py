@@ -26,7 +26,8 @@ def unservable(record: TuningRecord) -> str | None:
     """Why this version's templates can't serve a record on its own GPU, as for one that an earlier version wrote; None where they can."""
     try:
         target, chosen = find_target(record.key.gpu), family(record.outcome.template)
-        chosen.validate(record.outcome.config)
+        config = chosen.completed(record.outcome.config)
+        chosen.validate(config)
     except InputError as error:
         return str(error)
-    return chosen.unfit(record.outcome.config, record.problem.spec(), target)
+    return chosen.unfit(config, record.problem.spec(), target)

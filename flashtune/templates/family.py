@@ -29,11 +29,15 @@ from flashtune.core.target import Target
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """One dimension of the search space; `why` says in a line what it trades."""
+    """One dimension of the search space; `why` says in a line what it trades.
+
+    `absent` is what configs did that were written before this axis was declared; None for one that was there from the start.
+    """
 
     name: str
     values: tuple[Value, ...]
     why: str
+    absent: Value | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +92,11 @@ class Family:
             return why
         broken = self.violated(config, spec, target)
         return None if broken is None else f"{config.label()} breaks {broken.name}: {broken.why}"
+
+    def completed(self, config: Config) -> Config:
+        """A config that an earlier version wrote, with the axes that came later at what it did without them; any other as it is."""
+        lacking = {axis.name: axis.absent for axis in self.axes if axis.absent is not None and axis.name not in config}
+        return config.replace(**lacking) if lacking else config
 
     def validate(self, config: Config) -> None:
         """Raise InputError unless `config` has exactly the declared axes with declared values (types included)."""

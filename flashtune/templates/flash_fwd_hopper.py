@@ -10,7 +10,7 @@ from flashtune.core.target import Target
 from flashtune.templates.family import Axis, Constraint, Family, padded
 
 AXES = (
-    Axis(name="BLOCK_M", values=(64, 128, 192), why="query rows of a tile: more reuse of K and V against fewer tiles and registers"),
+    Axis(name="BLOCK_M", values=(64, 128, 192, 256), why="query rows of a tile: more reuse of K and V against fewer tiles and registers"),
     Axis(name="BLOCK_N", values=(64, 128, 256), why="keys of a block: fewer steps against registers, shared memory and masked waste"),
     Axis(name="stages", values=(2, 3, 4), why="K/V blocks in flight: latency hiding against shared memory"),
     Axis(name="lookahead", values=(0, 1, 2), why="products under way beside a softmax: none, values before it, also the scores after it"),
@@ -21,6 +21,12 @@ AXES = (
     Axis(
         name="residents", values=(1, 2, 3, 4), why="programs on an SM: one starts while another ends, against registers and shared memory"
     ),
+    Axis(
+        name="maximum",
+        values=("running", "first"),
+        absent="running",
+        why="row maxima of all blocks, or of a tile's first ones with a check at its end: no wait for maxima, against one more launch",
+    ),
 )
 
 
@@ -29,15 +35,23 @@ def _shared_bytes(config: Config, spec: KernelSpec) -> int:
     chained, size = config["tiles"] == "chained", ITEMSIZE[spec.dtype]
     q_bytes = size * block_m * d * (2 if chained else 1)
     out_bytes = 2 * block_m * d_v if chained or d != d_v or size == 1 else 0
-    mask_bytes = {"none": 0, "bool": 2, "bias": 4}[spec.mask] * block_m * block_n
-    return q_bytes + out_bytes + mask_bytes + size * config.number("stages") * block_n * (d + d_v) + 1024
+    bias_bytes = 4 * block_m * block_n if spec.mask == "bias" else 0
+    return q_bytes + out_bytes + bias_bytes + size * config.number("stages") * block_n * (d + d_v) + 1024
+
+
+def _first_keys_tell(spec: KernelSpec) -> bool:
+    """Whether a tile's first blocks, the diagonal's or the last keys', tell about how large its rows' scores are.
+
+    Biases often hide keys with huge negative numbers, and ALiBi without a band is smallest at the last keys.
+    """
+    return spec.mask != "bias" and not (spec.alibi and not spec.causal)
 
 
 def _consumers(config: Config) -> int:
     return config.number("BLOCK_M") // 64
 
 
-CONSUMER_REGISTERS = {(1, 1): 248, (2, 1): 240, (3, 1): 160, (1, 2): 232, (2, 2): 104, (1, 3): 136, (1, 4): 104}
+CONSUMER_REGISTERS = {(1, 1): 248, (2, 1): 240, (3, 1): 160, (4, 1): 120, (1, 2): 232, (2, 2): 104, (1, 3): 136, (1, 4): 104}
 """What a consumer thread may hold, by (warpgroups, programs on an SM): the register file less the producer's share."""
 
 
@@ -53,7 +67,7 @@ def _live_registers(config: Config, spec: KernelSpec) -> int:
     size = ITEMSIZE[spec.dtype]
     scores, out = config.number("BLOCK_N") // 2, padded(spec.d_v) // 2
     weights, product = scores * size // 4, out if size == 1 else 0
-    loaded = {"none": 0, "bool": 16, "bias": 24}[spec.mask]
+    loaded = {"none": 0, "bool": 4, "bias": 24}[spec.mask]
     if config["lookahead"] == 0:
         return max(scores + loaded, weights + product) + out
     return scores * config.number("lookahead") + weights + product + out + loaded
@@ -104,6 +118,11 @@ CONSTRAINTS = (
         why="tiles are drawn where programs work through many of unequal length",
     ),
     Constraint(
+        name="maxima that settle",
+        holds=lambda c, s, t: c["maximum"] == "running" or (c["lookahead"] != 2 and s.dtype != "fp8" and _first_keys_tell(s)),
+        why="weights grow far above 1 where a row's largest score comes late, which e4m3 can't hold",
+    ),
+    Constraint(
         name="loop in place of chained",
         holds=lambda c, s, t: c["tiles"] != "loop" or _shared_bytes(c.replace(tiles="chained"), s) > t.shared_bytes_per_block,
         why="chained tiles drain less, wherever their second query tile fits",
@@ -140,7 +159,10 @@ def _config(block_m: int, block_n: int, stages: int, tiles: str, spec: KernelSpe
         "section": 8 if banded else 1,
         "order": "drawn" if tiles != "one" and banded else "fixed",
         "residents": 1,
+        "maximum": "first" if spec.dtype != "fp8" and _first_keys_tell(spec) else "running",
     }
+    if more.get("lookahead") == 2:
+        values["maximum"] = "running"
     return Config.of(values, **more)
 
 
@@ -152,13 +174,11 @@ def starts(spec: KernelSpec, target: Target) -> list[Config]:
         found += [_config(192, 128, 3, "one", spec, lookahead=0), _config(64, 128, 2, "one", spec, residents=2)]
         found += [_config(128, 256, 2, "one", spec, lookahead=0)]
     if wide <= 64:
-        found += [_config(192, 128, 3, "chained", spec), _config(128, 128, 2, "chained", spec, pingpong=True, order="fixed")]
-        found += [_config(64, 64, 2, "one", spec, lookahead=0, residents=4), _config(64, 64, 2, "one", spec, residents=3)]
-        found += [
-            _config(128, 64, 2, "one", spec, lookahead=0, residents=2),
-            _config(128, 64, 3, "chained", spec, pingpong=True, residents=2),
-        ]
-        found += [_config(128, 128, 3, "chained", spec, lookahead=2), _config(192, 128, 3, "chained", spec, pingpong=True)]
+        found += [_config(256, 64, 3, "one", spec, lookahead=0), _config(64, 64, 2, "one", spec, lookahead=0, residents=4)]
+        found += [_config(128, 64, 3, "one", spec, lookahead=0, residents=2), _config(64, 64, 2, "one", spec, residents=3)]
+        found += [_config(128, 128, 2, "chained", spec, pingpong=True, order="fixed"), _config(192, 128, 3, "chained", spec, pingpong=True)]
+        found += [_config(192, 128, 3, "one", spec, lookahead=0), _config(192, 128, 3, "chained", spec)]
+        found += [_config(128, 64, 3, "chained", spec, pingpong=True, residents=2), _config(128, 128, 3, "chained", spec, lookahead=2)]
     if wide <= 128:
         found += [_config(128, 128, 2, "chained", spec, pingpong=True), _config(128, 128, 2, "chained", spec)]
         found += [_config(128, 128, 2, "chained", spec, pingpong=True, order="fixed"), _config(128, 128, 2, "one", spec)]
@@ -170,13 +190,20 @@ def starts(spec: KernelSpec, target: Target) -> list[Config]:
         _config(64, 64, 2, "one", spec),
         _config(64, 64, 2, "one", spec, lookahead=0),
     ]
+    if wide <= 64:
+        found += [_config(192, 128, 3, "chained", spec, maximum="running")]
+    if wide <= 128:
+        found += [_config(128, 128, 2, "chained", spec, pingpong=True, maximum="running")]
+    found += [_config(128, 64, 2, "loop", spec, maximum="running"), _config(128, 64, 2, "one", spec, maximum="running")]
+    found += [_config(64, 64, 2, "one", spec, lookahead=0, maximum="running")]
     unique = dict.fromkeys(found)
     return [config for config in unique if FAMILY.violated(config, spec, target) is None]
 
 
 def default(spec: KernelSpec, target: Target) -> Config:
-    """The first of `starts`."""
-    return starts(spec, target)[0]
+    """The first of `starts` with running maxima: where nothing was measured, nothing was checked either, and that is the simpler kernel."""
+    found = [config for config in starts(spec, target) if config["maximum"] == "running"]
+    return next((config for config in found if config["lookahead"] != 2), found[0])
 
 
 FAMILY = Family(
@@ -187,5 +214,5 @@ FAMILY = Family(
     default=default,
     starts=starts,
     interpretable=False,
-    path_axes=("BLOCK_M", "lookahead", "pingpong", "tiles", "order"),
+    path_axes=("BLOCK_M", "lookahead", "pingpong", "tiles", "order", "maximum"),
 )

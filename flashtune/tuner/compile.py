@@ -67,9 +67,11 @@ def compiling_for(target: Target) -> Iterator[None]:
 
 
 def cross_compile(source: str, stem: str, problem: Problem, target: Target) -> CompileFacts:
-    """Compile every kernel that a launch of `problem` takes for `target`; the facts are those of the hungriest one.
+    """Compile every kernel that a launch of `problem` takes for `target`; the facts are those of the one that computes.
 
-    Raises what the compiler raises. Sizes are cut to one batch and head: kernels take them at run time.
+    That is the first with matrix instructions: what goes before it only prepares, and what comes after has little to do. Where products
+    take none (fp32) it is the one that takes the most shared memory. Raises what the compiler raises. Sizes are cut to one batch and head:
+    kernels take them at run time.
     """
     module = load_source(source, stem)
     inputs = make_inputs(replace(problem, batch=1, heads=problem.gqa_ratio, kv_heads=1), device="meta", seed=0)
@@ -78,7 +80,8 @@ def cross_compile(source: str, stem: str, problem: Problem, target: Target) -> C
             read_facts(kernel.warmup(*args, grid=grid, **options), target)
             for kernel, grid, args, options in module.launches(*inputs.arguments, **inputs.keywords)
         ]
-    return max(found, key=lambda facts: (facts.shared_bytes, facts.registers))
+    hungriest = max(found, key=lambda facts: (facts.shared_bytes, facts.registers))
+    return next((facts for facts in found if facts.tensor_core_ops), hungriest)
 
 
 def read_facts(compiled: Any, target: Target) -> CompileFacts:

@@ -20,8 +20,13 @@ GENERATED = re.compile(r"flash_\w+_[0-9a-f]{16}\.py")
 
 
 def variant_for(record: TuningRecord) -> Variant:
-    """The variant that the installed template makes of a record's config; raises InputError for a config outside the declared space."""
-    return variant_of(family(record.outcome.template), record.problem.spec(), record.outcome.config)
+    """The variant that the installed template makes of a record's config; raises InputError for a config outside the declared space.
+
+    Its hash and id are those of what the template makes today, and so is the name of its file: where the text or an axis has changed since
+    the record was written, they are not the record's.
+    """
+    chosen = family(record.outcome.template)
+    return variant_of(chosen, record.problem.spec(), chosen.completed(record.outcome.config))
 
 
 def source_for(record: TuningRecord) -> Source:

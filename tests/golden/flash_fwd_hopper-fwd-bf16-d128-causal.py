@@ -5,14 +5,16 @@ Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
 Compiled in: fwd-bf16-d128-causal
-Template: flash_fwd_hopper 4013e82249418780
-Variant: 6df7f8ab81564b23
-Config: BLOCK_M=128 BLOCK_N=128 lookahead=1 order=drawn pingpong=True residents=1 section=8 stages=2 tiles=chained
+Template: flash_fwd_hopper 7d0ff0750bad281b
+Variant: c03907db9d89d41e
+Config: BLOCK_M=128 BLOCK_N=128 lookahead=1 maximum=first order=drawn pingpong=True residents=1 section=8 stages=2 tiles=chained
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
 
 import torch
+import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
@@ -38,13 +40,232 @@ PROBS_LAYOUT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=OUT_LAYO
 ROW_LAYOUT = gl.constexpr(gl.SliceLayout(1, SCORES_LAYOUT))
 COLUMN_LAYOUT = gl.constexpr(gl.SliceLayout(0, SCORES_LAYOUT))
 OUT_ROW_LAYOUT = gl.constexpr(gl.SliceLayout(1, OUT_LAYOUT))
+# One bit for each column that a thread holds of a row, four threads to a row.
+WORDS_LAYOUT = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[8, 0]],
+        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 4],
+    )
+)
 TICKET_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0]))
 LN_2 = gl.constexpr(0.6931471805599453)
+# Between these a row's sum is as exact as any: weights keep their digits as bf16, and what they multiply can't overflow.
+LEAST = gl.constexpr(2.0**-60)
+MOST = gl.constexpr(2.0**60)
+
+
+@triton.jit
+def attention_tile(
+    program,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_qd,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_kd,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    stride_vd,
+    stride_ob,
+    stride_oh,
+    stride_om,
+    stride_od,
+    heads,
+    group,
+    n_q,
+    n_kv,
+    score_scale,
+    diagonal,
+    WIDE: tl.constexpr,
+):
+    """One query tile of one head. Of `heads` query heads, `group` share a key head; `score_scale` brings scores to units of log 2."""
+    BLOCK_M: tl.constexpr = 64
+    BLOCK_N: tl.constexpr = 64
+    BLOCK_D: tl.constexpr = 128
+    BLOCK_DV: tl.constexpr = 128
+
+    tiles = tl.cdiv(n_q, BLOCK_M)
+    tile = program % tiles
+    head_index = program // tiles
+    batch = head_index // heads
+    head = head_index % heads
+    kv_head = head // group
+    start_m = tile * BLOCK_M
+    offs_m = start_m + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    offs_n = tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    offs_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    offs_dv = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
+
+    # Offsets are 64-bit; those within one tile fit 32 bits, which saves registers, unless its rows lie very far apart.
+    tile_type: tl.constexpr = tl.int64 if WIDE else tl.int32
+    k_ptr += batch.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh
+    v_ptr += batch.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh
+    k_offsets = offs_n.to(tile_type)[:, None] * stride_kn + offs_d.to(tile_type)[None, :] * stride_kd  # [BLOCK_N, BLOCK_D]
+    v_offsets = offs_n.to(tile_type)[:, None] * stride_vn + offs_dv.to(tile_type)[None, :] * stride_vd  # [BLOCK_N, BLOCK_DV]
+
+    q_ptr += batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
+    q_ptrs = q_ptr + offs_m.to(tl.int64)[:, None] * stride_qm + offs_d.to(tl.int64)[None, :] * stride_qd  # [BLOCK_M, BLOCK_D]
+    q_tile = tl.load(q_ptrs, mask=(offs_m < n_q)[:, None], other=0.0)  # [BLOCK_M, BLOCK_D]
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)  # [BLOCK_M]
+    row_sum = tl.zeros([BLOCK_M], tl.float32)  # [BLOCK_M]
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)  # [BLOCK_M, BLOCK_DV]
+
+    end_m = tl.minimum(start_m + BLOCK_M, n_q) - 1
+    # Columns up to last are visited; all rows of the tile see those up to free_last.
+    row_last = tl.minimum(offs_m + diagonal, n_kv - 1)  # [BLOCK_M]
+    last = tl.minimum(end_m + diagonal + 1, n_kv)
+    free_last = tl.maximum(tl.minimum(start_m + diagonal + 1, n_kv), 0) // BLOCK_N * BLOCK_N
+
+    for start_n in range(0, free_last, BLOCK_N):
+        start_n = tl.multiple_of(start_n, BLOCK_N)
+        k_ptrs = k_ptr + tl.cast(start_n, tl.int64) * stride_kn + k_offsets  # [BLOCK_N, BLOCK_D]
+        k_tile = tl.load(k_ptrs)  # [BLOCK_N, BLOCK_D]
+        scores = tl.dot(q_tile, k_tile.T)  # [BLOCK_M, BLOCK_N]
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * score_scale)  # [BLOCK_M]
+        rescale = tl.exp2(row_max - new_max)  # [BLOCK_M]
+        probs = tl.exp2(scores * score_scale - new_max[:, None])  # [BLOCK_M, BLOCK_N]
+        row_max = new_max  # [BLOCK_M]
+        row_sum = row_sum * rescale + tl.sum(probs, 1)  # [BLOCK_M]
+        acc = acc * rescale[:, None]  # [BLOCK_M, BLOCK_DV]
+        v_ptrs = v_ptr + tl.cast(start_n, tl.int64) * stride_vn + v_offsets  # [BLOCK_N, BLOCK_DV]
+        v_tile = tl.load(v_ptrs)  # [BLOCK_N, BLOCK_DV]
+        acc = tl.dot(probs.to(v_tile.dtype), v_tile, acc)  # [BLOCK_M, BLOCK_DV]
+
+    for start_n in range(free_last, last, BLOCK_N):
+        start_n = tl.multiple_of(start_n, BLOCK_N)
+        columns = start_n + offs_n  # [BLOCK_N]
+        k_ptrs = k_ptr + tl.cast(start_n, tl.int64) * stride_kn + k_offsets  # [BLOCK_N, BLOCK_D]
+        k_tile = tl.load(k_ptrs, mask=(columns < n_kv)[:, None], other=0.0)  # [BLOCK_N, BLOCK_D]
+        scores = tl.dot(q_tile, k_tile.T)  # [BLOCK_M, BLOCK_N]
+        scores = tl.where(columns[None, :] <= row_last[:, None], scores, float("-inf"))  # [BLOCK_M, BLOCK_N]
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * score_scale)  # [BLOCK_M]
+        # A row that has seen no key yet has the maximum -inf, and -inf - -inf is NaN.
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # [BLOCK_M]
+        rescale = tl.exp2(row_max - shift)  # [BLOCK_M]
+        probs = tl.exp2(scores * score_scale - shift[:, None])  # [BLOCK_M, BLOCK_N]
+        row_max = new_max  # [BLOCK_M]
+        row_sum = row_sum * rescale + tl.sum(probs, 1)  # [BLOCK_M]
+        acc = acc * rescale[:, None]  # [BLOCK_M, BLOCK_DV]
+        v_ptrs = v_ptr + tl.cast(start_n, tl.int64) * stride_vn + v_offsets  # [BLOCK_N, BLOCK_DV]
+        v_tile = tl.load(v_ptrs, mask=(columns < n_kv)[:, None], other=0.0)  # [BLOCK_N, BLOCK_DV]
+        acc = tl.dot(probs.to(v_tile.dtype), v_tile, acc)  # [BLOCK_M, BLOCK_DV]
+
+    # A row that saw no key has the sum 0 and the maximum -inf: its output is 0 and its LSE -inf.
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # [BLOCK_M]
+    result = acc * (1.0 / row_sum)[:, None]  # [BLOCK_M, BLOCK_DV]
+    lse = (row_max + tl.log2(row_sum)) * 0.6931471805599453  # [BLOCK_M]
+    tl.store(lse_ptr + tl.cast(head_index, tl.int64) * n_q + offs_m, lse, mask=offs_m < n_q)
+    out_ptr += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
+    out_ptrs = out_ptr + offs_m.to(tl.int64)[:, None] * stride_om + offs_dv.to(tl.int64)[None, :] * stride_od  # [BLOCK_M, BLOCK_DV]
+    in_out = (offs_m < n_q)[:, None]  # [BLOCK_M, 1]
+    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=in_out)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "row_count",
+        "heads",
+        "group",
+        "n_q",
+        "n_kv",
+        "diagonal",
+    ]
+)
+def again(
+    row_count,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_qd,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_kd,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    stride_vd,
+    stride_ob,
+    stride_oh,
+    stride_om,
+    stride_od,
+    heads,
+    group,
+    n_q,
+    n_kv,
+    score_scale,
+    diagonal,
+    WIDE: tl.constexpr,
+):
+    """Computes anew the tiles in which the LSE of a row, of `row_count` in all heads together, is NaN."""
+    # It is launched before the kernel that writes them has ended.
+    tl.extra.cuda.gdc_wait()
+    BLOCK_M: tl.constexpr = 64
+    # Rows that are looked at together.
+    LOOK: tl.constexpr = 2048
+    tiles = tl.cdiv(n_q, BLOCK_M)
+    for first in range(tl.program_id(0) * LOOK, row_count, tl.num_programs(0) * LOOK):
+        places = first + tl.arange(0, LOOK)  # [LOOK]
+        lse = tl.load(lse_ptr + places, mask=places < row_count, other=0.0)  # [LOOK]
+        if tl.max((lse != lse).to(tl.int32), 0) > 0:
+            last = tl.minimum(first + LOOK, row_count) - 1
+            # A tile that goes on past these rows may be computed twice, with the same result.
+            for number in range(first // n_q * tiles + first % n_q // BLOCK_M, last // n_q * tiles + last % n_q // BLOCK_M + 1):
+                rows = number % tiles * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+                own = tl.load(lse_ptr + number // tiles * n_q + rows, mask=rows < n_q, other=0.0)  # [BLOCK_M]
+                if tl.max((own != own).to(tl.int32), 0) > 0:
+                    attention_tile(
+                        number,
+                        q_ptr,
+                        k_ptr,
+                        v_ptr,
+                        out_ptr,
+                        lse_ptr,
+                        stride_qb,
+                        stride_qh,
+                        stride_qm,
+                        stride_qd,
+                        stride_kb,
+                        stride_kh,
+                        stride_kn,
+                        stride_kd,
+                        stride_vb,
+                        stride_vh,
+                        stride_vn,
+                        stride_vd,
+                        stride_ob,
+                        stride_oh,
+                        stride_om,
+                        stride_od,
+                        heads,
+                        group,
+                        n_q,
+                        n_kv,
+                        score_scale,
+                        diagonal,
+                        WIDE,
+                    )
 
 
 @gluon.jit
 def divide(number, magic, shift):
-    """number // divisor, for 0 <= number < 2^31, as a product (Granlund and Montgomery, PLDI 1994): a tenth of a division's time."""
+    """number // divisor, for 0 <= number < 2^31, as a product (Granlund and Montgomery, PLDI 1994)."""
     return (number.to(gl.int64) * magic >> shift).to(gl.int32)
 
 
@@ -144,7 +365,7 @@ def start_scores(q_tile, k_tile):
 @gluon.jit
 def start_values(probs, v_tile, acc):
     """Starts acc + probs v on the tensor cores."""
-    return warpgroup_mma(probs, v_tile.reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)  # [ROWS, BLOCK_DV]
+    return warpgroup_mma(unpack(probs), v_tile.reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)  # [ROWS, BLOCK_DV]
 
 
 @gluon.jit
@@ -211,14 +432,41 @@ def producer(descs, counter_ptr, rings, sizes):
 
 
 @gluon.jit
-def columns_before(end, offs_n):
-    """How many of its thread's columns of a row are before `end`, for every score.
+def words_before(end):
+    """Words for `keep`: of each row the columns before `end`."""
+    quarter = gl.arange(0, 4, layout=gl.SliceLayout(0, WORDS_LAYOUT))
+    end = gl.convert_layout(end, gl.SliceLayout(1, WORDS_LAYOUT))
+    room = gl.minimum(gl.maximum(end[:, None] - 2 * quarter[None, :], 0), BLOCK_N)  # [ROWS, 4]
+    # How many of its thread's columns of a row are before `end`.
+    number = room // 8 * 2 + gl.minimum(room % 8, 2)
+    # In assembly, where shifting by as many bits as a word has leaves none.
+    ones: gl.constexpr = "{ .reg .b32 end; mov.b32 end, 1; shl.b32 end, end, $1; add.s32 $0, end, -1; }"
+    return gl.inline_asm_elementwise(ones, "=r,r", [number], dtype=gl.int32, is_pure=True, pack=1)  # [ROWS, 4]
 
-    A thread holds columns 8 i, 8 i + 1 past its first one. Compared with this number, the n-th column takes a constant in place of an
-    index of its own: two instructions a score, where the compiler would else spend six.
+
+@gluon.jit
+def keep(scores, words):
+    """-inf where a key's bit is 0. Four threads share a row and hold columns 8 i + 2 t + j of it; t's word has their bits at 2 i + j.
+
+    Which bit a register needs is known to the compiler, so that a score takes two instructions.
     """
-    room = gl.minimum(gl.maximum(end[:, None] - (offs_n % 8 // 2 * 2)[None, :], 0), BLOCK_N)  # [ROWS, BLOCK_N]
-    return room // 8 * 2 + gl.minimum(room % 8, 2)  # [ROWS, BLOCK_N]
+    fours: gl.constexpr = scores.reshape([ROWS, BLOCK_N // 8, 4, 2]).type.layout
+    words = gl.convert_layout(words, gl.SliceLayout(1, gl.SliceLayout(3, fours)))
+    spread = gl.zeros([ROWS, BLOCK_N // 8, 4, 2], gl.int32, fours) | words.expand_dims(1).expand_dims(3)
+    spread = gl.convert_layout(spread.reshape([ROWS, BLOCK_N]), SCORES_LAYOUT)  # [ROWS, BLOCK_N]
+    offs_n = gl.arange(0, BLOCK_N, layout=COLUMN_LAYOUT)
+    bit = gl.full([BLOCK_N], 1, gl.int32, COLUMN_LAYOUT) << (offs_n % 128 // 8 * 2 + offs_n % 2)  # [BLOCK_N]
+    # In assembly, or the compiler gathers predicates in registers of their own.
+    select: gl.constexpr = """
+    {
+        .reg .pred allowed;
+        .reg .b32 one;
+        and.b32 one, $2, $3;
+        setp.ne.u32 allowed, one, 0;
+        selp.f32 $0, $1, 0fFF800000, allowed;
+    }
+    """
+    return gl.inline_asm_elementwise(select, "=f,f,r,r", [scores, spread, bit[None, :]], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -230,12 +478,10 @@ def shape_scores(scores, spot, in_band, sizes, extras):
     batch, head, row, column = spot
     n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, divisions = sizes
     if not in_band:
-        offs_n = gl.arange(0, BLOCK_N, layout=COLUMN_LAYOUT)
         centre = row + diagonal - column + gl.arange(0, ROWS, layout=ROW_LAYOUT)
         end = gl.minimum(centre + 1, n_kv - column)  # [ROWS]
-        place = (offs_n // 8 * 2 + offs_n % 2)[None, :]
-        visible = place < columns_before(end, offs_n)
-        scores = gl.where(visible, scores, float("-inf"))
+        visible = words_before(end)  # [ROWS, 4]
+        scores = keep(scores, visible)
     return scores  # [ROWS, BLOCK_N]
 
 
@@ -261,9 +507,35 @@ def softmax_step(scores, row_max, row_sum, scale, GUARD: gl.constexpr):
 
 
 @gluon.jit
+def settled_step(scores, row_max, row_sum, scale):
+    """One block of the softmax relative to a maximum that stays as it is: its weights and the new sum."""
+    weights = gl.exp2(scores * scale - row_max[:, None])  # [ROWS, BLOCK_N]
+    return weights, row_sum + quarter_sums(weights)
+
+
+@gluon.jit
+def sound_sums(row_sum, settled_blocks):
+    """The sums, or NaN where weights were too large or too small to be told apart: `again` computes those rows anew."""
+    total = gl.sum(row_sum, 1)  # [ROWS]
+    sound = (total >= LEAST) & (total <= MOST)
+    sound |= (settled_blocks <= 0) & (total == 0.0)
+    return gl.where(sound[:, None], row_sum, float("nan"))
+
+
+@gluon.jit
 def pack(weights):
-    """Weights as the left operand of a product; nothing moves."""
-    return gl.convert_layout(weights.to(DTYPE), PROBS_LAYOUT)  # [ROWS, BLOCK_N]
+    """Weights by twos, which is how they wait for their product: else the compiler splits pairs that wait from one loop to the next."""
+    even, odd = gl.split(weights.reshape([ROWS, BLOCK_N // 2, 2]))
+    convert: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
+    pairs = gl.inline_asm_elementwise(convert, "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)  # [ROWS, BLOCK_N // 2]
+    return pairs
+
+
+@gluon.jit
+def unpack(pairs):
+    """Packed weights as the left operand of a product; nothing moves."""
+    halves = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [gl.join(pairs, pairs)], dtype=gl.int16, is_pure=True, pack=2)
+    return gl.convert_layout(halves.reshape([ROWS, BLOCK_N]).to(DTYPE, bitcast=True), PROBS_LAYOUT)  # [ROWS, BLOCK_N]
 
 
 @gluon.jit
@@ -293,7 +565,7 @@ def open_tile(block, q_tile, spot, rings, sizes, extras, W: gl.constexpr):
 
 
 @gluon.jit
-def attend(block, q_tile, state, spot, in_band, rings, sizes, extras, W: gl.constexpr):
+def attend(block, q_tile, state, spot, in_band, rings, sizes, extras, W: gl.constexpr, SETTLED: gl.constexpr):
     """Scores and softmax of one block beside the values of the block before it, whose weights are `probs`."""
     q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty, q_empty, ticket_ring = rings
     probs, acc, row_max, row_sum = state
@@ -308,10 +580,14 @@ def attend(block, q_tile, state, spot, in_band, rings, sizes, extras, W: gl.cons
     scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(k_empty.index(stage), count=1)
     scores = shape_scores(scores, spot, in_band, sizes, extras)
-    weights, shrink, row_max, row_sum = softmax_step(scores, row_max, row_sum, extras[0], True)
+    if SETTLED:
+        weights, row_sum = settled_step(scores, row_max, row_sum, extras[0])
+    else:
+        weights, shrink, row_max, row_sum = softmax_step(scores, row_max, row_sum, extras[0], True)
     acc = warpgroup_mma_wait(0, deps=[out])
     mbarrier.arrive(v_empty.index(value_stage), count=1)
-    acc = acc * gl.convert_layout(shrink, OUT_ROW_LAYOUT)[:, None]
+    if not SETTLED:
+        acc = acc * gl.convert_layout(shrink, OUT_ROW_LAYOUT)[:, None]
     probs = pack(weights)
     return probs, acc, row_max, row_sum
 
@@ -340,15 +616,31 @@ def change_tile(block, more, q_tile, probs, acc, spot, rings, sizes, extras, W: 
 
 
 @gluon.jit
-def attend_blocks(block, q_tile, state, place, bounds, rings, sizes, extras, W: gl.constexpr):
+def attend_blocks(block, slot, state, place, bounds, rings, sizes, extras, W: gl.constexpr):
     """The blocks of a tile after its first, right to left."""
     batch, head, row = place
     first, free_first, free_end, end = bounds
-    for n in range(1, end - first):
+    q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty, q_empty, ticket_ring = rings
+    q_tile = q_smem.index(slot)
+    # A tile's rows have seen their diagonal or the last keys by then; what follows can't be so much larger that float32 wouldn't hold it,
+    # or the row is computed again.
+    settled = gl.minimum(gl.maximum(end - free_end, 1), end - first)
+    for n in range(1, settled):
         spot = (batch, head, row, (end - 1 - n) * BLOCK_N)
         in_band = n >= end - free_end
-        state = attend(block + n, q_tile, state, spot, in_band, rings, sizes, extras, W)
-    return state
+        state = attend(block + n, q_tile, state, spot, in_band, rings, sizes, extras, W, False)
+    probs, acc, row_max, row_sum = state
+    row_max = gl.where(row_max == float("-inf"), 0.0, row_max)
+    state = (probs, acc, row_max, row_sum)
+    # A number that the compiler can't know to be the same, or ptxas 12.8 takes addresses from the loop above even where that was skipped.
+    q_tile = q_smem.index(gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [slot], dtype=gl.int32, is_pure=False, pack=1))
+    for n in range(settled, end - first):
+        spot = (batch, head, row, (end - 1 - n) * BLOCK_N)
+        in_band = True
+        state = attend(block + n, q_tile, state, spot, in_band, rings, sizes, extras, W, True)
+    probs, acc, row_max, row_sum = state
+    row_sum = sound_sums(row_sum, end - first - settled)
+    return probs, acc, row_max, row_sum
 
 
 @gluon.jit
@@ -391,7 +683,7 @@ def consumer(out_desc, lse_ptr, rings, sizes, extras, W: gl.constexpr):
         next_slot = (turn + 1) % 2 * GROUPS + W
         next_phase = (turn + 1) // 2 & 1
         state = (probs, acc, row_max, row_sum)
-        probs, acc, row_max, row_sum = attend_blocks(block, q_smem.index(slot), state, place, bounds, rings, sizes, extras, W)
+        probs, acc, row_max, row_sum = attend_blocks(block, slot, state, place, bounds, rings, sizes, extras, W)
         next_index = read_ticket(turn + 1, ticket_ring)
         more = next_index < tiles
         mbarrier.arrive(q_empty.index(slot), count=1)
@@ -508,17 +800,17 @@ def descriptor(tensor, rows, columns):
     return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], block, layout)
 
 
-COUNTERS = {}
+COUNTS = {}
 
 
-def tile_counter(device):
-    """The counter that tiles are drawn from: zero before a launch and after it. Launches on one stream can share one."""
+def zero_counts(size, device):
+    """At least `size` counts that are zero before a launch and after it. Launches on one stream share them."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=device)
+        return torch.zeros(size, dtype=torch.int32, device=device)
     place = torch.cuda.current_stream(device).cuda_stream, device.index
-    if place not in COUNTERS:
-        COUNTERS[place] = torch.zeros(1, dtype=torch.int32, device=device)
-    return COUNTERS[place]
+    if place not in COUNTS or COUNTS[place].numel() < size:
+        COUNTS[place] = torch.zeros(size, dtype=torch.int32, device=device)
+    return COUNTS[place]
 
 
 def division(divisor):
@@ -546,7 +838,7 @@ def launches(
         descriptor(v, 128, 128),
         descriptor(out, 64, 128),
         lse,
-        tile_counter(q.device),
+        zero_counts(1, q.device),
         n_q,
         k.shape[2],
         batches,
@@ -559,7 +851,36 @@ def launches(
         *division(m_tiles),
         1.4426950408889634 * scale,
     )
-    return [(flash_fwd_hopper, (programs,), arguments, {"num_warps": 4})]
+    kv_heads, n_kv = k.shape[1:3]
+    # Offsets within the tiles of `again` stay below 2^31 with smaller strides.
+    wide = max(*k.stride()[2:], *v.stride()[2:]) >= 2**22
+    row_count = batches * heads * n_q
+    again_arguments = (
+        row_count,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        *q.stride(),
+        *k.stride(),
+        *v.stride(),
+        *out.stride(),
+        heads,
+        heads // kv_heads,
+        n_q,
+        n_kv,
+        scale * 1.4426950408889634,
+        diagonal,
+        wide,
+    )
+    again_options = {"num_warps": 4, "num_stages": 2, "launch_pdl": True}
+    # It looks at 2048 rows at once.
+    again_programs = min(-(-row_count // 2048), 264)
+    return [
+        (flash_fwd_hopper, (programs,), arguments, {"num_warps": 4}),
+        (again, (again_programs,), again_arguments, again_options),
+    ]
 
 
 def launch(q, k, v, out, lse, **settings):

@@ -5,9 +5,9 @@ Key blocks go from right to left.
 One block goes from scores to values.
 
 Compiled in: fwd-fp8-d64-window-alibi-bool
-Template: flash_fwd_hopper 33a946762aebd165
-Variant: 7d258276bb359de5
-Config: BLOCK_M=64 BLOCK_N=64 lookahead=0 order=fixed pingpong=False residents=2 section=1 stages=2 tiles=one
+Template: flash_fwd_hopper 65a8edec48041a45
+Variant: d24c3b6b10f8d882
+Config: BLOCK_M=64 BLOCK_N=64 lookahead=0 maximum=running order=fixed pingpong=False residents=2 section=1 stages=2 tiles=one
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
@@ -40,6 +40,16 @@ PROBS_LAYOUT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=OUT_LAYO
 ROW_LAYOUT = gl.constexpr(gl.SliceLayout(1, SCORES_LAYOUT))
 COLUMN_LAYOUT = gl.constexpr(gl.SliceLayout(0, SCORES_LAYOUT))
 OUT_ROW_LAYOUT = gl.constexpr(gl.SliceLayout(1, OUT_LAYOUT))
+# One bit for each column that a thread holds of a row, four threads to a row.
+WORDS_LAYOUT = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[8, 0]],
+        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 4],
+    )
+)
 # The four bytes of a register side by side, for [ROWS, BLOCK_N // 4, 2, 2].
 FOURS_LAYOUT = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -56,7 +66,7 @@ LIFT = gl.constexpr(8.0)
 
 @gluon.jit
 def divide(number, magic, shift):
-    """number // divisor, for 0 <= number < 2^31, as a product (Granlund and Montgomery, PLDI 1994): a tenth of a division's time."""
+    """number // divisor, for 0 <= number < 2^31, as a product (Granlund and Montgomery, PLDI 1994)."""
     return (number.to(gl.int64) * magic >> shift).to(gl.int32)
 
 
@@ -125,7 +135,7 @@ def add_values(out, shrink, acc):
 @gluon.jit
 def copy_values(v_desc, batch, head, row, block, rings):
     """Starts the copy of a value block as soon as its stage is free."""
-    q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty, mask_ring = rings
+    q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty = rings
     stage = block % STAGES
     mbarrier.wait(v_empty.index(stage), block // STAGES & 1 ^ 1)
     mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
@@ -135,8 +145,8 @@ def copy_values(v_desc, batch, head, row, block, rings):
 @gluon.jit
 def copy_tile(index, block, value_spot, descs, rings, sizes):
     """Copies the queries, keys and values of one tile; a block's values follow the keys of the block after it."""
-    q_desc, k_desc, v_desc, mask_desc = descs
-    q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty, mask_ring = rings
+    q_desc, k_desc, v_desc = descs
+    q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty = rings
     n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, window_left, window_right, mask_per_batch, mask_per_head, divisions = sizes
     value_batch, value_head, value_row = value_spot
     batch, head, m_tile = tile_at(index, sizes)
@@ -148,14 +158,6 @@ def copy_tile(index, block, value_spot, descs, rings, sizes):
         mbarrier.wait(k_empty.index(stage), block // STAGES & 1 ^ 1)
         mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
         async_load(k_desc, [batch, kv_head, row, 0], k_full.index(stage), k_smem.index(stage))
-        mask_smem, mask_full, mask_empty = mask_ring
-        mask_slot = block % 2
-        mbarrier.wait(mask_empty.index(mask_slot), block // 2 & 1 ^ 1)
-        mbarrier.expect(mask_full.index(mask_slot), GROUPS * mask_desc.block_type.nbytes)
-        for group in gl.static_range(GROUPS):
-            corner = [batch * mask_per_batch, head * mask_per_head, m_tile * BLOCK_M + group * ROWS, row // 2]
-            mask_tile = mask_smem.index(mask_slot * GROUPS + group)
-            async_load(mask_desc, corner, mask_full.index(mask_slot), mask_tile)
         if block > 0:
             # Before the queries: the consumers need these values to finish the tile that holds the queries' memory.
             copy_values(v_desc, value_batch, value_head, value_row, block - 1, rings)
@@ -184,64 +186,76 @@ def producer(descs, rings, sizes):
 
 
 @gluon.jit
-def keep_allowed(scores, mask_tile):
-    """-inf where the mask is 0. It is read by pairs of bytes: single ones would each take a register and four instructions."""
-    even, odd = gl.split(scores.reshape([ROWS, BLOCK_N // 2, 2]))
-    pairs = mask_tile.reshape([ROWS, BLOCK_N // 2]).load(even.type.layout)  # [ROWS, BLOCK_N // 2]
+def load_words(spot, sizes, extras):
+    """What the mask allows of a block, in words as `keep` takes them."""
+    batch, head, row, column = spot
+    n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, window_left, window_right, mask_per_batch, mask_per_head, divisions = sizes
+    scale, bias_scale, words_ptr, out_scale, slope = extras
+    blocks = (n_kv + BLOCK_N - 1) // BLOCK_N
+    place = (batch * mask_per_batch + head * mask_per_head).to(gl.int64) * blocks + column // BLOCK_N
+    offs_m = gl.arange(0, ROWS, layout=gl.SliceLayout(1, WORDS_LAYOUT))
+    quarter = gl.arange(0, 4, layout=gl.SliceLayout(0, WORDS_LAYOUT))
+    start = words_ptr + (place * (m_tiles * BLOCK_M) + row) * 4
+    return gl.load(start + offs_m[:, None] * 4 + quarter[None, :]).to(gl.int32)  # [ROWS, 4]
+
+
+@gluon.jit
+def words_before(end):
+    """Words for `keep`: of each row the columns before `end`."""
+    quarter = gl.arange(0, 4, layout=gl.SliceLayout(0, WORDS_LAYOUT))
+    end = gl.convert_layout(end, gl.SliceLayout(1, WORDS_LAYOUT))
+    room = gl.minimum(gl.maximum(end[:, None] - 2 * quarter[None, :], 0), BLOCK_N)  # [ROWS, 4]
+    # How many of its thread's columns of a row are before `end`.
+    number = room // 8 * 2 + gl.minimum(room % 8, 2)
+    # In assembly, where shifting by as many bits as a word has leaves none.
+    ones: gl.constexpr = "{ .reg .b32 end; mov.b32 end, 1; shl.b32 end, end, $1; add.s32 $0, end, -1; }"
+    return gl.inline_asm_elementwise(ones, "=r,r", [number], dtype=gl.int32, is_pure=True, pack=1)  # [ROWS, 4]
+
+
+@gluon.jit
+def keep(scores, words):
+    """-inf where a key's bit is 0. Four threads share a row and hold columns 8 i + 2 t + j of it; t's word has their bits at 2 i + j.
+
+    Which bit a register needs is known to the compiler, so that a score takes two instructions.
+    """
+    fours: gl.constexpr = scores.reshape([ROWS, BLOCK_N // 8, 4, 2]).type.layout
+    words = gl.convert_layout(words, gl.SliceLayout(1, gl.SliceLayout(3, fours)))
+    spread = gl.zeros([ROWS, BLOCK_N // 8, 4, 2], gl.int32, fours) | words.expand_dims(1).expand_dims(3)
+    spread = gl.convert_layout(spread.reshape([ROWS, BLOCK_N]), SCORES_LAYOUT)  # [ROWS, BLOCK_N]
+    offs_n = gl.arange(0, BLOCK_N, layout=COLUMN_LAYOUT)
+    bit = gl.full([BLOCK_N], 1, gl.int32, COLUMN_LAYOUT) << (offs_n % 128 // 8 * 2 + offs_n % 2)  # [BLOCK_N]
+    # In assembly, or the compiler gathers predicates in registers of their own.
     select: gl.constexpr = """
     {
-        .reg .pred first, second;
-        .reg .b32 pair, byte;
-        cvt.u32.u16 pair, $4;
-        and.b32 byte, pair, 0x00ff;
-        setp.ne.u32 first, byte, 0;
-        and.b32 byte, pair, 0xff00;
-        setp.ne.u32 second, byte, 0;
-        selp.f32 $0, $2, 0fFF800000, first;
-        selp.f32 $1, $3, 0fFF800000, second;
+        .reg .pred allowed;
+        .reg .b32 one;
+        and.b32 one, $2, $3;
+        setp.ne.u32 allowed, one, 0;
+        selp.f32 $0, $1, 0fFF800000, allowed;
     }
     """
-    even, odd = gl.inline_asm_elementwise(select, "=f,=f,f,f,h", [even, odd, pairs], dtype=(gl.float32, gl.float32), is_pure=True, pack=1)
-    return gl.convert_layout(gl.join(even, odd).reshape([ROWS, BLOCK_N]), SCORES_LAYOUT)  # [ROWS, BLOCK_N]
+    return gl.inline_asm_elementwise(select, "=f,f,r,r", [scores, spread, bit[None, :]], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
-def columns_before(end, offs_n):
-    """How many of its thread's columns of a row are before `end`, for every score.
-
-    A thread holds columns 8 i, 8 i + 1 past its first one. Compared with this number, the n-th column takes a constant in place of an
-    index of its own: two instructions a score, where the compiler would else spend six.
-    """
-    room = gl.minimum(gl.maximum(end[:, None] - (offs_n % 8 // 2 * 2)[None, :], 0), BLOCK_N)  # [ROWS, BLOCK_N]
-    return room // 8 * 2 + gl.minimum(room % 8, 2)  # [ROWS, BLOCK_N]
-
-
-@gluon.jit
-def shape_scores(scores, block, exists, spot, in_band, mask_ring, sizes, extras, W: gl.constexpr):
+def shape_scores(scores, words, spot, in_band, sizes, extras):
     """What happens to raw scores before the softmax; -inf hides a key.
 
-    `in_band` spares the look at the edges; a block that doesn't exist has no mask to wait for.
+    `in_band` spares the look at the edges.
     """
     batch, head, row, column = spot
     n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, window_left, window_right, mask_per_batch, mask_per_head, divisions = sizes
-    scale, bias_scale, out_scale, slope = extras
+    scale, bias_scale, words_ptr, out_scale, slope = extras
     ahead = (column - row - diagonal + gl.arange(0, BLOCK_N, layout=COLUMN_LAYOUT)).to(gl.float32)  # [BLOCK_N]
     distance = gl.abs(ahead[None, :] - gl.arange(0, ROWS, layout=ROW_LAYOUT).to(gl.float32)[:, None])  # [ROWS, BLOCK_N]
     scores -= distance * (slope * bias_scale)
-    mask_smem, mask_full, mask_empty = mask_ring
-    mask_slot = block % 2
-    mbarrier.wait(mask_full.index(mask_slot), block // 2 & 1, pred=exists)
-    scores = keep_allowed(scores, mask_smem.index(mask_slot * GROUPS + W))
-    mbarrier.arrive(mask_empty.index(mask_slot), count=1, pred=exists)
     if not in_band:
-        offs_n = gl.arange(0, BLOCK_N, layout=COLUMN_LAYOUT)
         centre = row + diagonal - column + gl.arange(0, ROWS, layout=ROW_LAYOUT)
         end = gl.minimum(centre + 1 + gl.where(window_right < 0, n_kv + n_q, window_right), n_kv - column)  # [ROWS]
-        place = (offs_n // 8 * 2 + offs_n % 2)[None, :]
-        visible = place < columns_before(end, offs_n)
-        first = centre - gl.where(window_left < 0, n_kv + n_q, window_left)  # [ROWS]
-        visible = visible & (place >= columns_before(first, offs_n))
-        scores = gl.where(visible, scores, float("-inf"))
+        visible = words_before(end)  # [ROWS, 4]
+        visible &= ~words_before(centre - gl.where(window_left < 0, n_kv + n_q, window_left))
+        words &= visible
+    scores = keep(scores, words)
     return scores  # [ROWS, BLOCK_N]
 
 
@@ -309,14 +323,15 @@ def nothing_seen():
 @gluon.jit
 def attend(block, q_tile, state, spot, in_band, rings, sizes, extras, W: gl.constexpr):
     """One block from scores to values."""
-    q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty, mask_ring = rings
+    q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty = rings
+    words = load_words(spot, sizes, extras)
     acc, row_max, row_sum = state
     stage = block % STAGES
     mbarrier.wait(k_full.index(stage), block // STAGES & 1)
     scores = start_scores(q_tile, k_smem.index(stage))
     scores = warpgroup_mma_wait(0, deps=[scores])
     mbarrier.arrive(k_empty.index(stage), count=1)
-    scores = shape_scores(scores, block, True, spot, in_band, mask_ring, sizes, extras, W)
+    scores = shape_scores(scores, words, spot, in_band, sizes, extras)
     weights, shrink, row_max, row_sum = softmax_step(scores, row_max, row_sum, extras[0], True)
     probs = pack(weights)
     mbarrier.wait(v_full.index(stage), block // STAGES & 1)
@@ -327,10 +342,12 @@ def attend(block, q_tile, state, spot, in_band, rings, sizes, extras, W: gl.cons
 
 
 @gluon.jit
-def attend_blocks(block, q_tile, state, place, bounds, rings, sizes, extras, W: gl.constexpr):
+def attend_blocks(block, slot, state, place, bounds, rings, sizes, extras, W: gl.constexpr):
     """The blocks of a tile, right to left."""
     batch, head, row = place
     first, free_first, free_end, end = bounds
+    q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty = rings
+    q_tile = q_smem.index(slot)
     for n in range(0, end - first):
         spot = (batch, head, row, (end - 1 - n) * BLOCK_N)
         in_band = (n >= end - free_end) & (n < end - free_first)
@@ -342,7 +359,7 @@ def attend_blocks(block, q_tile, state, place, bounds, rings, sizes, extras, W: 
 def extras_of(batch, head, settings, sizes):
     """What the tiles of one head work with, of what the kernel was given."""
     n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, window_left, window_right, mask_per_batch, mask_per_head, divisions = sizes
-    scale, bias_scale, descales, slopes_ptr, slope_by_batch, slope_by_head = settings
+    scale, bias_scale, words_ptr, descales, slopes_ptr, slope_by_batch, slope_by_head = settings
     q_descale_ptr, k_descale_ptr, v_descale_ptr, q_by_batch, q_by_head, k_by_batch, k_by_head, v_by_batch, v_by_head = descales
     kv_head = head // kv_group
     q_descale = gl.load(q_descale_ptr + batch * q_by_batch + head * q_by_head)
@@ -351,7 +368,7 @@ def extras_of(batch, head, settings, sizes):
     bias_scale /= q_descale * k_descale
     out_scale = gl.load(v_descale_ptr + batch * v_by_batch + kv_head * v_by_head)
     slope = gl.load(slopes_ptr + batch * slope_by_batch + head * slope_by_head)
-    return scale, bias_scale, out_scale, slope
+    return scale, bias_scale, words_ptr, out_scale, slope
 
 
 @gluon.jit
@@ -360,7 +377,7 @@ def finish(acc, row_max, row_sum, out_tile, out_desc, lse_ptr, place, sizes, ext
     batch, head, row = place
     n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, window_left, window_right, mask_per_batch, mask_per_head, divisions = sizes
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW_LAYOUT)  # [ROWS]
-    scale, bias_scale, out_scale, slope = extras
+    scale, bias_scale, words_ptr, out_scale, slope = extras
     inverse = gl.where(row_sum > 0.0, out_scale / row_sum, 0.0)  # [ROWS]
     acc = acc * gl.convert_layout(inverse, OUT_ROW_LAYOUT)[:, None]  # [ROWS, BLOCK_DV]
     out_tile.reshape([ROWS, BLOCK_DV]).store(acc.to(OUT_DTYPE))
@@ -374,17 +391,16 @@ def finish(acc, row_max, row_sum, out_tile, out_desc, lse_ptr, place, sizes, ext
 @gluon.jit
 def work_tile(index, block, out_desc, lse_ptr, rings, sizes, settings, W: gl.constexpr):
     """One tile of a warpgroup, from its queries to its output; returns how many blocks all tiles so far had."""
-    q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty, mask_ring = rings
+    q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty = rings
     batch, head, m_tile = tile_at(index, sizes)
     bounds = blocks_of(m_tile, sizes)
     place = (batch, head, m_tile * BLOCK_M + W * ROWS)
     extras = extras_of(batch, head, settings, sizes)
-    q_tile = q_smem.index(W)
     acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, OUT_LAYOUT)
     mbarrier.wait(q_full.index(W), 0)
     row_max, row_sum = nothing_seen()
     state = (acc, row_max, row_sum)
-    acc, row_max, row_sum = attend_blocks(block, q_tile, state, place, bounds, rings, sizes, extras, W)
+    acc, row_max, row_sum = attend_blocks(block, W, state, place, bounds, rings, sizes, extras, W)
     block += bounds[3] - bounds[0]
     finish(acc, row_max, row_sum, out_smem.index(W), out_desc, lse_ptr, place, sizes, extras)
     return block
@@ -440,7 +456,6 @@ def flash_fwd_hopper(
     k_desc,
     v_desc,
     out_desc,
-    mask_desc,
     lse_ptr,
     n_q,
     n_kv,
@@ -459,6 +474,7 @@ def flash_fwd_hopper(
     inner_shift,
     scale,
     bias_scale,
+    words_ptr,
     q_descale_ptr,
     k_descale_ptr,
     v_descale_ptr,
@@ -482,18 +498,16 @@ def flash_fwd_hopper(
     k_empty = make_barriers(STAGES, GROUPS)
     v_full = make_barriers(STAGES, 1)
     v_empty = make_barriers(STAGES, GROUPS)
-    mask_smem = gl.allocate_shared_memory(mask_desc.dtype, [2 * GROUPS, 1, 1, ROWS, 32], mask_desc.layout)
-    mask_ring = (mask_smem, make_barriers(2, 1), make_barriers(2, GROUPS))
     fence_async_shared()
-    rings = (q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty, mask_ring)
+    rings = (q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty)
     divisions = (section_magic, section_shift, inner_magic, inner_shift)
     sizes = (n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, window_left, window_right, mask_per_batch, mask_per_head, divisions)
     descales = (q_descale_ptr, k_descale_ptr, v_descale_ptr, q_by_batch, q_by_head, k_by_batch, k_by_head, v_by_batch, v_by_head)
-    settings = (scale, bias_scale, descales, slopes_ptr, slope_by_batch, slope_by_head)
+    settings = (scale, bias_scale, words_ptr, descales, slopes_ptr, slope_by_batch, slope_by_head)
     gl.warp_specialize(
         [
             (consumer, (out_desc, lse_ptr, rings, sizes, settings, 0)),
-            (producer, ((q_desc, k_desc, v_desc, mask_desc), rings, sizes)),
+            (producer, ((q_desc, k_desc, v_desc), rings, sizes)),
         ],
         [1],
         [24],
@@ -502,15 +516,13 @@ def flash_fwd_hopper(
 
 def accepts(q, k, v, mask):
     """Whether the copy engine can take these tensors: aligned, unit stride along D, other strides multiples of 16 bytes."""
-    fits = all(
+    return all(
         t.data_ptr() % 16 == 0
         and t.stride(3) == 1
         and t.shape[3] % 16 == 0
         and all(size == 1 or (stride > 0 and stride % 16 == 0) for size, stride in zip(t.shape[:3], t.stride()[:3], strict=True))
         for t in (q, k)
     )
-    # Rows that repeat one row of the mask would have to be written out.
-    return fits and mask.element_size() <= 2 and (mask.stride(2) > 0 or mask.shape[2] == 1)
 
 
 def descriptor(tensor, rows, columns):
@@ -522,18 +534,25 @@ def descriptor(tensor, rows, columns):
     return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], block, layout)
 
 
-def without_repeats(mask):
-    """The mask with one of each batch and head that it repeats, in rows that the copy engine can take, by pairs of bytes."""
-    mask = mask.view(torch.uint8)
-    mask = mask[: None if mask.stride(0) else 1, : None if mask.stride(1) else 1]
-    step = 16 // mask.element_size()
-    rows_fit = all(stride % step == 0 for stride in mask.stride()[:3])
-    if not (rows_fit and mask.stride(3) == 1 and mask.data_ptr() % 16 == 0 and mask.shape[3] % 2 == 0):
-        room = torch.empty(*mask.shape[:3], -(-mask.shape[3] // step) * step, dtype=mask.dtype, device=mask.device)
-        room[..., : mask.shape[3]] = mask
-        # What is past the mask's columns is past the last key, which no query sees.
-        mask = room
-    return mask.view(torch.int16)
+@triton.jit
+def pack_mask(mask_ptr, words_ptr, m_b, m_h, m_m, m_n, heads, n_q, n_kv, rows, BLOCK_N: tl.constexpr):
+    """Writes 64 rows of a block of one matrix of the mask (batches, heads, N_q, N_kv) as words (batches, heads, blocks, rows, 4).
+
+    Bit 2 i + j of word t stands for column 8 i + 2 t + j of the block: a word has what one thread of the tensor cores' layout holds.
+    """
+    row_tiles, blocks = rows // 64, tl.cdiv(n_kv, BLOCK_N)
+    program = tl.program_id(0)
+    block, matrix = program // row_tiles % blocks, program // row_tiles // blocks
+    offs_m = program % row_tiles * 64 + tl.arange(0, 64)
+    offs_n = tl.arange(0, BLOCK_N)
+    columns = block * BLOCK_N + offs_n
+    source = mask_ptr + (matrix // heads).to(tl.int64) * m_b + (matrix % heads).to(tl.int64) * m_h
+    places = offs_m.to(tl.int64)[:, None] * m_m + columns.to(tl.int64)[None, :] * m_n
+    allowed = tl.load(source + places, mask=(offs_m < n_q)[:, None] & (columns < n_kv)[None, :], other=0) != 0  # [64, BLOCK_N]
+    bits = allowed.to(words_ptr.dtype.element_ty) << (offs_n // 8 * 2 + offs_n % 2).to(words_ptr.dtype.element_ty)[None, :]
+    words = tl.sum(tl.sum(bits.reshape([64, BLOCK_N // 8, 4, 2]), 3), 1)  # [64, 4]
+    target = words_ptr + (program // row_tiles).to(tl.int64) * rows * 4 + offs_m[:, None] * 4 + tl.arange(0, 4)[None, :]
+    tl.store(target, words.to(words_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -572,7 +591,12 @@ def launches(
     batches, heads, n_q, _ = q.shape
     m_tiles = -(-n_q // 64)
     tiles = m_tiles * batches * heads
-    compact = without_repeats(mask)
+    matrices = mask[: None if mask.stride(0) else 1, : None if mask.stride(1) else 1].view(torch.uint8)
+    blocks = -(-mask.shape[3] // 64)
+    rows = m_tiles * 64
+    words = torch.empty((*matrices.shape[:2], blocks, rows, 4), dtype=torch.int16, device=q.device)
+    packing = (matrices, words, *matrices.stride(), matrices.shape[1], n_q, mask.shape[3], rows, 64)
+    packers = words.numel() // 256
     # Rows of whole swizzle units, which the copy engine takes.
     room = -(-v.shape[2] // 16) * 16
     bits = v.view(torch.uint8)
@@ -587,7 +611,6 @@ def launches(
         descriptor(k, 64, 64),
         descriptor(turned.view(v.dtype), 64, 64),
         descriptor(out, 64, 64),
-        descriptor(compact, 64, 32),
         lse,
         n_q,
         k.shape[2],
@@ -598,18 +621,24 @@ def launches(
         diagonal,
         window_left,
         window_right,
-        int(compact.shape[0] > 1),
-        int(compact.shape[1] > 1),
+        # Matrices to the next batch and to the next head.
+        matrices.shape[1] if matrices.shape[0] > 1 else 0,
+        int(matrices.shape[1] > 1),
         *division(m_tiles),
         *division(batches),
         1.4426950408889634 * scale,
         1 / scale,
+        words,
         *descale,
         *(stride for scales in descale for stride in scales.stride()),
         slopes,
         *slopes.stride(),
     )
-    return [(turn_values, (turners,), turning, {}), (flash_fwd_hopper, (tiles,), arguments, {"num_warps": 4, "maxnreg": 128})]
+    return [
+        (turn_values, (turners,), turning, {}),
+        (pack_mask, (packers,), packing, {}),
+        (flash_fwd_hopper, (tiles,), arguments, {"num_warps": 4, "maxnreg": 128}),
+    ]
 
 
 def launch(q, k, v, out, lse, **settings):

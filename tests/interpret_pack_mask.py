@@ -1,0 +1,69 @@
+"""Runs `pack_mask` of rendered Hopper modules in Triton's interpreter and prints one JSON list; a test starts it as a child process.
+
+The variable TRITON_INTERPRET=1 has to be set before Triton is imported. Printed is the name of each case that came out wrong.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from hopper_kernels import problem, rendered, words_of
+
+from flashtune.core.problem import Features
+from flashtune.tuner.inputs import make_inputs
+
+SHAPE = (2, 4, 130, 100)
+"""Batches, query heads, N_q and N_kv of the cases: tiles and blocks that end early."""
+
+B, H, M, N = SHAPE
+
+CASES: dict[str, Callable[[], torch.Tensor]] = {
+    "full": lambda: drawn(*SHAPE),
+    "one matrix for all": lambda: drawn(1, 1, M, N),
+    "one for each head": lambda: drawn(1, H, M, N),
+    "one for each batch": lambda: drawn(B, 1, M, N),
+    "keys": lambda: drawn(B, 1, 1, N),
+    "rows": lambda: drawn(1, H, M, 1),
+    "one bit": lambda: drawn(1, 1, 1, 1),
+    "columns first": lambda: drawn(B, H, N, M).transpose(2, 3),
+    "heads inside": lambda: drawn(B, M, H, N).transpose(1, 2),
+    "every third column from an odd address": lambda: drawn(B, H, M, 3 * N + 1)[..., 1::3],
+    "backwards in batches by a view": lambda: drawn(3, H, M, N)[1:],
+}
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.rand(shape) < 0.6
+
+
+def run(stored: torch.Tensor, block_n: int, block_m: int) -> bool:
+    """Whether a launch packs `stored`, expanded, into the words of `words_of`, each matrix that it doesn't repeat once."""
+    wanted = replace(problem(16, Features(mask="bool"), dtype="fp16"), n_q=M, n_kv=N)
+    inputs = make_inputs(wanted, device="cpu", seed=0)
+    mask = stored.expand(SHAPE)
+    module = rendered(wanted.spec(), BLOCK_N=block_n, BLOCK_M=block_m, lookahead=0)
+    assert module.accepts(inputs.q, inputs.k, inputs.v, mask)
+    (kernel, grid, arguments, options), attention = module.launches(*inputs.arguments, **inputs.keywords | {"mask": mask})
+    assert kernel is module.pack_mask
+    words = arguments[1].fill_(-1)
+    kernel[grid](*arguments, **options)
+    blocks, rows = -(-N // block_n), -(-M // block_m) * block_m
+    room = torch.zeros(*stored.shape[:2], rows, blocks * block_n, dtype=torch.bool)
+    room[:, :, :M, :N] = mask[: stored.shape[0], : stored.shape[1]]
+    expected = words_of(room.unflatten(3, (blocks, block_n)).transpose(2, 3)).to(words.dtype)
+    # Words to the next batch and to the next head, as the attention kernel is told.
+    told = dict(zip(attention[0].arg_names, attention[2], strict=True))
+    steps = stored.shape[1] if stored.shape[0] > 1 else 0, int(stored.shape[1] > 1)
+    return torch.equal(words, expected) and (told["mask_per_batch"], told["mask_per_head"]) == steps and told["words_ptr"] is words
+
+
+def main() -> None:
+    """Run all cases for all block sizes, which have words of their own types."""
+    torch.manual_seed(0)
+    blocks = [(64, 64), (128, 128), (256, 64)]
+    print(json.dumps([f"{name} {sizes}" for name, make in CASES.items() for sizes in blocks if not run(make(), *sizes)]))
+
+
+if __name__ == "__main__":
+    main()

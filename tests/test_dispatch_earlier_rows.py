@@ -1,0 +1,128 @@
+"""Rows that an earlier version wrote, before an axis was declared: they are served with what configs did without it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from flashtune import dispatch
+from flashtune.cli.main import main
+from flashtune.core.config import Config
+from flashtune.core.errors import InputError
+from flashtune.core.problem import Features, Problem
+from flashtune.core.results import Baseline, Fate, Measurement, Outcome, Provenance, SearchResult, TuningRecord
+from flashtune.core.target import find_target
+from flashtune.db.library import Library
+from flashtune.db.store import Store
+from flashtune.dispatch.policy import Choice, Refusal, choose, rank
+from flashtune.templates import families, family, unservable
+from flashtune.templates.family import Axis
+from flashtune.templates.rendering import variant_of
+from flashtune.tuner.publish import generated_files, variant_for
+
+H200 = find_target("h200")
+HOPPER = family("flash_fwd_hopper")
+PROBLEM = Problem(batch=4, heads=16, kv_heads=16, n_q=4096, n_kv=4096, d=128, d_v=128, dtype="bf16", features=Features(causal=True))
+TODAYS = HOPPER.default(PROBLEM.spec(), H200).replace(maximum="running")
+
+
+def without(config: Config, axis: str) -> Config:
+    return Config.of({name: value for name, value in config.items if name != axis})
+
+
+EARLIER = Outcome(
+    template=HOPPER.name,
+    template_hash="0" * 16,
+    variant_id="e" * 16,
+    config=without(TODAYS, "maximum"),
+    fate=Fate.CORRECT,
+    source="measured",
+    measurement=Measurement.of([1.0]),
+    max_error=0.1,
+    finalist=True,
+    rank=1,
+)
+PROVENANCE = Provenance(flashtune="0.1.0", torch="2", triton="3")
+# Preferred to any shipped row.
+BASELINE = Baseline(backend="cudnn", measurement=Measurement.of([1000.0]))
+RECORD = TuningRecord(key=PROBLEM.key("h200"), problem=PROBLEM, outcome=EARLIER, provenance=PROVENANCE, baseline=BASELINE)
+
+
+def save(path: Path, outcome: Outcome = EARLIER) -> Path:
+    with Store.open(path, writable=True) as store:
+        store.save(SearchResult(gpu="h200", problem=PROBLEM, outcomes=(outcome,), provenance=PROVENANCE, baseline=BASELINE))
+    return path
+
+
+@pytest.mark.parametrize("name", families())
+def test_a_config_is_completed_by_axes_that_came_later_and_by_no_others(name: str) -> None:
+    chosen = family(name)
+    later = {axis.name: axis.absent for axis in chosen.axes if axis.absent is not None}
+    assert all(axis.absent is None or axis.absent in axis.values for axis in chosen.axes)
+    default = chosen.default(replace(PROBLEM, n_q=1).spec(), H200)
+    assert chosen.completed(default) is default
+    for axis in default:
+        found = chosen.completed(without(default, axis))
+        if axis in later:
+            assert found == default.replace(**{axis: later[axis]})
+        else:
+            assert found == without(default, axis)
+            with pytest.raises(InputError, match=f"lacks the axis '{axis}'"):
+                chosen.validate(found)
+
+
+def test_an_absent_value_may_be_false_or_zero() -> None:
+    early = Axis(name="early", values=(1, 2), why="was there")
+    late = (Axis(name="on", values=(False, True), why="came", absent=False), Axis(name="count", values=(0, 1), why="came", absent=0))
+    assert replace(HOPPER, axes=(early, *late)).completed(Config.of(early=2)) == Config.of(early=2, on=False, count=0)
+
+
+def test_a_row_that_lacks_a_later_axis_serves_its_problem() -> None:
+    found = choose(PROBLEM, H200, [RECORD], families())
+    assert (found.kind, found.record, found.family, found.config) == ("exact", RECORD, HOPPER, TODAYS)
+    assert unservable(RECORD) is None
+
+
+def test_constraints_hold_for_what_the_row_does_without_the_axis() -> None:
+    two_ahead = without(Config.of(TODAYS.as_dict(), lookahead=2, BLOCK_N=64, order="fixed", tiles="one"), "maximum")
+    wanted = replace(PROBLEM, d=64, d_v=64)
+    row = replace(RECORD, key=wanted.key("h200"), problem=wanted, outcome=replace(EARLIER, config=two_ahead))
+    # Two ahead goes with running maxima alone.
+    assert HOPPER.violated(two_ahead.replace(maximum="first"), wanted.spec(), H200) is not None
+    assert isinstance(next(iter(rank(wanted, H200, [row], families()))), Choice)
+    assert unservable(row) is None
+
+
+def test_a_row_that_lacks_another_axis_is_refused_as_before() -> None:
+    row = replace(RECORD, outcome=replace(EARLIER, config=without(EARLIER.config, "stages")))
+    refusal = next(iter(rank(PROBLEM, H200, [row], families())))
+    assert isinstance(refusal, Refusal) and refusal.invalid and "lacks the axis 'stages'" in refusal.reason
+    assert "lacks the axis 'stages'" in (unservable(row) or "")
+
+
+def test_it_is_explained_under_the_id_of_todays_kernel_and_as_changed_since(own_database: Path) -> None:
+    save(own_database)
+    dispatch.reload()
+    try:
+        found = dispatch.explain_problem(PROBLEM, "h200")
+    finally:
+        own_database.unlink()
+        dispatch.reload()
+    assert (found.kind, found.config, found.refused) == ("exact", TODAYS, ())
+    assert "has changed since" in found.reason
+    assert found.variant_id == variant_of(HOPPER, PROBLEM.spec(), TODAYS).id != EARLIER.variant_id
+
+
+def test_its_kernel_is_generated_under_todays_id_while_the_row_stays_as_it_is(tmp_path: Path) -> None:
+    variant = variant_for(RECORD)
+    assert variant == variant_of(HOPPER, PROBLEM.spec(), TODAYS)
+    [(name, text)] = generated_files([RECORD]).items()
+    assert name == f"flash_fwd_hopper_{variant.id}.py"
+    assert "maximum=running" in text
+    database = save(tmp_path / "earlier.sqlite")
+    done = CliRunner().invoke(main, ["generate", "--db", str(database), "--out", str(tmp_path / "kernels")])
+    assert done.exit_code == 0, done.output
+    assert [path.name for path in (tmp_path / "kernels").iterdir()] == [name]
+    [kept] = Library.of(database).records()
+    assert (kept.outcome.config, kept.outcome.variant_id) == (EARLIER.config, EARLIER.variant_id)
