@@ -58,6 +58,7 @@ CASES = (
     Case(name="window", problem=sized(Features(window=(20, 5)), 200, 180), unsound=((0, 0, 70), (0, 1, 190))),
     Case(name="boolean mask", problem=sized(Features(mask="bool"), 90, 101, batch=2), unsound=((0, 1, 10), (1, 0, 80))),
     Case(name="dropout", problem=sized(Features(dropout=True), 90, 100, batch=2), unsound=((0, 0, 10), (1, 1, 64))),
+    Case(name="all is dropped", problem=sized(Features(dropout=True), 90, 100), unsound=((0, 0, 10),), keywords={"dropout_p": 1.0}),
     Case(name="soft cap", problem=sized(Features(softcap=True), 90, 100), unsound=((0, 1, 5),)),
     Case(name="slopes", problem=sized(Features(causal=True, alibi=True), 130, 130), unsound=((0, 1, 129), (0, 0, 64))),
     Case(name="negative scale", problem=sized(Features(), 70, 90), unsound=((0, 1, 5),), keywords={"scale": -0.3}),

@@ -171,7 +171,7 @@ def expected(
         diagonal=call.n_kv - call.n_q if call.alignment == "bottom_right" else 0,
         softcap=call.softcap,
         keep=keep if call.dropout_p else None,
-        dropout_p=call.dropout_p if call.dropout_p < 1.0 else 0.0,
+        dropout_p=call.dropout_p,
         slopes=None if slopes is None else wide(slopes, call.heads),
         descale=(q_factor, k_factor, v_factor),
     )

@@ -147,5 +147,6 @@ def attention(
     # exp(-inf - -inf) is NaN; a finite stand-in gives exp(-inf) = 0 on empty rows.
     weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
     if keep is not None:
-        weights = weights * keep / (1.0 - dropout_p)
+        # At a rate of 1 nothing is kept, and 0 / 0 is NaN.
+        weights = weights * keep / (1.0 - dropout_p if dropout_p < 1.0 else 1.0)
     return weights @ v, lse

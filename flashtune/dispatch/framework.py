@@ -110,8 +110,7 @@ def _composite(
             diagonal=request.diagonal,
             softcap=request.softcap,
             keep=keep,
-            # With a rate of 1 nothing is kept, and 0 / 0 is to be avoided.
-            dropout_p=request.dropout_p if request.dropout_p < 1.0 else 0.0,
+            dropout_p=request.dropout_p,
             slopes=slopes,
             descale=descale,
             dtype=_wide(request),
