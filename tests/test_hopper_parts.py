@@ -19,7 +19,9 @@ from hopper_kernels import Array, launch_of, on_numpy, on_torch, problem, render
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from flashtune.core.dtypes import DType
 from flashtune.core.problem import Features
+from flashtune.tuner.inputs import make_inputs
 
 INT32 = st.integers(0, 2**31 - 1)
 CAUSAL = Features(causal=True)
@@ -271,3 +273,25 @@ def test_e4m3_values_may_have_any_strides_since_they_are_copied() -> None:
     assert module.accepts(good, good, odd, None)
     assert not module.accepts(good, odd, good, None)
     assert not module.accepts(odd, good, good, None)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp8"])
+@pytest.mark.parametrize(("scale", "sign"), [(-0.5, -1.0), (0.0, 0.0)])
+def test_a_scale_that_is_not_positive_moves_into_the_queries(dtype: DType, scale: float, sign: float) -> None:
+    wanted = problem(64, dtype=dtype)
+    inputs = make_inputs(wanted, device="cpu", seed=0)
+    launches = rendered(wanted.spec()).launches(*inputs.arguments, **inputs.keywords | {"scale": scale})
+    [(kernel, _, arguments, _)] = [launch for launch in launches if launch[0].__name__ == "flash_fwd_hopper"]
+    given = dict(zip(kernel.arg_names, arguments, strict=True))
+    assert torch.equal(given["q_desc"].base.float(), inputs.q.float() * sign)
+    assert given["scale"] > 0
+
+
+@pytest.mark.parametrize(("batch", "n", "taken"), [(1, 4096, True), (8, 16384, True), (8, 65536, False), (1, 131072, False)])
+def test_a_mask_of_one_repeated_row_is_written_out_up_to_half_a_gibibyte(batch: int, n: int, taken: bool) -> None:
+    module = rendered(problem(64, Features(mask="bool")).spec())
+    q = torch.empty(batch, 2, n, 64, dtype=torch.bfloat16, device="meta")
+    repeated = torch.empty(batch, 1, 1, n, dtype=torch.bool, device="meta").expand(batch, 2, n, n)
+    assert module.accepts(q, q, q, repeated) is taken
+    # One that has its rows in memory takes eight times as much itself.
+    assert module.accepts(q, q, q, torch.empty(batch, 1, n, n, dtype=torch.bool, device="meta").expand(batch, 2, n, n))

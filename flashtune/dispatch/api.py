@@ -62,8 +62,9 @@ def attention(
         alibi_slopes: float32 (Hq,) or (B, Hq), as in flash-attn: the score of query i and key j loses slope |i + shift - j|, after
             softcap and before masks; the shift is that of `causal_alignment`.
         q_descale, k_descale, v_descale: inputs of torch.float8_e4m3fn stand for their values times these: a number or a float32 tensor
-            for all, or one for each head, (H,) or (B, H), with the key's heads for k and v. Their output is bfloat16. A number is
-            written to the device at its first call: factors that change from call to call, or under CUDA graphs, should be tensors.
+            for all, or one for each head, (H,) or (B, H), with the key's heads for k and v; those of q and k must be above 0, which
+            isn't looked at in tensors. Their output is bfloat16. A number is written to the device at its first call: factors that
+            change from call to call, or under CUDA graphs, should be tensors.
 
     flashtune.dispatch.policy.rank states which kernel serves a call. Torch's own operations serve it, with every feature and gradients,
     on the CPU, when a gradient is needed, for float64, and wherever no kernel does. Features that torch lacks (softcap,

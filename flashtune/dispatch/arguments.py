@@ -229,7 +229,9 @@ def _check_per_head(per_head: PerHead, query: torch.Tensor, batch_dims: tuple[in
         if not isinstance(given, torch.Tensor):
             if name == "alibi_slopes":
                 raise InputTypeError(f"alibi_slopes must be a tensor or None, not {type(given).__name__}: pass a float32 slope per head")
-            _number(name, given)
+            value = _number(name, given)
+            if name in ("q_descale", "k_descale") and not value > 0.0:
+                raise InputError(f"{name} is {given}: factors of queries and keys must be above 0")
             continue
         _check_dense(name, given)
         if given.dtype != torch.float32:

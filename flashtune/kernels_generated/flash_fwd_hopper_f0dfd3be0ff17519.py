@@ -5,8 +5,8 @@ Key blocks go from right to left.
 One block goes from scores to values.
 
 Compiled in: fwd-fp8-d128
-Template: flash_fwd_hopper 1a4ed714c8421c65
-Variant: 2396077fba0f20ef
+Template: flash_fwd_hopper 358f755794225a72
+Variant: f0dfd3be0ff17519
 Config: BLOCK_M=192 BLOCK_N=128 lookahead=0 maximum=running order=fixed pingpong=False residents=1 section=1 stages=3 tiles=one
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -511,7 +511,9 @@ def launches(
     if scale <= 0.0:
         # The row maximum is taken of the raw scores, so the scale has to be positive: its sign moves into a copy of q.
         copy = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device=q.device)
-        q, scale = (torch.neg(q, out=copy), -scale) if scale < 0.0 else (copy.zero_(), 1.0)
+        # Torch negates no e4m3 numbers; their sign is the highest bit.
+        torch.bitwise_xor(q.view(torch.uint8), 128 if scale < 0.0 else q.view(torch.uint8), out=copy.view(torch.uint8))
+        q, scale = copy, -scale or 1.0
     batches, heads, n_q, _ = q.shape
     m_tiles = -(-n_q // 192)
     tiles = m_tiles * batches * heads

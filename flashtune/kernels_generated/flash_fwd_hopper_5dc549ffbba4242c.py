@@ -1,16 +1,18 @@
-"""FlashAttention forward for Hopper: one warp copies tiles with TMA, 3 warpgroups of 64 rows compute.
+"""FlashAttention forward for Hopper: one warp copies tiles with TMA, 2 warpgroups of 64 rows compute.
 
 A program works through many tiles without draining: the last values of one go beside the first scores of the next.
 Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
-Compiled in: fwd-bf16-d64-bool
-Template: flash_fwd_hopper 2105dd3a43a0c3d5
-Variant: 163be19d80ffb8aa
-Config: BLOCK_M=192 BLOCK_N=128 lookahead=1 maximum=first order=fixed pingpong=True residents=1 section=1 stages=3 tiles=chained
+Compiled in: fwd-bf16-d128-bool
+Template: flash_fwd_hopper a7c68539c86d5b4a
+Variant: 5dc549ffbba4242c
+Config: BLOCK_M=128 BLOCK_N=128 lookahead=1 maximum=first order=fixed pingpong=True residents=1 section=1 stages=2 tiles=chained
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
+
+import math
 
 import torch
 import triton
@@ -25,16 +27,16 @@ async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 DTYPE = gl.constexpr(gl.bfloat16)
-BLOCK_M = gl.constexpr(192)
+BLOCK_M = gl.constexpr(128)
 BLOCK_N = gl.constexpr(128)
-BLOCK_D = gl.constexpr(64)
-BLOCK_DV = gl.constexpr(64)
-GROUPS = gl.constexpr(3)
+BLOCK_D = gl.constexpr(128)
+BLOCK_DV = gl.constexpr(128)
+GROUPS = gl.constexpr(2)
 ROWS = gl.constexpr(64)
-STAGES = gl.constexpr(3)
-Q_SLOTS = gl.constexpr(6)
+STAGES = gl.constexpr(2)
+Q_SLOTS = gl.constexpr(4)
 SCORES_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
-OUT_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
+OUT_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
 PROBS_LAYOUT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=OUT_LAYOUT, k_width=2))
 ROW_LAYOUT = gl.constexpr(gl.SliceLayout(1, SCORES_LAYOUT))
 COLUMN_LAYOUT = gl.constexpr(gl.SliceLayout(0, SCORES_LAYOUT))
@@ -94,8 +96,8 @@ def attention_tile(
     """One query tile of one head. Of `heads` query heads, `group` share a key head; `score_scale` brings scores to units of log 2."""
     BLOCK_M: tl.constexpr = 64
     BLOCK_N: tl.constexpr = 64
-    BLOCK_D: tl.constexpr = 64
-    BLOCK_DV: tl.constexpr = 64
+    BLOCK_D: tl.constexpr = 128
+    BLOCK_DV: tl.constexpr = 128
 
     tiles = tl.cdiv(n_q, BLOCK_M)
     tile = program % tiles
@@ -727,7 +729,7 @@ def flash_fwd_hopper(
     scale,
     words_ptr,
 ):
-    """Splits the program into 3 consumers and the producer."""
+    """Splits the program into 2 consumers and the producer."""
     q_smem = gl.allocate_shared_memory(DTYPE, [Q_SLOTS, 1, 1, ROWS, BLOCK_D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_DV], v_desc.layout)
@@ -747,23 +749,25 @@ def flash_fwd_hopper(
         [
             (consumer, (out_desc, lse_ptr, rings, sizes, settings, 0)),
             (consumer, (out_desc, lse_ptr, rings, sizes, settings, 1)),
-            (consumer, (out_desc, lse_ptr, rings, sizes, settings, 2)),
             (producer, ((q_desc, k_desc, v_desc), rings, sizes)),
         ],
-        [4, 4, 1],
-        [160, 160, 32],
+        [4, 1],
+        [240, 24],
     )
 
 
 def accepts(q, k, v, mask):
     """Whether the copy engine can take these tensors: aligned, unit stride along D, other strides multiples of 16 bytes."""
-    return all(
+    fits = all(
         t.data_ptr() % 16 == 0
         and t.stride(3) == 1
         and t.shape[3] % 8 == 0
         and all(size == 1 or (stride > 0 and stride % 8 == 0) for size, stride in zip(t.shape[:3], t.stride()[:3], strict=True))
         for t in (q, k, v)
     )
+    # Rows that repeat one row of the mask are written out as bits, of which half a GiB is enough.
+    matrices = math.prod(size for size, stride in zip(mask.shape[:2], mask.stride()[:2], strict=True) if stride)
+    return fits and (mask.stride(2) > 0 or matrices * mask.shape[2] * mask.shape[3] <= 2**32)
 
 
 def descriptor(tensor, rows, columns):
@@ -810,21 +814,21 @@ def launches(
         copy = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device=q.device)
         q, scale = (torch.neg(q, out=copy), -scale) if scale < 0.0 else (copy.zero_(), 1.0)
     batches, heads, n_q, _ = q.shape
-    m_tiles = -(-n_q // 192)
+    m_tiles = -(-n_q // 128)
     tiles = m_tiles * batches * heads
     sms = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 132
     programs = min(tiles, sms)
     matrices = mask[: None if mask.stride(0) else 1, : None if mask.stride(1) else 1].view(torch.uint8)
     blocks = -(-mask.shape[3] // 128)
-    rows = m_tiles * 192
+    rows = m_tiles * 128
     words = torch.empty((*matrices.shape[:2], blocks, rows, 4), dtype=torch.int32, device=q.device)
     packing = (matrices, words, *matrices.stride(), matrices.shape[1], n_q, mask.shape[3], rows, 128)
     packers = words.numel() // 256
     arguments = (
-        descriptor(q, 64, 64),
-        descriptor(k, 128, 64),
-        descriptor(v, 128, 64),
-        descriptor(out, 64, 64),
+        descriptor(q, 64, 128),
+        descriptor(k, 128, 128),
+        descriptor(v, 128, 128),
+        descriptor(out, 64, 128),
         lse,
         n_q,
         k.shape[2],
