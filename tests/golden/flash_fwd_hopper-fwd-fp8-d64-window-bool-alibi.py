@@ -5,12 +5,14 @@ Key blocks go from right to left.
 One block goes from scores to values.
 
 Compiled in: fwd-fp8-d64-window-alibi-bool
-Template: flash_fwd_hopper 65a8edec48041a45
-Variant: d24c3b6b10f8d882
+Template: flash_fwd_hopper 2cd6b8b7063369f9
+Variant: dadbe5f448eb84fa
 Config: BLOCK_M=64 BLOCK_N=64 lookahead=0 maximum=running order=fixed pingpong=False residents=2 section=1 stages=2 tiles=one
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
+
+import math
 
 import torch
 import triton
@@ -516,13 +518,16 @@ def flash_fwd_hopper(
 
 def accepts(q, k, v, mask):
     """Whether the copy engine can take these tensors: aligned, unit stride along D, other strides multiples of 16 bytes."""
-    return all(
+    fits = all(
         t.data_ptr() % 16 == 0
         and t.stride(3) == 1
         and t.shape[3] % 16 == 0
         and all(size == 1 or (stride > 0 and stride % 16 == 0) for size, stride in zip(t.shape[:3], t.stride()[:3], strict=True))
         for t in (q, k)
     )
+    # Rows that repeat one row of the mask are written out as bits, of which half a GiB is enough.
+    matrices = math.prod(size for size, stride in zip(mask.shape[:2], mask.stride()[:2], strict=True) if stride)
+    return fits and (mask.stride(2) > 0 or matrices * mask.shape[2] * mask.shape[3] <= 2**32)
 
 
 def descriptor(tensor, rows, columns):
@@ -587,7 +592,9 @@ def launches(
     if scale <= 0.0:
         # The row maximum is taken of the raw scores, so the scale has to be positive: its sign moves into a copy of q.
         copy = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device=q.device)
-        q, scale = (torch.neg(q, out=copy), -scale) if scale < 0.0 else (copy.zero_(), 1.0)
+        # Torch negates no e4m3 numbers; their sign is the highest bit.
+        torch.bitwise_xor(q.view(torch.uint8), 128 if scale < 0.0 else q.view(torch.uint8), out=copy.view(torch.uint8))
+        q, scale = copy, -scale or 1.0
     batches, heads, n_q, _ = q.shape
     m_tiles = -(-n_q // 64)
     tiles = m_tiles * batches * heads
