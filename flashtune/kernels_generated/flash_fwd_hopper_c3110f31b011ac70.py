@@ -5,14 +5,12 @@ Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
 Compiled in: fwd-bf16-d128-bool
-Template: flash_fwd_hopper a7c68539c86d5b4a
-Variant: 5dc549ffbba4242c
+Template: flash_fwd_hopper 9aa104fb6a0bc2f5
+Variant: c3110f31b011ac70
 Config: BLOCK_M=128 BLOCK_N=128 lookahead=1 maximum=first order=fixed pingpong=True residents=1 section=1 stages=2 tiles=chained
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
-
-import math
 
 import torch
 import triton
@@ -766,7 +764,7 @@ def accepts(q, k, v, mask):
         for t in (q, k, v)
     )
     # Rows that repeat one row of the mask are written out as bits, of which half a GiB is enough.
-    matrices = math.prod(size for size, stride in zip(mask.shape[:2], mask.stride()[:2], strict=True) if stride)
+    matrices = (mask.shape[0] if mask.stride(0) else 1) * (mask.shape[1] if mask.stride(1) else 1)
     return fits and (mask.stride(2) > 0 or matrices * mask.shape[2] * mask.shape[3] <= 2**32)
 
 
