@@ -169,8 +169,9 @@ class Verifier:
         for index, small in enumerate(small_cases(problem)):
             inputs = make_inputs(small, device=device, seed=seed + index, heads_inside=index % 2 == 1)
             yield inputs, oracle(inputs, everywhere(small))
-            if index == 0 and problem.dtype in ("bf16", "fp16"):
-                # Not for other types: rounding such scores to TF32 or adding them up as fp8's products do is not exact enough.
+            if index == 0 and problem.dtype in ("bf16", "fp16") and torch.device(device).type == "cuda":
+                # Not for other types: rounding such scores to TF32 or adding them up as fp8's products do is not exact enough. Kernels that
+                # Triton's interpreter runs look for their maxima in every block, and it would take a fifth of the time there.
                 extreme = make_inputs(small, device=device, seed=seed)
                 make_extreme(extreme)
                 yield extreme, oracle(extreme, everywhere(small))
