@@ -51,6 +51,7 @@ def test_a_product_and_a_shift_divide_exactly(number: int, divisor: int) -> None
         (Features(), {"section": 8}),
         (CAUSAL, {}),
         (CAUSAL, {"section": 8, "tiles": "chained"}),
+        (CAUSAL, {"section": 32}),
         (Features(mask="bool"), {"section": 8}),
         (Features(mask="bias", causal=True), {"section": 8, "BLOCK_M": 64}),
     ],
@@ -65,8 +66,8 @@ def test_every_tile_has_one_place_in_launch_order(features: Features, changes: d
     m_tiles = -(-n_q // changes.get("BLOCK_M", 128))
     tiles = torch.stack(parts.tile_at(torch.arange(batch * heads * m_tiles), sizes), 1).tolist()
     assert sorted(tiles) == sorted([b, h, m] for b, h, m in product(range(batch), range(heads), range(m_tiles)))
-    # As many heads as a section has go side by side, and of a band their longest tiles first.
-    together = changes.get("section", 1) if batch * heads >= changes.get("section", 1) else 1
+    # As many heads as a section has, or all, go side by side, and of a band their longest tiles first.
+    together = min(changes.get("section", 1), batch * heads)
     assert {m for _, _, m in tiles[:together]} == {m_tiles - 1 if features.causal else 0}
     if features.mask != "none" and together > 1:
         # The batches of a head are neighbours, for they often share a mask.
@@ -132,9 +133,10 @@ def band(features: Features) -> tuple[Any, Any]:
     diagonal=st.integers(-400, 500),
     left=st.integers(-1, 200),
     right=st.integers(-1, 200),
+    number=st.sampled_from([64, 128, 256]),
 )
-def test_a_tile_visits_every_block_that_it_sees_and_masks_all_that_it_must(
-    features: Features, n_q: int, n_kv: int, diagonal: int, left: int, right: int
+def test_rows_visit_every_block_that_they_see_and_mask_all_that_they_must(
+    features: Features, n_q: int, n_kv: int, diagonal: int, left: int, right: int, number: int
 ) -> None:
     parts, launch = band(features)
     m_tiles = -(-n_q // 64)
@@ -150,15 +152,21 @@ def test_a_tile_visits_every_block_that_it_sees_and_masks_all_that_it_must(
     if "window_right" in numbers and right >= 0:
         visible &= keys <= rows + right
     blocks = -(-n_kv // 64)
-    for m_tile in range(m_tiles):
-        first, free_first, free_end, end = (int(bound) for bound in parts.blocks_of(torch.tensor(m_tile), sizes))
+    # A tile may end in warpgroups without a row.
+    for row in range(0, -(-n_q // number) * number, 64):
+        first, free_first, free_end, end = (int(bound) for bound in parts.blocks_of(torch.tensor(row), number, sizes))
         assert 0 <= first < end <= blocks
         assert first <= free_first <= free_end <= end
         for block in range(blocks):
             # A block is 64 keys, whole ones only where no key is past the end.
-            seen = visible[m_tile * 64 : m_tile * 64 + 64, block * 64 : block * 64 + 64]
+            seen = visible[row : row + number, block * 64 : block * 64 + 64]
             assert first <= block < end or not seen.any()
             assert not free_first <= block < free_end or (seen.all() and seen.shape[1] == 64)
+        # What a tile copies holds what each of its warpgroups looks at.
+        if row % number == 0:
+            for own in range(row, row + number, 64):
+                own_first, _, _, own_end = (int(bound) for bound in parts.blocks_of(torch.tensor(own), 64, sizes))
+                assert first <= own_first < own_end <= end
 
 
 WORD = {64: torch.int16, 128: torch.int32, 256: torch.int64}

@@ -16,7 +16,7 @@ AXES = (
     Axis(name="lookahead", values=(0, 1, 2), why="products under way beside a softmax: none, values before it, also the scores after it"),
     Axis(name="pingpong", values=(False, True), why="warpgroups take turns on the tensor cores, against waiting"),
     Axis(name="tiles", values=("one", "loop", "chained"), why="tiles of a program: one, many, or many without draining in between"),
-    Axis(name="section", values=(1, 8), why="heads that run side by side: balance against K/V that stay in L2"),
+    Axis(name="section", values=(1, 8, 32), why="heads that run side by side: balance against K/V that stay in L2"),
     Axis(name="order", values=("fixed", "drawn"), why="who takes which tile of a band: settled at launch, or drawn when a program is free"),
     Axis(
         name="residents", values=(1, 2, 3, 4), why="programs on an SM: one starts while another ends, against registers and shared memory"
@@ -34,7 +34,8 @@ def _shared_bytes(config: Config, spec: KernelSpec) -> int:
     block_m, block_n, d, d_v = config.number("BLOCK_M"), config.number("BLOCK_N"), padded(spec.d), padded(spec.d_v)
     chained, size = config["tiles"] == "chained", ITEMSIZE[spec.dtype]
     q_bytes = size * block_m * d * (2 if chained else 1)
-    out_bytes = 2 * block_m * d_v if chained or d != d_v or size == 1 else 0
+    own_out = config["tiles"] != "one" or d != d_v or size == 1
+    out_bytes = 2 * block_m * d_v // (2 if config["tiles"] == "loop" else 1) if own_out else 0
     bias_bytes = 4 * block_m * block_n if spec.mask == "bias" else 0
     return q_bytes + out_bytes + bias_bytes + size * config.number("stages") * block_n * (d + d_v) + 1024
 
@@ -111,6 +112,11 @@ CONSTRAINTS = (
         name="fp8 looks ahead once",
         holds=lambda c, s, t: s.dtype != "fp8" or c["lookahead"] != 2,
         why="its products of weights and values have accumulators of their own, which leave no registers for a second tile of scores",
+    ),
+    Constraint(
+        name="heads side by side",
+        holds=lambda c, s, t: c.number("section") <= 8 or bool(s.causal or s.window),
+        why="all tiles are equally long without a band, and more heads than eight would only leave L2",
     ),
     Constraint(
         name="order of a band",
