@@ -4,7 +4,7 @@ One warp copies tiles with TMA, one to three warpgroups compute (Shah et al., "F
 FlashAttention-3's and -4's tile sizes for sm90 and the register arithmetic of `AI/SM90_BLOCK_SIZE_TUNING.md` in Dao-AILab/flash-attention.
 """
 
-from flashtune.core.config import Config, KernelSpec
+from flashtune.core.config import Config, KernelSpec, Value
 from flashtune.core.dtypes import ITEMSIZE
 from flashtune.core.target import Target
 from flashtune.templates.family import Axis, Constraint, Family, padded
@@ -40,12 +40,13 @@ def _shared_bytes(config: Config, spec: KernelSpec) -> int:
     return q_bytes + out_bytes + bias_bytes + size * config.number("stages") * block_n * (d + d_v) + 1024
 
 
-def _first_keys_tell(spec: KernelSpec) -> bool:
-    """Whether a tile's first blocks, the diagonal's or the last keys', tell about how large its rows' scores are.
+def _may_settle(lookahead: Value, spec: KernelSpec) -> bool:
+    """Whether a tile's maxima can be those of its first blocks, the diagonal's or the last keys'.
 
-    Biases often hide keys with huge negative numbers, and ALiBi without a band is smallest at the last keys.
+    They tell about how large its rows' scores are, but for biases, which often hide keys with huge negative numbers, and ALiBi without a
+    band, which is smallest at the last keys.
     """
-    return spec.mask != "bias" and not (spec.alibi and not spec.causal)
+    return lookahead != 2 and spec.dtype != "fp8" and spec.mask != "bias" and not (spec.alibi and not spec.causal)
 
 
 def _consumers(config: Config) -> int:
@@ -125,7 +126,7 @@ CONSTRAINTS = (
     ),
     Constraint(
         name="maxima that settle",
-        holds=lambda c, s, t: c["maximum"] == "running" or (c["lookahead"] != 2 and s.dtype != "fp8" and _first_keys_tell(s)),
+        holds=lambda c, s, t: c["maximum"] == "running" or _may_settle(c["lookahead"], s),
         why="weights grow far above 1 where a row's largest score comes late, which e4m3 can't hold",
     ),
     Constraint(
@@ -165,11 +166,10 @@ def _config(block_m: int, block_n: int, stages: int, tiles: str, spec: KernelSpe
         "section": 8 if banded else 1,
         "order": "drawn" if tiles != "one" and banded else "fixed",
         "residents": 1,
-        "maximum": "first" if spec.dtype != "fp8" and _first_keys_tell(spec) else "running",
+        **more,
     }
-    if more.get("lookahead") == 2:
-        values["maximum"] = "running"
-    return Config.of(values, **more)
+    values.setdefault("maximum", "first" if _may_settle(values["lookahead"], spec) else "running")
+    return Config.of(values)
 
 
 def starts(spec: KernelSpec, target: Target) -> list[Config]:
