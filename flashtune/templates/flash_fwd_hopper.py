@@ -183,15 +183,20 @@ def starts(spec: KernelSpec, target: Target) -> list[Config]:
         found += [_config(256, 64, 3, "one", spec, lookahead=0), _config(64, 64, 2, "one", spec, lookahead=0, residents=4)]
         found += [_config(128, 64, 3, "one", spec, lookahead=0, residents=2), _config(64, 64, 2, "one", spec, residents=3)]
         found += [_config(128, 128, 2, "chained", spec, pingpong=True, order="fixed"), _config(192, 128, 3, "chained", spec, pingpong=True)]
-        found += [_config(192, 128, 3, "one", spec, lookahead=0), _config(192, 128, 3, "chained", spec)]
-        found += [_config(128, 64, 3, "chained", spec, pingpong=True, residents=2), _config(128, 128, 3, "chained", spec, lookahead=2)]
+        found += [_config(192, 128, 3, "one", spec, lookahead=0), _config(128, 64, 3, "chained", spec, pingpong=True, residents=2)]
+        found += [
+            _config(64, 64, 2, "one", spec, lookahead=0, residents=4, section=32),
+            _config(256, 64, 3, "one", spec, lookahead=0, section=32),
+        ]
     if wide <= 128:
         found += [_config(128, 128, 2, "chained", spec, pingpong=True), _config(128, 128, 2, "chained", spec)]
+        found += [_config(128, 128, 2, "chained", spec, pingpong=True, section=32)]
         found += [_config(128, 128, 2, "chained", spec, pingpong=True, order="fixed"), _config(128, 128, 2, "one", spec)]
         found += [_config(128, 64, 4, "chained", spec), _config(128, 64, 4, "chained", spec, order="fixed")]
         found += [_config(64, 64, 2, "one", spec, residents=2)]
     found += [_config(128, 64, 2, "loop", spec), _config(128, 64, 2, "one", spec), _config(128, 64, 2, "loop", spec, pingpong=True)]
     found += [
+        _config(128, 64, 2, "loop", spec, section=32),
         _config(128, 64, 2, "one", spec, pingpong=True),
         _config(64, 64, 2, "one", spec),
         _config(64, 64, 2, "one", spec, lookahead=0),
