@@ -201,7 +201,7 @@ def starts(spec: KernelSpec, target: Target) -> list[Config]:
         _config(64, 64, 2, "one", spec),
         _config(64, 64, 2, "one", spec, lookahead=0),
     ]
-    if wide <= 64:
+    if wide <= 64 and not (spec.causal or spec.window):
         found += [_config(192, 128, 3, "chained", spec, maximum="running")]
     if wide <= 128:
         found += [_config(128, 128, 2, "chained", spec, pingpong=True, maximum="running")]
