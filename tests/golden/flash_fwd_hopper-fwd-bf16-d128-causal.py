@@ -5,8 +5,8 @@ Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
 Compiled in: fwd-bf16-d128-causal
-Template: flash_fwd_hopper 7d0ff0750bad281b
-Variant: c03907db9d89d41e
+Template: flash_fwd_hopper 15fb0f92bd9db1ef
+Variant: da5ac2bd5cf163ea
 Config: BLOCK_M=128 BLOCK_N=128 lookahead=1 maximum=first order=drawn pingpong=True residents=1 section=8 stages=2 tiles=chained
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -273,14 +273,13 @@ def divide(number, magic, shift):
 def tile_at(index, sizes):
     """The tile at a place in launch order: batch, query head and row tile."""
     n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, divisions = sizes
-    section_magic, section_shift, inner_magic, inner_shift, tile_magic, tile_shift = divisions
+    section_magic, section_shift, inner_magic, inner_shift, last_magic, last_shift = divisions
     section = divide(index, section_magic, section_shift)
-    # A section of heads goes row tile by row tile, so that its keys and values stay in L2; what is left at the end goes head by head.
+    # A section of heads goes row tile by row tile, so that its keys and values stay in L2; the last one has the heads that are left.
     within = index - section * (m_tiles * SECTION)
-    whole = (section + 1) * SECTION <= batches * heads
-    alone = divide(within, tile_magic, tile_shift)
-    place = section * SECTION + gl.where(whole, within % SECTION, alone)
-    m_tile = gl.where(whole, within // SECTION, within - alone * m_tiles)
+    left = batches * heads - section * SECTION
+    m_tile = gl.where(left >= SECTION, within // SECTION, divide(within, last_magic, last_shift))
+    place = section * SECTION + within - m_tile * gl.minimum(left, SECTION)
     # The longest first.
     m_tile = m_tiles - 1 - m_tile
     batch = divide(place, inner_magic, inner_shift)
@@ -289,18 +288,18 @@ def tile_at(index, sizes):
 
 
 @gluon.jit
-def blocks_of(m_tile, sizes):
-    """The key blocks first .. end-1 that a row tile may see, of which free_first .. free_end-1 need no mask."""
+def blocks_of(row, NUMBER: gl.constexpr, sizes):
+    """The key blocks first .. end-1 that NUMBER rows from `row` on may see, of which free_first .. free_end-1 need no mask."""
     n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, divisions = sizes
     end = (n_kv + BLOCK_N - 1) // BLOCK_N
     free_end = n_kv // BLOCK_N
     first = 0
     free_first = 0
-    row = m_tile * BLOCK_M + diagonal
-    last_row = gl.minimum(m_tile * BLOCK_M + BLOCK_M, n_q) - 1 + diagonal
+    last_row = gl.minimum(row + NUMBER, n_q) - 1 + diagonal
+    row += diagonal
     end = gl.minimum(end, gl.maximum(last_row + BLOCK_N, 0) // BLOCK_N)
     free_end = gl.minimum(free_end, gl.maximum(row + 1, 0) // BLOCK_N)
-    # A tile that sees nothing still takes one block, all of it masked, so that every role counts alike.
+    # Rows that see nothing still take one block, all of it masked, so that every role counts alike.
     end = gl.maximum(end, 1)
     first = gl.minimum(first, end - 1)
     free_first = gl.minimum(gl.maximum(free_first, first), end)
@@ -387,7 +386,7 @@ def copy_tile(turn, index, block, value_spot, descs, counter_ptr, rings, sizes):
     value_batch, value_head, value_row = value_spot
     batch, head, m_tile = tile_at(index, sizes)
     kv_head = head // kv_group
-    first, _, _, end = blocks_of(m_tile, sizes)
+    first, _, _, end = blocks_of(m_tile * BLOCK_M, BLOCK_M, sizes)
     ticket = index
     for n in range(end - first):
         row = (end - 1 - n) * BLOCK_N
@@ -405,7 +404,8 @@ def copy_tile(turn, index, block, value_spot, descs, counter_ptr, rings, sizes):
                 mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
                 q_row = m_tile * BLOCK_M + group * ROWS
                 async_load(q_desc, [batch, head, q_row, 0], q_full.index(slot), q_smem.index(slot))
-            # Drawn while the copies are under way, and long before the consumers ask.
+        # Late, so that no tile waits for a program that has another to finish, but before the consumers ask.
+        if n == gl.maximum(end - first - 2, 0):
             ticket = draw_ticket(counter_ptr, sizes)
             publish_ticket(turn + 1, ticket, ticket_ring)
         value_batch = batch
@@ -671,13 +671,13 @@ def consumer(out_desc, lse_ptr, rings, sizes, extras, W: gl.constexpr):
     turn = gl.to_tensor(0)
     index = gl.program_id(0)
     batch, head, m_tile = tile_at(index, sizes)
-    bounds = blocks_of(m_tile, sizes)
+    bounds = blocks_of(m_tile * BLOCK_M, BLOCK_M, sizes)
     spot = (batch, head, m_tile * BLOCK_M + W * ROWS, (bounds[3] - 1) * BLOCK_N)
     mbarrier.wait(q_full.index(W), 0)
     probs, row_max, row_sum = open_tile(block, q_smem.index(W), spot, rings, sizes, extras, W)
     while index < tiles:
         place = (batch, head, m_tile * BLOCK_M + W * ROWS)
-        bounds = blocks_of(m_tile, sizes)
+        bounds = blocks_of(m_tile * BLOCK_M, BLOCK_M, sizes)
         acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, OUT_LAYOUT)
         slot = turn % 2 * GROUPS + W
         next_slot = (turn + 1) % 2 * GROUPS + W
@@ -690,7 +690,7 @@ def consumer(out_desc, lse_ptr, rings, sizes, extras, W: gl.constexpr):
         block += bounds[3] - bounds[0]
         # After the last tile the idle work takes that tile's place, so that no load leaves the tensors.
         batch, head, m_tile = tile_at(gl.where(more, next_index, index), sizes)
-        bounds = blocks_of(m_tile, sizes)
+        bounds = blocks_of(m_tile * BLOCK_M, BLOCK_M, sizes)
         spot = (batch, head, m_tile * BLOCK_M + W * ROWS, (bounds[3] - 1) * BLOCK_N)
         mbarrier.wait(q_full.index(next_slot), next_phase, pred=more)
         probs, next_max, next_sum, acc = change_tile(block, more, q_smem.index(next_slot), probs, acc, spot, rings, sizes, extras, W)
@@ -726,8 +726,8 @@ def make_barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
         "section_shift",
         "inner_magic",
         "inner_shift",
-        "tile_magic",
-        "tile_shift",
+        "last_magic",
+        "last_shift",
     ]
 )
 def flash_fwd_hopper(
@@ -748,8 +748,8 @@ def flash_fwd_hopper(
     section_shift,
     inner_magic,
     inner_shift,
-    tile_magic,
-    tile_shift,
+    last_magic,
+    last_shift,
     scale,
 ):
     """Splits the program into 2 consumers and the producer."""
@@ -767,7 +767,7 @@ def flash_fwd_hopper(
     ticket_ring = (ticket_smem, make_barriers(2, 1), make_barriers(2, GROUPS))
     fence_async_shared()
     rings = (q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty, q_empty, ticket_ring)
-    divisions = (section_magic, section_shift, inner_magic, inner_shift, tile_magic, tile_shift)
+    divisions = (section_magic, section_shift, inner_magic, inner_shift, last_magic, last_shift)
     sizes = (n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, divisions)
     settings = (scale,)
     gl.warp_specialize(
@@ -848,7 +848,8 @@ def launches(
         diagonal,
         *division(m_tiles * 8),
         *division(heads),
-        *division(m_tiles),
+        # The heads of the last section, where that isn't whole.
+        *division(batches * heads % 8 or 1),
         1.4426950408889634 * scale,
     )
     kv_heads, n_kv = k.shape[1:3]

@@ -5,8 +5,8 @@ Key blocks go from right to left.
 One block goes from scores to values.
 
 Compiled in: fwd-fp8-d64-window-alibi-bool
-Template: flash_fwd_hopper d01277d81b12f879
-Variant: 687ecba7489fe9e0
+Template: flash_fwd_hopper 70d3dc740f802e1d
+Variant: ce2258025fab3362
 Config: BLOCK_M=64 BLOCK_N=64 lookahead=0 maximum=running order=fixed pingpong=False residents=2 section=1 stages=2 tiles=one
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -87,22 +87,22 @@ def tile_at(index, sizes):
 
 
 @gluon.jit
-def blocks_of(m_tile, sizes):
-    """The key blocks first .. end-1 that a row tile may see, of which free_first .. free_end-1 need no mask."""
+def blocks_of(row, NUMBER: gl.constexpr, sizes):
+    """The key blocks first .. end-1 that NUMBER rows from `row` on may see, of which free_first .. free_end-1 need no mask."""
     n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, window_left, window_right, mask_per_batch, mask_per_head, divisions = sizes
     end = (n_kv + BLOCK_N - 1) // BLOCK_N
     free_end = n_kv // BLOCK_N
     first = 0
     free_first = 0
-    row = m_tile * BLOCK_M + diagonal
-    last_row = gl.minimum(m_tile * BLOCK_M + BLOCK_M, n_q) - 1 + diagonal
+    last_row = gl.minimum(row + NUMBER, n_q) - 1 + diagonal
+    row += diagonal
     if window_right >= 0:
         end = gl.minimum(end, gl.maximum(last_row + window_right + BLOCK_N, 0) // BLOCK_N)
         free_end = gl.minimum(free_end, gl.maximum(row + window_right + 1, 0) // BLOCK_N)
     if window_left >= 0:
         first = gl.maximum(row - window_left, 0) // BLOCK_N
         free_first = gl.maximum(last_row - window_left + BLOCK_N - 1, 0) // BLOCK_N
-    # A tile that sees nothing still takes one block, all of it masked, so that every role counts alike.
+    # Rows that see nothing still take one block, all of it masked, so that every role counts alike.
     end = gl.maximum(end, 1)
     first = gl.minimum(first, end - 1)
     free_first = gl.minimum(gl.maximum(free_first, first), end)
@@ -151,7 +151,7 @@ def copy_tile(index, block, value_spot, descs, rings, sizes):
     value_batch, value_head, value_row = value_spot
     batch, head, m_tile = tile_at(index, sizes)
     kv_head = head // kv_group
-    first, _, _, end = blocks_of(m_tile, sizes)
+    first, _, _, end = blocks_of(m_tile * BLOCK_M, BLOCK_M, sizes)
     for n in range(end - first):
         row = (end - 1 - n) * BLOCK_N
         stage = block % STAGES
@@ -364,8 +364,10 @@ def extras_of(batch, head, settings, sizes):
     kv_head = head // kv_group
     q_descale = gl.load(q_descale_ptr + batch * q_by_batch + head * q_by_head)
     k_descale = gl.load(k_descale_ptr + batch * k_by_batch + kv_head * k_by_head)
-    scale *= q_descale * k_descale
-    bias_scale /= q_descale * k_descale
+    # Heads of nothing but zeros may come with factors of 0, and scores are compared before they are scaled.
+    factor = gl.maximum(q_descale * k_descale, 1e-20)
+    scale *= factor
+    bias_scale /= factor
     out_scale = gl.load(v_descale_ptr + batch * v_by_batch + kv_head * v_by_head)
     slope = gl.load(slopes_ptr + batch * slope_by_batch + head * slope_by_head)
     return scale, bias_scale, words_ptr, out_scale, slope
@@ -393,8 +395,9 @@ def work_tile(index, block, out_desc, lse_ptr, rings, sizes, settings, W: gl.con
     """One tile of a warpgroup, from its queries to its output; returns how many blocks all tiles so far had."""
     q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty = rings
     batch, head, m_tile = tile_at(index, sizes)
-    bounds = blocks_of(m_tile, sizes)
-    place = (batch, head, m_tile * BLOCK_M + W * ROWS)
+    row = m_tile * BLOCK_M + W * ROWS
+    bounds = blocks_of(m_tile * BLOCK_M, BLOCK_M, sizes)
+    place = (batch, head, row)
     extras = extras_of(batch, head, settings, sizes)
     acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, OUT_LAYOUT)
     mbarrier.wait(q_full.index(W), 0)
