@@ -14,6 +14,9 @@ from flashtune.core.results import Measurement
 
 FA4 = Path(__file__).parent / "fa4_h200.json"
 
+FEATURES = "features, best peer"
+"""What the summary calls the feature cells' ratios, beside those of the plain cells."""
+
 WORSE = 2.0
 """Our error may be so many times the framework's."""
 
@@ -121,19 +124,20 @@ def _finite(error: Error) -> dict[str, float | None]:
 
 
 def summary(rows: Sequence[Row], known: dict[tuple[int, bool, int], float]) -> dict[str, dict[str, float]]:
-    """The least and the geometric mean of the plain cells' ratios."""
-    plain = [row for row in rows if row.cell.group == "plain" and row.times]
-    ways: dict[str, Callable[[Row], float | None]] = {
-        "cudnn": lambda row: row.ratio("cudnn"),
-        "best peer": lambda row: row.ratio(row.best_peer or ""),
-        "FlashAttention-4": lambda row: row.fa4_ratio(known),
+    """The least and the geometric mean of the plain cells' ratios, by peer, and of the feature cells' to their best peers."""
+    ways: dict[str, tuple[Group, Callable[[Row], float | None]]] = {
+        "cudnn": ("plain", lambda row: row.ratio("cudnn")),
+        "best peer": ("plain", lambda row: row.ratio(row.best_peer or "")),
+        "FlashAttention-4": ("plain", lambda row: row.fa4_ratio(known)),
+        FEATURES: ("features", lambda row: row.ratio(row.best_peer or "")),
     }
-    found = {name: [ratio for ratio in map(way, plain) if ratio is not None] for name, way in ways.items()}
-    return {name: {"min": min(r), "geometric_mean": geometric_mean(r), "cells": len(r)} for name, r in found.items() if r}
+    found = {name: [way(row) for row in rows if row.cell.group == group and row.times] for name, (group, way) in ways.items()}
+    ratios = {name: [ratio for ratio in every if ratio is not None] for name, every in found.items()}
+    return {name: {"min": min(r), "geometric_mean": geometric_mean(r), "cells": len(r)} for name, r in ratios.items() if r}
 
 
 def tables(rows: Sequence[Row], known: dict[tuple[int, bool, int], float]) -> str:
-    """A table for each group, what the plain cells come to, and what was left out and why."""
+    """A table for each group, what plain and feature cells come to, and what was left out and why."""
     parts = []
     for group in dict.fromkeys(row.cell.group for row in rows):
         parts.append(_table([row for row in rows if row.cell.group == group], known))
@@ -144,7 +148,8 @@ def tables(rows: Sequence[Row], known: dict[tuple[int, bool, int], float]) -> st
 
 
 def _said(name: str, found: dict[str, float]) -> str:
-    return f"plain, ours / {name}: min {found['min']:.2f}, geometric mean {found['geometric_mean']:.2f} over {found['cells']:.0f} cells"
+    what = "features, ours / best peer" if name == FEATURES else f"plain, ours / {name}"
+    return f"{what}: min {found['min']:.2f}, geometric mean {found['geometric_mean']:.2f} over {found['cells']:.0f} cells"
 
 
 def _table(rows: list[Row], known: dict[tuple[int, bool, int], float]) -> str:

@@ -122,18 +122,21 @@ def test_flash_attention_4_has_no_ratio_where_it_is_unknown() -> None:
     assert row(find("plain", "full", d=128, n_kv=4096), {OURS: 100.0}).fa4_ratio(KNOWN) is None
 
 
-def test_the_summary_is_the_least_and_the_geometric_mean_of_plain_cells() -> None:
+def test_the_summary_is_the_least_and_the_geometric_mean_of_plain_and_of_feature_cells() -> None:
     assert geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
     rows = [
         row(find("plain", "full", d=256, n_kv=512), {OURS: 100.0, "cudnn": 100.0, "flash": 50.0}),
         row(find("plain", "full", d=256, n_kv=1024), {OURS: 100.0, "cudnn": 400.0}),
         row(find("features", "mask", d=64), {OURS: 100.0, "cudnn": 900.0}),
+        row(find("features", "alibi", d=64), {OURS: 100.0, "cudnn": 500.0, "flex": 400.0}),
         Row(cell=find("plain", "full", d=256, n_kv=2048), failed="killed after 120 s"),
     ]
     found = summary(rows, KNOWN)
     assert found["cudnn"] == {"min": pytest.approx(1.0), "geometric_mean": pytest.approx(2.0), "cells": 2}
     assert found["best peer"]["min"] == pytest.approx(0.5)
     assert "FlashAttention-4" not in found
+    assert found["features, best peer"] == {"min": pytest.approx(4.0), "geometric_mean": pytest.approx(6.0), "cells": 2}
+    assert "features, ours / best peer: min 4.00, geometric mean 6.00 over 2 cells" in tables(rows, KNOWN)
 
 
 def test_decode_is_rated_by_the_bytes_of_the_cache() -> None:
