@@ -126,7 +126,7 @@ def words_of(allowed: torch.Tensor) -> torch.Tensor:
     return words
 
 
-class _Truncate(ast.NodeTransformer):
+class Truncate(ast.NodeTransformer):
     """Integer division as Triton does it, towards zero."""
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
@@ -135,7 +135,7 @@ class _Truncate(ast.NodeTransformer):
         return ast.Call(ast.Name(name, ast.Load()), [node.left, node.right], []) if name else node
 
 
-def _functions(module: ModuleType, names: tuple[str, ...], scope: dict[str, Any], change: ast.NodeTransformer) -> dict[str, Any]:
+def functions_of(module: ModuleType, names: tuple[str, ...], scope: dict[str, Any], change: ast.NodeTransformer) -> dict[str, Any]:
     """The named device functions of a rendered module as ordinary ones; they see each other, the module's constants and `scope`."""
     scope = {name: value.value for name, value in vars(module).items() if isinstance(value, constexpr)} | scope
     for name in names:
@@ -166,7 +166,7 @@ def on_torch(module: ModuleType, *names: str) -> Any:
         constexpr=constexpr,
     )
     scope = {"gl": gl, "quotient": both(partial(torch.div, rounding_mode="trunc")), "remainder": both(torch.fmod)}
-    return SimpleNamespace(gl=gl, **_functions(module, names, scope, _Truncate()))
+    return SimpleNamespace(gl=gl, **functions_of(module, names, scope, Truncate()))
 
 
 class Array(np.ndarray):
@@ -252,7 +252,7 @@ def on_numpy(module: ModuleType, *names: str) -> Any:
         inline_asm_elementwise=assembly,
         constexpr=constexpr,
     )
-    return SimpleNamespace(gl=gl, scalar=_scalar, **_functions(module, names, {"gl": gl}, ast.NodeTransformer()))
+    return SimpleNamespace(gl=gl, scalar=_scalar, **functions_of(module, names, {"gl": gl}, ast.NodeTransformer()))
 
 
 def sizes_of(launch: Launch, **changes: int) -> tuple[Any, ...]:

@@ -1,0 +1,396 @@
+"""A stand-in for the machine under the Hopper kernels' protocol: their rendered text runs, with roles as threads and tensors as names.
+
+What is real: the kernel's own functions, barriers with their phases and counts, named barriers, copies that land at any time, products
+that read shared memory until they are waited for. What isn't: numbers. A tensor knows which (batch, head, row, column) blocks it stands
+for, so that at the end each output tile can say which key blocks went into it.
+"""
+
+import random
+import threading
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from hopper_kernels import Launch, Truncate, functions_of
+
+Block = tuple[int, int, int, int]
+"""Batch, query head, first query row of a warpgroup, first key."""
+
+
+NONSENSE: Block = (-1, -1, -1, -1)
+"""What stands for no block: read from a tile before its copy has landed, or made of what doesn't belong together."""
+
+
+class Number(int):
+    """An integer of the device."""
+
+    def to(self, _dtype: Any) -> "Number":
+        return self
+
+
+def _integer(name: str) -> Callable[..., Any]:
+    plain = getattr(int, name)
+
+    def operate(*numbers: int) -> Any:
+        found = plain(*numbers)
+        return found if found is NotImplemented else Number(found)
+
+    return operate
+
+
+for _name in ("add", "sub", "mul", "and", "or", "xor", "rshift", "lshift"):
+    setattr(Number, f"__{_name}__", _integer(f"__{_name}__"))
+    setattr(Number, f"__r{_name}__", _integer(f"__r{_name}__"))
+for _name in ("neg", "invert"):
+    setattr(Number, f"__{_name}__", _integer(f"__{_name}__"))
+
+
+class Value:
+    """A tensor in registers: the blocks that it stands for, and whether the product that makes it was waited for."""
+
+    def __init__(self, *blocks: Block, ready: bool = True) -> None:
+        self.blocks, self.ready = blocks, ready
+
+    def __getattr__(self, _name: str) -> "Value":
+        return self
+
+    def __call__(self, *_arguments: Any, **_keywords: Any) -> "Value":
+        return self
+
+    def __getitem__(self, _place: Any) -> "Value":
+        return self
+
+    def _with(self, other: Any) -> "Value":
+        assert self.ready, f"{self.blocks} are used before their product was waited for"
+        theirs = other.blocks if isinstance(other, Value) else ()
+        return Value(*self.blocks, *(() if theirs == self.blocks else theirs))
+
+    def __add__(self, other: Any) -> "Value":
+        if isinstance(other, Bias):
+            return self if self.blocks == other.blocks else Value(NONSENSE)
+        theirs = other.blocks if isinstance(other, Value) else ()
+        assert not set(theirs) & set(self.blocks), f"{theirs} twice in one sum"
+        return self._with(other)
+
+
+for _name in ("sub", "mul", "truediv", "and", "or", "rshift", "lshift", "lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(Value, f"__{_name}__", lambda self, other: self._with(other))
+for _name in ("radd", "rsub", "rmul", "rtruediv", "rand", "ror", "neg", "invert"):
+    setattr(Value, f"__{_name}__", lambda self, _other=None: self)
+
+
+class Bias(Value):
+    """A tile of the bias; it meets the scores of its own block."""
+
+    def _with(self, other: Any) -> "Bias":
+        return self
+
+
+class Shared:
+    """A tile of shared memory, or a barrier there."""
+
+    def __init__(self, machine: "Machine") -> None:
+        self._machine = machine
+        self.held: Any = None
+        self.readers = self.leaving = 0
+        self.count = self.pending = self.bytes = self.phase = 0
+
+    def reshape(self, _shape: Any) -> "Shared":
+        return self
+
+    def permute(self, _order: Any) -> "Shared":
+        return self
+
+    def slice(self, _first: int, _width: int, _axis: int) -> "Shared":
+        return self
+
+    def check_free(self) -> None:
+        """Nothing may be written while a product or a copy still reads."""
+        assert not self.readers, f"{self.held} is written over while a product reads it"
+        assert not self.leaving, f"{self.held} is written over on its way to memory"
+
+    def store(self, value: Any) -> None:
+        self._machine.pause()
+        self.check_free()
+        self.held = value
+
+    def load(self, _layout: Any) -> Any:
+        self._machine.pause()
+        return Bias(self.held) if isinstance(self.held, tuple) else self.held
+
+    def advance(self) -> None:
+        """Completes the barrier's phase where all have arrived and all bytes have landed."""
+        assert self.pending >= 0, "more arrivals than a phase has"
+        if self.pending == 0 and self.bytes == 0:
+            self.phase, self.pending = self.phase + 1, self.count
+
+
+class Memory:
+    """Tiles of shared memory of one program."""
+
+    def __init__(self, machine: "Machine") -> None:
+        self._machine, self._tiles = machine, dict[int, Shared]()
+
+    def index(self, place: int) -> Shared:
+        return self._tiles.setdefault(int(place), Shared(self._machine))
+
+
+class Role:
+    """A warpgroup or the producer of one program."""
+
+    def __init__(self, machine: "Machine", program: int, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        self.program, self.name = program, f"{work.__name__}{arguments[-1] if isinstance(arguments[-1], int) else ''} of program {program}"
+        self.ready: Callable[[], bool] = lambda: True
+        self.products: list[tuple[Value, tuple[Shared, ...]]] = []
+        self.leaving: list[Shared] = []
+        self.done = False
+        self.error: BaseException | None = None
+        self.turn = threading.Semaphore(0)
+
+        def run() -> None:
+            self.turn.acquire()
+            try:
+                if not machine.over:
+                    work(*arguments)
+            except SystemExit:
+                pass
+            except BaseException as error:
+                self.error = error
+            self.done = True
+            machine.scheduler.release()
+
+        self.thread = threading.Thread(target=run, daemon=True)
+        self.thread.start()
+
+
+class Machine:
+    """All programs of a launch, in an order of events that `seed` draws."""
+
+    def __init__(self, module: ModuleType, launch: Launch, *, programs: int, kv_group: int, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._programs, self._kv_group = programs, kv_group
+        self._roles: list[Role] = []
+        self._copies: list[Callable[[], None]] = []
+        self._named: dict[tuple[int, int], list[int]] = {}
+        self._role: Role | None = None
+        self._program = 0
+        self.scheduler = threading.Semaphore(0)
+        self.over = False
+        self.counter = [Number(0)]
+        self.written: dict[tuple[int, ...], Value] = {}
+        kernel, _, arguments, _ = launch
+        self._given = [self._argument(name, value) for name, value in zip(kernel.arg_names, arguments, strict=True)]
+        stand_ins = self._stand_ins()
+        names = [name for name, value in vars(module).items() if type(value).__name__ == "GluonJITFunction" and name not in stand_ins]
+        self._kernel = functions_of(module, tuple(names), stand_ins, Truncate())[kernel.__name__]
+
+    def run(self) -> None:
+        """Runs every program to its end; raises AssertionError where a role does what it must not, or all wait for one another."""
+        for program in range(self._programs):
+            self._program = program
+            self._kernel(*self._given)
+        try:
+            while not all(role.done for role in self._roles):
+                able = [role for role in self._roles if not role.done and role.ready()]
+                assert able or self._copies, "all wait: " + ", ".join(role.name for role in self._roles if not role.done)
+                place = self._random.randrange(len(able) + len(self._copies))
+                if place < len(able):
+                    self._role = able[place]
+                    self._role.turn.release()
+                    self.scheduler.acquire()
+                    if self._role.error:
+                        raise self._role.error
+                else:
+                    self._copies.pop(place - len(able))()
+        finally:
+            self.over = True
+            for role in self._roles:
+                role.turn.release()
+                role.thread.join()
+
+    def pause(self, ready: Callable[[], bool] = lambda: True) -> None:
+        """Lets others go first, and waits until `ready`."""
+        role = self._role
+        assert role
+        role.ready = ready
+        self.scheduler.release()
+        role.turn.acquire()
+        if self.over:
+            raise SystemExit
+
+    def _argument(self, name: str, value: Any) -> Any:
+        if name.endswith("_desc"):
+            return SimpleNamespace(name=name[:-5], layout=None, dtype=None, block_type=SimpleNamespace(nbytes=1))
+        if name == "counter_ptr":
+            return self.counter
+        return Value() if name.endswith("_ptr") else Number(value) if isinstance(value, int) else value
+
+    def _load(self, desc: Any, corner: list[int], barrier: Shared, tile: Shared) -> None:
+        self.pause()
+        tile.check_free()
+        tile.held = None
+        place = tuple(int(number) for number in corner)
+
+        def land() -> None:
+            tile.held = place
+            barrier.bytes -= 1
+            barrier.advance()
+
+        self._copies.append(land)
+
+    def _store(self, _desc: Any, corner: list[int], tile: Shared) -> None:
+        self.pause()
+        assert self._role
+        assert tile.held.ready
+        self.written[tuple(int(number) for number in corner)] = tile.held
+        tile.leaving += 1
+        self._role.leaving.append(tile)
+
+    def _stores_left(self, number: int) -> None:
+        self.pause()
+        assert self._role
+        assert number == 0
+        for tile in self._role.leaving:
+            tile.leaving -= 1
+        self._role.leaving.clear()
+
+    def _wait(self, barrier: Shared, phase: int, pred: bool = True) -> None:
+        self.pause(lambda: not pred or barrier.phase % 2 != phase)
+
+    def _arrive(self, barrier: Shared, count: int = 1, pred: bool = True) -> None:
+        self.pause()
+        if pred:
+            barrier.pending -= count
+            barrier.advance()
+
+    def _expect(self, barrier: Shared, bytes: int) -> None:
+        self.pause()
+        barrier.bytes += bytes
+        barrier.pending -= 1
+        barrier.advance()
+
+    def _init(self, barrier: Shared, count: int) -> None:
+        barrier.count = barrier.pending = count
+
+    def _multiply(self, left: Any, right: Shared, sum: Value, use_acc: bool = True, is_async: bool = False) -> Value:
+        """Scores of a tile of queries and one of keys, or weights times a tile of values: NONSENSE where they don't belong together.
+
+        That is allowed, for what follows the last tile of a chain is never used.
+        """
+        self.pause()
+        assert self._role
+        assert is_async
+        assert isinstance(left, Shared) or left.ready
+        if isinstance(left, Shared):
+            (batch, head, row, _), (other, kv_head, column, _) = left.held or NONSENSE, right.held or NONSENSE
+            fits = (other, kv_head) == (batch, head // self._kv_group)
+            block = batch, head, row, column
+            assert not use_acc or sum.blocks == (block,)
+        else:
+            [block] = left.blocks
+            batch, kv_head, *places = right.held or NONSENSE
+            # e4m3 values lie with the keys innermost.
+            fits = (batch, kv_head, max(places)) == (block[0], block[1] // self._kv_group, block[3])
+            assert not use_acc or (sum.ready and block not in sum.blocks), f"{block} twice in one sum"
+        found = Value(*(sum.blocks if use_acc and not isinstance(left, Shared) else ()), block if fits else NONSENSE, ready=False)
+        read = tuple(tile for tile in (left, right) if isinstance(tile, Shared))
+        for tile in read:
+            tile.readers += 1
+        self._role.products.append((found, read))
+        return found
+
+    def _products_left(self, number: int, deps: list[Value]) -> Any:
+        self.pause()
+        assert self._role
+        while len(self._role.products) > number:
+            found, read = self._role.products.pop(0)
+            found.ready = True
+            for tile in read:
+                tile.readers -= 1
+        return deps[0] if len(deps) == 1 else deps
+
+    def _assembly(self, text: str, _constraints: str, arguments: list[Any], **_keywords: Any) -> Any:
+        if "bar." in text:
+            assert self._role
+            state = self._named.setdefault((self._role.program, int(arguments[0])), [0, 0, 0])
+            self._meet(state, waits="bar.sync" in text)
+        return arguments[0]
+
+    def _meet(self, state: list[int], *, waits: bool) -> None:
+        """A hardware barrier of two warpgroups, of which one waits: arrivals, waiting ones, times that it opened."""
+        self.pause()
+        state[0] += 1
+        state[1] += waits
+        opened = state[2]
+        if state[0] == 2:
+            assert state[1] == 1, "of the two at a turn's barrier one waits and one passes on"
+            state[:] = 0, 0, opened + 1
+        if waits:
+            self.pause(lambda: state[2] > opened)
+
+    def _stand_ins(self) -> dict[str, Any]:
+        def pick(condition: Any, one: Any, other: Any) -> Any:
+            return Value() if isinstance(condition, Value) else one if condition else other
+
+        def least(choose: Callable[..., int]) -> Callable[..., Any]:
+            return lambda *numbers: Value() if any(isinstance(number, Value) for number in numbers) else Number(choose(*numbers))
+
+        def draw_next(counter: list[Number], amount: int, sem: str) -> Number:
+            self.pause()
+            counter[0], drawn = Number(counter[0] + amount), counter[0]
+            return drawn
+
+        def write(place: Any, value: Any, mask: Any = None) -> None:
+            if place is self.counter:
+                place[0] = Number(value)
+
+        def start(roles: list[tuple[Callable[..., None], tuple[Any, ...]]], _warps: list[int], _registers: list[int]) -> None:
+            self._roles += [Role(self, self._program, work, arguments) for work, arguments in roles]
+
+        def program_id(_axis: int) -> Number:
+            assert self._role
+            return Number(self._role.program)
+
+        def nothing(*_arguments: Any, **_keywords: Any) -> Value:
+            return Value()
+
+        gl: Any = SimpleNamespace(
+            **{name: nothing for name in ("arange", "zeros", "load", "sum", "abs", "log2", "SliceLayout", "BlockedLayout")},
+            **{name: None for name in ("int32", "int64", "float32")},
+            full=lambda shape, value, *_layout: value if isinstance(value, Number) else Value(),
+            max=lambda value, axis: value if isinstance(value, Number) else Value(),
+            minimum=least(min),
+            maximum=least(max),
+            where=pick,
+            exp2=lambda value: value,
+            convert_layout=lambda value, layout: value,
+            split=lambda value: (value, value),
+            to_tensor=Number,
+            static_range=range,
+            program_id=program_id,
+            num_programs=lambda axis: Number(self._programs),
+            atomic_add=draw_next,
+            store=write,
+            allocate_shared_memory=lambda *_arguments: Memory(self),
+            inline_asm_elementwise=self._assembly,
+            warp_specialize=start,
+            constexpr=None,
+        )
+        return {
+            "gl": gl,
+            "mbarrier": SimpleNamespace(wait=self._wait, arrive=self._arrive, expect=self._expect, init=self._init, MBarrierLayout=nothing),
+            "tma": SimpleNamespace(store_wait=self._stores_left),
+            "async_load": self._load,
+            "async_store": self._store,
+            "warpgroup_mma": self._multiply,
+            "warpgroup_mma_wait": self._products_left,
+            "fence_async_shared": nothing,
+            # What is only arithmetic, or moves numbers between registers.
+            "pack": lambda weights, *_dropout: weights,
+            "unpack": lambda weights: weights,
+            "keep": lambda scores, words: scores,
+            "words_before": nothing,
+            "draw": nothing,
+            "quotient": lambda a, b: a if isinstance(a, Value) else Number(abs(a) // b * (-1 if a < 0 else 1)),
+            "remainder": lambda a, b: a if isinstance(a, Value) else Number(abs(a) % b * (-1 if a < 0 else 1)),
+        }

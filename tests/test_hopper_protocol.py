@@ -1,0 +1,160 @@
+"""The roles of a Hopper kernel never wait for one another forever, and every tile gets the keys that its rows see, once each."""
+
+import random
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+from hopper_kernels import Launch, config, launch_of, source
+from hopper_protocol import Machine
+
+from flashtune.core.config import KernelSpec
+from flashtune.core.dtypes import DType
+from flashtune.core.modules import load_source
+from flashtune.core.problem import Features, Problem
+
+CAUSAL = Features(causal=True)
+BAND = Features(window=(70, 40))
+LEFT = Features(causal=True, window=(100, 0))
+CHAINED = {"BLOCK_N": 128, "tiles": "chained"}
+
+
+def problem_of(generator: random.Random, features: Features, d: int, dtype: DType) -> Problem:
+    """Up to 700 queries and keys, with a band's diagonal at either corner; tiles of a bias know no batch."""
+    if features.causal or features.window:
+        features = replace(features, alignment=generator.choice(["top_left", "bottom_right"]))
+    sizes = {"batch": 1 if features.mask == "bias" else 2, "heads": 4, "kv_heads": 2, "d": d, "d_v": d}
+    return Problem(**sizes, n_q=generator.randint(1, 700), n_kv=generator.randint(1, 700), dtype=dtype, features=features)
+
+
+def seen(problem: Problem, row: int, block_n: int) -> set[int]:
+    """The first keys of the blocks of which some of 64 rows see a key."""
+    left, right = problem.features.sides
+    found = set()
+    for query in range(row, min(row + 64, problem.n_q)):
+        centre = query + problem.diagonal
+        first = 0 if left is None else max(centre - left, 0)
+        last = problem.n_kv - 1 if right is None else min(centre + right, problem.n_kv - 1)
+        found |= {key // block_n * block_n for key in range(first, last + 1)}
+    return found
+
+
+def run(problem: Problem, text: str, launch: Launch, chosen: dict[str, Any], *, programs: int, seed: int) -> None:
+    """Runs the kernel's roles and checks each output tile."""
+    machine = Machine(load_source(text, "protocol"), launch, programs=programs, kv_group=2, seed=seed)
+    machine.run()
+    assert machine.counter == [0]
+    block_m, block_n, pieces = chosen["BLOCK_M"], chosen["BLOCK_N"], 2 if chosen["tiles"] == "loop" else 1
+    rows = range(0, -(-problem.n_q // block_m) * block_m, 64)
+    columns = [place * 256 // pieces for place in range(pieces)]
+    places = {(b, h, row, column) for b in range(problem.batch) for h in range(problem.heads) for row in rows for column in columns}
+    assert set(machine.written) == places
+    for (batch, head, row, _), value in machine.written.items():
+        keys = [block[3] for block in value.blocks]
+        assert all(block[:3] == (batch, head, row) for block in value.blocks)
+        # Right to left, each once, and all that some row sees.
+        assert keys == sorted(set(keys), reverse=True)
+        assert seen(problem, row, block_n) <= set(keys) <= set(range(0, problem.n_kv, block_n))
+
+
+@cache
+def text_of(spec: KernelSpec, changes: tuple[tuple[str, Any], ...]) -> str:
+    return source(spec, **dict(changes))
+
+
+def try_out(
+    features: Features, changes: dict[str, Any], seed: int, *, dtype: DType = "bf16", broken: tuple[str, str] | None = None
+) -> None:
+    """A problem and an order of events that `seed` draws."""
+    generator = random.Random(seed)
+    d = 256 if changes.get("tiles") == "loop" else 64
+    problem = problem_of(generator, features, d, dtype)
+    text = text_of(problem.spec(), tuple(changes.items()))
+    if broken:
+        assert broken[0] in text
+        text = text.replace(*broken)
+    launch, chosen = launch_of(problem, **changes), config(problem.spec(), **changes).as_dict()
+    tiles = -(-problem.n_q // chosen["BLOCK_M"]) * problem.batch * problem.heads
+    programs = tiles if chosen["tiles"] == "one" else min(tiles, generator.randint(1, 4))
+    run(problem, text, launch, chosen, programs=programs, seed=seed)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("features", "changes"),
+    [
+        (Features(), {"lookahead": 0}),
+        (Features(), {"lookahead": 0, "BLOCK_M": 256, "maximum": "first"}),
+        (CAUSAL, {"lookahead": 0, "BLOCK_M": 256, "maximum": "first"}),
+        (CAUSAL, {"lookahead": 0, "pingpong": True}),
+        (BAND, {"lookahead": 0, "BLOCK_M": 192, "stages": 3}),
+        (BAND, {"pingpong": True}),
+        (LEFT, {"BLOCK_M": 256, "lookahead": 0, "maximum": "first"}),
+        (LEFT, {"lookahead": 2, "pingpong": True}),
+        (replace(LEFT, mask="bias"), {"pingpong": True}),
+        (replace(CAUSAL, mask="bool"), {"maximum": "first"}),
+        (Features(mask="bias"), CHAINED | {"BLOCK_N": 64, "stages": 3}),
+        (Features(), {"tiles": "loop", "pingpong": True}),
+        (CAUSAL, {"tiles": "loop", "order": "drawn", "maximum": "first"}),
+        (LEFT, {"tiles": "loop", "order": "drawn", "pingpong": True, "section": 8}),
+        (CAUSAL, {"tiles": "loop", "section": 32}),
+        (Features(), CHAINED | {"pingpong": True}),
+        (CAUSAL, CHAINED | {"pingpong": True, "order": "drawn", "section": 8}),
+        (CAUSAL, CHAINED | {"BLOCK_M": 192, "stages": 3, "order": "drawn", "maximum": "first"}),
+        (LEFT, CHAINED | {"order": "drawn", "section": 32}),
+        (BAND, CHAINED | {"stages": 3, "lookahead": 2, "pingpong": True, "order": "drawn"}),
+        (CAUSAL, CHAINED | {"stages": 3, "lookahead": 2, "order": "drawn"}),
+        (Features(), CHAINED | {"stages": 3, "lookahead": 2}),
+        (replace(CAUSAL, softcap=True, dropout=True, alibi=True), CHAINED | {"order": "drawn"}),
+    ],
+    ids=str,
+)
+def test_every_tile_gets_the_blocks_that_it_sees(features: Features, changes: dict[str, Any], seed: int) -> None:
+    try_out(features, changes, seed)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("features", "changes"),
+    [
+        (CAUSAL, {"BLOCK_M": 192, "BLOCK_N": 128, "stages": 3, "lookahead": 0}),
+        (replace(BAND, alibi=True), {"BLOCK_M": 192, "lookahead": 0}),
+        (CAUSAL, {"tiles": "chained", "order": "drawn"}),
+    ],
+    ids=str,
+)
+def test_e4m3_tiles_get_the_blocks_that_they_see(features: Features, changes: dict[str, Any], seed: int) -> None:
+    try_out(features, changes, seed, dtype="fp8")
+
+
+BROKEN = {
+    "keys are kept": (CAUSAL, {}, "mbarrier.arrive(k_empty.index(stage), count=1)\n        mbarrier.wait(v_full", "mbarrier.wait(v_full"),
+    "blocks are left": (CAUSAL, {}, "block = skip_blocks(block, tile_end - bounds[3], rings, W)", "block += tile_end - bounds[3]"),
+    "turns are left": (CAUSAL, {"pingpong": True}, "        await_turn(W)\n        pass_turn(W)\n", ""),
+    "scores come early": (
+        Features(),
+        CHAINED,
+        "scores = warpgroup_mma_wait(1, deps=[scores])",
+        "scores = warpgroup_mma_wait(2, deps=[scores])",
+    ),
+    "values come early": (Features(), CHAINED, "mbarrier.wait(v_full.index(value_stage), (block - 1) // STAGES & 1)", "pass"),
+    "outputs meet": (Features(), CHAINED, "        tma.store_wait(0)\n        finish(", "        finish("),
+    "halves meet": (Features(), {"tiles": "loop"}, "    tma.store_wait(0)\n    out_tile", "    out_tile"),
+    "no ticket": (CAUSAL, {"tiles": "loop", "order": "drawn"}, "gl.maximum(end - first - 2, 0)", "end - first"),
+    "left edge": (LEFT, {"BLOCK_M": 256, "lookahead": 0}, "block = skip_blocks(block, bounds[0] - tile_first, rings, W)", "pass"),
+    "a narrower band": (CAUSAL, {}, "gl.minimum(row + NUMBER, n_q) - 1 + diagonal", "gl.minimum(row + NUMBER, n_q) - 65 + diagonal"),
+}
+"""Features, changes of the config, what to take out of the text and what to put there."""
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_broken_is_found(name: str) -> None:
+    features, changes, before, after = BROKEN[name]
+
+    def try_twenty() -> None:
+        for seed in range(20):
+            try_out(features, changes, seed, broken=(before, after))
+
+    with pytest.raises(AssertionError):
+        try_twenty()
