@@ -116,7 +116,8 @@ class Shared:
 
     def load(self, _layout: Any) -> Any:
         self._machine.pause()
-        return Bias(self.held) if isinstance(self.held, tuple) else self.held
+        # After the last tile of a chain a bias is read that never came.
+        return Bias(self.held or NONSENSE) if isinstance(self.held, tuple | None) else self.held
 
     def advance(self) -> None:
         """Completes the barrier's phase where all have arrived and all bytes have landed."""

@@ -2,10 +2,15 @@
 
 import sys
 from pathlib import Path
+from statistics import geometric_mean
 
 import pytest
 
 from flashtune.core.results import Fate, SearchResult
+from flashtune.core.target import find_target
+from flashtune.db.library import shipped_path
+from flashtune.db.store import Store
+from flashtune.tuner.cost import predict_us
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
@@ -38,3 +43,19 @@ def test_the_space_is_not_flat(sweep: SearchResult) -> None:
     """The promises above mean something: half of the candidates are at least 20 % slower than the best."""
     times = sorted(outcome.measurement.median_us for outcome in sweep.outcomes if outcome.measurement is not None)
     assert times[len(times) // 2] > 1.2 * times[0]
+
+
+def test_settled_maxima_are_predicted_to_gain_what_they_were_measured_to_gain() -> None:
+    """Every pair of trials of the shipped rows that differs in nothing else."""
+    target = find_target("h200")
+    measured, predicted = [], []
+    for result in Store.open(shipped_path(), writable=False).results():
+        known = {o.config: (o.measurement.median_us, o.facts) for o in result.outcomes if o.measurement is not None and o.facts is not None}
+        for config, (time, facts) in known.items():
+            if config.get("maximum", "") == "running" and (first := config.replace(maximum="first")) in known:
+                measured.append(time / known[first][0])
+                predicted.append(
+                    predict_us(config, facts, result.problem, target) / predict_us(first, known[first][1], result.problem, target)
+                )
+    assert len(measured) > 300
+    assert geometric_mean(predicted) == pytest.approx(geometric_mean(measured), rel=0.03)

@@ -26,6 +26,8 @@ class Constants:
     """The same on Hopper for programs of fewer than four warps, which can't use its warpgroup instructions."""
     vector_ops_per_score: float = 5.5
     """FP32 instructions per score beside the exponential: scale and subtract, row max, row sum, conversion."""
+    maxima_ops_per_score: float = 1.5
+    """What of these is spared where row maxima settle; fitted to the trials of the shipped rows, as `maxima_wait`."""
     vector_lanes: int = 128
     """FP32 instructions that an SM starts per clock."""
     l2_bytes_per_clock: float = 46.0
@@ -34,6 +36,8 @@ class Constants:
     """Clocks from a load to its data; each pipeline stage of a plain kernel hides more of them."""
     block_overhead: float = 340.0
     """Clocks of a key block that no unit is busy in: barriers and waits."""
+    maxima_wait: float = 150.0
+    """What of these is the wait for a block's row maxima."""
     tile_overhead: float = 4750.0
     """Clocks to start a tile, load Q, and store the output."""
     persistent_share: float = 0.48
@@ -102,7 +106,13 @@ def predict_us(config: Config, facts: CompileFacts, problem: Problem, target: Ta
     uneven = 1.0 + 0.15 * slots / tiles if persistent else 1.0 if problem.features.banded else math.ceil(tiles / slots) * slots / tiles
     clocks = (blocks * per_block + tiles * per_tile) / target.sms * uneven
     memory_us = problem.io_bytes() / (target.bandwidth_gbs * 1e3)
-    return c.launch_us + max(clocks / target.boost_mhz, memory_us)
+    second_us = c.second_launch_us if _settles(config) else 0.0
+    return c.launch_us + max(clocks / target.boost_mhz, memory_us) + second_us
+
+
+def _settles(config: Config) -> bool:
+    """Whether row maxima are left as they are after a tile's first blocks."""
+    return config.get("maximum", "") == "first"
 
 
 def _split_us(config: Config, facts: CompileFacts, problem: Problem, target: Target, resident: int, c: Constants) -> float:
@@ -145,7 +155,9 @@ def _block_clocks(config: Config, facts: CompileFacts, problem: Problem, target:
     peak_per_clock = target.peak_tflops.get(kind, target.peak_tflops["fp32"]) * 1e6 / target.sms / target.boost_mhz
     narrow = target.is_hopper and facts.threads < 4 * target.warp_size
     matrix = 2 * scores * (d + d_v) / peak_per_clock / (c.narrow_efficiency if narrow else c.matrix_efficiency)
-    softmax = scores / target.exp_per_clock + (c.vector_ops_per_score * scores + 2 * block_m * d_v) / c.vector_lanes
+    # Where no maximum changes, nothing is rescaled.
+    ops_per_score, rescaling = (c.vector_ops_per_score - c.maxima_ops_per_score, 0) if _settles(config) else (c.vector_ops_per_score, 2)
+    softmax = scores / target.exp_per_clock + (ops_per_score * scores + rescaling * block_m * d_v) / c.vector_lanes
     memory = block_n * (d + d_v) * size / c.l2_bytes_per_clock
 
     looks_ahead = int(config.get("lookahead", 0)) > 0
@@ -158,4 +170,4 @@ def _block_clocks(config: Config, facts: CompileFacts, problem: Problem, target:
     busy = max(matrix + softmax - overlap * min(matrix, softmax), memory) + c.spill_clocks_per_byte * facts.spills * facts.threads
     # Kernels with a copying warp have no loads of their own to wait for.
     latency = 0.0 if "lookahead" in config else c.load_latency / max(1, int(config.get("num_stages", 1))) ** 2
-    return busy + (c.block_overhead + latency) / active
+    return busy + (c.block_overhead - c.maxima_wait * _settles(config) + latency) / active
