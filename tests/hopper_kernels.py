@@ -193,6 +193,14 @@ def _shifted(bits: int) -> Callable[..., np.ndarray]:
     return lambda x, distance: np.where(distance < bits, x << np.minimum(distance, bits - 1), 0)
 
 
+def _of_floats(operation: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    def operate(*registers: np.ndarray) -> np.ndarray:
+        floats = (register.astype(np.uint32).view(np.float32) for register in registers)
+        return operation(*floats).astype(np.float32).view(np.uint32).astype(np.uint64)
+
+    return operate
+
+
 INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     **{f"mov.b{bits}": lambda x: x for bits in (32, 64)},
     **{f"add.s{bits}": lambda x, y: x + y for bits in (32, 64)},
@@ -204,6 +212,10 @@ INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "selp.f32": lambda x, y, chosen: np.where(chosen != 0, x, y),
     "abs.f16x2": lambda x: x & 0x7FFF7FFF,
     "set.geu.u32.f16x2": _set_geu,
+    "abs.ftz.f32": _of_floats(np.abs),
+    "mul.ftz.f32": _of_floats(np.multiply),
+    "ex2.approx.ftz.f32": _of_floats(np.exp2),
+    "copysign.f32": _of_floats(lambda sign, number: np.copysign(number, sign)),
 }
 """What of PTX the kernels' assembly needs, over registers as 64 bits of which those past an instruction's width are dropped."""
 

@@ -41,8 +41,8 @@ CHAINED = {"BLOCK_N": 128, "tiles": "chained"}
 def test_it_compiles_to_warpgroup_instructions_in_flight_without_spills(d: int, features: Features, changes: dict[str, Any]) -> None:
     kernel = compiled(problem(d, features), **changes)
     facts = read_facts(kernel, H200)
-    # Some sizes may wait in memory from tile to tile; an empty stack frame counts 8 bytes.
-    assert facts.spills <= (24 if changes.get("tiles") == "loop" else 8)
+    # Sizes and bounds may wait in memory from tile to tile, outside the loops over keys; an empty stack frame counts 8 bytes.
+    assert facts.spills <= (48 if changes.get("tiles") == "loop" else 16 if changes.get("order") == "drawn" else 8)
     assert facts.shared_bytes <= H200.shared_bytes_per_block
     assert facts.registers * facts.threads <= H200.registers_per_sm
     code = machine_code(kernel)

@@ -13,6 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hopper_kernels import Array, launch_of, on_numpy, on_torch, problem, rendered, sizes_of, words_of
@@ -303,3 +304,12 @@ def test_a_mask_of_one_repeated_row_is_written_out_up_to_half_a_gibibyte(batch: 
     assert module.accepts(q, q, q, repeated) is taken
     # One that has its rows in memory takes eight times as much itself.
     assert module.accepts(q, q, q, torch.empty(batch, 1, n, n, dtype=torch.bool, device="meta").expand(batch, 2, n, n))
+
+
+def test_the_soft_caps_tanh_is_as_exact_as_it_says() -> None:
+    parts = on_numpy(rendered(problem(64, Features(softcap=True)).spec()), "steep_tanh")
+    x = np.concatenate([np.linspace(-20, 20, 100_001), np.linspace(-0.01, 0.01, 1001), [-1e30, 1e30, 0.0]]).astype(np.float32).view(Array)
+    steepness = np.array(1.7, np.float32).view(Array)
+    found = parts.steep_tanh(x, steepness)
+    assert np.abs(found - np.tanh(x.astype(np.float64) * 1.7 * np.log(2) / 2)).max() <= 3e-6
+    assert np.abs(found).max() <= 1

@@ -51,7 +51,7 @@ def attention(
 
     Beyond torch:
         window: W, or (left, right) with None or -1 for unbounded: query i sees keys i - left .. i + right. `is_causal` sets right to 0.
-        softcap: c > 0 turns each score s into c tanh(s / c), before masks and bias.
+        softcap: c > 0 turns each score s into c tanh(s / c), before masks and bias; kernels come within 3e-6 c of it.
         causal_alignment: where the diagonal of `is_causal` and `window` starts if N_q != N_kv: "top_left" as in torch, or
             "bottom_right" as in flash-attn, which puts the last query over the last key.
         return_lse: return (output, lse) with lse the natural logarithm of the softmax's denominator, float32 (..., Hq, N_q), -inf for

@@ -35,7 +35,8 @@ def _shared_bytes(config: Config, spec: KernelSpec) -> int:
     chained, size = config["tiles"] == "chained", ITEMSIZE[spec.dtype]
     q_bytes = size * block_m * d * (2 if chained else 1)
     own_out = config["tiles"] != "one" or d != d_v or size == 1
-    out_bytes = 2 * block_m * d_v // (2 if config["tiles"] == "loop" else 1) if own_out else 0
+    halves = 2 if config["tiles"] == "loop" and d_v > 64 else 1
+    out_bytes = 2 * block_m * d_v // halves if own_out else 0
     bias_bytes = 4 * block_m * block_n if spec.mask == "bias" else 0
     return q_bytes + out_bytes + bias_bytes + size * config.number("stages") * block_n * (d + d_v) + 1024
 
@@ -213,8 +214,7 @@ def starts(spec: KernelSpec, target: Target) -> list[Config]:
 
 def default(spec: KernelSpec, target: Target) -> Config:
     """The first of `starts` with running maxima: where nothing was measured, nothing was checked either, and that is the simpler kernel."""
-    found = [config for config in starts(spec, target) if config["maximum"] == "running"]
-    return next((config for config in found if config["lookahead"] != 2), found[0])
+    return next(config for config in starts(spec, target) if config["maximum"] == "running")
 
 
 FAMILY = Family(

@@ -5,8 +5,8 @@ Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
 Compiled in: fwd-bf16-d128-causal
-Template: flash_fwd_hopper 15fb0f92bd9db1ef
-Variant: da5ac2bd5cf163ea
+Template: flash_fwd_hopper 17648378b9e9cfae
+Variant: 6836ab83f0abec60
 Config: BLOCK_M=128 BLOCK_N=128 lookahead=1 maximum=first order=drawn pingpong=True residents=1 section=8 stages=2 tiles=chained
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -395,7 +395,7 @@ def copy_tile(turn, index, block, value_spot, descs, counter_ptr, rings, sizes):
         mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
         async_load(k_desc, [batch, kv_head, row, 0], k_full.index(stage), k_smem.index(stage))
         if block > 0:
-            # Before the queries: the consumers need these values to finish the tile that holds the queries' memory.
+            # Before the queries, for these values are wanted first.
             copy_values(v_desc, value_batch, value_head, value_row, block - 1, rings)
         if n == 0:
             for group in gl.static_range(GROUPS):

@@ -5,8 +5,8 @@ Key blocks go from right to left.
 One block goes from scores to values.
 
 Compiled in: fwd-fp8-d64-window-alibi-bool
-Template: flash_fwd_hopper 70d3dc740f802e1d
-Variant: ce2258025fab3362
+Template: flash_fwd_hopper 0b51b9684bc48808
+Variant: 806a8d829cae6be6
 Config: BLOCK_M=64 BLOCK_N=64 lookahead=0 maximum=running order=fixed pingpong=False residents=2 section=1 stages=2 tiles=one
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -159,7 +159,7 @@ def copy_tile(index, block, value_spot, descs, rings, sizes):
         mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
         async_load(k_desc, [batch, kv_head, row, 0], k_full.index(stage), k_smem.index(stage))
         if block > 0:
-            # Before the queries: the consumers need these values to finish the tile that holds the queries' memory.
+            # Before the queries, for these values are wanted first.
             copy_values(v_desc, value_batch, value_head, value_row, block - 1, rings)
         if n == 0:
             for group in gl.static_range(GROUPS):
@@ -359,7 +359,7 @@ def attend_blocks(block, slot, state, place, bounds, rings, sizes, extras, W: gl
 def extras_of(batch, head, settings, sizes):
     """What the tiles of one head work with, of what the kernel was given."""
     n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, window_left, window_right, mask_per_batch, mask_per_head, divisions = sizes
-    scale, bias_scale, words_ptr, descales, slopes_ptr, slope_by_batch, slope_by_head = settings
+    scale, bias_scale, words_ptr, descales, slopes = settings
     q_descale_ptr, k_descale_ptr, v_descale_ptr, q_by_batch, q_by_head, k_by_batch, k_by_head, v_by_batch, v_by_head = descales
     kv_head = head // kv_group
     q_descale = gl.load(q_descale_ptr + batch * q_by_batch + head * q_by_head)
@@ -369,6 +369,7 @@ def extras_of(batch, head, settings, sizes):
     scale *= factor
     bias_scale /= factor
     out_scale = gl.load(v_descale_ptr + batch * v_by_batch + kv_head * v_by_head)
+    slopes_ptr, slope_by_batch, slope_by_head = slopes
     slope = gl.load(slopes_ptr + batch * slope_by_batch + head * slope_by_head)
     return scale, bias_scale, words_ptr, out_scale, slope
 
@@ -506,7 +507,8 @@ def flash_fwd_hopper(
     divisions = (section_magic, section_shift, inner_magic, inner_shift)
     sizes = (n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, window_left, window_right, mask_per_batch, mask_per_head, divisions)
     descales = (q_descale_ptr, k_descale_ptr, v_descale_ptr, q_by_batch, q_by_head, k_by_batch, k_by_head, v_by_batch, v_by_head)
-    settings = (scale, bias_scale, words_ptr, descales, slopes_ptr, slope_by_batch, slope_by_head)
+    slopes = (slopes_ptr, slope_by_batch, slope_by_head)
+    settings = (scale, bias_scale, words_ptr, descales, slopes)
     gl.warp_specialize(
         [
             (consumer, (out_desc, lse_ptr, rings, sizes, settings, 0)),

@@ -1,0 +1,600 @@
+"""FlashAttention forward for Hopper: one warp copies tiles with TMA, 3 warpgroups of 64 rows compute.
+
+A program computes one tile.
+Key blocks go from right to left.
+One block goes from scores to values.
+
+Compiled in: fwd-fp8-d128-causal
+Template: flash_fwd_hopper 98fbf536af8bc927
+Variant: 61b40d800d944abe
+Config: BLOCK_M=192 BLOCK_N=128 lookahead=0 maximum=running order=fixed pingpong=False residents=1 section=8 stages=3 tiles=one
+
+Generated; do not edit. `flashtune generate` writes it anew.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+# Triton 3.6 has no other names for the copies than the longer ones, newer versions none but the short.
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+DTYPE = gl.constexpr(gl.float8e4nv)
+OUT_DTYPE = gl.constexpr(gl.bfloat16)
+BLOCK_M = gl.constexpr(192)
+BLOCK_N = gl.constexpr(128)
+BLOCK_D = gl.constexpr(128)
+BLOCK_DV = gl.constexpr(128)
+GROUPS = gl.constexpr(3)
+ROWS = gl.constexpr(64)
+STAGES = gl.constexpr(3)
+Q_SLOTS = gl.constexpr(3)
+SECTION = gl.constexpr(8)
+SCORES_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32]))
+OUT_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32]))
+PROBS_LAYOUT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=OUT_LAYOUT, k_width=4))
+ROW_LAYOUT = gl.constexpr(gl.SliceLayout(1, SCORES_LAYOUT))
+COLUMN_LAYOUT = gl.constexpr(gl.SliceLayout(0, SCORES_LAYOUT))
+OUT_ROW_LAYOUT = gl.constexpr(gl.SliceLayout(1, OUT_LAYOUT))
+# One bit for each column that a thread holds of a row, four threads to a row.
+WORDS_LAYOUT = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[8, 0]],
+        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 4],
+    )
+)
+# The four bytes of a register side by side, for [ROWS, BLOCK_N // 4, 2, 2].
+FOURS_LAYOUT = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 0, 1], [0, 0, 1, 0], [8, 0, 0, 0], [0, 4, 0, 0], [0, 8, 0, 0], [0, 16, 0, 0]],
+        lane_bases=[[0, 1, 0, 0], [0, 2, 0, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
+        warp_bases=[[16, 0, 0, 0], [32, 0, 0, 0]],
+        block_bases=[],
+        shape=[64, 32, 2, 2],
+    )
+)
+LN_2 = gl.constexpr(0.6931471805599453)
+LIFT = gl.constexpr(8.0)
+
+
+@gluon.jit
+def divide(number, magic, shift):
+    """number // divisor, for 0 <= number < 2^31, as a product (Granlund and Montgomery, PLDI 1994)."""
+    return (number.to(gl.int64) * magic >> shift).to(gl.int32)
+
+
+@gluon.jit
+def tile_at(index, sizes):
+    """The tile at a place in launch order: batch, query head and row tile."""
+    n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, divisions = sizes
+    section_magic, section_shift, inner_magic, inner_shift, last_magic, last_shift = divisions
+    section = divide(index, section_magic, section_shift)
+    # A section of heads goes row tile by row tile, so that its keys and values stay in L2; the last one has the heads that are left.
+    within = index - section * (m_tiles * SECTION)
+    left = batches * heads - section * SECTION
+    m_tile = gl.where(left >= SECTION, within // SECTION, divide(within, last_magic, last_shift))
+    place = section * SECTION + within - m_tile * gl.minimum(left, SECTION)
+    # The longest first.
+    m_tile = m_tiles - 1 - m_tile
+    batch = divide(place, inner_magic, inner_shift)
+    head = place - batch * heads
+    return batch, head, m_tile
+
+
+@gluon.jit
+def blocks_of(row, NUMBER: gl.constexpr, sizes):
+    """The key blocks first .. end-1 that NUMBER rows from `row` on may see, of which free_first .. free_end-1 need no mask."""
+    n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, divisions = sizes
+    end = (n_kv + BLOCK_N - 1) // BLOCK_N
+    free_end = n_kv // BLOCK_N
+    first = 0
+    free_first = 0
+    last_row = gl.minimum(row + NUMBER, n_q) - 1 + diagonal
+    row += diagonal
+    end = gl.minimum(end, gl.maximum(last_row + BLOCK_N, 0) // BLOCK_N)
+    free_end = gl.minimum(free_end, gl.maximum(row + 1, 0) // BLOCK_N)
+    # Rows that see nothing still take one block, all of it masked, so that every role counts alike.
+    end = gl.maximum(end, 1)
+    first = gl.minimum(first, end - 1)
+    free_first = gl.minimum(gl.maximum(free_first, first), end)
+    free_end = gl.minimum(gl.maximum(free_end, free_first), end)
+    return first, free_first, free_end, end
+
+
+@gluon.jit
+def start_scores(q_tile, k_tile):
+    """Starts q k^T on the tensor cores."""
+    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES_LAYOUT)
+    k_tile = k_tile.reshape([BLOCK_N, BLOCK_D]).permute((1, 0))
+    return warpgroup_mma(q_tile.reshape([ROWS, BLOCK_D]), k_tile, nothing, use_acc=False, is_async=True)  # [ROWS, BLOCK_N]
+
+
+@gluon.jit
+def start_values(probs, v_tile):
+    """Starts probs v on the tensor cores, by themselves: these products keep some 13 bits of a sum, so that few may go into one."""
+    nothing = gl.zeros([ROWS, BLOCK_DV], gl.float32, OUT_LAYOUT)
+    v_tile = v_tile.reshape([BLOCK_DV, BLOCK_N]).permute((1, 0))
+    return warpgroup_mma(unpack(probs), v_tile, nothing, use_acc=False, is_async=True)  # [ROWS, BLOCK_DV]
+
+
+@gluon.jit
+def add_values(out, shrink, acc):
+    """acc, shrunk to the row maxima of the block whose product with its values is under way, and that product."""
+    return acc * gl.convert_layout(shrink, OUT_ROW_LAYOUT)[:, None] + warpgroup_mma_wait(0, deps=[out])  # [ROWS, BLOCK_DV]
+
+
+@gluon.jit
+def copy_values(v_desc, batch, head, row, block, rings):
+    """Starts the copy of a value block as soon as its stage is free."""
+    q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty = rings
+    stage = block % STAGES
+    mbarrier.wait(v_empty.index(stage), block // STAGES & 1 ^ 1)
+    mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
+    async_load(v_desc, [batch, head, 0, row], v_full.index(stage), v_smem.index(stage))
+
+
+@gluon.jit
+def copy_tile(index, block, value_spot, descs, rings, sizes):
+    """Copies the queries, keys and values of one tile; a block's values follow the keys of the block after it."""
+    q_desc, k_desc, v_desc = descs
+    q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty = rings
+    n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, divisions = sizes
+    value_batch, value_head, value_row = value_spot
+    batch, head, m_tile = tile_at(index, sizes)
+    kv_head = head // kv_group
+    first, _, _, end = blocks_of(m_tile * BLOCK_M, BLOCK_M, sizes)
+    for n in range(end - first):
+        row = (end - 1 - n) * BLOCK_N
+        stage = block % STAGES
+        mbarrier.wait(k_empty.index(stage), block // STAGES & 1 ^ 1)
+        mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+        async_load(k_desc, [batch, kv_head, row, 0], k_full.index(stage), k_smem.index(stage))
+        if block > 0:
+            # Before the queries, for these values are wanted first.
+            copy_values(v_desc, value_batch, value_head, value_row, block - 1, rings)
+        if n == 0:
+            for group in gl.static_range(GROUPS):
+                slot = group
+                mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
+                q_row = m_tile * BLOCK_M + group * ROWS
+                async_load(q_desc, [batch, head, q_row, 0], q_full.index(slot), q_smem.index(slot))
+        value_batch = batch
+        value_head = kv_head
+        value_row = row
+        block += 1
+    return block, (value_batch, value_head, value_row)
+
+
+@gluon.jit
+def producer(descs, rings, sizes):
+    """The copying warp: runs ahead of the consumers as far as the stages allow."""
+    n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, divisions = sizes
+    block = gl.to_tensor(0)
+    value_spot = (gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
+    block, value_spot = copy_tile(gl.program_id(0), block, value_spot, descs, rings, sizes)
+    batch, head, row = value_spot
+    copy_values(descs[2], batch, head, row, block - 1, rings)
+
+
+@gluon.jit
+def words_before(end):
+    """Words for `keep`: of each row the columns before `end`."""
+    quarter = gl.arange(0, 4, layout=gl.SliceLayout(0, WORDS_LAYOUT))
+    end = gl.convert_layout(end, gl.SliceLayout(1, WORDS_LAYOUT))
+    room = gl.minimum(gl.maximum(end[:, None] - 2 * quarter[None, :], 0), BLOCK_N)  # [ROWS, 4]
+    # How many of its thread's columns of a row are before `end`.
+    number = room // 8 * 2 + gl.minimum(room % 8, 2)
+    # In assembly, where shifting by as many bits as a word has leaves none.
+    ones: gl.constexpr = "{ .reg .b32 end; mov.b32 end, 1; shl.b32 end, end, $1; add.s32 $0, end, -1; }"
+    return gl.inline_asm_elementwise(ones, "=r,r", [number], dtype=gl.int32, is_pure=True, pack=1)  # [ROWS, 4]
+
+
+@gluon.jit
+def keep(scores, words):
+    """-inf where a key's bit is 0. Four threads share a row and hold columns 8 i + 2 t + j of it; t's word has their bits at 2 i + j.
+
+    Which bit a register needs is known to the compiler, so that a score takes two instructions.
+    """
+    fours: gl.constexpr = scores.reshape([ROWS, BLOCK_N // 8, 4, 2]).type.layout
+    words = gl.convert_layout(words, gl.SliceLayout(1, gl.SliceLayout(3, fours)))
+    spread = gl.zeros([ROWS, BLOCK_N // 8, 4, 2], gl.int32, fours) | words.expand_dims(1).expand_dims(3)
+    spread = gl.convert_layout(spread.reshape([ROWS, BLOCK_N]), SCORES_LAYOUT)  # [ROWS, BLOCK_N]
+    offs_n = gl.arange(0, BLOCK_N, layout=COLUMN_LAYOUT)
+    bit = gl.full([BLOCK_N], 1, gl.int32, COLUMN_LAYOUT) << (offs_n % 128 // 8 * 2 + offs_n % 2)  # [BLOCK_N]
+    # In assembly, or the compiler gathers predicates in registers of their own.
+    select: gl.constexpr = """
+    {
+        .reg .pred allowed;
+        .reg .b32 one;
+        and.b32 one, $2, $3;
+        setp.ne.u32 allowed, one, 0;
+        selp.f32 $0, $1, 0fFF800000, allowed;
+    }
+    """
+    return gl.inline_asm_elementwise(select, "=f,f,r,r", [scores, spread, bit[None, :]], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def shape_scores(scores, spot, in_band, sizes, extras):
+    """What happens to raw scores before the softmax; -inf hides a key.
+
+    `in_band` spares the look at the edges.
+    """
+    batch, head, row, column = spot
+    n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, divisions = sizes
+    if not in_band:
+        centre = row + diagonal - column + gl.arange(0, ROWS, layout=ROW_LAYOUT)
+        end = gl.minimum(centre + 1, n_kv - column)  # [ROWS]
+        visible = words_before(end)  # [ROWS, 4]
+        scores = keep(scores, visible)
+    return scores  # [ROWS, BLOCK_N]
+
+
+@gluon.jit
+def quarter_sums(weights):
+    """Four partial sums of each row, one for each thread that holds a part of it: threads add up only when a tile is finished."""
+    parts = gl.sum(weights.reshape([ROWS, BLOCK_N // 8, 4, 2]), 3)
+    return gl.sum(parts, 1)  # [ROWS, 4]
+
+
+@gluon.jit
+def softmax_step(scores, row_max, row_sum, scale, GUARD: gl.constexpr):
+    """One block of the online softmax in base 2: its weights, the factor for what came before, the new maximum and sum."""
+    new_max = gl.maximum(row_max, gl.max(scores, 1) * scale)  # [ROWS]
+    centre = new_max
+    if GUARD:
+        # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
+        centre = gl.where(new_max == float("-inf"), 0.0, new_max)
+    shrink = gl.exp2(row_max - centre)  # [ROWS]
+    # The largest weight is 2^LIFT, so that more of the small ones are above the smallest that the type holds.
+    centre -= LIFT
+    weights = gl.exp2(scores * scale - centre[:, None])  # [ROWS, BLOCK_N]
+    row_sum = row_sum * gl.convert_layout(shrink, gl.SliceLayout(1, row_sum.type.layout))[:, None] + quarter_sums(weights)
+    return weights, shrink, new_max, row_sum
+
+
+@gluon.jit
+def pack(weights):
+    """Weights by fours, which is how they wait for their product: left alone, the compiler gives every byte a register.
+
+    A thread holds pairs of columns where the product wants fours, so the keys are renamed; `turn_values` renames those of v alike.
+    """
+    evens, odds = gl.split(weights.reshape([ROWS, BLOCK_N // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([ROWS, BLOCK_N // 2, 2]))
+    first, third = gl.split(evens.reshape([ROWS, BLOCK_N // 4, 2]))
+    second, fourth = gl.split(odds.reshape([ROWS, BLOCK_N // 4, 2]))
+    convert: gl.constexpr = """
+    {
+        .reg .b16 low, high;
+        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+        mov.b32 $0, {low, high};
+    }
+    """
+    parts = [first, second, third, fourth]
+    return gl.inline_asm_elementwise(convert, "=r,f,f,f,f", parts, dtype=gl.int32, is_pure=True, pack=1)  # [ROWS, BLOCK_N // 4]
+
+
+@gluon.jit
+def unpack(fours):
+    """Packed weights as the left operand of a product; nothing moves."""
+    twice = gl.join(fours, fours)
+    bytes = gl.convert_layout(gl.join(twice, twice), FOURS_LAYOUT)
+    bytes = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [bytes], dtype=gl.int8, is_pure=True, pack=4)
+    return gl.convert_layout(bytes.reshape([ROWS, BLOCK_N]).to(DTYPE, bitcast=True), PROBS_LAYOUT)  # [ROWS, BLOCK_N]
+
+
+@gluon.jit
+def nothing_seen():
+    """Maximum and sum of rows that have met no key yet."""
+    row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
+    row_sum = quarter_sums(gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES_LAYOUT))
+    return row_max, row_sum
+
+
+@gluon.jit
+def attend(block, q_tile, state, spot, in_band, rings, sizes, extras, W: gl.constexpr):
+    """One block from scores to values."""
+    q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty = rings
+    acc, row_max, row_sum = state
+    stage = block % STAGES
+    mbarrier.wait(k_full.index(stage), block // STAGES & 1)
+    scores = start_scores(q_tile, k_smem.index(stage))
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    scores = shape_scores(scores, spot, in_band, sizes, extras)
+    weights, shrink, row_max, row_sum = softmax_step(scores, row_max, row_sum, extras[0], True)
+    probs = pack(weights)
+    mbarrier.wait(v_full.index(stage), block // STAGES & 1)
+    out = start_values(probs, v_smem.index(stage))
+    acc = add_values(out, shrink, acc)
+    mbarrier.arrive(v_empty.index(stage), count=1)
+    return acc, row_max, row_sum
+
+
+@gluon.jit
+def attend_blocks(block, slot, state, place, bounds, rings, sizes, extras, W: gl.constexpr):
+    """The blocks of a tile, right to left."""
+    batch, head, row = place
+    first, free_first, free_end, end = bounds
+    q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty = rings
+    q_tile = q_smem.index(slot)
+    for n in range(0, end - first):
+        spot = (batch, head, row, (end - 1 - n) * BLOCK_N)
+        in_band = n >= end - free_end
+        state = attend(block + n, q_tile, state, spot, in_band, rings, sizes, extras, W)
+    return state
+
+
+@gluon.jit
+def extras_of(batch, head, settings, sizes):
+    """What the tiles of one head work with, of what the kernel was given."""
+    n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, divisions = sizes
+    scale, descales = settings
+    q_descale_ptr, k_descale_ptr, v_descale_ptr, q_by_batch, q_by_head, k_by_batch, k_by_head, v_by_batch, v_by_head = descales
+    kv_head = head // kv_group
+    q_descale = gl.load(q_descale_ptr + batch * q_by_batch + head * q_by_head)
+    k_descale = gl.load(k_descale_ptr + batch * k_by_batch + kv_head * k_by_head)
+    # Heads of nothing but zeros may come with factors of 0, and scores are compared before they are scaled.
+    factor = gl.maximum(q_descale * k_descale, 1e-20)
+    scale *= factor
+    out_scale = gl.load(v_descale_ptr + batch * v_by_batch + kv_head * v_by_head)
+    return scale, out_scale
+
+
+@gluon.jit
+def finish(acc, row_max, row_sum, out_tile, out_desc, lse_ptr, place, sizes, extras):
+    """Divides by the sums and writes a tile of the output (TMA leaves out rows past the end) and its log-sum-exp."""
+    batch, head, row = place
+    n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, divisions = sizes
+    row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW_LAYOUT)  # [ROWS]
+    scale, out_scale = extras
+    inverse = gl.where(row_sum > 0.0, out_scale / row_sum, 0.0)  # [ROWS]
+    acc = acc * gl.convert_layout(inverse, OUT_ROW_LAYOUT)[:, None]  # [ROWS, BLOCK_DV]
+    out_tile.reshape([ROWS, BLOCK_DV]).store(acc.to(OUT_DTYPE))
+    fence_async_shared()
+    async_store(out_desc, [batch, head, row, 0], out_tile)
+    offs_m = row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
+    lse = (row_max + gl.log2(row_sum) - LIFT) * LN_2  # [ROWS], -inf where nothing was seen
+    gl.store(lse_ptr + (batch * heads + head).to(gl.int64) * n_q + offs_m, lse, mask=offs_m < n_q)
+
+
+@gluon.jit
+def skip_blocks(block, number, rings, W: gl.constexpr):
+    """Hands back blocks of a tile of which this warpgroup's rows see nothing; returns how many blocks all tiles so far had."""
+    q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty = rings
+    for _ in range(number):
+        stage = block % STAGES
+        mbarrier.wait(k_full.index(stage), block // STAGES & 1)
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        mbarrier.wait(v_full.index(stage), block // STAGES & 1)
+        mbarrier.arrive(v_empty.index(stage), count=1)
+        block += 1
+    return block
+
+
+@gluon.jit
+def work_tile(index, block, out_desc, lse_ptr, rings, sizes, settings, W: gl.constexpr):
+    """One tile of a warpgroup, from its queries to its output; returns how many blocks all tiles so far had."""
+    q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty = rings
+    batch, head, m_tile = tile_at(index, sizes)
+    row = m_tile * BLOCK_M + W * ROWS
+    _, _, _, tile_end = blocks_of(m_tile * BLOCK_M, BLOCK_M, sizes)
+    bounds = blocks_of(row, ROWS, sizes)
+    block = skip_blocks(block, tile_end - bounds[3], rings, W)
+    place = (batch, head, row)
+    extras = extras_of(batch, head, settings, sizes)
+    acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, OUT_LAYOUT)
+    mbarrier.wait(q_full.index(W), 0)
+    row_max, row_sum = nothing_seen()
+    state = (acc, row_max, row_sum)
+    acc, row_max, row_sum = attend_blocks(block, W, state, place, bounds, rings, sizes, extras, W)
+    block += bounds[3] - bounds[0]
+    finish(acc, row_max, row_sum, out_smem.index(W), out_desc, lse_ptr, place, sizes, extras)
+    return block
+
+
+@gluon.jit
+def consumer(out_desc, lse_ptr, rings, sizes, settings, W: gl.constexpr):
+    """One warpgroup: rows W * ROWS .. W * ROWS + ROWS - 1 of every tile of this program."""
+    block = gl.to_tensor(0)
+    work_tile(gl.program_id(0), block, out_desc, lse_ptr, rings, sizes, settings, W)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def make_barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
+    """NUMBER barriers that each wait for COUNT arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUMBER):
+        mbarrier.init(barriers.index(i), count=COUNT)
+    return barriers
+
+
+# Nothing is specialized on sizes, so one compiled kernel serves them all.
+@gluon.jit(
+    do_not_specialize=[
+        "n_q",
+        "n_kv",
+        "batches",
+        "heads",
+        "kv_group",
+        "m_tiles",
+        "diagonal",
+        "section_magic",
+        "section_shift",
+        "inner_magic",
+        "inner_shift",
+        "last_magic",
+        "last_shift",
+        "q_by_batch",
+        "q_by_head",
+        "k_by_batch",
+        "k_by_head",
+        "v_by_batch",
+        "v_by_head",
+    ]
+)
+def flash_fwd_hopper(
+    q_desc,
+    k_desc,
+    v_desc,
+    out_desc,
+    lse_ptr,
+    n_q,
+    n_kv,
+    batches,
+    heads,
+    kv_group,
+    m_tiles,
+    diagonal,
+    section_magic,
+    section_shift,
+    inner_magic,
+    inner_shift,
+    last_magic,
+    last_shift,
+    scale,
+    q_descale_ptr,
+    k_descale_ptr,
+    v_descale_ptr,
+    q_by_batch,
+    q_by_head,
+    k_by_batch,
+    k_by_head,
+    v_by_batch,
+    v_by_head,
+):
+    """Splits the program into 3 consumers and the producer."""
+    q_smem = gl.allocate_shared_memory(DTYPE, [Q_SLOTS, 1, 1, ROWS, BLOCK_D], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_DV, BLOCK_N], v_desc.layout)
+    out_smem = gl.allocate_shared_memory(OUT_DTYPE, [GROUPS, 1, 1, ROWS, BLOCK_DV], out_desc.layout)
+    q_full = make_barriers(Q_SLOTS, 1)
+    k_full = make_barriers(STAGES, 1)
+    k_empty = make_barriers(STAGES, GROUPS)
+    v_full = make_barriers(STAGES, 1)
+    v_empty = make_barriers(STAGES, GROUPS)
+    fence_async_shared()
+    rings = (q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty)
+    divisions = (section_magic, section_shift, inner_magic, inner_shift, last_magic, last_shift)
+    sizes = (n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, divisions)
+    descales = (q_descale_ptr, k_descale_ptr, v_descale_ptr, q_by_batch, q_by_head, k_by_batch, k_by_head, v_by_batch, v_by_head)
+    settings = (scale, descales)
+    gl.warp_specialize(
+        [
+            (consumer, (out_desc, lse_ptr, rings, sizes, settings, 0)),
+            (consumer, (out_desc, lse_ptr, rings, sizes, settings, 1)),
+            (consumer, (out_desc, lse_ptr, rings, sizes, settings, 2)),
+            (producer, ((q_desc, k_desc, v_desc), rings, sizes)),
+        ],
+        [4, 4, 1],
+        [160, 160, 32],
+    )
+
+
+def accepts(q, k, v, mask):
+    """Whether the copy engine can take these tensors: aligned, unit stride along D, other strides multiples of 16 bytes."""
+    return all(
+        t.data_ptr() % 16 == 0
+        and t.stride(3) == 1
+        and t.shape[3] % 16 == 0
+        and all(size == 1 or (stride > 0 and stride % 16 == 0) for size, stride in zip(t.shape[:3], t.stride()[:3], strict=True))
+        for t in (q, k)
+    )
+
+
+def descriptor(tensor, rows, columns):
+    """A TMA descriptor over (B, H, N, D) with tiles of `rows` rows of one head; the copy engine fills what is outside with zeros."""
+    strides = [stride if size > 1 else 16 for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)]
+    block = [1, 1, rows, columns]
+    # Only the width counts.
+    layout = gl.NVMMASharedLayout.get_default_for(block, {1: gl.uint8, 2: gl.uint16}[tensor.element_size()])
+    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], block, layout)
+
+
+@triton.jit
+def turn_values(v_ptr, turned_ptr, v_b, v_h, v_n, v_d, heads, n_kv, room, D_V: tl.constexpr, WIDTH: tl.constexpr):
+    """Copies WIDTH keys of one head of v (B, Hkv, N_kv, D_v) into turned (B, Hkv, D_v, room), zeros past N_kv.
+
+    Products of this type want the keys innermost. Within sixteen of them, key 8 b + 2 t + c goes to place 4 t + 2 b + c (b and c are
+    bits, t is two), which is the order in which a thread holds the weights.
+    """
+    blocks = tl.cdiv(room, WIDTH)
+    batch_head = tl.program_id(0) // blocks
+    place = tl.program_id(0) % blocks * WIDTH + tl.arange(0, WIDTH)
+    key = place // 16 * 16 + place // 2 % 2 * 8 + place // 4 % 4 * 2 + place % 2
+    offs_d = tl.arange(0, 128)
+    source = v_ptr + (batch_head // heads).to(tl.int64) * v_b + (batch_head % heads).to(tl.int64) * v_h
+    inside = (key < n_kv)[:, None] & (offs_d < D_V)[None, :]
+    tile = tl.load(source + key.to(tl.int64)[:, None] * v_n + offs_d[None, :] * v_d, mask=inside, other=0)  # [WIDTH, BLOCK_DV]
+    target = turned_ptr + batch_head.to(tl.int64) * D_V * room + offs_d[:, None] * room + place[None, :]
+    tl.store(target, tl.trans(tile), mask=(offs_d < D_V)[:, None] & (place < room)[None, :])
+
+
+def division(divisor):
+    """The factor and the shift by which `divide` divides."""
+    shift = 31 + (divisor - 1).bit_length()
+    return -(-(1 << shift) // divisor), shift
+
+
+def launches(
+    q, k, v, out, lse, *, mask, scale, diagonal, window_left, window_right, softcap, dropout_p, seed, offset, slopes=None, descale=None
+):
+    """The launches of one call as (kernel, grid, arguments, options)."""
+    if scale <= 0.0:
+        # The row maximum is taken of the raw scores, so the scale has to be positive: its sign moves into a copy of q.
+        copy = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device=q.device)
+        # Torch negates no e4m3 numbers; their sign is the highest bit.
+        torch.bitwise_xor(q.view(torch.uint8), 128 if scale < 0.0 else q.view(torch.uint8), out=copy.view(torch.uint8))
+        q, scale = copy, -scale or 1.0
+    batches, heads, n_q, _ = q.shape
+    m_tiles = -(-n_q // 192)
+    tiles = m_tiles * batches * heads
+    # Rows of whole swizzle units, which the copy engine takes.
+    room = -(-v.shape[2] // 16) * 16
+    bits = v.view(torch.uint8)
+    turned = torch.empty(*v.shape[:2], v.shape[3], room, dtype=torch.uint8, device=v.device)
+    turning = (bits, turned, *v.stride(), v.shape[1], v.shape[2], room, v.shape[3], 128)
+    turners = v.shape[0] * v.shape[1] * -(-room // 128)
+    if descale is None:
+        one = torch.ones((1, 1), device=q.device)
+        descale = (one.expand(q.shape[:2]), one.expand(k.shape[:2]), one.expand(v.shape[:2]))
+    arguments = (
+        descriptor(q, 64, 128),
+        descriptor(k, 128, 128),
+        descriptor(turned.view(v.dtype), 128, 128),
+        descriptor(out, 64, 128),
+        lse,
+        n_q,
+        k.shape[2],
+        batches,
+        heads,
+        heads // k.shape[1],
+        m_tiles,
+        diagonal,
+        *division(m_tiles * 8),
+        *division(heads),
+        # The heads of the last section, where that isn't whole.
+        *division(batches * heads % 8 or 1),
+        1.4426950408889634 * scale,
+        *descale,
+        *(stride for scales in descale for stride in scales.stride()),
+    )
+    return [
+        (turn_values, (turners,), turning, {}),
+        (flash_fwd_hopper, (tiles,), arguments, {"num_warps": 4}),
+    ]
+
+
+def launch(q, k, v, out, lse, **settings):
+    """Runs the kernel on the current stream."""
+    for kernel, grid, arguments, options in launches(q, k, v, out, lse, **settings):
+        kernel[grid](*arguments, **options)
