@@ -1,0 +1,66 @@
+"""Rows take new hashes where their machine code is what it was, and nowhere else."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flashtune.core.results import TuningRecord
+from flashtune.db.library import shipped_path
+from flashtune.db.store import Store
+from flashtune.tuner.publish import source_for, variant_for
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+from rehash import renamed, same_code
+
+
+@pytest.fixture(scope="module")
+def today() -> TuningRecord:
+    """A shipped row of a family that compiles in a second."""
+    with Store.open(shipped_path(), writable=False) as store:
+        return next(record for record in store.winners() if record.outcome.template == "flash_decode")
+
+
+def earlier(record: TuningRecord) -> TuningRecord:
+    """The row as it was under another text."""
+    return replace(record, outcome=replace(record.outcome, variant_id="0" * 16, template_hash="1" * 16))
+
+
+def test_a_row_whose_text_is_todays_is_left_alone(today: TuningRecord, tmp_path: Path) -> None:
+    assert same_code([today], tmp_path) == ({}, [])
+
+
+def test_other_words_and_the_same_code_give_the_new_hash(today: TuningRecord, tmp_path: Path) -> None:
+    before = earlier(today)
+    text = source_for(today).text
+    # More lines, so that every line number differs as well.
+    (tmp_path / f"flash_decode_{before.outcome.variant_id}.py").write_text("# An earlier wording.\n\n\n" + text.replace("# ", "# Once: "))
+    same, changed = same_code([before, before], tmp_path)
+    assert changed == []
+    assert {(old, new.id, new.template_hash) for old, new in same.items()} == {
+        ("0" * 16, today.outcome.variant_id, today.outcome.template_hash)
+    }
+
+
+def test_other_code_and_a_lost_file_need_a_search(today: TuningRecord, tmp_path: Path) -> None:
+    before = earlier(today)
+    assert same_code([before], tmp_path) == ({}, [before])
+    text = source_for(today).text
+    assert 'float("-inf")' in text
+    (tmp_path / f"flash_decode_{before.outcome.variant_id}.py").write_text(text.replace('float("-inf")', "-1.0e30"))
+    assert same_code([before], tmp_path) == ({}, [before])
+
+
+def test_every_trial_of_a_renamed_kernel_is_renamed_and_no_other(today: TuningRecord) -> None:
+    with Store.open(shipped_path(), writable=False) as store:
+        result = next(result for result in store.results() if result.problem == today.problem)
+    variant = replace(variant_for(today), template_hash="2" * 16)
+    [found] = renamed([result], {today.outcome.variant_id: variant})
+    for new, old in zip(found.outcomes, result.outcomes, strict=True):
+        if old.variant_id == today.outcome.variant_id:
+            assert new == replace(old, variant_id=variant.id, template_hash="2" * 16)
+        else:
+            assert new == old
+    assert found.outcomes != result.outcomes
