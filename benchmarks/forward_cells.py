@@ -108,7 +108,8 @@ def cells(
     ]
 
 
-def _problem(d: int, n: int, features: Features, *, sharing: int = 1, dtype: DType = "bf16") -> Problem:
+def problem_of(d: int, n: int, features: Features, *, sharing: int = 1, dtype: DType = "bf16") -> Problem:
+    """N queries and keys of head size `d`, TOKENS of them in all batches together, with `sharing` query heads to a key head."""
     heads = WIDTH // d
     sizes = {"batch": TOKENS // n, "heads": heads, "kv_heads": heads // sharing, "n_q": n, "n_kv": n, "d": d, "d_v": d}
     return Problem(**sizes, dtype=dtype, features=features)
@@ -123,19 +124,19 @@ def _plain() -> Iterator[Cell]:
     for d in (64, 128, 256):
         for case, features in _bands():
             for n in LENGTHS:
-                yield Cell(group="plain", case=case, problem=_problem(d, n, features), peers=("cudnn", "flash", "flex"))
+                yield Cell(group="plain", case=case, problem=problem_of(d, n, features), peers=("cudnn", "flash", "flex"))
 
 
 def _features() -> Iterator[Cell]:
     for d in (64, 128):
         for case, features in FEATURES.items():
-            problem = _problem(d, 4096, features, sharing=4 if case == "gqa" else 1)
+            problem = problem_of(d, 4096, features, sharing=4 if case == "gqa" else 1)
             yield Cell(group="features", case=case, problem=problem, peers=("cudnn", "flash", "efficient", "flex"))
 
 
 def _fp8() -> Iterator[Cell]:
     for case, features in _bands():
-        problem = _problem(128, 16384, features, dtype="fp8")
+        problem = problem_of(128, 16384, features, dtype="fp8")
         yield Cell(group="fp8", case=case, problem=problem, peers=("ours in bf16", "cudnn"))
 
 

@@ -77,6 +77,11 @@ class Row:
         peers = [name for name in self.times if name not in (OURS, "copy")]
         return min(peers, key=lambda name: self.times[name].median_us, default=None)
 
+    @property
+    def best_ratio(self) -> float | None:
+        """How many times as fast as the fastest peer ours is."""
+        return self.ratio(self.best_peer or "")
+
     def fa4_ratio(self, known: dict[tuple[int, bool, int], float]) -> float | None:
         """How many times as fast as FlashAttention-4 ours is, by the latter's known ratio to cuDNN."""
         p, to_cudnn = self.cell.problem, self.ratio("cudnn")
@@ -127,9 +132,9 @@ def summary(rows: Sequence[Row], known: dict[tuple[int, bool, int], float]) -> d
     """The least and the geometric mean of the plain cells' ratios, by peer, and of the feature cells' to their best peers."""
     ways: dict[str, tuple[Group, Callable[[Row], float | None]]] = {
         "cudnn": ("plain", lambda row: row.ratio("cudnn")),
-        "best peer": ("plain", lambda row: row.ratio(row.best_peer or "")),
+        "best peer": ("plain", lambda row: row.best_ratio),
         "FlashAttention-4": ("plain", lambda row: row.fa4_ratio(known)),
-        FEATURES: ("features", lambda row: row.ratio(row.best_peer or "")),
+        FEATURES: ("features", lambda row: row.best_ratio),
     }
     found = {name: [way(row) for row in rows if row.cell.group == group and row.times] for name, (group, way) in ways.items()}
     ratios = {name: [ratio for ratio in every if ratio is not None] for name, every in found.items()}
@@ -165,7 +170,7 @@ def _table(rows: list[Row], known: dict[tuple[int, bool, int], float]) -> str:
         figures = {name: row.figure(name) for name in names}
         cells = [row.cell.name, f"{row.checked.kind} {row.checked.template or ''}".strip()]
         cells += [_number(figures[name], digits) for name in names]
-        cells += [_number(row.ratio("cudnn")), _number(row.ratio(row.best_peer or "")) + (f" {row.best_peer}" if row.best_peer else "")]
+        cells += [_number(row.ratio("cudnn")), _number(row.best_ratio) + (f" {row.best_peer}" if row.best_peer else "")]
         if decode:
             ours, copy = figures.get(OURS), figures.get("copy")
             cells.append(f"{ours / copy:.0%}" if ours and copy else "")

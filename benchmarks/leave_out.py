@@ -8,12 +8,11 @@ import argparse
 from collections.abc import Callable
 
 import torch
-from forward_cells import TOKENS, WIDTH
+from forward_cells import problem_of
 
 from flashtune.core.config import Config, KernelSpec
-from flashtune.core.dtypes import DType
 from flashtune.core.modules import load_source
-from flashtune.core.problem import Features, Problem
+from flashtune.core.problem import Features
 from flashtune.templates import family
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.inputs import make_inputs
@@ -66,13 +65,6 @@ def variants(spec: KernelSpec, config: Config) -> dict[str, str]:
     return found
 
 
-def problem_of(dtype: DType, d: int, n: int, causal: bool) -> Problem:
-    """The problem that is timed."""
-    heads = WIDTH // d
-    sizes = {"batch": TOKENS // n, "heads": heads, "kv_heads": heads, "n_q": n, "n_kv": n, "d": d, "d_v": d}
-    return Problem(**sizes, dtype=dtype, features=Features(causal=causal))
-
-
 def main() -> None:
     """Time every variant of the family's first starts, interleaved, and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -86,7 +78,7 @@ def main() -> None:
     gpu = local_gpu()
     if gpu is None or gpu.target is None or not gpu.target.is_hopper:
         raise SystemExit("leave_out.py times kernels of compute capability 9.0 and found no such GPU: run it on an H100 or H200")
-    problem = problem_of(options.dtype, options.d, options.n, options.causal)
+    problem = problem_of(options.d, options.n, Features(causal=options.causal), dtype=options.dtype)
     print(problem.label(), flush=True)
     inputs = make_inputs(problem, device="cuda", seed=0)
     stopwatch = Stopwatch(torch.device("cuda"), gpu.target.l2_bytes)

@@ -3,12 +3,9 @@
 import json
 from pathlib import Path
 
+from forward_cells import LENGTHS, TOKENS
+
 from flashtune.db.library import Library, shipped_path
-
-LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-
-TOKENS = 16384
-"""B * N of what the tables show; small problems have rows of the same N and D."""
 
 FEATURES = Path(__file__).parent / "results" / "2026-11-21-h200-forward" / "forward_features.json"
 
@@ -27,6 +24,7 @@ CASES = {
 def plain_table() -> str:
     """Tuned TFLOP/s and the ratio to the framework's default attention, bf16 on an H200, as Markdown."""
     every = Library.of(shipped_path()).records(gpu="h200", dtype="bf16")
+    # Small problems have rows of the same N and D.
     full = [r for r in every if r.problem.batch * r.key.n == TOKENS and r.key.n_q == r.key.n and r.key.gqa_ratio == 1]
     rows = {(r.key.d, r.key.n, r.key.features): r for r in full}
     lines = ["| N | " + " | ".join(str(n) for n in LENGTHS) + " |", "|---|" + "---|" * len(LENGTHS)]

@@ -13,14 +13,12 @@ from tempfile import TemporaryDirectory
 
 import flashtune.kernels_generated
 from flashtune.core.config import Variant
-from flashtune.core.modules import load_source
 from flashtune.core.problem import Problem
 from flashtune.core.results import SearchResult, TuningRecord
 from flashtune.core.target import Target, find_target
 from flashtune.db.library import shipped_path
 from flashtune.db.store import Store
-from flashtune.tuner.compile import compiling_for
-from flashtune.tuner.inputs import make_inputs
+from flashtune.tuner.compile import compiled_kernels
 from flashtune.tuner.publish import source_for, variant_for
 
 GENERATED = Path(flashtune.kernels_generated.__path__[0])
@@ -28,14 +26,8 @@ GENERATED = Path(flashtune.kernels_generated.__path__[0])
 
 def code_of(text: str, problem: Problem, target: Target) -> list[tuple[str, str]]:
     """Name and PTX, without comments and what belongs to debuggers, of every kernel that a launch of `problem` takes."""
-    inputs = make_inputs(replace(problem, batch=1, heads=problem.gqa_ratio, kv_heads=1), device="meta", seed=0)
-    found = []
-    with compiling_for(target):
-        for kernel, grid, arguments, options in load_source(text, "rehash").launches(*inputs.arguments, **inputs.keywords):
-            ptx = kernel.warmup(*arguments, grid=grid, **options).asm["ptx"].split(".section")[0]
-            bare = re.sub(r"^\s*\.(loc|file)\b.*$|//.*$", "", ptx, flags=re.MULTILINE)
-            found.append((kernel.__name__, " ".join(bare.split())))
-    return found
+    found = [(name, kernel.asm["ptx"].split(".section")[0]) for name, kernel in compiled_kernels(text, "rehash", problem, target)]
+    return [(name, " ".join(re.sub(r"^\s*\.(loc|file)\b.*$|//.*$", "", ptx, flags=re.MULTILINE).split())) for name, ptx in found]
 
 
 def same_code(records: Iterable[TuningRecord], folder: Path = GENERATED) -> tuple[dict[str, Variant], list[TuningRecord]]:

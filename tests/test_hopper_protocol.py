@@ -13,6 +13,7 @@ from flashtune.core.config import KernelSpec
 from flashtune.core.dtypes import DType
 from flashtune.core.modules import load_source
 from flashtune.core.problem import Features, Problem
+from flashtune.core.reference import band
 
 CAUSAL = Features(causal=True)
 BAND = Features(window=(70, 40))
@@ -31,13 +32,8 @@ def problem_of(generator: random.Random, features: Features, d: int, dtype: DTyp
 def seen(problem: Problem, row: int, block_n: int) -> set[int]:
     """The first keys of the blocks of which some of 64 rows see a key."""
     left, right = problem.features.sides
-    found = set()
-    for query in range(row, min(row + 64, problem.n_q)):
-        centre = query + problem.diagonal
-        first = 0 if left is None else max(centre - left, 0)
-        last = problem.n_kv - 1 if right is None else min(centre + right, problem.n_kv - 1)
-        found |= {key // block_n * block_n for key in range(first, last + 1)}
-    return found
+    visible = band(problem.n_q, problem.n_kv, left=left, right=right, diagonal=problem.diagonal)[row : row + 64]
+    return {int(key) // block_n * block_n for key in visible.any(0).nonzero()}
 
 
 def run(problem: Problem, text: str, launch: Launch, chosen: dict[str, Any], *, programs: int, seed: int) -> None:

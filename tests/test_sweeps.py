@@ -49,7 +49,9 @@ def test_settled_maxima_are_predicted_to_gain_what_they_were_measured_to_gain() 
     """Every pair of trials of the shipped rows that differs in nothing else."""
     target = find_target("h200")
     measured, predicted = [], []
-    for result in Store.open(shipped_path(), writable=False).results():
+    with Store.open(shipped_path(), writable=False) as store:
+        results = store.results()
+    for result in results:
         known = {o.config: (o.measurement.median_us, o.facts) for o in result.outcomes if o.measurement is not None and o.facts is not None}
         for config, (time, facts) in known.items():
             if config.get("maximum", "") == "running" and (first := config.replace(maximum="first")) in known:

@@ -81,6 +81,11 @@ class KernelSpec:
     tf32: bool
     alibi: bool = False
 
+    @property
+    def banded(self) -> bool:
+        """Whether a causal or window band limits the keys of a query."""
+        return self.causal or self.window
+
     def as_dict(self) -> dict[str, Any]:
         """Field to value. What came after the first databases appears only when it is on, so that older variants keep their ids."""
         return {name: value for name, value in asdict(self).items() if name != "alibi" or value}

@@ -117,12 +117,12 @@ CONSTRAINTS = (
     ),
     Constraint(
         name="heads side by side",
-        holds=lambda c, s, t: c.number("section") <= 8 or bool(s.causal or s.window),
+        holds=lambda c, s, t: c.number("section") <= 8 or s.banded,
         why="all tiles are equally long without a band, and more heads than eight would only leave L2",
     ),
     Constraint(
         name="order of a band",
-        holds=lambda c, s, t: c["order"] == "fixed" or (c["tiles"] != "one" and bool(s.causal or s.window)),
+        holds=lambda c, s, t: c["order"] == "fixed" or (c["tiles"] != "one" and s.banded),
         why="tiles are drawn where programs work through many of unequal length",
     ),
     Constraint(
@@ -156,7 +156,6 @@ def supports(spec: KernelSpec, target: Target) -> str | None:
 
 
 def _config(block_m: int, block_n: int, stages: int, tiles: str, spec: KernelSpec, **more: int | str | bool) -> Config:
-    banded = spec.causal or spec.window
     values: dict[str, int | str | bool] = {
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
@@ -164,8 +163,8 @@ def _config(block_m: int, block_n: int, stages: int, tiles: str, spec: KernelSpe
         "lookahead": 1,
         "pingpong": False,
         "tiles": tiles,
-        "section": 8 if banded else 1,
-        "order": "drawn" if tiles != "one" and banded else "fixed",
+        "section": 8 if spec.banded else 1,
+        "order": "drawn" if tiles != "one" and spec.banded else "fixed",
         "residents": 1,
         **more,
     }
@@ -202,7 +201,7 @@ def starts(spec: KernelSpec, target: Target) -> list[Config]:
         _config(64, 64, 2, "one", spec),
         _config(64, 64, 2, "one", spec, lookahead=0),
     ]
-    if wide <= 64 and not (spec.causal or spec.window):
+    if wide <= 64 and not spec.banded:
         found += [_config(192, 128, 3, "chained", spec, maximum="running")]
     if wide <= 128:
         found += [_config(128, 128, 2, "chained", spec, pingpong=True, maximum="running")]

@@ -70,18 +70,25 @@ def cross_compile(source: str, stem: str, problem: Problem, target: Target) -> C
     """Compile every kernel that a launch of `problem` takes for `target`; the facts are those of the one that computes.
 
     That is the first with matrix instructions: what goes before it only prepares, and what comes after has little to do. Where products
-    take none (fp32) it is the one that takes the most shared memory. Raises what the compiler raises. Sizes are cut to one batch and head:
-    kernels take them at run time.
+    take none (fp32) it is the one that takes the most shared memory. Raises what the compiler raises.
+    """
+    found = [read_facts(compiled, target) for _, compiled in compiled_kernels(source, stem, problem, target)]
+    hungriest = max(found, key=lambda facts: (facts.shared_bytes, facts.registers))
+    return next((facts for facts in found if facts.tensor_core_ops), hungriest)
+
+
+def compiled_kernels(source: str, stem: str, problem: Problem, target: Target) -> list[tuple[str, Any]]:
+    """Name and Triton's compiled kernel of every launch that `problem` takes, in their order; raises what the compiler raises.
+
+    Sizes are cut to one batch and head: kernels take them at run time.
     """
     module = load_source(source, stem)
     inputs = make_inputs(replace(problem, batch=1, heads=problem.gqa_ratio, kv_heads=1), device="meta", seed=0)
     with compiling_for(target):
-        found = [
-            read_facts(kernel.warmup(*args, grid=grid, **options), target)
+        return [
+            (kernel.__name__, kernel.warmup(*args, grid=grid, **options))
             for kernel, grid, args, options in module.launches(*inputs.arguments, **inputs.keywords)
         ]
-    hungriest = max(found, key=lambda facts: (facts.shared_bytes, facts.registers))
-    return next((facts for facts in found if facts.tensor_core_ops), hungriest)
 
 
 def read_facts(compiled: Any, target: Target) -> CompileFacts:
