@@ -1,0 +1,217 @@
+"""Machine code of kernels: what a launcher must know of each (`Binary`), and the files that hold both (`Manifest`).
+
+Everything a driver-level launch takes is here as data, so that neither Triton nor ptxas nor a C compiler is needed for one. The facts
+mirror what Triton 3.6 does in triton/backends/nvidia/driver.py: `cuLaunchKernelEx` with blocks of `threads`, `shared_bytes` of dynamic
+shared memory, and the parameters in their order, followed by two pointers to scratch memory (null here).
+"""
+
+import hashlib
+import json
+import lzma
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from flashtune.core.errors import EnvironmentProblem
+
+FORMAT = 1
+"""Version of the manifest's layout; another one is not read."""
+
+INTERLEAVE_NONE = 0
+L2_PROMOTION_128B = 2
+OUTSIDE_IS_ZERO = 0
+"""What Triton passes to `cuTensorMapEncodeTiled` for every tensor map: interleave, L2 promotion, and how places outside are filled."""
+
+Rule = Literal["equals", "multiple_of"]
+
+STRUCT_FORMATS: Mapping[str, str] = {
+    "i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
+    "fp16": "e", "fp32": "f", "fp64": "d", "pointer": "Q",
+}  # fmt: skip
+"""How the `struct` module writes each kind of parameter but a tensor map."""
+
+_TORCH_NAMES = {
+    "float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5",
+    "bool": "i1", "int8": "i8", "int16": "i16", "int32": "i32", "int64": "i64", "uint8": "u8",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorMap:
+    """How the tensor map of a descriptor argument is encoded: what `cuTensorMapEncodeTiled` takes beside address, shape and strides.
+
+    `element_type` is a CUtensorMapDataType, `swizzle` a CUtensorMapSwizzle; `box` goes from the outermost dimension to the innermost
+    (the driver wants them reversed). Strides are given to the driver in bytes, without the innermost, which is 1 element.
+    """
+
+    element_type: int
+    element_bytes: int
+    box: tuple[int, ...]
+    swizzle: int
+
+    @property
+    def rank(self) -> int:
+        """How many dimensions the tensor has."""
+        return len(self.box)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """An argument that reaches the machine code.
+
+    `position` is its place among the arguments that the module's `launches` gives the kernel (constants stay out of the code, so places
+    may be skipped). `kind` is a key of STRUCT_FORMATS, or `tensor_map`. `element` is Triton's name of what a pointer points to or a
+    descriptor holds (`bf16`, `fp32`, `u8`), empty for scalars.
+    """
+
+    name: str
+    position: int
+    kind: str
+    element: str = ""
+    tensor_map: TensorMap | None = None
+
+    @property
+    def limits(self) -> tuple[int, int] | None:
+        """The least and the greatest value that an integer parameter holds; None for any other kind."""
+        if self.kind[0] not in "iu":
+            return None
+        bits = int(self.kind[1:])
+        return (0, 2**bits - 1) if self.kind[0] == "u" else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+
+    @property
+    def layout(self) -> tuple[str, ...]:
+        """The kernel parameters that this one becomes: itself, and after a 128-byte tensor map the shape as i32 and the strides as i64."""
+        if self.tensor_map is None:
+            return (self.kind,)
+        rank = self.tensor_map.rank
+        return ("tensor_map", *["i32"] * rank, *["i64"] * rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Condition:
+    """What a binary takes for granted of one argument: its value, or the address of a tensor."""
+
+    name: str
+    position: int
+    rule: Rule
+    value: int | float | bool | str | None
+
+    def holds(self, value: Any) -> bool:
+        """Whether this value (an address for a pointer) meets it."""
+        wanted: Any = self.value
+        if self.rule == "multiple_of":
+            return value is not None and bool(value % wanted == 0)
+        return (value is wanted) if wanted is None or isinstance(wanted, bool) else bool(value == wanted)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binary:
+    """One GPU kernel as machine code, and all that a launch of it takes.
+
+    `kernel` is the function's name in the rendered module, `entry` its symbol in the code. `specialization` names what is taken for
+    granted of the arguments, and `conditions` spell it out; a call that breaks one, or has an integer outside of its parameter's
+    `limits`, needs another binary, or Triton. `threads` are those of a block, warps that a specialised kernel adds included. `cluster`
+    is in blocks along x, and a launch's grid along x is multiplied by it. `launch_pdl` lets it start before the kernel ahead of it in
+    the stream has ended. `sha256` is that of the code, `file` its place beside the manifest (empty for code that has none).
+    """
+
+    kernel: str
+    specialization: str
+    entry: str
+    arch: str
+    triton: str
+    threads: int
+    shared_bytes: int
+    cluster: int
+    launch_pdl: bool
+    cooperative: bool
+    global_scratch_bytes: int
+    profile_scratch_bytes: int
+    parameters: tuple[Parameter, ...]
+    conditions: tuple[Condition, ...]
+    sha256: str
+    file: str = ""
+
+    @property
+    def warps(self) -> int:
+        """All warps of a block."""
+        return self.threads // 32
+
+    def refusal(self, arguments: Sequence[Any]) -> str | None:
+        """Why these arguments of a launch (as `launches` gives them) can't go to this binary, or None where they can.
+
+        Tensors are judged by address and element type; descriptors aren't looked at, for the module makes them to measure.
+        """
+        for condition in self.conditions:
+            value = arguments[condition.position]
+            value = value.data_ptr() if hasattr(value, "data_ptr") else value
+            if not condition.holds(value):
+                return f"{condition.name}={value!r} breaks {condition.rule} {condition.value!r}"
+        for parameter in self.parameters:
+            value = arguments[parameter.position]
+            if parameter.kind == "pointer":
+                dtype = str(getattr(value, "dtype", "")).removeprefix("torch.")
+                if _TORCH_NAMES.get(dtype) != parameter.element:
+                    return f"{parameter.name} holds {dtype or 'no elements'}, not {parameter.element}"
+            elif (limits := parameter.limits) is not None and not limits[0] <= value <= limits[1]:
+                return f"{parameter.name}={value!r} is outside of {parameter.kind}"
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """The binaries of one rendered module, in the order in which they should be tried; `folder` is where their files lie."""
+
+    variant_id: str
+    binaries: tuple[Binary, ...]
+    folder: Path | None = None
+
+    def of(self, kernel: str) -> tuple[Binary, ...]:
+        """Those of one kernel of the module, by its function's name."""
+        return tuple(binary for binary in self.binaries if binary.kernel == kernel)
+
+    def matching(self, kernel: str, arguments: Sequence[Any]) -> Binary | None:
+        """The first of a kernel's binaries that these arguments of a launch may go to."""
+        return next((binary for binary in self.of(kernel) if binary.refusal(arguments) is None), None)
+
+    def code(self, binary: Binary) -> bytes:
+        """The machine code (a cubin), checked; raises EnvironmentProblem where it is missing or isn't what the manifest says."""
+        if self.folder is None:
+            raise EnvironmentProblem(f"the machine code of {binary.kernel} is in no file: take it from where it was compiled")
+        path = self.folder / binary.file
+        try:
+            code = lzma.decompress(path.read_bytes())
+        except (OSError, lzma.LZMAError) as error:
+            raise EnvironmentProblem(f"can't read machine code from {path} ({error}): install flashtune again") from error
+        if hashlib.sha256(code).hexdigest() != binary.sha256:
+            raise EnvironmentProblem(f"{path} isn't the machine code that its manifest names: install flashtune again")
+        return code
+
+    def as_json(self) -> str:
+        """The manifest's text: the same for equal manifests, whatever folder they are in."""
+        fields = {"format": FORMAT, "variant_id": self.variant_id, "binaries": [asdict(binary) for binary in self.binaries]}
+        return json.dumps(fields, indent=1) + "\n"
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest in this file; its binaries' files are looked for beside it. Raises EnvironmentProblem where it can't be read."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        if fields["format"] != FORMAT:
+            raise EnvironmentProblem(f"{path} has the format {fields['format']!r}, not {FORMAT}: install one version of flashtune")
+        return Manifest(variant_id=fields["variant_id"], binaries=tuple(map(_binary, fields["binaries"])), folder=path.parent)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise EnvironmentProblem(f"can't read the manifest {path} ({error!r}): install flashtune again") from error
+
+
+def _binary(fields: dict[str, Any]) -> Binary:
+    parameters, conditions = fields.pop("parameters"), fields.pop("conditions")
+    return Binary(
+        **fields, parameters=tuple(map(_parameter, parameters)), conditions=tuple(Condition(**condition) for condition in conditions)
+    )
+
+
+def _parameter(fields: dict[str, Any]) -> Parameter:
+    tensor_map = fields.pop("tensor_map")
+    return Parameter(**fields, tensor_map=None if tensor_map is None else TensorMap(**{**tensor_map, "box": tuple(tensor_map["box"])}))
