@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flashtune.core.config import Config
 from flashtune.core.problem import Features, Problem
-from flashtune.core.results import Baseline, CompileFacts, Fate, Measurement, Outcome, Provenance, SearchResult, Source
+from flashtune.core.results import Baseline, CompileFacts, Conditions, Fate, Measurement, Outcome, Provenance, SearchResult, Source
 from flashtune.db.store import Store
 
 PROBLEM = Problem(batch=2, heads=16, kv_heads=4, n_q=1024, n_kv=1024, d=64, d_v=64, dtype="bf16", features=Features(causal=True))
@@ -89,6 +89,28 @@ FIXTURE_RESULTS = (
     ),
 )
 """What every database of tests/fixtures/db holds. Never change it: those files are never written again."""
+
+CONDITIONS = Conditions(
+    samples=60, sm_clock_mhz=1755, memory_clock_mhz=3201, power_w=640.5, temperature_c=61, throttled_by="SwPowerCap", other_processes=0
+)
+RESULTS_SINCE_0002 = (
+    replace(
+        result(
+            outcome("cccc000000000001", 80.0, finalist=True, rank=1, trial=times(81.0), call_us=85.5),
+            outcome("cccc000000000002", 90.0),
+            of=problem(4096),
+        ),
+        provenance=replace(PROVENANCE, conditions=CONDITIONS),
+        baseline=Baseline(backend="cudnn", measurement=times(120.0), call_us=130.25),
+    ),
+    result(outcome("dddd000000000001", 70.0, source="predicted", fate=Fate.UNCHECKED, max_error=None), framework_us=None, of=problem(8192)),
+)
+"""What the databases of schema 0002 and later hold too."""
+
+
+def fixture_results(version: str) -> tuple[SearchResult, ...]:
+    """What the database of this schema version in tests/fixtures/db holds."""
+    return FIXTURE_RESULTS if version < "0002" else (*FIXTURE_RESULTS, *RESULTS_SINCE_0002)
 
 
 def write(path: Path, results: tuple[SearchResult, ...] = FIXTURE_RESULTS) -> Path:

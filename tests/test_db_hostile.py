@@ -5,6 +5,7 @@ import random
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import db_samples as samples
@@ -13,7 +14,7 @@ import pytest
 from flashtune.core.errors import DatabaseError, FlashtuneError
 from flashtune.db import sqlite_file
 from flashtune.db.library import Layer, Library
-from flashtune.db.schema import Base
+from flashtune.db.schema import SCHEMA_VERSION, Base
 from flashtune.db.store import Store
 
 MEASURED = samples.FIXTURE_RESULTS[0]
@@ -107,7 +108,7 @@ def test_another_applications_database_is_refused(tmp_path: Path, journal: str) 
 
 def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
     path = plain(tmp_path / "newer.sqlite")
-    sql(path, "UPDATE flashtune_schema SET version_num = '0002'")
+    sql(path, f"UPDATE flashtune_schema SET version_num = '{int(SCHEMA_VERSION) + 1:04}'")
     refused(path, "newer flashtune")
 
 
@@ -249,7 +250,7 @@ TEXT_COLUMNS = [
 WORD_COLUMNS = [*TEXT_COLUMNS, "''", "'../../etc/passwd'", "'a b'", "'{{ 7 }}'"]
 COUNT_COLUMNS = ["NULL", "'many'", "x'01'", "1.5", "-1", "1 << 40", "'9'", "9e999"]
 SIZE_COLUMNS = [*COUNT_COLUMNS, "0"]
-TIME_COLUMNS = ["NULL", "'fast'", "x'01'", "-1.0", "0.0", "9e999", "-9e999", "1e300"]
+TIME_COLUMNS = ["NULL", "'fast'", "x'01'", "-1.0", "0.0", "9e999", "-9e999", "1e300", "1e-300"]
 JSON_COLUMNS = [
     *TEXT_COLUMNS,
     "'not json'",
@@ -298,13 +299,19 @@ BAD_VALUES: dict[str, dict[str, list[str]]] = {
         "baseline_backend": [*TEXT_COLUMNS, "''"],
         **{f"baseline_{name}_us": TIME_COLUMNS for name in ("median", "q10", "q90", "min")},
         "baseline_samples": COUNT_COLUMNS,
+        "baseline_call_us": TIME_COLUMNS[1:],
+        "race_samples": [*COUNT_COLUMNS, "0"],
+        **{f"race_{name}": COUNT_COLUMNS[1:] for name in ("sm_clock_mhz", "memory_clock_mhz", "other_processes")},
+        "race_power_w": ["'hot'", "x'01'", "-1.0", "9e999", "1e300"],
+        "race_temperature_c": ["'hot'", "x'01'", "1.5", "-300", "1 << 40"],
+        "race_throttled_by": TEXT_COLUMNS[1:],
     },
     "trial": {
         "template": [*WORD_COLUMNS, "'os.system'", "'a-b'"],
         "template_hash": WORD_COLUMNS,
         "variant_id": WORD_COLUMNS,
         "config": [*JSON_COLUMNS, "'{\"a b\":1}'", "'{\"BLOCK_M\":99999999999}'", '\'{"x":"\\u0007"}\'', "'{\"__import__(1)\":1}'"],
-        "fate": [*WORD_COLUMNS, "'compile'", "'corect'"],
+        "fate": [*WORD_COLUMNS, "'compile'", "'unchecked'", "'corect'"],
         "source": [*WORD_COLUMNS, "'predicted'", "'guessed'"],
         "reason": TEXT_COLUMNS,
         **{f"{name}_us": TIME_COLUMNS for name in ("median", "q10", "q90", "min")},
@@ -313,6 +320,9 @@ BAD_VALUES: dict[str, dict[str, list[str]]] = {
         "max_error": ["'none'", "-1.0", "9e999", "x'01'"],
         "finalist": [*COUNT_COLUMNS, "2"],
         "rank": [*COUNT_COLUMNS[1:], "0"],
+        **{f"trial_{name}_us": TIME_COLUMNS for name in ("median", "q10", "q90", "min")},
+        "trial_samples": [*COUNT_COLUMNS, "0"],
+        "call_us": TIME_COLUMNS[1:],
     },
 }
 COLUMNS = [(table, column) for table, columns in BAD_VALUES.items() for column in columns]
@@ -321,9 +331,8 @@ COLUMNS = [(table, column) for table, columns in BAD_VALUES.items() for column i
 @pytest.fixture(scope="module")
 def loose(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """One measured run in tables without types, keys and constraints, as a stranger could make them: they take any value."""
-    path = plain(
-        tmp_path_factory.mktemp("loose") / "a.sqlite", samples.result(samples.outcome("aaaa000000000001", 100.0, finalist=True, rank=1))
-    )
+    whole = samples.RESULTS_SINCE_0002[0]
+    path = plain(tmp_path_factory.mktemp("loose") / "a.sqlite", replace(whole, outcomes=whole.outcomes[:1]))
     for table in BAD_VALUES:
         names = ["id", *(["problem_id"] if table == "run" else ["run_id", "number"] if table == "trial" else []), *BAD_VALUES[table]]
         columns = ", ".join(f'"{name}"' for name in names)

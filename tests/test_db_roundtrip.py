@@ -13,13 +13,13 @@ from flashtune.core.config import Config
 from flashtune.core.dtypes import DTYPES
 from flashtune.core.errors import InputError
 from flashtune.core.problem import ALIGNMENTS, MASK_KINDS, Features, Problem
-from flashtune.core.results import SOURCES, Baseline, CompileFacts, Fate, Measurement, Outcome, Provenance, SearchResult
+from flashtune.core.results import SOURCES, Baseline, CompileFacts, Conditions, Fate, Measurement, Outcome, Provenance, SearchResult
 from flashtune.db.rows import LARGEST, TEXT_LENGTH, tidy
 from flashtune.db.store import Store
 
 sides = st.none() | st.integers(0, 2**30)
 counts = st.integers(0, LARGEST)
-positive = st.floats(min_value=0, max_value=1e12, exclude_min=True)
+positive = st.floats(min_value=1e-3, max_value=1e12)
 words = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}", fullmatch=True)
 names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,63}", fullmatch=True)
 free_text = st.text(max_size=200)
@@ -68,8 +68,10 @@ facts = st.builds(CompileFacts, registers=counts, spills=counts, shared_bytes=co
 
 @st.composite
 def outcomes(draw: st.DrawFn) -> Outcome:
-    fate, source = draw(st.sampled_from(list(Fate))), draw(st.sampled_from(SOURCES))
-    timed = fate is Fate.CORRECT and draw(st.booleans())
+    fate = draw(st.sampled_from(list(Fate)))
+    source = "predicted" if fate is Fate.UNCHECKED else draw(st.sampled_from(SOURCES))
+    timed = fate.timed and draw(st.booleans())
+    raced = timed and source == "measured"
     finite = st.floats(0, allow_infinity=False)
     return Outcome(
         template=draw(names),
@@ -81,12 +83,24 @@ def outcomes(draw: st.DrawFn) -> Outcome:
         reason=draw(free_text),
         measurement=draw(measurements(source)) if timed else None,
         facts=draw(st.none() | facts),
-        max_error=draw(st.none() | (finite if fate is Fate.CORRECT else finite | st.just(math.inf))),
+        max_error=draw(st.none() | (finite if fate.timed else finite | st.just(math.inf))),
         finalist=draw(st.booleans()),
         rank=draw(st.none() | st.integers(1, LARGEST)) if timed else None,
+        trial=draw(st.none() | measurements()) if raced else None,
+        call_us=draw(st.none() | positive) if raced else None,
     )
 
 
+conditions = st.builds(
+    Conditions,
+    samples=st.integers(1, LARGEST),
+    sm_clock_mhz=st.none() | counts,
+    memory_clock_mhz=st.none() | counts,
+    power_w=st.none() | st.floats(0, 1e6),
+    temperature_c=st.none() | st.integers(-273, 1000),
+    throttled_by=st.none() | st.just("") | words,
+    other_processes=st.none() | counts,
+)
 provenances = st.builds(
     Provenance,
     flashtune=free_text.map(lambda text: text[:64]),
@@ -98,6 +112,7 @@ provenances = st.builds(
     command=free_text,
     seed=st.none() | st.integers(-(2**63), 2**63 - 1),
     created_at=st.just("") | st.datetimes(timezones=st.none() | st.timezones()).map(lambda time: time.isoformat()),
+    conditions=st.none() | conditions,
 )
 results = st.builds(
     SearchResult,
@@ -105,7 +120,7 @@ results = st.builds(
     problem=problems(),
     outcomes=st.lists(outcomes(), max_size=4).map(tuple),
     provenance=provenances,
-    baseline=st.none() | st.builds(Baseline, backend=words, measurement=measurements()),
+    baseline=st.none() | st.builds(Baseline, backend=words, measurement=measurements(), call_us=st.none() | positive),
 )
 
 
@@ -166,6 +181,26 @@ def test_unprintable_text_becomes_one_bounded_line() -> None:
         (samples.result(samples.outcome("v", source="predicted", measurement=samples.times(1.0))), "samples"),
         (samples.result(samples.outcome("v", fate=Fate.TIMEOUT)), "median_us"),
         (samples.result(samples.outcome("v", None, rank=1)), "rank"),
+        (samples.result(samples.outcome("v", fate=Fate.UNCHECKED)), "fate"),
+        (samples.result(samples.outcome("v", None, call_us=1.0)), "call_us"),
+        (samples.result(samples.outcome("v", call_us=-1.0)), "call_us"),
+        (samples.result(samples.outcome("v", source="predicted", call_us=1.0)), "call_us"),
+        (samples.result(samples.outcome("v", None, trial=samples.times(1.0))), "trial_median_us"),
+        (samples.result(samples.outcome("v", source="predicted", trial=samples.times(1.0))), "trial_samples"),
+        (replace(samples.result(), baseline=Baseline(backend="x", measurement=samples.times(1.0), call_us=0.0)), "baseline_call_us"),
+        *(
+            (
+                replace(samples.result(), provenance=replace(samples.PROVENANCE, conditions=replace(samples.CONDITIONS, **{name: value}))),
+                name,
+            )
+            for name, value in (
+                ("samples", 0),
+                ("sm_clock_mhz", -1),
+                ("power_w", math.nan),
+                ("throttled_by", "x\n"),
+                ("other_processes", -1),
+            )
+        ),
         (samples.result(samples.outcome("v", template="../x")), "template"),
         (samples.result(samples.outcome("v", config=Config.of(BLOCK_M=1.5))), "config"),
         (samples.result(samples.outcome("v", config=Config.of(BLOCK_M=2**40))), "config"),

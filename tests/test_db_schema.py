@@ -13,6 +13,7 @@ from sqlalchemy import Connection, create_engine, inspect
 
 from flashtune.core.errors import FlashtuneError
 from flashtune.core.problem import ProblemKey
+from flashtune.core.results import Fate
 from flashtune.db import migrations, schema
 from flashtune.db.schema import APPLICATION_ID, SCHEMA_VERSION, VERSION_TABLE, Base, ProblemRow
 from flashtune.db.store import Store
@@ -56,14 +57,34 @@ def test_every_released_revision_has_a_database_of_its_own(connection: Connectio
 
 @pytest.mark.parametrize("path", sorted(FIXTURES.glob("*.sqlite")), ids=lambda path: path.stem)
 def test_a_database_of_every_version_is_read_and_upgraded(tmp_path: Path, path: Path) -> None:
-    content = path.read_bytes()
+    content, expected = path.read_bytes(), samples.fixture_results(path.stem.removeprefix("v"))
     with Store.open(path, writable=False) as store:
-        assert tuple(store.results()) == samples.FIXTURE_RESULTS
+        assert tuple(store.results()) == expected
     assert path.read_bytes() == content
     (tmp_path / "old.sqlite").write_bytes(content)
     with Store.open(tmp_path / "old.sqlite", writable=True) as store:
         store.save(samples.numbered(1, 1))
-        assert tuple(store.results()) == (*samples.FIXTURE_RESULTS, samples.numbered(1, 1))
+        assert tuple(store.results()) == (*expected, samples.numbered(1, 1))
+
+
+def test_predictions_that_nothing_checked_say_so_after_an_upgrade(tmp_path: Path) -> None:
+    """Until 0001, a predicted row of a family that no interpreter runs was kept as correct."""
+    path = tmp_path / "old.sqlite"
+    shutil.copyfile(FIXTURES / "v0001.sqlite", path)
+    engine = create_engine(f"sqlite:///{path}")
+    with engine.begin() as connection:
+        for label, values in (("hopper", "NULL"), ("checked", "0.5")):
+            connection.exec_driver_sql(
+                "INSERT INTO trial (run_id, number, template, template_hash, variant_id, config, fate, source, reason, median_us, q10_us,"
+                " q90_us, min_us, samples, registers, spills, shared_bytes, threads, tensor_core_ops, max_error, finalist, rank)"
+                f" SELECT run_id, number + 1 + (SELECT count(*) FROM trial), template, template_hash, '{label}', config, fate, source,"
+                f" reason, median_us, q10_us, q90_us, min_us, samples, registers, spills, shared_bytes, threads, tensor_core_ops, {values},"
+                " finalist, rank FROM trial WHERE variant_id = 'bbbb000000000001'"
+            )
+    with Store.open(path, writable=False) as store:
+        fates = {outcome.variant_id: outcome.fate for one in store.results() for outcome in one.outcomes}
+    assert fates["hopper"] is Fate.UNCHECKED
+    assert fates["checked"] is fates["bbbb000000000001"] is fates["aaaa000000000001"] is Fate.CORRECT
 
 
 def test_the_columns_of_a_problem_are_those_of_its_key_in_order() -> None:
@@ -85,7 +106,7 @@ NEXT = """
 import sqlalchemy as sa
 from alembic import op
 
-revision, down_revision, branch_labels, depends_on = "0002", "0001", None, None
+revision, down_revision, branch_labels, depends_on = "0003", "0002", None, None
 
 
 def upgrade() -> None:
@@ -99,9 +120,9 @@ def later_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str) ->
     """A flashtune that has one more schema version."""
     folder = tmp_path / "100% other: migrations"
     shutil.copytree(migrations.FOLDER, folder)
-    (folder / "versions" / "v0002_later.py").write_text(NEXT.format(last=last))
+    (folder / "versions" / "v0003_later.py").write_text(NEXT.format(last=last))
     monkeypatch.setattr(migrations, "FOLDER", folder)
-    monkeypatch.setattr(schema, "SCHEMA_VERSION", "0002")
+    monkeypatch.setattr(schema, "SCHEMA_VERSION", "0003")
 
 
 def test_an_older_file_is_read_through_a_migrated_copy_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from sqlalchemy import make_url, text
 from flashtune.core.errors import DatabaseError, EnvironmentProblem, FlashtuneError
 from flashtune.db import server
 from flashtune.db.inspection import MissingDatabaseError
+from flashtune.db.schema import SCHEMA_VERSION
 from flashtune.db.server import Server
 from flashtune.db.store import Store
 
@@ -58,15 +59,15 @@ def test_another_applications_tables_are_left_alone(connect: Connect, tmp_path: 
 
 @pytest.mark.parametrize("writable", [False, True])
 def test_a_newer_schema_is_refused(connect: Connect, writable: bool) -> None:
-    run(connect, "UPDATE flashtune_schema SET version_num = '0002'")
+    run(connect, f"UPDATE flashtune_schema SET version_num = '{int(SCHEMA_VERSION) + 1:04}'")
     with pytest.raises(DatabaseError, match="newer flashtune"):
         connect(writable)
 
 
 def test_an_older_schema_asks_for_one_writer(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     connect(True)
-    monkeypatch.setattr(server, "SCHEMA_VERSION", "0002")
-    with pytest.raises(DatabaseError, match="older schema 0001"):
+    monkeypatch.setattr(server, "SCHEMA_VERSION", f"{int(SCHEMA_VERSION) + 1:04}")
+    with pytest.raises(DatabaseError, match=f"older schema {SCHEMA_VERSION}"):
         connect(False)
 
 

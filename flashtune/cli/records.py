@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
-from flashtune.core.results import TuningRecord
+from flashtune.core.results import Fate, TuningRecord
 
 PREDICTED_NOTE = (
     "predicted: ranked by a cost model over what the compiler said for that GPU (registers, spills, shared memory) and the GPU's "
@@ -16,7 +16,6 @@ PREDICTED_NOTE = (
 def record_row(record: TuningRecord) -> dict[str, Any]:
     """One record as `show --json` prints it."""
     key, problem, outcome = record.key, record.problem, record.outcome
-    framework_us = record.framework_us
     return {
         "gpu": key.gpu,
         "n": key.n,
@@ -30,7 +29,7 @@ def record_row(record: TuningRecord) -> dict[str, Any]:
         "source": outcome.source,
         "median_us": round(record.median_us, 3),
         "tflops": round(record.tflops, 2),
-        "framework_us": None if framework_us is None else round(framework_us, 3),
+        "framework_us": _rounded(record.framework_us),
         "framework": record.baseline.backend if record.baseline else None,
         "d_v": key.d_v,
         "n_q": key.n_q,
@@ -39,8 +38,16 @@ def record_row(record: TuningRecord) -> dict[str, Any]:
         "kv_heads": problem.kv_heads,
         "template_hash": outcome.template_hash,
         "origin": record.origin,
+        "fate": str(outcome.fate),
+        "call_us": _rounded(outcome.call_us),
+        "framework_call_us": _rounded(record.framework_call_us),
+        "trial_us": _rounded(outcome.trial.median_us if outcome.trial else None),
         "provenance": record.provenance.as_json(),
     }
+
+
+def _rounded(time_us: float | None) -> float | None:
+    return None if time_us is None else round(time_us, 3)
 
 
 def record_table(records: Sequence[TuningRecord], title: str | None = None) -> Table:
@@ -48,16 +55,24 @@ def record_table(records: Sequence[TuningRecord], title: str | None = None) -> T
     table = Table(title=title, title_justify="left", header_style="bold")
     for name in ("gpu", "problem", "B x H", "template", "config", "source"):
         table.add_column(name, overflow="fold")
-    for name in ("us", "TFLOP/s", "vs framework"):
+    for name in ("us", "call us", "TFLOP/s", "vs framework"):
         table.add_column(name, justify="right")
     for r in records:
         framework = "" if r.framework_us is None or r.baseline is None else f"{r.framework_us / r.median_us:.2f}x {r.baseline.backend}"
         heads = f"{r.problem.batch} x {r.problem.heads}"
-        source = r.outcome.source if r.outcome.source == "measured" else f"[yellow]{r.outcome.source}[/yellow]"
+        source = source_of(r) if r.outcome.source == "measured" else f"[yellow]{source_of(r)}[/yellow]"
         time_us = f"{r.median_us:.1f}" if r.outcome.source == "measured" else f"~{r.median_us:.0f}"
+        call = "" if r.outcome.call_us is None else f"{r.outcome.call_us:.1f}"
         config = short_config(r.outcome.config.as_dict())
-        table.add_row(r.key.gpu, r.problem.label(), heads, r.outcome.template, config, source, time_us, f"{r.tflops:.0f}", framework)
+        table.add_row(r.key.gpu, r.problem.label(), heads, r.outcome.template, config, source, time_us, call, f"{r.tflops:.0f}", framework)
     return table
+
+
+def source_of(record: TuningRecord) -> str:
+    """Where a record's time comes from, and what speaks against it: `measured`, `measured, throttled`, `predicted, unchecked`."""
+    conditions = record.provenance.conditions
+    unchecked = (str(Fate.UNCHECKED),) if record.outcome.fate is Fate.UNCHECKED else ()
+    return ", ".join((record.outcome.source, *unchecked, *(conditions.doubts if conditions else ())))
 
 
 def short_config(values: dict[str, Any]) -> str:

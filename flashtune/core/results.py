@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any, Literal, get_args
 
@@ -14,7 +14,7 @@ SOURCES: tuple[Source, ...] = get_args(Source)
 
 
 class Fate(StrEnum):
-    """The stage at which a trial ended; only `CORRECT` carries a time."""
+    """The stage at which a trial ended; only `CORRECT` and `UNCHECKED` carry a time."""
 
     CONSTRAINT = "constraint"
     COMPILE = "compile"
@@ -22,6 +22,13 @@ class Fate(StrEnum):
     RUNTIME = "runtime"
     CORRECTNESS = "correctness"
     CORRECT = "correct"
+    UNCHECKED = "unchecked"
+    """It compiled and a time was predicted, but nothing compared its numbers: no interpreter runs its family."""
+
+    @property
+    def timed(self) -> bool:
+        """Whether a trial that ended so may carry a time."""
+        return self in (Fate.CORRECT, Fate.UNCHECKED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +101,10 @@ class Outcome:
     finalist: bool = False
     """Whether `measurement` comes from the closing race, where everything is timed interleaved. Times of other measured trials are in
     the scale of the incumbent that they were interleaved with, because clocks drift during a search."""
+    trial: Measurement | None = None
+    """A finalist's time before the race, in the scale of the other trials; None where `measurement` is that time, or it wasn't kept."""
+    call_us: float | None = None
+    """Median time of a whole call in an eager back-to-back loop, host included, in microseconds; None where it wasn't measured."""
     rank: int | None = None
     """Place in the closing race, ties broken by the fixed rule: 1 is the winner."""
 
@@ -104,6 +115,28 @@ class Baseline:
 
     backend: str
     measurement: Measurement
+    call_us: float | None = None
+    """Median time of a whole call in an eager back-to-back loop, host included, in microseconds; None where it wasn't measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """What the GPU was doing while finalists raced: medians over `samples` readings; None for what its driver doesn't tell."""
+
+    samples: int
+    sm_clock_mhz: int | None = None
+    memory_clock_mhz: int | None = None
+    power_w: float | None = None
+    temperature_c: int | None = None
+    throttled_by: str | None = None
+    """What held the clocks back in any reading, in NVML's words with commas between; empty where nothing did."""
+    other_processes: int | None = None
+    """The most processes of others that computed on this GPU in any reading."""
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """What speaks against times that were taken meanwhile: `throttled`, `shared`."""
+        return (("throttled",) if self.throttled_by else ()) + (("shared",) if self.other_processes else ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,14 +149,17 @@ class Provenance:
     driver: str = ""
     gpu_name: str = ""
     clocks: str = ""
+    """The driver's answer before the search, when the GPU may have been idle; `conditions` are those under load."""
     command: str = ""
     seed: int | None = None
     created_at: str = ""
     """UTC, ISO 8601."""
+    conditions: Conditions | None = None
+    """None where nothing raced, or nobody watched."""
 
     def as_json(self) -> dict[str, Any]:
         """Field to value."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +186,11 @@ class TuningRecord:
         return self.baseline.measurement.median_us if self.baseline else None
 
     @property
+    def framework_call_us(self) -> float | None:
+        """The framework's time of a whole call, host included, in microseconds; None where it was not timed."""
+        return self.baseline.call_us if self.baseline else None
+
+    @property
     def tflops(self) -> float:
         """10^12 floating-point operations per second, by `Problem.flops`."""
         return self.problem.flops() / self.median_us / 1e6
@@ -167,6 +208,6 @@ class SearchResult:
 
     @property
     def best(self) -> Outcome | None:
-        """The winner: rank 1 of the closing race, else the fastest correct outcome (ties by variant id)."""
-        correct = [o for o in self.outcomes if o.fate is Fate.CORRECT and o.measurement is not None]
-        return min(correct, key=lambda o: (o.rank or 10**9, o.measurement.median_us if o.measurement else 0.0, o.variant_id), default=None)
+        """The winner: rank 1 of the closing race, else the fastest outcome with a time (ties by variant id)."""
+        timed = [o for o in self.outcomes if o.fate.timed and o.measurement is not None]
+        return min(timed, key=lambda o: (o.rank or 10**9, o.measurement.median_us if o.measurement else 0.0, o.variant_id), default=None)

@@ -16,11 +16,27 @@ from flashtune.core.config import Config
 from flashtune.core.dtypes import DTYPES
 from flashtune.core.errors import InputError
 from flashtune.core.problem import DIRECTIONS, MAX_HEAD_DIM, Features, Problem, ProblemKey
-from flashtune.core.results import SOURCES, Baseline, CompileFacts, Fate, Measurement, Outcome, Provenance, SearchResult, Source
+from flashtune.core.results import (
+    SOURCES,
+    Baseline,
+    CompileFacts,
+    Conditions,
+    Fate,
+    Measurement,
+    Outcome,
+    Provenance,
+    SearchResult,
+    Source,
+)
 
 LARGEST = 2**31 - 1
 """The largest whole number that every database's INTEGER holds."""
+SHORTEST_TIME_US = 1e-3
+"""A nanosecond: a clock of a GPU takes half of one. A ratio of two times that rows may hold is always finite."""
 LONGEST_TIME_US = 1e12
+MOST_WATTS = 1e6
+COLDEST_C = -273
+REASONS_LENGTH = 255
 NAME_LENGTH = 64
 FEATURES_LENGTH = 255
 TEXT_LENGTH = 4000
@@ -162,6 +178,8 @@ def run_row(result: SearchResult) -> dict[str, object]:
         "created_at": provenance.created_at,
         "baseline_backend": tidy(baseline.backend, NAME_LENGTH) if baseline else None,
         **_measurement_columns(baseline.measurement if baseline else None, "baseline_"),
+        "baseline_call_us": baseline.call_us if baseline else None,
+        **_conditions_columns(provenance.conditions),
     }
 
 
@@ -214,6 +232,32 @@ def read_provenance(row: Row) -> Provenance:
         command=row.text("command", limit=TEXT_LENGTH, empty=True),
         seed=None if row.missing("seed") else row.integer("seed", -(2**63), 2**63 - 1),
         created_at=created_at,
+        conditions=_read_conditions(row),
+    )
+
+
+def _conditions_columns(conditions: Conditions | None) -> dict[str, object]:
+    return {f"race_{field.name}": getattr(conditions, field.name) if conditions else None for field in fields(Conditions)}
+
+
+def _read_conditions(row: Row) -> Conditions | None:
+    if row.missing("race_samples"):
+        stray = next((name for field in fields(Conditions) if not row.missing(name := f"race_{field.name}")), None)
+        if stray is not None:
+            raise RowError("race_samples", f"is missing, but {stray} is set")
+        return None
+
+    def integer(name: str, low: int) -> int | None:
+        return None if row.missing(name) else row.integer(name, low)
+
+    return Conditions(
+        samples=row.integer("race_samples", 1),
+        sm_clock_mhz=integer("race_sm_clock_mhz", 0),
+        memory_clock_mhz=integer("race_memory_clock_mhz", 0),
+        power_w=None if row.missing("race_power_w") else row.real("race_power_w", zero=True, most=MOST_WATTS),
+        temperature_c=integer("race_temperature_c", COLDEST_C),
+        throttled_by=None if row.missing("race_throttled_by") else row.text("race_throttled_by", limit=REASONS_LENGTH, empty=True),
+        other_processes=integer("race_other_processes", 0),
     )
 
 
@@ -231,8 +275,11 @@ def read_baseline(row: Row) -> Baseline | None:
     if measurement is None:
         if not row.missing("baseline_backend"):
             raise RowError("baseline_backend", "is set, but the framework's times are missing")
+        if not row.missing("baseline_call_us"):
+            raise RowError("baseline_call_us", "is set, but the framework's times are missing")
         return None
-    return Baseline(backend=row.text("baseline_backend", limit=NAME_LENGTH), measurement=measurement)
+    backend = row.text("baseline_backend", limit=NAME_LENGTH)
+    return Baseline(backend=backend, measurement=measurement, call_us=_read_time(row, "baseline_call_us"))
 
 
 # --- trial ----------------------------------------------------------------------------------------------------------------------
@@ -255,6 +302,8 @@ def trial_row(outcome: Outcome, number: int) -> dict[str, object]:
         "max_error": math.inf if error is not None and math.isnan(error) else error,
         "finalist": int(outcome.finalist),
         "rank": outcome.rank,
+        **_measurement_columns(outcome.trial, "trial_"),
+        "call_us": outcome.call_us,
     }
 
 
@@ -268,12 +317,20 @@ def read_outcome(row: Row) -> Outcome:
     fate = read_fate(row)
     source: Source = row.one_of("source", SOURCES)
     measurement = _read_measurement(row)
-    if measurement is not None and fate is not Fate.CORRECT:
+    trial = _read_measurement(row, "trial_")
+    if fate is Fate.UNCHECKED and source != "predicted":
+        raise RowError("fate", f"is {fate}, but the trial's source is {source}")
+    if measurement is not None and not fate.timed:
         raise RowError("median_us", f"is set, but the trial's fate is {fate}")
     if measurement is not None and (measurement.samples > 0) != (source == "measured"):
         raise RowError("samples", f"is {measurement.samples}, but the trial's source is {source}")
-    if not row.missing("rank") and measurement is None:
-        raise RowError("rank", "is set, but the trial has no time")
+    if trial is not None and (trial.samples == 0 or source != "measured"):
+        raise RowError("trial_samples", f"is {trial.samples}, but the trial's source is {source}")
+    for column in ("rank", "trial_median_us", "call_us"):
+        if not row.missing(column) and measurement is None:
+            raise RowError(column, "is set, but the trial has no time")
+    if not row.missing("call_us") and source != "measured":
+        raise RowError("call_us", f"is set, but the trial's source is {source}")
     return Outcome(
         template=row.text("template", limit=NAME_LENGTH, pattern=_IDENTIFIER),
         template_hash=row.word("template_hash"),
@@ -284,9 +341,11 @@ def read_outcome(row: Row) -> Outcome:
         reason=row.text("reason", limit=TEXT_LENGTH, empty=True),
         measurement=measurement,
         facts=_read_facts(row),
-        max_error=None if row.missing("max_error") else row.real("max_error", zero=True, infinite=fate is not Fate.CORRECT),
+        max_error=None if row.missing("max_error") else row.real("max_error", zero=True, infinite=not fate.timed),
         finalist=row.integer("finalist", 0, 1) == 1,
         rank=None if row.missing("rank") else row.integer("rank", 1),
+        trial=trial,
+        call_us=_read_time(row, "call_us"),
     )
 
 
@@ -320,8 +379,19 @@ def _measurement_columns(measurement: Measurement | None, prefix: str = "") -> d
 def _read_measurement(row: Row, prefix: str = "") -> Measurement | None:
     if all(row.missing(f"{prefix}{field.name}") for field in fields(Measurement)):
         return None
-    times = {name: row.real(f"{prefix}{name}", most=LONGEST_TIME_US) for name in _QUANTILES}
+    times = {name: _time(row, f"{prefix}{name}") for name in _QUANTILES}
     ordered = [times[name] for name in _QUANTILES]
     if ordered != sorted(ordered):
         raise RowError(f"{prefix}median_us", f"and the other quantiles are out of order: {ordered}")
     return Measurement(**times, samples=row.integer(f"{prefix}samples", 0))
+
+
+def _read_time(row: Row, column: str) -> float | None:
+    return None if row.missing(column) else _time(row, column)
+
+
+def _time(row: Row, column: str) -> float:
+    time_us = row.real(column, most=LONGEST_TIME_US)
+    if time_us < SHORTEST_TIME_US:
+        raise RowError(column, f"is {time_us} microseconds, less than a nanosecond")
+    return time_us

@@ -9,7 +9,7 @@ from typing import Annotated, Final
 from sqlalchemy import BigInteger, Float, ForeignKey, Index, Integer, MetaData, SmallInteger, String, Text, UniqueConstraint
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-SCHEMA_VERSION: Final = "0001"
+SCHEMA_VERSION: Final = "0002"
 """The newest Alembic revision; revisions are four digits that count upwards."""
 
 VERSION_TABLE: Final = "flashtune_schema"
@@ -29,6 +29,7 @@ OptionalCount = Annotated[int | None, mapped_column(Integer)]
 BigNumber = Annotated[int | None, mapped_column(BigInteger)]
 Flag = Annotated[int, mapped_column(SmallInteger)]
 Microseconds = Annotated[float | None, mapped_column(Float(53))]
+Watts = Annotated[float | None, mapped_column(Float(53))]
 Ratio = Annotated[float | None, mapped_column(Float(53))]
 
 
@@ -93,6 +94,15 @@ class RunRow(Base):
     baseline_q90_us: Mapped[Microseconds]
     baseline_min_us: Mapped[Microseconds]
     baseline_samples: Mapped[OptionalCount]
+    baseline_call_us: Mapped[Microseconds]
+    race_samples: Mapped[OptionalCount]
+    """Readings of the GPU while finalists raced; the columns that follow are what they say."""
+    race_sm_clock_mhz: Mapped[OptionalCount]
+    race_memory_clock_mhz: Mapped[OptionalCount]
+    race_power_w: Mapped[Watts]
+    race_temperature_c: Mapped[OptionalCount]
+    race_throttled_by: Mapped[str | None] = mapped_column(String(255))
+    race_other_processes: Mapped[OptionalCount]
 
 
 class TrialRow(Base):
@@ -124,3 +134,10 @@ class TrialRow(Base):
     max_error: Mapped[Ratio]
     finalist: Mapped[Flag]
     rank: Mapped[OptionalCount]
+    trial_median_us: Mapped[Microseconds]
+    """A finalist's time before the race, whose times are in `median_us` and its companions."""
+    trial_q10_us: Mapped[Microseconds]
+    trial_q90_us: Mapped[Microseconds]
+    trial_min_us: Mapped[Microseconds]
+    trial_samples: Mapped[OptionalCount]
+    call_us: Mapped[Microseconds]

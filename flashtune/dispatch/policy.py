@@ -115,7 +115,7 @@ def _from_record(
     if family is None:
         return Refusal(reason=f"there is no template {outcome.template!r} here", record=record)
     time_us = outcome.measurement.median_us if outcome.measurement is not None else math.nan
-    if outcome.fate is not Fate.CORRECT or not 0.0 < time_us < math.inf:
+    if not outcome.fate.timed or not 0.0 < time_us < math.inf:
         return Refusal(reason=f"its fate is {outcome.fate} with a time of {time_us} us", invalid=True, record=record)
     config = family.completed(outcome.config)
     try:
@@ -187,6 +187,8 @@ def _arch(gpu: str) -> str | None:
 def _note(record: TuningRecord, kind: Kind, key: ProblemKey) -> str:
     other = record.key
     verb = "measured" if record.outcome.source == "measured" else "predicted, not measured,"
+    if record.outcome.fate is Fate.UNCHECKED:
+        verb = "predicted, neither measured nor checked,"
     if kind == "exact" or other == key:
         place = f"for exactly this problem on {other.gpu}"
     else:

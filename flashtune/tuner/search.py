@@ -203,7 +203,7 @@ class _ProblemSearch:
             self.search._listener.trial_finished(outcome, self.incumbent[1] if self.incumbent else None)
 
     def _consider(self, candidate: Candidate, outcome: Outcome) -> None:
-        if outcome.fate is not Fate.CORRECT or outcome.measurement is None:
+        if not outcome.fate.timed or outcome.measurement is None:
             return
         best = self.incumbent[1].measurement if self.incumbent else None
         if best is None or outcome.measurement.median_us < best.median_us:
@@ -241,7 +241,7 @@ class _ProblemSearch:
             fate=reply.fate,
             source=self.plan.source,
             reason=reply.reason,
-            measurement=reply.measurements[0] if reply.fate is Fate.CORRECT else None,
+            measurement=reply.measurements[0] if reply.fate.timed else None,
             facts=compiled.facts,
             max_error=reply.error,
         )
@@ -268,7 +268,7 @@ class _ProblemSearch:
 
     def _predicted(self, candidate: Candidate, facts: CompileFacts) -> Reply:
         checked = self._interpreted(candidate)
-        if checked.fate is not Fate.CORRECT:
+        if not checked.fate.timed:
             return checked
         time_us = predict_us(candidate.config, facts, self.problem, self.plan.target)
         if time_us == float("inf"):
@@ -280,7 +280,7 @@ class _ProblemSearch:
         """The numeric check of this candidate's code path; candidates that differ only in sizes share it."""
         family = candidate.family
         if not family.interpretable:
-            return Reply(fate=Fate.CORRECT)
+            return Reply(fate=Fate.UNCHECKED)
         path = (family.name, *(candidate.config[axis] for axis in family.path_axes))
         if path not in self.state.interpreted:
             # The interpreter multiplies the raw bits of bf16; the code path is the same in fp16.
@@ -296,7 +296,7 @@ class _ProblemSearch:
     def _race(self) -> SearchResult:
         """Time the best few and the framework once more, all interleaved, and rank them."""
         outcomes = dict(self.study.outcomes)
-        correct = [c for c, o in outcomes.items() if o.measurement is not None and o.fate is Fate.CORRECT]
+        correct = [c for c, o in outcomes.items() if o.measurement is not None and o.fate.timed]
         correct.sort(key=lambda c: (_median(outcomes[c]), outcomes[c].variant_id))
         finalists = correct[:FINALISTS]
         baseline = None
@@ -314,7 +314,8 @@ class _ProblemSearch:
             ).reply()
             if reply.fate is Fate.CORRECT:
                 for candidate, measurement in zip(finalists, reply.measurements, strict=False):
-                    outcomes[candidate] = replace(outcomes[candidate], measurement=measurement, finalist=True)
+                    before = outcomes[candidate]
+                    outcomes[candidate] = replace(before, measurement=measurement, finalist=True, trial=before.measurement)
                 if len(reply.measurements) > len(finalists):
                     baseline = Baseline(backend=reply.notes["framework"], measurement=reply.measurements[-1])
         for rank, candidate in enumerate(ranked([(c, outcomes[c]) for c in finalists]), start=1):

@@ -37,7 +37,8 @@ def outcome_from_json(text: str) -> Outcome:
     row: dict[str, Any] = json.loads(text)
     row["config"] = Config.of(row["config"])
     row["fate"] = Fate(row["fate"])
-    row["measurement"] = Measurement(**row["measurement"]) if row["measurement"] else None
+    for name in ("measurement", "trial"):
+        row[name] = Measurement(**row[name]) if row.get(name) else None
     row["facts"] = CompileFacts(**row["facts"]) if row["facts"] else None
     return Outcome(**row)
 
@@ -122,7 +123,7 @@ class Study:
     def tell(self, candidate: Candidate, outcome: Outcome) -> None:
         """Keep what became of a candidate that `ask` gave."""
         self.outcomes[candidate] = outcome
-        value = outcome.measurement.median_us if outcome.fate is Fate.CORRECT and outcome.measurement else None
+        value = outcome.measurement.median_us if outcome.fate.timed and outcome.measurement else None
         state = TrialState.FAIL if value is None else TrialState.COMPLETE
         finished = optuna.trial.create_trial(
             params=_parameters(candidate),
