@@ -13,6 +13,7 @@ from flashtune.cli.console import console, print_json
 from flashtune.cli.options import json_option
 from flashtune.core.errors import FlashtuneError
 from flashtune.core.modules import cache_dir
+from flashtune.core.secrets import mask_secrets
 from flashtune.core.target import targets
 
 
@@ -92,7 +93,7 @@ def _databases() -> list[dict[str, Any]]:
             found.append(_check(name, True, f"{path} (none yet)"))
             continue
         try:
-            found.append(_check(name, True, f"{path} ({len(Library.of(path).records())} rows)"))
+            found.append(_check(name, True, f"{mask_secrets(str(path))} ({len(Library.of(path).records())} rows)"))
         except FlashtuneError as error:
-            found.append(_check(name, False, str(path), str(error)))
+            found.append(_check(name, False, mask_secrets(str(path)), str(error)))
     return found

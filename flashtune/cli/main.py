@@ -10,6 +10,7 @@ import click
 
 import flashtune
 from flashtune.core.errors import FlashtuneError
+from flashtune.core.secrets import mask_secrets
 
 COMMANDS = {
     "search": "Find the fastest kernel for your shapes and store it.",
@@ -51,7 +52,7 @@ class LazyGroup(click.Group):
             sys.stdout.flush()
             return found
         except FlashtuneError as error:
-            click.echo(f"flashtune: {error}", err=True)
+            click.echo(f"flashtune: {mask_secrets(str(error))}", err=True)
             ctx.exit(error.exit_code)
         except click.UsageError as error:
             _report(error)
@@ -73,7 +74,7 @@ def _report(error: click.UsageError) -> None:
     """A wrong option or argument in one line, with where to read more."""
     command = error.ctx.command.name if error.ctx is not None and error.ctx.parent is not None else None
     help_line = " ".join(["flashtune", *([command] if command else []), "--help"])
-    click.echo(f"flashtune: {error.format_message()} (see {help_line})".replace("\n", " "), err=True)
+    click.echo(f"flashtune: {mask_secrets(error.format_message())} (see {help_line})".replace("\n", " "), err=True)
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})

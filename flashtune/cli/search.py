@@ -1,7 +1,6 @@
 """`flashtune search`: find the fastest kernel for each problem and store it."""
 
 import os
-import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from flashtune.cli.records import PREDICTED_NOTE, record_row, record_table
 from flashtune.core.errors import EnvironmentProblem, InputError
 from flashtune.core.problem import Problem
 from flashtune.core.results import Source, TuningRecord
+from flashtune.core.secrets import command_line, mask_secrets
 from flashtune.core.target import Target, find_target
 
 GRID = (512, 1024, 2048, 4096, 8192, 16384)
@@ -133,7 +133,7 @@ def run_search(
     for problem in problems:
         # What no template serves is refused before anything is written.
         SearchSpace(plan.families, problem, target, only_suited=plan.only_suited)
-    command = command or shlex.join(["flashtune", *sys.argv[1:]])
+    command = command or command_line(["flashtune", *sys.argv[1:]])
     trials = None if plan.sampler == "exhaustive" else plan.trials
     with (
         Store.open(location or overlay_path(), writable=True) as store,
@@ -187,10 +187,12 @@ def study_storage(url: str | None) -> Iterator[Any]:
                 where, engine_kwargs={"connect_args": {"timeout": 60}} if where.startswith("sqlite") else None
             )
         except (ImportError, ValueError, ArgumentError) as error:
-            raise InputError(f"the study storage {where!r} can't be opened ({error}): give a URL such as sqlite:///study.sqlite") from error
+            raise InputError(
+                f"the study storage {mask_secrets(where)!r} can't be opened ({mask_secrets(str(error))}): give a URL such as sqlite:///study.sqlite"
+            ) from error
         yield opened
     except SQLAlchemyError as error:
-        first = str(error.__cause__ or error).splitlines()[0]
+        first = mask_secrets(str(error.__cause__ or error).splitlines()[0])
         raise EnvironmentProblem(
-            f"the study storage {where} can't be used ({first}): free space there, or name another with --storage"
+            f"the study storage {mask_secrets(where)} can't be used ({first}): free space there, or name another with --storage"
         ) from error

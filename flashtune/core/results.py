@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from flashtune.core.config import Config
 from flashtune.core.problem import Problem, ProblemKey
+from flashtune.core.secrets import mask_command_line
 
 Source = Literal["measured", "predicted"]
 SOURCES: tuple[Source, ...] = get_args(Source)
@@ -151,11 +152,15 @@ class Provenance:
     clocks: str = ""
     """The driver's answer before the search, when the GPU may have been idle; `conditions` are those under load."""
     command: str = ""
+    """What was typed, with passwords masked; so are those that rows of earlier versions hold."""
     seed: int | None = None
     created_at: str = ""
     """UTC, ISO 8601."""
     conditions: Conditions | None = None
     """None where nothing raced, or nobody watched."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "command", mask_command_line(self.command))
 
     def as_json(self) -> dict[str, Any]:
         """Field to value."""

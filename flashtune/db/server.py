@@ -9,6 +9,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModu
 from sqlalchemy.pool import NullPool
 
 from flashtune.core.errors import DatabaseError, EnvironmentProblem
+from flashtune.core.secrets import mask_secrets
 from flashtune.db.inspection import MissingDatabaseError
 from flashtune.db.schema import SCHEMA_VERSION, VERSION_TABLE, Base
 
@@ -22,7 +23,7 @@ class Server:
     """The same two calls as `SqliteFile`, over a server's own transactions; no connection is kept between them."""
 
     def __init__(self, url: URL, *, writable: bool) -> None:
-        self.name = url.render_as_string(hide_password=True)
+        self.name = mask_secrets(url.render_as_string(hide_password=True))
         self._writable = writable
         try:
             self._engine = create_engine(url, poolclass=NullPool)
@@ -90,5 +91,5 @@ class Server:
         upgrade(connection)
 
     def _explained(self, error: DBAPIError) -> DatabaseError:
-        said = " ".join(str(error.orig).split())[:300]
+        said = mask_secrets(" ".join(str(error.orig).split()))[:300]
         return DatabaseError(f"the database {self.name} answered with an error ({said}): check the URL, its permissions and the server")

@@ -16,6 +16,7 @@ from flashtune.core.dtypes import DType
 from flashtune.core.errors import DatabaseError, NoKernelFound
 from flashtune.core.problem import Direction, Problem, ProblemKey
 from flashtune.core.results import Baseline, Fate, Outcome, Provenance, SearchResult, TuningRecord
+from flashtune.core.secrets import mask_secrets
 from flashtune.db import rows
 from flashtune.db.ranking import by_key, foremost, key_order, serve_all
 from flashtune.db.rows import Row, RowError
@@ -291,7 +292,9 @@ def _sqlite_path(location: str | Path) -> Path | None:
         if url.drivername not in ("sqlite", "sqlite+pysqlite"):
             raise DatabaseError(f"{url.drivername} is another driver than Python's own: write sqlite:///path")
         if url.query:
-            raise DatabaseError(f"{location} has options after '?', which flashtune sets itself: give the plain path of the file")
+            raise DatabaseError(
+                f"{mask_secrets(location)} has options after '?', which flashtune sets itself: give the plain path of the file"
+            )
         text = url.database or ":memory:"
     if not text or text == ":memory:":
         raise DatabaseError(f"{text or 'an empty path'!r} names no file, and a database in memory would be lost: give a path")
