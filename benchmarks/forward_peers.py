@@ -174,10 +174,11 @@ def _mask_mod(cell: Cell, data: Data) -> Callable[..., torch.Tensor] | None:
     if cell.problem.features.mask == "bool":
         mask = data.inputs.keywords["mask"][0, 0]
         return lambda b, h, i, j: mask[i, j]
-    left, right = cell.problem.features.sides
-    if left is not None:
+    band = cell.problem.band
+    if band.left is not None:
+        left = band.left
         return lambda b, h, i, j: (j <= i) & (i - j <= left)
-    return None if right is None else lambda b, h, i, j: j <= i
+    return None if band.right is None else lambda b, h, i, j: j <= i
 
 
 def error_of(out: torch.Tensor, expected: list[Expected], bounds: Tolerance) -> Error:

@@ -9,8 +9,10 @@ from typing import Any, Literal
 
 import torch
 
+from flashtune.core import reference
+from flashtune.core.band import Alignment, Band
 from flashtune.core.dtypes import DType, output_dtype
-from flashtune.core.problem import Alignment, Features, Problem
+from flashtune.core.problem import Features, Problem
 from flashtune.core.torch_dtypes import TORCH_DTYPES
 from flashtune.tuner.inputs import Inputs
 
@@ -176,13 +178,10 @@ def make_case(case: AttentionCase, device: torch.device | str) -> Inputs:
     q, k, v = _laid_out([q, k, v], case.layout)
     storage = torch.full((p.batch, p.n_q + 1, p.heads, p.d_v + 3), MARK, dtype=out_dtype, device=device)
     out = storage[:, : p.n_q, :, : p.d_v].transpose(1, 2)
-    left, right = p.features.window if p.features.window is not None else (None, 0 if p.features.causal else None)
     keywords: dict[str, Any] = {
         "mask": _mask(case, generator, out_dtype, device),
         "scale": p.d**-0.5 if case.scale is None else case.scale,
-        "diagonal": p.diagonal,
-        "window_left": -1 if left is None else left,
-        "window_right": -1 if right is None else right,
+        **p.band.keywords(),
         "softcap": case.softcap if p.features.softcap else 0.0,
         "dropout_p": case.dropout_p if p.features.dropout else 0.0,
         "seed": case.seed,
@@ -254,3 +253,20 @@ def _mask(case: AttentionCase, generator: torch.Generator, dtype: torch.dtype, d
         attends[..., -1, :] = False
     mask = attends if p.features.mask == "bool" else torch.randn(shape, generator=generator).to(dtype).masked_fill(~attends, float("-inf"))
     return mask.to(device).expand(p.batch, p.heads, p.n_q, p.n_kv)
+
+
+def band_of(words: dict[str, Any]) -> Band:
+    """The band that a launch's keyword arguments say."""
+    left, right = (None if words[side] < 0 else words[side] for side in ("window_left", "window_right"))
+    return Band(left=left, right=right, diagonal=words["diagonal"])
+
+
+def by_the_book(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, **words: Any) -> None:
+    """A right launch of any problem, in float32 by the reference."""
+    keep = None
+    if words["dropout_p"]:
+        keep = reference.dropout_keep(words["seed"], words["offset"], q.shape[0], q.shape[1], q.shape[2], k.shape[2], words["dropout_p"])
+    shared = {name: words.get(name) for name in ("mask", "scale", "softcap", "dropout_p", "slopes", "descale")}
+    found = reference.attention(q, k, v, band=band_of(words), keep=keep, dtype=torch.float32, **shared)
+    out.copy_(found[0])
+    lse.copy_(found[1])

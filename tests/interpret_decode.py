@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from flashtune.core.band import ALIGNMENTS
 from flashtune.core.modules import load_source
-from flashtune.core.problem import ALIGNMENTS, MASK_KINDS, Features, Problem
+from flashtune.core.problem import MASK_KINDS, Features, Problem
 from flashtune.core.target import find_target
 from flashtune.templates import family
 from flashtune.templates.rendering import render, variant_of

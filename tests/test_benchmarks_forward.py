@@ -82,7 +82,7 @@ def test_small_cells_are_lone_sequences_and_the_last_rows_of_long_ones() -> None
     last = [p for p in small if p.n_q != p.n_kv]
     assert [(p.n_q, p.n_kv) for p in last] == [(16, 8192), (128, 16384), (192, 16384)]
     assert all((p.d, p.heads, p.kv_heads) == (128, 32, 8) for p in last)
-    assert all(p.features.causal and p.diagonal == p.n_kv - p.n_q for p in last)
+    assert all(p.features.causal and p.band.diagonal == p.n_kv - p.n_q for p in last)
     assert len(small) == len(alone) + len(last)
     names = [cell.name for cell in cells(("small",), n=[512, 8192])]
     assert "small causal D=64 B=1 N=512" in names and "small 16 rows D=128 B=1 N=8192" in names

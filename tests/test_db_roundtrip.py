@@ -9,10 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from flashtune.core.band import ALIGNMENTS
 from flashtune.core.config import Config
 from flashtune.core.dtypes import DTYPES
 from flashtune.core.errors import InputError
-from flashtune.core.problem import ALIGNMENTS, MASK_KINDS, Features, Problem
+from flashtune.core.problem import MASK_KINDS, Features, Problem
 from flashtune.core.results import SOURCES, Baseline, CompileFacts, Conditions, Fate, Measurement, Outcome, Provenance, SearchResult
 from flashtune.db.rows import LARGEST, TEXT_LENGTH, tidy
 from flashtune.db.store import Store

@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 
 from flashtune import dispatch
 from flashtune.core import reference
+from flashtune.core.band import Band
 from flashtune.dispatch import devices, framework
 
 
@@ -50,12 +51,12 @@ def test_gradients_equal_torchs_own(words: dict[str, Any]) -> None:
     ("words", "expected"),
     [
         ({"softcap": 2.0}, {"softcap": 2.0}),
-        ({"window": 3}, {"left": 3, "right": 3}),
-        ({"window": (2, None), "softcap": 2.0}, {"left": 2, "softcap": 2.0}),
-        ({"is_causal": True, "causal_alignment": "bottom_right"}, {"right": 0, "diagonal": 2}),
-        ({"is_causal": True, "window": 4}, {"left": 4, "right": 0}),
+        ({"window": 3}, {"band": Band(left=3, right=3)}),
+        ({"window": (2, None), "softcap": 2.0}, {"band": Band(left=2), "softcap": 2.0}),
+        ({"is_causal": True, "causal_alignment": "bottom_right"}, {"band": Band(right=0, diagonal=2)}),
+        ({"is_causal": True, "window": 4}, {"band": Band(left=4, right=0)}),
         ({"attn_mask": mask_with_an_empty_row(), "softcap": 2.0}, {"mask": mask_with_an_empty_row(), "softcap": 2.0}),
-        ({"attn_mask": mask_with_an_empty_row(), "window": 2}, {"mask": mask_with_an_empty_row(), "left": 2, "right": 2}),
+        ({"attn_mask": mask_with_an_empty_row(), "window": 2}, {"mask": mask_with_an_empty_row(), "band": Band(left=2, right=2)}),
         (
             {"dropout_p": 0.4, "seed": 9},
             {"dropout_p": 0.4, "keep": reference.dropout_keep(9, 0, 2, 4, 11, 13, 0.4)},
@@ -90,8 +91,9 @@ def test_slopes_get_their_gradient(words: dict[str, Any]) -> None:
     slopes = torch.rand(2, 4, requires_grad=True)
     dispatch.attention(q, k, v, alibi_slopes=slopes, **words).square().sum().backward()
     wide = [x.detach().double().requires_grad_() for x in (q, k, v, slopes)]
-    expected = {"mask": words.get("attn_mask"), "softcap": words.get("softcap", 0.0), "right": 0 if "is_causal" in words else None}
-    wanted, _ = reference.attention(*wide[:3], slopes=wide[3], scale=0.25, **expected)
+    band = Band(right=0 if "is_causal" in words else None)
+    expected = {"mask": words.get("attn_mask"), "softcap": words.get("softcap", 0.0)}
+    wanted, _ = reference.attention(*wide[:3], slopes=wide[3], scale=0.25, band=band, **expected)
     wanted.square().sum().backward()
     for mine, other in zip((q, k, v, slopes), wide, strict=True):
         assert mine.grad is not None and other.grad is not None
@@ -105,9 +107,9 @@ def test_a_bias_gets_its_gradient() -> None:
             q, k, v = inputs()
         dispatch.attention(q, k, v, bias, **words).square().sum().backward()
         wide = bias.detach().double().requires_grad_()
-        band = {"left": 5, "right": 5} if "window" in words else {}
+        band = Band(left=5, right=5) if "window" in words else Band()
         wanted, _ = reference.attention(
-            *(x.detach() for x in (q, k, v)), mask=wide, scale=0.25, softcap=float(words.get("softcap", 0.0)), **band
+            *(x.detach() for x in (q, k, v)), mask=wide, scale=0.25, softcap=float(words.get("softcap", 0.0)), band=band
         )
         wanted.square().sum().backward()
         assert bias.grad is not None and wide.grad is not None

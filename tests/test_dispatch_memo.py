@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from attention_cases import by_the_book
 from triton.runtime.errors import OutOfResources
 
 from flashtune import dispatch
 from flashtune.core import reference
+from flashtune.core.band import Band
 from flashtune.core.config import Config, Variant
 from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Baseline, Fate, Measurement, Outcome, Provenance, SearchResult, Source
@@ -49,14 +51,7 @@ class Machine:
             self.launched.append(variant)
             if variant.id in self.fails:
                 raise self.fails[variant.id]
-            keep = None
-            if words["dropout_p"]:
-                keep = reference.dropout_keep(words["seed"], words["offset"], *q.shape[:3], k.shape[2], words["dropout_p"])
-            left, right = (None if words[side] < 0 else words[side] for side in ("window_left", "window_right"))
-            shared = {name: words.get(name) for name in ("mask", "scale", "diagonal", "softcap", "dropout_p", "slopes", "descale")}
-            found = reference.attention(q, k, v, left=left, right=right, keep=keep, dtype=torch.float32, **shared)
-            out.copy_(found[0])
-            lse.copy_(found[1])
+            by_the_book(q, k, v, out, lse, **words)
 
         return SimpleNamespace(accepts=lambda q, k, v, mask: not self.refuses & {family.name, variant.id}, launch=launch)
 
@@ -123,7 +118,7 @@ def attend(**words: Any) -> torch.Tensor:
 
 
 def assert_right(out: torch.Tensor) -> None:
-    wanted, _ = reference.attention(Q, Q, Q, scale=0.25, right=0)
+    wanted, _ = reference.attention(Q, Q, Q, scale=0.25, band=Band(right=0))
     torch.testing.assert_close(out.double(), wanted, atol=2e-5, rtol=2e-5)
 
 

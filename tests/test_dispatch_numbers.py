@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from flashtune import dispatch
 from flashtune.core import reference
+from flashtune.core.band import Band
 from flashtune.core.tolerances import TOLERANCES, Tolerance
 from flashtune.dispatch import devices
 
@@ -166,9 +167,11 @@ def expected(
         flat(v),
         mask=wide_mask,
         scale=call.d**-0.5 if call.scale is None else call.scale,
-        left=left,
-        right=0 if call.causal else right,
-        diagonal=call.n_kv - call.n_q if call.alignment == "bottom_right" else 0,
+        band=Band(
+            left=left,
+            right=0 if call.causal else right,
+            diagonal=call.n_kv - call.n_q if call.alignment == "bottom_right" else 0,
+        ),
         softcap=call.softcap,
         keep=keep if call.dropout_p else None,
         dropout_p=call.dropout_p,

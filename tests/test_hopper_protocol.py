@@ -13,7 +13,7 @@ from flashtune.core.config import KernelSpec
 from flashtune.core.dtypes import DType
 from flashtune.core.modules import load_source
 from flashtune.core.problem import Features, Problem
-from flashtune.core.reference import band
+from flashtune.core.reference import visible
 
 CAUSAL = Features(causal=True)
 BAND = Features(window=(70, 40))
@@ -31,9 +31,8 @@ def problem_of(generator: random.Random, features: Features, d: int, dtype: DTyp
 
 def seen(problem: Problem, row: int, block_n: int) -> set[int]:
     """The first keys of the blocks of which some of 64 rows see a key."""
-    left, right = problem.features.sides
-    visible = band(problem.n_q, problem.n_kv, left=left, right=right, diagonal=problem.diagonal)[row : row + 64]
-    return {int(key) // block_n * block_n for key in visible.any(0).nonzero()}
+    keys = visible(problem.band, problem.n_q, problem.n_kv)[row : row + 64]
+    return {int(key) // block_n * block_n for key in keys.any(0).nonzero()}
 
 
 def run(problem: Problem, text: str, launch: Launch, chosen: dict[str, Any], *, programs: int, seed: int) -> None:

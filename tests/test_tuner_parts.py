@@ -11,6 +11,7 @@ from typing import Any
 import optuna
 import pytest
 import torch
+from attention_cases import band_of, by_the_book
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,18 +36,6 @@ from flashtune.tuner.workers import Workers
 
 PROBLEM = Problem(batch=2, heads=4, kv_heads=2, n_q=100, n_kv=140, d=16, d_v=24, dtype="fp32")
 EVERYTHING = Features(causal=True, alignment="bottom_right", window=(60, 0), mask="bias", dropout=True, softcap=True)
-
-
-def by_the_book(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, **words: Any) -> None:
-    """A right launch, in float32."""
-    keep = None
-    if words["dropout_p"]:
-        keep = reference.dropout_keep(words["seed"], words["offset"], q.shape[0], q.shape[1], q.shape[2], k.shape[2], words["dropout_p"])
-    sides = {side: None if words[f"window_{side}"] < 0 else words[f"window_{side}"] for side in ("left", "right")}
-    shared = {name: words.get(name) for name in ("mask", "scale", "diagonal", "softcap", "dropout_p", "slopes", "descale")}
-    found = reference.attention(q, k, v, keep=keep, dtype=torch.float32, **sides, **shared)
-    out.copy_(found[0])
-    lse.copy_(found[1])
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp8"])
@@ -94,7 +83,7 @@ def rounded_to_e4m3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torc
     ratio = q.shape[1] // k.shape[1]
     scores = words["scale"] * (q_wide @ k_wide.repeat_interleave(ratio, 1).mT)
     if words["window_right"] == 0:
-        scores = scores.masked_fill(~reference.band(q.shape[2], k.shape[2], left=None, right=0, diagonal=words["diagonal"]), float("-inf"))
+        scores = scores.masked_fill(~reference.visible(band_of(words), q.shape[2], k.shape[2]), float("-inf"))
     largest = scores.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
     weights = torch.exp(scores - largest)
     total = weights.sum(-1, keepdim=True)
@@ -190,9 +179,7 @@ def test_key_blocks_are_those_that_rows_see(
     n_q: int, n_kv: int, causal: bool, alignment: Any, window: Any, block_m: int, block_n: int
 ) -> None:
     problem = replace(PROBLEM, n_q=n_q, n_kv=n_kv, features=Features(causal=causal, alignment=alignment, window=window))
-    f = problem.features
-    left, right = f.window if f.window is not None else (None, 0 if f.causal else None)
-    band = reference.band(n_q, n_kv, left=left, right=right, diagonal=problem.diagonal)
+    band = reference.visible(problem.band, n_q, n_kv)
     assert problem.visible_pairs() == int(band.sum())
     expected = 0
     for start in range(0, n_q, block_m):

@@ -4,18 +4,15 @@ import json
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
+from flashtune.core.band import ALIGNMENTS, Alignment, Band, Window, diagonal_of
 from flashtune.core.config import KernelSpec
 from flashtune.core.dtypes import DTYPES, ITEMSIZE, DType, output_dtype
 from flashtune.core.errors import InputError
 
 Direction = Literal["fwd"]
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
-Alignment = Literal["top_left", "bottom_right"]
-ALIGNMENTS: tuple[Alignment, ...] = get_args(Alignment)
 MaskKind = Literal["none", "bool", "bias"]
 MASK_KINDS: tuple[MaskKind, ...] = get_args(MaskKind)
-Window = tuple[int | None, int | None]
-"""(left, right): query i (shifted by the alignment) sees keys i-left .. i+right; None is unbounded."""
 
 MAX_HEAD_DIM = 256
 
@@ -64,6 +61,18 @@ class Features:
             if self.window in ((None, None), (None, 0)) and (self.causal or self.window == (None, None)):
                 object.__setattr__(self, "window", None)
 
+    @classmethod
+    def within(cls, band: Band, **others: Any) -> "Features":
+        """The features of a call whose band is this one (see `Band.trimmed`): one that ends at the diagonal is causal, however it was asked
+        for. `others` are the rest of the features."""
+        aligned = band.diagonal and (band.bounded or others.get("alibi"))
+        return cls(
+            causal=band.right == 0,
+            alignment="bottom_right" if aligned else "top_left",
+            window=(band.left, band.right),
+            **others,
+        )
+
     @property
     def banded(self) -> bool:
         """Whether a diagonal band limits what a query sees."""
@@ -74,10 +83,10 @@ class Features:
         """Whether anything is counted from the diagonal, so that `alignment` has a meaning."""
         return self.banded or self.alibi
 
-    @property
-    def sides(self) -> Window:
-        """The band as a window: a causal one without a window is (None, 0), no band at all (None, None)."""
-        return self.window if self.window is not None else (None, 0 if self.causal else None)
+    def band(self, n_q: int, n_kv: int) -> Band:
+        """Which keys a query sees at these sizes."""
+        left, right = self.window if self.window is not None else (None, 0 if self.causal else None)
+        return Band(left=left, right=right, diagonal=diagonal_of(self.alignment, n_q, n_kv))
 
     def as_json(self) -> dict[str, Any]:
         """Only what is switched on: `{}` when plain, `{"causal": True, "window": 1024}`, ..."""
@@ -146,14 +155,6 @@ class ProblemKey:
     bh_bucket: int
 
 
-def _pairs_up_to(n_q: int, n_kv: int, shift: int) -> int:
-    """How many pairs (i, j) have j <= i + shift: the sum over rows of i + shift + 1, held between 0 and n_kv."""
-    first = min(n_q, max(0, -shift))
-    full = min(n_q, max(first, n_kv - shift - 1))
-    rising = full - first
-    return rising * (first + shift + 1) + rising * (rising - 1) // 2 + (n_q - full) * n_kv
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """One attention call as a tuner sees it: sizes, element type and features, but no data and no GPU.
@@ -195,9 +196,9 @@ class Problem:
         return self.heads // self.kv_heads
 
     @property
-    def diagonal(self) -> int:
-        """The shift of the diagonal: query i stands over key i + diagonal (0 top-left, N_kv - N_q bottom-right)."""
-        return self.n_kv - self.n_q if self.features.alignment == "bottom_right" else 0
+    def band(self) -> Band:
+        """Which keys a query sees."""
+        return self.features.band(self.n_q, self.n_kv)
 
     def spec(self) -> KernelSpec:
         """What of this problem is compiled into a kernel; one spec serves every N, batch and head count."""
@@ -239,13 +240,7 @@ class Problem:
 
     def visible_pairs(self) -> int:
         """How many (query, key) pairs of one head the causal and window bands leave (a bias or mask removes none)."""
-        f = self.features
-        if not f.banded:
-            return self.n_q * self.n_kv
-        left, right = f.sides
-        upper = self.n_q * self.n_kv if right is None else _pairs_up_to(self.n_q, self.n_kv, self.diagonal + right)
-        lower = 0 if left is None else _pairs_up_to(self.n_q, self.n_kv, self.diagonal - left - 1)
-        return upper - lower
+        return self.band.pairs(self.n_q, self.n_kv)
 
     def flops(self) -> int:
         """Floating-point operations of the two matrix products over the visible pairs: 2 pairs (D + D_v) per head.

@@ -5,6 +5,8 @@ Nothing here is fast. Kernels, tests, `flashtune verify` and the CPU path of ext
 
 import torch
 
+from flashtune.core.band import Band
+
 PHILOX_ROUNDS = 7
 """Philox4x32-7 passes BigCrush (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, table 2)."""
 
@@ -78,15 +80,15 @@ def distances(n_q: int, n_kv: int, diagonal: int, device: torch.device | str = "
     return torch.arange(n_kv, device=device)[None, :] - torch.arange(n_q, device=device)[:, None] - diagonal
 
 
-def band(n_q: int, n_kv: int, *, left: int | None, right: int | None, diagonal: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Which pairs a causal or window band leaves: bool (n_q, n_kv), True where i + diagonal - left <= j <= i + diagonal + right."""
-    distance = distances(n_q, n_kv, diagonal, device)
-    visible = torch.ones_like(distance, dtype=torch.bool)
-    if left is not None:
-        visible &= distance >= -left
-    if right is not None:
-        visible &= distance <= right
-    return visible
+def visible(band: Band, n_q: int, n_kv: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Which pairs a band leaves: bool (n_q, n_kv), True where i + diagonal - left <= j <= i + diagonal + right."""
+    distance = distances(n_q, n_kv, band.diagonal, device)
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    if band.left is not None:
+        seen &= distance >= -band.left
+    if band.right is not None:
+        seen &= distance <= band.right
+    return seen
 
 
 def alibi(slopes: torch.Tensor, n_q: int, n_kv: int, diagonal: int) -> torch.Tensor:
@@ -108,9 +110,7 @@ def attention(
     *,
     mask: torch.Tensor | None = None,
     scale: float,
-    left: int | None = None,
-    right: int | None = None,
-    diagonal: int = 0,
+    band: Band | None = None,
     softcap: float = 0.0,
     keep: torch.Tensor | None = None,
     dropout_p: float = 0.0,
@@ -121,11 +121,13 @@ def attention(
     """softmax(scale q k^T) v with every feature, in `dtype`: output (B, Hq, N_q, D_v) and natural-log LSE (B, Hq, N_q).
 
     q (B, Hq, N_q, D), k (B, Hkv, N_kv, D), v (B, Hkv, N_kv, D_v); Hq a multiple of Hkv. Order of the score's steps: scale,
-    soft cap c tanh(s / c), ALiBi, additive mask, then boolean mask (True attends) and band as -inf. `keep` is dropout's bool mask;
-    kept weights are divided by 1 - dropout_p and the LSE doesn't see dropout. A row with nothing to attend to gives 0 and LSE -inf.
+    soft cap c tanh(s / c), ALiBi, additive mask, then boolean mask (True attends) and `band` (None: all keys) as -inf. `keep` is
+    dropout's bool mask; kept weights are divided by 1 - dropout_p and the LSE doesn't see dropout. A row with nothing to attend to
+    gives 0 and LSE -inf.
     `slopes` (B, Hq) are ALiBi's: each score loses slope |i + diagonal - j|. `descale` holds factors of q (B, Hq), k and v (B, Hkv),
     which quantised inputs stand for a multiple of. Differentiable.
     """
+    band = band or Band()
     ratio = q.shape[1] // max(1, k.shape[1])
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if descale is not None:
@@ -135,14 +137,14 @@ def attention(
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     if slopes is not None:
-        scores = scores + alibi(slopes.to(dtype), q.shape[2], k.shape[2], diagonal)
-    visible = band(q.shape[2], k.shape[2], left=left, right=right, diagonal=diagonal, device=q.device)
+        scores = scores + alibi(slopes.to(dtype), q.shape[2], k.shape[2], band.diagonal)
+    seen = visible(band, q.shape[2], k.shape[2], q.device)
     if mask is not None and mask.dtype == torch.bool:
-        visible = visible & mask
+        seen = seen & mask
     elif mask is not None:
         scores = scores + mask.to(dtype)
     # A bias of -inf hides a pair like a mask does; filled in again, so that no gradient flows through -inf - -inf.
-    scores = scores.masked_fill(~visible | (scores == float("-inf")), float("-inf"))
+    scores = scores.masked_fill(~seen | (scores == float("-inf")), float("-inf"))
     lse = torch.logsumexp(scores, -1)
     # exp(-inf - -inf) is NaN; a finite stand-in gives exp(-inf) = 0 on empty rows.
     weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from flashtune.core.problem import Problem, Window
+from flashtune.core.band import Window
+from flashtune.core.problem import Problem
 from flashtune.core.target import find_target
 from flashtune.dispatch import compiled, devices, selection
 from flashtune.dispatch.arguments import parse

@@ -6,8 +6,9 @@ from itertools import zip_longest
 
 import torch
 
+from flashtune.core.band import ALIGNMENTS, Band, Window, diagonal_of, parse_window
 from flashtune.core.errors import InputError, InputTypeError
-from flashtune.core.problem import ALIGNMENTS, MAX_HEAD_DIM, Features, MaskKind, Problem, Window
+from flashtune.core.problem import MAX_HEAD_DIM, Features, MaskKind, Problem
 from flashtune.core.torch_dtypes import KERNEL_DTYPES, output_torch_dtype
 from flashtune.dispatch.per_head import PerHead
 from flashtune.dispatch.request import Request
@@ -49,12 +50,9 @@ def parse(
         mask_kind = _mask_kind(attn_mask, query, (*batch_dims, *((heads,) if rank > 2 else ()), n_q, n_kv))
     if causal_alignment not in ALIGNMENTS:
         raise InputError(f"unknown causal_alignment {causal_alignment!r}: use one of {', '.join(ALIGNMENTS)}")
-    diagonal = n_kv - n_q if causal_alignment == "bottom_right" else 0
-    left, right = _sides(window)
-    right = 0 if is_causal else right
+    left, right = parse_window(window)
     # A side that hides no pair at these sizes would only cost a slower kernel: decoding one token isn't causal.
-    left = None if left is not None and left >= n_q - 1 + diagonal else left
-    right = None if right is not None and right >= n_kv - 1 - diagonal else right
+    band = Band(left=left, right=0 if is_causal else right, diagonal=diagonal_of(causal_alignment, n_q, n_kv)).trimmed(n_q, n_kv)
     dropout_p = _number("dropout_p", dropout_p)
     if not 0.0 <= dropout_p <= 1.0:
         raise InputError(f"dropout_p={dropout_p} is not a probability: give a rate between 0 and 1")
@@ -67,8 +65,6 @@ def parse(
     _check_per_head(per_head, query, batch_dims, heads, kv_heads)
     alibi = per_head.alibi_slopes is not None
     identity = rank == len(q) == len(k) == len(v) == 4 and q[0] == k[0] == v[0] and q[1] == heads and k[1] == v[1] == kv_heads
-    # However it was asked for: a window that ends at the diagonal is causal.
-    causal = right == 0
     problem = None
     if query.dtype in KERNEL_DTYPES and 0 not in (*batch_dims, heads, n_q, n_kv):
         problem = Problem(
@@ -80,10 +76,8 @@ def parse(
             d=d,
             d_v=d_v,
             dtype=KERNEL_DTYPES[query.dtype],
-            features=Features(
-                causal=causal,
-                alignment="bottom_right" if diagonal and (left is not None or right is not None or alibi) else "top_left",
-                window=(left, right) if left is not None or not causal else None,
+            features=Features.within(
+                band,
                 mask=mask_kind,
                 dropout=dropout_p > 0.0,
                 softcap=softcap > 0.0,
@@ -97,9 +91,7 @@ def parse(
         device=query.device,
         problem=problem,
         scale=1.0 / math.sqrt(d) if scale is None else _number("scale", scale),
-        left=left,
-        right=right,
-        diagonal=diagonal,
+        band=band,
         softcap=softcap,
         alibi=alibi,
         factors=_factors(per_head) if query.dtype == torch.float8_e4m3fn else None,
@@ -251,25 +243,6 @@ def _factors(per_head: PerHead) -> tuple[float, float, float]:
 
 def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
     return len(shape) <= len(full) and all(size in (1, other) for size, other in zip(reversed(shape), reversed(full), strict=False))
-
-
-def _sides(window: object) -> Window:
-    """`window` as (left, right), None for unbounded."""
-    if window is None:
-        return None, None
-    given = list(window) if isinstance(window, (tuple, list)) else [window, window]
-    sides: list[int | None] = []
-    for side in given:
-        if side is None:
-            sides.append(None)
-        elif isinstance(side, numbers.Integral) and not isinstance(side, bool):
-            sides.append(int(side))
-    if len(sides) != 2 or len(given) != 2:
-        raise InputTypeError(f"window={window!r} is not a window: give a size or (left, right), with None or -1 for unbounded")
-    if any(side is not None and side < -1 for side in sides):
-        raise InputError(f"window={window!r} is out of range: give sizes of 0 or more, with None or -1 for unbounded")
-    left, right = (None if side == -1 else side for side in sides)
-    return left, right
 
 
 def _flag(name: str, value: object) -> bool:

@@ -19,7 +19,7 @@ def traced(arguments: tuple[Any, ...], extras: dict[str, Any], *, kernels: bool)
     # Operators take signed integers; seeds wrap.
     bits = None if seed is None else (seed_bits(seed) + 2**63) % 2**64 - 2**63
     if kernels:
-        left, right = (-1 if side is None else side for side in (request.left, request.right))
+        sides = request.band.keywords()
         out, lse = torch.ops.flashtune.attention(
             query,
             key,
@@ -28,8 +28,8 @@ def traced(arguments: tuple[Any, ...], extras: dict[str, Any], *, kernels: bool)
             request.dropout_p,
             request.scale,
             arguments[7],
-            left,
-            right,
+            sides["window_left"],
+            sides["window_right"],
             request.softcap,
             extras["causal_alignment"],
             request.return_lse,

@@ -43,16 +43,16 @@ def attention(
         q, k, v = ((x.float() * factor[..., None, None]).to(request.out_dtype) for x, factor in zip((q, k, v), descale, strict=True))
     if slopes is not None:
         # Wide, since the 16-bit types hold no large distances.
-        bias = reference.alibi(slopes.to(_wide(request)), request.n_q, request.n_kv, request.diagonal)
+        bias = reference.alibi(slopes.to(_wide(request)), request.n_q, request.n_kv, request.band.diagonal)
         mask = reference.joined(bias, mask)
     # A tracer may hold symbolic truth values, which torch refuses; a branch on one settles it.
-    causal = True if request.torch_causal and mask is None else False  # noqa: SIM210
+    causal = True if request.band.torch_causal and mask is None else False  # noqa: SIM210
     shared = True if request.heads != request.kv_heads else False  # noqa: SIM210
     scale = request.scale
     if scale <= 0.0:
         # Torch's fused backends assume a positive one; its CPU's gives NaN in causal rows otherwise.
         q, scale = (-q, -scale) if scale < 0.0 else (q * 0.0, 1.0)
-    if request.banded and not causal:
+    if request.band.bounded and not causal:
         mask = _with_band(request, mask)
     if mask is not None and mask.dtype != torch.bool and q.dtype == torch.float64:
         # Torch's fused CPU kernel reads the memory of a narrower mask as if it were float64.
@@ -74,9 +74,7 @@ def attention(
 
 def _with_band(request: Request, mask: torch.Tensor | None) -> torch.Tensor:
     """The mask or bias with the band put into it; (1, 1, N_q, N_kv) when there was none."""
-    visible = reference.band(
-        request.n_q, request.n_kv, left=request.left, right=request.right, diagonal=request.diagonal, device=request.device
-    )[None, None]
+    visible = reference.visible(request.band, request.n_q, request.n_kv, request.device)[None, None]
     if mask is None:
         return visible
     return mask & visible if mask.dtype == torch.bool else reference.joined(mask, visible)
@@ -105,9 +103,7 @@ def _composite(
             v,
             mask=mask,
             scale=request.scale,
-            left=request.left,
-            right=request.right,
-            diagonal=request.diagonal,
+            band=request.band,
             softcap=request.softcap,
             keep=keep,
             dropout_p=request.dropout_p,

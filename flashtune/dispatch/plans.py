@@ -84,12 +84,9 @@ class KernelPlan:
 def kernel_plan(request: Request, launch: Callable[..., None], q: torch.Tensor) -> KernelPlan:
     """The plan for a kernel; the output's dimensions lie in memory as those of `q` (B, Hq, N_q, D) do, as in torch."""
     shape = (request.batch, request.heads, request.n_q, request.d_v)
-    left, right = (-1 if side is None else side for side in (request.left, request.right))
     settings: dict[str, Any] = {
         "scale": request.scale,
-        "diagonal": request.diagonal,
-        "window_left": left,
-        "window_right": right,
+        **request.band.keywords(),
         "softcap": request.softcap,
         "dropout_p": request.dropout_p,
     }

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from flashtune.core.band import Band
 from flashtune.core.problem import MaskKind, Problem
 
 Descale = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -15,8 +16,8 @@ Descale = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class Request:
     """One call, checked and normalised.
 
-    `left` and `right` are the sides of the band (None: unbounded) around the diagonal shifted by `diagonal`; sides that hide
-    nothing at these sizes are dropped. `problem` is None where no kernel serves: for float64, and where there is nothing to compute.
+    Of `band`, sides that hide nothing at these sizes are dropped. `problem` is None where no kernel serves: for float64, and where
+    there is nothing to compute.
     `rank` is the output's number of dimensions, `batch_dims` those before the heads and `batch` their product. `identity` says that
     q, k and v are taken as they are: 4-D, with equal batches and heads that need no broadcasting. `alibi` says that slopes are given.
     `factors` are numbers that fp8 q, k and v are multiplied by, 1 where none or a tensor is given; None for other types.
@@ -27,9 +28,7 @@ class Request:
     device: torch.device
     problem: Problem | None
     scale: float
-    left: int | None
-    right: int | None
-    diagonal: int
+    band: Band
     softcap: float
     alibi: bool
     factors: tuple[float, float, float] | None
@@ -54,19 +53,9 @@ class Request:
         return 0 in (self.batch, self.heads, self.n_q, self.n_kv)
 
     @property
-    def banded(self) -> bool:
-        """Whether a causal or window band hides anything."""
-        return self.left is not None or self.right is not None
-
-    @property
-    def torch_causal(self) -> bool:
-        """Whether the band is exactly torch's `is_causal`."""
-        return self.left is None and self.right == 0 and self.diagonal == 0
-
-    @property
     def fused_by_torch(self) -> bool:
         """Whether one call of torch's own attention serves this, with no mask built for it."""
-        band = self.torch_causal and self.mask_kind == "none" if self.banded else True
+        band = self.band.torch_causal and self.mask_kind == "none" if self.band.bounded else True
         added = self.softcap or self.alibi or self.factors is not None or self.return_lse
         return band and not added and not (self.dropout_p and self.seeded)
 

@@ -173,7 +173,7 @@ def _torch_has(problem: Problem) -> bool:
     f = problem.features
     if f.window is not None or f.softcap or f.alibi or problem.dtype == "fp8":
         return False
-    return not f.causal or (problem.diagonal == 0 and f.mask == "none")
+    return not f.causal or (problem.band.diagonal == 0 and f.mask == "none")
 
 
 def _refusal(memo: Memo, refusal: Refusal) -> str:

@@ -67,14 +67,8 @@ CONSTANTS = Constants()
 
 def key_blocks(problem: Problem, block_m: int, block_n: int) -> int:
     """Key blocks that the query tiles of one head visit in all, given the causal and window bands."""
-    left, right = problem.features.sides
-    total = 0
-    for start in range(0, problem.n_q, block_m):
-        low, high = start + problem.diagonal, min(start + block_m, problem.n_q) - 1 + problem.diagonal
-        first = 0 if left is None else max(0, low - left)
-        last = problem.n_kv - 1 if right is None else min(problem.n_kv - 1, high + right)
-        total += last // block_n - first // block_n + 1 if first <= last else 0
-    return total
+    seen = (problem.band.keys(start, min(start + block_m, problem.n_q) - 1, problem.n_kv) for start in range(0, problem.n_q, block_m))
+    return sum(keys[-1] // block_n - keys[0] // block_n + 1 for keys in seen if keys)
 
 
 def programs_per_sm(facts: CompileFacts, target: Target) -> int:

@@ -37,17 +37,15 @@ def framework_call(inputs: Inputs, backend: str | None = None) -> Callable[[], t
     if p.features.alibi:
         try:
             # Generated slopes are the same in every batch.
-            bias = reference.alibi(words["slopes"][:1], p.n_q, p.n_kv, p.diagonal)
+            bias = reference.alibi(words["slopes"][:1], p.n_q, p.n_kv, p.band.diagonal)
             mask = reference.joined(bias.to(inputs.q.dtype), mask)
         except torch.OutOfMemoryError:
             return None
-    causal = p.features.causal and p.features.window is None and p.diagonal == 0 and mask is None
+    causal = p.band.torch_causal and mask is None
     if mask is None and backend in (None, "flash") and _flash_takes_lower_right(inputs):
         mask = causal_lower_right(p.n_q, p.n_kv)
-    elif p.features.banded and not causal:
-        sides = (None if words[name] < 0 else words[name] for name in ("window_left", "window_right"))
-        left, right = sides
-        band = reference.band(p.n_q, p.n_kv, left=left, right=right, diagonal=p.diagonal, device=inputs.q.device)
+    elif p.band.bounded and not causal:
+        band = reference.visible(p.band, p.n_q, p.n_kv, inputs.q.device)
         if mask is None:
             mask = band
         elif mask.dtype == torch.bool:
@@ -80,6 +78,6 @@ def framework_call(inputs: Inputs, backend: str | None = None) -> Callable[[], t
 def _flash_takes_lower_right(inputs: Inputs) -> bool:
     """Whether FlashAttention computes the band of these inputs from a diagonal at the last key, without a mask."""
     p, words = inputs.problem, inputs.keywords
-    if not p.features.causal or p.features.window is not None or p.diagonal <= 0:
+    if p.band.left is not None or p.band.right != 0 or p.band.diagonal <= 0:
         return False
     return can_use_flash_attention(SDPAParams(inputs.q, inputs.k, inputs.v, None, words["dropout_p"], False, p.gqa_ratio > 1))

@@ -91,7 +91,6 @@ def make_inputs(problem: Problem, *, device: torch.device | str, seed: int, head
         if not meta:
             mask.copy_(torch.rand(mask.shape, device=device, generator=generator) < 0.8)
             mask[..., -1, :] = False
-    left, right = f.sides
     extras: dict[str, Any] = {}
     if f.alibi:
         extras["slopes"] = alibi_slopes(p.heads, device).expand(p.batch, p.heads)
@@ -107,9 +106,7 @@ def make_inputs(problem: Problem, *, device: torch.device | str, seed: int, head
         keywords={
             "mask": None if mask is None else mask.expand(p.batch, p.heads, p.n_q, p.n_kv),
             "scale": p.d**-0.5,
-            "diagonal": p.diagonal,
-            "window_left": -1 if left is None else left,
-            "window_right": -1 if right is None else right,
+            **p.band.keywords(),
             "softcap": SOFTCAP if f.softcap else 0.0,
             "dropout_p": DROPOUT_P if f.dropout else 0.0,
             "seed": seed,
