@@ -6,8 +6,6 @@ Usage: interpret_decode.py COUNT SEED; the variable TRITON_INTERPRET=1 has to be
 import json
 import random
 import sys
-import tempfile
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -57,7 +55,7 @@ def problem_of(draw: random.Random) -> Problem:
     )
 
 
-def run(draw: random.Random, directory: Path) -> dict[str, object]:
+def run(draw: random.Random) -> dict[str, object]:
     problem, chosen = problem_of(draw), family("flash_decode")
     spec, target = problem.spec(), find_target("h200")
     splits = draw.choice([0, 1, 2, 3, 40])
@@ -66,7 +64,7 @@ def run(draw: random.Random, directory: Path) -> dict[str, object]:
     )
     if draw.random() < 0.3 and chosen.violated(config.replace(loads="tma"), spec, target) is None:
         config = config.replace(loads="tma")
-    module: ModuleType = load_source(render(chosen, variant_of(chosen, spec, config)), chosen.name, directory)
+    module: ModuleType = load_source(render(chosen, variant_of(chosen, spec, config)), chosen.name)
     inputs = make_inputs(problem, device="cpu", seed=draw.randint(0, 2**30), heads_inside=draw.random() < 0.5)
     counts = torch.zeros(1000, dtype=torch.int32)
     words: dict[str, Any] = {"torch": PoisonedTorch(), "zero_counts": lambda size, device: counts}
@@ -88,8 +86,7 @@ def main() -> None:
     found = []
     for _ in range(int(sys.argv[1])):
         # A module of its own for each, because it is changed.
-        with tempfile.TemporaryDirectory() as directory:
-            found.append(run(draw, Path(directory)))
+        found.append(run(draw))
         for name in [name for name in sys.modules if name.startswith("flashtune_rendered_")]:
             del sys.modules[name]
     print(json.dumps(found))

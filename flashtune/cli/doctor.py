@@ -12,7 +12,7 @@ import flashtune
 from flashtune.cli.console import console, print_json
 from flashtune.cli.options import json_option
 from flashtune.core.errors import FlashtuneError
-from flashtune.core.modules import cache_dir
+from flashtune.core.folders import cache_dir, refused, wanted_cache_dir
 from flashtune.core.secrets import mask_secrets
 from flashtune.core.target import targets
 
@@ -21,7 +21,7 @@ from flashtune.core.target import targets
 @json_option
 def doctor(as_json: bool) -> None:
     """Say what this machine has and what is missing. Exit code 4 when something that flashtune needs is missing."""
-    checks = [_versions(), _gpu(), _compiler(), _ptxas(), _folder("cache", cache_dir()), *_databases()]
+    checks = [_versions(), _gpu(), _compiler(), _ptxas(), _cache(), *_databases()]
     healthy = all(check["ok"] for check in checks)
     if as_json:
         print_json({"ok": healthy, "checks": checks, "gpus": {slug: target.name for slug, target in targets().items()}})
@@ -79,9 +79,11 @@ def _ptxas() -> dict[str, Any]:
         return _check("ptxas", False, str(error).splitlines()[0], "reinstall triton, whose wheel carries ptxas, or set TRITON_PTXAS_PATH")
 
 
-def _folder(name: str, path: Path) -> dict[str, Any]:
+def _cache() -> dict[str, Any]:
+    path, why = cache_dir(), refused(wanted_cache_dir())
     free = shutil.disk_usage(path).free
-    return _check(name, free > 100 << 20, f"{path} ({free >> 20} MiB free)", "free some space, or point FLASHTUNE_CACHE elsewhere")
+    found = f"{path} ({free >> 20} MiB free)" + (f": only until a command ends, because {why}" if why else "")
+    return _check("cache", free > 100 << 20, found, "free some space, or point FLASHTUNE_CACHE elsewhere")
 
 
 def _databases() -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import click
@@ -177,10 +176,10 @@ def study_storage(url: str | None) -> Iterator[Any]:
     import optuna
     from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
-    from flashtune.core.modules import cache_dir
+    from flashtune.core.folders import cache_dir
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    where = url or f"sqlite:///{Path(cache_dir()).parent / 'studies.sqlite'}"
+    where = url or f"sqlite:///{cache_dir() / 'studies.sqlite'}"
     try:
         try:
             opened = optuna.storages.RDBStorage(

@@ -1,0 +1,63 @@
+"""The cache folder is the user's alone, or it isn't used."""
+
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from flashtune.core.folders import cache_dir
+
+ASK = "from flashtune.core.folders import cache_dir; print(cache_dir()); print(cache_dir())"
+
+
+def asked(cache: Path, scratch: Path) -> list[Path]:
+    """The folder that a process of its own is given, twice."""
+    environment = {**os.environ, "FLASHTUNE_CACHE": str(cache), "TMPDIR": str(scratch)}
+    told = subprocess.run([sys.executable, "-c", ASK], env=environment, capture_output=True, text=True, timeout=60, check=True).stdout
+    return [Path(line) for line in told.split()]
+
+
+def test_a_folder_that_others_could_write_to_is_closed_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o777)
+    monkeypatch.setenv("FLASHTUNE_CACHE", str(tmp_path / "cache"))
+    assert cache_dir() == tmp_path / "cache"
+    assert stat.S_IMODE((tmp_path / "cache").stat().st_mode) == 0o755
+
+
+def test_a_new_folder_is_the_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHTUNE_CACHE", str(tmp_path / "a" / "b"))
+    assert stat.S_IMODE(cache_dir().stat().st_mode) == 0o700
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_a_folder_of_another_user_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    os.chown(tmp_path / "cache", 12345, 12345)
+    (tmp_path / "scratch").mkdir()
+    first, second = asked(tmp_path / "cache", tmp_path / "scratch")
+    assert first == second and first.parent == tmp_path / "scratch"
+
+
+def test_where_it_cannot_be_used_there_is_one_private_folder_with_a_name_that_nobody_can_guess(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file, not a folder")
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    found = [asked(tmp_path / "cache", scratch) for _ in range(2)]
+    assert all(first == second and first.parent == scratch for first, second in found)
+    assert found[0] != found[1]
+    assert list(scratch.iterdir()) == [], "it goes when the process ends"
+
+
+def test_studies_are_never_in_a_predictable_file_of_the_temporary_folder(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file, not a folder")
+    words = [sys.executable, "-c", "from flashtune.cli.search import study_storage\nwith study_storage(None) as s: print(s.url)"]
+    environment = {**os.environ, "FLASHTUNE_CACHE": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
+    url = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=True).stdout.strip()
+    path = Path(url.removeprefix("sqlite:///"))
+    assert path.name == "studies.sqlite" and path.parent.parent == tmp_path
+    assert not (Path(tempfile.gettempdir()) / "studies.sqlite").exists()
