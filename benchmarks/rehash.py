@@ -1,8 +1,9 @@
 """Gives shipped rows their kernels' new hashes where a change of wording left the machine code as it was: `python benchmarks/rehash.py`.
 
-The text that a row was measured with is its file in kernels_generated, so this comes before `flashtune generate`. Both texts are compiled
-for the row's GPU, and PTX without line numbers must be the same in every launch (docs/decisions/0013-hash-of-the-text.md). Rows whose
-machine code has changed are named and left alone: they need a search. Exits with 1 where there are any.
+The text that a row was measured with is the file that the index of kernels_generated names for it, so this comes before `flashtune
+generate`. Both texts are compiled for the row's GPU, and PTX without line numbers must be the same in every launch
+(docs/decisions/0013-hash-of-the-text.md). Rows whose machine code has changed are named and left alone: they need a search. Exits with 1
+where there are any.
 """
 
 import re
@@ -15,6 +16,7 @@ import flashtune.kernels_generated
 from flashtune.core.config import Variant
 from flashtune.core.problem import Problem
 from flashtune.core.results import SearchResult, TuningRecord
+from flashtune.core.shipped import read_index
 from flashtune.core.target import Target, find_target
 from flashtune.db.library import shipped_path
 from flashtune.db.store import Store
@@ -38,8 +40,9 @@ def same_code(records: Iterable[TuningRecord], folder: Path = GENERATED) -> tupl
         old, new = record.outcome, variant_for(record)
         if old.variant_id in same or old.template_hash == new.template_hash:
             continue
-        file, target = folder / f"{old.template}_{old.variant_id}.py", find_target(record.key.gpu)
-        if file.is_file() and code_of(file.read_text(), record.problem, target) == code_of(source_for(record).text, record.problem, target):
+        kept, target = read_index(folder).find(old.variant_id), find_target(record.key.gpu)
+        text = source_for(record).text
+        if kept and code_of((folder / kept.path).read_text(), record.problem, target) == code_of(text, record.problem, target):
             same[old.variant_id] = new
         else:
             changed.append(record)

@@ -1,5 +1,6 @@
 """Rows take new hashes where their machine code is what it was, and nowhere else."""
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,13 @@ def earlier(record: TuningRecord) -> TuningRecord:
     return replace(record, outcome=replace(record.outcome, variant_id="0" * 16, template_hash="1" * 16))
 
 
+def keep(folder: Path, record: TuningRecord, text: str) -> None:
+    """Put the kernel of a row into a folder of generated kernels."""
+    kernel = {"variant_id": record.outcome.variant_id, "template": record.outcome.template, "arch": "90", "path": "kept.py", "rows": []}
+    (folder / "index.json").write_text(json.dumps({"format": 1, "kernels": [kernel], "files": {}}))
+    (folder / "kept.py").write_text(text)
+
+
 def test_a_row_whose_text_is_todays_is_left_alone(today: TuningRecord, tmp_path: Path) -> None:
     assert same_code([today], tmp_path) == ({}, [])
 
@@ -36,7 +44,7 @@ def test_other_words_and_the_same_code_give_the_new_hash(today: TuningRecord, tm
     before = earlier(today)
     text = source_for(today).text
     # More lines, so that every line number differs as well.
-    (tmp_path / f"flash_decode_{before.outcome.variant_id}.py").write_text("# An earlier wording.\n\n\n" + text.replace("# ", "# Once: "))
+    keep(tmp_path, before, "# An earlier wording.\n\n\n" + text.replace("# ", "# Once: "))
     same, changed = same_code([before, before], tmp_path)
     assert changed == []
     assert {(old, new.id, new.template_hash) for old, new in same.items()} == {
@@ -49,7 +57,7 @@ def test_other_code_and_a_lost_file_need_a_search(today: TuningRecord, tmp_path:
     assert same_code([before], tmp_path) == ({}, [before])
     text = source_for(today).text
     assert 'float("-inf")' in text
-    (tmp_path / f"flash_decode_{before.outcome.variant_id}.py").write_text(text.replace('float("-inf")', "-1.0e30"))
+    keep(tmp_path, before, text.replace('float("-inf")', "-1.0e30"))
     assert same_code([before], tmp_path) == ({}, [before])
 
 

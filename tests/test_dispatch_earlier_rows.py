@@ -19,7 +19,8 @@ from flashtune.dispatch.policy import Choice, Refusal, choose, rank
 from flashtune.templates import families, family, unservable
 from flashtune.templates.family import Axis
 from flashtune.templates.rendering import variant_of
-from flashtune.tuner.publish import generated_files, variant_for
+from flashtune.tuner.generated import arrange
+from flashtune.tuner.publish import variant_for
 
 H200 = find_target("h200")
 HOPPER = family("flash_fwd_hopper")
@@ -117,12 +118,12 @@ def test_it_is_explained_under_the_id_of_todays_kernel_and_as_changed_since(own_
 def test_its_kernel_is_generated_under_todays_id_while_the_row_stays_as_it_is(tmp_path: Path) -> None:
     variant = variant_for(RECORD)
     assert variant == variant_of(HOPPER, PROBLEM.spec(), TODAYS)
-    [(name, text)] = generated_files([RECORD]).items()
-    assert name == f"flash_fwd_hopper_{variant.id}.py"
-    assert "maximum=running" in text
+    [one] = arrange([RECORD])
+    assert one.kernel.variant_id == variant.id
+    assert "maximum=running" in one.text
     database = save(tmp_path / "earlier.sqlite")
     done = CliRunner().invoke(main, ["generate", "--db", str(database), "--out", str(tmp_path / "kernels")])
     assert done.exit_code == 0, done.output
-    assert [path.name for path in (tmp_path / "kernels").iterdir()] == [name]
+    assert (tmp_path / "kernels" / one.kernel.path).read_text() == one.text
     [kept] = Library.of(database).records()
     assert (kept.outcome.config, kept.outcome.variant_id) == (EARLIER.config, EARLIER.variant_id)

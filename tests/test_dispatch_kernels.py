@@ -1,15 +1,17 @@
 """From variant to module: shipped files first, without Jinja; what was not shipped is rendered."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from flashtune.core.config import Variant
-from flashtune.core.errors import InputError
+from flashtune.core.errors import EnvironmentProblem, InputError
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
 from flashtune.dispatch import kernels
@@ -30,16 +32,26 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (package / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(kernels, "PACKAGE", "pretended_kernels")
-    kernels._exists.cache_clear()
     yield package
-    kernels._exists.cache_clear()
+    kernels.shipped_index.cache_clear()
     for name in [name for name in sys.modules if name.startswith("pretended_kernels")]:
         del sys.modules[name]
 
 
+def ship(package: Path, variant: Variant, text: str) -> None:
+    """Put a module into the package as `flashtune generate` does, for this variant."""
+    folder = package / "sm90" / "forward"
+    folder.mkdir(parents=True)
+    for parent in (folder, folder.parent):
+        (parent / "__init__.py").touch()
+    (folder / "pointers.py").write_text(text)
+    kernel = {"variant_id": variant.id, "template": variant.template, "arch": "90", "path": "sm90/forward/pointers.py", "rows": []}
+    (package / "index.json").write_text(json.dumps({"format": 1, "kernels": [kernel], "files": {}}))
+
+
 def test_a_shipped_file_serves_and_needs_no_template(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = Variant(template="flash_fwd", template_hash="5" * 16, spec=SPEC, config=CONFIG)
-    (shipped / f"flash_fwd_{recorded.id}.py").write_text("SHIPPED = True\n")
+    ship(shipped, recorded, "SHIPPED = True\n")
     monkeypatch.setitem(sys.modules, "flashtune.templates.rendering", None)
     found = kernels.variant(POINTERS, SPEC, CONFIG, known_hash="5" * 16)
     assert found == recorded
@@ -59,8 +71,40 @@ def test_a_config_outside_the_declared_space_names_no_module(shipped: Path) -> N
         kernels.variant(POINTERS, SPEC, CONFIG.replace(BLOCK_M="../../etc"), known_hash="5" * 16)
 
 
-def test_the_shipped_kernels_package_can_be_asked() -> None:
-    found = kernels.variant(POINTERS, SPEC, CONFIG)
-    code = f"from flashtune.dispatch import kernels; print(kernels._exists('flashtune.kernels_generated.flash_fwd_{'0' * 16}'))"
+def test_a_module_that_the_index_does_not_name_is_not_loaded(shipped: Path) -> None:
+    found = variant_of(POINTERS, SPEC, CONFIG)
+    ship(shipped, replace(found, template_hash="6" * 16), "raise AssertionError('loaded')\n")
+    (shipped / f"flash_fwd_{found.id}.py").write_text("raise AssertionError('loaded')\n")
+    assert callable(kernels.load(POINTERS, found).launch)
+
+
+@pytest.mark.parametrize("path", ["../../stranger.py", "/tmp/stranger.py", "sm90/.hidden.py", "os.path", "sm90//x.py", ""])
+def test_an_index_that_names_a_file_elsewhere_is_refused(shipped: Path, path: str) -> None:
+    found = variant_of(POINTERS, SPEC, CONFIG)
+    ship(shipped, found, "")
+    text = (shipped / "index.json").read_text().replace("sm90/forward/pointers.py", path)
+    (shipped / "index.json").write_text(text)
+    with pytest.raises(EnvironmentProblem, match="is no index of generated kernels"):
+        kernels.load(POINTERS, found)
+
+
+def test_loading_one_shipped_kernel_imports_no_other_and_neither_sql_nor_jinja() -> None:
+    code = """
+import sys
+from flashtune.core.config import Variant
+from flashtune.db.library import Library, shipped_path
+from flashtune.dispatch import kernels
+from flashtune.templates import family
+before = set(sys.modules)
+record = next(r for r in Library.of(shipped_path()).records() if r.outcome.template == "flash_decode")
+kinds = set(sys.modules) - before
+for name in kinds: sys.modules.pop(name)
+chosen = family(record.outcome.template)
+found = kernels.variant(chosen, record.problem.spec(), chosen.completed(record.outcome.config), known_hash=record.outcome.template_hash)
+kernels.load(chosen, found)
+new = set(sys.modules) - before
+print(sum(name.startswith("flashtune.kernels_generated.") and hasattr(sys.modules[name], "launch") for name in new))
+print(*sorted(new & {"jinja2", "sqlalchemy", "flashtune.templates.rendering"}))
+"""
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "False" and len(found.id) == 16
+    assert run.stdout.split("\n")[:2] == ["1", ""]

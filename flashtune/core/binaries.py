@@ -7,7 +7,7 @@ shared memory, and the parameters in their order, followed by two pointers to sc
 
 import hashlib
 import json
-import lzma
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,7 +33,7 @@ STRUCT_FORMATS: Mapping[str, str] = {
 
 _TORCH_NAMES = {
     "float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5",
-    "bool": "i1", "int8": "i8", "int16": "i16", "int32": "i32", "int64": "i64", "uint8": "u8",
+    "bool": "u1", "int8": "i8", "int16": "i16", "int32": "i32", "int64": "i64", "uint8": "u8",
 }  # fmt: skip
 
 
@@ -181,8 +181,9 @@ class Manifest:
             raise EnvironmentProblem(f"the machine code of {binary.kernel} is in no file: take it from where it was compiled")
         path = self.folder / binary.file
         try:
-            code = lzma.decompress(path.read_bytes())
-        except (OSError, lzma.LZMAError) as error:
+            # 31 reads gzip's header.
+            code = zlib.decompress(path.read_bytes(), wbits=31)
+        except (OSError, zlib.error) as error:
             raise EnvironmentProblem(f"can't read machine code from {path} ({error}): install flashtune again") from error
         if hashlib.sha256(code).hexdigest() != binary.sha256:
             raise EnvironmentProblem(f"{path} isn't the machine code that its manifest names: install flashtune again")

@@ -2,11 +2,13 @@
 
 import functools
 import importlib
-import importlib.util
+from importlib import resources
+from pathlib import Path
 from types import ModuleType
 
 from flashtune.core import modules
 from flashtune.core.config import Config, KernelSpec, Variant
+from flashtune.core.shipped import Index, read_index
 from flashtune.templates.family import Family
 
 PACKAGE = "flashtune.kernels_generated"
@@ -39,14 +41,12 @@ def load(family: Family, chosen: Variant) -> ModuleType:
 
 
 def _shipped_name(chosen: Variant) -> str | None:
-    """The shipped module's name, or None. Template names are the families' own and ids are hex digits, so nothing else can be named."""
-    name = f"{PACKAGE}.{chosen.template}_{chosen.id}"
-    return name if _exists(name) else None
+    """The shipped module's name, or None. Only what the package's own index names can be loaded."""
+    found = shipped_index(PACKAGE).find(chosen.id)
+    return f"{PACKAGE}.{found.module}" if found is not None and found.template == chosen.template else None
 
 
 @functools.cache
-def _exists(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
+def shipped_index(package: str) -> Index:
+    """The index of a package of generated kernels."""
+    return read_index(Path(str(resources.files(package))))

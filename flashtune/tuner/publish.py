@@ -1,12 +1,9 @@
 """Records back into source text: what `flashtune generate` ships and `flashtune verify` checks again."""
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from flashtune.core.config import Variant
-from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.results import Fate, TuningRecord
 from flashtune.core.target import Target, find_target
 from flashtune.templates import family
@@ -14,9 +11,6 @@ from flashtune.templates.rendering import variant_of
 from flashtune.tuner import tasks
 from flashtune.tuner.tasks import Reply, Source
 from flashtune.tuner.workers import Workers
-
-GENERATED = re.compile(r"flash_\w+_[0-9a-f]{16}\.py")
-"""Names of generated files; nothing else in the folder is touched."""
 
 
 def variant_for(record: TuningRecord) -> Variant:
@@ -33,30 +27,6 @@ def source_for(record: TuningRecord) -> Source:
     """The rendered source of a record."""
     variant = variant_for(record)
     return Source.of(family(variant.template), variant)
-
-
-def generated_files(records: Sequence[TuningRecord]) -> dict[str, str]:
-    """File name to text for the distinct winners of these records."""
-    sources = (source_for(record) for record in records)
-    return dict(sorted((f"{source.stem}.py", source.text) for source in sources))
-
-
-def write_generated(files: dict[str, str], folder: Path) -> tuple[list[str], list[str]]:
-    """Make `folder` hold exactly these generated files; returns the names that were written and those that were removed.
-
-    Raises EnvironmentProblem where the folder can't be written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        stale = sorted(path.name for path in folder.iterdir() if GENERATED.fullmatch(path.name) and path.name not in files)
-        changed = [name for name, text in files.items() if not (folder / name).is_file() or (folder / name).read_text() != text]
-        for name in changed:
-            (folder / name).write_text(files[name])
-        for name in stale:
-            (folder / name).unlink()
-    except OSError as error:
-        raise EnvironmentProblem(f"can't write kernels to {folder} ({error.strerror}): choose another folder with --out") from error
-    return changed, stale
 
 
 def recheck(
