@@ -11,6 +11,7 @@ import torch
 from forward_cells import problem_of
 
 from flashtune.core.config import Config, KernelSpec
+from flashtune.core.launching import launcher
 from flashtune.core.modules import load_source
 from flashtune.core.problem import Features
 from flashtune.templates import family
@@ -86,7 +87,7 @@ def main() -> None:
         print(config.label(), flush=True)
         runs: dict[str, Callable[[], object]] = {}
         for name, text in variants(problem.spec(), config).items():
-            launch = load_source(text, "leave_out").launch
+            launch = launcher(load_source(text, "leave_out"))
             runs[name] = lambda launch=launch: launch(*inputs.arguments, **inputs.keywords)
             runs[name]()
         for name, time in zip(runs, stopwatch.race(list(runs.values()), budget_s=options.seconds), strict=True):

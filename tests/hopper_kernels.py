@@ -19,13 +19,14 @@ from triton.language import constexpr
 
 from flashtune.core.config import Config, KernelSpec
 from flashtune.core.dtypes import DType
+from flashtune.core.launching import provided
 from flashtune.core.modules import load_source
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
 from flashtune.templates.flash_fwd_hopper import FAMILY
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.compile import compiling_for
-from flashtune.tuner.inputs import make_inputs
+from flashtune.tuner.inputs import Inputs, make_inputs
 
 Launch = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
 """Kernel, grid, arguments and options."""
@@ -70,13 +71,18 @@ def rendered(spec: KernelSpec, **changes: int | str | bool) -> ModuleType:
     return load_source(source(spec, **changes), "hopper")
 
 
+def launches(module: ModuleType, inputs: Inputs, **keywords: Any) -> list[Launch]:
+    """The launches of a rendered module that serve these inputs, with some of their keywords changed."""
+    found: list[Launch] = module.launches(*inputs.arguments, **inputs.keywords | provided(module, inputs.q, inputs.k) | keywords)
+    return found
+
+
 def launches_of(wanted: Problem, **changes: int | str | bool) -> dict[str, Launch]:
     """The launches that serve `wanted`, by their kernels' names, with tensors on the meta device.
 
     Masks are packed and e4m3 values turned before the attention kernel, and what comes after looks for rows to compute again.
     """
-    inputs = make_inputs(wanted, device="meta", seed=0)
-    found = rendered(wanted.spec(), **changes).launches(*inputs.arguments, **inputs.keywords)
+    found = launches(rendered(wanted.spec(), **changes), make_inputs(wanted, device="meta", seed=0))
     return {launch[0].__name__: launch for launch in found}
 
 

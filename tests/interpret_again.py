@@ -10,7 +10,7 @@ from typing import Any
 
 import triton.language as tl
 from attention_cases import MARK
-from hopper_kernels import problem, rendered
+from hopper_kernels import launches, problem, rendered
 
 from flashtune.core.problem import Features, Problem
 from flashtune.tuner.inputs import make_inputs
@@ -73,7 +73,7 @@ def run(case: Case) -> dict[str, object]:
     inputs = make_inputs(p, device="cpu", seed=7, heads_inside=case.heads_inside)
     inputs.keywords.update(case.keywords)
     module = rendered(p.spec(), BLOCK_M=64, lookahead=0, maximum="first")
-    *_, (kernel, grid, arguments, _) = module.launches(*inputs.arguments, **inputs.keywords)
+    *_, (kernel, grid, arguments, _) = launches(module, inputs)
     assert kernel is module.again
     places = [(b, h, first) for b in range(p.batch) for h in range(p.heads) for first in range(0, p.n_q, ROWS)]
     wrong = {(b, h, row // ROWS * ROWS) for b, h, row in case.unsound}

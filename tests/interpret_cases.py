@@ -9,6 +9,7 @@ import sys
 from attention_cases import CASES, AttentionCase, make_case, written_beside
 
 from flashtune.core.config import Config, KernelSpec
+from flashtune.core.launching import launcher
 from flashtune.core.modules import load_source
 from flashtune.core.target import find_target
 from flashtune.templates import Family, family
@@ -51,7 +52,7 @@ def run(chosen: Family, case: AttentionCase, index: int) -> dict[str, object]:
         "reason": "",
     }
     if accepted:
-        verdict = check(module.launch, inputs, oracle(inputs, everywhere(case.problem)))
+        verdict = check(launcher(module), inputs, oracle(inputs, everywhere(case.problem)))
         report |= {"error": verdict.error, "reason": verdict.reason}
         if not verdict.reason and written_beside(inputs):
             report["reason"] = "memory beside the output was written"

@@ -3,6 +3,7 @@
 Usage: interpret_decode.py COUNT SEED; the variable TRITON_INTERPRET=1 has to be set before Triton is imported.
 """
 
+import functools
 import json
 import random
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from flashtune.core.band import ALIGNMENTS
+from flashtune.core.launching import sms_of
 from flashtune.core.modules import load_source
 from flashtune.core.problem import MASK_KINDS, Features, Problem
 from flashtune.core.target import find_target
@@ -67,16 +69,17 @@ def run(draw: random.Random) -> dict[str, object]:
     module: ModuleType = load_source(render(chosen, variant_of(chosen, spec, config)), chosen.name)
     inputs = make_inputs(problem, device="cpu", seed=draw.randint(0, 2**30), heads_inside=draw.random() < 0.5)
     counts = torch.zeros(1000, dtype=torch.int32)
-    words: dict[str, Any] = {"torch": PoisonedTorch(), "zero_counts": lambda size, device: counts}
+    words: dict[str, Any] = {"torch": PoisonedTorch()}
     if splits:
-        words["split_count"] = lambda tiles, keys, device: splits
+        words["split_count"] = lambda tiles, keys, sms: splits
     vars(module).update(words)
     label = f"{problem.label()} b{problem.batch}h{problem.heads} splits={splits} {config.label()}"
     if not module.accepts(inputs.q, inputs.k, inputs.v, inputs.keywords["mask"]):
         return {"label": label, "refused": True}
+    launch = functools.partial(module.launch, sms=sms_of(torch.device("cpu")), counts=counts)
     expected = oracle(inputs, everywhere(problem))
     # Twice, since the first launch has to leave the counts as it found them.
-    reasons = [check(module.launch, inputs, expected).reason for _ in range(2)]
+    reasons = [check(launch, inputs, expected).reason for _ in range(2)]
     empty = sum(int(torch.isinf(want.lse).sum()) for want in expected)
     return {"label": label, "refused": False, "reasons": reasons, "counts": int(counts.abs().sum()), "empty_rows": empty}
 

@@ -10,6 +10,7 @@ import sys
 import torch
 
 from flashtune.core import reference
+from flashtune.core.launching import launcher
 from flashtune.core.modules import load_source
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
@@ -37,7 +38,7 @@ def masks(chosen: Family) -> list[dict[str, object]]:
         config = chosen.default(p.spec(), find_target("h200")).replace(BLOCK_M=block_m, BLOCK_N=block_n, num_warps=num_warps)
         module = load_source(render(chosen, variant_of(chosen, p.spec(), config)), chosen.name)
         out, lse = torch.full((p.batch, p.heads, p.n_q, p.d_v), float("nan")).half(), torch.empty(p.batch, p.heads, p.n_q)
-        module.launch(q, k, v, out, lse, **words, dropout_p=rate, seed=SEED, offset=OFFSET)
+        launcher(module)(q, k, v, out, lse, **words, dropout_p=rate, seed=SEED, offset=OFFSET)
         keep = out[..., : p.n_kv] > 0
         digest = hashlib.sha256(keep.numpy().tobytes()).hexdigest()
         same = torch.equal(keep, reference.dropout_keep(SEED, OFFSET, p.batch, p.heads, p.n_q, p.n_kv, rate))

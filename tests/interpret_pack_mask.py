@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from hopper_kernels import problem, rendered, words_of
+from hopper_kernels import launches, problem, rendered, words_of
 
 from flashtune.core.problem import Features
 from flashtune.tuner.inputs import make_inputs
@@ -44,7 +44,7 @@ def run(stored: torch.Tensor, block_n: int, block_m: int) -> bool:
     mask = stored.expand(SHAPE)
     module = rendered(wanted.spec(), BLOCK_N=block_n, BLOCK_M=block_m, lookahead=0)
     assert module.accepts(inputs.q, inputs.k, inputs.v, mask)
-    (kernel, grid, arguments, options), attention = module.launches(*inputs.arguments, **inputs.keywords | {"mask": mask})
+    (kernel, grid, arguments, options), attention = launches(module, inputs, mask=mask)
     assert kernel is module.pack_mask
     words = arguments[1].fill_(-1)
     kernel[grid](*arguments, **options)

@@ -51,7 +51,11 @@ def accepts(q, k, v, mask):
     return True
 
 
-def launches(q, k, v, out, lse, *, mask, scale, diagonal, window_left, window_right, softcap, dropout_p, seed, offset):
+def counts_needed(q, k):
+    return 0
+
+
+def launches(q, k, v, out, lse, *, mask, scale, diagonal, window_left, window_right, softcap, dropout_p, seed, offset, sms, counts):
     batch, heads, n_q, d = q.shape
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3])
     args = (q, k, v, out, lse, *strides, heads, heads // k.shape[1], n_q, k.shape[2], scale, d, 64)

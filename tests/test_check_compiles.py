@@ -29,7 +29,7 @@ def test_a_kernel_that_doesnt_compile_is_a_line_and_exit_code_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     [problem, target, good] = next(check_compiles.candidates([families()["flash_fwd"]], [find_target("a100")]))
-    bad = Source(text="def launches(*a, **k):\n    raise ValueError('tl.dot has been removed')\n", stem="bad")
+    bad = Source(text="def counts_needed(*a):\n    raise ValueError('tl.dot has been removed')\n", stem="bad")
     monkeypatch.setattr(check_compiles, "candidates", lambda *_: iter([(problem, target, bad), (problem, target, good)]))
     monkeypatch.setattr(sys, "argv", ["check_compiles.py", "--jobs", "1"])
     with pytest.raises(SystemExit) as left:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hopper_kernels import Array, launch_of, on_numpy, on_torch, problem, rendered, sizes_of, words_of
+from hopper_kernels import Array, launch_of, launches, on_numpy, on_torch, problem, rendered, sizes_of, words_of
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -289,8 +289,8 @@ def test_e4m3_values_may_have_any_strides_since_they_are_copied() -> None:
 def test_a_scale_that_is_not_positive_moves_into_the_queries(dtype: DType, scale: float, sign: float) -> None:
     wanted = problem(64, dtype=dtype)
     inputs = make_inputs(wanted, device="cpu", seed=0)
-    launches = rendered(wanted.spec()).launches(*inputs.arguments, **inputs.keywords | {"scale": scale})
-    [(kernel, _, arguments, _)] = [launch for launch in launches if launch[0].__name__ == "flash_fwd_hopper"]
+    found = launches(rendered(wanted.spec()), inputs, scale=scale)
+    [(kernel, _, arguments, _)] = [launch for launch in found if launch[0].__name__ == "flash_fwd_hopper"]
     given = dict(zip(kernel.arg_names, arguments, strict=True))
     assert torch.equal(given["q_desc"].base.float(), inputs.q.float() * sign)
     assert given["scale"] > 0

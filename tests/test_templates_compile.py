@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from flashtune.core.launching import provided
 from flashtune.core.modules import load_source
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import Target, find_target
@@ -31,7 +32,7 @@ def compiled(text: str, wanted: Problem, target: Target) -> Any:
     module = load_source(text, "compiled")
     inputs = make_inputs(wanted, device="meta", seed=0)
     with compiling_for(target):
-        [(kernel, grid, args, options)] = module.launches(*inputs.arguments, **inputs.keywords)
+        [(kernel, grid, args, options)] = module.launches(*inputs.arguments, **inputs.keywords | provided(module, inputs.q, inputs.k))
         return kernel.warmup(*args, grid=grid, **options)
 
 

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from hopper_kernels import launches
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flashtune.core.config import Config
 from flashtune.core.dtypes import DType
+from flashtune.core.launching import sms_of
 from flashtune.core.modules import load_source
 from flashtune.core.problem import DECODE_ROWS, Features, Problem
 from flashtune.core.target import find_target, targets
@@ -25,9 +27,7 @@ from flashtune.tuner.inputs import make_inputs
 
 WORKER = Path(__file__).parent / "interpret_decode.py"
 H200 = find_target("h200")
-CPU = torch.device("cpu")
-SMS = 16
-"""What `split_count` takes for the number of SMs where there is no GPU."""
+SMS = sms_of(torch.device("cpu"))
 STEP = Problem(batch=16, heads=32, kv_heads=8, n_q=1, n_kv=4096, d=128, d_v=128, dtype="bf16")
 
 EVERYTHING = Features(causal=True, window=(100, 0), mask="bias", softcap=True, alibi=True)
@@ -40,10 +40,9 @@ def module(problem: Problem = STEP, **changes: int | str | bool) -> Any:
 
 def launched(problem: Problem, **changes: int | str | bool) -> list[Any]:
     """The kernels of a launch, compiled for the H200."""
-    inputs = make_inputs(problem, device="meta", seed=0)
     with compiling_for(H200):
-        launches = module(problem, **changes).launches(*inputs.arguments, **inputs.keywords)
-        return [kernel.warmup(*args, grid=grid, **options) for kernel, grid, args, options in launches]
+        found = launches(module(problem, **changes), make_inputs(problem, device="meta", seed=0))
+        return [kernel.warmup(*args, grid=grid, **options) for kernel, grid, args, options in found]
 
 
 def test_random_decoding_steps_agree_with_the_reference_at_any_split_count() -> None:
@@ -64,7 +63,7 @@ def test_random_decoding_steps_agree_with_the_reference_at_any_split_count() -> 
 def test_splits_are_the_fewest_with_the_shortest_longest_share_that_the_programs_allow(
     tiles: int, keys: int, programs: int, block_n: int
 ) -> None:
-    splits = module(programs=programs, BLOCK_N=block_n).split_count(tiles, keys, CPU)
+    splits = module(programs=programs, BLOCK_N=block_n).split_count(tiles, keys, SMS)
     blocks = max(1, -(-keys // block_n))
     assert 1 <= splits <= blocks
     assert splits == 1 or tiles * splits <= programs * SMS
@@ -97,23 +96,23 @@ def test_splits_are_counted_over_the_keys_that_rows_see(features: Features, n_q:
     problem = replace(STEP, batch=1, n_q=n_q, n_kv=4000, features=features)
     inputs = make_inputs(problem, device="meta", seed=0)
     found = module(problem, BLOCK_N=32, BLOCK_M=16, programs=8)
-    (_, (tiles, splits), _, _) = found.launches(*inputs.arguments, **inputs.keywords)[0]
+    (_, (tiles, splits), _, _) = launches(found, inputs)[0]
     assert tiles == 8
     # A tile's rows may see a few keys fewer than the bound.
-    assert splits in {found.split_count(tiles, visible + more, CPU) for more in (0, 1, 2)}
+    assert splits in {found.split_count(tiles, visible + more, SMS) for more in (0, 1, 2)}
 
 
 def test_a_tile_that_isnt_split_writes_its_output_itself() -> None:
     inputs = make_inputs(replace(STEP, batch=64), device="meta", seed=0)
     for combine in ("kernel", "last"):
-        [(_, grid, args, _)] = module(programs=1, combine=combine).launches(*inputs.arguments, **inputs.keywords)
+        [(_, grid, args, _)] = launches(module(programs=1, combine=combine), inputs)
         assert grid == (64 * 8, 1)
         assert args[5] is args[6] is inputs.lse, "no memory is taken for parts"
 
 
 def test_heads_that_share_keys_are_rows_of_one_tile() -> None:
     inputs = make_inputs(replace(STEP, n_q=5), device="meta", seed=0)
-    (_, grid, _, _) = module(BLOCK_M=16).launches(*inputs.arguments, **inputs.keywords)[0]
+    (_, grid, _, _) = launches(module(BLOCK_M=16), inputs)[0]
     assert grid[0] == 16 * 8 * 2, "5 queries of 4 heads take two tiles of 16 rows"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hopper_kernels import on_numpy, problem, rendered, sizes_of
+from hopper_kernels import launches, on_numpy, problem, rendered, sizes_of
 
 from flashtune.core import reference
 from flashtune.core.problem import Features
@@ -45,7 +45,7 @@ def test_the_hopper_kernels_mask_is_that_of_the_reference(p: float) -> None:
     wanted, rows, columns = problem(64, Features(dropout=True)), 64, 128
     module, seed, offset = rendered(wanted.spec(), BLOCK_N=columns), 2**40 + 17, 5
     inputs = make_inputs(wanted, device="meta", seed=0)
-    [launch] = module.launches(*inputs.arguments, **inputs.keywords | {"dropout_p": p, "seed": seed, "offset": offset})
+    [launch] = launches(module, inputs, dropout_p=p, seed=seed, offset=offset)
     scalars = dict(zip(launch[0].arg_names, launch[2], strict=True))
     parts = on_numpy(module, "draw", "kept")
     extras = [parts.scalar(scalars[name]) for name in ("scale", "seed", "offset", "threshold", "keep_scale")]

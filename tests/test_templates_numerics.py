@@ -87,7 +87,7 @@ def test_a_negative_scale_keeps_the_strides_that_tma_needs() -> None:
     x, v = torch.randn(1, 1, 16, 24, dtype=torch.float16)[..., :20], torch.randn(1, 1, 16, 16, dtype=torch.float16)
     assert module.accepts(x, x, v, None)
     lse = torch.empty(1, 1, 16)
-    words = dict(mask=None, diagonal=0, window_left=-1, window_right=-1, softcap=0.0, dropout_p=0.0, seed=0, offset=0)
+    words = dict(mask=None, diagonal=0, window_left=-1, window_right=-1, softcap=0.0, dropout_p=0.0, seed=0, offset=0, sms=1, counts=None)
     for scale, expected in ((-0.5, -x), (0.0, torch.zeros_like(x))):
         [(_, _, args, _)] = module.launches(x, x, v, torch.empty_like(v), lse, scale=scale, **words)
         assert torch.equal(args[0].base, expected)

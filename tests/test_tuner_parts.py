@@ -156,7 +156,7 @@ def test_a_variant_compiles_for_every_architecture_without_a_gpu(slug: str) -> N
 
 def test_a_variant_that_cannot_compile_is_a_reply() -> None:
     reply = tasks.compile_candidate(
-        tasks.Source(text="def launches(*a, **k):\n    raise ValueError('no')\n", stem="bad"), PROBLEM, find_target("a100")
+        tasks.Source(text="def counts_needed(*a):\n    raise ValueError('no')\n", stem="bad"), PROBLEM, find_target("a100")
     )
     assert reply.fate is Fate.COMPILE
     assert reply.reason == "ValueError: no"

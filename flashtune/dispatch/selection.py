@@ -8,6 +8,7 @@ import torch
 
 from flashtune.core.config import Variant
 from flashtune.core.errors import FlashtuneError
+from flashtune.core.launching import launcher
 from flashtune.core.problem import Problem
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target
@@ -86,7 +87,7 @@ def candidates(
             if request.device.type == "cpu":
                 reason = f"{explanation.reason}, in Triton's interpreter"
                 explanation = replace(explanation, gpu="cpu", key=None, reason=reason)
-            yield Candidate(plan=kernel_plan(request, module.launch, q), explanation=explanation, variant=variant)
+            yield Candidate(plan=kernel_plan(request, launcher(module), q), explanation=explanation, variant=variant)
             # The caller comes back only when this one failed.
             refused.append(f"{name}: {memo.broken.get((variant.id, str(request.device)), 'it failed')}")
             failed.add(family.name)

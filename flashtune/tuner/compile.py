@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.launching import provided
 from flashtune.core.modules import load_source
 from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts
@@ -84,10 +85,11 @@ def compiled_kernels(source: str, stem: str, problem: Problem, target: Target) -
     """
     module = load_source(source, stem)
     inputs = make_inputs(replace(problem, batch=1, heads=problem.gqa_ratio, kv_heads=1), device="meta", seed=0)
+    words = inputs.keywords | provided(module, inputs.q, inputs.k) | {"sms": target.sms}
     with compiling_for(target):
         return [
             (kernel.__name__, kernel.warmup(*args, grid=grid, **options))
-            for kernel, grid, args, options in module.launches(*inputs.arguments, **inputs.keywords)
+            for kernel, grid, args, options in module.launches(*inputs.arguments, **words)
         ]
 
 

@@ -102,12 +102,13 @@ def compile_candidate(source: Source, problem: Problem, target: Target) -> Reply
 
 def interpret_candidate(source: Source, problem: Problem, seed: int) -> Reply:
     """Check the numerics on ragged little problems with Triton's interpreter, on the CPU."""
+    from flashtune.core.launching import launcher
     from flashtune.core.modules import load_source
     from flashtune.tuner.verify import Verifier
 
     try:
         module = load_source(source.text, source.stem)
-        verdict = Verifier(problem, device="cpu", seed=seed).verdict(module.launch)
+        verdict = Verifier(problem, device="cpu", seed=seed).verdict(launcher(module))
     except Exception as error:
         return Reply(fate=Fate.RUNTIME, reason=one_line(error))
     return _judged(verdict)
@@ -159,12 +160,14 @@ def prepare_device(problem: Problem, target: Target, seed: int) -> Reply:
 
 
 def _call(source: Source, inputs: "Inputs") -> Callable[[], object]:
+    from flashtune.core.launching import launcher
     from flashtune.core.modules import load_source
 
     module = load_source(source.text, source.stem)
     if not module.accepts(inputs.q, inputs.k, inputs.v, inputs.keywords["mask"]):
         raise ValueError("the kernel doesn't accept these inputs")
-    return lambda: module.launch(*inputs.arguments, **inputs.keywords)
+    launch = launcher(module)
+    return lambda: launch(*inputs.arguments, **inputs.keywords)
 
 
 def evaluate_candidate(
@@ -175,12 +178,13 @@ def evaluate_candidate(
     A first look of three launches stops those slower than `patience` times the incumbent. The reply's measurements are the
     candidate's and, where there is one, the incumbent's.
     """
+    from flashtune.core.launching import launcher
     from flashtune.core.modules import load_source
 
     bench = _ready(problem, target, seed)
     try:
         run = _call(source, bench.inputs)
-        verdict = bench.verifier.verdict(load_source(source.text, source.stem).launch)
+        verdict = bench.verifier.verdict(launcher(load_source(source.text, source.stem)))
         if verdict.reason:
             return _judged(verdict)
         runs = [run] if incumbent is None else [run, _call(incumbent, bench.inputs)]
@@ -270,11 +274,12 @@ def bench_problem(source: Source, problem: Problem, target: Target, seed: int, b
 
 def recheck_on_device(source: Source, problem: Problem, target: Target, seed: int) -> Reply:
     """Check a stored variant on the GPU: ragged little problems and the record's own size."""
+    from flashtune.core.launching import launcher
     from flashtune.core.modules import load_source
 
     bench = _ready(problem, target, seed)
     try:
-        verdict = bench.verifier.verdict(load_source(source.text, source.stem).launch)
+        verdict = bench.verifier.verdict(launcher(load_source(source.text, source.stem)))
     except Exception as error:
         return _failed(error)
     return _judged(verdict)

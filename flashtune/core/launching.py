@@ -1,0 +1,46 @@
+"""What a rendered kernel's launch takes from its device: how many multiprocessors there are, and counts that programs share."""
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+_COUNTS: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+
+@functools.cache
+def sms_of(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 16 where nothing is timed, as in the interpreter, for which few programs will do."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
+
+
+def counts_of(device: torch.device, size: int) -> torch.Tensor | None:
+    """At least `size` int32 counts on the device, zero before a launch and after it; None where `size` is 0.
+
+    Launches on the current stream share them, one after the other. A graph that is being captured gets counts of its own, since it may be
+    replayed on any stream.
+    """
+    if size == 0:
+        return None
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(size, dtype=torch.int32, device=device)
+    place = device, torch.cuda.current_stream(device).cuda_stream
+    if place not in _COUNTS or _COUNTS[place].numel() < size:
+        _COUNTS[place] = torch.zeros(size, dtype=torch.int32, device=device)
+    return _COUNTS[place]
+
+
+def provided(module: ModuleType, q: torch.Tensor, k: torch.Tensor) -> dict[str, Any]:
+    """The keyword arguments `sms` and `counts` for a launch of a rendered module with these, on the current stream."""
+    return {"sms": sms_of(q.device), "counts": counts_of(q.device, module.counts_needed(q, k))}
+
+
+def launcher(module: ModuleType) -> Callable[..., None]:
+    """`launch` of a rendered module, given what is `provided` for each call."""
+
+    def launch(q: torch.Tensor, k: torch.Tensor, *tensors: torch.Tensor, **settings: Any) -> None:
+        module.launch(q, k, *tensors, **provided(module, q, k), **settings)
+
+    return launch
