@@ -1,12 +1,18 @@
 """What a template family declares: its axes as data, its constraints as named predicates, and what it can serve.
 
-The rendered file of every family is an ordinary module with the same three functions, which the tuner and dispatch call alike:
+The rendered file of every family is an ordinary module with the same functions, which the tuner and dispatch call alike:
 
     accepts(q, k, v, mask) -> bool
         whether these strides and pointers can be taken (descriptor kernels need 16-byte alignment);
-    launches(q, k, v, out, lse, *, mask, scale, diagonal, window_left, window_right, softcap, dropout_p, seed, offset,
+    counts_needed(q, k) -> int
+        how many elements of `counts` a launch takes; where it is 0, `counts` may be None;
+    records(q, k, v, mask, scale) -> bool
+        whether `launches` only describes a call with tensors like these, and computes nothing from them;
+    launches(q, k, v, out, lse, *, mask, scale, diagonal, window_left, window_right, softcap, dropout_p, seed, offset, sms, counts,
         slopes=None, descale=None)
-        -> list of (kernel, grid, args, options), so that a compiler can take the same launch without a GPU (meta tensors);
+        -> list of (kernel, grid, args, options), so that a compiler can take the same launch without a GPU (meta tensors). Where
+        `records` is True they follow from sizes, strides and numbers alone: each tensor in args (or base of a descriptor there) is
+        one that was given, a view that begins where that begins, or new memory that an earlier kernel of the list writes;
     launch(same arguments) -> None
         runs them on the current stream.
 
@@ -14,7 +20,9 @@ q (B, Hq, N_q, D), k (B, Hkv, N_kv, D), v (B, Hkv, N_kv, D_v), out (B, Hq, N_q, 
 contiguous, natural log; mask None or a view expanded to (B, Hq, N_q, N_kv), with stride 0 where it is broadcast; window sides are
 -1 for unbounded; `diagonal` shifts the band (0 top-left, N_kv - N_q bottom-right). `slopes` are ALiBi's, float32 (B, Hq) with any
 strides. fp8 inputs stand for value * descale: `descale` is a tuple of three float32 tensors with any strides, q (B, Hq), k (B, Hkv),
-v (B, Hkv); their `out` is bf16. Callers leave both out where the spec has neither. flashtune.core.reference defines the numbers.
+v (B, Hkv); their `out` is bf16. Callers leave both out where the spec has neither. `sms` is the device's number of multiprocessors and
+`counts` int32 that are zero before and after every launch; flashtune.core.launching provides both. flashtune.core.reference defines
+the numbers.
 """
 
 from collections.abc import Callable, Iterator

@@ -52,7 +52,7 @@ def variant_of(family: Family, spec: KernelSpec, config: Config) -> Variant:
 
 
 def render(family: Family, variant: Variant) -> str:
-    """The source of `variant`: a module with `accepts`, `launches` and `launch` (see templates.family).
+    """The source of `variant`: a module with the functions that templates.family lists.
 
     The config is validated against the declared space first, so that nothing else can reach the text.
     """

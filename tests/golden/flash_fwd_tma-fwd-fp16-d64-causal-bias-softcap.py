@@ -1,8 +1,8 @@
 """Attention forward with TMA descriptors.
 
 Compiled in: fwd-fp16-d64-causal-softcap-bias
-Template: flash_fwd_tma c74f284b38df7efb
-Variant: fbb53e8af9ddc1d3
+Template: flash_fwd_tma ad6effa0a68aff89
+Variant: fe60683aed9f53cb
 Config: BLOCK_M=128 BLOCK_N=64 ORDER=grouped maxnreg=168 num_stages=2 num_warps=8
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -161,8 +161,36 @@ def accepts(q, k, v, mask):
     return copyable(q) and copyable(k) and copyable(v)
 
 
+def counts_needed(q, k):
+    """How many of `counts` a call takes."""
+    return 0
+
+
+def records(q, k, v, mask, scale):
+    """Whether `launches` computes nothing from tensors like these, so that what it makes of them on the meta device can be replayed."""
+    return True
+
+
 def launches(
-    q, k, v, out, lse, *, mask, scale, diagonal, window_left, window_right, softcap, dropout_p, seed, offset, slopes=None, descale=None
+    q,
+    k,
+    v,
+    out,
+    lse,
+    *,
+    mask,
+    scale,
+    diagonal,
+    window_left,
+    window_right,
+    softcap,
+    dropout_p,
+    seed,
+    offset,
+    sms,
+    counts,
+    slopes=None,
+    descale=None,
 ):
     """The launches of one call: (kernel, grid, args, options) each."""
     batch, heads, n_q, _ = q.shape
