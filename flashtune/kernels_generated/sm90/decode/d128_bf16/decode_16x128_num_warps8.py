@@ -1,8 +1,8 @@
 """Attention forward for few query rows: several programs share the keys of a tile.
 
 Compiled in: fwd-bf16-d128
-Template: flash_decode 8095dae484121bff
-Variant: e4c06e340c42ecc9
+Template: flash_decode 463af87661bc3f53
+Variant: c9dca46285526541
 Config: BLOCK_M=16 BLOCK_N=128 combine=kernel loads=tma num_stages=3 num_warps=8 programs=1
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -196,18 +196,44 @@ def accepts(q, k, v, mask):
     return isinstance(attention_forward, triton.JITFunction) and copyable(q) and copyable(k) and copyable(v)
 
 
-def split_count(tiles, keys, device):
+def split_count(tiles, keys, sms):
     """How many programs share the keys of a tile: the fewest whose longest share is as short as with 1 programs to an SM."""
-    # Where nothing is timed, few programs will do.
-    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
     blocks = max(-(-keys // 128), 1)
     splits = min(max(1 * sms // tiles, 1), blocks)
     share = -(-blocks // splits)
     return -(-blocks // share)
 
 
+def counts_needed(q, k):
+    """How many of `counts` a call takes."""
+    return 0
+
+
+def records(q, k, v, mask, scale):
+    """Whether `launches` computes nothing from tensors like these, so that what it makes of them on the meta device can be replayed."""
+    return scale > 0.0
+
+
 def launches(
-    q, k, v, out, lse, *, mask, scale, diagonal, window_left, window_right, softcap, dropout_p, seed, offset, slopes=None, descale=None
+    q,
+    k,
+    v,
+    out,
+    lse,
+    *,
+    mask,
+    scale,
+    diagonal,
+    window_left,
+    window_right,
+    softcap,
+    dropout_p,
+    seed,
+    offset,
+    sms,
+    counts,
+    slopes=None,
+    descale=None,
 ):
     """The launches of one call: (kernel, grid, args, options) each."""
     if scale <= 0.0:
@@ -219,7 +245,7 @@ def launches(
     group = heads // kv_heads
     tiles = -(-n_q * group // 16) * batch * kv_heads
     keys = n_kv
-    splits = split_count(tiles, keys, q.device)
+    splits = split_count(tiles, keys, sms)
     # A tile with one split writes its output itself, and reads and writes no parts.
     part_out, part_lse = lse, lse
     if splits > 1:

@@ -1,8 +1,8 @@
 """Attention forward for few query rows: several programs share the keys of a tile.
 
 Compiled in: fwd-bf16-d128-causal
-Template: flash_decode 68b3283c49e4cc89
-Variant: ad186378b258364a
+Template: flash_decode 2d271b73acf52ba4
+Variant: 970e8c26be1b6a7c
 Config: BLOCK_M=64 BLOCK_N=64 combine=kernel loads=tma num_stages=3 num_warps=4 programs=2
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -203,18 +203,44 @@ def accepts(q, k, v, mask):
     return isinstance(attention_forward, triton.JITFunction) and copyable(q) and copyable(k) and copyable(v)
 
 
-def split_count(tiles, keys, device):
+def split_count(tiles, keys, sms):
     """How many programs share the keys of a tile: the fewest whose longest share is as short as with 2 programs to an SM."""
-    # Where nothing is timed, few programs will do.
-    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
     blocks = max(-(-keys // 64), 1)
     splits = min(max(2 * sms // tiles, 1), blocks)
     share = -(-blocks // splits)
     return -(-blocks // share)
 
 
+def counts_needed(q, k):
+    """How many of `counts` a call takes."""
+    return 0
+
+
+def records(q, k, v, mask, scale):
+    """Whether `launches` computes nothing from tensors like these, so that what it makes of them on the meta device can be replayed."""
+    return scale > 0.0
+
+
 def launches(
-    q, k, v, out, lse, *, mask, scale, diagonal, window_left, window_right, softcap, dropout_p, seed, offset, slopes=None, descale=None
+    q,
+    k,
+    v,
+    out,
+    lse,
+    *,
+    mask,
+    scale,
+    diagonal,
+    window_left,
+    window_right,
+    softcap,
+    dropout_p,
+    seed,
+    offset,
+    sms,
+    counts,
+    slopes=None,
+    descale=None,
 ):
     """The launches of one call: (kernel, grid, args, options) each."""
     if scale <= 0.0:
@@ -226,7 +252,7 @@ def launches(
     group = heads // kv_heads
     tiles = -(-n_q * group // 64) * batch * kv_heads
     keys = min(n_kv, diagonal + n_q)
-    splits = split_count(tiles, keys, q.device)
+    splits = split_count(tiles, keys, sms)
     # A tile with one split writes its output itself, and reads and writes no parts.
     part_out, part_lse = lse, lse
     if splits > 1:

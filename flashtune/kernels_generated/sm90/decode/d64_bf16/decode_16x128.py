@@ -1,8 +1,8 @@
 """Attention forward for few query rows: several programs share the keys of a tile.
 
 Compiled in: fwd-bf16-d64
-Template: flash_decode 271d6a01f9234311
-Variant: 06b7dee64bbe5841
+Template: flash_decode aa0612bfc34b39fb
+Variant: f7b3fb982f503ae8
 Config: BLOCK_M=16 BLOCK_N=128 combine=last loads=pointer num_stages=3 num_warps=4 programs=1
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -172,31 +172,44 @@ def accepts(q, k, v, mask):
     return isinstance(attention_forward, triton.JITFunction)
 
 
-def split_count(tiles, keys, device):
+def split_count(tiles, keys, sms):
     """How many programs share the keys of a tile: the fewest whose longest share is as short as with 1 programs to an SM."""
-    # Where nothing is timed, few programs will do.
-    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
     blocks = max(-(-keys // 128), 1)
     splits = min(max(1 * sms // tiles, 1), blocks)
     share = -(-blocks // splits)
     return -(-blocks // share)
 
 
-COUNTS = {}
+def counts_needed(q, k):
+    """How many of `counts` a call takes."""
+    return -(-q.shape[2] * (q.shape[1] // k.shape[1]) // 16) * q.shape[0] * k.shape[1]
 
 
-def zero_counts(size, device):
-    """At least `size` counts that are zero before a launch and after it. Launches on one stream share them."""
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(size, dtype=torch.int32, device=device)
-    place = torch.cuda.current_stream(device).cuda_stream, device.index
-    if place not in COUNTS or COUNTS[place].numel() < size:
-        COUNTS[place] = torch.zeros(size, dtype=torch.int32, device=device)
-    return COUNTS[place]
+def records(q, k, v, mask, scale):
+    """Whether `launches` computes nothing from tensors like these, so that what it makes of them on the meta device can be replayed."""
+    return scale > 0.0
 
 
 def launches(
-    q, k, v, out, lse, *, mask, scale, diagonal, window_left, window_right, softcap, dropout_p, seed, offset, slopes=None, descale=None
+    q,
+    k,
+    v,
+    out,
+    lse,
+    *,
+    mask,
+    scale,
+    diagonal,
+    window_left,
+    window_right,
+    softcap,
+    dropout_p,
+    seed,
+    offset,
+    sms,
+    counts,
+    slopes=None,
+    descale=None,
 ):
     """The launches of one call: (kernel, grid, args, options) each."""
     if scale <= 0.0:
@@ -207,7 +220,7 @@ def launches(
     group = heads // kv_heads
     tiles = -(-n_q * group // 16) * batch * kv_heads
     keys = n_kv
-    splits = split_count(tiles, keys, q.device)
+    splits = split_count(tiles, keys, sms)
     # A tile with one split writes its output itself, and reads and writes no parts.
     part_out, part_lse = lse, lse
     if splits > 1:
@@ -223,7 +236,7 @@ def launches(
         lse,
         part_out,
         part_lse,
-        zero_counts(tiles, q.device),
+        counts,
         *q.stride(),
         *k.stride(),
         *v.stride(),

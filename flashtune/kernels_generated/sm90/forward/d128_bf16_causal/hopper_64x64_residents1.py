@@ -5,8 +5,8 @@ Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
 Compiled in: fwd-bf16-d128-causal
-Template: flash_fwd_hopper c8cc24a386a1b8ba
-Variant: 889c6c9d0eca818c
+Template: flash_fwd_hopper 8c32c369b253cc5b
+Variant: 384e00b01f798ef6
 Config: BLOCK_M=64 BLOCK_N=64 lookahead=1 maximum=first order=fixed pingpong=False residents=1 section=8 stages=2 tiles=one
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -706,10 +706,38 @@ def division(divisor):
     return -(-(1 << shift) // divisor), shift
 
 
+def counts_needed(q, k):
+    """How many of `counts` a call takes."""
+    return 0
+
+
+def records(q, k, v, mask, scale):
+    """Whether `launches` computes nothing from tensors like these, so that what it makes of them on the meta device can be replayed."""
+    return scale > 0.0
+
+
 def launches(
-    q, k, v, out, lse, *, mask, scale, diagonal, window_left, window_right, softcap, dropout_p, seed, offset, slopes=None, descale=None
+    q,
+    k,
+    v,
+    out,
+    lse,
+    *,
+    mask,
+    scale,
+    diagonal,
+    window_left,
+    window_right,
+    softcap,
+    dropout_p,
+    seed,
+    offset,
+    sms,
+    counts,
+    slopes=None,
+    descale=None,
 ):
-    """The launches of one call as (kernel, grid, arguments, options)."""
+    """The launches of one call: (kernel, grid, args, options) each."""
     if scale <= 0.0:
         # The row maximum is taken of the raw scores, so the scale has to be positive: its sign moves into a copy of q.
         copy = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device=q.device)

@@ -5,8 +5,8 @@ Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
 Compiled in: fwd-fp16-d128-causal
-Template: flash_fwd_hopper dd45163fd4e91267
-Variant: fc74b651e50dbc80
+Template: flash_fwd_hopper aedcca43a8292568
+Variant: ec37da36245c27ba
 Config: BLOCK_M=128 BLOCK_N=128 lookahead=1 maximum=first order=fixed pingpong=True residents=1 section=8 stages=2 tiles=chained
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -774,10 +774,38 @@ def division(divisor):
     return -(-(1 << shift) // divisor), shift
 
 
+def counts_needed(q, k):
+    """How many of `counts` a call takes."""
+    return 0
+
+
+def records(q, k, v, mask, scale):
+    """Whether `launches` computes nothing from tensors like these, so that what it makes of them on the meta device can be replayed."""
+    return scale > 0.0
+
+
 def launches(
-    q, k, v, out, lse, *, mask, scale, diagonal, window_left, window_right, softcap, dropout_p, seed, offset, slopes=None, descale=None
+    q,
+    k,
+    v,
+    out,
+    lse,
+    *,
+    mask,
+    scale,
+    diagonal,
+    window_left,
+    window_right,
+    softcap,
+    dropout_p,
+    seed,
+    offset,
+    sms,
+    counts,
+    slopes=None,
+    descale=None,
 ):
-    """The launches of one call as (kernel, grid, arguments, options)."""
+    """The launches of one call: (kernel, grid, args, options) each."""
     if scale <= 0.0:
         # The row maximum is taken of the raw scores, so the scale has to be positive: its sign moves into a copy of q.
         copy = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device=q.device)
@@ -785,7 +813,6 @@ def launches(
     batches, heads, n_q, _ = q.shape
     m_tiles = -(-n_q // 128)
     tiles = m_tiles * batches * heads
-    sms = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 132
     programs = min(tiles, sms)
     arguments = (
         descriptor(q, 64, 128),

@@ -5,8 +5,8 @@ Key blocks go from right to left.
 One block goes from scores to values.
 
 Compiled in: fwd-fp8-d128
-Template: flash_fwd_hopper c180bc779ed40a6a
-Variant: f99a7fe56d7ad2ac
+Template: flash_fwd_hopper be6fef43a809f801
+Variant: 6db4101ed7fd23d1
 Config: BLOCK_M=192 BLOCK_N=128 lookahead=0 maximum=running order=fixed pingpong=False residents=1 section=1 stages=3 tiles=one
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -507,10 +507,38 @@ def division(divisor):
     return -(-(1 << shift) // divisor), shift
 
 
+def counts_needed(q, k):
+    """How many of `counts` a call takes."""
+    return 0
+
+
+def records(q, k, v, mask, scale):
+    """Whether `launches` computes nothing from tensors like these, so that what it makes of them on the meta device can be replayed."""
+    return scale > 0.0
+
+
 def launches(
-    q, k, v, out, lse, *, mask, scale, diagonal, window_left, window_right, softcap, dropout_p, seed, offset, slopes=None, descale=None
+    q,
+    k,
+    v,
+    out,
+    lse,
+    *,
+    mask,
+    scale,
+    diagonal,
+    window_left,
+    window_right,
+    softcap,
+    dropout_p,
+    seed,
+    offset,
+    sms,
+    counts,
+    slopes=None,
+    descale=None,
 ):
-    """The launches of one call as (kernel, grid, arguments, options)."""
+    """The launches of one call: (kernel, grid, args, options) each."""
     if scale <= 0.0:
         # The row maximum is taken of the raw scores, so the scale has to be positive: its sign moves into a copy of q.
         copy = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device=q.device)
@@ -526,9 +554,6 @@ def launches(
     turned = torch.empty(*v.shape[:2], v.shape[3], room, dtype=torch.uint8, device=v.device)
     turning = (bits, turned, *v.stride(), v.shape[1], v.shape[2], room, v.shape[3], 128)
     turners = v.shape[0] * v.shape[1] * -(-room // 128)
-    if descale is None:
-        one = torch.ones((1, 1), device=q.device)
-        descale = (one.expand(q.shape[:2]), one.expand(k.shape[:2]), one.expand(v.shape[:2]))
     arguments = (
         descriptor(q, 64, 128),
         descriptor(k, 128, 128),

@@ -5,8 +5,8 @@ Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
 Compiled in: fwd-bf16-d256-causal
-Template: flash_fwd_hopper 002abf6c13deb1fd
-Variant: d2f212ed04da7247
+Template: flash_fwd_hopper fae8a9e3e20f0a8c
+Variant: 521f38b5cdc29fcd
 Config: BLOCK_M=128 BLOCK_N=64 lookahead=1 maximum=first order=drawn pingpong=False residents=1 section=32 stages=2 tiles=loop
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -779,29 +779,44 @@ def descriptor(tensor, rows, columns):
     return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], block, layout)
 
 
-COUNTS = {}
-
-
-def zero_counts(size, device):
-    """At least `size` counts that are zero before a launch and after it. Launches on one stream share them."""
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(size, dtype=torch.int32, device=device)
-    place = torch.cuda.current_stream(device).cuda_stream, device.index
-    if place not in COUNTS or COUNTS[place].numel() < size:
-        COUNTS[place] = torch.zeros(size, dtype=torch.int32, device=device)
-    return COUNTS[place]
-
-
 def division(divisor):
     """The factor and the shift by which `divide` divides."""
     shift = 31 + (divisor - 1).bit_length()
     return -(-(1 << shift) // divisor), shift
 
 
+def counts_needed(q, k):
+    """How many of `counts` a call takes."""
+    return 1
+
+
+def records(q, k, v, mask, scale):
+    """Whether `launches` computes nothing from tensors like these, so that what it makes of them on the meta device can be replayed."""
+    return scale > 0.0
+
+
 def launches(
-    q, k, v, out, lse, *, mask, scale, diagonal, window_left, window_right, softcap, dropout_p, seed, offset, slopes=None, descale=None
+    q,
+    k,
+    v,
+    out,
+    lse,
+    *,
+    mask,
+    scale,
+    diagonal,
+    window_left,
+    window_right,
+    softcap,
+    dropout_p,
+    seed,
+    offset,
+    sms,
+    counts,
+    slopes=None,
+    descale=None,
 ):
-    """The launches of one call as (kernel, grid, arguments, options)."""
+    """The launches of one call: (kernel, grid, args, options) each."""
     if scale <= 0.0:
         # The row maximum is taken of the raw scores, so the scale has to be positive: its sign moves into a copy of q.
         copy = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device=q.device)
@@ -809,7 +824,6 @@ def launches(
     batches, heads, n_q, _ = q.shape
     m_tiles = -(-n_q // 128)
     tiles = m_tiles * batches * heads
-    sms = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 132
     programs = min(tiles, sms)
     arguments = (
         descriptor(q, 64, 256),
@@ -817,7 +831,7 @@ def launches(
         descriptor(v, 64, 256),
         descriptor(out, 64, 128),
         lse,
-        zero_counts(1, q.device),
+        counts,
         n_q,
         k.shape[2],
         batches,

@@ -5,8 +5,8 @@ Key blocks go from right to left.
 One block goes from scores to values.
 
 Compiled in: fwd-bf16-d64
-Template: flash_fwd_hopper 80b743704d0d1978
-Variant: ed9c155967155013
+Template: flash_fwd_hopper 18fb166b3b26282e
+Variant: 8fb32410c4903c59
 Config: BLOCK_M=64 BLOCK_N=64 lookahead=0 maximum=first order=fixed pingpong=False residents=4 section=1 stages=2 tiles=one
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -650,10 +650,38 @@ def division(divisor):
     return -(-(1 << shift) // divisor), shift
 
 
+def counts_needed(q, k):
+    """How many of `counts` a call takes."""
+    return 0
+
+
+def records(q, k, v, mask, scale):
+    """Whether `launches` computes nothing from tensors like these, so that what it makes of them on the meta device can be replayed."""
+    return scale > 0.0
+
+
 def launches(
-    q, k, v, out, lse, *, mask, scale, diagonal, window_left, window_right, softcap, dropout_p, seed, offset, slopes=None, descale=None
+    q,
+    k,
+    v,
+    out,
+    lse,
+    *,
+    mask,
+    scale,
+    diagonal,
+    window_left,
+    window_right,
+    softcap,
+    dropout_p,
+    seed,
+    offset,
+    sms,
+    counts,
+    slopes=None,
+    descale=None,
 ):
-    """The launches of one call as (kernel, grid, arguments, options)."""
+    """The launches of one call: (kernel, grid, args, options) each."""
     if scale <= 0.0:
         # The row maximum is taken of the raw scores, so the scale has to be positive: its sign moves into a copy of q.
         copy = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device=q.device)

@@ -5,8 +5,8 @@ Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
 Compiled in: fwd-bf16-d64-bias
-Template: flash_fwd_hopper 333fce150b64c244
-Variant: c13015f60f597210
+Template: flash_fwd_hopper 191cb02892d49fdb
+Variant: ce9570812d5d2eb0
 Config: BLOCK_M=64 BLOCK_N=64 lookahead=1 maximum=running order=fixed pingpong=False residents=3 section=8 stages=2 tiles=one
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -467,12 +467,17 @@ def descriptor(tensor, rows, columns):
     return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], block, layout)
 
 
+def in_place(bias):
+    """Whether the copy engine can take the bias from where it is."""
+    step = 16 // bias.element_size()
+    return bias.data_ptr() % 16 == 0 and bias.stride(3) == 1 and all(stride % step == 0 for stride in bias.stride()[:3])
+
+
 def without_repeats(bias):
     """The bias with one of each batch and head that it repeats, in rows that the copy engine can take."""
     bias = bias[: None if bias.stride(0) else 1, : None if bias.stride(1) else 1]
-    step = 16 // bias.element_size()
-    rows_fit = all(stride % step == 0 for stride in bias.stride()[:3])
-    if not (rows_fit and bias.stride(3) == 1 and bias.data_ptr() % 16 == 0):
+    if not in_place(bias):
+        step = 16 // bias.element_size()
         room = torch.empty(*bias.shape[:3], -(-bias.shape[3] // step) * step, dtype=bias.dtype, device=bias.device)
         room[..., : bias.shape[3]] = bias
         # What is past the bias's columns is past the last key, which no query sees.
@@ -486,10 +491,38 @@ def division(divisor):
     return -(-(1 << shift) // divisor), shift
 
 
+def counts_needed(q, k):
+    """How many of `counts` a call takes."""
+    return 0
+
+
+def records(q, k, v, mask, scale):
+    """Whether `launches` computes nothing from tensors like these, so that what it makes of them on the meta device can be replayed."""
+    return scale > 0.0 and in_place(mask)
+
+
 def launches(
-    q, k, v, out, lse, *, mask, scale, diagonal, window_left, window_right, softcap, dropout_p, seed, offset, slopes=None, descale=None
+    q,
+    k,
+    v,
+    out,
+    lse,
+    *,
+    mask,
+    scale,
+    diagonal,
+    window_left,
+    window_right,
+    softcap,
+    dropout_p,
+    seed,
+    offset,
+    sms,
+    counts,
+    slopes=None,
+    descale=None,
 ):
-    """The launches of one call as (kernel, grid, arguments, options)."""
+    """The launches of one call: (kernel, grid, args, options) each."""
     if scale <= 0.0:
         # The row maximum is taken of the raw scores, so the scale has to be positive: its sign moves into a copy of q.
         copy = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device=q.device)

@@ -5,8 +5,8 @@ Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
 Compiled in: fwd-bf16-d64-bool
-Template: flash_fwd_hopper fdbed96a949c9548
-Variant: da439941d6512c44
+Template: flash_fwd_hopper b69da65df35816c7
+Variant: 33c5f8c1ad558bb0
 Config: BLOCK_M=192 BLOCK_N=128 lookahead=1 maximum=first order=fixed pingpong=True residents=1 section=1 stages=3 tiles=chained
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -804,10 +804,38 @@ def division(divisor):
     return -(-(1 << shift) // divisor), shift
 
 
+def counts_needed(q, k):
+    """How many of `counts` a call takes."""
+    return 0
+
+
+def records(q, k, v, mask, scale):
+    """Whether `launches` computes nothing from tensors like these, so that what it makes of them on the meta device can be replayed."""
+    return scale > 0.0
+
+
 def launches(
-    q, k, v, out, lse, *, mask, scale, diagonal, window_left, window_right, softcap, dropout_p, seed, offset, slopes=None, descale=None
+    q,
+    k,
+    v,
+    out,
+    lse,
+    *,
+    mask,
+    scale,
+    diagonal,
+    window_left,
+    window_right,
+    softcap,
+    dropout_p,
+    seed,
+    offset,
+    sms,
+    counts,
+    slopes=None,
+    descale=None,
 ):
-    """The launches of one call as (kernel, grid, arguments, options)."""
+    """The launches of one call: (kernel, grid, args, options) each."""
     if scale <= 0.0:
         # The row maximum is taken of the raw scores, so the scale has to be positive: its sign moves into a copy of q.
         copy = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device=q.device)
@@ -815,7 +843,6 @@ def launches(
     batches, heads, n_q, _ = q.shape
     m_tiles = -(-n_q // 192)
     tiles = m_tiles * batches * heads
-    sms = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 132
     programs = min(tiles, sms)
     matrices = mask[: None if mask.stride(0) else 1, : None if mask.stride(1) else 1].view(torch.uint8)
     blocks = -(-mask.shape[3] // 128)

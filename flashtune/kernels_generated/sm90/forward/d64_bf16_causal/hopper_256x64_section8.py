@@ -5,8 +5,8 @@ Key blocks go from right to left.
 One block goes from scores to values.
 
 Compiled in: fwd-bf16-d64-causal
-Template: flash_fwd_hopper 6034950cfeab1a32
-Variant: b4ce7155f61eb07c
+Template: flash_fwd_hopper e000bdb4beeab903
+Variant: 15df5a24fb0f7f5f
 Config: BLOCK_M=256 BLOCK_N=64 lookahead=0 maximum=first order=fixed pingpong=False residents=1 section=8 stages=3 tiles=one
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -701,10 +701,38 @@ def division(divisor):
     return -(-(1 << shift) // divisor), shift
 
 
+def counts_needed(q, k):
+    """How many of `counts` a call takes."""
+    return 0
+
+
+def records(q, k, v, mask, scale):
+    """Whether `launches` computes nothing from tensors like these, so that what it makes of them on the meta device can be replayed."""
+    return scale > 0.0
+
+
 def launches(
-    q, k, v, out, lse, *, mask, scale, diagonal, window_left, window_right, softcap, dropout_p, seed, offset, slopes=None, descale=None
+    q,
+    k,
+    v,
+    out,
+    lse,
+    *,
+    mask,
+    scale,
+    diagonal,
+    window_left,
+    window_right,
+    softcap,
+    dropout_p,
+    seed,
+    offset,
+    sms,
+    counts,
+    slopes=None,
+    descale=None,
 ):
-    """The launches of one call as (kernel, grid, arguments, options)."""
+    """The launches of one call: (kernel, grid, args, options) each."""
     if scale <= 0.0:
         # The row maximum is taken of the raw scores, so the scale has to be positive: its sign moves into a copy of q.
         copy = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device=q.device)
