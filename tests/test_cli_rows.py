@@ -1,6 +1,14 @@
 """Rows as the commands show them: nothing predicted as measured, nothing unchecked as correct, nothing disturbed as quiet."""
 
+import contextlib
 import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import termios
+from dataclasses import replace
 from pathlib import Path
 
 import db_samples as samples
@@ -8,11 +16,20 @@ import pytest
 from click.testing import CliRunner
 
 from flashtune.cli.main import main
+from flashtune.core.target import find_target
+from flashtune.db.library import Library, shipped_path
+from flashtune.templates import family
+from flashtune.tuner import machine
 
 
 @pytest.fixture(scope="module")
 def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return samples.write(tmp_path_factory.mktemp("rows") / "a.sqlite", samples.RESULTS_SINCE_0002)
+    """A finalist raced while the GPU was throttled, and a prediction that nothing checked; both can be served."""
+    config = family("flash_fwd").default(samples.PROBLEM.spec(), find_target("h200"))
+    results = [
+        replace(one, outcomes=tuple(replace(outcome, config=config) for outcome in one.outcomes)) for one in samples.RESULTS_SINCE_0002
+    ]
+    return samples.write(tmp_path_factory.mktemp("rows") / "a.sqlite", tuple(results))
 
 
 def test_json_holds_whole_calls_trials_fates_and_the_conditions_of_the_race(database: Path) -> None:
@@ -33,5 +50,71 @@ def test_json_holds_whole_calls_trials_fates_and_the_conditions_of_the_race(data
 
 def test_plain_rows_say_what_was_not_checked_and_what_was_disturbed(database: Path) -> None:
     shown = CliRunner().invoke(main, ["show", "--db", str(database)]).stdout
-    assert "predicted, unchecked" in shown
-    assert "measured, throttled" in shown
+    assert "unchecked: predicted, and nothing compared its numbers" in shown and "throttled: something held the GPU's clocks" in shown
+    wide = CliRunner().invoke(main, ["show", "--db", str(database), "--wide"]).stdout
+    assert "predicted, unchecked" in wide and "measured, throttled" in wide
+
+
+@pytest.mark.parametrize("shape", ["--json", "plain"])
+def test_verify_that_checked_nothing_does_not_succeed(tmp_path: Path, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU no interpreter runs a Hopper kernel."""
+    monkeypatch.setattr(machine, "local_gpu", lambda: None)
+    hopper = next(record for record in Library.of(shipped_path()).records(d=64, n=512) if record.outcome.template == "flash_fwd_hopper")
+    path = samples.write(tmp_path / "a.sqlite", (samples.result(hopper.outcome, gpu="h200", of=hopper.problem, framework_us=None),))
+    words = ["verify", "--db", str(path), *(["--json"] if shape == "--json" else [])]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 4, result.output
+    assert "none of 1 rows could be checked" in result.stderr
+    if shape == "--json":
+        assert json.loads(result.stdout)["skipped"] == 1
+    assert CliRunner().invoke(main, [*words, "--d", "32"]).exit_code == 5
+
+
+def test_a_prediction_of_a_family_that_no_interpreter_runs_is_unchecked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "local_gpu", lambda: None)
+    where = ["--db", str(tmp_path / "a.sqlite")]
+    words = ["--gpu-name", "h200", "--d", "64", "--n", "1024", "--causal", "--dtype", "fp16", "--softcap", "30", *where]
+    searched = CliRunner().invoke(main, ["search", *words, "--template", "flash_fwd_hopper", "--trials", "1", "--seed", "1", "--json"])
+    assert searched.exit_code == 0, searched.output
+    [row] = json.loads(searched.stdout)
+    assert (row["source"], row["fate"], row["unservable"]) == ("predicted", "unchecked", None)
+    explained = CliRunner().invoke(main, ["explain", *words])
+    assert "neither measured nor checked" in " ".join(explained.stdout.split()), explained.output
+
+
+def on_a_terminal(columns: int, *words: str) -> list[str]:
+    """The lines that the command writes to a terminal so many columns wide."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (50, columns))
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "FORCE_COLOR")}
+    command = [sys.executable, "-m", "flashtune.cli.main", *words]
+    process = subprocess.Popen(command, stdout=theirs, env={**environment, "TERM": "xterm", "NO_COLOR": "1"}, stdin=subprocess.DEVNULL)
+    os.close(theirs)
+    told = b""
+    # A terminal whose other side has ended gives an error.
+    with contextlib.suppress(OSError):
+        while part := os.read(ours, 1 << 16):
+            told += part
+    os.close(ours)
+    assert process.wait(60) == 0
+    return re.sub(r"\x1b\[[0-9;]*m", "", told.decode()).splitlines()
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_a_row_is_one_line_of_a_terminal(columns: int) -> None:
+    lines = on_a_terminal(columns, "show", "--db", str(shipped_path()))
+    records = Library.of(shipped_path()).records()
+    assert max(len(line) for line in lines) <= columns
+    measured = [line for line in lines if line.rstrip().endswith("measured")]
+    assert len(measured) == len(records) == len([line for line in lines if line.strip()]) - 2
+    for record in records:
+        assert any(line.startswith(record.problem.label()[:12]) and f"{record.median_us:.1f}" in line for line in measured)
+
+
+def test_wide_rows_hold_the_config_and_are_broken_by_the_terminal_alone() -> None:
+    record = Library.of(shipped_path()).records(d=64, n=4096)[0]
+    lines = on_a_terminal(80, "show", "--db", str(shipped_path()), "--d", "64", "--n", "4096", "--wide")
+    [row] = [line for line in lines if record.problem.label() + " " in line and f"{record.median_us:.1f}" in line]
+    assert all(
+        f"{axis}={value}" in row or axis in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages") for axis, value in record.outcome.config.items
+    )

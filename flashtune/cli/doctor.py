@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 from rich.table import Table
+from rich.text import Text
 
 import flashtune
 from flashtune.cli.console import console, print_json
@@ -28,7 +29,7 @@ def doctor(as_json: bool) -> None:
     else:
         table = Table(show_header=False, box=None)
         for check in checks:
-            table.add_row("[green]ok[/green]" if check["ok"] else "[red]missing[/red]", check["name"], check["found"], check["remedy"])
+            table.add_row(Text("ok", "green") if check["ok"] else Text("missing", "red"), check["name"], check["found"], check["remedy"])
         console().print(table)
         console().print("GPUs that --gpu-name takes: " + ", ".join(targets()))
     if not healthy:

@@ -53,7 +53,7 @@ def explain(
         row["config"] = None if found.config is None else found.config.as_dict()
         print_json(row)
         return
-    console().print(f"[bold]{problem.label()}[/bold] on {target.slug}: {found.kind}")
+    console().print(f"{problem.label()} on {target.slug}: {found.kind}", style="bold")
     console().print(found.reason)
     if found.template is not None:
         config = "" if found.config is None else found.config.label()

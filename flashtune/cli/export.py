@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from flashtune.cli.console import console, print_json
+from flashtune.cli.console import console, messages, print_json
 from flashtune.cli.options import db_option, filters_of, json_option
 
 
@@ -29,7 +29,8 @@ def export(
 ) -> None:
     """Write the winners of a database (default: your overlay) to DESTINATION, a small file to ship beside a model's weights.
 
-    Users point FLASHTUNE_DB at it, or open it with --db; it holds values only, nothing that is executed.
+    Users point FLASHTUNE_DB at it, or open it with --db; it holds values only, nothing that is executed. Winners that this version
+    can't serve are named and left out.
     """
     from flashtune.db.library import overlay_path
     from flashtune.db.store import Store
@@ -37,6 +38,10 @@ def export(
 
     with Store.open(location or overlay_path(), writable=False) as store:
         filters = filters_of(gpu_name=gpu_name, d=d, dtype=dtype)
+        if not all_trials:
+            for record in store.records(passed_over=unservable, **filters):
+                if why := unservable(record):
+                    messages().print(f"left out: {record.key.gpu} {record.problem.label()}: {why}")
         rows = store.export(destination, winners_only=not all_trials, replace=force, passed_over=unservable, **filters)
     if as_json:
         print_json({"path": str(destination), "rows": rows, "bytes": destination.stat().st_size})

@@ -52,7 +52,9 @@ class LazyGroup(click.Group):
             sys.stdout.flush()
             return found
         except FlashtuneError as error:
-            click.echo(f"flashtune: {mask_secrets(str(error))}", err=True)
+            from flashtune.cli.console import one_line
+
+            click.echo(f"flashtune: {one_line(mask_secrets(str(error)))}", err=True)
             ctx.exit(error.exit_code)
         except click.UsageError as error:
             _report(error)
@@ -74,7 +76,9 @@ def _report(error: click.UsageError) -> None:
     """A wrong option or argument in one line, with where to read more."""
     command = error.ctx.command.name if error.ctx is not None and error.ctx.parent is not None else None
     help_line = " ".join(["flashtune", *([command] if command else []), "--help"])
-    click.echo(f"flashtune: {mask_secrets(error.format_message())} (see {help_line})".replace("\n", " "), err=True)
+    from flashtune.cli.console import one_line
+
+    click.echo(f"flashtune: {one_line(mask_secrets(error.format_message()))} (see {help_line})", err=True)
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})

@@ -39,7 +39,7 @@ class SearchProgress:
     def _view(self) -> Table:
         grid = Table.grid(padding=(0, 1))
         grid.add_row(self._bars)
-        grid.add_row(f"[bold]{self._label}[/bold]  best {self._best or 'none yet'}")
+        grid.add_row(f"{self._label}  best {self._best or 'none yet'}")
         fates = ", ".join(f"{fate} {count}" for fate, count in sorted(self._fates.items()))
         grid.add_row(f"trials by fate: {fates or 'none yet'}   {self._left}")
         return grid

@@ -1,16 +1,31 @@
 """Records as JSON rows and as tables; field names, once shipped, are kept."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from rich.table import Table
+from rich.text import Text
 
+from flashtune.cli.console import console
 from flashtune.core.results import Fate, TuningRecord
+from flashtune.templates import unservable
 
 PREDICTED_NOTE = (
     "predicted: ranked by a cost model over what the compiler said for that GPU (registers, spills, shared memory) and the GPU's "
     "datasheet; nothing was run there. Run the same search on the GPU to measure; measured rows always come first."
 )
+
+
+DOUBTS = {
+    "unservable": "can't be served by this version on its own GPU, whatever its time says; it is left out of exports.",
+    "unchecked": "predicted, and nothing compared its numbers: no interpreter runs its template. On the GPU `flashtune verify` does.",
+    "throttled": "something held the GPU's clocks back while it was timed; --json says what. Search again when the GPU is cool and free.",
+    "shared": "another process computed on the GPU while it was timed. Search again when the GPU is free.",
+}
+"""What may speak against a row, to what that means."""
+
+NAMED = 5
+"""How many rows that can't be served are named with the reason."""
 
 
 def record_row(record: TuningRecord) -> dict[str, Any]:
@@ -41,6 +56,7 @@ def record_row(record: TuningRecord) -> dict[str, Any]:
         "fate": str(outcome.fate),
         "call_us": _rounded(outcome.call_us),
         "framework_call_us": _rounded(record.framework_call_us),
+        "unservable": unservable(record),
         "trial_us": _rounded(outcome.trial.median_us if outcome.trial else None),
         "provenance": record.provenance.as_json(),
     }
@@ -50,29 +66,81 @@ def _rounded(time_us: float | None) -> float | None:
     return None if time_us is None else round(time_us, 3)
 
 
-def record_table(records: Sequence[TuningRecord], title: str | None = None) -> Table:
-    """Records for people; the ratio is the framework's time over ours."""
-    table = Table(title=title, title_justify="left", header_style="bold")
-    for name in ("gpu", "problem", "B x H", "template", "config", "source"):
-        table.add_column(name, overflow="fold")
-    for name in ("us", "call us", "TFLOP/s", "vs framework"):
-        table.add_column(name, justify="right")
-    for r in records:
-        framework = "" if r.framework_us is None or r.baseline is None else f"{r.framework_us / r.median_us:.2f}x {r.baseline.backend}"
-        heads = f"{r.problem.batch} x {r.problem.heads}"
-        source = source_of(r) if r.outcome.source == "measured" else f"[yellow]{source_of(r)}[/yellow]"
-        time_us = f"{r.median_us:.1f}" if r.outcome.source == "measured" else f"~{r.median_us:.0f}"
-        call = "" if r.outcome.call_us is None else f"{r.outcome.call_us:.1f}"
-        config = short_config(r.outcome.config.as_dict())
-        table.add_row(r.key.gpu, r.problem.label(), heads, r.outcome.template, config, source, time_us, call, f"{r.tflops:.0f}", framework)
-    return table
+def print_records(records: Sequence[TuningRecord], *, title: str | None = None, wide: bool = False) -> None:
+    """Records for people, one line each, and what their words mean; `wide` adds what doesn't fit a terminal, such as the config.
+
+    The ratio is the framework's time over ours.
+    """
+    rows = [(record, unservable(record)) for record in records]
+    gpus = {record.key.gpu for record in records}
+    calls = any(record.outcome.call_us is not None for record in records)
+    table = Table(
+        title=title or " ".join(gpus if len(gpus) == 1 else ()),
+        title_justify="left",
+        header_style="bold",
+        box=None,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    columns: dict[str, Literal["left", "right"]] = {
+        **({"gpu": "left"} if len(gpus) > 1 else {}),
+        **{"problem": "left", "B x H": "left"},
+        **({"template": "left"} if wide else {}),
+        **{"us": "right"},
+        **({"call us": "right"} if calls else {}),
+        **{"TFLOP/s": "right", "vs framework": "left", "source": "left"},
+        **({"config": "left"} if wide else {}),
+    }
+    lines = [_cells(record, why, wide) for record, why in rows]
+    for name, justify in columns.items():
+        # A row is one line; where the terminal is too narrow, the problem's words end in dots, its figures never do.
+        least = 12 if name == "problem" else max(len(text) for text in (name, *(line[name] for line in lines)))
+        table.add_column(name, justify=justify, no_wrap=True, overflow="ellipsis", min_width=least)
+    for line in lines:
+        plain = line["source"] == "measured"
+        table.add_row(*(Text(line[name], "yellow") if name == "source" and not plain else line[name] for name in columns))
+    # What doesn't fit is wanted in full, so the terminal breaks the line where it must.
+    (console(width=1 << 16) if wide else console()).print(table)
+    if notes := _notes(rows):
+        console().print(notes)
 
 
-def source_of(record: TuningRecord) -> str:
-    """Where a record's time comes from, and what speaks against it: `measured`, `measured, throttled`, `predicted, unchecked`."""
+def _cells(r: TuningRecord, why: str | None, wide: bool) -> dict[str, str]:
+    """Column to text for one row."""
+    measured = r.outcome.source == "measured"
+    doubts = doubts_of(r, why)
+    return {
+        "gpu": r.key.gpu,
+        "problem": r.problem.label(),
+        "B x H": f"{r.problem.batch}x{r.problem.heads}",
+        "template": r.outcome.template,
+        "us": f"{r.median_us:.1f}" if measured else f"~{r.median_us:.0f}",
+        "call us": "" if r.outcome.call_us is None else f"{r.outcome.call_us:.1f}",
+        "TFLOP/s": f"{r.tflops:.0f}",
+        "vs framework": "" if r.baseline is None else f"{r.baseline.measurement.median_us / r.median_us:.2f}x {r.baseline.backend}",
+        "source": ", ".join((r.outcome.source, *doubts)) if wide or not doubts else doubts[0],
+        "config": short_config(r.outcome.config.as_dict()),
+    }
+
+
+def _notes(rows: Sequence[tuple[TuningRecord, str | None]]) -> str:
+    """A line for each word of the table that doesn't explain itself, and for the rows that can't be served."""
+    doubts = {doubt for record, why in rows for doubt in doubts_of(record, why)}
+    lines = [PREDICTED_NOTE] if any(record.outcome.source == "predicted" for record, _ in rows) else []
+    lines += [f"{doubt}: {note}" for doubt, note in DOUBTS.items() if doubt in doubts]
+    refused = [f"  {record.key.gpu} {record.problem.label()}: {why}" for record, why in rows if why]
+    more = [f"  and {len(refused) - NAMED} more (--json names all)"] if len(refused) > NAMED else []
+    return "\n".join([*lines, *refused[:NAMED], *more])
+
+
+def doubts_of(record: TuningRecord, unservable: str | None) -> tuple[str, ...]:
+    """What speaks against a row, in words of `DOUBTS`, the weightiest first."""
     conditions = record.provenance.conditions
-    unchecked = (str(Fate.UNCHECKED),) if record.outcome.fate is Fate.UNCHECKED else ()
-    return ", ".join((record.outcome.source, *unchecked, *(conditions.doubts if conditions else ())))
+    return (
+        *(("unservable",) if unservable else ()),
+        *((str(Fate.UNCHECKED),) if record.outcome.fate is Fate.UNCHECKED else ()),
+        *(conditions.doubts if conditions else ()),
+    )
 
 
 def short_config(values: dict[str, Any]) -> str:

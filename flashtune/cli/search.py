@@ -8,10 +8,10 @@ from typing import Any
 
 import click
 
-from flashtune.cli.console import console, messages, print_json
+from flashtune.cli.console import messages, print_json
 from flashtune.cli.options import ListCommand, dtypes_of, features_of, flat, json_option, problem_of, problem_options, seconds_of
 from flashtune.cli.progress import SearchProgress
-from flashtune.cli.records import PREDICTED_NOTE, record_row, record_table
+from flashtune.cli.records import print_records, record_row
 from flashtune.core.errors import EnvironmentProblem, InputError
 from flashtune.core.problem import Problem
 from flashtune.core.results import Source, TuningRecord
@@ -76,9 +76,7 @@ def search(gpu_name: str, location: str | None, predict: bool, as_json: bool, **
     if as_json:
         print_json([record_row(record) for record in records])
         return
-    console().print(record_table(records, title=f"Best known on {target.name}"))
-    if any(record.outcome.source == "predicted" for record in records):
-        console().print(PREDICTED_NOTE)
+    print_records(records, title=f"Best known on {target.name}")
 
 
 def problems_of(words: dict[str, Any]) -> list[Problem]:

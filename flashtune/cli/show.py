@@ -4,7 +4,7 @@ import click
 
 from flashtune.cli.console import console, print_json
 from flashtune.cli.options import db_option, filters_of, json_option
-from flashtune.cli.records import PREDICTED_NOTE, record_row, record_table
+from flashtune.cli.records import print_records, record_row
 
 
 @click.command()
@@ -14,6 +14,7 @@ from flashtune.cli.records import PREDICTED_NOTE, record_row, record_table
 @click.option("--n", type=int, help="Only this sequence length.")
 @click.option("--dtype", help="Only this element type.")
 @click.option("--source", type=click.Choice(["measured", "predicted"]), help="Only rows of this kind.")
+@click.option("--wide", is_flag=True, help="All columns, the config among them, however long the lines become.")
 @json_option
 def show(
     location: str | None,
@@ -22,6 +23,7 @@ def show(
     n: int | None,
     dtype: str | None,
     source: str | None,
+    wide: bool,
     as_json: bool,
 ) -> None:
     """List the best known configuration of every problem: your overlay over the shipped database, or one given with --db.
@@ -45,6 +47,4 @@ def show(
     if not records:
         console().print("no rows match: run flashtune search, or loosen the filters")
         return
-    console().print(record_table(records))
-    if any(r.outcome.source == "predicted" for r in records):
-        console().print(PREDICTED_NOTE)
+    print_records(records, wide=wide)

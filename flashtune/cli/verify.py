@@ -4,6 +4,7 @@ import click
 
 from flashtune.cli.console import console, messages, print_json
 from flashtune.cli.options import db_option, filters_of, json_option
+from flashtune.core.errors import EnvironmentProblem, NoKernelFound
 from flashtune.core.results import Fate
 
 
@@ -16,8 +17,8 @@ from flashtune.core.results import Fate
 def verify(location: str | None, gpu_name: str | None, d: int | None, seed: int, as_json: bool) -> None:
     """Check every row's kernel against the float64 oracle: on this GPU, or in Triton's interpreter where there is none.
 
-    Exit code 1 when a row is wrong. Rows that can't be checked here (another architecture's, or Gluon kernels without a GPU)
-    are counted as skipped.
+    Exit code 1 when a row is wrong, 4 when none could be checked here, 5 when there is none. Rows that can't be checked here (another
+    architecture's, or Gluon kernels without a GPU) are counted as skipped.
     """
     from flashtune.db.library import Library
     from flashtune.templates import unservable
@@ -53,3 +54,10 @@ def verify(location: str | None, gpu_name: str | None, d: int | None, seed: int,
         console().print(f"{counts['correct']} correct, {counts['wrong']} wrong, {counts['skipped']} skipped, checked {where}")
     if counts["wrong"]:
         raise SystemExit(1)
+    if not rows:
+        raise NoKernelFound("no rows match, so nothing was checked: loosen the filters, or search first")
+    if not counts["correct"]:
+        machine = gpu.name if gpu else "no GPU, and no interpreter runs their templates"
+        raise EnvironmentProblem(
+            f"none of {len(rows)} rows could be checked on this machine ({machine}): verify them on the GPU they are of"
+        )

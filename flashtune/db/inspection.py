@@ -43,13 +43,7 @@ def examine(connection: Connection, name: str, *, thorough: bool) -> str:
                 f"{name} computes the column {table}.{str(computed)[:40]!r}, which flashtune never does: don't use this file"
             )
     versions = connection.exec_driver_sql(f"SELECT version_num FROM {schema.VERSION_TABLE}").scalars().all()
-    version = versions[0] if len(versions) == 1 else None
-    if not isinstance(version, str) or len(version) != 4 or not (version.isascii() and version.isdigit()):
-        raise DatabaseError(f"{name} has the impossible schema version {str(version)[:20]!r}: {AGAIN}")
-    if version > schema.SCHEMA_VERSION:
-        raise DatabaseError(
-            f"{name} was written by a newer flashtune (schema {version}, this one knows {schema.SCHEMA_VERSION}): upgrade flashtune"
-        )
+    version = checked_version(versions[0] if len(versions) == 1 else None, name)
     if thorough:
         problem = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
         if problem != "ok":
@@ -57,6 +51,22 @@ def examine(connection: Connection, name: str, *, thorough: bool) -> str:
         stray = connection.exec_driver_sql("PRAGMA foreign_key_check").first()
         if stray is not None:
             raise DatabaseError(f"{name} is damaged (row {stray[1]} of {stray[0]!r} points at no {stray[2]!r}): {AGAIN}")
+    return version
+
+
+def checked_version(version: object, name: str) -> str:
+    """The schema version that the database `name` holds; raises DatabaseError for one that no flashtune wrote, or only a newer one."""
+    if (
+        not isinstance(version, str)
+        or len(version) != 4
+        or not (version.isascii() and version.isdigit())
+        or version < schema.OLDEST_VERSION
+    ):
+        raise DatabaseError(f"{name} has the impossible schema version {str(version)[:20]!r}: {AGAIN}")
+    if version > schema.SCHEMA_VERSION:
+        raise DatabaseError(
+            f"{name} was written by a newer flashtune (schema {version}, this one knows {schema.SCHEMA_VERSION}): upgrade flashtune"
+        )
     return version
 
 

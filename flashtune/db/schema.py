@@ -12,6 +12,8 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 SCHEMA_VERSION: Final = "0002"
 """The newest Alembic revision; revisions are four digits that count upwards."""
 
+OLDEST_VERSION: Final = "0001"
+
 VERSION_TABLE: Final = "flashtune_schema"
 """Where Alembic keeps the revision: a name of our own, so that another application's database is never taken for ours."""
 

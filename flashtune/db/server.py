@@ -10,7 +10,7 @@ from sqlalchemy.pool import NullPool
 
 from flashtune.core.errors import DatabaseError, EnvironmentProblem
 from flashtune.core.secrets import mask_secrets
-from flashtune.db.inspection import MissingDatabaseError
+from flashtune.db.inspection import MissingDatabaseError, checked_version
 from flashtune.db.schema import SCHEMA_VERSION, VERSION_TABLE, Base
 
 T = TypeVar("T")
@@ -35,10 +35,6 @@ class Server:
     def open(self) -> None:
         """Check the schema; create or upgrade it (for writing)."""
         version = self.read(self._version)
-        if version is not None and version > SCHEMA_VERSION:
-            raise DatabaseError(
-                f"{self.name} was written by a newer flashtune (schema {version}, this one knows {SCHEMA_VERSION}): upgrade flashtune"
-            )
         if version == SCHEMA_VERSION:
             return
         if not self._writable:
@@ -80,7 +76,7 @@ class Server:
     def _version(self, connection: Connection) -> str | None:
         present = set(inspect(connection).get_table_names())
         if VERSION_TABLE in present:
-            return str(connection.execute(text(f"SELECT max(version_num) FROM {VERSION_TABLE}")).scalar())
+            return checked_version(connection.execute(text(f"SELECT max(version_num) FROM {VERSION_TABLE}")).scalar(), self.name)
         if taken := sorted(present & set(Base.metadata.tables)):
             raise DatabaseError(f"{self.name} has a table {taken[0]!r} of another application: give flashtune a database of its own")
         return None

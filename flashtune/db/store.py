@@ -179,14 +179,14 @@ class Store:
     ) -> int:
         """Write what passes the filter to a new, compact SQLite file, fit to ship beside model weights; how many runs it holds.
 
-        `winners_only` keeps the best record of each key (see `records`), else all runs with all trials. Equal contents give equal bytes
-        (under one version of SQLite). The file appears whole or not at all; `replace` allows it to take the place of another tuned
-        database.
+        `winners_only` keeps the best record of each key that is not `passed_over`, else all runs with all trials. Equal contents give
+        equal bytes (under one version of SQLite). The file appears whole or not at all; `replace` allows it to take the place of another
+        tuned database.
 
         Raises NoKernelFound where nothing passes the filter.
         """
         if winners_only:
-            results = [_alone(record) for record in self.records(passed_over=passed_over, **where)]
+            results = [_alone(record) for record in self.records(passed_over=passed_over, **where) if not passed_over(record)]
         else:
             results = sorted(self.results(**where), key=lambda result: key_order(result.problem.key(result.gpu)))
         if not results:
