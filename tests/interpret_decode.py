@@ -71,7 +71,7 @@ def run(draw: random.Random) -> dict[str, object]:
     counts = torch.zeros(1000, dtype=torch.int32)
     words: dict[str, Any] = {"torch": PoisonedTorch()}
     if splits:
-        words["split_count"] = lambda tiles, keys, sms: splits
+        words["split_count"] = lambda blocks, tiles, programs: splits
     vars(module).update(words)
     label = f"{problem.label()} b{problem.batch}h{problem.heads} splits={splits} {config.label()}"
     if not module.accepts(inputs.q, inputs.k, inputs.v, inputs.keywords["mask"]):

@@ -63,8 +63,8 @@ def test_random_decoding_steps_agree_with_the_reference_at_any_split_count() -> 
 def test_splits_are_the_fewest_with_the_shortest_longest_share_that_the_programs_allow(
     tiles: int, keys: int, programs: int, block_n: int
 ) -> None:
-    splits = module(programs=programs, BLOCK_N=block_n).split_count(tiles, keys, SMS)
     blocks = max(1, -(-keys // block_n))
+    splits = module(programs=programs, BLOCK_N=block_n).split_count(blocks, tiles, programs * SMS)
     assert 1 <= splits <= blocks
     assert splits == 1 or tiles * splits <= programs * SMS
     share = -(-blocks // splits)
@@ -99,7 +99,7 @@ def test_splits_are_counted_over_the_keys_that_rows_see(features: Features, n_q:
     (_, (tiles, splits), _, _) = launches(found, inputs)[0]
     assert tiles == 8
     # A tile's rows may see a few keys fewer than the bound.
-    assert splits in {found.split_count(tiles, visible + more, SMS) for more in (0, 1, 2)}
+    assert splits in {found.split_count(-(-(visible + more) // 32), tiles, 8 * SMS) for more in (0, 1, 2)}
 
 
 def test_a_tile_that_isnt_split_writes_its_output_itself() -> None:

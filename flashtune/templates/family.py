@@ -62,6 +62,10 @@ def any_sizes(problem: Problem, target: Target) -> str | None:
     return None
 
 
+def no_layout(spec: KernelSpec, config: Config) -> None:
+    """What `Family.layout` is for a family whose template needs to know nothing but its spec and config."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Family:
     """A template with its search space.
@@ -72,6 +76,7 @@ class Family:
     exactly the problem's key is served whatever it says.
     `default` is a sound config for when nothing was ever tuned. `starts` are configs worth trying first (the field's published
     tiles). `interpretable` says whether Triton's interpreter runs it.
+    `layout` is what follows from a spec and a config; the template knows it as `layout`.
     `path_axes` are the axes that change which code is rendered, so that two configs that agree in them share a code path.
     """
 
@@ -83,6 +88,7 @@ class Family:
     starts: Callable[[KernelSpec, Target], list[Config]]
     interpretable: bool
     suits: Callable[[Problem, Target], str | None] = any_sizes
+    layout: Callable[[KernelSpec, Config], object] = no_layout
     path_axes: tuple[str, ...] = field(default=())
 
     @property

@@ -4,6 +4,7 @@ Decoding reads all of K and V for a row or two, so that the memory's bandwidth i
 most of the GPU idle (Dao, Haziza, Massa, Sizov, "Flash-Decoding", 2023). See docs/decisions/0011-decode.md.
 """
 
+import inspect
 import math
 
 from flashtune.core.config import Config, KernelSpec
@@ -85,6 +86,13 @@ CONSTRAINTS = (
 )
 
 
+def split_count(blocks: int, tiles: int, programs: int) -> int:
+    """How many programs share a tile's blocks of keys: the fewest whose longest share is as short as where `programs` share all tiles."""
+    splits = min(max(programs // tiles, 1), blocks)
+    share = -(-blocks // splits)
+    return -(-blocks // share)
+
+
 def supports(spec: KernelSpec, target: Target) -> str | None:
     """Why this family can't serve `spec` on `target`, or None: what flash_fwd's loop can't compile, and dropout."""
     if spec.direction != "fwd":
@@ -151,6 +159,7 @@ FAMILY = Family(
     default=default,
     starts=starts,
     interpretable=True,
+    layout=lambda spec, config: {"split_count": inspect.getsource(split_count)},
     path_axes=("combine", "loads"),
 )
 """Attention forward for few query rows."""

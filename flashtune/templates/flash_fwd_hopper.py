@@ -8,6 +8,7 @@ from flashtune.core.config import Config, KernelSpec, Value
 from flashtune.core.dtypes import ITEMSIZE
 from flashtune.core.target import Target
 from flashtune.templates.family import Axis, Constraint, Family, padded
+from flashtune.templates.hopper.layout import HopperLayout
 
 AXES = (
     Axis(name="BLOCK_M", values=(64, 128, 192, 256), why="query rows of a tile: more reuse of K and V against fewer tiles and registers"),
@@ -30,17 +31,6 @@ AXES = (
 )
 
 
-def _shared_bytes(config: Config, spec: KernelSpec) -> int:
-    block_m, block_n, d, d_v = config.number("BLOCK_M"), config.number("BLOCK_N"), padded(spec.d), padded(spec.d_v)
-    chained, size = config["tiles"] == "chained", ITEMSIZE[spec.dtype]
-    q_bytes = size * block_m * d * (2 if chained else 1)
-    own_out = config["tiles"] != "one" or d != d_v or size == 1
-    halves = 2 if config["tiles"] == "loop" and d_v > 64 else 1
-    out_bytes = 2 * block_m * d_v // halves if own_out else 0
-    bias_bytes = 4 * block_m * block_n if spec.mask == "bias" else 0
-    return q_bytes + out_bytes + bias_bytes + size * config.number("stages") * block_n * (d + d_v) + 1024
-
-
 def _may_settle(lookahead: Value, spec: KernelSpec) -> bool:
     """Whether a tile's maxima can be those of its first blocks, the diagonal's or the last keys'.
 
@@ -50,49 +40,29 @@ def _may_settle(lookahead: Value, spec: KernelSpec) -> bool:
     return lookahead != 2 and spec.dtype != "fp8" and spec.mask != "bias" and not (spec.alibi and not spec.causal)
 
 
-def _consumers(config: Config) -> int:
-    return config.number("BLOCK_M") // 64
-
-
-CONSUMER_REGISTERS = {(1, 1): 248, (2, 1): 240, (3, 1): 160, (4, 1): 120, (1, 2): 232, (2, 2): 104, (1, 3): 136, (1, 4): 104}
-"""What a consumer thread may hold, by (warpgroups, programs on an SM): the register file less the producer's share."""
-
-
-def _registers_each(config: Config) -> int:
-    return CONSUMER_REGISTERS[_consumers(config), config.number("residents")]
-
-
-def _live_registers(config: Config, spec: KernelSpec) -> int:
-    """Accumulators and weights that a consumer thread holds at once (scores and output fp32, weights as wide as the inputs).
-
-    FP8 products of weights and values have an accumulator of their own.
-    """
-    size = ITEMSIZE[spec.dtype]
-    scores, out = config.number("BLOCK_N") // 2, padded(spec.d_v) // 2
-    weights, product = scores * size // 4, out if size == 1 else 0
-    loaded = {"none": 0, "bool": 4, "bias": 24}[spec.mask]
-    if config["lookahead"] == 0:
-        return max(scores + loaded, weights + product) + out
-    return scores * config.number("lookahead") + weights + product + out + loaded
+def _registers_fit(layout: HopperLayout) -> bool:
+    # The constraint `residents` comes first.
+    allowed = layout.consumer_registers or 0
+    return layout.live_registers + (16, 24, 32)[layout.overlap] <= allowed
 
 
 CONSTRAINTS = (
     Constraint(
         name="residents",
-        holds=lambda c, s, t: (_consumers(c), c["residents"]) in CONSUMER_REGISTERS,
+        holds=lambda c, s, t: HopperLayout.of(s, c).consumer_registers is not None,
         why="the register file holds so many warpgroups",
     ),
     Constraint(
         name="shared memory",
         holds=lambda c, s, t: (
-            _shared_bytes(c, s) <= t.shared_bytes_per_block
-            and (_shared_bytes(c, s) + 1024) * c.number("residents") <= t.shared_bytes_per_sm
+            (needed := HopperLayout.of(s, c).shared_bytes) <= t.shared_bytes_per_block
+            and (needed + 1024) * c.number("residents") <= t.shared_bytes_per_sm
         ),
         why="queries, the K/V stages and the output tile live in shared memory",
     ),
     Constraint(
         name="registers",
-        holds=lambda c, s, t: _live_registers(c, s) + (16, 24, 32)[c.number("lookahead")] <= _registers_each(c),
+        holds=lambda c, s, t: _registers_fit(HopperLayout.of(s, c)),
         why="scores, weights and output of a warpgroup live in registers, with 16 to 32 for the rest",
     ),
     Constraint(
@@ -102,12 +72,12 @@ CONSTRAINTS = (
     ),
     Constraint(
         name="one warpgroup takes no turns",
-        holds=lambda c, s, t: _consumers(c) > 1 or c["pingpong"] is False,
+        holds=lambda c, s, t: HopperLayout.of(s, c).consumers > 1 or c["pingpong"] is False,
         why="the axis would change nothing",
     ),
     Constraint(
         name="one warpgroup, one tile",
-        holds=lambda c, s, t: _consumers(c) > 1 or c["tiles"] == "one",
+        holds=lambda c, s, t: HopperLayout.of(s, c).consumers > 1 or c["tiles"] == "one",
         why="64 rows are for problems that don't fill the GPU, where no program has a second tile",
     ),
     Constraint(
@@ -132,7 +102,9 @@ CONSTRAINTS = (
     ),
     Constraint(
         name="loop in place of chained",
-        holds=lambda c, s, t: c["tiles"] != "loop" or _shared_bytes(c.replace(tiles="chained"), s) > t.shared_bytes_per_block,
+        holds=lambda c, s, t: (
+            c["tiles"] != "loop" or HopperLayout.of(s, c.replace(tiles="chained")).shared_bytes > t.shared_bytes_per_block
+        ),
         why="chained tiles drain less, wherever their second query tile fits",
     ),
 )
@@ -224,5 +196,6 @@ FAMILY = Family(
     default=default,
     starts=starts,
     interpretable=False,
+    layout=HopperLayout.of,
     path_axes=("BLOCK_M", "lookahead", "pingpong", "tiles", "order", "maximum"),
 )

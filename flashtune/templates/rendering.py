@@ -79,6 +79,7 @@ def _text(family: Family, variant: Variant) -> str:
             variant=variant,
             spec=variant.spec,
             config=variant.config.as_dict(),
+            layout=family.layout(variant.spec, variant.config),
             block_d=padded(variant.spec.d),
             block_dv=padded(variant.spec.d_v),
         )

@@ -14,6 +14,8 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.family import padded
+from flashtune.templates.flash_decode import split_count
+from flashtune.templates.hopper.layout import HopperLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,9 +120,8 @@ def _split_us(config: Config, facts: CompileFacts, problem: Problem, target: Tar
     heads = problem.batch * problem.kv_heads
     tiles = heads * math.ceil(problem.n_q * problem.gqa_ratio / block_m)
     blocks = max(1, math.ceil(key_blocks(problem, max(1, block_m // problem.gqa_ratio), block_n) * heads / tiles))
-    # The rule of `split_count` in flash_decode.py.jinja.
-    share = math.ceil(blocks / min(blocks, max(1, config.number("programs") * target.sms // tiles)))
-    splits = math.ceil(blocks / share)
+    splits = split_count(blocks, tiles, config.number("programs") * target.sms)
+    share = math.ceil(blocks / splits)
     programs = math.ceil(tiles * splits / target.sms)
     active = min(resident, programs)
 
@@ -143,7 +144,8 @@ def _block_clocks(config: Config, facts: CompileFacts, problem: Problem, target:
     d, d_v, size = padded(problem.d), padded(problem.d_v), ITEMSIZE[problem.dtype]
     scores = block_m * block_n
     kind = "tf32" if problem.features.tf32 else problem.dtype
-    if kind == "fp8" and "lookahead" not in config:
+    hopper = HopperLayout.of(problem.spec(), config) if "lookahead" in config else None
+    if kind == "fp8" and hopper is None:
         # Plain kernels multiply it as fp16.
         kind = "fp16"
     peak_per_clock = target.peak_tflops.get(kind, target.peak_tflops["fp32"]) * 1e6 / target.sms / target.boost_mhz
@@ -154,14 +156,12 @@ def _block_clocks(config: Config, facts: CompileFacts, problem: Problem, target:
     softmax = scores / target.exp_per_clock + (ops_per_score * scores + rescaling * block_m * d_v) / c.vector_lanes
     memory = block_n * (d + d_v) * size / c.l2_bytes_per_clock
 
-    looks_ahead = int(config.get("lookahead", 0)) > 0
-    own_groups = block_m // 64 if "lookahead" in config else max(1, facts.threads // 128)
-    shared = active * own_groups > 1
-    if looks_ahead:
+    shared = active * (hopper.consumers if hopper else max(1, facts.threads // 128)) > 1
+    if hopper and hopper.overlap:
         overlap = c.overlap_lookahead_shared if shared else c.overlap_lookahead
     else:
         overlap = c.overlap_shared if shared else c.overlap_alone
     busy = max(matrix + softmax - overlap * min(matrix, softmax), memory) + c.spill_clocks_per_byte * facts.spills * facts.threads
     # Kernels with a copying warp have no loads of their own to wait for.
-    latency = 0.0 if "lookahead" in config else c.load_latency / max(1, int(config.get("num_stages", 1))) ** 2
+    latency = 0.0 if hopper else c.load_latency / max(1, int(config.get("num_stages", 1))) ** 2
     return busy + (c.block_overhead - c.maxima_wait * _settles(config) + latency) / active

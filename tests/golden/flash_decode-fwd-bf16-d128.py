@@ -1,8 +1,8 @@
 """Attention forward for few query rows: several programs share the keys of a tile.
 
 Compiled in: fwd-bf16-d128
-Template: flash_decode d8c55e1bbe3e05e6
-Variant: 4b1822c667443f40
+Template: flash_decode dc07838875ef6abc
+Variant: 9fcafaa6737106a3
 Config: BLOCK_M=16 BLOCK_N=64 combine=last loads=pointer num_stages=3 num_warps=4 programs=2
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -172,10 +172,9 @@ def accepts(q, k, v, mask):
     return isinstance(attention_forward, triton.JITFunction)
 
 
-def split_count(tiles, keys, sms):
-    """How many programs share the keys of a tile: the fewest whose longest share is as short as with 2 programs to an SM."""
-    blocks = max(-(-keys // 64), 1)
-    splits = min(max(2 * sms // tiles, 1), blocks)
+def split_count(blocks: int, tiles: int, programs: int) -> int:
+    """How many programs share a tile's blocks of keys: the fewest whose longest share is as short as where `programs` share all tiles."""
+    splits = min(max(programs // tiles, 1), blocks)
     share = -(-blocks // splits)
     return -(-blocks // share)
 
@@ -220,7 +219,7 @@ def launches(
     group = heads // kv_heads
     tiles = -(-n_q * group // 16) * batch * kv_heads
     keys = n_kv
-    splits = split_count(tiles, keys, sms)
+    splits = split_count(max(-(-keys // 64), 1), tiles, 2 * sms)
     # A tile with one split writes its output itself, and reads and writes no parts.
     part_out, part_lse = lse, lse
     if splits > 1:

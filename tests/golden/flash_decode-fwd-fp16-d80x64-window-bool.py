@@ -1,8 +1,8 @@
 """Attention forward for few query rows: several programs share the keys of a tile.
 
 Compiled in: fwd-fp16-d80x64-window-bool
-Template: flash_decode 042aace04a927998
-Variant: 28276adbb46f2283
+Template: flash_decode 3ff2e319e83400de
+Variant: 4eeae31584ca2083
 Config: BLOCK_M=16 BLOCK_N=64 combine=kernel loads=tma num_stages=3 num_warps=4 programs=2
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -223,10 +223,9 @@ def accepts(q, k, v, mask):
     return copyable(q) and copyable(k) and copyable(v)
 
 
-def split_count(tiles, keys, sms):
-    """How many programs share the keys of a tile: the fewest whose longest share is as short as with 2 programs to an SM."""
-    blocks = max(-(-keys // 64), 1)
-    splits = min(max(2 * sms // tiles, 1), blocks)
+def split_count(blocks: int, tiles: int, programs: int) -> int:
+    """How many programs share a tile's blocks of keys: the fewest whose longest share is as short as where `programs` share all tiles."""
+    splits = min(max(programs // tiles, 1), blocks)
     share = -(-blocks // splits)
     return -(-blocks // share)
 
@@ -273,7 +272,7 @@ def launches(
     tiles = -(-n_q * group // 16) * batch * kv_heads
     left, right = (side if side >= 0 else n_kv + n_q for side in (window_left, window_right))
     keys = min(n_kv, diagonal + n_q + right, left + right + 16 // group + 2)
-    splits = split_count(tiles, keys, sms)
+    splits = split_count(max(-(-keys // 64), 1), tiles, 2 * sms)
     # A tile with one split writes its output itself, and reads and writes no parts.
     part_out, part_lse = lse, lse
     if splits > 1:

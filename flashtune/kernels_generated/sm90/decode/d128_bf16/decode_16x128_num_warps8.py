@@ -1,8 +1,8 @@
 """Attention forward for few query rows: several programs share the keys of a tile.
 
 Compiled in: fwd-bf16-d128
-Template: flash_decode 463af87661bc3f53
-Variant: c9dca46285526541
+Template: flash_decode ee93db01ddb29f1b
+Variant: 7a4bda2566fa4a50
 Config: BLOCK_M=16 BLOCK_N=128 combine=kernel loads=tma num_stages=3 num_warps=8 programs=1
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -196,10 +196,9 @@ def accepts(q, k, v, mask):
     return isinstance(attention_forward, triton.JITFunction) and copyable(q) and copyable(k) and copyable(v)
 
 
-def split_count(tiles, keys, sms):
-    """How many programs share the keys of a tile: the fewest whose longest share is as short as with 1 programs to an SM."""
-    blocks = max(-(-keys // 128), 1)
-    splits = min(max(1 * sms // tiles, 1), blocks)
+def split_count(blocks: int, tiles: int, programs: int) -> int:
+    """How many programs share a tile's blocks of keys: the fewest whose longest share is as short as where `programs` share all tiles."""
+    splits = min(max(programs // tiles, 1), blocks)
     share = -(-blocks // splits)
     return -(-blocks // share)
 
@@ -245,7 +244,7 @@ def launches(
     group = heads // kv_heads
     tiles = -(-n_q * group // 16) * batch * kv_heads
     keys = n_kv
-    splits = split_count(tiles, keys, sms)
+    splits = split_count(max(-(-keys // 128), 1), tiles, 1 * sms)
     # A tile with one split writes its output itself, and reads and writes no parts.
     part_out, part_lse = lse, lse
     if splits > 1:

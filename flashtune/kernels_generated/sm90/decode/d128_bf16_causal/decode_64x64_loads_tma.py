@@ -1,8 +1,8 @@
 """Attention forward for few query rows: several programs share the keys of a tile.
 
 Compiled in: fwd-bf16-d128-causal
-Template: flash_decode 2d271b73acf52ba4
-Variant: 970e8c26be1b6a7c
+Template: flash_decode 9463eb88a80c65ac
+Variant: 83e4240b3300af0f
 Config: BLOCK_M=64 BLOCK_N=64 combine=kernel loads=tma num_stages=3 num_warps=4 programs=2
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -203,10 +203,9 @@ def accepts(q, k, v, mask):
     return isinstance(attention_forward, triton.JITFunction) and copyable(q) and copyable(k) and copyable(v)
 
 
-def split_count(tiles, keys, sms):
-    """How many programs share the keys of a tile: the fewest whose longest share is as short as with 2 programs to an SM."""
-    blocks = max(-(-keys // 64), 1)
-    splits = min(max(2 * sms // tiles, 1), blocks)
+def split_count(blocks: int, tiles: int, programs: int) -> int:
+    """How many programs share a tile's blocks of keys: the fewest whose longest share is as short as where `programs` share all tiles."""
+    splits = min(max(programs // tiles, 1), blocks)
     share = -(-blocks // splits)
     return -(-blocks // share)
 
@@ -252,7 +251,7 @@ def launches(
     group = heads // kv_heads
     tiles = -(-n_q * group // 64) * batch * kv_heads
     keys = min(n_kv, diagonal + n_q)
-    splits = split_count(tiles, keys, sms)
+    splits = split_count(max(-(-keys // 64), 1), tiles, 2 * sms)
     # A tile with one split writes its output itself, and reads and writes no parts.
     part_out, part_lse = lse, lse
     if splits > 1:

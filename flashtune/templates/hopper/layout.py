@@ -1,0 +1,156 @@
+"""What follows from a spec and a config of `flash_fwd_hopper`, stated once for its template, its constraints and the cost model."""
+
+from dataclasses import dataclass
+
+from flashtune.core.config import Config, KernelSpec
+from flashtune.core.dtypes import ITEMSIZE
+from flashtune.templates.family import padded
+
+ROWS = 64
+"""Query rows of a warpgroup: those of its matrix instructions."""
+
+CONSUMER_REGISTERS = {(1, 1): 248, (2, 1): 240, (3, 1): 160, (4, 1): 120, (1, 2): 232, (2, 2): 104, (1, 3): 136, (1, 4): 104}
+"""What a consumer thread may hold, by (warpgroups, programs on an SM): the register file less the producer's share."""
+
+
+@dataclass(frozen=True, slots=True)
+class HopperLayout:
+    """How a program of this config is divided among warpgroups, and where its tiles live."""
+
+    spec: KernelSpec
+    config: Config
+
+    @classmethod
+    def of(cls, spec: KernelSpec, config: Config) -> "HopperLayout":
+        """The layout of any config of the declared space, whether or not it keeps the constraints."""
+        return cls(spec, config)
+
+    @property
+    def size(self) -> int:
+        """Bytes of an element of q, k and v."""
+        return ITEMSIZE[self.spec.dtype]
+
+    @property
+    def fp8(self) -> bool:
+        """Whether q, k and v are e4m3: products take the keys innermost, and have accumulators of their own."""
+        return self.size == 1
+
+    @property
+    def block_d(self) -> int:
+        """Columns of a tile of q and k."""
+        return padded(self.spec.d)
+
+    @property
+    def block_dv(self) -> int:
+        """Columns of a tile of v and of the output."""
+        return padded(self.spec.d_v)
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that compute, of ROWS rows each."""
+        return self.config.number("BLOCK_M") // ROWS
+
+    @property
+    def overlap(self) -> int:
+        """Products under way beside a softmax: none, the values before it, also the scores after it."""
+        return self.config.number("lookahead")
+
+    @property
+    def persistent(self) -> bool:
+        """Whether a program works through many tiles."""
+        return self.config["tiles"] != "one"
+
+    @property
+    def chained(self) -> bool:
+        """Whether the last values of a tile go beside the first scores of the next."""
+        return self.config["tiles"] == "chained"
+
+    @property
+    def drawn(self) -> bool:
+        """Whether a program draws its next tile when it is done with the last: tiles of a band are not equally long."""
+        return self.config["order"] == "drawn"
+
+    @property
+    def own_blocks(self) -> bool:
+        """Whether a warpgroup looks at the blocks that its own rows see alone; chained tiles would have to wait for values too early."""
+        return self.spec.banded and not self.chained and self.consumers > 1
+
+    @property
+    def settles(self) -> bool:
+        """Whether a tile's maxima settle on those of its first blocks."""
+        return self.config["maximum"] == "first"
+
+    @property
+    def patient(self) -> bool:
+        """Whether they had better be those of two blocks at least: fp16 holds weights up to 2^16 alone."""
+        return self.settles and self.spec.dtype == "fp16"
+
+    @property
+    def own_out(self) -> bool:
+        """Whether the output has memory of its own, so that a program's next queries needn't wait for it."""
+        return self.persistent or self.block_d != self.block_dv or self.fp8
+
+    @property
+    def out_halves(self) -> int:
+        """In how many goes the output leaves: beside tiles that fill the memory it has but half a tile."""
+        return 2 if self.config["tiles"] == "loop" and self.block_dv > 64 else 1
+
+    @property
+    def product_depth(self) -> int:
+        """Columns that a matrix instruction multiplies."""
+        return 32 // self.size
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """First column and width of the parts of D that products work through.
+
+        Widths are powers of two, as few as there are bits in D, rounded up to half of the smallest swizzle.
+        """
+        unit = 64 // self.size
+        reach = -(-self.spec.d // unit) * unit
+        found: list[tuple[int, int]] = []
+        for width in (256, 128, 64, 32):
+            if width >= unit and self.block_d > 64 and reach < self.block_d and reach // width % 2:
+                found.append((sum(width for _, width in found), width))
+        return found or [(0, self.block_d)]
+
+    @property
+    def consumer_registers(self) -> int | None:
+        """What a consumer thread may hold; None where the register file doesn't hold so many warpgroups."""
+        return CONSUMER_REGISTERS.get((self.consumers, self.config.number("residents")))
+
+    @property
+    def producer_registers(self) -> int:
+        """What a thread of the copying warp keeps."""
+        return 32 if self.consumers == 3 else 24
+
+    @property
+    def entry_registers(self) -> int:
+        """What a thread has before the producer gives its own up: a share of 65536 for the warpgroups of each program on the SM."""
+        return 65536 // (128 * (self.consumers + 1) * self.config.number("residents")) // 8 * 8
+
+    @property
+    def live_registers(self) -> int:
+        """Accumulators and weights that a consumer thread holds at once (scores and output fp32, weights as wide as the inputs)."""
+        scores, out = self.config.number("BLOCK_N") // 2, self.block_dv // 2
+        weights, product = scores * self.size // 4, out if self.fp8 else 0
+        loaded = {"none": 0, "bool": 4, "bias": 24}[self.spec.mask]
+        if self.overlap == 0:
+            return max(scores + loaded, weights + product) + out
+        return scores * self.overlap + weights + product + out + loaded
+
+    @property
+    def shared_bytes(self) -> int:
+        """Queries, stages of keys and values, the output and the bias's tiles, with a KiB for barriers."""
+        block_m, block_n = self.config.number("BLOCK_M"), self.config.number("BLOCK_N")
+        q = self.size * block_m * self.block_d * (2 if self.chained else 1)
+        kv = self.size * self.config.number("stages") * block_n * (self.block_d + self.block_dv)
+        out = 2 * block_m * self.block_dv // self.out_halves if self.own_out else 0
+        bias = 4 * block_m * block_n if self.spec.mask == "bias" else 0
+        return q + kv + out + bias + 1024
+
+    @property
+    def recompute(self) -> dict[str, int | str]:
+        """The config of the plain kernel that computes rows anew."""
+        keys = 64 if max(self.block_d, self.block_dv) <= 128 else 32
+        return {"BLOCK_M": ROWS, "BLOCK_N": keys, "num_warps": 4, "num_stages": 2, "ORDER": "given"}
