@@ -92,15 +92,17 @@ def print_records(records: Sequence[TuningRecord], *, title: str | None = None, 
         **({"config": "left"} if wide else {}),
     }
     lines = [_cells(record, why, wide) for record, why in rows]
+    # What doesn't fit is wanted in full, so the terminal breaks the line where it must.
+    out = console(width=1 << 16) if wide else console()
+    widths = {name: max(len(text) for text in (name, *(line[name] for line in lines))) for name in columns}
+    # A row is one line; where the terminal is too narrow, the problem's words end in dots, its figures never do.
+    widths["problem"] = max(12, min(widths["problem"], out.width - sum(widths.values()) - len(widths) + widths["problem"]))
     for name, justify in columns.items():
-        # A row is one line; where the terminal is too narrow, the problem's words end in dots, its figures never do.
-        least = 12 if name == "problem" else max(len(text) for text in (name, *(line[name] for line in lines)))
-        table.add_column(name, justify=justify, no_wrap=True, overflow="ellipsis", min_width=least)
+        table.add_column(name, justify=justify, no_wrap=True, overflow="ellipsis", width=widths[name])
     for line in lines:
         plain = line["source"] == "measured"
         table.add_row(*(Text(line[name], "yellow") if name == "source" and not plain else line[name] for name in columns))
-    # What doesn't fit is wanted in full, so the terminal breaks the line where it must.
-    (console(width=1 << 16) if wide else console()).print(table)
+    out.print(table)
     if notes := _notes(rows):
         console().print(notes)
 
