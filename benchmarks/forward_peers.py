@@ -14,10 +14,10 @@ from flashtune import dispatch
 from flashtune.core.results import Measurement
 from flashtune.core.tolerances import Tolerance, tolerance
 from flashtune.tuner import tasks
-from flashtune.tuner.framework import framework_call
+from flashtune.tuner.baseline import framework_call
+from flashtune.tuner.correctness import Expected, everywhere, oracle, places
 from flashtune.tuner.inputs import Inputs, make_inputs
-from flashtune.tuner.measure import Run, Stopwatch
-from flashtune.tuner.verify import Expected, everywhere, oracle, places
+from flashtune.tuner.stopwatch import Run, Stopwatch
 
 OURS = "flashtune"
 
@@ -80,7 +80,7 @@ def start() -> None:
 def data_of(cell: Cell, device: torch.device | str, seed: int) -> Data:
     """Random inputs of a cell on `device`."""
     inputs = make_inputs(cell.problem, device=device, seed=seed)
-    p, f, mask = cell.problem, cell.problem.features, inputs.keywords["mask"]
+    p, f, mask = cell.problem, cell.problem.features, inputs.parameters.mask
     words: dict[str, Any] = {"is_causal": f.causal, "enable_gqa": p.gqa_ratio > 1, "causal_alignment": f.alignment}
     if f.window is not None:
         words["window"] = f.window
@@ -88,25 +88,24 @@ def data_of(cell: Cell, device: torch.device | str, seed: int) -> Data:
         # As small as it is: expanding it is the callee's business.
         words["attn_mask"] = mask[0, 0] if f.mask == "bool" else mask[:1]
     if f.softcap:
-        inputs = replace(inputs, keywords={**inputs.keywords, "softcap": SOFTCAP})
+        inputs = replace(inputs, parameters=replace(inputs.parameters, softcap=SOFTCAP))
         words["softcap"] = SOFTCAP
     if f.dropout:
-        words |= {"dropout_p": inputs.keywords["dropout_p"], "seed": seed}
+        words |= {"dropout_p": inputs.parameters.dropout_p, "seed": seed}
     if f.alibi:
-        words["alibi_slopes"] = inputs.keywords["slopes"]
-    if p.dtype != "fp8":
+        words["alibi_slopes"] = inputs.parameters.slopes
+    if inputs.parameters.descale is None:
         return Data(inputs=inputs, framework=inputs, words=words)
-    words |= dict(zip(("q_descale", "k_descale", "v_descale"), inputs.keywords["descale"], strict=True))
+    words |= dict(zip(("q_descale", "k_descale", "v_descale"), inputs.parameters.descale, strict=True))
     return Data(inputs=inputs, framework=_widened(inputs), words=words)
 
 
 def _widened(inputs: Inputs) -> Inputs:
     """What fp8 inputs stand for, rounded to bf16."""
-    keywords = dict(inputs.keywords)
-    factors = keywords.pop("descale")
-    tensors = (inputs.q, inputs.k, inputs.v)
-    q, k, v = ((x.float() * factor[..., None, None]).bfloat16() for x, factor in zip(tensors, factors, strict=True))
-    return replace(inputs, problem=replace(inputs.problem, dtype="bf16"), q=q, k=k, v=v, keywords=keywords)
+    factors = dict(zip("qkv", inputs.parameters.descale or (), strict=True))
+    wide = {name: (inputs.operands[name].float() * factor[..., None, None]).bfloat16() for name, factor in factors.items()}
+    problem, parameters = replace(inputs.problem, dtype="bf16"), replace(inputs.parameters, descale=None)
+    return Inputs(problem=problem, operands=inputs.operands | wide, parameters=parameters)
 
 
 def peers_of(cell: Cell, data: Data) -> tuple[dict[str, Run], dict[str, str]]:
@@ -151,15 +150,13 @@ def flex_call(cell: Cell, data: Data) -> Run | None:
     # What was compiled for other cells counts towards a limit, past which nothing is compiled any more.
     torch.compiler.reset()
     compiled = torch.compile(flex_attention, dynamic=False)
-    return lambda: compiled(
-        q, k, v, score_mod=score_mod, block_mask=blocks, scale=data.inputs.keywords["scale"], enable_gqa=p.gqa_ratio > 1
-    )
+    return lambda: compiled(q, k, v, score_mod=score_mod, block_mask=blocks, scale=data.inputs.parameters.scale, enable_gqa=p.gqa_ratio > 1)
 
 
 def _score_mod(cell: Cell, data: Data) -> Callable[..., torch.Tensor] | None:
     """What a cell does to a score, as FlexAttention takes it."""
-    if cell.problem.features.alibi:
-        slopes = data.inputs.keywords["slopes"][0]
+    if data.inputs.parameters.slopes is not None:
+        slopes = data.inputs.parameters.slopes[0]
         return lambda score, b, h, i, j: score - slopes[h] * (i - j)
     if cell.problem.features.softcap:
         return lambda score, b, h, i, j: SOFTCAP * torch.tanh(score / SOFTCAP)
@@ -185,8 +182,8 @@ def error_of(out: torch.Tensor, expected: list[Expected], bounds: Tolerance) -> 
     """The error over the oracle's rows; those with nothing to attend to don't count, since backends differ there."""
     pairs = []
     for want in expected:
-        seen = torch.isfinite(want.lse)
-        pairs.append((out[want.batch, want.head, want.first : want.first + len(want.lse)][seen].double(), want.out[seen]))
+        seen = torch.isfinite(want.values["lse"])
+        pairs.append((out[want.place.batch, want.place.head, want.place.queries][seen].double(), want.values["out"][seen]))
     found, wanted = (torch.cat(parts) for parts in zip(*pairs, strict=True))
     gap = (found - wanted).abs()
     return Error(

@@ -18,7 +18,7 @@ from flashtune.templates import family
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.inputs import make_inputs
 from flashtune.tuner.machine import local_gpu
-from flashtune.tuner.measure import Stopwatch
+from flashtune.tuner.stopwatch import Stopwatch
 
 FAMILY = family("flash_fwd_hopper")
 

@@ -4,7 +4,7 @@ Inputs lie inside storage that is poisoned with NaN on every side, in the memory
 storage filled with a mark, so that a write beside it shows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from flashtune.core import reference
 from flashtune.core.band import Alignment, Band
 from flashtune.core.dtypes import DType, output_dtype
+from flashtune.core.passes import CallParameters
 from flashtune.core.problem import Features, Problem
 from flashtune.core.torch_dtypes import TORCH_DTYPES
 from flashtune.tuner.inputs import Inputs
@@ -178,25 +179,25 @@ def make_case(case: AttentionCase, device: torch.device | str) -> Inputs:
     q, k, v = _laid_out([q, k, v], case.layout)
     storage = torch.full((p.batch, p.n_q + 1, p.heads, p.d_v + 3), MARK, dtype=out_dtype, device=device)
     out = storage[:, : p.n_q, :, : p.d_v].transpose(1, 2)
-    keywords: dict[str, Any] = {
-        "mask": _mask(case, generator, out_dtype, device),
-        "scale": p.d**-0.5 if case.scale is None else case.scale,
-        **p.band.keywords(),
-        "softcap": case.softcap if p.features.softcap else 0.0,
-        "dropout_p": case.dropout_p if p.features.dropout else 0.0,
-        "seed": case.seed,
-        "offset": case.offset,
-    }
+    parameters = CallParameters(
+        mask=_mask(case, generator, out_dtype, device),
+        scale=p.d**-0.5 if case.scale is None else case.scale,
+        band=p.band,
+        softcap=case.softcap if p.features.softcap else 0.0,
+        dropout_p=case.dropout_p if p.features.dropout else 0.0,
+        seed=case.seed,
+        offset=case.offset,
+    )
     if p.features.alibi:
         # Heads outermost in memory.
-        keywords["slopes"] = torch.rand((p.heads, p.batch), generator=generator).to(device).T
+        parameters = replace(parameters, slopes=torch.rand((p.heads, p.batch), generator=generator).to(device).T)
     if p.dtype == "fp8":
         # One factor for each head of each batch, one for each head, and one for all.
         sizes = [((p.batch, p.heads), p.heads), ((1, p.kv_heads), p.kv_heads), ((1, 1), p.kv_heads)]
-        found = [torch.rand(stored, generator=generator).to(device).add(0.5).expand(p.batch, heads) for stored, heads in sizes]
-        keywords["descale"] = tuple(found)
+        qf, kf, vf = (torch.rand(stored, generator=generator).to(device).add(0.5).expand(p.batch, heads) for stored, heads in sizes)
+        parameters = replace(parameters, descale=(qf, kf, vf))
     lse = torch.empty((p.batch, p.heads, p.n_q), dtype=torch.float32, device=device)
-    return Inputs(problem=p, q=q, k=k, v=v, out=out, lse=lse, keywords=keywords)
+    return Inputs(problem=p, operands={"q": q, "k": k, "v": v, "out": out, "lse": lse}, parameters=parameters)
 
 
 def written_beside(inputs: Inputs) -> bool:

@@ -12,9 +12,10 @@ import triton.language as tl
 from attention_cases import MARK
 from hopper_kernels import launches, problem, rendered
 
+from flashtune.core.passes import Place
 from flashtune.core.problem import Features, Problem
+from flashtune.tuner.correctness import check, oracle
 from flashtune.tuner.inputs import make_inputs
-from flashtune.tuner.verify import check, oracle
 
 ROWS = 64
 """Rows of the tiles that are computed again."""
@@ -71,11 +72,11 @@ def run(case: Case) -> dict[str, object]:
     """What became of one case."""
     p = case.problem
     inputs = make_inputs(p, device="cpu", seed=7, heads_inside=case.heads_inside)
-    inputs.keywords.update(case.keywords)
+    inputs = replace(inputs, parameters=replace(inputs.parameters, **case.keywords))
     module = rendered(p.spec(), BLOCK_M=64, lookahead=0, maximum="first")
     *_, (kernel, grid, arguments, _) = launches(module, inputs)
     assert kernel is module.again
-    places = [(b, h, first) for b in range(p.batch) for h in range(p.heads) for first in range(0, p.n_q, ROWS)]
+    tiles = [(b, h, first) for b in range(p.batch) for h in range(p.heads) for first in range(0, p.n_q, ROWS)]
     wrong = {(b, h, row // ROWS * ROWS) for b, h, row in case.unsound}
 
     def launch(*_: Any, **__: Any) -> None:
@@ -85,13 +86,15 @@ def run(case: Case) -> dict[str, object]:
             inputs.lse[place] = float("nan")
         kernel[(case.programs,) if case.programs else grid](*arguments)
 
-    expected = oracle(inputs, [(b, h, first, min(ROWS, p.n_q - first)) for b, h, first in places if (b, h, first) in wrong])
+    expected = oracle(
+        inputs, [Place(batch=b, head=h, queries=slice(first, first + ROWS)) for b, h, first in tiles if (b, h, first) in wrong]
+    )
     reason = check(launch, inputs, expected).reason
     kept = 0
-    for b, h, first in places:
+    for b, h, first in tiles:
         tile = slice(first, first + ROWS)
         kept += bool((inputs.out[b, h, tile] == MARK).all() and (inputs.lse[b, h, tile] == MARK).all())
-    return {"name": case.name, "tiles": len(places), "wrong": len(wrong), "kept": kept, "programs": grid[0], "reason": reason}
+    return {"name": case.name, "tiles": len(tiles), "wrong": len(wrong), "kept": kept, "programs": grid[0], "reason": reason}
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from flashtune.core.modules import load_source
 from flashtune.core.target import find_target
 from flashtune.templates import Family, family
 from flashtune.templates.rendering import render, variant_of
-from flashtune.tuner.verify import check, everywhere, oracle
+from flashtune.tuner.correctness import check, everywhere, oracle
 
 GPU = find_target("h200")
 

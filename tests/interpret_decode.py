@@ -19,8 +19,8 @@ from flashtune.core.problem import MASK_KINDS, Features, Problem
 from flashtune.core.target import find_target
 from flashtune.templates import family
 from flashtune.templates.rendering import render, variant_of
+from flashtune.tuner.correctness import check, everywhere, oracle
 from flashtune.tuner.inputs import make_inputs
-from flashtune.tuner.verify import check, everywhere, oracle
 
 
 class PoisonedTorch:
@@ -80,7 +80,7 @@ def run(draw: random.Random) -> dict[str, object]:
     expected = oracle(inputs, everywhere(problem))
     # Twice, since the first launch has to leave the counts as it found them.
     reasons = [check(launch, inputs, expected).reason for _ in range(2)]
-    empty = sum(int(torch.isinf(want.lse).sum()) for want in expected)
+    empty = sum(int(torch.isinf(want.values["lse"]).sum()) for want in expected)
     return {"label": label, "refused": False, "reasons": reasons, "counts": int(counts.abs().sum()), "empty_rows": empty}
 
 

@@ -18,7 +18,7 @@ from flashtune.core.results import Measurement, TuningRecord
 from flashtune.core.target import Target, find_target
 from flashtune.templates import families, family
 from flashtune.tuner.machine import LocalGpu
-from flashtune.tuner.measure import Run
+from flashtune.tuner.stopwatch import Run
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 

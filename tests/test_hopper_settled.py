@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from flashtune.core.dtypes import DType
 from flashtune.core.tolerances import tolerance
 from flashtune.core.torch_dtypes import TORCH_DTYPES
+from flashtune.tuner.correctness import make_extreme, small_cases
 from flashtune.tuner.inputs import make_inputs
-from flashtune.tuner.verify import make_extreme, small_cases
 
 DTYPES_HERE: tuple[DType, ...] = ("bf16", "fp16")
 

@@ -16,9 +16,9 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import Measurement
 from flashtune.core.target import find_target
 from flashtune.profiler import tables
-from flashtune.profiler.measure import Bench, averaging, eager, measure, scaling_grid
 from flashtune.profiler.results import Measured
 from flashtune.profiler.summary import Profile, profile
+from flashtune.profiler.timing import Bench, averaging, eager, measure, scaling_grid
 
 
 class WallClock:
@@ -39,7 +39,7 @@ def small(n: int = 96, window: int = 16, rank: int = 12) -> Profile:
 
 
 def measured_with(free_bytes: int, monkeypatch: pytest.MonkeyPatch, found: Profile | None = None) -> Measured:
-    monkeypatch.setattr("flashtune.profiler.measure.REACH_N", 384)
+    monkeypatch.setattr("flashtune.profiler.timing.REACH_N", 384)
     bench = Bench(device=torch.device("cpu"), clock=WallClock(), free_bytes=lambda: free_bytes, name="a CPU")
     return measure(found or small(), bench)
 

@@ -50,7 +50,7 @@ def described(argument: Any, inputs: Inputs) -> Any:
         base = getattr(argument, "base", None)
         return argument if base is None else (described(base, inputs), argument.shape, argument.strides, argument.block_shape)
     words = inputs.keywords
-    tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "out": inputs.out, "lse": inputs.lse, "mask": words["mask"]}
+    tensors = {**inputs.operands, "mask": words["mask"]}
     tensors |= {"slopes": words.get("slopes"), **dict(zip(("dq", "dk", "dv"), words.get("descale", ()), strict=False))}
     places = {x.untyped_storage()._cdata: name for name, x in tensors.items() if x is not None}
     # A view of an input begins where the input does.
@@ -77,7 +77,7 @@ def test_meta_tensors_make_the_launches_that_others_make(
     if not hasattr(module, "TensorDescriptor"):
         # Kernels without descriptors take tensors at any address.
         recorded, real = (
-            replace(inputs, **{x: shifted(getattr(inputs, x)) for x in ("q", "k", "v", "out", "lse")}) for inputs in (recorded, real)
+            replace(inputs, operands={name: shifted(x) for name, x in inputs.operands.items()}) for inputs in (recorded, real)
         )
     for thing in ("get_device_properties", "current_stream", "is_current_stream_capturing"):
         monkeypatch.delattr(torch.cuda, thing)
@@ -114,7 +114,7 @@ def test_a_bias_that_is_copied_cant_be_recorded() -> None:
         bias = make()
         assert module.records(x, x, x, bias, 0.1) is expected
         inputs = make_inputs(problem, device="cpu", seed=0)
-        inputs.keywords["mask"] = bias
+        inputs = replace(inputs, parameters=replace(inputs.parameters, mask=bias))
         found = taken(module, inputs, None)
         assert ("'mask'" in str(found)) is expected
 

@@ -24,7 +24,7 @@ from flashtune.core.results import CompileFacts, Fate, Measurement, Outcome
 from flashtune.core.target import find_target
 from flashtune.templates import families, family
 from flashtune.templates.rendering import render, variant_of
-from flashtune.tuner import tasks, verify
+from flashtune.tuner import correctness, tasks
 from flashtune.tuner.compile import cross_compile
 from flashtune.tuner.cost import key_blocks, predict_us
 from flashtune.tuner.inputs import make_inputs
@@ -43,7 +43,7 @@ EVERYTHING = Features(causal=True, alignment="bottom_right", window=(60, 0), mas
 def test_a_right_launch_passes_the_oracle(features: Features, dtype: DType) -> None:
     problem = replace(PROBLEM, features=features, dtype=dtype)
     full = make_inputs(problem, device="cpu", seed=1)
-    found = verify.Verifier(problem, device="cpu", seed=2, full_size=full).verdict(by_the_book)
+    found = correctness.Verifier(problem, device="cpu", seed=2, full_size=full).verdict(by_the_book)
     assert found.reason == ""
     assert 0 < found.error < 0.5
 
@@ -67,14 +67,14 @@ def spoiled(kind: str, **words: Any) -> Any:
 
 @pytest.mark.parametrize("kind", ["last row", "one element", "base 2 lse", "other head"])
 def test_a_wrong_launch_is_told_apart(kind: str) -> None:
-    found = verify.Verifier(PROBLEM, device="cpu", seed=2).verdict(spoiled(kind))
+    found = correctness.Verifier(PROBLEM, device="cpu", seed=2).verdict(spoiled(kind))
     assert found.reason
     assert found.error > 1
 
 
 def test_empty_rows_must_have_an_lse_of_minus_infinity() -> None:
     problem = replace(PROBLEM, features=Features(causal=True))
-    assert "-inf" in verify.Verifier(problem, device="cpu", seed=2).verdict(spoiled("finite lse")).reason
+    assert "-inf" in correctness.Verifier(problem, device="cpu", seed=2).verdict(spoiled("finite lse")).reason
 
 
 def rounded_to_e4m3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, **words: Any) -> None:
@@ -96,7 +96,7 @@ def rounded_to_e4m3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torc
 def test_weights_rounded_to_e4m3_are_right_and_a_tenth_off_is_not(causal: bool, d: int) -> None:
     problem = replace(PROBLEM, dtype="fp8", n_q=300, n_kv=300, d=d, d_v=d, features=Features(causal=causal))
     for seed in range(3):
-        verifier = verify.Verifier(problem, device="cpu", seed=seed, full_size=make_inputs(problem, device="cpu", seed=seed))
+        verifier = correctness.Verifier(problem, device="cpu", seed=seed, full_size=make_inputs(problem, device="cpu", seed=seed))
         found = verifier.verdict(rounded_to_e4m3)
         assert found.reason == "" and 0.2 < found.error < 0.8
 
@@ -114,13 +114,13 @@ def test_every_factor_of_fp8_is_felt(place: int) -> None:
         factors[place] = factors[place].flip(1)
         by_the_book(*tensors, **{**words, "descale": tuple(factors)})
 
-    assert verify.Verifier(replace(PROBLEM, dtype="fp8"), device="cpu", seed=2).verdict(swapped).reason
+    assert correctness.Verifier(replace(PROBLEM, dtype="fp8"), device="cpu", seed=2).verdict(swapped).reason
 
 
 def test_alibis_slopes_and_diagonal_are_felt() -> None:
     problem = replace(PROBLEM, features=Features(alibi=True, alignment="bottom_right"))
     for words in ({"slopes": None}, {"diagonal": 0}):
-        assert verify.Verifier(problem, device="cpu", seed=2).verdict(spoiled("", **words)).reason
+        assert correctness.Verifier(problem, device="cpu", seed=2).verdict(spoiled("", **words)).reason
     slopes = make_inputs(problem, device="cpu", seed=0).keywords["slopes"]
     assert slopes.shape == (2, 4) and slopes[1].tolist() == [2**-2, 2**-4, 2**-6, 2**-8]
 
@@ -128,7 +128,7 @@ def test_alibis_slopes_and_diagonal_are_felt() -> None:
 @pytest.mark.parametrize("words", [{"diagonal": 1}, {"window_left": 59}, {"softcap": 0.0}, {"seed": 12345}, {"mask": None}], ids=str)
 def test_every_argument_is_felt(words: dict[str, Any]) -> None:
     problem = replace(PROBLEM, features=EVERYTHING)
-    assert verify.Verifier(problem, device="cpu", seed=2).verdict(spoiled("", **words)).reason
+    assert correctness.Verifier(problem, device="cpu", seed=2).verdict(spoiled("", **words)).reason
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp8"])

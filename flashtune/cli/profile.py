@@ -95,7 +95,7 @@ def profile(
     )
     if not why_not:
         # Imported here: torch and dispatch cost seconds that a profile without a GPU doesn't need.
-        from flashtune.profiler.measure import Bench, measure
+        from flashtune.profiler.timing import Bench, measure
 
         messages().print(f"measuring on {target.name}, under a minute")
         found = found.with_measured(measure(found, Bench.on_gpu(found)))

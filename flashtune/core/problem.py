@@ -6,11 +6,11 @@ from typing import Any, Literal, get_args
 
 from flashtune.core.band import ALIGNMENTS, Alignment, Band, Window, diagonal_of
 from flashtune.core.config import KernelSpec
-from flashtune.core.dtypes import DTYPES, ITEMSIZE, DType, output_dtype
+from flashtune.core.dtypes import DTYPES, DType
 from flashtune.core.errors import InputError
+from flashtune.core.passes import PASSES, Direction, Pass
 
-Direction = Literal["fwd"]
-DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
+DIRECTIONS: tuple[Direction, ...] = tuple(PASSES)
 MaskKind = Literal["none", "bool", "bias"]
 MASK_KINDS: tuple[MaskKind, ...] = get_args(MaskKind)
 
@@ -242,18 +242,18 @@ class Problem:
         """How many (query, key) pairs of one head the causal and window bands leave (a bias or mask removes none)."""
         return self.band.pairs(self.n_q, self.n_kv)
 
-    def flops(self) -> int:
-        """Floating-point operations of the two matrix products over the visible pairs: 2 pairs (D + D_v) per head.
+    @property
+    def contract(self) -> Pass:
+        """The pass that this problem is of."""
+        return PASSES[self.direction]
 
-        The convention of the FlashAttention papers; an exactly causal square counts N (N + 1) / 2 pairs.
-        """
-        return 2 * self.batch * self.heads * self.visible_pairs() * (self.d + self.d_v)
+    def flops(self) -> int:
+        """The pass's matrix products over the visible pairs, see `Pass.flops`."""
+        return self.contract.flops(self)
 
     def io_bytes(self) -> int:
-        """The fewest bytes a fused kernel moves: q, k, v read once, the output and the float32 LSE written once."""
-        size, out_size = ITEMSIZE[self.dtype], ITEMSIZE[output_dtype(self.dtype)]
-        q_rows, kv_rows = self.batch * self.heads * self.n_q, self.batch * self.kv_heads * self.n_kv
-        return size * (q_rows * self.d + kv_rows * (self.d + self.d_v)) + (out_size * self.d_v + 4) * q_rows
+        """The fewest bytes that the pass moves, see `Pass.io_bytes`."""
+        return self.contract.io_bytes(self)
 
     def label(self) -> str:
         """The short form for tables and test ids: `n4096-d128-bf16-causal`."""

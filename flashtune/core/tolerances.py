@@ -29,6 +29,15 @@ class Tolerance:
     """Bound on ||x - oracle|| / ||oracle||, which a wrong but small value can't hide from."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """One tensor's tolerance: |x - oracle| <= atol + rtol |oracle|, and ||x - oracle|| <= relative_norm ||oracle|| if one is given."""
+
+    atol: float
+    rtol: float = 0.0
+    relative_norm: float | None = None
+
+
 TOLERANCES: dict[str, Tolerance] = {
     # bf16: unit roundoff 2^-9 = 0.002
     "bf16": Tolerance(atol=2e-2, rtol=2e-2, lse_atol=2e-3, relative_norm=1e-2),

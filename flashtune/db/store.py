@@ -14,7 +14,8 @@ from sqlalchemy.sql.selectable import FromClause
 
 from flashtune.core.dtypes import DType
 from flashtune.core.errors import DatabaseError, NoKernelFound
-from flashtune.core.problem import Direction, Problem, ProblemKey
+from flashtune.core.passes import Direction
+from flashtune.core.problem import Problem, ProblemKey
 from flashtune.core.results import Baseline, Fate, Outcome, Provenance, SearchResult, TuningRecord
 from flashtune.core.secrets import mask_secrets
 from flashtune.db import rows

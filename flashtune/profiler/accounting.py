@@ -134,13 +134,13 @@ def fused_step(problem: Problem, name: str = "fused") -> Step:
     """The same work in one kernel over the pairs that the problem's bands leave visible; S stays on the chip."""
     p = problem
     pairs = p.batch * p.heads * p.visible_pairs()
-    lse_and_output = 4 * p.batch * p.heads * p.n_q + tensor_bytes(p)["O"]
+    written = sum(operand.nbytes(p) for operand in p.contract.written)
     return Step(
         name=name,
-        read_bytes=p.io_bytes() - lse_and_output,
-        write_bytes=lse_and_output,
+        read_bytes=p.io_bytes() - written,
+        write_bytes=written,
         score_bytes=0,
-        matmul_flops=2 * pairs * (p.d + p.d_v),
+        matmul_flops=p.flops(),
         vector_flops=_OPS * pairs,
         exps=pairs,
     )

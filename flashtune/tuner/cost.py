@@ -150,7 +150,8 @@ def _block_clocks(config: Config, facts: CompileFacts, problem: Problem, target:
         kind = "fp16"
     peak_per_clock = target.peak_tflops.get(kind, target.peak_tflops["fp32"]) * 1e6 / target.sms / target.boost_mhz
     narrow = target.is_hopper and facts.threads < 4 * target.warp_size
-    matrix = 2 * scores * (d + d_v) / peak_per_clock / (c.narrow_efficiency if narrow else c.matrix_efficiency)
+    products = sum(padded(size) for size in problem.contract.product_sizes(problem))
+    matrix = 2 * scores * products / peak_per_clock / (c.narrow_efficiency if narrow else c.matrix_efficiency)
     # Where no maximum changes, nothing is rescaled.
     ops_per_score, rescaling = (c.vector_ops_per_score - c.maxima_ops_per_score, 0) if _settles(config) else (c.vector_ops_per_score, 2)
     softmax = scores / target.exp_per_clock + (ops_per_score * scores + rescaling * block_m * d_v) / c.vector_lanes

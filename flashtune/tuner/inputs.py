@@ -1,11 +1,13 @@
-"""Random inputs for a problem: fresh every time, inside memory poisoned with NaN, with the arguments of a launch."""
+"""Random inputs for a problem's pass: fresh every time, inside memory poisoned with NaN, with the arguments of a launch."""
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 
-from flashtune.core.dtypes import output_dtype
+from flashtune.core.dtypes import DType, output_dtype
+from flashtune.core.passes import CallParameters
 from flashtune.core.problem import Problem
 from flashtune.core.torch_dtypes import TORCH_DTYPES
 
@@ -20,32 +22,56 @@ _GUARD = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """Tensors of one problem and the keyword arguments that `launch` takes beside them."""
+    """The operands of one problem's pass by name, in their order, and what `launch` takes beside them."""
 
     problem: Problem
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
-    keywords: dict[str, Any]
+    operands: dict[str, torch.Tensor]
+    parameters: CallParameters
+
+    @property
+    def q(self) -> torch.Tensor:
+        """Queries (B, Hq, N_q, D)."""
+        return self.operands["q"]
+
+    @property
+    def k(self) -> torch.Tensor:
+        """Keys (B, Hkv, N_kv, D)."""
+        return self.operands["k"]
+
+    @property
+    def v(self) -> torch.Tensor:
+        """Values (B, Hkv, N_kv, D_v)."""
+        return self.operands["v"]
+
+    @property
+    def out(self) -> torch.Tensor:
+        """The output (B, Hq, N_q, D_v)."""
+        return self.operands["out"]
+
+    @property
+    def lse(self) -> torch.Tensor:
+        """The LSE (B, Hq, N_q)."""
+        return self.operands["lse"]
 
     @property
     def arguments(self) -> tuple[torch.Tensor, ...]:
         """The positional arguments of `launch`."""
-        return self.q, self.k, self.v, self.out, self.lse
+        return tuple(self.operands.values())
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The keyword arguments of `launch`."""
+        return self.parameters.keywords()
 
     def poison(self) -> None:
-        """Fill the outputs with NaN, so that an element that isn't written can't pass."""
-        self.out.fill_(float("nan"))
-        self.lse.fill_(float("nan"))
+        """Fill what a launch writes with NaN, so that an element that isn't written can't pass."""
+        for operand in self.problem.contract.written:
+            self.operands[operand.name].fill_(float("nan"))
 
 
 def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
     """An uninitialised contiguous tensor with NaN on both sides of it in memory."""
-    size = 1
-    for extent in shape:
-        size *= extent
+    size = prod(shape)
     buffer = torch.full((size + 2 * _GUARD,), float("nan"), dtype=dtype, device=device)
     return buffer[_GUARD : _GUARD + size].view(shape)
 
@@ -56,28 +82,27 @@ def alibi_slopes(heads: int, device: torch.device | str) -> torch.Tensor:
 
 
 def make_inputs(problem: Problem, *, device: torch.device | str, seed: int, heads_inside: bool = False) -> Inputs:
-    """Standard normal q, k, v (and mask, where the problem has one) on `device`.
+    """Standard normal operands (and mask, where the problem has one) on `device`; what the pass writes is allocated only.
 
     Tensors are contiguous (B, H, N, D), or with `heads_inside` views of (B, N, H, D), as projections leave them. ALiBi's slopes
     are the geometric series of its paper; fp8 tensors have factors between 0.5 and 1.5, other ones for each head.
 
     On the "meta" device nothing is allocated: such inputs serve to compile a launch without a GPU.
     """
-    kind, out_kind = TORCH_DTYPES[problem.dtype], TORCH_DTYPES[output_dtype(problem.dtype)]
     meta = torch.device(device).type == "meta"
     generator = None if meta else torch.Generator(device=device).manual_seed(seed)
     p, f = problem, problem.features
 
-    def normal(batch: int, heads: int, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        shape = (batch, rows, heads, columns) if heads_inside else (batch, heads, rows, columns)
-        if meta:
-            tensor = torch.empty(shape, dtype=dtype, device=device)
-        elif dtype.itemsize > 1:
-            tensor = guarded(shape, dtype, device).normal_(generator=generator)
-        else:
+    def allocated(shape: tuple[int, ...], dtype: DType, drawn: bool) -> torch.Tensor:
+        inside = heads_inside and len(shape) == 4
+        stored = (shape[0], shape[2], shape[1], shape[3]) if inside else shape
+        kind = TORCH_DTYPES[dtype]
+        tensor = torch.empty(stored, dtype=kind, device=device) if meta else guarded(stored, kind, device)
+        if drawn and not meta:
             # Torch draws no fp8 numbers.
-            tensor = guarded(shape, dtype, device).copy_(torch.randn(shape, device=device, generator=generator))
-        return tensor.transpose(1, 2) if heads_inside else tensor
+            small = kind.itemsize == 1
+            tensor.copy_(torch.randn(stored, device=device, generator=generator)) if small else tensor.normal_(generator=generator)
+        return tensor.transpose(1, 2) if inside else tensor
 
     def factor(heads: int) -> torch.Tensor:
         shape = p.batch, heads
@@ -85,32 +110,21 @@ def make_inputs(problem: Problem, *, device: torch.device | str, seed: int, head
 
     mask = None
     if f.mask == "bias":
-        mask = normal(1, p.heads, p.n_q, p.n_kv, out_kind)
+        mask = allocated((1, p.heads, p.n_q, p.n_kv), output_dtype(p.dtype), drawn=True)
     elif f.mask == "bool":
         mask = torch.empty((1, 1, p.n_q, p.n_kv), dtype=torch.bool, device=device)
         if not meta:
             mask.copy_(torch.rand(mask.shape, device=device, generator=generator) < 0.8)
             mask[..., -1, :] = False
-    extras: dict[str, Any] = {}
-    if f.alibi:
-        extras["slopes"] = alibi_slopes(p.heads, device).expand(p.batch, p.heads)
-    if p.dtype == "fp8":
-        extras["descale"] = factor(p.heads), factor(p.kv_heads), factor(p.kv_heads)
-    return Inputs(
-        problem=problem,
-        q=normal(p.batch, p.heads, p.n_q, p.d, kind),
-        k=normal(p.batch, p.kv_heads, p.n_kv, p.d, kind),
-        v=normal(p.batch, p.kv_heads, p.n_kv, p.d_v, kind),
-        out=normal(p.batch, p.heads, p.n_q, p.d_v, out_kind),
-        lse=torch.empty((p.batch, p.heads, p.n_q), dtype=torch.float32, device=device),
-        keywords={
-            "mask": None if mask is None else mask.expand(p.batch, p.heads, p.n_q, p.n_kv),
-            "scale": p.d**-0.5,
-            **p.band.keywords(),
-            "softcap": SOFTCAP if f.softcap else 0.0,
-            "dropout_p": DROPOUT_P if f.dropout else 0.0,
-            "seed": seed,
-            "offset": 0,
-            **extras,
-        },
+    parameters = CallParameters(
+        scale=p.d**-0.5,
+        band=p.band,
+        mask=None if mask is None else mask.expand(p.batch, p.heads, p.n_q, p.n_kv),
+        softcap=SOFTCAP if f.softcap else 0.0,
+        dropout_p=DROPOUT_P if f.dropout else 0.0,
+        seed=seed,
+        slopes=alibi_slopes(p.heads, device).expand(p.batch, p.heads) if f.alibi else None,
+        descale=(factor(p.heads), factor(p.kv_heads), factor(p.kv_heads)) if p.dtype == "fp8" else None,
     )
+    operands = {o.name: allocated(o.shape(p), o.dtype(p), drawn=not o.written) for o in p.contract.operands}
+    return Inputs(problem=p, operands=operands, parameters=parameters)

@@ -21,9 +21,9 @@ from flashtune.templates.family import Family
 from flashtune.templates.rendering import render
 
 if TYPE_CHECKING:
+    from flashtune.tuner.correctness import Verdict, Verifier
     from flashtune.tuner.inputs import Inputs
-    from flashtune.tuner.measure import Stopwatch
-    from flashtune.tuner.verify import Verdict, Verifier
+    from flashtune.tuner.stopwatch import Stopwatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ def interpret_candidate(source: Source, problem: Problem, seed: int) -> Reply:
     """Check the numerics on ragged little problems with Triton's interpreter, on the CPU."""
     from flashtune.core.launching import launcher
     from flashtune.core.modules import load_source
-    from flashtune.tuner.verify import Verifier
+    from flashtune.tuner.correctness import Verifier
 
     try:
         module = load_source(source.text, source.stem)
@@ -130,8 +130,8 @@ _bench: list[_Bench] = []
 def _ready(problem: Problem, target: Target, seed: int) -> _Bench:
     import torch
 
+    from flashtune.tuner.correctness import Verifier
     from flashtune.tuner.inputs import make_inputs
-    from flashtune.tuner.verify import Verifier
 
     if not _bench or _bench[0].problem != problem:
         _bench.clear()
@@ -145,7 +145,7 @@ def _ready(problem: Problem, target: Target, seed: int) -> _Bench:
 def _stopwatch(l2_bytes: int) -> "Stopwatch":
     import torch
 
-    from flashtune.tuner.measure import Stopwatch
+    from flashtune.tuner.stopwatch import Stopwatch
 
     return Stopwatch(torch.device("cuda"), l2_bytes)
 
@@ -164,7 +164,7 @@ def _call(source: Source, inputs: "Inputs") -> Callable[[], object]:
     from flashtune.core.modules import load_source
 
     module = load_source(source.text, source.stem)
-    if not module.accepts(inputs.q, inputs.k, inputs.v, inputs.keywords["mask"]):
+    if not module.accepts(inputs.q, inputs.k, inputs.v, inputs.parameters.mask):
         raise ValueError("the kernel doesn't accept these inputs")
     launch = launcher(module)
     return lambda: launch(*inputs.arguments, **inputs.keywords)
@@ -202,7 +202,7 @@ def evaluate_candidate(
 
 def race_finalists(sources: list[Source], problem: Problem, target: Target, seed: int, budget_s: float) -> Reply:
     """Time the finalists and the framework's default attention interleaved; the framework's time is the last, where it has one."""
-    from flashtune.tuner.framework import framework_call
+    from flashtune.tuner.baseline import framework_call
 
     bench = _ready(problem, target, seed)
     try:
@@ -248,7 +248,7 @@ def bench_problem(source: Source, problem: Problem, target: Target, seed: int, b
 
     `notes` maps names (`tuned`, `default`, a backend) to places in `measurements`, or to why a backend was left out.
     """
-    from flashtune.tuner.framework import BACKENDS, framework_call
+    from flashtune.tuner.baseline import BACKENDS, framework_call
 
     bench = _ready(problem, target, seed)
     try:

@@ -1,13 +1,13 @@
-"""Correct before fast: a candidate's output and LSE against the float64 oracle, on random, ragged, poisoned inputs."""
+"""Correct before fast: what a candidate writes against the float64 oracle, on random, ragged, poisoned inputs."""
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
-from flashtune.core import reference
+from flashtune.core.passes import Place
 from flashtune.core.problem import DECODE_ROWS, Features, Problem
-from flashtune.core.tolerances import tolerance
 from flashtune.tuner.inputs import Inputs, make_inputs
 
 Launch = Callable[..., None]
@@ -27,13 +27,10 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The oracle's rows [first, first + len) of head `head` in batch `batch`."""
+    """What the oracle says that the written operands, by name, hold at a place."""
 
-    batch: int
-    head: int
-    first: int
-    out: torch.Tensor
-    lse: torch.Tensor
+    place: Place
+    values: Mapping[str, torch.Tensor]
 
 
 def small_cases(problem: Problem) -> list[Problem]:
@@ -63,7 +60,7 @@ def make_extreme(inputs: Inputs) -> None:
     relative to such an estimate. Of a boolean mask the last 140 columns are hidden.
     """
     d = inputs.problem.d
-    shift = (150 / (inputs.keywords["scale"] * d)) ** 0.5
+    shift = (150 / (inputs.parameters.scale * d)) ** 0.5
     inputs.k[:, :, :40] *= 24.0
     inputs.k.add_(shift)
     inputs.q[:, :, ::2] += shift
@@ -71,84 +68,69 @@ def make_extreme(inputs: Inputs) -> None:
     inputs.q[:, :, :64] /= 40
     inputs.q[:, :, 64:128] /= 12
     if inputs.problem.features.mask == "bool":
-        inputs.keywords["mask"] = inputs.keywords["mask"].clone()
-        inputs.keywords["mask"][..., -140:] = False
+        assert inputs.parameters.mask is not None, "generated for every problem with a mask"
+        # One mask serves all heads.
+        inputs.parameters.mask[0, 0, :, -140:] = False
 
 
-def places(problem: Problem, seed: int) -> list[tuple[int, int, int, int]]:
-    """(batch, head, first row, rows) to compare at full size: the first, last and two random places."""
+def places(problem: Problem, seed: int) -> list[Place]:
+    """What to compare at full size: the first, last and two random places."""
     generator = torch.Generator().manual_seed(seed)
-    rows = min(SLICE_ROWS, problem.n_q)
 
     def pick(high: int) -> int:
         return int(torch.randint(0, high, (1,), generator=generator))
 
-    last = problem.n_q - rows
-    found = [(0, 0, 0, rows), (problem.batch - 1, problem.heads - 1, last, rows)]
-    return found + [(pick(problem.batch), pick(problem.heads), pick(last + 1), rows) for _ in range(2)]
+    def rows(total: int, first: int | None = None) -> slice:
+        count = min(SLICE_ROWS, total)
+        start = pick(total - count + 1) if first is None else min(first, total - count)
+        return slice(start, start + count)
+
+    p, far = problem, max(problem.n_q, problem.n_kv)
+    found = [
+        Place(batch=0, head=0, queries=rows(p.n_q, 0), keys=rows(p.n_kv, 0)),
+        Place(batch=p.batch - 1, head=p.heads - 1, queries=rows(p.n_q, far), keys=rows(p.n_kv, far)),
+    ]
+    return found + [Place(batch=pick(p.batch), head=pick(p.heads), queries=rows(p.n_q), keys=rows(p.n_kv)) for _ in range(2)]
 
 
-def oracle(inputs: Inputs, where: list[tuple[int, int, int, int]]) -> list[Expected]:
-    """The float64 oracle at these places (see `places`) of `inputs`."""
-    p, words = inputs.problem, inputs.keywords
-    found = []
-    for batch, head, first, rows in where:
-        at = slice(batch, batch + 1), slice(head, head + 1), slice(first, first + rows)
-        shared = slice(head // p.gqa_ratio, head // p.gqa_ratio + 1)
-        slopes, descale = words.get("slopes"), words.get("descale")
-        keep = None
-        if p.features.dropout:
-            index = batch * p.heads + head
-            keep = reference.dropout_keep_rows(
-                words["seed"], words["offset"], index, first, rows, p.n_kv, words["dropout_p"], inputs.q.device
-            )
-        out, lse = reference.attention(
-            inputs.q[at],
-            inputs.k[at[0], shared],
-            inputs.v[at[0], shared],
-            mask=None if words["mask"] is None else words["mask"][at],
-            scale=words["scale"],
-            band=p.band.from_row(first),
-            softcap=words["softcap"],
-            keep=keep,
-            dropout_p=words["dropout_p"],
-            slopes=None if slopes is None else slopes[at[:2]],
-            descale=None if descale is None else (descale[0][at[:2]], descale[1][at[0], shared], descale[2][at[0], shared]),
-        )
-        found.append(Expected(batch, head, first, out[0, 0], lse[0, 0]))
-    return found
-
-
-def everywhere(problem: Problem) -> list[tuple[int, int, int, int]]:
+def everywhere(problem: Problem) -> list[Place]:
     """All rows of all heads, as places."""
-    return [(b, h, 0, problem.n_q) for b in range(problem.batch) for h in range(problem.heads)]
+    return [Place(batch=b, head=h) for b in range(problem.batch) for h in range(problem.heads)]
+
+
+def oracle(inputs: Inputs, where: list[Place]) -> list[Expected]:
+    """The float64 oracle at these places of `inputs`."""
+    p = inputs.problem
+    return [Expected(place, p.contract.oracle(p, inputs.operands, inputs.parameters, place)) for place in where]
 
 
 def check(launch: Launch, inputs: Inputs, expected: list[Expected]) -> Verdict:
-    """Run `launch` on poisoned outputs and compare; every element of the output must have been written."""
-    bounds = tolerance(inputs.problem.spec())
+    """Run `launch` on poisoned outputs and compare; every element of them must have been written."""
+    p = inputs.problem
+    bounds = p.contract.bounds(p.spec())
     inputs.poison()
     launch(*inputs.arguments, **inputs.keywords)
-    if torch.isnan(inputs.out).any() or torch.isnan(inputs.lse).any():
-        name = "output" if torch.isnan(inputs.out).any() else "LSE"
-        return Verdict(error=float("inf"), reason=f"{inputs.problem.label()}: NaN or unwritten elements in the {name}")
+    for operand in p.contract.written:
+        if torch.isnan(inputs.operands[operand.name]).any():
+            return Verdict(error=math.inf, reason=f"{p.label()}: NaN or unwritten elements in the {operand.title}")
     worst = 0.0
     for want in expected:
-        rows = slice(want.first, want.first + want.lse.shape[0])
-        out = inputs.out[want.batch, want.head, rows].double()
-        lse = inputs.lse[want.batch, want.head, rows].double()
-        if not torch.equal(torch.isinf(lse), torch.isinf(want.lse)):
-            return Verdict(error=float("inf"), reason=f"{inputs.problem.label()}: the LSE is -inf on the wrong rows")
-        finite = torch.isfinite(want.lse)
-        ratios = {
-            "output": ((out - want.out).abs() / (bounds.atol + bounds.rtol * want.out.abs())).max(),
-            "LSE": ((lse - want.lse)[finite].abs() / bounds.lse_atol).max() if finite.any() else torch.zeros(()),
-            "output's norm": (out - want.out).norm() / (bounds.relative_norm * want.out.norm()).clamp_min(1e-30),
-        }
-        for name, ratio in ratios.items():
-            worst = max(worst, float(ratio))
-            if not ratio <= 1:
-                return Verdict(error=float(ratio), reason=f"{inputs.problem.label()}: {name} is off by {float(ratio):.3g} tolerances")
+        for operand in p.contract.written:
+            wanted, bound = want.values[operand.name], bounds[operand.name]
+            found = inputs.operands[operand.name][operand.at(want.place, p)].double()
+            if not torch.equal(torch.isneginf(found), torch.isneginf(wanted)):
+                return Verdict(error=math.inf, reason=f"{p.label()}: the {operand.title} is -inf on the wrong rows")
+            finite = torch.isfinite(wanted)
+            wanted, gap = wanted[finite], (found - wanted)[finite]
+            ratios = {
+                operand.title: (gap.abs() / (bound.atol + bound.rtol * wanted.abs())).amax() if finite.any() else torch.zeros(()),
+            }
+            if bound.relative_norm is not None:
+                ratios[f"{operand.title}'s norm"] = gap.norm() / (bound.relative_norm * wanted.norm()).clamp_min(1e-30)
+            for name, ratio in ratios.items():
+                worst = max(worst, float(ratio))
+                if not ratio <= 1:
+                    return Verdict(error=float(ratio), reason=f"{p.label()}: {name} is off by {float(ratio):.3g} tolerances")
     return Verdict(error=worst)
 
 

@@ -22,7 +22,7 @@ from flashtune.profiler.accounting import Step, fused_step, standard_steps, tens
 from flashtune.profiler.results import Layer, Measured, Series, StrategyRun, Timed
 from flashtune.profiler.summary import Profile
 from flashtune.tuner.machine import provenance
-from flashtune.tuner.measure import Run, Stopwatch
+from flashtune.tuner.stopwatch import Run, Stopwatch
 
 DROPOUT = 0.1
 SAMPLED_ROWS = 512

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from flashtune.core.problem import Features, Problem
-from flashtune.tuner import framework, verify
-from flashtune.tuner.framework import framework_call
+from flashtune.tuner import baseline, correctness
+from flashtune.tuner.baseline import framework_call
 from flashtune.tuner.inputs import Inputs, make_inputs
 
 PROBLEM = Problem(batch=2, heads=4, kv_heads=2, n_q=100, n_kv=140, d=16, d_v=16, dtype="fp32")
@@ -18,8 +18,8 @@ def compare(inputs: Inputs, backend: str | None = None) -> None:
     call = framework_call(inputs, backend)
     assert call is not None
     out = call()
-    for want in verify.oracle(inputs, verify.everywhere(inputs.problem)):
-        torch.testing.assert_close(out[want.batch, want.head].double(), want.out, atol=2e-5, rtol=2e-5)
+    for want in correctness.oracle(inputs, correctness.everywhere(inputs.problem)):
+        torch.testing.assert_close(out[want.place.batch, want.place.head].double(), want.values["out"], atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -68,8 +68,8 @@ def test_a_diagonal_at_the_last_key_is_torchs_own_where_flash_attention_takes_it
         made.append((n_q, n_kv))
         return diagonal(n_q, n_kv)
 
-    diagonal = framework.causal_lower_right
-    monkeypatch.setattr(framework, "causal_lower_right", recorded)
-    monkeypatch.setattr(framework, "can_use_flash_attention", lambda params: flash)
+    diagonal = baseline.causal_lower_right
+    monkeypatch.setattr(baseline, "causal_lower_right", recorded)
+    monkeypatch.setattr(baseline, "can_use_flash_attention", lambda params: flash)
     compare(make_inputs(replace(PROBLEM, n_q=n_q, features=features), device="cpu", seed=3), backend)
     assert made == ([(100, 140)] if native and flash else [])

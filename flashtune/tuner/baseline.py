@@ -27,25 +27,25 @@ def framework_call(inputs: Inputs, backend: str | None = None) -> Callable[[], t
     causal become a boolean mask, and ALiBi a bias in the inputs' dtype (the one that every backend takes), made once and outside of what
     is timed. A soft cap has no equivalent, nor have fp8 inputs.
     """
-    p, words = inputs.problem, inputs.keywords
+    p, given = inputs.problem, inputs.parameters
     if p.features.softcap or p.dtype == "fp8":
         return None
-    mask = words["mask"]
+    mask = given.mask
     if mask is not None:
         # As a caller has it: torch writes a boolean mask out as a bias of the shape that it is given in.
         mask = mask[: None if mask.stride(0) else 1, : None if mask.stride(1) else 1]
-    if p.features.alibi:
+    if given.slopes is not None:
         try:
             # Generated slopes are the same in every batch.
-            bias = reference.alibi(words["slopes"][:1], p.n_q, p.n_kv, p.band.diagonal)
+            bias = reference.alibi(given.slopes[:1], p.n_q, p.n_kv, given.band.diagonal)
             mask = reference.joined(bias.to(inputs.q.dtype), mask)
         except torch.OutOfMemoryError:
             return None
-    causal = p.band.torch_causal and mask is None
+    causal = given.band.torch_causal and mask is None
     if mask is None and backend in (None, "flash") and _flash_takes_lower_right(inputs):
         mask = causal_lower_right(p.n_q, p.n_kv)
-    elif p.band.bounded and not causal:
-        band = reference.visible(p.band, p.n_q, p.n_kv, inputs.q.device)
+    elif given.band.bounded and not causal:
+        band = reference.visible(given.band, p.n_q, p.n_kv, inputs.q.device)
         if mask is None:
             mask = band
         elif mask.dtype == torch.bool:
@@ -59,9 +59,9 @@ def framework_call(inputs: Inputs, backend: str | None = None) -> Callable[[], t
             inputs.k,
             inputs.v,
             attn_mask=mask,
-            dropout_p=words["dropout_p"],
+            dropout_p=given.dropout_p,
             is_causal=causal,
-            scale=words["scale"],
+            scale=given.scale,
             enable_gqa=p.gqa_ratio > 1,
         )
 
@@ -77,7 +77,7 @@ def framework_call(inputs: Inputs, backend: str | None = None) -> Callable[[], t
 
 def _flash_takes_lower_right(inputs: Inputs) -> bool:
     """Whether FlashAttention computes the band of these inputs from a diagonal at the last key, without a mask."""
-    p, words = inputs.problem, inputs.keywords
-    if p.band.left is not None or p.band.right != 0 or p.band.diagonal <= 0:
+    p, given = inputs.problem, inputs.parameters
+    if given.band.left is not None or given.band.right != 0 or given.band.diagonal <= 0:
         return False
-    return can_use_flash_attention(SDPAParams(inputs.q, inputs.k, inputs.v, None, words["dropout_p"], False, p.gqa_ratio > 1))
+    return can_use_flash_attention(SDPAParams(inputs.q, inputs.k, inputs.v, None, given.dropout_p, False, p.gqa_ratio > 1))

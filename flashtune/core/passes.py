@@ -1,0 +1,187 @@
+"""A contract per pass: which tensors it reads and writes, what is right, how close is close enough, and what it costs.
+
+The forward is the value `FORWARD`. Whatever handles a pass (inputs, checks, times, the cost model) looks it up by a problem's direction,
+so that another pass is another value in `PASSES` (decision 0016). Nothing here needs torch but to run.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+from flashtune.core.band import Band
+from flashtune.core.config import KernelSpec
+from flashtune.core.dtypes import ITEMSIZE, DType, output_dtype
+from flashtune.core.tolerances import Bound, tolerance
+
+if TYPE_CHECKING:
+    import torch
+
+    from flashtune.core.problem import Problem
+
+Direction = Literal["fwd"]
+
+Element = Literal["input", "output", "fp32"]
+"""The element type of an operand: that of the problem's inputs, of its output, or float32 for all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Rows of one head: some of its queries, and for what has a row for each key some of its keys."""
+
+    batch: int
+    head: int
+    queries: slice = field(default_factory=lambda: slice(None))
+    keys: slice = field(default_factory=lambda: slice(None))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operand:
+    """A tensor that every launch of a pass takes. `axes` are the fields of `Problem` that hold its sizes; `title` is for messages."""
+
+    name: str
+    title: str
+    axes: tuple[str, ...]
+    element: Element
+    written: bool = False
+
+    def shape(self, problem: "Problem") -> tuple[int, ...]:
+        """Its sizes."""
+        return tuple(getattr(problem, axis) for axis in self.axes)
+
+    def dtype(self, problem: "Problem") -> DType:
+        """Its element type."""
+        return {"input": problem.dtype, "output": output_dtype(problem.dtype), "fp32": "fp32"}[self.element]
+
+    def nbytes(self, problem: "Problem") -> int:
+        """What reading or writing all of it once moves."""
+        count = ITEMSIZE[self.dtype(problem)]
+        for extent in self.shape(problem):
+            count *= extent
+        return count
+
+    def at(self, place: Place, problem: "Problem") -> tuple[int | slice, ...]:
+        """The index of this place's rows in the tensor."""
+        index: dict[str, int | slice] = {
+            "batch": place.batch,
+            "heads": place.head,
+            "kv_heads": place.head // problem.gqa_ratio,
+            "n_q": place.queries,
+            "n_kv": place.keys,
+        }
+        return tuple(index.get(axis, slice(None)) for axis in self.axes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CallParameters:
+    """What a launch takes beside its operands, the same for every pass.
+
+    `mask` is a view expanded to (B, Hq, N_q, N_kv); `slopes` (B, Hq) are ALiBi's; `descale` are the factors of q (B, Hq), k and v
+    (B, Hkv) that fp8 inputs stand for a multiple of. `seed` (64 bits) and `offset` fix dropout's mask.
+    """
+
+    scale: float
+    band: Band
+    mask: "torch.Tensor | None" = None
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    seed: int = 0
+    offset: int = 0
+    slopes: "torch.Tensor | None" = None
+    descale: "tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None" = None
+
+    def keywords(self) -> dict[str, Any]:
+        """The keyword arguments of a rendered module's `launch`, which may leave out what is given per head."""
+        found = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "band"}
+        return {name: value for name, value in found.items() if value is not None or name == "mask"} | self.band.keywords()
+
+
+Oracle = Callable[["Problem", "Mapping[str, torch.Tensor]", CallParameters, Place], "dict[str, torch.Tensor]"]
+"""What the written operands, by name, should hold at a place, in float64; takes all operands."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """One direction of attention. `operands` are in the order of a launch's positional arguments.
+
+    `products` names, for each matrix product over the visible pairs, the head size that it runs along or spans.
+    `bounds` says for each written operand of a kernel how far it may stray from the oracle.
+    """
+
+    operands: tuple[Operand, ...]
+    products: tuple[Literal["d", "d_v"], ...]
+    oracle: Oracle
+    bounds: Callable[[KernelSpec], Mapping[str, Bound]]
+
+    @property
+    def written(self) -> tuple[Operand, ...]:
+        """The operands that a launch writes."""
+        return tuple(operand for operand in self.operands if operand.written)
+
+    def product_sizes(self, problem: "Problem") -> list[int]:
+        """The head size of each of `products`."""
+        return [problem.d if size == "d" else problem.d_v for size in self.products]
+
+    def flops(self, problem: "Problem") -> int:
+        """Floating-point operations of the matrix products over the visible pairs, two for each pair and place in a head.
+
+        The convention of the FlashAttention papers; an exactly causal square counts N (N + 1) / 2 pairs.
+        """
+        return 2 * problem.batch * problem.heads * problem.visible_pairs() * sum(self.product_sizes(problem))
+
+    def io_bytes(self, problem: "Problem") -> int:
+        """The fewest bytes a fused kernel moves: every operand once."""
+        return sum(operand.nbytes(problem) for operand in self.operands)
+
+
+def _forward_oracle(
+    problem: "Problem", operands: "Mapping[str, torch.Tensor]", parameters: CallParameters, place: Place
+) -> "dict[str, torch.Tensor]":
+    from flashtune.core import reference
+
+    first, stop, _ = place.queries.indices(problem.n_q)
+    batch, head, kv_head = (slice(i, i + 1) for i in (place.batch, place.head, place.head // problem.gqa_ratio))
+    keep = None
+    if problem.features.dropout:
+        index, device = place.batch * problem.heads + place.head, operands["q"].device
+        seed, offset, p = parameters.seed, parameters.offset, parameters.dropout_p
+        keep = reference.dropout_keep_rows(seed, offset, index, first, stop - first, problem.n_kv, p, device)
+    mask, slopes, descale = parameters.mask, parameters.slopes, parameters.descale
+    out, lse = reference.attention(
+        operands["q"][batch, head, first:stop],
+        operands["k"][batch, kv_head],
+        operands["v"][batch, kv_head],
+        mask=None if mask is None else mask[batch, head, first:stop],
+        scale=parameters.scale,
+        band=parameters.band.from_row(first),
+        softcap=parameters.softcap,
+        keep=keep,
+        dropout_p=parameters.dropout_p,
+        slopes=None if slopes is None else slopes[batch, head],
+        descale=None if descale is None else (descale[0][batch, head], descale[1][batch, kv_head], descale[2][batch, kv_head]),
+    )
+    return {"out": out[0, 0], "lse": lse[0, 0]}
+
+
+def _forward_bounds(spec: KernelSpec) -> dict[str, Bound]:
+    found = tolerance(spec)
+    return {
+        "out": Bound(atol=found.atol, rtol=found.rtol, relative_norm=found.relative_norm),
+        "lse": Bound(atol=found.lse_atol),
+    }
+
+
+FORWARD = Pass(
+    operands=(
+        Operand(name="q", title="query", axes=("batch", "heads", "n_q", "d"), element="input"),
+        Operand(name="k", title="key", axes=("batch", "kv_heads", "n_kv", "d"), element="input"),
+        Operand(name="v", title="value", axes=("batch", "kv_heads", "n_kv", "d_v"), element="input"),
+        Operand(name="out", title="output", axes=("batch", "heads", "n_q", "d_v"), element="output", written=True),
+        Operand(name="lse", title="LSE", axes=("batch", "heads", "n_q"), element="fp32", written=True),
+    ),
+    products=("d", "d_v"),
+    oracle=_forward_oracle,
+    bounds=_forward_bounds,
+)
+
+PASSES: dict[Direction, Pass] = {"fwd": FORWARD}
+"""Every pass by the direction that problems and keys name it with."""
