@@ -150,7 +150,7 @@ class Provenance:
     driver: str = ""
     gpu_name: str = ""
     clocks: str = ""
-    """The driver's answer before the search, when the GPU may have been idle; `conditions` are those under load."""
+    """The highest SM clock and the power limit that the driver names; `conditions` are those under load."""
     command: str = ""
     """What was typed, with passwords masked; so are those that rows of earlier versions hold."""
     seed: int | None = None

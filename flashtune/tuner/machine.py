@@ -53,7 +53,10 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def provenance(*, command: str, seed: int | None, measured: bool) -> Provenance:
-    """Versions, driver and clocks of this machine, now; the GPU's own facts only for a `measured` record."""
+    """Versions, driver and limits of this machine; the GPU's own facts only for a `measured` record.
+
+    Clocks under load are what `flashtune.tuner.conditions` reads while finalists race: a GPU that waits for a search to start is idle.
+    """
     facts = _nvidia_smi() if measured else {}
     return Provenance(
         flashtune=flashtune.__version__,
@@ -61,7 +64,7 @@ def provenance(*, command: str, seed: int | None, measured: bool) -> Provenance:
         triton=_version("triton"),
         driver=facts.get("driver_version", ""),
         gpu_name=facts.get("name", ""),
-        clocks=", ".join(f"{name} {facts[name]}" for name in ("clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit") if name in facts),
+        clocks=", ".join(f"{name} {facts[name]}" for name in ("clocks.max.sm", "power.limit") if name in facts),
         command=command,
         seed=seed,
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -79,7 +82,7 @@ def _nvidia_smi() -> dict[str, str]:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return {}
-    names = ["name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit"]
+    names = ["name", "driver_version", "clocks.max.sm", "power.limit"]
     asked = subprocess.run([tool, f"--query-gpu={','.join(names)}", "--format=csv,noheader"], capture_output=True, text=True, timeout=30)
     if asked.returncode != 0:
         return {}

@@ -15,10 +15,11 @@ import optuna
 from flashtune.core.config import KernelSpec
 from flashtune.core.errors import EnvironmentProblem, NoKernelFound
 from flashtune.core.problem import Problem
-from flashtune.core.results import Baseline, CompileFacts, Fate, Measurement, Outcome, Provenance, SearchResult, Source
+from flashtune.core.results import Baseline, CompileFacts, Conditions, Fate, Measurement, Outcome, Provenance, SearchResult, Source
 from flashtune.core.target import Target
 from flashtune.templates.family import Family
 from flashtune.tuner import tasks
+from flashtune.tuner.conditions import GpuWatch, gpu_id, race_undisturbed
 from flashtune.tuner.cost import predict_us
 from flashtune.tuner.space import Candidate, SearchSpace
 from flashtune.tuner.study import Sampler, Study
@@ -299,19 +300,10 @@ class _ProblemSearch:
         correct = [c for c, o in outcomes.items() if o.measurement is not None and o.fate.timed]
         correct.sort(key=lambda c: (_median(outcomes[c]), outcomes[c].variant_id))
         finalists = correct[:FINALISTS]
-        baseline = None
+        baseline, conditions = None, None
         if finalists and self.plan.source == "measured":
             sources = [self._source(candidate) for candidate in finalists]
-            reply = self.workers.submit(
-                "device",
-                tasks.race_finalists,
-                sources,
-                self.problem,
-                self.plan.target,
-                self.search._seed,
-                self.plan.race_s,
-                limit_s=self.plan.limits.device_s + 10 * self.plan.race_s,
-            ).reply()
+            reply, conditions = race_undisturbed(lambda: self._raced(sources), GpuWatch(gpu_id()))
             if reply.fate is Fate.CORRECT:
                 for candidate, measurement in zip(finalists, reply.measurements, strict=False):
                     before = outcomes[candidate]
@@ -320,14 +312,19 @@ class _ProblemSearch:
                     baseline = Baseline(backend=reply.notes["framework"], measurement=reply.measurements[-1])
         for rank, candidate in enumerate(ranked([(c, outcomes[c]) for c in finalists]), start=1):
             outcomes[candidate] = replace(outcomes[candidate], rank=rank)
-        return self._result(tuple(outcomes.values()), baseline)
+        return self._result(tuple(outcomes.values()), baseline, conditions)
 
-    def _result(self, outcomes: tuple[Outcome, ...], baseline: Baseline | None) -> SearchResult:
+    def _raced(self, sources: list[tasks.Source]) -> Reply:
+        limit_s = self.plan.limits.device_s + 10 * self.plan.race_s
+        fixed = (self.problem, self.plan.target, self.search._seed, self.plan.race_s)
+        return self.workers.submit("device", tasks.race_finalists, sources, *fixed, limit_s=limit_s).reply()
+
+    def _result(self, outcomes: tuple[Outcome, ...], baseline: Baseline | None, conditions: Conditions | None = None) -> SearchResult:
         return SearchResult(
             gpu=self.plan.target.slug,
             problem=self.problem,
             outcomes=outcomes,
-            provenance=self.search._provenance,
+            provenance=replace(self.search._provenance, conditions=conditions),
             baseline=baseline,
         )
 

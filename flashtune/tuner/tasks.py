@@ -8,6 +8,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -201,7 +202,10 @@ def evaluate_candidate(
 
 
 def race_finalists(sources: list[Source], problem: Problem, target: Target, seed: int, budget_s: float) -> Reply:
-    """Time the finalists and the framework's default attention interleaved; the framework's time is the last, where it has one."""
+    """Time the finalists and the framework's default attention interleaved; the framework's time is the last, where it has one.
+
+    `notes` tells its backend (`framework`), when the timing `began` and `ended` (seconds since the epoch), and the process (`pid`).
+    """
     from flashtune.tuner.baseline import framework_call
 
     bench = _ready(problem, target, seed)
@@ -212,7 +216,9 @@ def race_finalists(sources: list[Source], problem: Problem, target: Target, seed
         if framework is not None:
             runs.append(framework)
             notes["framework"] = _backend_name(framework)
+        notes |= {"pid": str(os.getpid()), "began": repr(time.time())}
         timed = bench.stopwatch.race(runs, budget_s=budget_s, least=15)
+        notes["ended"] = repr(time.time())
     except Exception as error:
         return _failed(error)
     return Reply(fate=Fate.CORRECT, measurements=tuple(timed), notes=notes)

@@ -1,0 +1,175 @@
+"""What a GPU is doing while finalists race: clocks, power, temperature, what holds it back, and who else computes on it.
+
+NVIDIA's own `nvidia-smi` is asked, in a process beside the race, so that neither the process that launches nor the one that waits for it
+is held up. Where there is no such tool (other vendors' GPUs, a container without it), nothing is known and the race goes on.
+"""
+
+import shutil
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from flashtune.core.results import Conditions, Fate
+from flashtune.tuner.tasks import Reply
+
+RACES = 3
+"""Races that finalists get in all while each is throttled or shared."""
+
+PAUSE_S = 2.0
+"""Wait before another race: the GPU cools, or another's process ends."""
+
+_READINGS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "clocks_throttle_reasons.active")
+_EVERY_MS = 20
+_START_S = 10.0
+"""How long the first reading is waited for: a driver that no process holds takes seconds to start."""
+
+THROTTLES = {
+    0x4: "SwPowerCap",
+    0x8: "HwSlowdown",
+    0x20: "SwThermalSlowdown",
+    0x40: "HwThermalSlowdown",
+    0x80: "HwPowerBrakeSlowdown",
+}
+"""NVML's bits for what lowers clocks below what was asked for (nvml.h, nvmlClocksEventReason...); an idle GPU and clocks that somebody
+set are none of these."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """One line of the tool, and when it came (seconds since the epoch)."""
+
+    at: float
+    text: str
+
+
+class _Loop:
+    """The tool, writing a line for every reading until it is stopped."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self.readings: list[Reading] = []
+        self._first = threading.Event()
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, text=True)
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.readings.append(Reading(at=time.time(), text=line.strip()))
+            self._first.set()
+        self._first.set()
+
+    def wait(self, seconds: float) -> None:
+        """Until the first reading came, the tool ended, or the time is over."""
+        self._first.wait(seconds)
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._thread.join()
+
+
+class GpuWatch:
+    """Reads a GPU's state while it is open; a context manager. `gpu` is an index or a UUID, as the driver's tool takes it."""
+
+    def __init__(self, gpu: str) -> None:
+        self._gpu = gpu
+        self._loops: list[_Loop] = []
+
+    def __enter__(self) -> Self:
+        tool = shutil.which("nvidia-smi")
+        if tool is not None:
+            common = [tool, f"--id={self._gpu}", "--format=csv,noheader,nounits", f"--loop-ms={_EVERY_MS}"]
+            asked = (f"--query-gpu={','.join(_READINGS)}", "--query-compute-apps=pid")
+            self._loops = [_Loop([*common, what]) for what in asked]
+            self._loops[0].wait(_START_S)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for loop in self._loops:
+            loop.stop()
+        self._loops = []
+
+    def between(self, start: float, end: float, own: int) -> Conditions | None:
+        """What was read from `start` to `end` (seconds since the epoch) while our process `own` ran; None where nothing was."""
+        if not self._loops:
+            return None
+        gpu, processes = ([r.text for r in list(loop.readings) if start <= r.at <= end] for loop in self._loops)
+        return conditions_of(gpu, processes, own)
+
+
+def conditions_of(gpu: Sequence[str], processes: Sequence[str], own: int) -> Conditions | None:
+    """The state that the tool's lines tell; None where no line of `gpu` can be read. A process is a line of its id."""
+    rows = [parts for line in gpu if len(parts := [part.strip() for part in line.split(",")]) == len(_READINGS)]
+    if not rows:
+        return None
+    sm, memory, power, temperature = ([value for row in rows if (value := _number(row[place])) is not None] for place in range(4))
+    masks = [int(row[4], 16) for row in rows if row[4].startswith("0x")]
+    reasons = [name for bit, name in THROTTLES.items() if any(mask & bit for mask in masks)]
+    return Conditions(
+        samples=len(rows),
+        sm_clock_mhz=round(statistics.median(sm)) if sm else None,
+        memory_clock_mhz=round(statistics.median(memory)) if memory else None,
+        power_w=statistics.median(power) if power else None,
+        temperature_c=round(statistics.median(temperature)) if temperature else None,
+        throttled_by=", ".join(reasons) if masks else None,
+        other_processes=_others({int(line) for line in processes if line.isdigit()}, own),
+    )
+
+
+def _others(seen: set[int], own: int) -> int | None:
+    """How many processes but our own computed; None where the driver lists none at all, as inside some containers."""
+    if not seen:
+        return None
+    # Inside a container the ids are the host's, so that ours can't be told by its number: it is one of those.
+    return len(seen) - 1 if own not in seen else len(seen - {own})
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def race_undisturbed(
+    race: Callable[[], Reply], watch: AbstractContextManager[GpuWatch], *, pause_s: float = PAUSE_S
+) -> tuple[Reply, Conditions | None]:
+    """Race, and race again while the GPU was throttled or shared, up to `RACES` times; the least doubtful reply, with its conditions.
+
+    `race` notes when it `began` and `ended` (seconds since the epoch) and in which process (`pid`).
+    """
+    best: tuple[Reply, Conditions | None] | None = None
+    with watch as watched:
+        for attempt in range(RACES):
+            if attempt:
+                time.sleep(pause_s)
+            reply = race()
+            if reply.fate is not Fate.CORRECT:
+                return best or (reply, None)
+            began, ended, pid = (float(reply.notes[name]) for name in ("began", "ended", "pid"))
+            found = watched.between(began, ended, int(pid))
+            if best is None or len(_doubts(found)) < len(_doubts(best[1])):
+                best = reply, found
+            if not _doubts(found):
+                break
+    assert best is not None, "there is at least one race"
+    return best
+
+
+def _doubts(found: Conditions | None) -> tuple[str, ...]:
+    return found.doubts if found is not None else ()
+
+
+def gpu_id() -> str:
+    """The GPU that torch sees as device 0, as the driver's tool takes it."""
+    import torch
+
+    uuid = getattr(torch.cuda.get_device_properties(0), "uuid", None)
+    return f"GPU-{uuid}" if uuid is not None else "0"

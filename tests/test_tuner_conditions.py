@@ -1,0 +1,238 @@
+"""What a GPU was doing while finalists raced: read from the driver's tool, here a stand-in of it, and acted upon."""
+
+import os
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import optuna
+import pytest
+
+from flashtune.core.problem import Problem
+from flashtune.core.results import CompileFacts, Conditions, Fate, Measurement, Provenance, SearchResult
+from flashtune.core.target import find_target
+from flashtune.templates import family
+from flashtune.tuner import search, tasks
+from flashtune.tuner.conditions import RACES, GpuWatch, conditions_of, race_undisturbed
+from flashtune.tuner.tasks import Reply
+from flashtune.tuner.workers import Limits
+
+QUIET = "1755, 3201, 640.50, 61, 0x0000000000000000"
+CAPPED = "1410, 3201, 699.00, 71, 0x0000000000000004"
+IDLE = "345, 2619, 75.10, 31, 0x0000000000000001"
+
+TOOL = """#!{python}
+import sys, time
+lines = {processes!r} if any("compute-apps" in word for word in sys.argv) else {gpu!r}
+assert "--id=GPU-1" in sys.argv
+while True:
+    for line in lines:
+        print(line, flush=True)
+    time.sleep(0.01)
+"""
+
+
+def stand_in(folder: Path, gpu: Sequence[str], processes: Sequence[str]) -> None:
+    """A `nvidia-smi` in `folder` that answers with these lines over and over."""
+    path = folder / "nvidia-smi"
+    path.write_text(TOOL.format(python=sys.executable, gpu=list(gpu), processes=list(processes)))
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+@pytest.fixture
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return tmp_path
+
+
+def watched(seconds: float = 0.3) -> Conditions | None:
+    with GpuWatch("GPU-1") as watch:
+        began = time.time()
+        deadline = time.monotonic() + 30
+        found = None
+        # The second tool may start later than the first; a slow machine only waits longer.
+        while time.monotonic() < deadline and (found is None or found.other_processes is None):
+            time.sleep(seconds)
+            found = watch.between(began, time.time(), os.getpid())
+        return found
+
+
+def test_medians_of_what_the_tool_says_while_the_race_runs(tools: Path) -> None:
+    stand_in(tools, [QUIET, QUIET, QUIET, "1700, 3201, 600.0, 60, 0x0"], [str(os.getpid())])
+    found = watched()
+    assert found is not None and found.samples >= 4
+    assert (found.sm_clock_mhz, found.memory_clock_mhz, found.power_w, found.temperature_c) == (1755, 3201, 640.5, 61)
+    assert (found.throttled_by, found.other_processes, found.doubts) == ("", 0, ())
+
+
+def test_what_was_read_before_the_race_doesnt_count(tools: Path) -> None:
+    stand_in(tools, [IDLE], [])
+    with GpuWatch("GPU-1") as watch:
+        assert watch.between(time.time() + 60, time.time() + 120, os.getpid()) is None
+
+
+def test_the_tool_is_stopped_with_the_race(tools: Path) -> None:
+    stand_in(tools, [QUIET], [])
+    with GpuWatch("GPU-1") as watch:
+        processes = [loop._process for loop in watch._loops]
+        assert all(process.poll() is None for process in processes)
+    assert all(process.poll() is not None for process in processes)
+
+
+@pytest.mark.usefixtures("tools")
+def test_a_machine_without_the_tool_races_unwatched() -> None:
+    with GpuWatch("0") as watch:
+        assert watch.between(0.0, time.time(), os.getpid()) is None
+
+
+def test_a_tool_that_fails_at_once_is_no_obstacle(tools: Path) -> None:
+    (tools / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    (tools / "nvidia-smi").chmod(0o755)
+    with GpuWatch("0") as watch:
+        assert watch.between(0.0, time.time(), os.getpid()) is None
+
+
+CAPPED_ONCE = Conditions(
+    samples=2, sm_clock_mhz=1582, memory_clock_mhz=3201, power_w=669.75, temperature_c=66, throttled_by="SwPowerCap", other_processes=0
+)
+IDLE_SHARED = Conditions(
+    samples=1, sm_clock_mhz=345, memory_clock_mhz=2619, power_w=75.1, temperature_c=31, throttled_by="", other_processes=1
+)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "processes", "expected"),
+    [
+        ([QUIET, CAPPED], ["7"], CAPPED_ONCE),
+        (["1755, [N/A], [Not Supported], 61, [N/A]"], [], Conditions(samples=1, sm_clock_mhz=1755, temperature_c=61)),
+        ([IDLE], ["8", "9"], IDLE_SHARED),
+        ([IDLE], ["7", "8", "9", "8"], replace(IDLE_SHARED, other_processes=2)),
+        (["No devices were found"], [], None),
+        ([], ["7"], None),
+    ],
+)
+def test_lines_become_conditions(gpu: list[str], processes: list[str], expected: Conditions | None) -> None:
+    """Our process is 7; where it isn't listed under its own number, it is one of those that are."""
+    assert conditions_of(gpu, processes, own=7) == expected
+
+
+class _Watch(GpuWatch):
+    """Says what it is told to, race after race."""
+
+    def __init__(self, found: Iterator[Conditions | None]) -> None:
+        super().__init__("0")
+        self._found = found
+
+    def between(self, start: float, end: float, own: int) -> Conditions | None:
+        return next(self._found)
+
+
+def conditions(throttled_by: str = "", others: int = 0) -> Conditions:
+    return Conditions(samples=9, throttled_by=throttled_by, other_processes=others)
+
+
+def told(*found: Conditions | None) -> AbstractContextManager[GpuWatch]:
+    return nullcontext(_Watch(iter(found)))
+
+
+def races(*fates: Fate) -> Iterator[Reply]:
+    for number, fate in enumerate(fates):
+        yield Reply(fate=fate, reason=str(number), notes={"began": "1.0", "ended": "2.0", "pid": "7"})
+
+
+BOTH, THROTTLED, SHARED, FREE = conditions("SwPowerCap", 1), conditions("SwPowerCap"), conditions("", 2), conditions()
+
+
+@pytest.mark.parametrize(
+    ("found", "chosen"),
+    [
+        ((FREE,), 0),
+        ((None,), 0),
+        ((THROTTLED, FREE), 1),
+        ((SHARED, SHARED, FREE), 2),
+        ((BOTH, THROTTLED, BOTH), 1),
+        ((THROTTLED,) * RACES, 0),
+    ],
+)
+def test_a_disturbed_race_is_run_again_and_the_least_disturbed_counts(found: tuple[Conditions | None, ...], chosen: int) -> None:
+    run = races(*[Fate.CORRECT] * len(found))
+    reply, kept = race_undisturbed(lambda: next(run), told(*found), pause_s=0.0)
+    assert (reply.reason, kept) == (str(chosen), found[chosen])
+    assert next(run, None) is None, "no race beyond the first quiet one"
+
+
+def test_a_race_that_fails_ends_it_and_an_earlier_one_counts() -> None:
+    reply, kept = race_undisturbed(lambda: next(races(Fate.RUNTIME)), told(), pause_s=0.0)
+    assert (reply.fate, kept) == (Fate.RUNTIME, None)
+    run = races(Fate.CORRECT, Fate.TIMEOUT)
+    reply, kept = race_undisturbed(lambda: next(run), told(SHARED), pause_s=0.0)
+    assert (reply.fate, kept) == (Fate.CORRECT, SHARED)
+
+
+class _Staged:
+    """Stands in for `Workers` on a GPU: compiles all, times the first candidate fastest in trials and the last fastest in the race."""
+
+    limits = Limits()
+
+    def __init__(self, **_: object) -> None:
+        self._trials = count(1)
+
+    def __enter__(self) -> "_Staged":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def prepare(self, *_: object) -> Reply:
+        return Reply(fate=Fate.CORRECT)
+
+    def submit(self, crew: str, task: Callable[..., Reply], *arguments: Any, limit_s: float) -> Any:
+        if task is tasks.compile_candidate:
+            facts = CompileFacts(registers=64, spills=0, shared_bytes=1024, threads=128)
+            reply = Reply(fate=Fate.CORRECT, facts=facts)
+        elif task is tasks.evaluate_candidate:
+            incumbent = [] if arguments[1] is None else [Measurement.of([101.0])]
+            reply = Reply(fate=Fate.CORRECT, error=0.5, measurements=(Measurement.of([100.0 + next(self._trials)]), *incumbent))
+        else:
+            assert task is tasks.race_finalists
+            raced = [Measurement.of([90.0 - 5 * place]) for place in range(len(arguments[0]))]
+            notes = {"framework": "cudnn", "began": "1.0", "ended": "2.0", "pid": "7"}
+            reply = Reply(fate=Fate.CORRECT, measurements=(*raced, Measurement.of([120.0])), notes=notes)
+        return SimpleNamespace(reply=lambda: reply)
+
+
+def test_a_measured_search_keeps_the_race_apart_from_the_trials_and_says_what_the_gpu_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "Workers", _Staged)
+    monkeypatch.setattr(search, "GpuWatch", lambda gpu: told(FREE))
+    monkeypatch.setattr(search, "gpu_id", lambda: "GPU-1")
+    target = find_target("a100")
+    plan = search.SearchPlan(
+        target=target,
+        problems=(Problem(batch=1, heads=2, kv_heads=2, n_q=256, n_kv=256, d=64, d_v=64, dtype="fp16"),),
+        families={"flash_fwd": family("flash_fwd")},
+        source="measured",
+        trials=3,
+        seed=1,
+    )
+    saved: list[SearchResult] = []
+    made_by = Provenance(flashtune="0", torch="0", triton="0")
+    storage = optuna.storages.InMemoryStorage()
+    search.Search(plan, storage=storage, provenance=made_by, save=saved.append, listener=_Deaf()).run()
+    [result] = saved
+    assert result.provenance == replace(made_by, conditions=FREE)
+    raced = {o.measurement.median_us: o.trial.median_us for o in result.outcomes if o.measurement and o.trial and o.finalist}
+    assert raced == {90.0: 101.0, 85.0: 102.0, 80.0: 103.0}
+    assert result.best is not None and result.best.measurement == Measurement.of([80.0])
+
+
+class _Deaf:
+    def problem_started(self, *_: object) -> None: ...
+    def trial_finished(self, *_: object) -> None: ...
+    def problem_finished(self, *_: object) -> None: ...
