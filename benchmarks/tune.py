@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from forward_cells import GROUPS, Group, cells, dtypes_of, groups_of, numbers_of
 
-from flashtune.cli.search import run_search
+from flashtune.cli.search import SearchOptions, run_search
 from flashtune.core.problem import Problem
 from flashtune.tuner.machine import local_gpu
 
@@ -56,22 +56,17 @@ def main() -> None:
             if options.dtype and dtype not in options.dtype:
                 continue
             started = time.monotonic()
-            words = {
-                "templates": FAMILIES[group],
-                "trials": options.fp16_trials if dtype == "fp16" else options.trials,
-                "budget": None,
-                "sampler": "tpe",
-                "seed": options.seed,
-                "jobs": None,
-                "storage": None,
-            }
+            how = SearchOptions(
+                templates=FAMILIES[group],
+                trials=options.fp16_trials if dtype == "fp16" else options.trials,
+                seed=options.seed,
+                location=options.db,
+            )
             records = run_search(
                 gpu.target,
                 [problem for problem in every if problem.dtype == dtype],
-                location=options.db,
-                predict=False,
-                as_json=True,
-                words=words,
+                how,
+                quiet=True,
                 command=shlex.join(["python", *sys.argv]),
             )
             for record in records:

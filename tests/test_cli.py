@@ -288,18 +288,20 @@ def test_ctrl_c_keeps_what_was_found_and_the_same_command_goes_on(tmp_path: Path
 
 
 def test_several_values_can_follow_one_option() -> None:
+    from flashtune.cli.options import ProblemOptions
     from flashtune.cli.search import problems_of, search
 
     with search.make_context("search", ["--gpu-name", "a100", "--d", "64", "--n", "512", "1024", "--dtype", "fp16", "--causal"]) as context:
-        words = {name: value for name, value in context.params.items() if name != "gpu_name"}
-        assert [p.label() for p in problems_of(words)] == ["n512-d64-fp16-causal", "n1024-d64-fp16-causal"]
+        asked = ProblemOptions.taken(dict(context.params))
+        assert [p.label() for p in problems_of(asked, "causal")] == ["n512-d64-fp16-causal", "n1024-d64-fp16-causal"]
 
 
 def test_the_default_grid_is_both_bands_and_both_half_types() -> None:
+    from flashtune.cli.options import ProblemOptions
     from flashtune.cli.search import problems_of, search
 
     with search.make_context("search", ["--gpu-name", "a100", "--d", "64"]) as context:
-        problems = problems_of(dict(context.params))
+        problems = problems_of(ProblemOptions.taken(dict(context.params)), None)
     assert len(problems) == 24
     assert {p.n_kv for p in problems} == {512, 1024, 2048, 4096, 8192, 16384}
     assert all(p.batch * p.n_kv == 16384 and p.heads == 32 for p in problems)

@@ -6,8 +6,8 @@ import click
 from rich.table import Table
 
 from flashtune.cli.console import console, messages, print_json
-from flashtune.cli.options import ListCommand, json_option, problem_options
-from flashtune.cli.search import problems_of
+from flashtune.cli.options import ListCommand, ProblemOptions, json_option, problem_options
+from flashtune.cli.search import Bands, problems_of
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.results import Fate
 
@@ -19,7 +19,7 @@ from flashtune.core.results import Fate
 @click.option("--seconds", type=click.FloatRange(min=0.05), default=1.0, show_default=True, help="Timing per problem.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random inputs.")
 @json_option
-def bench(seconds: float, seed: int, as_json: bool, **words: Any) -> None:
+def bench(*, asked: ProblemOptions, bands: Bands | None, seconds: float, seed: int, as_json: bool) -> None:
     """Time the kernels that dispatch would use against the framework's backends: interleaved, L2 flushed, medians.
 
     \b
@@ -37,7 +37,7 @@ def bench(seconds: float, seed: int, as_json: bool, **words: Any) -> None:
         raise EnvironmentProblem("bench times kernels on a GPU and found none that flashtune knows here: run it on the GPU's machine")
     rows: list[dict[str, Any]] = []
     with Workers(jobs=1) as workers:
-        for problem in problems_of(words):
+        for problem in problems_of(asked, bands):
             chosen = explain_problem(problem, gpu.target.slug)
             if chosen.template is None or chosen.config is None:
                 messages().print(f"{problem.label()}: {chosen.reason}")

@@ -1,12 +1,11 @@
 """`flashtune explain`: which record would serve a call, and why."""
 
 from dataclasses import asdict
-from typing import Any
 
 import click
 
 from flashtune.cli.console import console, print_json
-from flashtune.cli.options import dtypes_of, features_of, json_option, problem_of, problem_options
+from flashtune.cli.options import ProblemOptions, json_option, problem_options
 from flashtune.core.errors import InputError
 from flashtune.core.target import find_target
 
@@ -17,16 +16,7 @@ from flashtune.core.target import find_target
 @click.option("--causal", is_flag=True, help="Causal attention.")
 @click.option("--db", "location", metavar="PATH|URL", help="Lay this database over your own and the shipped one.")
 @json_option
-def explain(
-    gpu_name: str | None,
-    n: int,
-    d: int,
-    dtype: tuple[str, ...] | str | None,
-    causal: bool,
-    location: str | None,
-    as_json: bool,
-    **words: Any,
-) -> None:
+def explain(*, asked: ProblemOptions, gpu_name: str | None, causal: bool, location: str | None, as_json: bool) -> None:
     """Say which record would serve a call, and why: exact, near in N, near in GPU, predicted, default or framework.
 
     \b
@@ -44,9 +34,7 @@ def explain(
         target = gpu.target
     else:
         target = find_target(gpu_name)
-    names = [dtype] if isinstance(dtype, str) else list(dtype or ())
-    features = features_of(causal=causal, words=words)
-    problem = problem_of(n=n, d=d, dtype=dtypes_of(names, ["bf16"])[0], features=features, words=words)
+    problem = asked.problem(n=asked.n[0], d=asked.d[0], dtype=asked.dtypes(["bf16"])[0], causal=causal)
     found = explain_problem(problem, target.slug)
     if as_json:
         row = asdict(found)

@@ -1,20 +1,21 @@
 """Options that several commands share, and how their texts become core types."""
 
+import functools
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from flashtune.core.dtypes import DTYPES, DType, parse_dtype
 from flashtune.core.errors import InputError
-from flashtune.core.problem import MASK_KINDS, Features, Problem
+from flashtune.core.passes import Direction
+from flashtune.core.problem import DIRECTIONS, MASK_KINDS, Features, MaskKind, Problem
 from flashtune.core.target import find_target
 
 if TYPE_CHECKING:
     from flashtune.db.store import KeyFilter
-
-Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 TOKENS = 16384
 """B * N of a problem whose batch isn't given: enough to fill the largest GPUs."""
@@ -68,8 +69,85 @@ def flat(values: tuple[tuple[int, ...], ...]) -> list[int]:
     return list(dict.fromkeys(number for group in values for number in group))
 
 
-def problem_options(*, many: bool) -> Callable[[Decorated], Decorated]:
-    """The options that describe a problem; with `many`, --n, --d and --dtype may be repeated."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProblemOptions:
+    """The options that describe problems, as they were given; `d`, `n` and `dtype` hold every value."""
+
+    d: tuple[int, ...]
+    n: tuple[int, ...]
+    dtype: tuple[str, ...]
+    d_v: int | None
+    n_q: int | None
+    direction: Direction
+    mask: MaskKind | None
+    dropout: float
+    window: int | None
+    alignment: str
+    softcap: float
+    alibi: bool
+    tf32: bool
+    heads: int | None
+    kv_heads: int | None
+    batch: int | None
+
+    @classmethod
+    def taken(cls, given: dict[str, Any]) -> "ProblemOptions":
+        """Take these options out of all that were given."""
+        found = {field.name: given.pop(field.name) for field in fields(cls)}
+        for name in ("d", "n"):
+            found[name] = tuple(flat(found[name])) if isinstance(found[name], tuple) else (found[name],)
+        names = found["dtype"] or ()
+        return cls(**{**found, "dtype": (names,) if isinstance(names, str) else names})
+
+    def dtypes(self, default: list[DType]) -> list[DType]:
+        """Parsed element types, each once; commas separate several."""
+        found: list[DType] = [parse_dtype(name) for text in self.dtype for name in text.split(",")]
+        return list(dict.fromkeys(found)) if found else default
+
+    def features(self, *, causal: bool) -> Features:
+        """The features; raises InputError for values out of range."""
+        if not 0 <= self.dropout < 1:
+            raise InputError(f"--dropout {self.dropout:g} is out of range: give a rate from 0 up to, but not including, 1")
+        if not 0 <= self.softcap < float("inf"):
+            raise InputError(f"--softcap {self.softcap:g} is out of range: give a positive cap, or leave it out")
+        if self.window is not None and self.window < 0:
+            raise InputError(f"--window {self.window} is out of range: give a size of at least 0")
+        return Features(
+            causal=causal,
+            alignment="bottom_right" if self.alignment == "bottom-right" else "top_left",
+            mask=self.mask or "none",
+            dropout=self.dropout > 0,
+            window=None if self.window is None else (self.window, self.window),
+            softcap=self.softcap > 0,
+            tf32=self.tf32,
+            alibi=self.alibi,
+        )
+
+    def problem(self, *, n: int, d: int, dtype: DType, causal: bool) -> Problem:
+        """One of the problems that were asked for, with the defaults for what was left out."""
+        features = self.features(causal=causal)
+        for name, value in (("--n", n), ("--d", d)):
+            if value < 1:
+                raise InputError(f"{name} {value} is out of range: give at least 1")
+        if n > LONGEST:
+            raise InputError(f"--n {n} is out of range: give at most {LONGEST}")
+        heads = self.heads if self.heads is not None else max(1, WIDTH // d)
+        return Problem(
+            batch=self.batch if self.batch is not None else max(1, TOKENS // n),
+            heads=heads,
+            kv_heads=self.kv_heads if self.kv_heads is not None else heads,
+            n_q=self.n_q if self.n_q is not None else n,
+            n_kv=n,
+            d=d,
+            d_v=self.d_v if self.d_v is not None else d,
+            dtype=dtype,
+            features=features,
+            direction=self.direction,
+        )
+
+
+def problem_options(*, many: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The options that describe a problem, which a command gets as `asked`; with `many`, --n, --d and --dtype may be repeated."""
     words = "; several with commas or by repeating" if many else ""
     number: Any = Numbers() if many else int
     options = [
@@ -78,7 +156,7 @@ def problem_options(*, many: bool) -> Callable[[Decorated], Decorated]:
         click.option("--n", "n", type=number, multiple=many, required=not many, help=f"Sequence length{words}."),
         click.option("--n-q", "n_q", type=int, help="Number of queries, when it differs from --n."),
         click.option("--dtype", "dtype", multiple=many, help=f"Element type: {', '.join(DTYPES)}{words}."),
-        click.option("--direction", type=click.Choice(["fwd"]), default="fwd", show_default=True, help="Which pass."),
+        click.option("--direction", type=click.Choice(DIRECTIONS), default="fwd", show_default=True, help="Which pass."),
         click.option("--mask", type=click.Choice([m for m in MASK_KINDS if m != "none"]), help="A boolean mask or an additive bias."),
         click.option("--dropout", type=float, default=0.0, metavar="P", help="Dropout rate; any rate above 0 tunes for all rates."),
         click.option("--window", type=int, metavar="W", help="Sliding window: W keys to each side (to the left when causal)."),
@@ -97,62 +175,16 @@ def problem_options(*, many: bool) -> Callable[[Decorated], Decorated]:
         click.option("--batch", type=int, help=f"Batch (default {TOKENS} / N)."),
     ]
 
-    def decorate(command: Decorated) -> Decorated:
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def gathered(**given: Any) -> None:
+            command(asked=ProblemOptions.taken(given), **given)
+
         for option in reversed(options):
-            command = option(command)
-        return command
+            gathered = option(gathered)
+        return gathered
 
     return decorate
-
-
-def dtypes_of(names: tuple[str, ...] | list[str], default: list[DType]) -> list[DType]:
-    """Parsed element types, each once; commas separate several."""
-    found: list[DType] = [parse_dtype(name) for text in names for name in text.split(",")]
-    return list(dict.fromkeys(found)) if found else default
-
-
-def features_of(*, causal: bool, words: dict[str, Any]) -> Features:
-    """Features from the options by name; raises InputError for values out of range."""
-    dropout, softcap, window = words["dropout"], words["softcap"], words["window"]
-    if not 0 <= dropout < 1:
-        raise InputError(f"--dropout {dropout:g} is out of range: give a rate from 0 up to, but not including, 1")
-    if not 0 <= softcap < float("inf"):
-        raise InputError(f"--softcap {softcap:g} is out of range: give a positive cap, or leave it out")
-    if window is not None and window < 0:
-        raise InputError(f"--window {window} is out of range: give a size of at least 0")
-    sides = None if window is None else (window, 0 if causal else window)
-    return Features(
-        causal=causal,
-        alignment=words["alignment"].replace("-", "_"),
-        mask=words["mask"] or "none",
-        dropout=dropout > 0,
-        window=sides,
-        softcap=softcap > 0,
-        tf32=words["tf32"],
-        alibi=words["alibi"],
-    )
-
-
-def problem_of(*, n: int, d: int, dtype: DType, features: Features, words: dict[str, Any]) -> Problem:
-    """The problem of these options, with the defaults for what was left out; `words` holds the other options by name."""
-    for name, value in (("--n", n), ("--d", d)):
-        if value < 1:
-            raise InputError(f"{name} {value} is out of range: give at least 1")
-    if n > LONGEST:
-        raise InputError(f"--n {n} is out of range: give at most {LONGEST}")
-    heads = words["heads"] if words["heads"] is not None else max(1, WIDTH // d)
-    return Problem(
-        batch=words["batch"] if words["batch"] is not None else max(1, TOKENS // n),
-        heads=heads,
-        kv_heads=words["kv_heads"] if words["kv_heads"] is not None else heads,
-        n_q=words["n_q"] if words["n_q"] is not None else n,
-        n_kv=n,
-        d=d,
-        d_v=words["d_v"] if words["d_v"] is not None else d,
-        dtype=dtype,
-        features=features,
-        direction=words["direction"],
-    )
 
 
 def filters_of(*, gpu_name: str | None = None, d: int | None = None, n: int | None = None, dtype: str | None = None) -> "KeyFilter":

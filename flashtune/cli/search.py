@@ -4,12 +4,13 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from flashtune.cli.console import messages, print_json
-from flashtune.cli.options import ListCommand, dtypes_of, features_of, flat, json_option, problem_of, problem_options, seconds_of
+from flashtune.cli.options import ListCommand, ProblemOptions, json_option, problem_options, seconds_of
 from flashtune.cli.progress import SearchProgress
 from flashtune.cli.records import print_records, record_row
 from flashtune.core.errors import EnvironmentProblem, InputError
@@ -18,10 +19,30 @@ from flashtune.core.results import Source, TuningRecord
 from flashtune.core.secrets import command_line, mask_secrets
 from flashtune.core.target import Target, find_target
 
+if TYPE_CHECKING:
+    from flashtune.tuner.study import Sampler
+
 GRID = (512, 1024, 2048, 4096, 8192, 16384)
 """Sequence lengths that are searched when none is given; dispatch serves what lies between from the nearest."""
 
 DEFAULT_TRIALS = 60
+
+Bands = Literal["causal", "full"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchOptions:
+    """How to search, as it was asked for; None stands for what this machine or the user's folders say."""
+
+    trials: int = DEFAULT_TRIALS
+    budget_s: float | None = None
+    sampler: "Sampler" = "tpe"
+    templates: tuple[str, ...] = ()
+    seed: int | None = None
+    storage: str | None = None
+    location: str | None = None
+    jobs: int | None = None
+    predict: bool = False
 
 
 @click.command(cls=ListCommand)
@@ -55,7 +76,22 @@ DEFAULT_TRIALS = 60
 @click.option("--jobs", type=click.IntRange(min=1), help="Compilers that run side by side (default: one per core).")
 @click.option("--predict", is_flag=True, help="Rank by the cost model even where another GPU, or this one, is present.")
 @json_option
-def search(gpu_name: str, location: str | None, predict: bool, as_json: bool, **words: Any) -> None:
+def search(
+    *,
+    asked: ProblemOptions,
+    bands: Bands | None,
+    gpu_name: str,
+    trials: int,
+    budget: str | None,
+    sampler: "Sampler",
+    templates: tuple[str, ...],
+    seed: int | None,
+    storage: str | None,
+    location: str | None,
+    jobs: int | None,
+    predict: bool,
+    as_json: bool,
+) -> None:
     """Find the fastest kernel for each problem on a GPU, and store it.
 
     On the GPU that is named, candidates are compiled, checked against a float64 oracle and timed: rows are `measured`.
@@ -69,38 +105,38 @@ def search(gpu_name: str, location: str | None, predict: bool, as_json: bool, **
     Ctrl-C keeps what was found; the same command goes on from there.
     """
     target = find_target(gpu_name)
-    problems = problems_of(words)
-    if problems and words["budget"] is not None:
-        words["budget"] = seconds_of(words["budget"])
-    records = run_search(target, problems, location=location, predict=predict, as_json=as_json, words=words)
+    problems = problems_of(asked, bands)
+    options = SearchOptions(
+        trials=trials,
+        budget_s=None if budget is None else seconds_of(budget),
+        sampler=sampler,
+        templates=templates,
+        seed=seed,
+        storage=storage,
+        location=location,
+        jobs=jobs,
+        predict=predict,
+    )
+    records = run_search(target, problems, options, quiet=as_json)
     if as_json:
         print_json([record_row(record) for record in records])
         return
     print_records(records, title=f"Best known on {target.name}")
 
 
-def problems_of(words: dict[str, Any]) -> list[Problem]:
+def problems_of(asked: ProblemOptions, bands: Bands | None) -> list[Problem]:
     """Every problem that the options name: dtypes x bands x head sizes x lengths, grouped so that compiled variants are shared."""
-    lengths = flat(words["n"]) or list(GRID)
-    bands = {"causal": [True], "full": [False], None: [False, True]}[words["bands"]]
     return [
-        problem_of(n=n, d=d, dtype=dtype, features=features_of(causal=causal, words=words), words=words)
-        for d in flat(words["d"])
-        for dtype in dtypes_of(words["dtype"], ["bf16", "fp16"])
-        for causal in bands
-        for n in lengths
+        asked.problem(n=n, d=d, dtype=dtype, causal=causal)
+        for d in asked.d
+        for dtype in asked.dtypes(["bf16", "fp16"])
+        for causal in {"causal": [True], "full": [False], None: [False, True]}[bands]
+        for n in asked.n or GRID
     ]
 
 
 def run_search(
-    target: Target,
-    problems: list[Problem],
-    *,
-    location: str | None,
-    predict: bool,
-    as_json: bool,
-    words: dict[str, Any],
-    command: str | None = None,
+    target: Target, problems: list[Problem], options: SearchOptions, *, quiet: bool, command: str | None = None
 ) -> list[TuningRecord]:
     """Search these problems and return the rows that the database then serves for them; `command` is kept as what was typed."""
     from flashtune.db.library import overlay_path
@@ -110,22 +146,22 @@ def run_search(
     from flashtune.tuner.search import Search, SearchPlan
     from flashtune.tuner.space import SearchSpace
 
-    source = choose_source(target, predict)
+    source = choose_source(target, options.predict)
     if source == "predicted":
         require_interpreter()
     plan = SearchPlan(
         target=target,
         problems=tuple(problems),
-        families={name: family(name) for name in words["templates"]} or families(),
+        families={name: family(name) for name in options.templates} or families(),
         source=source,
-        trials=words["trials"],
-        budget_s=words["budget"],
-        sampler=words["sampler"],
-        seed=words["seed"],
+        trials=options.trials,
+        budget_s=options.budget_s,
+        sampler=options.sampler,
+        seed=options.seed,
         # One core stays free for the process that launches what is timed.
-        jobs=words["jobs"] or max(1, (os.cpu_count() or 1) - (source == "measured")),
+        jobs=options.jobs or max(1, (os.cpu_count() or 1) - (source == "measured")),
         # Whoever names a family wants to know what it is worth, there too where it isn't thought to be good.
-        only_suited=not words["templates"],
+        only_suited=not options.templates,
     )
     for problem in problems:
         # What no template serves is refused before anything is written.
@@ -133,9 +169,9 @@ def run_search(
     command = command or command_line(["flashtune", *sys.argv[1:]])
     trials = None if plan.sampler == "exhaustive" else plan.trials
     with (
-        Store.open(location or overlay_path(), writable=True) as store,
-        study_storage(words["storage"]) as storage,
-        SearchProgress(messages(), trials=trials, quiet=as_json) as progress,
+        Store.open(options.location or overlay_path(), writable=True) as store,
+        study_storage(options.storage) as storage,
+        SearchProgress(messages(), trials=trials, quiet=quiet) as progress,
     ):
         try:
             Search(
