@@ -1,0 +1,47 @@
+"""The table of tolerances rests on the roundoffs that it names, and on a simulation that is committed."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashtune.core import tolerances
+
+ROOT = Path(__file__).parent.parent
+TEXT = Path(tolerances.__file__).read_text()
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn}
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_the_roundoffs_that_the_comments_name_are_those_of_the_types(name: str) -> None:
+    named = re.search(rf"# {name}: unit roundoff 2\^-(\d+) = (\d\.\d+)", TEXT)
+    assert named is not None
+    # eps is the distance from 1 to the next number; rounding is off by half of it at most.
+    assert 2.0 ** -int(named[1]) == torch.finfo(TYPES[name]).eps / 2 == pytest.approx(float(named[2]), rel=0.05)
+
+
+def test_the_bounds_of_fp8_hold_what_the_committed_simulation_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = (ROOT / "benchmarks" / "results" / "2026-11-22-fp8-weights" / "weights.txt").read_text()
+    largest = re.search(r"largest: norm (\S+), element (\S+)", printed)
+    assert largest is not None
+    bound = tolerances.TOLERANCES["fp8"]
+    assert float(largest[1]) < bound.relative_norm / 1.5 and float(largest[2]) < bound.atol / 1.5
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import fp8_weights
+
+    norm, element = fp8_weights.errors(512, 64, 1.0, causal=True)
+    line = re.search(r"causal N=512 +D=64 +sd=1.0 +norm (\S+) +element (\S+)", printed)
+    assert line is not None
+    assert (norm, element) == (pytest.approx(float(line[1]), abs=2e-3), pytest.approx(float(line[2]), abs=2e-3))
+    del sys.modules["fp8_weights"]
+
+
+def test_no_figure_comes_from_a_script_that_nobody_has() -> None:
+    """Comments, documents and results name what printed their figures, or say that it was not kept."""
+    folders = ("flashtune", "benchmarks", "docs", "tests")
+    found = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md", ".txt", ".toml", ".jinja")]
+    assert len(found) > 100
+    said = "throw-" + "away"
+    assert [path for path in found if said in path.read_text()] == []
