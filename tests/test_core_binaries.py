@@ -105,6 +105,21 @@ def test_a_manifest_of_another_shape_or_format_is_one_sentence(tmp_path: Path, t
         read_manifest(tmp_path / "copy.json")
 
 
+@pytest.mark.parametrize("name", ["../copy.cubin.gz", "/etc/passwd", "", ".hidden", "a/b.gz"])
+def test_a_manifest_names_files_beside_it_alone(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "copy.json"
+    path.write_text(Manifest(variant_id="", binaries=(replace(PLAIN, file=name),)).as_json())
+    with pytest.raises(EnvironmentProblem, match="is no manifest of machine code"):
+        read_manifest(path)
+
+
+def test_a_manifest_with_another_hash_than_its_index_names_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    assert read_manifest(path, sha256=hashlib.sha256(path.read_bytes()).hexdigest()).binaries == (PLAIN,)
+    with pytest.raises(EnvironmentProblem, match="isn't the manifest that its index names"):
+        read_manifest(path, sha256="0" * 64)
+
+
 def test_arguments_that_meet_every_condition_match() -> None:
     manifest = Manifest(variant_id="", binaries=(PLAIN,))
     assert manifest.matching("copy", arguments()) is PLAIN

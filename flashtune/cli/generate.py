@@ -1,14 +1,21 @@
-"""`flashtune generate`: the winners of a database as source files."""
+"""`flashtune generate`: the winners of a database as source files and machine code."""
 
+import os
+import random
 import re
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from flashtune.cli.console import console, messages, print_json
 from flashtune.cli.options import db_option, filters_of, json_option
 from flashtune.core.errors import InputError
+
+if TYPE_CHECKING:
+    from flashtune.tuner.generated import Arranged
 
 
 @click.command()
@@ -18,12 +25,25 @@ from flashtune.core.errors import InputError
     "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder to write to (in a checkout: flashtune/kernels_generated)."
 )
 @click.option("--check", is_flag=True, help="Write nothing; exit with 1 where the folder differs from what would be written.")
+@click.option("--sample", type=click.IntRange(min=0), metavar="N", help="Compile only N kernels anew, drawn by what the index says.")
+@click.option("--rebuild", is_flag=True, help="Compile anew even where the folder has machine code of the same text and Triton.")
+@click.option("--jobs", type=click.IntRange(min=1), help="Compilers that run side by side (default: one per core).")
 @json_option
-def generate(location: str | None, gpu_name: str | None, out: Path | None, check: bool, as_json: bool) -> None:
-    """Render the winners of a database (default: the shipped one) to source files, one per distinct variant.
+def generate(
+    location: str | None,
+    gpu_name: str | None,
+    out: Path | None,
+    check: bool,
+    sample: int | None,
+    rebuild: bool,
+    jobs: int | None,
+    as_json: bool,
+) -> None:
+    """Write the winners of a database (default: the shipped one) as source and as machine code, one module per distinct variant.
 
-    An index names what was written; of that, what no longer belongs is removed, and nothing else is touched. Rendering twice gives the same
-    bytes. Rows that this version can't serve are named and left out.
+    An index names what was written; of that, what no longer belongs is removed, and nothing else is touched. Generating twice gives the
+    same text and the same machine code. Rows that this version can't serve are named and left out. Machine code is compiled where the
+    folder has none of the same text and Triton; --check compiles all of it, or a --sample.
     """
     from flashtune.core.shipped import INDEX
     from flashtune.db.library import Library, shipped_path
@@ -33,6 +53,8 @@ def generate(location: str | None, gpu_name: str | None, out: Path | None, check
     package = shipped_folder()
     if out is None and not check and not in_a_checkout(package):
         raise InputError(f"{package} belongs to an installed flashtune: name a folder of your own with --out")
+    if sample is not None and not check:
+        raise InputError("--sample says how much of a check is compiled anew: add --check, or leave it out")
     folder = out or package
     library = Library.of(location or shipped_path())
     records = library.records(passed_over=unservable, **filters_of(gpu_name=gpu_name))
@@ -44,8 +66,12 @@ def generate(location: str | None, gpu_name: str | None, out: Path | None, check
             servable.append(record)
     arranged = arrange(servable)
     files = text_files(arranged)
-    files[INDEX] = index_text(arranged, files).encode()
     kernels = [one.kernel.path for one in arranged]
+    anew = set(kernels) if rebuild or check else set()
+    if sample is not None:
+        anew = set(random.Random(index_text(arranged, files)).sample(kernels, min(sample, len(kernels))))
+    files |= _machine_code(arranged, anew, folder, jobs or os.cpu_count() or 1)
+    files[INDEX] = index_text(arranged, files).encode()
     if check:
         other = differing(files, folder)
         if as_json:
@@ -62,6 +88,29 @@ def generate(location: str | None, gpu_name: str | None, out: Path | None, check
         print_json({"folder": str(folder), "files": kernels, "written": list(changes.written), "removed": list(changes.removed)})
     else:
         console().print(f"{len(kernels)} kernels in {folder}: {len(changes.written)} files written, {len(changes.removed)} removed")
+
+
+def _machine_code(arranged: Sequence["Arranged"], anew: set[str], folder: Path, jobs: int) -> dict[str, bytes]:
+    """Files with the machine code of these kernels: what the folder has, but compiled now for the paths in `anew` and where it has none."""
+    from flashtune.tuner.binaries import build_all, triton_version
+    from flashtune.tuner.generated import kept_machine_files, machine_files, order_of
+
+    files: dict[str, bytes] = {}
+    orders = []
+    for one in arranged:
+        kept = None if one.kernel.path in anew else kept_machine_files(one, folder, triton_version())
+        if kept is not None:
+            files |= kept
+        elif (order := order_of(one)) is not None:
+            orders.append(order)
+    by_path = {one.kernel.path: one for one in arranged}
+    for number, (order, built) in enumerate(build_all(orders, jobs=jobs), start=1):
+        if isinstance(built, str):
+            messages().print(f"no machine code: {order.stem}: {built}")
+        else:
+            messages().print(f"compiled {number} of {len(orders)}: {order.stem}")
+            files |= machine_files(by_path[order.stem], built)
+    return files
 
 
 def shipped_folder() -> Path:

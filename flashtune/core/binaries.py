@@ -7,6 +7,7 @@ shared memory, and the parameters in their order, followed by two pointers to sc
 
 import hashlib
 import json
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -24,6 +25,9 @@ OUTSIDE_IS_ZERO = 0
 """What Triton passes to `cuTensorMapEncodeTiled` for every tensor map: interleave, L2 promotion, and how places outside are filled."""
 
 Rule = Literal["equals", "multiple_of"]
+
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.]*")
+"""Names that a manifest may give its files, which lie beside it."""
 
 STRUCT_FORMATS: Mapping[str, str] = {
     "i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
@@ -161,11 +165,19 @@ class Binary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The binaries of one rendered module, in the order in which they should be tried; `folder` is where their files lie."""
+    """The binaries of one rendered module, in the order in which they should be tried; `folder` is where their files lie.
+
+    `source_sha256` is that of the module's text.
+    """
 
     variant_id: str
     binaries: tuple[Binary, ...]
+    source_sha256: str = ""
     folder: Path | None = None
+
+    def is_of(self, text: str) -> bool:
+        """Whether this is the machine code of a module with that text."""
+        return hashlib.sha256(text.encode()).hexdigest() == self.source_sha256
 
     def of(self, kernel: str) -> tuple[Binary, ...]:
         """Those of one kernel of the module, by its function's name."""
@@ -191,19 +203,43 @@ class Manifest:
 
     def as_json(self) -> str:
         """The manifest's text: the same for equal manifests, whatever folder they are in."""
-        fields = {"format": FORMAT, "variant_id": self.variant_id, "binaries": [asdict(binary) for binary in self.binaries]}
-        return json.dumps(fields, indent=1) + "\n"
+        fields = {"format": FORMAT, "variant_id": self.variant_id, "source_sha256": self.source_sha256}
+        text = json.dumps(fields | {"binaries": [_without_defaults(asdict(binary)) for binary in self.binaries]}, indent=1)
+        # A parameter or a condition to a line.
+        return re.sub(r"\{[^{}]*\}", lambda found: " ".join(found[0].split()), text) + "\n"
 
 
-def read_manifest(path: Path) -> Manifest:
-    """The manifest in this file; its binaries' files are looked for beside it. Raises EnvironmentProblem where it can't be read."""
+def read_manifest(path: Path, *, sha256: str | None = None) -> Manifest:
+    """The manifest in this file; its binaries' files are looked for beside it.
+
+    Raises EnvironmentProblem where it can't be read, or hasn't the hash that is given.
+    """
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        content = path.read_bytes()
+    except OSError as error:
+        raise EnvironmentProblem(f"can't read the manifest {path} ({error.strerror}): install flashtune again") from error
+    if sha256 is not None and hashlib.sha256(content).hexdigest() != sha256:
+        raise EnvironmentProblem(f"{path} isn't the manifest that its index names: install flashtune again")
+    return parse_manifest(content, path)
+
+
+def parse_manifest(content: bytes, path: Path) -> Manifest:
+    """The manifest that `as_json` wrote, with `path` as the place of its file; raises EnvironmentProblem for anything else."""
+    try:
+        fields = json.loads(content)
         if fields["format"] != FORMAT:
             raise EnvironmentProblem(f"{path} has the format {fields['format']!r}, not {FORMAT}: install one version of flashtune")
-        return Manifest(variant_id=fields["variant_id"], binaries=tuple(map(_binary, fields["binaries"])), folder=path.parent)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise EnvironmentProblem(f"can't read the manifest {path} ({error!r}): install flashtune again") from error
+        binaries = tuple(map(_binary, fields["binaries"]))
+        if strange := [binary.file for binary in binaries if not _FILE.fullmatch(binary.file)]:
+            raise ValueError(f"file {strange[0]!r}")
+        return Manifest(variant_id=fields["variant_id"], binaries=binaries, source_sha256=fields["source_sha256"], folder=path.parent)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise EnvironmentProblem(f"{path} is no manifest of machine code ({error!r}): install flashtune again") from error
+
+
+def _without_defaults(fields: dict[str, Any]) -> dict[str, Any]:
+    fields["parameters"] = [{name: value for name, value in one.items() if value not in ("", None)} for one in fields["parameters"]]
+    return fields
 
 
 def _binary(fields: dict[str, Any]) -> Binary:
@@ -214,5 +250,5 @@ def _binary(fields: dict[str, Any]) -> Binary:
 
 
 def _parameter(fields: dict[str, Any]) -> Parameter:
-    tensor_map = fields.pop("tensor_map")
+    tensor_map = fields.pop("tensor_map", None)
     return Parameter(**fields, tensor_map=None if tensor_map is None else TensorMap(**{**tensor_map, "box": tuple(tensor_map["box"])}))

@@ -7,7 +7,9 @@ from pathlib import Path
 from types import ModuleType
 
 from flashtune.core import modules
+from flashtune.core.binaries import Manifest, read_manifest
 from flashtune.core.config import Config, KernelSpec, Variant
+from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.shipped import Index, read_index
 from flashtune.templates.family import Family
 
@@ -38,6 +40,22 @@ def load(family: Family, chosen: Variant) -> ModuleType:
     from flashtune.templates import rendering
 
     return modules.load_source(rendering.render(family, chosen), f"{chosen.template}_{chosen.id}")
+
+
+def shipped_manifest(chosen: Variant, arch: str) -> Manifest | None:
+    """The machine code that was shipped of this variant for an architecture (Target.arch), or None.
+
+    Raises EnvironmentProblem where the package's files aren't those that its index names.
+    """
+    index = shipped_index(PACKAGE)
+    found = index.find(chosen.id, arch)
+    if found is None or found.template != chosen.template or found.arch != arch or found.manifest not in index.files:
+        return None
+    path = Path(str(resources.files(PACKAGE))) / found.manifest
+    manifest = read_manifest(path, sha256=index.files[found.manifest])
+    if manifest.variant_id != chosen.id:
+        raise EnvironmentProblem(f"{path} is the manifest of another kernel than its index says: install flashtune again")
+    return manifest
 
 
 def _shipped_name(chosen: Variant) -> str | None:

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import groupby
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+from flashtune.core.binaries import read_manifest
 from flashtune.core.config import KernelSpec, Value, Variant
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.results import Fate, TuningRecord
@@ -18,6 +19,7 @@ from flashtune.core.shipped import FORMAT, INDEX, GeneratedKernel, digest, read_
 from flashtune.core.target import Target, find_target
 from flashtune.templates import family
 from flashtune.templates.rendering import render
+from flashtune.tuner.binaries import Built, Order, can_have_binaries, source_digest, with_files
 from flashtune.tuner.publish import variant_for
 
 _PASSES = {"fwd": "forward"}
@@ -114,6 +116,33 @@ def _word(axis: str, value: Value) -> str:
     if isinstance(value, bool):
         return axis if value else f"no_{axis}"
     return f"{axis}{value}" if isinstance(value, int) else re.sub(r"\W", "_", f"{axis}_{value}")
+
+
+def order_of(one: Arranged) -> Order | None:
+    """What to compile for a kernel; None where its GPU's machine code can't be made here."""
+    if not can_have_binaries(one.target):
+        return None
+    return Order(text=one.text, stem=one.kernel.path, variant_id=one.variant.id, spec=one.variant.spec, target=one.target)
+
+
+def machine_files(one: Arranged, built: Built) -> dict[str, bytes]:
+    """Path to content of a kernel's manifest and machine code, beside its module."""
+    folder = PurePosixPath(one.kernel.path).parent
+    manifest, codes = with_files(built, PurePosixPath(one.kernel.path).stem)
+    return {one.kernel.manifest: manifest.as_json().encode()} | {f"{folder}/{name}": code for name, code in codes.items()}
+
+
+def kept_machine_files(one: Arranged, folder: Path, triton: str) -> dict[str, bytes] | None:
+    """`machine_files` as this folder has them, if this Triton compiled them from the very text, and their hashes hold; else None."""
+    try:
+        manifest = read_manifest(folder / one.kernel.manifest)
+        named = {manifest.variant_id, manifest.source_sha256, *(binary.triton for binary in manifest.binaries)}
+        if named != {one.variant.id, source_digest(one.text), triton}:
+            return None
+        codes = tuple(manifest.code(binary) for binary in manifest.binaries)
+        return machine_files(one, Built(manifest=manifest, codes=codes))
+    except EnvironmentProblem:
+        return None
 
 
 def text_files(arranged: Sequence[Arranged]) -> dict[str, bytes]:

@@ -1,0 +1,101 @@
+"""What a user's own searches compiled: module text, manifest and machine code, in the user's cache folder.
+
+It is the user's own work on this machine, as Python's bytecode is: nothing travels here with a database. Folders and files that belong
+to someone else, or that someone else could write to, are passed over.
+"""
+
+import os
+import re
+import shutil
+import stat
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from flashtune.core.binaries import Manifest, parse_manifest
+from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.folders import cache_dir, wanted_cache_dir
+
+_ID = re.compile(r"[0-9a-f]{16}")
+_MANIFEST, _MODULE = "manifest.json", "module.py"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnKernel:
+    """A kernel of the user's own cache: its module's text, and its machine code."""
+
+    text: str
+    manifest: Manifest
+
+
+def keep(text: str, manifest: Manifest, files: Mapping[str, bytes]) -> Path:
+    """Put a module with its manifest and the files that this names into the cache, in place of what was there; returns the folder.
+
+    Raises EnvironmentProblem where the cache can't be written.
+    """
+    binary = manifest.binaries[0]
+    folder = cache_dir() / "kernels" / f"{binary.arch}-triton-{binary.triton}" / manifest.variant_id
+    try:
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Written aside and renamed, so that no other process reads half a kernel.
+        aside = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
+        for name, content in {_MODULE: text.encode(), _MANIFEST: manifest.as_json().encode(), **files}.items():
+            (aside / name).write_bytes(content)
+            (aside / name).chmod(0o600)
+        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            aside.rename(folder)
+        except OSError:
+            # Another process was faster, with the same kernel.
+            shutil.rmtree(aside, ignore_errors=True)
+    except OSError as error:
+        raise EnvironmentProblem(f"can't keep machine code in {folder} ({error.strerror}): point FLASHTUNE_CACHE elsewhere") from error
+    return folder
+
+
+def find(variant_id: str, arch: str | None = None) -> OwnKernel | None:
+    """The kernel with this id in the user's cache, for an architecture (`sm_90a`) or any; None where there is none, or none to trust.
+
+    Of several versions of Triton the last that wrote one counts.
+    """
+    if not _ID.fullmatch(variant_id):
+        return None
+    root = wanted_cache_dir().resolve() / "kernels"
+    found = []
+    with suppress(OSError):
+        for place in root.iterdir():
+            folder = place / variant_id
+            if (arch is None or place.name.startswith(f"{arch}-triton-")) and all(map(_own, (root.parent, root, place, folder))):
+                found.append((folder.stat().st_mtime_ns, folder))
+    for _, folder in sorted(found, reverse=True):
+        with suppress(OSError, EnvironmentProblem, UnicodeDecodeError):
+            text = _read(folder / _MODULE).decode()
+            manifest = parse_manifest(_read(folder / _MANIFEST), folder / _MANIFEST)
+            if (
+                manifest.variant_id == variant_id
+                and manifest.is_of(text)
+                and all(_own(folder / binary.file) for binary in manifest.binaries)
+            ):
+                return OwnKernel(text=text, manifest=manifest)
+    return None
+
+
+def _own(path: Path) -> bool:
+    """Whether this exists and this user alone can write there; a link doesn't count as one's own."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return (
+        status.st_uid == os.geteuid()
+        and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        and (stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode))
+    )
+
+
+def _read(path: Path) -> bytes:
+    if not _own(path):
+        raise EnvironmentProblem(f"{path} could have been written by others: remove it")
+    return path.read_bytes()

@@ -1,0 +1,171 @@
+"""Machine code of a rendered module, compiled for a target without its GPU: the same bytes on every machine with the same Triton."""
+
+import gzip
+import hashlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from tempfile import TemporaryDirectory
+from types import ModuleType
+from typing import Any
+
+from flashtune.core.binaries import Binary, Manifest
+from flashtune.core.config import KernelSpec
+from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.problem import Features, Problem
+from flashtune.core.target import Target
+from flashtune.tuner import tasks
+
+SIZES = {"aligned": 1056, "any_size": 1059}
+"""Specialisations by name, in the order in which a launch tries them, with a number of keys that makes Triton's JIT choose them.
+
+For both, tensors start at multiples of 16 bytes, rows are contiguous, and strides that are multiples of the head size are divisible by 16
+where that is. With `aligned` sizes the strides of masks are, too. A kernel for which that makes no difference has `any_size` alone.
+"""
+
+_NO_DEBUG = "-suppress-debug-info"
+"""Lines and PTX stay out of the code: they are most of it, and name the file that it came from. Instructions are the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """A module whose machine code is wanted; `stem` names it, and has no bearing on the result."""
+
+    text: str
+    stem: str
+    variant_id: str
+    spec: KernelSpec
+    target: Target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """The binaries of a module, in no files yet, and their code."""
+
+    manifest: Manifest
+    codes: tuple[bytes, ...]
+
+
+def source_digest(text: str) -> str:
+    """What a manifest says of the text that its code was compiled from."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def can_have_binaries(target: Target) -> bool:
+    """Whether machine code for this target can be compiled here and described as a `Binary`."""
+    return target.vendor == "nvidia" and target.compilable
+
+
+def triton_version() -> str:
+    """The version of the Triton that would compile."""
+    import triton
+
+    return str(triton.__version__)
+
+
+def build(order: Order, *, fresh: bool = True) -> Built:
+    """Every kernel that a launch of the module takes, in each of its specialisations; raises what the compiler raises.
+
+    Triton's disk cache is left out of it where `fresh`.
+    """
+    from triton import knobs
+
+    from flashtune.core.compiled import from_compiled
+    from flashtune.core.modules import load_source
+    from flashtune.tuner.compile import compiling_for
+
+    found: dict[tuple[str, str], tuple[Binary, bytes]] = {}
+    with ExitStack() as stack:
+        triton_knobs: Any = knobs
+        if fresh:
+            stack.enter_context(triton_knobs.cache.scope())
+            triton_knobs.cache.dir = stack.enter_context(TemporaryDirectory(prefix="flashtune-build-"))
+        module = load_source(order.text, order.stem)
+        stack.enter_context(compiling_for(order.target))
+        for name, n_kv in SIZES.items():
+            arguments, words = _typical_call(module, order.spec, order.target, n_kv)
+            for kernel, grid, args, options in module.launches(*arguments, **words):
+                compiled = kernel.warmup(*args, grid=grid, ptx_options=_NO_DEBUG, **options)
+                binary, code = from_compiled(compiled, specialization=name)
+                # The same code under fewer conditions takes the place of what was found for more.
+                found[binary.kernel, binary.sha256] = (binary, code)
+    binaries = tuple(binary for binary, _ in found.values())
+    assert len({(binary.kernel, binary.specialization) for binary in binaries}) == len(binaries), "a launch takes each kernel once"
+    manifest = Manifest(variant_id=order.variant_id, binaries=binaries, source_sha256=source_digest(order.text))
+    return Built(manifest=manifest, codes=tuple(code for _, code in found.values()))
+
+
+def _typical_call(module: ModuleType, spec: KernelSpec, target: Target, n_kv: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Meta tensors and keywords of a launch by which nothing is specialised but what SIZES says.
+
+    Batches, heads and queries are neither 1 nor divisible by 16; a mask and slopes have a row of their own for every head; a seed and an
+    offset take all the bits that they may ever need.
+    """
+    import torch
+
+    from flashtune.core.launching import provided
+    from flashtune.tuner.inputs import make_inputs
+
+    inputs = make_inputs(_problem(spec, n_kv), device="meta", seed=2**63 + 1)
+    p, given = inputs.problem, inputs.parameters
+    parameters = replace(
+        given,
+        offset=2**33 if spec.dropout else 0,
+        mask=None if given.mask is None else torch.empty((p.batch, p.heads, p.n_q, p.n_kv), dtype=given.mask.dtype, device="meta"),
+        slopes=None if given.slopes is None else torch.empty((p.batch, p.heads), device="meta"),
+    )
+    return inputs.arguments, parameters.keywords() | provided(module, inputs.q, inputs.k) | {"sms": target.sms}
+
+
+def _problem(spec: KernelSpec, n_kv: int) -> Problem:
+    """A problem of this spec with few tiles, so that their keys are split where a family does so."""
+    features = Features(
+        causal=spec.causal,
+        alignment="bottom_right",
+        window=(96, 0 if spec.causal else 96) if spec.window else None,
+        mask=spec.mask,  # type: ignore[arg-type]
+        dropout=spec.dropout,
+        softcap=spec.softcap,
+        tf32=spec.tf32,
+        alibi=spec.alibi,
+    )
+    problem = Problem(
+        batch=2, heads=6, kv_heads=3, n_q=n_kv % 16 or 16, n_kv=n_kv, d=spec.d, d_v=spec.d_v, dtype=spec.dtype, features=features
+    )
+    assert problem.spec() == spec, "every spec is that of a problem"
+    return problem
+
+
+def build_all(orders: Sequence[Order], *, jobs: int) -> Iterator[tuple[Order, Built | str]]:
+    """What `build` makes of each order, as they come, in so many processes; a text in its place says in one line why there is nothing."""
+    if not orders:
+        return
+    with ProcessPoolExecutor(max_workers=min(jobs, len(orders)), mp_context=get_context("spawn"), initializer=tasks.withdraw) as pool:
+        waiting = {pool.submit(_attempt, order): order for order in orders}
+        try:
+            for done in as_completed(waiting):
+                try:
+                    yield waiting[done], done.result()
+                except BrokenProcessPool as error:
+                    raise EnvironmentProblem(
+                        f"a compiler's process died with {waiting[done].stem} under way: try again with --jobs 1"
+                    ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _attempt(order: Order) -> Built | str:
+    try:
+        return build(order)
+    except Exception as error:
+        return tasks.one_line(error)
+
+
+def with_files(built: Built, stem: str) -> tuple[Manifest, dict[str, bytes]]:
+    """The manifest with a name for each binary's file, and the files: gzipped, each by itself, since a call takes few of them."""
+    named = [replace(binary, file=f"{stem}.{binary.kernel}.{binary.specialization}.cubin.gz") for binary in built.manifest.binaries]
+    files = {binary.file: gzip.compress(code, 9, mtime=0) for binary, code in zip(named, built.codes, strict=True)}
+    return replace(built.manifest, binaries=tuple(named)), files

@@ -1,0 +1,130 @@
+"""The user's own kernels: kept whole, found by id and architecture, and never read where someone else could have written."""
+
+import gzip
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flashtune.core import kernel_cache
+from flashtune.core.binaries import Binary, Manifest
+from flashtune.core.errors import EnvironmentProblem
+
+CODE = b"\x7fELF, said the cubin"
+TEXT = "LAUNCHED = True\n"
+ID = "0123456789abcdef"
+BINARY = Binary(
+    kernel="copy",
+    specialization="any_size",
+    entry="copy",
+    arch="sm_90a",
+    triton="3.6.0",
+    threads=128,
+    shared_bytes=0,
+    cluster=1,
+    launch_pdl=False,
+    cooperative=False,
+    global_scratch_bytes=0,
+    profile_scratch_bytes=0,
+    parameters=(),
+    conditions=(),
+    sha256=hashlib.sha256(CODE).hexdigest(),
+    file="copy.cubin.gz",
+)
+MANIFEST = Manifest(variant_id=ID, binaries=(BINARY,), source_sha256=hashlib.sha256(TEXT.encode()).hexdigest())
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FLASHTUNE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def keep(manifest: Manifest = MANIFEST, text: str = TEXT) -> Path:
+    return kernel_cache.keep(text, manifest, {"copy.cubin.gz": gzip.compress(CODE, mtime=0)})
+
+
+def test_what_is_kept_is_found_by_id_and_architecture(cache: Path) -> None:
+    assert kernel_cache.find(ID) is None
+    folder = keep()
+    assert folder.is_relative_to(cache)
+    for arch in ("sm_90a", None):
+        found = kernel_cache.find(ID, arch)
+        assert found is not None
+        assert (found.text, found.manifest.binaries) == (TEXT, (BINARY,))
+        assert found.manifest.code(BINARY) == CODE
+    assert kernel_cache.find(ID, "sm_80") is None
+    assert kernel_cache.find("f" * 16) is None
+    assert {path.stat().st_mode & 0o077 for path in folder.iterdir()} == {0}
+
+
+@pytest.mark.parametrize("name", ["../../../etc", "", "0123", "*"])
+def test_only_ids_are_looked_for(cache: Path, name: str) -> None:
+    keep()
+    assert kernel_cache.find(name) is None
+
+
+def test_keeping_anew_replaces_and_leaves_nothing_beside(cache: Path) -> None:
+    keep()
+    other = replace(MANIFEST, source_sha256=hashlib.sha256(b"other").hexdigest())
+    folder = keep(other, "other")
+    found = kernel_cache.find(ID)
+    assert found is not None and found.text == "other"
+    assert [path.name for path in folder.parent.iterdir()] == [ID]
+
+
+def test_a_second_triton_has_a_place_of_its_own_and_the_last_counts(cache: Path) -> None:
+    old = keep()
+    os.utime(old, ns=(1, 1))
+    newer = replace(MANIFEST, binaries=(replace(BINARY, triton="3.7.0"),))
+    keep(newer)
+    found = kernel_cache.find(ID, "sm_90a")
+    assert found is not None and found.manifest.binaries[0].triton == "3.7.0"
+    assert old.is_dir()
+
+
+@pytest.mark.parametrize("version", ["3.5.0", "3.7.0"])
+def test_another_place_without_it_changes_nothing(cache: Path, version: str) -> None:
+    keep()
+    keep(replace(MANIFEST, variant_id="f" * 16, binaries=(replace(BINARY, triton=version),)))
+    assert kernel_cache.find(ID, "sm_90a") is not None
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "text": lambda folder: (folder / "module.py").write_text("raise SystemExit('planted')\n"),
+    "bytes": lambda folder: (folder / "module.py").write_bytes(b"\xff\xfe"),
+    "manifest": lambda folder: (folder / "manifest.json").write_text("{}"),
+    "no manifest": lambda folder: (folder / "manifest.json").unlink(),
+    "no code": lambda folder: (folder / "copy.cubin.gz").unlink(),
+    "open file": lambda folder: (folder / "module.py").chmod(0o666),
+    "open code": lambda folder: (folder / "copy.cubin.gz").chmod(0o620),
+    "open folder": lambda folder: folder.chmod(0o777),
+    "open above": lambda folder: folder.parent.chmod(0o777),
+    "open cache": lambda folder: folder.parent.parent.parent.chmod(0o777),
+    "a link": lambda folder: (folder.rename(folder.with_name("elsewhere")), folder.symlink_to("elsewhere")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_what_others_could_have_written_and_what_is_not_whole_is_passed_over(cache: Path, damage: Callable[[Path], object]) -> None:
+    damage(keep())
+    assert kernel_cache.find(ID) is None
+
+
+def test_code_that_was_changed_is_refused_before_it_is_loaded(cache: Path) -> None:
+    folder = keep()
+    (folder / "copy.cubin.gz").write_bytes(gzip.compress(CODE + b"!"))
+    found = kernel_cache.find(ID)
+    assert found is not None
+    with pytest.raises(EnvironmentProblem, match="isn't the machine code"):
+        found.manifest.code(BINARY)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+@pytest.mark.parametrize("name", ["module.py", "manifest.json", "copy.cubin.gz", "."])
+def test_another_users_files_are_passed_over(cache: Path, name: str) -> None:
+    os.chown(keep() / name, 12345, 12345)
+    assert kernel_cache.find(ID) is None

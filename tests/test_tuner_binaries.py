@@ -1,0 +1,220 @@
+"""Machine code of generated kernels: reproducible, the very instructions of a launch by Triton's JIT, and fit for usual calls."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from click.testing import CliRunner
+
+from flashtune.cli.main import main
+from flashtune.core.binaries import Binary, Manifest, read_manifest
+from flashtune.core.launching import provided
+from flashtune.core.modules import load_source
+from flashtune.core.problem import Problem
+from flashtune.core.shipped import read_index
+from flashtune.db.library import Library, shipped_path
+from flashtune.tuner.binaries import SIZES, Built, Order, build, build_all, source_digest, with_files
+from flashtune.tuner.compile import compiling_for
+from flashtune.tuner.generated import Arranged, arrange, kept_machine_files, machine_files, order_of, write
+from flashtune.tuner.inputs import make_inputs
+
+PACKAGE = Path(__file__).resolve().parent.parent / "flashtune" / "kernels_generated"
+ARRANGED = arrange(Library.of(shipped_path()).records())
+pinned = pytest.mark.skipif(triton.__version__ != "3.6.0", reason="shipped code is compared with what Triton 3.6.0 compiles")
+
+
+def ordered(one: Arranged) -> Order:
+    found = order_of(one)
+    assert found is not None
+    return found
+
+
+DECODE = next(one for one in ARRANGED if one.variant.template == "flash_decode" and one.variant.spec.causal)
+
+
+@pytest.fixture(scope="module")
+def built() -> Built:
+    return build(ordered(DECODE))
+
+
+def test_the_same_text_gives_the_same_bytes_in_another_process_under_another_name(built: Built) -> None:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        other = pool.submit(build, replace(ordered(DECODE), stem="another/place/altogether")).result()
+    assert other == built
+    assert with_files(other, "x") == with_files(built, "x")
+
+
+def sass(code: bytes, path: Path) -> list[str]:
+    path.write_bytes(code)
+    tool = triton.knobs.nvidia.cuobjdump.path
+    listing = subprocess.run([tool, "-sass", path], capture_output=True, text=True, check=True).stdout
+    return re.findall(r"/\*[0-9a-f]{4,}\*/.*", listing)
+
+
+def test_instructions_are_those_of_a_launch_by_the_jit(built: Built, tmp_path: Path) -> None:
+    one = ordered(DECODE)
+    module = load_source(one.text, "jit")
+    record = DECODE.records[0]
+    inputs = make_inputs(replace(record.problem, batch=1, heads=4, kv_heads=1), device="meta", seed=0)
+    words = inputs.keywords | provided(module, inputs.q, inputs.k) | {"sms": one.target.sms}
+    compared = 0
+    with compiling_for(one.target):
+        for kernel, grid, args, options in module.launches(*inputs.arguments, **words):
+            compiled = kernel.warmup(*args, grid=grid, **options)
+            binary = built.manifest.matching(kernel.__name__, args)
+            assert binary is not None
+            code = built.codes[built.manifest.binaries.index(binary)]
+            ours, jits = sass(code, tmp_path / "ours"), sass(compiled.asm["cubin"], tmp_path / "jits")
+            assert ours == jits
+            assert len(ours) > 100
+            assert len(code) < len(compiled.asm["cubin"]) / 2
+            compared += 1
+    assert compared == len(built.manifest.binaries)
+
+
+def test_code_that_serves_any_size_stands_once_and_masks_have_one_for_aligned_sizes() -> None:
+    for one, manifest in manifests():
+        for kernel in {binary.kernel for binary in manifest.binaries}:
+            names = [binary.specialization for binary in manifest.of(kernel)]
+            assert names in (["any_size"], list(SIZES)), (one.kernel.path, kernel)
+            if names == list(SIZES):
+                assert one.variant.spec.mask != "none"
+
+
+def manifests() -> Iterator[tuple[Arranged, Manifest]]:
+    for one in ARRANGED:
+        yield one, read_manifest(PACKAGE / one.kernel.manifest)
+
+
+def test_every_shipped_kernel_has_machine_code_of_its_very_text() -> None:
+    for one, manifest in manifests():
+        assert manifest.variant_id == one.variant.id
+        assert manifest.source_sha256 == source_digest((PACKAGE / one.kernel.path).read_text())
+        for binary in manifest.binaries:
+            code = manifest.code(binary)
+            assert code[:4] == b"\x7fELF"
+            # Neither the folder it was compiled in nor a compiler's time may stand in it.
+            assert not {section for section in (b".debug_line", b".nv_debug_ptx_txt", b"/tmp", b"flashtune") if section in code}
+            assert (binary.arch, binary.triton) == ("sm_90a", "3.6.0")
+            assert 0 < binary.threads <= 1024
+            assert binary.shared_bytes <= one.target.shared_bytes_per_block
+            assert (binary.global_scratch_bytes, binary.profile_scratch_bytes, binary.cooperative) == (0, 0, False)
+
+
+def test_machine_code_stays_small() -> None:
+    packed = [path.stat().st_size for path in PACKAGE.rglob("*.gz")]
+    assert len(packed) >= 2 * len(ARRANGED)
+    assert sum(packed) < 4_000_000
+    assert max(packed) < 100_000
+
+
+def shaped(problem: Problem, n_kv: int) -> Problem:
+    n_q = problem.n_q if problem.n_q != problem.n_kv else n_kv
+    return replace(problem, batch=2, heads=2 * problem.gqa_ratio, kv_heads=2, n_q=n_q, n_kv=n_kv)
+
+
+@pytest.mark.parametrize("heads_inside", [False, True], ids=["BHND", "BNHD"])
+@pytest.mark.parametrize("n_kv", [1, 77, 197, 512, 4096])
+def test_usual_calls_meet_the_conditions_of_a_shipped_binary(n_kv: int, heads_inside: bool) -> None:
+    for one, manifest in manifests():
+        inputs = make_inputs(shaped(one.records[0].problem, n_kv), device="meta", seed=2**64 - 1, heads_inside=heads_inside)
+        module = load_source(one.text, one.stem)
+        if not module.accepts(inputs.q, inputs.k, inputs.v, inputs.keywords["mask"]):
+            continue
+        words = inputs.keywords | provided(module, inputs.q, inputs.k) | {"sms": one.target.sms}
+        for kernel, _, args, _ in module.launches(*inputs.arguments, **words):
+            tried = {binary.specialization: binary.refusal(args) for binary in manifest.of(kernel.__name__)}
+            assert None in tried.values(), (one.kernel.path, kernel.__name__, tried)
+
+
+def test_a_call_whose_offsets_pass_32_bits_is_refused() -> None:
+    [manifest] = [manifest for one, manifest in manifests() if one is DECODE]
+    inputs = make_inputs(replace(DECODE.records[0].problem, batch=1), device="meta", seed=0)
+    module = load_source(DECODE.text, DECODE.stem)
+    far = torch.empty_strided(inputs.k.shape, (2**40, 2**35, inputs.k.shape[3], 1), device="meta", dtype=inputs.k.dtype)
+    words = inputs.keywords | provided(module, inputs.q, far) | {"sms": 132}
+    (kernel, _, args, _), *_ = module.launches(inputs.q, far, inputs.v, inputs.out, inputs.lse, **words)
+    [binary] = manifest.of(kernel.__name__)
+    refusal = binary.refusal(args)
+    takes_strides = any(parameter.name == "stride_kh" for parameter in binary.parameters)
+    assert (refusal is not None) == takes_strides
+
+
+@pinned
+def test_a_sample_of_the_shipped_machine_code_is_what_the_pinned_triton_compiles() -> None:
+    result = CliRunner().invoke(main, ["generate", "--check", "--sample", "2", "--jobs", "1"])
+    assert result.exit_code == 0, result.output
+    assert " 0 files differ" in result.stdout
+    assert "compiled 2 of 2" in result.stderr
+
+
+@pytest.fixture
+def folder(tmp_path: Path, built: Built) -> Path:
+    write(machine_files(DECODE, built), tmp_path)
+    return tmp_path
+
+
+def test_code_is_kept_as_long_as_text_and_triton_are_the_same(folder: Path, built: Built) -> None:
+    version = built.manifest.binaries[0].triton
+    assert kept_machine_files(DECODE, folder, version) == machine_files(DECODE, built)
+    assert kept_machine_files(DECODE, folder, "3.7.0") is None
+    other = replace(DECODE, variant=replace(DECODE.variant, template_hash="0" * 16))
+    assert kept_machine_files(other, folder, version) is None
+
+
+@pytest.mark.parametrize("suffix", [".cubin.gz", ".json"])
+def test_damaged_code_is_not_kept(folder: Path, built: Built, suffix: str) -> None:
+    path = next(path for path in folder.rglob("*") if path.name.endswith(suffix))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    found = kept_machine_files(DECODE, folder, built.manifest.binaries[0].triton)
+    assert found is None or found != machine_files(DECODE, built)
+
+
+def test_a_kernel_that_does_not_compile_costs_no_other(built: Built) -> None:
+    good = ordered(DECODE)
+    bad = replace(good, stem="bad", text=good.text.replace("tl.program_id(0)", "tl.no_such_thing(0)"))
+    found = {order.stem: result for order, result in build_all([bad, good], jobs=2)}
+    assert found[good.stem] == built
+    assert isinstance(found["bad"], str)
+    assert "CompilationError" in found["bad"]
+
+
+def test_the_index_names_every_file_of_machine_code() -> None:
+    index = read_index(PACKAGE)
+    for one, manifest in manifests():
+        parent = Path(one.kernel.path).parent
+        assert one.kernel.manifest in index.files
+        assert {index.files[(parent / binary.file).as_posix()] for binary in manifest.binaries} == {
+            binary.sha256 for binary in manifest.binaries
+        }
+
+
+def test_reading_shipped_code_takes_neither_triton_nor_torch() -> None:
+    code = f"""
+import sys
+from pathlib import Path
+from flashtune.core.binaries import read_manifest
+manifest = read_manifest(Path({str(PACKAGE / DECODE.kernel.manifest)!r}))
+print(sum(len(manifest.code(binary)) for binary in manifest.binaries), sorted({{"torch", "triton"}} & set(sys.modules)))
+"""
+    ran: Any = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.split()[1] == "[]"
+    assert int(ran.stdout.split()[0]) > 10_000
+
+
+def test_threads_of_a_warp_specialised_kernel_are_all_of_its_warps() -> None:
+    hopper: list[Binary] = [binary for _, manifest in manifests() for binary in manifest.of("flash_fwd_hopper")]
+    assert hopper
+    # A producer's warpgroup beside each consumer's, where num_warps of the launch is 4.
+    assert {binary.warps for binary in hopper} <= {8, 12, 16, 20}
