@@ -21,6 +21,11 @@ def test_kernels_agree_with_the_float64_reference_in_the_interpreter() -> None:
     assert " passed" in said and "failed" not in said
 
 
+def test_tracers_and_transforms_compose_where_kernels_serve() -> None:
+    said = interpreted("-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider", "tests/test_dispatch_tracers.py")
+    assert " passed" in said and "failed" not in said
+
+
 def test_the_interpreter_says_that_it_serves_and_leaves_bf16_to_the_framework() -> None:
     code = """
 import torch

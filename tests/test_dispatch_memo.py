@@ -21,7 +21,7 @@ from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Baseline, Fate, Measurement, Outcome, Provenance, SearchResult, Source
 from flashtune.core.target import find_target
 from flashtune.db.store import Store
-from flashtune.dispatch import api, devices, kernels, policy, selection
+from flashtune.dispatch import api, devices, kernels, policy, resolve
 from flashtune.templates import families, family
 from flashtune.templates.family import Family
 from flashtune.templates.rendering import variant_of
@@ -65,7 +65,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     machine = Machine()
     monkeypatch.setattr(devices, "INTERPRETING", True)
     monkeypatch.setattr(kernels, "load", machine.load)
-    monkeypatch.setattr(selection, "_surroundings", lambda memo, request, problem: (H200, families(), memo.records(problem.key("h200"))))
+    monkeypatch.setattr(resolve, "_surroundings", lambda memo, call, problem: (H200, families(), memo.records(problem.key("h200"))))
     dispatch.reload()
     yield machine
     monkeypatch.undo()
@@ -149,8 +149,8 @@ def test_the_second_call_decides_nothing(machine: Machine, own_database: Path, m
 
     for place, name in [
         (api, "parse"),
-        (selection, "candidates"),
-        (selection, "rank"),
+        (resolve, "candidates"),
+        (resolve, "rank"),
         (policy, "rank"),
         (kernels, "variant"),
         (kernels, "load"),
@@ -361,7 +361,7 @@ def test_many_threads_decide_once_and_agree(machine: Machine) -> None:
 
 
 def test_the_memo_does_not_grow_without_bound(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashtune.dispatch.memo.MOST_PLANS", 4)
+    monkeypatch.setattr("flashtune.dispatch.resolve.MOST_PLANS", 4)
     for scale in range(1, 11):
         attend(scale=float(scale))
     assert 1 <= len(api._memo.plans) <= 4

@@ -58,7 +58,7 @@ def _signature(source: Any, maps: list[dict[str, Any]]) -> tuple[list[Parameter]
                     f"descriptor {name} of {source.fn.__name__} was not lowered to a tensor map: launch it with Triton"
                 )
             meta = maps.pop(0)
-            code = meta["elem_type"]
+            code: int = meta["elem_type"]
             tensor_map = TensorMap(
                 element_type=_HOST_TYPES.get(code, code),
                 element_bytes=meta["elem_size"],

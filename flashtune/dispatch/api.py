@@ -1,21 +1,25 @@
 """`attention`: torch's F.scaled_dot_product_attention, served by the best kernel known for the GPU and the sizes."""
 
-from collections.abc import Hashable
+import inspect
+from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.autograd import forward_ad
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from flashtune.core.band import Window
 from flashtune.core.problem import Problem
 from flashtune.core.target import find_target
-from flashtune.dispatch import compiled, devices, selection
+from flashtune.dispatch import devices, resolve, torch_ops
 from flashtune.dispatch.arguments import parse
-from flashtune.dispatch.explanation import Explanation
-from flashtune.dispatch.memo import Memo
-from flashtune.dispatch.per_head import PerHead
+from flashtune.dispatch.call import Call, PerHead
 from flashtune.dispatch.plans import FrameworkPlan, Outputs
+from flashtune.dispatch.resolve import Explanation, Memo
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 _memo = Memo()
 
@@ -68,104 +72,79 @@ def attention(
             change from call to call, or under CUDA graphs, should be tensors.
 
     flashtune.dispatch.policy.rank states which kernel serves a call. Torch's own operations serve it, with every feature and gradients,
-    on the CPU, when a gradient is needed, for float64, and wherever no kernel does. Features that torch lacks (softcap,
-    return_lse, seed) then take memory for all scores.
+    on the CPU, when a gradient is needed, for float64, for unseeded dropout while a CUDA graph is captured, and wherever no kernel
+    does. Features that torch lacks (softcap, return_lse, seed) then take memory for all scores.
 
     Raises InputError (a ValueError) or InputTypeError (a TypeError) where the arguments make no sense.
     """
+    if has_torch_function_variadic(query, key, value):
+        return _overridden(**locals())
     per_head = None
     if alibi_slopes is not None or q_descale is not None or k_descale is not None or v_descale is not None:
         per_head = PerHead(alibi_slopes, q_descale, k_descale, v_descale)
+    options = (dropout_p, is_causal, scale, enable_gqa, window, softcap, causal_alignment, return_lse, allow_tf32)
     if torch.compiler.is_compiling():
-        return _traced(
-            (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa),
-            window=window,
-            softcap=softcap,
-            causal_alignment=causal_alignment,
-            return_lse=return_lse,
-            seed=seed,
-            allow_tf32=allow_tf32,
-            per_head=per_head,
-        )
-    extras = (window, softcap, causal_alignment, return_lse, allow_tf32)
+        return _traced(query, key, value, attn_mask, options, seed, per_head)
     signature: Hashable | None
     try:
-        if _autocasting(query):
-            query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
-        why_torch = _why_torch(query, key, value, attn_mask, per_head) or _transformed()
+        query, key, value, attn_mask = _prepared(query, key, value, attn_mask)
+        address = query.data_ptr() | key.data_ptr() | value.data_ptr()
         signature = (
             query.shape,
             key.shape,
             value.shape,
+            query.stride(),
+            key.stride(),
+            value.stride(),
             query.dtype,
             key.dtype,
             value.dtype,
             query.device,
             key.device,
             value.device,
-            dropout_p,
-            is_causal,
-            scale,
-            enable_gqa,
-            extras,
+            options,
             seed is None,
-            None if attn_mask is None else (attn_mask.shape, attn_mask.dtype, attn_mask.device),
-            why_torch or _memory(query, key, value, attn_mask),
+            None if address % 16 == 0 and attn_mask is None else _memory(query, key, value, attn_mask),
+            _why_torch(query, key, value, attn_mask, per_head),
             None if per_head is None else per_head.signature(),
         )
         plan = _memo.plans.get(signature)
     except (AttributeError, TypeError, RuntimeError):
-        # Something isn't a tensor, is one without sizes (a nested one) or can't be hashed; parsing says what.
+        # Something isn't a tensor, is one without sizes or memory, or can't be hashed; parsing says what.
         signature, plan = None, None
-    if plan is not None:
-        out, lse = plan.run(query, key, value, attn_mask, seed, per_head)
+    if plan is None:
+        out, lse = _first_call(signature, query, key, value, attn_mask, options, seed, per_head)
     else:
-        arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        out, lse = _first_call(signature, arguments, extras, seed, per_head)
+        out, lse = plan.run(query, key, value, attn_mask, seed, per_head)
     return (out, lse) if return_lse else out
 
 
-def explain(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    window: int | Window | None = None,
-    softcap: float = 0.0,
-    causal_alignment: str = "top_left",
-    return_lse: bool = False,
-    seed: int | None = None,
-    allow_tf32: bool = False,
-    alibi_slopes: torch.Tensor | None = None,
-    q_descale: torch.Tensor | float | None = None,
-    k_descale: torch.Tensor | float | None = None,
-    v_descale: torch.Tensor | float | None = None,
-) -> Explanation:
+def _with_signature_of(_: Callable[_P, Any]) -> Callable[[Callable[..., _R]], Callable[_P, _R]]:
+    """Gives a function that takes anything the parameters of another one, for readers and type checkers."""
+
+    def decorate(function: Callable[..., _R]) -> Callable[_P, _R]:
+        signature = inspect.signature(attention)
+        function.__signature__ = signature.replace(return_annotation=Explanation)  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+@_with_signature_of(attention)
+def explain(*arguments: Any, **keywords: Any) -> Explanation:
     """What would serve the same call of `attention`, and why; nothing is launched. Raises as `attention` does."""
-    if isinstance(query, torch.Tensor) and _autocasting(query):
-        query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
-    arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    per_head = PerHead(alibi_slopes, q_descale, k_descale, v_descale)
-    request = parse(
-        *arguments,
-        window=window,
-        softcap=softcap,
-        causal_alignment=causal_alignment,
-        return_lse=return_lse,
-        seed=seed,
-        allow_tf32=allow_tf32,
-        per_head=per_head,
-    )
+    given = inspect.signature(attention).bind(*arguments, **keywords)
+    given.apply_defaults()
+    words = given.arguments
+    query, key, value, mask = (words.pop(name) for name in ("query", "key", "value", "attn_mask"))
+    per_head = PerHead(*(words.pop(name) for name in ("alibi_slopes", "q_descale", "k_descale", "v_descale")))
+    if all(isinstance(x, torch.Tensor) for x in (query, key, value)) and (mask is None or isinstance(mask, torch.Tensor)):
+        query, key, value, mask = _prepared(query, key, value, mask)
+    call = parse(query, key, value, mask, **words, per_head=per_head)
     memo = _memo
     with memo.lock:
-        why_torch = _why_torch(query, key, value, attn_mask, per_head) or _transformed()
-        found = selection.candidates(memo, request, query, key, value, attn_mask, why_torch)
-        return next(found).explanation
+        why_torch = _why_torch(query, key, value, mask, per_head)
+        return next(resolve.candidates(memo, call, query, key, value, mask, why_torch)).explanation
 
 
 def explain_problem(problem: Problem, gpu: str) -> Explanation:
@@ -175,7 +154,7 @@ def explain_problem(problem: Problem, gpu: str) -> Explanation:
     """
     target, memo = find_target(gpu), _memo
     with memo.lock:
-        return selection.explain_problem(memo, problem, target)
+        return resolve.explain_problem(memo, problem, target)
 
 
 def reload(database: str | Path | None = None) -> None:
@@ -188,36 +167,35 @@ def reload(database: str | Path | None = None) -> None:
 
 
 def _first_call(
-    signature: Hashable | None, arguments: tuple[Any, ...], extras: tuple[Any, ...], seed: int | None, per_head: PerHead | None
+    signature: Hashable | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    options: tuple[Any, ...],
+    seed: int | None,
+    per_head: PerHead | None,
 ) -> Outputs:
-    """Check, choose, run and remember; a kernel that fails gives way to the next choice."""
-    query, key, value, attn_mask, *_ = arguments
-    window, softcap, causal_alignment, return_lse, allow_tf32 = extras
-    request = parse(
-        *arguments,
-        window=window,
-        softcap=softcap,
-        causal_alignment=causal_alignment,
-        return_lse=return_lse,
-        seed=seed,
-        allow_tf32=allow_tf32,
-        per_head=per_head,
-    )
-    memo, plan = _memo, FrameworkPlan(request=request)
+    """Check, choose, run and remember; a kernel that can't be built here gives way to the next choice."""
+    call = _parsed(query, key, value, attn_mask, options, seed, per_head)
+    memo, plan = _memo, FrameworkPlan.of(call)
     with memo.lock:
         if signature is not None and (decided := memo.plans.get(signature)) is not None:
             # Another thread decided while this one waited.
             return decided.run(query, key, value, attn_mask, seed, per_head)
-        why_torch = _why_torch(query, key, value, attn_mask, per_head) or _transformed()
-        for candidate in selection.candidates(memo, request, query, key, value, attn_mask, why_torch):
+        why_torch = _why_torch(query, key, value, attn_mask, per_head)
+        for candidate in resolve.candidates(memo, call, query, key, value, attn_mask, why_torch):
             if candidate.variant is None:
                 break
+            built = False
             try:
+                candidate.plan.build(query, key, value, attn_mask, per_head)
+                built = True
                 outputs = candidate.plan.run(query, key, value, attn_mask, seed, per_head)
             except Exception as error:
-                if not selection.is_kernels_fault(error):
+                if not (resolve.uncompilable(error) if built else resolve.unbuildable(error)):
                     raise
-                selection.report_failure(memo, candidate.variant, request.device, error)
+                resolve.report_failure(memo, candidate.variant, call.device, error)
                 continue
             if signature is not None:
                 memo.keep(signature, candidate.plan)
@@ -227,19 +205,106 @@ def _first_call(
     return plan.run(query, key, value, attn_mask, seed, per_head)
 
 
-def _traced(arguments: tuple[Any, ...], **extras: Any) -> Any:
+def _parsed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    options: tuple[Any, ...],
+    seed: int | None,
+    per_head: PerHead | None,
+) -> Call:
+    """The checked call; `options` as `attention` puts them together."""
+    dropout_p, is_causal, scale, enable_gqa, window, softcap, causal_alignment, return_lse, allow_tf32 = options
+    return parse(
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
+        window=window,
+        softcap=softcap,
+        causal_alignment=causal_alignment,
+        return_lse=return_lse,
+        seed=seed,
+        allow_tf32=allow_tf32,
+        per_head=per_head,
+    )
+
+
+def _traced(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    options: tuple[Any, ...],
+    seed: int | None,
+    per_head: PerHead | None,
+) -> Any:
     """`attention` as torch.compile sees it."""
-    query, key, value, attn_mask, *_ = arguments
-    if _autocasting(query):
-        query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
-    why_torch = _why_torch(query, key, value, attn_mask, extras["per_head"])
-    return compiled.traced((query, key, value, attn_mask, *arguments[4:]), extras, kernels=why_torch is None)
+    query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
+    call = _parsed(query, key, value, attn_mask, options, seed, per_head)
+    kernels = not _transformed() and _why_torch_of(query, key, value, attn_mask, per_head) is None
+    return torch_ops.traced(
+        call,
+        query,
+        key,
+        value,
+        attn_mask,
+        seed,
+        per_head,
+        enable_gqa=options[3],
+        causal_alignment=options[6],
+        allow_tf32=options[8],
+        kernels=kernels,
+    )
+
+
+def _overridden(query: Any, key: Any, value: Any, **words: Any) -> Any:
+    """The call for torch's protocol of overrides: tracers' proxies, subclasses and function modes see it as one of torch's own."""
+    return handle_torch_function(attention, (query, key, value), query, key, value, **words)
+
+
+def _prepared(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The tensors in the dtype that autocast asks for, and with what is only marked as negative negated in memory."""
+    if query.is_neg() or key.is_neg() or value.is_neg() or (attn_mask is not None and attn_mask.is_neg()):
+        query, key, value = query.resolve_neg(), key.resolve_neg(), value.resolve_neg()
+        attn_mask = None if attn_mask is None else attn_mask.resolve_neg()
+    # Without an argument it asks for CUDA, at a quarter of the time.
+    if torch.is_autocast_enabled() if query.is_cuda else _autocasting(query):
+        return _autocast(query, key, value, attn_mask)
+    return query, key, value, attn_mask
 
 
 def _why_torch(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, per_head: PerHead | None
 ) -> str | None:
-    """Why only torch's own operations can serve these tensors, or None where a kernel may."""
+    """Why only torch's own operations can serve these tensors now, or None where a kernel may."""
+    if forward_ad._current_level >= 0 or _transformed():
+        return "a torch.func or forward-mode transform is active"
+    if torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
+        return "a mode or a tracer watches torch's operations"
+    return _why_torch_of(query, key, value, attn_mask, per_head)
+
+
+def _transformed() -> bool:
+    """Whether a transform of torch.func is active."""
+    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# What torch.compiler.assume_constant_result sets, which would import the compiler here: dynamo then asks while it traces.
+_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _why_torch_of(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, per_head: PerHead | None
+) -> str | None:
+    """Why only torch's own operations can serve these tensors at any time, or None."""
     if not (query.is_cuda if devices.TRITON else False) and not (devices.INTERPRETING and query.is_cpu):
         if query.is_cuda:
             return "Triton is not installed"
@@ -263,19 +328,12 @@ def _why_torch(
     return None
 
 
-def _transformed() -> str | None:
-    """Why torch.func or forward-mode differentiation keeps kernels out, or None."""
-    if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore[reportAttributeAccessIssue]
-        return "a torch.func or forward-mode transform is active"
-    return None
-
-
 def _memory(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None) -> Hashable:
-    """What a kernel's `accepts` may depend on: strides, and whether every address is a multiple of 16 bytes."""
-    address = query.data_ptr() | key.data_ptr() | value.data_ptr()
+    """What a kernel's `accepts` may depend on beyond sizes and strides: each address modulo 16, and the mask's sizes, strides and type."""
+    places = tuple(x.data_ptr() % 16 for x in (query, key, value))
     if attn_mask is None:
-        return query.stride(), key.stride(), value.stride(), address % 16
-    return query.stride(), key.stride(), value.stride(), attn_mask.stride(), (address | attn_mask.data_ptr()) % 16
+        return places
+    return places, attn_mask.data_ptr() % 16, attn_mask.shape, attn_mask.stride(), attn_mask.dtype, attn_mask.device
 
 
 def _autocasting(query: torch.Tensor) -> bool:
@@ -289,11 +347,16 @@ def _autocasting(query: torch.Tensor) -> bool:
 def _autocast(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The tensors as autocast hands them to F.scaled_dot_product_attention: floating ones in its dtype, but float64 and fp8, which is
-    no number without its factor."""
+    """The tensors as autocast, where it is on, hands them to F.scaled_dot_product_attention: floating ones in its dtype, but float64 and
+    fp8, which is no number without its factor."""
+    if not _autocasting(query):
+        return query, key, value, attn_mask
     dtype = torch.get_autocast_dtype(query.device.type)
 
     def cast(x: torch.Tensor) -> torch.Tensor:
         return x.to(dtype) if x.is_floating_point() and x.dtype not in (torch.float64, torch.float8_e4m3fn) else x
 
     return cast(query), cast(key), cast(value), None if attn_mask is None else cast(attn_mask)
+
+
+torch_ops.define(attention)

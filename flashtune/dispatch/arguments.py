@@ -1,4 +1,4 @@
-"""From the arguments of `attention` to a checked `Request`; every bad value is refused here, in one sentence."""
+"""From the arguments of `attention` to a checked `Call`; every bad value is refused here, in one sentence."""
 
 import math
 import numbers
@@ -10,8 +10,7 @@ from flashtune.core.band import ALIGNMENTS, Band, Window, diagonal_of, parse_win
 from flashtune.core.errors import InputError, InputTypeError
 from flashtune.core.problem import MAX_HEAD_DIM, Features, MaskKind, Problem
 from flashtune.core.torch_dtypes import KERNEL_DTYPES, output_torch_dtype
-from flashtune.dispatch.per_head import PerHead
-from flashtune.dispatch.request import Request
+from flashtune.dispatch.call import Call, PerHead
 
 
 def parse(
@@ -31,7 +30,7 @@ def parse(
     seed: int | None = None,
     allow_tf32: bool = False,
     per_head: PerHead | None = None,
-) -> Request:
+) -> Call:
     """Check the arguments of `attention`; raises InputError or InputTypeError with the offending value and the remedy."""
     _check_tensors(query, key, value)
     is_causal, return_lse = _flag("is_causal", is_causal), _flag("return_lse", return_lse)
@@ -85,7 +84,7 @@ def parse(
                 alibi=alibi,
             ),
         )
-    return Request(
+    return Call(
         dtype=query.dtype,
         out_dtype=output_torch_dtype(query.dtype),
         device=query.device,

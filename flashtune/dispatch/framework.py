@@ -3,18 +3,26 @@
 import contextlib
 
 import torch
-import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from flashtune.core import reference
-from flashtune.dispatch.per_head import PerHead
-from flashtune.dispatch.request import Descale, Request
+from flashtune.dispatch.call import Call, Descale, PerHead
+
+sdpa = scaled_dot_product_attention
+"""Torch's own, bound before anybody can put `attention` in its place."""
 
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
 
 
+def takes_as_it_is(call: Call) -> bool:
+    """Whether torch's function serves a call with the very arguments of `attention`, but for a mask that needs a gradient."""
+    mask = call.mask_kind == "none" or call.dtype != torch.float64
+    return call.fused_by_torch and call.identity and call.scale > 0.0 and mask and not call.empty
+
+
 def attention(
-    request: Request,
+    call: Call,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -22,70 +30,70 @@ def attention(
     keep: torch.Tensor | None,
     per_head: PerHead | None,
 ) -> Outputs:
-    """Serve `request` in torch operations, differentiable: output and, when asked for, the float32 LSE.
+    """Serve `call` in torch operations, differentiable: output and, when asked for, the float32 LSE.
 
     Plain, causal and masked attention and dropout from torch's own generator are one call of F.scaled_dot_product_attention. Other
     bands become a boolean mask (or go into the bias) first, ALiBi becomes a bias, and fp8 inputs become bf16. Softcap, LSE and seeded
     dropout run the reference in float32 (float64 for float64 inputs), whose scores take B Hq N_q N_kv elements of memory; `keep`
     (B, Hq, N_q, N_kv) is dropout's mask there.
     """
-    q, k, v = request.views(q, k, v)
-    mask = request.small_mask(mask)
-    slopes = None if per_head is None else per_head.slopes(request)
+    q, k, v = call.views(q, k, v)
+    mask = call.small_mask(mask)
+    slopes = None if per_head is None else per_head.slopes(call)
     descale = None
-    if request.factors is not None:
-        numbers = request.number_factors()
-        descale = numbers if per_head is None else per_head.descale(request, numbers)
-    if request.softcap or request.return_lse or keep is not None:
-        out, lse = _composite(request, q, k, v, mask, keep, slopes, descale)
-        return request.restored(out), request.restored(lse) if request.return_lse else None
+    if call.factors is not None:
+        numbers = call.number_factors()
+        descale = numbers if per_head is None else per_head.descale(call, numbers)
+    if call.softcap or call.return_lse or keep is not None:
+        out, lse = _composite(call, q, k, v, mask, keep, slopes, descale)
+        return call.restored(out), call.restored(lse) if call.return_lse else None
     if descale is not None:
-        q, k, v = ((x.float() * factor[..., None, None]).to(request.out_dtype) for x, factor in zip((q, k, v), descale, strict=True))
+        q, k, v = ((x.float() * factor[..., None, None]).to(call.out_dtype) for x, factor in zip((q, k, v), descale, strict=True))
     if slopes is not None:
         # Wide, since the 16-bit types hold no large distances.
-        bias = reference.alibi(slopes.to(_wide(request)), request.n_q, request.n_kv, request.band.diagonal)
+        bias = reference.alibi(slopes.to(_wide(call)), call.n_q, call.n_kv, call.band.diagonal)
         mask = reference.joined(bias, mask)
     # A tracer may hold symbolic truth values, which torch refuses; a branch on one settles it.
-    causal = True if request.band.torch_causal and mask is None else False  # noqa: SIM210
-    shared = True if request.heads != request.kv_heads else False  # noqa: SIM210
-    scale = request.scale
+    causal = True if call.band.torch_causal and mask is None else False  # noqa: SIM210
+    shared = True if call.shared else False  # noqa: SIM210
+    scale = call.scale
     if scale <= 0.0:
         # Torch's fused backends assume a positive one; its CPU's gives NaN in causal rows otherwise.
         q, scale = (-q, -scale) if scale < 0.0 else (q * 0.0, 1.0)
-    if request.band.bounded and not causal:
-        mask = _with_band(request, mask)
+    if call.band.bounded and not causal:
+        mask = _with_band(call, mask)
     if mask is not None and mask.dtype != torch.bool and q.dtype == torch.float64:
         # Torch's fused CPU kernel reads the memory of a narrower mask as if it were float64.
         mask = mask.to(q.dtype)
     # Whatever autocast takes is in its type already, but for fp8 inputs and ALiBi's bias, which aren't to be rounded.
-    with _no_autocast(request.device.type), _sound_backends(request.device, q, k, v, mask):
-        out = F.scaled_dot_product_attention(
+    with _no_autocast(call.device.type), _sound_backends(call.device, q, k, v, mask):
+        out = sdpa(
             q,
             k,
             v,
             attn_mask=mask,
-            dropout_p=request.dropout_p,
+            dropout_p=call.dropout_p,
             is_causal=causal,
             scale=scale,
             enable_gqa=shared,
         )
-    return request.restored(out), None
+    return call.restored(out), None
 
 
-def _with_band(request: Request, mask: torch.Tensor | None) -> torch.Tensor:
+def _with_band(call: Call, mask: torch.Tensor | None) -> torch.Tensor:
     """The mask or bias with the band put into it; (1, 1, N_q, N_kv) when there was none."""
-    visible = reference.visible(request.band, request.n_q, request.n_kv, request.device)[None, None]
+    visible = reference.visible(call.band, call.n_q, call.n_kv, call.device)[None, None]
     if mask is None:
         return visible
     return mask & visible if mask.dtype == torch.bool else reference.joined(mask, visible)
 
 
-def _wide(request: Request) -> torch.dtype:
-    return torch.float64 if request.dtype == torch.float64 else torch.float32
+def _wide(call: Call) -> torch.dtype:
+    return torch.float64 if call.dtype == torch.float64 else torch.float32
 
 
 def _composite(
-    request: Request,
+    call: Call,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -96,22 +104,22 @@ def _composite(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The reference in float32 or float64, rounded to the output's dtype at the end."""
     # Autocast would turn the float32 products into half ones again.
-    with _no_autocast(request.device.type):
+    with _no_autocast(call.device.type):
         out, lse = reference.attention(
             q,
             k,
             v,
             mask=mask,
-            scale=request.scale,
-            band=request.band,
-            softcap=request.softcap,
+            scale=call.scale,
+            band=call.band,
+            softcap=call.softcap,
             keep=keep,
-            dropout_p=request.dropout_p,
+            dropout_p=call.dropout_p,
             slopes=slopes,
             descale=descale,
-            dtype=_wide(request),
+            dtype=_wide(call),
         )
-    return out.to(request.out_dtype), lse.float()
+    return out.to(call.out_dtype), lse.float()
 
 
 def _sound_backends(

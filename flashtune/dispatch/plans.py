@@ -1,25 +1,38 @@
 """What a call's signature is bound to after its first call: everything decided, ready to run."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 
-from flashtune.core import reference
+from flashtune.core import launching, reference
+from flashtune.core.binaries import Manifest
 from flashtune.dispatch import framework
 from flashtune.dispatch.arguments import seed_bits
-from flashtune.dispatch.per_head import PerHead
-from flashtune.dispatch.request import Request
+from flashtune.dispatch.call import Call, PerHead
+from flashtune.dispatch.launch import driver, prepared
+from flashtune.dispatch.launch.program import Program
 
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameworkPlan:
-    """Runs torch's own attention, or the composite for what it lacks."""
+    """Runs torch's own attention, or the composite for what it lacks. `direct` says that torch's function takes the call as it is."""
 
-    request: Request
+    call: Call
+    direct: bool
+
+    @classmethod
+    def of(cls, call: Call) -> "FrameworkPlan":
+        """The plan for a call."""
+        return cls(call=call, direct=framework.takes_as_it_is(call))
+
+    def build(self, *_: object) -> None:
+        """There is nothing to be built."""
 
     def run(
         self,
@@ -31,27 +44,72 @@ class FrameworkPlan:
         per_head: PerHead | None,
     ) -> Outputs:
         """Output and, when asked for, LSE."""
-        request = self.request
+        call = self.call
+        if self.direct and (attn_mask is None or not torch.is_grad_enabled()):
+            out = framework.sdpa(
+                query, key, value, attn_mask, call.dropout_p, call.band.torch_causal, scale=call.scale, enable_gqa=call.shared
+            )
+            return out, None
         keep = None
-        if request.dropout_p and (request.seeded or request.softcap or request.return_lse):
-            bits, offset = random_bits(seed, request.device)
-            sizes = (request.batch, request.heads, request.n_q, request.n_kv)
-            keep = reference.dropout_keep(bits, offset, *sizes, request.dropout_p, device=request.device)
-        return framework.attention(request, query, key, value, attn_mask, keep, per_head)
+        if call.dropout_p and (call.seeded or call.softcap or call.return_lse):
+            sizes = (call.batch, call.heads, call.n_q, call.n_kv)
+            if seed is None and call.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                # The generator's position can't be read while a graph is captured, but torch's own operations draw anew at each replay.
+                keep = torch.rand(sizes, device=call.device) >= call.dropout_p
+            else:
+                keep = reference.dropout_keep(*random_bits(seed, call.device), *sizes, call.dropout_p, device=call.device)
+        return framework.attention(call, query, key, value, attn_mask, keep, per_head)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class KernelPlan:
-    """Launches one kernel. `settings` are the keyword arguments of its `launch` but mask, seed, offset and tensors per head; `out_stride`
-    is the output's."""
+    """Launches one kernel: through the driver where its host code could be recorded, else through Triton's own launcher."""
 
-    request: Request
-    launch: Callable[..., None]
-    settings: dict[str, Any]
-    out_shape: tuple[int, int, int, int]
-    out_stride: tuple[int, int, int, int]
-    lse_shape: tuple[int, int, int]
-    lse_stride: tuple[int, int, int]
+    __slots__ = (
+        "_counters", "_factors", "_framework", "_layout", "_like_query", "_lse_offset", "_memory", "_plain", "_scratch", "_settings",
+        "_temporaries", "call", "manifest", "module", "program",
+    )  # fmt: skip
+
+    def __init__(self, call: Call, module: ModuleType, manifest: Manifest | None, q: torch.Tensor) -> None:
+        """`q` (B, Hq, N_q, D) as the kernel takes it: the output's dimensions lie in memory as its do, as in torch.
+
+        `manifest` is of the module's machine code, where that is at hand.
+        """
+        self.call, self.module, self.manifest = call, module, manifest
+        shape = (call.batch, call.heads, call.n_q, call.d_v)
+        self._layout = (shape, out_strides(shape, q.stride()), shape[:3], (call.heads * call.n_q, call.n_q, 1))
+        self._settings = {"scale": call.scale, **call.band.keywords(), "softcap": call.softcap, "dropout_p": call.dropout_p}
+        self._framework = FrameworkPlan.of(call)
+        self._counters = 0
+        self._factors = (0, 0, 0)
+        self._plain = True
+        self._like_query = False
+        self._temporaries: tuple[int, ...] = ()
+        self._scratch = self._lse_offset = 0
+        # The stream of the last call, and its counters and scratch; one value, so that threads read it whole.
+        self._memory = (-1, 0, 0)
+        self.program: Program | None = None
+
+    def build(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, per_head: PerHead | None
+    ) -> None:
+        """Take or compile machine code for calls like this one; what fails here is the kernel's own fault."""
+        call = self.call
+        if call.device.type != "cuda" or torch.version.cuda is None:
+            return
+        with torch.cuda.device(call.device):
+            given = self._tensors(query, key, value, attn_mask, per_head)
+            self._counters = self.module.counts_needed(given.q, given.k)
+            if call.factors is not None:
+                self._factors = prepared.resident_factors(call.device, call.factors)
+            self.program = prepared.program(self.module, self.manifest, given, self._settings)
+            if self.program is not None:
+                self._plain = self.program.last_source <= prepared.COUNTS
+                self._like_query = self._layout[1] == given.q.stride() and call.d == call.d_v and call.out_dtype == call.dtype
+                self._temporaries, self._scratch = _placed(self.program.temporaries)
+                if not call.return_lse:
+                    # Kernels write it anyway.
+                    self._lse_offset = self._scratch
+                    self._scratch += _padded(given.lse.numel() * 4)
 
     def run(
         self,
@@ -63,44 +121,122 @@ class KernelPlan:
         per_head: PerHead | None,
     ) -> Outputs:
         """Output and, when asked for, LSE; on the tensors' device and its current stream."""
-        request = self.request
-        device = request.device
-        q, k, v = request.views(query, key, value)
-        mask = None if attn_mask is None else request.full_mask(attn_mask)
-        out = torch.empty_strided(self.out_shape, self.out_stride, dtype=request.out_dtype, device=device)
-        lse = torch.empty_strided(self.lse_shape, self.lse_stride, dtype=torch.float32, device=device)
-        settings = self.settings if per_head is None else per_head.over(self.settings, request)
-        bits, offset = random_bits(seed, device) if request.dropout_p else (0, 0)
-        if device.type != "cuda" or torch.cuda.current_device() == device.index:
-            self.launch(q, k, v, out, lse, mask=mask, seed=bits, offset=offset, **settings)
-        else:
+        call, program = self.call, self.program
+        bits: tuple[int, ...] = ()
+        if call.dropout_p:
+            if seed is None and call.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                # Numbers that are drawn here would be the same at every replay of the graph.
+                return self._framework.run(query, key, value, attn_mask, seed, per_head)
+            bits = random_bits(seed, call.device)
+        if program is None:
+            return self._through_triton(query, key, value, attn_mask, bits, per_head)
+        device = call.device
+        index = device.index
+        if torch._C._cuda_getDevice() != index:
             with torch.cuda.device(device):
-                self.launch(q, k, v, out, lse, mask=mask, seed=bits, offset=offset, **settings)
-        if request.rank == 4:
-            return out, lse if request.return_lse else None
-        return request.restored(out), request.restored(lse) if request.return_lse else None
+                return self.run(query, key, value, attn_mask, seed, per_head)
+        if not call.identity:
+            query, key, value = call.views(query, key, value)
+        if self._like_query:
+            out = torch.empty_like(query)
+        else:
+            out = torch.empty_strided(self._layout[0], self._layout[1], dtype=call.out_dtype, device=device)
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        counts = scratch = 0
+        held: torch.Tensor | None = None
+        if self._counters or self._scratch:
+            known, counts, scratch = self._memory
+            capturing = torch._C._cuda_isCurrentStreamCapturing()
+            if capturing or known != stream:
+                counts, scratch, held = self._stream_memory(stream, capturing)
+        lse: torch.Tensor | None = None
+        if call.return_lse:
+            lse = torch.empty_strided(self._layout[2], self._layout[3], dtype=torch.float32, device=device)
+            lse_at = lse.data_ptr()
+        else:
+            lse_at = scratch + self._lse_offset
+        addresses = [query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), lse_at, counts]
+        if not self._plain:
+            mask = call.full_mask(attn_mask)
+            tensors = [None] * 4 if per_head is None else [per_head.slopes(call), *per_head.given_factors(call)]
+            own = (0, *self._factors)
+            heads = [known if x is None else x.data_ptr() for x, known in zip(tensors, own, strict=True)]
+            addresses += [0 if mask is None else mask.data_ptr(), *heads, *(scratch + offset for offset in self._temporaries)]
+        program.run(addresses, stream, bits)
+        # Until here nobody else may be given the scratch memory; later work of this stream may.
+        del held
+        if lse is None:
+            return out if call.rank == 4 else call.restored(out), None
+        return (out, lse) if call.rank == 4 else (call.restored(out), call.restored(lse))
+
+    def _stream_memory(self, stream: int, capturing: bool) -> tuple[int, int, torch.Tensor | None]:
+        """Addresses of counters and scratch for a launch on this stream, and the tensor that the scratch is in where it is one."""
+        counts, device = 0, self.call.device
+        if self._counters:
+            counts = driver.STREAM_MEMORY.counters(device.index, stream, self._counters, capturing)
+        if capturing or self._scratch > driver.StreamMemory.MOST_SCRATCH:
+            # A graph has a pool for what it alone uses, and large calls have work enough on the GPU to hide an allocation.
+            held = torch.empty(self._scratch, dtype=torch.uint8, device=device)
+            return counts, held.data_ptr(), held
+        scratch = driver.STREAM_MEMORY.scratch(device.index, stream, self._scratch) if self._scratch else 0
+        self._memory = (stream, counts, scratch)
+        return counts, scratch, None
+
+    def _through_triton(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        bits: tuple[int, ...],
+        per_head: PerHead | None,
+    ) -> Outputs:
+        """The launch as the module itself makes it."""
+        call = self.call
+        given = self._tensors(query, key, value, attn_mask, per_head)
+        words: dict[str, Any] = {"mask": given.mask, **self._settings}
+        words["seed"], words["offset"] = bits or (0, 0)
+        if given.slopes is not None:
+            words["slopes"] = given.slopes
+        if given.descale is not None:
+            words["descale"] = given.descale
+        launch = launching.launcher(self.module)
+        if call.device.type != "cuda" or torch.cuda.current_device() == call.device.index:
+            launch(given.q, given.k, given.v, given.out, given.lse, **words)
+        else:
+            with torch.cuda.device(call.device):
+                launch(given.q, given.k, given.v, given.out, given.lse, **words)
+        return call.restored(given.out), call.restored(given.lse) if call.return_lse else None
+
+    def _tensors(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, per_head: PerHead | None
+    ) -> prepared.Tensors:
+        """All of a launch, the outputs newly allocated."""
+        call = self.call
+        q, k, v = call.views(query, key, value)
+        shape, stride, lse_shape, lse_stride = self._layout
+        per_head = per_head or PerHead()
+        return prepared.Tensors(
+            q=q,
+            k=k,
+            v=v,
+            out=torch.empty_strided(shape, stride, dtype=call.out_dtype, device=call.device),
+            lse=torch.empty_strided(lse_shape, lse_stride, dtype=torch.float32, device=call.device),
+            mask=call.full_mask(attn_mask),
+            slopes=per_head.slopes(call),
+            descale=None if call.factors is None else per_head.descale(call, call.number_factors()),
+        )
 
 
-def kernel_plan(request: Request, launch: Callable[..., None], q: torch.Tensor) -> KernelPlan:
-    """The plan for a kernel; the output's dimensions lie in memory as those of `q` (B, Hq, N_q, D) do, as in torch."""
-    shape = (request.batch, request.heads, request.n_q, request.d_v)
-    settings: dict[str, Any] = {
-        "scale": request.scale,
-        **request.band.keywords(),
-        "softcap": request.softcap,
-        "dropout_p": request.dropout_p,
-    }
-    if request.factors is not None:
-        settings["descale"] = request.number_factors()
-    return KernelPlan(
-        request=request,
-        launch=launch,
-        settings=settings,
-        out_shape=shape,
-        out_stride=out_strides(shape, q.stride()),
-        lse_shape=shape[:3],
-        lse_stride=(request.heads * request.n_q, request.n_q, 1),
-    )
+def _padded(size: int) -> int:
+    """Up to a multiple of 256 bytes, as torch's allocator aligns."""
+    return -(-size // 256) * 256
+
+
+def _placed(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """Where in one piece of memory tensors of these bytes begin, and how large it is."""
+    ends = tuple(itertools.accumulate(map(_padded, sizes), initial=0))
+    return ends[:-1], ends[-1]
 
 
 def out_strides(shape: tuple[int, int, int, int], q_strides: tuple[int, ...]) -> tuple[int, int, int, int]:

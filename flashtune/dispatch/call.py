@@ -1,6 +1,7 @@
-"""One checked call of `attention` without its tensors: what a plan is made for."""
+"""One checked call of `attention` without its tensors: what a plan is made for, and what a call may give per head."""
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ Descale = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Call:
     """One call, checked and normalised.
 
     Of `band`, sides that hide nothing at these sizes are dropped. `problem` is None where no kernel serves: for float64, and where
@@ -46,6 +47,12 @@ class Request:
     d: int
     d_v: int
     identity: bool
+
+    @property
+    def shared(self) -> bool:
+        """Whether several query heads share a key head."""
+        # A tracer may hold a size as a tensor, whose comparison is one.
+        return bool(self.heads != self.kv_heads)
 
     @property
     def empty(self) -> bool:
@@ -114,3 +121,40 @@ class Request:
         if self.rank == 2:
             return x[0, 0]
         return x[0] if self.rank == 3 else x.view(*self.batch_dims, *x.shape[1:])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PerHead:
+    """As the caller gave them, in the order of `attention`'s arguments; tensors broadcast to (*batch_dims, H) of the call."""
+
+    alibi_slopes: torch.Tensor | None = None
+    q_descale: torch.Tensor | float | None = None
+    k_descale: torch.Tensor | float | None = None
+    v_descale: torch.Tensor | float | None = None
+
+    @property
+    def given(self) -> tuple[torch.Tensor | float | None, ...]:
+        """All four."""
+        return self.alibi_slopes, self.q_descale, self.k_descale, self.v_descale
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Those that are tensors."""
+        return [x for x in self.given if isinstance(x, torch.Tensor)]
+
+    def signature(self) -> Hashable:
+        """What a plan depends on: sizes and places of tensors, values of numbers."""
+        return tuple((x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else (type(x), x) for x in self.given)
+
+    def slopes(self, call: Call) -> torch.Tensor | None:
+        """ALiBi's slopes as a view (B, Hq)."""
+        return None if self.alibi_slopes is None else call.spread(self.alibi_slopes, call.heads)
+
+    def given_factors(self, call: Call) -> list[torch.Tensor | None]:
+        """The factors of q (B, Hq), k (B, Hkv) and v (B, Hkv) that were given as tensors, as views; None for the others."""
+        counts = (call.heads, call.kv_heads, call.kv_heads)
+        return [call.spread(x, count) if isinstance(x, torch.Tensor) else None for x, count in zip(self.given[1:], counts, strict=True)]
+
+    def descale(self, call: Call, numbers: Descale) -> Descale:
+        """The factors of q, k and v, those that weren't given as tensors from `numbers`."""
+        q, k, v = (number if x is None else x for x, number in zip(self.given_factors(call), numbers, strict=True))
+        return q, k, v

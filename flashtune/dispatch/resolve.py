@@ -1,27 +1,100 @@
-"""From a request to plans: walks the policy's ranking, loads kernels and says what was passed over and why."""
+"""From a call to plans: what was decided, and where nothing was, the policy's choices with their kernels and what was passed over."""
 
-from collections.abc import Iterator, Mapping
+import threading
+import warnings
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import ModuleType
 
 import torch
 
-from flashtune.core.config import Variant
+from flashtune.core.config import Config, Variant
 from flashtune.core.errors import FlashtuneError
-from flashtune.core.launching import launcher
-from flashtune.core.problem import Problem
-from flashtune.core.results import TuningRecord
+from flashtune.core.problem import Problem, ProblemKey
+from flashtune.core.results import Source, TuningRecord
 from flashtune.core.target import Target
 from flashtune.dispatch import devices, kernels
-from flashtune.dispatch.explanation import Explanation
-from flashtune.dispatch.memo import Memo, Plan
-from flashtune.dispatch.plans import FrameworkPlan, kernel_plan
-from flashtune.dispatch.policy import Choice, Refusal, rank
-from flashtune.dispatch.request import Request
+from flashtune.dispatch.call import Call
+from flashtune.dispatch.launch.driver import NO_RESOURCES, DriverError
+from flashtune.dispatch.plans import FrameworkPlan, KernelPlan
+from flashtune.dispatch.policy import Choice, Kind, Refusal, group_of, rank
 from flashtune.templates import families
 from flashtune.templates.family import Family
 
-_DRIVER_ERRORS = ("CUDA error", "HIP error", "Triton Error [")
+Plan = FrameworkPlan | KernelPlan
+
+MOST_PLANS = 8192
+"""Growing sequences make a new signature with each token; beyond so many, all are forgotten and decided anew."""
+
+
+class Memo:
+    """Plans by signature, the library's records by group, kernels that failed, warnings given.
+
+    `database` is laid over the user's and the shipped results.
+    Reading a plan takes no lock; everything that decides holds `lock`.
+    """
+
+    def __init__(self, database: str | Path | None = None) -> None:
+        self.lock = threading.RLock()
+        self.plans: dict[Hashable, Plan] = {}
+        self.broken: dict[tuple[str, str], str] = {}
+        self._database = database
+        self._groups: dict[tuple[object, ...], list[TuningRecord]] | None = None
+        self._warned: set[str] = set()
+
+    def keep(self, signature: Hashable, plan: Plan) -> None:
+        """Remember the plan of a signature."""
+        if len(self.plans) >= MOST_PLANS:
+            self.plans.clear()
+        self.plans[signature] = plan
+
+    def records(self, key: ProblemKey) -> list[TuningRecord]:
+        """The records that may stand in for `key`; the library is read when this is first called."""
+        if self._groups is None:
+            # SQLAlchemy takes a while to import: only those who need records pay for it.
+            from flashtune.db.library import Layer, Library
+
+            library = Library.default()
+            if self._database is not None:
+                library = Library([Layer(location=self._database), *library.layers])
+            groups: dict[tuple[object, ...], list[TuningRecord]] = defaultdict(list)
+            for record in library.winners():
+                groups[group_of(record.key)].append(record)
+            self._groups = dict(groups)
+        return self._groups.get(group_of(key), [])
+
+    def warn_once(self, message: str) -> None:
+        """A RuntimeWarning, the first time that this message comes up."""
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Which kernel serves a call and why.
+
+    `kind` is the step of the policy (flashtune.dispatch.policy.rank) that served and `reason` says it in a sentence.
+    `template`, `variant_id` and `config` are None where the framework serves. `source`, `origin`, `record_key` and the record's times (of
+    its own problem, in microseconds) are None where no record led there; `key` where none can stand for the call (float64, CPU
+    tensors). `refused` says of each better-placed record or family why it was passed over.
+    """
+
+    kind: Kind
+    reason: str
+    gpu: str
+    key: ProblemKey | None = None
+    template: str | None = None
+    variant_id: str | None = None
+    config: Config | None = None
+    source: Source | None = None
+    origin: str | None = None
+    record_key: ProblemKey | None = None
+    median_us: float | None = None
+    framework_us: float | None = None
+    refused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,47 +108,47 @@ class Candidate:
 
 def candidates(
     memo: Memo,
-    request: Request,
+    call: Call,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor | None,
     torch_only: str | None,
 ) -> Iterator[Candidate]:
-    """Plans for a request, best first; the last is always the framework's.
+    """Plans for a call, best first; the last is always the framework's.
 
     `torch_only` says why only the framework can serve, if that is so. A kernel that refuses these strides or pointers, or that failed
     before, rules out the other tuned ones of its family; the family's default is still tried, since it may take what they don't.
     """
-    problem = request.problem
-    if torch_only is None and request.empty:
+    problem = call.problem
+    if torch_only is None and call.empty:
         torch_only = "there is nothing to compute"
     elif torch_only is None and problem is None:
-        torch_only = f"kernels take float16, bfloat16, float32 and float8_e4m3fn, not {str(request.dtype).removeprefix('torch.')}"
+        torch_only = f"kernels take float16, bfloat16, float32 and float8_e4m3fn, not {str(call.dtype).removeprefix('torch.')}"
     if torch_only is not None or problem is None:
-        gpu = "cpu" if request.device.type == "cpu" else _slug(request.device)
-        key = problem.key(gpu) if problem is not None and request.device.type == "cuda" else None
+        gpu = "cpu" if call.device.type == "cpu" else _slug(call.device)
+        key = problem.key(gpu) if problem is not None and call.device.type == "cuda" else None
         reason = f"{torch_only}, so torch's own attention serves it"
-        yield Candidate(plan=FrameworkPlan(request=request), explanation=Explanation(kind="framework", reason=reason, gpu=gpu, key=key))
+        yield Candidate(plan=FrameworkPlan.of(call), explanation=Explanation(kind="framework", reason=reason, gpu=gpu, key=key))
         return
-    target, known, records = _surroundings(memo, request, problem)
-    q, k, v = request.views(q, k, v)
-    mask = request.full_mask(mask)
+    target, known, records = _surroundings(memo, call, problem)
+    q, k, v = call.views(q, k, v)
+    mask = call.full_mask(mask)
     refused: list[str] = []
     failed: set[str] = set()
-    for choice in rank(problem, target, records, known, framework_serves=request.fused_by_torch):
+    for choice in rank(problem, target, records, known, framework_serves=call.fused_by_torch):
         if isinstance(choice, Refusal):
             refused.append(_refusal(memo, choice))
             continue
         family, config = choice.family, choice.config
         if family is None or config is None:
-            yield Candidate(plan=FrameworkPlan(request=request), explanation=explained(choice, problem, target, refused))
+            yield Candidate(plan=FrameworkPlan.of(call), explanation=explained(choice, problem, target, refused))
             continue
         if family.name in failed and choice.record is not None:
             continue
         variant = _variant(choice, family)
         name = f"{variant.template} {variant.id}"
-        module, why = _loaded(memo, family, variant, request.device)
+        module, why = _loaded(memo, family, variant, call.device)
         if module is None:
             refused.append(f"{name}: {why}")
             failed.add(family.name)
@@ -84,12 +157,12 @@ def candidates(
             failed.add(family.name)
         else:
             explanation = explained(choice, problem, target, refused, variant)
-            if request.device.type == "cpu":
+            if call.device.type == "cpu":
                 reason = f"{explanation.reason}, in Triton's interpreter"
                 explanation = replace(explanation, gpu="cpu", key=None, reason=reason)
-            yield Candidate(plan=kernel_plan(request, launcher(module), q), explanation=explanation, variant=variant)
+            yield Candidate(plan=KernelPlan(call, module, kernels.shipped_manifest(variant, target.arch), q), explanation=explanation, variant=variant)
             # The caller comes back only when this one failed.
-            refused.append(f"{name}: {memo.broken.get((variant.id, str(request.device)), 'it failed')}")
+            refused.append(f"{name}: {memo.broken.get((variant.id, str(call.device)), 'it failed')}")
             failed.add(family.name)
 
 
@@ -137,17 +210,23 @@ def report_failure(memo: Memo, variant: Variant, device: torch.device, error: Ba
     return why
 
 
-def is_kernels_fault(error: Exception) -> bool:
-    """Whether another kernel may do better: compilers fail in many ways, but out of memory and driver errors are nobody's config."""
-    if isinstance(error, (FlashtuneError, torch.OutOfMemoryError)):
-        return False
-    return not str(error).startswith(_DRIVER_ERRORS)
+def unbuildable(error: Exception) -> bool:
+    """Whether taking or compiling a kernel failed for its own sake: compilers fail in many ways, but a GPU that is lost or full is
+    nobody's config."""
+    if isinstance(error, DriverError):
+        return error.code in NO_RESOURCES
+    return not isinstance(error, (FlashtuneError, torch.OutOfMemoryError)) and not str(error).startswith(("CUDA error", "HIP error"))
 
 
-def _surroundings(memo: Memo, request: Request, problem: Problem) -> tuple[Target, Mapping[str, Family], list[TuningRecord]]:
+def uncompilable(error: Exception) -> bool:
+    """Whether a launch by Triton failed because the kernel doesn't compile or fit; anything else says nothing of the kernel."""
+    return type(error).__module__.startswith("triton.") or str(error).startswith("PassManager::run failed")
+
+
+def _surroundings(memo: Memo, call: Call, problem: Problem) -> tuple[Target, Mapping[str, Family], list[TuningRecord]]:
     """The target, the families that run there and the records; the interpreter runs defaults alone, since times mean nothing to it."""
-    target = devices.target_of(request.device)
-    if request.device.type == "cpu":
+    target = devices.target_of(call.device)
+    if call.device.type == "cpu":
         return target, {name: family for name, family in families().items() if family.interpretable}, []
     return target, families(), memo.records(problem.key(target.slug))
 

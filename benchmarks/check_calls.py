@@ -1,0 +1,263 @@
+"""Checks on a GPU what calls must keep to beyond numbers: threads, streams, CUDA graphs, torch.compile, views, first calls.
+
+    python benchmarks/check_calls.py            # one line a check; exit code 1 where one fails
+
+Each check compares whole outputs with torch's own or with a call made alone. What needs no GPU is in tests/test_dispatch_*.py.
+"""
+
+import argparse
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from flashtune import dispatch
+
+CHECKS: list[Callable[[], None]] = []
+
+
+def check(function: Callable[[], None]) -> Callable[[], None]:
+    """Adds a check; its docstring is the line that is printed."""
+    CHECKS.append(function)
+    return function
+
+
+def inputs(b: int = 2, h: int = 8, n: int = 384, d: int = 128, dtype: torch.dtype = torch.bfloat16, **words: Any) -> list[torch.Tensor]:
+    """Random q, k, v."""
+    return [torch.randn(b, h, n, d, device="cuda", dtype=dtype, **words) for _ in range(3)]
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Raises where they differ by more than rounding to 16 bits does."""
+    torch.testing.assert_close(ours.float(), theirs.float(), atol=3e-2, rtol=3e-2)
+
+
+def prepared_plans() -> int:
+    """How many plans launch through the driver."""
+    from flashtune.dispatch import api
+
+    return sum(getattr(plan, "program", None) is not None for plan in api._memo.plans.values())
+
+
+@check
+def kernels_are_launched_through_the_driver() -> None:
+    """plain, causal, shared heads, mask, bias, window, soft cap, ALiBi, dropout, fp8 and decoding go through prepared launches"""
+    dispatch.reload()
+    q, k, v = inputs()
+    mask = torch.rand(384, 384, device="cuda") > 0.3
+    slopes = torch.rand(8, device="cuda")
+    calls: list[dict[str, Any]] = [
+        {}, {"is_causal": True}, {"attn_mask": mask}, {"window": 64}, {"softcap": 20.0}, {"alibi_slopes": slopes},
+        {"dropout_p": 0.1, "seed": 3},
+        {"attn_mask": torch.randn(1, 8, 384, 384, device="cuda", dtype=torch.bfloat16)}, {"return_lse": True},
+    ]  # fmt: skip
+    for words in calls:
+        served = dispatch.explain(q, k, v, **words).kind
+        before = prepared_plans()
+        ours = dispatch.attention(q, k, v, **words)
+        again = dispatch.attention(q, k, v, **words)
+        ours, again = (x[0] if isinstance(x, tuple) else x for x in (ours, again))
+        assert torch.equal(ours, again), f"{list(words)}: two calls differ"
+        if not {"softcap", "alibi_slopes", "dropout_p", "window", "return_lse"} & set(words):
+            close(ours, sdpa(q, k, v, **words))
+        assert served == "framework" or prepared_plans() == before + 1, f"{list(words)} (served: {served}) went through Triton"
+    few = torch.randn(2, 8, 1, 128, device="cuda", dtype=torch.bfloat16)
+    close(dispatch.attention(few, k, v), sdpa(few, k, v))
+    fp8 = [x.to(torch.float8_e4m3fn) for x in (q, k, v)]
+    wanted = sdpa(*(x.to(torch.bfloat16) for x in fp8))
+    close(dispatch.attention(*fp8), wanted)
+    close(dispatch.attention(*fp8, q_descale=2.0, k_descale=torch.full((), 0.5, device="cuda")), wanted)
+
+
+@check
+def threads_with_streams_of_their_own() -> None:
+    """16 threads on 8 streams share one plan, and every output is what the call gives alone"""
+    streams = [torch.cuda.Stream() for _ in range(8)]
+    sets = [inputs(1, 8, 512, 128) for _ in range(16)]
+    wanted = [dispatch.attention(*one, is_causal=True) for one in sets]
+    torch.cuda.synchronize()
+    wrong: list[int] = []
+
+    def work(index: int) -> None:
+        with torch.cuda.stream(streams[index % 8]):
+            outs = [dispatch.attention(*sets[index], is_causal=True) for _ in range(200)]
+            torch.cuda.current_stream().synchronize()
+        if not all(torch.equal(out, wanted[index]) for out in outs):
+            wrong.append(index)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, f"threads {wrong} got wrong outputs"
+
+
+@check
+def first_calls_of_sixteen_threads_at_once() -> None:
+    """16 new threads make a first call of one signature at once, none with a CUDA context of its own"""
+    dispatch.reload()
+    q, k, v = inputs(1, 4, 640, 64)
+    wanted = sdpa(q, k, v)
+    torch.cuda.synchronize()
+    barrier, errors = threading.Barrier(16), []
+
+    def work() -> None:
+        barrier.wait()
+        try:
+            for _ in range(3):
+                close(dispatch.attention(q, k, v), wanted)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors[0]
+
+
+@check
+def graphs_capture_first_and_later_calls() -> None:
+    """a CUDA graph captures a first call and a remembered one; replays follow new inputs, beside an eager loop on another stream"""
+    for known in (False, True):
+        dispatch.reload()
+        q, k, v = inputs(2, 8, 1024, 64)
+        if known:
+            dispatch.attention(q, k, v, is_causal=True)
+        # What torch itself sets up at a first call isn't part of the check.
+        sdpa(q, k, v, is_causal=True)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = dispatch.attention(q, k, v, is_causal=True)
+        other = inputs(2, 8, 1024, 64)
+        stream = torch.cuda.Stream()
+        alone = dispatch.attention(*other, is_causal=True)
+        for _ in range(5):
+            for x in (q, k, v):
+                x.normal_()
+            torch.cuda.synchronize()
+            with torch.cuda.stream(stream):
+                beside = [dispatch.attention(*other, is_causal=True) for _ in range(20)]
+            for _ in range(20):
+                graph.replay()
+            torch.cuda.synchronize()
+            close(out, sdpa(q, k, v, is_causal=True))
+            assert all(torch.equal(x, alone) for x in beside)
+        from flashtune.dispatch import api
+
+        assert not api._memo.broken, f"a capture marked kernels broken: {api._memo.broken}"
+
+
+@check
+def dropout_in_a_graph_draws_anew() -> None:
+    """unseeded dropout can be captured, and replays draw new masks"""
+    dispatch.reload()
+    q, k, v = inputs(1, 4, 256, 64)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = dispatch.attention(q, k, v, dropout_p=0.5)
+    graph.replay()
+    first = out.clone()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert not torch.equal(first, out)
+
+
+@check
+def compiled_calls() -> None:
+    """torch.compile, with and without CUDA graphs of its own, gives what eager gives"""
+    for mode in (None, "reduce-overhead"):
+        torch._dynamo.reset()
+        dispatch.reload()
+        compiled = torch.compile(lambda q, k, v: dispatch.attention(q * 2, k, v, is_causal=True) + 1, fullgraph=True, mode=mode)
+        for _ in range(5):
+            q, k, v = inputs(2, 8, 512, 128)
+            with torch.no_grad():
+                close(compiled(q, k, v), sdpa(q * 2, k, v, is_causal=True) + 1)
+
+
+@check
+def eager_calls_after_graph_trees() -> None:
+    """what a first call allocates while graph trees warm up stays whole after them"""
+    torch._dynamo.reset()
+    dispatch.reload()
+    compiled = torch.compile(lambda q, k, v: dispatch.attention(q, k, v, is_causal=True), mode="reduce-overhead")
+    q, k, v = inputs(1, 16, 2048, 128)
+    with torch.no_grad():
+        for _ in range(4):
+            compiled(q, k, v)
+        junk = [torch.full((1 << 20,), 7, dtype=torch.int32, device="cuda") for _ in range(16)]
+        for _ in range(3):
+            close(dispatch.attention(q, k, v, is_causal=True), sdpa(q, k, v, is_causal=True))
+            close(compiled(q, k, v), sdpa(q, k, v, is_causal=True))
+        del junk
+
+
+@check
+def layouts_in_turn() -> None:
+    """calls of one shape whose tensors differ in alignment and strides each get what they can be read with"""
+    b, h, n, d = 2, 4, 200, 64
+    for _ in range(2):
+        for shift in (0, 1, 3, 8):
+            for which in range(3):
+                tensors = inputs(b, h, n, d)
+                room = torch.zeros(b * h * n * d + 8, device="cuda", dtype=torch.bfloat16)
+                moved = room[shift : shift + b * h * n * d].view(b, h, n, d).copy_(tensors[which])
+                tensors[which] = moved
+                close(dispatch.attention(*tensors, is_causal=True), sdpa(*(x.clone() for x in tensors), is_causal=True))
+    packed = torch.randn(2, 300, 3, 8, 64, device="cuda", dtype=torch.bfloat16)
+    q, k, v = packed.permute(2, 0, 3, 1, 4)
+    close(dispatch.attention(q, k, v), sdpa(q, k, v))
+
+
+@check
+def views_that_are_only_marked_negative() -> None:
+    """a view with the negative bit counts as what it stands for"""
+    z = torch.randn(2, 4, 64, 32, dtype=torch.complex64, device="cuda")
+    q = z.conj().imag
+    k, v = (torch.randn(2, 4, 64, 32, device="cuda") for _ in range(2))
+    torch.testing.assert_close(dispatch.attention(q, k, v), sdpa(q.resolve_neg(), k, v), atol=2e-2, rtol=2e-2)
+
+
+@check
+def other_devices_and_streams() -> None:
+    """a call runs on the current stream: work enqueued before it is waited for"""
+    q, k, v = inputs(4, 16, 1024, 64)
+    stream = torch.cuda.Stream()
+    dispatch.attention(q, k, v)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        q2 = q * 2
+        out = dispatch.attention(q2, k, v)
+    stream.synchronize()
+    close(out, sdpa(q * 2, k, v))
+
+
+def main() -> None:
+    """Run the checks that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-k", default="", help="only checks whose name holds this")
+    chosen = [function for function in CHECKS if parser.parse_args().k in function.__name__]
+    failed = 0
+    for function in chosen:
+        torch.manual_seed(0)
+        try:
+            function()
+            print(f"passed  {function.__doc__}", flush=True)
+        except Exception:
+            failed += 1
+            print(f"FAILED  {function.__doc__}\n{traceback.format_exc(limit=-4)}", flush=True)
+    print(f"{len(chosen) - failed} passed, {failed} failed")
+    raise SystemExit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

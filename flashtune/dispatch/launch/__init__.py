@@ -1,0 +1,1 @@
+"""Launches through the driver: host code recorded once, parameters written at each call."""

@@ -1,0 +1,186 @@
+"""Prepared launches: a call writes addresses and launches, nothing else.
+
+What was recorded of a kernel's host code is laid out as the driver wants it (CUDA driver API, cuLaunchKernelEx and cuTensorMapEncodeTiled),
+in blocks of parameters that are taken from a pool, one for each call under way: threads share nothing else.
+"""
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flashtune.core.binaries import INTERLEAVE_NONE, L2_PROMOTION_128B, OUTSIDE_IS_ZERO, STRUCT_FORMATS, Binary, Parameter
+from flashtune.dispatch.launch import driver
+from flashtune.dispatch.launch.recording import Address, Descriptor, Drawn, Recorded, Recording
+
+_MAP_BYTES = 128
+_MAP_ALIGNMENT = 64
+
+
+@dataclass(slots=True)
+class _Layout:
+    """The parameters of all launches in one piece of memory, as they are found when a block is made."""
+
+    image: bytearray = field(default_factory=bytearray)
+    places: list[list[int]] = field(default_factory=list)
+    addresses: list[tuple[int, int, int]] = field(default_factory=list)
+    maps: list[tuple[int, Descriptor, Parameter]] = field(default_factory=list)
+    numbers: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def add(self, recorded: Recorded, binary: Binary) -> None:
+        """Lay out the parameters of one launch, each where its alignment allows."""
+        places: list[int] = []
+        self.places.append(places)
+        for parameter in binary.parameters:
+            value = recorded.arguments[parameter.position]
+            if isinstance(value, Descriptor):
+                assert parameter.tensor_map is not None, "a descriptor goes to a tensor map"
+                places.append(self._take(_MAP_BYTES, _MAP_ALIGNMENT))
+                self.maps.append((places[-1], value, parameter))
+                places.extend(self._number("i32", size) for size in value.shape)
+                places.extend(self._number("i64", stride) for stride in value.strides)
+            elif isinstance(value, Address):
+                places.append(self._take(8, 8))
+                self.addresses.append((places[-1], value.source, value.offset))
+            else:
+                places.append(self._number(parameter.kind, value))
+                if isinstance(value, Drawn):
+                    self.numbers.append((places[-1], value.source, struct.calcsize(STRUCT_FORMATS[parameter.kind])))
+        # Two pointers to scratch memory, which no kernel of ours uses.
+        places.extend((self._number("u64", 0), self._number("u64", 0)))
+
+    def _take(self, size: int, alignment: int) -> int:
+        start = -(-len(self.image) // alignment) * alignment
+        self.image.extend(bytes(start + size - len(self.image)))
+        return start
+
+    def _number(self, kind: str, value: float) -> int:
+        # Eight bytes apart, so that a number that changes can be written as a word.
+        start = self._take(8, 8)
+        struct.pack_into("<" + STRUCT_FORMATS[kind], self.image, start, value)
+        return start
+
+
+class _Block:
+    """The parameters of one call under way."""
+
+    __slots__ = ("_held", "bound", "configs", "launches", "stream", "words")
+
+    def __init__(self, program: "Program", addresses: Sequence[int]) -> None:
+        layout = program.layout
+        raw = ctypes.create_string_buffer(len(layout.image) + _MAP_ALIGNMENT)
+        start = -(-ctypes.addressof(raw) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
+        ctypes.memmove(start, bytes(layout.image), len(layout.image))
+        self.words = (ctypes.c_uint64 * (len(layout.image) // 8)).from_address(start)
+        self.configs: list[driver.LaunchConfig] = []
+        self.launches: list[tuple[int, int, int]] = []
+        self.stream: int | None = None
+        held: list[Any] = [raw]
+        for recorded, binary, function, places in zip(program.recorded, program.binaries, program.functions, layout.places, strict=True):
+            parameters = (ctypes.c_void_p * len(places))(*[start + place for place in places])
+            attributes = driver.attributes(pdl=binary.launch_pdl, cooperative=binary.cooperative, cluster=binary.cluster)
+            x, y, z = recorded.grid
+            config = driver.LaunchConfig(
+                x * binary.cluster, y, z, binary.threads, 1, 1, binary.shared_bytes, None, ctypes.addressof(attributes), len(attributes)
+            )
+            held += [parameters, attributes, config]
+            self.configs.append(config)
+            if x * y * z > 0:
+                self.launches.append((ctypes.addressof(config), function, ctypes.addressof(parameters)))
+        # Where the address is a word of the map, as on every driver so far, it is written like any other parameter.
+        plain = [_address_is_first_word(start + place, what, parameter, addresses) for place, what, parameter in layout.maps]
+        self.bound = [] if all(plain) else [(start + place, what.address) for place, what, _ in layout.maps]
+        self._held = held
+
+
+def _address_is_first_word(place: int, descriptor: Descriptor, parameter: Parameter, addresses: Sequence[int]) -> bool:
+    """Encodes a tensor map, and says whether its first word is the address, and another address changes nothing else."""
+    words = (ctypes.c_uint64 * (_MAP_BYTES // 8)).from_address(place)
+    address = addresses[descriptor.address.source] + descriptor.address.offset
+    encode(place, descriptor, parameter, address + 4096)
+    first = list(words)
+    encode(place, descriptor, parameter, address)
+    return first[0] == address + 4096 and words[0] == address and first[1:] == list(words)[1:]
+
+
+class Program:
+    """The launches of a plan, ready for any number of calls at once."""
+
+    def __init__(
+        self, recording: Recording, binaries: Sequence[Binary], functions: Sequence[int], device: int, addresses: Sequence[int]
+    ) -> None:
+        """`functions` are the binaries' handles on GPU `device`; `addresses` those of a first call.
+
+        Raises DriverError where the driver refuses a tensor map.
+        """
+        self.recorded, self.binaries, self.functions = recording.launches, tuple(binaries), tuple(functions)
+        self.layout = _Layout()
+        for recorded, binary in zip(self.recorded, self.binaries, strict=True):
+            self.layout.add(recorded, binary)
+        self.temporaries = recording.temporaries
+        self._pool: list[_Block] = []
+        pointers = [(place // 8, source, offset) for place, source, offset in self.layout.addresses]
+        maps = [(place // 8, what.address.source, what.address.offset) for place, what, _ in self.layout.maps]
+        self._pointers, self._slots = pointers, pointers + maps
+        self.last_source = max(source for _, source, _ in self._slots)
+        self._numbers = [(place // 8, source, (1 << 8 * size) - 1) for place, source, size in self.layout.numbers]
+        self._launch = driver.library().cuLaunchKernelEx
+        self._device = device
+        driver.use_context(device)
+        self._pool.append(_Block(self, addresses))
+
+    def run(self, addresses: Sequence[int], stream: int, numbers: Sequence[int] = ()) -> None:
+        """Launch on a stream. `addresses` are those of the call's tensors, temporaries last; `numbers` those that change.
+
+        Raises DriverError where a launch fails.
+        """
+        try:
+            block = self._pool.pop()
+        except IndexError:
+            driver.use_context(self._device)
+            block = _Block(self, addresses)
+        words = block.words
+        for at, what in block.bound:
+            driver.checked("cuTensorMapReplaceAddress", at, addresses[what.source] + what.offset)
+        for place, source, offset in self._pointers if block.bound else self._slots:
+            words[place] = addresses[source] + offset
+        for place, source, mask in self._numbers:
+            words[place] = numbers[source] & mask
+        if block.stream != stream:
+            for config in block.configs:
+                config.stream = stream
+            block.stream = stream
+        launch = self._launch
+        for config_at, function, parameters in block.launches:
+            code = launch(config_at, function, parameters, None)
+            if code in driver.NO_CONTEXT:
+                # A thread's first act on a GPU.
+                driver.use_context(self._device)
+                code = launch(config_at, function, parameters, None)
+            if code:
+                raise driver.DriverError("cuLaunchKernelEx", code)
+        self._pool.append(block)
+
+
+def encode(place: int, descriptor: Descriptor, parameter: Parameter, address: int) -> None:
+    """Write the tensor map of a descriptor, as Triton 3.6 encodes it, to 128 aligned bytes; raises DriverError."""
+    tensor_map = parameter.tensor_map
+    assert tensor_map is not None, "only descriptors have tensor maps"
+    rank = tensor_map.rank
+    strides = [stride * tensor_map.element_bytes for stride in reversed(descriptor.strides[:-1])]
+    driver.checked(
+        "cuTensorMapEncodeTiled",
+        ctypes.c_void_p(place),
+        tensor_map.element_type,
+        rank,
+        ctypes.c_void_p(address),
+        (ctypes.c_uint64 * rank)(*reversed(descriptor.shape)),
+        (ctypes.c_uint64 * max(1, rank - 1))(*strides),
+        (ctypes.c_uint32 * rank)(*reversed(tensor_map.box)),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
+        INTERLEAVE_NONE,
+        tensor_map.swizzle,
+        L2_PROMOTION_128B,
+        OUTSIDE_IS_ZERO,
+    )

@@ -1,0 +1,164 @@
+"""`attention` under torch.compile: a kernel is one opaque operator of the graph, the framework's path is traced like any other code."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flashtune.core import reference
+from flashtune.core.torch_dtypes import output_torch_dtype
+from flashtune.dispatch import framework
+from flashtune.dispatch.arguments import parse, seed_bits
+from flashtune.dispatch.call import Call, PerHead
+from flashtune.dispatch.plans import out_strides
+
+_SCHEMA = (
+    "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, float scale, bool enable_gqa, "
+    "int left, int right, float softcap, str causal_alignment, bool return_lse, int? seed, bool allow_tf32, "
+    "Tensor? alibi_slopes, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale) -> (Tensor, Tensor)"
+)
+_OTHERS = tuple(parameter.split()[1] for parameter in _SCHEMA[1 : _SCHEMA.index(")")].split(", "))[3:]
+_PER_HEAD = _OTHERS[-4:]
+
+
+def traced(
+    call: Call,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    seed: int | None,
+    per_head: PerHead | None,
+    *,
+    enable_gqa: bool,
+    causal_alignment: str,
+    allow_tf32: bool,
+    kernels: bool,
+) -> Any:
+    """The call while a compiler traces it, without a graph break. `kernels` says whether a kernel may serve."""
+    # Operators take signed integers; seeds wrap.
+    bits = None if seed is None else (seed_bits(seed) + 2**63) % 2**64 - 2**63
+    if kernels:
+        sides = call.band.keywords()
+        out, lse = torch.ops.flashtune.attention(
+            query,
+            key,
+            value,
+            attn_mask,
+            call.dropout_p,
+            call.scale,
+            enable_gqa,
+            sides["window_left"],
+            sides["window_right"],
+            call.softcap,
+            causal_alignment,
+            call.return_lse,
+            bits,
+            allow_tf32,
+            *_tensors(per_head or PerHead(), query.device),
+        )
+        return (out, lse) if call.return_lse else out
+    keep = None
+    if call.dropout_p and not call.fused_by_torch:
+        sizes = (call.batch, call.heads, call.n_q, call.n_kv)
+        if bits is None:
+            keep = torch.rand(sizes, device=call.device) >= call.dropout_p
+        else:
+            keep = torch.ops.flashtune.dropout_keep(query, bits, *sizes, call.dropout_p)
+    out, lse = framework.attention(call, query, key, value, attn_mask, keep, per_head)
+    return (out, lse) if call.return_lse else out
+
+
+def _tensors(per_head: PerHead, device: torch.device) -> list[torch.Tensor | None]:
+    """What was given per head as the operator takes it: numbers become tensors."""
+    return [
+        x if x is None or isinstance(x, torch.Tensor) else torch.full((), x, dtype=torch.float32, device=device) for x in per_head.given
+    ]
+
+
+def define(eager: Callable[..., Any]) -> None:
+    """Make torch.ops.flashtune.attention: `eager` (flashtune.dispatch.attention) as one node of a graph.
+
+    `left` and `right` say all that `is_causal` would. Without `return_lse` the second output is empty.
+    """
+
+    def attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        dropout_p: float,
+        scale: float,
+        enable_gqa: bool,
+        left: int,
+        right: int,
+        softcap: float,
+        causal_alignment: str,
+        return_lse: bool,
+        seed: int | None,
+        allow_tf32: bool,
+        *per_head: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        served = eager(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            False,
+            scale,
+            enable_gqa,
+            window=(left, right),
+            softcap=softcap,
+            causal_alignment=causal_alignment,
+            return_lse=return_lse,
+            seed=seed,
+            allow_tf32=allow_tf32,
+            **dict(zip(_PER_HEAD, per_head, strict=True)),
+        )
+        out, lse = served if return_lse else (served, query.new_empty(0, dtype=torch.float32))
+        # What the graph was promised; the framework's own backends choose otherwise.
+        shape, strides = _promised(query, key, value, enable_gqa)
+        return out if out.stride() == strides else query.new_empty_strided(shape, strides, dtype=out.dtype).copy_(out), lse
+
+    operator = torch.library.custom_op(
+        "flashtune::attention", attention, mutates_args=(), schema=_SCHEMA, tags=(torch.Tag.nondeterministic_seeded,)
+    )
+
+    @operator.register_fake
+    def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        given = dict(zip(_OTHERS, others, strict=True))
+        shape, strides = _promised(query, key, value, given["enable_gqa"])
+        out = query.new_empty_strided(shape, strides, dtype=output_torch_dtype(query.dtype))
+        return out, query.new_empty(shape[:-1] if given["return_lse"] else (0,), dtype=torch.float32)
+
+
+def _promised(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes and strides of an output as kernels lay it out."""
+    call = parse(query, key, value, enable_gqa=enable_gqa)
+    q = call.views(query, key, value)[0]
+    shape = (call.batch, call.heads, call.n_q, call.d_v)
+    strides = out_strides(shape, q.stride())
+    dims = {2: 2, 3: 1}.get(call.rank, 0)
+    if call.rank <= 4:
+        return shape[dims:], strides[dims:]
+    # Leading dimensions that were merged lie one in the other.
+    batch_strides = [strides[0]]
+    for size in reversed(call.batch_dims[1:]):
+        batch_strides.insert(0, batch_strides[0] * size)
+    return (*call.batch_dims, *shape[1:]), (*batch_strides, *strides[1:])
+
+
+@torch.library.custom_op(
+    "flashtune::dropout_keep",
+    mutates_args=(),
+    schema="(Tensor like, int seed, int batch, int heads, int n_q, int n_kv, float p) -> Tensor",
+)
+def _dropout_keep(like: torch.Tensor, seed: int, batch: int, heads: int, n_q: int, n_kv: int, p: float) -> torch.Tensor:
+    """The reference's mask on the device of `like`; traced, its loop over heads would be unrolled."""
+    return reference.dropout_keep(seed % 2**64, 0, batch, heads, n_q, n_kv, p, device=like.device)
+
+
+@_dropout_keep.register_fake
+def _(like: torch.Tensor, seed: int, batch: int, heads: int, n_q: int, n_kv: int, p: float) -> torch.Tensor:
+    return like.new_empty((batch, heads, n_q, n_kv), dtype=torch.bool)

@@ -1,0 +1,270 @@
+"""Prepared launches against a stand-in for the driver: what reaches a kernel is what its host code said, whatever threads do."""
+
+import ctypes
+import importlib
+import struct
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flashtune import kernels_generated
+from flashtune.core.binaries import Binary, Parameter, TensorMap
+from flashtune.core.dtypes import output_dtype
+from flashtune.core.problem import Problem
+from flashtune.core.shipped import GeneratedKernel, read_index
+from flashtune.core.torch_dtypes import TORCH_DTYPES
+from flashtune.db import library as databases
+from flashtune.dispatch.launch import driver, prepared
+from flashtune.dispatch.launch.program import Program
+from flashtune.dispatch.launch.recording import Address, Descriptor, Drawn, Recorded, Recording, Tensor, record
+
+MAP = TensorMap(element_type=9, element_bytes=2, box=(1, 1, 64, 128), swizzle=3)
+PARAMETERS = (
+    Parameter(name="q_desc", position=0, kind="tensor_map", element="bf16", tensor_map=MAP),
+    Parameter(name="lse_ptr", position=1, kind="pointer", element="fp32"),
+    Parameter(name="n_q", position=2, kind="i32"),
+    # Position 3 is a constant, which stays out of the code.
+    Parameter(name="scale", position=4, kind="fp32"),
+    Parameter(name="seed", position=5, kind="u64"),
+    Parameter(name="offset", position=6, kind="u32"),
+    Parameter(name="stride", position=7, kind="i64"),
+)
+BINARY = Binary(
+    kernel="forward", specialization="", entry="forward", arch="sm_90a", triton="3.6.0", threads=384, shared_bytes=200_000, cluster=1,
+    launch_pdl=True, cooperative=False, global_scratch_bytes=0, profile_scratch_bytes=0, parameters=PARAMETERS, conditions=(), sha256="",
+)  # fmt: skip
+ARGUMENTS = (
+    Descriptor(Address(0, 256), (2, 3, 40, 128), (15360, 5120, 128, 1)), Address(1, 64), -5, "constant", 0.125,
+    Drawn.of(0, 2**64 - 1), Drawn.of(1, 7), 2**40,
+)  # fmt: skip
+RECORDING = Recording(launches=(Recorded(kernel="forward", grid=(132, 1, 1), arguments=ARGUMENTS),), temporaries=())
+FORMATS = ("map", *"iiii", *"qqqq", "Q", "i", "f", "Q", "I", "q", "Q", "Q")
+"""What the kernel of BINARY takes, parameter by parameter: map, shape, strides, pointer, numbers and two pointers to scratch."""
+
+
+class Library:
+    """Stands in for libcuda: keeps what each launch was given. `opaque` hides addresses in tensor maps, as a later driver might."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[driver.LaunchConfig, int, list[Any]]] = []
+        self.opaque = False
+        self.codes: list[int] = []
+        self.contexts = 0
+        self.pause = 0.0
+        self.lock = threading.Lock()
+
+    def cuLaunchKernelEx(self, config: int, function: int, parameters: int, extra: None) -> int:
+        if self.codes:
+            return self.codes.pop(0)
+        time.sleep(self.pause)
+        places = (ctypes.c_void_p * len(FORMATS)).from_address(parameters)
+        found: list[Any] = []
+        for kind, place in zip(FORMATS, places, strict=True):
+            assert place is not None
+            if kind == "map":
+                assert place % 64 == 0
+                words = list((ctypes.c_uint64 * 16).from_address(place))
+                found.append((words[1] ^ 0xFFFF if self.opaque else words[0], words[2:]))
+            else:
+                found.append(struct.unpack("<" + kind, ctypes.string_at(place, struct.calcsize("<" + kind)))[0])
+        copy = driver.LaunchConfig.from_buffer_copy(ctypes.string_at(config, ctypes.sizeof(driver.LaunchConfig)))
+        with self.lock:
+            self.launched.append((copy, function, found))
+        return 0
+
+    def cuTensorMapEncodeTiled(self, place: Any, *words: Any) -> int:
+        element_type, rank, address, sizes, strides, box, steps, *rest = words
+        kept = [element_type, rank, *sizes, *strides, *box, *steps, *rest]
+        found = (ctypes.c_uint64 * 16).from_address(place.value)
+        found[0], found[1] = (0, address.value ^ 0xFFFF) if self.opaque else (address.value, 0)
+        found[2:] = [hash((index, *kept)) % 2**64 for index in range(14)]
+        return 0
+
+    def cuTensorMapReplaceAddress(self, place: int, address: int) -> int:
+        (ctypes.c_uint64 * 16).from_address(place)[1] = address ^ 0xFFFF
+        return 0
+
+    def cuGetErrorString(self, code: int, text: Any) -> int:
+        return 0
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    library = Library()
+    monkeypatch.setattr(driver, "library", lambda: library)
+    monkeypatch.setattr(driver, "use_context", lambda device: setattr(library, "contexts", library.contexts + 1))
+    return library
+
+
+def program() -> Program:
+    return Program(RECORDING, [BINARY], [77], 0, [1 << 20, 1 << 21])
+
+
+def given(base: int, numbers: tuple[int, int]) -> list[Any]:
+    """The parameters from the second on of a launch with addresses `base` and `base` + 2^30."""
+    return [2, 3, 40, 128, 15360, 5120, 128, 1, base + 2**30 + 64, -5, 0.125, *numbers, 2**40, 0, 0]
+
+
+@pytest.mark.parametrize("opaque", [False, True], ids=["address-is-a-word", "address-through-the-driver"])
+def test_a_launch_is_given_what_the_host_code_said_at_the_calls_own_addresses(library: Library, opaque: bool) -> None:
+    library.opaque = opaque
+    prepared = program()
+    for base, numbers in ((1 << 33, (2**64 - 3, 2**32 - 1)), (1 << 34, (1, 2)), (1 << 33, (0, 0))):
+        prepared.run([base, base + 2**30], 4660, numbers)
+    maps = {tuple(words[0][1]) for _, _, words in library.launched}
+    assert len(maps) == 1, "sizes, strides and box of a map don't change"
+    for (config, function, words), base, numbers in zip(
+        library.launched, (1 << 33, 1 << 34, 1 << 33), ((2**64 - 3, 2**32 - 1), (1, 2), (0, 0)), strict=True
+    ):
+        assert function == 77 and words[0][0] == base + 256
+        assert words[1:] == given(base, numbers)
+        assert (config.grid_x, config.grid_y, config.grid_z, config.block_x, config.shared_bytes) == (132, 1, 1, 384, 200_000)
+        assert config.stream == 4660
+        attribute = driver.LaunchAttribute.from_address(config.attributes)
+        assert config.attribute_count == 1 and (attribute.id, attribute.value[0]) == (6, 1)
+
+
+def test_an_empty_grid_is_not_launched(library: Library) -> None:
+    empty = Recording(launches=(Recorded(kernel="forward", grid=(0, 1, 1), arguments=ARGUMENTS),), temporaries=())
+    Program(empty, [BINARY], [77], 0, [0, 0]).run([0, 0], 0, (0, 0))
+    assert library.launched == []
+
+
+def test_sixteen_threads_share_a_program_and_never_each_others_addresses(library: Library) -> None:
+    library.pause = 0.0005
+    prepared = program()
+    barrier = threading.Barrier(16)
+
+    def work(thread: int) -> None:
+        barrier.wait()
+        for turn in range(25):
+            base = (thread + 1) << 36 | turn << 20
+            prepared.run([base, base + 2**30], thread + 1, (base, thread))
+
+    threads = [threading.Thread(target=work, args=(thread,)) for thread in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(library.launched) == 16 * 25
+    for config, _, words in library.launched:
+        base = words[0][0] - 256
+        assert words[1:] == given(base, (base, (base >> 36) - 1)) and config.stream == base >> 36
+
+
+def test_a_thread_without_a_context_gets_one_and_other_errors_are_raised(library: Library) -> None:
+    prepared = program()
+    before = library.contexts
+    library.codes = [201]
+    prepared.run([0, 0], 0, (0, 0))
+    assert library.contexts == before + 1 and len(library.launched) == 1
+    library.codes = [201, 700]
+    with pytest.raises(driver.DriverError, match="CUDA error 700 in cuLaunchKernelEx") as caught:
+        prepared.run([0, 0], 0, (0, 0))
+    assert caught.value.code == 700
+    prepared.run([1 << 33, (1 << 33) + 2**30], 0, (3, 4))
+    assert library.launched[-1][2][1:] == given(1 << 33, (3, 4))
+
+
+def kernel(name: str) -> Any:
+    return SimpleNamespace(__name__=name)
+
+
+def test_host_code_is_recorded_with_views_temporaries_and_numbers_that_change() -> None:
+    def launches(q: torch.Tensor, out: torch.Tensor, *, mask: torch.Tensor, scale: float, seed: int, factors: Any) -> list[Any]:
+        part = torch.empty(q.shape[2], 4, dtype=torch.float32, device=q.device)
+        descriptor = SimpleNamespace(base=q, shape=list(q.shape), strides=list(q.stride()))
+        first = (kernel("pack"), (3,), (mask[1:].view(torch.uint8), part[2:], *part.stride()), {})
+        second = (kernel("forward"), (7, 2), (descriptor, out, part, factors[1], scale * 2, seed & 2**64 - 1, q.shape[2]), {})
+        return [first, second]
+
+    q, out, mask, factor = torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5, 8), torch.zeros(4, 6, dtype=torch.bool), torch.ones(3)
+    keywords = {
+        "q": Tensor(0),
+        "out": Tensor(1),
+        "mask": Tensor(2),
+        "factors": (None, Tensor(3)),
+        "scale": 0.5,
+        "seed": Drawn.of(0, 2**64 - 1),
+    }
+    found = record(launches, [q, out, mask, factor], keywords)
+    assert found is not None and found.temporaries == (5 * 4 * 4,)
+    pack, forward = found.launches
+    assert pack == Recorded(kernel="pack", grid=(3, 1, 1), arguments=(Address(2, 6), Address(4, 32), 4, 1))
+    assert forward.grid == (7, 2, 1)
+    assert forward.arguments[:5] == (
+        Descriptor(Address(0, 0), (1, 2, 5, 8), (80, 40, 8, 1)),
+        Address(1, 0),
+        Address(4, 0),
+        Address(3, 0),
+        1.0,
+    )
+    assert isinstance(forward.arguments[5], Drawn) and forward.arguments[5].source == 0 and forward.arguments[6] == 5
+
+
+def test_host_code_that_computes_is_not_recorded() -> None:
+    def launches(q: torch.Tensor) -> list[Any]:
+        return [(kernel("forward"), (1,), (-q,), {})]
+
+    assert record(launches, [torch.zeros(2)], {"q": Tensor(0)}) is None
+
+
+SHIPPED = read_index(Path(kernels_generated.__file__).parent).kernels
+PROBLEMS = {record.outcome.variant_id: record.problem for record in databases.Library.of(databases.shipped_path()).winners()}
+
+
+def tensors_of(problem: Problem) -> prepared.Tensors:
+    """Small tensors as a kernel of this problem's spec takes them, with what its features ask for."""
+    b, h, kv, n_q, n_kv, p = 2, 2 * problem.gqa_ratio, 2, min(problem.n_q, 200), 304, problem
+    dtype = TORCH_DTYPES[p.dtype]
+    out_dtype = TORCH_DTYPES[output_dtype(p.dtype)]
+    mask = None
+    if p.features.mask != "none":
+        mask = torch.zeros(1, h, n_q, n_kv, dtype=torch.bool if p.features.mask == "bool" else out_dtype).expand(b, h, n_q, n_kv)
+    return prepared.Tensors(
+        q=torch.zeros(b, n_q, h, p.d, dtype=dtype).transpose(1, 2),
+        k=torch.zeros(b, kv, n_kv, p.d, dtype=dtype),
+        v=torch.zeros(b, kv, n_kv, p.d_v, dtype=dtype),
+        out=torch.zeros(b, h, n_q, p.d_v, dtype=out_dtype),
+        lse=torch.zeros(b, h, n_q),
+        mask=mask,
+        slopes=torch.zeros(h).expand(b, h) if p.features.alibi else None,
+        descale=(torch.zeros(b, h), torch.zeros(()).expand(b, kv), torch.zeros(kv).expand(b, kv)) if p.dtype == "fp8" else None,
+    )
+
+
+@pytest.mark.parametrize("kernel", SHIPPED, ids=lambda kernel: kernel.path)
+def test_what_is_recorded_of_a_shipped_kernel_is_what_it_launches(kernel: GeneratedKernel) -> None:
+    """The same launches as with real tensors, with every address where the recording says."""
+    module = importlib.import_module(f"flashtune.kernels_generated.{kernel.module}")
+    problem = PROBLEMS[kernel.variant_id]
+    settings = {"scale": 0.1, **problem.band.keywords(), "softcap": 20.0, "dropout_p": 0.1 if problem.features.dropout else 0.0}
+    steps, tensors, recording = prepared.launches(module, tensors_of(problem), settings)
+    assert recording is not None and len(steps) == len(recording.launches)
+    starts = [0 if x is None else x.data_ptr() for x in tensors]
+    sizes = list(recording.temporaries)
+
+    def assert_at(address: Address, x: torch.Tensor) -> None:
+        if address.source < len(starts):
+            assert starts[address.source] + address.offset == x.data_ptr()
+        else:
+            assert address.offset == x.storage_offset() * x.element_size()
+            assert sizes[address.source - len(starts)] == x.untyped_storage().nbytes()
+
+    for (function, grid, arguments, _), recorded in zip(steps, recording.launches, strict=True):
+        assert recorded.kernel == function.__name__ and recorded.grid == (*grid, 1, 1)[:3]
+        for real, kept in zip(arguments, recorded.arguments, strict=True):
+            if isinstance(kept, Address):
+                assert_at(kept, real)
+            elif isinstance(kept, Descriptor):
+                assert_at(kept.address, real.base)
+                assert (kept.shape, kept.strides) == (tuple(real.shape), tuple(real.strides))
+            else:
+                assert kept == real and type(kept) is type(real)
+    drawn = {x.source for recorded in recording.launches for x in recorded.arguments if isinstance(x, Drawn)}
+    assert drawn == ({prepared.SEED, prepared.OFFSET} if problem.features.dropout else set())
