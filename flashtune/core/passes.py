@@ -50,7 +50,8 @@ class Operand:
 
     def dtype(self, problem: "Problem") -> DType:
         """Its element type."""
-        return {"input": problem.dtype, "output": output_dtype(problem.dtype), "fp32": "fp32"}[self.element]
+        types: dict[Element, DType] = {"input": problem.dtype, "output": output_dtype(problem.dtype), "fp32": "fp32"}
+        return types[self.element]
 
     def nbytes(self, problem: "Problem") -> int:
         """What reading or writing all of it once moves."""
