@@ -48,31 +48,31 @@ def keep(manifest: Manifest = MANIFEST, text: str = TEXT) -> Path:
 
 
 def test_what_is_kept_is_found_by_id_and_architecture(cache: Path) -> None:
-    assert kernel_cache.find(ID) is None
+    assert kernel_cache.find(ID, "sm_90a") is None
     folder = keep()
     assert folder.is_relative_to(cache)
-    for arch in ("sm_90a", None):
-        found = kernel_cache.find(ID, arch)
-        assert found is not None
-        assert (found.text, found.manifest.binaries) == (TEXT, (BINARY,))
-        assert found.manifest.code(BINARY) == CODE
+    found = kernel_cache.find(ID, "sm_90a")
+    assert found is not None
+    assert found.binaries == (BINARY,)
+    assert found.code(BINARY) == CODE
+    assert (folder / "module.py").read_text() == TEXT
     assert kernel_cache.find(ID, "sm_80") is None
-    assert kernel_cache.find("f" * 16) is None
+    assert kernel_cache.find("f" * 16, "sm_90a") is None
     assert {path.stat().st_mode & 0o077 for path in folder.iterdir()} == {0}
 
 
 @pytest.mark.parametrize("name", ["../../../etc", "", "0123", "*"])
 def test_only_ids_are_looked_for(cache: Path, name: str) -> None:
     keep()
-    assert kernel_cache.find(name) is None
+    assert kernel_cache.find(name, "sm_90a") is None
 
 
 def test_keeping_anew_replaces_and_leaves_nothing_beside(cache: Path) -> None:
     keep()
     other = replace(MANIFEST, source_sha256=hashlib.sha256(b"other").hexdigest())
     folder = keep(other, "other")
-    found = kernel_cache.find(ID)
-    assert found is not None and found.text == "other"
+    found = kernel_cache.find(ID, "sm_90a")
+    assert found is not None and found.source_sha256 == other.source_sha256
     assert [path.name for path in folder.parent.iterdir()] == [ID]
 
 
@@ -82,7 +82,10 @@ def test_a_second_triton_has_a_place_of_its_own_and_the_last_counts(cache: Path)
     newer = replace(MANIFEST, binaries=(replace(BINARY, triton="3.7.0"),))
     keep(newer)
     found = kernel_cache.find(ID, "sm_90a")
-    assert found is not None and found.manifest.binaries[0].triton == "3.7.0"
+    assert found is not None and found.binaries[0].triton == "3.7.0"
+    named = kernel_cache.find(ID, "sm_90a", "3.6.0")
+    assert named is not None and named.binaries == (BINARY,)
+    assert kernel_cache.find(ID, "sm_90a", "3.8.0") is None
     assert old.is_dir()
 
 
@@ -94,12 +97,11 @@ def test_another_place_without_it_changes_nothing(cache: Path, version: str) -> 
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
-    "text": lambda folder: (folder / "module.py").write_text("raise SystemExit('planted')\n"),
-    "bytes": lambda folder: (folder / "module.py").write_bytes(b"\xff\xfe"),
+    "bytes": lambda folder: (folder / "manifest.json").write_bytes(b"\xff\xfe"),
     "manifest": lambda folder: (folder / "manifest.json").write_text("{}"),
     "no manifest": lambda folder: (folder / "manifest.json").unlink(),
     "no code": lambda folder: (folder / "copy.cubin.gz").unlink(),
-    "open file": lambda folder: (folder / "module.py").chmod(0o666),
+    "open manifest": lambda folder: (folder / "manifest.json").chmod(0o666),
     "open code": lambda folder: (folder / "copy.cubin.gz").chmod(0o620),
     "open folder": lambda folder: folder.chmod(0o777),
     "open above": lambda folder: folder.parent.chmod(0o777),
@@ -111,20 +113,20 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_what_others_could_have_written_and_what_is_not_whole_is_passed_over(cache: Path, damage: Callable[[Path], object]) -> None:
     damage(keep())
-    assert kernel_cache.find(ID) is None
+    assert kernel_cache.find(ID, "sm_90a") is None
 
 
 def test_code_that_was_changed_is_refused_before_it_is_loaded(cache: Path) -> None:
     folder = keep()
     (folder / "copy.cubin.gz").write_bytes(gzip.compress(CODE + b"!"))
-    found = kernel_cache.find(ID)
+    found = kernel_cache.find(ID, "sm_90a")
     assert found is not None
     with pytest.raises(EnvironmentProblem, match="isn't the machine code"):
-        found.manifest.code(BINARY)
+        found.code(BINARY)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-@pytest.mark.parametrize("name", ["module.py", "manifest.json", "copy.cubin.gz", "."])
+@pytest.mark.parametrize("name", ["manifest.json", "copy.cubin.gz", "."])
 def test_another_users_files_are_passed_over(cache: Path, name: str) -> None:
     os.chown(keep() / name, 12345, 12345)
-    assert kernel_cache.find(ID) is None
+    assert kernel_cache.find(ID, "sm_90a") is None

@@ -185,7 +185,23 @@ def run_search(
             click.echo("flashtune: interrupted; what was found is kept, and the same command goes on from here", err=True)
             raise SystemExit(130) from None
         found = (store.best(problem.key(target.slug)) for problem in problems)
-        return [record for record in found if record is not None]
+        records = [record for record in found if record is not None]
+    if source == "measured":
+        keep_machine_code(records, target, jobs=plan.jobs)
+    return records
+
+
+def keep_machine_code(records: list[TuningRecord], target: Target, *, jobs: int) -> None:
+    """Compile what was found into the user's cache, for later calls; a failure costs only a slower first call, and is said."""
+    from flashtune.tuner.own import compile_winners
+
+    try:
+        failures = compile_winners(records, target, jobs=jobs)
+    except EnvironmentProblem as error:
+        messages().print(str(error))
+        return
+    for stem, why in failures.items():
+        messages().print(f"no machine code kept of {stem}: {why}")
 
 
 def choose_source(target: Target, predict: bool) -> Source:

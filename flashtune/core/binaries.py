@@ -175,10 +175,6 @@ class Manifest:
     source_sha256: str = ""
     folder: Path | None = None
 
-    def is_of(self, text: str) -> bool:
-        """Whether this is the machine code of a module with that text."""
-        return hashlib.sha256(text.encode()).hexdigest() == self.source_sha256
-
     def of(self, kernel: str) -> tuple[Binary, ...]:
         """Those of one kernel of the module, by its function's name."""
         return tuple(binary for binary in self.binaries if binary.kernel == kernel)
@@ -207,6 +203,11 @@ class Manifest:
         text = json.dumps(fields | {"binaries": [_without_defaults(asdict(binary)) for binary in self.binaries]}, indent=1)
         # A parameter or a condition to a line.
         return re.sub(r"\{[^{}]*\}", lambda found: " ".join(found[0].split()), text) + "\n"
+
+
+def machine_arch(capability: int) -> str:
+    """What NVIDIA's tools call the code of GPUs of this compute capability: 90 is `sm_90a`, with all that is Hopper's alone."""
+    return f"sm_{capability}{'a' if capability >= 90 else ''}"
 
 
 def read_manifest(path: Path, *, sha256: str | None = None) -> Manifest:

@@ -3,7 +3,7 @@
 import hashlib
 from typing import Any
 
-from flashtune.core.binaries import Binary, Condition, Parameter, TensorMap
+from flashtune.core.binaries import Binary, Condition, Parameter, TensorMap, machine_arch
 from flashtune.core.errors import EnvironmentProblem
 
 _HOST_TYPES = {8: 10, 9: 8, 10: 9}
@@ -24,7 +24,7 @@ def from_compiled(compiled: Any, *, specialization: str = "", file: str = "") ->
         kernel=source.fn.__name__,
         specialization=specialization,
         entry=metadata.name,
-        arch=f"sm_{metadata.target.arch}{'a' if metadata.target.arch >= 90 else ''}",
+        arch=machine_arch(metadata.target.arch),
         triton=metadata.triton_version,
         # With warp specialisation this is already the number of all warps.
         threads=32 * metadata.num_warps,

@@ -1,7 +1,7 @@
-"""What a user's own searches compiled: module text, manifest and machine code, in the user's cache folder.
+"""What a user's own searches compiled, in the user's cache folder: machine code, its manifest, and for people the text that it is of.
 
-It is the user's own work on this machine, as Python's bytecode is: nothing travels here with a database. Folders and files that belong
-to someone else, or that someone else could write to, are passed over.
+It is the user's own work on this machine: nothing comes here with a database. Folders and files that belong to someone else, or that
+someone else could write to, are passed over. Only machine code is ever loaded from here; modules come from the package and its templates.
 """
 
 import os
@@ -11,7 +11,6 @@ import stat
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from flashtune.core.binaries import Manifest, parse_manifest
@@ -20,14 +19,6 @@ from flashtune.core.folders import cache_dir, wanted_cache_dir
 
 _ID = re.compile(r"[0-9a-f]{16}")
 _MANIFEST, _MODULE = "manifest.json", "module.py"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OwnKernel:
-    """A kernel of the user's own cache: its module's text, and its machine code."""
-
-    text: str
-    manifest: Manifest
 
 
 def keep(text: str, manifest: Manifest, files: Mapping[str, bytes]) -> Path:
@@ -55,10 +46,10 @@ def keep(text: str, manifest: Manifest, files: Mapping[str, bytes]) -> Path:
     return folder
 
 
-def find(variant_id: str, arch: str | None = None) -> OwnKernel | None:
-    """The kernel with this id in the user's cache, for an architecture (`sm_90a`) or any; None where there is none, or none to trust.
+def find(variant_id: str, arch: str, triton: str | None = None) -> Manifest | None:
+    """The machine code of a variant for an architecture (`sm_90a`) in the user's cache; None where there is none, or none to trust.
 
-    Of several versions of Triton the last that wrote one counts.
+    Of several versions of Triton the last that compiled it counts, unless one is named.
     """
     if not _ID.fullmatch(variant_id):
         return None
@@ -66,19 +57,16 @@ def find(variant_id: str, arch: str | None = None) -> OwnKernel | None:
     found = []
     with suppress(OSError):
         for place in root.iterdir():
-            folder = place / variant_id
-            if (arch is None or place.name.startswith(f"{arch}-triton-")) and all(map(_own, (root.parent, root, place, folder))):
+            folder, (name, _, version) = place / variant_id, place.name.partition("-triton-")
+            if name == arch and triton in (None, version) and all(map(_own, (root.parent, root, place, folder))):
                 found.append((folder.stat().st_mtime_ns, folder))
     for _, folder in sorted(found, reverse=True):
-        with suppress(OSError, EnvironmentProblem, UnicodeDecodeError):
-            text = _read(folder / _MODULE).decode()
-            manifest = parse_manifest(_read(folder / _MANIFEST), folder / _MANIFEST)
-            if (
-                manifest.variant_id == variant_id
-                and manifest.is_of(text)
-                and all(_own(folder / binary.file) for binary in manifest.binaries)
-            ):
-                return OwnKernel(text=text, manifest=manifest)
+        path = folder / _MANIFEST
+        with suppress(OSError, EnvironmentProblem):
+            manifest = parse_manifest(path.read_bytes(), path)
+            files = [_MANIFEST, *(binary.file for binary in manifest.binaries)]
+            if manifest.variant_id == variant_id and all(_own(folder / name) for name in files):
+                return manifest
     return None
 
 
@@ -93,9 +81,3 @@ def _own(path: Path) -> bool:
         and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
         and (stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode))
     )
-
-
-def _read(path: Path) -> bytes:
-    if not _own(path):
-        raise EnvironmentProblem(f"{path} could have been written by others: remove it")
-    return path.read_bytes()

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 from flashtune.core import modules
-from flashtune.core.binaries import Manifest, read_manifest
+from flashtune.core.binaries import Manifest, machine_arch, read_manifest
 from flashtune.core.config import Config, KernelSpec, Variant
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.shipped import Index, read_index
@@ -40,6 +40,18 @@ def load(family: Family, chosen: Variant) -> ModuleType:
     from flashtune.templates import rendering
 
     return modules.load_source(rendering.render(family, chosen), f"{chosen.template}_{chosen.id}")
+
+
+def manifest(chosen: Variant, arch: str) -> Manifest | None:
+    """The machine code of this variant for an architecture (Target.arch): shipped, or of the user's own searches; None where there is none.
+
+    Raises EnvironmentProblem where the package's files aren't those that its index names.
+    """
+    if (shipped := shipped_manifest(chosen, arch)) is not None or not arch.isdigit():
+        return shipped
+    from flashtune.core import kernel_cache
+
+    return kernel_cache.find(chosen.id, machine_arch(int(arch)))
 
 
 def shipped_manifest(chosen: Variant, arch: str) -> Manifest | None:

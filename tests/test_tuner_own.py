@@ -1,0 +1,87 @@
+"""What a user's own search finds is compiled into the user's cache, once, and served from there."""
+
+from pathlib import Path
+
+import pytest
+
+from flashtune.cli import search
+from flashtune.core import kernel_cache
+from flashtune.core.binaries import read_manifest
+from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.target import find_target
+from flashtune.db.library import Library, shipped_path
+from flashtune.dispatch import kernels
+from flashtune.tuner import own
+from flashtune.tuner.generated import arrange
+from flashtune.tuner.publish import variant_for
+
+H200 = find_target("h200")
+ROW = next(record for record in Library.of(shipped_path()).records() if record.outcome.template == "flash_decode")
+VARIANT = variant_for(ROW)
+PACKAGE = Path(__file__).resolve().parent.parent / "flashtune" / "kernels_generated"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FLASHTUNE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def nothing_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are a user's own: the package ships no kernel of theirs."""
+    (tmp_path / "no_kernels").mkdir()
+    (tmp_path / "no_kernels" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(kernels, "PACKAGE", "no_kernels")
+    kernels.shipped_index.cache_clear()
+
+
+@pytest.mark.usefixtures("nothing_shipped")
+def test_a_winner_is_compiled_once_and_found_by_dispatch(cache: Path) -> None:
+    assert kernels.manifest(VARIANT, "90") is None
+    assert own.compile_winners([ROW, ROW], H200, jobs=1) == {}
+    found = kernels.manifest(VARIANT, "90")
+    assert found is not None and found.folder is not None and found.folder.is_relative_to(cache)
+    assert {binary.kernel for binary in found.binaries} >= {"attention_forward"}
+    for binary in found.binaries:
+        assert found.code(binary)[:4] == b"\x7fELF"
+    assert kernels.manifest(VARIANT, "80") is None
+    assert kernels.manifest(VARIANT, "gfx942") is None
+    before = found.folder.stat().st_mtime_ns
+    assert own.compile_winners([ROW], H200, jobs=1) == {}
+    assert found.folder.stat().st_mtime_ns == before
+    [one] = arrange([ROW])
+    if {binary.triton for binary in found.binaries} == {"3.6.0"}:
+        shipped = read_manifest(PACKAGE / one.kernel.manifest)
+        assert [binary.sha256 for binary in found.binaries] == [binary.sha256 for binary in shipped.binaries]
+
+
+def test_what_is_shipped_comes_first(cache: Path) -> None:
+    shipped = kernels.manifest(VARIANT, "90")
+    assert shipped is not None and shipped.folder is not None and shipped.folder.is_relative_to(PACKAGE)
+    assert not cache.exists()
+
+
+@pytest.mark.usefixtures("nothing_shipped")
+def test_a_cache_that_others_can_write_to_serves_nothing(cache: Path) -> None:
+    shipped = read_manifest(PACKAGE / arrange([ROW])[0].kernel.manifest)
+    files = {binary.file: (PACKAGE / arrange([ROW])[0].kernel.path).with_name(binary.file).read_bytes() for binary in shipped.binaries}
+    kernel_cache.keep("", shipped, files)
+    assert kernels.manifest(VARIANT, "90") is not None
+    cache.chmod(0o777)
+    assert kernels.manifest(VARIANT, "90") is None
+
+
+def test_a_search_whose_code_cannot_be_kept_says_so_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object, **__: object) -> dict[str, str]:
+        raise EnvironmentProblem("no space left: free some")
+
+    monkeypatch.setattr(own, "compile_winners", full)
+    search.keep_machine_code([ROW], H200, jobs=1)
+    assert "no space left" in capsys.readouterr().err
+    monkeypatch.setattr(own, "compile_winners", lambda *_, **__: {"flash_decode_1": "CompilationError: no"})
+    search.keep_machine_code([ROW], H200, jobs=1)
+    assert "no machine code kept of flash_decode_1: CompilationError: no" in capsys.readouterr().err
