@@ -160,7 +160,9 @@ def candidates(
             if call.device.type == "cpu":
                 reason = f"{explanation.reason}, in Triton's interpreter"
                 explanation = replace(explanation, gpu="cpu", key=None, reason=reason)
-            yield Candidate(plan=KernelPlan(call, module, kernels.shipped_manifest(variant, target.arch), q), explanation=explanation, variant=variant)
+            yield Candidate(
+                plan=KernelPlan(call, module, kernels.manifest(variant, target.arch), q), explanation=explanation, variant=variant
+            )
             # The caller comes back only when this one failed.
             refused.append(f"{name}: {memo.broken.get((variant.id, str(call.device)), 'it failed')}")
             failed.add(family.name)
