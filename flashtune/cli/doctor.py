@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,14 @@ from flashtune.core.target import targets
 @json_option
 def doctor(as_json: bool) -> None:
     """Say what this machine has and what is missing. Exit code 4 when something that flashtune needs is missing."""
-    checks = [_versions(), _gpu(), _compiler(), _ptxas(), _cache(), *_databases()]
+    checks = [
+        *_made("packages", lambda: [_versions()]),
+        *_made("GPU", lambda: [_gpu()]),
+        *_made("C compiler", lambda: [_compiler()]),
+        *_made("ptxas", lambda: [_ptxas()]),
+        *_made("cache", lambda: [_cache()]),
+        *_made("databases", lambda: _databases()),
+    ]
     healthy = all(check["ok"] for check in checks)
     if as_json:
         print_json({"ok": healthy, "checks": checks, "gpus": {slug: target.name for slug, target in targets().items()}})
@@ -34,6 +42,15 @@ def doctor(as_json: bool) -> None:
         console().print("GPUs that --gpu-name takes: " + ", ".join(targets()))
     if not healthy:
         raise SystemExit(4)
+
+
+def _made(name: str, make: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The checks; one that breaks is itself a finding, since what is broken here is what doctor is asked about."""
+    try:
+        return make()
+    except Exception as error:
+        said = mask_secrets(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
+        return [_check(name, False, said, "this check itself failed: mend what it names, or report it")]
 
 
 def _check(name: str, ok: bool, found: str, remedy: str = "") -> dict[str, Any]:

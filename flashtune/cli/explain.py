@@ -5,16 +5,16 @@ from dataclasses import asdict
 import click
 
 from flashtune.cli.console import console, print_json
-from flashtune.cli.options import ProblemOptions, json_option, problem_options
+from flashtune.cli.options import GPU, ProblemOptions, db_option, json_option, problem_options
 from flashtune.core.errors import InputError
 from flashtune.core.target import find_target
 
 
 @click.command()
-@click.option("--gpu-name", metavar="NAME", help="The GPU that would run it (default: the one in this machine).")
+@click.option("--gpu-name", type=GPU, metavar="NAME", help="The GPU that would run it (default: the one in this machine).")
 @problem_options(many=False)
 @click.option("--causal", is_flag=True, help="Causal attention.")
-@click.option("--db", "location", metavar="PATH|URL", help="Lay this database over your own and the shipped one.")
+@db_option
 @json_option
 def explain(*, asked: ProblemOptions, gpu_name: str | None, causal: bool, location: str | None, as_json: bool) -> None:
     """Say which record would serve a call, and why: exact, near in N, near in GPU, predicted, default or framework.
@@ -26,7 +26,7 @@ def explain(*, asked: ProblemOptions, gpu_name: str | None, causal: bool, locati
     from flashtune.tuner.machine import local_gpu
 
     if location is not None:
-        reload(location)
+        reload(location, alone=True)
     if gpu_name is None:
         gpu = local_gpu()
         if gpu is None or gpu.target is None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from flashtune.cli.console import console, messages, print_json
-from flashtune.cli.options import db_option, filters_of, json_option
+from flashtune.cli.options import GPU, db_option, filters_of, json_option
 from flashtune.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @db_option
-@click.option("--gpu-name", metavar="NAME", help="Only winners of this GPU.")
+@click.option("--gpu-name", type=GPU, metavar="NAME", help="Only winners of this GPU.")
 @click.option(
     "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder to write to (in a checkout: flashtune/kernels_generated)."
 )

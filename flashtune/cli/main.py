@@ -1,5 +1,6 @@
 """The `flashtune` command: a group of thin commands with one way to report errors."""
 
+import difflib
 import errno
 import importlib
 import os
@@ -40,6 +41,13 @@ class LazyGroup(click.Group):
         command: click.Command = getattr(importlib.import_module(f"flashtune.cli.{cmd_name}"), cmd_name)
         return command
 
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that was typed, or what may have been meant."""
+        if args and args[0] not in COMMANDS and not args[0].startswith("-") and not ctx.resilient_parsing:
+            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            ctx.fail(f"no such command {args[0]!r}: " + (f"did you mean {near[0]}?" if near else f"use one of {', '.join(COMMANDS)}"))
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The list of commands, without importing any."""
         with formatter.section("Commands"):
@@ -47,6 +55,9 @@ class LazyGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; what flashtune raises on purpose becomes one line and an exit code."""
+        if sys.stdout is None:
+            # Closed by whoever started us (`>&-`). Without this the next file to be opened, a database say, would be what is printed to.
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         try:
             found = super().invoke(ctx)
             sys.stdout.flush()

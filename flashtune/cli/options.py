@@ -2,17 +2,18 @@
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from flashtune.core.dtypes import DTYPES, DType, parse_dtype
 from flashtune.core.errors import InputError
 from flashtune.core.passes import Direction
 from flashtune.core.problem import DIRECTIONS, MASK_KINDS, Features, MaskKind, Problem
-from flashtune.core.target import find_target
+from flashtune.core.target import find_target, targets
 
 if TYPE_CHECKING:
     from flashtune.db.store import KeyFilter
@@ -27,7 +28,41 @@ WIDTH = 2048
 """H * D of a problem whose heads aren't given: the width of a small language model."""
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for machines instead of a table.")
-db_option = click.option("--db", "location", metavar="PATH|URL", help="Use this database instead of the default ones.")
+
+
+MOST = 2**31 - 1
+"""The largest size that databases hold."""
+
+
+class Known(click.ParamType[str]):
+    """A text that a shell can complete; a command says itself what it makes of one that isn't known. Commas may separate several."""
+
+    def __init__(self, name: str, known: Callable[[], Iterable[str]]) -> None:
+        self.name, self._known = name, known
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The text as it is."""
+        return str(value)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """The known words that go on from what is typed."""
+        before, comma, begun = incomplete.rpartition(",")
+        return [CompletionItem(f"{before}{comma}{word}") for word in self._known() if word.startswith(begun)]
+
+
+def _templates() -> Iterable[str]:
+    from flashtune.templates import families
+
+    return families()
+
+
+GPU = Known("gpu", targets)
+DTYPE = Known("dtype", lambda: DTYPES)
+TEMPLATE = Known("template", _templates)
+
+db_option = click.option(
+    "--db", "location", metavar="PATH|URL", help="This database alone, in place of your own and the one that ships with flashtune."
+)
 
 
 class Numbers(click.ParamType[tuple[int, ...]]):
@@ -125,6 +160,7 @@ class ProblemOptions:
 
     def problem(self, *, n: int, d: int, dtype: DType, causal: bool) -> Problem:
         """One of the problems that were asked for, with the defaults for what was left out."""
+        self._check_sizes(n, d)
         features = self.features(causal=causal)
         for name, value in (("--n", n), ("--d", d)):
             if value < 1:
@@ -132,8 +168,11 @@ class ProblemOptions:
         if n > LONGEST:
             raise InputError(f"--n {n} is out of range: give at most {LONGEST}")
         heads = self.heads if self.heads is not None else max(1, WIDTH // d)
+        batch = self.batch if self.batch is not None else max(1, TOKENS // n)
+        if batch * heads > MOST // 2:
+            raise InputError(f"--batch {batch} times --heads {heads} is out of range: give sizes whose product is at most {MOST // 2}")
         return Problem(
-            batch=self.batch if self.batch is not None else max(1, TOKENS // n),
+            batch=batch,
             heads=heads,
             kv_heads=self.kv_heads if self.kv_heads is not None else heads,
             n_q=self.n_q if self.n_q is not None else n,
@@ -145,6 +184,14 @@ class ProblemOptions:
             direction=self.direction,
         )
 
+    def _check_sizes(self, n: int, d: int) -> None:
+        """Raise InputError for a size that no database holds, before a search that could not be kept."""
+        sizes = {"--n": n, "--d": d, "--n-q": self.n_q, "--d-v": self.d_v, "--window": self.window}
+        sizes |= {"--batch": self.batch, "--heads": self.heads, "--kv-heads": self.kv_heads}
+        for name, size in sizes.items():
+            if size is not None and size > MOST:
+                raise InputError(f"{name} {size} is out of range: give at most {MOST}")
+
 
 def problem_options(*, many: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """The options that describe a problem, which a command gets as `asked`; with `many`, --n, --d and --dtype may be repeated."""
@@ -155,7 +202,7 @@ def problem_options(*, many: bool) -> Callable[[Callable[..., None]], Callable[.
         click.option("--d-v", "d_v", type=int, help="Head size of v, when it differs from --d."),
         click.option("--n", "n", type=number, multiple=many, required=not many, help=f"Sequence length{words}."),
         click.option("--n-q", "n_q", type=int, help="Number of queries, when it differs from --n."),
-        click.option("--dtype", "dtype", multiple=many, help=f"Element type: {', '.join(DTYPES)}{words}."),
+        click.option("--dtype", "dtype", type=DTYPE, multiple=many, help=f"Element type: {', '.join(DTYPES)}{words}."),
         click.option("--direction", type=click.Choice(DIRECTIONS), default="fwd", show_default=True, help="Which pass."),
         click.option("--mask", type=click.Choice([m for m in MASK_KINDS if m != "none"]), help="A boolean mask or an additive bias."),
         click.option("--dropout", type=float, default=0.0, metavar="P", help="Dropout rate; any rate above 0 tunes for all rates."),

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from flashtune.cli.console import messages, print_json
-from flashtune.cli.options import json_option
+from flashtune.cli.options import DTYPE, GPU, json_option
 from flashtune.cli.profile_text import render
 from flashtune.core.dtypes import DTYPES, parse_dtype
 from flashtune.core.errors import InputError
@@ -28,8 +28,10 @@ DEFAULT_GPU = "h200"
 @click.option("--h", "h", type=int, default=16, show_default=True, help="Heads.")
 @click.option("--n", "n", type=int, default=4096, show_default=True, help="Sequence length (queries and keys alike).")
 @click.option("--d", "d", type=int, default=128, show_default=True, help="Head size, up to 256.")
-@click.option("--dtype", default="fp16", show_default=True, help=f"Element type: {', '.join(DTYPES)}.")
-@click.option("--gpu-name", metavar="NAME", help=f"The GPU whose roofline to use (default: the one of this machine, else {DEFAULT_GPU}).")
+@click.option("--dtype", type=DTYPE, default="fp16", show_default=True, help=f"Element type: {', '.join(DTYPES)}.")
+@click.option(
+    "--gpu-name", type=GPU, metavar="NAME", help=f"The GPU whose roofline to use (default: the one of this machine, else {DEFAULT_GPU})."
+)
 @click.option(
     "--elementwise",
     type=click.Choice(ELEMENTWISE),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from flashtune.cli.console import messages, print_json
-from flashtune.cli.options import ListCommand, ProblemOptions, json_option, problem_options, seconds_of
+from flashtune.cli.options import GPU, TEMPLATE, ListCommand, ProblemOptions, json_option, problem_options, seconds_of
 from flashtune.cli.progress import SearchProgress
 from flashtune.cli.records import print_records, record_row
 from flashtune.core.errors import EnvironmentProblem, InputError
@@ -46,7 +46,9 @@ class SearchOptions:
 
 
 @click.command(cls=ListCommand)
-@click.option("--gpu-name", required=True, metavar="NAME", help="The GPU to tune for: a slug (a100, h200) or the driver's own name.")
+@click.option(
+    "--gpu-name", type=GPU, required=True, metavar="NAME", help="The GPU to tune for: a slug (a100, h200) or the driver's own name."
+)
 @problem_options(many=True)
 @click.option("--causal", "bands", flag_value="causal", help="Causal attention only (default: causal and full).")
 @click.option("--full", "bands", flag_value="full", help="Full attention only.")
@@ -60,6 +62,7 @@ class SearchOptions:
 @click.option(
     "--template",
     "templates",
+    type=TEMPLATE,
     multiple=True,
     metavar="NAME",
     help="Search these template families only, at any sizes (default: all that serve, each at the sizes that suit it).",
@@ -72,7 +75,7 @@ class SearchOptions:
 @click.option(
     "--storage", metavar="URL", help="Optuna storage for the study (default: SQLite in the cache directory); workers may share one."
 )
-@click.option("--db", "location", metavar="PATH|URL", help="Write here (default: your overlay database, or FLASHTUNE_DB).")
+@click.option("--db", "location", metavar="PATH|URL", help="Write to this database (default: your own, or FLASHTUNE_DB).")
 @click.option("--jobs", type=click.IntRange(min=1), help="Compilers that run side by side (default: one per core).")
 @click.option("--predict", is_flag=True, help="Rank by the cost model even where another GPU, or this one, is present.")
 @json_option

@@ -3,16 +3,16 @@
 import click
 
 from flashtune.cli.console import console, print_json
-from flashtune.cli.options import db_option, filters_of, json_option
+from flashtune.cli.options import DTYPE, GPU, db_option, filters_of, json_option
 from flashtune.cli.records import print_records, record_row
 
 
 @click.command()
 @db_option
-@click.option("--gpu-name", metavar="NAME", help="Only this GPU.")
+@click.option("--gpu-name", type=GPU, metavar="NAME", help="Only this GPU.")
 @click.option("--d", type=int, help="Only this head size.")
 @click.option("--n", type=int, help="Only this sequence length.")
-@click.option("--dtype", help="Only this element type.")
+@click.option("--dtype", type=DTYPE, help="Only this element type.")
 @click.option("--source", type=click.Choice(["measured", "predicted"]), help="Only rows of this kind.")
 @click.option("--wide", is_flag=True, help="All columns, the config among them, however long the lines become.")
 @json_option

@@ -3,14 +3,14 @@
 import click
 
 from flashtune.cli.console import console, messages, print_json
-from flashtune.cli.options import db_option, filters_of, json_option
+from flashtune.cli.options import GPU, db_option, filters_of, json_option
 from flashtune.core.errors import EnvironmentProblem, NoKernelFound
 from flashtune.core.results import Fate
 
 
 @click.command()
 @db_option
-@click.option("--gpu-name", metavar="NAME", help="Only rows of this GPU (default: all that this machine can check).")
+@click.option("--gpu-name", type=GPU, metavar="NAME", help="Only rows of this GPU (default: all that this machine can check).")
 @click.option("--d", type=int, help="Only this head size.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random inputs.")
 @json_option

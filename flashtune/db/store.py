@@ -199,7 +199,7 @@ class Store:
             for result in prepared:
                 result.insert(connection)
 
-        target = _sqlite_path(destination)
+        target = sqlite_path(destination)
         if target is None:
             raise DatabaseError(f"{self._access.name} can be exported to a SQLite file only: give the path of a file")
         if isinstance(self._access, SqliteFile) and self._access.is_at(target):
@@ -274,11 +274,11 @@ class Store:
 
 
 def _access(location: str | Path, *, writable: bool) -> _Access:
-    path = _sqlite_path(location)
+    path = sqlite_path(location)
     return Server(make_url(str(location)), writable=writable) if path is None else SqliteFile(path, writable=writable)
 
 
-def _sqlite_path(location: str | Path) -> Path | None:
+def sqlite_path(location: str | Path) -> Path | None:
     """The file that a path or a SQLite URL names; None for the URL of a server."""
     text = os.fspath(location)
     if isinstance(location, str) and "://" in location:

@@ -157,13 +157,13 @@ def explain_problem(problem: Problem, gpu: str) -> Explanation:
         return resolve.explain_problem(memo, problem, target)
 
 
-def reload(database: str | Path | None = None) -> None:
+def reload(database: str | Path | None = None, *, alone: bool = False) -> None:
     """Forget every choice and read the records anew at the next call, as after a search.
 
-    `database` (a path or URL) is from then on laid over the user's and the shipped results: a model's own file, say.
+    `database` (a path or URL) is from then on laid over the user's and the shipped results, or stands `alone`: a model's own file, say.
     """
     global _memo
-    _memo = Memo(database)
+    _memo = Memo(database, alone=alone)
 
 
 def _first_call(

@@ -32,15 +32,15 @@ MOST_PLANS = 8192
 class Memo:
     """Plans by signature, the library's records by group, kernels that failed, warnings given.
 
-    `database` is laid over the user's and the shipped results.
+    `database` is laid over the user's and the shipped results, or stands `alone`.
     Reading a plan takes no lock; everything that decides holds `lock`.
     """
 
-    def __init__(self, database: str | Path | None = None) -> None:
+    def __init__(self, database: str | Path | None = None, *, alone: bool = False) -> None:
         self.lock = threading.RLock()
         self.plans: dict[Hashable, Plan] = {}
         self.broken: dict[tuple[str, str], str] = {}
-        self._database = database
+        self._database, self._alone = database, alone
         self._groups: dict[tuple[object, ...], list[TuningRecord]] | None = None
         self._warned: set[str] = set()
 
@@ -56,8 +56,8 @@ class Memo:
             # SQLAlchemy takes a while to import: only those who need records pay for it.
             from flashtune.db.library import Layer, Library
 
-            library = Library.default()
-            if self._database is not None:
+            library = Library.of(self._database) if self._database is not None and self._alone else Library.default()
+            if self._database is not None and not self._alone:
                 library = Library([Layer(location=self._database), *library.layers])
             groups: dict[tuple[object, ...], list[TuningRecord]] = defaultdict(list)
             for record in library.winners():
