@@ -4,7 +4,7 @@ import difflib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -60,3 +60,33 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
             pytest.fail("\n".join(["differs from the golden file; if that is meant, run `make golden` and review the diff", *lines]))
 
     return compare
+
+
+@pytest.fixture(scope="module")
+def planted() -> Iterator[None]:
+    """The planted families' templates can be rendered."""
+    # Only here: most tests need nothing of the tuner.
+    from jinja2 import ChoiceLoader
+    from planted import planted_templates
+
+    from flashtune.templates import rendering
+
+    environment = rendering.environment()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(environment, "loader", ChoiceLoader([planted_templates(), environment.loader]))
+        yield
+    rendering.sources_hash.cache_clear()
+    rendering._text_hash.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def quick(planted: None) -> Iterator[None]:
+    """The planted families, with stand-ins for the compiler and the interpreter, for tests of what is kept of a search."""
+    from planted import quick_compile, quick_interpret
+
+    from flashtune.tuner import tasks
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tasks, "compile_candidate", quick_compile)
+        patch.setattr(tasks, "interpret_candidate", quick_interpret)
+        yield

@@ -1,9 +1,23 @@
 """Planted template families for fault tests: one that is right, and ones that are wrong in every way that a candidate can be."""
 
+import zlib
+from collections.abc import Sequence
+
 from jinja2 import DictLoader
 
 from flashtune.core.config import Config
+from flashtune.core.errors import FlashtuneError
+from flashtune.core.problem import Problem
+from flashtune.core.results import CompileFacts, Fate, Outcome, SearchResult
+from flashtune.core.target import Target, find_target
 from flashtune.templates.family import Axis, Family
+from flashtune.tuner.search import SearchPlan
+from flashtune.tuner.tasks import Reply, Source
+from flashtune.tuner.workers import Limits
+
+PLANTED_PROBLEM = Problem(batch=1, heads=2, kv_heads=2, n_q=64, n_kv=64, d=16, d_v=16, dtype="fp32")
+PATIENT = Limits(compile_s=3600.0, interpret_s=3600.0)
+"""Limits that no machine is too slow for; a test of hangs sets the one that it is about."""
 
 RIGHT = '''
 import torch
@@ -88,8 +102,8 @@ _EDITS = {
 }
 
 
-def planted_family(kind: str, choices: int = 1) -> Family:
-    """A family that goes wrong in the way `kind` says, with `choices` configs."""
+def planted_family(kind: str, choices: int = 1, *, paths: bool = True) -> Family:
+    """A family that goes wrong in the way `kind` says, with `choices` configs, each (with `paths`) checked for itself."""
     return Family(
         name=f"planted_{kind}",
         axes=(
@@ -102,8 +116,64 @@ def planted_family(kind: str, choices: int = 1) -> Family:
         default=lambda spec, target: Config.of(CHOICE=0, BLOCK_M=1, BLOCK_N=64),
         starts=lambda spec, target: [],
         interpretable=True,
-        path_axes=("CHOICE",),
+        path_axes=("CHOICE",) if paths else (),
     )
+
+
+def planted_plan(problems: Sequence[Problem], *, choices: int = 4, trials: int = 5) -> SearchPlan:
+    """A predicted search of right candidates and of ones that don't compile; one code path, which is checked once for all of them."""
+    right, broken = planted_family("right", choices, paths=False), planted_family("broken", choices // 2, paths=False)
+    return SearchPlan(
+        target=find_target("a100"),
+        problems=tuple(problems),
+        families={right.name: right, broken.name: broken},
+        source="predicted",
+        trials=trials,
+        seed=1,
+        jobs=2,
+        limits=PATIENT,
+    )
+
+
+def quick_compile(source: Source, problem: Problem, target: Target) -> Reply:
+    """In place of the compiler, where a test is of what is kept and not of kernels: figures that depend on the text alone."""
+    if "undefined_name" in source.text:
+        return Reply(fate=Fate.COMPILE, reason="NameError: undefined_name")
+    facts = CompileFacts(registers=32 + zlib.crc32(source.text.encode()) % 128, spills=0, shared_bytes=4096, threads=128, tensor_core_ops=8)
+    return Reply(fate=Fate.CORRECT, facts=facts)
+
+
+def quick_interpret(source: Source, problem: Problem, seed: int) -> Reply:
+    """In place of the interpreter; the error tells which text was run."""
+    return Reply(fate=Fate.CORRECT, error=zlib.crc32(source.text.encode()) / 2**32)
+
+
+class Listener:
+    """A listener that keeps what it hears; `stop_after` trials it interrupts the search as Ctrl-C does."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.trials: list[Outcome] = []
+        self.resumed: list[int] = []
+        self.known: list[Problem] = []
+        self.unsaved: list[Problem] = []
+        self.stop_after = stop_after
+
+    def problem_started(self, problem: Problem, index: int, total: int, resumed: int) -> None:
+        self.resumed.append(resumed)
+
+    def trial_finished(self, outcome: Outcome, incumbent: Outcome | None) -> None:
+        self.trials.append(outcome)
+        if self.stop_after is not None and len(self.trials) == self.stop_after:
+            raise KeyboardInterrupt
+
+    def problem_finished(self, result: SearchResult) -> None:
+        pass
+
+    def problem_known(self, result: SearchResult, index: int, total: int) -> None:
+        self.known.append(result.problem)
+
+    def save_failed(self, problem: Problem, error: FlashtuneError) -> None:
+        self.unsaved.append(problem)
 
 
 def planted_templates() -> DictLoader:

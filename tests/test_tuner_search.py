@@ -1,67 +1,36 @@
 """A whole search on this machine: planted faults cost one trial each, a right candidate wins, and interrupted searches resume."""
 
 import multiprocessing
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import optuna
 import pytest
-from jinja2 import ChoiceLoader
-from planted import planted_family, planted_templates
+from planted import PATIENT, PLANTED_PROBLEM, Listener, planted_family
 
 from flashtune.core.errors import NoKernelFound
-from flashtune.core.problem import Features, Problem
-from flashtune.core.results import Fate, Outcome, Provenance, SearchResult
+from flashtune.core.problem import Features
+from flashtune.core.results import Fate, Provenance, SearchResult
 from flashtune.core.target import find_target
-from flashtune.templates import families, rendering
+from flashtune.templates import families
 from flashtune.tuner.search import Search, SearchPlan
 from flashtune.tuner.workers import Limits
 
-PROBLEM = Problem(batch=1, heads=2, kv_heads=2, n_q=64, n_kv=64, d=16, d_v=16, dtype="fp32")
 PROVENANCE = Provenance(flashtune="0", torch="0", triton="0")
-SHORT = Limits(interpret_s=25.0, compile_s=60.0)
 
 
-class Quiet:
-    """A listener that keeps what it hears; `stop_after` trials it interrupts the search as Ctrl-C does."""
-
-    def __init__(self, stop_after: int | None = None) -> None:
-        self.trials: list[Outcome] = []
-        self.resumed: list[int] = []
-        self.stop_after = stop_after
-
-    def problem_started(self, problem: Problem, index: int, total: int, resumed: int) -> None:
-        self.resumed.append(resumed)
-
-    def trial_finished(self, outcome: Outcome, incumbent: Outcome | None) -> None:
-        self.trials.append(outcome)
-        if self.stop_after is not None and len(self.trials) == self.stop_after:
-            raise KeyboardInterrupt
-
-    def problem_finished(self, result: SearchResult) -> None:
-        pass
-
-
-@pytest.fixture
-def planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    environment = rendering.environment()
-    monkeypatch.setattr(environment, "loader", ChoiceLoader([planted_templates(), environment.loader]))
-    yield
-    rendering.sources_hash.cache_clear()
-    rendering._text_hash.cache_clear()
-
-
-def run(kinds: list[str], listener: Quiet, *, trials: int = 20, storage: optuna.storages.BaseStorage | None = None) -> list[SearchResult]:
+def run(
+    kinds: list[str], listener: Listener, *, storage: optuna.storages.BaseStorage | None = None, limits: Limits = PATIENT
+) -> list[SearchResult]:
     plan = SearchPlan(
         target=find_target("a100"),
-        problems=(PROBLEM,),
+        problems=(PLANTED_PROBLEM,),
         families={f"planted_{kind}": planted_family(kind) for kind in kinds},
         source="predicted",
-        trials=trials,
+        trials=20,
         seed=1,
         jobs=2,
-        limits=SHORT,
+        limits=limits,
     )
     saved: list[SearchResult] = []
     Search(plan, storage=storage or optuna.storages.InMemoryStorage(), provenance=PROVENANCE, save=saved.append, listener=listener).run()
@@ -69,12 +38,11 @@ def run(kinds: list[str], listener: Quiet, *, trials: int = 20, storage: optuna.
 
 
 @pytest.mark.usefixtures("planted")
-def test_a_hang_a_crash_and_wrong_numbers_each_cost_one_trial_and_a_right_candidate_wins() -> None:
-    kinds = ["hang", "crash", "wrong", "unwritten", "raises", "broken", "unrendered", "compiler_crash", "right"]
-    [result] = run(kinds, Quiet())
+def test_a_crash_and_wrong_numbers_each_cost_one_trial_and_a_right_candidate_wins() -> None:
+    kinds = ["crash", "wrong", "unwritten", "raises", "broken", "unrendered", "compiler_crash", "right"]
+    [result] = run(kinds, Listener())
     fates = {outcome.template.removeprefix("planted_"): outcome.fate for outcome in result.outcomes}
     assert fates == {
-        "hang": Fate.TIMEOUT,
         "crash": Fate.RUNTIME,
         "wrong": Fate.CORRECTNESS,
         "unwritten": Fate.CORRECTNESS,
@@ -91,9 +59,19 @@ def test_a_hang_a_crash_and_wrong_numbers_each_cost_one_trial_and_a_right_candid
 
 
 @pytest.mark.usefixtures("planted")
+def test_a_hang_costs_one_trial() -> None:
+    """A machine that is slow to start the interpreter reaches the limit before the hang does, to the same end."""
+    listener = Listener()
+    with pytest.raises(NoKernelFound, match="killed after 3 s"):
+        run(["hang"], listener, limits=replace(PATIENT, interpret_s=3.0))
+    assert [outcome.fate for outcome in listener.trials] == [Fate.TIMEOUT]
+    assert "killed after 3 s" in listener.trials[0].reason
+
+
+@pytest.mark.usefixtures("planted")
 def test_a_search_without_a_right_candidate_says_so_and_keeps_the_outcomes() -> None:
     with pytest.raises(NoKernelFound, match="planted"):
-        run(["raises"], Quiet())
+        run(["raises"], Listener())
 
 
 @pytest.mark.usefixtures("planted")
@@ -102,15 +80,15 @@ def test_ctrl_c_keeps_the_trials_and_the_same_search_goes_on(tmp_path: Path) -> 
         return optuna.storages.RDBStorage(f"sqlite:///{tmp_path}/study.sqlite")
 
     kinds = ["raises", "right", "wrong", "broken"]
-    first = Quiet(stop_after=2)
+    first = Listener(stop_after=2)
     with pytest.raises(KeyboardInterrupt):
         run(kinds, first, storage=storage())
-    second = Quiet()
+    second = Listener()
     [result] = run(kinds, second, storage=storage())
     assert second.resumed == [2]
     assert len(second.trials) == 2
     assert len({outcome.variant_id for outcome in result.outcomes}) == 4
-    third = Quiet()
+    third = Listener()
     run(kinds, third, storage=storage())
     assert third.resumed == [0], "a finished search starts anew"
 
@@ -122,12 +100,16 @@ def test_no_process_is_left_behind() -> None:
 @pytest.fixture(scope="module")
 def seeded() -> list[list[SearchResult]]:
     """The same predicted search of the real families, twice."""
-    problems = tuple(replace(PROBLEM, n_q=n, n_kv=n, d=64, d_v=64, dtype="fp16", features=Features(causal=True)) for n in (512, 2048))
-    plan = SearchPlan(target=find_target("a100"), problems=problems, families=families(), source="predicted", trials=6, seed=7, jobs=2)
+    problems = tuple(
+        replace(PLANTED_PROBLEM, n_q=n, n_kv=n, d=64, d_v=64, dtype="fp16", features=Features(causal=True)) for n in (512, 2048)
+    )
+    plan = SearchPlan(
+        target=find_target("a100"), problems=problems, families=families(), source="predicted", trials=6, seed=7, jobs=2, limits=PATIENT
+    )
     found: list[list[SearchResult]] = []
     for _ in range(2):
         saved: list[SearchResult] = []
-        Search(plan, storage=optuna.storages.InMemoryStorage(), provenance=PROVENANCE, save=saved.append, listener=Quiet()).run()
+        Search(plan, storage=optuna.storages.InMemoryStorage(), provenance=PROVENANCE, save=saved.append, listener=Listener()).run()
         found.append(saved)
     return found
 

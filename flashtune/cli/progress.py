@@ -10,8 +10,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from flashtune.cli.records import short_config
+from flashtune.core.errors import FlashtuneError
 from flashtune.core.problem import Problem
 from flashtune.core.results import Fate, Outcome, SearchResult
+from flashtune.core.secrets import mask_secrets
 
 
 class SearchProgress:
@@ -62,6 +64,16 @@ class SearchProgress:
         if incumbent is not None and incumbent.measurement is not None:
             config = short_config(incumbent.config.as_dict())
             self._best = f"{incumbent.measurement.median_us:.1f} us {incumbent.source} {incumbent.template} {config}"
+
+    def problem_known(self, result: SearchResult, index: int, total: int) -> None:
+        """A problem that this plan is done with."""
+        self._bars.update(self._problems, total=total, completed=index + 1)
+        if self._live is None and not self._quiet:
+            self._console.print(f"[{index + 1}/{total}] {result.problem.label()}: done before ({len(result.outcomes)} trials)")
+
+    def save_failed(self, problem: Problem, error: FlashtuneError) -> None:
+        """A result couldn't be saved."""
+        self._console.print(f"{problem.label()}: not saved yet, tried again at the end ({mask_secrets(str(error))})", markup=False)
 
     def problem_finished(self, result: SearchResult) -> None:
         """A problem's result was saved."""

@@ -2,10 +2,8 @@
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -13,10 +11,11 @@ from flashtune.cli.console import messages, print_json
 from flashtune.cli.options import GPU, TEMPLATE, ListCommand, ProblemOptions, json_option, problem_options, seconds_of
 from flashtune.cli.progress import SearchProgress
 from flashtune.cli.records import print_records, record_row
-from flashtune.core.errors import EnvironmentProblem, InputError
+from flashtune.cli.storage import study_storage
+from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.problem import Problem
 from flashtune.core.results import Source, TuningRecord
-from flashtune.core.secrets import command_line, mask_secrets
+from flashtune.core.secrets import command_line
 from flashtune.core.target import Target, find_target
 
 if TYPE_CHECKING:
@@ -181,7 +180,7 @@ def run_search(
                 plan,
                 storage=storage,
                 provenance=provenance(command=command, seed=plan.seed, measured=source == "measured"),
-                save=store.save,
+                save=store.save_once,
                 listener=progress,
             ).run()
         except KeyboardInterrupt:
@@ -221,30 +220,3 @@ def choose_source(target: Target, predict: bool) -> Source:
             f"this machine's GPU is {gpu.name}, not {target.name}: search on the GPU itself, or add --predict to rank by the cost model"
         )
     return "measured"
-
-
-@contextmanager
-def study_storage(url: str | None) -> Iterator[Any]:
-    """The Optuna storage at `url`, or the one in the user's cache directory."""
-    import optuna
-    from sqlalchemy.exc import ArgumentError, SQLAlchemyError
-
-    from flashtune.core.folders import cache_dir
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    where = url or f"sqlite:///{cache_dir() / 'studies.sqlite'}"
-    try:
-        try:
-            opened = optuna.storages.RDBStorage(
-                where, engine_kwargs={"connect_args": {"timeout": 60}} if where.startswith("sqlite") else None
-            )
-        except (ImportError, ValueError, ArgumentError) as error:
-            raise InputError(
-                f"the study storage {mask_secrets(where)!r} can't be opened ({mask_secrets(str(error))}): give a URL such as sqlite:///study.sqlite"
-            ) from error
-        yield opened
-    except SQLAlchemyError as error:
-        first = mask_secrets(str(error.__cause__ or error).splitlines()[0])
-        raise EnvironmentProblem(
-            f"the study storage {mask_secrets(where)} can't be used ({first}): free space there, or name another with --storage"
-        ) from error

@@ -119,6 +119,13 @@ class Store:
             raise DatabaseError(f"{self.name} is open for reading only: open it for writing to save results")
         self._access.write(ResultRows.of(result).insert)
 
+    def save_once(self, result: SearchResult) -> None:
+        """The same, but of no effect where the very same run is there already: it was saved, and its writer died before it could tell."""
+        if not self._writable:
+            raise DatabaseError(f"{self.name} is open for reading only: open it for writing to save results")
+        rows_of_result = ResultRows.of(result)
+        self._access.write(lambda connection: rows_of_result.insert(connection, once=True))
+
     def best(self, key: ProblemKey) -> TuningRecord | None:
         """The best record of exactly this key, or None."""
         return next(iter(by_key(self._winners(_where_key(key))).get(key, [])), None)

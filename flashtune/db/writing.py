@@ -36,15 +36,30 @@ class ResultRows:
             raise InputError(f"this search result can't be kept: {error}") from error
         return cls(problem=key, run=run, trials=trials)
 
-    def insert(self, connection: Connection) -> None:
-        """Add them to the open transaction; a problem that is there already is used again."""
+    def insert(self, connection: Connection, *, once: bool = False) -> None:
+        """Add them to the open transaction; a problem that is there already is used again.
+
+        With `once`, nothing is added where the very same run is there already.
+        """
         same_key = [getattr(ProblemRow, name) == value for name, value in self.problem.items()]
-        problem_id = connection.execute(select(ProblemRow.id).where(*same_key)).scalar()
+        problem_id = connection.execute(select(ProblemRow.id).where(*same_key).with_for_update()).scalar()
+        if once and problem_id is not None and self._is_there(connection, problem_id):
+            return
         if problem_id is None:
             problem_id = _inserted(connection, insert(ProblemRow).values(**self.problem))
         run_id = _inserted(connection, insert(RunRow).values(**self.run, problem_id=problem_id))
         if self.trials:
             connection.execute(insert(TrialRow), [{**trial, "run_id": run_id} for trial in self.trials])
+
+    def _is_there(self, connection: Connection, problem_id: int) -> bool:
+        """Whether a run of this problem equals this one in all its columns and trials."""
+        same_run = [getattr(RunRow, name) == value for name, value in self.run.items()]
+        for run_id in connection.execute(select(RunRow.id).where(RunRow.problem_id == problem_id, *same_run)).scalars().all():
+            found = connection.execute(select(TrialRow.__table__).where(TrialRow.run_id == run_id).order_by(TrialRow.number)).mappings()
+            trials = [{name: value for name, value in row.items() if name not in ("id", "run_id")} for row in found]
+            if trials == self.trials:
+                return True
+        return False
 
 
 def _inserted(connection: Connection, statement: Insert) -> int:

@@ -8,12 +8,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Protocol
 
 import optuna
 
 from flashtune.core.config import KernelSpec
-from flashtune.core.errors import EnvironmentProblem, NoKernelFound
+from flashtune.core.errors import EnvironmentProblem, FlashtuneError, NoKernelFound
 from flashtune.core.problem import Problem
 from flashtune.core.results import Baseline, CompileFacts, Conditions, Fate, Measurement, Outcome, Provenance, SearchResult, Source
 from flashtune.core.target import Target
@@ -22,7 +23,7 @@ from flashtune.tuner import tasks
 from flashtune.tuner.conditions import GpuWatch, gpu_id, race_undisturbed
 from flashtune.tuner.cost import predict_us
 from flashtune.tuner.space import Candidate, SearchSpace
-from flashtune.tuner.study import Sampler, Study
+from flashtune.tuner.study import Plan, Sampler, Study, fingerprint
 from flashtune.tuner.tasks import Reply
 from flashtune.tuner.workers import Limits, Pending, Workers
 
@@ -34,6 +35,9 @@ TIE = 0.01
 
 PATIENCE = 1.5
 """A candidate this many times slower than the incumbent at first look is not timed further."""
+
+POLL_S = 1.0
+"""How often a search that has nothing left to do looks whether other processes are done."""
 
 NEIGHBOURS = 4
 """Winners of the same spec at other N, or in the other 16-bit type, that are tried first."""
@@ -73,6 +77,12 @@ class SearchListener(Protocol):
     def problem_finished(self, result: SearchResult) -> None:
         """All that was learned of a problem, after it was saved."""
 
+    def problem_known(self, result: SearchResult, index: int, total: int) -> None:
+        """A problem of which this plan's search was done before, or by another process; its result is saved, too."""
+
+    def save_failed(self, problem: Problem, error: FlashtuneError) -> None:
+        """A result couldn't be saved; it will be tried again at the end."""
+
 
 @dataclass
 class _SpecState:
@@ -83,7 +93,11 @@ class _SpecState:
 
 
 class Search:
-    """Runs a plan; `save` receives each problem's result as soon as it is complete (or the search is interrupted)."""
+    """Runs a plan; `save` receives each problem's result as soon as it is complete (or the search is interrupted).
+
+    What is tried is kept in `storage`. A plan that was interrupted goes on where it was, problems that it has done included; any number of
+    processes may run one plan at the same time. `save` may get a result that it got before (from a process that died just then).
+    """
 
     def __init__(
         self,
@@ -103,29 +117,51 @@ class Search:
     def run(self) -> list[SearchResult]:
         """Search every problem in turn; raises NoKernelFound where one ends without a correct candidate.
 
-        KeyboardInterrupt passes through after what is known so far was saved.
+        KeyboardInterrupt, and errors of the storage, pass through after what is known so far was saved. A result that can't be
+        saved ends nothing: it is kept in the storage, saving is tried again at the end, and again by the next run of the same plan.
         """
+        plan, total = self._plan, len(self._plan.problems)
+        run = Plan(self._storage, self._words())
         started = time.monotonic()
-        results = []
-        failed = []
-        with Workers(jobs=self._plan.jobs, limits=self._plan.limits) as workers:
-            for index, problem in enumerate(self._plan.problems):
+        found: dict[int, SearchResult] = {}
+        with Workers(jobs=plan.jobs, limits=plan.limits) as workers:
+            todo: deque[_ProblemSearch] = deque()
+            for index in range(total):
                 deadline = None
-                if self._plan.budget_s is not None:
-                    left = self._plan.budget_s - (time.monotonic() - started)
-                    deadline = time.monotonic() + max(0.0, left) / (len(self._plan.problems) - index)
-                one = _ProblemSearch(self, problem, workers, deadline)
-                resumed = len(one.study.outcomes)
-                self._listener.problem_started(problem, index, len(self._plan.problems), resumed)
+                if plan.budget_s is not None:
+                    left = plan.budget_s - (time.monotonic() - started)
+                    deadline = time.monotonic() + max(0.0, left) / (total - index)
+                one = _ProblemSearch(self, index, workers, run.suffix, deadline)
                 result = one.run()
-                if result.best is None:
-                    failed.append(result)
-                results.append(result)
+                if result is None:
+                    todo.append(one)
+                else:
+                    found[index] = result
+            # What others were still busy with, and what couldn't be saved.
+            while todo:
+                one = todo.popleft()
+                result = one.run(again=True)
+                if result is not None:
+                    found[one.index] = result
+                elif not one.late():
+                    todo.append(one)
+                    time.sleep(POLL_S / len(todo))
+        if len(found) == total:
+            run.finish()
+        results = [found[index] for index in sorted(found)]
+        failed = [result for result in results if result.best is None]
         if failed:
             why = next((o.reason for o in failed[0].outcomes if o.reason), "no candidate was tried: give more trials or a larger budget")
             names = ", ".join(result.problem.label() for result in failed)
-            raise NoKernelFound(f"no correct kernel found for {names} on {self._plan.target.slug}; first reason: {why}")
+            raise NoKernelFound(f"no correct kernel found for {names} on {plan.target.slug}; first reason: {why}")
         return results
+
+    def _words(self) -> list[object]:
+        """What makes two plans the same: GPU, problems, families as they are, trials, sampler, seed, and who measures or predicts."""
+        plan, made_by = self._plan, self._provenance
+        spaces = (SearchSpace(plan.families, problem, plan.target, only_suited=plan.only_suited) for problem in plan.problems)
+        problems = [fingerprint(space, problem) for space, problem in zip(spaces, plan.problems, strict=True)]
+        return [plan.target.slug, problems, plan.source, plan.sampler, plan.seed, plan.trials, made_by.triton, made_by.gpu_name]
 
     def _state(self, spec: KernelSpec) -> _SpecState:
         return self._states.setdefault(spec, _SpecState({}, {}))
@@ -134,9 +170,10 @@ class Search:
 class _ProblemSearch:
     """The search of one problem."""
 
-    def __init__(self, search: Search, problem: Problem, workers: Workers, deadline: float | None) -> None:
-        self.search, self.problem, self.workers, self.deadline = search, problem, workers, deadline
+    def __init__(self, search: Search, index: int, workers: Workers, suffix: str, deadline: float | None) -> None:
+        self.search, self.index, self.workers, self.deadline = search, index, workers, deadline
         self.plan = search._plan
+        self.problem = problem = self.plan.problems[index]
         self.space = SearchSpace(self.plan.families, problem, self.plan.target, only_suited=self.plan.only_suited)
         self.state = search._state(problem.spec())
         self.study = Study(
@@ -146,55 +183,95 @@ class _ProblemSearch:
             seed=self.plan.seed,
             source=self.plan.source,
             storage=search._storage,
+            plan=suffix,
         )
         self.incumbent: tuple[Candidate, Outcome] | None = None
-        for candidate, outcome in self.study.outcomes.items():
-            self._consider(candidate, outcome)
-
-    def run(self) -> SearchResult:
-        """Trials until the count, the deadline or the space ends; then the closing race."""
+        self.learned = 0
+        self._learn()
         akin = replace(self.space.spec, dtype="bf16") if self.space.spec.dtype == "fp16" else self.space.spec
-        winners = self.search._winners.setdefault(akin, [])
-        self.study.enqueue([*winners, *self.space.starts()])
-        try:
-            if self.plan.source == "measured":
-                self._prepare()
-            self._trials()
-            result = self._race()
-        except KeyboardInterrupt:
-            self._publish(self._result(tuple(self.study.outcomes.values()), None))
-            raise
-        self.study.finish()
-        self._publish(result)
+        self.winners = search._winners.setdefault(akin, [])
+
+    def run(self, *, again: bool = False) -> SearchResult | None:
+        """Trials until the count, the deadline or the space ends; then the closing race.
+
+        None where other processes are still busy with the rest, or the result couldn't be saved: it is to be called `again`.
+        """
+        total, listener = len(self.plan.problems), self.search._listener
+        result = self.study.decided(self.problem)
+        known = result is not None and not again
+        if result is None:
+            if not again:
+                listener.problem_started(self.problem, self.index, total, len(self.study.outcomes))
+                self.study.enqueue([*self.winners, *self.space.starts()])
+            result = self._searched()
+        if result is None:
+            return None
+        if not self._publish(result, final=again):
+            return None
+        if known:
+            listener.problem_known(result, self.index, total)
+        else:
+            listener.problem_finished(result)
         if result.best is not None:
             best = [c for c, o in self.study.outcomes.items() if o.variant_id == result.best.variant_id]
-            winners[:] = [*best, *(c for c in winners if c not in best)][:NEIGHBOURS]
+            self.winners[:] = [*best, *(c for c in self.winners if c not in best)][:NEIGHBOURS]
         return result
 
+    def _searched(self) -> SearchResult | None:
+        """The decided result; None where others are still busy, or it is theirs to decide."""
+        try:
+            self._trials()
+            self.study.leave()
+            if self.study.others or not self.study.may_decide():
+                return None
+            self._prepare()
+            result = self._race()
+            self.study.decide(result)
+            return result
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt | FlashtuneError):
+                known = self._result(tuple(self.study.in_order().values()), None)
+                if known.outcomes:
+                    self.search._save(known)
+                self.search._listener.problem_finished(known)
+            self.study.leave()
+            raise
+
     def _prepare(self) -> None:
+        """Make the inputs and oracles on the GPU, unless they are there."""
+        if self.plan.source != "measured":
+            return
         ready = self.workers.prepare(self.problem, self.plan.target, self.search._seed)
         if ready.fate is not Fate.CORRECT:
             raise EnvironmentProblem(ready.reason)
 
-    def _publish(self, result: SearchResult) -> None:
-        if result.outcomes:
-            self.search._save(result)
-        self.search._listener.problem_finished(result)
+    def _publish(self, result: SearchResult, *, final: bool) -> bool:
+        """Whether the result was saved; a fault passes through when it is `final`."""
+        try:
+            if result.outcomes:
+                self.search._save(result)
+        except FlashtuneError as error:
+            if final:
+                raise
+            self.search._listener.save_failed(self.problem, error)
+            return False
+        return True
 
-    def _late(self) -> bool:
-        # One candidate is always tried, so that a tight budget still yields a row.
+    def late(self) -> bool:
+        """Whether the time is up. One candidate is always tried, so that a tight budget still yields a row."""
         return self.deadline is not None and time.monotonic() > self.deadline and self.incumbent is not None
 
     def _trials(self) -> None:
         """Compile ahead of measuring, so that neither waits for the other."""
         ahead = max(4, 2 * self.plan.jobs)
         waiting: deque[tuple[Candidate, Pending | Reply]] = deque()
-        while not self._late():
-            if len(waiting) <= ahead // 2:
-                left = self.plan.trials - len(self.study.outcomes) if self.plan.sampler != "exhaustive" else 10**9
-                self.study.refresh()
-                batch = self.study.ask(min(left, ahead) - len(waiting))
-                waiting.extend([(candidate, self._compile(candidate)) for candidate in batch])
+        limit = None if self.plan.sampler == "exhaustive" else self.plan.trials
+        while not self.late():
+            batch = self.study.ask(ahead - len(waiting), limit=limit)
+            self._learn()
+            if batch:
+                self._prepare()
+            waiting.extend([(candidate, self._compile(candidate)) for candidate in batch])
             if not waiting:
                 return
             candidate, compiling = waiting.popleft()
@@ -202,6 +279,18 @@ class _ProblemSearch:
             self.study.tell(candidate, outcome)
             self._consider(candidate, outcome)
             self.search._listener.trial_finished(outcome, self.incumbent[1] if self.incumbent else None)
+
+    def _learn(self) -> None:
+        """Take over outcomes of an earlier run or of another process, with what they say of other candidates."""
+        for candidate, outcome in islice(self.study.outcomes.items(), self.learned, None):
+            self._consider(candidate, outcome)
+            if self.plan.source == "predicted" and outcome.max_error is not None:
+                wrong = outcome.fate is Fate.CORRECTNESS
+                reply = Reply(
+                    fate=Fate.CORRECTNESS if wrong else Fate.CORRECT, reason=outcome.reason if wrong else "", error=outcome.max_error
+                )
+                self.state.interpreted.setdefault(self._path(candidate), reply)
+        self.learned = len(self.study.outcomes)
 
     def _consider(self, candidate: Candidate, outcome: Outcome) -> None:
         if not outcome.fate.timed or outcome.measurement is None:
@@ -274,7 +363,7 @@ class _ProblemSearch:
         time_us = predict_us(candidate.config, facts, self.problem, self.plan.target)
         if time_us == float("inf"):
             reason = f"needs {facts.registers} registers x {facts.threads} threads, more than an SM of {self.plan.target.slug} has"
-            return Reply(fate=Fate.CONSTRAINT, reason=reason)
+            return replace(checked, fate=Fate.CONSTRAINT, reason=reason)
         return replace(checked, measurements=(Measurement.predicted(time_us),))
 
     def _interpreted(self, candidate: Candidate) -> Reply:
@@ -282,7 +371,7 @@ class _ProblemSearch:
         family = candidate.family
         if not family.interpretable:
             return Reply(fate=Fate.UNCHECKED)
-        path = (family.name, *(candidate.config[axis] for axis in family.path_axes))
+        path = self._path(candidate)
         if path not in self.state.interpreted:
             # The interpreter multiplies the raw bits of bf16; the code path is the same in fp16.
             problem = replace(self.problem, dtype="fp16") if self.problem.dtype == "bf16" else self.problem
@@ -294,9 +383,14 @@ class _ProblemSearch:
             ).reply()
         return self.state.interpreted[path]
 
+    @staticmethod
+    def _path(candidate: Candidate) -> tuple[object, ...]:
+        return candidate.family.name, *(candidate.config[axis] for axis in candidate.family.path_axes)
+
     def _race(self) -> SearchResult:
         """Time the best few and the framework once more, all interleaved, and rank them."""
-        outcomes = dict(self.study.outcomes)
+        self.study.refresh()
+        outcomes = self.study.in_order()
         correct = [c for c, o in outcomes.items() if o.measurement is not None and o.fate.timed]
         correct.sort(key=lambda c: (_median(outcomes[c]), outcomes[c].variant_id))
         finalists = correct[:FINALISTS]

@@ -1,9 +1,9 @@
-"""The memory of a search: an Optuna study in a database, so that a search can be stopped, resumed and shared by many workers."""
+"""What a search asks next, and what it knows: an Optuna study over a record that outlives the process and that many processes share."""
 
 import hashlib
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Literal, get_args
 
@@ -13,16 +13,17 @@ from optuna.trial import TrialState
 
 from flashtune.core.config import Config
 from flashtune.core.problem import Problem
-from flashtune.core.results import CompileFacts, Fate, Measurement, Outcome
+from flashtune.core.results import Baseline, CompileFacts, Conditions, Fate, Measurement, Outcome, Provenance, SearchResult
 from flashtune.templates.family import Family
 from flashtune.templates.rendering import sources_hash
+from flashtune.tuner.record import Entry, Record, key_of, newest_unfinished
 from flashtune.tuner.space import Candidate, SearchSpace
 
 Sampler = Literal["tpe", "random", "exhaustive"]
 SAMPLERS: tuple[Sampler, ...] = get_args(Sampler)
 
-_OUTCOME = "outcome"
-_FINISHED = "finished"
+DRAWS = 50
+"""How often a sampler may draw what breaks a constraint or is known, before the next candidate is taken in order."""
 _STARTUP_TRIALS = 12
 """Random trials before TPE's model speaks, beside the enqueued ones."""
 
@@ -43,113 +44,243 @@ def outcome_from_json(text: str) -> Outcome:
     return Outcome(**row)
 
 
+def baseline_from_json(row: dict[str, Any]) -> Baseline:
+    """The inverse of `asdict`."""
+    return Baseline(**{**row, "measurement": Measurement(**row["measurement"])})
+
+
+def provenance_from_json(row: dict[str, Any]) -> Provenance:
+    """The inverse of `Provenance.as_json`."""
+    return Provenance(**{**row, "conditions": Conditions(**row["conditions"]) if row["conditions"] else None})
+
+
 class Study:
     """Asks Optuna for candidates of one problem and tells it their outcomes.
 
-    A study that was interrupted is found again by the problem, the space, the sampler and the seed; one that was finished is not, so
-    that the same command searches anew.
+    Everything is in the record of that name, from which any number of processes (after an interruption, or at the same time) go on: no
+    candidate is given to two of them. With a seed, what is asked next depends on the record alone, so that an interrupted search ends
+    with the same trials as one that wasn't.
     """
 
     def __init__(
-        self, space: SearchSpace, problem: Problem, *, sampler: Sampler, seed: int | None, source: str, storage: optuna.storages.BaseStorage
+        self,
+        space: SearchSpace,
+        problem: Problem,
+        *,
+        sampler: Sampler,
+        seed: int | None,
+        source: str,
+        storage: optuna.storages.BaseStorage,
+        plan: str = "",
     ) -> None:
-        self._space, self._sampler = space, sampler
-        self._unseen: Iterator[Candidate] = space.every()
-        self._waiting: list[Candidate] = []
+        self._space, self._sampler, self._seed = space, sampler, seed
         label = f"{space.target.slug}-{problem.label()}-b{problem.batch}h{problem.heads}-{source}-{sampler}-{seed}"
-        self._record = _open(storage, f"{label}-{_fingerprint(space, problem)}")
+        self._record = Record(storage, "-".join(filter(None, (label, fingerprint(space, problem), plan))))
+        self._entries: dict[str, Entry] = {}
+        self._candidates: dict[str, Candidate] = {}
+        self._wishes: list[Candidate] = []
+        self._unseen: Iterator[Candidate] = space.every()
         # Sampling happens in memory: most draws break a constraint, and each would cost a dozen transactions.
-        self._study = optuna.create_study(sampler=_optuna_sampler(sampler, seed), direction="minimize")
-        self._open: dict[Candidate, optuna.Trial] = {}
-        self._asked: set[Candidate] = set()
+        self._model = optuna.create_study(direction="minimize")
+        self._in_model: dict[str, int] = {}
         self.outcomes: dict[Candidate, Outcome] = {}
-        self._read = 0
         self.refresh()
 
+    @property
+    def claimed(self) -> int:
+        """How many candidates were tried or are being tried, by whichever process."""
+        return sum(1 for key in self._candidates if self._entries[key].taken or self._entries[key].outcome is not None)
+
+    @property
+    def others(self) -> bool:
+        """Whether another process is trying a candidate."""
+        return any(entry.taken and not entry.mine for entry in self._entries.values())
+
     def refresh(self) -> None:
-        """Take over what an earlier or another worker of this study has found."""
-        trials = self._record.get_trials(deepcopy=False)
-        for trial in trials[self._read :]:
-            candidate = self._candidate(trial.params)
-            if candidate is not None and candidate not in self.outcomes and candidate not in self._asked:
-                self.outcomes[candidate] = outcome_from_json(trial.user_attrs[_OUTCOME])
-                self._study.add_trial(trial)
-        self._read = len(trials)
+        """Take over what an earlier or another process has found."""
+        before, self._entries = self._entries, self._record.entries()
+        for key, entry in self._entries.items():
+            if entry is before.get(key):
+                continue
+            candidate = self._candidates.get(key) or self._candidate(entry.params)
+            if candidate is None:
+                continue
+            self._candidates[key] = candidate
+            if entry.taken or entry.outcome is not None:
+                self._try_in_model(key)
+            if entry.outcome is not None and candidate not in self.outcomes:
+                self.outcomes[candidate] = outcome_from_json(entry.outcome)
+                self._end_in_model(key, self.outcomes[candidate])
+
+    def in_order(self) -> dict[Candidate, Outcome]:
+        """All outcomes, in the order in which their candidates were first asked for: the same in every process."""
+        candidates = (self._candidates[key] for key in self._entries if key in self._candidates)
+        return {candidate: self.outcomes[candidate] for candidate in candidates if candidate in self.outcomes}
 
     def enqueue(self, candidates: list[Candidate]) -> None:
         """Try these first, but for those of families that the space leaves out."""
-        self._waiting += [candidate for candidate in candidates if candidate.family.name in self._space.families]
+        self._wishes += [candidate for candidate in candidates if candidate.family.name in self._space.families]
 
-    def ask(self, count: int) -> list[Candidate]:
-        """Up to `count` candidates that nobody tried yet; fewer, or none, when the space is exhausted.
+    def ask(self, count: int, *, limit: int | None = None) -> list[Candidate]:
+        """Up to `count` candidates that nobody tried yet or is trying; fewer, or none, when the space is exhausted.
 
-        Configs that break a constraint are told to Optuna as failed, and cost no trial.
+        No more than `limit` are given out in the whole study. Configs that break a constraint cost no trial.
         """
+        self.refresh()
         found: list[Candidate] = []
-        while self._waiting and len(found) < count:
-            found += self._fresh(self._waiting.pop(0))
-        if self._sampler != "exhaustive":
-            found += self._sampled(count - len(found))
-        # What sampling didn't fill (a small space, nearly used up) is taken in order.
-        while len(found) < count and (following := next(self._unseen, None)) is not None:
-            found += self._fresh(following)
-        return found
-
-    def _fresh(self, candidate: Candidate) -> list[Candidate]:
-        """The candidate, unless it was asked for or tried before; it counts as asked for from now on."""
-        if candidate in self.outcomes or candidate in self._asked:
-            return []
-        self._asked.add(candidate)
-        return [candidate]
-
-    def _sampled(self, count: int) -> list[Candidate]:
-        found: list[Candidate] = []
-        for _ in range(50 * count):
-            if len(found) == count:
+        while len(found) < count:
+            room = count - len(found)
+            wanted = self._wanted(room if limit is None else min(room, limit - self.claimed))
+            if not wanted:
                 break
-            trial = self._study.ask()
-            family = self._space.families[trial.suggest_categorical("template", list(self._space.families))]
-            values: dict[str, Any] = {a.name: trial.suggest_categorical(f"{family.name}.{a.name}", a.values) for a in family.axes}
-            candidate = Candidate(family=family, config=Config.of(values))
-            if family.violated(candidate.config, self._space.spec, self._space.target) is None and self._fresh(candidate):
-                found.append(candidate)
-                self._open[candidate] = trial
-            elif (known := self.outcomes.get(candidate)) is not None and known.measurement is not None:
-                self._study.tell(trial, known.measurement.median_us)
-            else:
-                self._study.tell(trial, state=TrialState.FAIL)
+            for candidate in wanted.values():
+                self._record.claim(_parameters(candidate), _distributions(candidate.family, list(self._space.families)))
+            self.refresh()
+            found += self._kept(wanted, limit)
         return found
+
+    def _wanted(self, count: int) -> dict[str, Candidate]:
+        """Candidates to claim, by their keys; those first that someone began and left."""
+        wanted: dict[str, Candidate] = {}
+        free = (key for key, c in self._candidates.items() if not self._entries[key].taken and self._entries[key].outcome is None)
+        for key in free:
+            if len(wanted) >= count:
+                break
+            wanted[key] = self._candidates[key]
+            self._try_in_model(key)
+        while len(wanted) < count and (candidate := self._next(wanted)) is not None:
+            key = key_of(_parameters(candidate))
+            wanted[key] = candidate
+            self._try_in_model(key, candidate)
+        return wanted
+
+    def _next(self, wanted: dict[str, Candidate]) -> Candidate | None:
+        """A candidate that never came up: a wish, a sample, or, where sampling finds none (a small space, nearly used up), one in order."""
+
+        def is_new(candidate: Candidate) -> bool:
+            key = key_of(_parameters(candidate))
+            return key not in self._entries and key not in wanted
+
+        while self._wishes:
+            if is_new(wish := self._wishes.pop(0)):
+                return wish
+        if self._sampler != "exhaustive":
+            asked = len(self._entries.keys() | wanted.keys())
+            self._model.sampler = _optuna_sampler(self._sampler, None if self._seed is None else _derived(self._seed, asked))
+            for _ in range(DRAWS):
+                candidate = self._drawn()
+                if candidate.family.violated(candidate.config, self._space.spec, self._space.target) is None and is_new(candidate):
+                    return candidate
+        return next(filter(is_new, self._unseen), None)
+
+    def _drawn(self) -> Candidate:
+        trial = self._model.ask()
+        family = self._space.families[trial.suggest_categorical("template", list(self._space.families))]
+        values: dict[str, Any] = {a.name: trial.suggest_categorical(f"{family.name}.{a.name}", a.values) for a in family.axes}
+        # Whatever becomes of it is told of a trial of its own, alike for candidates of this process and of others.
+        self._model.tell(trial, state=TrialState.FAIL)
+        return Candidate(family=family, config=Config.of(values))
+
+    def _kept(self, wanted: dict[str, Candidate], limit: int | None) -> list[Candidate]:
+        """Those of `wanted` that this process was the first to claim, within the limit."""
+        held = [key for key in self._candidates if self._entries[key].taken or self._entries[key].outcome is not None]
+        within = set(sorted(held, key=lambda key: self._entries[key].claim)[:limit])
+        kept = []
+        for key, candidate in wanted.items():
+            if self._entries[key].mine and key in within:
+                kept.append(candidate)
+            else:
+                self._record.give_back(key)
+        return kept
 
     def tell(self, candidate: Candidate, outcome: Outcome) -> None:
         """Keep what became of a candidate that `ask` gave."""
+        key = key_of(_parameters(candidate))
+        self._record.settle(key, outcome_to_json(outcome), _value(outcome))
         self.outcomes[candidate] = outcome
-        value = outcome.measurement.median_us if outcome.fate.timed and outcome.measurement else None
-        state = TrialState.FAIL if value is None else TrialState.COMPLETE
-        finished = optuna.trial.create_trial(
+        self._end_in_model(key, outcome)
+
+    def leave(self) -> None:
+        """Give back what was asked for and not told; others, or the next run, may have it."""
+        self._record.leave()
+
+    def may_decide(self) -> bool:
+        """Whether this process, and no other, is to say which candidate won."""
+        return self._record.may_decide()
+
+    def decide(self, result: SearchResult) -> None:
+        """Keep the end of the search: what the closing race changed, and where the figures come from."""
+        told = {outcome.variant_id: outcome for outcome in self.outcomes.values()}
+        raced = [outcome_to_json(outcome) for outcome in result.outcomes if outcome != told.get(outcome.variant_id)]
+        baseline = asdict(result.baseline) if result.baseline else None
+        self._record.decide({"raced": raced, "baseline": baseline, "provenance": result.provenance.as_json()})
+
+    def decided(self, problem: Problem) -> SearchResult | None:
+        """The result of a search that came to its end, as it was kept; None before that."""
+        kept = self._record.decision()
+        if kept is None:
+            return None
+        self.refresh()
+        raced = {outcome.variant_id: outcome for outcome in map(outcome_from_json, kept["raced"])}
+        return SearchResult(
+            gpu=self._space.target.slug,
+            problem=problem,
+            outcomes=tuple(raced.get(outcome.variant_id, outcome) for outcome in self.in_order().values()),
+            provenance=provenance_from_json(kept["provenance"]),
+            baseline=baseline_from_json(kept["baseline"]) if kept["baseline"] else None,
+        )
+
+    def _try_in_model(self, key: str, candidate: Candidate | None = None) -> None:
+        """Let the sampler know of a candidate that is being tried."""
+        if key in self._in_model or self._sampler == "exhaustive":
+            return
+        candidate = candidate or self._candidates[key]
+        trial = optuna.trial.create_trial(
+            state=TrialState.RUNNING,
             params=_parameters(candidate),
             distributions=_distributions(candidate.family, list(self._space.families)),
-            value=value,
-            state=state,
-            user_attrs={_OUTCOME: outcome_to_json(outcome)},
         )
-        self._record.add_trial(finished)
-        trial = self._open.pop(candidate, None)
-        if trial is None:
-            self._study.add_trial(finished)
-        else:
-            self._study.tell(trial, value, state=state)
+        self._model.add_trial(trial)
+        self._in_model[key] = len(self._model.get_trials(deepcopy=False)) - 1
 
-    def finish(self) -> None:
-        """Mark the study as done: the next search of the same problem starts a new one."""
-        self._record.set_user_attr(_FINISHED, True)
+    def _end_in_model(self, key: str, outcome: Outcome) -> None:
+        if key not in self._in_model:
+            return
+        value = _value(outcome)
+        self._model.tell(self._in_model[key], value, state=TrialState.FAIL if value is None else TrialState.COMPLETE)
 
-    def _candidate(self, parameters: dict[str, Any]) -> Candidate | None:
+    def _candidate(self, parameters: Mapping[str, Any]) -> Candidate | None:
         family = self._space.families.get(parameters.get("template", ""))
         if family is None:
             return None
         prefix = f"{family.name}."
         values = {name.removeprefix(prefix): value for name, value in parameters.items() if name.startswith(prefix)}
         return Candidate(family=family, config=Config.of(values))
+
+
+class Plan:
+    """Which run of a command this is: `suffix` is part of the names of its studies.
+
+    The newest run that didn't come to its end, or else a new one. Processes that start the same plan at the same time get the same run.
+    """
+
+    def __init__(self, storage: optuna.storages.BaseStorage, words: Sequence[object]) -> None:
+        plan = hashlib.sha256(repr(words).encode()).hexdigest()[:12]
+        self._record, run = newest_unfinished(storage, f"plan-{plan}")
+        self.suffix = f"{plan}-{run}"
+
+    def finish(self) -> None:
+        """Say that it came to its end: the same command starts a new run from now on."""
+        self._record.finish()
+
+
+def _value(outcome: Outcome) -> float | None:
+    return outcome.measurement.median_us if outcome.fate.timed and outcome.measurement else None
+
+
+def _derived(seed: int, number: int) -> int:
+    """A seed of its own for the `number`-th candidate, so that the samples after an interruption are those without it."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:4])
 
 
 def _parameters(candidate: Candidate) -> dict[str, Any]:
@@ -162,7 +293,7 @@ def _distributions(family: Family, names: list[str]) -> dict[str, BaseDistributi
     return {"template": CategoricalDistribution(names), **axes}
 
 
-def _fingerprint(space: SearchSpace, problem: Problem) -> str:
+def fingerprint(space: SearchSpace, problem: Problem) -> str:
     """Changes with anything that would make earlier trials another experiment."""
     axes = {name: [(axis.name, axis.values) for axis in family.axes] for name, family in space.families.items()}
     hashes = sorted(sources_hash(family.template_file) for family in space.families.values())
@@ -178,12 +309,3 @@ def _optuna_sampler(sampler: Sampler, seed: int | None) -> optuna.samplers.BaseS
                 seed=seed, n_startup_trials=_STARTUP_TRIALS, multivariate=True, group=True, constant_liar=True
             )
     return optuna.samplers.RandomSampler(seed=seed)
-
-
-def _open(storage: optuna.storages.BaseStorage, name: str) -> optuna.Study:
-    """The newest study of this name, or the next one where that is finished."""
-    for generation in range(1, 1_000_000):
-        study = optuna.create_study(storage=storage, study_name=f"{name}-{generation}", direction="minimize", load_if_exists=True)
-        if not study.user_attrs.get(_FINISHED):
-            return study
-    raise AssertionError("a million searches of one problem")

@@ -1,0 +1,84 @@
+"""Where a search keeps its study: an Optuna storage, in the cache directory or wherever --storage names."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from flashtune.core.errors import EnvironmentProblem, FlashtuneError, InputError
+from flashtune.core.secrets import mask_secrets
+
+CREATION_S = 30.0
+"""How long several first searches may get into each other's way while they create the tables."""
+LOCK_S = 60
+"""How long SQLite waits for other processes that write."""
+
+
+@contextmanager
+def study_storage(url: str | None) -> Iterator[Any]:
+    """The Optuna storage at `url`, or the one in the user's cache directory.
+
+    Raises InputError for what is no URL, EnvironmentProblem where a driver, a permission or space is missing, and DatabaseError where
+    the server can't be used, when it is opened or later.
+    """
+    import optuna
+    from sqlalchemy.exc import SQLAlchemyError
+
+    from flashtune.core.folders import cache_dir
+    from flashtune.tuner.record import storage_fault
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    where = url or f"sqlite:///{cache_dir() / 'studies.sqlite'}"
+    shown = mask_secrets(where)
+    try:
+        yield _opened(where)
+    except ModuleNotFoundError as error:
+        raise _missing(shown, error.name or str(error)) from error
+    except ImportError as error:
+        # Optuna's own, without the name of what is missing.
+        cause = error.__cause__
+        raise _missing(shown, (cause.name if isinstance(cause, ImportError) else None) or mask_secrets(str(error))) from error
+    except SQLAlchemyError as error:
+        raise storage_fault(shown, error) from error
+    except optuna.exceptions.StorageInternalError as error:
+        raise storage_fault(shown, error.__cause__ or error) from error
+
+
+def _opened(where: str) -> Any:
+    """The storage, with its tables; another process may be making them at this moment, so that ours are there already, or half."""
+    import optuna
+    from sqlalchemy.exc import ArgumentError, DBAPIError
+
+    server = not where.startswith("sqlite")
+    # A connection that a server has dropped (it was restarted, say) is replaced before it is used.
+    engine = {"pool_pre_ping": True} if server else {"connect_args": {"timeout": LOCK_S}}
+    deadline = time.monotonic() + CREATION_S
+    while True:
+        try:
+            return optuna.storages.RDBStorage(where, engine_kwargs=engine)
+        except (ValueError, ArgumentError) as error:
+            said = mask_secrets(" ".join(str(error).split()))
+            raise InputError(
+                f"the study storage {mask_secrets(where)!r} can't be opened ({said}): give a URL such as sqlite:///study.sqlite"
+            ) from error
+        except (DBAPIError, optuna.exceptions.StorageInternalError, AssertionError):
+            if time.monotonic() > deadline or not _has_tables(where):
+                raise
+            time.sleep(0.1)
+
+
+def _has_tables(where: str) -> bool:
+    """Whether someone has begun to make Optuna's tables there."""
+    from sqlalchemy import create_engine, inspect
+    from sqlalchemy.exc import SQLAlchemyError
+    from sqlalchemy.pool import NullPool
+
+    try:
+        return inspect(create_engine(where, poolclass=NullPool)).has_table("studies")
+    except SQLAlchemyError:
+        return False
+
+
+def _missing(shown: str, driver: str) -> FlashtuneError:
+    remedy = "pip install 'flashtune[postgresql]'" if driver.startswith("psycopg") else f"pip install {driver}"
+    return EnvironmentProblem(f"the study storage {shown} needs the Python driver {driver!r}: {remedy}")

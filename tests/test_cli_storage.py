@@ -1,0 +1,81 @@
+"""The storage of studies: made by several first searches at once, and told of in one sentence where it can't be used."""
+
+import os
+import sqlite3
+from pathlib import Path
+
+import optuna
+import pytest
+from db_faults import fork
+
+from flashtune.cli.storage import study_storage
+from flashtune.core.errors import DatabaseError, EnvironmentProblem, FlashtuneError, InputError
+
+
+def open_together(url: str, processes: int) -> list[str]:
+    """What each of these processes, which open the storage at the same moment, has to complain of."""
+    barrier, said = fork.Barrier(processes), fork.SimpleQueue()
+
+    def work() -> None:
+        barrier.wait()
+        try:
+            with study_storage(url) as storage:
+                optuna.create_study(storage=storage, study_name="one", load_if_exists=True)
+            said.put("")
+        except BaseException as error:
+            said.put(f"{type(error).__name__}: {error}")
+
+    children = [fork.Process(target=work) for _ in range(processes)]
+    for child in children:
+        child.start()
+    found = [said.get() for _ in children]
+    for child in children:
+        child.join()
+    return found
+
+
+def test_first_searches_that_start_at_once_share_one_storage(tmp_path: Path) -> None:
+    # The first import of what Optuna imports lazily would keep the processes apart.
+    with study_storage(f"sqlite:///{tmp_path}/warm.sqlite"):
+        pass
+    for attempt in range(5):
+        assert open_together(f"sqlite:///{tmp_path}/{attempt}.sqlite", 6) == [""] * 6
+
+
+def test_a_storage_that_was_made_by_halves_is_completed(tmp_path: Path) -> None:
+    """Its maker was killed after the first table."""
+    path = tmp_path / "half.sqlite"
+    with study_storage(f"sqlite:///{path}"):
+        pass
+    with sqlite3.connect(path) as connection:
+        for table in ("alembic_version", "version_info", "trial_values"):
+            connection.execute(f"DROP TABLE {table}")
+    connection.close()
+    with study_storage(f"sqlite:///{path}") as storage:
+        optuna.create_study(storage=storage).optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=1)
+
+
+FAULTS = {
+    "no URL": ("study", InputError, "sqlite:///"),
+    "an unknown kind": ("nothing://host/x", InputError, "nothing"),
+    "no driver": ("postgresql+pg8000://u@host/x", EnvironmentProblem, "'pg8000'"),
+    "no such folder": ("sqlite:////nowhere/at/all/x.sqlite", EnvironmentProblem, "nowhere"),
+    "no server": ("postgresql+psycopg://u@127.0.0.1:1/x", DatabaseError, "127.0.0.1"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_storage_that_cant_be_opened_is_one_sentence(fault: str) -> None:
+    url, kind, telling = FAULTS[fault]
+    with pytest.raises(kind, match=telling) as caught, study_storage(url):
+        pass
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_of_another_kind_is_left_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "x.sqlite"
+    path.write_bytes(os.urandom(5000))
+    before = path.read_bytes()
+    with pytest.raises(FlashtuneError, match="not a database"), study_storage(f"sqlite:///{path}"):
+        pass
+    assert path.read_bytes() == before

@@ -1,0 +1,232 @@
+"""Many processes share one study: none tries what another is trying, and what a dead one began is free again."""
+
+import multiprocessing
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+
+from flashtune.core.config import Config
+from flashtune.core.errors import DatabaseError
+from flashtune.core.problem import Problem
+from flashtune.core.results import Fate, Measurement, Outcome, Provenance, SearchResult
+from flashtune.core.target import find_target
+from flashtune.templates import family
+from flashtune.tuner import claimant, record
+from flashtune.tuner.record import newest_unfinished
+from flashtune.tuner.space import Candidate, SearchSpace
+from flashtune.tuner.study import Study
+
+optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+BIG = Problem(batch=4, heads=32, kv_heads=32, n_q=4096, n_kv=4096, d=64, d_v=64, dtype="fp16")
+SPACE = SearchSpace({"flash_fwd": family("flash_fwd")}, BIG, find_target("a100"))
+PROVENANCE = Provenance(flashtune="0", torch="0", triton="0", command="flashtune search", created_at="2026-11-22T10:00:00+00:00")
+
+
+def storage_at(url: str) -> optuna.storages.BaseStorage:
+    return optuna.storages.RDBStorage(url, engine_kwargs={"connect_args": {"timeout": 60}})
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> optuna.storages.BaseStorage:
+    return storage_at(f"sqlite:///{tmp_path}/study.sqlite")
+
+
+def study(storage: optuna.storages.BaseStorage, sampler: Any = "random", seed: int | None = 0) -> Study:
+    return Study(SPACE, BIG, sampler=sampler, seed=seed, source="measured", storage=storage)
+
+
+def time_of(candidate: Candidate) -> float:
+    return 1.0 + sum(len(str(value)) * place for place, (_, value) in enumerate(candidate.config.items))
+
+
+def outcome(candidate: Candidate) -> Outcome:
+    time_us = time_of(candidate)
+    return Outcome(
+        template="flash_fwd",
+        template_hash="h",
+        variant_id=candidate.variant(SPACE.spec).id,
+        config=candidate.config,
+        fate=Fate.CORRECT if time_us % 1 == 0 else Fate.COMPILE,
+        source="measured",
+        measurement=Measurement.of([time_us]),
+    )
+
+
+def work(url: str, limit: int, step: bool = False, ahead: int = 4) -> list[Config]:
+    """Ask and tell until `limit` candidates were tried; run in several processes at once. With `step`, a line of input tells one."""
+    mine, found = study(storage_at(url), seed=None), []
+    waiting: list[Candidate] = []
+    while True:
+        waiting += mine.ask(ahead - len(waiting), limit=limit)
+        if not waiting:
+            return found
+        candidate = waiting.pop(0)
+        if step:
+            print("asked", flush=True)
+            sys.stdin.readline()
+        mine.tell(candidate, outcome(candidate))
+        found.append(candidate.config)
+
+
+def test_processes_that_share_a_study_try_each_candidate_once_and_no_more_than_were_wanted(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/study.sqlite"
+    storage_at(url)
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
+        found = pool.starmap(work, [(url, 24)] * 3)
+    tried = [config for configs in found for config in configs]
+    assert len(tried) == len(set(tried)) == 24
+    assert {candidate.config for candidate in study(storage_at(url), seed=None).outcomes} == set(tried)
+
+
+def test_what_another_is_trying_is_not_asked_and_counts(storage: optuna.storages.BaseStorage) -> None:
+    first, second = study(storage), study(storage)
+    a, b = first.ask(3), second.ask(3)
+    assert len({*a, *b}) == 6
+    second.refresh()
+    assert second.others and second.claimed == 6
+    assert len(second.ask(3, limit=7)) == 1
+    first.leave()
+    assert second.ask(3, limit=7) == a, "what was begun and left comes first"
+
+
+def test_a_killed_process_gives_back_what_it_tried(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/study.sqlite"
+    storage_at(url)
+    code = f"import test_tuner_record as t; t.work({url!r}, 30, step=True)"
+    where = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}
+    words = [sys.executable, "-c", code]
+    child = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=where)
+    assert child.stdout is not None and child.stdin is not None
+    for _ in range(3):
+        child.stdout.readline()
+        child.stdin.write("\n")
+    child.stdout.readline()
+    before = study(storage_at(url), seed=None)
+    assert before.others, "a process that is only slow keeps what it tries"
+    assert len(before.outcomes) == 3
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    after = study(storage_at(url), seed=None)
+    assert not after.others
+    begun = [c for c in before._candidates.values() if c not in after.outcomes]
+    assert len(begun) == 4 and after.ask(len(begun)) == begun
+
+
+def test_a_process_of_another_machine_is_dead_once_it_falls_silent(
+    storage: optuna.storages.BaseStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claimant, "lives_here", lambda who: None)
+    monkeypatch.setattr(record.Record, "_beat", lambda self: None)
+    monkeypatch.setattr(record, "GRACE_S", 0.0)
+    far, near = study(storage), study(storage)
+    taken = far.ask(2)
+    for count in range(3):
+        far._record._storage.set_study_user_attr(far._record._study_id, f"beat {far._record._me}", count)
+        near.refresh()
+        assert near.others, "its count went up since the last look"
+    near.refresh()
+    assert not near.others
+    assert set(near.ask(4)) >= set(taken)
+    # It wasn't dead after all: what it tells then is of no effect.
+    far.tell(taken[0], outcome(taken[0]))
+    near.refresh()
+    assert near.claimed == 4
+
+
+def test_a_process_says_that_it_is_alive_until_it_leaves(storage: optuna.storages.BaseStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "BEAT_S", 0.01)
+    one = study(storage)
+    one.ask(1)
+    deadline = time.monotonic() + 60
+    while one._record._attributes().get(f"beat {one._record._me}", 0) < 3:
+        assert time.monotonic() < deadline
+    stop = one._record._stop_beating
+    one.leave()
+    assert stop is not None and stop.is_set()
+
+
+def test_only_one_process_decides_and_a_decision_comes_back(storage: optuna.storages.BaseStorage) -> None:
+    first, second = study(storage), study(storage)
+    [candidate] = first.ask(1)
+    told = outcome(candidate)
+    first.tell(candidate, told)
+    assert first.may_decide() and not second.may_decide()
+    assert second.decided(BIG) is None
+    raced = Outcome(**{name: getattr(told, name) for name in told.__slots__} | {"rank": 1, "finalist": True})
+    result = SearchResult(gpu="a100", problem=BIG, outcomes=(raced,), provenance=PROVENANCE)
+    first.decide(result)
+    assert second.decided(BIG) == result == study(storage).decided(BIG)
+    assert not second.may_decide()
+
+
+@pytest.mark.parametrize(("sampler", "ends"), [("tpe", (1, 5, 17)), ("tpe", (14, 15)), ("random", (7, 8)), ("exhaustive", (3, 9))])
+def test_an_interrupted_study_asks_what_an_undisturbed_one_asks(
+    storage: optuna.storages.BaseStorage, sampler: Any, ends: tuple[int, ...]
+) -> None:
+    def run(where: optuna.storages.BaseStorage, until: int) -> list[Candidate]:
+        """One process's work; where it ends early, up to four candidates are begun and not told."""
+        one = study(where, sampler, seed=5)
+        one.enqueue(SPACE.starts()[:6])
+        waiting: list[Candidate] = []
+        while len(one.outcomes) < until:
+            waiting += one.ask(4 - len(waiting), limit=20)
+            one.tell(waiting[0], outcome(waiting[0]))
+            del waiting[0]
+        one.leave()
+        return list(one.in_order())
+
+    undisturbed = run(optuna.storages.InMemoryStorage(), 20)
+    for end in ends:
+        run(storage, end)
+    assert run(storage, 20) == undisturbed
+    assert len(undisturbed) == 20
+
+
+def test_a_storage_that_stays_locked_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "PATIENCE_S", 0.5)
+    path = tmp_path / "study.sqlite"
+    shared = study(optuna.storages.RDBStorage(f"sqlite:///{path}", engine_kwargs={"connect_args": {"timeout": 0.1}}))
+    [candidate] = shared.ask(1)
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    with pytest.raises(DatabaseError, match="locked") as caught:
+        shared.tell(candidate, outcome(candidate))
+    assert "\n" not in str(caught.value) and "study.sqlite" in str(caught.value)
+    other.execute("ROLLBACK")
+    other.close()
+
+
+def test_the_newest_run_of_a_plan_goes_on_until_it_is_finished(storage: optuna.storages.BaseStorage) -> None:
+    first, number = newest_unfinished(storage, "plan-x")
+    assert number == 1 and newest_unfinished(storage, "plan-x")[1] == 1
+    for expected in range(2, 12):
+        newest_unfinished(storage, "plan-x")[0].finish()
+        assert newest_unfinished(storage, "plan-x")[1] == expected
+    assert newest_unfinished(storage, "plan")[1] == 1
+    assert first.finished
+
+
+def test_claimants_are_told_apart() -> None:
+    me, again = claimant.name(), claimant.name()
+    assert me != again
+    assert claimant.lives_here(me) is None, "another search of this process"
+    machine, pid, started, token = me.split("/")
+    assert claimant.lives_here("/".join((machine, pid, str(int(started) - 1), token))) is False
+    assert claimant.lives_here("/".join(("elsewhere", pid, started, token))) is None
+    assert claimant.lives_here("nonsense") is None
+    child = subprocess.Popen([sys.executable, "-c", "from flashtune.tuner import claimant; print(claimant.name())"], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    name = child.stdout.readline().decode().strip()
+    child.stdout.read()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert claimant.lives_here(name) is False, "it has ended, though nobody has collected it"
+    child.wait()

@@ -1,0 +1,185 @@
+"""A plan goes on where the whole of it was; what was found reaches the database, once, whatever stood in the way."""
+
+import sqlite3
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import optuna
+import pytest
+from planted import PLANTED_PROBLEM, Listener, planted_family, planted_plan
+
+from flashtune.core.errors import DatabaseError, FlashtuneError
+from flashtune.core.results import Provenance, SearchResult
+from flashtune.db import sqlite_file
+from flashtune.db.store import Store
+from flashtune.tuner import record
+from flashtune.tuner.search import Search, SearchPlan
+
+PROVENANCE = Provenance(flashtune="0", torch="0", triton="0", created_at="2026-11-22T10:00:00+00:00")
+GRID = tuple(replace(PLANTED_PROBLEM, n_q=n, n_kv=n) for n in (64, 96, 128))
+
+PLAN = planted_plan(GRID)
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+def plan(**changes: object) -> SearchPlan:
+    return replace(PLAN, **changes)  # type: ignore[arg-type]
+
+
+def run(
+    folder: Path,
+    listener: Listener,
+    *,
+    plan: SearchPlan = PLAN,
+    save: Callable[[SearchResult], None] | None = None,
+    lock_s: float = 60.0,
+) -> None:
+    storage = optuna.storages.RDBStorage(f"sqlite:///{folder}/study.sqlite", engine_kwargs={"connect_args": {"timeout": lock_s}})
+    with Store.open(folder / "tuned.sqlite", writable=True) as store:
+        Search(plan, storage=storage, provenance=PROVENANCE, save=save or store.save_once, listener=listener).run()
+
+
+def saved(folder: Path) -> list[SearchResult]:
+    with Store.open(folder / "tuned.sqlite", writable=False) as store:
+        return store.results()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, quick: None) -> list[SearchResult]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run(folder, Listener())
+    return saved(folder)
+
+
+def test_an_interrupted_plan_goes_on_where_it_was_and_a_finished_one_starts_anew(tmp_path: Path, undisturbed: list[SearchResult]) -> None:
+    first = Listener(stop_after=len(undisturbed[0].outcomes) + 2)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, first)
+    second = Listener()
+    run(tmp_path, second)
+    assert second.known == [GRID[0]], "the first problem isn't searched again"
+    assert second.resumed == [2, 0]
+    assert len(first.trials) + len(second.trials) == sum(len(result.outcomes) for result in undisturbed)
+    *_, partial, again, last = results = saved(tmp_path)
+    assert len(results) == 4 and len(partial.outcomes) == 2
+    assert [results[0], again, last] == undisturbed
+    third = Listener()
+    run(tmp_path, third)
+    assert third.resumed == [0, 0, 0] and third.known == [], "the plan had come to its end: the same command is a new search"
+
+
+def test_another_plan_starts_for_itself(tmp_path: Path, undisturbed: list[SearchResult]) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, Listener(stop_after=len(undisturbed[0].outcomes) + 1))
+    for other in (plan(trials=3), plan(seed=2), plan(problems=GRID[:1])):
+        listener = Listener()
+        run(tmp_path, listener, plan=other)
+        assert listener.known == [] and set(listener.resumed) == {0}
+    unfinished = Listener()
+    run(tmp_path, unfinished, plan=plan(jobs=1, budget_s=3600.0))
+    assert unfinished.known == [GRID[0]], "how fast it is to go is no part of a plan"
+
+
+def test_a_result_that_cant_be_saved_is_saved_at_the_end(
+    tmp_path: Path, undisturbed: list[SearchResult], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The database is locked for longer than a write waits, while the first problem ends."""
+    monkeypatch.setattr(sqlite_file, "BUSY_SECONDS", 0.3)
+    path = tmp_path / "tuned.sqlite"
+    locked: list[sqlite3.Connection] = []
+
+    class Locker(Listener):
+        def trial_finished(self, outcome: object, incumbent: object) -> None:
+            if not locked:
+                locked.append(sqlite3.connect(path, isolation_level=None))
+                locked[0].execute("BEGIN IMMEDIATE")
+
+        def save_failed(self, problem: object, error: FlashtuneError) -> None:
+            super().save_failed(problem, error)  # type: ignore[arg-type]
+            assert "locked by another process" in str(error)
+            locked[0].close()
+
+    listener = Locker()
+    run(tmp_path, listener)
+    assert listener.unsaved == [GRID[0]]
+    assert sorted(saved(tmp_path), key=lambda result: result.problem.n_kv) == undisturbed
+
+
+def test_a_finished_but_unsaved_search_is_saved_by_the_same_command(
+    tmp_path: Path, undisturbed: list[SearchResult], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite_file, "BUSY_SECONDS", 0.3)
+    Store.open(tmp_path / "tuned.sqlite", writable=True).close()
+    holder = sqlite3.connect(tmp_path / "tuned.sqlite", isolation_level=None)
+    first = Listener()
+
+    class Locker(Listener):
+        def trial_finished(self, outcome: object, incumbent: object) -> None:
+            first.trials.append(outcome)  # type: ignore[arg-type]
+            if len(first.trials) == 1:
+                holder.execute("BEGIN IMMEDIATE")
+
+    with pytest.raises(DatabaseError, match="locked by another process"):
+        run(tmp_path, Locker())
+    assert len(first.trials) == sum(len(result.outcomes) for result in undisturbed), "the other problems were searched all the same"
+    holder.close()
+    assert saved(tmp_path) == []
+    second = Listener()
+    run(tmp_path, second)
+    assert second.trials == [] and second.known == list(GRID)
+    assert saved(tmp_path) == undisturbed
+
+
+def test_a_storage_that_goes_away_leaves_what_is_known_in_the_database_and_the_plan_goes_on_when_it_is_back(
+    tmp_path: Path, undisturbed: list[SearchResult], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(record, "LEAVING_S", 0.1)
+    # The search that lost its storage couldn't give back its claims, and its process, this one, lives on.
+    monkeypatch.setattr(record, "GRACE_S", 0.0)
+    path, aside = tmp_path / "study.sqlite", tmp_path / "aside.sqlite"
+
+    class Remover(Listener):
+        def trial_finished(self, outcome: object, incumbent: object) -> None:
+            self.trials.append(outcome)  # type: ignore[arg-type]
+            if len(self.trials) == len(undisturbed[0].outcomes) + 2:
+                path.rename(aside)
+
+    lost = Remover()
+    with pytest.raises(FlashtuneError, match="study storage") as caught:
+        run(tmp_path, lost, lock_s=0.1)
+    assert "\n" not in str(caught.value)
+    assert [len(result.outcomes) for result in saved(tmp_path)] == [len(undisturbed[0].outcomes), 2]
+    path.unlink(missing_ok=True)
+    aside.rename(path)
+    second = Listener()
+    run(tmp_path, second)
+    assert second.known == [GRID[0]] and second.resumed == [2, 0]
+    assert [result for result in saved(tmp_path) if len(result.outcomes) != 2] == undisturbed
+
+
+def test_a_run_that_was_saved_just_before_its_writer_died_is_there_once(tmp_path: Path, undisturbed: list[SearchResult]) -> None:
+    class Dies(Exception):
+        pass
+
+    def save_and_die(result: SearchResult) -> None:
+        with Store.open(tmp_path / "tuned.sqlite", writable=True) as store:
+            store.save_once(result)
+        raise Dies
+
+    for _ in range(3):
+        with pytest.raises(Dies):
+            run(tmp_path, Listener(), save=save_and_die)
+    run(tmp_path, Listener())
+    assert saved(tmp_path) == undisturbed
+
+
+def test_a_family_without_a_right_candidate_is_searched_anew_like_any_other(tmp_path: Path) -> None:
+    wrong = plan(families={"planted_broken": planted_family("broken")}, problems=GRID[:1])
+    for _ in range(2):
+        listener = Listener()
+        with pytest.raises(FlashtuneError, match="no correct kernel"):
+            run(tmp_path, listener, plan=wrong)
+        assert listener.resumed == [0]
