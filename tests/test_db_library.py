@@ -1,8 +1,10 @@
 """The library serves the best record of each key over the user's overlay and the shipped database."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import db_samples as samples
@@ -11,7 +13,9 @@ import pytest
 from flashtune.core.errors import DatabaseError
 from flashtune.core.results import Fate, SearchResult
 from flashtune.db import library
-from flashtune.db.library import Library
+from flashtune.db import shipped as package
+from flashtune.db.library import Library, shipped_path
+from flashtune.db.store import Store
 
 KEY = samples.PROBLEM.key("h200")
 
@@ -147,3 +151,17 @@ def test_reading_a_database_loads_neither_torch_nor_alembic(own_database: Path) 
         "print([name for name in ('torch', 'alembic', 'triton') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_the_shipped_winners_are_the_stores_own_and_need_no_sqlalchemy() -> None:
+    with Store.open(shipped_path(), writable=False) as store:
+        wanted = [replace(record, origin="") for record in store.winners()]
+    assert [replace(record, origin="") for record in package.winners(shipped_path())] == wanted and wanted
+    code = """
+import sys
+from flashtune.db.library import Library
+print(len(Library.default().winners()), "sqlalchemy" in sys.modules)
+"""
+    environment = {**os.environ, "FLASHTUNE_DB": "/nowhere/tuned.sqlite"}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert run.stdout.split() == [str(len(wanted)), "False"]

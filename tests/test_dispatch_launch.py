@@ -20,6 +20,7 @@ from flashtune.core.shipped import GeneratedKernel, read_index
 from flashtune.core.torch_dtypes import TORCH_DTYPES
 from flashtune.db import library as databases
 from flashtune.dispatch.launch import driver, prepared
+from flashtune.dispatch.launch.hostcode import load_host_code
 from flashtune.dispatch.launch.program import Program
 from flashtune.dispatch.launch.recording import Address, Descriptor, Drawn, Recorded, Recording, Tensor, record
 
@@ -268,3 +269,16 @@ def test_what_is_recorded_of_a_shipped_kernel_is_what_it_launches(kernel: Genera
                 assert kept == real and type(kept) is type(real)
     drawn = {x.source for recorded in recording.launches for x in recorded.arguments if isinstance(x, Drawn)}
     assert drawn == ({prepared.SEED, prepared.OFFSET} if problem.features.dropout else set())
+
+
+@pytest.mark.parametrize("kernel", SHIPPED, ids=lambda kernel: kernel.path)
+def test_host_code_without_triton_says_what_the_module_says(kernel: GeneratedKernel) -> None:
+    module = importlib.import_module(f"flashtune.kernels_generated.{kernel.module}")
+    host = load_host_code(Path(kernels_generated.__file__).parent / kernel.path)
+    problem = PROBLEMS[kernel.variant_id]
+    settings = {"scale": 0.1, **problem.band.keywords(), "softcap": 20.0, "dropout_p": 0.1 if problem.features.dropout else 0.0}
+    given = tensors_of(problem)
+    assert host.accepts(given.q, given.k, given.v, given.mask) == module.accepts(given.q, given.k, given.v, given.mask)
+    ours, theirs = (prepared.launches(each, given, settings) for each in (host, module))
+    assert ours[2] == theirs[2] is not None
+    assert [step[0].__name__ for step in ours[0]] == [step[0].__name__ for step in theirs[0]]

@@ -4,6 +4,7 @@ The best records are loaded into memory once, so that no SQL is on the hot path.
 """
 
 import os
+import sqlite3
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ import platformdirs
 
 from flashtune.core.problem import ProblemKey
 from flashtune.core.results import Fate, TuningRecord
+from flashtune.db import shipped
 from flashtune.db.ranking import by_key, foremost, key_order, serve_all
 
 if TYPE_CHECKING:
@@ -52,7 +54,7 @@ class Library:
         self.layers = tuple(layers)
         found: list[TuningRecord] = []
         for layer in self.layers:
-            records = _read(layer, lambda store: store.winners())
+            records = _winners(layer)
             found += [replace(record, origin=layer.origin) for record in records] if layer.origin else records
         records_of = by_key(found)
         self._records = {key: records_of[key] for key in sorted(records_of, key=key_order)}
@@ -93,6 +95,20 @@ class Library:
                 fates[outcome.variant_id] = outcome.fate
         counts = Counter(fates.values())
         return {fate: counts[fate] for fate in Fate if counts[fate]}
+
+
+def _winners(layer: Layer) -> list[TuningRecord]:
+    """What every search of a layer found best. The two layers that every process has are read without SQLAlchemy: the package's own
+    database, and the user's while there is none."""
+    if layer.optional and "://" not in str(layer.location) and not os.path.lexists(layer.location):
+        return []
+    if layer.location == shipped_path() and not shipped_path().with_name(f"{shipped_path().name}-wal").exists():
+        try:
+            return shipped.winners(shipped_path())
+        except (sqlite3.Error, ValueError):
+            # Whatever is wrong with it, the store says it best.
+            pass
+    return _read(layer, lambda store: store.winners())
 
 
 def _read(layer: Layer, work: Callable[["Store"], list[T]]) -> list[T]:

@@ -305,9 +305,7 @@ def _why_torch_of(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, per_head: PerHead | None
 ) -> str | None:
     """Why only torch's own operations can serve these tensors at any time, or None."""
-    if not (query.is_cuda if devices.TRITON else False) and not (devices.INTERPRETING and query.is_cpu):
-        if query.is_cuda:
-            return "Triton is not installed"
+    if not query.is_cuda and not (devices.INTERPRETING and query.is_cpu):
         return "kernels run on GPUs (or on the CPU with TRITON_INTERPRET=1 set at import)"
     if (
         type(query) not in _PLAIN_TYPES

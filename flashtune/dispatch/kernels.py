@@ -11,6 +11,7 @@ from flashtune.core.binaries import Manifest, machine_arch, read_manifest
 from flashtune.core.config import Config, KernelSpec, Variant
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.shipped import Index, read_index
+from flashtune.dispatch.launch.hostcode import load_host_code
 from flashtune.templates.family import Family
 
 PACKAGE = "flashtune.kernels_generated"
@@ -52,6 +53,14 @@ def manifest(chosen: Variant, arch: str) -> Manifest | None:
     from flashtune.core import kernel_cache
 
     return kernel_cache.find(chosen.id, machine_arch(int(arch)))
+
+
+def host_code(chosen: Variant) -> ModuleType | None:
+    """The shipped module's host functions, loaded without Triton; None where no file was shipped for this variant."""
+    found = shipped_index(PACKAGE).find(chosen.id)
+    if found is None or found.template != chosen.template:
+        return None
+    return load_host_code(Path(str(resources.files(PACKAGE))) / found.path)
 
 
 def shipped_manifest(chosen: Variant, arch: str) -> Manifest | None:

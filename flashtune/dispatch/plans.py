@@ -1,7 +1,7 @@
 """What a call's signature is bound to after its first call: everything decided, ready to run."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -66,15 +66,24 @@ class KernelPlan:
 
     __slots__ = (
         "_counters", "_factors", "_framework", "_layout", "_like_query", "_lse_offset", "_memory", "_plain", "_scratch", "_settings",
-        "_temporaries", "call", "manifest", "module", "program",
+        "_temporaries", "_whole", "call", "manifest", "module", "program",
     )  # fmt: skip
 
-    def __init__(self, call: Call, module: ModuleType, manifest: Manifest | None, q: torch.Tensor) -> None:
+    def __init__(
+        self,
+        call: Call,
+        module: ModuleType,
+        q: torch.Tensor,
+        *,
+        manifest: Manifest | None = None,
+        whole: Callable[[], ModuleType] | None = None,
+    ) -> None:
         """`q` (B, Hq, N_q, D) as the kernel takes it: the output's dimensions lie in memory as its do, as in torch.
 
-        `manifest` is of the module's machine code, where that is at hand.
+        `manifest` is of the module's machine code, where that is at hand. `whole` loads the module with its kernels where `module` is
+        host code alone.
         """
-        self.call, self.module, self.manifest = call, module, manifest
+        self.call, self.module, self.manifest, self._whole = call, module, manifest, whole
         shape = (call.batch, call.heads, call.n_q, call.d_v)
         self._layout = (shape, out_strides(shape, q.stride()), shape[:3], (call.heads * call.n_q, call.n_q, 1))
         self._settings = {"scale": call.scale, **call.band.keywords(), "softcap": call.softcap, "dropout_p": call.dropout_p}
@@ -101,7 +110,10 @@ class KernelPlan:
             self._counters = self.module.counts_needed(given.q, given.k)
             if call.factors is not None:
                 self._factors = prepared.resident_factors(call.device, call.factors)
-            self.program = prepared.program(self.module, self.manifest, given, self._settings)
+            self.program = prepared.program(self.module, self.manifest, given, self._settings, compiles=self._whole is None)
+            if self.program is None and self._whole is not None:
+                self.module = self._whole()
+                self.program = prepared.program(self.module, self.manifest, given, self._settings, compiles=True)
             if self.program is not None:
                 self._plain = self.program.last_source <= prepared.COUNTS
                 self._like_query = self._layout[1] == given.q.stride() and call.d == call.d_v and call.out_dtype == call.dtype

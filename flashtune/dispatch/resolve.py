@@ -1,9 +1,10 @@
 """From a call to plans: what was decided, and where nothing was, the policy's choices with their kernels and what was passed over."""
 
+import functools
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -148,7 +149,10 @@ def candidates(
             continue
         variant = _variant(choice, family)
         name = f"{variant.template} {variant.id}"
-        module, why = _loaded(memo, family, variant, call.device)
+        manifest = kernels.manifest(variant, target.arch) if call.device.type == "cuda" and torch.version.cuda else None
+        whole = functools.partial(kernels.load, family, variant)
+        host = None if manifest is None else kernels.host_code(variant)
+        module, why = _loaded(memo, variant, call.device, whole if host is None else host)
         if module is None:
             refused.append(f"{name}: {why}")
             failed.add(family.name)
@@ -160,9 +164,8 @@ def candidates(
             if call.device.type == "cpu":
                 reason = f"{explanation.reason}, in Triton's interpreter"
                 explanation = replace(explanation, gpu="cpu", key=None, reason=reason)
-            yield Candidate(
-                plan=KernelPlan(call, module, kernels.manifest(variant, target.arch), q), explanation=explanation, variant=variant
-            )
+            plan = KernelPlan(call, module, q, manifest=manifest, whole=None if host is None else whole)
+            yield Candidate(plan=plan, explanation=explanation, variant=variant)
             # The caller comes back only when this one failed.
             refused.append(f"{name}: {memo.broken.get((variant.id, str(call.device)), 'it failed')}")
             failed.add(family.name)
@@ -233,14 +236,18 @@ def _surroundings(memo: Memo, call: Call, problem: Problem) -> tuple[Target, Map
     return target, families(), memo.records(problem.key(target.slug))
 
 
-def _loaded(memo: Memo, family: Family, variant: Variant, device: torch.device) -> tuple[ModuleType | None, str]:
-    """The kernel's module, or None and why it can't be had."""
+def _loaded(
+    memo: Memo, variant: Variant, device: torch.device, load: Callable[[], ModuleType] | ModuleType
+) -> tuple[ModuleType | None, str]:
+    """The kernel's module, which may be given itself, or None and why it can't be had."""
     why = memo.broken.get((variant.id, str(device)))
     if why is not None:
         return None, why
     try:
-        return kernels.load(family, variant), ""
+        return load if isinstance(load, ModuleType) else load(), ""
     except (OSError, ImportError) as error:
+        if not devices.TRITON:
+            return None, "Triton is not installed, and no machine code was shipped for it"
         return None, report_failure(memo, variant, device, error)
 
 

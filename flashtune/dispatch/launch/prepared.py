@@ -59,11 +59,14 @@ def launches(
     return steps, tensors, record(module.launches, tensors, places | numbers)
 
 
-def program(module: ModuleType, manifest: Manifest | None, given: Tensors, settings: Mapping[str, Any]) -> Program | None:
+def program(
+    module: ModuleType, manifest: Manifest | None, given: Tensors, settings: Mapping[str, Any], *, compiles: bool
+) -> Program | None:
     """The prepared launches of a module for calls like this one; None where its host code can't be recorded.
 
     `settings` are the numbers of the call. Kernels without fitting machine code in `manifest` are compiled by Triton, which may raise
-    anything; DriverError where the GPU or its driver refuses a kernel or a tensor map.
+    anything; None where one would be, and the module is host code alone (not `compiles`). Raises DriverError where the GPU or its driver
+    refuses a kernel or a tensor map.
     """
     steps, tensors, recording = launches(module, given, settings)
     if recording is None:
@@ -76,6 +79,8 @@ def program(module: ModuleType, manifest: Manifest | None, given: Tensors, setti
         binary = None if manifest is None else manifest.matching(kernel.__name__, arguments)
         if manifest is not None and binary is not None and binary.arch == arch:
             code = manifest.code(binary)
+        elif not compiles:
+            return None
         else:
             binary, code = compiled(kernel, grid, arguments, options)
         binaries.append(binary)
