@@ -1,6 +1,7 @@
-"""The four pictures of a profile, drawn with matplotlib: bytes by step, time by step, roofline, latency against N.
+"""The pictures of a profile, drawn with matplotlib: bytes and time by step, roofline, latency against N, and a ratio of latencies.
 
-Each `draw_*` fills one axes. Nothing here touches pyplot's global state, and the same profile gives the same bytes.
+Each `draw_*` fills one axes, and gives what can be pointed at a tip: its name and figure. Nothing here touches pyplot's global state,
+and the same profile gives the same bytes.
 """
 
 import io
@@ -8,9 +9,11 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from html import escape, unescape
 from typing import Any
 
 import matplotlib as mpl
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
@@ -37,6 +40,19 @@ MARKERS = {
     "tuned": "*",
 }
 LEAST_N, REACH_N, MOST_N = 128, 16384, 65536
+
+THEMED = {
+    "#ffffff": "--card",
+    "#374151": "--ink",
+    "#111827": "--strong",
+    "#000000": "--strong",
+    "#6b7280": "--muted",
+    "#e5e7eb": "--line",
+}
+"""Neutral colours of the drawings, to the names under which a page has its own."""
+
+_TIP = "tip: "
+_TIPPED = re.compile(rf'<g id="{_TIP}([^"]*)">')
 
 Draw = Callable[[Profile, Axes], None]
 
@@ -69,8 +85,11 @@ def draw_bytes(found: Profile, ax: Axes) -> None:
     names = [step.name for step in steps[:-1]] + ["fused kernel"]
     scores = [step.score_bytes / scale for step in steps]
     others = [(step.bytes - step.score_bytes) / scale for step in steps]
-    ax.barh(names, scores, color=SCORES, label="S and P = softmax(S)")
-    ax.barh(names, others, left=scores, color=OTHER, label="Q, K, V, O")
+    of_scores = ax.barh(names, scores, color=SCORES, label="S and P = softmax(S)")
+    of_others = ax.barh(names, others, left=scores, color=OTHER, label="Q, K, V, O")
+    for bars, sizes, what in ((of_scores, scores, "S and P"), (of_others, others, "Q, K, V, O")):
+        for bar, name, size in zip(bars, names, sizes, strict=True):
+            _tip(bar, f"{name}, {what}: {size:,.2f} {unit}")
     _label_bars(ax, [step.bytes / scale for step in steps], "{:,.2f} " + unit)
     ax.set_title("Bytes by step")
     ax.set_xlabel(f"read and written, {unit} (counted)")
@@ -80,7 +99,8 @@ def draw_bytes(found: Profile, ax: Axes) -> None:
 def draw_time(found: Profile, ax: Axes) -> None:
     """Measured time of each step and of whole attentions with the floor as a mark; without a GPU the floors alone."""
     names, times, floors, colours = _times(found)
-    ax.barh(names, times, color=colours)
+    for bar, name, time_us, least in zip(ax.barh(names, times, color=colours), names, times, floors, strict=True):
+        _tip(bar, f"{name}: {time_us:,.1f} us" + (f", floor {least:,.1f} us" if found.measured else " at least"))
     _label_bars(ax, times, "{:,.1f} µs")
     if found.measured:
         ax.scatter(
@@ -144,7 +164,10 @@ def draw_roofline(found: Profile, ax: Axes) -> None:
     span = [found.crossover / 3, right]
     ax.plot(span, [limit, limit], color=FRAMEWORK, linestyle="--", linewidth=1.2, label="exp unit's limit for the fused kernel")
     for name, intensity, tflops, colour in points:
-        ax.scatter(intensity, tflops, marker=MARKERS[name], s=90, facecolor=colour, edgecolor="white", linewidths=0.6, label=name, zorder=3)
+        point = ax.scatter(
+            intensity, tflops, marker=MARKERS[name], s=90, facecolor=colour, edgecolor="white", linewidths=0.6, label=name, zorder=3
+        )
+        _tip(point, f"{name}: {tflops:,.2f} TFLOP/s at {intensity:,.2f} FLOP/byte")
     ax.set_xscale("log")
     ax.set_yscale("log")
     # A decade above the highest line holds the legend.
@@ -200,6 +223,39 @@ def draw_latency(found: Profile, ax: Axes) -> None:
     ax.legend(loc="upper left")
 
 
+def draw_ratio(found: Profile, ax: Axes) -> None:
+    """How many times as long the framework's fused attention takes as the tuned kernel, against N; without a GPU the floors of two ways.
+
+    On the logarithmic axes of `draw_latency` the two lie on one another.
+    """
+    if found.measured:
+        above, below = "framework", "tuned"
+        series = {one.name: dict(one.points) for one in found.measured.scaling}
+        ax.set_title("Framework's time over the tuned kernel's, measured")
+        colour, label = FUSED, "framework / tuned"
+    else:
+        above, below = "standard", "fused"
+        series = {one.name: dict(one.points) for one in floors_against_n(found)}
+        ax.set_title("Standard over fused, floor (not measured)")
+        colour, label = SCORES, "standard / fused"
+    ratios = {n: us / series[below][n] for n, us in series.get(above, {}).items() if n in series.get(below, {})}
+    ax.axhline(1.0, color=GREY, linewidth=1, linestyle="--")
+    if ratios:
+        ax.plot(list(ratios), list(ratios.values()), color=colour, marker="o", markersize=5, linewidth=1.8, label=label)
+        for n, ratio in ratios.items():
+            _tip(ax.scatter([n], [ratio], s=120, alpha=0.0), f"{label} at N = {n}: {ratio:.2f}")
+            ax.annotate(f"{ratio:.2f}", (n, ratio), xytext=(0, 7), textcoords="offset points", ha="center", fontsize=9)
+        ax.set_ylim(min(0.9, *ratios.values()) * 0.97, max(1.1, *ratios.values()) * 1.06)
+        ax.legend(loc="upper left")
+    ax.axvline(found.problem.n_kv, color=GREY, linewidth=1, linestyle=":")
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n:g}"))
+    ax.minorticks_off()
+    ax.grid(True, which="major")
+    ax.set_xlabel("N (above 1: the second is faster)")
+    ax.set_ylabel("ratio of times")
+
+
 def floors_against_n(found: Profile) -> list[Series]:
     """Each strategy's floor at N from 128 to 16384 or four times the profiled one, in powers of two."""
     sizes = {found.problem.n_q}
@@ -224,28 +280,50 @@ def floors_against_n(found: Profile) -> list[Series]:
     return [Series(name=name, points=tuple(found)) for name, found in points.items()]
 
 
-DRAWINGS: dict[str, Draw] = {"bytes": draw_bytes, "time": draw_time, "roofline": draw_roofline, "latency": draw_latency}
+DRAWINGS: dict[str, Draw] = {
+    "bytes": draw_bytes,
+    "time": draw_time,
+    "roofline": draw_roofline,
+    "latency": draw_latency,
+    "ratio": draw_ratio,
+}
 """Name to drawing, in reading order."""
 
 
 def svg_of(found: Profile, name: str) -> str:
-    """One drawing as an `<svg>` element, to be put into a page beside the others."""
+    """One drawing as an `<svg>` element, to be put into a page beside the others.
+
+    What has a tip shows it under the pointer; all tips together are what a screen reader reads. Neutral colours are the page's own
+    (`THEMED`), so that they follow its theme.
+    """
     with _style():
         figure = Figure(figsize=(6.6, 4.4), layout="constrained")
         DRAWINGS[name](found, figure.subplots())
         text = _saved(figure, "svg").decode()
+    text = text[text.index("<svg") :]
+    tips = [unescape(tip) for tip in _TIPPED.findall(text)]
+    text = _TIPPED.sub(lambda found: f"<g><title>{escape(unescape(found[1]))}</title>", text)
+    for colour, variable in THEMED.items():
+        text = text.replace(colour, f"var({variable})")
+    label = escape(f"{name}: {'; '.join(tips)}")
     # Every drawing names its groups and clip paths alike: the prefix keeps those of one page apart.
-    return re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", text[text.index("<svg") :])
+    return re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", text).replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
 
 
 def figure_of(found: Profile, file_format: str) -> bytes:
-    """All four drawings in one picture, as the bytes of a `png` or `svg` file."""
+    """All drawings in one picture, as the bytes of a `png` or `svg` file."""
     with _style():
-        figure = Figure(figsize=(13.6, 9.4), layout="constrained")
+        figure = Figure(figsize=(13.6, 13.6), layout="constrained")
         figure.suptitle(f"{heading(found)}\n{found.target.name}", fontsize=12, color="#374151")
-        for draw, ax in zip(DRAWINGS.values(), figure.subplots(2, 2).flat, strict=True):
-            draw(found, ax)
+        places = figure.subplot_mosaic([["bytes", "time"], ["roofline", "latency"], ["ratio", "ratio"]])
+        for name, draw in DRAWINGS.items():
+            draw(found, places[name])
         return _saved(figure, file_format)
+
+
+def _tip(artist: Artist, text: str) -> None:
+    """What is said of `artist` when it is pointed at: matplotlib names its group in the SVG so, and `svg_of` makes a title of the name."""
+    artist.set_gid(f"{_TIP}{text}")
 
 
 def _saved(figure: Figure, file_format: str) -> bytes:
@@ -266,6 +344,8 @@ def _style() -> Iterator[None]:
 def _curve(ax: Axes, series: Series, colour: str, label: str) -> None:
     sizes, times = zip(*series.points, strict=True)
     ax.plot(sizes, times, color=colour, marker="o", markersize=4, linewidth=1.8, label=label)
+    for n, time_us in series.points:
+        _tip(ax.scatter([n], [time_us], s=80, alpha=0.0), f"{label.split(',')[0]} at N = {n}: {time_us:,.1f} us")
 
 
 def _label_bars(ax: Axes, values: list[float], template: str) -> None:

@@ -13,28 +13,35 @@ CAPTIONS = {
     "time": "Where the time goes, step by step, beside whole attentions where they were measured.",
     "roofline": "Left of the crossover the memory is too slow to feed the matrix units: those steps can't reach the peak.",
     "latency": "How time grows with the sequence at fixed batch, heads and head size.",
+    "ratio": "The same as a ratio, where two curves would lie on one another.",
 }
 
 STYLE = """
-body { margin: 0; background: #f6f7f9; color: #1f2937; font: 15px/1.5 system-ui, "DejaVu Sans", Arial, sans-serif; }
+:root { --page: #f6f7f9; --card: #ffffff; --ink: #374151; --strong: #111827; --muted: #6b7280; --line: #e5e7eb; --head: #eef0f3; }
+@media (prefers-color-scheme: dark) {
+  :root { --page: #111418; --card: #1b2027; --ink: #d1d5db; --strong: #f3f4f6; --muted: #9ca3af; --line: #374151; --head: #262d36; }
+}
+html { color-scheme: light dark; }
+body { margin: 0; background: var(--page); color: var(--strong); font: 15px/1.5 system-ui, "DejaVu Sans", Arial, sans-serif; }
 main { max-width: 1240px; margin: 0 auto; padding: 28px 20px 48px; }
 h1 { font-size: 24px; margin: 0 0 4px; }
 h2 { font-size: 17px; margin: 32px 0 8px; }
-.lead { color: #4b5563; margin: 0; }
+.lead { color: var(--ink); margin: 0; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(210px, 1fr)); gap: 14px; margin: 22px 0; }
-.tile { background: #fff; border: 1px solid #e5e7eb; border-radius: 8px; padding: 12px 16px; }
+.tile { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 12px 16px; }
 .tile b { display: block; font-size: 25px; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(520px, 100%), 1fr)); gap: 16px; }
-figure { margin: 0; background: #fff; border: 1px solid #e5e7eb; border-radius: 8px; padding: 12px; }
+figure { margin: 0; background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 12px; }
 figure svg { display: block; width: 100%; height: auto; }
-figcaption { color: #4b5563; font-size: 13px; }
+figure svg text { fill: var(--strong); }
+figcaption { color: var(--ink); font-size: 13px; }
 .scroll { overflow-x: auto; }
-table { border-collapse: collapse; background: #fff; font-variant-numeric: tabular-nums; }
-th, td { padding: 5px 10px; border-bottom: 1px solid #e5e7eb; text-align: right; white-space: nowrap; }
+table { border-collapse: collapse; background: var(--card); font-variant-numeric: tabular-nums; }
+th, td { padding: 5px 10px; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
-th { background: #eef0f3; }
+th { background: var(--head); }
 tr.sum td { font-weight: 600; }
-.note { color: #6b7280; font-size: 13px; margin: 6px 0 0; }
+.note { color: var(--muted); font-size: 13px; margin: 6px 0 0; }
 """
 
 
