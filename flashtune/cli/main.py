@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 import flashtune
+from flashtune.cli.interrupts import INTERRUPTED, Interrupts, interruptible
 from flashtune.core.errors import FlashtuneError
 from flashtune.core.secrets import mask_secrets
 
@@ -58,10 +59,15 @@ class LazyGroup(click.Group):
         if sys.stdout is None:
             # Closed by whoever started us (`>&-`). Without this the next file to be opened, a database say, would be what is printed to.
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        interrupts = Interrupts()
         try:
-            found = super().invoke(ctx)
-            sys.stdout.flush()
-            return found
+            with interruptible(interrupts):
+                found = super().invoke(ctx)
+                sys.stdout.flush()
+                return found
+        except KeyboardInterrupt:
+            click.echo("flashtune: interrupted", err=True)
+            ctx.exit(INTERRUPTED)
         except FlashtuneError as error:
             from flashtune.cli.console import one_line
 
@@ -81,6 +87,11 @@ class LazyGroup(click.Group):
             # What is left in the buffer has nowhere to go; without this the interpreter would complain at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             ctx.exit(4)
+        except Exception:
+            if not interrupts.came:
+                raise
+            click.echo("flashtune: interrupted", err=True)
+            ctx.exit(INTERRUPTED)
 
 
 def _report(error: click.UsageError) -> None:

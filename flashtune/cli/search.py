@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from flashtune.cli.console import messages, print_json
+from flashtune.cli.interrupts import INTERRUPTED
 from flashtune.cli.options import GPU, TEMPLATE, ListCommand, ProblemOptions, json_option, problem_options, seconds_of
 from flashtune.cli.progress import SearchProgress
 from flashtune.cli.records import print_records, record_row
@@ -104,7 +105,11 @@ def search(
     flashtune search --gpu-name h200 --d 128 --n 4096 --causal --dtype bf16 --trials 200
     flashtune search --gpu-name h200 --d 128 --window 1024 --causal --db my-model.sqlite
 
-    Ctrl-C keeps what was found; the same command goes on from there.
+    An interruption (Ctrl-C, SIGTERM, a crash) loses nothing: the same command goes on where the whole of it was, without the problems
+    that it has done. Commands are the same if GPU, problems, templates, --trials, --sampler and --seed are; the others (--budget, --jobs,
+    --db, --json) may differ. After the search has come to its end the same command is a new one.
+
+    Started several times, on several machines with one --storage and --db on a server, the same command shares the work.
     """
     target = find_target(gpu_name)
     problems = problems_of(asked, bands)
@@ -119,7 +124,12 @@ def search(
         jobs=jobs,
         predict=predict,
     )
-    records = run_search(target, problems, options, quiet=as_json)
+    try:
+        records = run_search(target, problems, options, quiet=as_json)
+    except KeyboardInterrupt:
+        # Here, where the live display has ended and can't hide it.
+        click.echo("flashtune: interrupted; what was found is kept, and the same command goes on from here", err=True)
+        raise SystemExit(INTERRUPTED) from None
     if as_json:
         print_json([record_row(record) for record in records])
         return
@@ -175,17 +185,13 @@ def run_search(
         study_storage(options.storage) as storage,
         SearchProgress(messages(), trials=trials, quiet=quiet) as progress,
     ):
-        try:
-            Search(
-                plan,
-                storage=storage,
-                provenance=provenance(command=command, seed=plan.seed, measured=source == "measured"),
-                save=store.save_once,
-                listener=progress,
-            ).run()
-        except KeyboardInterrupt:
-            click.echo("flashtune: interrupted; what was found is kept, and the same command goes on from here", err=True)
-            raise SystemExit(130) from None
+        Search(
+            plan,
+            storage=storage,
+            provenance=provenance(command=command, seed=plan.seed, measured=source == "measured"),
+            save=store.save_once,
+            listener=progress,
+        ).run()
         found = (store.best(problem.key(target.slug)) for problem in problems)
         records = [record for record in found if record is not None]
     if source == "measured":

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -64,6 +65,9 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]
 
 
+HELD_BACK = (signal.SIGINT, signal.SIGTERM)
+"""The signals that interrupt a search, which its children are started without."""
+
 _PR_SET_PDEATHSIG = 1
 """From <sys/prctl.h>: the signal that a process gets when its parent ends."""
 
@@ -72,6 +76,13 @@ def withdraw() -> None:
     """Prepare a child process: its output goes nowhere, since compilers print intermediate code by the page when they fail; Ctrl-C in
     the terminal is the parent's to handle; and it dies with its parent, however that one dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with suppress(OSError):
+        # Out of the group that Ctrl-C and `timeout` signal: a trial that dies with the search would count as failed.
+        os.setpgid(0, 0)
+    # Held back by the parent until now; what came meanwhile is dropped.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -1,9 +1,11 @@
 """Killable child processes: a bad candidate (a hang, a crash, a sticky GPU error) costs its own trial and nothing more."""
 
 import multiprocessing
+import signal
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as Overdue
 from dataclasses import dataclass, replace
+from multiprocessing import resource_tracker
 from types import TracebackType
 from typing import Any, Literal
 
@@ -76,7 +78,14 @@ class Workers:
             # Spawned, not forked: a child must not inherit a started GPU or the parent's threads.
             context = multiprocessing.get_context("spawn")
             self._pools[crew] = ProcessPool(max_workers=count, context=context, initializer=_START[crew])
-        future = self._pools[crew].schedule(task, args=arguments, timeout=limit_s)
+        # The pool's threads, and through them the children until they withdraw, take over what this thread holds back; the tracker of
+        # resources, which unblocks these signals where it is started, is started before.
+        resource_tracker.ensure_running()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, tasks.HELD_BACK)
+        try:
+            future = self._pools[crew].schedule(task, args=arguments, timeout=limit_s)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return Pending(self, crew, future, limit_s)
 
     def prepare(self, problem: Problem, target: Target, seed: int) -> Reply:

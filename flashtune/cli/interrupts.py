@@ -1,0 +1,49 @@
+"""Ctrl-C and SIGTERM: both interrupt a command, and what follows in quick succession (`timeout` sends two) is the same interruption."""
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+QUICK_S = 3.0
+"""Within this time after an interruption no other one cuts short what it started: keeping what is known."""
+
+INTERRUPTED = 130
+"""The exit code."""
+
+
+class Interrupts:
+    """Whether this command was interrupted."""
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+
+    @property
+    def came(self) -> bool:
+        """Also where an import that was interrupted made another error of it."""
+        return self._last is not None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """The handler of both signals."""
+        now = time.monotonic()
+        if self._last is not None and now - self._last < QUICK_S:
+            return
+        self._last = now
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def interruptible(interrupts: Interrupts) -> Iterator[None]:
+    """Handle both signals meanwhile, but for one that whoever started the command has it ignore."""
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, interrupts)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
