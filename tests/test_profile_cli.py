@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given, settings
@@ -16,6 +17,9 @@ from hypothesis import strategies as st
 
 from flashtune.cli import profile as command
 from flashtune.cli.main import main
+from flashtune.cli.profile_text import render
+from flashtune.core.problem import Problem
+from flashtune.core.target import find_target
 from flashtune.tuner.machine import LocalGpu
 
 EXAMPLE = ["--b", "1", "--h", "12", "--n", "1024", "--d", "64", "--dtype", "fp16"]
@@ -117,8 +121,8 @@ def test_a_gpu_outside_the_table_is_not_measured(monkeypatch: pytest.MonkeyPatch
     [
         (["--n", "0"], "flashtune: --n 0 is out of range: give at least 1"),
         (["--n", "-5"], "flashtune: --n -5 is out of range: give at least 1"),
-        (["--b", "0"], "flashtune: --b 0 is out of range: give at least 1"),
-        (["--h", "0"], "flashtune: --h 0 is out of range: give at least 1"),
+        (["--b", "0"], "flashtune: --batch 0 is out of range: give at least 1"),
+        (["--h", "0"], "flashtune: --heads 0 is out of range: give at least 1"),
         (["--d", "0"], "flashtune: --d 0 is out of range: give at least 1"),
         (["--d", "300"], "flashtune: d=300 is too large: kernels take head sizes up to 256"),
         (["--gpu-name", "h900"], "flashtune: unknown GPU 'h900': did you mean"),
@@ -194,3 +198,55 @@ def test_any_sizes_give_finite_json_and_text(b: int, h: int, n: int, d: int, dty
         result = runner.invoke(main, ["profile", *options, *extra])
         assert result.exit_code == 0, result.output
         assert "nan" not in result.stdout.lower() and "infinity" not in result.stdout.lower()
+
+
+def test_causal_shared_heads_and_decoding_are_counted() -> None:
+    plain, causal = (run_json("--n", "1024", "--d", "64", *more) for more in ((), ("--causal",)))
+    assert causal["problem"]["causal"] and not plain["problem"]["causal"]
+    # The fused kernel skips what is hidden, the standard pipeline computes all of S.
+    assert causal["fused"]["matmul_flops"] == pytest.approx(plain["fused"]["matmul_flops"] * 1025 / 2048)
+    assert causal["standard"]["matmul_flops"] == plain["standard"]["matmul_flops"]
+    assert [strategy["name"] for strategy in causal["strategies"]] == ["standard", "fused", "window"]
+    shared = run_json("--n", "1024", "--d", "64", "--heads", "16", "--kv-heads", "4")
+    assert shared["tensors"]["K"] * 4 == shared["tensors"]["Q"] == plain["tensors"]["Q"]
+    step = run_json(
+        "--batch", "8", "--heads", "32", "--kv-heads", "8", "--n", "16384", "--n-q", "1", "--causal", "--d", "128", "--dtype", "bf16"
+    )
+    assert (step["problem"]["n"], step["problem"]["n_q"], step["problem"]["kv_heads"]) == (16384, 1, 8)
+    assert step["fused"]["bound"] == "memory" and step["fused"]["matmul_flops"] == 4 * 8 * 32 * 16384 * 128
+
+
+@pytest.mark.parametrize("old", [("--b", "2", "--h", "4"), ("--batch", "2", "--heads", "4")])
+def test_options_have_the_names_of_search_and_keep_their_old_ones(old: tuple[str, ...]) -> None:
+    found = run_json(*old, "--n", "256", "--d", "64")["problem"]
+    assert (found["batch"], found["heads"]) == (2, 4)
+
+
+@pytest.mark.parametrize("words", [("--causal", "--n", "64", "--n-q", "65"), ("--heads", "6", "--kv-heads", "4"), ("--n-q", "0")])
+def test_sizes_that_make_no_sense_are_one_line(words: tuple[str, ...]) -> None:
+    result = run(*words)
+    assert result.exit_code == 2 and len(result.stderr.strip().splitlines()) == 1
+
+
+def test_the_text_of_what_is_not_plain_says_so() -> None:
+    assert "H=16 Hkv=4 N=1024 Nq=1 D=64 fp16 causal" in run("--kv-heads", "4", "--n", "1024", "--n-q", "1", "--causal", "--d", "64").stdout
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_text_fits_a_terminal_of_any_width(width: int) -> None:
+    found = command.count(
+        Problem(batch=4, heads=16, kv_heads=16, n_q=16384, n_kv=16384, d=128, d_v=128, dtype="fp16"),
+        find_target("h200"),
+        chosen_by="name",
+        elementwise="separate",
+        window=128,
+        rank=64,
+        not_measured="this machine has no GPU that torch can use",
+    )
+    lines = render(found, width=width).splitlines()
+    assert max(len(click.unstyle(line)) for line in lines) <= width
+    whole = render(found)
+    # Names and floors are what no width takes away.
+    for word in ("scale_mask", "low_rank", "floor us", "bound"):
+        assert word in whole and word in render(found, width=width)
+    assert render(found, width=200).split() == whole.split()

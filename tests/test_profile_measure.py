@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flashtune.cli.profile_text import render
 from flashtune.core.errors import EnvironmentProblem
-from flashtune.core.problem import Problem
+from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Measurement
 from flashtune.core.target import find_target
 from flashtune.profiler import tables
@@ -139,3 +139,18 @@ def test_sizes_that_would_take_too_long_are_not_reached() -> None:
     problem = Problem(batch=8, heads=64, kv_heads=64, n_q=16384, n_kv=16384, d=128, d_v=128, dtype="fp16")
     slow = profile(problem, find_target("l4"), chosen_by="name", elementwise="fused", window=1, rank=1, not_measured="")
     assert max(scaling_grid(slow)) == 16384
+
+
+@pytest.mark.parametrize(("n_q", "kv_heads", "causal"), [(96, 2, True), (96, 1, False), (1, 1, True), (4, 1, True), (1, 2, False)])
+def test_causal_shared_heads_and_decoding_are_measured_and_exact(
+    n_q: int, kv_heads: int, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    features = Features(causal=causal, alignment="top_left" if n_q == 96 else "bottom_right")
+    problem = Problem(batch=1, heads=2, kv_heads=kv_heads, n_q=n_q, n_kv=96, d=32, d_v=32, dtype="fp32", features=features)
+    words = {"chosen_by": "name", "elementwise": "fused", "window": 16, "rank": 12, "not_measured": ""}
+    found = measured_with(1 << 30, monkeypatch, profile(problem, find_target("l4"), **words))  # type: ignore[arg-type]
+    errors = {run.name: run.relative_error for run in found.strategies}
+    assert errors["standard"] < 1e-5 and errors["fused"] < 1e-5 and errors["window"] > 0.01
+    assert ("low_rank" in errors) is not causal
+    assert [kind.name for kind in found.kinds] == ["eager", "framework", "tuned"] and found.layer is not None
+    assert all(n >= n_q for series in found.scaling for n, _ in series.points)

@@ -1,5 +1,7 @@
 """`flashtune profile`: where attention's time and bytes go, for these shapes on this GPU."""
 
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from flashtune.cli.options import DTYPE, GPU, json_option
 from flashtune.cli.profile_text import render
 from flashtune.core.dtypes import DTYPES, parse_dtype
 from flashtune.core.errors import InputError
-from flashtune.core.problem import Problem
+from flashtune.core.problem import Features, Problem
 from flashtune.core.target import Target, find_target
 from flashtune.profiler.accounting import ELEMENTWISE, Elementwise
 from flashtune.profiler.device import gpu_may_be_present
@@ -24,9 +26,12 @@ DEFAULT_GPU = "h200"
 
 
 @click.command()
-@click.option("--b", "b", type=int, default=1, show_default=True, help="Batch.")
-@click.option("--h", "h", type=int, default=16, show_default=True, help="Heads.")
-@click.option("--n", "n", type=int, default=4096, show_default=True, help="Sequence length (queries and keys alike).")
+@click.option("--batch", "--b", "b", type=int, default=1, show_default=True, help="Batch.")
+@click.option("--heads", "--h", "h", type=int, default=16, show_default=True, help="Query heads.")
+@click.option("--kv-heads", type=int, help="Key and value heads (default: as many as query heads).")
+@click.option("--n", "n", type=int, default=4096, show_default=True, help="Sequence length.")
+@click.option("--n-q", type=int, help="Number of queries, when it differs from --n: 1 is a step of decoding.")
+@click.option("--causal", is_flag=True, help="Causal attention; the last query sees the last key.")
 @click.option("--d", "d", type=int, default=128, show_default=True, help="Head size, up to 256.")
 @click.option("--dtype", type=DTYPE, default="fp16", show_default=True, help=f"Element type: {', '.join(DTYPES)}.")
 @click.option(
@@ -55,7 +60,10 @@ DEFAULT_GPU = "h200"
 def profile(
     b: int,
     h: int,
+    kv_heads: int | None,
     n: int,
+    n_q: int | None,
+    causal: bool,
     d: int,
     dtype: str,
     gpu_name: str | None,
@@ -72,12 +80,17 @@ def profile(
 
     \b
     flashtune profile --b 1 --h 12 --n 1024 --d 64 --dtype fp16 --gpu-name v100
-    flashtune profile --b 4 --h 16 --n 4096 --d 128 --dtype bf16 --plot report.html
+    flashtune profile --batch 4 --heads 16 --n 4096 --d 128 --dtype bf16 --plot report.html
+    flashtune profile --batch 8 --heads 32 --kv-heads 8 --n 16384 --n-q 1 --d 128 --dtype bf16
     """
-    for option, value in (("--b", b), ("--h", h), ("--n", n), ("--d", d)):
+    kv_heads, n_q = (h if kv_heads is None else kv_heads), (n if n_q is None else n_q)
+    for option, value in (("--batch", b), ("--heads", h), ("--kv-heads", kv_heads), ("--n", n), ("--n-q", n_q), ("--d", d)):
         if value < 1:
             raise InputError(f"{option} {value} is out of range: give at least 1")
-    problem = Problem(batch=b, heads=h, kv_heads=h, n_q=n, n_kv=n, d=d, d_v=d, dtype=parse_dtype(dtype))
+    if causal and n_q > n:
+        raise InputError(f"--n-q {n_q} with --causal and --n {n} leaves queries without a key: give at most {n} queries")
+    features = Features(causal=causal, alignment="top_left" if n_q == n else "bottom_right")
+    problem = Problem(batch=b, heads=h, kv_heads=kv_heads, n_q=n_q, n_kv=n, d=d, d_v=d, dtype=parse_dtype(dtype), features=features)
     named = find_target(gpu_name) if gpu_name else None
     files = [check_plot_path(Path(path)) for path in plots]
     if files:
@@ -109,7 +122,8 @@ def profile(
     if as_json:
         print_json(found.as_json())
     else:
-        click.echo(render(found))
+        # A file or a pipe gets all columns.
+        click.echo(render(found, width=shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
 
 
 def _choose(named: Target | None, here: Target | None) -> tuple[Target, ChosenBy]:

@@ -1,32 +1,71 @@
-"""A profile as text for people: plain aligned columns, the same in a terminal, a log and the documents."""
+"""A profile as text for people: plain aligned columns, the same in a log and the documents; a terminal gets what fits its width."""
+
+import textwrap
+from dataclasses import replace
 
 import click
 
 from flashtune.profiler.summary import Profile
 from flashtune.profiler.tables import Table, counted_tables, heading, measured_tables, target_line, verdict
 
+SPARED = ("total MB", "MB", "write MiB", "read MiB", "GFLOP", "of peak", "TB/s", "MLP us", "projections us", "total MiB", "FLOP/byte")
+"""Columns that a narrow terminal goes without, the first first."""
 
-def render(profile: Profile) -> str:
-    """Everything that is known of `profile`."""
-    tensors, steps, strategies = counted_tables(profile)
-    parts = [f"{heading(profile)}\n{target_line(profile)}", _lines(tensors), _lines(steps), "\n".join(verdict(profile)), _lines(strategies)]
+_LEAST_WORDS = 16
+"""The first column's words are cut to no fewer characters than these."""
+
+
+def render(profile: Profile, *, width: int | None = None) -> str:
+    """Everything that is known of `profile`, in lines of at most `width` characters (None: however long they become)."""
+    tensors, steps, strategies = (_lines(table, width) for table in counted_tables(profile))
+    parts = [
+        "\n".join(_prose(line, width) for line in (heading(profile), target_line(profile))),
+        tensors,
+        steps,
+        "\n".join(_prose(line, width) for line in verdict(profile)),
+        strategies,
+    ]
     if profile.measured is None:
-        return "\n\n".join([*parts, f"Nothing was measured: {profile.not_measured}."])
-    parts.append(f"Measured on {profile.measured.device}: medians, L2 flushed before each launch.")
-    parts += [_lines(table) for table in measured_tables(profile, profile.measured)]
-    parts += [f"Left out: {sentence}." for sentence in profile.measured.skipped]
+        return "\n\n".join([*parts, _prose(f"Nothing was measured: {profile.not_measured}.", width)])
+    parts.append(_prose(f"Measured on {profile.measured.device}: medians, L2 flushed before each launch.", width))
+    parts += [_lines(table, width) for table in measured_tables(profile, profile.measured)]
+    parts += [_prose(f"Left out: {sentence}.", width) for sentence in profile.measured.skipped]
     return "\n\n".join(parts)
 
 
-def _lines(table: Table) -> str:
+def _prose(line: str, width: int | None) -> str:
+    return line if width is None else textwrap.fill(line, width)
+
+
+def _fitted(table: Table, width: int) -> Table:
+    """The table without the columns that `width` has no place for, and with shorter words in its first where that isn't enough."""
+    for spared in SPARED:
+        if _width(table) <= width:
+            return table
+        kept = [place for place, name in enumerate(table.columns) if name != spared]
+        rows = tuple(tuple(row[place] for place in kept) for row in table.rows)
+        table = replace(table, columns=tuple(table.columns[place] for place in kept), rows=rows)
+    words = max(len(row[0]) for row in table.rows)
+    room = max(_LEAST_WORDS, words - max(0, _width(table) - width))
+    rows = tuple((row[0] if len(row[0]) <= room else f"{row[0][: room - 1]}…", *row[1:]) for row in table.rows)
+    return replace(table, rows=rows)
+
+
+def _width(table: Table) -> int:
+    widths = [max(len(cell) for cell in column) for column in zip(table.columns, *table.rows, strict=True)]
+    return sum(widths) + 2 * (len(widths) - 1)
+
+
+def _lines(table: Table, width: int | None) -> str:
+    table = table if width is None else _fitted(table, width)
     widths = [max(len(cell) for cell in column) for column in zip(table.columns, *table.rows, strict=True)]
     rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
-    lines = [click.style(table.title, bold=True), _line(table.columns, widths), rule]
+    lines = [click.style(_prose(table.title, width), bold=True), _line(table.columns, widths), rule]
     for index, row in enumerate(table.rows):
         if table.summary_rows and index == len(table.rows) - table.summary_rows:
             lines.append(rule)
         lines.append(_line(row, widths))
-    return "\n".join([*lines, *([f"({table.note})"] if table.note else [])])
+    return "\n".join([*lines, *([_prose(f"({table.note})", width)] if table.note else [])])
 
 
 def _line(cells: tuple[str, ...], widths: list[int]) -> str:

@@ -8,7 +8,6 @@ import io
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from html import escape, unescape
 from typing import Any
 
@@ -20,6 +19,7 @@ from matplotlib.ticker import FuncFormatter
 
 from flashtune.profiler.accounting import Step
 from flashtune.profiler.results import Series
+from flashtune.profiler.strategies import at_length
 from flashtune.profiler.summary import Profile, profile
 from flashtune.profiler.tables import heading
 
@@ -213,7 +213,7 @@ def draw_latency(found: Profile, ax: Axes) -> None:
             _curve(ax, series, STRATEGY_COLOURS[series.name], series.name)
         ax.set_title("Latency against N, floor (not measured)")
         ax.set_ylabel(f"least time on {found.target.slug}, microseconds")
-    ax.axvline(found.problem.n_q, color=GREY, linewidth=1, linestyle=":")
+    ax.axvline(found.problem.n_kv, color=GREY, linewidth=1, linestyle=":")
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     ax.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n:g}"))
@@ -258,14 +258,14 @@ def draw_ratio(found: Profile, ax: Axes) -> None:
 
 def floors_against_n(found: Profile) -> list[Series]:
     """Each strategy's floor at N from 128 to 16384 or four times the profiled one, in powers of two."""
-    sizes = {found.problem.n_q}
+    sizes = {found.problem.n_kv}
     n = LEAST_N
-    while n <= max(REACH_N, min(4 * found.problem.n_q, MOST_N)):
+    while n <= max(REACH_N, min(4 * found.problem.n_kv, MOST_N)):
         sizes.add(n)
         n *= 2
     points: dict[str, list[tuple[int, float]]] = {}
-    for n in sorted(sizes):
-        problem = replace(found.problem, n_q=n, n_kv=n)
+    for n in sorted(size for size in sizes if size >= found.problem.n_q or found.problem.n_q == found.problem.n_kv):
+        problem = at_length(found.problem, n)
         at_n = profile(
             problem,
             found.target,

@@ -6,7 +6,7 @@ from pathlib import Path
 import flashtune
 from flashtune.profiler.paths import write_whole
 from flashtune.profiler.summary import Profile
-from flashtune.profiler.tables import Table, counted_tables, heading, measured_tables, target_line, verdict
+from flashtune.profiler.tables import Table, counted_tables, heading, measured_tables, shape, target_line, verdict
 
 CAPTIONS = {
     "bytes": "What each step moves between the GPU's memory and its cores. The fused kernel never writes S.",
@@ -105,8 +105,7 @@ def html_of(profile: Profile) -> str:
 
 
 def _shape(profile: Profile) -> str:
-    p = profile.problem
-    return f"B={p.batch} H={p.heads} N={p.n_q} D={p.d} {p.dtype} on {profile.target.slug}"
+    return f"{shape(profile)} on {profile.target.slug}"
 
 
 def _tiles(profile: Profile) -> str:

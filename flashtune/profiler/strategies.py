@@ -35,6 +35,11 @@ def low_rank(problem: Problem, rank: int) -> Problem:
     return replace(problem, n_kv=rank)
 
 
+def at_length(problem: Problem, n: int) -> Problem:
+    """The same problem with `n` keys: as many queries where the two were equal, the same few queries where they were not (decoding)."""
+    return replace(problem, n_q=n if problem.n_q == problem.n_kv else problem.n_q, n_kv=n)
+
+
 def check_rank(rank: int | None, n: int) -> int:
     """The rank asked for, or `DEFAULT_RANK` where that is smaller than N; raises InputError for one that doesn't reduce N."""
     if rank is None:
@@ -52,8 +57,8 @@ def check_window(window: int) -> int:
 
 
 def strategies(problem: Problem, elementwise: Elementwise, window: int, rank: int) -> tuple[Strategy, ...]:
-    """standard, fused, window and low_rank for a plain problem (no bands of its own)."""
-    return (
+    """standard, fused, window and low_rank for a full or causal problem; projected keys have no places, so causal ones aren't projected."""
+    found = (
         Strategy(name="standard", what="one kernel per step", exact=True, steps=standard_steps(problem, elementwise)),
         Strategy(name="fused", what="one kernel, S stays on the chip", exact=True, steps=(fused_step(problem),)),
         Strategy(
@@ -69,3 +74,4 @@ def strategies(problem: Problem, elementwise: Elementwise, window: int, rank: in
             steps=(*projection_steps(problem, rank), fused_step(low_rank(problem, rank), "low_rank_attention")),
         ),
     )
+    return found[:3] if problem.features.causal else found

@@ -114,7 +114,10 @@ class Profile:
             "problem": {
                 "batch": p.batch,
                 "heads": p.heads,
-                "n": p.n_q,
+                "n": p.n_kv,
+                "n_q": p.n_q,
+                "kv_heads": p.kv_heads,
+                "causal": p.features.causal,
                 "d": p.d,
                 "dtype": p.dtype,
                 "elementwise": self.elementwise,

@@ -35,8 +35,15 @@ class Table:
 
 def heading(profile: Profile) -> str:
     """The problem in a line."""
+    return f"Attention forward: {shape(profile)}, elementwise steps {profile.elementwise}"
+
+
+def shape(profile: Profile) -> str:
+    """The problem's sizes; of what is not plain only what differs."""
     p = profile.problem
-    return f"Attention forward: B={p.batch} H={p.heads} N={p.n_q} D={p.d} {p.dtype}, elementwise steps {profile.elementwise}"
+    heads = f"H={p.heads}" + (f" Hkv={p.kv_heads}" if p.kv_heads != p.heads else "")
+    sizes = f"N={p.n_kv}" + (f" Nq={p.n_q}" if p.n_q != p.n_kv else "")
+    return f"B={p.batch} {heads} {sizes} D={p.d} {p.dtype}" + (" causal" if p.features.causal else "")
 
 
 def target_line(profile: Profile) -> str:

@@ -5,11 +5,12 @@ operations one by one; its scale and mask are one pass (`torch.add` with a mask 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from flashtune import dispatch
 from flashtune.core import reference
@@ -20,6 +21,7 @@ from flashtune.core.results import Measurement
 from flashtune.core.torch_dtypes import TORCH_DTYPES
 from flashtune.profiler.accounting import Step, fused_step, standard_steps, tensor_bytes, total
 from flashtune.profiler.results import Layer, Measured, Series, StrategyRun, Timed
+from flashtune.profiler.strategies import at_length
 from flashtune.profiler.summary import Profile
 from flashtune.tuner.machine import provenance
 from flashtune.tuner.stopwatch import Run, Stopwatch
@@ -97,7 +99,7 @@ def _measure(profile: Profile, bench: Bench) -> Measured:
     scaling = _scaling(profile, bench, skipped)
     layer = _layer(problem, bench, {kind.name: kind.time_us for kind in kinds}, skipped)
     runs = _strategies(profile, bench, skipped)
-    served = dispatch.explain(*bench.tensors(problem))
+    served = dispatch.explain(*bench.tensors(problem), **_words(problem))
     return Measured(
         device=bench.name,
         provenance=provenance(command="", seed=0, measured=True),
@@ -111,10 +113,40 @@ def _measure(profile: Profile, bench: Bench) -> Measured:
     )
 
 
-def eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The standard pipeline as people write it, without mask and dropout: softmax(q k^T / sqrt(D)) v."""
+def eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """The standard pipeline as people write it, without dropout: softmax(q k^T / sqrt(D) + mask) v. Shared key heads are written out."""
+    k, v = (_written_out(x, q.shape[1]) for x in (k, v))
     scores = torch.matmul(q, k.transpose(-2, -1)).mul_(q.shape[-1] ** -0.5)
+    if mask is not None:
+        scores.add_(mask)
     return torch.matmul(torch.softmax(scores, -1), v)
+
+
+def _written_out(x: torch.Tensor, heads: int) -> torch.Tensor:
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def _mask(problem: Problem, like: torch.Tensor) -> torch.Tensor | None:
+    """The additive mask (N_q, N_kv) of a causal problem, whose last query sees the last key; None for a full one."""
+    if not problem.features.causal:
+        return None
+    everything = torch.full((problem.n_q, problem.n_kv), float("-inf"), device=like.device, dtype=like.dtype)
+    return everything.triu_(1 + problem.n_kv - problem.n_q)
+
+
+def _words(problem: Problem) -> dict[str, Any]:
+    """How a caller of `dispatch.attention` asks for this problem."""
+    alignment = "top_left" if problem.n_q == problem.n_kv else "bottom_right"
+    return {"is_causal": problem.features.causal, "enable_gqa": problem.gqa_ratio > 1, "causal_alignment": alignment}
+
+
+def _framework(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Run:
+    """The framework's fused attention; a diagonal at the last key is its own `causal_lower_right`."""
+    causal, gqa = problem.features.causal, problem.gqa_ratio > 1
+    if not causal or problem.n_q == problem.n_kv:
+        return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=gqa)
+    band = causal_lower_right(problem.n_q, problem.n_kv)
+    return lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=band, enable_gqa=gqa)
 
 
 def averaging(rank: int, n: int, like: torch.Tensor) -> torch.Tensor:
@@ -130,13 +162,14 @@ def averaging(rank: int, n: int, like: torch.Tensor) -> torch.Tensor:
 def scaling_grid(profile: Profile) -> list[int]:
     """The N to measure: the profiled one times powers of two, an eighth to four times, further where that ends under `REACH_N`."""
     problem = profile.problem
-    found = [problem.n_q // 8, problem.n_q // 4, problem.n_q // 2, problem.n_q]
-    while found[-1] < max(4 * problem.n_q, REACH_N):
+    found = [problem.n_kv // 8, problem.n_kv // 4, problem.n_kv // 2, problem.n_kv]
+    while found[-1] < max(4 * problem.n_kv, REACH_N):
         larger = found[-1] * 2
-        if replace(problem, n_q=larger, n_kv=larger).flops() / (profile.peak_tflops * 1e12 / 3) > LONGEST_LAUNCH_S:
+        if at_length(problem, larger).flops() / (profile.peak_tflops * 1e12 / 3) > LONGEST_LAUNCH_S:
             break
         found.append(larger)
-    return [n for n in found if n >= LEAST_N or n == problem.n_q]
+    least = LEAST_N if problem.n_q == problem.n_kv else max(LEAST_N, problem.n_q)
+    return [n for n in found if n >= least or n == problem.n_kv]
 
 
 def _timed(name: str, step: Step, measurement: Measurement) -> Timed:
@@ -149,8 +182,11 @@ def _steps(problem: Problem, bench: Bench, skipped: list[str]) -> tuple[Timed, .
         skipped.append("the steps of the standard pipeline: S and its copies don't fit into the GPU's memory")
         return ()
     q, k, v = bench.tensors(problem)
+    k, v = (_written_out(x, problem.heads) for x in (k, v))
     scale = problem.d**-0.5
-    mask = torch.zeros(problem.n_q, problem.n_kv, device=bench.device, dtype=q.dtype)
+    mask = _mask(problem, q)
+    if mask is None:
+        mask = torch.zeros(problem.n_q, problem.n_kv, device=bench.device, dtype=q.dtype)
     scores = torch.matmul(q, k.transpose(-2, -1))
     weights = torch.softmax(scores, -1)
     runs: dict[str, Run] = {
@@ -179,23 +215,23 @@ def _kinds(problem: Problem, bench: Bench, skipped: list[str]) -> tuple[Timed, .
 
 
 def _attentions(problem: Problem, bench: Bench, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Run]:
-    runs: dict[str, Run] = {"eager": lambda: eager(q, k, v)} if _fits(problem, bench, copies_of_s=2.5) else {}
-    return {
-        **runs,
-        "framework": lambda: F.scaled_dot_product_attention(q, k, v),
-        "tuned": lambda: dispatch.attention(q, k, v),
-    }
+    runs: dict[str, Run] = {}
+    if _fits(problem, bench, copies_of_s=2.5):
+        mask = _mask(problem, q)
+        runs["eager"] = lambda: eager(q, k, v, mask)
+    words = _words(problem)
+    return {**runs, "framework": _framework(problem, q, k, v), "tuned": lambda: dispatch.attention(q, k, v, **words)}
 
 
 def _scaling(profile: Profile, bench: Bench, skipped: list[str]) -> tuple[Series, ...]:
     """Latency against N of every kind of attention and of the layer's projections."""
     points: dict[str, list[tuple[int, float]]] = {"eager": [], "framework": [], "tuned": [], "projections": []}
     width = profile.problem.heads * profile.problem.d
-    weights = _weights(width, profile.problem.dtype, bench)
+    weights = _weights(profile.problem, bench)
     if weights is None:
         skipped.append("the projections' latency: their weights don't fit into the GPU's memory")
     for n in scaling_grid(profile):
-        problem = replace(profile.problem, n_q=n, n_kv=n)
+        problem = at_length(profile.problem, n)
         # Q, K, V, two outputs, and the projections' input and outputs.
         if 12 * tensor_bytes(problem)["Q"] > bench.free_bytes():
             skipped.append(f"latency at N={n}: Q, K, V and O don't fit into the GPU's memory")
@@ -210,7 +246,7 @@ def _scaling(profile: Profile, bench: Bench, skipped: list[str]) -> tuple[Series
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Weights:
-    """A layer's matrices: (E, 3E), (E, E), (E, 4E) and (4E, E)."""
+    """A layer's matrices: (E, E + 2 Hkv D), (E, E), (E, 4E) and (4E, E)."""
 
     qkv: torch.Tensor
     output: torch.Tensor
@@ -218,11 +254,12 @@ class _Weights:
     down: torch.Tensor
 
 
-def _weights(width: int, dtype: DType, bench: Bench) -> _Weights | None:
+def _weights(problem: Problem, bench: Bench) -> _Weights | None:
+    width, dtype = problem.heads * problem.d, problem.dtype
     if 12 * width * width * ITEMSIZE[dtype] > bench.free_bytes() / 2:
         return None
     return _Weights(
-        qkv=bench.matrix(width, 3 * width, dtype),
+        qkv=bench.matrix(width, width + 2 * problem.kv_heads * problem.d, dtype),
         output=bench.matrix(width, width, dtype),
         up=bench.matrix(width, 4 * width, dtype),
         down=bench.matrix(4 * width, width, dtype),
@@ -243,7 +280,7 @@ def _projections(problem: Problem, width: int, weights: _Weights, bench: Bench) 
 def _layer(problem: Problem, bench: Bench, attention_us: dict[str, float], skipped: list[str]) -> Layer | None:
     """One transformer layer: projections and MLP measured here, attention as measured before."""
     width = problem.heads * problem.d
-    weights = _weights(width, problem.dtype, bench)
+    weights = _weights(problem, bench)
     tokens = problem.batch * problem.n_q
     if weights is None or 8 * tokens * width * ITEMSIZE[problem.dtype] > bench.free_bytes():
         skipped.append("the transformer layer: its weights or activations don't fit into the GPU's memory")
@@ -262,17 +299,22 @@ def _strategies(profile: Profile, bench: Bench, skipped: list[str]) -> tuple[Str
     problem = profile.problem
     q, k, v = bench.tensors(problem)
     project = averaging(profile.rank, problem.n_kv, k)
+    words = _words(problem)
     runs: dict[str, Callable[[], torch.Tensor]] = {
-        "standard": lambda: eager(q, k, v),
-        "fused": lambda: dispatch.attention(q, k, v),
-        "window": lambda: dispatch.attention(q, k, v, window=profile.window),
-        "low_rank": lambda: dispatch.attention(q, torch.matmul(project, k), torch.matmul(project, v)),
+        "standard": lambda: eager(q, k, v, _mask(problem, q)),
+        "fused": lambda: dispatch.attention(q, k, v, **words),
+        "window": lambda: dispatch.attention(q, k, v, window=profile.window, **words),
+        "low_rank": lambda: dispatch.attention(q, torch.matmul(project, k), torch.matmul(project, v), enable_gqa=words["enable_gqa"]),
     }
+    runs = {strategy.name: runs[strategy.name] for strategy in profile.strategies}
     if not _fits(problem, bench, copies_of_s=2.5):
         skipped.append("the standard strategy: S doesn't fit into the GPU's memory")
         del runs["standard"]
     rows = torch.linspace(0, problem.n_q - 1, min(problem.n_q, SAMPLED_ROWS), device=bench.device).long()
-    exact, _ = reference.attention(q[:1, :1, rows], k[:1, :1], v[:1, :1], scale=problem.d**-0.5)
+    seen = None
+    if problem.features.causal:
+        seen = (torch.arange(problem.n_kv, device=bench.device) <= rows[:, None] + (problem.n_kv - problem.n_q))[None, None]
+    exact, _ = reference.attention(q[:1, :1, rows], k[:1, :1], v[:1, :1], scale=problem.d**-0.5, mask=seen)
     errors = [_relative_error(run()[:1, :1, rows], exact) for run in runs.values()]
     times = bench.clock.race(list(runs.values()), budget_s=STRATEGY_BUDGET_S)
     return tuple(
