@@ -1,7 +1,8 @@
 """`attention`: torch's F.scaled_dot_product_attention, served by the best kernel known for the GPU and the sizes."""
 
 import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -166,6 +167,17 @@ def reload(database: str | Path | None = None, *, alone: bool = False) -> None:
     _memo = Memo(database, alone=alone)
 
 
+@contextmanager
+def serving(memo: Memo) -> Iterator[None]:
+    """Let this memo's choices serve the calls of all threads meanwhile: with Memo(pinned=module) a kernel is measured as it would serve."""
+    global _memo
+    before, _memo = _memo, memo
+    try:
+        yield
+    finally:
+        _memo = before
+
+
 def _first_call(
     signature: Hashable | None,
     query: torch.Tensor,
@@ -185,7 +197,7 @@ def _first_call(
             return decided.run(query, key, value, attn_mask, seed, per_head)
         why_torch = _why_torch(query, key, value, attn_mask, per_head)
         for candidate in resolve.candidates(memo, call, query, key, value, attn_mask, why_torch):
-            if candidate.variant is None:
+            if candidate.explanation.kind == "framework":
                 break
             built = False
             try:
@@ -193,7 +205,7 @@ def _first_call(
                 built = True
                 outputs = candidate.plan.run(query, key, value, attn_mask, seed, per_head)
             except Exception as error:
-                if not (resolve.uncompilable(error) if built else resolve.unbuildable(error)):
+                if candidate.variant is None or not (resolve.uncompilable(error) if built else resolve.unbuildable(error)):
                     raise
                 resolve.report_failure(memo, candidate.variant, call.device, error)
                 continue

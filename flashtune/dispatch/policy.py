@@ -61,12 +61,12 @@ def rank(
     Near means |log2| of the ratios of the sizes, N_kv weighing most (4 : 2 : 1); ties go to the same alignment, then to the GPU
     with the nearest number of SMs, then among records of one key to the preferred one (flashtune.db.ranking), then to records of the
     user over shipped ones, the larger sizes, the shorter time and the lower variant id, so that equal libraries choose equally
-    everywhere. A record that says that the framework was faster makes the framework the choice, provided that `framework_serves` (torch
-    has the features). A record is never served when its config, completed by axes that came later, is outside the family's declared
-    space or breaks a constraint on this target; the next one of its key may serve. Which sizes suit a family is a rule of thumb, which
-    gives way to measurements: step 1 doesn't ask for it. A record of any other step is served only where the problem's sizes suit its
-    family, and stands in for other sizes only where every family that suits these suits its own: one that was never tried there may be
-    far better here.
+    everywhere. A record that says that the framework was faster (as a whole call where that was measured, host included) makes it the
+    choice, provided that `framework_serves` (torch has the features). A record is never served when its config, completed by axes that
+    came later, is outside the family's declared space or breaks a constraint on this target; the next one of its key may serve. Which
+    sizes suit a family is a rule of thumb, which gives way to measurements: step 1 doesn't ask for it. A record of any other step is
+    served only where the problem's sizes suit its family, and stands in for other sizes only where every family that suits these suits
+    its own: one that was never tried there may be far better here.
     """
     spec, key = problem.spec(), problem.key(target.slug)
     group = group_of(key)
@@ -128,9 +128,13 @@ def _from_record(
     if (why := family.unfit(config, spec, target)) is not None:
         return Refusal(reason=why, invalid=own_gpu, record=record)
     note = _note(record, kind, key)
-    framework_us = record.framework_us
-    if framework_us is not None and framework_us < time_us and framework_serves:
-        note = f"{note}, and there the framework was faster: {framework_us:.1f} us"
+    gain = record.gain
+    if gain is not None and gain < 1.0 and framework_serves:
+        calls = (record.outcome.call_us, record.framework_call_us)
+        if None in calls:
+            note = f"{note}, and there the framework was faster: {record.framework_us:.1f} us"
+        else:
+            note = f"{note}, and there whole calls of the framework were faster: {calls[1]:.1f} us, and ours {calls[0]:.1f} us"
         return Choice(kind="framework", spec=spec, note=note, record=record)
     return Choice(kind=kind, spec=spec, note=note, record=record, family=family, config=config)
 

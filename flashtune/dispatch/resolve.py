@@ -33,14 +33,16 @@ MOST_PLANS = 8192
 class Memo:
     """Plans by signature, the library's records by group, kernels that failed, warnings given.
 
-    `database` is laid over the user's and the shipped results, or stands `alone`.
+    `database` is laid over the user's and the shipped results, or stands `alone`. `pinned` is a rendered module that serves every call
+    which it accepts, for measurements.
     Reading a plan takes no lock; everything that decides holds `lock`.
     """
 
-    def __init__(self, database: str | Path | None = None, *, alone: bool = False) -> None:
+    def __init__(self, database: str | Path | None = None, *, alone: bool = False, pinned: ModuleType | None = None) -> None:
         self.lock = threading.RLock()
         self.plans: dict[Hashable, Plan] = {}
         self.broken: dict[tuple[str, str], str] = {}
+        self.pinned = pinned
         self._database, self._alone = database, alone
         self._groups: dict[tuple[object, ...], list[TuningRecord]] | None = None
         self._warned: set[str] = set()
@@ -137,6 +139,9 @@ def candidates(
     mask = call.full_mask(mask)
     refused: list[str] = []
     failed: set[str] = set()
+    if memo.pinned is not None and memo.pinned.accepts(q, k, v, mask):
+        explanation = Explanation(kind="exact", reason="its kernel is pinned", gpu=target.slug)
+        yield Candidate(plan=KernelPlan(call, memo.pinned, q), explanation=explanation)
     for choice in rank(problem, target, records, known, framework_serves=call.fused_by_torch):
         if isinstance(choice, Refusal):
             refused.append(_refusal(memo, choice))

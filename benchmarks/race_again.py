@@ -1,0 +1,201 @@
+"""Races stored rows' configs again on this machine's GPU, after their kernels' text changed: `python benchmarks/race_again.py --db FILE`.
+
+For every problem of a database: the best configs that were found for it, and each with the other way to hold row maxima. They are checked
+against the float64 oracle in several processes at once, then one process alone times them, as a search's closing race does: interleaved, L2
+flushed, the framework's attention among them, the GPU's state read meanwhile, and whole calls in an eager loop. A tenth of a search's time.
+"""
+
+import argparse
+import multiprocessing
+import os
+import shlex
+import sys
+import time
+from concurrent.futures import TimeoutError as Overdue
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from pebble import ProcessExpired, ProcessPool
+
+from flashtune.core.config import Config
+from flashtune.core.problem import Problem
+from flashtune.core.results import Baseline, CompileFacts, Fate, Measurement, Outcome, SearchResult
+from flashtune.core.target import Target
+from flashtune.db.library import shipped_path
+from flashtune.db.store import Store
+from flashtune.templates import family
+from flashtune.templates.rendering import variant_of
+from flashtune.tuner import tasks
+from flashtune.tuner.conditions import GpuWatch, gpu_id
+from flashtune.tuner.machine import local_gpu, provenance
+from flashtune.tuner.search import ranked
+from flashtune.tuner.space import Candidate
+
+MAXIMUM = {"first": "running", "running": "first"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """A candidate that may race: its error in tolerances and what the compiler made of it."""
+
+    candidate: Candidate
+    error: float
+    facts: CompileFacts | None
+
+
+def candidates_of(result: SearchResult, target: Target, *, most: int) -> list[Candidate]:
+    """The stored configs to race, the best first, completed and valid today."""
+    spec = result.problem.spec()
+    known = [o for o in result.outcomes if o.measurement is not None and o.fate is Fate.CORRECT]
+    known.sort(key=lambda o: (o.rank or 99, o.measurement.median_us if o.measurement else 0.0))
+    found: dict[Candidate, None] = {}
+    for outcome in known[:most]:
+        kind = family(outcome.template)
+        config = kind.completed(outcome.config)
+        twins: list[Config] = [config]
+        if "maximum" in config.as_dict() and result.problem.dtype != "fp8":
+            twins.append(config.replace(maximum=MAXIMUM[str(config["maximum"])]))
+        for twin in twins:
+            if kind.violated(twin, spec, target) is None:
+                found[Candidate(family=kind, config=twin)] = None
+    return list(found)[: most + 1]
+
+
+def check_problem(problem: Problem, candidates: list[Candidate], target: Target, seed: int) -> list[Checked]:
+    """In a child process: those that are right on this GPU."""
+    found = []
+    for candidate in candidates:
+        source = tasks.Source.of(candidate.family, candidate.variant(problem.spec()))
+        reply = tasks.recheck_on_device(source, problem, target, seed)
+        if reply.fate is not Fate.CORRECT:
+            print(f"{problem.label()} {candidate.config.label()}: {reply.fate} {reply.reason}", file=sys.stderr, flush=True)
+            continue
+        facts = tasks.compile_candidate(source, problem, target).facts
+        found.append(Checked(candidate=candidate, error=reply.error or 0.0, facts=facts))
+    return found
+
+
+def race_problem(problem: Problem, checked: list[Checked], target: Target, seed: int, seconds: float) -> dict[str, Any]:
+    """In a child process that times alone: GPU times and whole calls of the candidates and last of the framework."""
+    import torch
+
+    from flashtune.core.launching import launcher
+    from flashtune.core.modules import load_source
+    from flashtune.profiler.whole_calls import call_times
+    from flashtune.tuner.baseline import framework_call
+    from flashtune.tuner.inputs import make_inputs
+
+    inputs = make_inputs(problem, device="cuda", seed=seed)
+    stopwatch = tasks._stopwatch(target.l2_bytes)
+    modules = []
+    for one in checked:
+        source = tasks.Source.of(one.candidate.family, one.candidate.variant(problem.spec()))
+        modules.append(load_source(source.text, source.stem))
+    launches = [launcher(module) for module in modules]
+    runs: list[Any] = [partial(launch, *inputs.arguments, **inputs.keywords) for launch in launches]
+    framework = framework_call(inputs)
+    backend = None
+    if framework is not None:
+        runs.append(framework)
+        backend = tasks._backend_name(framework)
+    began = time.time()
+    times = stopwatch.race(runs, budget_s=seconds, least=15)
+    ended = time.time()
+    calls = call_times(modules, inputs, framework, budget_s=seconds / 3)
+    del inputs
+    torch.cuda.empty_cache()
+    return {"times": times, "calls": calls, "backend": backend, "began": began, "ended": ended, "pid": os.getpid()}
+
+
+def result_of(problem: Problem, checked: list[Checked], raced: dict[str, Any], gpu: str, watch: GpuWatch, origin: Any) -> SearchResult:
+    """What goes into the database."""
+    times: list[Measurement] = raced["times"]
+    outcomes: dict[Candidate, Outcome] = {}
+    for one, measurement, call_us in zip(checked, times, raced["calls"], strict=False):
+        variant = variant_of(one.candidate.family, problem.spec(), one.candidate.config)
+        outcomes[one.candidate] = Outcome(
+            template=variant.template,
+            template_hash=variant.template_hash,
+            variant_id=variant.id,
+            config=one.candidate.config,
+            fate=Fate.CORRECT,
+            source="measured",
+            measurement=measurement,
+            facts=one.facts,
+            max_error=one.error,
+            finalist=True,
+            call_us=call_us,
+        )
+    for rank, candidate in enumerate(ranked(list(outcomes.items())), start=1):
+        outcomes[candidate] = replace(outcomes[candidate], rank=rank)
+    baseline = None
+    if raced["backend"]:
+        baseline = Baseline(backend=raced["backend"], measurement=times[-1], call_us=raced["calls"][-1])
+    conditions = watch.between(raced["began"], raced["ended"], raced["pid"])
+    return SearchResult(
+        gpu=gpu,
+        problem=problem,
+        outcomes=tuple(sorted(outcomes.values(), key=lambda o: o.rank or 0)),
+        provenance=replace(origin, conditions=conditions),
+        baseline=baseline,
+    )
+
+
+def main() -> None:
+    """Check all in parallel, then race one after another; what is right is saved at once."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--db", required=True, help="the database to write")
+    parser.add_argument("--rows", default=str(shipped_path()), help="the database whose rows are raced (default: the shipped one)")
+    parser.add_argument("--most", type=int, default=2, help="stored configs of each problem (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=8, help="processes that check (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=0.4, help="of timing for each problem (default: %(default)s)")
+    parser.add_argument("--limit-s", type=float, default=90.0, help="for each problem (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    gpu = local_gpu()
+    if gpu is None or gpu.target is None:
+        raise SystemExit("race_again.py measures kernels and found no GPU that flashtune knows: run it on the GPU's machine")
+    target = gpu.target
+    with Store.open(options.rows, writable=False) as store:
+        results = [result for result in store.results() if result.gpu == target.slug]
+    work = [(result.problem, candidates_of(result, target, most=options.most)) for result in results]
+    origin = provenance(command=shlex.join(["python", *sys.argv]), seed=options.seed, measured=True)
+    started = time.monotonic()
+    context = multiprocessing.get_context("spawn")
+    checkers = ProcessPool(max_workers=options.jobs, context=context, max_tasks=0)
+    checks = [checkers.schedule(check_problem, args=(p, found, target, options.seed), timeout=options.limit_s) for p, found in work]
+    ready: list[tuple[Problem, list[Checked]]] = []
+    for (problem, _), future in zip(work, checks, strict=True):
+        try:
+            ready.append((problem, future.result()))
+        except (Overdue, ProcessExpired, Exception) as error:
+            print(f"{problem.label()}: {tasks.one_line(error)}", file=sys.stderr, flush=True)
+    checkers.stop()
+    checkers.join()
+    print(f"checked {len(ready)} problems in {time.monotonic() - started:.0f} s", flush=True)
+    racer = ProcessPool(max_workers=1, context=context)
+    with Store.open(options.db, writable=True) as store, GpuWatch(gpu_id()) as watch:
+        for problem, checked in ready:
+            if not checked:
+                continue
+            try:
+                raced = racer.schedule(
+                    race_problem, args=(problem, checked, target, options.seed, options.seconds), timeout=options.limit_s
+                ).result()
+            except (Overdue, ProcessExpired, Exception) as error:
+                print(f"{problem.label()}: {tasks.one_line(error)}", file=sys.stderr, flush=True)
+                continue
+            result = result_of(problem, checked, raced, target.slug, watch, origin)
+            store.save(result)
+            best = result.outcomes[0]
+            us = best.measurement.median_us if best.measurement else 0.0
+            gain = f"{result.baseline.measurement.median_us / us:.3f}x" if result.baseline else "-"
+            print(f"{problem.label():60s} {us:8.1f} us {gain} call {best.call_us:8.1f} {best.config.label()}", flush=True)
+    racer.stop()
+    racer.join()
+    print(f"raced {len(ready)} problems in {time.monotonic() - started:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

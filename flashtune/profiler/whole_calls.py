@@ -1,0 +1,70 @@
+"""Whole calls: what `attention` and the framework's own function take in an eager loop, host included."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from flashtune.dispatch import api, resolve
+from flashtune.tuner.inputs import Inputs
+
+Call = Callable[[], object]
+
+
+def attention_call(inputs: Inputs) -> Call:
+    """`dispatch.attention` on these inputs, with the arguments that mean the same as theirs."""
+    given = inputs.parameters
+    mask = given.mask
+    if mask is not None:
+        # As a caller has it.
+        mask = mask[: None if mask.stride(0) else 1, : None if mask.stride(1) else 1]
+    q_descale, k_descale, v_descale = given.descale or (None, None, None)
+    words: dict[str, Any] = {
+        "scale": given.scale,
+        "enable_gqa": inputs.problem.gqa_ratio > 1,
+        "window": (given.band.left, given.band.right),
+        "causal_alignment": "bottom_right" if given.band.diagonal else "top_left",
+        "softcap": given.softcap,
+        "alibi_slopes": given.slopes,
+        "q_descale": q_descale,
+        "k_descale": k_descale,
+        "v_descale": v_descale,
+    }
+    return lambda: api.attention(inputs.q, inputs.k, inputs.v, mask, given.dropout_p, **words)
+
+
+def call_times(modules: Sequence[ModuleType], inputs: Inputs, framework: Call | None, *, budget_s: float) -> list[float]:
+    """Median microseconds of a call, back to back, with each rendered module in turn and last with the framework's function.
+
+    The slower of host and GPU shows: nothing waits for the GPU but the end of each group of calls.
+    """
+    ours = attention_call(inputs)
+    runs: list[tuple[Any, Call]] = [(resolve.Memo(pinned=module), ours) for module in modules]
+    runs += [] if framework is None else [(None, framework)]
+    found: list[list[float]] = [[] for _ in runs]
+    repeats, rounds = 1, 0
+    started = time.perf_counter()
+    with torch.no_grad():
+        while rounds < 3 or time.perf_counter() - started < budget_s:
+            for place in range(len(runs)) if rounds % 2 else reversed(range(len(runs))):
+                memo, call = runs[place]
+                with nullcontext() if memo is None else api.serving(memo):
+                    call()
+                    torch.cuda.synchronize()
+                    begun = time.perf_counter()
+                    for _ in range(repeats):
+                        call()
+                    torch.cuda.synchronize()
+                    spent = (time.perf_counter() - begun) / repeats * 1e6
+                # The first round compiles, the second tells how many calls are worth a look at the clock.
+                if rounds > 1:
+                    found[place].append(spent)
+                elif rounds == 1:
+                    repeats = max(repeats, min(200, int(3e3 / spent)))
+                    started = time.perf_counter()
+            rounds += 1
+    return [statistics.median(times) for times in found]
