@@ -1,5 +1,9 @@
-"""docs/background.md: every console block is what its command prints, and every figure in the prose stands in one of them."""
+"""docs/background.md: every console block is what its command prints, and every figure in the prose stands in one of them.
 
+The linked report tells of the kernels that ship.
+"""
+
+import json
 import os
 import re
 import subprocess
@@ -9,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from flashtune.db.library import Library, shipped_path
+
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 BACKGROUND = Path(__file__).resolve().parent.parent / "docs" / "background.md"
 BLOCK = re.compile(r"```console\n\$ (?P<command>[^\n]+)\n(?P<output>.*?)```", re.DOTALL)
 FIGURE = re.compile(r"(\d[\d.,]*)(?:\s*%|\s+(?:MiB|MB|GB/s|TFLOP/s|T exp/s|GFLOP|FLOP/byte|us|times)\b)")
@@ -58,3 +65,54 @@ def test_a_wrong_figure_would_be_noticed() -> None:
     start = block.start("output")
     assert regenerated(f"{text[:start]}wrong{text[start:]}") == regenerated(text)
     assert unproven(text.replace("94.1% are S", "94.2% are S")) == ["94.2", REFUTED]
+
+
+# --- the report that README links ------------------------------------------------------------------------------------------------
+
+ROOT = BACKGROUND.parent.parent
+REPORT = ROOT / "docs" / "reports" / "h200-b4-h16-n4096-d128-bf16.html"
+REPEATS = 0.05
+"""Two runs on different machines of one kind differ by less in the ratio of two kernels that are timed together."""
+
+
+def ratios() -> dict[str, float]:
+    """The framework's time over the tuned kernel's for B=4 H=16 N=4096 D=128 bf16, as each place tells it."""
+    found = json.loads(REPORT.with_suffix(".json").read_text())
+    p = found["problem"]
+    assert (p["batch"], p["heads"], p["n"], p["d"], p["dtype"], p["causal"]) == (4, 16, 4096, 128, "bf16", False)
+    us = {kind["name"]: kind["time_us"] for kind in found["measured"]["attention"]}
+    tip = re.search(r"framework / tuned at N = 4096: (\d\.\d\d)", REPORT.read_text())
+    cell = re.search(r"\| D=128, full \|[^\n]*", (ROOT / "README.md").read_text())
+    assert tip is not None and cell is not None
+    at_4096 = re.findall(r"\((\d\.\d\d)x\)", cell[0])[LENGTHS.index(4096)]
+    [row] = [
+        record
+        for record in Library.of(shipped_path()).records(gpu="h200", n=4096, d=128, dtype="bf16", features="{}")
+        if (record.problem.batch, record.problem.heads, record.problem.kv_heads) == (4, 16, 16)
+    ]
+    assert row.framework_us is not None
+    return {
+        "database": row.framework_us / row.median_us,
+        "table": float(at_4096),
+        "report": us["framework"] / us["tuned"],
+        "drawing": float(tip[1]),
+    }
+
+
+def test_report_table_and_database_tell_of_the_same_kernels() -> None:
+    """A search of new rows, or a new table, asks for a new report: the command is in benchmarks/results/2026-11-21-h200/README.md."""
+    found = ratios()
+    assert found == {name: pytest.approx(found["database"], rel=REPEATS) for name in found}
+
+
+def test_the_report_would_be_found_out_that_tells_of_earlier_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The one that was linked before: 1.05 where the table said 1.19."""
+    earlier = json.loads(REPORT.with_suffix(".json").read_text())
+    kinds = earlier["measured"]["attention"]
+    tuned = next(kind for kind in kinds if kind["name"] == "tuned")
+    tuned["time_us"] = next(kind["time_us"] for kind in kinds if kind["name"] == "framework") / 1.05
+    (tmp_path / "old.json").write_text(json.dumps(earlier))
+    (tmp_path / "old.html").write_text(REPORT.read_text())
+    monkeypatch.setattr(sys.modules[__name__], "REPORT", tmp_path / "old.html")
+    with pytest.raises(AssertionError):
+        test_report_table_and_database_tell_of_the_same_kernels()
