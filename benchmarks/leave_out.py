@@ -24,8 +24,8 @@ FAMILY = family("flash_fwd_hopper")
 
 EXPONENTIAL = ("gl.exp2(scores * scale - centre[:, None])", "(scores * scale - centre[:, None])")
 MAXIMUM = ("gl.maximum(row_max, gl.max(scores, 1) * scale)", "gl.maximum(row_max, 0.0)")
-SUM = ("[:, None] + quarter_sums(weights)", "[:, None]")
-RESCALING = ("acc = acc * gl.convert_layout(shrink, OUT_ROW_LAYOUT)[:, None]", "pass")
+SUM = ("[:, None] + quarter_sums(probs)", "[:, None]")
+RESCALING = ("acc = acc * gl.convert_layout(rescale, OUT_ROW_LAYOUT)[:, None]", "pass")
 ROUNDING = (
     "cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;\n        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;\n        mov.b32 $0, {low, high};",
     ".reg .b32 a, b;\n        xor.b32 a, $1, $2;\n        xor.b32 b, $3, $4;\n        xor.b32 $0, a, b;",
@@ -33,7 +33,7 @@ ROUNDING = (
 
 SETTLED = {
     EXPONENTIAL: ("gl.exp2(scores * scale - row_max[:, None])", "(scores * scale - row_max[:, None])"),
-    SUM: ("row_sum + quarter_sums(weights)", "row_sum"),
+    SUM: ("row_sum + quarter_sums(probs)", "row_sum"),
 }
 """The same where maxima have settled."""
 

@@ -23,7 +23,7 @@ from flashtune.core.launching import provided
 from flashtune.core.modules import load_source
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
-from flashtune.templates.flash_fwd_hopper import FAMILY
+from flashtune.templates.hopper.flash_fwd_hopper import FAMILY
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.compile import compiling_for
 from flashtune.tuner.inputs import Inputs, make_inputs
@@ -35,13 +35,13 @@ H200 = find_target("h200")
 PLAIN: dict[str, int | str | bool] = {
     "BLOCK_M": 128,
     "BLOCK_N": 64,
-    "stages": 2,
-    "lookahead": 1,
+    "num_stages": 2,
+    "intra_wg_overlap": 1,
     "pingpong": False,
     "tiles": "one",
     "section": 1,
     "order": "fixed",
-    "residents": 1,
+    "ctas_per_sm": 1,
     "maximum": "running",
 }
 """The config that tests change, written out so that no better default changes what they look at."""
@@ -143,7 +143,8 @@ class Truncate(ast.NodeTransformer):
 
 def functions_of(module: ModuleType, names: tuple[str, ...], scope: dict[str, Any], change: ast.NodeTransformer) -> dict[str, Any]:
     """The named device functions of a rendered module as ordinary ones; they see each other, the module's constants and `scope`."""
-    scope = {name: value.value for name, value in vars(module).items() if isinstance(value, constexpr)} | scope
+    shared = {name: value for name, value in vars(module).items() if hasattr(value, "_fields")}
+    scope = {name: value.value for name, value in vars(module).items() if isinstance(value, constexpr)} | shared | scope
     for name in names:
         tree = ast.parse(inspect.getsource(getattr(module, name).fn))
         [function] = tree.body
@@ -249,10 +250,15 @@ def _scalar(number: float) -> Array:
     return np.array([[number]], kind).view(Array)
 
 
+def _scalars(numbers: Any) -> Any:
+    return numbers._make(_scalars(number) if isinstance(number, tuple) else _scalar(number) for number in numbers)
+
+
 def on_numpy(module: ModuleType, *names: str) -> Any:
     """The named device functions of a rendered module as ordinary ones, over numpy's integers, which wrap around like the GPU's.
 
-    They are for numbers that aren't negative, where numpy divides as the GPU does. `scalar` makes an argument of a number.
+    They are for numbers that aren't negative, where numpy divides as the GPU does. `scalar` makes an argument of a number, and `scalars`
+    of all that are in a named tuple.
     """
     gl = SimpleNamespace(
         **{name: getattr(np, name) for name in ("int32", "int64", "uint32", "uint64", "float32")},
@@ -270,14 +276,16 @@ def on_numpy(module: ModuleType, *names: str) -> Any:
         inline_asm_elementwise=assembly,
         constexpr=constexpr,
     )
-    return SimpleNamespace(gl=gl, scalar=_scalar, **functions_of(module, names, {"gl": gl}, ast.NodeTransformer()))
+    return SimpleNamespace(gl=gl, scalar=_scalar, scalars=_scalars, **functions_of(module, names, {"gl": gl}, ast.NodeTransformer()))
 
 
-def sizes_of(launch: Launch, **changes: int) -> tuple[Any, ...]:
-    """The tuple `sizes` that the device functions of a launch pass around, with some of its numbers changed."""
+def sizes_of(launch: Launch, **changes: int) -> Any:
+    """The `Sizes` that the device functions of a launch pass around, with some of its numbers changed."""
     kernel, _, arguments, _ = launch
     given = dict(zip(kernel.arg_names, arguments, strict=True)) | changes
-    names = list(given)
-    numbers = names[names.index("n_q") : names.index("scale")]
-    divisions = [name for name in numbers if name.endswith(("_magic", "_shift"))]
-    return (*(given[name] for name in numbers if name not in divisions), tuple(given[name] for name in divisions))
+    kinds = kernel.fn.__globals__
+    fields = kinds["Sizes"]._fields
+    divisors = {name: name.removesuffix("_divisor") for name in fields if name.endswith("_divisor")}
+    found = {name: given[name] for name in fields if name not in divisors}
+    found |= {name: kinds["Divisor"](given[f"{short}_magic"], given[f"{short}_shift"]) for name, short in divisors.items()}
+    return kinds["Sizes"](**found)

@@ -129,8 +129,8 @@ class Shared:
 class Memory:
     """Tiles of shared memory of one program."""
 
-    def __init__(self, machine: "Machine") -> None:
-        self._machine, self._tiles = machine, dict[int, Shared]()
+    def __init__(self, machine: "Machine", shape: list[int]) -> None:
+        self._machine, self._tiles, self.shape = machine, dict[int, Shared](), shape
 
     def index(self, place: int) -> Shared:
         return self._tiles.setdefault(int(place), Shared(self._machine))
@@ -372,7 +372,7 @@ class Machine:
             num_programs=lambda axis: Number(self._programs),
             atomic_add=draw_next,
             store=write,
-            allocate_shared_memory=lambda *_arguments: Memory(self),
+            allocate_shared_memory=lambda _dtype, shape, _layout: Memory(self, shape),
             inline_asm_elementwise=self._assembly,
             warp_specialize=start,
             constexpr=None,
@@ -387,10 +387,10 @@ class Machine:
             "warpgroup_mma_wait": self._products_left,
             "fence_async_shared": nothing,
             # What is only arithmetic, or moves numbers between registers.
-            "pack": lambda weights, *_dropout: weights,
-            "unpack": lambda weights: weights,
-            "keep": lambda scores, words: scores,
-            "words_before": nothing,
+            "pack": lambda probs, *_dropout: probs,
+            "unpack": lambda probs: probs,
+            "mask_scores": lambda scores, mask_bits: scores,
+            "bits_before": nothing,
             "draw": nothing,
             "quotient": lambda a, b: a if isinstance(a, Value) else Number(abs(a) // b * (-1 if a < 0 else 1)),
             "remainder": lambda a, b: a if isinstance(a, Value) else Number(abs(a) % b * (-1 if a < 0 else 1)),

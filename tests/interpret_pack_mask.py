@@ -42,7 +42,7 @@ def run(stored: torch.Tensor, block_n: int, block_m: int) -> bool:
     wanted = replace(problem(16, Features(mask="bool"), dtype="fp16"), n_q=M, n_kv=N)
     inputs = make_inputs(wanted, device="cpu", seed=0)
     mask = stored.expand(SHAPE)
-    module = rendered(wanted.spec(), BLOCK_N=block_n, BLOCK_M=block_m, lookahead=0)
+    module = rendered(wanted.spec(), BLOCK_N=block_n, BLOCK_M=block_m, intra_wg_overlap=0)
     assert module.accepts(inputs.q, inputs.k, inputs.v, mask)
     (kernel, grid, arguments, options), attention = launches(module, inputs, mask=mask)
     assert kernel is module.pack_mask
@@ -55,7 +55,7 @@ def run(stored: torch.Tensor, block_n: int, block_m: int) -> bool:
     # Words to the next batch and to the next head, as the attention kernel is told.
     told = dict(zip(attention[0].arg_names, attention[2], strict=True))
     steps = stored.shape[1] if stored.shape[0] > 1 else 0, int(stored.shape[1] > 1)
-    return torch.equal(words, expected) and (told["mask_per_batch"], told["mask_per_head"]) == steps and told["words_ptr"] is words
+    return torch.equal(words, expected) and (told["mask_per_batch"], told["mask_per_head"]) == steps and told["mask_bits_ptr"] is words
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ def run(d_v: int, n_kv: int, heads_inside: bool, order: torch.Tensor) -> bool:
     inputs = make_inputs(wanted, device="cpu", seed=n_kv, heads_inside=heads_inside)
     bits = inputs.v.view(torch.uint8)
     bits.copy_(torch.randint(1, 256, bits.shape))
-    (kernel, grid, arguments, options), _ = launches(rendered(wanted.spec(), BLOCK_M=64, lookahead=0), inputs)
+    (kernel, grid, arguments, options), _ = launches(rendered(wanted.spec(), BLOCK_M=64, intra_wg_overlap=0), inputs)
     turned = arguments[1].fill_(255)
     kernel[grid](*arguments, **options)
     room = -(-n_kv // 16) * 16

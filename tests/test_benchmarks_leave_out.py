@@ -31,7 +31,7 @@ def test_a_stage_is_left_out_of_every_block_and_no_row_is_computed_again_for_it(
     spec = problem_of(128, 16384, Features(causal=True)).spec()
     config = next(config for config in leave_out.FAMILY.starts(spec, H200) if config["maximum"] == maximum)
     found = leave_out.variants(spec, config)
-    stages = {"no exponentials": "gl.exp2(scores", "no maxima": "gl.max(scores", "no sums": "+ quarter_sums(weights)"}
+    stages = {"no exponentials": "gl.exp2(scores", "no maxima": "gl.max(scores", "no sums": "+ quarter_sums(probs)"}
     for name, stage in stages.items():
         assert stage in found["whole"]
         assert stage not in found[name]

@@ -86,7 +86,7 @@ def test_a_row_that_lacks_a_later_axis_serves_its_problem() -> None:
 
 
 def test_constraints_hold_for_what_the_row_does_without_the_axis() -> None:
-    two_ahead = without(Config.of(TODAYS.as_dict(), lookahead=2, BLOCK_N=64, order="fixed", tiles="one"), "maximum")
+    two_ahead = without(Config.of(TODAYS.as_dict(), intra_wg_overlap=2, BLOCK_N=64, order="fixed", tiles="one"), "maximum")
     wanted = replace(PROBLEM, d=64, d_v=64)
     row = replace(RECORD, key=wanted.key("h200"), problem=wanted, outcome=replace(EARLIER, config=two_ahead))
     # Two ahead goes with running maxima alone.
@@ -96,7 +96,7 @@ def test_constraints_hold_for_what_the_row_does_without_the_axis() -> None:
 
 
 def test_a_row_that_lacks_another_axis_is_refused_as_before() -> None:
-    row = replace(RECORD, outcome=replace(EARLIER, config=without(EARLIER.config, "stages")))
+    row = replace(RECORD, outcome=replace(EARLIER, config=without(EARLIER.config, "num_stages")))
     refusal = next(iter(rank(PROBLEM, H200, [row], families())))
     assert isinstance(refusal, Refusal) and refusal.invalid and "lacks the axis 'stages'" in refusal.reason
     assert "lacks the axis 'stages'" in (unservable(row) or "")

@@ -21,20 +21,20 @@ CHAINED = {"BLOCK_N": 128, "tiles": "chained"}
     [
         (128, Features(), {**CHAINED, "pingpong": True}),
         (128, CAUSAL, {**CHAINED, "section": 8, "order": "drawn"}),
-        (128, CAUSAL, {"BLOCK_N": 128, "lookahead": 0, "pingpong": True}),
-        (64, CAUSAL, {**CHAINED, "BLOCK_M": 192, "stages": 3, "order": "drawn"}),
-        (64, CAUSAL, {**CHAINED, "stages": 3, "lookahead": 2, "pingpong": True}),
-        (64, Features(), {"BLOCK_N": 256, "lookahead": 0}),
+        (128, CAUSAL, {"BLOCK_N": 128, "intra_wg_overlap": 0, "pingpong": True}),
+        (64, CAUSAL, {**CHAINED, "BLOCK_M": 192, "num_stages": 3, "order": "drawn"}),
+        (64, CAUSAL, {**CHAINED, "num_stages": 3, "intra_wg_overlap": 2, "pingpong": True}),
+        (64, Features(), {"BLOCK_N": 256, "intra_wg_overlap": 0}),
         (256, CAUSAL, {"tiles": "loop", "order": "drawn"}),
         (64, Features(window=(64, 32)), {"BLOCK_M": 64}),
         (128, Features(), {**CHAINED, "pingpong": True, "maximum": "first"}),
-        (64, CAUSAL, {**CHAINED, "BLOCK_M": 192, "stages": 3, "order": "drawn", "maximum": "first"}),
+        (64, CAUSAL, {**CHAINED, "BLOCK_M": 192, "num_stages": 3, "order": "drawn", "maximum": "first"}),
         (256, CAUSAL, {"tiles": "loop", "order": "drawn", "maximum": "first"}),
-        (64, CAUSAL, {"BLOCK_M": 256, "stages": 3, "lookahead": 0, "maximum": "first"}),
-        (64, Features(mask="bool"), {"BLOCK_M": 64, "lookahead": 0, "maximum": "first"}),
+        (64, CAUSAL, {"BLOCK_M": 256, "num_stages": 3, "intra_wg_overlap": 0, "maximum": "first"}),
+        (64, Features(mask="bool"), {"BLOCK_M": 64, "intra_wg_overlap": 0, "maximum": "first"}),
         (64, Features(causal=True, dropout=True), {**CHAINED, "pingpong": True}),
         (128, Features(dropout=True), {**CHAINED, "pingpong": True}),
-        (64, Features(dropout=True), {"BLOCK_N": 256, "lookahead": 0}),
+        (64, Features(dropout=True), {"BLOCK_N": 256, "intra_wg_overlap": 0}),
     ],
     ids=str,
 )
@@ -66,7 +66,7 @@ def test_it_compiles_to_warpgroup_instructions_in_flight_without_spills(d: int, 
     ids=str,
 )
 def test_features_and_uneven_head_sizes_compile_without_spills(d: int, d_v: int, dtype: DType, features: Features) -> None:
-    facts = read_facts(compiled(problem(d, features, d_v=d_v, dtype=dtype), BLOCK_M=64, lookahead=0), H200)
+    facts = read_facts(compiled(problem(d, features, d_v=d_v, dtype=dtype), BLOCK_M=64, intra_wg_overlap=0), H200)
     assert facts.tensor_core_ops > 0
     assert facts.spills <= 8
 
@@ -74,10 +74,10 @@ def test_features_and_uneven_head_sizes_compile_without_spills(d: int, d_v: int,
 @pytest.mark.parametrize(
     ("d", "features", "changes"),
     [
-        (128, Features(), {"BLOCK_M": 192, "BLOCK_N": 128, "stages": 3, "lookahead": 0}),
-        (64, Features(), {"BLOCK_M": 128, "BLOCK_N": 256, "lookahead": 0}),
+        (128, Features(), {"BLOCK_M": 192, "BLOCK_N": 128, "num_stages": 3, "intra_wg_overlap": 0}),
+        (64, Features(), {"BLOCK_M": 128, "BLOCK_N": 256, "intra_wg_overlap": 0}),
         (128, CAUSAL, {"BLOCK_M": 128, "BLOCK_N": 64, "tiles": "chained", "order": "drawn"}),
-        (128, Features(alibi=True), {"BLOCK_M": 64, "BLOCK_N": 128, "residents": 2}),
+        (128, Features(alibi=True), {"BLOCK_M": 64, "BLOCK_N": 128, "ctas_per_sm": 2}),
     ],
     ids=str,
 )
@@ -99,13 +99,13 @@ def test_e4m3_weights_reach_their_product_without_moving(d: int, features: Featu
 
 
 @pytest.mark.parametrize("block_n", [64, 128])
-@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("intra_wg_overlap", [0, 1])
 @pytest.mark.parametrize("features", [Features(), CAUSAL, Features(mask="bool"), Features(mask="bool", causal=True)], ids=Features.label)
-def test_blocks_after_the_first_look_for_no_maxima_and_rescale_nothing(features: Features, lookahead: int, block_n: int) -> None:
-    code = machine_code(compiled(problem(64, features), BLOCK_M=64, BLOCK_N=block_n, lookahead=lookahead, maximum="first"))
+def test_blocks_after_the_first_look_for_no_maxima_and_rescale_nothing(features: Features, overlap: int, block_n: int) -> None:
+    code = machine_code(compiled(problem(64, features), BLOCK_M=64, BLOCK_N=block_n, intra_wg_overlap=overlap, maximum="first"))
     *first, settled = key_loops(code)
     # Where blocks overlap, the first one has a place of its own, and only a band has more of them.
-    assert len(first) == (1 if features.causal or lookahead == 0 else 0)
+    assert len(first) == (1 if features.causal or overlap == 0 else 0)
     scores = block_n // 2
     # One multiply-add and one exponential a score, one addition to a sum, half an instruction to round it.
     expected = {"FFMA": scores, "MUFU": scores, "FADD": scores, "F2FP": scores // 2}
@@ -196,16 +196,16 @@ def test_products_leave_out_padding_columns(d: int, d_v: int, computed: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("residents", "changes"), [(2, {}), (2, {"BLOCK_M": 128, "lookahead": 0}), (3, {}), (4, {"lookahead": 0})], ids=str
+    ("ctas_per_sm", "changes"), [(2, {}), (2, {"BLOCK_M": 128, "intra_wg_overlap": 0}), (3, {}), (4, {"intra_wg_overlap": 0})], ids=str
 )
-def test_as_many_programs_fit_an_sm_as_the_config_says(residents: int, changes: dict[str, Any]) -> None:
-    wanted, changes = problem(64), {"BLOCK_M": 64, "residents": residents} | changes
+def test_as_many_programs_fit_an_sm_as_the_config_says(ctas_per_sm: int, changes: dict[str, Any]) -> None:
+    wanted, changes = problem(64), {"BLOCK_M": 64, "ctas_per_sm": ctas_per_sm} | changes
     facts = read_facts(compiled(wanted, **changes), H200)
     cap = launch_of(wanted, **changes)[3]["maxnreg"]
     assert facts.registers <= cap
-    assert cap * facts.threads * residents <= H200.registers_per_sm
+    assert cap * facts.threads * ctas_per_sm <= H200.registers_per_sm
     # The system keeps 1 KiB for each program.
-    assert (facts.shared_bytes + 1024) * residents <= H200.shared_bytes_per_sm
+    assert (facts.shared_bytes + 1024) * ctas_per_sm <= H200.shared_bytes_per_sm
     assert facts.spills == 0
 
 
@@ -214,8 +214,8 @@ def test_a_single_program_of_an_sm_has_no_register_cap() -> None:
 
 
 def test_the_facts_of_a_launch_are_those_of_the_attention_kernel() -> None:
-    # `pack_mask` goes before it, and `again` after it takes about as much shared memory.
-    wanted, chosen = problem(64, Features(mask="bool")), {"BLOCK_M": 64, "residents": 3, "maximum": "first"}
+    # `pack_mask` goes before it, and `recompute` after it takes about as much shared memory.
+    wanted, chosen = problem(64, Features(mask="bool")), {"BLOCK_M": 64, "ctas_per_sm": 3, "maximum": "first"}
     facts = cross_compile(source(wanted.spec(), **chosen), "hopper", wanted, H200)
     assert facts == read_facts(compiled(wanted, **chosen), H200)
     assert facts.threads == 256
@@ -223,19 +223,19 @@ def test_the_facts_of_a_launch_are_those_of_the_attention_kernel() -> None:
 
 @pytest.mark.parametrize("features", [Features(), Features(causal=True, window=(100, 0), dropout=True, softcap=True)], ids=Features.label)
 def test_one_compile_of_what_computes_again_serves_every_length_batch_and_head_count(features: Features) -> None:
-    def compiled_again(wanted: Problem) -> Any:
-        kernel, grid, arguments, options = launches_of(wanted, BLOCK_M=64, lookahead=0, maximum="first")["again"]
+    def compiled_recompute(wanted: Problem) -> Any:
+        kernel, grid, arguments, options = launches_of(wanted, BLOCK_M=64, intra_wg_overlap=0, maximum="first")["recompute"]
         with compiling_for(H200):
             return kernel.warmup(*arguments, grid=grid, **options)
 
     wanted = problem(64, features)
-    first = compiled_again(wanted)
+    first = compiled_recompute(wanted)
     facts = read_facts(first, H200)
     assert facts.tensor_core_ops > 0
     assert facts.shared_bytes <= H200.shared_bytes_per_block
     # At least one tile, sixteen, and many.
     for batch, heads, kv_heads, n in ((1, 1, 1, 1), (2, 8, 8, 1), (3, 40, 8, 100_000), (16, 2, 1, 17)):
-        assert compiled_again(replace(wanted, batch=batch, heads=heads, kv_heads=kv_heads, n_q=n, n_kv=n)) is first
+        assert compiled_recompute(replace(wanted, batch=batch, heads=heads, kv_heads=kv_heads, n_q=n, n_kv=n)) is first
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])

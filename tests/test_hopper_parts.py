@@ -39,7 +39,7 @@ def test_a_product_and_a_shift_divide_exactly(number: int, divisor: int) -> None
     magic, shift = module.division(divisor)
     last_multiple = number // divisor * divisor
     for n in {number, last_multiple, max(last_multiple - 1, 0)}:
-        assert on_torch(module, "divide").divide(torch.tensor(n), magic, shift) == n // divisor
+        assert on_torch(module, "divide").divide(torch.tensor(n), module.Divisor(magic, shift)) == n // divisor
         assert n * magic < 2**63
     # Always too wide for 32 bits, so that Triton compiles for one type of it.
     assert 2**31 <= magic < 2**32
@@ -65,7 +65,9 @@ def test_every_tile_has_one_place_in_launch_order(features: Features, changes: d
     sizes = sizes_of(launch_of(wanted, **changes))
     parts = on_torch(rendered(wanted.spec(), **changes), "divide", "tile_at")
     m_tiles = -(-n_q // changes.get("BLOCK_M", 128))
-    tiles = torch.stack(parts.tile_at(torch.arange(batch * heads * m_tiles), sizes), 1).tolist()
+    coords = torch.stack(parts.tile_at(torch.arange(batch * heads * m_tiles), sizes), 1).tolist()
+    tiles = [[b, h, row // changes.get("BLOCK_M", 128)] for b, h, row in coords]
+    assert all(row % changes.get("BLOCK_M", 128) == 0 for _, _, row in coords)
     assert sorted(tiles) == sorted([b, h, m] for b, h, m in product(range(batch), range(heads), range(m_tiles)))
     # As many heads as a section has, or all, go side by side, and of a band their longest tiles first.
     together = min(changes.get("section", 1), batch * heads)
@@ -78,10 +80,10 @@ def test_every_tile_has_one_place_in_launch_order(features: Features, changes: d
 @pytest.mark.parametrize("tiles", ["loop", "chained"])
 def test_a_fixed_order_hands_out_each_tile_once(tiles: str) -> None:
     # Only wide tiles leave no room to chain them.
-    parts = on_torch(rendered(problem(256 if tiles == "loop" else 64).spec(), tiles=tiles), "index_of")
+    parts = on_torch(rendered(problem(256 if tiles == "loop" else 64).spec(), tiles=tiles), "fixed_work_index")
     for programs, count in [(1, 5), (4, 4), (7, 23), (132, 1000)]:
         parts.gl.program_id, parts.gl.num_programs = lambda axis, n=programs: torch.arange(n), lambda axis, n=programs: n
-        given_out = torch.cat([parts.index_of(turn, count) for turn in range(-(-count // programs))])
+        given_out = torch.cat([parts.fixed_work_index(iteration) for iteration in range(-(-count // programs))])
         assert sorted(given_out[given_out < count].tolist()) == list(range(count))
 
 
@@ -89,7 +91,7 @@ def test_a_fixed_order_hands_out_each_tile_once(tiles: str) -> None:
 def test_drawing_hands_out_each_tile_once_and_leaves_the_counter_at_zero(programs: int, batch: int) -> None:
     wanted = replace(problem(64, CAUSAL), batch=batch)
     chosen = {"tiles": "chained", "order": "drawn"}
-    parts, sizes = on_torch(rendered(wanted.spec(), **chosen), "draw_ticket"), sizes_of(launch_of(wanted, **chosen))
+    parts, sizes = on_torch(rendered(wanted.spec(), **chosen), "draw_work_index"), sizes_of(launch_of(wanted, **chosen))
     counter = [0]
 
     def atomic_add(place: list[int], amount: int, sem: str) -> int:
@@ -106,7 +108,7 @@ def test_drawing_hands_out_each_tile_once_and_leaves_the_counter_at_zero(program
         while at_work:
             index = at_work.pop(generator.randrange(len(at_work)))
             taken.append(index)
-            following = parts.draw_ticket(counter, sizes)
+            following = parts.draw_work_index(counter, sizes)
             at_work += [following] if following < tiles else []
         assert sorted(taken) == list(range(tiles))
         assert counter == [0]
@@ -155,14 +157,14 @@ def test_rows_visit_every_block_that_they_see_and_mask_all_that_they_must(
     blocks = -(-n_kv // 64)
     # A tile may end in warpgroups without a row.
     for row in range(0, -(-n_q // number) * number, 64):
-        first, free_first, free_end, end = (int(bound) for bound in parts.blocks_of(torch.tensor(row), number, sizes))
+        first, unmasked_first, unmasked_end, end = (int(bound) for bound in parts.blocks_of(torch.tensor(row), number, sizes))
         assert 0 <= first < end <= blocks
-        assert first <= free_first <= free_end <= end
+        assert first <= unmasked_first <= unmasked_end <= end
         for block in range(blocks):
             # A block is 64 keys, whole ones only where no key is past the end.
             seen = visible[row : row + number, block * 64 : block * 64 + 64]
             assert first <= block < end or not seen.any()
-            assert not free_first <= block < free_end or (seen.all() and seen.shape[1] == 64)
+            assert not unmasked_first <= block < unmasked_end or (seen.all() and seen.shape[1] == 64)
         # What a tile copies holds what each of its warpgroups looks at.
         if row % number == 0:
             for own in range(row, row + number, 64):
@@ -181,34 +183,36 @@ def read(words: torch.Tensor, block_n: int) -> Any:
 
 @pytest.mark.parametrize("block_n", [64, 128, 256])
 def test_words_of_the_columns_before_an_edge(block_n: int) -> None:
-    parts = on_numpy(rendered(problem(64).spec(), BLOCK_N=block_n, lookahead=0), "words_before")
+    parts = on_numpy(rendered(problem(64).spec(), BLOCK_N=block_n, intra_wg_overlap=0), "bits_before")
     ends = torch.cat([torch.arange(-2 * block_n, 3 * block_n), torch.tensor([-(2**30), 2**30])])
-    words = torch.from_numpy(parts.words_before(ends.int().numpy()))
+    words = torch.from_numpy(parts.bits_before(ends.int().numpy()))
     assert torch.equal(words.to(WORD[block_n]), words_of(torch.arange(block_n) < ends[:, None]).to(WORD[block_n]))
 
 
 @pytest.mark.parametrize("block_n", [64, 128, 256])
 def test_a_score_is_kept_where_its_bit_of_the_words_is_set(block_n: int) -> None:
-    parts = on_numpy(rendered(problem(64).spec(), BLOCK_N=block_n, lookahead=0), "keep")
+    parts = on_numpy(rendered(problem(64).spec(), BLOCK_N=block_n, intra_wg_overlap=0), "mask_scores")
     generator = torch.Generator().manual_seed(block_n)
     scores = torch.randn(64, block_n, generator=generator)
     allowed = torch.rand(64, block_n, generator=generator) < torch.linspace(0, 1, 64)[:, None]
-    found = torch.from_numpy(parts.keep(scores.numpy().view(Array), read(words_of(allowed), block_n)))
+    found = torch.from_numpy(parts.mask_scores(scores.numpy().view(Array), read(words_of(allowed), block_n)))
     assert torch.equal(found, torch.where(allowed, scores, float("-inf")))
 
 
 @pytest.mark.parametrize("stored", [(1, 1), (1, 4), (2, 1), (2, 4)], ids=str)
 def test_a_tile_reads_the_words_of_its_own_batch_head_block_and_rows(stored: tuple[int, int]) -> None:
     wanted = problem(64, Features(mask="bool"))
-    chosen = {"BLOCK_N": 256, "lookahead": 0}
+    chosen = {"BLOCK_N": 256, "intra_wg_overlap": 0}
     steps = {"mask_per_batch": stored[1] if stored[0] > 1 else 0, "mask_per_head": int(stored[1] > 1)}
-    parts = on_numpy(rendered(wanted.spec(), **chosen), "load_words")
-    sizes = [parts.scalar(size) if isinstance(size, int) else size for size in sizes_of(launch_of(wanted, **chosen), **steps)]
+    module = rendered(wanted.spec(), **chosen)
+    parts = on_numpy(module, "load_mask_bits")
+    sizes = parts.scalars(sizes_of(launch_of(wanted, **chosen), **steps))
     blocks, rows = -(-1100 // 256), 8 * 128
     packed = torch.arange(stored[0] * stored[1] * blocks * rows * 4).view(*stored, blocks, rows, 4)
     parts.gl.load = lambda places: packed.flatten().numpy()[places].view(Array)
     for batch, head, block, row in [(0, 0, 0, 0), (1, 3, 4, 960), (1, 0, 2, 64), (0, 2, 1, 128)]:
-        found = parts.load_words([parts.scalar(place) for place in (batch, head, row, block * 256)], sizes, (1.0, 0))
+        coord = parts.scalars(module.TileCoord(batch, head, row))
+        found = parts.load_mask_bits(coord, parts.scalar(block * 256), sizes, module.Params(scale=1.0, mask_bits_ptr=0))
         assert torch.equal(torch.from_numpy(found), packed[batch % stored[0], head % stored[1], block, row : row + 64])
 
 
@@ -221,7 +225,7 @@ def test_masks_are_packed_into_the_words_that_scores_are_kept_by() -> None:
 
 def weights_order(block_n: int) -> list[int]:
     """The key whose weight lies at each place of the left operand of an e4m3 product."""
-    module = rendered(problem(64, dtype="fp8").spec(), BLOCK_N=block_n, lookahead=0)
+    module = rendered(problem(64, dtype="fp8").spec(), BLOCK_N=block_n, intra_wg_overlap=0)
     # The bytes of a register are the last two axes, the second of them first.
     assert module.FOURS_LAYOUT.value.reg_bases[:2] == [[0, 0, 0, 1], [0, 0, 1, 0]]
     parts = on_torch(module, "pack")
@@ -276,7 +280,7 @@ def test_strides_that_the_copy_engine_cant_take_are_refused() -> None:
 
 
 def test_e4m3_values_may_have_any_strides_since_they_are_copied() -> None:
-    module = rendered(problem(64, dtype="fp8").spec(), lookahead=0)
+    module = rendered(problem(64, dtype="fp8").spec(), intra_wg_overlap=0)
     good = torch.empty(2, 4, 16, 64, dtype=torch.float8_e4m3fn)
     odd = torch.empty(2, 4, 64, 17, dtype=torch.float8_e4m3fn).transpose(2, 3)[:, :, 1:]
     assert module.accepts(good, good, odd, None)

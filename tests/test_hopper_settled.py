@@ -1,4 +1,4 @@
-"""Maxima that settle: rows whose sums are sound are as exact as any, and `again` computes exactly the tiles of the others."""
+"""Maxima that settle: rows whose sums are sound are as exact as any, and `recompute` computes exactly the tiles of the others."""
 
 import json
 import math
@@ -24,7 +24,7 @@ DTYPES_HERE: tuple[DType, ...] = ("bf16", "fp16")
 
 
 def test_tiles_with_an_unsound_row_are_computed_again_and_no_others_are_touched() -> None:
-    command = [sys.executable, str(Path(__file__).parent / "interpret_again.py")]
+    command = [sys.executable, str(Path(__file__).parent / "interpret_recompute.py")]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     reports = json.loads(done.stdout)

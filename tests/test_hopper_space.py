@@ -19,7 +19,7 @@ from flashtune.core.dtypes import DType
 from flashtune.core.modules import load_source
 from flashtune.core.problem import MASK_KINDS, Features
 from flashtune.core.target import find_target, targets
-from flashtune.templates.flash_fwd_hopper import FAMILY
+from flashtune.templates.hopper.flash_fwd_hopper import FAMILY
 from flashtune.templates.rendering import render, variant_of
 
 ROOT = Path(__file__).parents[1]
@@ -110,7 +110,7 @@ GOLDEN = {
         problem(128, Features(causal=True)).spec(), BLOCK_N=128, pingpong=True, tiles="chained", section=8, order="drawn", maximum="first"
     ),
     "flash_fwd_hopper-fwd-fp8-d64-window-bool-alibi.py": lambda: source(
-        problem(64, Features(alibi=True, mask="bool", window=(9, 9)), dtype="fp8").spec(), BLOCK_M=64, lookahead=0, residents=2
+        problem(64, Features(alibi=True, mask="bool", window=(9, 9)), dtype="fp8").spec(), BLOCK_M=64, intra_wg_overlap=0, ctas_per_sm=2
     ),
 }
 
@@ -130,7 +130,7 @@ def test_any_feasible_config_renders_to_the_same_python_twice(data: st.DataObjec
     assert {"accepts", "launches", "launch"} <= functions
     modules = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    assert {name.split(".")[0] for name in modules} == {"torch", "triton"}
+    assert {name.split(".")[0] for name in modules} == {"torch", "triton", "typing"}
 
 
 def test_rendered_text_imports_and_is_as_a_formatter_and_a_linter_want_it(tmp_path: Path) -> None:

@@ -48,11 +48,11 @@ def test_the_hopper_kernels_mask_is_that_of_the_reference(p: float) -> None:
     [launch] = launches(module, inputs, dropout_p=p, seed=seed, offset=offset)
     scalars = dict(zip(launch[0].arg_names, launch[2], strict=True))
     parts = on_numpy(module, "draw", "kept")
-    extras = [parts.scalar(scalars[name]) for name in ("scale", "seed", "offset", "threshold", "keep_scale")]
+    params = parts.scalars(module.Params(**{name: scalars[name] for name in module.Params._fields}))
     batch, head, row, column = 1, 3, 192, 640
-    sizes = [parts.scalar(size) if isinstance(size, int) else size for size in sizes_of(launch)]
-    draws = parts.draw([parts.scalar(place) for place in (batch, head, row, column)], sizes, extras)
-    halves = torch.from_numpy(parts.kept(draws, extras)).view(torch.int16)
+    coord, sizes = parts.scalars(module.TileCoord(batch, head, row)), parts.scalars(sizes_of(launch))
+    draws = parts.draw(coord, parts.scalar(column), sizes, params)
+    halves = torch.from_numpy(parts.kept(draws, params)).view(torch.int16)
     assert ((halves == 0) | (halves == -1)).all()
     expected = reference.dropout_keep_rows(seed, offset, batch * wanted.heads + head, row, rows, column + columns, p)
     assert torch.equal(halves == -1, expected[:, column:])
@@ -60,12 +60,13 @@ def test_the_hopper_kernels_mask_is_that_of_the_reference(p: float) -> None:
 
 @pytest.mark.parametrize("threshold", [0, 1, 3277, 16383, 16384, 16385, 31744, 31745, 32767, 32768])
 def test_the_hopper_kernel_compares_every_draw_as_an_integer(threshold: int) -> None:
-    parts = on_numpy(rendered(problem(64, Features(dropout=True)).spec()), "kept")
+    module = rendered(problem(64, Features(dropout=True)).spec())
+    parts = on_numpy(module, "kept")
     draw = torch.arange(32768)
     # The low halves count up and the high ones down, and the sign of a half is none of the draw's.
     words = (draw + 32768) | (32767 - draw << 16)
-    extras = [parts.scalar(number) for number in (1.0, 0, 0, threshold, 1.0)]
-    halves = torch.from_numpy(parts.kept(words.numpy().astype("uint32")[None], extras)).view(torch.int16).view(-1, 2)
+    params = parts.scalars(module.Params(scale=1.0, seed=0, offset=0, threshold=threshold, keep_scale=1.0))
+    halves = torch.from_numpy(parts.kept(words.numpy().astype("uint32")[None], params)).view(torch.int16).view(-1, 2)
     keep = draw >= threshold if threshold <= 16384 else 32767 - draw >= threshold
     assert torch.equal(halves[:, 0] == -1, keep)
     assert torch.equal(halves[:, 1] == -1, keep.flip(0))

@@ -181,8 +181,8 @@ def test_what_is_off_leaves_no_trace_in_the_text() -> None:
 def test_the_hash_covers_every_partial() -> None:
     names = [f"{name}.py.jinja" for name in OURS]
     sources = {name: environment().loader.get_source(environment(), name)[0] for name in environment().list_templates(["jinja"])}  # type: ignore[union-attr]
-    used = {name for name in sources if name.startswith("_") and any(f'"{name}"' in text for text in sources.values())}
-    partials = {name for name in sources if name.startswith("_")}
+    used = {name for name in sources if "/_" in f"/{name}" and any(f'"{name}"' in text for text in sources.values())}
+    partials = {name for name in sources if "/_" in f"/{name}"}
     assert partials == used, f"nothing includes {partials - used}"
     assert len({sources_hash(name) for name in names}) == len(names)
 

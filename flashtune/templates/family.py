@@ -40,12 +40,14 @@ class Axis:
     """One dimension of the search space; `why` says in a line what it trades.
 
     `absent` is what configs did that were written before this axis was declared; None for one that was there from the start.
+    `formerly` is the name that it has in configs of earlier versions; None where it was always called so.
     """
 
     name: str
     values: tuple[Value, ...]
     why: str
     absent: Value | None = None
+    formerly: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +77,13 @@ class Family:
     search tries unless they are named, whose default is offered and which records of other sizes stand in. A measured record of
     exactly the problem's key is served whatever it says.
     `default` is a sound config for when nothing was ever tuned. `starts` are configs worth trying first (the field's published
-    tiles). `interpretable` says whether Triton's interpreter runs it.
+    tiles). `interpretable` says whether Triton's interpreter runs it. `folder` is where its template lies.
     `layout` is what follows from a spec and a config; the template knows it as `layout`.
     `path_axes` are the axes that change which code is rendered, so that two configs that agree in them share a code path.
     """
 
     name: str
+    folder: str = ""
     axes: tuple[Axis, ...]
     constraints: tuple[Constraint, ...]
     supports: Callable[[KernelSpec, Target], str | None]
@@ -94,7 +97,7 @@ class Family:
     @property
     def template_file(self) -> str:
         """The Jinja file, relative to the templates folder."""
-        return f"{self.name}.py.jinja"
+        return f"{self.folder}/{self.name}.py.jinja" if self.folder else f"{self.name}.py.jinja"
 
     def violated(self, config: Config, spec: KernelSpec, target: Target) -> Constraint | None:
         """The first constraint that this config breaks on this target, or None."""
@@ -108,7 +111,10 @@ class Family:
         return None if broken is None else f"{config.label()} breaks {broken.name}: {broken.why}"
 
     def completed(self, config: Config) -> Config:
-        """A config that an earlier version wrote, with the axes that came later at what it did without them; any other as it is."""
+        """A config that an earlier version wrote, under today's names and with the axes that came later at what it did without them."""
+        today = {axis.formerly: axis.name for axis in self.axes if axis.formerly is not None and axis.name not in config}
+        if not today.keys().isdisjoint(config):
+            config = Config.of({today.get(name, name): value for name, value in config.items})
         lacking = {axis.name: axis.absent for axis in self.axes if axis.absent is not None and axis.name not in config}
         return config.replace(**lacking) if lacking else config
 

@@ -144,7 +144,7 @@ def _block_clocks(config: Config, facts: CompileFacts, problem: Problem, target:
     d, d_v, size = padded(problem.d), padded(problem.d_v), ITEMSIZE[problem.dtype]
     scores = block_m * block_n
     kind = "tf32" if problem.features.tf32 else problem.dtype
-    hopper = HopperLayout.of(problem.spec(), config) if "lookahead" in config else None
+    hopper = HopperLayout.of(problem.spec(), config) if "intra_wg_overlap" in config else None
     if kind == "fp8" and hopper is None:
         # Plain kernels multiply it as fp16.
         kind = "fp16"

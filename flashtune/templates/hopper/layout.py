@@ -53,7 +53,7 @@ class HopperLayout:
     @property
     def overlap(self) -> int:
         """Products under way beside a softmax: none, the values before it, also the scores after it."""
-        return self.config.number("lookahead")
+        return self.config.number("intra_wg_overlap")
 
     @property
     def persistent(self) -> bool:
@@ -82,7 +82,7 @@ class HopperLayout:
 
     @property
     def patient(self) -> bool:
-        """Whether they had better be those of two blocks at least: fp16 holds weights up to 2^16 alone."""
+        """Whether they had better be those of two blocks at least: fp16 holds probs up to 2^16 alone."""
         return self.settles and self.spec.dtype == "fp16"
 
     @property
@@ -115,9 +115,48 @@ class HopperLayout:
         return found or [(0, self.block_d)]
 
     @property
+    def sizes(self) -> list[str]:
+        """The kernel's parameters that are sizes, which travel through it as `Sizes`."""
+        s = self.spec
+        found = ["n_q", "n_kv", "batches", "heads", "kv_group", "m_tiles"]
+        found += ["diagonal"] * (s.banded or s.alibi) + ["window_left"] * s.window + ["window_right"] * (s.window and not s.causal)
+        return found + ["mask_per_batch", "mask_per_head"] * (s.mask != "none")
+
+    @property
+    def divisors(self) -> list[str]:
+        """What work indices are divided by: a section of heads, its batches or heads, and the heads of a last section that isn't whole."""
+        return ["section", "inner"] + ["last"] * (self.config.number("section") > 1)
+
+    @property
+    def params(self) -> list[str]:
+        """The kernel's parameters that are numbers for the scores, and where the packed mask is."""
+        s = self.spec
+        found = ["scale"] + ["bias_scale"] * (s.mask == "bias" or s.alibi) + ["inner_scale"] * s.softcap
+        return found + ["seed", "offset", "threshold", "keep_scale"] * s.dropout + ["mask_bits_ptr"] * (s.mask == "bool")
+
+    @property
+    def per_head(self) -> list[str]:
+        """Parameters of which each head has its own, in memory; they come with two strides."""
+        return ["slopes"] * self.spec.alibi + ["q_descale", "k_descale", "v_descale"] * self.fp8
+
+    @property
+    def head_params(self) -> list[str]:
+        """What becomes of them: numbers that the tiles of a head work with beside `params`."""
+        return ["slope"] * self.spec.alibi + ["out_scale"] * self.fp8
+
+    @property
+    def softmax_state(self) -> list[str]:
+        """What a warpgroup carries from block to block beside the output's accumulator.
+
+        A block whose products are under way leaves its scores or probs, and e4m3's what the older sums are rescaled by when they meet.
+        """
+        under_way = ["scores"] * (self.overlap == 2) + ["p_tile"] * (self.overlap > 0) + ["rescale"] * (self.overlap == 1 and self.fp8)
+        return [*under_way, "row_max", "row_sum"] + ["seen"] * (self.settles and self.spec.mask == "bool")
+
+    @property
     def consumer_registers(self) -> int | None:
         """What a consumer thread may hold; None where the register file doesn't hold so many warpgroups."""
-        return CONSUMER_REGISTERS.get((self.consumers, self.config.number("residents")))
+        return CONSUMER_REGISTERS.get((self.consumers, self.config.number("ctas_per_sm")))
 
     @property
     def producer_registers(self) -> int:
@@ -127,24 +166,24 @@ class HopperLayout:
     @property
     def entry_registers(self) -> int:
         """What a thread has before the producer gives its own up: a share of 65536 for the warpgroups of each program on the SM."""
-        return 65536 // (128 * (self.consumers + 1) * self.config.number("residents")) // 8 * 8
+        return 65536 // (128 * (self.consumers + 1) * self.config.number("ctas_per_sm")) // 8 * 8
 
     @property
     def live_registers(self) -> int:
-        """Accumulators and weights that a consumer thread holds at once (scores and output fp32, weights as wide as the inputs)."""
+        """Accumulators and probs that a consumer thread holds at once (scores and output fp32, probs as wide as the inputs)."""
         scores, out = self.config.number("BLOCK_N") // 2, self.block_dv // 2
-        weights, product = scores * self.size // 4, out if self.fp8 else 0
+        probs, product = scores * self.size // 4, out if self.fp8 else 0
         loaded = {"none": 0, "bool": 4, "bias": 24}[self.spec.mask]
         if self.overlap == 0:
-            return max(scores + loaded, weights + product) + out
-        return scores * self.overlap + weights + product + out + loaded
+            return max(scores + loaded, probs + product) + out
+        return scores * self.overlap + probs + product + out + loaded
 
     @property
     def shared_bytes(self) -> int:
         """Queries, stages of keys and values, the output and the bias's tiles, with a KiB for barriers."""
         block_m, block_n = self.config.number("BLOCK_M"), self.config.number("BLOCK_N")
         q = self.size * block_m * self.block_d * (2 if self.chained else 1)
-        kv = self.size * self.config.number("stages") * block_n * (self.block_d + self.block_dv)
+        kv = self.size * self.config.number("num_stages") * block_n * (self.block_d + self.block_dv)
         out = 2 * block_m * self.block_dv // self.out_halves if self.own_out else 0
         bias = 4 * block_m * block_n if self.spec.mask == "bias" else 0
         return q + kv + out + bias + 1024

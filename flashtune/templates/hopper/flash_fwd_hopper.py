@@ -13,14 +13,22 @@ from flashtune.templates.hopper.layout import HopperLayout
 AXES = (
     Axis(name="BLOCK_M", values=(64, 128, 192, 256), why="query rows of a tile: more reuse of K and V against fewer tiles and registers"),
     Axis(name="BLOCK_N", values=(64, 128, 256), why="keys of a block: fewer steps against registers, shared memory and masked waste"),
-    Axis(name="stages", values=(2, 3, 4), why="K/V blocks in flight: latency hiding against shared memory"),
-    Axis(name="lookahead", values=(0, 1, 2), why="products under way beside a softmax: none, values before it, also the scores after it"),
+    Axis(name="num_stages", formerly="stages", values=(2, 3, 4), why="K/V blocks in flight: latency hiding against shared memory"),
+    Axis(
+        name="intra_wg_overlap",
+        formerly="lookahead",
+        values=(0, 1, 2),
+        why="products under way beside a softmax: none, values before it, also the scores after it",
+    ),
     Axis(name="pingpong", values=(False, True), why="warpgroups take turns on the tensor cores, against waiting"),
     Axis(name="tiles", values=("one", "loop", "chained"), why="tiles of a program: one, many, or many without draining in between"),
     Axis(name="section", values=(1, 8, 32), why="heads that run side by side: balance against K/V that stay in L2"),
     Axis(name="order", values=("fixed", "drawn"), why="who takes which tile of a band: settled at launch, or drawn when a program is free"),
     Axis(
-        name="residents", values=(1, 2, 3, 4), why="programs on an SM: one starts while another ends, against registers and shared memory"
+        name="ctas_per_sm",
+        formerly="residents",
+        values=(1, 2, 3, 4),
+        why="programs on an SM: one starts while another ends, against registers and shared memory",
     ),
     Axis(
         name="maximum",
@@ -31,24 +39,24 @@ AXES = (
 )
 
 
-def _may_settle(lookahead: Value, spec: KernelSpec) -> bool:
+def _may_settle(intra_wg_overlap: Value, spec: KernelSpec) -> bool:
     """Whether a tile's maxima can be those of its first blocks, the diagonal's or the last keys'.
 
     They tell about how large its rows' scores are, but for biases, which often hide keys with huge negative numbers, and ALiBi without a
     band, which is smallest at the last keys.
     """
-    return lookahead != 2 and spec.dtype != "fp8" and spec.mask != "bias" and not (spec.alibi and not spec.causal)
+    return intra_wg_overlap != 2 and spec.dtype != "fp8" and spec.mask != "bias" and not (spec.alibi and not spec.causal)
 
 
 def _registers_fit(layout: HopperLayout) -> bool:
-    # The constraint `residents` comes first.
+    # The constraint on programs comes first.
     allowed = layout.consumer_registers or 0
     return layout.live_registers + (16, 24, 32)[layout.overlap] <= allowed
 
 
 CONSTRAINTS = (
     Constraint(
-        name="residents",
+        name="programs on an SM",
         holds=lambda c, s, t: HopperLayout.of(s, c).consumer_registers is not None,
         why="the register file holds so many warpgroups",
     ),
@@ -56,18 +64,18 @@ CONSTRAINTS = (
         name="shared memory",
         holds=lambda c, s, t: (
             (needed := HopperLayout.of(s, c).shared_bytes) <= t.shared_bytes_per_block
-            and (needed + 1024) * c.number("residents") <= t.shared_bytes_per_sm
+            and (needed + 1024) * c.number("ctas_per_sm") <= t.shared_bytes_per_sm
         ),
         why="queries, the K/V stages and the output tile live in shared memory",
     ),
     Constraint(
         name="registers",
         holds=lambda c, s, t: _registers_fit(HopperLayout.of(s, c)),
-        why="scores, weights and output of a warpgroup live in registers, with 16 to 32 for the rest",
+        why="scores, probs and output of a warpgroup live in registers, with 16 to 32 for the rest",
     ),
     Constraint(
         name="persistent tiles",
-        holds=lambda c, s, t: c["tiles"] == "one" or c["lookahead"] != 0,
+        holds=lambda c, s, t: c["tiles"] == "one" or c["intra_wg_overlap"] != 0,
         why="tiles are chained by putting the last values of one beside the first scores of the next",
     ),
     Constraint(
@@ -82,8 +90,8 @@ CONSTRAINTS = (
     ),
     Constraint(
         name="fp8 looks ahead once",
-        holds=lambda c, s, t: s.dtype != "fp8" or c["lookahead"] != 2,
-        why="its products of weights and values have accumulators of their own, which leave no registers for a second tile of scores",
+        holds=lambda c, s, t: s.dtype != "fp8" or c["intra_wg_overlap"] != 2,
+        why="its products of probs and values have accumulators of their own, which leave no registers for a second tile of scores",
     ),
     Constraint(
         name="heads side by side",
@@ -97,8 +105,8 @@ CONSTRAINTS = (
     ),
     Constraint(
         name="maxima that settle",
-        holds=lambda c, s, t: c["maximum"] == "running" or _may_settle(c["lookahead"], s),
-        why="weights grow far above 1 where a row's largest score comes late, which e4m3 can't hold",
+        holds=lambda c, s, t: c["maximum"] == "running" or _may_settle(c["intra_wg_overlap"], s),
+        why="probs grow far above 1 where a row's largest score comes late, which e4m3 can't hold",
     ),
     Constraint(
         name="loop in place of chained",
@@ -127,20 +135,20 @@ def supports(spec: KernelSpec, target: Target) -> str | None:
     return None
 
 
-def _config(block_m: int, block_n: int, stages: int, tiles: str, spec: KernelSpec, **more: int | str | bool) -> Config:
+def _config(block_m: int, block_n: int, num_stages: int, tiles: str, spec: KernelSpec, **more: int | str | bool) -> Config:
     values: dict[str, int | str | bool] = {
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
-        "stages": stages,
-        "lookahead": 1,
+        "num_stages": num_stages,
+        "intra_wg_overlap": 1,
         "pingpong": False,
         "tiles": tiles,
         "section": 8 if spec.banded else 1,
         "order": "drawn" if tiles != "one" and spec.banded else "fixed",
-        "residents": 1,
+        "ctas_per_sm": 1,
         **more,
     }
-    values.setdefault("maximum", "first" if _may_settle(values["lookahead"], spec) else "running")
+    values.setdefault("maximum", "first" if _may_settle(values["intra_wg_overlap"], spec) else "running")
     return Config.of(values)
 
 
@@ -149,36 +157,36 @@ def starts(spec: KernelSpec, target: Target) -> list[Config]:
     wide = max(padded(spec.d), padded(spec.d_v))
     found = []
     if spec.dtype == "fp8":
-        found += [_config(192, 128, 3, "one", spec, lookahead=0), _config(64, 128, 2, "one", spec, residents=2)]
-        found += [_config(128, 256, 2, "one", spec, lookahead=0)]
+        found += [_config(192, 128, 3, "one", spec, intra_wg_overlap=0), _config(64, 128, 2, "one", spec, ctas_per_sm=2)]
+        found += [_config(128, 256, 2, "one", spec, intra_wg_overlap=0)]
     if wide <= 64:
-        found += [_config(256, 64, 3, "one", spec, lookahead=0), _config(64, 64, 2, "one", spec, lookahead=0, residents=4)]
-        found += [_config(128, 64, 3, "one", spec, lookahead=0, residents=2), _config(64, 64, 2, "one", spec, residents=3)]
+        found += [_config(256, 64, 3, "one", spec, intra_wg_overlap=0), _config(64, 64, 2, "one", spec, intra_wg_overlap=0, ctas_per_sm=4)]
+        found += [_config(128, 64, 3, "one", spec, intra_wg_overlap=0, ctas_per_sm=2), _config(64, 64, 2, "one", spec, ctas_per_sm=3)]
         found += [_config(128, 128, 2, "chained", spec, pingpong=True, order="fixed"), _config(192, 128, 3, "chained", spec, pingpong=True)]
-        found += [_config(192, 128, 3, "one", spec, lookahead=0), _config(128, 64, 3, "chained", spec, pingpong=True, residents=2)]
+        found += [_config(192, 128, 3, "one", spec, intra_wg_overlap=0), _config(128, 64, 3, "chained", spec, pingpong=True, ctas_per_sm=2)]
         found += [
-            _config(64, 64, 2, "one", spec, lookahead=0, residents=4, section=32),
-            _config(256, 64, 3, "one", spec, lookahead=0, section=32),
+            _config(64, 64, 2, "one", spec, intra_wg_overlap=0, ctas_per_sm=4, section=32),
+            _config(256, 64, 3, "one", spec, intra_wg_overlap=0, section=32),
         ]
     if wide <= 128:
         found += [_config(128, 128, 2, "chained", spec, pingpong=True), _config(128, 128, 2, "chained", spec)]
         found += [_config(128, 128, 2, "chained", spec, pingpong=True, section=32)]
         found += [_config(128, 128, 2, "chained", spec, pingpong=True, order="fixed"), _config(128, 128, 2, "one", spec)]
         found += [_config(128, 64, 4, "chained", spec), _config(128, 64, 4, "chained", spec, order="fixed")]
-        found += [_config(64, 64, 2, "one", spec, residents=2)]
+        found += [_config(64, 64, 2, "one", spec, ctas_per_sm=2)]
     found += [_config(128, 64, 2, "loop", spec), _config(128, 64, 2, "one", spec), _config(128, 64, 2, "loop", spec, pingpong=True)]
     found += [
         _config(128, 64, 2, "loop", spec, section=32),
         _config(128, 64, 2, "one", spec, pingpong=True),
         _config(64, 64, 2, "one", spec),
-        _config(64, 64, 2, "one", spec, lookahead=0),
+        _config(64, 64, 2, "one", spec, intra_wg_overlap=0),
     ]
     if wide <= 64 and not spec.banded:
         found += [_config(192, 128, 3, "chained", spec, maximum="running")]
     if wide <= 128:
         found += [_config(128, 128, 2, "chained", spec, pingpong=True, maximum="running")]
     found += [_config(128, 64, 2, "loop", spec, maximum="running"), _config(128, 64, 2, "one", spec, maximum="running")]
-    found += [_config(64, 64, 2, "one", spec, lookahead=0, maximum="running")]
+    found += [_config(64, 64, 2, "one", spec, intra_wg_overlap=0, maximum="running")]
     unique = dict.fromkeys(found)
     return [config for config in unique if FAMILY.violated(config, spec, target) is None]
 
@@ -190,6 +198,7 @@ def default(spec: KernelSpec, target: Target) -> Config:
 
 FAMILY = Family(
     name="flash_fwd_hopper",
+    folder="hopper",
     axes=AXES,
     constraints=CONSTRAINTS,
     supports=supports,
@@ -197,5 +206,5 @@ FAMILY = Family(
     starts=starts,
     interpretable=False,
     layout=HopperLayout.of,
-    path_axes=("BLOCK_M", "lookahead", "pingpong", "tiles", "order", "maximum"),
+    path_axes=("BLOCK_M", "intra_wg_overlap", "pingpong", "tiles", "order", "maximum"),
 )

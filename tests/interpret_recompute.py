@@ -1,4 +1,4 @@
-"""Runs `again` of rendered Hopper modules in Triton's interpreter and prints one JSON list; a test starts it as a child process.
+"""Runs `recompute` of rendered Hopper modules in Triton's interpreter and prints one JSON list; a test starts it as a child process.
 
 The variable TRITON_INTERPRET=1 has to be set before Triton is imported. Printed is a report for each case: how many tiles had a NaN, how
 many are as they were, and the `reason` why it is wrong (empty when right).
@@ -73,9 +73,9 @@ def run(case: Case) -> dict[str, object]:
     p = case.problem
     inputs = make_inputs(p, device="cpu", seed=7, heads_inside=case.heads_inside)
     inputs = replace(inputs, parameters=replace(inputs.parameters, **case.keywords))
-    module = rendered(p.spec(), BLOCK_M=64, lookahead=0, maximum="first")
+    module = rendered(p.spec(), BLOCK_M=64, intra_wg_overlap=0, maximum="first")
     *_, (kernel, grid, arguments, _) = launches(module, inputs)
-    assert kernel is module.again
+    assert kernel is module.recompute
     tiles = [(b, h, first) for b in range(p.batch) for h in range(p.heads) for first in range(0, p.n_q, ROWS)]
     wrong = {(b, h, row // ROWS * ROWS) for b, h, row in case.unsound}
 
