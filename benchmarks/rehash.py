@@ -2,12 +2,15 @@
 
 The text that a row was measured with is the file that the index of kernels_generated names for it, so this comes before `flashtune
 generate`. Both texts are compiled for the row's GPU, and PTX without line numbers must be the same in every launch
-(docs/decisions/0013-hash-of-the-text.md). Rows whose machine code has changed are named and left alone: they need a search. Exits with 1
-where there are any.
+(docs/decisions/0013-hash-of-the-text.md). With `--same-work`, code is also taken for the same where only its bookkeeping differs: equal
+registers, spills and shared memory, and as many instructions of every kind that computes, moves or waits for tiles; such kernels are named,
+for a race. Rows whose machine code has changed are named and left alone: they need a search. Exits with 1 where there are any.
 """
 
+import argparse
 import re
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,25 +18,43 @@ from tempfile import TemporaryDirectory
 import flashtune.kernels_generated
 from flashtune.core.config import Variant
 from flashtune.core.problem import Problem
-from flashtune.core.results import SearchResult, TuningRecord
+from flashtune.core.results import CompileFacts, SearchResult, TuningRecord
 from flashtune.core.shipped import read_index
 from flashtune.core.target import Target, find_target
 from flashtune.db.library import shipped_path
 from flashtune.db.store import Store
-from flashtune.tuner.compile import compiled_kernels
+from flashtune.tuner.compile import compiled_kernels, cuobjdump, read_facts
 from flashtune.tuner.publish import source_for, variant_for
 
 GENERATED = Path(flashtune.kernels_generated.__path__[0])
 
 
-def code_of(text: str, problem: Problem, target: Target) -> list[tuple[str, str]]:
-    """Name and PTX, without comments and what belongs to debuggers, of every kernel that a launch of `problem` takes."""
+BOOKKEEPING = re.compile(
+    r"NOP|U?MOV\w*|R2UR|S2U?R|U?LDC|U?[IL]?ADD3?\w*|VIADD\w*|VIMNMX\w*|IMNMX|U?IADD3\w*|U?IMAD\w*|U?LEA|U?SHF|U?LOP3|U?SEL|U?I?SETP|U?PLOP3"
+    r"|IABS|I2F\w*|F2I\w*|CS2R|BRA|BSSY|BSYNC|WARPSYNC|VOTEU|ELECT|FENCE|EXIT|RET|CALL"
+)
+"""Instructions on addresses, indices and predicates, of which the compiler takes a few more or less for the same work."""
+
+
+def code_of(text: str, problem: Problem, target: Target) -> list[str]:
+    """PTX of every kernel that a launch of `problem` takes, without names, comments and what belongs to debuggers."""
     found = [(name, kernel.asm["ptx"].split(".section")[0]) for name, kernel in compiled_kernels(text, "rehash", problem, target)]
-    return [(name, " ".join(re.sub(r"^\s*\.(loc|file)\b.*$|//.*$", "", ptx, flags=re.MULTILINE).split())) for name, ptx in found]
+    return [" ".join(re.sub(rf"^\s*\.(loc|file)\b.*$|//.*$|\b{name}\b", "", ptx, flags=re.MULTILINE).split()) for name, ptx in found]
 
 
-def same_code(records: Iterable[TuningRecord], folder: Path = GENERATED) -> tuple[dict[str, Variant], list[TuningRecord]]:
-    """Of records whose text is no longer what it was: new variants by old id where the code is the same, and the other records."""
+def work_of(text: str, problem: Problem, target: Target) -> list[tuple[CompileFacts, Counter[str]]]:
+    """What the compiler says of every kernel, and how many instructions it has of each kind but BOOKKEEPING."""
+    found = []
+    for _, kernel in compiled_kernels(text, "rehash", problem, target):
+        lines = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\w+)", cuobjdump(kernel.asm["cubin"], "-sass"))
+        found.append((read_facts(kernel, target), Counter(name for name in lines if not BOOKKEEPING.fullmatch(name))))
+    return found
+
+
+def same_code(
+    records: Iterable[TuningRecord], folder: Path = GENERATED, measure: Callable[[str, Problem, Target], object] = code_of
+) -> tuple[dict[str, Variant], list[TuningRecord]]:
+    """Of records whose text is no longer what it was: new variants by old id where `measure` finds the same, and the other records."""
     same: dict[str, Variant] = {}
     changed = []
     for record in records:
@@ -42,7 +63,7 @@ def same_code(records: Iterable[TuningRecord], folder: Path = GENERATED) -> tupl
             continue
         kept, target = read_index(folder).find(old.variant_id), find_target(record.key.gpu)
         text = source_for(record).text
-        if kept and code_of((folder / kept.path).read_text(), record.problem, target) == code_of(text, record.problem, target):
+        if kept and measure((folder / kept.path).read_text(), record.problem, target) == measure(text, record.problem, target):
             same[old.variant_id] = new
         else:
             changed.append(record)
@@ -50,12 +71,14 @@ def same_code(records: Iterable[TuningRecord], folder: Path = GENERATED) -> tupl
 
 
 def renamed(results: Collection[SearchResult], same: dict[str, Variant]) -> list[SearchResult]:
-    """The results with the ids and hashes of these new variants in place of the old ones."""
+    """The results with the ids, hashes and axis names of these new variants in place of the old ones."""
     return [
         replace(
             result,
             outcomes=tuple(
-                replace(outcome, variant_id=new.id, template_hash=new.template_hash) if (new := same.get(outcome.variant_id)) else outcome
+                replace(outcome, variant_id=new.id, template_hash=new.template_hash, config=new.config)
+                if (new := same.get(outcome.variant_id))
+                else outcome
                 for outcome in result.outcomes
             ),
         )
@@ -65,9 +88,17 @@ def renamed(results: Collection[SearchResult], same: dict[str, Variant]) -> list
 
 def main() -> None:
     """Compare, rewrite the shipped database, and say what needs a search."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--same-work", action="store_true", help="take code for the same where only its bookkeeping differs")
+    options = parser.parse_args()
     with Store.open(shipped_path(), writable=False) as shipped:
         results, records = list(shipped.results()), list(shipped.winners())
     same, changed = same_code(records)
+    if options.same_work:
+        alike, changed = same_code(changed, measure=work_of)
+        for old, new in alike.items():
+            print(f"{new.spec.label()} {new.config.label()}, once {old}: other bookkeeping, worth a race", flush=True)
+        same |= alike
     if same:
         with TemporaryDirectory() as folder:
             with Store.open(Path(folder) / "renamed.sqlite", writable=True) as store:

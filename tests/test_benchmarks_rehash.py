@@ -14,7 +14,7 @@ from flashtune.tuner.publish import source_for, variant_for
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
-from rehash import renamed, same_code
+from rehash import renamed, same_code, work_of
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +61,17 @@ def test_other_code_and_a_lost_file_need_a_search(today: TuningRecord, tmp_path:
     assert same_code([before], tmp_path) == ({}, [before])
 
 
+def test_other_bookkeeping_is_the_same_work_and_another_product_is_not(today: TuningRecord, tmp_path: Path) -> None:
+    before, text = earlier(today), source_for(today).text
+    divided = "    batch = program // tiles // kv_heads\n"
+    keep(tmp_path, before, text.replace(divided, divided + "    batch += tl.num_programs(0) >> 30\n"))
+    assert same_code([before], tmp_path) == ({}, [before])
+    same, changed = same_code([before], tmp_path, measure=work_of)
+    assert (list(same), changed) == (["0" * 16], [])
+    keep(tmp_path, before, text.replace("rescale = tl.exp2(", "rescale = 1.5 * tl.exp2("))
+    assert same_code([before], tmp_path, measure=work_of) == ({}, [before])
+
+
 def test_every_trial_of_a_renamed_kernel_is_renamed_and_no_other(today: TuningRecord) -> None:
     with Store.open(shipped_path(), writable=False) as store:
         result = next(result for result in store.results() if result.problem == today.problem)
@@ -68,7 +79,7 @@ def test_every_trial_of_a_renamed_kernel_is_renamed_and_no_other(today: TuningRe
     [found] = renamed([result], {today.outcome.variant_id: variant})
     for new, old in zip(found.outcomes, result.outcomes, strict=True):
         if old.variant_id == today.outcome.variant_id:
-            assert new == replace(old, variant_id=variant.id, template_hash="2" * 16)
+            assert new == replace(old, variant_id=variant.id, template_hash="2" * 16, config=variant.config)
         else:
             assert new == old
     assert found.outcomes != result.outcomes

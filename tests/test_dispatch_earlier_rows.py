@@ -44,6 +44,7 @@ EARLIER = Outcome(
     finalist=True,
     rank=1,
 )
+SWEEP = Path(__file__).parent.parent / "benchmarks" / "sweeps" / "h200-n4096-d128-bf16-causal.sqlite"
 PROVENANCE = Provenance(flashtune="0.1.0", torch="2", triton="3")
 # Preferred to any shipped row.
 BASELINE = Baseline(backend="cudnn", measurement=Measurement.of([1000.0]))
@@ -98,8 +99,8 @@ def test_constraints_hold_for_what_the_row_does_without_the_axis() -> None:
 def test_a_row_that_lacks_another_axis_is_refused_as_before() -> None:
     row = replace(RECORD, outcome=replace(EARLIER, config=without(EARLIER.config, "num_stages")))
     refusal = next(iter(rank(PROBLEM, H200, [row], families())))
-    assert isinstance(refusal, Refusal) and refusal.invalid and "lacks the axis 'stages'" in refusal.reason
-    assert "lacks the axis 'stages'" in (unservable(row) or "")
+    assert isinstance(refusal, Refusal) and refusal.invalid and "lacks the axis 'num_stages'" in refusal.reason
+    assert "lacks the axis 'num_stages'" in (unservable(row) or "")
 
 
 def test_it_is_explained_under_the_id_of_todays_kernel_and_as_changed_since(own_database: Path) -> None:
@@ -127,3 +128,35 @@ def test_its_kernel_is_generated_under_todays_id_while_the_row_stays_as_it_is(tm
     assert (tmp_path / "kernels" / one.kernel.path).read_text() == one.text
     [kept] = Library.of(database).records()
     assert (kept.outcome.config, kept.outcome.variant_id) == (EARLIER.config, EARLIER.variant_id)
+
+
+FORMER = {"num_stages": "stages", "intra_wg_overlap": "lookahead", "ctas_per_sm": "residents"}
+
+
+def formerly(config: Config) -> Config:
+    return Config.of({FORMER.get(name, name): value for name, value in config.items})
+
+
+def test_a_row_under_an_axis_former_name_serves_its_problem(tmp_path: Path) -> None:
+    earlier = replace(EARLIER, config=formerly(EARLIER.config))
+    assert {"stages", "lookahead", "residents"} <= set(earlier.config)
+    [row] = Library.of(save(tmp_path / "earlier.sqlite", earlier)).records()
+    assert row.outcome.config == earlier.config
+    found = choose(PROBLEM, H200, [row], families())
+    assert (found.kind, found.config) == ("exact", TODAYS)
+    assert unservable(row) is None
+    assert variant_for(row) == variant_of(HOPPER, PROBLEM.spec(), TODAYS)
+
+
+def test_a_config_with_both_names_of_an_axis_is_refused() -> None:
+    found = HOPPER.completed(TODAYS.replace(stages=3))
+    with pytest.raises(InputError, match="undeclared axis 'stages'"):
+        HOPPER.validate(found)
+
+
+def test_the_committed_sweeps_have_former_names_and_are_read_under_todays() -> None:
+    with Store.open(SWEEP, writable=False) as store:
+        configs = [outcome.config for result in store.results() for outcome in result.outcomes if outcome.template == HOPPER.name]
+    assert any("lookahead" in config for config in configs)
+    for config in configs:
+        HOPPER.validate(HOPPER.completed(config))

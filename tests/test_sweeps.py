@@ -10,6 +10,7 @@ from flashtune.core.results import Fate, SearchResult
 from flashtune.core.target import find_target
 from flashtune.db.library import shipped_path
 from flashtune.db.store import Store
+from flashtune.templates import family
 from flashtune.tuner.cost import predict_us
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -52,7 +53,11 @@ def test_settled_maxima_are_predicted_to_gain_what_they_were_measured_to_gain() 
     with Store.open(shipped_path(), writable=False) as store:
         results = store.results()
     for result in results:
-        known = {o.config: (o.measurement.median_us, o.facts) for o in result.outcomes if o.measurement is not None and o.facts is not None}
+        known = {
+            family(o.template).completed(o.config): (o.measurement.median_us, o.facts)
+            for o in result.outcomes
+            if o.measurement is not None and o.facts is not None
+        }
         for config, (time, facts) in known.items():
             if config.get("maximum", "") == "running" and (first := config.replace(maximum="first")) in known:
                 measured.append(time / known[first][0])

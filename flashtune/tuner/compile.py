@@ -105,7 +105,7 @@ def read_facts(compiled: Any, target: Target) -> CompileFacts:
             threads=threads,
             tensor_core_ops=len(re.findall(r"^\s*v_mfma", text, re.MULTILINE)),
         )
-    usage = _cuobjdump(compiled.asm["cubin"], "-res-usage")
+    usage = cuobjdump(compiled.asm["cubin"], "-res-usage")
     # With warp specialisation the machine code starts more warps than the kernel's own num_warps.
     warps = _largest(r"\.reqntid\s+(\d+)", compiled.asm["ptx"]) or threads
     return CompileFacts(
@@ -121,7 +121,8 @@ def _largest(pattern: str, text: str) -> int:
     return max((int(number) for number in re.findall(pattern, text)), default=0)
 
 
-def _cuobjdump(cubin: bytes, *flags: str) -> str:
+def cuobjdump(cubin: bytes, *flags: str) -> str:
+    """What the wheel's own cuobjdump prints of machine code; raises EnvironmentProblem where the wheel lacks it."""
     tool = knobs.nvidia.cuobjdump.path
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(cubin)
