@@ -20,7 +20,7 @@ from flashtune.core.launching import sms_of
 from flashtune.core.modules import load_source
 from flashtune.core.problem import DECODE_ROWS, Features, Problem
 from flashtune.core.target import find_target, targets
-from flashtune.templates.flash_decode import FAMILY, wave_efficiency
+from flashtune.templates.decode.flash_decode import FAMILY, wave_efficiency
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.compile import compiling_for, cross_compile, read_facts
 from flashtune.tuner.inputs import make_inputs

@@ -179,7 +179,7 @@ def test_what_is_off_leaves_no_trace_in_the_text() -> None:
 
 
 def test_the_hash_covers_every_partial() -> None:
-    names = [f"{name}.py.jinja" for name in OURS]
+    names = [family(name).template_file for name in OURS]
     sources = {name: environment().loader.get_source(environment(), name)[0] for name in environment().list_templates(["jinja"])}  # type: ignore[union-attr]
     used = {name for name in sources if "/_" in f"/{name}" and any(f'"{name}"' in text for text in sources.values())}
     partials = {name for name in sources if "/_" in f"/{name}"}
@@ -199,7 +199,7 @@ def test_the_hash_of_a_variant_changes_with_its_own_text_alone(monkeypatch: pyte
     class Changed(BaseLoader):
         def get_source(self, environment: Environment, template: str) -> tuple[str, str | None, Callable[[], bool] | None]:
             text, file, fresh = known.get_source(environment, template)
-            return text.replace("tanh(", "tanh (") if template == "_scores.jinja" else text, file, fresh
+            return text.replace("tanh(", "tanh (") if template == "shared/_scores.jinja" else text, file, fresh
 
     changed = environment().overlay(loader=Changed(), cache_size=0)
     monkeypatch.setattr(rendering, "environment", lambda: changed)

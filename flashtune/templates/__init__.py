@@ -8,7 +8,8 @@ from flashtune.templates.family import Family
 
 def families() -> dict[str, Family]:
     """Every family by name, in the order in which they are preferred when nothing was tuned."""
-    from flashtune.templates import flash_decode, flash_fwd, flash_fwd_tma
+    from flashtune.templates.decode import flash_decode
+    from flashtune.templates.forward import flash_fwd, flash_fwd_tma
     from flashtune.templates.hopper import flash_fwd_hopper
 
     found = (flash_decode.FAMILY, flash_fwd_hopper.FAMILY, flash_fwd_tma.FAMILY, flash_fwd.FAMILY)

@@ -13,8 +13,8 @@ from flashtune.core.dtypes import ITEMSIZE
 from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
+from flashtune.templates.decode.flash_decode import split_count
 from flashtune.templates.family import padded
-from flashtune.templates.flash_decode import split_count
 from flashtune.templates.hopper.layout import HopperLayout
 
 

@@ -94,6 +94,7 @@ def default(spec: KernelSpec, target: Target) -> Config:
 
 FAMILY = Family(
     name="flash_fwd",
+    folder="forward",
     axes=AXES,
     constraints=CONSTRAINTS,
     supports=supports,

@@ -80,6 +80,7 @@ def default(spec: KernelSpec, target: Target) -> Config:
 
 FAMILY = Family(
     name="flash_fwd_tma",
+    folder="forward",
     axes=AXES,
     constraints=CONSTRAINTS,
     supports=supports,

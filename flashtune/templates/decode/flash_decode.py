@@ -11,8 +11,8 @@ from flashtune.core.config import Config, KernelSpec
 from flashtune.core.dtypes import ITEMSIZE
 from flashtune.core.problem import DECODE_ROWS, Problem
 from flashtune.core.target import Target
-from flashtune.templates import flash_fwd
 from flashtune.templates.family import Axis, Constraint, Family, padded
+from flashtune.templates.forward import flash_fwd
 from flashtune.templates.predicates import (
     SCALAR_PRODUCTS_ARE_SHORT,
     STAGES_EXIST,
@@ -152,6 +152,7 @@ def default(spec: KernelSpec, target: Target) -> Config:
 
 FAMILY = Family(
     name="flash_decode",
+    folder="decode",
     axes=AXES,
     constraints=CONSTRAINTS,
     supports=supports,

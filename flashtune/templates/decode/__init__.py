@@ -1,0 +1,1 @@
+"""The forward pass for few query rows: the family `flash_decode`."""
