@@ -30,7 +30,7 @@ GENERATED = Path(flashtune.kernels_generated.__path__[0])
 
 
 BOOKKEEPING = re.compile(
-    r"NOP|U?MOV\w*|R2UR|S2U?R|U?LDC|U?[IL]?ADD3?\w*|VIADD\w*|VIMNMX\w*|IMNMX|U?IADD3\w*|U?IMAD\w*|U?LEA|U?SHF|U?LOP3|U?SEL|U?I?SETP|U?PLOP3"
+    r"NOP|U?MOV\w*|R2UR|S2U?R|U?LDC|U?[IL]?ADD3?\w*|VIADD\w*|VIMNMX\w*|IMNMX|U?IADD3\w*|U?IMAD\w*|U?LEA|U?SHF|U?LOP3|U?SEL|U?I?SETP|U?PLOP3|P2R|LDL"
     r"|IABS|I2F\w*|F2I\w*|CS2R|BRA|BSSY|BSYNC|WARPSYNC|VOTEU|ELECT|FENCE|EXIT|RET|CALL"
 )
 """Instructions on addresses, indices and predicates, of which the compiler takes a few more or less for the same work."""

@@ -64,7 +64,7 @@ def test_other_code_and_a_lost_file_need_a_search(today: TuningRecord, tmp_path:
 def test_other_bookkeeping_is_the_same_work_and_another_product_is_not(today: TuningRecord, tmp_path: Path) -> None:
     before, text = earlier(today), source_for(today).text
     divided = "    batch = program // tiles // kv_heads\n"
-    keep(tmp_path, before, text.replace(divided, divided + "    batch += tl.num_programs(0) >> 30\n"))
+    keep(tmp_path, before, text.replace(divided, divided + "    batch += tl.num_programs(0) >> 30\n", 1))
     assert same_code([before], tmp_path) == ({}, [before])
     same, changed = same_code([before], tmp_path, measure=work_of)
     assert (list(same), changed) == (["0" * 16], [])

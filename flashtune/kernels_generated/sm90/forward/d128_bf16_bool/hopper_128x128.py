@@ -5,12 +5,15 @@ Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
 Compiled in: fwd-bf16-d128-bool
-Template: flash_fwd_hopper 8e7588275a238051
-Variant: 3c474b8983a25735
-Config: BLOCK_M=128 BLOCK_N=128 lookahead=1 maximum=first order=fixed pingpong=True residents=1 section=1 stages=2 tiles=chained
+Template: flash_fwd_hopper d5fdf912bdf6fb04
+Variant: df23c74151228f45
+Config: BLOCK_M=128 BLOCK_N=128 ctas_per_sm=1 intra_wg_overlap=1 maximum=first num_stages=2 order=fixed pingpong=True section=1
+tiles=chained
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -29,7 +32,7 @@ BLOCK_M = gl.constexpr(128)
 BLOCK_N = gl.constexpr(128)
 BLOCK_D = gl.constexpr(128)
 BLOCK_DV = gl.constexpr(128)
-GROUPS = gl.constexpr(2)
+CONSUMERS = gl.constexpr(2)
 ROWS = gl.constexpr(64)
 STAGES = gl.constexpr(2)
 Q_SLOTS = gl.constexpr(4)
@@ -40,7 +43,7 @@ ROW_LAYOUT = gl.constexpr(gl.SliceLayout(1, SCORES_LAYOUT))
 COLUMN_LAYOUT = gl.constexpr(gl.SliceLayout(0, SCORES_LAYOUT))
 OUT_ROW_LAYOUT = gl.constexpr(gl.SliceLayout(1, OUT_LAYOUT))
 # One bit for each column that a thread holds of a row, four threads to a row.
-WORDS_LAYOUT = gl.constexpr(
+MASK_BITS_LAYOUT = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[8, 0]],
         lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
@@ -50,9 +53,81 @@ WORDS_LAYOUT = gl.constexpr(
     )
 )
 LN_2 = gl.constexpr(0.6931471805599453)
-# Between these a row's sum is as exact as any: weights keep their digits as bf16, and what they multiply can't overflow.
+# Between these a row's sum is as exact as any: probs keep their digits as bf16, and what they multiply can't overflow.
 LEAST = gl.constexpr(2.0**-60)
 MOST = gl.constexpr(2.0**60)
+
+
+class Divisor(NamedTuple):
+    """The factor and the shift by which `divide` divides."""
+
+    magic: gl.tensor
+    shift: gl.tensor
+
+
+class Sizes(NamedTuple):
+    """The sizes of a call."""
+
+    n_q: gl.tensor
+    n_kv: gl.tensor
+    batches: gl.tensor
+    heads: gl.tensor
+    kv_group: gl.tensor
+    m_tiles: gl.tensor
+    mask_per_batch: gl.tensor
+    mask_per_head: gl.tensor
+    section_divisor: Divisor
+    inner_divisor: Divisor
+
+
+class Params(NamedTuple):
+    """What tiles work with beside sizes."""
+
+    scale: gl.tensor
+    mask_bits_ptr: gl.tensor
+
+
+class TileCoord(NamedTuple):
+    """Where the rows of a tile, or of one warpgroup of it, begin."""
+
+    batch: gl.tensor
+    head: gl.tensor
+    row: gl.tensor
+
+
+class BlockRange(NamedTuple):
+    """The key blocks first .. end-1, of which unmasked_first .. unmasked_end-1 need no mask."""
+
+    first: gl.tensor
+    unmasked_first: gl.tensor
+    unmasked_end: gl.tensor
+    end: gl.tensor
+
+
+class Pipeline(NamedTuple):
+    """Stages of shared memory with the barriers that tell when each is full and when it is empty again."""
+
+    smem: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+
+class SharedStorage(NamedTuple):
+    """What the roles of a program share."""
+
+    q: Pipeline
+    k: Pipeline
+    v: Pipeline
+    out: gl.shared_memory_descriptor
+
+
+class SoftmaxState(NamedTuple):
+    """What a warpgroup carries from block to block beside the output's accumulator."""
+
+    p_tile: gl.tensor
+    row_max: gl.tensor
+    row_sum: gl.tensor
+    seen: gl.tensor
 
 
 @triton.jit
@@ -192,7 +267,7 @@ def attention_tile(
         "n_kv",
     ]
 )
-def again(
+def recompute(
     row_count,
     q_ptr,
     k_ptr,
@@ -282,155 +357,179 @@ def again(
 
 
 @gluon.jit
-def index_of(turn, tiles):
-    """The place, in launch order, of the turn-th tile of this program; `tiles` or more where it has no such turn."""
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
-    return turn * programs + program
+def make_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
+    """NUMBER barriers that each wait for ARRIVALS arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUMBER):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers
 
 
 @gluon.jit
-def divide(number, magic, shift):
-    """number // divisor, for 0 <= number < 2^31, as a product (Granlund and Montgomery, PLDI 1994)."""
-    return (number.to(gl.int64) * magic >> shift).to(gl.int32)
+def make_pipeline(smem, NUMBER: gl.constexpr, READERS: gl.constexpr):
+    """A pipeline over these stages: one arrival fills a stage, and READERS arrivals empty it."""
+    return Pipeline(smem, make_barriers(NUMBER, 1), make_barriers(NUMBER, READERS))
 
 
 @gluon.jit
-def tile_at(index, sizes):
-    """The tile at a place in launch order: batch, query head and row tile."""
-    n_q, n_kv, batches, heads, kv_group, m_tiles, mask_per_batch, mask_per_head, divisions = sizes
-    section_magic, section_shift, inner_magic, inner_shift = divisions
-    section = divide(index, section_magic, section_shift)
-    place = section
-    m_tile = index - section * m_tiles
-    # Batches side by side: they often share the mask.
-    head = divide(place, inner_magic, inner_shift)
-    batch = place - head * batches
-    return batch, head, m_tile
+def wait_full(pipeline, number, pred=True):
+    """Waits until the number-th filling of the pipeline has landed in its stage."""
+    stages: gl.constexpr = pipeline.full.shape[0]
+    mbarrier.wait(pipeline.full.index(number % stages), number // stages & 1, pred=pred)
 
 
 @gluon.jit
-def blocks_of(row, NUMBER: gl.constexpr, sizes):
-    """The key blocks first .. end-1 that NUMBER rows from `row` on may see, of which free_first .. free_end-1 need no mask."""
-    n_q, n_kv, batches, heads, kv_group, m_tiles, mask_per_batch, mask_per_head, divisions = sizes
-    end = (n_kv + BLOCK_N - 1) // BLOCK_N
-    free_end = n_kv // BLOCK_N
-    first = 0
-    free_first = 0
-    return first, free_first, free_end, end
+def wait_empty(pipeline, number):
+    """Waits until the stage of the number-th filling is empty."""
+    stages: gl.constexpr = pipeline.empty.shape[0]
+    mbarrier.wait(pipeline.empty.index(number % stages), number // stages & 1 ^ 1)
+
+
+@gluon.jit
+def release(pipeline, number, pred=True):
+    """Says that this warpgroup has read the number-th filling."""
+    stages: gl.constexpr = pipeline.empty.shape[0]
+    mbarrier.arrive(pipeline.empty.index(number % stages), count=1, pred=pred)
 
 
 # Hardware barriers from 5 on are free; Triton uses those before.
 @gluon.jit
-def await_turn(W: gl.constexpr):
+def scheduler_barrier_sync(W: gl.constexpr):
     """Waits until the warpgroup before this one has handed over the tensor cores."""
     gl.inline_asm_elementwise("bar.sync $1, 256; mov.u32 $0, 0;", "=r,r", [5 + W], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def pass_turn(W: gl.constexpr):
+def scheduler_barrier_arrive(W: gl.constexpr):
     """Hands the tensor cores to the next warpgroup, without waiting for it."""
-    after = 5 + (W + 1) % GROUPS
+    after = 5 + (W + 1) % CONSUMERS
     gl.inline_asm_elementwise("bar.arrive $1, 256; mov.u32 $0, 0;", "=r,r", [after], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def start_scores(q_tile, k_tile):
-    """Starts q k^T on the tensor cores."""
+    """Starts Q K^T on the tensor cores."""
     nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES_LAYOUT)
     k_tile = k_tile.reshape([BLOCK_N, BLOCK_D]).permute((1, 0))
     return warpgroup_mma(q_tile.reshape([ROWS, BLOCK_D]), k_tile, nothing, use_acc=False, is_async=True)  # [ROWS, BLOCK_N]
 
 
 @gluon.jit
-def start_values(probs, v_tile, acc):
-    """Starts acc + probs v on the tensor cores."""
-    return warpgroup_mma(unpack(probs), v_tile.reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)  # [ROWS, BLOCK_DV]
+def start_values(p_tile, v_tile, acc):
+    """Starts acc + P V on the tensor cores."""
+    return warpgroup_mma(unpack(p_tile), v_tile.reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)  # [ROWS, BLOCK_DV]
 
 
 @gluon.jit
-def copy_values(v_desc, batch, head, row, block, rings):
-    """Starts the copy of a value block as soon as its stage is free."""
-    q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty, q_empty = rings
+def fixed_work_index(iteration):
+    """The work index of the iteration-th tile of this program; past the last tile where it has none."""
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    return iteration * programs + program
+
+
+@gluon.jit
+def divide(number, divisor):
+    """number // divisor, for 0 <= number < 2^31, as a product (Granlund and Montgomery, PLDI 1994)."""
+    return (number.to(gl.int64) * divisor.magic >> divisor.shift).to(gl.int32)
+
+
+@gluon.jit
+def tile_at(work_index, sizes):
+    """The tile of a work index."""
+    section = divide(work_index, sizes.section_divisor)
+    place = section
+    m_tile = work_index - section * sizes.m_tiles
+    # Batches side by side: they often share the mask.
+    head = divide(place, sizes.inner_divisor)
+    batch = place - head * sizes.batches
+    return TileCoord(batch, head, m_tile * BLOCK_M)
+
+
+@gluon.jit
+def blocks_of(row, NUMBER: gl.constexpr, sizes):
+    """The key blocks that NUMBER rows from `row` on may see."""
+    n_kv = sizes.n_kv
+    end = (n_kv + BLOCK_N - 1) // BLOCK_N
+    unmasked_end = n_kv // BLOCK_N
+    first = 0
+    unmasked_first = 0
+    return BlockRange(first, unmasked_first, unmasked_end, end)
+
+
+@gluon.jit
+def load_values(v_desc, coord, block, pipeline):
+    """Starts the copy of a value block as soon as its stage is empty; the row of `coord` is that of its first key."""
+    wait_empty(pipeline, block)
     stage = block % STAGES
-    mbarrier.wait(v_empty.index(stage), block // STAGES & 1 ^ 1)
-    mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-    async_load(v_desc, [batch, head, row, 0], v_full.index(stage), v_smem.index(stage))
+    mbarrier.expect(pipeline.full.index(stage), v_desc.block_type.nbytes)
+    corner = [coord.batch, coord.head, coord.row, 0]
+    async_load(v_desc, corner, pipeline.full.index(stage), pipeline.smem.index(stage))
 
 
 @gluon.jit
-def copy_tile(turn, index, block, value_spot, descs, rings, sizes):
+def load_tile(iteration, work_index, block, values, descs, smem, sizes):
     """Copies the queries, keys and values of one tile; a block's values follow the keys of the block after it."""
     q_desc, k_desc, v_desc = descs
-    q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty, q_empty = rings
-    n_q, n_kv, batches, heads, kv_group, m_tiles, mask_per_batch, mask_per_head, divisions = sizes
-    value_batch, value_head, value_row = value_spot
-    batch, head, m_tile = tile_at(index, sizes)
-    kv_head = head // kv_group
-    first, _, _, end = blocks_of(m_tile * BLOCK_M, BLOCK_M, sizes)
-    for n in range(end - first):
-        row = (end - 1 - n) * BLOCK_N
+    coord = tile_at(work_index, sizes)
+    kv_head = coord.head // sizes.kv_group
+    blocks = blocks_of(coord.row, BLOCK_M, sizes)
+    for n in range(blocks.end - blocks.first):
+        column = (blocks.end - 1 - n) * BLOCK_N
+        wait_empty(smem.k, block)
         stage = block % STAGES
-        mbarrier.wait(k_empty.index(stage), block // STAGES & 1 ^ 1)
-        mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-        async_load(k_desc, [batch, kv_head, row, 0], k_full.index(stage), k_smem.index(stage))
+        mbarrier.expect(smem.k.full.index(stage), k_desc.block_type.nbytes)
+        async_load(k_desc, [coord.batch, kv_head, column, 0], smem.k.full.index(stage), smem.k.smem.index(stage))
         if block > 0:
             # Before the queries, for these values are wanted first.
-            copy_values(v_desc, value_batch, value_head, value_row, block - 1, rings)
+            load_values(v_desc, values, block - 1, smem.v)
         if n == 0:
-            for group in gl.static_range(GROUPS):
-                slot = turn % 2 * GROUPS + group
-                mbarrier.wait(q_empty.index(slot), turn // 2 & 1 ^ 1)
-                mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
-                q_row = m_tile * BLOCK_M + group * ROWS
-                async_load(q_desc, [batch, head, q_row, 0], q_full.index(slot), q_smem.index(slot))
-        value_batch = batch
-        value_head = kv_head
-        value_row = row
+            for w in gl.static_range(CONSUMERS):
+                slot = iteration % 2 * CONSUMERS + w
+                mbarrier.wait(smem.q.empty.index(slot), iteration // 2 & 1 ^ 1)
+                mbarrier.expect(smem.q.full.index(slot), q_desc.block_type.nbytes)
+                async_load(q_desc, [coord.batch, coord.head, coord.row + w * ROWS, 0], smem.q.full.index(slot), smem.q.smem.index(slot))
+        values = TileCoord(coord.batch, kv_head, column)
         block += 1
-    return block, (value_batch, value_head, value_row)
+    return block, values
 
 
 @gluon.jit
-def producer(descs, rings, sizes):
+def producer(descs, smem, sizes):
     """The copying warp: runs ahead of the consumers as far as the stages allow."""
-    n_q, n_kv, batches, heads, kv_group, m_tiles, mask_per_batch, mask_per_head, divisions = sizes
     block = gl.to_tensor(0)
-    value_spot = (gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
-    tiles = m_tiles * batches * heads
-    index = index_of(0, tiles)
-    turn = gl.to_tensor(0)
-    while index < tiles:
-        block, value_spot = copy_tile(turn, index, block, value_spot, descs, rings, sizes)
-        turn += 1
-        index = index_of(turn, tiles)
-    batch, head, row = value_spot
-    copy_values(descs[2], batch, head, row, block - 1, rings)
+    values = TileCoord(gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
+    tiles = sizes.m_tiles * sizes.batches * sizes.heads
+    iteration = gl.to_tensor(0)
+    work_index = fixed_work_index(0)
+    while work_index < tiles:
+        block, values = load_tile(iteration, work_index, block, values, descs, smem, sizes)
+        iteration += 1
+        work_index = fixed_work_index(iteration)
+    load_values(descs[2], values, block - 1, smem.v)
 
 
 @gluon.jit
-def load_words(spot, sizes, extras):
-    """What the mask allows of a block, in words as `keep` takes them."""
-    batch, head, row, column = spot
-    n_q, n_kv, batches, heads, kv_group, m_tiles, mask_per_batch, mask_per_head, divisions = sizes
-    scale, words_ptr = extras
-    blocks = (n_kv + BLOCK_N - 1) // BLOCK_N
-    place = (batch * mask_per_batch + head * mask_per_head).to(gl.int64) * blocks + column // BLOCK_N
-    offs_m = gl.arange(0, ROWS, layout=gl.SliceLayout(1, WORDS_LAYOUT))
-    quarter = gl.arange(0, 4, layout=gl.SliceLayout(0, WORDS_LAYOUT))
-    start = words_ptr + (place * (m_tiles * BLOCK_M) + row) * 4
+def load_mask_bits(coord, column, sizes, params):
+    """What the mask allows of the block that begins at `column`, as `mask_scores` takes it."""
+    blocks = (sizes.n_kv + BLOCK_N - 1) // BLOCK_N
+    matrix = coord.batch * sizes.mask_per_batch + coord.head * sizes.mask_per_head
+    place = matrix.to(gl.int64) * blocks + column // BLOCK_N
+    offs_m = gl.arange(0, ROWS, layout=gl.SliceLayout(1, MASK_BITS_LAYOUT))
+    quarter = gl.arange(0, 4, layout=gl.SliceLayout(0, MASK_BITS_LAYOUT))
+    start = params.mask_bits_ptr + (place * (sizes.m_tiles * BLOCK_M) + coord.row) * 4
     return gl.load(start + offs_m[:, None] * 4 + quarter[None, :]).to(gl.int32)  # [ROWS, 4]
 
 
 @gluon.jit
-def keep(scores, words):
+def mask_scores(scores, mask_bits):
     """-inf where a key's bit is 0. Four threads share a row and hold columns 8 i + 2 t + j of it; t's word has their bits at 2 i + j.
 
     Which bit a register needs is known to the compiler, so that a score takes two instructions.
     """
     fours: gl.constexpr = scores.reshape([ROWS, BLOCK_N // 8, 4, 2]).type.layout
-    words = gl.convert_layout(words, gl.SliceLayout(1, gl.SliceLayout(3, fours)))
-    spread = gl.zeros([ROWS, BLOCK_N // 8, 4, 2], gl.int32, fours) | words.expand_dims(1).expand_dims(3)
+    mask_bits = gl.convert_layout(mask_bits, gl.SliceLayout(1, gl.SliceLayout(3, fours)))
+    spread = gl.zeros([ROWS, BLOCK_N // 8, 4, 2], gl.int32, fours) | mask_bits.expand_dims(1).expand_dims(3)
     spread = gl.convert_layout(spread.reshape([ROWS, BLOCK_N]), SCORES_LAYOUT)  # [ROWS, BLOCK_N]
     offs_n = gl.arange(0, BLOCK_N, layout=COLUMN_LAYOUT)
     bit = gl.full([BLOCK_N], 1, gl.int32, COLUMN_LAYOUT) << (offs_n % 128 // 8 * 2 + offs_n % 2)  # [BLOCK_N]
@@ -448,48 +547,46 @@ def keep(scores, words):
 
 
 @gluon.jit
-def shape_scores(scores, words, spot, in_band, sizes, extras):
-    """What happens to raw scores before the softmax; -inf hides a key.
+def shape_scores(scores, coord, column, unmasked, sizes, params, mask_bits):
+    """What happens to the raw scores of the block that begins at `column`; -inf hides a key.
 
-    `in_band` spares the look at the edges.
+    `unmasked` spares the look at the edges.
     """
-    batch, head, row, column = spot
-    n_q, n_kv, batches, heads, kv_group, m_tiles, mask_per_batch, mask_per_head, divisions = sizes
-    scores = keep(scores, words)
+    scores = mask_scores(scores, mask_bits)
     return scores  # [ROWS, BLOCK_N]
 
 
 @gluon.jit
-def quarter_sums(weights):
+def quarter_sums(probs):
     """Four partial sums of each row, one for each thread that holds a part of it: threads add up only when a tile is finished."""
-    parts = gl.sum(weights.reshape([ROWS, BLOCK_N // 8, 4, 2]), 3)
+    parts = gl.sum(probs.reshape([ROWS, BLOCK_N // 8, 4, 2]), 3)
     return gl.sum(parts, 1)  # [ROWS, 4]
 
 
 @gluon.jit
-def softmax_step(scores, row_max, row_sum, scale, GUARD: gl.constexpr):
-    """One block of the online softmax in base 2: its weights, the factor for what came before, the new maximum and sum."""
+def online_softmax(scores, row_max, row_sum, scale, GUARD: gl.constexpr):
+    """One block of the online softmax in base 2: its probs, the factor for what came before, the new maximum and sum."""
     new_max = gl.maximum(row_max, gl.max(scores, 1) * scale)  # [ROWS]
     centre = new_max
     if GUARD:
         # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
         centre = gl.where(new_max == float("-inf"), 0.0, new_max)
-    shrink = gl.exp2(row_max - centre)  # [ROWS]
-    weights = gl.exp2(scores * scale - centre[:, None])  # [ROWS, BLOCK_N]
-    row_sum = row_sum * gl.convert_layout(shrink, gl.SliceLayout(1, row_sum.type.layout))[:, None] + quarter_sums(weights)
-    return weights, shrink, new_max, row_sum
+    rescale = gl.exp2(row_max - centre)  # [ROWS]
+    probs = gl.exp2(scores * scale - centre[:, None])  # [ROWS, BLOCK_N]
+    row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + quarter_sums(probs)
+    return probs, rescale, new_max, row_sum
 
 
 @gluon.jit
-def settled_step(scores, row_max, row_sum, scale):
-    """One block of the softmax relative to a maximum that stays as it is: its weights and the new sum."""
-    weights = gl.exp2(scores * scale - row_max[:, None])  # [ROWS, BLOCK_N]
-    return weights, row_sum + quarter_sums(weights)
+def settled_softmax(scores, row_max, row_sum, scale):
+    """One block of the softmax relative to a maximum that stays as it is: its probs and the new sum."""
+    probs = gl.exp2(scores * scale - row_max[:, None])  # [ROWS, BLOCK_N]
+    return probs, row_sum + quarter_sums(probs)
 
 
 @gluon.jit
 def sound_sums(row_sum, seen):
-    """The sums, or NaN where weights were too large or too small to be told apart: `again` computes those rows anew."""
+    """The sums, or NaN where probs were too large or too small to be told apart: `recompute` computes those rows anew."""
     total = gl.sum(row_sum, 1)  # [ROWS]
     sound = (total >= LEAST) & (total <= MOST)
     nothing = gl.convert_layout(gl.max((seen != 0).to(gl.int32), 1), total.type.layout) == 0
@@ -498,9 +595,9 @@ def sound_sums(row_sum, seen):
 
 
 @gluon.jit
-def pack(weights):
-    """Weights by twos, which is how they wait for their product: else the compiler splits pairs that wait from one loop to the next."""
-    even, odd = gl.split(weights.reshape([ROWS, BLOCK_N // 2, 2]))
+def pack(probs):
+    """Probs by twos, which is how they wait for their product: else the compiler splits pairs that wait from one loop to the next."""
+    even, odd = gl.split(probs.reshape([ROWS, BLOCK_N // 2, 2]))
     convert: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
     pairs = gl.inline_asm_elementwise(convert, "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)  # [ROWS, BLOCK_N // 2]
     return pairs
@@ -508,7 +605,7 @@ def pack(weights):
 
 @gluon.jit
 def unpack(pairs):
-    """Packed weights as the left operand of a product; nothing moves."""
+    """Packed probs as the left operand of a product; nothing moves."""
     halves = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [gl.join(pairs, pairs)], dtype=gl.int16, is_pure=True, pack=2)
     return gl.convert_layout(halves.reshape([ROWS, BLOCK_N]).to(DTYPE, bitcast=True), PROBS_LAYOUT)  # [ROWS, BLOCK_N]
 
@@ -522,109 +619,109 @@ def nothing_seen():
 
 
 @gluon.jit
-def open_tile(block, q_tile, spot, rings, sizes, extras, W: gl.constexpr):
+def open_tile(block, q_tile, coord, column, smem, sizes, params, W: gl.constexpr):
     """Scores and softmax of the first block of a tile."""
-    q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty, q_empty = rings
-    words = load_words(spot, sizes, extras)
-    stage = block % STAGES
-    mbarrier.wait(k_full.index(stage), block // STAGES & 1)
-    await_turn(W)
-    scores = start_scores(q_tile, k_smem.index(stage))
-    pass_turn(W)
+    mask_bits = load_mask_bits(coord, column, sizes, params)
+    wait_full(smem.k, block)
+    scheduler_barrier_sync(W)
+    scores = start_scores(q_tile, smem.k.smem.index(block % STAGES))
+    scheduler_barrier_arrive(W)
     scores = warpgroup_mma_wait(0, deps=[scores])
-    mbarrier.arrive(k_empty.index(stage), count=1)
-    scores = shape_scores(scores, words, spot, False, sizes, extras)
+    release(smem.k, block)
+    scores = shape_scores(scores, coord, column, False, sizes, params, mask_bits)
     row_max, row_sum = nothing_seen()
-    weights, _, row_max, row_sum = softmax_step(scores, row_max, row_sum, extras[0], True)
-    probs = pack(weights)
-    return probs, row_max, row_sum
+    probs, _, row_max, row_sum = online_softmax(scores, row_max, row_sum, params.scale, True)
+    seen = gl.zeros([ROWS, 4], gl.int32, MASK_BITS_LAYOUT)
+    p_tile = pack(probs)
+    return SoftmaxState(p_tile, row_max, row_sum, seen)
 
 
 @gluon.jit
-def attend(block, q_tile, state, spot, in_band, rings, sizes, extras, W: gl.constexpr, SETTLED: gl.constexpr):
-    """Scores and softmax of one block beside the values of the block before it, whose weights are `probs`."""
-    q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty, q_empty = rings
-    words = load_words(spot, sizes, extras)
-    probs, acc, row_max, row_sum = state
+def attend(block, q_tile, acc, state, coord, column, unmasked, smem, sizes, params, W: gl.constexpr, SETTLED: gl.constexpr):
+    """Scores and softmax of one block beside the values of the block before it, whose probs are state.p_tile."""
+    mask_bits = load_mask_bits(coord, column, sizes, params)
     stage = block % STAGES
     value_stage = (block - 1) % STAGES
-    mbarrier.wait(k_full.index(stage), block // STAGES & 1)
-    await_turn(W)
-    scores = start_scores(q_tile, k_smem.index(stage))
-    mbarrier.wait(v_full.index(value_stage), (block - 1) // STAGES & 1)
-    out = start_values(probs, v_smem.index(value_stage), acc)
-    pass_turn(W)
+    wait_full(smem.k, block)
+    scheduler_barrier_sync(W)
+    scores = start_scores(q_tile, smem.k.smem.index(stage))
+    wait_full(smem.v, block - 1)
+    product = start_values(state.p_tile, smem.v.smem.index(value_stage), acc)
+    scheduler_barrier_arrive(W)
     scores = warpgroup_mma_wait(1, deps=[scores])
-    mbarrier.arrive(k_empty.index(stage), count=1)
-    scores = shape_scores(scores, words, spot, in_band, sizes, extras)
+    release(smem.k, block)
+    scores = shape_scores(scores, coord, column, unmasked, sizes, params, mask_bits)
+    seen = state.seen
     if SETTLED:
-        row_sum, seen = row_sum
-        seen |= words
-        weights, row_sum = settled_step(scores, row_max, row_sum, extras[0])
-        row_sum = (row_sum, seen)
+        row_max = state.row_max
+        probs, row_sum = settled_softmax(scores, row_max, state.row_sum, params.scale)
+        seen |= mask_bits
     else:
-        weights, shrink, row_max, row_sum = softmax_step(scores, row_max, row_sum, extras[0], True)
-    acc = warpgroup_mma_wait(0, deps=[out])
-    mbarrier.arrive(v_empty.index(value_stage), count=1)
+        probs, rescale, row_max, row_sum = online_softmax(scores, state.row_max, state.row_sum, params.scale, True)
+    acc = warpgroup_mma_wait(0, deps=[product])
+    release(smem.v, block - 1)
     if not SETTLED:
-        acc = acc * gl.convert_layout(shrink, OUT_ROW_LAYOUT)[:, None]
-    probs = pack(weights)
-    return probs, acc, row_max, row_sum
+        acc = acc * gl.convert_layout(rescale, OUT_ROW_LAYOUT)[:, None]
+    p_tile = pack(probs)
+    return acc, SoftmaxState(p_tile, row_max, row_sum, seen)
 
 
 @gluon.jit
-def change_tile(block, more, q_tile, probs, acc, spot, rings, sizes, extras, W: gl.constexpr):
+def change_tile(block, more, q_tile, acc, state, coord, column, smem, sizes, params, W: gl.constexpr):
     """The last values of one tile beside the first scores of the next; without `more` tiles those scores are never used."""
-    q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty, q_empty = rings
-    words = load_words(spot, sizes, extras)
+    mask_bits = load_mask_bits(coord, column, sizes, params)
     stage = block % STAGES
     value_stage = (block - 1) % STAGES
-    mbarrier.wait(k_full.index(stage), block // STAGES & 1, pred=more)
-    await_turn(W)
-    scores = start_scores(q_tile, k_smem.index(stage))
-    mbarrier.wait(v_full.index(value_stage), (block - 1) // STAGES & 1)
-    out = start_values(probs, v_smem.index(value_stage), acc)
-    pass_turn(W)
+    wait_full(smem.k, block, pred=more)
+    scheduler_barrier_sync(W)
+    scores = start_scores(q_tile, smem.k.smem.index(stage))
+    wait_full(smem.v, block - 1)
+    product = start_values(state.p_tile, smem.v.smem.index(value_stage), acc)
+    scheduler_barrier_arrive(W)
     scores = warpgroup_mma_wait(1, deps=[scores])
-    mbarrier.arrive(k_empty.index(stage), count=1, pred=more)
-    scores = shape_scores(scores, words, spot, False, sizes, extras)
+    release(smem.k, block, pred=more)
+    scores = shape_scores(scores, coord, column, False, sizes, params, mask_bits)
     row_max, row_sum = nothing_seen()
-    weights, _, row_max, row_sum = softmax_step(scores, row_max, row_sum, extras[0], True)
-    acc = warpgroup_mma_wait(0, deps=[out])
-    mbarrier.arrive(v_empty.index(value_stage), count=1)
-    probs = pack(weights)
-    return probs, row_max, row_sum, acc
+    probs, _, row_max, row_sum = online_softmax(scores, row_max, row_sum, params.scale, True)
+    seen = gl.zeros([ROWS, 4], gl.int32, MASK_BITS_LAYOUT)
+    acc = warpgroup_mma_wait(0, deps=[product])
+    release(smem.v, block - 1)
+    p_tile = pack(probs)
+    return acc, SoftmaxState(p_tile, row_max, row_sum, seen)
 
 
 @gluon.jit
-def attend_blocks(block, slot, state, place, bounds, rings, sizes, extras, W: gl.constexpr):
+def attend_blocks(block, slot, acc, state, coord, blocks, smem, sizes, params, W: gl.constexpr):
     """The blocks of a tile after its first, right to left."""
-    batch, head, row = place
-    first, free_first, free_end, end = bounds
-    q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty, q_empty = rings
-    q_tile = q_smem.index(slot)
+    q_tile = smem.q.smem.index(slot)
     # A tile's rows have seen their diagonal or the last keys by then; what follows can't be so much larger that float32 wouldn't hold it,
     # or the row is computed again.
-    settled = gl.minimum(gl.maximum(end - free_end, 1), end - first)
-    probs, acc, row_max, row_sum = state
-    row_max = gl.where(row_max == float("-inf"), 0.0, row_max)
-    row_sum = (row_sum, gl.zeros([ROWS, 4], gl.int32, WORDS_LAYOUT))
-    state = (probs, acc, row_max, row_sum)
-    for n in range(settled, end - first):
-        spot = (batch, head, row, (end - 1 - n) * BLOCK_N)
-        in_band = True
-        state = attend(block + n, q_tile, state, spot, in_band, rings, sizes, extras, W, True)
-    probs, acc, row_max, row_sum = state
-    row_sum, seen = row_sum
-    row_sum = sound_sums(row_sum, seen)
-    return probs, acc, row_max, row_sum
+    settled = gl.minimum(gl.maximum(blocks.end - blocks.unmasked_end, 1), blocks.end - blocks.first)
+    row_max = gl.where(state.row_max == float("-inf"), 0.0, state.row_max)
+    state = SoftmaxState(
+        state.p_tile,
+        row_max,
+        state.row_sum,
+        gl.zeros([ROWS, 4], gl.int32, MASK_BITS_LAYOUT),
+    )
+    for n in range(settled, blocks.end - blocks.first):
+        column = (blocks.end - 1 - n) * BLOCK_N
+        unmasked = True
+        acc, state = attend(block + n, q_tile, acc, state, coord, column, unmasked, smem, sizes, params, W, True)
+    row_sum = sound_sums(state.row_sum, state.seen)
+    state = SoftmaxState(
+        state.p_tile,
+        state.row_max,
+        row_sum,
+        state.seen,
+    )
+    return acc, state
 
 
 @gluon.jit
-def finish(acc, row_max, row_sum, out_tile, out_desc, lse_ptr, place, sizes):
+def epilogue(acc, row_max, row_sum, out_tile, out_desc, lse_ptr, coord, sizes):
     """Divides by the sums and writes a tile of the output (TMA leaves out rows past the end) and its log-sum-exp."""
-    batch, head, row = place
-    n_q, n_kv, batches, heads, kv_group, m_tiles, mask_per_batch, mask_per_head, divisions = sizes
+    batch, head, row = coord
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW_LAYOUT)  # [ROWS]
     inverse = gl.where(row_sum > 0.0, 1.0 / row_sum, 0.0)  # [ROWS]
     acc = acc * gl.convert_layout(inverse, OUT_ROW_LAYOUT)[:, None]  # [ROWS, BLOCK_DV]
@@ -633,60 +730,50 @@ def finish(acc, row_max, row_sum, out_tile, out_desc, lse_ptr, place, sizes):
     async_store(out_desc, [batch, head, row, 0], out_tile)
     offs_m = row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
     lse = (row_max + gl.log2(row_sum)) * LN_2  # [ROWS], -inf where nothing was seen
-    gl.store(lse_ptr + (batch * heads + head).to(gl.int64) * n_q + offs_m, lse, mask=offs_m < n_q)
+    gl.store(lse_ptr + (batch * sizes.heads + head).to(gl.int64) * sizes.n_q + offs_m, lse, mask=offs_m < sizes.n_q)
 
 
 @gluon.jit
-def consumer(out_desc, lse_ptr, rings, sizes, extras, W: gl.constexpr):
+def consumer(out_desc, lse_ptr, smem, sizes, params, W: gl.constexpr):
     """One warpgroup: rows W * ROWS .. W * ROWS + ROWS - 1 of every tile of this program."""
-    n_q, n_kv, batches, heads, kv_group, m_tiles, mask_per_batch, mask_per_head, divisions = sizes
-    if W == GROUPS - 1:
-        pass_turn(W)
+    if W == CONSUMERS - 1:
+        scheduler_barrier_arrive(W)
     block = gl.to_tensor(0)
-    q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty, q_empty = rings
-    tiles = m_tiles * batches * heads
-    turn = gl.to_tensor(0)
-    index = index_of(0, tiles)
-    batch, head, m_tile = tile_at(index, sizes)
-    bounds = blocks_of(m_tile * BLOCK_M, BLOCK_M, sizes)
-    spot = (batch, head, m_tile * BLOCK_M + W * ROWS, (bounds[3] - 1) * BLOCK_N)
-    mbarrier.wait(q_full.index(W), 0)
-    probs, row_max, row_sum = open_tile(block, q_smem.index(W), spot, rings, sizes, extras, W)
-    while index < tiles:
-        place = (batch, head, m_tile * BLOCK_M + W * ROWS)
-        bounds = blocks_of(m_tile * BLOCK_M, BLOCK_M, sizes)
+    tiles = sizes.m_tiles * sizes.batches * sizes.heads
+    iteration = gl.to_tensor(0)
+    work_index = fixed_work_index(0)
+    tile = tile_at(work_index, sizes)
+    blocks = blocks_of(tile.row, BLOCK_M, sizes)
+    coord = TileCoord(tile.batch, tile.head, tile.row + W * ROWS)
+    column = (blocks.end - 1) * BLOCK_N
+    mbarrier.wait(smem.q.full.index(W), 0)
+    state = open_tile(block, smem.q.smem.index(W), coord, column, smem, sizes, params, W)
+    while work_index < tiles:
+        blocks = blocks_of(tile.row, BLOCK_M, sizes)
+        coord = TileCoord(tile.batch, tile.head, tile.row + W * ROWS)
         acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, OUT_LAYOUT)
-        slot = turn % 2 * GROUPS + W
-        next_slot = (turn + 1) % 2 * GROUPS + W
-        next_phase = (turn + 1) // 2 & 1
-        state = (probs, acc, row_max, row_sum)
-        probs, acc, row_max, row_sum = attend_blocks(block, slot, state, place, bounds, rings, sizes, extras, W)
-        next_index = index_of(turn + 1, tiles)
+        slot = iteration % 2 * CONSUMERS + W
+        next_slot = (iteration + 1) % 2 * CONSUMERS + W
+        next_phase = (iteration + 1) // 2 & 1
+        acc, state = attend_blocks(block, slot, acc, state, coord, blocks, smem, sizes, params, W)
+        next_index = fixed_work_index(iteration + 1)
         more = next_index < tiles
-        mbarrier.arrive(q_empty.index(slot), count=1)
-        block += bounds[3] - bounds[0]
+        mbarrier.arrive(smem.q.empty.index(slot), count=1)
+        block += blocks.end - blocks.first
         # After the last tile the idle work takes that tile's place, so that no load leaves the tensors.
-        batch, head, m_tile = tile_at(gl.where(more, next_index, index), sizes)
-        bounds = blocks_of(m_tile * BLOCK_M, BLOCK_M, sizes)
-        spot = (batch, head, m_tile * BLOCK_M + W * ROWS, (bounds[3] - 1) * BLOCK_N)
-        mbarrier.wait(q_full.index(next_slot), next_phase, pred=more)
-        probs, next_max, next_sum, acc = change_tile(block, more, q_smem.index(next_slot), probs, acc, spot, rings, sizes, extras, W)
+        tile = tile_at(gl.where(more, next_index, work_index), sizes)
+        blocks = blocks_of(tile.row, BLOCK_M, sizes)
+        next_coord = TileCoord(tile.batch, tile.head, tile.row + W * ROWS)
+        column = (blocks.end - 1) * BLOCK_N
+        mbarrier.wait(smem.q.full.index(next_slot), next_phase, pred=more)
+        q_tile = smem.q.smem.index(next_slot)
+        acc, next_state = change_tile(block, more, q_tile, acc, state, next_coord, column, smem, sizes, params, W)
         tma.store_wait(0)
-        finish(acc, row_max, row_sum, out_smem.index(W), out_desc, lse_ptr, place, sizes)
-        row_max = next_max
-        row_sum = next_sum
-        index = next_index
-        turn += 1
+        epilogue(acc, state.row_max, state.row_sum, smem.out.index(W), out_desc, lse_ptr, coord, sizes)
+        state = next_state
+        work_index = next_index
+        iteration += 1
     tma.store_wait(0)
-
-
-@gluon.jit
-def make_barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
-    """NUMBER barriers that each wait for COUNT arrivals."""
-    barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(NUMBER):
-        mbarrier.init(barriers.index(i), count=COUNT)
-    return barriers
 
 
 # Nothing is specialized on sizes, so one compiled kernel serves them all.
@@ -725,29 +812,41 @@ def flash_fwd_hopper(
     inner_magic,
     inner_shift,
     scale,
-    words_ptr,
+    mask_bits_ptr,
 ):
     """Splits the program into 2 consumers and the producer."""
     q_smem = gl.allocate_shared_memory(DTYPE, [Q_SLOTS, 1, 1, ROWS, BLOCK_D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_DV], v_desc.layout)
-    out_smem = gl.allocate_shared_memory(DTYPE, [GROUPS, 1, 1, ROWS, BLOCK_DV], out_desc.layout)
-    q_full = make_barriers(Q_SLOTS, 1)
-    k_full = make_barriers(STAGES, 1)
-    k_empty = make_barriers(STAGES, GROUPS)
-    v_full = make_barriers(STAGES, 1)
-    v_empty = make_barriers(STAGES, GROUPS)
-    q_empty = make_barriers(Q_SLOTS, 1)
+    out_smem = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, ROWS, BLOCK_DV], out_desc.layout)
+    smem = SharedStorage(
+        q=make_pipeline(q_smem, Q_SLOTS, 1),
+        k=make_pipeline(k_smem, STAGES, CONSUMERS),
+        v=make_pipeline(v_smem, STAGES, CONSUMERS),
+        out=out_smem,
+    )
     fence_async_shared()
-    rings = (q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty, q_empty)
-    divisions = (section_magic, section_shift, inner_magic, inner_shift)
-    sizes = (n_q, n_kv, batches, heads, kv_group, m_tiles, mask_per_batch, mask_per_head, divisions)
-    settings = (scale, words_ptr)
+    sizes = Sizes(
+        n_q,
+        n_kv,
+        batches,
+        heads,
+        kv_group,
+        m_tiles,
+        mask_per_batch,
+        mask_per_head,
+        Divisor(section_magic, section_shift),
+        Divisor(inner_magic, inner_shift),
+    )
+    params = Params(
+        scale,
+        mask_bits_ptr,
+    )
     gl.warp_specialize(
         [
-            (consumer, (out_desc, lse_ptr, rings, sizes, settings, 0)),
-            (consumer, (out_desc, lse_ptr, rings, sizes, settings, 1)),
-            (producer, ((q_desc, k_desc, v_desc), rings, sizes)),
+            (consumer, (out_desc, lse_ptr, smem, sizes, params, 0)),
+            (consumer, (out_desc, lse_ptr, smem, sizes, params, 1)),
+            (producer, ((q_desc, k_desc, v_desc), smem, sizes)),
         ],
         [4, 1],
         [240, 24],
@@ -777,7 +876,7 @@ def descriptor(tensor, rows, columns):
 
 
 @triton.jit
-def pack_mask(mask_ptr, words_ptr, m_b, m_h, m_m, m_n, heads, n_q, n_kv, rows, BLOCK_N: tl.constexpr):
+def pack_mask(mask_ptr, mask_bits_ptr, m_b, m_h, m_m, m_n, heads, n_q, n_kv, rows, BLOCK_N: tl.constexpr):
     """Writes 64 rows of a block of one matrix of the mask (batches, heads, N_q, N_kv) as words (batches, heads, blocks, rows, 4).
 
     Bit 2 i + j of word t stands for column 8 i + 2 t + j of the block: a word has what one thread of the tensor cores' layout holds.
@@ -791,10 +890,10 @@ def pack_mask(mask_ptr, words_ptr, m_b, m_h, m_m, m_n, heads, n_q, n_kv, rows, B
     source = mask_ptr + (matrix // heads).to(tl.int64) * m_b + (matrix % heads).to(tl.int64) * m_h
     places = offs_m.to(tl.int64)[:, None] * m_m + columns.to(tl.int64)[None, :] * m_n
     allowed = tl.load(source + places, mask=(offs_m < n_q)[:, None] & (columns < n_kv)[None, :], other=0) != 0  # [64, BLOCK_N]
-    bits = allowed.to(words_ptr.dtype.element_ty) << (offs_n // 8 * 2 + offs_n % 2).to(words_ptr.dtype.element_ty)[None, :]
+    bits = allowed.to(mask_bits_ptr.dtype.element_ty) << (offs_n // 8 * 2 + offs_n % 2).to(mask_bits_ptr.dtype.element_ty)[None, :]
     words = tl.sum(tl.sum(bits.reshape([64, BLOCK_N // 8, 4, 2]), 3), 1)  # [64, 4]
-    target = words_ptr + (program // row_tiles).to(tl.int64) * rows * 4 + offs_m[:, None] * 4 + tl.arange(0, 4)[None, :]
-    tl.store(target, words.to(words_ptr.dtype.element_ty))
+    target = mask_bits_ptr + (program // row_tiles).to(tl.int64) * rows * 4 + offs_m[:, None] * 4 + tl.arange(0, 4)[None, :]
+    tl.store(target, words.to(mask_bits_ptr.dtype.element_ty))
 
 
 def division(divisor):
@@ -846,9 +945,9 @@ def launches(
     matrices = mask[: None if mask.stride(0) else 1, : None if mask.stride(1) else 1].view(torch.uint8)
     blocks = -(-mask.shape[3] // 128)
     rows = m_tiles * 128
-    words = torch.empty((*matrices.shape[:2], blocks, rows, 4), dtype=torch.int32, device=q.device)
-    packing = (matrices, words, *matrices.stride(), matrices.shape[1], n_q, mask.shape[3], rows, 128)
-    packers = words.numel() // 256
+    mask_bits = torch.empty((*matrices.shape[:2], blocks, rows, 4), dtype=torch.int32, device=q.device)
+    packing = (matrices, mask_bits, *matrices.stride(), matrices.shape[1], n_q, mask.shape[3], rows, 128)
+    packers = mask_bits.numel() // 256
     arguments = (
         descriptor(q, 64, 128),
         descriptor(k, 128, 128),
@@ -867,13 +966,13 @@ def launches(
         *division(m_tiles),
         *division(batches),
         1.4426950408889634 * scale,
-        words,
+        mask_bits,
     )
     kv_heads, n_kv = k.shape[1:3]
-    # Offsets within the tiles of `again` stay below 2^31 with smaller strides.
+    # Offsets within the tiles of `recompute` stay below 2^31 with smaller strides.
     wide = max(*k.stride()[2:], *v.stride()[2:]) >= 2**22
     row_count = batches * heads * n_q
-    again_arguments = (
+    recompute_arguments = (
         row_count,
         q,
         k,
@@ -893,13 +992,13 @@ def launches(
         scale * 1.4426950408889634,
         wide,
     )
-    again_options = {"num_warps": 4, "num_stages": 2, "launch_pdl": True}
+    recompute_options = {"num_warps": 4, "num_stages": 2, "launch_pdl": True}
     # It looks at 2048 rows at once.
-    again_programs = min(-(-row_count // 2048), 264)
+    recompute_programs = min(-(-row_count // 2048), 264)
     return [
         (pack_mask, (packers,), packing, {}),
         (flash_fwd_hopper, (programs,), arguments, {"num_warps": 4}),
-        (again, (again_programs,), again_arguments, again_options),
+        (recompute, (recompute_programs,), recompute_arguments, recompute_options),
     ]
 
 

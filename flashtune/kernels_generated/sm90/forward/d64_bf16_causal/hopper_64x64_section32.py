@@ -5,12 +5,14 @@ Key blocks go from right to left.
 One block goes from scores to values.
 
 Compiled in: fwd-bf16-d64-causal
-Template: flash_fwd_hopper cf93741ceab9b9b6
-Variant: 787cab54a9fef95e
-Config: BLOCK_M=64 BLOCK_N=64 lookahead=0 maximum=first order=fixed pingpong=False residents=4 section=32 stages=2 tiles=one
+Template: flash_fwd_hopper 12ab557db2c6bd40
+Variant: b22461ed3321afbb
+Config: BLOCK_M=64 BLOCK_N=64 ctas_per_sm=4 intra_wg_overlap=0 maximum=first num_stages=2 order=fixed pingpong=False section=32 tiles=one
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -29,7 +31,7 @@ BLOCK_M = gl.constexpr(64)
 BLOCK_N = gl.constexpr(64)
 BLOCK_D = gl.constexpr(64)
 BLOCK_DV = gl.constexpr(64)
-GROUPS = gl.constexpr(1)
+CONSUMERS = gl.constexpr(1)
 ROWS = gl.constexpr(64)
 STAGES = gl.constexpr(2)
 Q_SLOTS = gl.constexpr(1)
@@ -41,7 +43,7 @@ ROW_LAYOUT = gl.constexpr(gl.SliceLayout(1, SCORES_LAYOUT))
 COLUMN_LAYOUT = gl.constexpr(gl.SliceLayout(0, SCORES_LAYOUT))
 OUT_ROW_LAYOUT = gl.constexpr(gl.SliceLayout(1, OUT_LAYOUT))
 # One bit for each column that a thread holds of a row, four threads to a row.
-WORDS_LAYOUT = gl.constexpr(
+MASK_BITS_LAYOUT = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[8, 0]],
         lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
@@ -51,9 +53,78 @@ WORDS_LAYOUT = gl.constexpr(
     )
 )
 LN_2 = gl.constexpr(0.6931471805599453)
-# Between these a row's sum is as exact as any: weights keep their digits as bf16, and what they multiply can't overflow.
+# Between these a row's sum is as exact as any: probs keep their digits as bf16, and what they multiply can't overflow.
 LEAST = gl.constexpr(2.0**-60)
 MOST = gl.constexpr(2.0**60)
+
+
+class Divisor(NamedTuple):
+    """The factor and the shift by which `divide` divides."""
+
+    magic: gl.tensor
+    shift: gl.tensor
+
+
+class Sizes(NamedTuple):
+    """The sizes of a call."""
+
+    n_q: gl.tensor
+    n_kv: gl.tensor
+    batches: gl.tensor
+    heads: gl.tensor
+    kv_group: gl.tensor
+    m_tiles: gl.tensor
+    diagonal: gl.tensor
+    section_divisor: Divisor
+    inner_divisor: Divisor
+    last_divisor: Divisor
+
+
+class Params(NamedTuple):
+    """What tiles work with beside sizes."""
+
+    scale: gl.tensor
+
+
+class TileCoord(NamedTuple):
+    """Where the rows of a tile, or of one warpgroup of it, begin."""
+
+    batch: gl.tensor
+    head: gl.tensor
+    row: gl.tensor
+
+
+class BlockRange(NamedTuple):
+    """The key blocks first .. end-1, of which unmasked_first .. unmasked_end-1 need no mask."""
+
+    first: gl.tensor
+    unmasked_first: gl.tensor
+    unmasked_end: gl.tensor
+    end: gl.tensor
+
+
+class Pipeline(NamedTuple):
+    """Stages of shared memory with the barriers that tell when each is full and when it is empty again."""
+
+    smem: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+
+class SharedStorage(NamedTuple):
+    """What the roles of a program share."""
+
+    q: Pipeline
+    k: Pipeline
+    v: Pipeline
+    out: gl.shared_memory_descriptor
+
+
+class SoftmaxState(NamedTuple):
+    """What a warpgroup carries from block to block beside the output's accumulator."""
+
+    row_max: gl.tensor
+    row_sum: gl.tensor
 
 
 @triton.jit
@@ -181,7 +252,7 @@ def attention_tile(
         "diagonal",
     ]
 )
-def again(
+def recompute(
     row_count,
     q_ptr,
     k_ptr,
@@ -263,121 +334,147 @@ def again(
 
 
 @gluon.jit
-def divide(number, magic, shift):
-    """number // divisor, for 0 <= number < 2^31, as a product (Granlund and Montgomery, PLDI 1994)."""
-    return (number.to(gl.int64) * magic >> shift).to(gl.int32)
+def make_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
+    """NUMBER barriers that each wait for ARRIVALS arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUMBER):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers
 
 
 @gluon.jit
-def tile_at(index, sizes):
-    """The tile at a place in launch order: batch, query head and row tile."""
-    n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, divisions = sizes
-    section_magic, section_shift, inner_magic, inner_shift, last_magic, last_shift = divisions
-    section = divide(index, section_magic, section_shift)
-    # A section of heads goes row tile by row tile, so that its keys and values stay in L2; the last one has the heads that are left.
-    within = index - section * (m_tiles * SECTION)
-    left = batches * heads - section * SECTION
-    m_tile = gl.where(left >= SECTION, within // SECTION, divide(within, last_magic, last_shift))
-    place = section * SECTION + within - m_tile * gl.minimum(left, SECTION)
-    # The longest first.
-    m_tile = m_tiles - 1 - m_tile
-    batch = divide(place, inner_magic, inner_shift)
-    head = place - batch * heads
-    return batch, head, m_tile
+def make_pipeline(smem, NUMBER: gl.constexpr, READERS: gl.constexpr):
+    """A pipeline over these stages: one arrival fills a stage, and READERS arrivals empty it."""
+    return Pipeline(smem, make_barriers(NUMBER, 1), make_barriers(NUMBER, READERS))
 
 
 @gluon.jit
-def blocks_of(row, NUMBER: gl.constexpr, sizes):
-    """The key blocks first .. end-1 that NUMBER rows from `row` on may see, of which free_first .. free_end-1 need no mask."""
-    n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, divisions = sizes
-    end = (n_kv + BLOCK_N - 1) // BLOCK_N
-    free_end = n_kv // BLOCK_N
-    first = 0
-    free_first = 0
-    last_row = gl.minimum(row + NUMBER, n_q) - 1 + diagonal
-    row += diagonal
-    end = gl.minimum(end, gl.maximum(last_row + BLOCK_N, 0) // BLOCK_N)
-    free_end = gl.minimum(free_end, gl.maximum(row + 1, 0) // BLOCK_N)
-    # Rows that see nothing still take one block, all of it masked, so that every role counts alike.
-    end = gl.maximum(end, 1)
-    first = gl.minimum(first, end - 1)
-    free_first = gl.minimum(gl.maximum(free_first, first), end)
-    free_end = gl.minimum(gl.maximum(free_end, free_first), end)
-    return first, free_first, free_end, end
+def wait_full(pipeline, number, pred=True):
+    """Waits until the number-th filling of the pipeline has landed in its stage."""
+    stages: gl.constexpr = pipeline.full.shape[0]
+    mbarrier.wait(pipeline.full.index(number % stages), number // stages & 1, pred=pred)
+
+
+@gluon.jit
+def wait_empty(pipeline, number):
+    """Waits until the stage of the number-th filling is empty."""
+    stages: gl.constexpr = pipeline.empty.shape[0]
+    mbarrier.wait(pipeline.empty.index(number % stages), number // stages & 1 ^ 1)
+
+
+@gluon.jit
+def release(pipeline, number, pred=True):
+    """Says that this warpgroup has read the number-th filling."""
+    stages: gl.constexpr = pipeline.empty.shape[0]
+    mbarrier.arrive(pipeline.empty.index(number % stages), count=1, pred=pred)
 
 
 @gluon.jit
 def start_scores(q_tile, k_tile):
-    """Starts q k^T on the tensor cores."""
+    """Starts Q K^T on the tensor cores."""
     nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES_LAYOUT)
     k_tile = k_tile.reshape([BLOCK_N, BLOCK_D]).permute((1, 0))
     return warpgroup_mma(q_tile.reshape([ROWS, BLOCK_D]), k_tile, nothing, use_acc=False, is_async=True)  # [ROWS, BLOCK_N]
 
 
 @gluon.jit
-def start_values(probs, v_tile, acc):
-    """Starts acc + probs v on the tensor cores."""
-    return warpgroup_mma(unpack(probs), v_tile.reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)  # [ROWS, BLOCK_DV]
+def start_values(p_tile, v_tile, acc):
+    """Starts acc + P V on the tensor cores."""
+    return warpgroup_mma(unpack(p_tile), v_tile.reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)  # [ROWS, BLOCK_DV]
 
 
 @gluon.jit
-def copy_values(v_desc, batch, head, row, block, rings):
-    """Starts the copy of a value block as soon as its stage is free."""
-    q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty = rings
+def divide(number, divisor):
+    """number // divisor, for 0 <= number < 2^31, as a product (Granlund and Montgomery, PLDI 1994)."""
+    return (number.to(gl.int64) * divisor.magic >> divisor.shift).to(gl.int32)
+
+
+@gluon.jit
+def tile_at(work_index, sizes):
+    """The tile of a work index."""
+    section = divide(work_index, sizes.section_divisor)
+    # A section of heads goes row tile by row tile, so that its keys and values stay in L2; the last one has the heads that are left.
+    within = work_index - section * (sizes.m_tiles * SECTION)
+    left = sizes.batches * sizes.heads - section * SECTION
+    m_tile = gl.where(left >= SECTION, within // SECTION, divide(within, sizes.last_divisor))
+    place = section * SECTION + within - m_tile * gl.minimum(left, SECTION)
+    # The longest first.
+    m_tile = sizes.m_tiles - 1 - m_tile
+    batch = divide(place, sizes.inner_divisor)
+    head = place - batch * sizes.heads
+    return TileCoord(batch, head, m_tile * BLOCK_M)
+
+
+@gluon.jit
+def blocks_of(row, NUMBER: gl.constexpr, sizes):
+    """The key blocks that NUMBER rows from `row` on may see."""
+    n_kv = sizes.n_kv
+    end = (n_kv + BLOCK_N - 1) // BLOCK_N
+    unmasked_end = n_kv // BLOCK_N
+    first = 0
+    unmasked_first = 0
+    last_row = gl.minimum(row + NUMBER, sizes.n_q) - 1 + sizes.diagonal
+    row += sizes.diagonal
+    end = gl.minimum(end, gl.maximum(last_row + BLOCK_N, 0) // BLOCK_N)
+    unmasked_end = gl.minimum(unmasked_end, gl.maximum(row + 1, 0) // BLOCK_N)
+    # Rows that see nothing still take one block, all of it masked, so that every role counts alike.
+    end = gl.maximum(end, 1)
+    first = gl.minimum(first, end - 1)
+    unmasked_first = gl.minimum(gl.maximum(unmasked_first, first), end)
+    unmasked_end = gl.minimum(gl.maximum(unmasked_end, unmasked_first), end)
+    return BlockRange(first, unmasked_first, unmasked_end, end)
+
+
+@gluon.jit
+def load_values(v_desc, coord, block, pipeline):
+    """Starts the copy of a value block as soon as its stage is empty; the row of `coord` is that of its first key."""
+    wait_empty(pipeline, block)
     stage = block % STAGES
-    mbarrier.wait(v_empty.index(stage), block // STAGES & 1 ^ 1)
-    mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-    async_load(v_desc, [batch, head, row, 0], v_full.index(stage), v_smem.index(stage))
+    mbarrier.expect(pipeline.full.index(stage), v_desc.block_type.nbytes)
+    corner = [coord.batch, coord.head, coord.row, 0]
+    async_load(v_desc, corner, pipeline.full.index(stage), pipeline.smem.index(stage))
 
 
 @gluon.jit
-def copy_tile(index, block, value_spot, descs, rings, sizes):
+def load_tile(work_index, block, values, descs, smem, sizes):
     """Copies the queries, keys and values of one tile; a block's values follow the keys of the block after it."""
     q_desc, k_desc, v_desc = descs
-    q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty = rings
-    n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, divisions = sizes
-    value_batch, value_head, value_row = value_spot
-    batch, head, m_tile = tile_at(index, sizes)
-    kv_head = head // kv_group
-    first, _, _, end = blocks_of(m_tile * BLOCK_M, BLOCK_M, sizes)
-    for n in range(end - first):
-        row = (end - 1 - n) * BLOCK_N
+    coord = tile_at(work_index, sizes)
+    kv_head = coord.head // sizes.kv_group
+    blocks = blocks_of(coord.row, BLOCK_M, sizes)
+    for n in range(blocks.end - blocks.first):
+        column = (blocks.end - 1 - n) * BLOCK_N
+        wait_empty(smem.k, block)
         stage = block % STAGES
-        mbarrier.wait(k_empty.index(stage), block // STAGES & 1 ^ 1)
-        mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-        async_load(k_desc, [batch, kv_head, row, 0], k_full.index(stage), k_smem.index(stage))
+        mbarrier.expect(smem.k.full.index(stage), k_desc.block_type.nbytes)
+        async_load(k_desc, [coord.batch, kv_head, column, 0], smem.k.full.index(stage), smem.k.smem.index(stage))
         if block > 0:
             # Before the queries, for these values are wanted first.
-            copy_values(v_desc, value_batch, value_head, value_row, block - 1, rings)
+            load_values(v_desc, values, block - 1, smem.v)
         if n == 0:
-            for group in gl.static_range(GROUPS):
-                slot = group
-                mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
-                q_row = m_tile * BLOCK_M + group * ROWS
-                async_load(q_desc, [batch, head, q_row, 0], q_full.index(slot), q_smem.index(slot))
-        value_batch = batch
-        value_head = kv_head
-        value_row = row
+            for w in gl.static_range(CONSUMERS):
+                slot = w
+                mbarrier.expect(smem.q.full.index(slot), q_desc.block_type.nbytes)
+                async_load(q_desc, [coord.batch, coord.head, coord.row + w * ROWS, 0], smem.q.full.index(slot), smem.q.smem.index(slot))
+        values = TileCoord(coord.batch, kv_head, column)
         block += 1
-    return block, (value_batch, value_head, value_row)
+    return block, values
 
 
 @gluon.jit
-def producer(descs, rings, sizes):
+def producer(descs, smem, sizes):
     """The copying warp: runs ahead of the consumers as far as the stages allow."""
-    n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, divisions = sizes
     block = gl.to_tensor(0)
-    value_spot = (gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
-    block, value_spot = copy_tile(gl.program_id(0), block, value_spot, descs, rings, sizes)
-    batch, head, row = value_spot
-    copy_values(descs[2], batch, head, row, block - 1, rings)
+    values = TileCoord(gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
+    block, values = load_tile(gl.program_id(0), block, values, descs, smem, sizes)
+    load_values(descs[2], values, block - 1, smem.v)
 
 
 @gluon.jit
-def words_before(end):
-    """Words for `keep`: of each row the columns before `end`."""
-    quarter = gl.arange(0, 4, layout=gl.SliceLayout(0, WORDS_LAYOUT))
-    end = gl.convert_layout(end, gl.SliceLayout(1, WORDS_LAYOUT))
+def bits_before(end):
+    """Mask bits of the columns of each row before `end`."""
+    quarter = gl.arange(0, 4, layout=gl.SliceLayout(0, MASK_BITS_LAYOUT))
+    end = gl.convert_layout(end, gl.SliceLayout(1, MASK_BITS_LAYOUT))
     room = gl.minimum(gl.maximum(end[:, None] - 2 * quarter[None, :], 0), BLOCK_N)  # [ROWS, 4]
     # How many of its thread's columns of a row are before `end`.
     number = room // 8 * 2 + gl.minimum(room % 8, 2)
@@ -387,14 +484,14 @@ def words_before(end):
 
 
 @gluon.jit
-def keep(scores, words):
+def mask_scores(scores, mask_bits):
     """-inf where a key's bit is 0. Four threads share a row and hold columns 8 i + 2 t + j of it; t's word has their bits at 2 i + j.
 
     Which bit a register needs is known to the compiler, so that a score takes two instructions.
     """
     fours: gl.constexpr = scores.reshape([ROWS, BLOCK_N // 8, 4, 2]).type.layout
-    words = gl.convert_layout(words, gl.SliceLayout(1, gl.SliceLayout(3, fours)))
-    spread = gl.zeros([ROWS, BLOCK_N // 8, 4, 2], gl.int32, fours) | words.expand_dims(1).expand_dims(3)
+    mask_bits = gl.convert_layout(mask_bits, gl.SliceLayout(1, gl.SliceLayout(3, fours)))
+    spread = gl.zeros([ROWS, BLOCK_N // 8, 4, 2], gl.int32, fours) | mask_bits.expand_dims(1).expand_dims(3)
     spread = gl.convert_layout(spread.reshape([ROWS, BLOCK_N]), SCORES_LAYOUT)  # [ROWS, BLOCK_N]
     offs_n = gl.arange(0, BLOCK_N, layout=COLUMN_LAYOUT)
     bit = gl.full([BLOCK_N], 1, gl.int32, COLUMN_LAYOUT) << (offs_n % 128 // 8 * 2 + offs_n % 2)  # [BLOCK_N]
@@ -412,52 +509,50 @@ def keep(scores, words):
 
 
 @gluon.jit
-def shape_scores(scores, spot, in_band, sizes, extras):
-    """What happens to raw scores before the softmax; -inf hides a key.
+def shape_scores(scores, coord, column, unmasked, sizes, params):
+    """What happens to the raw scores of the block that begins at `column`; -inf hides a key.
 
-    `in_band` spares the look at the edges.
+    `unmasked` spares the look at the edges.
     """
-    batch, head, row, column = spot
-    n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, divisions = sizes
-    if not in_band:
-        centre = row + diagonal - column + gl.arange(0, ROWS, layout=ROW_LAYOUT)
-        end = gl.minimum(centre + 1, n_kv - column)  # [ROWS]
-        visible = words_before(end)  # [ROWS, 4]
-        scores = keep(scores, visible)
+    if not unmasked:
+        centre = coord.row + sizes.diagonal - column + gl.arange(0, ROWS, layout=ROW_LAYOUT)
+        end = gl.minimum(centre + 1, sizes.n_kv - column)  # [ROWS]
+        visible = bits_before(end)  # [ROWS, 4]
+        scores = mask_scores(scores, visible)
     return scores  # [ROWS, BLOCK_N]
 
 
 @gluon.jit
-def quarter_sums(weights):
+def quarter_sums(probs):
     """Four partial sums of each row, one for each thread that holds a part of it: threads add up only when a tile is finished."""
-    parts = gl.sum(weights.reshape([ROWS, BLOCK_N // 8, 4, 2]), 3)
+    parts = gl.sum(probs.reshape([ROWS, BLOCK_N // 8, 4, 2]), 3)
     return gl.sum(parts, 1)  # [ROWS, 4]
 
 
 @gluon.jit
-def softmax_step(scores, row_max, row_sum, scale, GUARD: gl.constexpr):
-    """One block of the online softmax in base 2: its weights, the factor for what came before, the new maximum and sum."""
+def online_softmax(scores, row_max, row_sum, scale, GUARD: gl.constexpr):
+    """One block of the online softmax in base 2: its probs, the factor for what came before, the new maximum and sum."""
     new_max = gl.maximum(row_max, gl.max(scores, 1) * scale)  # [ROWS]
     centre = new_max
     if GUARD:
         # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
         centre = gl.where(new_max == float("-inf"), 0.0, new_max)
-    shrink = gl.exp2(row_max - centre)  # [ROWS]
-    weights = gl.exp2(scores * scale - centre[:, None])  # [ROWS, BLOCK_N]
-    row_sum = row_sum * gl.convert_layout(shrink, gl.SliceLayout(1, row_sum.type.layout))[:, None] + quarter_sums(weights)
-    return weights, shrink, new_max, row_sum
+    rescale = gl.exp2(row_max - centre)  # [ROWS]
+    probs = gl.exp2(scores * scale - centre[:, None])  # [ROWS, BLOCK_N]
+    row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + quarter_sums(probs)
+    return probs, rescale, new_max, row_sum
 
 
 @gluon.jit
-def settled_step(scores, row_max, row_sum, scale):
-    """One block of the softmax relative to a maximum that stays as it is: its weights and the new sum."""
-    weights = gl.exp2(scores * scale - row_max[:, None])  # [ROWS, BLOCK_N]
-    return weights, row_sum + quarter_sums(weights)
+def settled_softmax(scores, row_max, row_sum, scale):
+    """One block of the softmax relative to a maximum that stays as it is: its probs and the new sum."""
+    probs = gl.exp2(scores * scale - row_max[:, None])  # [ROWS, BLOCK_N]
+    return probs, row_sum + quarter_sums(probs)
 
 
 @gluon.jit
 def sound_sums(row_sum, settled_blocks):
-    """The sums, or NaN where weights were too large or too small to be told apart: `again` computes those rows anew."""
+    """The sums, or NaN where probs were too large or too small to be told apart: `recompute` computes those rows anew."""
     total = gl.sum(row_sum, 1)  # [ROWS]
     sound = (total >= LEAST) & (total <= MOST)
     sound |= (settled_blocks <= 0) & (total == 0.0)
@@ -465,9 +560,9 @@ def sound_sums(row_sum, settled_blocks):
 
 
 @gluon.jit
-def pack(weights):
-    """Weights by twos, which is how they wait for their product: else the compiler splits pairs that wait from one loop to the next."""
-    even, odd = gl.split(weights.reshape([ROWS, BLOCK_N // 2, 2]))
+def pack(probs):
+    """Probs by twos, which is how they wait for their product: else the compiler splits pairs that wait from one loop to the next."""
+    even, odd = gl.split(probs.reshape([ROWS, BLOCK_N // 2, 2]))
     convert: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
     pairs = gl.inline_asm_elementwise(convert, "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)  # [ROWS, BLOCK_N // 2]
     return pairs
@@ -475,7 +570,7 @@ def pack(weights):
 
 @gluon.jit
 def unpack(pairs):
-    """Packed weights as the left operand of a product; nothing moves."""
+    """Packed probs as the left operand of a product; nothing moves."""
     halves = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [gl.join(pairs, pairs)], dtype=gl.int16, is_pure=True, pack=2)
     return gl.convert_layout(halves.reshape([ROWS, BLOCK_N]).to(DTYPE, bitcast=True), PROBS_LAYOUT)  # [ROWS, BLOCK_N]
 
@@ -489,63 +584,63 @@ def nothing_seen():
 
 
 @gluon.jit
-def attend(block, q_tile, state, spot, in_band, rings, sizes, extras, W: gl.constexpr, SETTLED: gl.constexpr):
+def attend(block, q_tile, acc, state, coord, column, unmasked, smem, sizes, params, W: gl.constexpr, SETTLED: gl.constexpr):
     """One block from scores to values."""
-    q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty = rings
-    acc, row_max, row_sum = state
     stage = block % STAGES
-    mbarrier.wait(k_full.index(stage), block // STAGES & 1)
-    scores = start_scores(q_tile, k_smem.index(stage))
+    wait_full(smem.k, block)
+    scores = start_scores(q_tile, smem.k.smem.index(stage))
     scores = warpgroup_mma_wait(0, deps=[scores])
-    mbarrier.arrive(k_empty.index(stage), count=1)
-    scores = shape_scores(scores, spot, in_band, sizes, extras)
+    release(smem.k, block)
+    scores = shape_scores(scores, coord, column, unmasked, sizes, params)
     if SETTLED:
-        weights, row_sum = settled_step(scores, row_max, row_sum, extras[0])
+        row_max = state.row_max
+        probs, row_sum = settled_softmax(scores, row_max, state.row_sum, params.scale)
     else:
-        weights, shrink, row_max, row_sum = softmax_step(scores, row_max, row_sum, extras[0], True)
-    probs = pack(weights)
+        probs, rescale, row_max, row_sum = online_softmax(scores, state.row_max, state.row_sum, params.scale, True)
+    p_tile = pack(probs)
     if not SETTLED:
-        acc = acc * gl.convert_layout(shrink, OUT_ROW_LAYOUT)[:, None]
-    mbarrier.wait(v_full.index(stage), block // STAGES & 1)
-    out = start_values(probs, v_smem.index(stage), acc)
-    acc = warpgroup_mma_wait(0, deps=[out])
-    mbarrier.arrive(v_empty.index(stage), count=1)
-    return acc, row_max, row_sum
+        acc = acc * gl.convert_layout(rescale, OUT_ROW_LAYOUT)[:, None]
+    wait_full(smem.v, block)
+    product = start_values(p_tile, smem.v.smem.index(stage), acc)
+    acc = warpgroup_mma_wait(0, deps=[product])
+    release(smem.v, block)
+    return acc, SoftmaxState(row_max, row_sum)
 
 
 @gluon.jit
-def attend_blocks(block, slot, state, place, bounds, rings, sizes, extras, W: gl.constexpr):
+def attend_blocks(block, slot, acc, state, coord, blocks, smem, sizes, params, W: gl.constexpr):
     """The blocks of a tile, right to left."""
-    batch, head, row = place
-    first, free_first, free_end, end = bounds
-    q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty = rings
-    q_tile = q_smem.index(slot)
+    q_tile = smem.q.smem.index(slot)
     # A tile's rows have seen their diagonal or the last keys by then; what follows can't be so much larger that float32 wouldn't hold it,
     # or the row is computed again.
-    settled = gl.minimum(gl.maximum(end - free_end, 1), end - first)
+    settled = gl.minimum(gl.maximum(blocks.end - blocks.unmasked_end, 1), blocks.end - blocks.first)
     for n in range(0, settled):
-        spot = (batch, head, row, (end - 1 - n) * BLOCK_N)
-        in_band = n >= end - free_end
-        state = attend(block + n, q_tile, state, spot, in_band, rings, sizes, extras, W, False)
-    acc, row_max, row_sum = state
-    row_max = gl.where(row_max == float("-inf"), 0.0, row_max)
-    state = (acc, row_max, row_sum)
+        column = (blocks.end - 1 - n) * BLOCK_N
+        unmasked = n >= blocks.end - blocks.unmasked_end
+        acc, state = attend(block + n, q_tile, acc, state, coord, column, unmasked, smem, sizes, params, W, False)
+    row_max = gl.where(state.row_max == float("-inf"), 0.0, state.row_max)
+    state = SoftmaxState(
+        row_max,
+        state.row_sum,
+    )
     # A number that the compiler can't know to be the same, or ptxas 12.8 takes addresses from the loop above even where that was skipped.
-    q_tile = q_smem.index(gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [slot], dtype=gl.int32, is_pure=False, pack=1))
-    for n in range(settled, end - first):
-        spot = (batch, head, row, (end - 1 - n) * BLOCK_N)
-        in_band = True
-        state = attend(block + n, q_tile, state, spot, in_band, rings, sizes, extras, W, True)
-    acc, row_max, row_sum = state
-    row_sum = sound_sums(row_sum, end - first - settled)
-    return acc, row_max, row_sum
+    q_tile = smem.q.smem.index(gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [slot], dtype=gl.int32, is_pure=False, pack=1))
+    for n in range(settled, blocks.end - blocks.first):
+        column = (blocks.end - 1 - n) * BLOCK_N
+        unmasked = True
+        acc, state = attend(block + n, q_tile, acc, state, coord, column, unmasked, smem, sizes, params, W, True)
+    row_sum = sound_sums(state.row_sum, blocks.end - blocks.first - settled)
+    state = SoftmaxState(
+        state.row_max,
+        row_sum,
+    )
+    return acc, state
 
 
 @gluon.jit
-def finish(acc, row_max, row_sum, out_tile, out_desc, lse_ptr, place, sizes):
+def epilogue(acc, row_max, row_sum, out_tile, out_desc, lse_ptr, coord, sizes):
     """Divides by the sums and writes a tile of the output (TMA leaves out rows past the end) and its log-sum-exp."""
-    batch, head, row = place
-    n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, divisions = sizes
+    batch, head, row = coord
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW_LAYOUT)  # [ROWS]
     inverse = gl.where(row_sum > 0.0, 1.0 / row_sum, 0.0)  # [ROWS]
     acc = acc * gl.convert_layout(inverse, OUT_ROW_LAYOUT)[:, None]  # [ROWS, BLOCK_DV]
@@ -554,42 +649,31 @@ def finish(acc, row_max, row_sum, out_tile, out_desc, lse_ptr, place, sizes):
     async_store(out_desc, [batch, head, row, 0], out_tile)
     offs_m = row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
     lse = (row_max + gl.log2(row_sum)) * LN_2  # [ROWS], -inf where nothing was seen
-    gl.store(lse_ptr + (batch * heads + head).to(gl.int64) * n_q + offs_m, lse, mask=offs_m < n_q)
+    gl.store(lse_ptr + (batch * sizes.heads + head).to(gl.int64) * sizes.n_q + offs_m, lse, mask=offs_m < sizes.n_q)
 
 
 @gluon.jit
-def work_tile(index, block, out_desc, lse_ptr, rings, sizes, extras, W: gl.constexpr):
+def compute_tile(work_index, block, out_desc, lse_ptr, smem, sizes, params, W: gl.constexpr):
     """One tile of a warpgroup, from its queries to its output; returns how many blocks all tiles so far had."""
-    q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty = rings
-    batch, head, m_tile = tile_at(index, sizes)
-    row = m_tile * BLOCK_M + W * ROWS
-    bounds = blocks_of(m_tile * BLOCK_M, BLOCK_M, sizes)
-    place = (batch, head, row)
+    tile = tile_at(work_index, sizes)
+    coord = TileCoord(tile.batch, tile.head, tile.row + W * ROWS)
+    blocks = blocks_of(tile.row, BLOCK_M, sizes)
     acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, OUT_LAYOUT)
-    mbarrier.wait(q_full.index(W), 0)
+    mbarrier.wait(smem.q.full.index(W), 0)
     row_max, row_sum = nothing_seen()
-    state = (acc, row_max, row_sum)
-    acc, row_max, row_sum = attend_blocks(block, W, state, place, bounds, rings, sizes, extras, W)
-    block += bounds[3] - bounds[0]
-    finish(acc, row_max, row_sum, out_smem.index(W), out_desc, lse_ptr, place, sizes)
+    state = SoftmaxState(row_max, row_sum)
+    acc, state = attend_blocks(block, W, acc, state, coord, blocks, smem, sizes, params, W)
+    block += blocks.end - blocks.first
+    epilogue(acc, state.row_max, state.row_sum, smem.out.index(W), out_desc, lse_ptr, coord, sizes)
     return block
 
 
 @gluon.jit
-def consumer(out_desc, lse_ptr, rings, sizes, extras, W: gl.constexpr):
+def consumer(out_desc, lse_ptr, smem, sizes, params, W: gl.constexpr):
     """One warpgroup: rows W * ROWS .. W * ROWS + ROWS - 1 of every tile of this program."""
     block = gl.to_tensor(0)
-    work_tile(gl.program_id(0), block, out_desc, lse_ptr, rings, sizes, extras, W)
+    compute_tile(gl.program_id(0), block, out_desc, lse_ptr, smem, sizes, params, W)
     tma.store_wait(0)
-
-
-@gluon.jit
-def make_barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
-    """NUMBER barriers that each wait for COUNT arrivals."""
-    barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(NUMBER):
-        mbarrier.init(barriers.index(i), count=COUNT)
-    return barriers
 
 
 # Nothing is specialized on sizes, so one compiled kernel serves them all.
@@ -637,20 +721,33 @@ def flash_fwd_hopper(
     v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_DV], v_desc.layout)
     # The output leaves through the queries' memory.
     out_smem = q_smem
-    q_full = make_barriers(Q_SLOTS, 1)
-    k_full = make_barriers(STAGES, 1)
-    k_empty = make_barriers(STAGES, GROUPS)
-    v_full = make_barriers(STAGES, 1)
-    v_empty = make_barriers(STAGES, GROUPS)
+    smem = SharedStorage(
+        # It is filled once.
+        q=Pipeline(q_smem, make_barriers(Q_SLOTS, 1), None),
+        k=make_pipeline(k_smem, STAGES, CONSUMERS),
+        v=make_pipeline(v_smem, STAGES, CONSUMERS),
+        out=out_smem,
+    )
     fence_async_shared()
-    rings = (q_smem, k_smem, v_smem, out_smem, q_full, k_full, k_empty, v_full, v_empty)
-    divisions = (section_magic, section_shift, inner_magic, inner_shift, last_magic, last_shift)
-    sizes = (n_q, n_kv, batches, heads, kv_group, m_tiles, diagonal, divisions)
-    settings = (scale,)
+    sizes = Sizes(
+        n_q,
+        n_kv,
+        batches,
+        heads,
+        kv_group,
+        m_tiles,
+        diagonal,
+        Divisor(section_magic, section_shift),
+        Divisor(inner_magic, inner_shift),
+        Divisor(last_magic, last_shift),
+    )
+    params = Params(
+        scale,
+    )
     gl.warp_specialize(
         [
-            (consumer, (out_desc, lse_ptr, rings, sizes, settings, 0)),
-            (producer, ((q_desc, k_desc, v_desc), rings, sizes)),
+            (consumer, (out_desc, lse_ptr, smem, sizes, params, 0)),
+            (producer, ((q_desc, k_desc, v_desc), smem, sizes)),
         ],
         [1],
         [24],
@@ -741,10 +838,10 @@ def launches(
         1.4426950408889634 * scale,
     )
     kv_heads, n_kv = k.shape[1:3]
-    # Offsets within the tiles of `again` stay below 2^31 with smaller strides.
+    # Offsets within the tiles of `recompute` stay below 2^31 with smaller strides.
     wide = max(*k.stride()[2:], *v.stride()[2:]) >= 2**22
     row_count = batches * heads * n_q
-    again_arguments = (
+    recompute_arguments = (
         row_count,
         q,
         k,
@@ -763,12 +860,12 @@ def launches(
         diagonal,
         wide,
     )
-    again_options = {"num_warps": 4, "num_stages": 2, "launch_pdl": True}
+    recompute_options = {"num_warps": 4, "num_stages": 2, "launch_pdl": True}
     # It looks at 2048 rows at once.
-    again_programs = min(-(-row_count // 2048), 264)
+    recompute_programs = min(-(-row_count // 2048), 264)
     return [
         (flash_fwd_hopper, (tiles,), arguments, {"num_warps": 4, "maxnreg": 64}),
-        (again, (again_programs,), again_arguments, again_options),
+        (recompute, (recompute_programs,), recompute_arguments, recompute_options),
     ]
 
 
