@@ -196,13 +196,13 @@ class TuningRecord:
         return self.baseline.call_us if self.baseline else None
 
     @property
-    def gain(self) -> float | None:
-        """How many times as fast as the framework this is, in its own run: as whole calls where both were measured, which is what a caller
-        sees (the slower of host and GPU), else on the GPU alone. None without the framework's time."""
+    def relative_time(self) -> float | None:
+        """This time over the framework's in the same run, below 1 where this is faster: as whole calls where both were measured, which is
+        what a caller sees (the slower of host and GPU), else on the GPU alone. None without the framework's time."""
         ours, theirs = self.outcome.call_us, self.framework_call_us
         if ours is not None and theirs is not None:
-            return theirs / ours
-        return None if self.framework_us is None else self.framework_us / self.median_us
+            return ours / theirs
+        return None if self.framework_us is None else self.median_us / self.framework_us
 
     @property
     def tflops(self) -> float:

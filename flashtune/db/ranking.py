@@ -1,6 +1,5 @@
 """Which of several records of one key is the best; one rule for a database, for layers of databases and for dispatch."""
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from typing import Any
@@ -14,17 +13,17 @@ def preference(record: TuningRecord) -> tuple[int, float, str]:
     """Sorts the best record of a key first.
 
     Measured beats predicted. Times of different runs can't be compared (clocks, inputs and batch sizes differ), but their ratios to the
-    framework's time in the same run can: among measured records that have one, the greatest gain wins (TuningRecord.gain). Next come
+    framework's time in the same run can: among measured records that have one, the lowest ratio wins (TuningRecord.relative_time). Next come
     measured records without the framework's time, the newest first; then predictions, the newest first, because a later cost model
     supersedes an earlier one. Ties go to the smaller variant id, so that two machines choose alike.
     """
     age = -moment(record.provenance.created_at).timestamp()
     if record.outcome.source == "predicted":
         return 2, age, record.outcome.variant_id
-    gain = record.gain
-    if gain is None:
+    relative = record.relative_time
+    if relative is None:
         return 1, age, record.outcome.variant_id
-    return 0, 1.0 / gain if gain else math.inf, record.outcome.variant_id
+    return 0, relative, record.outcome.variant_id
 
 
 def by_key(records: Iterable[TuningRecord]) -> dict[ProblemKey, list[TuningRecord]]:

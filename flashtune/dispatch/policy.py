@@ -128,8 +128,8 @@ def _from_record(
     if (why := family.unfit(config, spec, target)) is not None:
         return Refusal(reason=why, invalid=own_gpu, record=record)
     note = _note(record, kind, key)
-    gain = record.gain
-    if gain is not None and gain < 1.0 and framework_serves:
+    relative = record.relative_time
+    if relative is not None and relative > 1.0 and framework_serves:
         calls = (record.outcome.call_us, record.framework_call_us)
         if None in calls:
             note = f"{note}, and there the framework was faster: {record.framework_us:.1f} us"
