@@ -7,6 +7,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 from flashtune.core.config import Config
 from flashtune.core.errors import DatabaseError
 from flashtune.core.problem import Problem
-from flashtune.core.results import Fate, Measurement, Outcome, Provenance, SearchResult
+from flashtune.core.results import CompileFacts, Fate, Measurement, Outcome, Provenance, SearchResult
 from flashtune.core.target import find_target
 from flashtune.templates import family
 from flashtune.tuner import claimant, record
@@ -230,3 +231,34 @@ def test_claimants_are_told_apart() -> None:
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert claimant.lives_here(name) is False, "it has ended, though nobody has collected it"
     child.wait()
+
+
+def test_a_dashboard_reads_names_durations_and_what_became_of_each_trial(storage: optuna.storages.BaseStorage) -> None:
+    one = study(storage)
+    first, second = one.ask(2)
+    one.tell(first, replace(outcome(first), fate=Fate.CORRECT, facts=CompileFacts(registers=168, spills=8, shared_bytes=1, threads=128)))
+    failed = replace(outcome(second), fate=Fate.COMPILE, measurement=None, reason="ptxas: out of registers")
+    one.tell(second, failed)
+    [summary] = optuna.get_all_study_summaries(storage)
+    assert {name: summary.user_attrs[name] for name in ("gpu", "n", "d", "dtype", "batch", "heads", "features", "source", "sampler")} == {
+        "gpu": "a100",
+        "n": 4096,
+        "d": 64,
+        "dtype": "fp16",
+        "batch": 4,
+        "heads": 32,
+        "features": "full",
+        "source": "measured",
+        "sampler": "random",
+    }
+    seen = optuna.load_study(study_name=summary.study_name, storage=storage)
+    assert seen.metric_names == ["median_us"]
+    timed, broken = seen.trials
+    assert timed.value == time_of(first)
+    assert {name: timed.user_attrs.get(name) for name in ("fate", "registers", "spills")} == {
+        "fate": "correct",
+        "registers": 168,
+        "spills": 8,
+    }
+    assert (broken.user_attrs["fate"], broken.user_attrs["reason"]) == ("compile", "ptxas: out of registers")
+    assert all(trial.duration is not None and trial.duration.total_seconds() > 0 for trial in (timed, broken))

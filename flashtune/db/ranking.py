@@ -13,8 +13,8 @@ def preference(record: TuningRecord) -> tuple[int, float, str]:
     """Sorts the best record of a key first.
 
     Measured beats predicted. Times of different runs can't be compared (clocks, inputs and batch sizes differ), but their ratios to the
-    framework's time in the same run can: among measured records that have one, the lowest ratio wins (TuningRecord.relative_time). Next come
-    measured records without the framework's time, the newest first; then predictions, the newest first, because a later cost model
+    framework's time in the same run can: among measured records that have one, the lowest ratio wins (`TuningRecord.relative_time`). Next
+    come measured records without the framework's time, the newest first; then predictions, the newest first, because a later cost model
     supersedes an earlier one. Ties go to the smaller variant id, so that two machines choose alike.
     """
     age = -moment(record.provenance.created_at).timestamp()

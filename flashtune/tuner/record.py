@@ -9,6 +9,7 @@ import json
 import sqlite3
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -70,7 +71,11 @@ class Record:
         self._study_id = self._patiently(lambda: self._opened(name))
 
     def _opened(self, name: str) -> int:
-        optuna.create_study(storage=self._storage, study_name=name, direction="minimize", load_if_exists=True)
+        study = optuna.create_study(storage=self._storage, study_name=name, direction="minimize", load_if_exists=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            if study.metric_names is None:
+                study.set_metric_names(["median_us"])
         return self._storage.get_study_id_from_name(name)
 
     def entries(self) -> dict[str, Entry]:
@@ -108,9 +113,21 @@ class Record:
         self._beat()
         self._claims[key_of(params)] = self._begun(dict(params), dict(distributions), {})
 
-    def settle(self, key: str, outcome: str, value: float | None) -> None:
-        """Keep what became of a candidate that this process claimed; of no effect where it was taken for dead and another settled it."""
+    def describe(self, facts: Mapping[str, object]) -> None:
+        """Keep what the study is about, for those who look at it with Optuna's tools."""
+        known = self._attributes()
+        for name, value in facts.items():
+            if name not in known:
+                self._patiently(partial(self._storage.set_study_user_attr, self._study_id, name, value))
+
+    def settle(self, key: str, outcome: str, value: float | None, facts: Mapping[str, object]) -> None:
+        """Keep what became of a candidate that this process claimed; of no effect where it was taken for dead and another settled it.
+
+        `facts` are for those who look at the trial with Optuna's tools.
+        """
         trial_id = self._claims.pop(key)
+        for name, fact in facts.items():
+            self._patiently(partial(self._unless_ended, partial(self._storage.set_trial_user_attr, trial_id, name, fact)))
         self._patiently(lambda: self._unless_ended(lambda: self._storage.set_trial_user_attr(trial_id, _OUTCOME, outcome)))
         state = TrialState.FAIL if value is None else TrialState.COMPLETE
         self._end(trial_id, state, value)

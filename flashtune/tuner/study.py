@@ -76,6 +76,17 @@ class Study:
         self._space, self._sampler, self._seed = space, sampler, seed
         label = f"{space.target.slug}-{problem.label()}-b{problem.batch}h{problem.heads}-{source}-{sampler}-{seed}"
         self._record = Record(storage, "-".join(filter(None, (label, fingerprint(space, problem), plan))))
+        self._record.describe(
+            {
+                "gpu": space.target.slug,
+                **{name: getattr(problem, name) for name in ("batch", "heads", "kv_heads", "n_q", "d", "d_v", "dtype", "direction")},
+                "n": problem.n_kv,
+                "features": problem.features.label(),
+                "source": source,
+                "sampler": sampler,
+                "seed": seed,
+            }
+        )
         self._entries: dict[str, Entry] = {}
         self._candidates: dict[str, Candidate] = {}
         self._wishes: list[Candidate] = []
@@ -196,7 +207,9 @@ class Study:
     def tell(self, candidate: Candidate, outcome: Outcome) -> None:
         """Keep what became of a candidate that `ask` gave."""
         key = key_of(_parameters(candidate))
-        self._record.settle(key, outcome_to_json(outcome), _value(outcome))
+        facts = {name: getattr(outcome.facts, name) for name in ("registers", "spills", "shared_bytes")} if outcome.facts else {}
+        reason = {"reason": outcome.reason} if outcome.reason else {}
+        self._record.settle(key, outcome_to_json(outcome), _value(outcome), {"fate": str(outcome.fate), **reason, **facts})
         self.outcomes[candidate] = outcome
         self._end_in_model(key, outcome)
 
