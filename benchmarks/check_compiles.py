@@ -19,6 +19,7 @@ from flashtune.templates import families
 from flashtune.templates.family import Family
 from flashtune.templates.rendering import variant_of
 from flashtune.tuner import tasks
+from flashtune.tuner.replies import Failed
 from flashtune.tuner.tasks import Source
 from flashtune.tuner.workers import Workers
 
@@ -66,11 +67,11 @@ def main() -> None:
         for problem, target, source, compiling in waiting:
             reply = compiling.reply()
             # One that compiles into more shared memory than the GPU has is the search's business.
-            if reply.fate in (Fate.CORRECT, Fate.CONSTRAINT):
-                compiled += 1
-            else:
+            if isinstance(reply, Failed) and reply.fate is not Fate.CONSTRAINT:
                 failed += 1
                 print(f"{target.slug} {problem.label()} {source.stem}: {reply.fate}: {reply.reason}", flush=True)
+            else:
+                compiled += 1
     print(f"Triton {importlib.metadata.version('triton')}: {compiled} compiled, {failed} failed")
     if failed:
         raise SystemExit(1)

@@ -21,6 +21,7 @@ from flashtune.templates.family import Family
 from flashtune.templates.rendering import variant_of
 from flashtune.tuner import tasks
 from flashtune.tuner.machine import local_gpu, provenance
+from flashtune.tuner.replies import Answer, Checked, Compiled, Failed, Ready
 from flashtune.tuner.tasks import Source
 from flashtune.tuner.workers import Workers
 
@@ -94,18 +95,18 @@ def main() -> None:
                             (problem, source, workers.submit("compile", tasks.compile_candidate, source, problem, target, limit_s=limit_s))
                         )
         for problem, source, compiling in waiting:
-            reply = compiling.reply()
-            if reply.fate is Fate.CORRECT:
+            reply: Answer | Failed = compiling.reply()
+            if isinstance(reply, Compiled):
                 reply = workers.prepare(problem, target, options.seed)
-            if reply.fate is Fate.CORRECT:
+            if isinstance(reply, Ready):
                 reply = workers.submit(
                     "device", tasks.recheck_on_device, source, problem, target, options.seed, limit_s=workers.limits.device_s
                 ).reply()
-            rows.append(
-                {"problem": problem.label(), "kernel": source.stem, "fate": str(reply.fate), "reason": reply.reason, "error": reply.error}
-            )
-            if reply.fate is not Fate.CORRECT:
-                print(f"{problem.label()} {source.stem}: {reply.fate}: {reply.reason}", flush=True)
+            assert isinstance(reply, Checked | Failed)
+            fate, reason = (reply.fate, reply.reason) if isinstance(reply, Failed) else (Fate.CORRECT, "")
+            rows.append({"problem": problem.label(), "kernel": source.stem, "fate": str(fate), "reason": reason, "error": reply.error})
+            if reason:
+                print(f"{problem.label()} {source.stem}: {fate}: {reason}", flush=True)
     wrong = [row for row in rows if row["fate"] != "correct"]
     found = {
         "provenance": provenance(command="python benchmarks/check_numerics.py", seed=options.seed, measured=True).as_json(),

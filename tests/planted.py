@@ -11,8 +11,9 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts, Fate, Outcome, SearchResult
 from flashtune.core.target import Target, find_target
 from flashtune.templates.family import Axis, Family
+from flashtune.tuner.replies import Checked, Compiled, Failed
 from flashtune.tuner.search import SearchPlan
-from flashtune.tuner.tasks import Reply, Source
+from flashtune.tuner.tasks import Source
 from flashtune.tuner.workers import Limits
 
 PLANTED_PROBLEM = Problem(batch=1, heads=2, kv_heads=2, n_q=64, n_kv=64, d=16, d_v=16, dtype="fp32")
@@ -135,17 +136,17 @@ def planted_plan(problems: Sequence[Problem], *, choices: int = 4, trials: int =
     )
 
 
-def quick_compile(source: Source, problem: Problem, target: Target) -> Reply:
+def quick_compile(source: Source, problem: Problem, target: Target) -> Compiled | Failed:
     """In place of the compiler, where a test is of what is kept and not of kernels: figures that depend on the text alone."""
     if "undefined_name" in source.text:
-        return Reply(fate=Fate.COMPILE, reason="NameError: undefined_name")
+        return Failed(fate=Fate.COMPILE, reason="NameError: undefined_name")
     facts = CompileFacts(registers=32 + zlib.crc32(source.text.encode()) % 128, spills=0, shared_bytes=4096, threads=128, tensor_core_ops=8)
-    return Reply(fate=Fate.CORRECT, facts=facts)
+    return Compiled(facts=facts)
 
 
-def quick_interpret(source: Source, problem: Problem, seed: int) -> Reply:
+def quick_interpret(source: Source, problem: Problem, seed: int) -> Checked:
     """In place of the interpreter; the error tells which text was run."""
-    return Reply(fate=Fate.CORRECT, error=zlib.crc32(source.text.encode()) / 2**32)
+    return Checked(error=zlib.crc32(source.text.encode()) / 2**32)
 
 
 class Listener:

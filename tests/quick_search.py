@@ -15,10 +15,11 @@ from flashtune.core.problem import Problem
 from flashtune.core.target import Target
 from flashtune.templates import rendering
 from flashtune.tuner import tasks
-from flashtune.tuner.tasks import Reply, Source
+from flashtune.tuner.replies import Compiled, Failed
+from flashtune.tuner.tasks import Source
 
 
-def slow_compile(source: Source, problem: Problem, target: Target) -> Reply:
+def slow_compile(source: Source, problem: Problem, target: Target) -> Compiled | Failed:
     time.sleep(float(os.environ.get("FLASHTUNE_TEST_SECONDS", "0")))
     return quick_compile(source, problem, target)
 

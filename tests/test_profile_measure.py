@@ -16,7 +16,7 @@ from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Measurement
 from flashtune.core.target import find_target
 from flashtune.profiler import tables
-from flashtune.profiler.results import Measured
+from flashtune.profiler.measured import Measured
 from flashtune.profiler.summary import Profile, profile
 from flashtune.profiler.timing import Bench, averaging, eager, measure, scaling_grid
 

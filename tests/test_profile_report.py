@@ -22,8 +22,8 @@ from flashtune.core.results import Measurement, Provenance
 from flashtune.core.target import find_target
 from flashtune.profiler import plots, report
 from flashtune.profiler.accounting import fused_step, standard_steps, total
+from flashtune.profiler.measured import Layer, Measured, Series, StrategyRun, Timed
 from flashtune.profiler.paths import write_whole
-from flashtune.profiler.results import Layer, Measured, Series, StrategyRun, Timed
 from flashtune.profiler.summary import Profile, profile
 
 DRAWINGS = ("bytes", "time", "roofline", "latency", "ratio")

@@ -8,7 +8,7 @@ from flashtune.core.errors import InputError
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target, find_target, targets
 from flashtune.profiler.accounting import Step, fused_step, standard_steps
-from flashtune.profiler.results import FITTED_POINTS, Layer, Series, fitted_exponent
+from flashtune.profiler.measured import FITTED_POINTS, Layer, Series, fitted_exponent
 from flashtune.profiler.roofline import Floor, crossover, floor, serial
 from flashtune.profiler.summary import profile
 

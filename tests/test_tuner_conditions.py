@@ -16,12 +16,12 @@ import optuna
 import pytest
 
 from flashtune.core.problem import Problem
-from flashtune.core.results import CompileFacts, Conditions, Fate, Measurement, Provenance, SearchResult
+from flashtune.core.results import Baseline, CompileFacts, Conditions, Fate, Measurement, Provenance, SearchResult
 from flashtune.core.target import find_target
 from flashtune.templates import family
-from flashtune.tuner import search, tasks
+from flashtune.tuner import evaluation, search, tasks
 from flashtune.tuner.conditions import RACES, GpuWatch, conditions_of, race_undisturbed
-from flashtune.tuner.tasks import Reply
+from flashtune.tuner.replies import Compiled, Failed, Raced, Ready, Timed
 from flashtune.tuner.workers import Limits
 
 QUIET = "1755, 3201, 640.50, 61, 0x0000000000000000"
@@ -142,9 +142,14 @@ def told(*found: Conditions | None) -> AbstractContextManager[GpuWatch]:
     return nullcontext(_Watch(iter(found)))
 
 
-def races(*fates: Fate) -> Iterator[Reply]:
+def races(*fates: Fate) -> Iterator[Raced | Failed]:
     for number, fate in enumerate(fates):
-        yield Reply(fate=fate, reason=str(number), notes={"began": "1.0", "ended": "2.0", "pid": "7"})
+        times = (Measurement.of([float(number)]),)
+        yield raced(times) if fate is Fate.CORRECT else Failed(fate=fate, reason=str(number))
+
+
+def raced(times: tuple[Measurement, ...], baseline: Baseline | None = None) -> Raced:
+    return Raced(times=times, baseline=baseline, began=1.0, ended=2.0, pid=7)
 
 
 BOTH, THROTTLED, SHARED, FREE = conditions("SwPowerCap", 1), conditions("SwPowerCap"), conditions("", 2), conditions()
@@ -164,16 +169,16 @@ BOTH, THROTTLED, SHARED, FREE = conditions("SwPowerCap", 1), conditions("SwPower
 def test_a_disturbed_race_is_run_again_and_the_least_disturbed_counts(found: tuple[Conditions | None, ...], chosen: int) -> None:
     run = races(*[Fate.CORRECT] * len(found))
     reply, kept = race_undisturbed(lambda: next(run), told(*found), pause_s=0.0)
-    assert (reply.reason, kept) == (str(chosen), found[chosen])
+    assert isinstance(reply, Raced) and (reply.times[0].median_us, kept) == (chosen, found[chosen])
     assert next(run, None) is None, "no race beyond the first quiet one"
 
 
 def test_a_race_that_fails_ends_it_and_an_earlier_one_counts() -> None:
     reply, kept = race_undisturbed(lambda: next(races(Fate.RUNTIME)), told(), pause_s=0.0)
-    assert (reply.fate, kept) == (Fate.RUNTIME, None)
+    assert isinstance(reply, Failed) and (reply.fate, kept) == (Fate.RUNTIME, None)
     run = races(Fate.CORRECT, Fate.TIMEOUT)
     reply, kept = race_undisturbed(lambda: next(run), told(SHARED), pause_s=0.0)
-    assert (reply.fate, kept) == (Fate.CORRECT, SHARED)
+    assert isinstance(reply, Raced) and kept == SHARED
 
 
 class _Staged:
@@ -190,28 +195,27 @@ class _Staged:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def prepare(self, *_: object) -> Reply:
-        return Reply(fate=Fate.CORRECT)
+    def prepare(self, *_: object) -> Ready:
+        return Ready()
 
-    def submit(self, crew: str, task: Callable[..., Reply], *arguments: Any, limit_s: float) -> Any:
+    def submit(self, crew: str, task: Callable[..., Any], *arguments: Any, limit_s: float) -> Any:
+        reply: Compiled | Timed | Raced
         if task is tasks.compile_candidate:
-            facts = CompileFacts(registers=64, spills=0, shared_bytes=1024, threads=128)
-            reply = Reply(fate=Fate.CORRECT, facts=facts)
+            reply = Compiled(facts=CompileFacts(registers=64, spills=0, shared_bytes=1024, threads=128))
         elif task is tasks.evaluate_candidate:
-            incumbent = [] if arguments[1] is None else [Measurement.of([101.0])]
-            reply = Reply(fate=Fate.CORRECT, error=0.5, measurements=(Measurement.of([100.0 + next(self._trials)]), *incumbent))
+            incumbent = None if arguments[1] is None else Measurement.of([101.0])
+            reply = Timed(time=Measurement.of([100.0 + next(self._trials)]), error=0.5, incumbent=incumbent)
         else:
             assert task is tasks.race_finalists
-            raced = [Measurement.of([90.0 - 5 * place]) for place in range(len(arguments[0]))]
-            notes = {"framework": "cudnn", "began": "1.0", "ended": "2.0", "pid": "7"}
-            reply = Reply(fate=Fate.CORRECT, measurements=(*raced, Measurement.of([120.0])), notes=notes)
+            times = tuple(Measurement.of([90.0 - 5 * place]) for place in range(len(arguments[0])))
+            reply = raced(times, Baseline(backend="cudnn", measurement=Measurement.of([120.0])))
         return SimpleNamespace(reply=lambda: reply)
 
 
 def test_a_measured_search_keeps_the_race_apart_from_the_trials_and_says_what_the_gpu_did(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "Workers", _Staged)
-    monkeypatch.setattr(search, "GpuWatch", lambda gpu: told(FREE))
-    monkeypatch.setattr(search, "gpu_id", lambda: "GPU-1")
+    monkeypatch.setattr(evaluation, "GpuWatch", lambda gpu: told(FREE))
+    monkeypatch.setattr(evaluation, "gpu_id", lambda: "GPU-1")
     target = find_target("a100")
     plan = search.SearchPlan(
         target=target,

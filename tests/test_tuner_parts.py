@@ -28,10 +28,10 @@ from flashtune.tuner import correctness, tasks
 from flashtune.tuner.compile import cross_compile
 from flashtune.tuner.cost import key_blocks, predict_us
 from flashtune.tuner.inputs import make_inputs
+from flashtune.tuner.replies import Checked, Failed, Ready
 from flashtune.tuner.search import ranked
 from flashtune.tuner.space import Candidate, SearchSpace
 from flashtune.tuner.study import Study, outcome_from_json, outcome_to_json
-from flashtune.tuner.tasks import Reply
 from flashtune.tuner.workers import Workers
 
 PROBLEM = Problem(batch=2, heads=4, kv_heads=2, n_q=100, n_kv=140, d=16, d_v=24, dtype="fp32")
@@ -342,22 +342,22 @@ def test_a_compilers_error_is_told_by_its_cause() -> None:
     assert tasks.one_line(error) == "RuntimeError: async_copy has been removed; call async_store instead"
 
 
-def nap(seconds: float) -> Reply:
+def nap(seconds: float) -> Checked:
     time.sleep(seconds)
-    return Reply(fate=Fate.CORRECT, reason=str(os.getpid()))
+    return Checked(error=float(os.getpid()))
 
 
-def die(number: int) -> Reply:
+def die(number: int) -> Ready:
     os.kill(os.getpid(), number)
-    return Reply(fate=Fate.CORRECT)
+    return Ready()
 
 
 def test_a_killed_or_hanging_worker_costs_one_task() -> None:
     with Workers(jobs=1) as workers:
-        assert workers.submit("compile", nap, 0.0, limit_s=3600).reply().fate is Fate.CORRECT
+        assert isinstance(workers.submit("compile", nap, 0.0, limit_s=3600).reply(), Checked)
         killed = workers.submit("compile", die, signal.SIGKILL, limit_s=3600).reply()
-        assert killed.fate is Fate.COMPILE
+        assert isinstance(killed, Failed) and killed.fate is Fate.COMPILE
         assert "died" in killed.reason
         hung = workers.submit("compile", nap, 3600.0, limit_s=1).reply()
-        assert hung.fate is Fate.TIMEOUT
-        assert workers.submit("compile", nap, 0.0, limit_s=3600).reply().fate is Fate.CORRECT
+        assert isinstance(hung, Failed) and hung.fate is Fate.TIMEOUT
+        assert isinstance(workers.submit("compile", nap, 0.0, limit_s=3600).reply(), Checked)

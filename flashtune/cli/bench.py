@@ -9,7 +9,6 @@ from flashtune.cli.console import console, messages, print_json
 from flashtune.cli.options import ListCommand, ProblemOptions, json_option, problem_options
 from flashtune.cli.search import Bands, problems_of
 from flashtune.core.errors import EnvironmentProblem
-from flashtune.core.results import Fate
 
 
 @click.command(cls=ListCommand)
@@ -30,6 +29,7 @@ def bench(*, asked: ProblemOptions, bands: Bands | None, seconds: float, seed: i
     from flashtune.templates.rendering import variant_of
     from flashtune.tuner import tasks
     from flashtune.tuner.machine import local_gpu, provenance
+    from flashtune.tuner.replies import Compared, Failed, Ready
     from flashtune.tuner.workers import Workers
 
     gpu = local_gpu()
@@ -45,15 +45,14 @@ def bench(*, asked: ProblemOptions, bands: Bands | None, seconds: float, seed: i
             kernel = family(chosen.template)
             variant = variant_of(kernel, problem.spec(), chosen.config)
             source = tasks.Source.of(kernel, variant)
-            reply = workers.prepare(problem, gpu.target, seed)
-            if reply.fate is Fate.CORRECT:
+            reply: Ready | Compared | Failed = workers.prepare(problem, gpu.target, seed)
+            if isinstance(reply, Ready):
                 limit_s = workers.limits.device_s + 20 * seconds
                 reply = workers.submit("device", tasks.bench_problem, source, problem, gpu.target, seed, seconds, limit_s=limit_s).reply()
-            if reply.fate is not Fate.CORRECT:
+            if isinstance(reply, Failed):
                 messages().print(f"{problem.label()}: {reply.fate}: {reply.reason}")
                 continue
-            places = {name: int(place) for name, place in reply.notes.items() if place.isdigit()}
-            times = {name: reply.measurements[place].median_us for name, place in places.items()}
+            times = {name: time.median_us for name, time in reply.times.items()}
             rows.append(
                 {
                     "problem": problem.label(),
@@ -68,7 +67,7 @@ def bench(*, asked: ProblemOptions, bands: Bands | None, seconds: float, seed: i
                     "variant": variant.id,
                     "median_us": {name: round(time_us, 3) for name, time_us in times.items()},
                     "tflops": {name: round(problem.flops() / time_us / 1e6, 1) for name, time_us in times.items()},
-                    "left_out": {name: why for name, why in reply.notes.items() if not why.isdigit()},
+                    "left_out": {name: why for name, why in reply.left_out.items()},
                 }
             )
     if as_json:

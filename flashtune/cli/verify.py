@@ -24,6 +24,7 @@ def verify(location: str | None, gpu_name: str | None, d: int | None, seed: int,
     from flashtune.templates import unservable
     from flashtune.tuner.machine import local_gpu
     from flashtune.tuner.publish import recheck
+    from flashtune.tuner.replies import Failed
 
     library = Library.of(location) if location else Library.default()
     records = library.records(passed_over=unservable, **filters_of(gpu_name=gpu_name, d=d))
@@ -31,7 +32,8 @@ def verify(location: str | None, gpu_name: str | None, d: int | None, seed: int,
     rows = []
     counts = {"correct": 0, "wrong": 0, "skipped": 0}
     for record, reply in recheck(records, here=gpu.target if gpu else None, seed=seed):
-        fate = "skipped" if reply is None else "correct" if reply.fate is Fate.CORRECT else "wrong"
+        failed = reply if isinstance(reply, Failed) else None
+        fate = "skipped" if reply is None else "wrong" if failed else "correct"
         counts[fate] += 1
         rows.append(
             {
@@ -40,9 +42,9 @@ def verify(location: str | None, gpu_name: str | None, d: int | None, seed: int,
                 "template": record.outcome.template,
                 "variant": record.outcome.variant_id,
                 "verdict": fate,
-                "fate": None if reply is None else str(reply.fate),
+                "fate": None if reply is None else str(failed.fate if failed else Fate.CORRECT),
                 "max_error": None if reply is None or reply.error in (None, float("inf")) else reply.error,
-                "reason": "" if reply is None else reply.reason,
+                "reason": failed.reason if failed else "",
             }
         )
         if fate == "wrong" or not as_json:

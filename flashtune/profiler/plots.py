@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from flashtune.profiler.accounting import Step
-from flashtune.profiler.results import Series
+from flashtune.profiler.measured import Series
 from flashtune.profiler.strategies import at_length
 from flashtune.profiler.summary import Profile, profile
 from flashtune.profiler.tables import heading

@@ -7,7 +7,7 @@ import flashtune
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target
 from flashtune.profiler.accounting import Elementwise, Step, tensor_bytes
-from flashtune.profiler.results import Measured, StrategyRun
+from flashtune.profiler.measured import Measured, StrategyRun
 from flashtune.profiler.roofline import Bound, crossover, floor, peak_tflops, serial
 from flashtune.profiler.strategies import Strategy, strategies
 

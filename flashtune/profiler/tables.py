@@ -5,7 +5,7 @@
 
 from dataclasses import dataclass
 
-from flashtune.profiler.results import Measured, Timed
+from flashtune.profiler.measured import Measured, Timed
 from flashtune.profiler.summary import Profile, Row
 
 CHOSEN = {"name": "named", "device": "this machine's GPU", "default": "the default; name another with --gpu-name"}

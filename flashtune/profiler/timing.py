@@ -20,7 +20,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import Measurement
 from flashtune.core.torch_dtypes import TORCH_DTYPES
 from flashtune.profiler.accounting import Step, fused_step, standard_steps, tensor_bytes, total
-from flashtune.profiler.results import Layer, Measured, Series, StrategyRun, Timed
+from flashtune.profiler.measured import Layer, Measured, Series, StrategyRun, Timed
 from flashtune.profiler.strategies import at_length
 from flashtune.profiler.summary import Profile
 from flashtune.tuner.machine import provenance

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from flashtune.core.results import Conditions, Fate
-from flashtune.tuner.tasks import Reply
+from flashtune.core.results import Conditions
+from flashtune.tuner.replies import Failed, Raced
 
 RACES = 3
 """Races that finalists get in all while each is throttled or shared."""
@@ -139,22 +139,18 @@ def _number(text: str) -> float | None:
 
 
 def race_undisturbed(
-    race: Callable[[], Reply], watch: AbstractContextManager[GpuWatch], *, pause_s: float = PAUSE_S
-) -> tuple[Reply, Conditions | None]:
-    """Race, and race again while the GPU was throttled or shared, up to `RACES` times; the least doubtful reply, with its conditions.
-
-    `race` notes when it `began` and `ended` (seconds since the epoch) and in which process (`pid`).
-    """
-    best: tuple[Reply, Conditions | None] | None = None
+    race: Callable[[], Raced | Failed], watch: AbstractContextManager[GpuWatch], *, pause_s: float = PAUSE_S
+) -> tuple[Raced | Failed, Conditions | None]:
+    """Race, and race again while the GPU was throttled or shared, up to `RACES` times; the least doubtful reply, with its conditions."""
+    best: tuple[Raced, Conditions | None] | None = None
     with watch as watched:
         for attempt in range(RACES):
             if attempt:
                 time.sleep(pause_s)
             reply = race()
-            if reply.fate is not Fate.CORRECT:
+            if isinstance(reply, Failed):
                 return best or (reply, None)
-            began, ended, pid = (float(reply.notes[name]) for name in ("began", "ended", "pid"))
-            found = watched.between(began, ended, int(pid))
+            found = watched.between(reply.began, reply.ended, reply.pid)
             if best is None or len(_doubts(found)) < len(_doubts(best[1])):
                 best = reply, found
             if not _doubts(found):

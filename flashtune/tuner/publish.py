@@ -9,7 +9,8 @@ from flashtune.core.target import Target, find_target
 from flashtune.templates import family
 from flashtune.templates.rendering import variant_of
 from flashtune.tuner import tasks
-from flashtune.tuner.tasks import Reply, Source
+from flashtune.tuner.replies import Checked, Failed
+from flashtune.tuner.tasks import Source
 from flashtune.tuner.workers import Workers
 
 
@@ -31,18 +32,18 @@ def source_for(record: TuningRecord) -> Source:
 
 def recheck(
     records: Sequence[TuningRecord], *, here: Target | None, seed: int, jobs: int = 1
-) -> Iterator[tuple[TuningRecord, Reply | None]]:
+) -> Iterator[tuple[TuningRecord, Checked | Failed | None]]:
     """Check every record's kernel against the float64 oracle: on the GPU `here`, else in Triton's interpreter.
 
     None stands for a record that can't be checked on this machine: another GPU's, or one that no interpreter runs. A record whose
-    config the declared space refuses is a `constraint` reply, and one whose inputs the GPU can't take is the reply that says so.
+    config the declared space refuses failed at `constraint`, and one whose inputs the GPU can't take is the failure that says so.
     """
     with Workers(jobs=jobs) as workers:
         for record in records:
             try:
                 source = source_for(record)
             except ValueError as error:
-                yield record, Reply(fate=Fate.CONSTRAINT, reason=str(error))
+                yield record, Failed(fate=Fate.CONSTRAINT, reason=str(error))
                 continue
             limits = workers.limits
             if here is not None:
@@ -50,7 +51,7 @@ def recheck(
                     yield record, None
                     continue
                 ready = workers.prepare(record.problem, here, seed)
-                if ready.fate is not Fate.CORRECT:
+                if isinstance(ready, Failed):
                     yield record, ready
                     continue
                 pending = workers.submit("device", tasks.recheck_on_device, source, record.problem, here, seed, limit_s=3 * limits.device_s)

@@ -14,17 +14,16 @@ from typing import Protocol
 import optuna
 
 from flashtune.core.config import KernelSpec
-from flashtune.core.errors import EnvironmentProblem, FlashtuneError, NoKernelFound
+from flashtune.core.errors import FlashtuneError, NoKernelFound
 from flashtune.core.problem import Problem
-from flashtune.core.results import Baseline, CompileFacts, Conditions, Fate, Measurement, Outcome, Provenance, SearchResult, Source
+from flashtune.core.results import Baseline, Conditions, Fate, Measurement, Outcome, Provenance, SearchResult, Source
 from flashtune.core.target import Target
 from flashtune.templates.family import Family
 from flashtune.tuner import tasks
-from flashtune.tuner.conditions import GpuWatch, gpu_id, race_undisturbed
-from flashtune.tuner.cost import predict_us
+from flashtune.tuner.evaluation import Evaluation, MeasuredEvaluation, PredictedEvaluation, Verdicts
+from flashtune.tuner.replies import Compiled, Failed, Raced, Timed
 from flashtune.tuner.space import Candidate, SearchSpace
 from flashtune.tuner.study import Plan, Sampler, Study, fingerprint
-from flashtune.tuner.tasks import Reply
 from flashtune.tuner.workers import Limits, Pending, Workers
 
 FINALISTS = 6
@@ -32,9 +31,6 @@ FINALISTS = 6
 
 TIE = 0.01
 """Finalists within 1 % of the fastest are tied; the fixed rule (variant id) then chooses, so that runs and ranks agree."""
-
-PATIENCE = 1.5
-"""A candidate this many times slower than the incumbent at first look is not timed further."""
 
 POLL_S = 1.0
 """How often a search that has nothing left to do looks whether other processes are done."""
@@ -88,8 +84,8 @@ class SearchListener(Protocol):
 class _SpecState:
     """What one compiled spec shares over every N: facts and numeric checks by variant id."""
 
-    compiled: dict[str, Reply]
-    interpreted: dict[tuple[object, ...], Reply]
+    compiled: dict[str, Compiled | Failed]
+    verdicts: Verdicts
 
 
 class Search:
@@ -166,6 +162,14 @@ class Search:
     def _state(self, spec: KernelSpec) -> _SpecState:
         return self._states.setdefault(spec, _SpecState({}, {}))
 
+    def _evaluation(self, problem: Problem, workers: Workers) -> Evaluation:
+        plan, verdicts = self._plan, self._state(problem.spec()).verdicts
+        if plan.source == "predicted":
+            return PredictedEvaluation(problem=problem, target=plan.target, workers=workers, seed=self._seed, verdicts=verdicts)
+        return MeasuredEvaluation(
+            problem=problem, target=plan.target, workers=workers, seed=self._seed, measure_s=plan.measure_s, race_s=plan.race_s
+        )
+
 
 class _ProblemSearch:
     """The search of one problem."""
@@ -185,6 +189,7 @@ class _ProblemSearch:
             storage=search._storage,
             plan=suffix,
         )
+        self.evaluation = search._evaluation(problem, workers)
         self.incumbent: tuple[Candidate, Outcome] | None = None
         self.learned = 0
         self._learn()
@@ -224,7 +229,7 @@ class _ProblemSearch:
             self.study.leave()
             if self.study.others or not self.study.may_decide():
                 return None
-            self._prepare()
+            self.evaluation.prepare()
             result = self._race()
             self.study.decide(result)
             return result
@@ -236,14 +241,6 @@ class _ProblemSearch:
                 self.search._listener.problem_finished(known)
             self.study.leave()
             raise
-
-    def _prepare(self) -> None:
-        """Make the inputs and oracles on the GPU, unless they are there."""
-        if self.plan.source != "measured":
-            return
-        ready = self.workers.prepare(self.problem, self.plan.target, self.search._seed)
-        if ready.fate is not Fate.CORRECT:
-            raise EnvironmentProblem(ready.reason)
 
     def _publish(self, result: SearchResult, *, final: bool) -> bool:
         """Whether the result was saved; a fault passes through when it is `final`."""
@@ -264,13 +261,13 @@ class _ProblemSearch:
     def _trials(self) -> None:
         """Compile ahead of measuring, so that neither waits for the other."""
         ahead = max(4, 2 * self.plan.jobs)
-        waiting: deque[tuple[Candidate, Pending | Reply]] = deque()
+        waiting: deque[tuple[Candidate, Pending[Compiled] | Compiled | Failed]] = deque()
         limit = None if self.plan.sampler == "exhaustive" else self.plan.trials
         while not self.late():
             batch = self.study.ask(ahead - len(waiting), limit=limit)
             self._learn()
             if batch:
-                self._prepare()
+                self.evaluation.prepare()
             waiting.extend([(candidate, self._compile(candidate)) for candidate in batch])
             if not waiting:
                 return
@@ -284,12 +281,7 @@ class _ProblemSearch:
         """Take over outcomes of an earlier run or of another process, with what they say of other candidates."""
         for candidate, outcome in islice(self.study.outcomes.items(), self.learned, None):
             self._consider(candidate, outcome)
-            if self.plan.source == "predicted" and outcome.max_error is not None:
-                wrong = outcome.fate is Fate.CORRECTNESS
-                reply = Reply(
-                    fate=Fate.CORRECTNESS if wrong else Fate.CORRECT, reason=outcome.reason if wrong else "", error=outcome.max_error
-                )
-                self.state.interpreted.setdefault(self._path(candidate), reply)
+            self.evaluation.learn(candidate, outcome)
         self.learned = len(self.study.outcomes)
 
     def _consider(self, candidate: Candidate, outcome: Outcome) -> None:
@@ -299,30 +291,29 @@ class _ProblemSearch:
         if best is None or outcome.measurement.median_us < best.median_us:
             self.incumbent = candidate, outcome
 
-    def _source(self, candidate: Candidate, spec: KernelSpec | None = None) -> tasks.Source:
-        variant = candidate.variant(spec or self.space.spec)
-        return tasks.Source.of(candidate.family, variant)
-
-    def _compile(self, candidate: Candidate) -> Pending | Reply:
-        known = self.state.compiled.get(candidate.variant(self.space.spec).id)
+    def _compile(self, candidate: Candidate) -> Pending[Compiled] | Compiled | Failed:
+        variant = candidate.variant(self.space.spec)
+        known = self.state.compiled.get(variant.id)
         if known is not None:
             return known
         try:
-            source = self._source(candidate)
+            source = tasks.Source.of(candidate.family, variant)
         except Exception as error:
-            return Reply(fate=Fate.COMPILE, reason=tasks.one_line(error))
+            return Failed(fate=Fate.COMPILE, reason=tasks.one_line(error))
         limit_s = self.plan.limits.compile_s
         return self.workers.submit("compile", tasks.compile_candidate, source, self.problem, self.plan.target, limit_s=limit_s)
 
-    def _outcome(self, candidate: Candidate, compiling: Pending | Reply) -> Outcome:
+    def _outcome(self, candidate: Candidate, compiling: Pending[Compiled] | Compiled | Failed) -> Outcome:
         """Take one candidate through the stages; each can end it."""
         variant = candidate.variant(self.space.spec)
-        compiled = compiling if isinstance(compiling, Reply) else compiling.reply()
+        compiled = compiling if isinstance(compiling, Compiled | Failed) else compiling.reply()
         self.state.compiled[variant.id] = compiled
-        reply = compiled
-        if compiled.fate is Fate.CORRECT:
-            assert compiled.facts is not None
-            reply = self._measured(candidate) if self.plan.source == "measured" else self._predicted(candidate, compiled.facts)
+        reply: Timed | Failed
+        if isinstance(compiled, Failed):
+            reply = compiled
+        else:
+            incumbent = (self.incumbent[0], _time(self.incumbent[1])) if self.incumbent else None
+            reply = self.evaluation.evaluate(candidate, compiled.facts, incumbent)
         return Outcome(
             template=variant.template,
             template_hash=variant.template_hash,
@@ -330,88 +321,29 @@ class _ProblemSearch:
             config=candidate.config,
             fate=reply.fate,
             source=self.plan.source,
-            reason=reply.reason,
-            measurement=reply.measurements[0] if reply.fate.timed else None,
+            reason=reply.reason if isinstance(reply, Failed) else "",
+            measurement=None if isinstance(reply, Failed) else reply.time,
             facts=compiled.facts,
             max_error=reply.error,
         )
-
-    def _measured(self, candidate: Candidate) -> Reply:
-        """Check and time on the GPU. The time is put in the incumbent's scale: clocks drift between trials, ratios don't."""
-        incumbent = self._source(self.incumbent[0]) if self.incumbent else None
-        reply = self.workers.submit(
-            "device",
-            tasks.evaluate_candidate,
-            self._source(candidate),
-            incumbent,
-            self.problem,
-            self.plan.target,
-            self.search._seed,
-            self.plan.measure_s,
-            PATIENCE,
-            limit_s=self.plan.limits.device_s,
-        ).reply()
-        if self.incumbent is None or len(reply.measurements) < 2:
-            return reply
-        drift = _median(self.incumbent[1]) / reply.measurements[1].median_us
-        return replace(reply, measurements=(reply.measurements[0].scaled(drift),))
-
-    def _predicted(self, candidate: Candidate, facts: CompileFacts) -> Reply:
-        checked = self._interpreted(candidate)
-        if not checked.fate.timed:
-            return checked
-        time_us = predict_us(candidate.config, facts, self.problem, self.plan.target)
-        if time_us == float("inf"):
-            reason = f"needs {facts.registers} registers x {facts.threads} threads, more than an SM of {self.plan.target.slug} has"
-            return replace(checked, fate=Fate.CONSTRAINT, reason=reason)
-        return replace(checked, measurements=(Measurement.predicted(time_us),))
-
-    def _interpreted(self, candidate: Candidate) -> Reply:
-        """The numeric check of this candidate's code path; candidates that differ only in sizes share it."""
-        family = candidate.family
-        if not family.interpretable:
-            return Reply(fate=Fate.UNCHECKED)
-        path = self._path(candidate)
-        if path not in self.state.interpreted:
-            # The interpreter multiplies the raw bits of bf16; the code path is the same in fp16.
-            problem = replace(self.problem, dtype="fp16") if self.problem.dtype == "bf16" else self.problem
-            source = self._source(candidate, problem.spec())
-            small = replace(problem, batch=1)
-            limit_s = self.plan.limits.interpret_s
-            self.state.interpreted[path] = self.workers.submit(
-                "interpret", tasks.interpret_candidate, source, small, self.search._seed, limit_s=limit_s
-            ).reply()
-        return self.state.interpreted[path]
-
-    @staticmethod
-    def _path(candidate: Candidate) -> tuple[object, ...]:
-        return candidate.family.name, *(candidate.config[axis] for axis in candidate.family.path_axes)
 
     def _race(self) -> SearchResult:
         """Time the best few and the framework once more, all interleaved, and rank them."""
         self.study.refresh()
         outcomes = self.study.in_order()
         correct = [c for c, o in outcomes.items() if o.measurement is not None and o.fate.timed]
-        correct.sort(key=lambda c: (_median(outcomes[c]), outcomes[c].variant_id))
+        correct.sort(key=lambda c: (_time(outcomes[c]).median_us, outcomes[c].variant_id))
         finalists = correct[:FINALISTS]
-        baseline, conditions = None, None
-        if finalists and self.plan.source == "measured":
-            sources = [self._source(candidate) for candidate in finalists]
-            reply, conditions = race_undisturbed(lambda: self._raced(sources), GpuWatch(gpu_id()))
-            if reply.fate is Fate.CORRECT:
-                for candidate, measurement in zip(finalists, reply.measurements, strict=False):
-                    before = outcomes[candidate]
-                    outcomes[candidate] = replace(before, measurement=measurement, finalist=True, trial=before.measurement)
-                if len(reply.measurements) > len(finalists):
-                    baseline = Baseline(backend=reply.notes["framework"], measurement=reply.measurements[-1])
+        raced, conditions = self.evaluation.race(finalists) if finalists else (None, None)
+        baseline = None
+        if isinstance(raced, Raced):
+            baseline = raced.baseline
+            for candidate, measurement in zip(finalists, raced.times, strict=True):
+                before = outcomes[candidate]
+                outcomes[candidate] = replace(before, measurement=measurement, finalist=True, trial=before.measurement)
         for rank, candidate in enumerate(ranked([(c, outcomes[c]) for c in finalists]), start=1):
             outcomes[candidate] = replace(outcomes[candidate], rank=rank)
         return self._result(tuple(outcomes.values()), baseline, conditions)
-
-    def _raced(self, sources: list[tasks.Source]) -> Reply:
-        limit_s = self.plan.limits.device_s + 10 * self.plan.race_s
-        fixed = (self.problem, self.plan.target, self.search._seed, self.plan.race_s)
-        return self.workers.submit("device", tasks.race_finalists, sources, *fixed, limit_s=limit_s).reply()
 
     def _result(self, outcomes: tuple[Outcome, ...], baseline: Baseline | None, conditions: Conditions | None = None) -> SearchResult:
         return SearchResult(
@@ -423,19 +355,19 @@ class _ProblemSearch:
         )
 
 
-def _median(outcome: Outcome) -> float:
-    assert outcome.measurement is not None, "only correct outcomes are ranked"
-    return outcome.measurement.median_us
+def _time(outcome: Outcome) -> Measurement:
+    assert outcome.measurement is not None, "only outcomes with a time are ranked"
+    return outcome.measurement
 
 
 def ranked(finalists: Sequence[tuple[Candidate, Outcome]]) -> list[Candidate]:
     """Fastest first, except that those within `TIE` of the fastest come first in order of their variant ids."""
     if not finalists:
         return []
-    fastest = min(_median(outcome) for _, outcome in finalists)
+    fastest = min(_time(outcome).median_us for _, outcome in finalists)
 
     def place(entry: tuple[Candidate, Outcome]) -> tuple[bool, float, str]:
-        time_us = _median(entry[1])
+        time_us = _time(entry[1]).median_us
         tied = time_us <= fastest * (1 + TIE)
         return not tied, 0.0 if tied else time_us, entry[1].variant_id
 

@@ -1,7 +1,7 @@
 """What the child processes run: compile a candidate, check it in Triton's interpreter, check and time it on the GPU.
 
-Every function takes plain values and returns a `Reply`; a candidate's own exceptions become a fate and a reason. Hangs and crashes
-are the parent's business (flashtune.tuner.workers). Heavy imports stay inside, so that the environment can be set first.
+Every function takes plain values and returns a reply (flashtune.tuner.replies); a candidate's own exceptions become `Failed`. Hangs and
+crashes are the parent's business (flashtune.tuner.workers). Heavy imports stay inside, so that the environment can be set first.
 """
 
 import ctypes
@@ -11,16 +11,17 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from flashtune.core.config import Variant
 from flashtune.core.problem import Problem
-from flashtune.core.results import CompileFacts, Fate, Measurement
+from flashtune.core.results import Baseline, Fate, Measurement
 from flashtune.core.target import Target
 from flashtune.templates.family import Family
 from flashtune.templates.rendering import render
+from flashtune.tuner.replies import Checked, Compared, Compiled, Failed, Raced, Ready, Timed
 
 if TYPE_CHECKING:
     from flashtune.tuner.correctness import Verdict, Verifier
@@ -39,19 +40,6 @@ class Source:
     def of(cls, family: Family, variant: Variant) -> "Source":
         """The source of a variant, rendered by its template."""
         return cls(text=render(family, variant), stem=f"{variant.template}_{variant.id}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    """How one task ended. `poisoned` says that the process must not be used again (a sticky GPU error)."""
-
-    fate: Fate
-    reason: str = ""
-    facts: CompileFacts | None = None
-    error: float | None = None
-    measurements: tuple[Measurement, ...] = ()
-    poisoned: bool = False
-    notes: dict[str, str] = field(default_factory=dict)
 
 
 def one_line(error: BaseException) -> str:
@@ -98,21 +86,21 @@ def start_interpreter() -> None:
     withdraw()
 
 
-def compile_candidate(source: Source, problem: Problem, target: Target) -> Reply:
+def compile_candidate(source: Source, problem: Problem, target: Target) -> Compiled | Failed:
     """Cross-compile for the target; the facts tell what the compiler made of it."""
     from flashtune.tuner.compile import cross_compile
 
     try:
         facts = cross_compile(source.text, source.stem, problem, target)
     except Exception as error:
-        return Reply(fate=Fate.COMPILE, reason=one_line(error))
+        return Failed(fate=Fate.COMPILE, reason=one_line(error))
     if facts.shared_bytes > target.shared_bytes_per_block:
         reason = f"needs {facts.shared_bytes} bytes of shared memory, {target.slug} gives {target.shared_bytes_per_block} a block"
-        return Reply(fate=Fate.CONSTRAINT, reason=reason, facts=facts)
-    return Reply(fate=Fate.CORRECT, facts=facts)
+        return Failed(fate=Fate.CONSTRAINT, reason=reason, facts=facts)
+    return Compiled(facts=facts)
 
 
-def interpret_candidate(source: Source, problem: Problem, seed: int) -> Reply:
+def interpret_candidate(source: Source, problem: Problem, seed: int) -> Checked | Failed:
     """Check the numerics on ragged little problems with Triton's interpreter, on the CPU."""
     from flashtune.core.launching import launcher
     from flashtune.core.modules import load_source
@@ -122,7 +110,7 @@ def interpret_candidate(source: Source, problem: Problem, seed: int) -> Reply:
         module = load_source(source.text, source.stem)
         verdict = Verifier(problem, device="cpu", seed=seed).verdict(launcher(module))
     except Exception as error:
-        return Reply(fate=Fate.RUNTIME, reason=one_line(error))
+        return Failed(fate=Fate.RUNTIME, reason=one_line(error))
     return _judged(verdict)
 
 
@@ -162,13 +150,13 @@ def _stopwatch(l2_bytes: int) -> "Stopwatch":
     return Stopwatch(torch.device("cuda"), l2_bytes)
 
 
-def prepare_device(problem: Problem, target: Target, seed: int) -> Reply:
+def prepare_device(problem: Problem, target: Target, seed: int) -> Ready | Failed:
     """Start the GPU and make the inputs and oracles of `problem`, so that no candidate's time limit pays for it."""
     try:
         _ready(problem, target, seed)
     except Exception as error:
         return _failed(error)
-    return Reply(fate=Fate.CORRECT)
+    return Ready()
 
 
 def _call(source: Source, inputs: "Inputs") -> Callable[[], object]:
@@ -184,11 +172,10 @@ def _call(source: Source, inputs: "Inputs") -> Callable[[], object]:
 
 def evaluate_candidate(
     source: Source, incumbent: Source | None, problem: Problem, target: Target, seed: int, budget_s: float, patience: float
-) -> Reply:
-    """Check the candidate on the GPU, then time it interleaved with the incumbent.
+) -> Timed | Failed:
+    """Check the candidate on the GPU, then time it interleaved with the incumbent, where there is one.
 
-    A first look of three launches stops those slower than `patience` times the incumbent. The reply's measurements are the
-    candidate's and, where there is one, the incumbent's.
+    A first look of three launches stops those slower than `patience` times the incumbent.
     """
     from flashtune.core.launching import launcher
     from flashtune.core.modules import load_source
@@ -196,53 +183,49 @@ def evaluate_candidate(
     bench = _ready(problem, target, seed)
     try:
         run = _call(source, bench.inputs)
-        verdict = bench.verifier.verdict(launcher(load_source(source.text, source.stem)))
-        if verdict.reason:
-            return _judged(verdict)
+        checked = _judged(bench.verifier.verdict(launcher(load_source(source.text, source.stem))))
+        if isinstance(checked, Failed):
+            return checked
         runs = [run] if incumbent is None else [run, _call(incumbent, bench.inputs)]
-        first = [Measurement.of(times) for times in bench.stopwatch.rounds(runs, 3)]
-        if incumbent is not None and first[0].median_us > patience * first[1].median_us:
-            return Reply(fate=Fate.CORRECT, error=verdict.error, measurements=tuple(first))
-        timed = bench.stopwatch.race(runs, budget_s=budget_s)
-        if incumbent is not None and timed[0].median_us < timed[1].median_us:
-            # The luckiest of many would win: a challenger's time is taken from a second race, for which it wasn't chosen.
-            timed = bench.stopwatch.race(runs, budget_s=2 * budget_s)
+        times = [Measurement.of(times) for times in bench.stopwatch.rounds(runs, 3)]
+        if incumbent is None or times[0].median_us <= patience * times[1].median_us:
+            times = bench.stopwatch.race(runs, budget_s=budget_s)
+            if incumbent is not None and times[0].median_us < times[1].median_us:
+                # The luckiest of many would win: a challenger's time is taken from a second race, for which it wasn't chosen.
+                times = bench.stopwatch.race(runs, budget_s=2 * budget_s)
     except Exception as error:
         return _failed(error)
-    return Reply(fate=Fate.CORRECT, error=verdict.error, measurements=tuple(timed))
+    return Timed(time=times[0], error=checked.error, incumbent=None if incumbent is None else times[1])
 
 
-def race_finalists(sources: list[Source], problem: Problem, target: Target, seed: int, budget_s: float) -> Reply:
-    """Time the finalists and the framework's default attention interleaved; the framework's time is the last, where it has one.
-
-    `notes` tells its backend (`framework`), when the timing `began` and `ended` (seconds since the epoch), and the process (`pid`).
-    """
+def race_finalists(sources: list[Source], problem: Problem, target: Target, seed: int, budget_s: float) -> Raced | Failed:
+    """Time the finalists and the framework's default attention interleaved."""
     from flashtune.tuner.baseline import framework_call
 
     bench = _ready(problem, target, seed)
     try:
         runs: list[Any] = [_call(source, bench.inputs) for source in sources]
         framework = framework_call(bench.inputs)
-        notes = {}
-        if framework is not None:
-            runs.append(framework)
-            notes["framework"] = _backend_name(framework)
-        notes |= {"pid": str(os.getpid()), "began": repr(time.time())}
-        timed = bench.stopwatch.race(runs, budget_s=budget_s, least=15)
-        notes["ended"] = repr(time.time())
+        backend = None if framework is None else _backend_name(framework)
+        began = time.time()
+        times = bench.stopwatch.race([*runs, *([framework] if framework else [])], budget_s=budget_s, least=15)
+        ended = time.time()
     except Exception as error:
         return _failed(error)
-    return Reply(fate=Fate.CORRECT, measurements=tuple(timed), notes=notes)
+    baseline = None if backend is None else Baseline(backend=backend, measurement=times[-1])
+    return Raced(times=tuple(times[: len(runs)]), baseline=baseline, began=began, ended=ended, pid=os.getpid())
 
 
-def _judged(verdict: "Verdict") -> Reply:
-    return Reply(fate=Fate.CORRECTNESS if verdict.reason else Fate.CORRECT, reason=verdict.reason, error=verdict.error)
+def _judged(verdict: "Verdict") -> Checked | Failed:
+    if verdict.reason:
+        return Failed(fate=Fate.CORRECTNESS, reason=verdict.reason, error=verdict.error)
+    return Checked(error=verdict.error)
 
 
-def _failed(error: Exception) -> Reply:
+def _failed(error: Exception) -> Failed:
     sticky = "CUDA error" in str(error) or type(error).__name__ == "AcceleratorError"
     compiling = any(base.__name__ in ("CompilationError", "PTXASError") for base in type(error).__mro__)
-    return Reply(fate=Fate.COMPILE if compiling else Fate.RUNTIME, reason=one_line(error), poisoned=sticky)
+    return Failed(fate=Fate.COMPILE if compiling else Fate.RUNTIME, reason=one_line(error), poisoned=sticky)
 
 
 _KERNEL_NAMES = {"cudnn": "cudnn", "flash": "flash", "fmha_cutlass": "efficient", "efficient": "efficient"}
@@ -260,11 +243,8 @@ def _backend_name(call: Callable[[], object]) -> str:
     return next((name for part, name in _KERNEL_NAMES.items() if part in names), "math")
 
 
-def bench_problem(source: Source, problem: Problem, target: Target, seed: int, budget_s: float) -> Reply:
-    """Time a kernel interleaved with the framework's default and each of its backends, on the same inputs.
-
-    `notes` maps names (`tuned`, `default`, a backend) to places in `measurements`, or to why a backend was left out.
-    """
+def bench_problem(source: Source, problem: Problem, target: Target, seed: int, budget_s: float) -> Compared | Failed:
+    """Time a kernel interleaved with the framework's default and each of its backends, on the same inputs."""
     from flashtune.tuner.baseline import BACKENDS, framework_call
 
     bench = _ready(problem, target, seed)
@@ -273,23 +253,22 @@ def bench_problem(source: Source, problem: Problem, target: Target, seed: int, b
         runs["tuned"]()
     except Exception as error:
         return _failed(error)
-    notes = {}
+    left_out = {}
     for name in ("default", *BACKENDS):
         call = framework_call(bench.inputs, None if name == "default" else name)
         if call is None:
-            notes[name] = "can't express this problem"
+            left_out[name] = "can't express this problem"
             continue
         try:
             call()
             runs[name] = call
         except (RuntimeError, ValueError) as error:
-            notes[name] = one_line(error)
-    timed = bench.stopwatch.race(list(runs.values()), budget_s=budget_s, least=11)
-    places = {name: str(place) for place, name in enumerate(runs)}
-    return Reply(fate=Fate.CORRECT, measurements=tuple(timed), notes={**notes, **places})
+            left_out[name] = one_line(error)
+    times = bench.stopwatch.race(list(runs.values()), budget_s=budget_s, least=11)
+    return Compared(times=dict(zip(runs, times, strict=True)), left_out=left_out)
 
 
-def recheck_on_device(source: Source, problem: Problem, target: Target, seed: int) -> Reply:
+def recheck_on_device(source: Source, problem: Problem, target: Target, seed: int) -> Checked | Failed:
     """Check a stored variant on the GPU: ragged little problems and the record's own size."""
     from flashtune.core.launching import launcher
     from flashtune.core.modules import load_source

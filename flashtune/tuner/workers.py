@@ -7,7 +7,7 @@ from concurrent.futures import TimeoutError as Overdue
 from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
@@ -15,12 +15,15 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import Fate
 from flashtune.core.target import Target
 from flashtune.tuner import tasks
-from flashtune.tuner.tasks import Reply
+from flashtune.tuner.replies import Answer, Failed, Ready
 
 Crew = Literal["compile", "interpret", "device"]
 """Compilers run side by side; one process interprets; one alone holds the GPU, so that nothing disturbs its timings."""
 
 _START: dict[Crew, Callable[[], None]] = {"compile": tasks.withdraw, "interpret": tasks.start_interpreter, "device": tasks.withdraw}
+
+
+Found = TypeVar("Found", bound=Answer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,24 +36,23 @@ class Limits:
     device_s: float = 10.0
 
 
-class Pending:
+class Pending(Generic[Found]):
     """A task that was handed to a child process."""
 
-    def __init__(self, workers: "Workers", crew: Crew, future: "ProcessFuture[Reply]", limit_s: float) -> None:
+    def __init__(self, workers: "Workers", crew: Crew, future: "ProcessFuture[Found | Failed]", limit_s: float) -> None:
         self._workers, self._future, self._limit_s = workers, future, limit_s
         self._crew: Crew = crew
 
-    def reply(self) -> Reply:
-        """Wait for the end of the task, whichever it is; a hang or a crash is a reply like any other."""
+    def reply(self) -> Found | Failed:
+        """Wait for the end of the task, whichever it is; a hang or a crash is a failure like any other."""
         try:
-            reply = self._future.result()
-            assert isinstance(reply, Reply), "tasks return a Reply"
+            reply: Found | Failed = self._future.result()
         except Overdue:
-            reply = Reply(fate=Fate.TIMEOUT, reason=f"killed after {self._limit_s:g} s in stage {self._crew!r}")
+            reply = Failed(fate=Fate.TIMEOUT, reason=f"killed after {self._limit_s:g} s in stage {self._crew!r}")
         except ProcessExpired as crash:
             fate = Fate.COMPILE if self._crew == "compile" else Fate.RUNTIME
-            reply = Reply(fate=fate, reason=f"its process died in stage {self._crew!r} (exit code {crash.exitcode})")
-        if reply.poisoned:
+            reply = Failed(fate=fate, reason=f"its process died in stage {self._crew!r} (exit code {crash.exitcode})")
+        if isinstance(reply, Failed) and reply.poisoned:
             self._workers.dismiss(self._crew)
         return reply
 
@@ -71,7 +73,7 @@ class Workers:
         for crew in crews:
             self.dismiss(crew)
 
-    def submit(self, crew: Crew, task: Callable[..., Reply], *arguments: Any, limit_s: float) -> Pending:
+    def submit(self, crew: Crew, task: Callable[..., Found | Failed], *arguments: Any, limit_s: float) -> Pending[Found]:
         """Hand `task` to a process of `crew`, which is killed after `limit_s` seconds of running it."""
         if crew not in self._pools:
             count = self._jobs if crew == "compile" else 1
@@ -88,13 +90,13 @@ class Workers:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return Pending(self, crew, future, limit_s)
 
-    def prepare(self, problem: Problem, target: Target, seed: int) -> Reply:
+    def prepare(self, problem: Problem, target: Target, seed: int) -> Ready | Failed:
         """Start the GPU's process, where there is none, and make the inputs and oracles of `problem` there.
 
-        The reason of a reply that isn't `CORRECT` is a whole sentence.
+        The reason of a failure is a whole sentence.
         """
         reply = self.submit("device", tasks.prepare_device, problem, target, seed, limit_s=self.limits.prepare_s).reply()
-        if reply.fate is Fate.CORRECT:
+        if isinstance(reply, Ready):
             return reply
         reason = f"the GPU can't take {problem.label()} ({reply.reason}): free its memory, or take a smaller batch or fewer heads"
         return replace(reply, reason=reason)

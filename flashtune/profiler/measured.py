@@ -1,4 +1,4 @@
-"""What was measured on a GPU, as plain values: made by `measure`, shown by the command line and the report."""
+"""What was measured on a GPU, as plain values: made by `timing`, shown by the command line and the report."""
 
 import math
 from collections.abc import Sequence

@@ -1,0 +1,137 @@
+"""Two ways from a compiled candidate to a time: measured on the GPU that is here, or predicted for one that isn't."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.problem import Problem
+from flashtune.core.results import CompileFacts, Conditions, Fate, Measurement, Outcome
+from flashtune.core.target import Target
+from flashtune.tuner import tasks
+from flashtune.tuner.conditions import GpuWatch, gpu_id, race_undisturbed
+from flashtune.tuner.cost import predict_us
+from flashtune.tuner.replies import Checked, Failed, Raced, Timed
+from flashtune.tuner.space import Candidate
+from flashtune.tuner.workers import Workers
+
+PATIENCE = 1.5
+"""A candidate this many times slower than the incumbent at first look is not timed further."""
+
+Verdicts = dict[tuple[object, ...], Checked | Failed]
+"""What the interpreter said of each code path of a spec, at any N."""
+
+
+class Evaluation(Protocol):
+    """Gives candidates of one problem, that compiled, their times."""
+
+    def prepare(self) -> None:
+        """Make ready what `evaluate` and `race` need, unless it is; raises EnvironmentProblem where that can't be had."""
+
+    def learn(self, candidate: Candidate, outcome: Outcome) -> None:
+        """Take over what an earlier outcome says of other candidates."""
+
+    def evaluate(self, candidate: Candidate, facts: CompileFacts, incumbent: tuple[Candidate, Measurement] | None) -> Timed | Failed:
+        """Check a candidate and time it; the time is in the scale of the incumbent's."""
+        ...
+
+    def race(self, finalists: Sequence[Candidate]) -> tuple[Raced | Failed | None, Conditions | None]:
+        """Time the finalists once more, interleaved with the framework, and say what the GPU did; None where there is no race."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredEvaluation:
+    """On this machine's GPU, in a child process."""
+
+    problem: Problem
+    target: Target
+    workers: Workers
+    seed: int
+    measure_s: float
+    race_s: float
+
+    def prepare(self) -> None:
+        """Make the inputs and oracles on the GPU."""
+        ready = self.workers.prepare(self.problem, self.target, self.seed)
+        if isinstance(ready, Failed):
+            raise EnvironmentProblem(ready.reason)
+
+    def learn(self, candidate: Candidate, outcome: Outcome) -> None:
+        """Nothing: every candidate is measured itself."""
+
+    def evaluate(self, candidate: Candidate, facts: CompileFacts, incumbent: tuple[Candidate, Measurement] | None) -> Timed | Failed:
+        """Check and time on the GPU. The time is put in the incumbent's scale: clocks drift between trials, ratios don't."""
+        sources = self._source(candidate), self._source(incumbent[0]) if incumbent else None
+        fixed = (self.problem, self.target, self.seed, self.measure_s, PATIENCE)
+        limit_s = self.workers.limits.device_s
+        reply = self.workers.submit("device", tasks.evaluate_candidate, *sources, *fixed, limit_s=limit_s).reply()
+        if isinstance(reply, Failed) or incumbent is None or reply.incumbent is None:
+            return reply
+        return replace(reply, time=reply.time.scaled(incumbent[1].median_us / reply.incumbent.median_us))
+
+    def race(self, finalists: Sequence[Candidate]) -> tuple[Raced | Failed | None, Conditions | None]:
+        """All of them and the framework in one process, while the GPU is watched."""
+        sources = [self._source(candidate) for candidate in finalists]
+        return race_undisturbed(lambda: self._raced(sources), GpuWatch(gpu_id()))
+
+    def _raced(self, sources: list[tasks.Source]) -> Raced | Failed:
+        limit_s = self.workers.limits.device_s + 10 * self.race_s
+        fixed = (self.problem, self.target, self.seed, self.race_s)
+        return self.workers.submit("device", tasks.race_finalists, sources, *fixed, limit_s=limit_s).reply()
+
+    def _source(self, candidate: Candidate) -> tasks.Source:
+        return tasks.Source.of(candidate.family, candidate.variant(self.problem.spec()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedEvaluation:
+    """Checked in Triton's interpreter, where it can run there, and timed by the cost model."""
+
+    problem: Problem
+    target: Target
+    workers: Workers
+    seed: int
+    verdicts: Verdicts
+
+    def prepare(self) -> None:
+        """Nothing: the first check starts the interpreter."""
+
+    def learn(self, candidate: Candidate, outcome: Outcome) -> None:
+        """A check serves every candidate of its code path."""
+        if outcome.max_error is not None:
+            wrong = outcome.fate is Fate.CORRECTNESS
+            found = Failed(fate=outcome.fate, reason=outcome.reason, error=outcome.max_error) if wrong else Checked(error=outcome.max_error)
+            self.verdicts.setdefault(_path(candidate), found)
+
+    def evaluate(self, candidate: Candidate, facts: CompileFacts, incumbent: tuple[Candidate, Measurement] | None) -> Timed | Failed:
+        """The interpreter's verdict on the candidate's code path, then the cost model's time."""
+        checked = self._checked(candidate) if candidate.family.interpretable else None
+        if isinstance(checked, Failed):
+            return checked
+        error = None if checked is None else checked.error
+        time_us = predict_us(candidate.config, facts, self.problem, self.target)
+        if time_us == float("inf"):
+            reason = f"needs {facts.registers} registers x {facts.threads} threads, more than an SM of {self.target.slug} has"
+            return Failed(fate=Fate.CONSTRAINT, reason=reason, error=error)
+        return Timed(time=Measurement.predicted(time_us), error=error)
+
+    def race(self, finalists: Sequence[Candidate]) -> tuple[Raced | Failed | None, Conditions | None]:
+        """None: nothing can be timed."""
+        return None, None
+
+    def _checked(self, candidate: Candidate) -> Checked | Failed:
+        path = _path(candidate)
+        if path not in self.verdicts:
+            # The interpreter multiplies the raw bits of bf16; the code path is the same in fp16.
+            problem = replace(self.problem, dtype="fp16") if self.problem.dtype == "bf16" else self.problem
+            source = tasks.Source.of(candidate.family, candidate.variant(problem.spec()))
+            small, limit_s = replace(problem, batch=1), self.workers.limits.interpret_s
+            self.verdicts[path] = self.workers.submit(
+                "interpret", tasks.interpret_candidate, source, small, self.seed, limit_s=limit_s
+            ).reply()
+        return self.verdicts[path]
+
+
+def _path(candidate: Candidate) -> tuple[object, ...]:
+    return candidate.family.name, *(candidate.config[axis] for axis in candidate.family.path_axes)

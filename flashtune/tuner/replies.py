@@ -1,0 +1,73 @@
+"""What a task in a child process answers: what it was asked for, or `Failed`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flashtune.core.results import Baseline, CompileFacts, Fate, Measurement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """At which stage a task ended and why. `poisoned` says that the process must not be used again (a sticky GPU error)."""
+
+    fate: Fate
+    reason: str
+    facts: CompileFacts | None = None
+    error: float | None = None
+    poisoned: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    """What the compiler made of a candidate."""
+
+    facts: CompileFacts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """The GPU's process has a problem's inputs and oracles."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """A candidate agrees with the oracle; `error` is the largest error over its tolerance."""
+
+    error: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """A candidate's time, and the incumbent's from the same rounds; `error` is None where nothing compared its numbers (a prediction)."""
+
+    time: Measurement
+    error: float | None
+    incumbent: Measurement | None = None
+
+    @property
+    def fate(self) -> Fate:
+        """What a trial that ended so is recorded as."""
+        return Fate.UNCHECKED if self.error is None else Fate.CORRECT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Raced:
+    """The finalists' times, in their order, and the framework's where it has the problem; taken between two seconds since the epoch in
+    the process `pid`."""
+
+    times: tuple[Measurement, ...]
+    baseline: Baseline | None
+    began: float
+    ended: float
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """Times by name (`tuned`, `default`, a backend), and for those that have none why."""
+
+    times: Mapping[str, Measurement]
+    left_out: Mapping[str, str]
+
+
+Answer = Compiled | Ready | Checked | Timed | Raced | Compared
