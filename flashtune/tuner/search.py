@@ -211,15 +211,16 @@ class _ProblemSearch:
             result = self._searched()
         if result is None:
             return None
+        if result.best is not None:
+            # Whether or not it can be saved: what is searched next begins with it.
+            best = [c for c, o in self.study.outcomes.items() if o.variant_id == result.best.variant_id]
+            self.winners[:] = [*best, *(c for c in self.winners if c not in best)][:NEIGHBOURS]
         if not self._publish(result, final=again):
             return None
         if known:
             listener.problem_known(result, self.index, total)
         else:
             listener.problem_finished(result)
-        if result.best is not None:
-            best = [c for c, o in self.study.outcomes.items() if o.variant_id == result.best.variant_id]
-            self.winners[:] = [*best, *(c for c in self.winners if c not in best)][:NEIGHBOURS]
         return result
 
     def _searched(self) -> SearchResult | None:
