@@ -18,6 +18,9 @@ T = TypeVar("T")
 ATTEMPTS = 5
 """Two writers of the same new key, or a deadlock, cost one of them another attempt."""
 
+AWAY_S = 30.0
+"""How long a server that answered before may be away."""
+
 
 class Server:
     """The same two calls as `SqliteFile`, over a server's own transactions; no connection is kept between them."""
@@ -25,6 +28,7 @@ class Server:
     def __init__(self, url: URL, *, writable: bool) -> None:
         self.name = mask_secrets(url.render_as_string(hide_password=True))
         self._writable = writable
+        self._reached = False
         try:
             self._engine = create_engine(url, poolclass=NullPool)
         except ModuleNotFoundError as error:
@@ -53,25 +57,42 @@ class Server:
 
     def read(self, work: Callable[[Connection], T]) -> T:
         """What `work` returns, from one transaction that is rolled back."""
-        try:
-            with self._engine.connect() as connection:
-                return work(connection)
-        except DBAPIError as error:
-            raise self._explained(error) from error
+        return self._when_there(lambda: self._read(work))
+
+    def _read(self, work: Callable[[Connection], T]) -> T:
+        with self._engine.connect() as connection:
+            self._reached = True
+            return work(connection)
 
     def write(self, work: Callable[[Connection], T]) -> T:
         """What `work` returns, committed; it may be called again when another writer was first."""
+        return self._when_there(lambda: self._write(work))
+
+    def _write(self, work: Callable[[Connection], T]) -> T:
         for attempt in range(ATTEMPTS):
             try:
                 with self._engine.begin() as connection:
+                    self._reached = True
                     return work(connection)
             except DBAPIError as error:
-                code = str(getattr(error.orig, "sqlstate", None) or getattr(error.orig, "pgcode", None) or "")
                 # 40001 and 40P01: serialisation failure and deadlock.
-                if attempt == ATTEMPTS - 1 or not (isinstance(error, IntegrityError) or code.startswith("40")):
-                    raise self._explained(error) from error
+                if attempt == ATTEMPTS - 1 or not (isinstance(error, IntegrityError) or _code(error).startswith("40")):
+                    raise
                 time.sleep(0.05 * 2**attempt)
         raise AssertionError("the last attempt returns or raises")
+
+    def _when_there(self, work: Callable[[], T]) -> T:
+        """`work`, tried again for a while where a server that answered before is away: it restarts, say."""
+        deadline = time.monotonic() + AWAY_S
+        while True:
+            try:
+                return work()
+            except DBAPIError as error:
+                # No statement: it couldn't be connected to. 57P01 to 57P03: it stops or starts.
+                away = error.connection_invalidated or error.statement is None or _code(error).startswith("57P")
+                if not (self._reached and away) or time.monotonic() > deadline:
+                    raise self._explained(error) from error
+                time.sleep(0.5)
 
     def _version(self, connection: Connection) -> str | None:
         present = set(inspect(connection).get_table_names())
@@ -89,3 +110,8 @@ class Server:
     def _explained(self, error: DBAPIError) -> DatabaseError:
         said = mask_secrets(" ".join(str(error.orig).split()))[:300]
         return DatabaseError(f"the database {self.name} answered with an error ({said}): check the URL, its permissions and the server")
+
+
+def _code(error: DBAPIError) -> str:
+    """The five letters by which PostgreSQL and others name an error; empty where the driver gives none."""
+    return str(getattr(error.orig, "sqlstate", None) or getattr(error.orig, "pgcode", None) or "")
