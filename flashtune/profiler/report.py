@@ -1,12 +1,11 @@
 """A profile's pictures as files: one self-contained HTML report, or one figure as PNG or SVG."""
 
-from html import escape
 from pathlib import Path
 
 import flashtune
 from flashtune.profiler.paths import write_whole
 from flashtune.profiler.summary import Profile
-from flashtune.profiler.tables import Table, counted_tables, heading, measured_tables, shape, target_line, verdict
+from flashtune.profiler.tables import counted_tables, heading, measured_tables, shape, target_line, verdict
 
 CAPTIONS = {
     "bytes": "What each step moves between the GPU's memory and its cores. The fused kernel never writes S.",
@@ -57,17 +56,60 @@ def write(profile: Profile, path: Path) -> None:
     write_whole(path, data)
 
 
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>flashtune profile: {{ title }}</title>
+<style>{{ style }}</style>
+</head>
+<body>
+<main>
+<h1>Where attention's time and bytes go</h1>
+{% for line in lead %}
+<p class="lead">{{ line }}</p>
+{% endfor %}
+<div class="tiles">
+{%- for figure, words in tiles %}<div class="tile"><b>{{ figure }}</b>{{ words }}</div>{% endfor -%}
+</div>
+<p>{{ verdict }}</p>
+<div class="plots">
+{% for figure in figures %}
+<figure id="{{ figure.name }}">{{ figure.svg }}<figcaption>{{ figure.caption }}</figcaption></figure>
+{% endfor %}
+</div>
+{% for table in tables %}
+
+<h2>{{ table.title }}</h2>
+<div class="scroll"><table><tr>{% for column in table.columns %}<th>{{ column }}</th>{% endfor %}</tr>
+{% for row in table.rows %}
+<tr{% if loop.revindex <= table.summary_rows %} class=sum{% endif %}>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}
+</table></div>
+{% if table.note %}
+<p class="note">{{ table.note }}</p>
+{% endif %}
+{% endfor %}
+{% for sentence in left_out %}
+<p class="note">Left out: {{ sentence }}.</p>
+{% endfor %}
+<p class="note">1 MiB = 2^20 bytes, 1 MB = 10^6 bytes. Written by {{ origin }}.</p>
+</main>
+</body>
+</html>
+"""
+
+
 def html_of(profile: Profile) -> str:
     """The report: drawings and tables in one file that loads nothing from anywhere."""
+    # Imported here: a profile without a report needs neither.
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
     from flashtune.profiler import plots
 
-    figures = "\n".join(
-        f'<figure id="{name}">{plots.svg_of(profile, name)}<figcaption>{escape(CAPTIONS[name])}</figcaption></figure>'
-        for name in plots.DRAWINGS
-    )
     measured = profile.measured
-    tables = [*counted_tables(profile), *(measured_tables(profile, measured) if measured else ())]
-    left_out = "".join(f'<p class="note">Left out: {escape(sentence)}.</p>' for sentence in measured.skipped) if measured else ""
     origin = f"flashtune {flashtune.__version__}"
     if measured:
         p = measured.provenance
@@ -76,39 +118,23 @@ def html_of(profile: Profile) -> str:
         origin = f"{origin}; {versions}"
     else:
         status = f"Nothing was measured: {profile.not_measured}. Times are floors: the least that the target's datasheet allows."
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>flashtune profile: {escape(_shape(profile))}</title>
-<style>{STYLE}</style>
-</head>
-<body>
-<main>
-<h1>Where attention's time and bytes go</h1>
-<p class="lead">{escape(heading(profile))}</p>
-<p class="lead">{escape(target_line(profile))}</p>
-<p class="lead">{escape(status)}</p>
-<div class="tiles">{_tiles(profile)}</div>
-<p>{escape(" ".join(verdict(profile)))}</p>
-<div class="plots">
-{figures}
-</div>
-{"".join(_table(table) for table in tables)}
-{left_out}
-<p class="note">1 MiB = 2^20 bytes, 1 MB = 10^6 bytes. Written by {escape(origin)}.</p>
-</main>
-</body>
-</html>
-"""
+    # Whatever is put into the page is escaped, but for the drawings, whose own texts matplotlib and `plots` have escaped.
+    page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    return page.from_string(PAGE).render(
+        title=f"{shape(profile)} on {profile.target.slug}",
+        style=Markup(STYLE),
+        lead=[heading(profile), target_line(profile), status],
+        tiles=_tiles(profile),
+        verdict=" ".join(verdict(profile)),
+        figures=[{"name": name, "svg": Markup(plots.svg_of(profile, name)), "caption": CAPTIONS[name]} for name in plots.DRAWINGS],
+        tables=[*counted_tables(profile), *(measured_tables(profile, measured) if measured else ())],
+        left_out=measured.skipped if measured else (),
+        origin=origin,
+    )
 
 
-def _shape(profile: Profile) -> str:
-    return f"{shape(profile)} on {profile.target.slug}"
-
-
-def _tiles(profile: Profile) -> str:
+def _tiles(profile: Profile) -> list[tuple[str, str]]:
+    """A figure and what it is, for each tile at the top."""
     standard, fused = profile.standard, profile.fused
     tiles = [
         (f"{standard.step.score_share:.1%}", "of the standard pipeline's traffic is S"),
@@ -122,15 +148,4 @@ def _tiles(profile: Profile) -> str:
         tiles.append((fused.bound, "bounds the fused kernel"))
     if eager and tuned:
         tiles.append((f"{eager.time_us / tuned.time_us:.1f}x", "faster than eager, measured"))
-    return "".join(f'<div class="tile"><b>{escape(figure)}</b>{escape(words)}</div>' for figure, words in tiles)
-
-
-def _table(table: Table) -> str:
-    head = "".join(f"<th>{escape(column)}</th>" for column in table.columns)
-    first_sum = len(table.rows) - table.summary_rows
-    body = "\n".join(
-        f"<tr{' class=sum' if index >= first_sum else ''}>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
-        for index, row in enumerate(table.rows)
-    )
-    note = f'<p class="note">{escape(table.note)}</p>' if table.note else ""
-    return f'\n<h2>{escape(table.title)}</h2>\n<div class="scroll"><table><tr>{head}</tr>\n{body}</table></div>{note}'
+    return tiles
