@@ -10,12 +10,14 @@ import subprocess
 from pathlib import Path
 from xml.etree import ElementTree
 
+import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
 from matplotlib import image
 
 from flashtune.cli.main import main
+from flashtune.cli.profile_text import render
 from flashtune.core.errors import EnvironmentProblem, InputError
 from flashtune.core.problem import Problem
 from flashtune.core.results import Measurement, Provenance
@@ -275,3 +277,10 @@ def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path, monkeypatc
     with pytest.raises(InputError, match="can't be written: No space left on device"):
         write_whole(path, b"new")
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("width", [50, 60, 80])
+def test_measured_tables_fit_a_terminal_of_any_width(width: int) -> None:
+    text = render(with_figures(), width=width)
+    assert max(len(click.unstyle(line)) for line in text.splitlines()) <= width
+    assert "4096  exponent" in text, "of latencies the largest N stay longest"

@@ -13,6 +13,7 @@ SPARED = ("total MB", "MB", "write MiB", "read MiB", "GFLOP", "of peak", "TB/s",
 
 _LEAST_WORDS = 16
 """The first column's words are cut to no fewer characters than these."""
+_LEAST_COLUMNS = 3
 
 
 def render(profile: Profile, *, width: int | None = None) -> str:
@@ -48,7 +49,11 @@ def _fitted(table: Table, width: int) -> Table:
     words = max(len(row[0]) for row in table.rows)
     room = max(_LEAST_WORDS, words - max(0, _width(table) - width))
     rows = tuple((row[0] if len(row[0]) <= room else f"{row[0][: room - 1]}…", *row[1:]) for row in table.rows)
-    return replace(table, rows=rows)
+    table = replace(table, rows=rows)
+    while _width(table) > width and len(table.columns) > _LEAST_COLUMNS:
+        # Of latencies the smallest N go first.
+        table = replace(table, columns=(table.columns[0], *table.columns[2:]), rows=tuple((row[0], *row[2:]) for row in table.rows))
+    return table
 
 
 def _width(table: Table) -> int:
