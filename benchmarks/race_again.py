@@ -29,7 +29,8 @@ from flashtune.templates.rendering import variant_of
 from flashtune.tuner import tasks
 from flashtune.tuner.conditions import GpuWatch, gpu_id
 from flashtune.tuner.machine import local_gpu, provenance
-from flashtune.tuner.search import ranked
+from flashtune.tuner.replies import Failed
+from flashtune.tuner.searching import ranked
 from flashtune.tuner.space import Candidate
 
 MAXIMUM = {"first": "running", "running": "first"}
@@ -68,11 +69,11 @@ def check_problem(problem: Problem, candidates: list[Candidate], target: Target,
     for candidate in candidates:
         source = tasks.Source.of(candidate.family, candidate.variant(problem.spec()))
         reply = tasks.recheck_on_device(source, problem, target, seed)
-        if reply.fate is not Fate.CORRECT:
+        if isinstance(reply, Failed):
             print(f"{problem.label()} {candidate.config.label()}: {reply.fate} {reply.reason}", file=sys.stderr, flush=True)
             continue
         facts = tasks.compile_candidate(source, problem, target).facts
-        found.append(Checked(candidate=candidate, error=reply.error or 0.0, facts=facts))
+        found.append(Checked(candidate=candidate, error=reply.error, facts=facts))
     return found
 
 

@@ -12,7 +12,7 @@ from flashtune.core.results import CompileFacts, Fate, Outcome, SearchResult
 from flashtune.core.target import Target, find_target
 from flashtune.templates.family import Axis, Family
 from flashtune.tuner.replies import Checked, Compiled, Failed
-from flashtune.tuner.search import SearchPlan
+from flashtune.tuner.searching import SearchPlan
 from flashtune.tuner.tasks import Source
 from flashtune.tuner.workers import Limits
 

@@ -19,7 +19,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import Baseline, CompileFacts, Conditions, Fate, Measurement, Provenance, SearchResult
 from flashtune.core.target import find_target
 from flashtune.templates import family
-from flashtune.tuner import evaluation, search, tasks
+from flashtune.tuner import evaluation, searching, tasks
 from flashtune.tuner.conditions import RACES, GpuWatch, conditions_of, race_undisturbed
 from flashtune.tuner.replies import Compiled, Failed, Raced, Ready, Timed
 from flashtune.tuner.workers import Limits
@@ -213,11 +213,11 @@ class _Staged:
 
 
 def test_a_measured_search_keeps_the_race_apart_from_the_trials_and_says_what_the_gpu_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "Workers", _Staged)
+    monkeypatch.setattr(searching, "Workers", _Staged)
     monkeypatch.setattr(evaluation, "GpuWatch", lambda gpu: told(FREE))
     monkeypatch.setattr(evaluation, "gpu_id", lambda: "GPU-1")
     target = find_target("a100")
-    plan = search.SearchPlan(
+    plan = searching.SearchPlan(
         target=target,
         problems=(Problem(batch=1, heads=2, kv_heads=2, n_q=256, n_kv=256, d=64, d_v=64, dtype="fp16"),),
         families={"flash_fwd": family("flash_fwd")},
@@ -228,7 +228,7 @@ def test_a_measured_search_keeps_the_race_apart_from_the_trials_and_says_what_th
     saved: list[SearchResult] = []
     made_by = Provenance(flashtune="0", torch="0", triton="0")
     storage = optuna.storages.InMemoryStorage()
-    search.Search(plan, storage=storage, provenance=made_by, save=saved.append, listener=_Deaf()).run()
+    searching.Search(plan, storage=storage, provenance=made_by, save=saved.append, listener=_Deaf()).run()
     [result] = saved
     assert result.provenance == replace(made_by, conditions=FREE)
     raced = {o.measurement.median_us: o.trial.median_us for o in result.outcomes if o.measurement and o.trial and o.finalist}

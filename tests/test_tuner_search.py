@@ -13,7 +13,7 @@ from flashtune.core.problem import Features
 from flashtune.core.results import Fate, Provenance, SearchResult
 from flashtune.core.target import find_target
 from flashtune.templates import families
-from flashtune.tuner.search import Search, SearchPlan
+from flashtune.tuner.searching import Search, SearchPlan
 from flashtune.tuner.workers import Limits
 
 PROVENANCE = Provenance(flashtune="0", torch="0", triton="0")

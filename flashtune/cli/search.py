@@ -155,7 +155,7 @@ def run_search(
     from flashtune.db.store import Store
     from flashtune.templates import families, family
     from flashtune.tuner.machine import provenance, require_interpreter
-    from flashtune.tuner.search import Search, SearchPlan
+    from flashtune.tuner.searching import Search, SearchPlan
     from flashtune.tuner.space import SearchSpace
 
     source = choose_source(target, options.predict)
