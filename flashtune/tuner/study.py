@@ -73,7 +73,8 @@ class Study:
         storage: optuna.storages.BaseStorage,
         plan: str = "",
     ) -> None:
-        self._space, self._sampler, self._seed = space, sampler, seed
+        self._space, self._seed = space, seed
+        self._sampler: Sampler = sampler
         label = f"{space.target.slug}-{problem.label()}-b{problem.batch}h{problem.heads}-{source}-{sampler}-{seed}"
         self._record = Record(storage, "-".join(filter(None, (label, fingerprint(space, problem), plan))))
         self._record.describe(
