@@ -33,12 +33,15 @@ ROUNDING = (
 
 SETTLED = {
     EXPONENTIAL: ("gl.exp2(scores * scale - row_max[:, None])", "(scores * scale - row_max[:, None])"),
-    SUM: ("row_sum + quarter_sums(probs)", "row_sum"),
+    SUM: ("return probs, quarter_sums(probs), row_max", "return probs, quarter_sums(gl.zeros_like(probs)), row_max"),
 }
 """The same where maxima have settled."""
 
-UNMARKED = ('row_sum, float("nan"))', "row_sum, 1.0)")
-"""No row is computed again for its nonsense."""
+UNASKED = (
+    ("if vote_outgrown(part, row_sum, W) != 0:", "if vote_outgrown(part, row_sum, W) > 1:"),
+    ("wrong = vote_unsound(row_sum, W) != 0", "wrong = vote_unsound(row_sum, W) > 1"),
+)
+"""No row is looked at for its nonsense."""
 
 LEFT_OUT = {
     "whole": (),
@@ -57,7 +60,7 @@ def variants(spec: KernelSpec, config: Config) -> dict[str, str]:
     for name, changes in chosen.items():
         text = whole
         if changes and config["maximum"] == "first":
-            changes = (*changes, *(SETTLED[change] for change in changes if change in SETTLED), UNMARKED)
+            changes = (*changes, *(SETTLED[change] for change in changes if change in SETTLED), *UNASKED)
         for before, after in changes:
             if before not in text:
                 raise ValueError(f"{name}: the kernel has no {before!r}")

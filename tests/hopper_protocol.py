@@ -178,6 +178,9 @@ class Machine:
         self.scheduler = threading.Semaphore(0)
         self.over = False
         self.counter = [Number(0)]
+        # How many tiles warpgroups missed; none in every other launch.
+        self.missed = 0
+        self._share_missed = 0.3 * (seed % 2)
         self.written: dict[tuple[int, ...], Value] = {}
         kernel, _, arguments, _ = launch
         self._given = [self._argument(name, value) for name, value in zip(kernel.arg_names, arguments, strict=True)]
@@ -243,7 +246,9 @@ class Machine:
         self.pause()
         assert self._role
         assert tile.held.ready
-        self.written[tuple(int(number) for number in corner)] = tile.held
+        place = tuple(int(number) for number in corner)
+        assert place not in self.written, f"{place} is written twice"
+        self.written[place] = tile.held
         tile.leaving += 1
         self._role.leaving.append(tile)
 
@@ -329,6 +334,14 @@ class Machine:
         if waits:
             self.pause(lambda: state[2] > opened)
 
+    def _vote(self, *_arguments: Any) -> Number:
+        return Number(self._random.random() < 0.3)
+
+    def _miss(self, *_arguments: Any) -> Number:
+        wrong = self._random.random() < self._share_missed
+        self.missed += wrong
+        return Number(wrong)
+
     def _stand_ins(self) -> dict[str, Any]:
         def pick(condition: Any, one: Any, other: Any) -> Any:
             return Value() if isinstance(condition, Value) else one if condition else other
@@ -392,6 +405,12 @@ class Machine:
             "mask_scores": lambda scores, mask_bits: scores,
             "bits_before": nothing,
             "draw": nothing,
+            # Votes on numbers: any answer may come.
+            "declare_answer": nothing,
+            "vote_outgrown": self._vote,
+            "vote_unseen": self._vote,
+            "vote_peaked": self._vote,
+            "vote_unsound": self._miss,
             "quotient": lambda a, b: a if isinstance(a, Value) else Number(abs(a) // b * (-1 if a < 0 else 1)),
             "remainder": lambda a, b: a if isinstance(a, Value) else Number(abs(a) % b * (-1 if a < 0 else 1)),
         }

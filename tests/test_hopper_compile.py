@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hopper_kernels import H200, compiled, count, key_loops, launch_of, launches_of, machine_code, problem, source
+from hopper_kernels import H200, compiled, count, key_loops, launch_of, machine_code, problem, source
 
 from flashtune.core.dtypes import DType
 from flashtune.core.problem import Features, Problem
@@ -214,28 +214,11 @@ def test_a_single_program_of_an_sm_has_no_register_cap() -> None:
 
 
 def test_the_facts_of_a_launch_are_those_of_the_attention_kernel() -> None:
-    # `pack_mask` goes before it, and `recompute` after it takes about as much shared memory.
+    # `pack_mask` goes before it.
     wanted, chosen = problem(64, Features(mask="bool")), {"BLOCK_M": 64, "ctas_per_sm": 3, "maximum": "first"}
     facts = cross_compile(source(wanted.spec(), **chosen), "hopper", wanted, H200)
     assert facts == read_facts(compiled(wanted, **chosen), H200)
     assert facts.threads == 256
-
-
-@pytest.mark.parametrize("features", [Features(), Features(causal=True, window=(100, 0), dropout=True, softcap=True)], ids=Features.label)
-def test_one_compile_of_what_computes_again_serves_every_length_batch_and_head_count(features: Features) -> None:
-    def compiled_recompute(wanted: Problem) -> Any:
-        kernel, grid, arguments, options = launches_of(wanted, BLOCK_M=64, intra_wg_overlap=0, maximum="first")["recompute"]
-        with compiling_for(H200):
-            return kernel.warmup(*arguments, grid=grid, **options)
-
-    wanted = problem(64, features)
-    first = compiled_recompute(wanted)
-    facts = read_facts(first, H200)
-    assert facts.tensor_core_ops > 0
-    assert facts.shared_bytes <= H200.shared_bytes_per_block
-    # At least one tile, sixteen, and many.
-    for batch, heads, kv_heads, n in ((1, 1, 1, 1), (2, 8, 8, 1), (3, 40, 8, 100_000), (16, 2, 1, 17)):
-        assert compiled_recompute(replace(wanted, batch=batch, heads=heads, kv_heads=kv_heads, n_q=n, n_kv=n)) is first
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])

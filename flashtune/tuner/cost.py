@@ -102,8 +102,7 @@ def predict_us(config: Config, facts: CompileFacts, problem: Problem, target: Ta
     uneven = 1.0 + 0.15 * slots / tiles if persistent else 1.0 if problem.features.banded else math.ceil(tiles / slots) * slots / tiles
     clocks = (blocks * per_block + tiles * per_tile) / target.sms * uneven
     memory_us = problem.io_bytes() / (target.bandwidth_gbs * 1e3)
-    second_us = c.second_launch_us if _settles(config) else 0.0
-    return c.launch_us + max(clocks / target.boost_mhz, memory_us) + second_us
+    return c.launch_us + max(clocks / target.boost_mhz, memory_us)
 
 
 def _settles(config: Config) -> bool:

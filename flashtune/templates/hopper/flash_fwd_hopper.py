@@ -34,7 +34,7 @@ AXES = (
         name="maximum",
         values=("running", "first"),
         absent="running",
-        why="row maxima of all blocks, or of a tile's first ones with a check at its end: no wait for maxima, against one more launch",
+        why="row maxima of all blocks, or of a tile's first ones until a row outgrows them: no wait for maxima, against a vote",
     ),
 )
 

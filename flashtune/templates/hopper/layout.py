@@ -77,13 +77,8 @@ class HopperLayout:
 
     @property
     def settles(self) -> bool:
-        """Whether a tile's maxima settle on those of its first blocks."""
+        """Whether row maxima settle on those of a tile's first blocks, and are raised where a block outgrows them."""
         return self.config["maximum"] == "first"
-
-    @property
-    def patient(self) -> bool:
-        """Whether they had better be those of two blocks at least: fp16 holds probs up to 2^16 alone."""
-        return self.settles and self.spec.dtype == "fp16"
 
     @property
     def own_out(self) -> bool:
@@ -151,7 +146,7 @@ class HopperLayout:
         A block whose products are under way leaves its scores or probs, and e4m3's what the older sums are rescaled by when they meet.
         """
         under_way = ["scores"] * (self.overlap == 2) + ["p_tile"] * (self.overlap > 0) + ["rescale"] * (self.overlap == 1 and self.fp8)
-        return [*under_way, "row_max", "row_sum"] + ["seen"] * (self.settles and self.spec.mask == "bool")
+        return [*under_way, "row_max", "row_sum"]
 
     @property
     def consumer_registers(self) -> int | None:
@@ -187,9 +182,3 @@ class HopperLayout:
         out = 2 * block_m * self.block_dv // self.out_halves if self.own_out else 0
         bias = 4 * block_m * block_n if self.spec.mask == "bias" else 0
         return q + kv + out + bias + 1024
-
-    @property
-    def recompute(self) -> dict[str, int | str]:
-        """The config of the plain kernel that computes rows anew."""
-        keys = 64 if max(self.block_d, self.block_dv) <= 128 else 32
-        return {"BLOCK_M": ROWS, "BLOCK_N": keys, "num_warps": 4, "num_stages": 2, "ORDER": "given"}
