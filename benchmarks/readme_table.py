@@ -1,24 +1,28 @@
 """Prints README's tables of gains, from the shipped database and the committed results: `python benchmarks/readme_table.py`."""
 
-import json
-from pathlib import Path
-
 from forward_cells import LENGTHS, TOKENS
 
+from flashtune.core.results import TuningRecord
 from flashtune.db.library import Library, shipped_path
 
-FEATURES = Path(__file__).parent / "results" / "2026-11-21-h200-forward" / "forward_features.json"
-
 CASES = {
-    "mask": "boolean mask (1, 1, N, N)",
-    "bias": "additive bias (1, H, N, N)",
-    "dropout": "dropout 0.1, causal",
-    "window": "window 1024, causal",
-    "alibi": "ALiBi, causal",
-    "softcap": "soft cap 30, causal",
-    "gqa": "4 query heads to a key head, causal",
+    '{"mask":"bool"}': "boolean mask (1, 1, N, N)",
+    '{"mask":"bias"}': "additive bias (1, H, N, N)",
+    '{"causal":true,"dropout":true}': "dropout 0.1, causal",
+    '{"causal":true,"window":1024}': "window 1024, causal",
+    '{"alibi":true,"causal":true}': "ALiBi, causal",
+    '{"causal":true,"softcap":true}': "soft cap 30, causal",
+    '{"causal":true}': "4 query heads to a key head, causal",
 }
-"""The feature cells and what they are called."""
+"""The features of rows and what they are called."""
+
+
+def cell(record: TuningRecord | None) -> str:
+    """TFLOP/s, and how many times as fast as the framework's default attention, where that can express the problem."""
+    if record is None:
+        return ""
+    gain = f" ({record.framework_us / record.median_us:.2f}x)" if record.framework_us else ""
+    return f"{record.tflops:.0f}{gain}"
 
 
 def plain_table() -> str:
@@ -32,22 +36,19 @@ def plain_table() -> str:
         for name, features in (("full", "{}"), ("causal", '{"causal":true}')):
             found = [rows[d, n, features] for n in LENGTHS if (d, n, features) in rows]
             if len(found) == len(LENGTHS):
-                cells = [f"{r.tflops:.0f} ({r.framework_us / r.median_us:.2f}x)" if r.framework_us else "" for r in found]
+                cells = [cell(r) for r in found]
                 lines.append(f"| D={d}, {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def feature_table() -> str:
-    """TFLOP/s beside the best of cuDNN, FlashAttention-2, FlexAttention and the memory-efficient kernel in one run, as Markdown."""
-    rows = json.loads(FEATURES.read_text())["rows"]
+    """The same for problems with features, N = 4096."""
+    every = Library.of(shipped_path()).records(gpu="h200", dtype="bf16", n=4096)
     lines = ["| N = 4096 | D=64 | D=128 |", "|---|---|---|"]
-    for case, words in CASES.items():
-        cells = [
-            f"{row['rates']['flashtune']:.0f} ({row['ratio_to'][row['best_peer']]:.2f}x {row['best_peer']})"
-            for row in rows
-            if row["case"] == case
-        ]
-        lines.append(f"| {words} | " + " | ".join(cells) + " |")
+    for features, words in CASES.items():
+        shared = 4 if "heads" in words else 1
+        found = {r.key.d: r for r in every if r.key.features == features and r.key.n_q == 4096 and r.key.gqa_ratio == shared}
+        lines.append(f"| {words} | {cell(found.get(64))} | {cell(found.get(128))} |")
     return "\n".join(lines)
 
 

@@ -5,8 +5,8 @@ Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
 Compiled in: fwd-bf16-d128-bias
-Template: flash_fwd_hopper 4ceb19c72da176dc
-Variant: b79e80b6950e8319
+Template: flash_fwd_hopper 1064a70360e360e9
+Variant: 55e85d8fd1224c33
 Config: BLOCK_M=128 BLOCK_N=128 ctas_per_sm=1 intra_wg_overlap=1 maximum=running num_stages=2 order=fixed pingpong=False section=1 tiles=one
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -490,7 +490,7 @@ def flash_fwd_hopper(
     out_smem = q_smem
     bias_smem = gl.allocate_shared_memory(bias_desc.dtype, [2 * CONSUMERS, 1, 1, ROWS, BLOCK_N], bias_desc.layout)
     smem = SharedStorage(
-        # It is filled once.
+        # Nobody waits for it to be empty.
         q=Pipeline(q_smem, make_barriers(Q_SLOTS, 1), None),
         k=make_pipeline(k_smem, STAGES, CONSUMERS),
         v=make_pipeline(v_smem, STAGES, CONSUMERS),

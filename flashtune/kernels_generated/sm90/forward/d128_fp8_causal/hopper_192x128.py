@@ -5,8 +5,8 @@ Key blocks go from right to left.
 One block goes from scores to values.
 
 Compiled in: fwd-fp8-d128-causal
-Template: flash_fwd_hopper 0b02a1daca6593ef
-Variant: 9987319ce267ca91
+Template: flash_fwd_hopper 0f5c6ea11ad2c881
+Variant: c47b7d6c8c7d5cee
 Config: BLOCK_M=192 BLOCK_N=128 ctas_per_sm=1 intra_wg_overlap=0 maximum=running num_stages=3 order=fixed pingpong=False section=8 tiles=one
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -575,7 +575,7 @@ def flash_fwd_hopper(
     v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_DV, BLOCK_N], v_desc.layout)
     out_smem = gl.allocate_shared_memory(OUT_DTYPE, [CONSUMERS, 1, 1, ROWS, BLOCK_DV], out_desc.layout)
     smem = SharedStorage(
-        # It is filled once.
+        # Nobody waits for it to be empty.
         q=Pipeline(q_smem, make_barriers(Q_SLOTS, 1), None),
         k=make_pipeline(k_smem, STAGES, CONSUMERS),
         v=make_pipeline(v_smem, STAGES, CONSUMERS),

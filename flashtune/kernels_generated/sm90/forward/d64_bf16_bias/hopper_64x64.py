@@ -5,8 +5,8 @@ Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
 Compiled in: fwd-bf16-d64-bias
-Template: flash_fwd_hopper d3cdaa0b08223423
-Variant: b8d49b01625c9368
+Template: flash_fwd_hopper 98a91202447e74d5
+Variant: 63294deb1771de9c
 Config: BLOCK_M=64 BLOCK_N=64 ctas_per_sm=3 intra_wg_overlap=1 maximum=running num_stages=2 order=fixed pingpong=False section=8 tiles=one
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -499,7 +499,7 @@ def flash_fwd_hopper(
     out_smem = q_smem
     bias_smem = gl.allocate_shared_memory(bias_desc.dtype, [2 * CONSUMERS, 1, 1, ROWS, BLOCK_N], bias_desc.layout)
     smem = SharedStorage(
-        # It is filled once.
+        # Nobody waits for it to be empty.
         q=Pipeline(q_smem, make_barriers(Q_SLOTS, 1), None),
         k=make_pipeline(k_smem, STAGES, CONSUMERS),
         v=make_pipeline(v_smem, STAGES, CONSUMERS),
