@@ -5,8 +5,8 @@ Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
 Compiled in: fwd-bf16-d128-causal
-Template: flash_fwd_hopper 5acbb20916e43ff1
-Variant: 4f9b4082b66f29bd
+Template: flash_fwd_hopper 2327cd4cec81eabd
+Variant: e1ab7d5a23baca5c
 Config: BLOCK_M=128 BLOCK_N=128 ctas_per_sm=1 intra_wg_overlap=1 maximum=first num_stages=2 order=drawn pingpong=True section=8
 tiles=chained
 
@@ -16,8 +16,6 @@ Generated; do not edit. `flashtune generate` writes it anew.
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
@@ -55,9 +53,6 @@ MASK_BITS_LAYOUT = gl.constexpr(
 )
 WORK_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0]))
 LN_2 = gl.constexpr(0.6931471805599453)
-# Between these a row's sum is as exact as any: probs keep their digits as bf16, and what they multiply can't overflow.
-LEAST = gl.constexpr(2.0**-60)
-MOST = gl.constexpr(2.0**60)
 
 
 class Divisor(NamedTuple):
@@ -113,6 +108,13 @@ class Pipeline(NamedTuple):
     empty: gl.shared_memory_descriptor
 
 
+class Redo(NamedTuple):
+    """The tile that each warpgroup missed, and the barrier at which they end a pass over their tiles."""
+
+    missed: gl.shared_memory_descriptor
+    ended: gl.shared_memory_descriptor
+
+
 class SharedStorage(NamedTuple):
     """What the roles of a program share."""
 
@@ -120,6 +122,7 @@ class SharedStorage(NamedTuple):
     k: Pipeline
     v: Pipeline
     work: Pipeline
+    redo: Redo
     out: gl.shared_memory_descriptor
 
 
@@ -129,212 +132,6 @@ class SoftmaxState(NamedTuple):
     p_tile: gl.tensor
     row_max: gl.tensor
     row_sum: gl.tensor
-
-
-@triton.jit
-def attention_tile(
-    program,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    lse_ptr,
-    stride_qb,
-    stride_qh,
-    stride_qm,
-    stride_qd,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_kd,
-    stride_vb,
-    stride_vh,
-    stride_vn,
-    stride_vd,
-    stride_ob,
-    stride_oh,
-    stride_om,
-    stride_od,
-    heads,
-    group,
-    n_q,
-    n_kv,
-    score_scale,
-    diagonal,
-    WIDE: tl.constexpr,
-):
-    """One query tile of one head. Of `heads` query heads, `group` share a key head; `score_scale` brings scores to units of log 2."""
-    BLOCK_M: tl.constexpr = 64
-    BLOCK_N: tl.constexpr = 64
-    BLOCK_D: tl.constexpr = 128
-    BLOCK_DV: tl.constexpr = 128
-
-    tiles = tl.cdiv(n_q, BLOCK_M)
-    tile = program % tiles
-    head_index = program // tiles
-    batch = head_index // heads
-    head = head_index % heads
-    kv_head = head // group
-    start_m = tile * BLOCK_M
-    offs_m = start_m + tl.arange(0, BLOCK_M)  # [BLOCK_M]
-    offs_n = tl.arange(0, BLOCK_N)  # [BLOCK_N]
-    offs_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
-    offs_dv = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
-
-    # Offsets are 64-bit; those within one tile fit 32 bits, which saves registers, unless its rows lie very far apart.
-    tile_type: tl.constexpr = tl.int64 if WIDE else tl.int32
-    k_ptr += batch.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh
-    v_ptr += batch.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh
-    k_offsets = offs_n.to(tile_type)[:, None] * stride_kn + offs_d.to(tile_type)[None, :] * stride_kd  # [BLOCK_N, BLOCK_D]
-    v_offsets = offs_n.to(tile_type)[:, None] * stride_vn + offs_dv.to(tile_type)[None, :] * stride_vd  # [BLOCK_N, BLOCK_DV]
-
-    q_ptr += batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
-    q_ptrs = q_ptr + offs_m.to(tl.int64)[:, None] * stride_qm + offs_d.to(tl.int64)[None, :] * stride_qd  # [BLOCK_M, BLOCK_D]
-    q_tile = tl.load(q_ptrs, mask=(offs_m < n_q)[:, None], other=0.0)  # [BLOCK_M, BLOCK_D]
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)  # [BLOCK_M]
-    row_sum = tl.zeros([BLOCK_M], tl.float32)  # [BLOCK_M]
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)  # [BLOCK_M, BLOCK_DV]
-
-    end_m = tl.minimum(start_m + BLOCK_M, n_q) - 1
-    # Columns up to last are visited; all rows of the tile see those up to free_last.
-    row_last = tl.minimum(offs_m + diagonal, n_kv - 1)  # [BLOCK_M]
-    last = tl.minimum(end_m + diagonal + 1, n_kv)
-    free_last = tl.maximum(tl.minimum(start_m + diagonal + 1, n_kv), 0) // BLOCK_N * BLOCK_N
-
-    for start_n in range(0, free_last, BLOCK_N):
-        start_n = tl.multiple_of(start_n, BLOCK_N)
-        k_ptrs = k_ptr + tl.cast(start_n, tl.int64) * stride_kn + k_offsets  # [BLOCK_N, BLOCK_D]
-        k_tile = tl.load(k_ptrs)  # [BLOCK_N, BLOCK_D]
-        scores = tl.dot(q_tile, k_tile.T)  # [BLOCK_M, BLOCK_N]
-        new_max = tl.maximum(row_max, tl.max(scores, 1) * score_scale)  # [BLOCK_M]
-        rescale = tl.exp2(row_max - new_max)  # [BLOCK_M]
-        probs = tl.exp2(scores * score_scale - new_max[:, None])  # [BLOCK_M, BLOCK_N]
-        row_max = new_max  # [BLOCK_M]
-        row_sum = row_sum * rescale + tl.sum(probs, 1)  # [BLOCK_M]
-        acc = acc * rescale[:, None]  # [BLOCK_M, BLOCK_DV]
-        v_ptrs = v_ptr + tl.cast(start_n, tl.int64) * stride_vn + v_offsets  # [BLOCK_N, BLOCK_DV]
-        v_tile = tl.load(v_ptrs)  # [BLOCK_N, BLOCK_DV]
-        acc = tl.dot(probs.to(v_tile.dtype), v_tile, acc)  # [BLOCK_M, BLOCK_DV]
-
-    for start_n in range(free_last, last, BLOCK_N):
-        start_n = tl.multiple_of(start_n, BLOCK_N)
-        columns = start_n + offs_n  # [BLOCK_N]
-        k_ptrs = k_ptr + tl.cast(start_n, tl.int64) * stride_kn + k_offsets  # [BLOCK_N, BLOCK_D]
-        k_tile = tl.load(k_ptrs, mask=(columns < n_kv)[:, None], other=0.0)  # [BLOCK_N, BLOCK_D]
-        scores = tl.dot(q_tile, k_tile.T)  # [BLOCK_M, BLOCK_N]
-        scores = tl.where(columns[None, :] <= row_last[:, None], scores, float("-inf"))  # [BLOCK_M, BLOCK_N]
-        new_max = tl.maximum(row_max, tl.max(scores, 1) * score_scale)  # [BLOCK_M]
-        # A row that has seen no key yet has the maximum -inf, and -inf - -inf is NaN.
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # [BLOCK_M]
-        rescale = tl.exp2(row_max - shift)  # [BLOCK_M]
-        probs = tl.exp2(scores * score_scale - shift[:, None])  # [BLOCK_M, BLOCK_N]
-        row_max = new_max  # [BLOCK_M]
-        row_sum = row_sum * rescale + tl.sum(probs, 1)  # [BLOCK_M]
-        acc = acc * rescale[:, None]  # [BLOCK_M, BLOCK_DV]
-        v_ptrs = v_ptr + tl.cast(start_n, tl.int64) * stride_vn + v_offsets  # [BLOCK_N, BLOCK_DV]
-        v_tile = tl.load(v_ptrs, mask=(columns < n_kv)[:, None], other=0.0)  # [BLOCK_N, BLOCK_DV]
-        acc = tl.dot(probs.to(v_tile.dtype), v_tile, acc)  # [BLOCK_M, BLOCK_DV]
-
-    # A row that saw no key has the sum 0 and the maximum -inf: its output is 0 and its LSE -inf.
-    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # [BLOCK_M]
-    result = acc * (1.0 / row_sum)[:, None]  # [BLOCK_M, BLOCK_DV]
-    lse = (row_max + tl.log2(row_sum)) * 0.6931471805599453  # [BLOCK_M]
-    tl.store(lse_ptr + tl.cast(head_index, tl.int64) * n_q + offs_m, lse, mask=offs_m < n_q)
-    out_ptr += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
-    out_ptrs = out_ptr + offs_m.to(tl.int64)[:, None] * stride_om + offs_dv.to(tl.int64)[None, :] * stride_od  # [BLOCK_M, BLOCK_DV]
-    in_out = (offs_m < n_q)[:, None]  # [BLOCK_M, 1]
-    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=in_out)
-
-
-@triton.jit(
-    do_not_specialize=[
-        "row_count",
-        "heads",
-        "group",
-        "n_q",
-        "n_kv",
-        "diagonal",
-    ]
-)
-def recompute(
-    row_count,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    lse_ptr,
-    stride_qb,
-    stride_qh,
-    stride_qm,
-    stride_qd,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_kd,
-    stride_vb,
-    stride_vh,
-    stride_vn,
-    stride_vd,
-    stride_ob,
-    stride_oh,
-    stride_om,
-    stride_od,
-    heads,
-    group,
-    n_q,
-    n_kv,
-    score_scale,
-    diagonal,
-    WIDE: tl.constexpr,
-):
-    """Computes anew the tiles in which the LSE of a row, of `row_count` in all heads together, is NaN."""
-    # It is launched before the kernel that writes them has ended.
-    tl.extra.cuda.gdc_wait()
-    BLOCK_M: tl.constexpr = 64
-    # Rows that are looked at together.
-    LOOK: tl.constexpr = 2048
-    tiles = tl.cdiv(n_q, BLOCK_M)
-    for first in range(tl.program_id(0) * LOOK, row_count, tl.num_programs(0) * LOOK):
-        places = first + tl.arange(0, LOOK)  # [LOOK]
-        lse = tl.load(lse_ptr + places, mask=places < row_count, other=0.0)  # [LOOK]
-        if tl.max((lse != lse).to(tl.int32), 0) > 0:
-            last = tl.minimum(first + LOOK, row_count) - 1
-            # A tile that goes on past these rows may be computed twice, with the same result.
-            for number in range(first // n_q * tiles + first % n_q // BLOCK_M, last // n_q * tiles + last % n_q // BLOCK_M + 1):
-                rows = number % tiles * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
-                own = tl.load(lse_ptr + number // tiles * n_q + rows, mask=rows < n_q, other=0.0)  # [BLOCK_M]
-                if tl.max((own != own).to(tl.int32), 0) > 0:
-                    attention_tile(
-                        number,
-                        q_ptr,
-                        k_ptr,
-                        v_ptr,
-                        out_ptr,
-                        lse_ptr,
-                        stride_qb,
-                        stride_qh,
-                        stride_qm,
-                        stride_qd,
-                        stride_kb,
-                        stride_kh,
-                        stride_kn,
-                        stride_kd,
-                        stride_vb,
-                        stride_vh,
-                        stride_vn,
-                        stride_vd,
-                        stride_ob,
-                        stride_oh,
-                        stride_om,
-                        stride_od,
-                        heads,
-                        group,
-                        n_q,
-                        n_kv,
-                        score_scale,
-                        diagonal,
-                        WIDE,
-                    )
 
 
 @gluon.jit
@@ -472,6 +269,45 @@ def blocks_of(row, NUMBER: gl.constexpr, sizes):
 
 
 @gluon.jit
+def judge(row_sum, work_index, missed, passes, tiles, W: gl.constexpr):
+    """Whether a tile's output may be written, and the tile that this warpgroup missed, or `tiles` where it missed none.
+
+    A score some 2^127 times as heavy as all before it leaves no sum. Such a tile is computed once more, with running maxima, and then
+    only warpgroups that missed it write. A warpgroup that missed one settles no more, so that there is never a second.
+    """
+    wrong = (passes == 0) & (missed >= tiles)
+    if wrong:
+        wrong = vote_unsound(row_sum, W) != 0
+    writes = gl.where(passes == 0, wrong == 0, missed == work_index)
+    return writes, gl.where(wrong, work_index, missed)
+
+
+@gluon.jit
+def end_pass(redo, missed, W: gl.constexpr):
+    """Says that this warpgroup needs nothing more of the shared memory, and which tile it missed."""
+    tma.store_wait(0)
+    redo.missed.index(W).store(gl.full([1], missed, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+    mbarrier.arrive(redo.ended.index(0), count=1)
+
+
+@gluon.jit
+def next_missed(redo, passes, after, tiles, WARPS: gl.constexpr):
+    """Once all warpgroups have ended so many passes: the next tile that is computed once more, or `tiles`, and where the list goes on."""
+    mbarrier.wait(redo.ended.index(0), passes - 1 & 1)
+    missed_0 = gl.max(redo.missed.index(0).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+    missed_1 = gl.max(redo.missed.index(1).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+    work_index = tiles
+    following = after
+    chosen = (after <= 1) & (missed_1 < tiles) & (missed_0 != missed_1)
+    work_index = gl.where(chosen, missed_1, work_index)
+    following = gl.where(chosen, 2, following)
+    chosen = (after <= 0) & (missed_0 < tiles)
+    work_index = gl.where(chosen, missed_0, work_index)
+    following = gl.where(chosen, 1, following)
+    return work_index, following
+
+
+@gluon.jit
 def load_values(v_desc, coord, block, pipeline):
     """Starts the copy of a value block as soon as its stage is empty; the row of `coord` is that of its first key."""
     wait_empty(pipeline, block)
@@ -482,8 +318,8 @@ def load_values(v_desc, coord, block, pipeline):
 
 
 @gluon.jit
-def load_tile(iteration, work_index, block, values, descs, counter_ptr, smem, sizes):
-    """Copies the queries, keys and values of one tile; a block's values follow the keys of the block after it."""
+def load_tile(iteration, work_index, block, begun, values, descs, counter_ptr, smem, sizes, REDO: gl.constexpr):
+    """Copies the queries, keys and values of one tile; a block's values follow the keys of the block after it, where that was begun."""
     q_desc, k_desc, v_desc = descs
     coord = tile_at(work_index, sizes)
     kv_head = coord.head // sizes.kv_group
@@ -494,7 +330,7 @@ def load_tile(iteration, work_index, block, values, descs, counter_ptr, smem, si
         stage = block % STAGES
         mbarrier.expect(smem.k.full.index(stage), k_desc.block_type.nbytes)
         async_load(k_desc, [coord.batch, kv_head, column, 0], smem.k.full.index(stage), smem.k.smem.index(stage))
-        if block > 0:
+        if block > begun:
             # Before the queries, for these values are wanted first.
             load_values(v_desc, values, block - 1, smem.v)
         if n == 0:
@@ -505,8 +341,9 @@ def load_tile(iteration, work_index, block, values, descs, counter_ptr, smem, si
                 async_load(q_desc, [coord.batch, coord.head, coord.row + w * ROWS, 0], smem.q.full.index(slot), smem.q.smem.index(slot))
         # Late, so that no tile waits for a program that has another to finish, but before the consumers ask.
         if n == gl.maximum(blocks.end - blocks.first - 2, 0):
-            work_index = draw_work_index(counter_ptr, sizes)
-            publish_work_index(smem.work, iteration + 1, work_index)
+            if not REDO:
+                work_index = draw_work_index(counter_ptr, sizes)
+                publish_work_index(smem.work, iteration + 1, work_index)
         values = TileCoord(coord.batch, kv_head, column)
         block += 1
     return work_index, block, values
@@ -521,9 +358,17 @@ def producer(descs, counter_ptr, smem, sizes):
     iteration = gl.to_tensor(0)
     work_index = gl.program_id(0)
     while work_index < tiles:
-        work_index, block, values = load_tile(iteration, work_index, block, values, descs, counter_ptr, smem, sizes)
+        work_index, block, values = load_tile(iteration, work_index, block, 0, values, descs, counter_ptr, smem, sizes, False)
         iteration += 1
     load_values(descs[2], values, block - 1, smem.v)
+    passes = gl.to_tensor(1)
+    work_index, after = next_missed(smem.redo, passes, 0, tiles, 1)
+    while work_index < tiles:
+        _, block, values = load_tile(iteration, work_index, block, block, values, descs, counter_ptr, smem, sizes, True)
+        load_values(descs[2], values, block - 1, smem.v)
+        iteration += 1
+        passes += 1
+        work_index, after = next_missed(smem.redo, passes, after, tiles, 1)
 
 
 @gluon.jit
@@ -600,19 +445,104 @@ def online_softmax(scores, row_max, row_sum, scale, GUARD: gl.constexpr):
 
 
 @gluon.jit
-def settled_softmax(scores, row_max, row_sum, scale):
-    """One block of the softmax relative to a maximum that stays as it is: its probs and the new sum."""
-    probs = gl.exp2(scores * scale - row_max[:, None])  # [ROWS, BLOCK_N]
-    return probs, row_sum + quarter_sums(probs)
+def declare_answer(W: gl.constexpr):
+    """Declares the predicate in which votes leave their answer: Triton itself reduces to scalars over whole warpgroups alone."""
+    gl.inline_asm_elementwise(f".reg .pred answer{W}; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def sound_sums(row_sum, settled_blocks):
-    """The sums, or NaN where probs were too large or too small to be told apart: `recompute` computes those rows anew."""
+def read_answer(W: gl.constexpr):
+    """What the last vote said: 1 or 0, the same for all threads of a warp."""
+    read: gl.constexpr = f"selp.b32 $0, 1, $1, answer{W};"
+    return gl.inline_asm_elementwise(read, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def vote_outgrown(part, row_sum, W: gl.constexpr):
+    """Whether a row of this warp got probs in a block, with the sums `part`, that are large beside all of it before.
+
+    A warp asks and answers by itself, without a barrier. That is why warps of one warpgroup may hold their rows' maxima differently.
+    """
+    # More than 8 times what was there, or too much for fp16.
+    compare: gl.constexpr = """
+    {
+        .reg .pred upper, lower;
+        .reg .f32 bound;
+        fma.rn.ftz.f32 bound, $4, 0f41000000, 0f40800000;
+        min.ftz.f32 bound, bound, 0f46000000;
+        setp.gt.f32 upper, $2, bound;
+        fma.rn.ftz.f32 bound, $5, 0f41000000, 0f40800000;
+        min.ftz.f32 bound, bound, 0f46000000;
+        setp.gt.f32 lower, $3, bound;
+        or.pred upper, upper, lower;
+        mov.b32 $0, 0;
+        mov.b32 $1, 0;
+    """
+    vote: gl.constexpr = compare + f"vote.sync.any.pred answer{W}" + ", upper, 0xffffffff; }"
+    gl.inline_asm_elementwise(vote, "=r,=r,f,f,f,f", [part, row_sum], dtype=gl.int32, is_pure=False, pack=2)
+    return read_answer(W)
+
+
+# Hardware barriers from 9 on are free, too.
+@gluon.jit
+def vote_peaked(row_sum, W: gl.constexpr):
+    """Whether most rows of this warpgroup gave few keys of their first block nearly all of its weight.
+
+    Such rows meet new maxima often, and looking for them in every block costs less than being surprised.
+    """
     total = gl.sum(row_sum, 1)  # [ROWS]
-    sound = (total >= LEAST) & (total <= MOST)
-    sound |= (settled_blocks <= 0) & (total == 0.0)
-    return gl.where(sound[:, None], row_sum, float("nan"))
+    compare: gl.constexpr = """
+    {
+        .reg .pred upper, lower;
+        .reg .b32 threads;
+        setp.lt.f32 upper, $2, 0f40400000;
+        setp.gt.and.f32 upper, $2, 0f00000000, upper;
+        setp.lt.f32 lower, $3, 0f40400000;
+        setp.gt.and.f32 lower, $3, 0f00000000, lower;
+        and.pred upper, upper, lower;
+        mov.b32 $0, 0;
+        mov.b32 $1, 0;
+    """
+    # The vote at the end tells ptxas that the answer is the same for the warp, so that loops over keys count in uniform registers.
+    tell: gl.constexpr = "setp.gt.u32 upper, threads, 64; vote.sync.any.pred "
+    vote: gl.constexpr = compare + f"bar.red.popc.u32 threads, {9 + W}, 128, upper; " + tell + f"answer{W}" + ", upper, 0xffffffff; }"
+    gl.inline_asm_elementwise(vote, "=r,=r,f,f", [total], dtype=gl.int32, is_pure=False, pack=2)
+    return read_answer(W)
+
+
+@gluon.jit
+def vote_unsound(row_sum, W: gl.constexpr):
+    """Whether the sum of a row of this warpgroup is infinite or no number."""
+    compare: gl.constexpr = """
+    {
+        .reg .pred upper, lower;
+        setp.geu.f32 upper, $2, 0f7F800000;
+        setp.geu.f32 lower, $3, 0f7F800000;
+        or.pred upper, upper, lower;
+        mov.b32 $0, 0;
+        mov.b32 $1, 0;
+    """
+    vote: gl.constexpr = compare + f"bar.red.or.pred upper, {9 + W}, 128, upper; vote.sync.any.pred answer{W}" + ", upper, 0xffffffff; }"
+    gl.inline_asm_elementwise(vote, "=r,=r,f,f", [row_sum], dtype=gl.int32, is_pure=False, pack=2)
+    return read_answer(W)
+
+
+@gluon.jit
+def settled_softmax(scores, row_max, scale, W: gl.constexpr):
+    """One block of the softmax relative to maxima that stay as they are: its probs, their sums, and the maxima."""
+    probs = gl.exp2(scores * scale - row_max[:, None])  # [ROWS, BLOCK_N]
+    return probs, quarter_sums(probs), row_max
+
+
+@gluon.jit
+def raise_maxima(probs, acc, row_max, row_sum):
+    """All of it relative to maxima raised to those of the block with these probs, so that the largest of them is 1, which no rounding changes."""
+    growth = gl.log2(gl.maximum(gl.max(probs, 1), 1.0))
+    rescale = gl.exp2(-growth)  # [ROWS]
+    probs = probs * rescale[:, None]
+    acc = acc * gl.convert_layout(rescale, OUT_ROW_LAYOUT)[:, None]
+    row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None]
+    return probs, acc, row_max + growth, row_sum
 
 
 @gluon.jit
@@ -670,15 +600,22 @@ def attend(block, q_tile, acc, state, coord, column, unmasked, smem, sizes, para
     release(smem.k, block)
     scores = shape_scores(scores, coord, column, unmasked, sizes, params)
     if SETTLED:
-        row_max = state.row_max
-        probs, row_sum = settled_softmax(scores, row_max, state.row_sum, params.scale)
+        row_sum = state.row_sum
+        probs, part, row_max = settled_softmax(scores, state.row_max, params.scale, W)
     else:
         probs, rescale, row_max, row_sum = online_softmax(scores, state.row_max, state.row_sum, params.scale, True)
     acc = warpgroup_mma_wait(0, deps=[product])
     release(smem.v, block - 1)
-    if not SETTLED:
-        acc = acc * gl.convert_layout(rescale, OUT_ROW_LAYOUT)[:, None]
+    # Before the vote, for only what rarely happens waits for its answer.
     p_tile = pack(probs)
+    if SETTLED:
+        if vote_outgrown(part, row_sum, W) != 0:
+            probs, acc, row_max, row_sum = raise_maxima(probs, acc, row_max, row_sum)
+            part = quarter_sums(probs)
+            p_tile = pack(probs)
+        row_sum += part
+    else:
+        acc = acc * gl.convert_layout(rescale, OUT_ROW_LAYOUT)[:, None]
     return acc, SoftmaxState(p_tile, row_max, row_sum)
 
 
@@ -705,34 +642,30 @@ def change_tile(block, more, q_tile, acc, state, coord, column, smem, sizes, par
 
 
 @gluon.jit
-def attend_blocks(block, slot, acc, state, coord, blocks, smem, sizes, params, W: gl.constexpr):
-    """The blocks of a tile after its first, right to left."""
+def attend_blocks(block, slot, settling, acc, state, coord, blocks, smem, sizes, params, W: gl.constexpr):
+    """The blocks of a tile after its first, right to left; maxima settle where `settling` is true."""
     q_tile = smem.q.smem.index(slot)
-    # A tile's rows have seen their diagonal or the last keys by then; what follows can't be so much larger that float32 wouldn't hold it,
-    # or the row is computed again.
-    settled = gl.minimum(gl.maximum(blocks.end - blocks.unmasked_end, 1), blocks.end - blocks.first)
+    number = blocks.end - blocks.first
+    # Where the first row's last key is: each row that sees a key has seen one by then.
+    edge = gl.maximum(coord.row + sizes.diagonal, 0) // BLOCK_N
+    settled = gl.minimum(gl.maximum(blocks.end - gl.minimum(blocks.unmasked_end, edge), 1), number)
+    if vote_peaked(state.row_sum, W) != 0:
+        settled = number
+    if not settling:
+        settled = number
     for n in range(1, settled):
         column = (blocks.end - 1 - n) * BLOCK_N
         unmasked = n >= blocks.end - blocks.unmasked_end
         acc, state = attend(block + n, q_tile, acc, state, coord, column, unmasked, smem, sizes, params, W, False)
+    # Rows that see no key at all.
     row_max = gl.where(state.row_max == float("-inf"), 0.0, state.row_max)
-    state = SoftmaxState(
-        state.p_tile,
-        row_max,
-        state.row_sum,
-    )
+    state = SoftmaxState(state.p_tile, row_max, state.row_sum)
     # A number that the compiler can't know to be the same, or ptxas 12.8 takes addresses from the loop above even where that was skipped.
     q_tile = smem.q.smem.index(gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [slot], dtype=gl.int32, is_pure=False, pack=1))
-    for n in range(settled, blocks.end - blocks.first):
+    for n in range(settled, number):
         column = (blocks.end - 1 - n) * BLOCK_N
         unmasked = True
         acc, state = attend(block + n, q_tile, acc, state, coord, column, unmasked, smem, sizes, params, W, True)
-    row_sum = sound_sums(state.row_sum, blocks.end - blocks.first - settled)
-    state = SoftmaxState(
-        state.p_tile,
-        state.row_max,
-        row_sum,
-    )
     return acc, state
 
 
@@ -757,40 +690,56 @@ def consumer(out_desc, lse_ptr, smem, sizes, params, W: gl.constexpr):
     if W == CONSUMERS - 1:
         scheduler_barrier_arrive(W)
     block = gl.to_tensor(0)
+    declare_answer(W)
     tiles = sizes.m_tiles * sizes.batches * sizes.heads
     iteration = gl.to_tensor(0)
+    # The tile that this warpgroup missed; the program's tiles are the first pass, each that some warpgroup missed is one more.
+    missed = tiles
+    passes = gl.to_tensor(0)
+    after = gl.to_tensor(0)
     work_index = gl.program_id(0)
-    tile = tile_at(work_index, sizes)
-    blocks = blocks_of(tile.row, BLOCK_M, sizes)
-    coord = TileCoord(tile.batch, tile.head, tile.row + W * ROWS)
-    column = (blocks.end - 1) * BLOCK_N
-    mbarrier.wait(smem.q.full.index(W), 0)
-    state = open_tile(block, smem.q.smem.index(W), coord, column, smem, sizes, params, W)
     while work_index < tiles:
+        # A chain of tiles; those that are computed once more are chains of one.
+        tile = tile_at(work_index, sizes)
         blocks = blocks_of(tile.row, BLOCK_M, sizes)
         coord = TileCoord(tile.batch, tile.head, tile.row + W * ROWS)
-        acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, OUT_LAYOUT)
-        slot = iteration % 2 * CONSUMERS + W
-        next_slot = (iteration + 1) % 2 * CONSUMERS + W
-        next_phase = (iteration + 1) // 2 & 1
-        acc, state = attend_blocks(block, slot, acc, state, coord, blocks, smem, sizes, params, W)
-        next_index = read_work_index(smem.work, iteration + 1)
-        more = next_index < tiles
-        mbarrier.arrive(smem.q.empty.index(slot), count=1)
-        block += blocks.end - blocks.first
-        # After the last tile the idle work takes that tile's place, so that no load leaves the tensors.
-        tile = tile_at(gl.where(more, next_index, work_index), sizes)
-        blocks = blocks_of(tile.row, BLOCK_M, sizes)
-        next_coord = TileCoord(tile.batch, tile.head, tile.row + W * ROWS)
         column = (blocks.end - 1) * BLOCK_N
-        mbarrier.wait(smem.q.full.index(next_slot), next_phase, pred=more)
-        q_tile = smem.q.smem.index(next_slot)
-        acc, next_state = change_tile(block, more, q_tile, acc, state, next_coord, column, smem, sizes, params, W)
-        tma.store_wait(0)
-        epilogue(acc, state.row_max, state.row_sum, smem.out.index(W), out_desc, lse_ptr, coord, sizes)
-        state = next_state
-        work_index = next_index
-        iteration += 1
+        slot = iteration % 2 * CONSUMERS + W
+        mbarrier.wait(smem.q.full.index(slot), iteration // 2 & 1)
+        state = open_tile(block, smem.q.smem.index(slot), coord, column, smem, sizes, params, W)
+        while work_index < tiles:
+            blocks = blocks_of(tile.row, BLOCK_M, sizes)
+            coord = TileCoord(tile.batch, tile.head, tile.row + W * ROWS)
+            acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, OUT_LAYOUT)
+            slot = iteration % 2 * CONSUMERS + W
+            next_slot = (iteration + 1) % 2 * CONSUMERS + W
+            next_phase = (iteration + 1) // 2 & 1
+            acc, state = attend_blocks(block, slot, (passes == 0) & (missed >= tiles), acc, state, coord, blocks, smem, sizes, params, W)
+            next_index = tiles
+            if passes == 0:
+                next_index = read_work_index(smem.work, iteration + 1)
+            more = next_index < tiles
+            mbarrier.arrive(smem.q.empty.index(slot), count=1)
+            block += blocks.end - blocks.first
+            # After the last tile the idle work takes that tile's place, so that no load leaves the tensors.
+            tile = tile_at(gl.where(more, next_index, work_index), sizes)
+            blocks = blocks_of(tile.row, BLOCK_M, sizes)
+            next_coord = TileCoord(tile.batch, tile.head, tile.row + W * ROWS)
+            column = (blocks.end - 1) * BLOCK_N
+            mbarrier.wait(smem.q.full.index(next_slot), next_phase, pred=more)
+            q_tile = smem.q.smem.index(next_slot)
+            acc, next_state = change_tile(block, more, q_tile, acc, state, next_coord, column, smem, sizes, params, W)
+            tma.store_wait(0)
+            writes, missed = judge(state.row_sum, work_index, missed, passes, tiles, W)
+            if writes:
+                epilogue(acc, state.row_max, state.row_sum, smem.out.index(W), out_desc, lse_ptr, coord, sizes)
+            state = next_state
+            work_index = next_index
+            iteration += 1
+        if work_index >= tiles:
+            end_pass(smem.redo, missed, W)
+            passes += 1
+            work_index, after = next_missed(smem.redo, passes, after, tiles, 4)
     tma.store_wait(0)
 
 
@@ -840,11 +789,13 @@ def flash_fwd_hopper(
     v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_DV], v_desc.layout)
     out_smem = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, ROWS, BLOCK_DV], out_desc.layout)
     work_smem = gl.allocate_shared_memory(gl.int32, [2, 1], WORK_LAYOUT)
+    missed_smem = gl.allocate_shared_memory(gl.int32, [CONSUMERS, 1], WORK_LAYOUT)
     smem = SharedStorage(
         q=make_pipeline(q_smem, Q_SLOTS, 1),
         k=make_pipeline(k_smem, STAGES, CONSUMERS),
         v=make_pipeline(v_smem, STAGES, CONSUMERS),
         work=make_pipeline(work_smem, 2, CONSUMERS),
+        redo=Redo(missed_smem, make_barriers(1, CONSUMERS)),
         out=out_smem,
     )
     fence_async_shared()
@@ -959,35 +910,8 @@ def launches(
         *division(batches * heads % 8 or 1),
         1.4426950408889634 * scale,
     )
-    kv_heads, n_kv = k.shape[1:3]
-    # Offsets within the tiles of `recompute` stay below 2^31 with smaller strides.
-    wide = max(*k.stride()[2:], *v.stride()[2:]) >= 2**22
-    row_count = batches * heads * n_q
-    recompute_arguments = (
-        row_count,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        *q.stride(),
-        *k.stride(),
-        *v.stride(),
-        *out.stride(),
-        heads,
-        heads // kv_heads,
-        n_q,
-        n_kv,
-        scale * 1.4426950408889634,
-        diagonal,
-        wide,
-    )
-    recompute_options = {"num_warps": 4, "num_stages": 2, "launch_pdl": True}
-    # It looks at 2048 rows at once.
-    recompute_programs = min(-(-row_count // 2048), 264)
     return [
         (flash_fwd_hopper, (programs,), arguments, {"num_warps": 4}),
-        (recompute, (recompute_programs,), recompute_arguments, recompute_options),
     ]
 
 
