@@ -5,8 +5,8 @@ Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
 Compiled in: fwd-bf16-d128-causal
-Template: flash_fwd_hopper 2327cd4cec81eabd
-Variant: e1ab7d5a23baca5c
+Template: flash_fwd_hopper 0b9d0357a5e3733a
+Variant: 24dd873a75125893
 Config: BLOCK_M=128 BLOCK_N=128 ctas_per_sm=1 intra_wg_overlap=1 maximum=first num_stages=2 order=drawn pingpong=True section=8
 tiles=chained
 
@@ -318,7 +318,9 @@ def load_values(v_desc, coord, block, pipeline):
 
 
 @gluon.jit
-def load_tile(iteration, work_index, block, begun, values, descs, counter_ptr, smem, sizes, REDO: gl.constexpr):
+def load_tile(
+    iteration, work_index, block, begun, values, descs, counter_ptr, smem, sizes, REDO: gl.constexpr
+):
     """Copies the queries, keys and values of one tile; a block's values follow the keys of the block after it, where that was begun."""
     q_desc, k_desc, v_desc = descs
     coord = tile_at(work_index, sizes)

@@ -5,8 +5,8 @@ Key blocks go from right to left.
 One block goes from scores to values.
 
 Compiled in: fwd-fp8-d64-window-alibi-bool
-Template: flash_fwd_hopper e49b2fdb7b66ee59
-Variant: e0891cd47f205364
+Template: flash_fwd_hopper fc7d80c671e48c52
+Variant: 2b7725102c4021f6
 Config: BLOCK_M=64 BLOCK_N=64 ctas_per_sm=2 intra_wg_overlap=0 maximum=running num_stages=2 order=fixed pingpong=False section=1 tiles=one
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -275,7 +275,9 @@ def load_values(v_desc, coord, block, pipeline):
 
 
 @gluon.jit
-def load_tile(work_index, block, values, descs, smem, sizes):
+def load_tile(
+    work_index, block, values, descs, smem, sizes
+):
     """Copies the queries, keys and values of one tile; a block's values follow the keys of the block after it."""
     q_desc, k_desc, v_desc = descs
     coord = tile_at(work_index, sizes)
@@ -605,7 +607,7 @@ def flash_fwd_hopper(
     v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_DV, BLOCK_N], v_desc.layout)
     out_smem = gl.allocate_shared_memory(OUT_DTYPE, [CONSUMERS, 1, 1, ROWS, BLOCK_DV], out_desc.layout)
     smem = SharedStorage(
-        # It is filled once.
+        # Nobody waits for it to be empty.
         q=Pipeline(q_smem, make_barriers(Q_SLOTS, 1), None),
         k=make_pipeline(k_smem, STAGES, CONSUMERS),
         v=make_pipeline(v_smem, STAGES, CONSUMERS),

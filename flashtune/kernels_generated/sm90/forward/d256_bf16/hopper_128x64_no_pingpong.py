@@ -265,7 +265,9 @@ def load_values(v_desc, coord, block, pipeline):
 
 
 @gluon.jit
-def load_tile(iteration, work_index, block, begun, values, descs, smem, sizes):
+def load_tile(
+    iteration, work_index, block, begun, values, descs, smem, sizes
+):
     """Copies the queries, keys and values of one tile; a block's values follow the keys of the block after it, where that was begun."""
     q_desc, k_desc, v_desc = descs
     coord = tile_at(work_index, sizes)

@@ -273,7 +273,9 @@ def load_values(v_desc, coord, block, pipeline):
 
 
 @gluon.jit
-def load_tile(iteration, work_index, block, begun, values, descs, smem, sizes):
+def load_tile(
+    iteration, work_index, block, begun, values, descs, smem, sizes
+):
     """Copies the queries, keys and values of one tile; a block's values follow the keys of the block after it, where that was begun."""
     q_desc, k_desc, v_desc = descs
     coord = tile_at(work_index, sizes)
@@ -554,20 +556,7 @@ def attend_blocks(block, slot, settling, acc, state, coord, blocks, smem, sizes,
     edge = gl.maximum(coord.row + sizes.diagonal, 0) // BLOCK_N
     settled = gl.minimum(gl.maximum(blocks.end - gl.minimum(blocks.unmasked_end, edge), 1), number)
     column = (blocks.end - 1) * BLOCK_N
-    acc, state = attend(
-        block,
-        q_tile,
-        acc,
-        state,
-        coord,
-        column,
-        (0 >= blocks.end - blocks.unmasked_end) & (0 < blocks.end - blocks.unmasked_first),
-        smem,
-        sizes,
-        params,
-        W,
-        False,
-    )
+    acc, state = attend(block, q_tile, acc, state, coord, column, (0 >= blocks.end - blocks.unmasked_end) & (0 < blocks.end - blocks.unmasked_first), smem, sizes, params, W, False)
     if vote_peaked(state.row_sum, W) != 0:
         settled = number
     if not settling:
