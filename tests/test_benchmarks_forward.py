@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from flashtune import dispatch
+from flashtune.cli.search import SearchOptions
 from flashtune.core.problem import Problem
 from flashtune.core.results import Measurement, TuningRecord
 from flashtune.core.target import Target, find_target
@@ -310,8 +311,8 @@ def test_every_group_is_searched_with_families_that_serve_it() -> None:
 def test_tune_hands_on_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[tuple[list[str], Any]] = []
 
-    def run_search(target: Target, problems: list[Problem], *, words: dict[str, Any], **_: object) -> list[TuningRecord]:
-        searched.append(([problem.label() for problem in problems], words["templates"]))
+    def run_search(target: Target, problems: list[Problem], how: SearchOptions, **_: object) -> list[TuningRecord]:
+        searched.append(([problem.label() for problem in problems], how.templates))
         return []
 
     monkeypatch.setattr(tune, "run_search", run_search)
