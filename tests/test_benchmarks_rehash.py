@@ -16,7 +16,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 from rehash import renamed, same_code, work_of
 
-
 DIVIDED = "    batch = program // tiles // kv_heads\n"
 
 
