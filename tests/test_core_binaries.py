@@ -15,6 +15,7 @@ import torch
 from flashtune.core.binaries import Binary, Condition, Manifest, Parameter, TensorMap, read_manifest
 from flashtune.core.compiled import from_compiled
 from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.launching import provided
 from flashtune.core.modules import load_source
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
@@ -187,7 +188,7 @@ def test_parameters_are_those_of_the_ptx_in_order_then_two_scratch_pointers(name
     module = load_source(render(chosen, variant), f"{name}_{variant.id}")
     inputs = make_inputs(problem, device="meta", seed=2**40)
     with compiling_for(H200):
-        for kernel, grid, args, options in module.launches(*inputs.arguments, **inputs.keywords):
+        for kernel, grid, args, options in module.launches(*inputs.arguments, **inputs.keywords, **provided(module, inputs.q, inputs.k)):
             compiled = kernel.warmup(*args, grid=grid, **options)
             binary, code = from_compiled(compiled)
             entry = compiled.asm["ptx"].split(".visible .entry ")[1].split(")")[0]
