@@ -105,8 +105,15 @@ def test_a_row_is_one_line_of_a_terminal(columns: int) -> None:
     lines = on_a_terminal(columns, "show", "--db", str(shipped_path()))
     records = Library.of(shipped_path()).records()
     assert max(len(line) for line in lines) <= columns
-    measured = [line for line in lines if line[:1] == "n" and line[1:2].isdigit()]
+    filled = [line for line in lines if line.strip()]
+    throttled = [record for record in records if record.provenance.conditions and record.provenance.conditions.throttled_by]
+    # A title and the columns' names stand before the rows, and what throttled means after them, if any row is.
+    legend = next((place for place, line in enumerate(filled) if line.startswith("throttled: ")), len(filled))
+    measured = filled[2:legend]
     assert len(measured) == len(records)
+    assert all(line.rstrip().endswith((" measured", " throttled")) for line in measured)
+    assert len([line for line in measured if line.rstrip().endswith(" throttled")]) == len(throttled)
+    assert (legend < len(filled)) == bool(throttled)
     for record in records:
         assert any(line.startswith(record.problem.label()[:12]) and f"{record.median_us:.1f}" in line for line in measured)
 
