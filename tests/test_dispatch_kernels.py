@@ -1,5 +1,6 @@
 """From variant to module: shipped files first, without Jinja; what was not shipped is rendered."""
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -10,13 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from flashtune.core.band import Band
+from flashtune.core.binaries import Manifest
 from flashtune.core.config import Variant
 from flashtune.core.errors import EnvironmentProblem, InputError
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
-from flashtune.dispatch import kernels
+from flashtune.dispatch import kernels, resolve
+from flashtune.dispatch.launch import prepared
+from flashtune.dispatch.launch.hostcode import Kernel
 from flashtune.templates import family
-from flashtune.templates.rendering import variant_of
+from flashtune.templates.rendering import render, variant_of
 
 H200 = find_target("h200")
 POINTERS = family("flash_fwd")
@@ -86,6 +91,39 @@ def test_an_index_that_names_a_file_elsewhere_is_refused(shipped: Path, path: st
     (shipped / "index.json").write_text(text)
     with pytest.raises(EnvironmentProblem, match="is no index of generated kernels"):
         kernels.load(POINTERS, found)
+
+
+@pytest.mark.parametrize("damage", ["changed", "missing", "no index of its digest"])
+def test_a_damaged_manifest_is_warned_of_once_and_leaves_the_kernel_to_triton(shipped: Path, damage: str) -> None:
+    found = variant_of(POINTERS, SPEC, CONFIG)
+    ship(shipped, found, "SHIPPED = True\n")
+    name = "sm90/forward/pointers.json"
+    index = json.loads((shipped / "index.json").read_text())
+    (shipped / "index.json").write_text(json.dumps(index | {"files": {name: "0" * 64}}))
+    if damage == "changed":
+        (shipped / name).write_text("{}")
+    elif damage == "no index of its digest":
+        (shipped / name).mkdir()
+    memo = resolve.Memo()
+    with pytest.warns(RuntimeWarning, match=r"pointers\.json.*install flashtune again; until then Triton compiles flash_fwd") as warned:
+        served = [resolve._machine_code(memo, POINTERS, found, H200) for _ in range(2)]
+    assert served == [(None, None)] * 2 and len(warned) == 1
+    assert kernels.load(POINTERS, found).SHIPPED is True
+
+
+def test_host_code_of_the_users_own_kernel_needs_no_triton_and_is_of_the_text_that_was_compiled(shipped: Path) -> None:
+    own = variant_of(POINTERS, SPEC, CONFIG)
+    text = render(POINTERS, own)
+    manifest = Manifest(variant_id=own.id, binaries=(), source_sha256=hashlib.sha256(text.encode()).hexdigest())
+    host, whole = kernels.host_code(POINTERS, own, manifest), kernels.load(POINTERS, own)
+    assert host is not None and host is not whole
+    x = torch.zeros(1, 2, 40, 32, dtype=torch.float16)
+    given = prepared.Tensors(q=x, k=x, v=x, out=x, lse=torch.zeros(1, 2, 40), mask=None, slopes=None, descale=None)
+    settings = {"scale": 0.1, **Band(right=0).keywords(), "softcap": 0.0, "dropout_p": 0.0}
+    ours, theirs = (prepared.launches(each, given, settings) for each in (host, whole))
+    assert ours[2] == theirs[2] is not None
+    assert all(isinstance(step[0], Kernel) for step in ours[0]), "in the place of Triton's own functions"
+    assert kernels.host_code(POINTERS, own, replace(manifest, source_sha256="0" * 64)) is None
 
 
 def test_loading_one_shipped_kernel_imports_no_other_and_neither_sql_nor_jinja() -> None:

@@ -5,6 +5,7 @@ import importlib
 import struct
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,16 +14,18 @@ import pytest
 import torch
 
 from flashtune import kernels_generated
-from flashtune.core.binaries import Binary, Parameter, TensorMap
+from flashtune.core.binaries import Binary, Parameter, TensorMap, read_manifest
 from flashtune.core.dtypes import output_dtype
 from flashtune.core.problem import Problem
 from flashtune.core.shipped import GeneratedKernel, read_index
 from flashtune.core.torch_dtypes import TORCH_DTYPES
 from flashtune.db import library as databases
+from flashtune.dispatch.arguments import parse
 from flashtune.dispatch.launch import driver, prepared
 from flashtune.dispatch.launch.hostcode import load_host_code
 from flashtune.dispatch.launch.program import Program
 from flashtune.dispatch.launch.recording import Address, Descriptor, Drawn, Recorded, Recording, Tensor, record
+from flashtune.dispatch.plans import KernelPlan
 
 MAP = TensorMap(element_type=9, element_bytes=2, box=(1, 1, 64, 128), swizzle=3)
 PARAMETERS = (
@@ -274,7 +277,8 @@ def test_what_is_recorded_of_a_shipped_kernel_is_what_it_launches(kernel: Genera
 @pytest.mark.parametrize("kernel", SHIPPED, ids=lambda kernel: kernel.path)
 def test_host_code_without_triton_says_what_the_module_says(kernel: GeneratedKernel) -> None:
     module = importlib.import_module(f"flashtune.kernels_generated.{kernel.module}")
-    host = load_host_code(Path(kernels_generated.__file__).parent / kernel.path)
+    path = Path(kernels_generated.__file__).parent / kernel.path
+    host = load_host_code(path.read_text(encoding="utf-8"), path.stem)
     problem = PROBLEMS[kernel.variant_id]
     settings = {"scale": 0.1, **problem.band.keywords(), "softcap": 20.0, "dropout_p": 0.1 if problem.features.dropout else 0.0}
     given = tensors_of(problem)
@@ -282,3 +286,31 @@ def test_host_code_without_triton_says_what_the_module_says(kernel: GeneratedKer
     ours, theirs = (prepared.launches(each, given, settings) for each in (host, module))
     assert ours[2] == theirs[2] is not None
     assert [step[0].__name__ for step in ours[0]] == [step[0].__name__ for step in theirs[0]]
+
+
+def test_damaged_machine_code_is_warned_of_and_left_to_triton(library: Library, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    shipped = next(kernel for kernel in SHIPPED if PROBLEMS[kernel.variant_id].label() == "n4096-d64-bf16-causal")
+    module = importlib.import_module(f"flashtune.kernels_generated.{shipped.module}")
+    folder = (Path(kernels_generated.__file__).parent / shipped.path).parent
+    manifest = replace(read_manifest(folder.parent.parent.parent / shipped.manifest), folder=tmp_path)
+    for binary in manifest.binaries:
+        content = bytearray((folder / binary.file).read_bytes())
+        content[len(content) // 2] ^= 1
+        (tmp_path / binary.file).write_bytes(content)
+    compiled: list[str] = []
+
+    def by_triton(kernel: Any, *_: object) -> tuple[Binary, bytes]:
+        compiled.append(kernel.__name__)
+        return manifest.of(kernel.__name__)[0], b"anew"
+
+    monkeypatch.setattr(prepared, "compiled", by_triton)
+    monkeypatch.setattr(prepared, "_function", lambda binary, code, device: 7)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    q = torch.zeros(1, 2, 300, 64, dtype=torch.bfloat16)
+    warned: list[str] = []
+    plan = KernelPlan(parse(q, q, q, None, 0.0, True), module, q, manifest=manifest, warn=warned.append)
+    given = plan._tensors(q, q, q, None, None)
+    assert plan._prepared(given, compiles=False) is None, "host code alone can't compile"
+    assert plan._prepared(given, compiles=True) is not None
+    assert compiled == [manifest.binaries[0].kernel]
+    assert len(warned) == 1 and str(tmp_path) in warned[0] and "until then Triton compiles" in warned[0]

@@ -1,6 +1,7 @@
 """Variant in, module out: the shipped file of `kernels_generated` where there is one, else rendered and loaded."""
 
 import functools
+import hashlib
 import importlib
 from importlib import resources
 from pathlib import Path
@@ -55,12 +56,19 @@ def manifest(chosen: Variant, arch: str) -> Manifest | None:
     return kernel_cache.find(chosen.id, machine_arch(int(arch)))
 
 
-def host_code(chosen: Variant) -> ModuleType | None:
-    """The shipped module's host functions, loaded without Triton; None where no file was shipped for this variant."""
+def host_code(family: Family, chosen: Variant, machine_code: Manifest) -> ModuleType | None:
+    """The host functions of a variant whose machine code is at hand, loaded without Triton: of the shipped file, else of the text that the
+    installed template renders to; None where the machine code is of another text than that."""
     found = shipped_index(PACKAGE).find(chosen.id)
-    if found is None or found.template != chosen.template:
-        return None
-    return load_host_code(Path(str(resources.files(PACKAGE))) / found.path)
+    if found is not None and found.template == chosen.template:
+        path = Path(str(resources.files(PACKAGE))) / found.path
+        return load_host_code(path.read_text(encoding="utf-8"), path.stem)
+    from flashtune.templates import rendering
+
+    text = rendering.render(family, chosen)
+    # What a cache holds is told by its variant's id, which could be of any text.
+    same = hashlib.sha256(text.encode()).hexdigest() == machine_code.source_sha256
+    return load_host_code(text, f"{chosen.template}_{chosen.id}") if same else None
 
 
 def shipped_manifest(chosen: Variant, arch: str) -> Manifest | None:

@@ -1,6 +1,7 @@
 """What a call's signature is bound to after its first call: everything decided, ready to run."""
 
 import itertools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -10,6 +11,7 @@ import torch
 
 from flashtune.core import launching, reference
 from flashtune.core.binaries import Manifest
+from flashtune.core.errors import EnvironmentProblem
 from flashtune.dispatch import framework
 from flashtune.dispatch.arguments import seed_bits
 from flashtune.dispatch.call import Call, PerHead
@@ -66,7 +68,7 @@ class KernelPlan:
 
     __slots__ = (
         "_counters", "_factors", "_framework", "_layout", "_like_query", "_lse_offset", "_memory", "_plain", "_scratch", "_settings",
-        "_temporaries", "_whole", "call", "manifest", "module", "program",
+        "_temporaries", "_warn", "_whole", "call", "manifest", "module", "program",
     )  # fmt: skip
 
     def __init__(
@@ -77,13 +79,14 @@ class KernelPlan:
         *,
         manifest: Manifest | None = None,
         whole: Callable[[], ModuleType] | None = None,
+        warn: Callable[[str], None] = warnings.warn,
     ) -> None:
         """`q` (B, Hq, N_q, D) as the kernel takes it: the output's dimensions lie in memory as its do, as in torch.
 
         `manifest` is of the module's machine code, where that is at hand. `whole` loads the module with its kernels where `module` is
-        host code alone.
+        host code alone. `warn` is told of machine code that is damaged.
         """
-        self.call, self.module, self.manifest, self._whole = call, module, manifest, whole
+        self.call, self.module, self.manifest, self._whole, self._warn = call, module, manifest, whole, warn
         shape = (call.batch, call.heads, call.n_q, call.d_v)
         self._layout = (shape, out_strides(shape, q.stride()), shape[:3], (call.heads * call.n_q, call.n_q, 1))
         self._settings = {"scale": call.scale, **call.band.keywords(), "softcap": call.softcap, "dropout_p": call.dropout_p}
@@ -110,10 +113,10 @@ class KernelPlan:
             self._counters = self.module.counts_needed(given.q, given.k)
             if call.factors is not None:
                 self._factors = prepared.resident_factors(call.device, call.factors)
-            self.program = prepared.program(self.module, self.manifest, given, self._settings, compiles=self._whole is None)
+            self.program = self._prepared(given, compiles=self._whole is None)
             if self.program is None and self._whole is not None:
                 self.module = self._whole()
-                self.program = prepared.program(self.module, self.manifest, given, self._settings, compiles=True)
+                self.program = self._prepared(given, compiles=True)
             if self.program is not None:
                 self._plain = self.program.last_source <= prepared.COUNTS
                 self._like_query = self._layout[1] == given.q.stride() and call.d == call.d_v and call.out_dtype == call.dtype
@@ -122,6 +125,17 @@ class KernelPlan:
                     # Kernels write it anyway.
                     self._lse_offset = self._scratch
                     self._scratch += _padded(given.lse.numel() * 4)
+
+    def _prepared(self, given: prepared.Tensors, *, compiles: bool) -> Program | None:
+        """The program; what is damaged of the machine code is passed over for what Triton compiles."""
+        try:
+            return prepared.program(self.module, self.manifest, given, self._settings, compiles=compiles)
+        except EnvironmentProblem as error:
+            if self.manifest is None:
+                raise
+            self._warn(f"flashtune: {error}; until then Triton compiles it")
+            self.manifest = None
+            return prepared.program(self.module, None, given, self._settings, compiles=compiles)
 
     def run(
         self,

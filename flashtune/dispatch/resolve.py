@@ -11,8 +11,9 @@ from types import ModuleType
 
 import torch
 
+from flashtune.core.binaries import Manifest
 from flashtune.core.config import Config, Variant
-from flashtune.core.errors import FlashtuneError
+from flashtune.core.errors import EnvironmentProblem, FlashtuneError
 from flashtune.core.problem import Problem, ProblemKey
 from flashtune.core.results import Source, TuningRecord
 from flashtune.core.target import Target
@@ -154,9 +155,8 @@ def candidates(
             continue
         variant = _variant(choice, family)
         name = f"{variant.template} {variant.id}"
-        manifest = kernels.manifest(variant, target.arch) if call.device.type == "cuda" and torch.version.cuda else None
         whole = functools.partial(kernels.load, family, variant)
-        host = None if manifest is None else kernels.host_code(variant)
+        manifest, host = _machine_code(memo, family, variant, target) if call.device.type == "cuda" and torch.version.cuda else (None, None)
         module, why = _loaded(memo, variant, call.device, whole if host is None else host)
         if module is None:
             refused.append(f"{name}: {why}")
@@ -169,7 +169,7 @@ def candidates(
             if call.device.type == "cpu":
                 reason = f"{explanation.reason}, in Triton's interpreter"
                 explanation = replace(explanation, gpu="cpu", key=None, reason=reason)
-            plan = KernelPlan(call, module, q, manifest=manifest, whole=None if host is None else whole)
+            plan = KernelPlan(call, module, q, manifest=manifest, whole=None if host is None else whole, warn=memo.warn_once)
             yield Candidate(plan=plan, explanation=explanation, variant=variant)
             # The caller comes back only when this one failed.
             refused.append(f"{name}: {memo.broken.get((variant.id, str(call.device)), 'it failed')}")
@@ -239,6 +239,16 @@ def _surroundings(memo: Memo, call: Call, problem: Problem) -> tuple[Target, Map
     if call.device.type == "cpu":
         return target, {name: family for name, family in families().items() if family.interpretable}, []
     return target, families(), memo.records(problem.key(target.slug))
+
+
+def _machine_code(memo: Memo, family: Family, variant: Variant, target: Target) -> tuple[Manifest | None, ModuleType | None]:
+    """The machine code at hand and its host code; neither where files are damaged, which is warned of: Triton then compiles the text."""
+    try:
+        manifest = kernels.manifest(variant, target.arch)
+        return manifest, None if manifest is None else kernels.host_code(family, variant, manifest)
+    except (EnvironmentProblem, OSError) as error:
+        memo.warn_once(f"flashtune: {error}; until then Triton compiles {variant.template} {variant.id}")
+        return None, None
 
 
 def _loaded(
