@@ -1,15 +1,18 @@
 """The proof that a search loses nothing and does nothing twice, through kills, a killed host and a server that is restarted.
 
-    python tests/storms.py kills [--kills 24]     a grid of six problems, killed at random moments, ends with the rows of an undisturbed run
-    python tests/storms.py hosts [--hosts 4]      processes on one PostgreSQL; one is killed, and the server restarted once
+    python tests/storms.py kills [--kills 24]     a grid of six problems, killed at random moments all over it, ends with the rows of an
+                                                  undisturbed run
+    python tests/storms.py hosts [--hosts 4]      searches on one PostgreSQL, each with a space of process ids of its own, as hosts have;
+                                                  one is killed, and the server restarted once
 
 Families are the planted ones, with stand-ins for the compiler and the interpreter (tests/quick_search.py).
 """
 
 import argparse
+import json
 import os
 import random
-import signal
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -29,39 +32,55 @@ from flashtune.db.store import Store
 HERE = Path(__file__).resolve().parent
 LENGTHS = (64, 96, 128, 160, 192, 224)
 NOWHERE = Provenance(flashtune="", torch="", triton="")
+EARLY = 0.25
+"""Share of the kills that come while a search starts."""
 
 
-def start(folder: Path, *, trials: int, seconds: float, problems: int, more: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    """A search of the grid, in a process of its own."""
-    grid = ",".join(str(length) for length in LENGTHS[:problems])
-    words = [
-        "search",
-        "--gpu-name",
-        "a100",
-        "--d",
-        "16",
-        "--n",
-        grid,
-        "--full",
-        "--dtype",
-        "fp32",
-        "--heads",
-        "2",
-        "--predict",
-        "--jobs",
-        "1",
-    ]
-    words += ["--trials", str(trials), "--seed", "7", "--json", *(more or ("--db", str(folder / "tuned.sqlite")))]
-    where = {**os.environ, "FLASHTUNE_CACHE": str(folder / "cache"), "FLASHTUNE_TEST_SECONDS": str(seconds)}
-    return subprocess.Popen(
-        [sys.executable, str(HERE / "quick_search.py"), *words], env=where, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
+class Searching:
+    """A search of the grid in a process of its own, which makes no more trials than it is told to."""
 
+    def __init__(
+        self, home: Path, *, trials: int, seconds: float, problems: int, more: tuple[str, ...] = (), name: str = "", apart: bool = False
+    ) -> None:
+        self._limit, self._tried = home / f"limit{name}", home / f"tried{name}"
+        grid = ",".join(str(length) for length in LENGTHS[:problems])
+        words = ["search", "--gpu-name", "a100", "--d", "16", "--n", grid, "--full", "--dtype", "fp32", "--heads", "2", "--predict"]
+        words += ["--jobs", "1", "--trials", str(trials), "--seed", "7", "--json", *(more or ("--db", str(home / "tuned.sqlite")))]
+        where = {"FLASHTUNE_CACHE": str(home / "cache"), "FLASHTUNE_TEST_SECONDS": str(seconds)}
+        where |= {"FLASHTUNE_TEST_LIMIT": str(self._limit), "FLASHTUNE_TEST_TRIALS": str(self._tried)}
+        ids = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"] if apart else []
+        self._command, self._where = [*ids, sys.executable, str(HERE / "quick_search.py"), *words], {**os.environ, **where}
+        self.process: subprocess.Popen[str] | None = None
 
-def ended(process: subprocess.Popen[str]) -> None:
-    """Wait for a search that is to end well."""
-    said = process.communicate()[1]
-    assert process.returncode == 0, said
+    def start(self, limit: int | None = None) -> None:
+        self.limit(limit)
+        self.process = subprocess.Popen(self._command, env=self._where, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+    def limit(self, number: int | None) -> None:
+        """Let it make so many trials in all, and not end; None lets it make all and end."""
+        if number is None:
+            self._limit.unlink(missing_ok=True)
+        else:
+            written = self._limit.with_suffix(".new")
+            written.write_text(str(number))
+            written.replace(self._limit)
+
+    def kill(self) -> None:
+        """SIGKILL; it must have been running."""
+        assert self.process is not None
+        self.process.kill()
+        said = self.process.communicate()[1]
+        assert self.process.returncode == -9, said
+
+    def ended(self) -> None:
+        """Wait for its good end."""
+        assert self.process is not None
+        said = self.process.communicate()[1]
+        assert self.process.returncode == 0, said
+
+    def timed(self) -> list[str]:
+        """Every trial of a candidate that compiled which it made."""
+        return self._tried.read_text().splitlines() if self._tried.exists() else []
 
 
 def rows(location: str | Path) -> list[SearchResult]:
@@ -72,47 +91,52 @@ def rows(location: str | Path) -> list[SearchResult]:
 
 
 def kills(count: int, *, problems: int, trials: int, seconds: float, seed: int) -> dict[str, Any]:
-    """Kill a search `count` times at random moments, then let it end; its rows must be those of an undisturbed one."""
+    """Kill a search `count` times, each at a random moment of its own share of the grid; its rows must be those of an undisturbed one."""
     rng = random.Random(seed)
+    total = problems * trials
     with tempfile.TemporaryDirectory() as undisturbed_home, tempfile.TemporaryDirectory() as home:
-        ended(start(Path(undisturbed_home), trials=trials, seconds=seconds, problems=problems))
+        calm = Searching(Path(undisturbed_home), trials=trials, seconds=0.0, problems=problems)
+        calm.start()
+        calm.ended()
         undisturbed = rows(Path(undisturbed_home) / "tuned.sqlite")
+        search = Searching(Path(home), trials=trials, seconds=seconds, problems=problems)
         studies = Path(home) / "cache" / "studies.sqlite"
-        landed, kept = 0, []
-        while landed < count:
-            process = start(Path(home), trials=trials, seconds=seconds, problems=problems)
-            # At any moment of the imports, or of one of the next trials; so few of them that all the kills find something to kill.
-            if rng.random() < 0.4:
+        kept = []
+        for number in range(count):
+            known, wanted = quick_count(studies), round(rng.uniform(number, number + 1) * total / count)
+            search.start(max(1, wanted - known + trials // 4))
+            if rng.random() < EARLY:
                 time.sleep(rng.uniform(0.0, 4.0))
             else:
-                wanted = quick_count(studies) + rng.randint(0, problems * trials // (2 * count))
-                while quick_count(studies) < wanted and process.poll() is None:
+                while quick_count(studies) < min(wanted, total) and search.process is not None and search.process.poll() is None:
                     time.sleep(0.02)
                 time.sleep(rng.uniform(0.0, 2 * seconds))
-            assert process.poll() is None, f"it ended after {landed} of {count} kills: {process.communicate()[1]}"
-            process.kill()
-            process.communicate()
-            landed += 1
+            search.kill()
             kept.append(quick_count(studies))
-        ended(start(Path(home), trials=trials, seconds=0.0, problems=problems))
+        search.start()
+        search.ended()
         found = rows(Path(home) / "tuned.sqlite")
-        told = study_outcomes(f"sqlite:///{studies}")
+        told, done = study_outcomes(f"sqlite:///{studies}"), Counter(search.timed())
     assert found == undisturbed
-    assert set(told.values()) == {1}
+    assert len(told) == total and set(told.values()) == {1}
+    # A trial that was under way at a kill is the only one that may be made again.
+    assert sum(done.values()) - len(done) <= count
     return {
-        "kills": landed,
+        "kills": len(kept),
         "trials_known_at_each": kept,
+        "kills_by_problem": [sum(min(known // trials, problems - 1) == place for known in kept) for place in range(problems)],
         "trials": len(told),
         "runs": len(found),
         "same_rows_as_undisturbed": found == undisturbed,
-        "trials_done_twice": sum(count > 1 for count in told.values()),
+        "trials_told_twice": sum(number > 1 for number in told.values()),
+        "trials_under_way_at_a_kill_made_again": sum(done.values()) - len(done),
     }
 
 
 def quick_count(path: Path) -> int:
-    """How many trials a study's file holds; 0 where it isn't there yet."""
+    """How many trials a study's file holds; 0 where it isn't there yet. Opened for writing: a kill leaves a journal to roll back."""
     try:
-        with sqlite3.connect(f"file:{path}?mode=ro", uri=True) as studies:
+        with sqlite3.connect(f"file:{path}?mode=rw", uri=True, timeout=60) as studies:
             return int(studies.execute("SELECT count(*) FROM trial_user_attributes WHERE key = 'outcome'").fetchone()[0])
     except sqlite3.Error:
         return 0
@@ -131,34 +155,53 @@ def study_outcomes(url: str) -> Counter[tuple[str, str]]:
     return told
 
 
-def hosts(server: PostgresServer, count: int, *, problems: int, trials: int, seconds: float) -> dict[str, Any]:
-    """Several searches on one server, started at once; one is killed and the server restarted; no trial may be lost or done twice."""
+def hosts(server: PostgresServer, count: int, *, problems: int, trials: int, seconds: float, apart: bool = False) -> dict[str, Any]:
+    """Several searches on one server, started at once; one is killed and the server restarted; no trial may be lost or done twice.
+
+    With `apart` none sees the others' processes, so that only a silence of a minute tells of the one that was killed; it needs root.
+    """
     storage, tuned = server.create("studies"), server.create("tuned")
+    more = ("--storage", storage, "--db", tuned)
     with tempfile.TemporaryDirectory() as home:
-        words = ("--storage", storage, "--db", tuned)
-        searches = [start(Path(home), trials=trials, seconds=seconds, problems=problems, more=words) for _ in range(count)]
-        until(storage, trials)
-        victim = searches.pop()
-        victim.send_signal(signal.SIGKILL)
-        victim.communicate()
-        at_kill = until(storage, trials + trials // 3)
+        searches = [
+            Searching(Path(home), trials=trials, seconds=seconds, problems=problems, more=more, name=str(number), apart=apart)
+            for number in range(count)
+        ]
+        for one in searches:
+            one.start(2)
+        # Each has made a trial, and is in the middle of others.
+        while not all(one.timed() for one in searches):
+            assert all(one.process is not None and one.process.poll() is None for one in searches), "one of them ended"
+            time.sleep(0.1)
+        victim, rest = searches[0], searches[1:]
+        victim.kill()
+        for one in rest:
+            one.limit(trials // 2)
+        at_restart = until(storage, count * 2)
+        for one in rest:
+            one.limit(None)
         server.stop()
         time.sleep(1.0)
         server.start()
-        at_restart = len(study_outcomes(storage))
-        for process in searches:
-            ended(process)
+        for one in rest:
+            one.ended()
+        done = Counter(line for one in searches for line in one.timed())
+        by_host = [len(one.timed()) for one in searches]
     told, found = study_outcomes(storage), rows(tuned)
     assert len(told) == problems * trials, len(told)
     assert set(told.values()) == {1}
+    # The one that the killed host was at is the only one that may be made again.
+    assert sum(done.values()) - len(done) <= 1, [line for line, number in done.items() if number > 1]
     assert [len(result.outcomes) for result in found] == [trials] * problems
     assert all(len({outcome.variant_id for outcome in result.outcomes}) == trials for result in found)
     return {
         "hosts": count,
-        "told_by_the_restart": max(at_kill, at_restart),
+        "told_before_the_restart": at_restart,
+        "timed_trials_by_host": by_host,
         "trials": len(told),
         "trials_lost": problems * trials - len(told),
         "trials_done_twice": sum(number > 1 for number in told.values()),
+        "trials_under_way_at_the_kill_made_again": sum(done.values()) - len(done),
         "runs": len(found),
     }
 
@@ -167,12 +210,8 @@ def until(storage: str, trials: int) -> int:
     """Wait until so many trials were told; returns how many."""
     deadline = time.monotonic() + 600
     while time.monotonic() < deadline:
-        try:
-            if (told := len(study_outcomes(storage))) >= trials:
-                return told
-        except Exception:
-            # Its tables are being made.
-            pass
+        if (told := len(study_outcomes(storage))) >= trials:
+            return told
         time.sleep(0.2)
     raise AssertionError("the searches don't get on")
 
@@ -185,17 +224,19 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--problems", type=int, default=6)
     parser.add_argument("--trials", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=0.3, help="that a candidate takes to compile")
+    parser.add_argument("--seconds", type=float, default=0.2, help="that a trial takes")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     options = parser.parse_args()
+    sizes = {"problems": options.problems, "trials": options.trials, "seconds": options.seconds}
     if options.storm == "kills":
-        print(kills(options.kills, problems=options.problems, trials=options.trials, seconds=options.seconds, seed=options.seed))
+        print(json.dumps(kills(options.kills, seed=options.seed, **sizes), indent=1))
         return
     folder = binaries()
     if folder is None:
         parser.error("no PostgreSQL server here: install the Debian package postgresql")
+    apart = os.getuid() == 0 and shutil.which("unshare") is not None
     with PostgresServer(folder) as server:
-        print(hosts(server, options.hosts, problems=options.problems, trials=options.trials, seconds=options.seconds))
+        print(json.dumps({"apart": apart, **hosts(server, options.hosts, apart=apart, **sizes)}, indent=1))
 
 
 if __name__ == "__main__":

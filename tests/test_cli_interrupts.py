@@ -33,10 +33,12 @@ WORDS = [
 ]
 
 
-def start(folder: Path, *, code: str = "", seconds: float = 0.1, stderr: int = subprocess.PIPE) -> subprocess.Popen[str]:
-    """A search of two problems in a session of its own, as a shell starts a foreground command."""
+def start(folder: Path, *, code: str = "", limit: int | None = None, stderr: int = subprocess.PIPE) -> subprocess.Popen[str]:
+    """A search of two problems in a session of its own, as a shell starts a foreground command; it stays in the trial after `limit`."""
     main = ["-c", code] if code else [str(HERE / "quick_search.py")]
-    where = {**os.environ, "FLASHTUNE_CACHE": str(folder / "cache"), "FLASHTUNE_TEST_SECONDS": str(seconds)}
+    where = {**os.environ, "FLASHTUNE_CACHE": str(folder / "cache"), "FLASHTUNE_TEST_LIMIT": str(folder / f"limit{limit}")}
+    if limit is not None:
+        (folder / f"limit{limit}").write_text(str(limit))
     where["PYTHONPATH"] = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
     # What a shell starts in the background has SIGINT ignored, and would pass that on.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -87,7 +89,7 @@ def rows(folder: Path) -> list[int]:
     ids=["ctrl-c", "impatient", "sigterm", "timeout"],
 )
 def test_an_interrupted_problem_keeps_its_rows_and_the_same_command_goes_on(tmp_path: Path, signals: list[int], group: bool) -> None:
-    first = start(tmp_path)
+    first = start(tmp_path, limit=15)
     until_told(tmp_path, 15)
     for number in signals:
         (os.killpg if group else os.kill)(first.pid, number)
@@ -97,7 +99,7 @@ def test_an_interrupted_problem_keeps_its_rows_and_the_same_command_goes_on(tmp_
     assert "Traceback" not in said and "Aborted" not in said
     [whole, part] = rows(tmp_path)
     assert whole == 12 and 3 <= part < 12
-    second = start(tmp_path, seconds=0)
+    second = start(tmp_path)
     assert "n64-d16-fp32-full: done before (12 trials)" in second.communicate(timeout=300)[1]
     assert second.returncode == 0
     assert rows(tmp_path) == [12, part, 12]
@@ -137,7 +139,7 @@ def test_an_interrupt_during_the_imports_is_an_interrupt(tmp_path: Path, name: s
 
 def test_the_message_comes_after_the_live_display(tmp_path: Path) -> None:
     mine, terminal = pty.openpty()
-    child = start(tmp_path, stderr=terminal)
+    child = start(tmp_path, limit=2, stderr=terminal)
     os.close(terminal)
     until_told(tmp_path, 2)
     child.send_signal(signal.SIGINT)
