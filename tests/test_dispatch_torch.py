@@ -8,13 +8,28 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from flashtune import dispatch
+from flashtune.core.errors import InputError
 from flashtune.core.target import find_target
 from flashtune.dispatch import devices
 from flashtune.dispatch.plans import out_strides, random_bits
 
 Q = torch.randn(2, 4, 24, 16, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_torchs_causal_bias_means_what_it_means_to_torch(patched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, own = Q[:, :, :9], F.scaled_dot_product_attention
+    wanted = [own(q, Q, Q, attn_mask=bias(9, 24)) for bias in (causal_upper_left, causal_lower_right)]
+    if patched:
+        monkeypatch.setattr(F, "scaled_dot_product_attention", dispatch.attention)
+    for bias, expected in zip((causal_upper_left, causal_lower_right), wanted, strict=True):
+        torch.testing.assert_close(F.scaled_dot_product_attention(q, Q, Q, attn_mask=bias(9, 24)), expected)
+        torch.testing.assert_close(dispatch.attention(q, Q, Q, bias(9, 24)), expected)
+    with pytest.raises(InputError, match=r"\(queries, keys\) of \(9, 23\), and these are \(9, 24\)"):
+        dispatch.attention(q, Q, Q, causal_lower_right(9, 23))
 
 
 @pytest.mark.parametrize("words", [{}, {"is_causal": True}, {"attn_mask": torch.zeros(24, 24)}, {"attn_mask": torch.ones(24, 24) > 0}])
@@ -143,12 +158,18 @@ def test_without_triton_the_framework_serves(monkeypatch: pytest.MonkeyPatch) ->
     torch.testing.assert_close(dispatch.attention(Q, Q, Q), F.scaled_dot_product_attention(Q, Q, Q))
 
 
-def test_importing_and_calling_on_the_cpu_loads_no_tuner_no_sql_and_no_jinja() -> None:
+def test_importing_and_calling_on_the_cpu_loads_no_tuner_no_sql_and_no_jinja_even_in_torchs_place_before_the_import() -> None:
     code = """
 import sys, torch
+import torch.nn.functional as F
+own, q = F.scaled_dot_product_attention, torch.randn(1, 2, 8, 16)
+def ours(*arguments, **words):
+    from flashtune import dispatch
+    return dispatch.attention(*arguments, **words)
+F.scaled_dot_product_attention = ours
+assert torch.equal(F.scaled_dot_product_attention(q, q, q, is_causal=True), own(q, q, q, is_causal=True))
+torch.nn.TransformerEncoderLayer(16, 2, 16, batch_first=True)(q[0]).sum().backward()
 from flashtune import dispatch
-q = torch.randn(1, 2, 8, 16)
-dispatch.attention(q, q, q, is_causal=True)
 dispatch.explain(q, q, q)
 print(sorted({name.split(".")[0] for name in sys.modules} & {"optuna", "sqlalchemy", "alembic", "jinja2", "click", "rich"}))
 print([name for name in sys.modules if name.startswith(("flashtune.tuner", "flashtune.db.store", "torch._dynamo", "torch._inductor"))])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flashtune.core.problem import Features, Problem
+from flashtune.profiler import timing
 from flashtune.tuner import baseline, correctness
 from flashtune.tuner.baseline import framework_call
 from flashtune.tuner.inputs import Inputs, make_inputs
@@ -38,6 +39,16 @@ def test_the_framework_computes_alibi_from_a_bias(features: Features) -> None:
 
 def test_the_framework_has_no_fp8() -> None:
     assert framework_call(make_inputs(replace(PROBLEM, dtype="fp8"), device="cpu", seed=0)) is None
+
+
+def test_what_a_model_is_measured_against_is_torchs_own_whatever_stands_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> torch.Tensor:
+        raise AssertionError("the yardstick is measured with what it is held against")
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", refuse)
+    compare(make_inputs(PROBLEM, device="cpu", seed=0))
+    q = torch.randn(1, 2, 8, 16)
+    assert timing._framework(replace(PROBLEM, kv_heads=4, n_q=140), q, q, q)().shape == q.shape
 
 
 LOWER_RIGHT = Features(causal=True, alignment="bottom_right")

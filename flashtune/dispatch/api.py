@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from flashtune.core.band import Window
+from flashtune.core.errors import InputError
 from flashtune.core.problem import Problem
 from flashtune.core.target import find_target
 from flashtune.dispatch import devices, resolve, torch_ops
@@ -53,7 +54,8 @@ def attention(
 
     query (..., Hq, N_q, D), key (..., Hkv, N_kv, D), value (..., Hkv, N_kv, D_v), of two or more dimensions; leading ones
     broadcast. Returns the output (..., Hq, N_q, D_v). A boolean `attn_mask` attends where it is True, a floating one is added to
-    the scores; either broadcasts to (..., Hq, N_q, N_kv), and kernels never expand it in memory. Rows with nothing to attend to give 0.
+    the scores; either broadcasts to (..., Hq, N_q, N_kv), and kernels never expand it in memory. torch.nn.attention.bias.CausalBias is
+    causal without a mask. Rows with nothing to attend to give 0.
 
     Beyond torch:
         window: W, or (left, right) with None or -1 for unbounded: query i sees keys i - left .. i + right. `is_causal` sets right to 0.
@@ -80,6 +82,9 @@ def attention(
     """
     if has_torch_function_variadic(query, key, value):
         return _overridden(**locals())
+    if attn_mask is not None and _is_causal_bias(attn_mask):
+        is_causal, causal_alignment = _causal(attn_mask, query, key, is_causal)
+        attn_mask = None
     per_head = None
     if alibi_slopes is not None or q_descale is not None or k_descale is not None or v_descale is not None:
         per_head = PerHead(alibi_slopes, q_descale, k_descale, v_descale)
@@ -137,6 +142,9 @@ def explain(*arguments: Any, **keywords: Any) -> Explanation:
     given = inspect.signature(attention).bind(*arguments, **keywords)
     given.apply_defaults()
     words = given.arguments
+    if _is_causal_bias(words["attn_mask"]):
+        words["is_causal"], words["causal_alignment"] = _causal(words["attn_mask"], words["query"], words["key"], words["is_causal"])
+        words["attn_mask"] = None
     query, key, value, mask = (words.pop(name) for name in ("query", "key", "value", "attn_mask"))
     per_head = PerHead(*(words.pop(name) for name in ("alibi_slopes", "q_descale", "k_descale", "v_descale")))
     if all(isinstance(x, torch.Tensor) for x in (query, key, value)) and (mask is None or isinstance(mask, torch.Tensor)):
@@ -273,6 +281,21 @@ def _traced(
         allow_tf32=options[8],
         kernels=kernels,
     )
+
+
+def _is_causal_bias(mask: object) -> bool:
+    """Whether this is torch's CausalBias, whose module takes a second to import (it brings the compiler)."""
+    return type(mask).__name__ == "CausalBias" and isinstance(mask, torch.Tensor)
+
+
+def _causal(bias: Any, query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> tuple[bool, str]:
+    """`is_causal` and `causal_alignment` that say what torch's own causal bias does: its tensor holds nothing."""
+    if is_causal:
+        raise InputError("is_causal=True was given together with a CausalBias as attn_mask: give one of them")
+    if (bias.seq_len_q, bias.seq_len_kv) != (query.shape[-2], key.shape[-2]):
+        made, met = (bias.seq_len_q, bias.seq_len_kv), (query.shape[-2], key.shape[-2])
+        raise InputError(f"attn_mask is a CausalBias for (queries, keys) of {made}, and these are {met}: make it for the same sizes")
+    return True, "bottom_right" if bias.variant.name == "LOWER_RIGHT" else "top_left"
 
 
 def _overridden(query: Any, key: Any, value: Any, **words: Any) -> Any:

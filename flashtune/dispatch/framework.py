@@ -4,13 +4,10 @@ import contextlib
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from flashtune.core import reference
+from flashtune.core.torch_attention import sdpa
 from flashtune.dispatch.call import Call, Descale, PerHead
-
-sdpa = scaled_dot_product_attention
-"""Torch's own, bound before anybody can put `attention` in its place."""
 
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
 

@@ -12,6 +12,7 @@ import torch
 from flashtune.core import launching, reference
 from flashtune.core.binaries import Manifest
 from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.torch_attention import sdpa
 from flashtune.dispatch import framework
 from flashtune.dispatch.arguments import seed_bits
 from flashtune.dispatch.call import Call, PerHead
@@ -48,9 +49,7 @@ class FrameworkPlan:
         """Output and, when asked for, LSE."""
         call = self.call
         if self.direct and (attn_mask is None or not torch.is_grad_enabled()):
-            out = framework.sdpa(
-                query, key, value, attn_mask, call.dropout_p, call.band.torch_causal, scale=call.scale, enable_gqa=call.shared
-            )
+            out = sdpa(query, key, value, attn_mask, call.dropout_p, call.band.torch_causal, scale=call.scale, enable_gqa=call.shared)
             return out, None
         keep = None
         if call.dropout_p and (call.seeded or call.softcap or call.return_lse):

@@ -18,6 +18,7 @@ from flashtune.core.dtypes import ITEMSIZE, DType
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.problem import Problem
 from flashtune.core.results import Measurement
+from flashtune.core.torch_attention import sdpa
 from flashtune.core.torch_dtypes import TORCH_DTYPES
 from flashtune.profiler.accounting import Step, fused_step, standard_steps, tensor_bytes, total
 from flashtune.profiler.measured import Layer, Measured, Series, StrategyRun, Timed
@@ -144,9 +145,9 @@ def _framework(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
     """The framework's fused attention; a diagonal at the last key is its own `causal_lower_right`."""
     causal, gqa = problem.features.causal, problem.gqa_ratio > 1
     if not causal or problem.n_q == problem.n_kv:
-        return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=gqa)
+        return lambda: sdpa(q, k, v, is_causal=causal, enable_gqa=gqa)
     band = causal_lower_right(problem.n_q, problem.n_kv)
-    return lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=band, enable_gqa=gqa)
+    return lambda: sdpa(q, k, v, attn_mask=band, enable_gqa=gqa)
 
 
 def averaging(rank: int, n: int, like: torch.Tensor) -> torch.Tensor:

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from flashtune.core import reference
+from flashtune.core.torch_attention import sdpa
 from flashtune.tuner.inputs import Inputs
 
 BACKENDS = {
@@ -54,7 +54,7 @@ def framework_call(inputs: Inputs, backend: str | None = None) -> Callable[[], t
             mask = reference.joined(mask, band)
 
     def call() -> torch.Tensor:
-        return F.scaled_dot_product_attention(
+        return sdpa(
             inputs.q,
             inputs.k,
             inputs.v,
