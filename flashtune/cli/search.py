@@ -151,7 +151,7 @@ def run_search(
     target: Target, problems: list[Problem], options: SearchOptions, *, quiet: bool, command: str | None = None
 ) -> list[TuningRecord]:
     """Search these problems and return the rows that the database then serves for them; `command` is kept as what was typed."""
-    from flashtune.db.library import overlay_path
+    from flashtune.db.library import Layer, Library, overlay_path, shipped_path
     from flashtune.db.store import Store
     from flashtune.templates import families, family
     from flashtune.tuner.machine import provenance, require_interpreter
@@ -161,6 +161,8 @@ def run_search(
     source = choose_source(target, options.predict)
     if source == "predicted":
         require_interpreter()
+    location = options.location or overlay_path()
+    known = Library([Layer(location=path, optional=True) for path in (location, shipped_path())]).winners()
     plan = SearchPlan(
         target=target,
         problems=tuple(problems),
@@ -174,6 +176,7 @@ def run_search(
         jobs=options.jobs or max(1, (os.cpu_count() or 1) - (source == "measured")),
         # Whoever names a family wants to know what it is worth, there too where it isn't thought to be good.
         only_suited=not options.templates,
+        known=tuple(known),
     )
     for problem in problems:
         # What no template serves is refused before anything is written.
@@ -181,7 +184,7 @@ def run_search(
     command = command or command_line(["flashtune", *sys.argv[1:]])
     trials = None if plan.sampler == "exhaustive" else plan.trials
     with (
-        Store.open(options.location or overlay_path(), writable=True) as store,
+        Store.open(location, writable=True) as store,
         study_storage(options.storage) as storage,
         SearchProgress(messages(), trials=trials, quiet=quiet) as progress,
     ):

@@ -27,7 +27,7 @@ the numbers.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import combinations, product
 
 from flashtune.core.config import Config, KernelSpec, Value
 from flashtune.core.errors import InputError
@@ -133,6 +133,27 @@ class Family:
                 raise InputError(
                     f"{name}={given[name]!r} is outside the declared space of {self.name}: {', '.join(map(repr, axis.values))}"
                 )
+
+    def refitted(self, config: Config, spec: KernelSpec, target: Target) -> Config | None:
+        """The valid config nearest to one of the declared space: itself, or one with as few axes changed as possible, by as few steps.
+
+        Among equals the axes that are declared first, which matter most, stay. None where the space holds no valid config.
+        """
+        if self.violated(config, spec, target) is None:
+            return config
+        for count in range(1, len(self.axes) + 1):
+            moves: list[tuple[int, tuple[int, ...], Config]] = []
+            for places in combinations(range(len(self.axes)), count):
+                axes = [self.axes[place] for place in places]
+                at = [axis.values.index(config[axis.name]) for axis in axes]
+                for other in product(*([i for i in range(len(axis.values)) if i != now] for axis, now in zip(axes, at, strict=True))):
+                    steps = sum(abs(i - now) for i, now in zip(other, at, strict=True))
+                    changes = {axis.name: axis.values[i] for axis, i in zip(axes, other, strict=True)}
+                    moves.append((steps, tuple(-place for place in places), config.replace(**changes)))
+            for _, _, moved in sorted(moves, key=lambda move: move[:2]):
+                if self.violated(moved, spec, target) is None:
+                    return moved
+        return None
 
     def configs(self, spec: KernelSpec, target: Target) -> Iterator[Config]:
         """Every config of the space that breaks no constraint, in a fixed order."""

@@ -16,10 +16,11 @@ import optuna
 from flashtune.core.config import KernelSpec
 from flashtune.core.errors import FlashtuneError, NoKernelFound
 from flashtune.core.problem import Problem
-from flashtune.core.results import Baseline, Conditions, Fate, Measurement, Outcome, Provenance, SearchResult, Source
+from flashtune.core.results import Baseline, Conditions, Fate, Measurement, Outcome, Provenance, SearchResult, Source, TuningRecord
 from flashtune.core.target import Target
 from flashtune.templates.family import Family
 from flashtune.tuner import tasks
+from flashtune.tuner.carrying import carried, record_of
 from flashtune.tuner.evaluation import Evaluation, MeasuredEvaluation, PredictedEvaluation, Verdicts
 from flashtune.tuner.replies import Compiled, Failed, Raced, Timed
 from flashtune.tuner.space import Candidate, SearchSpace
@@ -34,9 +35,6 @@ TIE = 0.01
 
 POLL_S = 1.0
 """How often a search that has nothing left to do looks whether other processes are done."""
-
-NEIGHBOURS = 4
-"""Winners of the same spec at other N, or in the other 16-bit type, that are tried first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +51,8 @@ class SearchPlan:
     seed: int | None = None
     jobs: int = 1
     limits: Limits = field(default_factory=Limits)
+    known: tuple[TuningRecord, ...] = ()
+    """Rows of other searches, the preferred first; the winners of those nearest to a problem are tried first."""
     only_suited: bool = True
     """Whether families sit out the problems whose sizes don't suit them (see `Family`)."""
     measure_s: float = 0.06
@@ -107,7 +107,7 @@ class Search:
         self._plan, self._storage, self._provenance = plan, storage, provenance
         self._save, self._listener = save, listener
         self._states: dict[KernelSpec, _SpecState] = {}
-        self._winners: dict[KernelSpec, list[Candidate]] = {}
+        self._rows = list(plan.known)
         self._seed = plan.seed if plan.seed is not None else time.time_ns() % (1 << 31)
 
     def run(self) -> list[SearchResult]:
@@ -193,8 +193,6 @@ class _ProblemSearch:
         self.incumbent: tuple[Candidate, Outcome] | None = None
         self.learned = 0
         self._learn()
-        akin = replace(self.space.spec, dtype="bf16") if self.space.spec.dtype == "fp16" else self.space.spec
-        self.winners = search._winners.setdefault(akin, [])
 
     def run(self, *, again: bool = False) -> SearchResult | None:
         """Trials until the count, the deadline or the space ends; then the closing race.
@@ -207,14 +205,14 @@ class _ProblemSearch:
         if result is None:
             if not again:
                 listener.problem_started(self.problem, self.index, total, len(self.study.outcomes))
-                self.study.enqueue([*self.winners, *self.space.starts()])
+                first = carried(self.space, self.problem, self.search._rows, self.plan.source)
+                self.study.enqueue([*first, *self.space.starts()])
             result = self._searched()
         if result is None:
             return None
-        if result.best is not None:
-            # Whether or not it can be saved: what is searched next begins with it.
-            best = [c for c, o in self.study.outcomes.items() if o.variant_id == result.best.variant_id]
-            self.winners[:] = [*best, *(c for c in self.winners if c not in best)][:NEIGHBOURS]
+        # Whether or not it can be saved: what is searched next begins with it.
+        if (row := record_of(result)) is not None:
+            self.search._rows.insert(0, row)
         if not self._publish(result, final=again):
             return None
         if known:

@@ -1,0 +1,111 @@
+"""Winners of other problems are tried first, moved to where the constraints of this one hold."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import optuna
+import pytest
+from planted import PLANTED_PROBLEM, Listener, planted_family, planted_plan
+
+from flashtune.core.config import Config
+from flashtune.core.problem import Problem
+from flashtune.core.results import Fate, Measurement, Outcome, Provenance, Source, TuningRecord
+from flashtune.core.target import find_target
+from flashtune.db.library import Library, shipped_path
+from flashtune.templates import families, family
+from flashtune.templates.family import Constraint
+from flashtune.tuner.carrying import carried, stored
+from flashtune.tuner.searching import Search
+from flashtune.tuner.space import SearchSpace
+
+PROVENANCE = Provenance(flashtune="0", torch="0", triton="0")
+A100, H200 = find_target("a100"), find_target("h200")
+HOPPER = family("flash_fwd_hopper")
+SHIPPED = Library.of(shipped_path()).winners()
+
+
+def row(problem: Problem, config: Config, *, source: Source = "measured", template: str = "planted_right") -> TuningRecord:
+    outcome = Outcome(
+        template=template,
+        template_hash="0",
+        variant_id="0",
+        config=config,
+        fate=Fate.CORRECT,
+        source=source,
+        measurement=Measurement.predicted(10.0),
+    )
+    return TuningRecord(key=problem.key("a100"), problem=problem, outcome=outcome, provenance=PROVENANCE)
+
+
+def choice(number: int) -> Config:
+    return Config.of(CHOICE=number, BLOCK_M=1, BLOCK_N=64)
+
+
+def at(n: int) -> Problem:
+    return replace(PLANTED_PROBLEM, n_q=n, n_kv=n)
+
+
+RIGHT = planted_family("right", 9)
+SPACE = SearchSpace({RIGHT.name: RIGHT}, PLANTED_PROBLEM, A100)
+
+
+def test_the_winners_of_the_nearest_rows_come_first_each_once() -> None:
+    rows = [row(at(64 << octave), choice(octave)) for octave in (5, 1, 3, 4, 2)] + [row(at(128), choice(1))]
+    found = carried(SPACE, PLANTED_PROBLEM, rows, "measured")
+    assert [candidate.config["CHOICE"] for candidate in found] == [1, 2, 3, 4]
+
+
+def test_predictions_and_what_no_family_declares_say_nothing_to_a_search_that_measures() -> None:
+    rows = [
+        row(at(64), choice(1), source="predicted"),
+        row(at(64), choice(99)),
+        row(at(64), choice(2), template="unheard_of"),
+        row(at(4096), choice(3)),
+    ]
+    assert [candidate.config["CHOICE"] for candidate in carried(SPACE, PLANTED_PROBLEM, rows, "measured")] == [3]
+    assert [candidate.config["CHOICE"] for candidate in carried(SPACE, PLANTED_PROBLEM, rows, "predicted")] == [1, 3]
+
+
+def test_a_config_that_breaks_a_constraint_is_moved_by_as_little_as_possible() -> None:
+    odd = replace(RIGHT, constraints=(Constraint(name="odd", holds=lambda c, s, t: c.number("CHOICE") % 4 == 3, why="for this test"),))
+    spec = PLANTED_PROBLEM.spec()
+    assert odd.refitted(choice(3), spec, A100) == choice(3)
+    assert odd.refitted(choice(6), spec, A100) == choice(7)
+    assert odd.refitted(choice(0), spec, A100) == choice(3)
+    none = replace(RIGHT, constraints=(Constraint(name="none", holds=lambda c, s, t: False, why="for this test"),))
+    assert none.refitted(choice(0), spec, A100) is None
+
+
+def test_winners_of_one_head_size_fit_another() -> None:
+    """What is won at D = 64 and 128 breaks constraints at 256; what takes its place is valid and shares most axes with it."""
+    wide = next(record.problem for record in SHIPPED if record.problem.d == 256 and record.problem.features.causal)
+    narrow = [record for record in SHIPPED if record.problem.d < 256 and record.outcome.template == HOPPER.name]
+    space = SearchSpace(families(), wide, H200)
+    found = carried(space, wide, narrow, "measured")
+    assert len(found) == 4
+    assert all(candidate.family.violated(candidate.config, space.spec, H200) is None for candidate in found)
+    moved = {c.config for c in found} - {HOPPER.completed(record.outcome.config) for record in narrow}
+    assert moved, "at least one was moved"
+    for config in moved:
+        assert any(sum(config[axis] != HOPPER.completed(r.outcome.config)[axis] for axis in config) <= 4 for r in narrow)
+
+
+def test_the_stored_row_is_that_of_exactly_this_key() -> None:
+    rows = [row(at(128), choice(1)), row(at(64), choice(2)), row(at(64), choice(3))]
+    found = stored(SPACE, PLANTED_PROBLEM, rows)
+    assert found is not None and found.config == choice(2)
+    assert stored(SPACE, PLANTED_PROBLEM, rows[:1]) is None
+    assert stored(SPACE, PLANTED_PROBLEM, [row(at(64), choice(99))]) is None
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_search_begins_with_what_other_searches_and_its_own_problems_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planted_plan((at(64), at(128)), choices=40, trials=6)
+    known = row(at(64), choice(31), source="predicted")
+    listener = Listener()
+    save: Callable[[object], None] = lambda result: None  # noqa: E731
+    storage = optuna.storages.InMemoryStorage()
+    results = Search(replace(plan, known=(known,)), storage=storage, provenance=PROVENANCE, save=save, listener=listener).run()
+    first, second = results
+    assert first.outcomes[0].config == choice(31)
+    assert first.best is not None and second.outcomes[0].config == first.best.config
