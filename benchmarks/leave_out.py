@@ -1,7 +1,7 @@
 """Times the Hopper family's softmax with stages left out, which shows what limits it: `python benchmarks/leave_out.py [--dtype fp8]`.
 
 Each variant is the rendered kernel with a few lines changed; all but `whole` compute nonsense. They run interleaved on one problem,
-B * N = 16384 and H * D = 2048. The difference to `whole` is what a stage costs where the others go on beside it.
+16,384 tokens per batch and a model width of 2048. The difference to `whole` is what a stage costs where the others go on beside it.
 """
 
 import argparse

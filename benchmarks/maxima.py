@@ -1,8 +1,9 @@
 """Times Hopper kernels with settled and with running maxima beside cuDNN on scores as models make them: `python benchmarks/maxima.py`.
 
-Each distribution's kernels run interleaved with cuDNN on the same inputs, B N = 16384 and H D = 2048. A line names the distribution and
-cuDNN's TFLOP/s, then for each kernel its TFLOP/s, its ratio to cuDNN, the largest and the norm of its error over cuDNN's own, and the
-largest error of its LSE, against a float64 oracle of the first and the last head. DIFF says that two launches weren't bit-equal.
+Each distribution's kernels run interleaved with cuDNN on the same inputs, 16,384 tokens per batch and a model width of 2048. A line names
+the distribution and cuDNN's TFLOP/s, then for each kernel its TFLOP/s, its ratio to cuDNN, the largest and the norm of its error over
+cuDNN's own, and the largest error of its LSE, against a float64 oracle of the first and the last head. DIFF says that two launches
+weren't bit-equal.
 """
 
 import argparse

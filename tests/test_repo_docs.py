@@ -2,11 +2,18 @@
 
 import re
 import tomllib
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 
 import flashtune
+from flashtune.core.problem import Features, Problem
+from flashtune.core.target import find_target
+from flashtune.db.library import Library, shipped_path
+from flashtune.templates import families
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -33,6 +40,61 @@ def test_every_make_command_exists(page: Path) -> None:
 def test_the_readme_opens_with_the_two_commands() -> None:
     screen = (ROOT / "README.md").read_text().splitlines()[:30]
     assert [line.split("#")[0].strip() for line in screen if line.startswith("make ")] == ["make search", "make test"]
+
+
+def test_the_readmes_snippet_runs_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    (snippet,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(snippet.splitlines()) <= 10
+    found: dict[str, torch.Tensor] = {}
+    exec(snippet, found)
+    assert found["out"].shape == found["q"].shape
+    assert "serves" in capsys.readouterr().out
+
+
+COLUMNS = ("h200", "h100", "b200", "rtx5090", "l4", "l40s", "rtx4090", "mi250x", "mi300x", "a100", "a10", "rtx3090", "v100")
+BF16 = Problem(batch=4, heads=16, kv_heads=16, n_q=4096, n_kv=4096, d=128, d_v=128, dtype="bf16")
+MEANT = {
+    "full, causal; bf16, fp16": [BF16, replace(BF16, dtype="fp16"), replace(BF16, features=Features(causal=True))],
+    "mask, bias, window, ALiBi, soft cap, dropout": [
+        *(replace(BF16, features=Features(mask=mask)) for mask in ("bool", "bias")),
+        replace(BF16, features=Features(causal=True, window=(1024, 0))),
+        *(replace(BF16, features=Features(causal=True, **{name: True})) for name in ("alibi", "softcap", "dropout")),
+    ],
+    "several query heads to a key head": [replace(BF16, kv_heads=4, features=Features(causal=True))],
+    "decoding": [replace(BF16, n_q=1, kv_heads=4)],
+    "float32": [replace(BF16, dtype="fp32")],
+    "fp8 (e4m3)": [replace(BF16, dtype="fp8")],
+    "D other than 64, 128, 256; D of V its own": [replace(BF16, d=80, d_v=80), replace(BF16, d=192, d_v=128)],
+    "gradients": [],
+}
+
+
+SHIPPED = Library.of(shipped_path()).records()
+
+
+def measured(problem: Problem, gpu: str) -> bool:
+    """Whether rows of this GPU ship for a problem's features and dtype."""
+    key = problem.key(gpu)
+    return any(
+        (key.gpu, key.d, key.d_v, key.dtype, key.features, key.direction, key.n_q < key.n)
+        == (row.key.gpu, row.key.d, row.key.d_v, row.key.dtype, row.key.features, row.key.direction, row.key.n_q < row.key.n)
+        and (key.gqa_ratio > 1) == (row.key.gqa_ratio > 1)
+        for row in SHIPPED
+    )
+
+
+def test_the_readmes_table_says_what_runs_where() -> None:
+    text = (ROOT / "README.md").read_text().split("## What runs where")[1].split("## ")[0]
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    assert [row[0] for row in rows] == list(MEANT)
+    columns = [[find_target(name).slug for name in cell.split(", ") if name != "CPU"] for cell in head[1:]]
+    assert sorted(slug for column in columns for slug in column) == sorted(COLUMNS)
+    for name, *cells in rows:
+        for slugs, said in zip(columns, cells, strict=True):
+            for problem, target in product(MEANT[name], map(find_target, slugs)):
+                served = target.compilable and any(family.supports(problem.spec(), target) is None for family in families().values())
+                here, near = measured(problem, target.slug), target.arch == "90" and measured(problem, "h200")
+                assert said == ("tuned" if here else "near" if near else "search" if served else "torch"), (name, target.slug)
 
 
 def test_ci_runs_the_readmes_test_command() -> None:
