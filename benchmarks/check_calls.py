@@ -37,9 +37,9 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 def prepared_plans() -> int:
     """How many plans launch through the driver."""
-    from flashtune.dispatch import api
+    from flashtune.dispatch import layers
 
-    return sum(getattr(plan, "program", None) is not None for plan in api._memo.plans.values())
+    return sum(getattr(plan, "program", None) is not None for plan in layers.current().plans.values())
 
 
 @check
@@ -149,9 +149,9 @@ def graphs_capture_first_and_later_calls() -> None:
             torch.cuda.synchronize()
             close(out, sdpa(q, k, v, is_causal=True))
             assert all(torch.equal(x, alone) for x in beside)
-        from flashtune.dispatch import api
+        from flashtune.dispatch import layers
 
-        assert not api._memo.broken, f"a capture marked kernels broken: {api._memo.broken}"
+        assert not layers.current().broken, f"a capture marked kernels broken: {layers.current().broken}"
 
 
 @check

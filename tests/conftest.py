@@ -15,7 +15,8 @@ GOLDEN = Path(__file__).parent / "golden"
 # Set before anything is imported or collected, so that child processes and module-level code see them too.
 _SCRATCH = Path(tempfile.mkdtemp(prefix="flashtune-tests-"))
 os.environ["FLASHTUNE_CACHE"] = str(_SCRATCH / "cache")
-os.environ["FLASHTUNE_DB"] = str(_SCRATCH / "overlay.sqlite")
+os.environ["FLASHTUNE_OWN_DB"] = str(_SCRATCH / "overlay.sqlite")
+os.environ.pop("FLASHTUNE_DB", None)
 if "PYTEST_XDIST_WORKER" in os.environ:
     # The workers are as many as the cores: more threads in each would only get into each other's way.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -37,7 +38,7 @@ def pytest_unconfigure() -> None:
 def own_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The path of this test's own overlay database, which doesn't exist yet; no two tests share one."""
     path = tmp_path / "overlay.sqlite"
-    monkeypatch.setenv("FLASHTUNE_DB", str(path))
+    monkeypatch.setenv("FLASHTUNE_OWN_DB", str(path))
     return path
 
 

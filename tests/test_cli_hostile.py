@@ -77,7 +77,7 @@ def test_an_odd_path_neither_breaks_nor_colours_the_output(tmp_path: Path, name:
     path = path.rename(tmp_path / name)
     missing = tmp_path / f"missing{name}"
     for words in (("show", "--db", str(path)), ("doctor",), ("export", str(tmp_path / f"out{name}"), "--db", str(path))):
-        result = CliRunner(env={"FLASHTUNE_DB": str(path)}).invoke(main, list(words))
+        result = CliRunner(env={"FLASHTUNE_OWN_DB": str(path)}).invoke(main, list(words))
         assert result.exit_code in (0, 4), (words, result.output, result.exception)
         assert "\x1b" not in result.output and "\u202e" not in result.output
     assert not name.startswith("[") or name in result.output.replace("\n", "")

@@ -96,9 +96,9 @@ LEAKS = {
 
 @pytest.mark.parametrize("case", LEAKS)
 def test_no_error_prints_a_password(case: str, tmp_path: Path) -> None:
-    where = {"FLASHTUNE_DB": str(tmp_path / "x.sqlite")}
+    where = {"FLASHTUNE_OWN_DB": str(tmp_path / "x.sqlite")}
     if case == "doctor":
-        where = {"FLASHTUNE_DB": f"postgresql+psycopg://u:{SECRET}@127.0.0.1:1/x"}
+        where = {"FLASHTUNE_OWN_DB": f"postgresql+psycopg://u:{SECRET}@127.0.0.1:1/x"}
     result = CliRunner(env=where).invoke(main, list(LEAKS[case]))
     assert result.exit_code != 0
     assert isinstance(result.exception, SystemExit), result.exception

@@ -125,11 +125,37 @@ def test_a_named_database_stands_alone_and_must_exist(own_database: Path, shippe
 def test_the_overlay_is_where_the_environment_says(own_database: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert library.overlay_path() == str(own_database)
     samples.write(tmp_path / "elsewhere.sqlite", (one("elsewhere"),))
-    monkeypatch.setenv("FLASHTUNE_DB", f"sqlite:///{tmp_path}/elsewhere.sqlite")
+    monkeypatch.setenv("FLASHTUNE_OWN_DB", f"sqlite:///{tmp_path}/elsewhere.sqlite")
     assert served() == ("elsewhere", "overlay")
-    monkeypatch.setenv("FLASHTUNE_DB", "")
+    monkeypatch.setenv("FLASHTUNE_OWN_DB", "")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     assert library.overlay_path() == str(tmp_path / "data" / "flashtune" / "tuned.sqlite")
+
+
+def test_what_the_environment_names_lies_over_the_users_own_for_reading_alone(
+    own_database: Path, shipped: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    samples.write(own_database, (one("mine", 10.0),))
+    named = samples.write(tmp_path / "model.sqlite", (one("model", 110.0),))
+    monkeypatch.setenv("FLASHTUNE_DB", str(named))
+    assert served() == ("model", str(named)), "though mine gained more"
+    assert library.overlay_path() == str(own_database)
+    monkeypatch.setenv("FLASHTUNE_DB", str(own_database))
+    assert served() == ("mine", "overlay")
+    monkeypatch.setenv("FLASHTUNE_DB", str(tmp_path / "mistyped.sqlite"))
+    with pytest.raises(DatabaseError, match="mistyped"):
+        Library.default()
+
+
+def test_the_topmost_layer_goes_first_and_measured_rows_before_predicted_ones(own_database: Path, shipped: Path, tmp_path: Path) -> None:
+    samples.write(own_database, (one("mine", 10.0),))
+    low = samples.write(tmp_path / "low.sqlite", (one("low", 50.0), samples.result(samples.outcome("other"), of=samples.problem(512))))
+    top = samples.write(tmp_path / "top.sqlite", (one("top", 90.0),))
+    guess = samples.write(tmp_path / "guess.sqlite", (one("guess", 1.0, None, source="predicted"),))
+    found = Library.over([guess, top, low])
+    assert [record.outcome.variant_id for record in found.winners() if record.key == KEY] == ["top", "low", "mine", "guess"]
+    assert [record.key.n for record in found.records()] == [512, 1024]
+    assert [record.outcome.variant_id for record in Library.over([low], alone=True).winners()] == ["other", "low"]
 
 
 def test_fates_count_each_variant_once_by_its_latest_outcome(own_database: Path, shipped: Path) -> None:
@@ -162,6 +188,6 @@ import sys
 from flashtune.db.library import Library
 print(len(Library.default().winners()), "sqlalchemy" in sys.modules)
 """
-    environment = {**os.environ, "FLASHTUNE_DB": "/nowhere/tuned.sqlite"}
+    environment = {**os.environ, "FLASHTUNE_OWN_DB": "/nowhere/tuned.sqlite"}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert run.stdout.split() == [str(len(wanted)), "False"]

@@ -21,7 +21,7 @@ from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Baseline, Fate, Measurement, Outcome, Provenance, SearchResult, Source
 from flashtune.core.target import find_target
 from flashtune.db.store import Store
-from flashtune.dispatch import api, devices, kernels, policy, resolve
+from flashtune.dispatch import api, devices, kernels, layers, policy, resolve
 from flashtune.templates import families, family
 from flashtune.templates.family import Family
 from flashtune.templates.rendering import variant_of
@@ -204,12 +204,12 @@ def test_what_a_signature_holds_is_all_that_a_choice_depends_on(machine: Machine
     ]
     for number, (arguments, words) in enumerate(calls, 1):
         dispatch.attention(*arguments, **words)
-        assert len(api._memo.plans) == number
+        assert len(layers.current().plans) == number
     dispatch.attention(Q + 1, Q, Q)
     dispatch.attention(Q, Q, Q, dropout_p=0.5, seed=2)
     dispatch.attention(Q, Q, Q, alibi_slopes=torch.zeros(4))
     dispatch.attention(E4M3, E4M3, E4M3, q_descale=torch.zeros(()))
-    assert len(api._memo.plans) == len(calls)
+    assert len(layers.current().plans) == len(calls)
 
 
 def test_a_remembered_plan_takes_each_calls_own_slopes_and_factors(machine: Machine) -> None:
@@ -225,7 +225,7 @@ def test_a_remembered_plan_takes_each_calls_own_slopes_and_factors(machine: Mach
         assert out.dtype == torch.bfloat16
         torch.testing.assert_close(out.double(), wanted(E4M3, descale=(ones, factor, 2 * ones)), atol=2e-2, rtol=2e-2)
     assert len(machine.launched) == 4
-    assert len(api._memo.plans) == 2
+    assert len(layers.current().plans) == 2
 
 
 def test_a_kernel_that_fails_is_warned_of_once_and_the_next_serves_from_then_on(machine: Machine, own_database: Path) -> None:
@@ -355,7 +355,7 @@ def test_many_threads_decide_once_and_agree(machine: Machine) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(outputs) == 30 and len(api._memo.plans) == 1
+    assert len(outputs) == 30 and len(layers.current().plans) == 1
     for out in outputs:
         assert_right(out)
 
@@ -364,4 +364,4 @@ def test_the_memo_does_not_grow_without_bound(machine: Machine, monkeypatch: pyt
     monkeypatch.setattr("flashtune.dispatch.resolve.MOST_PLANS", 4)
     for scale in range(1, 11):
         attend(scale=float(scale))
-    assert 1 <= len(api._memo.plans) <= 4
+    assert 1 <= len(layers.current().plans) <= 4

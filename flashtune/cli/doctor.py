@@ -105,11 +105,13 @@ def _cache() -> dict[str, Any]:
 
 
 def _databases() -> list[dict[str, Any]]:
-    from flashtune.db.library import Library, overlay_path, shipped_path
+    from flashtune.db.library import Library, asked_path, overlay_path, shipped_path
 
     found = []
-    for name, path in (("shipped database", shipped_path()), ("overlay database", overlay_path())):
-        if "://" not in str(path) and not Path(path).exists():
+    asked = asked_path()
+    known: list[tuple[str, str | Path]] = [("shipped database", shipped_path()), ("overlay database", overlay_path())]
+    for name, path in [*known, *([] if asked is None else [("FLASHTUNE_DB", asked)])]:
+        if "://" not in str(path) and not Path(path).exists() and path != asked:
             found.append(_check(name, True, f"{path} (none yet)"))
             continue
         try:

@@ -27,8 +27,8 @@ def export(
 ) -> None:
     """Write the winners of a database (default: your own) to PATH, a small file to ship beside a model's weights.
 
-    Users point FLASHTUNE_DB at it, or open it with --db; it holds values only, nothing that is executed. Winners that this version
-    can't serve are named and left out.
+    Users lay it over their own with dispatch.use(PATH) or FLASHTUNE_DB=PATH; it holds values only, nothing that is executed. Winners that
+    this version can't serve are named and left out.
     """
     from flashtune.db.library import overlay_path
     from flashtune.db.store import Store, sqlite_path

@@ -75,7 +75,7 @@ class SearchOptions:
 @click.option(
     "--storage", metavar="URL", help="Optuna storage for the study (default: SQLite in the cache directory); workers may share one."
 )
-@click.option("--db", "location", metavar="PATH|URL", help="Write to this database (default: your own, or FLASHTUNE_DB).")
+@click.option("--db", "location", metavar="PATH|URL", help="Write to this database (default: your own).")
 @click.option("--jobs", type=click.IntRange(min=1), help="Compilers that run side by side (default: one per core).")
 @click.option("--predict", is_flag=True, help="Rank by the cost model even where another GPU, or this one, is present.")
 @json_option

@@ -178,6 +178,8 @@ class TuningRecord:
     baseline: Baseline | None = None
     origin: str = ""
     """Which database it was read from: `shipped`, `overlay` or a path."""
+    precedence: int = 0
+    """How far up the layer lies that it was read from, of those that were asked for; 0 for the user's own results and the shipped ones."""
 
     @property
     def median_us(self) -> float:

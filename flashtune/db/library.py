@@ -1,4 +1,4 @@
-"""What dispatch and `flashtune show` read: the user's own results over the ones that ship with the package.
+"""What dispatch and `flashtune show` read: databases that were asked for, the user's own results below them, then the shipped ones.
 
 The best records are loaded into memory once, so that no SQL is on the hot path. Importing this module loads neither torch nor SQLAlchemy.
 """
@@ -30,8 +30,13 @@ def shipped_path() -> Path:
 
 
 def overlay_path() -> str:
-    """Where the user's own results are: `FLASHTUNE_DB` (a path or URL), or the user's data directory."""
-    return os.environ.get("FLASHTUNE_DB") or str(Path(platformdirs.user_data_dir("flashtune")) / "tuned.sqlite")
+    """Where the user's own results are, which searches write: `FLASHTUNE_OWN_DB` (a path or URL), or a file in the data directory."""
+    return os.environ.get("FLASHTUNE_OWN_DB") or str(Path(platformdirs.user_data_dir("flashtune")) / "tuned.sqlite")
+
+
+def asked_path() -> str | None:
+    """The database that `FLASHTUNE_DB` (a path or URL) lays over the user's own results for reading, or None."""
+    return os.environ.get("FLASHTUNE_DB") or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +47,8 @@ class Layer:
     origin: str = ""
     optional: bool = False
     """Whether the database may be missing."""
+    precedence: int = 0
+    """That of its records (TuningRecord.precedence)."""
 
 
 class Library:
@@ -55,15 +62,31 @@ class Library:
         found: list[TuningRecord] = []
         for layer in self.layers:
             records = _winners(layer)
-            found += [replace(record, origin=layer.origin) for record in records] if layer.origin else records
+            if layer.origin or layer.precedence:
+                records = [replace(r, origin=layer.origin or r.origin, precedence=layer.precedence) for r in records]
+            found += records
         records_of = by_key(found)
         self._records = {key: records_of[key] for key in sorted(records_of, key=key_order)}
 
     @classmethod
     def default(cls) -> Self:
-        """The overlay over the shipped database; either may be missing."""
-        overlay = Layer(location=overlay_path(), origin="overlay", optional=True)
-        return cls([overlay, Layer(location=shipped_path(), origin="shipped", optional=True)])
+        """What `FLASHTUNE_DB` names over the user's own results over the shipped ones; either of these two may be missing."""
+        return cls.over(())
+
+    @classmethod
+    def over(cls, databases: Sequence[str | Path], *, alone: bool = False) -> Self:
+        """These databases, the topmost first, over what `default` reads, or `alone`.
+
+        Their measured records go before those of lower layers for the same key, whatever either gained over the framework.
+        """
+        asked: list[str | Path] = list(databases)
+        if not alone and (named := asked_path()) is not None and named != overlay_path():
+            asked.append(named)
+        layers = [Layer(location=location, precedence=len(asked) - place) for place, location in enumerate(asked)]
+        if not alone:
+            layers.append(Layer(location=overlay_path(), origin="overlay", optional=True))
+            layers.append(Layer(location=shipped_path(), origin="shipped", optional=True))
+        return cls(layers)
 
     @classmethod
     def of(cls, location: str | Path) -> Self:

@@ -9,21 +9,23 @@ from flashtune.core.results import TuningRecord
 from flashtune.db.rows import moment
 
 
-def preference(record: TuningRecord) -> tuple[int, float, str]:
+def preference(record: TuningRecord) -> tuple[int, int, int, float, str]:
     """Sorts the best record of a key first.
 
-    Measured beats predicted. Times of different runs can't be compared (clocks, inputs and batch sizes differ), but their ratios to the
-    framework's time in the same run can: among measured records that have one, the lowest ratio wins (`TuningRecord.relative_time`). Next
-    come measured records without the framework's time, the newest first; then predictions, the newest first, because a later cost model
-    supersedes an earlier one. Ties go to the smaller variant id, so that two machines choose alike.
+    Measured beats predicted, and then a layer that was asked for those that lie below it. Times of different runs can't be compared
+    (clocks, inputs and batch sizes differ), but their ratios to the framework's time in the same run can: among measured records that
+    have one, the lowest ratio wins (`TuningRecord.relative_time`). Next come measured records without the framework's time, the newest
+    first; then predictions, the newest first, because a later cost model supersedes an earlier one. Ties go to the smaller variant id,
+    so that two machines choose alike.
     """
     age = -moment(record.provenance.created_at).timestamp()
+    layer = -record.precedence
     if record.outcome.source == "predicted":
-        return 2, age, record.outcome.variant_id
+        return 2, layer, 0, age, record.outcome.variant_id
     relative = record.relative_time
     if relative is None:
-        return 1, age, record.outcome.variant_id
-    return 0, relative, record.outcome.variant_id
+        return 1, layer, 1, age, record.outcome.variant_id
+    return 1, layer, 0, relative, record.outcome.variant_id
 
 
 def by_key(records: Iterable[TuningRecord]) -> dict[ProblemKey, list[TuningRecord]]:

@@ -1,9 +1,7 @@
 """`attention`: torch's F.scaled_dot_product_attention, served by the best kernel known for the GPU and the sizes."""
 
 import inspect
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Hashable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -17,13 +15,12 @@ from flashtune.core.target import find_target
 from flashtune.dispatch import devices, resolve, torch_ops
 from flashtune.dispatch.arguments import parse
 from flashtune.dispatch.call import Call, PerHead
+from flashtune.dispatch.layers import SERVING, current
 from flashtune.dispatch.plans import FrameworkPlan, Outputs
-from flashtune.dispatch.resolve import Explanation, Memo
+from flashtune.dispatch.resolve import Explanation
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-
-_memo = Memo()
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 """Subclasses (fake, distributed, ...) have their own dispatch, which only torch's operations reach."""
@@ -114,7 +111,7 @@ def attention(
             _why_torch(query, key, value, attn_mask, per_head),
             None if per_head is None else per_head.signature(),
         )
-        plan = _memo.plans.get(signature)
+        plan = SERVING.plans.get(signature)
     except (AttributeError, TypeError, RuntimeError):
         # Something isn't a tensor, is one without sizes or memory, or can't be hashed; parsing says what.
         signature, plan = None, None
@@ -150,7 +147,7 @@ def explain(*arguments: Any, **keywords: Any) -> Explanation:
     if all(isinstance(x, torch.Tensor) for x in (query, key, value)) and (mask is None or isinstance(mask, torch.Tensor)):
         query, key, value, mask = _prepared(query, key, value, mask)
     call = parse(query, key, value, mask, **words, per_head=per_head)
-    memo = _memo
+    memo = current()
     with memo.lock:
         why_torch = _why_torch(query, key, value, mask, per_head)
         return next(resolve.candidates(memo, call, query, key, value, mask, why_torch)).explanation
@@ -161,29 +158,9 @@ def explain_problem(problem: Problem, gpu: str) -> Explanation:
 
     Raises InputError for an unknown GPU.
     """
-    target, memo = find_target(gpu), _memo
+    target, memo = find_target(gpu), current()
     with memo.lock:
         return resolve.explain_problem(memo, problem, target)
-
-
-def reload(database: str | Path | None = None, *, alone: bool = False) -> None:
-    """Forget every choice and read the records anew at the next call, as after a search.
-
-    `database` (a path or URL) is from then on laid over the user's and the shipped results, or stands `alone`: a model's own file, say.
-    """
-    global _memo
-    _memo = Memo(database, alone=alone)
-
-
-@contextmanager
-def serving(memo: Memo) -> Iterator[None]:
-    """Let this memo's choices serve the calls of all threads meanwhile: with Memo(pinned=module) a kernel is measured as it would serve."""
-    global _memo
-    before, _memo = _memo, memo
-    try:
-        yield
-    finally:
-        _memo = before
 
 
 def _first_call(
@@ -198,7 +175,7 @@ def _first_call(
 ) -> Outputs:
     """Check, choose, run and remember; a kernel that can't be built here gives way to the next choice."""
     call = _parsed(query, key, value, attn_mask, options, seed, per_head)
-    memo, plan = _memo, FrameworkPlan.of(call)
+    memo, plan = current(), FrameworkPlan.of(call)
     with memo.lock:
         if signature is not None and (decided := memo.plans.get(signature)) is not None:
             # Another thread decided while this one waited.

@@ -1,12 +1,12 @@
 """From a call to plans: what was decided, and where nothing was, the policy's choices with their kernels and what was passed over."""
 
 import functools
+import os
 import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -31,22 +31,36 @@ MOST_PLANS = 8192
 """Growing sequences make a new signature with each token; beyond so many, all are forgotten and decided anew."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What decides beside a call: `databases` (paths or URLs, the topmost first) over the user's own results and the shipped ones, or
+    `alone`; and whether kernels may serve that are `unmeasured` on the GPU's architecture (None: as FLASHTUNE_UNMEASURED says)."""
+
+    databases: tuple[str, ...] = ()
+    alone: bool = False
+    unmeasured: bool | None = None
+
+
 class Memo:
     """Plans by signature, the library's records by group, kernels that failed, warnings given.
 
-    `database` is laid over the user's and the shipped results, or stands `alone`. `pinned` is a rendered module that serves every call
-    which it accepts, for measurements.
+    `pinned` is a rendered module that serves every call which it accepts, for measurements.
     Reading a plan takes no lock; everything that decides holds `lock`.
     """
 
-    def __init__(self, database: str | Path | None = None, *, alone: bool = False, pinned: ModuleType | None = None) -> None:
+    def __init__(self, settings: Settings = Settings(), *, pinned: ModuleType | None = None) -> None:
         self.lock = threading.RLock()
         self.plans: dict[Hashable, Plan] = {}
         self.broken: dict[tuple[str, str], str] = {}
-        self.pinned = pinned
-        self._database, self._alone = database, alone
+        self.settings, self.pinned = settings, pinned
         self._groups: dict[tuple[object, ...], list[TuningRecord]] | None = None
         self._warned: set[str] = set()
+
+    @functools.cached_property
+    def unmeasured(self) -> bool:
+        """Whether kernels may serve behind which nothing was measured on the GPU's architecture."""
+        said = self.settings.unmeasured
+        return os.environ.get("FLASHTUNE_UNMEASURED", "0") not in ("", "0") if said is None else said
 
     def keep(self, signature: Hashable, plan: Plan) -> None:
         """Remember the plan of a signature."""
@@ -54,19 +68,29 @@ class Memo:
             self.plans.clear()
         self.plans[signature] = plan
 
+    def move(self) -> None:
+        """Put the plans into another dict: whoever still holds the old one finds nothing there, and asks anew what is in force."""
+        with self.lock:
+            moved = dict(self.plans)
+            self.plans.clear()
+            self.plans = moved
+
+    def read(self) -> None:
+        """Read the library, where that wasn't done; raises DatabaseError where a database is missing or damaged."""
+        with self.lock:
+            if self._groups is None:
+                # SQLAlchemy takes a while to import: only those who need records pay for it.
+                from flashtune.db.library import Library
+
+                groups: dict[tuple[object, ...], list[TuningRecord]] = defaultdict(list)
+                for record in Library.over(self.settings.databases, alone=self.settings.alone).winners():
+                    groups[group_of(record.key)].append(record)
+                self._groups = dict(groups)
+
     def records(self, key: ProblemKey) -> list[TuningRecord]:
         """The records that may stand in for `key`; the library is read when this is first called."""
-        if self._groups is None:
-            # SQLAlchemy takes a while to import: only those who need records pay for it.
-            from flashtune.db.library import Layer, Library
-
-            library = Library.of(self._database) if self._database is not None and self._alone else Library.default()
-            if self._database is not None and not self._alone:
-                library = Library([Layer(location=self._database), *library.layers])
-            groups: dict[tuple[object, ...], list[TuningRecord]] = defaultdict(list)
-            for record in library.winners():
-                groups[group_of(record.key)].append(record)
-            self._groups = dict(groups)
+        self.read()
+        assert self._groups is not None, "they were just read"
         return self._groups.get(group_of(key), [])
 
     def warn_once(self, message: str) -> None:

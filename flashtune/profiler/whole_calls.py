@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flashtune.dispatch import api, resolve
+from flashtune.dispatch import api, layers, resolve
 from flashtune.tuner.inputs import Inputs
 
 Call = Callable[[], object]
@@ -52,7 +52,7 @@ def call_times(modules: Sequence[ModuleType], inputs: Inputs, framework: Call | 
         while rounds < 3 or time.perf_counter() - started < budget_s:
             for place in range(len(runs)) if rounds % 2 else reversed(range(len(runs))):
                 memo, call = runs[place]
-                with nullcontext() if memo is None else api.serving(memo):
+                with nullcontext() if memo is None else layers.serving(memo):
                     call()
                     torch.cuda.synchronize()
                     begun = time.perf_counter()

@@ -1,0 +1,201 @@
+"""Databases in layers: scoped, stacked, removed, per thread or for all; plans are kept for each stack and never served under another."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import test_dispatch_memo as pretended
+import torch
+from test_dispatch_memo import Machine, Q, attend, config_of, save
+
+from flashtune import dispatch
+from flashtune.core.errors import DatabaseError, InputError
+from flashtune.dispatch import layers
+from flashtune.dispatch.resolve import Memo
+
+machine = pretended.machine
+
+
+@pytest.fixture
+def models(tmp_path: Path, machine: Machine) -> Iterator[tuple[Path, Path]]:
+    """Two models' databases with rows of the same key, of other kernels."""
+    save(tmp_path / "a.sqlite", config=config_of(block_m=32, block_n=32))
+    save(tmp_path / "b.sqlite", config=config_of(block_m=128))
+    yield tmp_path / "a.sqlite", tmp_path / "b.sqlite"
+    dispatch.reload()
+
+
+def origin() -> str:
+    found = dispatch.explain(Q, Q, Q, is_causal=True).origin
+    return Path(found or "none").stem
+
+
+def launched(machine: Machine) -> int:
+    attend()
+    return machine.launched[-1].config.number("BLOCK_M")
+
+
+def test_two_models_in_one_process_are_each_served_their_own_rows(models: tuple[Path, Path], machine: Machine) -> None:
+    for _ in range(3):
+        for path, block_m in zip(models, (32, 128), strict=True):
+            with dispatch.use(path):
+                assert (launched(machine), origin()) == (block_m, path.stem)
+    assert len(machine.loaded) == 2 + 6, "each decided once, but for what explain looks at"
+    attend()
+    assert origin() == "none", "nothing of theirs serves outside"
+
+
+def test_layers_stack_and_any_of_them_can_be_removed(models: tuple[Path, Path], own_database: Path) -> None:
+    save(own_database)
+    dispatch.reload()
+    assert origin() == "overlay"
+    lower = dispatch.use(models[0])
+    upper = dispatch.use(models[1])
+    assert origin() == "b"
+    lower.remove()
+    lower.remove()
+    assert origin() == "b"
+    with dispatch.use(models[0]) as again:
+        assert origin() == "a"
+        again.remove()
+        assert origin() == "b"
+    upper.remove()
+    assert origin() == "overlay"
+    with pytest.raises(RuntimeError, match="in the middle"), dispatch.use(models[0]):
+        raise RuntimeError("in the middle")
+    assert origin() == "overlay"
+
+
+def test_alone_hides_what_lies_below(models: tuple[Path, Path], own_database: Path, tmp_path: Path) -> None:
+    save(own_database)
+    save(tmp_path / "other.sqlite", gpu="a100")
+    dispatch.reload()
+    with dispatch.use(models[0]), dispatch.use(tmp_path / "other.sqlite"):
+        assert origin() == "a"
+        with dispatch.use(tmp_path / "other.sqlite", alone=True):
+            assert origin() == "none"
+            with dispatch.use(models[1]):
+                assert origin() == "b"
+
+
+def test_a_threads_layers_are_its_own_and_everywhere_is_for_all(models: tuple[Path, Path]) -> None:
+    ready, checked = threading.Barrier(2), threading.Barrier(2)
+    seen: list[str] = []
+
+    def work() -> None:
+        with dispatch.use(models[1]):
+            attend()
+            ready.wait()
+            checked.wait()
+            seen.append(origin())
+        seen.append(origin())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    ready.wait()
+    assert origin() == "none"
+    everywhere = dispatch.use(models[0], everywhere=True)
+    assert origin() == "a"
+    checked.wait()
+    thread.join()
+    assert seen == ["b", "a"], "a thread's own lies over what is for all"
+    everywhere.remove()
+    assert origin() == "none"
+
+
+def test_what_changes_for_all_reaches_threads_that_have_layers_of_their_own(
+    models: tuple[Path, Path],
+    tmp_path: Path,
+    machine: Machine,
+) -> None:
+    save(tmp_path / "other.sqlite", gpu="a100")
+    turns = [threading.Barrier(2) for _ in range(4)]
+    seen: list[int] = []
+
+    def work() -> None:
+        with dispatch.use(tmp_path / "other.sqlite"):
+            for before, after in (turns[:2], turns[2:]):
+                before.wait()
+                seen.append(launched(machine))
+                after.wait()
+
+    thread = threading.Thread(target=work)
+    with dispatch.use(models[0], everywhere=True):
+        thread.start()
+        turns[0].wait()
+        turns[1].wait()
+        with dispatch.use(models[1], everywhere=True):
+            turns[2].wait()
+            turns[3].wait()
+    thread.join()
+    assert seen == [32, 128]
+
+
+def test_another_threads_layer_cannot_be_removed_from_here(models: tuple[Path, Path]) -> None:
+    used: list[layers.Use] = []
+    thread = threading.Thread(target=lambda: used.append(dispatch.use(models[0])))
+    thread.start()
+    thread.join()
+    with pytest.raises(InputError, match="another thread alone"):
+        used[0].remove()
+
+
+def test_reload_keeps_layers_and_reads_them_anew(models: tuple[Path, Path], tmp_path: Path) -> None:
+    own = tmp_path / "fresh.sqlite"
+    save(own, gpu="a100")
+    with dispatch.use(models[0]), dispatch.use(own):
+        assert origin() == "a"
+        save(own)
+        assert origin() == "a", "records are read once"
+        dispatch.reload()
+        assert origin() == "fresh"
+    dispatch.reload(models[1])
+    assert origin() == "b"
+    with dispatch.use(models[0]):
+        assert origin() == "a"
+    dispatch.reload()
+    assert origin() == "none"
+
+
+def test_plans_are_kept_for_each_stack_and_found_without_a_decision(models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in models:
+        with dispatch.use(path):
+            attend()
+    monkeypatch.setattr("flashtune.dispatch.api._first_call", None)
+    for path in models:
+        with dispatch.use(path):
+            attend()
+
+
+def test_a_pinned_kernel_serves_over_all_layers(models: tuple[Path, Path]) -> None:
+    with dispatch.use(models[0]):
+        attend()
+        memo = Memo()
+        with layers.serving(memo):
+            attend()
+            assert layers.current() is memo and len(memo.plans) == 1
+        assert origin() == "a" and layers.current() is not memo
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_what_cannot_be_used_is_said_at_once_and_changes_nothing(everywhere: bool, tmp_path: Path, machine: Machine) -> None:
+    (tmp_path / "text.sqlite").write_text("no database " * 20)
+    for path in (tmp_path / "missing.sqlite", tmp_path / "text.sqlite"):
+        with pytest.raises(DatabaseError, match=path.name):
+            dispatch.use(path, everywhere=everywhere)
+    with pytest.raises(InputError, match="nothing to use"):
+        dispatch.use(everywhere=everywhere)
+    assert origin() == "none"
+
+
+def test_no_more_stacks_are_remembered_than_that(models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "MOST_MEMOS", 2)
+    outer = dispatch.use(models[0])
+    for alone in (False, True, False):
+        with dispatch.use(models[1], alone=alone):
+            assert origin() == "b"
+            assert len(layers._memos) <= 2
+    assert origin() == "a"
+    assert torch.is_tensor(attend())
+    outer.remove()
