@@ -21,7 +21,8 @@ from flashtune.core.target import find_target
 from flashtune.templates import family
 from flashtune.tuner import evaluation, searching, tasks
 from flashtune.tuner.conditions import RACES, GpuWatch, conditions_of, race_undisturbed
-from flashtune.tuner.replies import Compiled, Failed, Raced, Ready, Timed
+from flashtune.tuner.racing import Standing
+from flashtune.tuner.replies import Compiled, Failed, Raced, Ready, Rounds, Timed
 from flashtune.tuner.workers import Limits
 
 QUIET = "1755, 3201, 640.50, 61, 0x0000000000000000"
@@ -149,7 +150,8 @@ def races(*fates: Fate) -> Iterator[Raced | Failed]:
 
 
 def raced(times: tuple[Measurement, ...], baseline: Baseline | None = None) -> Raced:
-    return Raced(times=times, baseline=baseline, began=1.0, ended=2.0, pid=7)
+    even = Standing(behind=(0.0,) * len(times), tied=(True,) * len(times), races=1, settled=True)
+    return Raced(times=times, standing=even, baseline=baseline, began=1.0, ended=2.0, pid=7)
 
 
 BOTH, THROTTLED, SHARED, FREE = conditions("SwPowerCap", 1), conditions("SwPowerCap"), conditions("", 2), conditions()
@@ -199,7 +201,7 @@ class _Staged:
         return Ready()
 
     def submit(self, crew: str, task: Callable[..., Any], *arguments: Any, limit_s: float) -> Any:
-        reply: Compiled | Timed | Raced
+        reply: Compiled | Timed | Rounds
         if task is tasks.compile_candidate:
             reply = Compiled(facts=CompileFacts(registers=64, spills=0, shared_bytes=1024, threads=128))
         elif task is tasks.evaluate_candidate:
@@ -207,8 +209,8 @@ class _Staged:
             reply = Timed(time=Measurement.of([100.0 + next(self._trials)]), error=0.5, incumbent=incumbent)
         else:
             assert task is tasks.race_finalists
-            times = tuple(Measurement.of([90.0 - 5 * place]) for place in range(len(arguments[0])))
-            reply = raced(times, Baseline(backend="cudnn", measurement=Measurement.of([120.0])))
+            times = tuple((90.0 - 5 * place,) * 9 for place in range(len(arguments[0])))
+            reply = Rounds(times=(*times, (120.0,) * 9), backend="cudnn", began=1.0, ended=2.0, pid=7)
         return SimpleNamespace(reply=lambda: reply)
 
 
@@ -234,7 +236,7 @@ def test_a_measured_search_keeps_the_race_apart_from_the_trials_and_says_what_th
     assert result.provenance == replace(made_by, conditions=FREE)
     raced = {o.measurement.median_us: o.trial.median_us for o in result.outcomes if o.measurement and o.trial and o.finalist}
     assert raced == {90.0: 101.0, 85.0: 102.0, 80.0: 103.0}
-    assert result.best is not None and result.best.measurement == Measurement.of([80.0])
+    assert result.best is not None and result.best.measurement == Measurement.of([80.0] * 9)
 
 
 class _Deaf:

@@ -321,10 +321,15 @@ def test_outcomes_survive_json() -> None:
 def test_candidates_that_tie_are_ordered_by_a_fixed_rule() -> None:
     entries = [
         (Candidate(family=family("flash_fwd"), config=Config.of(x=i)), t, v)
-        for i, (t, v) in enumerate([(100.5, "b"), (100.0, "c"), (100.9, "a"), (102.0, "0")])
+        for i, (t, v) in enumerate([(100.4, "b"), (100.0, "c"), (100.3, "a"), (100.8, "0")])
     ]
-    order = ranked([(c, outcome(c.config, t, v)) for c, t, v in entries])
-    assert [c.config["x"] for c in order] == [2, 0, 1, 3]
+    finalists = [(c, outcome(c.config, t, v)) for c, t, v in entries]
+    assert [c.config["x"] for c in ranked(finalists)] == [2, 0, 1, 3]
+    assert [c.config["x"] for c in ranked(finalists, known=entries[1][0])] == [1, 2, 0, 3], "the stored row first"
+    simple = CompileFacts(registers=64, spills=0, shared_bytes=1024, threads=128)
+    finalists[0] = (entries[0][0], replace(finalists[0][1], facts=simple))
+    finalists[2] = (entries[2][0], replace(finalists[2][1], facts=replace(simple, threads=256)))
+    assert [c.config["x"] for c in ranked(finalists)] == [0, 1, 2, 3], "then the simplest"
 
 
 def test_a_space_without_a_family_says_why() -> None:

@@ -100,10 +100,10 @@ class Outcome:
     max_error: float | None = None
     """Largest error against the oracle over the tolerance (<= 1 passes), when it was checked."""
     finalist: bool = False
-    """Whether `measurement` comes from the closing race, where everything is timed interleaved. Times of other measured trials are in
-    the scale of the incumbent that they were interleaved with, because clocks drift during a search."""
+    """Whether `measurement` comes from the closing races, where everything is timed interleaved; else it is `trial`."""
     trial: Measurement | None = None
-    """A finalist's time before the race, in the scale of the other trials; None where `measurement` is that time, or it wasn't kept."""
+    """A measured candidate's time among the trials, in the scale of the incumbents that they were interleaved with, because clocks drift
+    during a search: times of trials are compared by this alone. None for predictions, and where only the race's time was kept."""
     call_us: float | None = None
     """Median time of a whole call in an eager back-to-back loop, host included, in microseconds; None where it wasn't measured."""
     rank: int | None = None

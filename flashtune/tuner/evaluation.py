@@ -6,12 +6,13 @@ from typing import Protocol
 
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.problem import Problem
-from flashtune.core.results import CompileFacts, Conditions, Fate, Measurement, Outcome
+from flashtune.core.results import Baseline, CompileFacts, Conditions, Fate, Measurement, Outcome
 from flashtune.core.target import Target
 from flashtune.tuner import tasks
 from flashtune.tuner.conditions import GpuWatch, gpu_id, race_undisturbed
 from flashtune.tuner.cost import predict_us
-from flashtune.tuner.replies import Checked, Failed, Raced, Timed
+from flashtune.tuner.racing import Contest
+from flashtune.tuner.replies import Checked, Failed, Raced, Rounds, Timed
 from flashtune.tuner.space import Candidate
 from flashtune.tuner.workers import Workers
 
@@ -71,14 +72,34 @@ class MeasuredEvaluation:
         return replace(reply, time=reply.time.scaled(incumbent[1].median_us / reply.incumbent.median_us))
 
     def race(self, finalists: Sequence[Candidate]) -> tuple[Raced | Failed | None, Conditions | None]:
-        """All of them and the framework in one process, while the GPU is watched."""
+        """Races of all of them and the framework in one process, until each is decided, while the GPU is watched."""
         sources = [self._source(candidate) for candidate in finalists]
         return race_undisturbed(lambda: self._raced(sources), GpuWatch(gpu_id()))
 
     def _raced(self, sources: list[tasks.Source]) -> Raced | Failed:
         limit_s = self.workers.limits.device_s + 10 * self.race_s
         fixed = (self.problem, self.target, self.seed, self.race_s)
-        return self.workers.submit("device", tasks.race_finalists, sources, *fixed, limit_s=limit_s).reply()
+        contest, framework = Contest(len(sources)), len(sources)
+        races: list[Rounds] = []
+        while racers := contest.racers():
+            raced = [sources[place] for place in racers]
+            reply = self.workers.submit("device", tasks.race_finalists, raced, *fixed, limit_s=limit_s).reply()
+            if isinstance(reply, Failed):
+                if not races:
+                    return reply
+                # What earlier races said counts.
+                break
+            contest.add([*racers, *([framework] if reply.backend else [])], reply.times)
+            races.append(reply)
+        backend = races[0].backend
+        return Raced(
+            times=tuple(contest.measurement(place) for place in range(len(sources))),
+            standing=contest.standing(),
+            baseline=Baseline(backend=backend, measurement=contest.measurement(framework)) if backend else None,
+            began=races[0].began,
+            ended=races[-1].ended,
+            pid=races[-1].pid,
+        )
 
     def _source(self, candidate: Candidate) -> tasks.Source:
         return tasks.Source.of(candidate.family, candidate.variant(self.problem.spec()))

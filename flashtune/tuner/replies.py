@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flashtune.core.results import Baseline, CompileFacts, Fate, Measurement
+from flashtune.tuner.racing import Standing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +52,24 @@ class Timed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rounds:
+    """One race: for each of those that raced, in their order, its time in every round, in microseconds; last the framework's, where
+    `backend` names what ran of it. Taken between two seconds since the epoch in the process `pid`."""
+
+    times: tuple[tuple[float, ...], ...]
+    backend: str | None
+    began: float
+    ended: float
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Raced:
-    """The finalists' times, in their order, and the framework's where it has the problem; taken between two seconds since the epoch in
-    the process `pid`."""
+    """What all races say: the finalists' times, in their order, all in one scale, where each stands, and the framework's time where it
+    has the problem; from the first race's begin to the last one's end."""
 
     times: tuple[Measurement, ...]
+    standing: Standing
     baseline: Baseline | None
     began: float
     ended: float
@@ -70,4 +84,4 @@ class Compared:
     left_out: Mapping[str, str]
 
 
-Answer = Compiled | Ready | Checked | Timed | Raced | Compared
+Answer = Compiled | Ready | Checked | Timed | Rounds | Compared

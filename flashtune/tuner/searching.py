@@ -20,18 +20,19 @@ from flashtune.core.results import Baseline, Conditions, Fate, Measurement, Outc
 from flashtune.core.target import Target
 from flashtune.templates.family import Family
 from flashtune.tuner import tasks
-from flashtune.tuner.carrying import carried, record_of
+from flashtune.tuner.carrying import carried, record_of, stored
 from flashtune.tuner.evaluation import Evaluation, MeasuredEvaluation, PredictedEvaluation, Verdicts
+from flashtune.tuner.racing import behind_by_times, placed
 from flashtune.tuner.replies import Compiled, Failed, Raced, Timed
 from flashtune.tuner.space import Candidate, SearchSpace
 from flashtune.tuner.study import Plan, Sampler, Study, fingerprint
 from flashtune.tuner.workers import Limits, Pending, Workers
 
-FINALISTS = 6
-"""Candidates in the closing race; their neighbours' times are noise apart."""
+FINALISTS = 12
+"""Candidates in the closing races; their neighbours' times are noise apart."""
 
-TIE = 0.01
-"""Finalists within 1 % of the fastest are tied; the fixed rule (variant id) then chooses, so that runs and ranks agree."""
+WITHIN = 0.1
+"""Who was slower than the best trial by more than this doesn't race."""
 
 POLL_S = 1.0
 """How often a search that has nothing left to do looks whether other processes are done."""
@@ -322,6 +323,7 @@ class _ProblemSearch:
             source=self.plan.source,
             reason=reply.reason if isinstance(reply, Failed) else "",
             measurement=None if isinstance(reply, Failed) else reply.time,
+            trial=None if isinstance(reply, Failed) or self.plan.source == "predicted" else reply.time,
             facts=compiled.facts,
             max_error=reply.error,
         )
@@ -332,15 +334,16 @@ class _ProblemSearch:
         outcomes = self.study.in_order()
         correct = [c for c, o in outcomes.items() if o.measurement is not None and o.fate.timed]
         correct.sort(key=lambda c: (_time(outcomes[c]).median_us, outcomes[c].variant_id))
-        finalists = correct[:FINALISTS]
+        finalists = [c for c in correct[:FINALISTS] if _time(outcomes[c]).median_us <= (1 + WITHIN) * _time(outcomes[correct[0]]).median_us]
         raced, conditions = self.evaluation.race(finalists) if finalists else (None, None)
-        baseline = None
+        baseline, behind = None, None
         if isinstance(raced, Raced):
-            baseline = raced.baseline
+            baseline, behind = raced.baseline, raced.standing.behind
             for candidate, measurement in zip(finalists, raced.times, strict=True):
-                before = outcomes[candidate]
-                outcomes[candidate] = replace(before, measurement=measurement, finalist=True, trial=before.measurement)
-        for rank, candidate in enumerate(ranked([(c, outcomes[c]) for c in finalists]), start=1):
+                outcomes[candidate] = replace(outcomes[candidate], measurement=measurement, finalist=True)
+        known = stored(self.space, self.problem, self.search._rows)
+        ranks = ranked([(c, outcomes[c]) for c in finalists], behind=behind, known=known)
+        for rank, candidate in enumerate(ranks, start=1):
             outcomes[candidate] = replace(outcomes[candidate], rank=rank)
         return self._result(tuple(outcomes.values()), baseline, conditions)
 
@@ -359,15 +362,12 @@ def _time(outcome: Outcome) -> Measurement:
     return outcome.measurement
 
 
-def ranked(finalists: Sequence[tuple[Candidate, Outcome]]) -> list[Candidate]:
-    """Fastest first, except that those within `TIE` of the fastest come first in order of their variant ids."""
-    if not finalists:
-        return []
-    fastest = min(_time(outcome).median_us for _, outcome in finalists)
-
-    def place(entry: tuple[Candidate, Outcome]) -> tuple[bool, float, str]:
-        time_us = _time(entry[1]).median_us
-        tied = time_us <= fastest * (1 + TIE)
-        return not tied, 0.0 if tied else time_us, entry[1].variant_id
-
-    return [candidate for candidate, _ in sorted(finalists, key=place)]
+def ranked(
+    finalists: Sequence[tuple[Candidate, Outcome]], *, behind: Sequence[float] | None = None, known: Candidate | None = None
+) -> list[Candidate]:
+    """The winner first (see `placed`): by how far each is `behind` the fastest, or by their times alone; `known` is the stored row's."""
+    outcomes = [outcome for _, outcome in finalists]
+    behind = behind_by_times(outcomes) if behind is None else behind
+    is_known = {outcome.variant_id for candidate, outcome in finalists if candidate == known}
+    order = placed(outcomes, behind, is_stored=lambda outcome: outcome.variant_id in is_known)
+    return [finalists[place][0] for place in order]

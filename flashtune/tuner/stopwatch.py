@@ -47,13 +47,17 @@ class Stopwatch:
         return [[start.elapsed_time(stop) * 1e3 for start, stop in row] for row in events]
 
     def race(self, runs: Sequence[Run], *, budget_s: float, least: int = 7, most: int = 100) -> list[Measurement]:
-        """Medians of interleaved rounds; the number of rounds fits `budget_s` (estimated from two rounds after a warm-up)."""
+        """Medians of interleaved rounds, see `samples`."""
+        return [Measurement.of(times) for times in self.samples(runs, budget_s=budget_s, least=least, most=most)]
+
+    def samples(self, runs: Sequence[Run], *, budget_s: float, least: int = 7, most: int = 100) -> list[list[float]]:
+        """Interleaved rounds; their number fits `budget_s` (estimated from two rounds after a warm-up)."""
         self.rounds(runs, 1)
         estimate = self.rounds(runs, 2)
         # A flush and a nap cost about 200 us.
         round_s = sum(min(times) + 200 for times in estimate) * 1e-6
         count = max(least, min(most, int(budget_s / round_s)))
-        return [Measurement.of(times) for times in self.rounds(runs, count)]
+        return self.rounds(runs, count)
 
 
 def _event() -> torch.cuda.Event:

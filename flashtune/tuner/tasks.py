@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from flashtune.core.config import Variant
 from flashtune.core.problem import Problem
-from flashtune.core.results import Baseline, Fate, Measurement
+from flashtune.core.results import Fate, Measurement
 from flashtune.core.target import Target
 from flashtune.templates.family import Family
 from flashtune.templates.rendering import render
-from flashtune.tuner.replies import Checked, Compared, Compiled, Failed, Raced, Ready, Timed
+from flashtune.tuner.replies import Checked, Compared, Compiled, Failed, Ready, Rounds, Timed
 
 if TYPE_CHECKING:
     from flashtune.tuner.correctness import Verdict, Verifier
@@ -198,8 +198,8 @@ def evaluate_candidate(
     return Timed(time=times[0], error=checked.error, incumbent=None if incumbent is None else times[1])
 
 
-def race_finalists(sources: list[Source], problem: Problem, target: Target, seed: int, budget_s: float) -> Raced | Failed:
-    """Time the finalists and the framework's default attention interleaved."""
+def race_finalists(sources: list[Source], problem: Problem, target: Target, seed: int, budget_s: float) -> Rounds | Failed:
+    """Time finalists and the framework's default attention interleaved."""
     from flashtune.tuner.baseline import framework_call
 
     bench = _ready(problem, target, seed)
@@ -208,12 +208,11 @@ def race_finalists(sources: list[Source], problem: Problem, target: Target, seed
         framework = framework_call(bench.inputs)
         backend = None if framework is None else _backend_name(framework)
         began = time.time()
-        times = bench.stopwatch.race([*runs, *([framework] if framework else [])], budget_s=budget_s, least=15)
+        times = bench.stopwatch.samples([*runs, *([framework] if framework else [])], budget_s=budget_s, least=15)
         ended = time.time()
     except Exception as error:
         return _failed(error)
-    baseline = None if backend is None else Baseline(backend=backend, measurement=times[-1])
-    return Raced(times=tuple(times[: len(runs)]), baseline=baseline, began=began, ended=ended, pid=os.getpid())
+    return Rounds(times=tuple(map(tuple, times)), backend=backend, began=began, ended=ended, pid=os.getpid())
 
 
 def _judged(verdict: "Verdict") -> Checked | Failed:

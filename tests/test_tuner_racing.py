@@ -1,0 +1,110 @@
+"""The closing races: who is slower is told from who is tied, by ratios within rounds, and repeated picks agree."""
+
+import math
+import random
+import sys
+from pathlib import Path
+
+import pytest
+from db_samples import outcome
+
+from flashtune.core.results import CompileFacts, Measurement, Outcome
+from flashtune.db.store import Store
+from flashtune.tuner.racing import RACES, TIE, Contest, placed, trimmed_mean
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+import picks
+
+
+def rounds(times: list[float], noise: float, count: int, dice: random.Random) -> list[list[float]]:
+    """Interleaved rounds on a GPU whose clock halves and recovers, alike for all."""
+    clock = [1.5 + math.sin(turn / 3) for turn in range(count)]
+    return [[time * now * math.exp(dice.gauss(0, noise)) for now in clock] for time in times]
+
+
+def raced(times: list[float], noise: float, count: int = 40) -> Contest:
+    contest, dice = Contest(len(times)), random.Random(0)
+    while racers := contest.racers():
+        contest.add(racers, rounds([times[place] for place in racers], noise, count, dice))
+    return contest
+
+
+def test_clocks_that_drift_by_far_more_than_the_difference_hide_nothing() -> None:
+    standing = raced([100.0, 101.0, 100.2], noise=0.003).standing()
+    assert standing.tied == (True, False, True) and standing.settled
+    assert standing.behind == pytest.approx((0.0, 0.01, 0.002), abs=0.002)
+
+
+def test_only_those_that_are_not_decided_race_again_and_not_for_ever() -> None:
+    contest, dice = Contest(4), random.Random(1)
+    assert contest.racers() == [0, 1, 2, 3]
+    # The third is so near to the edge that no number of rounds decides; the last is far off.
+    times = [100.0, 100.0 * (1 - TIE), 100.0, 120.0]
+    seen = []
+    while racers := contest.racers():
+        seen.append(racers)
+        contest.add(racers, rounds([times[place] for place in racers], 0.01, 20, dice))
+    assert len(seen) <= RACES and seen[0] == [0, 1, 2, 3]
+    assert all(3 not in racers and 1 in racers for racers in seen[1:])
+    assert contest.standing().races == len(seen)
+
+
+def test_one_finalist_races_once() -> None:
+    assert raced([50.0], noise=0.01).standing().races == 1
+
+
+def test_who_left_early_is_put_into_the_scale_of_all_rounds() -> None:
+    """The second race is run while the clock is at half: the first one's median is of both, and so is the loser's."""
+    contest = Contest(3)
+    contest.add([0, 1, 2], [[100.0] * 10, [100.4, 100.6] * 5, [120.0] * 10])
+    assert contest.racers() == [0, 1]
+    contest.add([0, 1], [[200.0] * 30, [200.8] * 30])
+    assert contest.measurement(0).median_us == 200.0
+    assert contest.measurement(2).median_us == pytest.approx(240.0)
+
+
+def test_the_framework_races_beside_them_and_never_for_the_place() -> None:
+    contest = Contest(2)
+    contest.add([0, 1, 2], [[100.0, 101.0] * 5, [110.0, 111.0] * 5, [50.0, 50.5] * 5])
+    assert contest.racers() == [] and contest.standing().behind[0] == 0.0
+    assert contest.measurement(2) == Measurement.of([50.0, 50.5] * 5)
+
+
+def test_a_trimmed_mean_is_not_moved_by_a_host_that_is_held_up() -> None:
+    dice = random.Random(2)
+    quiet = [dice.gauss(0.01, 0.002) for _ in range(50)]
+    middle, half = trimmed_mean([*quiet, 3.0, 5.0])
+    assert abs(middle - 0.01) < half < 0.002
+    assert trimmed_mean([1.0, 2.0])[1] == math.inf
+
+
+def test_its_interval_holds_the_truth_as_often_as_it_says() -> None:
+    dice = random.Random(3)
+    held = 0
+    for _ in range(1000):
+        middle, half = trimmed_mean([dice.gauss(0.0, 1.0) for _ in range(20)])
+        held += abs(middle) <= half
+    assert 980 <= held <= 998
+
+
+def sized(name: str, threads: int, shared: int) -> Outcome:
+    return outcome(name, facts=CompileFacts(registers=64, spills=0, shared_bytes=shared, threads=threads))
+
+
+def test_ties_go_to_the_stored_row_then_to_fewer_warps_then_to_less_memory() -> None:
+    outcomes = [sized("a", 256, 1), sized("b", 128, 9), sized("c", 128, 3), sized("d", 512, 9), sized("e", 32, 0)]
+    behind = [0.0, 0.004, 0.001, 0.003, 0.006]
+    assert placed(outcomes, behind, is_stored=lambda outcome: False) == [2, 1, 0, 3, 4]
+    assert placed(outcomes, behind, is_stored=lambda outcome: outcome.variant_id == "d") == [3, 2, 1, 0, 4]
+    assert placed(outcomes, behind, is_stored=lambda outcome: outcome.variant_id == "e") == [2, 1, 0, 3, 4], "it isn't tied"
+
+
+def test_repeated_searches_pick_alike_under_the_noise_of_committed_races() -> None:
+    """Every ninth row; benchmarks/picks.py does all of them."""
+    with Store.open(picks.TRIALS, writable=False) as store:
+        rows = [found for result in store.results()[::9] if len(found := picks.finalists_of(result)) > 1]
+    found = [picks.repeated(finalists, picks.today, 10, seed=1) for finalists in rows]
+    assert len(rows) >= 10
+    assert sum(agreement >= 0.8 for agreement, _, _ in found) >= 0.9 * len(rows)
+    assert all(loss <= 2 * TIE for _, loss, _ in found)
