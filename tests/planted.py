@@ -12,7 +12,7 @@ from flashtune.core.results import CompileFacts, Fate, Outcome, SearchResult
 from flashtune.core.target import Target, find_target
 from flashtune.templates.family import Axis, Family
 from flashtune.tuner.replies import Checked, Compiled, Failed
-from flashtune.tuner.searching import SearchPlan
+from flashtune.tuner.searching import SearchPlan, Stage
 from flashtune.tuner.tasks import Source
 from flashtune.tuner.workers import Limits
 
@@ -154,6 +154,7 @@ class Listener:
 
     def __init__(self, stop_after: int | None = None) -> None:
         self.trials: list[Outcome] = []
+        self.stages: list[tuple[Problem, Stage, int]] = []
         self.resumed: list[int] = []
         self.known: list[Problem] = []
         self.unsaved: list[Problem] = []
@@ -161,6 +162,9 @@ class Listener:
 
     def problem_started(self, problem: Problem, index: int, total: int, resumed: int) -> None:
         self.resumed.append(resumed)
+
+    def stage_started(self, problem: Problem, stage: Stage, known: int) -> None:
+        self.stages.append((problem, stage, known))
 
     def trial_finished(self, outcome: Outcome, incumbent: Outcome | None) -> None:
         self.trials.append(outcome)

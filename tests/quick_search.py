@@ -56,6 +56,7 @@ def in_the_end(self: study.Plan) -> None:
 def plant() -> None:
     """Put the planted families in place of the real ones."""
     environment = rendering.environment()
+    assert environment.loader is not None
     environment.loader = ChoiceLoader([planted_templates(), environment.loader])
     right, broken = planted_family("right", 40, paths=False), planted_family("broken", 8, paths=False)
     known = {right.name: right, broken.name: broken}

@@ -10,7 +10,8 @@ import pytest
 from planted import PLANTED_PROBLEM, Listener, planted_family, planted_plan
 
 from flashtune.core.errors import DatabaseError, FlashtuneError
-from flashtune.core.results import Provenance, SearchResult
+from flashtune.core.problem import Problem
+from flashtune.core.results import Fate, Provenance, SearchResult
 from flashtune.db import sqlite_file
 from flashtune.db.store import Store
 from flashtune.tuner import record
@@ -47,10 +48,28 @@ def saved(folder: Path) -> list[SearchResult]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, quick: None) -> list[SearchResult]:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    run(folder, Listener())
-    return saved(folder)
+def calm(tmp_path_factory: pytest.TempPathFactory, quick: None) -> tuple[Listener, list[SearchResult]]:
+    folder, heard = tmp_path_factory.mktemp("undisturbed"), Listener()
+    run(folder, heard)
+    return heard, saved(folder)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(calm: tuple[Listener, list[SearchResult]]) -> list[SearchResult]:
+    return calm[1]
+
+
+def test_a_search_tells_every_stage_of_every_trial(calm: tuple[Listener, list[SearchResult]]) -> None:
+    heard, found = calm
+    expected: list[tuple[Problem, str, int]] = []
+    for result in found:
+        for known, outcome in enumerate(result.outcomes):
+            expected.append((result.problem, "compiling", known))
+            if outcome.fate is not Fate.COMPILE:
+                expected.append((result.problem, "checking", known))
+        expected.append((result.problem, "racing", len(result.outcomes)))
+    assert [stage for stage in heard.stages if stage[1] != "preparing"] == expected
+    assert {outcome.fate for outcome in heard.trials} == {Fate.COMPILE, Fate.CORRECT}
 
 
 def test_an_interrupted_plan_goes_on_where_it_was_and_a_finished_one_starts_anew(tmp_path: Path, undisturbed: list[SearchResult]) -> None:

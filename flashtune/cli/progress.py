@@ -1,75 +1,157 @@
 """How a running search looks: a live display in a terminal, plain lines elsewhere."""
 
+import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from flashtune.cli.estimate import TimeLeft, lasting
 from flashtune.cli.records import short_config
 from flashtune.core.errors import FlashtuneError
 from flashtune.core.problem import Problem
 from flashtune.core.results import Fate, Outcome, SearchResult
 from flashtune.core.secrets import mask_secrets
 
+if TYPE_CHECKING:
+    from flashtune.tuner.searching import Stage
+
+LINE_S = 10.0
+"""Between two lines about the stage under way, where there is no terminal."""
+
 
 class SearchProgress:
-    """Draws a search: the incumbent, trials by fate, and the time left; a context manager and a SearchListener."""
+    """Draws a search: its stage, the incumbent, trials by fate, and the time left; a context manager and a SearchListener.
 
-    def __init__(self, console: Console, *, trials: int | None, quiet: bool) -> None:
-        self._console, self._trials, self._quiet = console, trials, quiet
+    `problems` and `trials` are those of the plan, `budget_s` its wall time; `clock` is in seconds.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        *,
+        problems: Sequence[Problem],
+        trials: int | None,
+        quiet: bool,
+        budget_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console, self._trials, self._clock = console, trials, clock
         self._bars = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console)
-        self._problems = self._bars.add_task("problems", total=None)
+        self._problems = self._bars.add_task("problems", total=len(problems))
         self._tries = self._bars.add_task("trials", total=trials)
         self._fates: Counter[Fate] = Counter()
-        self._label, self._best, self._left = "", "", ""
-        self._started = time.monotonic()
+        self._left = TimeLeft(problems, trials=trials, budget_s=budget_s, clock=clock)
+        self._ended = 0
+        self._problem: Problem | None = None
+        self._place, self._best = "", ""
+        self._stage: tuple[Stage, int] | None = None
+        self._since = clock()
+        # The display and the lines are drawn by threads of their own, while the search waits for its workers.
+        self._lock, self._over = threading.Lock(), threading.Event()
+        self._lines = not console.is_terminal and not quiet
         self._live = Live(get_renderable=self._view, console=console, refresh_per_second=4) if console.is_terminal and not quiet else None
+        self._ticker = threading.Thread(target=self._tick_on, daemon=True)
 
     def __enter__(self) -> "SearchProgress":
         if self._live:
             self._live.start()
+        if self._lines:
+            self._ticker.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._over.set()
         if self._live:
             self._live.stop()
+        if self._lines:
+            self._ticker.join()
+
+    def _tick_on(self) -> None:
+        while not self._over.wait(LINE_S):
+            self.tick()
+
+    def tick(self) -> None:
+        """Print a line about what is going on, where anything is."""
+        with self._lock:
+            what = "; ".join(filter(None, (self._at(), self._best and f"best {self._best.partition(', ')[0]}", self._left.words())))
+            line = f"{self._place}: {what}" if self._stage is not None else ""
+        if line:
+            self._console.print(line, soft_wrap=True)
+
+    def _at(self) -> str:
+        """The stage under way and its time."""
+        if self._stage is None:
+            return ""
+        stage, known = self._stage
+        of = f" of {self._trials}" if self._trials is not None else ""
+        words = {
+            "preparing": "preparing the GPU",
+            "racing": "racing the best",
+            "waiting": "waiting for other processes",
+        }.get(stage, f"{stage} {known + 1}{of}")
+        return f"{words}, {lasting(self._clock() - self._since)}"
 
     def _view(self) -> Table:
-        grid = Table.grid(padding=(0, 1))
-        grid.add_row(self._bars)
-        grid.add_row(f"{self._label}  best {self._best or 'none yet'}")
-        fates = ", ".join(f"{fate} {count}" for fate, count in sorted(self._fates.items()))
-        grid.add_row(f"trials by fate: {fates or 'none yet'}   {self._left}")
-        return grid
+        with self._lock:
+            grid = Table.grid(padding=(0, 1))
+            grid.add_row(self._bars)
+            grid.add_row(f"{self._place}  best {self._best or 'none yet'}")
+            fates = ", ".join(f"{fate} {count}" for fate, count in sorted(self._fates.items()))
+            grid.add_row(f"trials by fate: {fates or 'none yet'}")
+            grid.add_row("; ".join(filter(None, (self._at(), self._left.words()))))
+            return grid
 
     def problem_started(self, problem: Problem, index: int, total: int, resumed: int) -> None:
         """A problem begins."""
-        self._label, self._best = problem.label(), ""
-        self._bars.update(self._problems, total=total, completed=index)
-        self._bars.reset(self._tries, total=self._trials, completed=resumed)
-        if index:
-            seconds = (time.monotonic() - self._started) / index * (total - index)
-            self._left = f"about {seconds / 60:.0f} min left" if seconds > 90 else f"about {seconds:.0f} s left"
-        if self._live is None and not self._quiet and resumed:
-            self._console.print(f"[{index + 1}/{total}] {problem.label()}: resuming after {resumed} trials")
+        with self._lock:
+            self._enter(problem, f"[{index + 1}/{total}] {problem.label()}", resumed)
+            self._bars.reset(self._tries, total=self._trials, completed=resumed)
+        if self._lines and resumed:
+            self._console.print(f"{self._place}: resuming after {resumed} trials")
+
+    def _enter(self, problem: Problem, place: str, known: int) -> None:
+        if problem != self._problem:
+            self._problem, self._place, self._best, self._stage = problem, place, "", None
+        self._left.begin(problem, known)
+
+    def stage_started(self, problem: Problem, stage: "Stage", known: int) -> None:
+        """Something that may take long begins."""
+        with self._lock:
+            self._enter(problem, problem.label(), known)
+            self._bars.update(self._tries, completed=known)
+            if (stage, known) != self._stage:
+                self._stage = stage, known
+                self._since = self._clock()
 
     def trial_finished(self, outcome: Outcome, incumbent: Outcome | None) -> None:
         """One trial ended."""
-        self._fates[outcome.fate] += 1
-        self._bars.advance(self._tries)
-        if incumbent is not None and incumbent.measurement is not None:
-            config = short_config(incumbent.config.as_dict())
-            self._best = f"{incumbent.measurement.median_us:.1f} us {incumbent.source} {incumbent.template} {config}"
+        with self._lock:
+            self._fates[outcome.fate] += 1
+            self._left.trial()
+            self._bars.advance(self._tries)
+            if incumbent is not None and incumbent.measurement is not None:
+                config = short_config(incumbent.config.as_dict())
+                self._best = f"{incumbent.measurement.median_us:.1f} us {incumbent.source}, {incumbent.template} {config}"
 
     def problem_known(self, result: SearchResult, index: int, total: int) -> None:
         """A problem that this plan is done with."""
-        self._bars.update(self._problems, total=total, completed=index + 1)
-        if self._live is None and not self._quiet:
+        self._end(result)
+        if self._lines:
             self._console.print(f"[{index + 1}/{total}] {result.problem.label()}: done before ({len(result.outcomes)} trials)")
+
+    def _end(self, result: SearchResult) -> None:
+        with self._lock:
+            self._left.done(result.problem, len(result.outcomes))
+            self._ended += 1
+            self._bars.update(self._problems, completed=self._ended)
+            self._stage = None
 
     def save_failed(self, problem: Problem, error: FlashtuneError) -> None:
         """A result couldn't be saved."""
@@ -77,8 +159,8 @@ class SearchProgress:
 
     def problem_finished(self, result: SearchResult) -> None:
         """A problem's result was saved."""
-        self._bars.advance(self._problems)
-        if self._live is not None or self._quiet:
+        self._end(result)
+        if not self._lines:
             return
         best = result.best
         if best is None or best.measurement is None:
@@ -91,5 +173,6 @@ class SearchProgress:
             ratio = f", {result.baseline.measurement.median_us / best.measurement.median_us:.2f}x the framework ({result.baseline.backend})"
         self._console.print(
             f"{result.problem.label()}: {best.measurement.median_us:.1f} us {best.source}{ratio}, {best.template} "
-            f"{short_config(best.config.as_dict())} ({len(result.outcomes)} trials{', ' + others if others else ''})"
+            f"{short_config(best.config.as_dict())} ({len(result.outcomes)} trials{', ' + others if others else ''})",
+            soft_wrap=True,
         )

@@ -186,7 +186,7 @@ def run_search(
     with (
         Store.open(location, writable=True) as store,
         study_storage(options.storage) as storage,
-        SearchProgress(messages(), trials=trials, quiet=quiet) as progress,
+        SearchProgress(messages(), problems=problems, trials=trials, budget_s=plan.budget_s, quiet=quiet) as progress,
     ):
         Search(
             plan,

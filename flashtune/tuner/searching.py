@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Protocol
+from typing import Literal, Protocol
 
 import optuna
 
@@ -62,11 +62,18 @@ class SearchPlan:
     """Seconds of timing that the closing race gets."""
 
 
+Stage = Literal["preparing", "compiling", "checking", "measuring", "racing", "waiting"]
+"""What a search is at: inputs on the GPU; a candidate, in stages; the closing race; or what other processes are still busy with."""
+
+
 class SearchListener(Protocol):
     """Hears of a search's progress; the command line draws from it."""
 
     def problem_started(self, problem: Problem, index: int, total: int, resumed: int) -> None:
         """A problem begins; `resumed` trials of it are known from an interrupted search."""
+
+    def stage_started(self, problem: Problem, stage: Stage, known: int) -> None:
+        """Something that may take long begins, while `known` trials of the problem are done; more than once while it waits for others."""
 
     def trial_finished(self, outcome: Outcome, incumbent: Outcome | None) -> None:
         """One trial ended; `incumbent` is the best so far."""
@@ -142,6 +149,7 @@ class Search:
                     found[one.index] = result
                 elif not one.late():
                     todo.append(one)
+                    one.at("waiting")
                     time.sleep(POLL_S / len(todo))
         if len(found) == total:
             run.finish()
@@ -229,6 +237,7 @@ class _ProblemSearch:
             self.study.leave()
             if self.study.others or not self.study.may_decide():
                 return None
+            self.at("racing")
             self.evaluation.prepare()
             result = self._race()
             self.study.decide(result)
@@ -254,6 +263,10 @@ class _ProblemSearch:
             return False
         return True
 
+    def at(self, stage: Stage) -> None:
+        """Tell what this problem is at."""
+        self.search._listener.stage_started(self.problem, stage, len(self.study.outcomes))
+
     def late(self) -> bool:
         """Whether the time is up. One candidate is always tried, so that a tight budget still yields a row."""
         return self.deadline is not None and time.monotonic() > self.deadline and self.incumbent is not None
@@ -267,6 +280,7 @@ class _ProblemSearch:
             batch = self.study.ask(ahead - len(waiting), limit=limit)
             self._learn()
             if batch:
+                self.at("preparing")
                 self.evaluation.prepare()
             waiting.extend([(candidate, self._compile(candidate)) for candidate in batch])
             if not waiting:
@@ -306,12 +320,14 @@ class _ProblemSearch:
     def _outcome(self, candidate: Candidate, compiling: Pending[Compiled] | Compiled | Failed) -> Outcome:
         """Take one candidate through the stages; each can end it."""
         variant = candidate.variant(self.space.spec)
+        self.at("compiling")
         compiled = compiling if isinstance(compiling, Compiled | Failed) else compiling.reply()
         self.state.compiled[variant.id] = compiled
         reply: Timed | Failed
         if isinstance(compiled, Failed):
             reply = compiled
         else:
+            self.at("measuring" if self.plan.source == "measured" else "checking")
             incumbent = (self.incumbent[0], _time(self.incumbent[1])) if self.incumbent else None
             reply = self.evaluation.evaluate(candidate, compiled.facts, incumbent)
         return Outcome(
