@@ -270,7 +270,7 @@ def study(storage: optuna.storages.BaseStorage, sampler: Any = "tpe") -> tuple[S
     return Study(space, BIG, sampler=sampler, seed=0, source="measured", storage=storage), space
 
 
-@pytest.mark.parametrize("sampler", ["tpe", "random", "exhaustive"])
+@pytest.mark.parametrize("sampler", ["gp", "tpe", "random", "exhaustive"])
 def test_a_study_never_asks_the_same_twice_and_only_for_valid_candidates(sampler: Any) -> None:
     found, space = study(optuna.storages.InMemoryStorage(), sampler)
     found.enqueue(space.starts())

@@ -169,7 +169,7 @@ def test_only_one_process_decides_and_a_decision_comes_back(storage: optuna.stor
     assert not second.may_decide()
 
 
-@pytest.mark.parametrize(("sampler", "ends"), [("tpe", (1, 5, 17)), ("tpe", (14, 15)), ("random", (7, 8)), ("exhaustive", (3, 9))])
+@pytest.mark.parametrize(("sampler", "ends"), [("gp", (1, 14, 17)), ("tpe", (5, 15)), ("random", (7, 8)), ("exhaustive", (3, 9))])
 def test_an_interrupted_study_asks_what_an_undisturbed_one_asks(
     storage: optuna.storages.BaseStorage, sampler: Any, ends: tuple[int, ...]
 ) -> None:

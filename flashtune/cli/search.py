@@ -20,7 +20,7 @@ from flashtune.core.secrets import command_line
 from flashtune.core.target import Target, find_target
 
 if TYPE_CHECKING:
-    from flashtune.tuner.study import Sampler
+    from flashtune.tuner.sampling import Sampler
 
 GRID = (512, 1024, 2048, 4096, 8192, 16384)
 """Sequence lengths that are searched when none is given; dispatch serves what lies between from the nearest."""
@@ -36,7 +36,7 @@ class SearchOptions:
 
     trials: int = DEFAULT_TRIALS
     budget_s: float | None = None
-    sampler: "Sampler" = "tpe"
+    sampler: "Sampler" = "gp"
     templates: tuple[str, ...] = ()
     seed: int | None = None
     storage: str | None = None
@@ -57,7 +57,11 @@ class SearchOptions:
 )
 @click.option("--budget", metavar="TIME", help="Wall time for the whole command: 90s, 10m, 1h.")
 @click.option(
-    "--sampler", type=click.Choice(["tpe", "random", "exhaustive"]), default="tpe", show_default=True, help="How candidates are proposed."
+    "--sampler",
+    type=click.Choice(["gp", "tpe", "random", "exhaustive"]),
+    default="gp",
+    show_default=True,
+    help="How candidates are proposed: by a Gaussian process over the cost model's error, by Optuna's TPE, at random, or all in order.",
 )
 @click.option(
     "--template",

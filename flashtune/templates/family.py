@@ -29,9 +29,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import combinations, product
 
+import numpy as np
+from numpy.typing import NDArray
+
 from flashtune.core.config import Config, KernelSpec, Value
 from flashtune.core.errors import InputError
 from flashtune.core.problem import Problem, next_power_of_two
+from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 
 
@@ -52,11 +56,16 @@ class Axis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
-    """A named predicate over (config, spec, target): True where the candidate may be built."""
+    """A named predicate over (config, spec, target): True where the candidate may be built.
+
+    `axes` are those that it reads, so that a space is enumerated by asking it once for each combination of them; it is then given configs
+    of these alone. None where it must see whole configs.
+    """
 
     name: str
     holds: Callable[[Config, KernelSpec, Target], bool]
     why: str
+    axes: tuple[str, ...] | None = None
 
 
 def any_sizes(problem: Problem, target: Target) -> str | None:
@@ -66,6 +75,10 @@ def any_sizes(problem: Problem, target: Target) -> str | None:
 
 def no_layout(spec: KernelSpec, config: Config) -> None:
     """What `Family.layout` is for a family whose template needs to know nothing but its spec and config."""
+
+
+def nothing_expected(config: Config, spec: KernelSpec, target: Target) -> None:
+    """What `Family.expected` is for a family of which nothing is known before it is compiled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -80,6 +93,7 @@ class Family:
     tiles). `interpretable` says whether Triton's interpreter runs it. `folder` is where its template lies.
     `layout` is what follows from a spec and a config; the template knows it as `layout`.
     `path_axes` are the axes that change which code is rendered, so that two configs that agree in them share a code path.
+    `expected` is what the compiler will say of a config, as far as it can be told before it is asked; searches order candidates by it.
     """
 
     name: str
@@ -93,6 +107,7 @@ class Family:
     suits: Callable[[Problem, Target], str | None] = any_sizes
     layout: Callable[[KernelSpec, Config], object] = no_layout
     path_axes: tuple[str, ...] = field(default=())
+    expected: Callable[[Config, KernelSpec, Target], CompileFacts | None] = nothing_expected
 
     @property
     def template_file(self) -> str:
@@ -157,11 +172,24 @@ class Family:
 
     def configs(self, spec: KernelSpec, target: Target) -> Iterator[Config]:
         """Every config of the space that breaks no constraint, in a fixed order."""
-        names = [axis.name for axis in self.axes]
-        for values in product(*(axis.values for axis in self.axes)):
-            config = Config.of(dict(zip(names, values, strict=True)))
-            if self.violated(config, spec, target) is None:
+        whole = [constraint for constraint in self.constraints if constraint.axes is None]
+        for indices in np.argwhere(self._allowed(spec, target)):
+            config = Config.of({axis.name: axis.values[index] for axis, index in zip(self.axes, indices, strict=True)})
+            if all(constraint.holds(config, spec, target) for constraint in whole):
                 yield config
+
+    def _allowed(self, spec: KernelSpec, target: Target) -> NDArray[np.bool_]:
+        """Whether each point of the space, an axis to a dimension, keeps the constraints that say which axes they read."""
+        allowed = np.ones([len(axis.values) for axis in self.axes], dtype=bool)
+        for constraint in self.constraints:
+            if constraint.axes is None:
+                continue
+            read = [axis for axis in self.axes if axis.name in constraint.axes]
+            points = product(*(axis.values for axis in read))
+            names = [axis.name for axis in read]
+            holds = [constraint.holds(Config.of(dict(zip(names, point, strict=True))), spec, target) for point in points]
+            allowed &= np.reshape(holds, [len(axis.values) if axis in read else 1 for axis in self.axes])
+        return allowed
 
 
 def padded(head_dim: int) -> int:

@@ -2,6 +2,7 @@
 
 from flashtune.core.config import Config, KernelSpec
 from flashtune.core.dtypes import ITEMSIZE
+from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.family import Constraint, padded
 
@@ -55,6 +56,23 @@ def shared_bytes(config: Config, spec: KernelSpec, target: Target) -> int:
 def probs_bytes(config: Config, spec: KernelSpec) -> int:
     """What P takes in shared memory on its way from one product's layout to the other's."""
     return config.number("BLOCK_M") * config.number("BLOCK_N") * operand_bytes(spec)
+
+
+def expected_facts(config: Config, spec: KernelSpec, target: Target, *, shared: int, beside: int) -> CompileFacts:
+    """What Triton will say of a kernel of `shared` bytes, with `beside` registers a thread beside `live_registers`.
+
+    `beside` is what the committed sweeps hold in the middle, by family.
+    """
+    needed = live_registers(config, spec, target) + beside
+    cap = int(config.get("maxnreg", 0)) or (255 if target.vendor == "nvidia" else 512)
+    threads = config.number("num_warps") * target.warp_size
+    cap = min(cap, target.registers_per_sm // threads)
+    return CompileFacts(
+        registers=int(min(needed, cap)),
+        spills=int(4 * max(0.0, needed - cap)),
+        shared_bytes=min(shared, target.shared_bytes_per_block),
+        threads=threads,
+    )
 
 
 def first_with_room(configs: list[Config], spec: KernelSpec, target: Target) -> Config:
@@ -116,26 +134,59 @@ def _scalar_products_are_short(config: Config, spec: KernelSpec, target: Target)
 
 
 WARPS_OWN_ROWS = Constraint(
-    name="warps_own_rows", holds=_warps_own_rows, why="each warp takes 16 to 64 rows of the tile (a row of matrix instructions)"
+    name="warps_own_rows",
+    holds=_warps_own_rows,
+    why="each warp takes 16 to 64 rows of the tile (a row of matrix instructions)",
+    axes=("BLOCK_M", "num_warps"),
 )
-REGISTERS_FIT = Constraint(name="registers_fit", holds=_registers_fit, why="scores, probs and acc fit into a thread's registers")
-SHARED_MEMORY_FITS = Constraint(name="shared_memory_fits", holds=_shared_memory_fits, why="K and V blocks in flight fit into shared memory")
-REGISTER_CAP_HELPS = Constraint(name="register_cap_helps", holds=_register_cap_helps, why="maxnreg is NVIDIA's, and must not force spills")
-STAGES_EXIST = Constraint(name="stages_exist", holds=_stages_exist, why="AMD pipelines two stages at most")
+REGISTERS_FIT = Constraint(
+    name="registers_fit",
+    holds=_registers_fit,
+    why="scores, probs and acc fit into a thread's registers",
+    axes=("BLOCK_M", "BLOCK_N", "num_warps"),
+)
+SHARED_MEMORY_FITS = Constraint(
+    name="shared_memory_fits",
+    holds=_shared_memory_fits,
+    why="K and V blocks in flight fit into shared memory",
+    axes=("BLOCK_M", "BLOCK_N", "num_stages"),
+)
+REGISTER_CAP_HELPS = Constraint(
+    name="register_cap_helps",
+    holds=_register_cap_helps,
+    why="maxnreg is NVIDIA's, and must not force spills",
+    axes=("BLOCK_M", "BLOCK_N", "num_warps", "maxnreg"),
+)
+STAGES_EXIST = Constraint(name="stages_exist", holds=_stages_exist, why="AMD pipelines two stages at most", axes=("num_stages",))
 ORDER_MATTERS = Constraint(
-    name="order_matters", holds=_order_matters, why="a causal triangle wants its long rows first; elsewhere there is nothing to sort"
+    name="order_matters",
+    holds=_order_matters,
+    why="a causal triangle wants its long rows first; elsewhere there is nothing to sort",
+    axes=("ORDER",),
 )
-EARLY_V_MATTERS = Constraint(name="early_v_matters", holds=_early_v_matters, why="in a pipelined loop V is in flight long before")
+EARLY_V_MATTERS = Constraint(
+    name="early_v_matters",
+    holds=_early_v_matters,
+    why="in a pipelined loop V is in flight long before",
+    axes=("num_stages", "LOAD_V_EARLY"),
+)
 NARROW_BLOCK_IS_NEEDED = Constraint(
-    name="narrow_block_is_needed", holds=_narrow_block_is_needed, why="16 keys a step waste the tensor cores where 32 fit"
+    name="narrow_block_is_needed",
+    holds=_narrow_block_is_needed,
+    why="16 keys a step waste the tensor cores where 32 fit",
+    axes=("BLOCK_N",),
 )
 DROPOUT_BLOCK_IS_WHOLE = Constraint(
-    name="dropout_block_is_whole", holds=_dropout_block_is_whole, why="dropout's counters come in groups of 32 columns"
+    name="dropout_block_is_whole",
+    holds=_dropout_block_is_whole,
+    why="dropout's counters come in groups of 32 columns",
+    axes=("BLOCK_N",),
 )
 SCALAR_PRODUCTS_ARE_SHORT = Constraint(
     name="scalar_products_are_short",
     holds=_scalar_products_are_short,
     why="IEEE fp32 products are unrolled multiply-adds: with many of them a thread, registers and compile time explode",
+    axes=("BLOCK_M", "BLOCK_N", "num_warps"),
 )
 
 ORDERS = ("rows", "heads", "longest_first", "grouped")

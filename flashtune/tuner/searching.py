@@ -24,8 +24,9 @@ from flashtune.tuner.carrying import carried, record_of, stored
 from flashtune.tuner.evaluation import Evaluation, MeasuredEvaluation, PredictedEvaluation, Verdicts
 from flashtune.tuner.racing import behind_by_times, placed
 from flashtune.tuner.replies import Compiled, Failed, Raced, Timed
+from flashtune.tuner.sampling import Sampler
 from flashtune.tuner.space import Candidate, SearchSpace
-from flashtune.tuner.study import Plan, Sampler, Study, fingerprint
+from flashtune.tuner.study import Plan, Study, fingerprint
 from flashtune.tuner.workers import Limits, Pending, Workers
 
 FINALISTS = 12
@@ -48,7 +49,7 @@ class SearchPlan:
     source: Source
     trials: int = 60
     budget_s: float | None = None
-    sampler: Sampler = "tpe"
+    sampler: Sampler = "gp"
     seed: int | None = None
     jobs: int = 1
     limits: Limits = field(default_factory=Limits)
@@ -214,8 +215,7 @@ class _ProblemSearch:
         if result is None:
             if not again:
                 listener.problem_started(self.problem, self.index, total, len(self.study.outcomes))
-                first = carried(self.space, self.problem, self.search._rows, self.plan.source)
-                self.study.enqueue([*first, *self.space.starts()])
+                self.study.enqueue(carried(self.space, self.problem, self.search._rows, self.plan.source))
             result = self._searched()
         if result is None:
             return None

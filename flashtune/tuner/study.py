@@ -2,30 +2,20 @@
 
 import hashlib
 import json
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, Literal, get_args
+from typing import Any
 
 import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.trial import TrialState
 
 from flashtune.core.config import Config
 from flashtune.core.problem import Problem
 from flashtune.core.results import Baseline, CompileFacts, Conditions, Fate, Measurement, Outcome, Provenance, SearchResult
-from flashtune.templates.family import Family
 from flashtune.templates.rendering import sources_hash
 from flashtune.tuner.record import Entry, Record, key_of, newest_unfinished
+from flashtune.tuner.sampling import Sampler, candidate_of, distributions, parameters, sampler_of
 from flashtune.tuner.space import Candidate, SearchSpace
-
-Sampler = Literal["tpe", "random", "exhaustive"]
-SAMPLERS: tuple[Sampler, ...] = get_args(Sampler)
-
-DRAWS = 50
-"""How often a sampler may draw what breaks a constraint or is known, before the next candidate is taken in order."""
-_STARTUP_TRIALS = 12
-"""Random trials before TPE's model speaks, beside the enqueued ones."""
 
 
 def outcome_to_json(outcome: Outcome) -> str:
@@ -72,9 +62,10 @@ class Study:
         source: str,
         storage: optuna.storages.BaseStorage,
         plan: str = "",
+        starts: Sequence[Candidate] | None = None,
     ) -> None:
-        self._space, self._seed = space, seed
-        self._sampler: Sampler = sampler
+        self._space = space
+        self.sampler = sampler_of(sampler, space, problem, seed=seed, starts=starts)
         label = f"{space.target.slug}-{problem.label()}-b{problem.batch}h{problem.heads}-{source}-{sampler}-{seed}"
         self._record = Record(storage, "-".join(filter(None, (label, fingerprint(space, problem), plan))))
         self._record.describe(
@@ -88,12 +79,14 @@ class Study:
                 "seed": seed,
             }
         )
+        self._distributions = {
+            name: kind for family in space.families.values() for name, kind in distributions(family, list(space.families)).items()
+        }
         self._entries: dict[str, Entry] = {}
         self._candidates: dict[str, Candidate] = {}
         self._wishes: list[Candidate] = []
-        self._unseen: Iterator[Candidate] = space.every()
-        # Sampling happens in memory: most draws break a constraint, and each would cost a dozen transactions.
-        self._model = optuna.create_study(direction="minimize")
+        # Sampling happens in memory, where a trial costs no transactions.
+        self._model = optuna.create_study(direction="minimize", sampler=self.sampler)
         self._in_model: dict[str, int] = {}
         self.outcomes: dict[Candidate, Outcome] = {}
         self.refresh()
@@ -114,7 +107,7 @@ class Study:
         for key, entry in self._entries.items():
             if entry is before.get(key):
                 continue
-            candidate = self._candidates.get(key) or self._candidate(entry.params)
+            candidate = self._candidates.get(key) or candidate_of(self._space, entry.params)
             if candidate is None:
                 continue
             self._candidates[key] = candidate
@@ -146,7 +139,7 @@ class Study:
             if not wanted:
                 break
             for candidate in wanted.values():
-                self._record.claim(_parameters(candidate), _distributions(candidate.family, list(self._space.families)))
+                self._record.claim(parameters(candidate), distributions(candidate.family, list(self._space.families)))
             self.refresh()
             found += self._kept(wanted, limit)
         return found
@@ -160,38 +153,29 @@ class Study:
                 break
             wanted[key] = self._candidates[key]
             self._try_in_model(key)
-        while len(wanted) < count and (candidate := self._next(wanted)) is not None:
-            key = key_of(_parameters(candidate))
+        while len(wanted) < count and (found := self._next(wanted)) is not None:
+            key, candidate = found
             wanted[key] = candidate
-            self._try_in_model(key, candidate)
         return wanted
 
-    def _next(self, wanted: dict[str, Candidate]) -> Candidate | None:
-        """A candidate that never came up: a wish, a sample, or, where sampling finds none (a small space, nearly used up), one in order."""
-
-        def is_new(candidate: Candidate) -> bool:
-            key = key_of(_parameters(candidate))
-            return key not in self._entries and key not in wanted
-
+    def _next(self, wanted: dict[str, Candidate]) -> tuple[str, Candidate] | None:
+        """A candidate that never came up: a wish, or what the sampler proposes; None where all of the space came up."""
         while self._wishes:
-            if is_new(wish := self._wishes.pop(0)):
-                return wish
-        if self._sampler != "exhaustive":
-            asked = len(self._entries.keys() | wanted.keys())
-            self._model.sampler = _optuna_sampler(self._sampler, None if self._seed is None else _derived(self._seed, asked))
-            for _ in range(DRAWS):
-                candidate = self._drawn()
-                if candidate.family.violated(candidate.config, self._space.spec, self._space.target) is None and is_new(candidate):
-                    return candidate
-        return next(filter(is_new, self._unseen), None)
-
-    def _drawn(self) -> Candidate:
+            wish = self._wishes.pop(0)
+            key = key_of(parameters(wish))
+            if key not in self._entries and key not in wanted:
+                self._try_in_model(key, wish)
+                return key, wish
         trial = self._model.ask()
-        family = self._space.families[trial.suggest_categorical("template", list(self._space.families))]
-        values: dict[str, Any] = {a.name: trial.suggest_categorical(f"{family.name}.{a.name}", a.values) for a in family.axes}
-        # Whatever becomes of it is told of a trial of its own, alike for candidates of this process and of others.
-        self._model.tell(trial, state=TrialState.FAIL)
-        return Candidate(family=family, config=Config.of(values))
+        for name in trial.relative_params:
+            trial.suggest_categorical(name, self._distributions[name].choices)
+        candidate = candidate_of(self._space, trial.params)
+        if candidate is None:
+            self._model.tell(trial, state=TrialState.FAIL)
+            return None
+        key = key_of(trial.params)
+        self._in_model[key] = trial.number
+        return key, candidate
 
     def _kept(self, wanted: dict[str, Candidate], limit: int | None) -> list[Candidate]:
         """Those of `wanted` that this process was the first to claim, within the limit."""
@@ -207,12 +191,25 @@ class Study:
 
     def tell(self, candidate: Candidate, outcome: Outcome) -> None:
         """Keep what became of a candidate that `ask` gave."""
-        key = key_of(_parameters(candidate))
+        key = key_of(parameters(candidate))
         facts = {name: getattr(outcome.facts, name) for name in ("registers", "spills", "shared_bytes")} if outcome.facts else {}
         reason = {"reason": outcome.reason} if outcome.reason else {}
         self._record.settle(key, outcome_to_json(outcome), _value(outcome), {"fate": str(outcome.fate), **reason, **facts})
         self.outcomes[candidate] = outcome
         self._end_in_model(key, outcome)
+
+    def left_to_gain(self) -> float:
+        """The greatest expected improvement that one untried candidate is worth, as a share of the best time (see `CandidateSampler`)."""
+        return self.sampler.left_to_gain({candidate: _value(outcome) for candidate, outcome in self.outcomes.items()}, self.pending)
+
+    def expected_regret(self) -> float:
+        """How much slower the best time so far is than the best of all candidates, expected, as a share (see `CandidateSampler`)."""
+        return self.sampler.expected_regret({candidate: _value(outcome) for candidate, outcome in self.outcomes.items()}, self.pending)
+
+    @property
+    def pending(self) -> list[Candidate]:
+        """What is being tried, by whichever process."""
+        return [candidate for key, candidate in self._candidates.items() if self._entries[key].taken and candidate not in self.outcomes]
 
     def leave(self) -> None:
         """Give back what was asked for and not told; others, or the next run, may have it."""
@@ -246,13 +243,13 @@ class Study:
 
     def _try_in_model(self, key: str, candidate: Candidate | None = None) -> None:
         """Let the sampler know of a candidate that is being tried."""
-        if key in self._in_model or self._sampler == "exhaustive":
+        if key in self._in_model:
             return
         candidate = candidate or self._candidates[key]
         trial = optuna.trial.create_trial(
             state=TrialState.RUNNING,
-            params=_parameters(candidate),
-            distributions=_distributions(candidate.family, list(self._space.families)),
+            params=parameters(candidate),
+            distributions=dict(distributions(candidate.family, list(self._space.families))),
         )
         self._model.add_trial(trial)
         self._in_model[key] = len(self._model.get_trials(deepcopy=False)) - 1
@@ -262,14 +259,6 @@ class Study:
             return
         value = _value(outcome)
         self._model.tell(self._in_model[key], value, state=TrialState.FAIL if value is None else TrialState.COMPLETE)
-
-    def _candidate(self, parameters: Mapping[str, Any]) -> Candidate | None:
-        family = self._space.families.get(parameters.get("template", ""))
-        if family is None:
-            return None
-        prefix = f"{family.name}."
-        values = {name.removeprefix(prefix): value for name, value in parameters.items() if name.startswith(prefix)}
-        return Candidate(family=family, config=Config.of(values))
 
 
 class Plan:
@@ -292,34 +281,8 @@ def _value(outcome: Outcome) -> float | None:
     return outcome.measurement.median_us if outcome.fate.timed and outcome.measurement else None
 
 
-def _derived(seed: int, number: int) -> int:
-    """A seed of its own for the `number`-th candidate, so that the samples after an interruption are those without it."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:4])
-
-
-def _parameters(candidate: Candidate) -> dict[str, Any]:
-    name = candidate.family.name
-    return {"template": name, **{f"{name}.{axis}": value for axis, value in candidate.config.items}}
-
-
-def _distributions(family: Family, names: list[str]) -> dict[str, BaseDistribution]:
-    axes = {f"{family.name}.{axis.name}": CategoricalDistribution(axis.values) for axis in family.axes}
-    return {"template": CategoricalDistribution(names), **axes}
-
-
 def fingerprint(space: SearchSpace, problem: Problem) -> str:
     """Changes with anything that would make earlier trials another experiment."""
     axes = {name: [(axis.name, axis.values) for axis in family.axes] for name, family in space.families.items()}
     hashes = sorted(sources_hash(family.template_file) for family in space.families.values())
     return hashlib.sha256(repr((problem, sorted(axes.items()), hashes)).encode()).hexdigest()[:12]
-
-
-def _optuna_sampler(sampler: Sampler, seed: int | None) -> optuna.samplers.BaseSampler:
-    if sampler == "tpe":
-        with warnings.catch_warnings():
-            # `group` keeps each family's axes in one model; Optuna calls it experimental.
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            return optuna.samplers.TPESampler(
-                seed=seed, n_startup_trials=_STARTUP_TRIALS, multivariate=True, group=True, constant_liar=True
-            )
-    return optuna.samplers.RandomSampler(seed=seed)

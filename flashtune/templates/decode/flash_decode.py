@@ -10,12 +10,14 @@ import math
 from flashtune.core.config import Config, KernelSpec
 from flashtune.core.dtypes import ITEMSIZE
 from flashtune.core.problem import DECODE_ROWS, Problem
+from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.family import Axis, Constraint, Family, padded
 from flashtune.templates.forward import flash_fwd
 from flashtune.templates.predicates import (
     SCALAR_PRODUCTS_ARE_SHORT,
     STAGES_EXIST,
+    expected_facts,
     first_with_room,
     has_scalar_products,
     live_registers,
@@ -77,10 +79,27 @@ def _copy_engine(config: Config, spec: KernelSpec, target: Target) -> bool:
 
 
 CONSTRAINTS = (
-    Constraint(name="shared_memory_fits", holds=_room, why="K and V blocks in flight fit into shared memory"),
-    Constraint(name="registers_fit", holds=_registers, why="scores, probs, acc and the addresses of K and V fit into a thread's registers"),
-    Constraint(name="warps_have_work", holds=_warps_have_work, why="each warp has a matrix instruction's share of the scores"),
-    Constraint(name="copy_engine", holds=_copy_engine, why="descriptors are for GPUs with TMA, and products on tensor cores"),
+    Constraint(
+        name="shared_memory_fits",
+        holds=_room,
+        why="K and V blocks in flight fit into shared memory",
+        axes=("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"),
+    ),
+    Constraint(
+        name="registers_fit",
+        holds=_registers,
+        why="scores, probs, acc and the addresses of K and V fit into a thread's registers",
+        axes=("BLOCK_M", "BLOCK_N", "num_warps", "loads"),
+    ),
+    Constraint(
+        name="warps_have_work",
+        holds=_warps_have_work,
+        why="each warp has a matrix instruction's share of the scores",
+        axes=("BLOCK_M", "BLOCK_N", "num_warps"),
+    ),
+    Constraint(
+        name="copy_engine", holds=_copy_engine, why="descriptors are for GPUs with TMA, and products on tensor cores", axes=("loads",)
+    ),
     STAGES_EXIST,
     SCALAR_PRODUCTS_ARE_SHORT,
 )
@@ -150,6 +169,11 @@ def default(spec: KernelSpec, target: Target) -> Config:
     return first_with_room(plain, spec, target)
 
 
+def expected(config: Config, spec: KernelSpec, target: Target) -> CompileFacts:
+    """What the compiler will say, estimated."""
+    return expected_facts(config, spec, target, shared=_needs_room(config, spec, target), beside=72)
+
+
 FAMILY = Family(
     name="flash_decode",
     folder="decode",
@@ -159,6 +183,7 @@ FAMILY = Family(
     suits=suits,
     default=default,
     starts=starts,
+    expected=expected,
     interpretable=True,
     layout=lambda spec, config: {"split_count": inspect.getsource(split_count)},
     path_axes=("combine", "loads"),

@@ -1,6 +1,7 @@
 """The family `flash_fwd`: attention forward with plain pointers, for every GPU that Triton compiles for."""
 
 from flashtune.core.config import Config, KernelSpec
+from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.family import Axis, Family
 from flashtune.templates.predicates import (
@@ -15,8 +16,10 @@ from flashtune.templates.predicates import (
     SHARED_MEMORY_FITS,
     STAGES_EXIST,
     WARPS_OWN_ROWS,
+    expected_facts,
     first_with_room,
     has_scalar_products,
+    shared_bytes,
 )
 
 AXES = (
@@ -92,6 +95,11 @@ def default(spec: KernelSpec, target: Target) -> Config:
     return first_with_room(starts(spec, target), spec, target)
 
 
+def expected(config: Config, spec: KernelSpec, target: Target) -> CompileFacts:
+    """What the compiler will say, estimated."""
+    return expected_facts(config, spec, target, shared=shared_bytes(config, spec, target), beside=56)
+
+
 FAMILY = Family(
     name="flash_fwd",
     folder="forward",
@@ -100,6 +108,7 @@ FAMILY = Family(
     supports=supports,
     default=default,
     starts=starts,
+    expected=expected,
     interpretable=True,
     path_axes=("ORDER", "LOAD_V_EARLY"),
 )

@@ -1,6 +1,7 @@
 """The family `flash_fwd_tma`: attention forward whose tiles come through Hopper's bulk tensor copy engine, for sm_90 and later."""
 
 from flashtune.core.config import Config, KernelSpec
+from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.family import Axis, Family
 from flashtune.templates.predicates import (
@@ -11,8 +12,10 @@ from flashtune.templates.predicates import (
     REGISTERS_FIT,
     SHARED_MEMORY_FITS,
     WARPS_OWN_ROWS,
+    expected_facts,
     first_with_room,
     has_scalar_products,
+    shared_bytes,
 )
 
 AXES = (
@@ -78,6 +81,11 @@ def default(spec: KernelSpec, target: Target) -> Config:
     return first_with_room(starts(spec, target), spec, target)
 
 
+def expected(config: Config, spec: KernelSpec, target: Target) -> CompileFacts:
+    """What the compiler will say, estimated."""
+    return expected_facts(config, spec, target, shared=shared_bytes(config, spec, target), beside=28)
+
+
 FAMILY = Family(
     name="flash_fwd_tma",
     folder="forward",
@@ -86,6 +94,7 @@ FAMILY = Family(
     supports=supports,
     default=default,
     starts=starts,
+    expected=expected,
     interpretable=True,
     path_axes=("ORDER",),
 )

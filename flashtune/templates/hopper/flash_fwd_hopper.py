@@ -6,6 +6,7 @@ FlashAttention-3's and -4's tile sizes for sm90 and the register arithmetic of `
 
 from flashtune.core.config import Config, KernelSpec, Value
 from flashtune.core.dtypes import ITEMSIZE
+from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.family import Axis, Constraint, Family, padded
 from flashtune.templates.hopper.layout import HopperLayout
@@ -59,6 +60,7 @@ CONSTRAINTS = (
         name="programs on an SM",
         holds=lambda c, s, t: HopperLayout.of(s, c).consumer_registers is not None,
         why="the register file holds so many warpgroups",
+        axes=("BLOCK_M", "ctas_per_sm"),
     ),
     Constraint(
         name="shared memory",
@@ -67,46 +69,55 @@ CONSTRAINTS = (
             and (needed + 1024) * c.number("ctas_per_sm") <= t.shared_bytes_per_sm
         ),
         why="queries, the K/V stages and the output tile live in shared memory",
+        axes=("BLOCK_M", "BLOCK_N", "num_stages", "tiles", "ctas_per_sm"),
     ),
     Constraint(
         name="registers",
         holds=lambda c, s, t: _registers_fit(HopperLayout.of(s, c)),
         why="scores, probs and output of a warpgroup live in registers, with 16 to 32 for the rest",
+        axes=("BLOCK_M", "BLOCK_N", "intra_wg_overlap", "ctas_per_sm"),
     ),
     Constraint(
         name="persistent tiles",
         holds=lambda c, s, t: c["tiles"] == "one" or c["intra_wg_overlap"] != 0,
         why="tiles are chained by putting the last values of one beside the first scores of the next",
+        axes=("intra_wg_overlap", "tiles"),
     ),
     Constraint(
         name="one warpgroup takes no turns",
         holds=lambda c, s, t: HopperLayout.of(s, c).consumers > 1 or c["pingpong"] is False,
         why="the axis would change nothing",
+        axes=("BLOCK_M", "pingpong"),
     ),
     Constraint(
         name="one warpgroup, one tile",
         holds=lambda c, s, t: HopperLayout.of(s, c).consumers > 1 or c["tiles"] == "one",
         why="64 rows are for problems that don't fill the GPU, where no program has a second tile",
+        axes=("BLOCK_M", "tiles"),
     ),
     Constraint(
         name="fp8 looks ahead once",
         holds=lambda c, s, t: s.dtype != "fp8" or c["intra_wg_overlap"] != 2,
         why="its products of probs and values have accumulators of their own, which leave no registers for a second tile of scores",
+        axes=("intra_wg_overlap",),
     ),
     Constraint(
         name="heads side by side",
         holds=lambda c, s, t: c.number("section") <= 8 or s.banded,
         why="all tiles are equally long without a band, and more heads than eight would only leave L2",
+        axes=("section",),
     ),
     Constraint(
         name="order of a band",
         holds=lambda c, s, t: c["order"] == "fixed" or (c["tiles"] != "one" and s.banded),
         why="tiles are drawn where programs work through many of unequal length",
+        axes=("order", "tiles"),
     ),
     Constraint(
         name="maxima that settle",
         holds=lambda c, s, t: c["maximum"] == "running" or _may_settle(c["intra_wg_overlap"], s),
         why="probs grow far above 1 where a row's largest score comes late, which e4m3 can't hold",
+        axes=("intra_wg_overlap", "maximum"),
     ),
     Constraint(
         name="loop in place of chained",
@@ -114,6 +125,7 @@ CONSTRAINTS = (
             c["tiles"] != "loop" or HopperLayout.of(s, c.replace(tiles="chained")).shared_bytes > t.shared_bytes_per_block
         ),
         why="chained tiles drain less, wherever their second query tile fits",
+        axes=("BLOCK_M", "BLOCK_N", "num_stages", "tiles"),
     ),
 )
 
@@ -196,6 +208,17 @@ def default(spec: KernelSpec, target: Target) -> Config:
     return next(config for config in starts(spec, target) if config["maximum"] == "running")
 
 
+def expected(config: Config, spec: KernelSpec, target: Target) -> CompileFacts:
+    """What the compiler will say: the register file is shared out by the kernel itself, and its tiles are all of its memory."""
+    layout = HopperLayout.of(spec, config)
+    return CompileFacts(
+        registers=layout.entry_registers,
+        spills=0,
+        shared_bytes=min(layout.shared_bytes, target.shared_bytes_per_block),
+        threads=128 * (layout.consumers + 1),
+    )
+
+
 FAMILY = Family(
     name="flash_fwd_hopper",
     folder="hopper",
@@ -204,6 +227,7 @@ FAMILY = Family(
     supports=supports,
     default=default,
     starts=starts,
+    expected=expected,
     interpretable=False,
     layout=HopperLayout.of,
     path_axes=("BLOCK_M", "intra_wg_overlap", "pingpong", "tiles", "order", "maximum"),
