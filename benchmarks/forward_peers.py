@@ -92,12 +92,8 @@ def data_of(cell: Cell, device: torch.device | str, seed: int) -> Data:
         words["softcap"] = SOFTCAP
     if f.dropout:
         words |= {"dropout_p": inputs.parameters.dropout_p, "seed": seed}
-    if f.alibi:
-        words["alibi_slopes"] = inputs.parameters.slopes
-    if inputs.parameters.descale is None:
-        return Data(inputs=inputs, framework=inputs, words=words)
-    words |= dict(zip(("q_descale", "k_descale", "v_descale"), inputs.parameters.descale, strict=True))
-    return Data(inputs=inputs, framework=_widened(inputs), words=words)
+    words |= inputs.parameters.per_head()
+    return Data(inputs=inputs, framework=inputs if inputs.parameters.descale is None else _widened(inputs), words=words)
 
 
 def _widened(inputs: Inputs) -> Inputs:

@@ -4,6 +4,7 @@ Inputs lie inside storage that is poisoned with NaN on every side, in the memory
 storage filled with a mark, so that a write beside it shows.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -158,6 +159,21 @@ CASES: tuple[AttentionCase, ...] = (
         layout="tokens_first",
         mask_form="keys",
     ),
+    AttentionCase(name="sinks", problem=_problem(50, 60, 16, Features(sinks=True), batch=2, heads=(6, 2))),
+    # The first 30 rows see nothing but their sink.
+    AttentionCase(name="sinks-empty-rows", problem=_problem(70, 40, 16, Features(sinks=True, causal=True, alignment=_CORNER))),
+    AttentionCase(
+        name="sinks-everything",
+        problem=_problem(
+            50,
+            60,
+            16,
+            Features(sinks=True, alibi=True, causal=True, window=(40, 0), mask="bool", dropout=True, softcap=True),
+            dtype="fp8",
+            heads=(4, 2),
+        ),
+    ),
+    AttentionCase(name="sinks-bias", problem=_problem(40, 50, 16, Features(sinks=True, mask="bias"), heads=(4, 2)), mask_form="rows"),
     AttentionCase(name="large-scores", problem=_problem(50, 60, 16), scale=100.0),
     AttentionCase(name="negative-scale", problem=_problem(50, 60, 16, Features(causal=True)), scale=-0.25),
     AttentionCase(name="zero-scale", problem=_problem(50, 60, 16, Features(mask="bool")), scale=0.0),
@@ -196,6 +212,11 @@ def make_case(case: AttentionCase, device: torch.device | str) -> Inputs:
         sizes = [((p.batch, p.heads), p.heads), ((1, p.kv_heads), p.kv_heads), ((1, 1), p.kv_heads)]
         qf, kf, vf = (torch.rand(stored, generator=generator).to(device).add(0.5).expand(p.batch, heads) for stored, heads in sizes)
         parameters = replace(parameters, descale=(qf, kf, vf))
+    if p.features.sinks:
+        # Every other number of a parameter in the output's type: none at all, one far above all scores, and the rest as heavy as all keys.
+        logits = torch.randn(2 * p.heads, generator=generator) + math.log(p.n_kv)
+        logits[0], logits[2] = float("-inf"), 14.0
+        parameters = replace(parameters, sinks=logits.to(device, out_dtype)[::2].expand(p.batch, p.heads))
     lse = torch.empty((p.batch, p.heads, p.n_q), dtype=torch.float32, device=device)
     return Inputs(problem=p, operands={"q": q, "k": k, "v": v, "out": out, "lse": lse}, parameters=parameters)
 
@@ -267,7 +288,7 @@ def by_the_book(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Te
     keep = None
     if words["dropout_p"]:
         keep = reference.dropout_keep(words["seed"], words["offset"], q.shape[0], q.shape[1], q.shape[2], k.shape[2], words["dropout_p"])
-    shared = {name: words.get(name) for name in ("mask", "scale", "softcap", "dropout_p", "slopes", "descale")}
+    shared = {name: words.get(name) for name in ("mask", "scale", "softcap", "dropout_p", "slopes", "descale", "sinks")}
     found = reference.attention(q, k, v, band=band_of(words), keep=keep, dtype=torch.float32, **shared)
     out.copy_(found[0])
     lse.copy_(found[1])

@@ -42,6 +42,7 @@ def problem_of(draw: random.Random) -> Problem:
         mask=draw.choice([*MASK_KINDS, "none"]),
         softcap=draw.random() < 0.2,
         alibi=draw.random() < 0.2,
+        sinks=draw.random() < 0.3,
     )
     kv_heads = draw.randint(1, 2)
     return Problem(

@@ -10,7 +10,7 @@ from attention_cases import band_of
 
 from flashtune.core import passes, problem, reference
 from flashtune.core.config import KernelSpec
-from flashtune.core.passes import FORWARD, CallParameters, Operand, Pass, Place
+from flashtune.core.passes import FORWARD, PER_HEAD, CallParameters, Operand, Pass, Place, per_head_words
 from flashtune.core.problem import Features, Problem
 from flashtune.core.tolerances import Bound
 from flashtune.tuner.correctness import Verifier, check, everywhere, oracle
@@ -79,8 +79,11 @@ def test_keywords_are_those_of_a_launch() -> None:
     inputs = make_inputs(PROBLEM, device="meta", seed=3)
     plain = {"mask", "scale", "diagonal", "window_left", "window_right", "softcap", "dropout_p", "seed", "offset"}
     assert set(inputs.keywords) == plain and inputs.keywords["mask"] is None
-    fp8 = make_inputs(replace(PROBLEM, dtype="fp8", features=Features(alibi=True)), device="meta", seed=3)
-    assert set(fp8.keywords) == plain | {"slopes", "descale"}
+    fp8 = make_inputs(replace(PROBLEM, dtype="fp8", features=Features(alibi=True, sinks=True)), device="meta", seed=3)
+    assert set(fp8.keywords) == plain | {"slopes", "descale", "sinks"}
+    given = fp8.parameters.per_head()
+    assert list(given) == list(PER_HEAD)
+    assert replace(fp8.parameters, **per_head_words(given)).keywords() == fp8.keywords
 
 
 def test_a_backward_is_drawn_costed_and_checked_as_a_value(backward: Problem) -> None:

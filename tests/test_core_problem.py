@@ -1,17 +1,17 @@
 """Problems, their keys and specs: what changes a winner is told apart, what was written before is read as it was meant."""
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flashtune.core.band import ALIGNMENTS
-from flashtune.core.config import Config, Variant
+from flashtune.core.config import Config, KernelSpec, Variant
 from flashtune.core.dtypes import DTYPES, ITEMSIZE, output_dtype, parse_dtype
 from flashtune.core.errors import InputError
-from flashtune.core.problem import MASK_KINDS, Features, Problem
+from flashtune.core.problem import COMPILED_AS_THEY_ARE, FLAGS, MASK_KINDS, Features, Problem
 
 PROBLEM = Problem(batch=2, heads=4, kv_heads=2, n_q=100, n_kv=140, d=64, d_v=32, dtype="fp16")
 sides = st.none() | st.integers(0, 5000)
@@ -21,10 +21,7 @@ features = st.builds(
     alignment=st.sampled_from(ALIGNMENTS),
     window=st.none() | st.tuples(sides, sides),
     mask=st.sampled_from(MASK_KINDS),
-    dropout=st.booleans(),
-    softcap=st.booleans(),
-    tf32=st.booleans(),
-    alibi=st.booleans(),
+    **dict.fromkeys(FLAGS, st.booleans()),
 )
 
 
@@ -48,11 +45,23 @@ def test_alibi_keeps_the_alignment_without_a_band() -> None:
 
 
 def test_features_that_came_later_leave_older_variants_their_ids() -> None:
-    """The id of a variant as it was before ALiBi: shipped kernels are found by it."""
+    """The id of a variant as it was before ALiBi and sinks: shipped kernels are found by it."""
     spec = replace(PROBLEM, features=Features(causal=True)).spec()
     variant = Variant(template="flash_fwd", template_hash="0123456789abcdef", spec=spec, config=Config.of(BLOCK_M=64))
     assert variant.id == "adcc2bb814cea7a3"
-    assert replace(variant, spec=replace(spec, alibi=True)).id != variant.id
+    others = {replace(variant, spec=replace(spec, **{name: True})).id for name in ("alibi", "sinks")}
+    assert len(others - {variant.id}) == 2
+
+
+def test_every_flag_is_a_feature_a_part_of_the_spec_and_a_word_of_labels() -> None:
+    assert FLAGS == ("alibi", "dropout", "sinks", "softcap", "tf32")
+    compiled = {field.name for field in fields(KernelSpec)} - {"direction", "dtype", "d", "d_v", "window"}
+    assert compiled == set(COMPILED_AS_THEY_ARE)
+    for name in FLAGS:
+        problem = replace(PROBLEM, dtype="fp32" if name == "tf32" else "fp16", features=Features(**{name: True}))
+        assert problem.spec().label() == f"fwd-{problem.dtype}-d64x32-{name}"
+        assert problem.key("h200").features == f'{{"{name}":true}}'
+        assert problem.label().endswith(f"-full+{name}-gqa2")
 
 
 def test_fp8_is_e4m3_by_all_its_names_with_one_byte_each() -> None:

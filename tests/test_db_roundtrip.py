@@ -13,7 +13,7 @@ from flashtune.core.band import ALIGNMENTS
 from flashtune.core.config import Config
 from flashtune.core.dtypes import DTYPES
 from flashtune.core.errors import InputError
-from flashtune.core.problem import MASK_KINDS, Features, Problem
+from flashtune.core.problem import FLAGS, MASK_KINDS, Features, Problem
 from flashtune.core.results import SOURCES, Baseline, CompileFacts, Conditions, Fate, Measurement, Outcome, Provenance, SearchResult
 from flashtune.db.rows import LARGEST, TEXT_LENGTH, tidy
 from flashtune.db.store import Store
@@ -44,10 +44,7 @@ def problems(draw: st.DrawFn) -> Problem:
             alignment=draw(st.sampled_from(ALIGNMENTS)),
             window=draw(st.none() | st.tuples(sides, sides)),
             mask=draw(st.sampled_from(MASK_KINDS)),
-            dropout=draw(st.booleans()),
-            softcap=draw(st.booleans()),
-            tf32=dtype == "fp32" and draw(st.booleans()),
-            alibi=draw(st.booleans()),
+            **{name: (name != "tf32" or dtype == "fp32") and draw(st.booleans()) for name in FLAGS},
         ),
     )
 

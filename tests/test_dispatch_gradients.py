@@ -86,16 +86,20 @@ def test_gradients_of_features_beyond_torch_equal_the_float64_references(
 
 
 @pytest.mark.parametrize("words", [{}, {"is_causal": True}, {"softcap": 1.5}, {"attn_mask": mask_with_an_empty_row()}], ids=str)
-def test_slopes_get_their_gradient(words: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("theirs", "ours"), [("alibi_slopes", "slopes"), ("sinks", "sinks")])
+def test_what_is_given_per_head_gets_its_gradient(theirs: str, ours: str, words: dict[str, Any]) -> None:
     q, k, v = inputs()
-    slopes = torch.rand(2, 4, requires_grad=True)
-    dispatch.attention(q, k, v, alibi_slopes=slopes, **words).square().sum().backward()
-    wide = [x.detach().double().requires_grad_() for x in (q, k, v, slopes)]
+    numbers = torch.rand(2, 4)
+    if theirs == "sinks":
+        numbers[0, :2] = torch.tensor([float("-inf"), 5.0])
+    numbers.requires_grad_()
+    dispatch.attention(q, k, v, **{theirs: numbers}, **words).square().sum().backward()
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v, numbers)]
     band = Band(right=0 if "is_causal" in words else None)
     expected = {"mask": words.get("attn_mask"), "softcap": words.get("softcap", 0.0)}
-    wanted, _ = reference.attention(*wide[:3], slopes=wide[3], scale=0.25, band=band, **expected)
+    wanted, _ = reference.attention(*wide[:3], **{ours: wide[3]}, scale=0.25, band=band, **expected)
     wanted.square().sum().backward()
-    for mine, other in zip((q, k, v, slopes), wide, strict=True):
+    for mine, other in zip((q, k, v, numbers), wide, strict=True):
         assert mine.grad is not None and other.grad is not None
         torch.testing.assert_close(mine.grad.double(), other.grad, atol=1e-4, rtol=1e-4)
 

@@ -16,6 +16,7 @@ import torch
 from flashtune import kernels_generated
 from flashtune.core.binaries import Binary, Parameter, TensorMap, read_manifest
 from flashtune.core.dtypes import output_dtype
+from flashtune.core.passes import CallParameters
 from flashtune.core.problem import Problem
 from flashtune.core.shipped import GeneratedKernel, read_index
 from flashtune.core.torch_dtypes import TORCH_DTYPES
@@ -222,7 +223,7 @@ SHIPPED = read_index(Path(kernels_generated.__file__).parent).kernels
 PROBLEMS = {record.outcome.variant_id: record.problem for record in databases.Library.of(databases.shipped_path()).winners()}
 
 
-def tensors_of(problem: Problem) -> prepared.Tensors:
+def given_of(problem: Problem) -> tuple[prepared.Operands, CallParameters]:
     """Small tensors as a kernel of this problem's spec takes them, with what its features ask for."""
     b, h, kv, n_q, n_kv, p = 2, 2 * problem.gqa_ratio, 2, min(problem.n_q, 200), 304, problem
     dtype = TORCH_DTYPES[p.dtype]
@@ -230,16 +231,24 @@ def tensors_of(problem: Problem) -> prepared.Tensors:
     mask = None
     if p.features.mask != "none":
         mask = torch.zeros(1, h, n_q, n_kv, dtype=torch.bool if p.features.mask == "bool" else out_dtype).expand(b, h, n_q, n_kv)
-    return prepared.Tensors(
-        q=torch.zeros(b, n_q, h, p.d, dtype=dtype).transpose(1, 2),
-        k=torch.zeros(b, kv, n_kv, p.d, dtype=dtype),
-        v=torch.zeros(b, kv, n_kv, p.d_v, dtype=dtype),
-        out=torch.zeros(b, h, n_q, p.d_v, dtype=out_dtype),
-        lse=torch.zeros(b, h, n_q),
+    parameters = CallParameters(
+        scale=0.1,
+        band=p.band,
         mask=mask,
+        softcap=20.0,
+        dropout_p=0.1 if p.features.dropout else 0.0,
         slopes=torch.zeros(h).expand(b, h) if p.features.alibi else None,
         descale=(torch.zeros(b, h), torch.zeros(()).expand(b, kv), torch.zeros(kv).expand(b, kv)) if p.dtype == "fp8" else None,
+        sinks=torch.zeros(h).expand(b, h) if p.features.sinks else None,
     )
+    operands = (
+        torch.zeros(b, n_q, h, p.d, dtype=dtype).transpose(1, 2),
+        torch.zeros(b, kv, n_kv, p.d, dtype=dtype),
+        torch.zeros(b, kv, n_kv, p.d_v, dtype=dtype),
+        torch.zeros(b, h, n_q, p.d_v, dtype=out_dtype),
+        torch.zeros(b, h, n_q),
+    )
+    return operands, parameters
 
 
 @pytest.mark.parametrize("kernel", SHIPPED, ids=lambda kernel: kernel.path)
@@ -247,8 +256,7 @@ def test_what_is_recorded_of_a_shipped_kernel_is_what_it_launches(kernel: Genera
     """The same launches as with real tensors, with every address where the recording says."""
     module = importlib.import_module(f"flashtune.kernels_generated.{kernel.module}")
     problem = PROBLEMS[kernel.variant_id]
-    settings = {"scale": 0.1, **problem.band.keywords(), "softcap": 20.0, "dropout_p": 0.1 if problem.features.dropout else 0.0}
-    steps, tensors, recording = prepared.launches(module, tensors_of(problem), settings)
+    steps, tensors, recording = prepared.launches(module, *given_of(problem))
     assert recording is not None and len(steps) == len(recording.launches)
     starts = [0 if x is None else x.data_ptr() for x in tensors]
     sizes = list(recording.temporaries)
@@ -279,11 +287,9 @@ def test_host_code_without_triton_says_what_the_module_says(kernel: GeneratedKer
     module = importlib.import_module(f"flashtune.kernels_generated.{kernel.module}")
     path = Path(kernels_generated.__file__).parent / kernel.path
     host = load_host_code(path.read_text(encoding="utf-8"), path.stem)
-    problem = PROBLEMS[kernel.variant_id]
-    settings = {"scale": 0.1, **problem.band.keywords(), "softcap": 20.0, "dropout_p": 0.1 if problem.features.dropout else 0.0}
-    given = tensors_of(problem)
-    assert host.accepts(given.q, given.k, given.v, given.mask) == module.accepts(given.q, given.k, given.v, given.mask)
-    ours, theirs = (prepared.launches(each, given, settings) for each in (host, module))
+    (q, k, v, *written), given = given_of(PROBLEMS[kernel.variant_id])
+    assert host.accepts(q, k, v, given.mask) == module.accepts(q, k, v, given.mask)
+    ours, theirs = (prepared.launches(each, (q, k, v, *written), given) for each in (host, module))
     assert ours[2] == theirs[2] is not None
     assert [step[0].__name__ for step in ours[0]] == [step[0].__name__ for step in theirs[0]]
 
@@ -309,8 +315,8 @@ def test_damaged_machine_code_is_warned_of_and_left_to_triton(library: Library, 
     q = torch.zeros(1, 2, 300, 64, dtype=torch.bfloat16)
     warned: list[str] = []
     plan = KernelPlan(parse(q, q, q, None, 0.0, True), module, q, manifest=manifest, warn=warned.append)
-    given = plan._tensors(q, q, q, None, None)
-    assert plan._prepared(given, compiles=False) is None, "host code alone can't compile"
-    assert plan._prepared(given, compiles=True) is not None
+    operands, parameters = plan._given(q, q, q, None, None)
+    assert plan._prepared(operands, parameters, compiles=False) is None, "host code alone can't compile"
+    assert plan._prepared(operands, parameters, compiles=True) is not None
     assert compiled == [manifest.binaries[0].kernel]
     assert len(warned) == 1 and str(tmp_path) in warned[0] and "until then Triton compiles" in warned[0]

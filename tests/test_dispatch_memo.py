@@ -197,6 +197,9 @@ def test_what_a_signature_holds_is_all_that_a_choice_depends_on(machine: Machine
         ((Q, Q, Q), {"alibi_slopes": torch.ones(4)}),
         ((Q, Q, Q), {"alibi_slopes": torch.ones(2, 4)}),
         ((Q, Q, Q), {"alibi_slopes": torch.ones(4).requires_grad_()}),
+        ((Q, Q, Q), {"sinks": torch.ones(4)}),
+        ((Q, Q, Q), {"sinks": torch.ones(2, 4)}),
+        ((Q, Q, Q), {"alibi_slopes": torch.ones(4), "sinks": torch.ones(4)}),
         ((E4M3, E4M3, E4M3), {}),
         ((E4M3, E4M3, E4M3), {"q_descale": 2.0}),
         ((E4M3, E4M3, E4M3), {"q_descale": 3.0}),
@@ -208,6 +211,7 @@ def test_what_a_signature_holds_is_all_that_a_choice_depends_on(machine: Machine
     dispatch.attention(Q + 1, Q, Q)
     dispatch.attention(Q, Q, Q, dropout_p=0.5, seed=2)
     dispatch.attention(Q, Q, Q, alibi_slopes=torch.zeros(4))
+    dispatch.attention(Q, Q, Q, sinks=torch.zeros(4))
     dispatch.attention(E4M3, E4M3, E4M3, q_descale=torch.zeros(()))
     assert len(layers.current().plans) == len(calls)
 
@@ -219,13 +223,16 @@ def test_a_remembered_plan_takes_each_calls_own_slopes_and_factors(machine: Mach
     for slopes in (torch.rand(4), torch.rand(4)):
         out = dispatch.attention(Q, Q, Q, alibi_slopes=slopes)
         torch.testing.assert_close(out, wanted(Q, slopes=slopes.expand(2, 4)).float(), atol=2e-5, rtol=2e-5)
+        out = dispatch.attention(Q, Q, Q, alibi_slopes=slopes, sinks=slopes)
+        both = {"slopes": slopes.expand(2, 4), "sinks": slopes.expand(2, 4)}
+        torch.testing.assert_close(out, wanted(Q, **both).float(), atol=2e-5, rtol=2e-5)
     ones = torch.ones(2, 4)
     for factor in (torch.rand(2, 4), torch.rand(2, 4)):
         out = dispatch.attention(E4M3, E4M3, E4M3, k_descale=factor, v_descale=2.0)
         assert out.dtype == torch.bfloat16
         torch.testing.assert_close(out.double(), wanted(E4M3, descale=(ones, factor, 2 * ones)), atol=2e-2, rtol=2e-2)
-    assert len(machine.launched) == 4
-    assert len(layers.current().plans) == 2
+    assert len(machine.launched) == 6
+    assert len(layers.current().plans) == 3
 
 
 def test_a_kernel_that_fails_is_warned_of_once_and_the_next_serves_from_then_on(machine: Machine, own_database: Path) -> None:

@@ -66,6 +66,7 @@ class Call:
     return_lse: bool
     seed: int
     alibi: str
+    sinks: str
     descales: tuple[str, str, str]
 
 
@@ -95,6 +96,7 @@ def calls(draw: st.DrawFn) -> Call:
         return_lse=draw(st.booleans()),
         seed=draw(st.one_of(st.integers(0, 2**64 - 1), st.integers(-(2**63), -1))),
         alibi=draw(st.sampled_from(["none", "none", "heads", "batch"])),
+        sinks=draw(st.sampled_from(["none", "none", "heads", "batch"])),
         descales=draw(st.tuples(*[st.sampled_from(["none", "number", "one", "heads", "batch"])] * 3)),
     )
 
@@ -152,7 +154,7 @@ def expected(
 
     counts = {"q_descale": call.heads, "k_descale": call.kv_heads, "v_descale": call.kv_heads}
     q_factor, k_factor, v_factor = (wide(extras.get(name), heads) for name, heads in counts.items())
-    slopes = extras["alibi_slopes"]
+    slopes, sinks = extras["alibi_slopes"], extras["sinks"]
     left, right = call.window if isinstance(call.window, tuple) else (call.window, call.window)
     left, right = (None if side == -1 else side for side in (left, right))
     sizes = (*call.batch, call.heads, call.n_q, call.n_kv)
@@ -176,6 +178,7 @@ def expected(
         keep=keep if call.dropout_p else None,
         dropout_p=call.dropout_p,
         slopes=None if slopes is None else wide(slopes, call.heads),
+        sinks=None if sinks is None else wide(sinks, call.heads),
         descale=(q_factor, k_factor, v_factor),
     )
     return out.view(*sizes[:-1], call.d_v), lse.view(sizes[:-1])
@@ -200,6 +203,9 @@ def test_every_combination_of_features_agrees_with_the_float64_reference(call: C
     arguments = (q, k, v, mask, call.dropout_p, call.causal, call.scale, call.heads != call.kv_heads)
     extras: dict[str, Any] = {"window": call.window, "softcap": call.softcap, "causal_alignment": call.alignment, "seed": call.seed}
     extras["alibi_slopes"] = per_head(call, call.alibi, call.heads, generator)
+    extras["sinks"] = per_head(call, call.sinks, call.heads, generator)
+    if extras["sinks"] is not None:
+        extras["sinks"][..., -1] = (float("-inf"), 20.0)[call.seed % 2]
     if call.dtype == FP8:
         counts = {"q_descale": call.heads, "k_descale": call.kv_heads, "v_descale": call.kv_heads}
         for (name, heads), kind in zip(counts.items(), call.descales, strict=True):

@@ -22,9 +22,9 @@ from flashtune.tuner.inputs import Inputs, make_inputs
 H200 = find_target("h200")
 DRAWN = {"tiles": "chained", "order": "drawn"}
 CASES: list[tuple[str, Features, DType, dict[str, Any]]] = [
-    ("flash_fwd", Features(causal=True, mask="bias"), "fp16", {}),
+    ("flash_fwd", Features(causal=True, mask="bias", sinks=True), "fp16", {}),
     ("flash_fwd_tma", Features(mask="bool", alibi=True), "bf16", {}),
-    ("flash_decode", Features(window=(20, 5)), "bf16", {"combine": "kernel"}),
+    ("flash_decode", Features(window=(20, 5), sinks=True), "bf16", {"combine": "kernel"}),
     ("flash_decode", Features(softcap=True), "fp8", {"combine": "last", "loads": "tma"}),
     ("flash_fwd_hopper", Features(causal=True), "bf16", {**PLAIN, **DRAWN, "maximum": "first"}),
     ("flash_fwd_hopper", Features(mask="bool", dropout=True), "bf16", PLAIN),
@@ -51,7 +51,7 @@ def described(argument: Any, inputs: Inputs) -> Any:
         return argument if base is None else (described(base, inputs), argument.shape, argument.strides, argument.block_shape)
     words = inputs.keywords
     tensors = {**inputs.operands, "mask": words["mask"]}
-    tensors |= {"slopes": words.get("slopes"), **dict(zip(("dq", "dk", "dv"), words.get("descale", ()), strict=False))}
+    tensors |= inputs.parameters.per_head()
     places = {x.untyped_storage()._cdata: name for name, x in tensors.items() if x is not None}
     # A view of an input begins where the input does.
     name = places.get(argument.untyped_storage()._cdata, "temporary")

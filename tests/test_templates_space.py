@@ -5,7 +5,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from flashtune.core.dtypes import DTYPES, DType
-from flashtune.core.problem import MASK_KINDS, Features, Problem
+from flashtune.core.problem import FLAGS, MASK_KINDS, Features, Problem
 from flashtune.core.target import Target, targets
 from flashtune.templates import families, family
 from flashtune.templates.family import Family, padded
@@ -23,10 +23,7 @@ def problems(draw: st.DrawFn) -> Problem:
         causal=draw(st.booleans()),
         window=draw(st.one_of(st.none(), st.tuples(window, window))),
         mask=draw(st.sampled_from(MASK_KINDS)),
-        dropout=draw(st.booleans()),
-        softcap=draw(st.booleans()),
-        alibi=draw(st.booleans()),
-        tf32=dtype == "fp32" and draw(st.booleans()),
+        **{name: (name != "tf32" or dtype == "fp32") and draw(st.booleans()) for name in FLAGS},
     )
     d, d_v = draw(st.integers(1, 256)), draw(st.integers(1, 256))
     return Problem(batch=1, heads=2, kv_heads=1, n_q=100, n_kv=200, d=d, d_v=d_v, dtype=dtype, features=features)

@@ -1,6 +1,7 @@
 """The framework's attention as the yardstick: it computes the same problem, by its own means where it has them."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -37,8 +38,9 @@ def test_the_framework_computes_alibi_from_a_bias(features: Features) -> None:
     compare(make_inputs(replace(PROBLEM, features=features), device="cpu", seed=3))
 
 
-def test_the_framework_has_no_fp8() -> None:
-    assert framework_call(make_inputs(replace(PROBLEM, dtype="fp8"), device="cpu", seed=0)) is None
+@pytest.mark.parametrize("changes", [{"dtype": "fp8"}, {"features": Features(softcap=True)}, {"features": Features(sinks=True)}], ids=str)
+def test_the_framework_has_no_fp8_soft_cap_or_sinks(changes: dict[str, Any]) -> None:
+    assert framework_call(make_inputs(replace(PROBLEM, **changes), device="cpu", seed=0)) is None
 
 
 def test_what_a_model_is_measured_against_is_torchs_own_whatever_stands_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:

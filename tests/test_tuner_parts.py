@@ -125,6 +125,20 @@ def test_alibis_slopes_and_diagonal_are_felt() -> None:
     assert slopes.shape == (2, 4) and slopes[1].tolist() == [2**-2, 2**-4, 2**-6, 2**-8]
 
 
+def test_sinks_are_felt_in_every_head() -> None:
+    problem = replace(PROBLEM, features=Features(causal=True, sinks=True))
+    verifier = correctness.Verifier(problem, device="cpu", seed=2)
+    assert verifier.verdict(spoiled("")).reason == ""
+    assert verifier.verdict(spoiled("", sinks=None)).reason
+    for head in range(4):
+        more = 0.2 * torch.eye(4)[head]
+
+        def heavier(*tensors: torch.Tensor, more: torch.Tensor = more, **words: Any) -> None:
+            by_the_book(*tensors, **{**words, "sinks": words["sinks"] + more})
+
+        assert verifier.verdict(heavier).reason
+
+
 @pytest.mark.parametrize("words", [{"diagonal": 1}, {"window_left": 59}, {"softcap": 0.0}, {"seed": 12345}, {"mask": None}], ids=str)
 def test_every_argument_is_felt(words: dict[str, Any]) -> None:
     problem = replace(PROBLEM, features=EVERYTHING)

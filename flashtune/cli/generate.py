@@ -92,8 +92,8 @@ def generate(
 
 def _machine_code(arranged: Sequence["Arranged"], anew: set[str], folder: Path, jobs: int) -> dict[str, bytes]:
     """Files with the machine code of these kernels: what the folder has, but compiled now for the paths in `anew` and where it has none."""
-    from flashtune.tuner.binaries import build_all, triton_version
     from flashtune.tuner.generated import kept_machine_files, machine_files, order_of
+    from flashtune.tuner.machine_code import build_all, triton_version
 
     files: dict[str, bytes] = {}
     orders = []

@@ -30,6 +30,13 @@ WIDTH = 2048
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for machines instead of a table.")
 
 
+SWITCHES = {
+    "alibi": "ALiBi: a bias by distance with a slope per head; one tuning serves all slopes.",
+    "sinks": "Attention sinks: a logit per head in each softmax's denominator; one tuning serves all logits.",
+    "tf32": "Allow TF32 products for fp32 inputs (IEEE otherwise).",
+}
+"""Features that an option of their name switches on, and its help."""
+
 MOST = 2**31 - 1
 """The largest size that databases hold."""
 
@@ -119,8 +126,7 @@ class ProblemOptions:
     window: int | None
     alignment: str
     softcap: float
-    alibi: bool
-    tf32: bool
+    switches: tuple[str, ...]
     heads: int | None
     kv_heads: int | None
     batch: int | None
@@ -128,7 +134,8 @@ class ProblemOptions:
     @classmethod
     def taken(cls, given: dict[str, Any]) -> "ProblemOptions":
         """Take these options out of all that were given."""
-        found = {field.name: given.pop(field.name) for field in fields(cls)}
+        found = {field.name: given.pop(field.name) for field in fields(cls) if field.name != "switches"}
+        found["switches"] = tuple(name for name in SWITCHES if given.pop(name))
         for name in ("d", "n"):
             found[name] = tuple(flat(found[name])) if isinstance(found[name], tuple) else (found[name],)
         names = found["dtype"] or ()
@@ -154,8 +161,7 @@ class ProblemOptions:
             dropout=self.dropout > 0,
             window=None if self.window is None else (self.window, self.window),
             softcap=self.softcap > 0,
-            tf32=self.tf32,
-            alibi=self.alibi,
+            **dict.fromkeys(self.switches, True),
         )
 
     def problem(self, *, n: int, d: int, dtype: DType, causal: bool) -> Problem:
@@ -215,8 +221,7 @@ def problem_options(*, many: bool) -> Callable[[Callable[..., None]], Callable[.
             help="Where the diagonal starts when --n-q differs from --n: as in torch, or with the last query over the last key.",
         ),
         click.option("--softcap", type=float, default=0.0, metavar="C", help="Soft cap of the scores; any cap tunes for all caps."),
-        click.option("--alibi", is_flag=True, help="ALiBi: a bias by distance with a slope per head; one tuning serves all slopes."),
-        click.option("--tf32", is_flag=True, help="Allow TF32 products for fp32 inputs (IEEE otherwise)."),
+        *(click.option(f"--{name}", is_flag=True, help=text) for name, text in SWITCHES.items()),
         click.option("--heads", type=int, help=f"Query heads (default {WIDTH} / D)."),
         click.option("--kv-heads", type=int, help="Key and value heads (default: as many as query heads)."),
         click.option("--batch", type=int, help=f"Batch (default {TOKENS} / N)."),

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from flashtune.core.dtypes import DType
@@ -64,7 +64,7 @@ class Config:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSpec:
     """What of a problem is compiled into its kernel. Sizes N, batch and heads, the scale, the width of a window, the
-    soft cap, the dropout rate, the diagonal and ALiBi's slopes are run-time arguments, so one kernel serves all of them.
+    soft cap, the dropout rate, the diagonal and what is given per head are run-time arguments, so one kernel serves all of them.
 
     `d` and `d_v` are the real head sizes; templates pad them to powers of two.
     """
@@ -79,21 +79,31 @@ class KernelSpec:
     dropout: bool
     softcap: bool
     tf32: bool
+    # What came after the first databases has a default.
     alibi: bool = False
+    sinks: bool = False
 
     @property
     def banded(self) -> bool:
         """Whether a causal or window band limits the keys of a query."""
         return self.causal or self.window
 
+    @property
+    def per_head(self) -> list[str]:
+        """The kernel's tensors with a number per head, in the order of its parameters."""
+        factors = ["q_descale", "k_descale", "v_descale"] * (self.dtype == "fp8")
+        return ["slopes"] * self.alibi + factors + ["sinks"] * self.sinks
+
     def as_dict(self) -> dict[str, Any]:
         """Field to value. What came after the first databases appears only when it is on, so that older variants keep their ids."""
-        return {name: value for name, value in asdict(self).items() if name != "alibi" or value}
+        found = {field.name: getattr(self, field.name) for field in fields(self) if field.default is MISSING}
+        return found | {field.name: True for field in fields(self) if field.default is False and getattr(self, field.name)}
 
     def label(self) -> str:
         """The short form for file names and test ids: `fwd-bf16-d128-causal`."""
         d = f"d{self.d}" if self.d == self.d_v else f"d{self.d}x{self.d_v}"
-        flags = [name for name in ("causal", "window", "alibi", "dropout", "softcap", "tf32") if getattr(self, name)]
+        flags = [name for name in ("causal", "window") if getattr(self, name)]
+        flags += sorted(field.name for field in fields(self) if getattr(self, field.name) is True and field.name not in flags)
         flags += [self.mask] if self.mask != "none" else []
         return "-".join([self.direction, self.dtype, d, *flags])
 

@@ -20,6 +20,15 @@ if TYPE_CHECKING:
 
 Direction = Literal["fwd"]
 
+PER_HEAD: dict[str, Literal["heads", "kv_heads"]] = {
+    "alibi_slopes": "heads",
+    "q_descale": "heads",
+    "k_descale": "kv_heads",
+    "v_descale": "kv_heads",
+    "sinks": "heads",
+}
+"""What callers give per head, by their name for it, and the field of a problem that counts those heads."""
+
 Element = Literal["input", "output", "fp32"]
 """The element type of an operand: that of the problem's inputs, of its output, or float32 for all."""
 
@@ -77,7 +86,7 @@ class CallParameters:
     """What a launch takes beside its operands, the same for every pass.
 
     `mask` is a view expanded to (B, Hq, N_q, N_kv); `slopes` (B, Hq) are ALiBi's; `descale` are the factors of q (B, Hq), k and v
-    (B, Hkv) that fp8 inputs stand for a multiple of. `seed` (64 bits) and `offset` fix dropout's mask.
+    (B, Hkv) that fp8 inputs stand for a multiple of; `sinks` (B, Hq) are logits. `seed` (64 bits) and `offset` fix dropout's mask.
     """
 
     scale: float
@@ -89,11 +98,24 @@ class CallParameters:
     offset: int = 0
     slopes: "torch.Tensor | None" = None
     descale: "tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None" = None
+    sinks: "torch.Tensor | None" = None
+
+    def per_head(self) -> "dict[str, torch.Tensor]":
+        """What is given per head, by the names of `PER_HEAD`."""
+        given = (self.slopes, *(self.descale or (None, None, None)), self.sinks)
+        return {name: x for name, x in zip(PER_HEAD, given, strict=True) if x is not None}
 
     def keywords(self) -> dict[str, Any]:
         """The keyword arguments of a rendered module's `launch`, which may leave out what is given per head."""
         found = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "band"}
         return {name: value for name, value in found.items() if value is not None or name == "mask"} | self.band.keywords()
+
+
+def per_head_words(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `CallParameters.per_head`: what is given per head, by the names of `CallParameters`."""
+    found = {name: given[caller] for name, caller in (("slopes", "alibi_slopes"), ("sinks", "sinks")) if caller in given}
+    factors = tuple(given[name] for name in ("q_descale", "k_descale", "v_descale") if name in given)
+    return found | {"descale": factors} if factors else found
 
 
 Oracle = Callable[["Problem", "Mapping[str, torch.Tensor]", CallParameters, Place], "dict[str, torch.Tensor]"]
@@ -146,7 +168,9 @@ def _forward_oracle(
         index, device = place.batch * problem.heads + place.head, operands["q"].device
         seed, offset, p = parameters.seed, parameters.offset, parameters.dropout_p
         keep = reference.dropout_keep_rows(seed, offset, index, first, stop - first, problem.n_kv, p, device)
-    mask, slopes, descale = parameters.mask, parameters.slopes, parameters.descale
+    mask = parameters.mask
+    heads = {"heads": head, "kv_heads": kv_head}
+    per_head = {name: x[batch, heads[PER_HEAD[name]]] for name, x in parameters.per_head().items()}
     out, lse = reference.attention(
         operands["q"][batch, head, first:stop],
         operands["k"][batch, kv_head],
@@ -157,8 +181,7 @@ def _forward_oracle(
         softcap=parameters.softcap,
         keep=keep,
         dropout_p=parameters.dropout_p,
-        slopes=None if slopes is None else slopes[batch, head],
-        descale=None if descale is None else (descale[0][batch, head], descale[1][batch, kv_head], descale[2][batch, kv_head]),
+        **per_head_words(per_head),
     )
     return {"out": out[0, 0], "lse": lse[0, 0]}
 

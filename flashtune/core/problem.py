@@ -19,9 +19,6 @@ MAX_HEAD_DIM = 256
 DECODE_ROWS = 16
 """Up to so many query rows a kernel is bound by reading K and V; what was tuned for more rows says nothing about it."""
 
-_FLAGS = ("alibi", "dropout", "softcap", "tf32")
-"""Features that are on or off, in the order of labels."""
-
 
 def next_power_of_two(value: int) -> int:
     """The smallest power of two that is >= `value` (1 for value <= 1)."""
@@ -35,7 +32,8 @@ class Features:
     `alignment` says which corner the diagonal of `causal`, `window` and `alibi` starts from when N_q != N_kv: torch's
     `is_causal` is top-left, flash-attn's is bottom-right. `window` is (left, right), None for unbounded. `alibi` lowers each score by
     a slope per head times the distance from the diagonal (Press et al., "Train Short, Test Long", ICLR 2022).
-    `tf32` allows TF32 products for fp32 inputs (IEEE otherwise).
+    `tf32` allows TF32 products for fp32 inputs (IEEE otherwise). `sinks` adds a logit per head to each softmax's denominator, with no
+    value of its own (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024; learned in GPT-OSS).
     """
 
     causal: bool = False
@@ -46,6 +44,7 @@ class Features:
     softcap: bool = False
     tf32: bool = False
     alibi: bool = False
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         if self.alignment not in ALIGNMENTS:
@@ -100,7 +99,7 @@ class Features:
             found["alignment"] = self.alignment
         if self.mask != "none":
             found["mask"] = self.mask
-        found |= {name: True for name in _FLAGS if getattr(self, name)}
+        found |= {name: True for name in FLAGS if getattr(self, name)}
         return found
 
     @classmethod
@@ -129,10 +128,17 @@ class Features:
             left, right = ("inf" if side is None else str(side) for side in self.window)
             words.append(f"window{left}" if self.causal or left == right else f"window{left},{right}")
         words += [{"bool": "mask", "bias": "bias"}[self.mask]] if self.mask != "none" else []
-        words += [name for name in _FLAGS if getattr(self, name)]
+        words += [name for name in FLAGS if getattr(self, name)]
         if self.has_diagonal and self.alignment == "bottom_right":
             words.append("bottom_right")
         return "+".join(words)
+
+
+FLAGS = tuple(sorted(field.name for field in fields(Features) if field.type is bool and field.name != "causal"))
+"""Features that are on or off, beside `causal`, in the order of labels."""
+
+COMPILED_AS_THEY_ARE = ("causal", "mask", *FLAGS)
+"""Features that `KernelSpec` has under the same names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,20 +208,9 @@ class Problem:
 
     def spec(self) -> KernelSpec:
         """What of this problem is compiled into a kernel; one spec serves every N, batch and head count."""
-        f = self.features
-        return KernelSpec(
-            direction=self.direction,
-            dtype=self.dtype,
-            d=self.d,
-            d_v=self.d_v,
-            causal=f.causal,
-            window=f.window is not None,
-            mask=f.mask,
-            dropout=f.dropout,
-            softcap=f.softcap,
-            tf32=f.tf32,
-            alibi=f.alibi,
-        )
+        same = {name: getattr(self.features, name) for name in COMPILED_AS_THEY_ARE}
+        window = self.features.window is not None
+        return KernelSpec(direction=self.direction, dtype=self.dtype, d=self.d, d_v=self.d_v, window=window, **same)
 
     def key(self, gpu: str) -> ProblemKey:
         """The database key of this problem on the GPU with the slug `gpu`."""

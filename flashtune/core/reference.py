@@ -116,6 +116,7 @@ def attention(
     dropout_p: float = 0.0,
     slopes: torch.Tensor | None = None,
     descale: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    sinks: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale q k^T) v with every feature, in `dtype`: output (B, Hq, N_q, D_v) and natural-log LSE (B, Hq, N_q).
@@ -125,7 +126,8 @@ def attention(
     dropout's bool mask; kept weights are divided by 1 - dropout_p and the LSE doesn't see dropout. A row with nothing to attend to
     gives 0 and LSE -inf.
     `slopes` (B, Hq) are ALiBi's: each score loses slope |i + diagonal - j|. `descale` holds factors of q (B, Hq), k and v (B, Hkv),
-    which quantised inputs stand for a multiple of. Differentiable.
+    which quantised inputs stand for a multiple of. `sinks` (B, Hq) are logits of one more key for every row, whose value is 0: neither
+    scaled nor masked, and in the LSE, so that rows with nothing else to attend to have the sink as theirs. Differentiable.
     """
     band = band or Band()
     ratio = q.shape[1] // max(1, k.shape[1])
@@ -145,7 +147,12 @@ def attention(
         scores = scores + mask.to(dtype)
     # A bias of -inf hides a pair like a mask does; filled in again, so that no gradient flows through -inf - -inf.
     scores = scores.masked_fill(~seen | (scores == float("-inf")), float("-inf"))
-    lse = torch.logsumexp(scores, -1)
+    beside = []
+    if sinks is not None:
+        # Filled in again for the same reason.
+        logits = sinks.to(dtype).masked_fill(sinks == float("-inf"), float("-inf"))
+        beside = [logits[..., None, None].expand(*scores.shape[:3], 1)]
+    lse = torch.logsumexp(torch.cat([scores, *beside], -1), -1)
     # exp(-inf - -inf) is NaN; a finite stand-in gives exp(-inf) = 0 on empty rows.
     weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
     if keep is not None:

@@ -10,6 +10,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from flashtune.core.band import Window
 from flashtune.core.errors import InputError
+from flashtune.core.passes import PER_HEAD
 from flashtune.core.problem import Problem
 from flashtune.core.target import find_target
 from flashtune.dispatch import devices, resolve, torch_ops
@@ -46,6 +47,7 @@ def attention(
     q_descale: torch.Tensor | float | None = None,
     k_descale: torch.Tensor | float | None = None,
     v_descale: torch.Tensor | float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> Any:
     """softmax(scale query keyᵀ) value, with the signature and meaning of F.scaled_dot_product_attention.
 
@@ -70,10 +72,14 @@ def attention(
             for all, or one for each head, (H,) or (B, H), with the key's heads for k and v; those of q and k must be above 0, which
             isn't looked at in tensors. Their output is bfloat16. A number is written to the device at its first call: factors that
             change from call to call, or under CUDA graphs, should be tensors.
+        sinks: attention sinks, (Hq,) or (B, Hq), float32 or in the output's dtype: a logit per query head (finite or -inf) that joins each
+            softmax's denominator, as one more key whose value is 0 would; neither scaled, capped nor masked. As in GPT-OSS, where it
+            is learned. It is part of the LSE, which for rows with nothing else to attend to is the sink.
 
     flashtune.dispatch.policy.rank states which kernel serves a call. Torch's own operations serve it, with every feature and gradients,
     on the CPU, when a gradient is needed, for float64, for unseeded dropout while a CUDA graph is captured, and wherever no kernel
-    does. Features that torch lacks (softcap, return_lse, seed) then take memory for all scores.
+    does. Features that torch lacks (softcap, return_lse, seed) then take memory for all scores; ALiBi and sinks have paths of their own
+    (flashtune.dispatch.framework).
 
     Raises InputError (a ValueError) or InputTypeError (a TypeError) where the arguments make no sense.
     """
@@ -83,8 +89,8 @@ def attention(
         is_causal, causal_alignment = _causal(attn_mask, query, key, is_causal)
         attn_mask = None
     per_head = None
-    if alibi_slopes is not None or q_descale is not None or k_descale is not None or v_descale is not None:
-        per_head = PerHead(alibi_slopes, q_descale, k_descale, v_descale)
+    if alibi_slopes is not None or sinks is not None or q_descale is not None or k_descale is not None or v_descale is not None:
+        per_head = PerHead(alibi_slopes, q_descale, k_descale, v_descale, sinks)
     options = (dropout_p, is_causal, scale, enable_gqa, window, softcap, causal_alignment, return_lse, allow_tf32)
     if torch.compiler.is_compiling():
         return _traced(query, key, value, attn_mask, options, seed, per_head)
@@ -143,7 +149,7 @@ def explain(*arguments: Any, **keywords: Any) -> Explanation:
         words["is_causal"], words["causal_alignment"] = _causal(words["attn_mask"], words["query"], words["key"], words["is_causal"])
         words["attn_mask"] = None
     query, key, value, mask = (words.pop(name) for name in ("query", "key", "value", "attn_mask"))
-    per_head = PerHead(*(words.pop(name) for name in ("alibi_slopes", "q_descale", "k_descale", "v_descale")))
+    per_head = PerHead(*(words.pop(name) for name in PER_HEAD))
     if all(isinstance(x, torch.Tensor) for x in (query, key, value)) and (mask is None or isinstance(mask, torch.Tensor)):
         query, key, value, mask = _prepared(query, key, value, mask)
     call = parse(query, key, value, mask, **words, per_head=per_head)

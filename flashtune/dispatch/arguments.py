@@ -8,6 +8,7 @@ import torch
 
 from flashtune.core.band import ALIGNMENTS, Band, Window, diagonal_of, parse_window
 from flashtune.core.errors import InputError, InputTypeError
+from flashtune.core.passes import PER_HEAD
 from flashtune.core.problem import MAX_HEAD_DIM, Features, MaskKind, Problem
 from flashtune.core.torch_dtypes import KERNEL_DTYPES, output_torch_dtype
 from flashtune.dispatch.call import Call, PerHead
@@ -61,8 +62,7 @@ def parse(
     if seed is not None:
         seed_bits(seed)
     per_head = per_head or PerHead()
-    _check_per_head(per_head, query, batch_dims, heads, kv_heads)
-    alibi = per_head.alibi_slopes is not None
+    _check_per_head(per_head, query, batch_dims, {"heads": heads, "kv_heads": kv_heads})
     identity = rank == len(q) == len(k) == len(v) == 4 and q[0] == k[0] == v[0] and q[1] == heads and k[1] == v[1] == kv_heads
     problem = None
     if query.dtype in KERNEL_DTYPES and 0 not in (*batch_dims, heads, n_q, n_kv):
@@ -81,7 +81,8 @@ def parse(
                 dropout=dropout_p > 0.0,
                 softcap=softcap > 0.0,
                 tf32=allow_tf32 and query.dtype == torch.float32,
-                alibi=alibi,
+                alibi=per_head.alibi_slopes is not None,
+                sinks=per_head.sinks is not None,
             ),
         )
     return Call(
@@ -92,7 +93,7 @@ def parse(
         scale=1.0 / math.sqrt(d) if scale is None else _number("scale", scale),
         band=band,
         softcap=softcap,
-        alibi=alibi,
+        per_head=any(x is not None for x in per_head),
         factors=_factors(per_head) if query.dtype == torch.float8_e4m3fn else None,
         dropout_p=dropout_p,
         seeded=seed is not None,
@@ -209,34 +210,37 @@ def _check_dense(name: str, x: torch.Tensor) -> None:
         raise InputTypeError(f"{name} is nested or sparse: pass a dense tensor")
 
 
-def _check_per_head(per_head: PerHead, query: torch.Tensor, batch_dims: tuple[int, ...], heads: int, kv_heads: int) -> None:
-    """Float32 tensors that broadcast to (..., heads), or a number in place of one for all of fp8 inputs."""
-    counts = {"alibi_slopes": heads, "q_descale": heads, "k_descale": kv_heads, "v_descale": kv_heads}
-    for (name, count), given in zip(counts.items(), per_head.given, strict=True):
+def _check_per_head(per_head: PerHead, query: torch.Tensor, batch_dims: tuple[int, ...], counts: dict[str, int]) -> None:
+    """Tensors that broadcast to (..., heads) in a dtype that is taken, or a number in place of one for all of fp8 inputs."""
+    for (name, heads), given in zip(PER_HEAD.items(), per_head, strict=True):
         if given is None:
             continue
-        if name != "alibi_slopes" and query.dtype != torch.float8_e4m3fn:
+        factor = name.endswith("_descale")
+        if factor and query.dtype != torch.float8_e4m3fn:
             raise InputError(f"{name} was given for inputs of {query.dtype}: only torch.float8_e4m3fn ones have factors, leave it out")
         if not isinstance(given, torch.Tensor):
-            if name == "alibi_slopes":
-                raise InputTypeError(f"alibi_slopes must be a tensor or None, not {type(given).__name__}: pass a float32 slope per head")
+            if not factor:
+                raise InputTypeError(
+                    f"{name} must be a tensor or None, not {type(given).__name__}: pass a float32 tensor with a number per head"
+                )
             value = _number(name, given)
             if name in ("q_descale", "k_descale") and not value > 0.0:
                 raise InputError(f"{name} is {given}: factors of queries and keys must be above 0")
             continue
         _check_dense(name, given)
-        if given.dtype != torch.float32:
-            raise InputTypeError(f"{name} has dtype {given.dtype}: use float32")
+        if given.dtype != torch.float32 and (name != "sinks" or given.dtype != output_torch_dtype(query.dtype)):
+            raise InputTypeError(f"{name} has dtype {given.dtype}: use float32" + " or the output's" * (name == "sinks"))
         if given.device != query.device:
             raise InputError(f"{name} is on {given.device} and query on {query.device}: move all to one device")
-        shape, full = tuple(given.shape), (*batch_dims, count)
+        shape, full = tuple(given.shape), (*batch_dims, counts[heads])
         if not _broadcasts(shape, full):
             raise InputError(f"{name} of shape {shape} doesn't broadcast to the heads {full}: each size must be equal or 1")
 
 
 def _factors(per_head: PerHead) -> tuple[float, float, float]:
     """The factors that are numbers; 1 in the place of others."""
-    q, k, v = (1.0 if x is None or isinstance(x, torch.Tensor) else float(x) for x in per_head.given[1:])
+    factors = (per_head.q_descale, per_head.k_descale, per_head.v_descale)
+    q, k, v = (1.0 if x is None or isinstance(x, torch.Tensor) else float(x) for x in factors)
     return q, k, v
 
 

@@ -3,14 +3,38 @@
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from flashtune.core.band import Band
+from flashtune.core.passes import PER_HEAD, CallParameters, per_head_words
 from flashtune.core.problem import MaskKind, Problem
 
-Descale = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Factors of q (B, Hq), k (B, Hkv) and v (B, Hkv), float32."""
+
+class PerHead(NamedTuple):
+    """As the caller gave them, in the order of `PER_HEAD`; tensors broadcast to (*batch_dims, H) of the call."""
+
+    alibi_slopes: torch.Tensor | None = None
+    q_descale: torch.Tensor | float | None = None
+    k_descale: torch.Tensor | float | None = None
+    v_descale: torch.Tensor | float | None = None
+    sinks: torch.Tensor | None = None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Those that are tensors."""
+        return [x for x in self if isinstance(x, torch.Tensor)]
+
+    def signature(self) -> Hashable:
+        """What a plan depends on: sizes and places of tensors, values of numbers."""
+        return tuple((x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else (type(x), x) for x in self)
+
+    def views(self, call: "Call") -> list[torch.Tensor | None]:
+        """Those that are tensors as views (B, Hq) or (B, Hkv); None for the others."""
+        counts = PER_HEAD.values()
+        return [
+            call.spread(x, getattr(call, count)) if isinstance(x, torch.Tensor) else None for x, count in zip(self, counts, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,8 +44,8 @@ class Call:
     Of `band`, sides that hide nothing at these sizes are dropped. `problem` is None where no kernel serves: for float64, and where
     there is nothing to compute.
     `rank` is the output's number of dimensions, `batch_dims` those before the heads and `batch` their product. `identity` says that
-    q, k and v are taken as they are: 4-D, with equal batches and heads that need no broadcasting. `alibi` says that slopes are given.
-    `factors` are numbers that fp8 q, k and v are multiplied by, 1 where none or a tensor is given; None for other types.
+    q, k and v are taken as they are: 4-D, with equal batches and heads that need no broadcasting. `per_head` says that something is given
+    per head. `factors` are numbers that fp8 q, k and v are multiplied by, 1 where none or a tensor is given; None for other types.
     """
 
     dtype: torch.dtype
@@ -31,7 +55,7 @@ class Call:
     scale: float
     band: Band
     softcap: float
-    alibi: bool
+    per_head: bool
     factors: tuple[float, float, float] | None
     dropout_p: float
     seeded: bool
@@ -63,7 +87,7 @@ class Call:
     def fused_by_torch(self) -> bool:
         """Whether one call of torch's own attention serves this, with no mask built for it."""
         band = self.band.torch_causal and self.mask_kind == "none" if self.band.bounded else True
-        added = self.softcap or self.alibi or self.factors is not None or self.return_lse
+        added = self.softcap or self.per_head or self.factors is not None or self.return_lse
         return band and not added and not (self.dropout_p and self.seeded)
 
     def views(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -108,11 +132,21 @@ class Call:
         x = x.expand(*self.batch_dims, heads)
         return x if len(self.batch_dims) == 1 else x.reshape(self.batch, heads)
 
-    def number_factors(self) -> Descale:
-        """`factors` as tensors."""
-        assert self.factors is not None, "only fp8 inputs have factors"
-        q, k, v = (torch.full((), factor, dtype=torch.float32, device=self.device) for factor in self.factors)
-        return q.expand(self.batch, self.heads), k.expand(self.batch, self.kv_heads), v.expand(self.batch, self.kv_heads)
+    def parameters(self, mask: torch.Tensor | None, per_head: PerHead | None) -> CallParameters:
+        """What a launch and the reference take beside the operands, but for dropout's mask; `mask` is 4-D."""
+        given = dict(zip(PER_HEAD, (per_head or PerHead()).views(self), strict=True))
+        for name, factor in zip(("q_descale", "k_descale", "v_descale"), self.factors or (), strict=False):
+            if given[name] is None:
+                number = torch.full((), factor, dtype=torch.float32, device=self.device)
+                given[name] = number.expand(self.batch, getattr(self, PER_HEAD[name]))
+        return CallParameters(
+            scale=self.scale,
+            band=self.band,
+            mask=mask,
+            softcap=self.softcap,
+            dropout_p=self.dropout_p,
+            **per_head_words({name: x for name, x in given.items() if x is not None}),
+        )
 
     def restored(self, x: torch.Tensor) -> torch.Tensor:
         """An output or LSE (B, Hq, ...) with the caller's own leading dimensions."""
@@ -121,40 +155,3 @@ class Call:
         if self.rank == 2:
             return x[0, 0]
         return x[0] if self.rank == 3 else x.view(*self.batch_dims, *x.shape[1:])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PerHead:
-    """As the caller gave them, in the order of `attention`'s arguments; tensors broadcast to (*batch_dims, H) of the call."""
-
-    alibi_slopes: torch.Tensor | None = None
-    q_descale: torch.Tensor | float | None = None
-    k_descale: torch.Tensor | float | None = None
-    v_descale: torch.Tensor | float | None = None
-
-    @property
-    def given(self) -> tuple[torch.Tensor | float | None, ...]:
-        """All four."""
-        return self.alibi_slopes, self.q_descale, self.k_descale, self.v_descale
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Those that are tensors."""
-        return [x for x in self.given if isinstance(x, torch.Tensor)]
-
-    def signature(self) -> Hashable:
-        """What a plan depends on: sizes and places of tensors, values of numbers."""
-        return tuple((x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else (type(x), x) for x in self.given)
-
-    def slopes(self, call: Call) -> torch.Tensor | None:
-        """ALiBi's slopes as a view (B, Hq)."""
-        return None if self.alibi_slopes is None else call.spread(self.alibi_slopes, call.heads)
-
-    def given_factors(self, call: Call) -> list[torch.Tensor | None]:
-        """The factors of q (B, Hq), k (B, Hkv) and v (B, Hkv) that were given as tensors, as views; None for the others."""
-        counts = (call.heads, call.kv_heads, call.kv_heads)
-        return [call.spread(x, count) if isinstance(x, torch.Tensor) else None for x, count in zip(self.given[1:], counts, strict=True)]
-
-    def descale(self, call: Call, numbers: Descale) -> Descale:
-        """The factors of q, k and v, those that weren't given as tensors from `numbers`."""
-        q, k, v = (number if x is None else x for x, number in zip(self.given_factors(call), numbers, strict=True))
-        return q, k, v

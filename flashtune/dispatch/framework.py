@@ -6,8 +6,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashtune.core import reference
+from flashtune.core.passes import CallParameters, per_head_words
 from flashtune.core.torch_attention import sdpa
-from flashtune.dispatch.call import Call, Descale, PerHead
+from flashtune.dispatch.call import Call, PerHead
 
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -30,20 +31,16 @@ def attention(
     """Serve `call` in torch operations, differentiable: output and, when asked for, the float32 LSE.
 
     Plain, causal and masked attention and dropout from torch's own generator are one call of F.scaled_dot_product_attention. Other
-    bands become a boolean mask (or go into the bias) first, ALiBi becomes a bias, and fp8 inputs become bf16. Softcap, LSE and seeded
-    dropout run the reference in float32 (float64 for float64 inputs), whose scores take B Hq N_q N_kv elements of memory; `keep`
-    (B, Hq, N_q, N_kv) is dropout's mask there.
+    bands become a boolean mask (or go into the bias) first, ALiBi becomes a bias, and fp8 inputs become bf16. Sinks become one more key
+    (see `_with_sinks`), so that memory stays that of q, k and v. Softcap, LSE and seeded dropout run the reference in float32 (float64 for
+    float64 inputs), whose scores take B Hq N_q N_kv elements of memory; `keep` (B, Hq, N_q, N_kv) is dropout's mask there.
     """
     q, k, v = call.views(q, k, v)
-    mask = call.small_mask(mask)
-    slopes = None if per_head is None else per_head.slopes(call)
-    descale = None
-    if call.factors is not None:
-        numbers = call.number_factors()
-        descale = numbers if per_head is None else per_head.descale(call, numbers)
+    given = call.parameters(call.small_mask(mask), per_head)
     if call.softcap or call.return_lse or keep is not None:
-        out, lse = _composite(call, q, k, v, mask, keep, slopes, descale)
+        out, lse = _composite(call, q, k, v, given, keep)
         return call.restored(out), call.restored(lse) if call.return_lse else None
+    mask, descale, slopes = given.mask, given.descale, given.slopes
     if descale is not None:
         q, k, v = ((x.float() * factor[..., None, None]).to(call.out_dtype) for x, factor in zip((q, k, v), descale, strict=True))
     if slopes is not None:
@@ -59,6 +56,8 @@ def attention(
         q, scale = (-q, -scale) if scale < 0.0 else (q * 0.0, 1.0)
     if call.band.bounded and not causal:
         mask = _with_band(call, mask)
+    if given.sinks is not None:
+        q, k, v, mask = _with_sinks(q, k, v, mask, given.sinks.to(_wide(call)) / scale, causal)
     if mask is not None and mask.dtype != torch.bool and q.dtype == torch.float64:
         # Torch's fused CPU kernel reads the memory of a narrower mask as if it were float64.
         mask = mask.to(q.dtype)
@@ -74,6 +73,8 @@ def attention(
             scale=scale,
             enable_gqa=shared,
         )
+    if given.sinks is not None:
+        out = out[:, :, -call.n_q :, : call.d_v]
     return call.restored(out), None
 
 
@@ -85,6 +86,45 @@ def _with_band(call: Call, mask: torch.Tensor | None) -> torch.Tensor:
     return mask & visible if mask.dtype == torch.bool else reference.joined(mask, visible)
 
 
+_SINK_KEY = 256.0
+"""What a sink's key holds: with it fp16 reaches sinks of 1.6e7 times the scale."""
+
+
+def _with_sinks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scores: torch.Tensor, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The call with one more key in front, whose score is the head's own of `scores` (B, Hq) for every query, and whose value is 0.
+
+    More columns make that score, so that key heads stay shared, bands stay masks for all heads and causal calls need none: queries hold
+    the score there, in parts which together have float32's digits, the key in front holds `_SINK_KEY` and all others 0. A `causal` call
+    has a query more, too, for its diagonal begins at the first key. What is in front and beside is to be cut off the output.
+    """
+    parts = 3 if q.dtype.itemsize == 2 else 1
+    more = -(-(q.shape[3] + parts) // 8) * 8 - q.shape[3]
+    rest = scores / _SINK_KEY
+    # -inf times the other keys' 0 would be NaN. Nothing is below this but what no score reaches.
+    limit = min(torch.finfo(q.dtype).max, 1e30)
+    rest = rest.clamp(-limit, limit)
+    columns = []
+    for _ in range(parts):
+        columns.append(rest.to(q.dtype).to(rest.dtype))
+        rest = rest - columns[-1]
+    # Rounded behind the expansion: the gradient of a sink is summed over its queries before it is rounded.
+    beside = torch.stack(columns, -1)[:, :, None].expand(*q.shape[:3], parts).to(q.dtype)
+    q = torch.nn.functional.pad(torch.cat([q, beside], -1), (0, more - parts))
+    ahead = k.new_zeros(k.shape[3] + more)
+    ahead[k.shape[3] : k.shape[3] + parts] = _SINK_KEY
+    k = torch.cat([ahead.expand(*k.shape[:2], 1, -1), torch.nn.functional.pad(k, (0, more))], 2)
+    # As many columns as keys have, where they had, for torch's fastest kernels.
+    v = torch.nn.functional.pad(v, (0, more if v.shape[3] + more == q.shape[3] else 0, 1, 0))
+    if causal:
+        q = torch.nn.functional.pad(q, (0, 0, 1, 0))
+    if mask is not None:
+        mask = mask.expand(*mask.shape[:3], k.shape[2] - 1)
+        mask = torch.nn.functional.pad(mask, (1, 0), value=True if mask.dtype == torch.bool else 0.0)
+    return q, k, v, mask
+
+
 def _wide(call: Call) -> torch.dtype:
     return torch.float64 if call.dtype == torch.float64 else torch.float32
 
@@ -94,10 +134,8 @@ def _composite(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    mask: torch.Tensor | None,
+    given: CallParameters,
     keep: torch.Tensor | None,
-    slopes: torch.Tensor | None,
-    descale: Descale | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The reference in float32 or float64, rounded to the output's dtype at the end."""
     # Autocast would turn the float32 products into half ones again.
@@ -106,14 +144,13 @@ def _composite(
             q,
             k,
             v,
-            mask=mask,
-            scale=call.scale,
-            band=call.band,
-            softcap=call.softcap,
+            mask=given.mask,
+            scale=given.scale,
+            band=given.band,
+            softcap=given.softcap,
             keep=keep,
-            dropout_p=call.dropout_p,
-            slopes=slopes,
-            descale=descale,
+            dropout_p=given.dropout_p,
+            **per_head_words(given.per_head()),
             dtype=_wide(call),
         )
     return out.to(call.out_dtype), lse.float()

@@ -1,17 +1,18 @@
 """What a call's signature is bound to after its first call: everything decided, ready to run."""
 
+import contextlib
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any
 
 import torch
 
 from flashtune.core import launching, reference
 from flashtune.core.binaries import Manifest
 from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.passes import PER_HEAD, CallParameters
 from flashtune.core.torch_attention import sdpa
 from flashtune.dispatch import framework
 from flashtune.dispatch.arguments import seed_bits
@@ -66,8 +67,8 @@ class KernelPlan:
     """Launches one kernel: through the driver where its host code could be recorded, else through Triton's own launcher."""
 
     __slots__ = (
-        "_counters", "_factors", "_framework", "_layout", "_like_query", "_lse_offset", "_memory", "_plain", "_scratch", "_settings",
-        "_temporaries", "_warn", "_whole", "call", "manifest", "module", "program",
+        "_counters", "_framework", "_heads", "_layout", "_like_query", "_lse_offset", "_memory", "_plain", "_scratch", "_temporaries",
+        "_warn", "_whole", "call", "manifest", "module", "program",
     )  # fmt: skip
 
     def __init__(
@@ -88,10 +89,10 @@ class KernelPlan:
         self.call, self.module, self.manifest, self._whole, self._warn = call, module, manifest, whole, warn
         shape = (call.batch, call.heads, call.n_q, call.d_v)
         self._layout = (shape, out_strides(shape, q.stride()), shape[:3], (call.heads * call.n_q, call.n_q, 1))
-        self._settings = {"scale": call.scale, **call.band.keywords(), "softcap": call.softcap, "dropout_p": call.dropout_p}
         self._framework = FrameworkPlan.of(call)
         self._counters = 0
-        self._factors = (0, 0, 0)
+        # Addresses of what isn't given per head as a tensor.
+        self._heads = [0] * len(PER_HEAD)
         self._plain = True
         self._like_query = False
         self._temporaries: tuple[int, ...] = ()
@@ -108,33 +109,36 @@ class KernelPlan:
         if call.device.type != "cuda" or torch.version.cuda is None:
             return
         with torch.cuda.device(call.device):
-            given = self._tensors(query, key, value, attn_mask, per_head)
-            self._counters = self.module.counts_needed(given.q, given.k)
+            operands, parameters = self._given(query, key, value, attn_mask, per_head)
+            q, k, _, _, lse = operands
+            self._counters = self.module.counts_needed(q, k)
             if call.factors is not None:
-                self._factors = prepared.resident_factors(call.device, call.factors)
-            self.program = self._prepared(given, compiles=self._whole is None)
+                factors = prepared.resident_factors(call.device, call.factors)
+                resident = dict(zip(("q_descale", "k_descale", "v_descale"), factors, strict=True))
+                self._heads = [resident.get(name, 0) for name in PER_HEAD]
+            self.program = self._prepared(operands, parameters, compiles=self._whole is None)
             if self.program is None and self._whole is not None:
                 self.module = self._whole()
-                self.program = self._prepared(given, compiles=True)
+                self.program = self._prepared(operands, parameters, compiles=True)
             if self.program is not None:
                 self._plain = self.program.last_source <= prepared.COUNTS
-                self._like_query = self._layout[1] == given.q.stride() and call.d == call.d_v and call.out_dtype == call.dtype
+                self._like_query = self._layout[1] == q.stride() and call.d == call.d_v and call.out_dtype == call.dtype
                 self._temporaries, self._scratch = _placed(self.program.temporaries)
                 if not call.return_lse:
                     # Kernels write it anyway.
                     self._lse_offset = self._scratch
-                    self._scratch += _padded(given.lse.numel() * 4)
+                    self._scratch += _padded(lse.numel() * 4)
 
-    def _prepared(self, given: prepared.Tensors, *, compiles: bool) -> Program | None:
+    def _prepared(self, operands: prepared.Operands, parameters: CallParameters, *, compiles: bool) -> Program | None:
         """The program; what is damaged of the machine code is passed over for what Triton compiles."""
         try:
-            return prepared.program(self.module, self.manifest, given, self._settings, compiles=compiles)
+            return prepared.program(self.module, self.manifest, operands, parameters, compiles=compiles)
         except EnvironmentProblem as error:
             if self.manifest is None:
                 raise
             self._warn(f"flashtune: {error}; until then Triton compiles it")
             self.manifest = None
-            return prepared.program(self.module, None, given, self._settings, compiles=compiles)
+            return prepared.program(self.module, None, operands, parameters, compiles=compiles)
 
     def run(
         self,
@@ -183,9 +187,9 @@ class KernelPlan:
         addresses = [query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), lse_at, counts]
         if not self._plain:
             mask = call.full_mask(attn_mask)
-            tensors = [None] * 4 if per_head is None else [per_head.slopes(call), *per_head.given_factors(call)]
-            own = (0, *self._factors)
-            heads = [known if x is None else x.data_ptr() for x, known in zip(tensors, own, strict=True)]
+            heads = self._heads
+            if per_head is not None:
+                heads = [known if x is None else x.data_ptr() for x, known in zip(per_head.views(call), heads, strict=True)]
             addresses += [0 if mask is None else mask.data_ptr(), *heads, *(scratch + offset for offset in self._temporaries)]
         program.run(addresses, stream, bits)
         # Until here nobody else may be given the scratch memory; later work of this stream may.
@@ -218,39 +222,24 @@ class KernelPlan:
     ) -> Outputs:
         """The launch as the module itself makes it."""
         call = self.call
-        given = self._tensors(query, key, value, attn_mask, per_head)
-        words: dict[str, Any] = {"mask": given.mask, **self._settings}
-        words["seed"], words["offset"] = bits or (0, 0)
-        if given.slopes is not None:
-            words["slopes"] = given.slopes
-        if given.descale is not None:
-            words["descale"] = given.descale
+        operands, parameters = self._given(query, key, value, attn_mask, per_head)
+        if bits:
+            parameters = replace(parameters, seed=bits[0], offset=bits[1])
         launch = launching.launcher(self.module)
-        if call.device.type != "cuda" or torch.cuda.current_device() == call.device.index:
-            launch(given.q, given.k, given.v, given.out, given.lse, **words)
-        else:
-            with torch.cuda.device(call.device):
-                launch(given.q, given.k, given.v, given.out, given.lse, **words)
-        return call.restored(given.out), call.restored(given.lse) if call.return_lse else None
+        with torch.cuda.device(call.device) if call.device.type == "cuda" else contextlib.nullcontext():
+            launch(*operands, **parameters.keywords())
+        return call.restored(operands[prepared.OUT]), call.restored(operands[prepared.LSE]) if call.return_lse else None
 
-    def _tensors(
+    def _given(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, per_head: PerHead | None
-    ) -> prepared.Tensors:
-        """All of a launch, the outputs newly allocated."""
+    ) -> tuple[prepared.Operands, CallParameters]:
+        """What a launch takes, but for dropout's seed; the outputs newly allocated."""
         call = self.call
         q, k, v = call.views(query, key, value)
         shape, stride, lse_shape, lse_stride = self._layout
-        per_head = per_head or PerHead()
-        return prepared.Tensors(
-            q=q,
-            k=k,
-            v=v,
-            out=torch.empty_strided(shape, stride, dtype=call.out_dtype, device=call.device),
-            lse=torch.empty_strided(lse_shape, lse_stride, dtype=torch.float32, device=call.device),
-            mask=call.full_mask(attn_mask),
-            slopes=per_head.slopes(call),
-            descale=None if call.factors is None else per_head.descale(call, call.number_factors()),
-        )
+        out = torch.empty_strided(shape, stride, dtype=call.out_dtype, device=call.device)
+        lse = torch.empty_strided(lse_shape, lse_stride, dtype=torch.float32, device=call.device)
+        return (q, k, v, out, lse), call.parameters(call.full_mask(attn_mask), per_head)
 
 
 def _padded(size: int) -> int:

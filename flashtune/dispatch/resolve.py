@@ -299,7 +299,7 @@ def _variant(choice: Choice, family: Family) -> Variant:
 def _torch_has(problem: Problem) -> bool:
     """Whether one call of torch's attention serves the features of a problem."""
     f = problem.features
-    if f.window is not None or f.softcap or f.alibi or problem.dtype == "fp8":
+    if f.as_json().keys() - {"causal", "alignment", "mask", "dropout", "tf32"} or problem.dtype == "fp8":
         return False
     return not f.causal or (problem.band.diagonal == 0 and f.mask == "none")
 

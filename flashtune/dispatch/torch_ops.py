@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from flashtune.core import reference
+from flashtune.core.passes import PER_HEAD
 from flashtune.core.torch_dtypes import output_torch_dtype
 from flashtune.dispatch import framework
 from flashtune.dispatch.arguments import parse, seed_bits
@@ -15,10 +16,10 @@ from flashtune.dispatch.plans import out_strides
 _SCHEMA = (
     "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, float scale, bool enable_gqa, "
     "int left, int right, float softcap, str causal_alignment, bool return_lse, int? seed, bool allow_tf32, "
-    "Tensor? alibi_slopes, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale) -> (Tensor, Tensor)"
+    + ", ".join(f"Tensor? {name}" for name in PER_HEAD)
+    + ") -> (Tensor, Tensor)"
 )
 _OTHERS = tuple(parameter.split()[1] for parameter in _SCHEMA[1 : _SCHEMA.index(")")].split(", "))[3:]
-_PER_HEAD = _OTHERS[-4:]
 
 
 def traced(
@@ -71,9 +72,7 @@ def traced(
 
 def _tensors(per_head: PerHead, device: torch.device) -> list[torch.Tensor | None]:
     """What was given per head as the operator takes it: numbers become tensors."""
-    return [
-        x if x is None or isinstance(x, torch.Tensor) else torch.full((), x, dtype=torch.float32, device=device) for x in per_head.given
-    ]
+    return [x if x is None or isinstance(x, torch.Tensor) else torch.full((), x, dtype=torch.float32, device=device) for x in per_head]
 
 
 def define(eager: Callable[..., Any]) -> None:
@@ -114,7 +113,7 @@ def define(eager: Callable[..., Any]) -> None:
             return_lse=return_lse,
             seed=seed,
             allow_tf32=allow_tf32,
-            **dict(zip(_PER_HEAD, per_head, strict=True)),
+            **dict(zip(PER_HEAD, per_head, strict=True)),
         )
         out, lse = served if return_lse else (served, query.new_empty(0, dtype=torch.float32))
         # What the graph was promised; the framework's own backends choose otherwise.

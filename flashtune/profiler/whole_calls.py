@@ -22,17 +22,13 @@ def attention_call(inputs: Inputs) -> Call:
     if mask is not None:
         # As a caller has it.
         mask = mask[: None if mask.stride(0) else 1, : None if mask.stride(1) else 1]
-    q_descale, k_descale, v_descale = given.descale or (None, None, None)
     words: dict[str, Any] = {
         "scale": given.scale,
         "enable_gqa": inputs.problem.gqa_ratio > 1,
         "window": (given.band.left, given.band.right),
         "causal_alignment": "bottom_right" if given.band.diagonal else "top_left",
         "softcap": given.softcap,
-        "alibi_slopes": given.slopes,
-        "q_descale": q_descale,
-        "k_descale": k_descale,
-        "v_descale": v_descale,
+        **given.per_head(),
     }
     return lambda: api.attention(inputs.q, inputs.k, inputs.v, mask, given.dropout_p, **words)
 

@@ -25,10 +25,10 @@ def framework_call(inputs: Inputs, backend: str | None = None) -> Callable[[], t
 
     A diagonal at the last key is torch's `causal_lower_right`, where that reaches FlashAttention. Other bands that are not torch's own
     causal become a boolean mask, and ALiBi a bias in the inputs' dtype (the one that every backend takes), made once and outside of what
-    is timed. A soft cap has no equivalent, nor have fp8 inputs.
+    is timed. A soft cap has no equivalent, nor have sinks and fp8 inputs.
     """
     p, given = inputs.problem, inputs.parameters
-    if p.features.softcap or p.dtype == "fp8":
+    if p.features.softcap or p.features.sinks or p.dtype == "fp8":
         return None
     mask = given.mask
     if mask is not None:

@@ -19,7 +19,7 @@ from flashtune.core.shipped import FORMAT, INDEX, GeneratedKernel, digest, read_
 from flashtune.core.target import Target, find_target
 from flashtune.templates import family
 from flashtune.templates.rendering import render
-from flashtune.tuner.binaries import Built, Order, can_have_binaries, source_digest, with_files
+from flashtune.tuner.machine_code import Built, Order, can_have_binaries, source_digest, with_files
 from flashtune.tuner.publish import variant_for
 
 _PASSES = {"fwd": "forward"}

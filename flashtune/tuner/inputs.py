@@ -1,5 +1,6 @@
 """Random inputs for a problem's pass: fresh every time, inside memory poisoned with NaN, with the arguments of a launch."""
 
+import math
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -85,7 +86,8 @@ def make_inputs(problem: Problem, *, device: torch.device | str, seed: int, head
     """Standard normal operands (and mask, where the problem has one) on `device`; what the pass writes is allocated only.
 
     Tensors are contiguous (B, H, N, D), or with `heads_inside` views of (B, N, H, D), as projections leave them. ALiBi's slopes
-    are the geometric series of its paper; fp8 tensors have factors between 0.5 and 1.5, other ones for each head.
+    are the geometric series of its paper; fp8 tensors have factors between 0.5 and 1.5, other ones for each head; sinks weigh about as
+    much as all keys together.
 
     On the "meta" device nothing is allocated: such inputs serve to compile a launch without a GPU.
     """
@@ -108,6 +110,10 @@ def make_inputs(problem: Problem, *, device: torch.device | str, seed: int, head
         shape = p.batch, heads
         return torch.empty(shape, device=device) if meta else torch.rand(shape, device=device, generator=generator) + 0.5
 
+    def sink_logits() -> torch.Tensor:
+        drawn = torch.empty((p.heads,), device=device) if meta else torch.randn((p.heads,), device=device, generator=generator)
+        return (drawn + math.log(p.n_kv)).expand(p.batch, p.heads)
+
     mask = None
     if f.mask == "bias":
         mask = allocated((1, p.heads, p.n_q, p.n_kv), output_dtype(p.dtype), drawn=True)
@@ -125,6 +131,7 @@ def make_inputs(problem: Problem, *, device: torch.device | str, seed: int, head
         seed=seed,
         slopes=alibi_slopes(p.heads, device).expand(p.batch, p.heads) if f.alibi else None,
         descale=(factor(p.heads), factor(p.kv_heads), factor(p.kv_heads)) if p.dtype == "fp8" else None,
+        sinks=sink_logits() if f.sinks else None,
     )
     operands = {o.name: allocated(o.shape(p), o.dtype(p), drawn=not o.written) for o in p.contract.operands}
     return Inputs(problem=p, operands=operands, parameters=parameters)

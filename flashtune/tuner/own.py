@@ -7,7 +7,7 @@ from flashtune.core.binaries import machine_arch
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target
 from flashtune.templates import unservable
-from flashtune.tuner.binaries import Order, build_all, can_have_binaries, triton_version, with_files
+from flashtune.tuner.machine_code import Order, build_all, can_have_binaries, triton_version, with_files
 from flashtune.tuner.publish import source_for, variant_for
 
 

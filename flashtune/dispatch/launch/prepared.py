@@ -2,7 +2,7 @@
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -10,13 +10,13 @@ import torch
 
 from flashtune.core import launching
 from flashtune.core.binaries import Binary, Manifest
-from flashtune.dispatch.call import Descale
+from flashtune.core.passes import PER_HEAD, CallParameters, per_head_words
 from flashtune.dispatch.launch import driver
 from flashtune.dispatch.launch.program import Program
 from flashtune.dispatch.launch.recording import Drawn, Recording, Tensor, record
 
-Q, K, V, OUT, LSE, COUNTS, MASK, SLOPES, Q_DESCALE, K_DESCALE, V_DESCALE, TEMPORARIES = range(12)
-"""The order of a launch's addresses; its temporary tensors come last."""
+Q, K, V, OUT, LSE, COUNTS, MASK, HEADS = range(8)
+"""The order of a launch's addresses: from HEADS on those of `PER_HEAD`, then its temporary tensors."""
 
 SEED, OFFSET = range(2)
 """The order of the numbers that change from call to call."""
@@ -25,53 +25,41 @@ _functions: dict[tuple[str, int], int] = {}
 """Handles of loaded kernels by the hash of their code and the GPU."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tensors:
-    """What a launch is given: q (B, Hq, N_q, D), k (B, Hkv, N_kv, D), v (B, Hkv, N_kv, D_v), out (B, Hq, N_q, D_v), lse (B, Hq, N_q), and
-    where the call has them the mask (B, Hq, N_q, N_kv), slopes (B, Hq) and factors per head."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
-    mask: torch.Tensor | None
-    slopes: torch.Tensor | None
-    descale: Descale | None
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""q (B, Hq, N_q, D), k (B, Hkv, N_kv, D), v (B, Hkv, N_kv, D_v), out (B, Hq, N_q, D_v), lse (B, Hq, N_q)."""
 
 
 def launches(
-    module: ModuleType, given: Tensors, settings: Mapping[str, Any]
+    module: ModuleType, operands: Operands, parameters: CallParameters
 ) -> tuple[list[Any], list[torch.Tensor | None], Recording | None]:
     """The launches of a module, its tensors in the order of their addresses, and the launches recorded where they can be."""
-    q, k, mask = given.q, given.k, given.mask
-    provided = launching.provided(module, q, k)
-    tensors = [q, k, given.v, given.out, given.lse, provided["counts"], mask, given.slopes, *(given.descale or (None, None, None))]
-    numbers = {"seed": Drawn.of(SEED, 2**64 - 1), "offset": Drawn.of(OFFSET, 2**32 - 1), "sms": provided["sms"], **settings}
-    optional = {"counts": provided["counts"], "mask": mask, "slopes": given.slopes, "descale": given.descale}
-    steps = module.launches(q, k, given.v, given.out, given.lse, **optional, **numbers)
-    if not module.records(q, k, given.v, mask, settings["scale"]):
+    q, k, v, _, _ = operands
+    mask, heads = parameters.mask, parameters.per_head()
+    words = replace(parameters, seed=Drawn.of(SEED, 2**64 - 1), offset=Drawn.of(OFFSET, 2**32 - 1)).keywords()
+    words |= launching.provided(module, q, k)
+    tensors = [*operands, words["counts"], mask, *(heads.get(name) for name in PER_HEAD)]
+    steps = module.launches(*operands, **words)
+    if not module.records(q, k, v, mask, parameters.scale):
         return steps, tensors, None
     places: dict[str, Any] = {"q": Tensor(Q), "k": Tensor(K), "v": Tensor(V), "out": Tensor(OUT), "lse": Tensor(LSE)}
-    places |= {"counts": Tensor(COUNTS), "mask": Tensor(MASK), "slopes": Tensor(SLOPES)}
-    places["descale"] = (Tensor(Q_DESCALE), Tensor(K_DESCALE), Tensor(V_DESCALE))
-    places |= {name: None for name, value in optional.items() if value is None}
-    return steps, tensors, record(module.launches, tensors, places | numbers)
+    places |= {name: Tensor(place) for name, place in (("counts", COUNTS), ("mask", MASK)) if words[name] is not None}
+    places |= per_head_words({name: Tensor(place) for place, name in enumerate(PER_HEAD, HEADS) if name in heads})
+    return steps, tensors, record(module.launches, tensors, words | places)
 
 
 def program(
-    module: ModuleType, manifest: Manifest | None, given: Tensors, settings: Mapping[str, Any], *, compiles: bool
+    module: ModuleType, manifest: Manifest | None, operands: Operands, parameters: CallParameters, *, compiles: bool
 ) -> Program | None:
     """The prepared launches of a module for calls like this one; None where its host code can't be recorded.
 
-    `settings` are the numbers of the call. Kernels without fitting machine code in `manifest` are compiled by Triton, which may raise
+    Kernels without fitting machine code in `manifest` are compiled by Triton, which may raise
     anything; None where one would be, and the module is host code alone (not `compiles`). Raises DriverError where the GPU or its driver
     refuses a kernel or a tensor map.
     """
-    steps, tensors, recording = launches(module, given, settings)
+    steps, tensors, recording = launches(module, operands, parameters)
     if recording is None:
         return None
-    index = given.q.device.index
+    index = operands[Q].device.index
     major, minor = torch.cuda.get_device_capability(index)
     arch = f"sm_{major}{minor}{'a' if major >= 9 else ''}"
     binaries, functions = [], []
@@ -87,7 +75,7 @@ def program(
         functions.append(_function(binary, code, index))
     addresses = [0 if x is None else x.data_ptr() for x in tensors]
     # What is made during a call has no address yet; any that is aligned will do.
-    addresses += [given.out.data_ptr() // 256 * 256] * len(recording.temporaries)
+    addresses += [operands[OUT].data_ptr() // 256 * 256] * len(recording.temporaries)
     return Program(recording, binaries, functions, index, addresses)
 
 

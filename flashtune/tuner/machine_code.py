@@ -15,7 +15,8 @@ from typing import Any
 from flashtune.core.binaries import Binary, Manifest
 from flashtune.core.config import KernelSpec
 from flashtune.core.errors import EnvironmentProblem
-from flashtune.core.problem import Features, Problem
+from flashtune.core.passes import per_head_words
+from flashtune.core.problem import COMPILED_AS_THEY_ARE, Features, Problem
 from flashtune.core.target import Target
 from flashtune.tuner import tasks
 
@@ -101,8 +102,8 @@ def build(order: Order, *, fresh: bool = True) -> Built:
 def _typical_call(module: ModuleType, spec: KernelSpec, target: Target, n_kv: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Meta tensors and keywords of a launch by which nothing is specialised but what SIZES says.
 
-    Batches, heads and queries are neither 1 nor divisible by 16; a mask and slopes have a row of their own for every head; a seed and an
-    offset take all the bits that they may ever need.
+    Batches, heads and queries are neither 1 nor divisible by 16; a mask has rows and what is given per head a number of its own for every
+    head; a seed and an offset take all the bits that they may ever need.
     """
     import torch
 
@@ -115,23 +116,15 @@ def _typical_call(module: ModuleType, spec: KernelSpec, target: Target, n_kv: in
         given,
         offset=2**33 if spec.dropout else 0,
         mask=None if given.mask is None else torch.empty((p.batch, p.heads, p.n_q, p.n_kv), dtype=given.mask.dtype, device="meta"),
-        slopes=None if given.slopes is None else torch.empty((p.batch, p.heads), device="meta"),
+        **per_head_words({name: torch.empty(x.shape, device="meta") for name, x in given.per_head().items()}),
     )
     return inputs.arguments, parameters.keywords() | provided(module, inputs.q, inputs.k) | {"sms": target.sms}
 
 
 def _problem(spec: KernelSpec, n_kv: int) -> Problem:
     """A problem of this spec with few tiles, so that their keys are split where a family does so."""
-    features = Features(
-        causal=spec.causal,
-        alignment="bottom_right",
-        window=(96, 0 if spec.causal else 96) if spec.window else None,
-        mask=spec.mask,  # type: ignore[arg-type]
-        dropout=spec.dropout,
-        softcap=spec.softcap,
-        tf32=spec.tf32,
-        alibi=spec.alibi,
-    )
+    same = {name: getattr(spec, name) for name in COMPILED_AS_THEY_ARE}
+    features = Features(alignment="bottom_right", window=(96, 0 if spec.causal else 96) if spec.window else None, **same)
     problem = Problem(
         batch=2, heads=6, kv_heads=3, n_q=n_kv % 16 or 16, n_kv=n_kv, d=spec.d, d_v=spec.d_v, dtype=spec.dtype, features=features
     )

@@ -22,10 +22,10 @@ from flashtune.core.modules import load_source
 from flashtune.core.problem import Problem
 from flashtune.core.shipped import read_index
 from flashtune.db.library import Library, shipped_path
-from flashtune.tuner.binaries import SIZES, Built, Order, build, build_all, source_digest, with_files
 from flashtune.tuner.compile import compiling_for
 from flashtune.tuner.generated import Arranged, arrange, kept_machine_files, machine_files, order_of, write
 from flashtune.tuner.inputs import make_inputs
+from flashtune.tuner.machine_code import SIZES, Built, Order, build, build_all, source_digest, with_files
 
 PACKAGE = Path(__file__).resolve().parent.parent / "flashtune" / "kernels_generated"
 ARRANGED = arrange(Library.of(shipped_path()).records())
