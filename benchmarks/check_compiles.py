@@ -10,7 +10,7 @@ import importlib.metadata
 import os
 from collections.abc import Iterator
 
-from check_numerics import SPECS, paths, problem_of
+from check_numerics import every_problem, paths
 
 from flashtune.core.problem import Problem
 from flashtune.core.results import Fate
@@ -40,7 +40,7 @@ def gpus() -> list[Target]:
 def candidates(chosen: list[Family], on: list[Target]) -> Iterator[tuple[Problem, Target, Source]]:
     """Every kernel that is to compile, rendered."""
     for target in on:
-        for problem in (problem_of(**words) for words in SPECS):
+        for problem in every_problem():
             spec = problem.spec()
             for family in chosen:
                 if family.supports(spec, target) is None:

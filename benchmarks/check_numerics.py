@@ -8,12 +8,14 @@ numerics.json to the folder named by OUT (default: the current one), and exits w
 import argparse
 import json
 import os
+from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from flashtune.core.config import Config
-from flashtune.core.problem import Features, Problem
+from flashtune.core.passes import Direction
+from flashtune.core.problem import DIRECTIONS, Features, Problem
 from flashtune.core.results import Fate
 from flashtune.core.target import Target
 from flashtune.templates import families
@@ -51,9 +53,17 @@ SPECS: list[dict[str, Any]] = [
 ]
 
 
-def problem_of(*, d: int, dtype: Any, features: Features, d_v: int | None = None) -> Problem:
+def problem_of(*, d: int, dtype: Any, features: Features, d_v: int | None = None, direction: Direction = "fwd") -> Problem:
     """A little problem with shared heads; the verifier adds its ragged ones."""
-    return Problem(batch=2, heads=4, kv_heads=2, n_q=257, n_kv=300, d=d, d_v=d_v or d, dtype=dtype, features=features)
+    sizes = dict(batch=2, heads=4, kv_heads=2, n_q=257, n_kv=300, d=d, d_v=d_v or d)
+    return Problem(**sizes, dtype=dtype, features=features, direction=direction)
+
+
+def every_problem() -> Iterator[Problem]:
+    """All specs of all passes."""
+    for direction in DIRECTIONS:
+        for words in SPECS:
+            yield problem_of(**words, direction=direction)
 
 
 def paths(family: Family, problem: Problem, target: Target) -> list[Config]:
@@ -84,8 +94,7 @@ def main() -> None:
     target, rows = gpu.target, []
     with Workers(jobs=options.jobs) as workers:
         waiting = []
-        for words in SPECS:
-            problem = problem_of(**words)
+        for problem in every_problem():
             for family in families().values():
                 if options.template in (None, family.name) and family.supports(problem.spec(), target) is None:
                     for config in paths(family, problem, target):

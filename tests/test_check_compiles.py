@@ -12,6 +12,7 @@ from flashtune.tuner.tasks import Source
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import check_compiles
+from check_numerics import SPECS
 
 
 def test_every_architecture_and_family_is_compiled_for() -> None:
@@ -22,7 +23,7 @@ def test_every_architecture_and_family_is_compiled_for() -> None:
     ]
     assert {slug for slug, _ in kernels} == {gpu.slug for gpu in found}
     for name in families():
-        assert kernels.count((check_compiles.THOROUGH, name)) > len(check_compiles.SPECS), "more than its default"
+        assert kernels.count((check_compiles.THOROUGH, name)) > len(SPECS), "more than its default"
 
 
 def test_a_kernel_that_doesnt_compile_is_a_line_and_exit_code_1(

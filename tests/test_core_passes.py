@@ -1,6 +1,5 @@
-"""Passes as values: what the forward declares, and that a backward is a second value which inputs and checks take as they are."""
+"""Passes as values: what the forward and the backward declare, and that inputs and checks take both as they are."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -8,62 +7,28 @@ import pytest
 import torch
 from attention_cases import band_of
 
-from flashtune.core import passes, problem, reference
-from flashtune.core.config import KernelSpec
-from flashtune.core.passes import FORWARD, PER_HEAD, CallParameters, Operand, Pass, Place, per_head_words
+from flashtune.core import reference
+from flashtune.core.passes import BACKWARD, FORWARD, PER_HEAD, per_head_words
 from flashtune.core.problem import Features, Problem
-from flashtune.core.tolerances import Bound
 from flashtune.tuner.correctness import Verifier, check, everywhere, oracle
+from flashtune.tuner.distributions import redistribute
 from flashtune.tuner.inputs import make_inputs
 
 PROBLEM = Problem(batch=2, heads=4, kv_heads=2, n_q=100, n_kv=140, d=16, d_v=24, dtype="fp32", features=Features(causal=True))
-Q_AXES, K_AXES, V_AXES = ("batch", "heads", "n_q", "d"), ("batch", "kv_heads", "n_kv", "d"), ("batch", "kv_heads", "n_kv", "d_v")
-
-
-def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, **given: Any) -> tuple[torch.Tensor, ...]:
-    wide = [x.double().requires_grad_() for x in (q, k, v)]
-    out, _ = reference.attention(*wide, **given)
-    return torch.autograd.grad(out, wide, dout.double())
-
-
-def backward_oracle(p: Problem, operands: Mapping[str, torch.Tensor], parameters: CallParameters, place: Place) -> dict[str, torch.Tensor]:
-    found = gradients(*(operands[name] for name in ("q", "k", "v", "dout")), scale=parameters.scale, band=parameters.band)
-    grads = dict(zip(("dq", "dk", "dv"), found, strict=True))
-    return {operand.name: grads[operand.name][operand.at(place, p)] for operand in BACKWARD.written}
-
-
-def backward_bounds(spec: KernelSpec) -> dict[str, Bound]:
-    return dict.fromkeys(("dq", "dk", "dv"), Bound(atol=1e-4, rtol=1e-4, relative_norm=1e-5))
-
-
-BACKWARD = Pass(
-    operands=(
-        *FORWARD.operands[:3],
-        Operand(name="dout", title="output's gradient", axes=("batch", "heads", "n_q", "d_v"), element="output"),
-        Operand(name="dq", title="query's gradient", axes=Q_AXES, element="input", written=True),
-        Operand(name="dk", title="key's gradient", axes=K_AXES, element="input", written=True),
-        Operand(name="dv", title="value's gradient", axes=V_AXES, element="input", written=True),
-    ),
-    products=("d", "d_v", "d_v", "d", "d"),
-    oracle=backward_oracle,
-    bounds=backward_bounds,
-)
-
-
-@pytest.fixture
-def backward(monkeypatch: pytest.MonkeyPatch) -> Problem:
-    """The problem of a backward, once it is declared."""
-    monkeypatch.setitem(passes.PASSES, "bwd", BACKWARD)
-    monkeypatch.setattr(problem, "DIRECTIONS", tuple(passes.PASSES))
-    return replace(PROBLEM, direction="bwd")  # type: ignore[arg-type]
+TRAINED = replace(PROBLEM, direction="bwd")
 
 
 def launch(*operands: torch.Tensor, spoil: str = "", **words: Any) -> None:
-    q, k, v, dout, *written = operands
-    for operand, tensor, grad in zip(
-        BACKWARD.written, written, gradients(q, k, v, dout, scale=words["scale"], band=band_of(words)), strict=True
-    ):
-        tensor.copy_(grad)
+    """Gradients by the formula of FlashAttention-2 (arXiv 2307.08691, section 2.3.2), which the oracle's autograd knows nothing of."""
+    q, k, v, out, lse, dout, dlse = (x.double() for x in operands[:7])
+    ratio = q.shape[1] // k.shape[1]
+    wide_k, wide_v = k.repeat_interleave(ratio, 1), v.repeat_interleave(ratio, 1)
+    seen = reference.visible(band_of(words), q.shape[2], k.shape[2])
+    probs = torch.exp(words["scale"] * q @ wide_k.mT - lse[..., None]).masked_fill(~seen, 0.0)
+    dscores = probs * (dout @ wide_v.mT - (out * dout).sum(-1, keepdim=True) + dlse[..., None]) * words["scale"]
+    found = dscores @ wide_k, dscores.mT @ q, probs.mT @ dout
+    for operand, tensor, grad in zip(BACKWARD.written, operands[7:], found, strict=True):
+        tensor.copy_(grad if operand.name == "dq" else grad.unflatten(1, (-1, ratio)).sum(2))
         if operand.name == spoil:
             tensor[-1, -1, -1] += 1.0
 
@@ -86,17 +51,32 @@ def test_keywords_are_those_of_a_launch() -> None:
     assert replace(fp8.parameters, **per_head_words(given)).keywords() == fp8.keywords
 
 
-def test_a_backward_is_drawn_costed_and_checked_as_a_value(backward: Problem) -> None:
-    inputs = make_inputs(backward, device="cpu", seed=1)
-    assert list(inputs.operands) == ["q", "k", "v", "dout", "dq", "dk", "dv"]
-    assert backward.flops() == backward.batch * backward.heads * backward.visible_pairs() * 2 * (3 * 16 + 2 * 24)
-    assert backward.key("h200").direction == backward.spec().direction == "bwd"
-    verifier = Verifier(backward, device="cpu", seed=2, full_size=inputs)
+def test_a_backward_takes_what_the_forward_wrote_and_costs_five_products() -> None:
+    inputs = make_inputs(TRAINED, device="cpu", seed=1)
+    assert list(inputs.operands) == ["q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv"]
+    out, lse = reference.attention(inputs.q, inputs.k, inputs.v, scale=inputs.parameters.scale, band=inputs.parameters.band)
+    assert torch.equal(inputs.out, out.float()) and torch.equal(inputs.lse, lse.float())
+    pairs = TRAINED.batch * TRAINED.heads * TRAINED.visible_pairs()
+    assert TRAINED.flops() == pairs * 2 * (3 * 16 + 2 * 24)
+    square = replace(TRAINED, d_v=16)
+    assert square.flops() == 2.5 * replace(square, direction="fwd").flops()
+    q_rows, kv_rows = 2 * 4 * 100, 2 * 2 * 140
+    assert TRAINED.io_bytes() == 4 * (q_rows * (2 * 16 + 2 * 24 + 2) + kv_rows * 2 * (16 + 24))
+    assert TRAINED.key("h200").direction == TRAINED.spec().direction == "bwd"
+    verifier = Verifier(TRAINED, device="cpu", seed=2, full_size=inputs)
     assert verifier.verdict(launch).reason == ""
 
 
 @pytest.mark.parametrize("name", ["dq", "dk", "dv"])
-def test_a_wrong_gradient_is_named(backward: Problem, name: str) -> None:
-    inputs = make_inputs(backward, device="cpu", seed=1)
-    verdict = check(lambda *operands, **words: launch(*operands, spoil=name, **words), inputs, oracle(inputs, everywhere(backward)))
+def test_a_wrong_gradient_is_named(name: str) -> None:
+    inputs = make_inputs(TRAINED, device="cpu", seed=1)
+    verdict = check(lambda *operands, **words: launch(*operands, spoil=name, **words), inputs, oracle(inputs, everywhere(TRAINED)))
     assert {"dq": "query's", "dk": "key's", "dv": "value's"}[name] in verdict.reason and verdict.error > 1
+
+
+def test_a_changed_input_changes_what_the_forward_wrote() -> None:
+    inputs = make_inputs(TRAINED, device="cpu", seed=1)
+    before = inputs.out.clone()
+    redistribute(inputs, "sink+8")
+    assert not torch.equal(inputs.out, before)
+    assert check(launch, inputs, oracle(inputs, everywhere(TRAINED))).reason == ""

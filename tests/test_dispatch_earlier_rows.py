@@ -62,7 +62,7 @@ def test_a_config_is_completed_by_axes_that_came_later_and_by_no_others(name: st
     chosen = family(name)
     later = {axis.name: axis.absent for axis in chosen.axes if axis.absent is not None}
     assert all(axis.absent is None or axis.absent in axis.values for axis in chosen.axes)
-    default = chosen.default(replace(PROBLEM, n_q=1).spec(), H200)
+    default = chosen.default(replace(PROBLEM, n_q=1, direction="bwd" if "_bwd" in name else "fwd").spec(), H200)
     assert chosen.completed(default) is default
     for axis in default:
         found = chosen.completed(without(default, axis))

@@ -2,7 +2,7 @@
 
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,7 +56,14 @@ class Machine:
         def accepts(*tensors: torch.Tensor | None) -> bool:
             return not self.refuses & {family.name, variant.id}
 
-        return SimpleNamespace(accepts=accepts, counts_needed=lambda q, k: 0, launch=launch)
+        class Kernel:
+            def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+                return lambda *tensors, num_warps, enable_fp_fusion, **words: launch(*tensors, **words)
+
+        def launches(*tensors: torch.Tensor, **words: Any) -> list[Any]:
+            return [(Kernel(), (1,), tensors, {"num_warps": 4, **words})]
+
+        return SimpleNamespace(accepts=accepts, counts_needed=lambda q, k: 0, launches=launches)
 
 
 @pytest.fixture

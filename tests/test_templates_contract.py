@@ -13,6 +13,7 @@ from flashtune.core.config import Config
 from flashtune.core.dtypes import DType
 from flashtune.core.launching import counts_of, launcher, provided, sms_of
 from flashtune.core.modules import load_source
+from flashtune.core.passes import Direction
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
 from flashtune.templates import families, family
@@ -24,6 +25,7 @@ DRAWN = {"tiles": "chained", "order": "drawn"}
 CASES: list[tuple[str, Features, DType, dict[str, Any]]] = [
     ("flash_fwd", Features(causal=True, mask="bias", sinks=True), "fp16", {}),
     ("flash_fwd_tma", Features(mask="bool", alibi=True), "bf16", {}),
+    ("flash_bwd", Features(window=(20, 5), mask="bias", alibi=True, dropout=True, sinks=True), "bf16", {}),
     ("flash_decode", Features(window=(20, 5), sinks=True), "bf16", {"combine": "kernel"}),
     ("flash_decode", Features(softcap=True), "fp8", {"combine": "last", "loads": "tma"}),
     ("flash_fwd_hopper", Features(causal=True), "bf16", {**PLAIN, **DRAWN, "maximum": "first"}),
@@ -33,12 +35,13 @@ CASES: list[tuple[str, Features, DType, dict[str, Any]]] = [
 ]
 
 
-def problem_of(features: Features, dtype: DType) -> Problem:
-    return Problem(batch=2, heads=4, kv_heads=2, n_q=70, n_kv=336, d=64, d_v=64, dtype=dtype, features=features)
+def problem_of(features: Features, dtype: DType, direction: Direction = "fwd") -> Problem:
+    sizes = dict(batch=2, heads=4, kv_heads=2, n_q=70, n_kv=336, d=64, d_v=64)
+    return Problem(**sizes, dtype=dtype, features=features, direction=direction)
 
 
 def module_of(name: str, features: Features, dtype: DType, changes: dict[str, Any]) -> tuple[Any, Problem]:
-    chosen, problem = family(name), problem_of(features, dtype)
+    chosen, problem = family(name), problem_of(features, dtype, "bwd" if "_bwd" in name else "fwd")
     config: Config = chosen.default(problem.spec(), H200).replace(**changes)
     assert chosen.violated(config, problem.spec(), H200) is None
     return load_source(render(chosen, variant_of(chosen, problem.spec(), config)), "contract"), problem
@@ -178,11 +181,18 @@ def test_launches_on_one_stream_share_counts_and_a_captured_graph_has_its_own(mo
 def test_a_launcher_passes_on_what_is_provided() -> None:
     seen: list[dict[str, Any]] = []
 
+    launched: list[dict[str, Any]] = []
+
+    def launches(*tensors: torch.Tensor, **words: Any) -> list[Any]:
+        seen.append(words)
+        return [({(3,): lambda *args, **options: launched.append(options)}, (3,), tensors, {"num_warps": 4})]
+
     class Module:
         counts_needed = staticmethod(lambda q, k: 5)
-        launch = staticmethod(lambda *tensors, **words: seen.append(words))
 
+    Module.launches = launches  # type: ignore[attr-defined]
     x = torch.zeros(1)
     launcher(Module)(x, x, x, x, x, scale=2.0)  # type: ignore[arg-type]
     [words] = seen
+    assert launched == [{"num_warps": 4, "enable_fp_fusion": True}]
     assert (words["scale"], words["sms"], words["counts"].numel()) == (2.0, sms_of(x.device), 5)

@@ -5,7 +5,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from flashtune.core.dtypes import DTYPES, DType
-from flashtune.core.problem import FLAGS, MASK_KINDS, Features, Problem
+from flashtune.core.problem import DIRECTIONS, FLAGS, MASK_KINDS, Features, Problem
 from flashtune.core.target import Target, targets
 from flashtune.templates import families, family
 from flashtune.templates.family import Family, padded
@@ -25,8 +25,16 @@ def problems(draw: st.DrawFn) -> Problem:
         mask=draw(st.sampled_from(MASK_KINDS)),
         **{name: (name != "tf32" or dtype == "fp32") and draw(st.booleans()) for name in FLAGS},
     )
-    d, d_v = draw(st.integers(1, 256)), draw(st.integers(1, 256))
-    return Problem(batch=1, heads=2, kv_heads=1, n_q=100, n_kv=200, d=d, d_v=d_v, dtype=dtype, features=features)
+    sizes = {
+        "batch": 1,
+        "heads": 2,
+        "kv_heads": 1,
+        "n_q": 100,
+        "n_kv": 200,
+        "d": draw(st.integers(1, 256)),
+        "d_v": draw(st.integers(1, 256)),
+    }
+    return Problem(**sizes, dtype=dtype, features=features, direction=draw(st.sampled_from(DIRECTIONS)))  # type: ignore[arg-type]
 
 
 ours = st.sampled_from(OURS).map(family)

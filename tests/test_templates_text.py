@@ -19,7 +19,7 @@ from flashtune.templates import families, family, rendering
 from flashtune.templates.rendering import environment, render, sources_hash, variant_of
 
 ROOT = Path(__file__).parents[1]
-OURS = ("flash_decode", "flash_fwd", "flash_fwd_tma")
+OURS = ("flash_bwd", "flash_decode", "flash_fwd", "flash_fwd_tma")
 
 FEATURES = (
     Features(),
@@ -41,8 +41,13 @@ def spec_of(features: Features, *, d: int, d_v: int, dtype: DType) -> KernelSpec
 
 def text_of(name: str, spec: KernelSpec, **changes: int | str | bool) -> str:
     chosen = family(name)
+    spec = of_its_pass(name, spec)
     config = chosen.default(spec, find_target("h200")).replace(**changes)
     return render(chosen, variant_of(chosen, spec, config))
+
+
+def of_its_pass(name: str, spec: KernelSpec) -> KernelSpec:
+    return replace(spec, direction="bwd") if name == "flash_bwd" else spec
 
 
 def golden_text(name: str, spec: KernelSpec, **more: int | str | bool) -> str:
@@ -53,7 +58,19 @@ def golden_text(name: str, spec: KernelSpec, **more: int | str | bool) -> str:
 
 DECODE: dict[str, int | str | bool] = {"BLOCK_M": 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3, "programs": 2}
 
+BACKWARD: dict[str, int | str | bool] = {"BLOCK_M": 32, "BLOCK_N": 128, "num_warps": 8, "num_stages": 2}
+BACKWARD |= {"DQ_BLOCK_M": 128, "DQ_BLOCK_N": 64, "DQ_num_warps": 8, "DQ_num_stages": 2}
+
 GOLDEN: dict[str, Callable[[], str]] = {
+    "flash_bwd-bwd-bf16-d128-causal.py": lambda: text_of(
+        "flash_bwd", spec_of(Features(causal=True), d=128, d_v=128, dtype="bf16"), **BACKWARD, ORDER="longest_first"
+    ),
+    "flash_bwd-bwd-fp32-d80x64-window-bool-alibi-dropout-softcap.py": lambda: text_of(
+        "flash_bwd",
+        spec_of(Features(window=(9, 9), mask="bool", alibi=True, dropout=True, softcap=True), d=80, d_v=64, dtype="fp32"),
+        **BACKWARD,
+        ORDER="rows",
+    ),
     "flash_decode-fwd-bf16-d128.py": lambda: text_of(
         "flash_decode", spec_of(Features(), d=128, d_v=128, dtype="bf16"), **DECODE, combine="last", loads="pointer"
     ),
@@ -106,7 +123,7 @@ def test_every_variant_is_formatted_lints_clean_and_compiles_without_warnings(tm
             sizes: tuple[tuple[int, int, DType], ...] = ((64, 64, "bf16"), (80, 40, "fp32"), (64, 80, "fp8"))
             for d, d_v, dtype in sizes:
                 spec = spec_of(features, d=d, d_v=d_v, dtype=dtype)
-                if spec.dropout and name == "flash_decode":
+                if (spec.dropout and name == "flash_decode") or (dtype == "fp8" and name == "flash_bwd"):
                     continue
                 # Every choice of code path in turn, each at its own pace.
                 turns = {axis: values[(index + place * (index // 2)) % len(values)] for place, (axis, values) in enumerate(paths.items())}
@@ -123,7 +140,7 @@ def test_every_variant_is_formatted_lints_clean_and_compiles_without_warnings(tm
         done = subprocess.run([sys.executable, "-W", "error", "-c", f"compile(open({str(path)!r}).read(), 'x', 'exec')"], check=False)
         assert done.returncode == 0
         break
-    assert len(list(tmp_path.glob("*.py"))) == count == 81
+    assert len(list(tmp_path.glob("*.py"))) == count == 101
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -138,7 +155,7 @@ def test_a_rendered_file_imports_only_torch_and_triton(name: str) -> None:
 @pytest.mark.parametrize("name", OURS)
 def test_the_header_names_template_variant_config_and_command(name: str) -> None:
     spec = spec_of(Features(causal=True), d=64, d_v=64, dtype="fp16")
-    chosen = family(name)
+    chosen, spec = family(name), of_its_pass(name, spec)
     variant = variant_of(chosen, spec, chosen.default(spec, find_target("h200")))
     header = ast.get_docstring(ast.parse(render(chosen, variant))) or ""
     for expected in (name, variant.template_hash, variant.id, variant.config.label(), spec.label(), "flashtune generate", "do not edit"):
@@ -161,6 +178,13 @@ def test_every_tile_line_ends_in_its_shape(name: str) -> None:
         "offs_n",
         "offs_d",
         "keep",
+        "dout_tile",
+        "dscores",
+        "dprobs",
+        "dq",
+        "dk",
+        "dv",
+        "delta",
     )
     found = 0
     for features in FEATURES:

@@ -1,7 +1,7 @@
 """What a rendered kernel's launch takes from its device: how many multiprocessors there are, and counts that programs share."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -37,10 +37,16 @@ def provided(module: ModuleType, q: torch.Tensor, k: torch.Tensor) -> dict[str, 
     return {"sms": sms_of(q.device), "counts": counts_of(q.device, module.counts_needed(q, k))}
 
 
-def launcher(module: ModuleType) -> Callable[..., None]:
-    """`launch` of a rendered module, given what is `provided` for each call."""
+def compiler_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a launch as Triton takes them: multiply-adds are fused unless they say otherwise, whatever its default is."""
+    return {"enable_fp_fusion": True, **options}
 
-    def launch(q: torch.Tensor, k: torch.Tensor, *tensors: torch.Tensor, **settings: Any) -> None:
-        module.launch(q, k, *tensors, **provided(module, q, k), **settings)
+
+def launcher(module: ModuleType) -> Callable[..., None]:
+    """A function that runs the launches of a rendered module on the current stream, given what is `provided` for each call."""
+
+    def launch(q: torch.Tensor, k: torch.Tensor, *tensors: torch.Tensor | None, **settings: Any) -> None:
+        for kernel, grid, args, options in module.launches(q, k, *tensors, **provided(module, q, k), **settings):
+            kernel[grid](*args, **compiler_options(options))
 
     return launch

@@ -1,11 +1,12 @@
 """A contract per pass: which tensors it reads and writes, what is right, how close is close enough, and what it costs.
 
-The forward is the value `FORWARD`. Whatever handles a pass (inputs, checks, times, the cost model) looks it up by a problem's direction,
-so that another pass is another value in `PASSES` (decision 0016). Nothing here needs torch but to run.
+The forward is the value `FORWARD`, the gradients of its inputs are `BACKWARD`. Whatever handles a pass (inputs, checks, times, the cost
+model) looks it up by a problem's direction (decision 0016). Nothing here needs torch but to run.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from flashtune.core.band import Band
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from flashtune.core.problem import Problem
 
-Direction = Literal["fwd"]
+Direction = Literal["fwd", "bwd"]
 
 PER_HEAD: dict[str, Literal["heads", "kv_heads"]] = {
     "alibi_slopes": "heads",
@@ -45,13 +46,17 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
-    """A tensor that every launch of a pass takes. `axes` are the fields of `Problem` that hold its sizes; `title` is for messages."""
+    """A tensor that every launch of a pass takes. `axes` are the fields of `Problem` that hold its sizes; `title` is for messages.
+
+    `from_forward` marks what the forward wrote of the same problem, and an earlier launch hands on.
+    """
 
     name: str
     title: str
     axes: tuple[str, ...]
     element: Element
     written: bool = False
+    from_forward: bool = False
 
     def shape(self, problem: "Problem") -> tuple[int, ...]:
         """Its sizes."""
@@ -156,26 +161,34 @@ class Pass:
         return sum(operand.nbytes(problem) for operand in self.operands)
 
 
-def _forward_oracle(
-    problem: "Problem", operands: "Mapping[str, torch.Tensor]", parameters: CallParameters, place: Place
-) -> "dict[str, torch.Tensor]":
+def _attended(
+    problem: "Problem",
+    tensors: "tuple[torch.Tensor, torch.Tensor, torch.Tensor]",
+    parameters: CallParameters,
+    batch: int,
+    head: int,
+    first: int,
+) -> "tuple[torch.Tensor, torch.Tensor]":
+    """Output and LSE of one head's rows from `first` on, by the reference; `tensors` are these rows of q, and the head's k and v."""
     from flashtune.core import reference
 
-    first, stop, _ = place.queries.indices(problem.n_q)
-    batch, head, kv_head = (slice(i, i + 1) for i in (place.batch, place.head, place.head // problem.gqa_ratio))
+    q, k, v = (x[None, None] for x in tensors)
+    rows = slice(first, first + q.shape[2])
+    head_index, kv_index = (slice(i, i + 1) for i in (head, head // problem.gqa_ratio))
+    batch_index = slice(batch, batch + 1)
     keep = None
     if problem.features.dropout:
-        index, device = place.batch * problem.heads + place.head, operands["q"].device
+        index = batch * problem.heads + head
         seed, offset, p = parameters.seed, parameters.offset, parameters.dropout_p
-        keep = reference.dropout_keep_rows(seed, offset, index, first, stop - first, problem.n_kv, p, device)
+        keep = reference.dropout_keep_rows(seed, offset, index, first, q.shape[2], problem.n_kv, p, q.device)
     mask = parameters.mask
-    heads = {"heads": head, "kv_heads": kv_head}
-    per_head = {name: x[batch, heads[PER_HEAD[name]]] for name, x in parameters.per_head().items()}
+    indices = {"heads": head_index, "kv_heads": kv_index}
+    per_head = {name: x[batch_index, indices[PER_HEAD[name]]] for name, x in parameters.per_head().items()}
     out, lse = reference.attention(
-        operands["q"][batch, head, first:stop],
-        operands["k"][batch, kv_head],
-        operands["v"][batch, kv_head],
-        mask=None if mask is None else mask[batch, head, first:stop],
+        q,
+        k,
+        v,
+        mask=None if mask is None else mask[batch_index, head_index, rows],
         scale=parameters.scale,
         band=parameters.band.from_row(first),
         softcap=parameters.softcap,
@@ -183,7 +196,17 @@ def _forward_oracle(
         dropout_p=parameters.dropout_p,
         **per_head_words(per_head),
     )
-    return {"out": out[0, 0], "lse": lse[0, 0]}
+    return out[0, 0], lse[0, 0]
+
+
+def _forward_oracle(
+    problem: "Problem", operands: "Mapping[str, torch.Tensor]", parameters: CallParameters, place: Place
+) -> "dict[str, torch.Tensor]":
+    batch, head, kv_head = place.batch, place.head, place.head // problem.gqa_ratio
+    first, stop, _ = place.queries.indices(problem.n_q)
+    tensors = operands["q"][batch, head, first:stop], operands["k"][batch, kv_head], operands["v"][batch, kv_head]
+    out, lse = _attended(problem, tensors, parameters, batch, head, first)
+    return {"out": out, "lse": lse}
 
 
 def _forward_bounds(spec: KernelSpec) -> dict[str, Bound]:
@@ -207,5 +230,69 @@ FORWARD = Pass(
     bounds=_forward_bounds,
 )
 
-PASSES: dict[Direction, Pass] = {"fwd": FORWARD}
+ORACLE_ROWS = 512
+"""Query rows whose scores a backward's oracle holds at a time, in some ten tensors of float64."""
+
+
+def _backward_oracle(
+    problem: "Problem", operands: "Mapping[str, torch.Tensor]", parameters: CallParameters, place: Place
+) -> "dict[str, torch.Tensor]":
+    """Gradients by torch's autograd through the reference, some rows at a time; those of keys add up all rows of all heads of a group."""
+    import torch
+
+    batch, kv_head, ratio = place.batch, place.head // problem.gqa_ratio, problem.gqa_ratio
+    first, stop, _ = place.queries.indices(problem.n_q)
+    k, v = (operands[name][batch, kv_head].double() for name in ("k", "v"))
+    dq, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
+
+    def add(head: int, start: int, end: int) -> "torch.Tensor":
+        """Adds what these rows give to the keys; returns the gradient of the rows themselves."""
+        rows = batch, head, slice(start, end)
+        leaves = [x.detach().requires_grad_() for x in (operands["q"][rows].double(), k, v)]
+        with torch.enable_grad():
+            out, lse = _attended(problem, (leaves[0], leaves[1], leaves[2]), parameters, batch, head, start)
+            # The LSE of a row that sees nothing is a constant.
+            loss = (out * operands["dout"][rows]).sum() + (lse * operands["dlse"][rows])[torch.isfinite(lse)].sum()
+        found = torch.autograd.grad(loss, leaves)
+        dk.add_(found[1])
+        dv.add_(found[2])
+        return found[0]
+
+    edges = sorted({0, first, stop, problem.n_q, *range(0, problem.n_q, ORACLE_ROWS)})
+    for head in range(kv_head * ratio, (kv_head + 1) * ratio):
+        for start, end in pairwise(edges):
+            rows = add(head, start, end)
+            if head == place.head and first <= start < stop:
+                dq.append(rows)
+    return {"dq": torch.cat(dq), "dk": dk[place.keys], "dv": dv[place.keys]}
+
+
+def _backward_bounds(spec: KernelSpec) -> dict[str, Bound]:
+    found = tolerance(spec)
+    bound = Bound(atol=found.atol, rtol=found.rtol, relative_norm=found.gradient_norm)
+    return dict.fromkeys(("dq", "dk", "dv"), bound)
+
+
+def _read(operand: Operand) -> Operand:
+    """What the forward wrote, as an operand of the backward."""
+    return replace(operand, written=False, from_forward=True)
+
+
+BACKWARD = Pass(
+    operands=(
+        *FORWARD.operands[:3],
+        *map(_read, FORWARD.operands[3:]),
+        Operand(name="dout", title="output's gradient", axes=("batch", "heads", "n_q", "d_v"), element="output"),
+        Operand(name="dlse", title="LSE's gradient", axes=("batch", "heads", "n_q"), element="fp32"),
+        Operand(name="dq", title="query's gradient", axes=("batch", "heads", "n_q", "d"), element="input", written=True),
+        Operand(name="dk", title="key's gradient", axes=("batch", "kv_heads", "n_kv", "d"), element="input", written=True),
+        Operand(name="dv", title="value's gradient", axes=("batch", "kv_heads", "n_kv", "d_v"), element="input", written=True),
+    ),
+    # S and dP anew, then dV, dK and dQ.
+    products=("d", "d_v", "d_v", "d", "d"),
+    oracle=_backward_oracle,
+    bounds=_backward_bounds,
+)
+
+PASSES: dict[Direction, Pass] = {"fwd": FORWARD, "bwd": BACKWARD}
 """Every pass by the direction that problems and keys name it with."""

@@ -27,6 +27,8 @@ class Tolerance:
     lse_atol: float
     relative_norm: float
     """Bound on ||x - oracle|| / ||oracle||, which a wrong but small value can't hide from."""
+    gradient_norm: float
+    """The same for gradients of q, k and v."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,15 +42,15 @@ class Bound:
 
 TOLERANCES: dict[str, Tolerance] = {
     # bf16: unit roundoff 2^-8 = 0.0039
-    "bf16": Tolerance(atol=2e-2, rtol=2e-2, lse_atol=2e-3, relative_norm=1e-2),
+    "bf16": Tolerance(atol=2e-2, rtol=2e-2, lse_atol=2e-3, relative_norm=1e-2, gradient_norm=1e-2),
     # fp16: unit roundoff 2^-11 = 0.00049
-    "fp16": Tolerance(atol=4e-3, rtol=4e-3, lse_atol=2e-3, relative_norm=2e-3),
+    "fp16": Tolerance(atol=4e-3, rtol=4e-3, lse_atol=2e-3, relative_norm=2e-3, gradient_norm=2e-3),
     # IEEE fp32: sums of up to N terms in another order, and exp2 at 2 ulp
-    "fp32": Tolerance(atol=2e-5, rtol=2e-5, lse_atol=2e-5, relative_norm=1e-5),
+    "fp32": Tolerance(atol=2e-5, rtol=2e-5, lse_atol=2e-5, relative_norm=1e-5, gradient_norm=1e-5),
     # e4m3: unit roundoff 2^-4 = 0.0625, of the weights alone
-    "fp8": Tolerance(atol=1e-1, rtol=1e-1, lse_atol=5e-3, relative_norm=6e-2),
+    "fp8": Tolerance(atol=1e-1, rtol=1e-1, lse_atol=5e-3, relative_norm=6e-2, gradient_norm=6e-2),
     # TF32 products: unit roundoff 2^-11, both operands
-    "tf32": Tolerance(atol=1e-2, rtol=1e-2, lse_atol=5e-3, relative_norm=3e-3),
+    "tf32": Tolerance(atol=1e-2, rtol=1e-2, lse_atol=5e-3, relative_norm=3e-3, gradient_norm=3e-3),
 }
 
 

@@ -87,7 +87,7 @@ def rank(
         for step, found in steps:
             for record in sorted(found, key=lambda record: _order(record, places.get(id(record), 0), key, target)):
                 yield _from_record(record, step if measured else "predicted", key, problem, target, families, framework_serves)
-    for family in families.values():
+    for family in (family for family in families.values() if family.direction == problem.direction):
         yield _from_default(family, problem, target)
     yield Choice(kind="framework", spec=spec, note="no template serves this problem here, torch's own attention does")
 

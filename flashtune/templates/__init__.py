@@ -8,11 +8,12 @@ from flashtune.templates.family import Family
 
 def families() -> dict[str, Family]:
     """Every family by name, in the order in which they are preferred when nothing was tuned."""
+    from flashtune.templates.backward import flash_bwd
     from flashtune.templates.decode import flash_decode
     from flashtune.templates.forward import flash_fwd, flash_fwd_tma
     from flashtune.templates.hopper import flash_fwd_hopper
 
-    found = (flash_decode.FAMILY, flash_fwd_hopper.FAMILY, flash_fwd_tma.FAMILY, flash_fwd.FAMILY)
+    found = (flash_decode.FAMILY, flash_fwd_hopper.FAMILY, flash_fwd_tma.FAMILY, flash_fwd.FAMILY, flash_bwd.FAMILY)
     return {family.name: family for family in found}
 
 

@@ -1,6 +1,8 @@
 """What a template family declares: its axes as data, its constraints as named predicates, and what it can serve.
 
-The rendered file of every family is an ordinary module with the same functions, which the tuner and dispatch call alike:
+The rendered file of every family is an ordinary module with the same functions, which the tuner and dispatch call alike (given here for
+the forward; a backward's `launches` takes the operands of flashtune.core.passes.BACKWARD in their place, and may be given None for `dlse`
+and for gradients that nobody asked for):
 
     accepts(q, k, v, mask) -> bool
         whether these strides and pointers can be taken (descriptor kernels need 16-byte alignment);
@@ -34,6 +36,7 @@ from numpy.typing import NDArray
 
 from flashtune.core.config import Config, KernelSpec, Value
 from flashtune.core.errors import InputError
+from flashtune.core.passes import Direction
 from flashtune.core.problem import Problem, next_power_of_two
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
@@ -85,10 +88,10 @@ def nothing_expected(config: Config, spec: KernelSpec, target: Target) -> None:
 class Family:
     """A template with its search space.
 
-    `supports` returns why a spec can't be served on a target, or None where it can. `suits` returns why a problem's sizes are better
-    left to other families, or None where this one competes. It is a rule of thumb for what nobody measured: it says which families a
-    search tries unless they are named, whose default is offered and which records of other sizes stand in. A measured record of
-    exactly the problem's key is served whatever it says.
+    `direction` is the pass that it computes. `supports` returns why a spec can't be served on a target, or None where it can.
+    `suits` returns why a problem's sizes are better left to other families, or None where this one competes. It is a rule of thumb for
+    what nobody measured: it says which families a search tries unless they are named, whose default is offered and which records of
+    other sizes stand in. A measured record of exactly the problem's key is served whatever it says.
     `default` is a sound config for when nothing was ever tuned. `starts` are configs worth trying first (the field's published
     tiles). `interpretable` says whether Triton's interpreter runs it. `folder` is where its template lies.
     `layout` is what follows from a spec and a config; the template knows it as `layout`.
@@ -104,6 +107,7 @@ class Family:
     default: Callable[[KernelSpec, Target], Config]
     starts: Callable[[KernelSpec, Target], list[Config]]
     interpretable: bool
+    direction: Direction = "fwd"
     suits: Callable[[Problem, Target], str | None] = any_sizes
     layout: Callable[[KernelSpec, Config], object] = no_layout
     path_axes: tuple[str, ...] = field(default=())

@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from flashtune.core.errors import EnvironmentProblem
-from flashtune.core.launching import provided
+from flashtune.core.launching import compiler_options, provided
 from flashtune.core.modules import load_source
 from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts
@@ -88,7 +88,7 @@ def compiled_kernels(source: str, stem: str, problem: Problem, target: Target) -
     words = inputs.keywords | provided(module, inputs.q, inputs.k) | {"sms": target.sms}
     with compiling_for(target):
         return [
-            (kernel.__name__, kernel.warmup(*args, grid=grid, **options))
+            (kernel.__name__, kernel.warmup(*args, grid=grid, **compiler_options(options)))
             for kernel, grid, args, options in module.launches(*inputs.arguments, **words)
         ]
 

@@ -8,7 +8,7 @@ import torch
 
 from flashtune.core.passes import Place
 from flashtune.core.problem import DECODE_ROWS, Features, Problem
-from flashtune.tuner.inputs import Inputs, make_inputs
+from flashtune.tuner.inputs import Inputs, make_inputs, run_forward
 
 Launch = Callable[..., None]
 """A rendered module's `launch`."""
@@ -71,6 +71,7 @@ def make_extreme(inputs: Inputs) -> None:
         assert inputs.parameters.mask is not None, "generated for every problem with a mask"
         # One mask serves all heads.
         inputs.parameters.mask[0, 0, :, -140:] = False
+    run_forward(inputs)
 
 
 def places(problem: Problem, seed: int) -> list[Place]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from flashtune.core.errors import InputError
-from flashtune.tuner.inputs import Inputs
+from flashtune.tuner.inputs import Inputs, run_forward
 
 NEEDLES = 8
 """Keys of a head of which each row has one raised; as many dimensions are taken for them."""
@@ -116,3 +116,4 @@ def redistribute(inputs: Inputs, name: str, *, seed: int = 0) -> None:
         raise InputError(f"no distribution of scores is called {name!r}: take one of {', '.join(PRESENT)}, or another number in its place")
     signed = -1.0 if sign == "-" and kind in ("drift", "shifted") else 1.0
     _KINDS[kind](inputs, signed * float(amount or 0), torch.Generator().manual_seed(seed))
+    run_forward(inputs)

@@ -2,13 +2,14 @@
 
 import math
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from typing import Any
 
 import torch
 
 from flashtune.core.dtypes import DType, output_dtype
-from flashtune.core.passes import CallParameters
+from flashtune.core.passes import FORWARD, CallParameters, Place
 from flashtune.core.problem import Problem
 from flashtune.core.torch_dtypes import TORCH_DTYPES
 
@@ -83,7 +84,8 @@ def alibi_slopes(heads: int, device: torch.device | str) -> torch.Tensor:
 
 
 def make_inputs(problem: Problem, *, device: torch.device | str, seed: int, heads_inside: bool = False) -> Inputs:
-    """Standard normal operands (and mask, where the problem has one) on `device`; what the pass writes is allocated only.
+    """Standard normal operands (and mask, where the problem has one) on `device`; what the pass writes is allocated only, and what the
+    forward wrote before it comes from the forward's oracle.
 
     Tensors are contiguous (B, H, N, D), or with `heads_inside` views of (B, N, H, D), as projections leave them. ALiBi's slopes
     are the geometric series of its paper; fp8 tensors have factors between 0.5 and 1.5, other ones for each head; sinks weigh about as
@@ -133,5 +135,25 @@ def make_inputs(problem: Problem, *, device: torch.device | str, seed: int, head
         descale=(factor(p.heads), factor(p.kv_heads), factor(p.kv_heads)) if p.dtype == "fp8" else None,
         sinks=sink_logits() if f.sinks else None,
     )
-    operands = {o.name: allocated(o.shape(p), o.dtype(p), drawn=not o.written) for o in p.contract.operands}
-    return Inputs(problem=p, operands=operands, parameters=parameters)
+    operands = {o.name: allocated(o.shape(p), o.dtype(p), drawn=not o.written and not o.from_forward) for o in p.contract.operands}
+    inputs = Inputs(problem=p, operands=operands, parameters=parameters)
+    if not meta:
+        run_forward(inputs)
+    return inputs
+
+
+_FORWARD_ROWS = 1024
+"""Rows of a head that the forward's oracle takes at a time: their scores are float64."""
+
+
+def run_forward(inputs: Inputs) -> None:
+    """Bring what the forward wrote up to date with the operands that it reads, by the oracle; nothing to do for a forward's own inputs."""
+    p = inputs.problem
+    handed_on = [operand for operand in p.contract.operands if operand.from_forward]
+    if not handed_on:
+        return
+    for batch, head, start in product(range(p.batch), range(p.heads), range(0, p.n_q, _FORWARD_ROWS)):
+        place = Place(batch=batch, head=head, queries=slice(start, start + _FORWARD_ROWS))
+        found = FORWARD.oracle(p, inputs.operands, inputs.parameters, place)
+        for operand in handed_on:
+            inputs.operands[operand.name][operand.at(place, p)] = found[operand.name].to(inputs.operands[operand.name].dtype)

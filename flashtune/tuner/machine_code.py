@@ -75,6 +75,7 @@ def build(order: Order, *, fresh: bool = True) -> Built:
     from triton import knobs
 
     from flashtune.core.compiled import from_compiled
+    from flashtune.core.launching import compiler_options
     from flashtune.core.modules import load_source
     from flashtune.tuner.compile import compiling_for
 
@@ -89,7 +90,7 @@ def build(order: Order, *, fresh: bool = True) -> Built:
         for name, n_kv in SIZES.items():
             arguments, words = _typical_call(module, order.spec, order.target, n_kv)
             for kernel, grid, args, options in module.launches(*arguments, **words):
-                compiled = kernel.warmup(*args, grid=grid, ptx_options=_NO_DEBUG, **options)
+                compiled = kernel.warmup(*args, grid=grid, ptx_options=_NO_DEBUG, **compiler_options(options))
                 binary, code = from_compiled(compiled, specialization=name)
                 # The same code under fewer conditions takes the place of what was found for more.
                 found[binary.kernel, binary.sha256] = (binary, code)

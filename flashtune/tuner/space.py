@@ -31,7 +31,8 @@ class SearchSpace:
 
     def __init__(self, families: Mapping[str, Family], problem: Problem, target: Target, *, only_suited: bool = True) -> None:
         spec = problem.spec()
-        refusals = {name: family.supports(spec, target) for name, family in families.items()}
+        mine = {name: family for name, family in families.items() if family.direction == problem.direction} or families
+        refusals = {name: family.supports(spec, target) for name, family in mine.items()}
         if only_suited:
             refusals = {name: refusal or families[name].suits(problem, target) for name, refusal in refusals.items()}
         self.families = {name: families[name] for name, refusal in refusals.items() if refusal is None}

@@ -83,7 +83,7 @@ def compiled(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], opt
     """The machine code that Triton's JIT makes for these arguments."""
     from flashtune.core.compiled import from_compiled
 
-    return from_compiled(kernel.warmup(*arguments, grid=grid, **options))
+    return from_compiled(kernel.warmup(*arguments, grid=grid, **launching.compiler_options(options)))
 
 
 def resident_factors(device: torch.device, factors: tuple[float, float, float]) -> tuple[int, int, int]:

@@ -1,0 +1,224 @@
+"""The family `flash_bwd`: attention backward with plain pointers, for every GPU that Triton compiles for, bit for bit repeatable."""
+
+from collections.abc import Callable
+
+from flashtune.core.config import Config, KernelSpec
+from flashtune.core.dtypes import ITEMSIZE
+from flashtune.core.target import Target
+from flashtune.templates.family import Axis, Constraint, Family, padded
+from flashtune.templates.predicates import has_scalar_products
+
+AXES = (
+    Axis(name="BLOCK_M", values=(16, 32, 64, 128), why="query rows of a step of dK and dV: larger products against registers"),
+    Axis(name="BLOCK_N", values=(16, 32, 64, 128), why="key rows of a program of dK and dV: reuse of Q and dO against registers"),
+    Axis(name="num_warps", values=(2, 4, 8), why="warps that share a tile of keys: registers a row against programs in flight"),
+    Axis(name="num_stages", values=(1, 2, 3), why="blocks of Q and dO in flight: latency hidden against shared memory"),
+    Axis(name="DQ_BLOCK_M", values=(16, 32, 64, 128), why="query rows of a program of dQ: reuse of K and V against registers"),
+    Axis(name="DQ_BLOCK_N", values=(16, 32, 64, 128), why="key rows of a step of dQ: larger products against registers"),
+    Axis(name="DQ_num_warps", values=(2, 4, 8), why="warps that share a tile of queries"),
+    Axis(name="DQ_num_stages", values=(1, 2, 3), why="blocks of K and V in flight"),
+    Axis(name="ORDER", values=("rows", "longest_first"), why="the tiles of a head side by side, for L2, or a triangle's long ones first"),
+)
+
+
+def key_config(config: Config) -> Config:
+    """The axes of the kernel of dK and dV, by the names that all families use."""
+    return Config.of({name: config[name] for name in _TILE})
+
+
+def query_config(config: Config) -> Config:
+    """The axes of the kernel of dQ, by the names that all families use."""
+    return Config.of({name: config[f"DQ_{name}"] for name in _TILE})
+
+
+_TILE = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
+
+
+def _reads_shared(target: Target) -> bool:
+    """Whether products read operands from shared memory; others copy them to registers first."""
+    return target.capability is not None and 90 <= target.capability < 120
+
+
+def key_registers(config: Config, spec: KernelSpec, target: Target) -> float:
+    """Registers a thread of dK and dV needs for both score tiles, one of them once more as an operand, both sums, and K and V."""
+    return _registers(
+        config, spec, target, stays=config.number("BLOCK_N"), passes=config.number("BLOCK_M"), sums=padded(spec.d) + padded(spec.d_v)
+    )
+
+
+def query_registers(config: Config, spec: KernelSpec, target: Target) -> float:
+    """The same of the kernel of dQ, with its one sum, Q and dO; takes `query_config`."""
+    return _registers(config, spec, target, stays=config.number("BLOCK_M"), passes=config.number("BLOCK_N"), sums=padded(spec.d))
+
+
+def _registers(config: Config, spec: KernelSpec, target: Target, *, stays: int, passes: int, sums: int) -> float:
+    words = ITEMSIZE[spec.dtype] / 4
+    held = 0.0 if _reads_shared(target) else (padded(spec.d) + padded(spec.d_v)) * words
+    return stays / (config.number("num_warps") * target.warp_size) * (passes * (2 + words) + sums + held)
+
+
+def key_shared_bytes(config: Config, spec: KernelSpec, target: Target) -> int:
+    """An estimate of the shared memory of the kernel of dK and dV: K and V, blocks of Q and dO in flight, and dS on its way."""
+    return _shared_bytes(config, spec, target, stays=config.number("BLOCK_N"), passes=config.number("BLOCK_M"))
+
+
+def query_shared_bytes(config: Config, spec: KernelSpec, target: Target) -> int:
+    """The same of the kernel of dQ: Q and dO, and blocks of K and V in flight; takes `query_config`."""
+    return _shared_bytes(config, spec, target, stays=config.number("BLOCK_M"), passes=config.number("BLOCK_N"))
+
+
+def _shared_bytes(config: Config, spec: KernelSpec, target: Target, *, stays: int, passes: int) -> int:
+    row, scores = (padded(spec.d) + padded(spec.d_v)) * ITEMSIZE[spec.dtype], stays * passes * ITEMSIZE[spec.dtype]
+    stages = config.number("num_stages")
+    if _reads_shared(target):
+        # TF32 operands are read in one order only, so that both that pass by lie there a second time, transposed.
+        return (stays + (stages + spec.tf32) * passes) * row
+    if target.vendor == "amd":
+        # What stays passes through before the loop.
+        return max(stays * max(padded(spec.d), padded(spec.d_v)) * ITEMSIZE[spec.dtype], max(1, stages - 1) * passes * row + scores)
+    # What is at work was copied to registers, and scores change their layout on the way from product to product.
+    return (stays + max(1, stages - 1) * passes) * row + (scores if stages > 1 else 2 * scores)
+
+
+def _of_both(holds: Callable[[Config, KernelSpec, Target, bool], bool]) -> Callable[[Config, KernelSpec, Target], bool]:
+    """A predicate over one kernel's axes as one over a config: True where it holds for both kernels. Its last argument says for dQ's."""
+    return lambda config, spec, target: holds(key_config(config), spec, target, False) and holds(query_config(config), spec, target, True)
+
+
+def _warps_own_rows(config: Config, spec: KernelSpec, target: Target, of_queries: bool) -> bool:
+    row_bytes = max(padded(spec.d), padded(spec.d_v)) * ITEMSIZE[spec.dtype]
+    fewest = 4 if has_scalar_products(spec, target) else 8 if row_bytes > 256 else 16
+    return fewest <= config.number("BLOCK_M" if of_queries else "BLOCK_N") // config.number("num_warps") <= 64
+
+
+def _registers_fit(config: Config, spec: KernelSpec, target: Target, of_queries: bool) -> bool:
+    registers = (query_registers if of_queries else key_registers)(config, spec, target)
+    # CDNA's accumulation registers double what a thread has; on Hopper addresses take more of them.
+    return registers <= (448 if target.vendor == "amd" else 200 if _reads_shared(target) else 232)
+
+
+def _shared_memory_fits(config: Config, spec: KernelSpec, target: Target, of_queries: bool) -> bool:
+    return (query_shared_bytes if of_queries else key_shared_bytes)(config, spec, target) <= target.shared_bytes_per_block
+
+
+def _stages_exist(config: Config, spec: KernelSpec, target: Target, of_queries: bool) -> bool:
+    return target.vendor == "nvidia" or config.number("num_stages") <= 2
+
+
+def _narrow_block_is_needed(config: Config, spec: KernelSpec, target: Target, of_queries: bool) -> bool:
+    passes = config.number("BLOCK_N" if of_queries else "BLOCK_M")
+    return passes >= 32 or spec.dtype == "fp32" or max(padded(spec.d), padded(spec.d_v)) > 128
+
+
+def _dropout_block_is_whole(config: Config, spec: KernelSpec, target: Target, of_queries: bool) -> bool:
+    return not spec.dropout or config.number("BLOCK_N") >= 32
+
+
+def _scalar_products_are_short(config: Config, spec: KernelSpec, target: Target, of_queries: bool) -> bool:
+    if not has_scalar_products(spec, target):
+        return True
+    products = config.number("BLOCK_M") * config.number("BLOCK_N") * max(padded(spec.d), padded(spec.d_v))
+    return products <= 1024 * config.number("num_warps") * target.warp_size
+
+
+def _order_matters(config: Config, spec: KernelSpec, target: Target) -> bool:
+    return config["ORDER"] == "rows" or spec.causal
+
+
+CONSTRAINTS = (
+    Constraint(
+        name="warps_own_rows", holds=_of_both(_warps_own_rows), why="each warp takes 16 to 64 rows of its tile, or 8 of large heads"
+    ),
+    Constraint(name="registers_fit", holds=_of_both(_registers_fit), why="both score tiles and the sums fit into a thread's registers"),
+    Constraint(
+        name="shared_memory_fits", holds=_of_both(_shared_memory_fits), why="what stays and what is in flight fit into shared memory"
+    ),
+    Constraint(name="stages_exist", holds=_of_both(_stages_exist), why="AMD pipelines two stages at most"),
+    Constraint(
+        name="narrow_block_is_needed", holds=_of_both(_narrow_block_is_needed), why="16 rows a step waste the tensor cores where 32 fit"
+    ),
+    Constraint(
+        name="dropout_block_is_whole", holds=_of_both(_dropout_block_is_whole), why="dropout's counters come in groups of 32 columns"
+    ),
+    Constraint(
+        name="scalar_products_are_short",
+        holds=_of_both(_scalar_products_are_short),
+        why="IEEE fp32 products are unrolled multiply-adds: with many of them a thread, registers and compile time explode",
+    ),
+    Constraint(name="order_matters", holds=_order_matters, why="only a causal triangle has long tiles to begin with"),
+)
+
+
+def supports(spec: KernelSpec, target: Target) -> str | None:
+    """Why this family can't serve `spec` on `target`, or None."""
+    if spec.direction != "bwd":
+        return f"flash_bwd computes the backward pass, not {spec.direction!r}"
+    if not target.compilable:
+        return f"Triton doesn't compile for {target.name}"
+    if spec.dtype == "fp8":
+        return "fp8 inputs have no gradients: train in bf16 or fp16"
+    if spec.tf32 and target.vendor == "amd" and target.arch != "gfx942":
+        return f"{target.name} has no TF32 products"
+    if not starts(spec, target):
+        return f"no tile of flash_bwd fits into {target.name}'s registers and shared memory at the head sizes {spec.d} and {spec.d_v}"
+    return None
+
+
+Tile = tuple[int, int, int, int]
+
+
+def _tiles(spec: KernelSpec, target: Target) -> list[tuple[Tile, Tile]]:
+    """(BLOCK_M, BLOCK_N, num_warps, num_stages) of dK and dV and of dQ, best known first, down to some that always fit."""
+    tiny: list[tuple[Tile, Tile]] = [((16, 32, 8, 1), (32, 16, 8, 1)), ((16, 32, 4, 1), (16, 32, 4, 1)), ((16, 32, 8, 1), (32, 32, 8, 1))]
+    tiny += [((16, 16, 4, 1), (16, 16, 4, 1)), ((16, 32, 4, 1), (32, 32, 4, 1)), ((16, 16, 2, 1), (16, 16, 2, 1))]
+    if has_scalar_products(spec, target):
+        return [((16, 64, 8, 1), (64, 16, 8, 1)), ((16, 32, 4, 1), (32, 16, 4, 1)), *tiny]
+    small = [((32, 64, 4, 2), (64, 32, 4, 2)), ((32, 64, 4, 1), (64, 32, 4, 1)), ((32, 32, 2, 1), (32, 32, 2, 1))]
+    last = [((16, 64, 4, 1), (64, 16, 4, 1)), ((32, 128, 8, 1), (128, 32, 8, 1)), ((16, 128, 8, 1), (128, 16, 8, 1))]
+    if max(spec.d, spec.d_v) > 128:
+        return [((32, 64, 8, 2), (64, 32, 8, 2)), ((32, 64, 8, 1), (64, 32, 8, 1)), ((32, 32, 4, 1), (32, 32, 4, 1)), *small, *last, *tiny]
+    large: list[tuple[Tile, Tile]] = [
+        ((64, 128, 8, 2), (128, 64, 8, 2)),
+        ((32, 128, 8, 3), (128, 32, 8, 3)),
+        ((32, 128, 4, 2), (128, 32, 4, 2)),
+    ]
+    return [*large, ((64, 64, 4, 2), (64, 64, 4, 2)), *small, *last, *tiny]
+
+
+def starts(spec: KernelSpec, target: Target) -> list[Config]:
+    """Tiles of the field's backward kernels, as far as they keep this target's constraints."""
+    order = "longest_first" if spec.causal else "rows"
+    found = [
+        Config.of(
+            dict(zip(_TILE, keys, strict=True)) | {f"DQ_{name}": value for name, value in zip(_TILE, queries, strict=True)}, ORDER=order
+        )
+        for keys, queries in _tiles(spec, target)
+    ]
+    return [config for config in found if FAMILY.violated(config, spec, target) is None]
+
+
+def default(spec: KernelSpec, target: Target) -> Config:
+    """The first of `starts` that leaves a quarter of the shared memory free: the estimate of it is rough."""
+
+    def fits(config: Config) -> bool:
+        keys, queries = key_config(config), query_config(config)
+        most = max(key_shared_bytes(keys, spec, target), query_shared_bytes(queries, spec, target))
+        return most <= 0.75 * target.shared_bytes_per_block
+
+    found = starts(spec, target)
+    return next(filter(fits, found), found[-1])
+
+
+FAMILY = Family(
+    name="flash_bwd",
+    folder="backward",
+    direction="bwd",
+    axes=AXES,
+    constraints=CONSTRAINTS,
+    supports=supports,
+    default=default,
+    starts=starts,
+    interpretable=True,
+    path_axes=("ORDER",),
+)
+"""Attention backward with plain pointers."""

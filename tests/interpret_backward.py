@@ -1,0 +1,101 @@
+"""Runs flash_bwd in Triton's interpreter and prints one JSON report; a test starts it as a child process with TRITON_INTERPRET=1."""
+
+import json
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from flashtune.core.launching import launcher
+from flashtune.core.modules import load_source
+from flashtune.core.problem import Features, Problem
+from flashtune.core.target import find_target
+from flashtune.templates import family
+from flashtune.templates.rendering import render, variant_of
+from flashtune.tuner.correctness import check, everywhere, oracle
+from flashtune.tuner.inputs import Inputs, make_inputs, run_forward
+
+BWD, GPU = family("flash_bwd"), find_target("h200")
+TILES = {"BLOCK_M": 16, "BLOCK_N": 32, "DQ_BLOCK_M": 16, "DQ_BLOCK_N": 32, "num_warps": 2, "DQ_num_warps": 2}
+
+
+def problem(features: Features, **changes: int | str) -> Problem:
+    sizes = {"batch": 1, "heads": 2, "kv_heads": 1, "n_q": 29, "n_kv": 40, "d": 16, "d_v": 24, "dtype": "fp32"} | changes
+    return Problem(**sizes, features=features, direction="bwd")  # type: ignore[arg-type]
+
+
+CASES = {
+    # More queries than keys: the first rows see nothing.
+    "causal": problem(Features(causal=True, alignment="bottom_right"), n_q=45, n_kv=33),
+    "everything": problem(Features(window=(14, 7), mask="bool", dropout=True, softcap=True, alibi=True, sinks=True), d=24, d_v=16),
+    "left": problem(Features(causal=True, window=(18, 0), mask="bias"), dtype="fp16"),
+    "full": problem(Features(), n_kv=33, batch=2, dtype="fp16"),
+}
+
+
+def module_of(p: Problem, order: str) -> object:
+    spec = p.spec()
+    config = BWD.default(spec, GPU).replace(**TILES, ORDER=order)
+    return load_source(render(BWD, variant_of(BWD, spec, config)), "flash_bwd")
+
+
+def very_negative() -> Inputs:
+    """A boolean mask, scores around -150, and keys that end within a tile: where exp(0 - LSE) is infinite."""
+    inputs = make_inputs(problem(Features(mask="bool"), n_q=20, n_kv=40, heads=1, dtype="fp16"), device="cpu", seed=5)
+    shift = (150 / (inputs.parameters.scale * 16)) ** 0.5
+    inputs.k.add_(shift)
+    inputs.q.sub_(shift)
+    run_forward(inputs)
+    assert float(inputs.lse[torch.isfinite(inputs.lse)].max()) < -89
+    return inputs
+
+
+def framework_errors(inputs: Inputs) -> tuple[list[float], list[float]]:
+    """Relative errors of dQ, dK and dV against float64: ours, which were just written, and those of torch's own attention."""
+    p = inputs.problem
+    exact = oracle(inputs, everywhere(p))
+    leaves = [x.detach().clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    out = F.scaled_dot_product_attention(*leaves, enable_gqa=True)
+    theirs = torch.autograd.grad(out, leaves, inputs.operands["dout"])
+    found: tuple[list[float], list[float]] = ([], [])
+    for errors, grads in zip(found, ([inputs.operands[name] for name in ("dq", "dk", "dv")], theirs), strict=True):
+        for operand, grad in zip(p.contract.written, grads, strict=True):
+            gaps = [(grad[operand.at(e.place, p)].double() - e.values[operand.name]).norm() ** 2 for e in exact]
+            sizes = [e.values[operand.name].norm() ** 2 for e in exact]
+            errors.append(float((sum(gaps) / sum(sizes)) ** 0.5))
+    return found
+
+
+def main() -> None:
+    """Check the cases, then what the cases can't show, and print what was found."""
+    report: dict[str, object] = {}
+    for index, (name, p) in enumerate(CASES.items()):
+        launch = launcher(module_of(p, ("rows", "longest_first")[index % 2]))  # type: ignore[arg-type]
+        inputs = make_inputs(p, device="cpu", seed=index, heads_inside=index % 2 == 1)
+        report[name] = check(launch, inputs, oracle(inputs, everywhere(p))).reason
+        if name == "full":
+            inputs.operands["dlse"].zero_()
+            launch(*inputs.arguments, **inputs.keywords)
+            report["ours"], report["framework"] = framework_errors(inputs)
+            without = {**inputs.operands, "dlse": None}
+            before = {written.name: inputs.operands[written.name].clone() for written in p.contract.written}
+            inputs.poison()
+            launch(*without.values(), **inputs.keywords)
+            report["repeated"] = all(torch.equal(inputs.operands[name], x) for name, x in before.items())
+            inputs.poison()
+            launch(*{**without, "dk": None, "dv": None}.values(), **inputs.keywords)
+            report["dq alone"] = torch.equal(inputs.operands["dq"], before["dq"])
+            launch(*{**without, "dq": None}.values(), **inputs.keywords)
+            report["dk and dv alone"] = all(torch.equal(inputs.operands[name], before[name]) for name in ("dk", "dv"))
+            gentle = make_inputs(replace(p, batch=1, heads=1), device="cpu", seed=0)
+            gentle.operands["dout"].zero_()
+            gentle.operands["dlse"].fill_(1.0)
+            report["lse"] = check(launch, gentle, oracle(gentle, everywhere(gentle.problem))).reason
+    inputs = very_negative()
+    launch = launcher(module_of(inputs.problem, "rows"))  # type: ignore[arg-type]
+    report["very negative"] = check(launch, inputs, oracle(inputs, everywhere(inputs.problem))).reason
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
