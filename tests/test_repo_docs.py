@@ -62,6 +62,7 @@ MEANT = {
     ],
     "several query heads to a key head": [replace(BF16, kv_heads=4, features=Features(causal=True))],
     "decoding": [replace(BF16, n_q=1, kv_heads=4)],
+    "attention sinks": [replace(BF16, features=Features(causal=True, sinks=True))],
     "float32": [replace(BF16, dtype="fp32")],
     "fp8 (e4m3)": [replace(BF16, dtype="fp8")],
     "D other than 64, 128, 256; D of V its own": [replace(BF16, d=80, d_v=80), replace(BF16, d=192, d_v=128)],

@@ -26,6 +26,8 @@ PLANTED = [
     ("dispatch", "optuna", "Dispatch reaches no tuner and no optuna, not even through others"),
     ("tuner", "sqlalchemy", "SQL stays in flashtune.db"),
     ("core", "rich", "Only the command line knows click and rich"),
+    ("dispatch", "transformers", "Only the integrations know transformers and diffusers"),
+    ("integrations", "flashtune.profiler", "Rooms import downwards only"),
 ]
 
 

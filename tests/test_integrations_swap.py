@@ -1,0 +1,127 @@
+"""dispatch.attention in torch's place: for one thread, for a while, nested, through exceptions, beside what others put there."""
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+from flashtune import dispatch
+from flashtune.core.torch_attention import sdpa
+from flashtune.integrations import swap, torchs_place
+
+Q = torch.randn(1, 2, 12, 16, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the threads whose calls reached dispatch.attention."""
+    names: list[str] = []
+
+    def recorded(*arguments: object, **words: object) -> object:
+        names.append(threading.current_thread().name)
+        return attention(*arguments, **words)  # type: ignore[arg-type]
+
+    attention = dispatch.attention
+    monkeypatch.setattr(dispatch, "attention", recorded)
+    return names
+
+
+def call() -> torch.Tensor:
+    return F.scaled_dot_product_attention(Q, Q, Q, is_causal=True)
+
+
+def test_it_serves_inside_and_not_outside_nested_too(served: list[str]) -> None:
+    wanted = call()
+    with torchs_place():
+        with torchs_place():
+            torch.testing.assert_close(call(), wanted)
+        torch.testing.assert_close(call(), wanted)
+        torch.testing.assert_close(F.scaled_dot_product_attention(Q, Q, Q, None, 0.0, True), wanted)
+    assert len(served) == 3
+    call()
+    assert len(served) == 3 and F.scaled_dot_product_attention is sdpa
+
+
+def test_an_exception_restores_torchs_function(served: list[str]) -> None:
+    with pytest.raises(ZeroDivisionError), torchs_place():
+        raise ZeroDivisionError
+    assert F.scaled_dot_product_attention is sdpa
+
+    @torchs_place()
+    def model(fail: bool) -> torch.Tensor:
+        return [][0] if fail else call()
+
+    model(False)
+    with pytest.raises(IndexError):
+        model(True)
+    assert len(served) == 1 and F.scaled_dot_product_attention is sdpa
+
+
+def test_a_torch_module_is_served(served: list[str]) -> None:
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 16, batch_first=True)
+    with torchs_place():
+        layer(Q[0]).sum().backward()
+    assert served and layer.self_attn.in_proj_weight.grad is not None
+
+
+def test_other_threads_keep_torchs_function_and_leave_in_any_order(served: list[str]) -> None:
+    inside, outside_done = threading.Event(), threading.Event()
+    wrong: list[BaseException] = []
+
+    def within() -> None:
+        try:
+            with torchs_place():
+                inside.set()
+                assert outside_done.wait(60)
+                call()
+        except BaseException as error:
+            wrong.append(error)
+
+    thread = threading.Thread(target=within, name="within")
+    thread.start()
+    assert inside.wait(60)
+    call()
+    # Torch's own bias finds torch's function by its place, in which another thread's stands.
+    wanted = sdpa(Q[:, :, :5], Q, Q, attn_mask=causal_lower_right(5, 12)._materialize(Q.device))
+    torch.testing.assert_close(F.scaled_dot_product_attention(Q[:, :, :5], Q, Q, attn_mask=causal_lower_right(5, 12)), wanted)
+    with torchs_place():
+        outside_done.set()
+        thread.join()
+        call()
+    assert not wrong and sorted(served) == ["MainThread", "within"]
+    assert F.scaled_dot_product_attention is sdpa and swap._users == 0
+
+
+def test_what_others_put_over_it_stays(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with torchs_place():
+        inner = F.scaled_dot_product_attention
+        theirs = lambda *arguments, **words: inner(*arguments, **words)  # noqa: E731
+        monkeypatch.setattr(F, "scaled_dot_product_attention", theirs)
+        call()
+    assert F.scaled_dot_product_attention is theirs and len(served) == 1
+    call()
+    assert len(served) == 1
+    with torchs_place():
+        call()
+        outside = threading.Thread(target=call)
+        outside.start()
+        outside.join()
+    assert len(served) == 2 and F.scaled_dot_product_attention is theirs
+
+
+def test_ours_in_torchs_place_for_good_goes_along_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(F, "scaled_dot_product_attention", dispatch.attention)
+    with torchs_place():
+        call()
+    assert F.scaled_dot_product_attention is dispatch.attention
+    call()
+
+
+def test_a_compiled_model_is_served() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True) * 2, backend="eager", fullgraph=True)
+    with torchs_place():
+        torch.testing.assert_close(compiled(Q), sdpa(Q, Q, Q, is_causal=True) * 2)
+    torch.testing.assert_close(compiled(Q), sdpa(Q, Q, Q, is_causal=True) * 2)
