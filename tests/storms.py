@@ -137,7 +137,7 @@ def quick_count(path: Path) -> int:
     """How many trials a study's file holds; 0 where it isn't there yet. Opened for writing: a kill leaves a journal to roll back."""
     try:
         with sqlite3.connect(f"file:{path}?mode=rw", uri=True, timeout=60) as studies:
-            return int(studies.execute("SELECT count(*) FROM trial_user_attributes WHERE key = 'outcome'").fetchone()[0])
+            return int(studies.execute("SELECT count(*) FROM trial_system_attributes WHERE key = 'outcome'").fetchone()[0])
     except sqlite3.Error:
         return 0
 
@@ -149,7 +149,7 @@ def study_outcomes(url: str) -> Counter[tuple[str, str]]:
     storage = optuna.storages.RDBStorage(url)
     for study in storage.get_all_studies():
         for trial in storage.get_all_trials(study._study_id, deepcopy=False):
-            if "outcome" in trial.user_attrs:
+            if "outcome" in trial.system_attrs:
                 told[study.study_name, repr(sorted(trial.params.items()))] += 1
     storage.engine.dispose()
     return told

@@ -37,6 +37,7 @@ GRACE_S = 60.0
 """A process on another machine that was silent for so long is taken for dead."""
 
 _OUTCOME, _CLAIMANT, _ROLE, _DECISION, _FINISHED = "outcome", "claimant", "role", "decision", "finished"
+"""Attributes: roles and finished plans are shown to people, too; the others are system attributes, which Optuna's tools don't show."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,13 +100,13 @@ class Record:
         before = found.get(key)
         if before is not None and (before.outcome is not None or before.taken):
             return
-        outcome = trial.user_attrs.get(_OUTCOME)
+        outcome = trial.system_attrs.get(_OUTCOME)
         found[key] = Entry(
             claim=trial.number,
             params=trial.params,
             outcome=outcome,
             taken=taken and outcome is None,
-            mine=taken and outcome is None and trial.user_attrs[_CLAIMANT] == self._me,
+            mine=taken and outcome is None and trial.system_attrs[_CLAIMANT] == self._me,
         )
 
     def claim(self, params: Mapping[str, Any], distributions: Mapping[str, BaseDistribution]) -> None:
@@ -115,7 +116,7 @@ class Record:
 
     def describe(self, facts: Mapping[str, object]) -> None:
         """Keep what the study is about, for those who look at it with Optuna's tools."""
-        known = self._attributes()
+        known = self._shown()
         for name, value in facts.items():
             if name not in known:
                 self._patiently(partial(self._storage.set_study_user_attr, self._study_id, name, value))
@@ -128,7 +129,7 @@ class Record:
         trial_id = self._claims.pop(key)
         for name, fact in facts.items():
             self._patiently(partial(self._unless_ended, partial(self._storage.set_trial_user_attr, trial_id, name, fact)))
-        self._patiently(lambda: self._unless_ended(lambda: self._storage.set_trial_user_attr(trial_id, _OUTCOME, outcome)))
+        self._patiently(lambda: self._unless_ended(lambda: self._storage.set_trial_system_attr(trial_id, _OUTCOME, outcome)))
         state = TrialState.FAIL if value is None else TrialState.COMPLETE
         self._end(trial_id, state, value)
 
@@ -158,14 +159,14 @@ class Record:
         alive: dict[str, bool] = {}
         claims = [t for t in self._trials() if _ROLE in t.user_attrs and t.state is TrialState.RUNNING and self._alive(t, alive)]
         first = min(claims, key=lambda trial: trial.number)
-        if first.user_attrs[_CLAIMANT] == self._me and self.decision() is None:
+        if first.system_attrs[_CLAIMANT] == self._me and self.decision() is None:
             return True
         self._end(self._claims.pop(_DECISION), TrialState.FAIL)
         return False
 
     def decide(self, decision: dict[str, Any]) -> None:
         """Keep what the search of this study ended with."""
-        self._patiently(lambda: self._storage.set_study_user_attr(self._study_id, _DECISION, decision))
+        self._patiently(lambda: self._storage.set_study_system_attr(self._study_id, _DECISION, decision))
         self._end(self._claims.pop(_DECISION), TrialState.PRUNED)
         self._fall_silent()
 
@@ -176,20 +177,24 @@ class Record:
     @property
     def finished(self) -> bool:
         """Whether `finish` was called."""
-        return bool(self._attributes().get(_FINISHED))
+        return bool(self._shown().get(_FINISHED))
 
     def _trials(self) -> list[FrozenTrial]:
         return self._patiently(lambda: self._storage.get_all_trials(self._study_id, deepcopy=False))
 
-    def _attributes(self) -> dict[str, Any]:
+    def _shown(self) -> dict[str, Any]:
         return self._patiently(lambda: self._storage.get_study_user_attrs(self._study_id))
+
+    def _attributes(self) -> dict[str, Any]:
+        return self._patiently(lambda: self._storage.get_study_system_attrs(self._study_id))
 
     def _begun(self, params: dict[str, Any], distributions: dict[str, BaseDistribution], attributes: dict[str, Any]) -> int:
         trial = optuna.trial.create_trial(
             state=TrialState.RUNNING,
             params=params,
             distributions=distributions,
-            user_attrs={**attributes, _CLAIMANT: self._me},
+            user_attrs=attributes,
+            system_attrs={_CLAIMANT: self._me},
         )
         return self._patiently(lambda: self._storage.create_new_trial(self._study_id, trial))
 
@@ -206,7 +211,7 @@ class Record:
 
     def _alive(self, trial: FrozenTrial, known: dict[str, bool]) -> bool:
         """Whether the claimant of a running trial still lives; a dead one's trial is ended."""
-        who = str(trial.user_attrs.get(_CLAIMANT))
+        who = str(trial.system_attrs.get(_CLAIMANT))
         if who not in known:
             known[who] = who == self._me or self._lives(who)
         if not known[who]:
@@ -241,7 +246,7 @@ class Record:
         while not stop.is_set():
             # The search itself meets the same fault, and tells of it.
             with suppress(Exception):
-                self._storage.set_study_user_attr(self._study_id, _beat_of(self._me), count)
+                self._storage.set_study_system_attr(self._study_id, _beat_of(self._me), count)
             count += 1
             stop.wait(BEAT_S)
 
