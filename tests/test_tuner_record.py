@@ -236,7 +236,9 @@ def test_claimants_are_told_apart() -> None:
 def test_a_dashboard_reads_names_durations_and_what_became_of_each_trial(storage: optuna.storages.BaseStorage) -> None:
     one = study(storage)
     first, second = one.ask(2)
+    one.begin(first)
     one.tell(first, replace(outcome(first), fate=Fate.CORRECT, facts=CompileFacts(registers=168, spills=8, shared_bytes=1, threads=128)))
+    one.begin(second)
     failed = replace(outcome(second), fate=Fate.COMPILE, measurement=None, reason="ptxas: out of registers")
     one.tell(second, failed)
     [summary] = optuna.get_all_study_summaries(storage)
@@ -264,3 +266,5 @@ def test_a_dashboard_reads_names_durations_and_what_became_of_each_trial(storage
     assert timed.user_attrs == {"fate": "correct", "registers": 168, "spills": 8, "shared_bytes": 1}
     assert broken.user_attrs == {"fate": "compile", "reason": "ptxas: out of registers"}
     assert all(trial.duration is not None and trial.duration.total_seconds() > 0 for trial in (timed, broken))
+    assert timed.datetime_complete is not None and broken.datetime_start is not None
+    assert broken.datetime_start >= timed.datetime_complete, "the time in which it waited for its turn is not part of it"

@@ -1,8 +1,9 @@
 """The record of a study in an Optuna storage: who tries which candidate, what became of it, and what was decided in the end.
 
-Every trial begins as a claim: a running trial with the candidate's parameters and its claimant. Of two claims of one candidate the one with
-the lower number holds, since a storage numbers the trials of a study under a lock; the other is withdrawn. So any number of processes
-share a study and none tries what another is trying. A claim whose claimant is gone is void, and the candidate free again.
+Every trial begins as a claim: a waiting trial with the candidate's parameters and its claimant; it runs when its turn comes. Of two claims
+of one candidate the one with the lower number holds, since a storage numbers the trials of a study under a lock; the other is withdrawn. So
+any number of processes share a study and none tries what another is trying. A claim whose claimant is gone is void, and the candidate free
+again.
 """
 
 import json
@@ -96,7 +97,7 @@ class Record:
         if _ROLE in trial.user_attrs:
             return
         key = key_of(trial.params)
-        taken = trial.state is TrialState.RUNNING and self._alive(trial, alive)
+        taken = not trial.state.is_finished() and self._alive(trial, alive)
         before = found.get(key)
         if before is not None and (before.outcome is not None or before.taken):
             return
@@ -112,7 +113,12 @@ class Record:
     def claim(self, params: Mapping[str, Any], distributions: Mapping[str, BaseDistribution]) -> None:
         """Say that this process is going to try a candidate; `entries` then tells whether it was the first to say so."""
         self._beat()
-        self._claims[key_of(params)] = self._begun(dict(params), dict(distributions), {})
+        self._claims[key_of(params)] = self._new(TrialState.WAITING, dict(params), dict(distributions), {})
+
+    def begin(self, key: str) -> None:
+        """Say that a claimed candidate's turn has come, for those who look at how long it takes."""
+        start = partial(self._storage.set_trial_state_values, self._claims[key], TrialState.RUNNING)
+        self._patiently(partial(self._unless_ended, start))
 
     def describe(self, facts: Mapping[str, object]) -> None:
         """Keep what the study is about, for those who look at it with Optuna's tools."""
@@ -155,7 +161,7 @@ class Record:
     def may_decide(self) -> bool:
         """Claim the decision; False where a living process has done so before."""
         self._beat()
-        self._claims[_DECISION] = self._begun({}, {}, {_ROLE: _DECISION})
+        self._claims[_DECISION] = self._new(TrialState.RUNNING, {}, {}, {_ROLE: _DECISION})
         alive: dict[str, bool] = {}
         claims = [t for t in self._trials() if _ROLE in t.user_attrs and t.state is TrialState.RUNNING and self._alive(t, alive)]
         first = min(claims, key=lambda trial: trial.number)
@@ -188,9 +194,11 @@ class Record:
     def _attributes(self) -> dict[str, Any]:
         return self._patiently(lambda: self._storage.get_study_system_attrs(self._study_id))
 
-    def _begun(self, params: dict[str, Any], distributions: dict[str, BaseDistribution], attributes: dict[str, Any]) -> int:
+    def _new(
+        self, state: TrialState, params: dict[str, Any], distributions: dict[str, BaseDistribution], attributes: dict[str, Any]
+    ) -> int:
         trial = optuna.trial.create_trial(
-            state=TrialState.RUNNING,
+            state=state,
             params=params,
             distributions=distributions,
             user_attrs=attributes,
@@ -210,7 +218,7 @@ class Record:
             work()
 
     def _alive(self, trial: FrozenTrial, known: dict[str, bool]) -> bool:
-        """Whether the claimant of a running trial still lives; a dead one's trial is ended."""
+        """Whether the claimant of a trial that hasn't ended still lives; a dead one's trial is ended."""
         who = str(trial.system_attrs.get(_CLAIMANT))
         if who not in known:
             known[who] = who == self._me or self._lives(who)

@@ -286,6 +286,7 @@ class _ProblemSearch:
             if not waiting:
                 return
             candidate, compiling = waiting.popleft()
+            self.study.begin(candidate)
             outcome = self._outcome(candidate, compiling)
             self.study.tell(candidate, outcome)
             self._consider(candidate, outcome)

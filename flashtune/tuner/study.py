@@ -189,6 +189,10 @@ class Study:
                 self._record.give_back(key)
         return kept
 
+    def begin(self, candidate: Candidate) -> None:
+        """Say that a candidate that `ask` gave is next; its trial's duration counts from here."""
+        self._record.begin(key_of(parameters(candidate)))
+
     def tell(self, candidate: Candidate, outcome: Outcome) -> None:
         """Keep what became of a candidate that `ask` gave."""
         key = key_of(parameters(candidate))
