@@ -141,6 +141,15 @@ class Conditions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """Why a search stopped (a word of flashtune.tuner.stopping), and by how much it then expected its best time to be longer than that of
+    the best candidate there is (0.01 is 1 %); None where nothing says."""
+
+    reason: str
+    regret: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
     """Where figures come from."""
 
@@ -176,6 +185,7 @@ class TuningRecord:
     outcome: Outcome
     provenance: Provenance
     baseline: Baseline | None = None
+    ending: Ending | None = None
     origin: str = ""
     """Which database it was read from: `shipped`, `overlay` or a path."""
     precedence: int = 0
@@ -221,6 +231,7 @@ class SearchResult:
     outcomes: tuple[Outcome, ...]
     provenance: Provenance
     baseline: Baseline | None = None
+    ending: Ending | None = None
 
     @property
     def best(self) -> Outcome | None:

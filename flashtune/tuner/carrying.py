@@ -53,6 +53,7 @@ def record_of(result: SearchResult) -> TuningRecord | None:
         outcome=result.best,
         provenance=result.provenance,
         baseline=result.baseline,
+        ending=result.ending,
     )
 
 

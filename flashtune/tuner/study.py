@@ -11,7 +11,7 @@ from optuna.trial import TrialState
 
 from flashtune.core.config import Config
 from flashtune.core.problem import Problem
-from flashtune.core.results import Baseline, CompileFacts, Conditions, Fate, Measurement, Outcome, Provenance, SearchResult
+from flashtune.core.results import Baseline, CompileFacts, Conditions, Ending, Fate, Measurement, Outcome, Provenance, SearchResult
 from flashtune.templates.rendering import sources_hash
 from flashtune.tuner.record import Entry, Record, key_of, newest_unfinished
 from flashtune.tuner.sampling import Sampler, candidate_of, distributions, parameters, sampler_of
@@ -99,7 +99,12 @@ class Study:
     @property
     def others(self) -> bool:
         """Whether another process is trying a candidate."""
-        return any(entry.taken and not entry.mine for entry in self._entries.values())
+        return self.elsewhere > 0
+
+    @property
+    def elsewhere(self) -> int:
+        """How many candidates other processes are trying."""
+        return sum(1 for entry in self._entries.values() if entry.taken and not entry.mine)
 
     def refresh(self) -> None:
         """Take over what an earlier or another process has found."""
@@ -228,7 +233,8 @@ class Study:
         told = {outcome.variant_id: outcome for outcome in self.outcomes.values()}
         raced = [outcome_to_json(outcome) for outcome in result.outcomes if outcome != told.get(outcome.variant_id)]
         baseline = asdict(result.baseline) if result.baseline else None
-        self._record.decide({"raced": raced, "baseline": baseline, "provenance": result.provenance.as_json()})
+        ending = asdict(result.ending) if result.ending else None
+        self._record.decide({"raced": raced, "baseline": baseline, "provenance": result.provenance.as_json(), "ending": ending})
 
     def decided(self, problem: Problem) -> SearchResult | None:
         """The result of a search that came to its end, as it was kept; None before that."""
@@ -243,6 +249,7 @@ class Study:
             outcomes=tuple(raced.get(outcome.variant_id, outcome) for outcome in self.in_order().values()),
             provenance=provenance_from_json(kept["provenance"]),
             baseline=baseline_from_json(kept["baseline"]) if kept["baseline"] else None,
+            ending=Ending(**kept["ending"]) if kept.get("ending") else None,
         )
 
     def _try_in_model(self, key: str, candidate: Candidate | None = None) -> None:

@@ -1,0 +1,116 @@
+"""What is tried next, asked for and sent to the compilers ahead of time; in a thread of its own where a GPU must not wait for the sampler.
+
+The sampler is asked when so many outcomes are known, not when so much time has passed. Without the thread, what a search tries depends on its
+seed and its outcomes alone, and an interrupted search asks for what it would have asked for.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+from flashtune.core.results import Outcome
+from flashtune.tuner.replies import Compiled, Failed
+from flashtune.tuner.space import Candidate
+from flashtune.tuner.study import Study
+from flashtune.tuner.workers import Pending
+
+Compiling = Pending[Compiled] | Compiled | Failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """A candidate that is this process's to try. `left` is what the sampler expected the next candidates to gain when it was asked, and
+    `news` are outcomes of others (an earlier run, another process) that were found meanwhile."""
+
+    candidate: Candidate
+    compiling: Compiling
+    left: float
+    news: tuple[tuple[Candidate, Outcome], ...]
+
+
+class Proposals:
+    """Candidates of one study, in the order of asking; up to `ahead` of them are being compiled or tried at a time.
+
+    With `beside`, asking and keeping happen in a thread, whose errors are raised by whatever is called next.
+    """
+
+    def __init__(
+        self, study: Study, compile_one: Callable[[Candidate], Compiling], *, ahead: int, limit: int | None, beside: bool
+    ) -> None:
+        self._study, self._compile, self._limit = study, compile_one, limit
+        self._ahead, self._stride = ahead, max(1, ahead // 4)
+        self._seen = len(study.outcomes)
+        self._own: set[Candidate] = set()
+        self._mine = 0
+        self._more = True
+        self._out: SimpleQueue[Proposal | None] = SimpleQueue()
+        self._told: SimpleQueue[tuple[Candidate, Outcome] | None] = SimpleQueue()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="proposals", daemon=True) if beside else None
+        if self._thread is not None:
+            self._thread.start()
+        else:
+            self._ask()
+
+    def next(self) -> Proposal | None:
+        """The next candidate; None when there is nothing more for this process to try."""
+        proposal = self._out.get()
+        self._raise()
+        return proposal
+
+    def tell(self, candidate: Candidate, outcome: Outcome) -> None:
+        """Hand over what became of a candidate; it is kept at once, or with `beside` by the time that `close` returns."""
+        if self._thread is None:
+            self._take(candidate, outcome)
+        else:
+            self._told.put((candidate, outcome))
+            self._raise()
+
+    def close(self) -> None:
+        """End the thread, after it has kept all that it was told; what is left of its candidates remains claimed."""
+        if self._thread is not None:
+            self._told.put(None)
+            self._thread.join()
+            self._raise()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _run(self) -> None:
+        try:
+            self._ask()
+            while (told := self._told.get()) is not None:
+                self._take(*told)
+        except BaseException as error:
+            self._error = error
+            self._out.put(None)
+
+    def _take(self, candidate: Candidate, outcome: Outcome) -> None:
+        self._own.add(candidate)
+        self._study.tell(candidate, outcome)
+        self._mine -= 1
+        self._ask()
+
+    def _ask(self) -> None:
+        """Give out as many candidates as are due by now, and at the end None."""
+        if not self._more:
+            return
+        study = self._study
+        due = self._ahead + self._stride * (len(study.outcomes) // self._stride) - study.claimed + study.elsewhere
+        count = min(due, self._ahead - self._mine)
+        batch = study.ask(count, limit=self._limit) if count > 0 else []
+        if not batch:
+            if self._mine == 0:
+                self._more = False
+                self._out.put(None)
+            return
+        self._mine += len(batch)
+        left = study.left_to_gain()
+        news = tuple(pair for pair in list(study.outcomes.items())[self._seen :] if pair[0] not in self._own)
+        self._seen = len(study.outcomes)
+        for candidate in batch:
+            self._out.put(Proposal(candidate=candidate, compiling=self._compile(candidate), left=left, news=news))
+            news = ()
