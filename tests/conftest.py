@@ -82,12 +82,13 @@ def planted() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def quick(planted: None) -> Iterator[None]:
-    """The planted families, with stand-ins for the compiler and the interpreter, for tests of what is kept of a search."""
-    from planted import quick_compile, quick_interpret
+    """The planted families, with stand-ins for the compiler, the interpreter and their processes, for tests of what is kept of a search."""
+    from planted import HereAndNow, quick_compile, quick_interpret
 
-    from flashtune.tuner import tasks
+    from flashtune.tuner import searching, tasks
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tasks, "compile_candidate", quick_compile)
         patch.setattr(tasks, "interpret_candidate", quick_interpret)
+        patch.setattr(searching, "Workers", HereAndNow)
         yield

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flashtune.core.config import Config
 from flashtune.core.problem import Features, Problem
-from flashtune.core.results import Baseline, CompileFacts, Conditions, Fate, Measurement, Outcome, Provenance, SearchResult, Source
+from flashtune.core.results import Baseline, CompileFacts, Conditions, Ending, Fate, Measurement, Outcome, Provenance, SearchResult, Source
 from flashtune.db.store import Store
 
 PROBLEM = Problem(batch=2, heads=16, kv_heads=4, n_q=1024, n_kv=1024, d=64, d_v=64, dtype="bf16", features=Features(causal=True))
@@ -107,10 +107,32 @@ RESULTS_SINCE_0002 = (
 )
 """What the databases of schema 0002 and later hold too."""
 
+RESULTS_SINCE_0003 = (
+    replace(
+        result(
+            outcome("eeee000000000001", 60.0, finalist=True, rank=1, trial=times(63.0)),
+            outcome("eeee000000000002", 64.0, trial=times(64.0)),
+            of=problem(16384),
+        ),
+        ending=Ending(reason="patience", regret=0.00125),
+    ),
+)
+"""What the databases of schema 0003 and later hold too."""
+
 
 def fixture_results(version: str) -> tuple[SearchResult, ...]:
-    """What the database of this schema version in tests/fixtures/db holds."""
-    return FIXTURE_RESULTS if version < "0002" else (*FIXTURE_RESULTS, *RESULTS_SINCE_0002)
+    """What the database of this schema version in tests/fixtures/db holds, as it is read today."""
+    written = (
+        *FIXTURE_RESULTS,
+        *(RESULTS_SINCE_0002 if version >= "0002" else ()),
+        *(RESULTS_SINCE_0003 if version >= "0003" else ()),
+    )
+    # Before 0003 only finalists had a time among the trials beside the one that counts.
+    return written if version >= "0003" else tuple(replace(one, outcomes=tuple(map(_tried, one.outcomes))) for one in written)
+
+
+def _tried(one: Outcome) -> Outcome:
+    return one if one.finalist or one.source == "predicted" else replace(one, trial=one.measurement)
 
 
 def write(path: Path, results: tuple[SearchResult, ...] = FIXTURE_RESULTS) -> Path:

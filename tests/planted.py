@@ -1,7 +1,9 @@
 """Planted template families for fault tests: one that is right, and ones that are wrong in every way that a candidate can be."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 from jinja2 import DictLoader
 
@@ -130,6 +132,7 @@ def planted_plan(problems: Sequence[Problem], *, choices: int = 4, trials: int =
         families={right.name: right, broken.name: broken},
         source="predicted",
         trials=trials,
+        sampler="random",
         seed=1,
         jobs=2,
         limits=PATIENT,
@@ -147,6 +150,23 @@ def quick_compile(source: Source, problem: Problem, target: Target) -> Compiled 
 def quick_interpret(source: Source, problem: Problem, seed: int) -> Checked:
     """In place of the interpreter; the error tells which text was run."""
     return Checked(error=zlib.crc32(source.text.encode()) / 2**32)
+
+
+class HereAndNow:
+    """Stands in for `Workers` where a test is of what is kept and not of processes: tasks are run as they are handed over."""
+
+    def __init__(self, *, jobs: int, limits: Limits | None = None, devices: Sequence[str] = ()) -> None:
+        self.limits = limits or Limits()
+
+    def __enter__(self) -> "HereAndNow":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def submit(self, crew: str, task: Callable[..., Any], *arguments: Any, limit_s: float, device: int = 0) -> Any:
+        reply = task(*arguments)
+        return SimpleNamespace(reply=lambda: reply)
 
 
 class Listener:

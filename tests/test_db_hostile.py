@@ -305,6 +305,8 @@ BAD_VALUES: dict[str, dict[str, list[str]]] = {
         "race_power_w": ["'hot'", "x'01'", "-1.0", "9e999", "1e300"],
         "race_temperature_c": ["'hot'", "x'01'", "1.5", "-300", "1 << 40"],
         "race_throttled_by": TEXT_COLUMNS[1:],
+        "ended_by": WORD_COLUMNS[1:],
+        "expected_regret": ["'none'", "-1.0", "9e999", "x'01'"],
     },
     "trial": {
         "template": [*WORD_COLUMNS, "'os.system'", "'a-b'"],
@@ -332,7 +334,10 @@ COLUMNS = [(table, column) for table, columns in BAD_VALUES.items() for column i
 def loose(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """One measured run in tables without types, keys and constraints, as a stranger could make them: they take any value."""
     whole = samples.RESULTS_SINCE_0002[0]
-    path = plain(tmp_path_factory.mktemp("loose") / "a.sqlite", replace(whole, outcomes=whole.outcomes[:1]))
+    path = plain(
+        tmp_path_factory.mktemp("loose") / "a.sqlite",
+        replace(whole, outcomes=whole.outcomes[:1], ending=samples.RESULTS_SINCE_0003[0].ending),
+    )
     for table in BAD_VALUES:
         names = ["id", *(["problem_id"] if table == "run" else ["run_id", "number"] if table == "trial" else []), *BAD_VALUES[table]]
         columns = ", ".join(f'"{name}"' for name in names)

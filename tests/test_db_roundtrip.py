@@ -14,7 +14,7 @@ from flashtune.core.config import Config
 from flashtune.core.dtypes import DTYPES
 from flashtune.core.errors import InputError
 from flashtune.core.problem import FLAGS, MASK_KINDS, Features, Problem
-from flashtune.core.results import SOURCES, Baseline, CompileFacts, Conditions, Fate, Measurement, Outcome, Provenance, SearchResult
+from flashtune.core.results import SOURCES, Baseline, CompileFacts, Conditions, Ending, Fate, Measurement, Outcome, Provenance, SearchResult
 from flashtune.db.rows import LARGEST, TEXT_LENGTH, tidy
 from flashtune.db.store import Store
 
@@ -119,6 +119,7 @@ results = st.builds(
     outcomes=st.lists(outcomes(), max_size=4).map(tuple),
     provenance=provenances,
     baseline=st.none() | st.builds(Baseline, backend=words, measurement=measurements(), call_us=st.none() | positive),
+    ending=st.none() | st.builds(Ending, reason=words, regret=st.none() | st.floats(0, allow_infinity=False)),
 )
 
 

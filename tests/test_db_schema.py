@@ -106,7 +106,7 @@ NEXT = """
 import sqlalchemy as sa
 from alembic import op
 
-revision, down_revision, branch_labels, depends_on = "0003", "0002", None, None
+revision, down_revision, branch_labels, depends_on = "0004", "0003", None, None
 
 
 def upgrade() -> None:
@@ -120,9 +120,9 @@ def later_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str) ->
     """A flashtune that has one more schema version."""
     folder = tmp_path / "100% other: migrations"
     shutil.copytree(migrations.FOLDER, folder)
-    (folder / "versions" / "v0003_later.py").write_text(NEXT.format(last=last))
+    (folder / "versions" / "v0004_later.py").write_text(NEXT.format(last=last))
     monkeypatch.setattr(migrations, "FOLDER", folder)
-    monkeypatch.setattr(schema, "SCHEMA_VERSION", "0003")
+    monkeypatch.setattr(schema, "SCHEMA_VERSION", "0004")
 
 
 def test_an_older_file_is_read_through_a_migrated_copy_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,10 +197,14 @@ class _Staged:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def prepare(self, *_: object) -> Ready:
-        return Ready()
+    def preparing(self, *_: object, device: int) -> Any:
+        return SimpleNamespace(reply=Ready)
 
-    def submit(self, crew: str, task: Callable[..., Any], *arguments: Any, limit_s: float) -> Any:
+    def prepared(self, problem: Problem, pending: Any) -> Ready:
+        ready: Ready = pending.reply()
+        return ready
+
+    def submit(self, crew: str, task: Callable[..., Any], *arguments: Any, limit_s: float, device: int = 0) -> Any:
         reply: Compiled | Timed | Rounds
         if task is tasks.compile_candidate:
             reply = Compiled(facts=CompileFacts(registers=64, spills=0, shared_bytes=1024, threads=128))
@@ -217,7 +221,7 @@ class _Staged:
 def test_a_measured_search_keeps_the_race_apart_from_the_trials_and_says_what_the_gpu_did(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(searching, "Workers", _Staged)
     monkeypatch.setattr(evaluation, "GpuWatch", lambda gpu: told(FREE))
-    monkeypatch.setattr(evaluation, "gpu_id", lambda: "GPU-1")
+    monkeypatch.setattr(evaluation, "gpu_id", lambda device: f"GPU-{device}")
     target = find_target("a100")
     plan = searching.SearchPlan(
         target=target,

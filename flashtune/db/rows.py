@@ -21,6 +21,7 @@ from flashtune.core.results import (
     Baseline,
     CompileFacts,
     Conditions,
+    Ending,
     Fate,
     Measurement,
     Outcome,
@@ -180,6 +181,8 @@ def run_row(result: SearchResult) -> dict[str, object]:
         **_measurement_columns(baseline.measurement if baseline else None, "baseline_"),
         "baseline_call_us": baseline.call_us if baseline else None,
         **_conditions_columns(provenance.conditions),
+        "ended_by": result.ending.reason if result.ending else None,
+        "expected_regret": result.ending.regret if result.ending else None,
     }
 
 
@@ -280,6 +283,16 @@ def read_baseline(row: Row) -> Baseline | None:
         return None
     backend = row.text("baseline_backend", limit=NAME_LENGTH)
     return Baseline(backend=backend, measurement=measurement, call_us=_read_time(row, "baseline_call_us"))
+
+
+def read_ending(row: Row) -> Ending | None:
+    """Why a run's trials ended; None where it isn't said."""
+    if row.missing("ended_by"):
+        if not row.missing("expected_regret"):
+            raise RowError("expected_regret", "is set, but ended_by is missing")
+        return None
+    regret = None if row.missing("expected_regret") else row.real("expected_regret", zero=True)
+    return Ending(reason=row.word("ended_by"), regret=regret)
 
 
 # --- trial ----------------------------------------------------------------------------------------------------------------------

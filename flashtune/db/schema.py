@@ -9,7 +9,7 @@ from typing import Annotated, Final
 from sqlalchemy import BigInteger, Float, ForeignKey, Index, Integer, MetaData, SmallInteger, String, Text, UniqueConstraint
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-SCHEMA_VERSION: Final = "0002"
+SCHEMA_VERSION: Final = "0003"
 """The newest Alembic revision; revisions are four digits that count upwards."""
 
 OLDEST_VERSION: Final = "0001"
@@ -105,6 +105,9 @@ class RunRow(Base):
     race_temperature_c: Mapped[OptionalCount]
     race_throttled_by: Mapped[str | None] = mapped_column(String(255))
     race_other_processes: Mapped[OptionalCount]
+    ended_by: Mapped[str | None] = mapped_column(String(64))
+    """Why the trials ended (`Ending`)."""
+    expected_regret: Mapped[Ratio]
 
 
 class TrialRow(Base):
@@ -137,7 +140,8 @@ class TrialRow(Base):
     finalist: Mapped[Flag]
     rank: Mapped[OptionalCount]
     trial_median_us: Mapped[Microseconds]
-    """A finalist's time before the race, whose times are in `median_us` and its companions."""
+    """A measured candidate's time among the trials, all in one scale; `median_us` and its companions are the time that counts: a finalist's
+    from the closing races, in their scale, else this one."""
     trial_q10_us: Mapped[Microseconds]
     trial_q90_us: Mapped[Microseconds]
     trial_min_us: Mapped[Microseconds]

@@ -46,6 +46,7 @@ def winners(path: Path) -> list[TuningRecord]:
                 outcome=rows.read_outcome(trial),
                 provenance=rows.read_provenance(run),
                 baseline=rows.read_baseline(run),
+                ending=rows.read_ending(run),
                 origin=str(path),
             )
         )

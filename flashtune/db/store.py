@@ -16,7 +16,7 @@ from flashtune.core.dtypes import DType
 from flashtune.core.errors import DatabaseError, NoKernelFound
 from flashtune.core.passes import Direction
 from flashtune.core.problem import Problem, ProblemKey
-from flashtune.core.results import Baseline, Fate, Outcome, Provenance, SearchResult, TuningRecord
+from flashtune.core.results import Baseline, Ending, Fate, Outcome, Provenance, SearchResult, TuningRecord
 from flashtune.core.secrets import mask_secrets
 from flashtune.db import rows
 from flashtune.db.ranking import by_key, foremost, key_order, serve_all
@@ -170,7 +170,7 @@ class Store:
         summaries = []
         for found in found_runs:
             number = found["run.id"]
-            key, problem, provenance, baseline = self._run(found)
+            key, problem, provenance, baseline, _ = self._run(found)
             summaries.append(
                 RunSummary(number=number, key=key, problem=problem, provenance=provenance, baseline=baseline, fates=fates.get(number, {}))
             )
@@ -232,16 +232,23 @@ class Store:
         return [self._record(found) for found in self._fetch(query)]
 
     def _record(self, found: dict[str, Any]) -> TuningRecord:
-        key, problem, provenance, baseline = self._run(found)
-        outcome = self._outcome(found)
-        return TuningRecord(key=key, problem=problem, outcome=outcome, provenance=provenance, baseline=baseline, origin=self.name)
+        key, problem, provenance, baseline, ending = self._run(found)
+        return TuningRecord(
+            key=key,
+            problem=problem,
+            outcome=self._outcome(found),
+            provenance=provenance,
+            baseline=baseline,
+            ending=ending,
+            origin=self.name,
+        )
 
-    def _run(self, found: dict[str, Any]) -> tuple[ProblemKey, Problem, Provenance, Baseline | None]:
+    def _run(self, found: dict[str, Any]) -> tuple[ProblemKey, Problem, Provenance, Baseline | None, Ending | None]:
         run = _part(found, "run")
         with self._naming("problem", found["problem.id"]):
             key = rows.read_key(_part(found, "problem"))
         with self._naming("run", found["run.id"]):
-            return key, rows.read_problem(run, key), rows.read_provenance(run), rows.read_baseline(run)
+            return key, rows.read_problem(run, key), rows.read_provenance(run), rows.read_baseline(run), rows.read_ending(run)
 
     def _outcome(self, found: dict[str, Any]) -> Outcome:
         with self._naming("trial", found["trial.id"]):
@@ -261,9 +268,11 @@ class Store:
             outcomes.setdefault(found["trial.run_id"], []).append(self._outcome(found))
         results = []
         for found in found_runs:
-            key, problem, provenance, baseline = self._run(found)
+            key, problem, provenance, baseline, ending = self._run(found)
             own = tuple(outcomes.get(found["run.id"], ()))
-            results.append(SearchResult(gpu=key.gpu, problem=problem, outcomes=own, provenance=provenance, baseline=baseline))
+            results.append(
+                SearchResult(gpu=key.gpu, problem=problem, outcomes=own, provenance=provenance, baseline=baseline, ending=ending)
+            )
         return results
 
     def _fetch(self, query: Executable) -> list[dict[str, Any]]:
@@ -314,7 +323,12 @@ def sqlite_path(location: str | Path) -> Path | None:
 def _alone(record: TuningRecord) -> SearchResult:
     """A run that holds the record and nothing else."""
     return SearchResult(
-        gpu=record.key.gpu, problem=record.problem, outcomes=(record.outcome,), provenance=record.provenance, baseline=record.baseline
+        gpu=record.key.gpu,
+        problem=record.problem,
+        outcomes=(record.outcome,),
+        provenance=record.provenance,
+        baseline=record.baseline,
+        ending=record.ending,
     )
 
 

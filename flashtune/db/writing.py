@@ -30,6 +30,7 @@ class ResultRows:
             rows.read_problem(Row(run), rows.read_key(Row(key)))
             rows.read_provenance(Row(run))
             rows.read_baseline(Row(run))
+            rows.read_ending(Row(run))
             for trial in trials:
                 rows.read_outcome(Row(trial))
         except RowError as error:

@@ -1,7 +1,7 @@
 """What is tried next, asked for and sent to the compilers ahead of time; in a thread of its own where a GPU must not wait for the sampler.
 
-The sampler is asked when so many outcomes are known, not when so much time has passed. Without the thread, what a search tries depends on its
-seed and its outcomes alone, and an interrupted search asks for what it would have asked for.
+The sampler is asked when so many outcomes are known, not when so much time has passed. Without the thread, what a search tries depends on
+its seed and its outcomes alone, and an interrupted search asks for what it would have asked for.
 """
 
 import threading
@@ -35,9 +35,7 @@ class Proposals:
     With `beside`, asking and keeping happen in a thread, whose errors are raised by whatever is called next.
     """
 
-    def __init__(
-        self, study: Study, compile_one: Callable[[Candidate], Compiling], *, ahead: int, limit: int | None, beside: bool
-    ) -> None:
+    def __init__(self, study: Study, compile_one: Callable[[Candidate], Compiling], *, ahead: int, limit: int | None, beside: bool) -> None:
         self._study, self._compile, self._limit = study, compile_one, limit
         self._ahead, self._stride = ahead, max(1, ahead // 4)
         self._seen = len(study.outcomes)
@@ -45,7 +43,7 @@ class Proposals:
         self._mine = 0
         self._more = True
         self._out: SimpleQueue[Proposal | None] = SimpleQueue()
-        self._told: SimpleQueue[tuple[Candidate, Outcome] | None] = SimpleQueue()
+        self._told: SimpleQueue[tuple[Candidate, Outcome | None] | None] = SimpleQueue()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="proposals", daemon=True) if beside else None
         if self._thread is not None:
@@ -59,8 +57,15 @@ class Proposals:
         self._raise()
         return proposal
 
+    def begin(self, candidate: Candidate) -> None:
+        """Say that it is a candidate's turn."""
+        self._hand(candidate, None)
+
     def tell(self, candidate: Candidate, outcome: Outcome) -> None:
         """Hand over what became of a candidate; it is kept at once, or with `beside` by the time that `close` returns."""
+        self._hand(candidate, outcome)
+
+    def _hand(self, candidate: Candidate, outcome: Outcome | None) -> None:
         if self._thread is None:
             self._take(candidate, outcome)
         else:
@@ -68,11 +73,15 @@ class Proposals:
             self._raise()
 
     def close(self) -> None:
-        """End the thread, after it has kept all that it was told; what is left of its candidates remains claimed."""
+        """End the thread, after it has kept all that it was told; what nobody took stays claimed, and isn't compiled any more."""
         if self._thread is not None:
             self._told.put(None)
             self._thread.join()
-            self._raise()
+        while not self._out.empty():
+            left = self._out.get()
+            if left is not None and isinstance(left.compiling, Pending):
+                left.compiling.forget()
+        self._raise()
 
     def _raise(self) -> None:
         if self._error is not None:
@@ -88,7 +97,10 @@ class Proposals:
             self._error = error
             self._out.put(None)
 
-    def _take(self, candidate: Candidate, outcome: Outcome) -> None:
+    def _take(self, candidate: Candidate, outcome: Outcome | None) -> None:
+        if outcome is None:
+            self._study.begin(candidate)
+            return
         self._own.add(candidate)
         self._study.tell(candidate, outcome)
         self._mine -= 1

@@ -77,6 +77,14 @@ class Raced:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Called:
+    """Median microseconds of a whole call, host included: of each that was asked for, and of the framework where it has the problem."""
+
+    times: tuple[float, ...]
+    framework: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
     """Times by name (`tuned`, `default`, a backend), and for those that have none why."""
 
@@ -84,4 +92,4 @@ class Compared:
     left_out: Mapping[str, str]
 
 
-Answer = Compiled | Ready | Checked | Timed | Rounds | Compared
+Answer = Compiled | Ready | Checked | Timed | Rounds | Called | Compared

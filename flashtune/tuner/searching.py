@@ -4,11 +4,13 @@ Problem x Target -> SearchSpace -> Candidate -> Variant -> render -> compile -> 
 A failing candidate is an Outcome; nothing that a candidate does ends a search.
 """
 
+import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Literal, Protocol
 
 import optuna
@@ -16,18 +18,20 @@ import optuna
 from flashtune.core.config import KernelSpec
 from flashtune.core.errors import FlashtuneError, NoKernelFound
 from flashtune.core.problem import Problem
-from flashtune.core.results import Baseline, Conditions, Fate, Measurement, Outcome, Provenance, SearchResult, Source, TuningRecord
+from flashtune.core.results import Baseline, Conditions, Ending, Fate, Measurement, Outcome, Provenance, SearchResult, Source, TuningRecord
 from flashtune.core.target import Target
 from flashtune.templates.family import Family
 from flashtune.tuner import tasks
 from flashtune.tuner.carrying import carried, record_of, stored
-from flashtune.tuner.evaluation import Evaluation, MeasuredEvaluation, PredictedEvaluation, Verdicts
+from flashtune.tuner.evaluation import CallsTask, Evaluation, MeasuredEvaluation, PredictedEvaluation, Verdicts
+from flashtune.tuner.proposing import Compiling, Proposals
 from flashtune.tuner.racing import behind_by_times, placed
 from flashtune.tuner.replies import Compiled, Failed, Raced, Timed
 from flashtune.tuner.sampling import Sampler
 from flashtune.tuner.space import Candidate, SearchSpace
+from flashtune.tuner.stopping import Reason, StoppingRule
 from flashtune.tuner.study import Plan, Study, fingerprint
-from flashtune.tuner.workers import Limits, Pending, Workers
+from flashtune.tuner.workers import Limits, Workers
 
 FINALISTS = 12
 """Candidates in the closing races; their neighbours' times are noise apart."""
@@ -35,13 +39,20 @@ FINALISTS = 12
 WITHIN = 0.1
 """Who was slower than the best trial by more than this doesn't race."""
 
+CALLED = 3
+"""So many of the first, the winner among them, have whole calls timed."""
+
+AHEAD = 12
+"""Candidates of a measured search that are compiled before they are timed, at most: what is proposed early is proposed knowing little."""
+
 POLL_S = 1.0
 """How often a search that has nothing left to do looks whether other processes are done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchPlan:
-    """What to search and how. `trials` counts candidates per problem; `budget_s` bounds the whole plan's wall time."""
+    """What to search and how. `trials` counts candidates per problem; `budget_s` bounds the whole plan's wall time, and `until` ends a
+    problem where no trial is worth it any more (see `StoppingRule`)."""
 
     target: Target
     problems: tuple[Problem, ...]
@@ -49,6 +60,7 @@ class SearchPlan:
     source: Source
     trials: int = 60
     budget_s: float | None = None
+    until: float | None = None
     sampler: Sampler = "gp"
     seed: int | None = None
     jobs: int = 1
@@ -60,7 +72,11 @@ class SearchPlan:
     measure_s: float = 0.06
     """Seconds of timing that one candidate gets."""
     race_s: float = 0.6
-    """Seconds of timing that the closing race gets."""
+    """Seconds of timing that each closing race gets."""
+    devices: tuple[str, ...] = ()
+    """The GPUs that measure, as CUDA_VISIBLE_DEVICES names them; without any, the one that torch takes by itself."""
+    calls: CallsTask | None = None
+    """Times whole calls of the best."""
 
 
 Stage = Literal["preparing", "compiling", "checking", "measuring", "racing", "waiting"]
@@ -117,6 +133,9 @@ class Search:
         self._save, self._listener = save, listener
         self._states: dict[KernelSpec, _SpecState] = {}
         self._rows = list(plan.known)
+        self._found: dict[int, SearchResult] = {}
+        self._begun, self._started = 0, 0.0
+        self.lock, self.stopping = threading.RLock(), threading.Event()
         self._seed = plan.seed if plan.seed is not None else time.time_ns() % (1 << 31)
 
     def run(self) -> list[SearchResult]:
@@ -125,36 +144,18 @@ class Search:
         KeyboardInterrupt, and errors of the storage, pass through after what is known so far was saved. A result that can't be
         saved ends nothing: it is kept in the storage, saving is tried again at the end, and again by the next run of the same plan.
         """
-        plan, total = self._plan, len(self._plan.problems)
+        plan = self._plan
         run = Plan(self._storage, self._words())
-        started = time.monotonic()
-        found: dict[int, SearchResult] = {}
-        with Workers(jobs=plan.jobs, limits=plan.limits) as workers:
-            todo: deque[_ProblemSearch] = deque()
-            for index in range(total):
-                deadline = None
-                if plan.budget_s is not None:
-                    left = plan.budget_s - (time.monotonic() - started)
-                    deadline = time.monotonic() + max(0.0, left) / (total - index)
-                one = _ProblemSearch(self, index, workers, run.suffix, deadline)
-                result = one.run()
-                if result is None:
-                    todo.append(one)
-                else:
-                    found[index] = result
-            # What others were still busy with, and what couldn't be saved.
-            while todo:
-                one = todo.popleft()
-                result = one.run(again=True)
-                if result is not None:
-                    found[one.index] = result
-                elif not one.late():
-                    todo.append(one)
-                    one.at("waiting")
-                    time.sleep(POLL_S / len(todo))
-        if len(found) == total:
+        self._started = time.monotonic()
+        with Workers(jobs=plan.jobs, limits=plan.limits, devices=plan.devices) as workers:
+            lanes = [_Lane(self, device, workers, run.suffix) for device in range(max(1, len(plan.devices)))]
+            if len(lanes) == 1:
+                lanes[0].run()
+            else:
+                self._run_all(lanes)
+        if len(self._found) == len(plan.problems):
             run.finish()
-        results = [found[index] for index in sorted(found)]
+        results = [self._found[index] for index in sorted(self._found)]
         failed = [result for result in results if result.best is None]
         if failed:
             why = next((o.reason for o in failed[0].outcomes if o.reason), "no candidate was tried: give more trials or a larger budget")
@@ -162,30 +163,138 @@ class Search:
             raise NoKernelFound(f"no correct kernel found for {names} on {plan.target.slug}; first reason: {why}")
         return results
 
+    def _run_all(self, lanes: "Sequence[_Lane]") -> None:
+        """Each lane in a thread of its own; an interruption, or an error of one, ends all of them."""
+        errors: list[BaseException] = []
+
+        def run(lane: _Lane) -> None:
+            try:
+                lane.run()
+            except BaseException as error:
+                errors.append(error)
+                self.stopping.set()
+
+        threads = [threading.Thread(target=run, args=(lane,), name=f"gpu {lane.device}", daemon=True) for lane in lanes]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                thread.join()
+        except KeyboardInterrupt:
+            self.stopping.set()
+            for thread in threads:
+                thread.join()
+            raise
+        if errors:
+            # A lane that was only told to stop hides nothing.
+            raise next((error for error in errors if not isinstance(error, KeyboardInterrupt)), errors[0])
+
+    def _take(self) -> int | None:
+        """The next problem that no lane has begun."""
+        with self.lock:
+            if self._begun == len(self._plan.problems):
+                return None
+            self._begun += 1
+            return self._begun - 1
+
+    def _deadline(self, index: int) -> float | None:
+        """When a problem that begins now has to end, so that those after it have their share of the time."""
+        if self._plan.budget_s is None:
+            return None
+        now, lanes = time.monotonic(), max(1, len(self._plan.devices))
+        left = max(0.0, self._plan.budget_s - (now - self._started))
+        return now + left / math.ceil((len(self._plan.problems) - index) / lanes)
+
+    def _end(self, index: int, result: SearchResult) -> bool:
+        """Whether this is the first to end a problem; another lane may have worked on it, too."""
+        with self.lock:
+            first = index not in self._found
+            self._found.setdefault(index, result)
+            return first
+
     def _words(self) -> list[object]:
         """What makes two plans the same: GPU, problems, families as they are, trials, sampler, seed, and who measures or predicts."""
         plan, made_by = self._plan, self._provenance
         spaces = (SearchSpace(plan.families, problem, plan.target, only_suited=plan.only_suited) for problem in plan.problems)
         problems = [fingerprint(space, problem) for space, problem in zip(spaces, plan.problems, strict=True)]
-        return [plan.target.slug, problems, plan.source, plan.sampler, plan.seed, plan.trials, made_by.triton, made_by.gpu_name]
+        return [plan.target.slug, problems, plan.source, plan.sampler, plan.seed, plan.trials, made_by.triton, made_by.gpu_name] + (
+            [] if plan.until is None else [plan.until]
+        )
 
     def _state(self, spec: KernelSpec) -> _SpecState:
         return self._states.setdefault(spec, _SpecState({}, {}))
 
-    def _evaluation(self, problem: Problem, workers: Workers) -> Evaluation:
+    def _evaluation(self, problem: Problem, workers: Workers, device: int) -> Evaluation:
         plan, verdicts = self._plan, self._state(problem.spec()).verdicts
         if plan.source == "predicted":
             return PredictedEvaluation(problem=problem, target=plan.target, workers=workers, seed=self._seed, verdicts=verdicts)
         return MeasuredEvaluation(
-            problem=problem, target=plan.target, workers=workers, seed=self._seed, measure_s=plan.measure_s, race_s=plan.race_s
+            problem=problem,
+            target=plan.target,
+            workers=workers,
+            seed=self._seed,
+            measure_s=plan.measure_s,
+            race_s=plan.race_s,
+            device=device,
+            calls=plan.calls,
         )
+
+
+class _Lane:
+    """What one GPU does, or the one predicting process: problem after problem; at the end it helps with what other lanes have begun."""
+
+    def __init__(self, search: Search, device: int, workers: Workers, suffix: str) -> None:
+        self.search, self.device, self.workers, self.suffix = search, device, workers, suffix
+        self._following: _ProblemSearch | None = None
+
+    def run(self) -> None:
+        """All problems that this lane can get."""
+        search, todo = self.search, deque[_ProblemSearch]()
+        try:
+            while (one := self._following or self._next()) is not None:
+                self._following = None
+                result = one.run(meanwhile=self._begin_next)
+                if result is None:
+                    todo.append(one)
+        except BaseException:
+            if self._following is not None:
+                self._following.abandon()
+            raise
+        total = len(search._plan.problems)
+        if len(search._plan.devices) > 1:
+            mine = {one.index for one in todo}
+            todo.extend(self._problem(index) for index in range(total) if index not in search._found and index not in mine)
+        # What others were still busy with, and what couldn't be saved.
+        while todo:
+            if search.stopping.is_set():
+                raise KeyboardInterrupt
+            one = todo.popleft()
+            if one.index in search._found:
+                continue
+            if one.run(again=True) is None and not one.late():
+                todo.append(one)
+                one.at("waiting")
+                time.sleep(POLL_S / len(todo))
+
+    def _problem(self, index: int) -> "_ProblemSearch":
+        return _ProblemSearch(self.search, index, self.workers, self.suffix, self.device)
+
+    def _next(self) -> "_ProblemSearch | None":
+        index = self.search._take()
+        return None if index is None else self._problem(index)
+
+    def _begin_next(self) -> None:
+        """The compilers have nothing to do while finalists race: let them begin with the next problem."""
+        self._following = self._next()
+        if self._following is not None:
+            self._following.begin()
 
 
 class _ProblemSearch:
     """The search of one problem."""
 
-    def __init__(self, search: Search, index: int, workers: Workers, suffix: str, deadline: float | None) -> None:
-        self.search, self.index, self.workers, self.deadline = search, index, workers, deadline
+    def __init__(self, search: Search, index: int, workers: Workers, suffix: str, device: int) -> None:
+        self.search, self.index, self.workers = search, index, workers
         self.plan = search._plan
         self.problem = problem = self.plan.problems[index]
         self.space = SearchSpace(self.plan.families, problem, self.plan.target, only_suited=self.plan.only_suited)
@@ -199,56 +308,92 @@ class _ProblemSearch:
             storage=search._storage,
             plan=suffix,
         )
-        self.evaluation = search._evaluation(problem, workers)
+        self.evaluation = search._evaluation(problem, workers, device)
+        self.rule = StoppingRule(self.plan.until if self.plan.sampler != "exhaustive" else None)
+        self.stored = stored(self.space, problem, search._rows)
+        self.deadline: float | None = None
         self.incumbent: tuple[Candidate, Outcome] | None = None
-        self.learned = 0
-        self._learn()
+        self.stopped: Reason = "trials"
+        self.proposals: Proposals | None = None
+        self.decided = self.study.decided(problem)
+        self.heard: set[Candidate] = set()
+        self._catch_up()
 
-    def run(self, *, again: bool = False) -> SearchResult | None:
-        """Trials until the count, the deadline or the space ends; then the closing race.
+    def begin(self) -> None:
+        """Ask for the first candidates and start compiling them; the GPU has no part in it yet."""
+        if self.decided is None and self.proposals is None:
+            # A measured search must not keep its GPU waiting; a predicted one has none, and repeats itself to the letter.
+            beside = self.plan.source == "measured"
+            self.study.enqueue(carried(self.space, self.problem, self.search._rows, self.plan.source))
+            self._catch_up()
+            limit = None if self.plan.sampler == "exhaustive" else self.plan.trials
+            ahead = max(4, 2 * self.plan.jobs)
+            self.proposals = Proposals(self.study, self._compile, ahead=min(ahead, AHEAD) if beside else ahead, limit=limit, beside=beside)
+
+    def abandon(self) -> None:
+        """Give back what `begin` asked for."""
+        if self.proposals is not None:
+            with suppress(FlashtuneError):
+                self.proposals.close()
+        self.study.leave()
+
+    def run(self, *, again: bool = False, meanwhile: Callable[[], None] | None = None) -> SearchResult | None:
+        """Trials until there is no more to gain, the count, the deadline or the space ends; then the closing races, and `meanwhile` what
+        else may begin.
 
         None where other processes are still busy with the rest, or the result couldn't be saved: it is to be called `again`.
         """
-        total, listener = len(self.plan.problems), self.search._listener
-        result = self.study.decided(self.problem)
+        total, search = len(self.plan.problems), self.search
+        result = self.decided = self.decided or self.study.decided(self.problem)
         known = result is not None and not again
         if result is None:
+            if self.deadline is None:
+                self.deadline = search._deadline(self.index)
             if not again:
-                listener.problem_started(self.problem, self.index, total, len(self.study.outcomes))
-                self.study.enqueue(carried(self.space, self.problem, self.search._rows, self.plan.source))
-            result = self._searched()
+                with search.lock:
+                    search._listener.problem_started(self.problem, self.index, total, len(self.study.outcomes))
+            result = self.decided = self._searched(meanwhile)
         if result is None:
             return None
         # Whether or not it can be saved: what is searched next begins with it.
         if (row := record_of(result)) is not None:
-            self.search._rows.insert(0, row)
+            search._rows.insert(0, row)
         if not self._publish(result, final=again):
             return None
-        if known:
-            listener.problem_known(result, self.index, total)
-        else:
-            listener.problem_finished(result)
+        with search.lock:
+            if not search._end(self.index, result):
+                return result
+            if known:
+                search._listener.problem_known(result, self.index, total)
+            else:
+                search._listener.problem_finished(result)
         return result
 
-    def _searched(self) -> SearchResult | None:
+    def _searched(self, meanwhile: Callable[[], None] | None) -> SearchResult | None:
         """The decided result; None where others are still busy, or it is theirs to decide."""
         try:
+            self.begin()
             self._trials()
             self.study.leave()
             if self.study.others or not self.study.may_decide():
                 return None
+            if meanwhile is not None and self.plan.source == "measured":
+                # The best so far is as good a start for what follows as the winner will be.
+                if (row := record_of(self._result(tuple(self.study.in_order().values()), None))) is not None:
+                    self.search._rows.insert(0, row)
+                meanwhile()
             self.at("racing")
-            self.evaluation.prepare()
             result = self._race()
             self.study.decide(result)
             return result
         except BaseException as error:
+            self.abandon()
             if isinstance(error, KeyboardInterrupt | FlashtuneError):
                 known = self._result(tuple(self.study.in_order().values()), None)
                 if known.outcomes:
                     self.search._save(known)
-                self.search._listener.problem_finished(known)
-            self.study.leave()
+                with self.search.lock:
+                    self.search._listener.problem_finished(known)
             raise
 
     def _publish(self, result: SearchResult, *, final: bool) -> bool:
@@ -259,45 +404,72 @@ class _ProblemSearch:
         except FlashtuneError as error:
             if final:
                 raise
-            self.search._listener.save_failed(self.problem, error)
+            with self.search.lock:
+                self.search._listener.save_failed(self.problem, error)
             return False
         return True
 
     def at(self, stage: Stage) -> None:
         """Tell what this problem is at."""
-        self.search._listener.stage_started(self.problem, stage, len(self.study.outcomes))
+        with self.search.lock:
+            self.search._listener.stage_started(self.problem, stage, len(self.study.outcomes))
 
     def late(self) -> bool:
         """Whether the time is up. One candidate is always tried, so that a tight budget still yields a row."""
         return self.deadline is not None and time.monotonic() > self.deadline and self.incumbent is not None
 
     def _trials(self) -> None:
-        """Compile ahead of measuring, so that neither waits for the other."""
-        ahead = max(4, 2 * self.plan.jobs)
-        waiting: deque[tuple[Candidate, Pending[Compiled] | Compiled | Failed]] = deque()
-        limit = None if self.plan.sampler == "exhaustive" else self.plan.trials
-        while not self.late():
-            batch = self.study.ask(ahead - len(waiting), limit=limit)
-            self._learn()
-            if batch:
-                self.at("preparing")
-                self.evaluation.prepare()
-            waiting.extend([(candidate, self._compile(candidate)) for candidate in batch])
-            if not waiting:
-                return
-            candidate, compiling = waiting.popleft()
-            self.study.begin(candidate)
-            outcome = self._outcome(candidate, compiling)
-            self.study.tell(candidate, outcome)
-            self._consider(candidate, outcome)
-            self.search._listener.trial_finished(outcome, self.incumbent[1] if self.incumbent else None)
+        """Try what is proposed, in the order of asking, until something says that it is enough."""
+        proposals, self.proposals = self.proposals, None
+        assert proposals is not None, "it has begun"
+        try:
+            while (reason := self._tried(proposals)) is None:
+                if self.search.stopping.is_set():
+                    raise KeyboardInterrupt
+            self.stopped = reason
+        except BaseException:
+            with suppress(FlashtuneError):
+                proposals.close()
+            raise
+        proposals.close()
 
-    def _learn(self) -> None:
-        """Take over outcomes of an earlier run or of another process, with what they say of other candidates."""
-        for candidate, outcome in islice(self.study.outcomes.items(), self.learned, None):
-            self._consider(candidate, outcome)
-            self.evaluation.learn(candidate, outcome)
-        self.learned = len(self.study.outcomes)
+    def _tried(self, proposals: Proposals) -> Reason | None:
+        """One trial; why there is none, or None."""
+        if self.late():
+            return "budget"
+        proposal = proposals.next()
+        if proposal is None:
+            limited = self.plan.sampler != "exhaustive" and len(self.study.outcomes) + self.study.elsewhere >= self.plan.trials
+            return "trials" if limited else "space"
+        for candidate, outcome in proposal.news:
+            self._learn(candidate, outcome)
+        if (enough := self.rule.verdict(proposal.left)) is not None:
+            return enough
+        if self.plan.source == "measured":
+            self.at("preparing")
+            self.evaluation.prepare()
+        proposals.begin(proposal.candidate)
+        outcome = self._outcome(proposal.candidate, proposal.compiling)
+        proposals.tell(proposal.candidate, outcome)
+        self.heard.add(proposal.candidate)
+        self._consider(proposal.candidate, outcome)
+        self.rule.add(outcome)
+        with self.search.lock:
+            self.search._listener.trial_finished(outcome, self.incumbent[1] if self.incumbent else None)
+        return None
+
+    def _catch_up(self) -> None:
+        """Take over what an earlier run or other processes have found, in the order of asking; only while no proposals are made."""
+        for candidate, outcome in self.study.in_order().items():
+            if candidate not in self.heard:
+                self._learn(candidate, outcome)
+
+    def _learn(self, candidate: Candidate, outcome: Outcome) -> None:
+        """Take over an outcome of an earlier run or of another process, with what it says of other candidates."""
+        self.heard.add(candidate)
+        self._consider(candidate, outcome)
+        self.rule.add(outcome)
+        self.evaluation.learn(candidate, outcome)
 
     def _consider(self, candidate: Candidate, outcome: Outcome) -> None:
         if not outcome.fate.timed or outcome.measurement is None:
@@ -306,7 +478,7 @@ class _ProblemSearch:
         if best is None or outcome.measurement.median_us < best.median_us:
             self.incumbent = candidate, outcome
 
-    def _compile(self, candidate: Candidate) -> Pending[Compiled] | Compiled | Failed:
+    def _compile(self, candidate: Candidate) -> Compiling:
         variant = candidate.variant(self.space.spec)
         known = self.state.compiled.get(variant.id)
         if known is not None:
@@ -318,7 +490,7 @@ class _ProblemSearch:
         limit_s = self.plan.limits.compile_s
         return self.workers.submit("compile", tasks.compile_candidate, source, self.problem, self.plan.target, limit_s=limit_s)
 
-    def _outcome(self, candidate: Candidate, compiling: Pending[Compiled] | Compiled | Failed) -> Outcome:
+    def _outcome(self, candidate: Candidate, compiling: Compiling) -> Outcome:
         """Take one candidate through the stages; each can end it."""
         variant = candidate.variant(self.space.spec)
         self.at("compiling")
@@ -358,19 +530,34 @@ class _ProblemSearch:
             baseline, behind = raced.baseline, raced.standing.behind
             for candidate, measurement in zip(finalists, raced.times, strict=True):
                 outcomes[candidate] = replace(outcomes[candidate], measurement=measurement, finalist=True)
-        known = stored(self.space, self.problem, self.search._rows)
-        ranks = ranked([(c, outcomes[c]) for c in finalists], behind=behind, known=known)
+        ranks = ranked([(c, outcomes[c]) for c in finalists], behind=behind, known=self.stored)
         for rank, candidate in enumerate(ranks, start=1):
             outcomes[candidate] = replace(outcomes[candidate], rank=rank)
-        return self._result(tuple(outcomes.values()), baseline, conditions)
+        if baseline is not None and (called := self.evaluation.call(ranks[:CALLED])) is not None:
+            for candidate, call_us in zip(ranks, called.times, strict=False):
+                outcomes[candidate] = replace(outcomes[candidate], call_us=call_us)
+            baseline = replace(baseline, call_us=called.framework)
+        return self._result(tuple(outcomes.values()), baseline, conditions, self._ending())
 
-    def _result(self, outcomes: tuple[Outcome, ...], baseline: Baseline | None, conditions: Conditions | None = None) -> SearchResult:
+    def _ending(self) -> Ending:
+        """Why the trials ended, and what they are expected to have missed."""
+        regret = 0.0 if self.stopped == "space" else self.study.expected_regret()
+        return Ending(reason=self.stopped, regret=regret if math.isfinite(regret) else None)
+
+    def _result(
+        self,
+        outcomes: tuple[Outcome, ...],
+        baseline: Baseline | None,
+        conditions: Conditions | None = None,
+        ending: Ending | None = None,
+    ) -> SearchResult:
         return SearchResult(
             gpu=self.plan.target.slug,
             problem=self.problem,
             outcomes=outcomes,
             provenance=replace(self.search._provenance, conditions=conditions),
             baseline=baseline,
+            ending=ending,
         )
 
 

@@ -78,6 +78,12 @@ def withdraw() -> None:
     os.dup2(nowhere, 2)
 
 
+def start_device(name: str) -> None:
+    """Prepare a process that sees one GPU alone, by its name in CUDA_VISIBLE_DEVICES; must run before torch looks for GPUs."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = name
+    withdraw()
+
+
 def start_interpreter() -> None:
     """Prepare a process in which kernels are interpreted on the CPU; must run before Triton is imported."""
     os.environ["TRITON_INTERPRET"] = "1"

@@ -2,9 +2,11 @@
 
 import multiprocessing
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as Overdue
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import resource_tracker
 from types import TracebackType
 from typing import Any, Generic, Literal, TypeVar
@@ -18,7 +20,7 @@ from flashtune.tuner import tasks
 from flashtune.tuner.replies import Answer, Failed, Ready
 
 Crew = Literal["compile", "interpret", "device"]
-"""Compilers run side by side; one process interprets; one alone holds the GPU, so that nothing disturbs its timings."""
+"""Compilers run side by side; one process interprets; one for each GPU holds it alone, so that nothing disturbs its timings."""
 
 _START: dict[Crew, Callable[[], None]] = {"compile": tasks.withdraw, "interpret": tasks.start_interpreter, "device": tasks.withdraw}
 
@@ -39,8 +41,8 @@ class Limits:
 class Pending(Generic[Found]):
     """A task that was handed to a child process."""
 
-    def __init__(self, workers: "Workers", crew: Crew, future: "ProcessFuture[Found | Failed]", limit_s: float) -> None:
-        self._workers, self._future, self._limit_s = workers, future, limit_s
+    def __init__(self, workers: "Workers", crew: Crew, device: int, future: "ProcessFuture[Found | Failed]", limit_s: float) -> None:
+        self._workers, self._device, self._future, self._limit_s = workers, device, future, limit_s
         self._crew: Crew = crew
 
     def reply(self) -> Found | Failed:
@@ -53,57 +55,84 @@ class Pending(Generic[Found]):
             fate = Fate.COMPILE if self._crew == "compile" else Fate.RUNTIME
             reply = Failed(fate=fate, reason=f"its process died in stage {self._crew!r} (exit code {crash.exitcode})")
         if isinstance(reply, Failed) and reply.poisoned:
-            self._workers.dismiss(self._crew)
+            self._workers.dismiss(self._crew, self._device)
         return reply
+
+    def forget(self) -> None:
+        """Nobody will ask for the reply: don't begin the task."""
+        # A task that runs is left to its end: to stop it is to kill its process, and a new one is slow to start.
+        if not self._future.running():
+            self._future.cancel()  # type: ignore[no-untyped-call]
 
 
 class Workers:
-    """The pools of child processes of one search; a context manager that leaves no process behind."""
+    """The pools of child processes of one search; a context manager that leaves no process behind. Any thread may hand over tasks.
 
-    def __init__(self, *, jobs: int, limits: Limits | None = None) -> None:
-        self._jobs = jobs
+    `devices` are the GPUs, as CUDA_VISIBLE_DEVICES names them; without any, there is the one that torch takes by itself.
+    """
+
+    def __init__(self, *, jobs: int, limits: Limits | None = None, devices: Sequence[str] = ()) -> None:
+        self._jobs, self._devices = jobs, tuple(devices)
         self.limits = limits or Limits()
-        self._pools: dict[Crew, ProcessPool] = {}
+        self._pools: dict[tuple[Crew, int], ProcessPool] = {}
+        self._lock = threading.Lock()
 
     def __enter__(self) -> "Workers":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        crews: list[Crew] = list(self._pools)
-        for crew in crews:
-            self.dismiss(crew)
+        for crew, device in list(self._pools):
+            self.dismiss(crew, device)
 
-    def submit(self, crew: Crew, task: Callable[..., Found | Failed], *arguments: Any, limit_s: float) -> Pending[Found]:
-        """Hand `task` to a process of `crew`, which is killed after `limit_s` seconds of running it."""
-        if crew not in self._pools:
+    def submit(self, crew: Crew, task: Callable[..., Found | Failed], *arguments: Any, limit_s: float, device: int = 0) -> Pending[Found]:
+        """Hand `task` to a process of `crew`, which is killed after `limit_s` seconds of running it; `device` counts the GPUs."""
+        with self._lock:
+            return self._submitted(crew, task, arguments, limit_s, device)
+
+    def _submitted(
+        self, crew: Crew, task: Callable[..., Found | Failed], arguments: tuple[Any, ...], limit_s: float, device: int
+    ) -> Pending[Found]:
+        if (crew, device) not in self._pools:
             count = self._jobs if crew == "compile" else 1
+            start = _START[crew]
+            if crew == "device" and self._devices:
+                start = partial(tasks.start_device, self._devices[device])
             # Spawned, not forked: a child must not inherit a started GPU or the parent's threads.
             context = multiprocessing.get_context("spawn")
-            self._pools[crew] = ProcessPool(max_workers=count, context=context, initializer=_START[crew])
+            self._pools[crew, device] = ProcessPool(max_workers=count, context=context, initializer=start)
         # The pool's threads, and through them the children until they withdraw, take over what this thread holds back; the tracker of
         # resources, which unblocks these signals where it is started, is started before.
         resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, tasks.HELD_BACK)
         try:
-            future = self._pools[crew].schedule(task, args=arguments, timeout=limit_s)
+            future = self._pools[crew, device].schedule(task, args=arguments, timeout=limit_s)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        return Pending(self, crew, future, limit_s)
+        return Pending(self, crew, device, future, limit_s)
 
     def prepare(self, problem: Problem, target: Target, seed: int) -> Ready | Failed:
         """Start the GPU's process, where there is none, and make the inputs and oracles of `problem` there.
 
         The reason of a failure is a whole sentence.
         """
-        reply = self.submit("device", tasks.prepare_device, problem, target, seed, limit_s=self.limits.prepare_s).reply()
+        return self.prepared(problem, self.preparing(problem, target, seed))
+
+    def preparing(self, problem: Problem, target: Target, seed: int, *, device: int = 0) -> Pending[Ready]:
+        """The same, begun: what is handed to this GPU's process afterwards waits for it there."""
+        return self.submit("device", tasks.prepare_device, problem, target, seed, limit_s=self.limits.prepare_s, device=device)
+
+    def prepared(self, problem: Problem, pending: Pending[Ready]) -> Ready | Failed:
+        """How `preparing` ended."""
+        reply = pending.reply()
         if isinstance(reply, Ready):
             return reply
         reason = f"the GPU can't take {problem.label()} ({reply.reason}): free its memory, or take a smaller batch or fewer heads"
         return replace(reply, reason=reason)
 
-    def dismiss(self, crew: Crew) -> None:
+    def dismiss(self, crew: Crew, device: int = 0) -> None:
         """Kill the crew's processes; the next task starts fresh ones."""
-        pool = self._pools.pop(crew, None)
+        with self._lock:
+            pool = self._pools.pop((crew, device), None)
         if pool is not None:
             pool.stop()  # type: ignore[no-untyped-call]
             pool.join()
