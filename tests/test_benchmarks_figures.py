@@ -1,0 +1,73 @@
+"""README's figures of calls, the races' log and the notes beside it say what the committed results and the shipped rows say."""
+
+import json
+import math
+import re
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from flashtune.core.results import TuningRecord
+from flashtune.db.library import Library, shipped_path
+
+ROOT = Path(__file__).resolve().parent.parent
+CALLS = ROOT / "benchmarks" / "results" / "2026-11-22-h200-calls"
+RACED = re.compile(r"(?P<label>n\S+) +(?P<us>[\d.]+) us +(?P<ratio>[\d.]+)x call +(?P<call>[\d.]+) (?P<config>.*)")
+
+
+@cache
+def shipped() -> tuple[TuningRecord, ...]:
+    return tuple(Library.of(shipped_path()).records(gpu="h200"))
+
+
+def one_line(path: Path) -> str:
+    return " ".join(path.read_text().split())
+
+
+def results(name: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((CALLS / f"{name}.json").read_text())[name]
+    return found
+
+
+def test_the_races_log_and_the_shipped_rows_are_of_one_race() -> None:
+    """As printed: to 0.1 us and to a thousandth of the ratio."""
+    logged = Counter(
+        (found["label"], found["us"], found["ratio"], found["config"])
+        for line in (CALLS / "race.txt").read_text().splitlines()
+        if (found := RACED.match(line))
+    )
+    stored = Counter(
+        (
+            record.problem.label(),
+            f"{record.median_us:.1f}",
+            f"{record.framework_us / record.median_us:.3f}",
+            " ".join(f"{name}={value}" for name, value in sorted(record.outcome.config.as_dict().items())),
+        )
+        for record in shipped()
+        if record.framework_us is not None
+    )
+    assert logged == stored and sum(stored.values()) > 100
+
+
+def test_what_the_notes_say_of_throttled_races_is_what_the_rows_keep() -> None:
+    kept = [record.provenance.conditions for record in shipped()]
+    reasons = [conditions.throttled_by or "" for conditions in kept if conditions is not None]
+    capped = [reason for reason in reasons if "SwPowerCap" in reason]
+    warm = [reason for reason in capped if "Thermal" in reason]
+    said = f"Of the {len(kept)} races {len(capped)} met the board's power cap (`SwPowerCap`) and {len(warm)} of these a thermal one"
+    assert said in one_line(CALLS / "README.md")
+
+
+def test_readmes_figures_of_calls_are_those_of_the_committed_runs() -> None:
+    grid = results("grid")
+    prefill = [one["speedup"] for one in grid if one["cell"] != "decoding"]
+    decoding = [one["speedup"] for one in grid if one["cell"] == "decoding"]
+    mean = math.exp(sum(map(math.log, prefill)) / len(prefill))
+    said = one_line(ROOT / "README.md")
+    assert (
+        f"runs at {min(prefill):.2f} to {max(prefill):.2f} times torch's rate in prefill (geometric mean {mean:.2f} of {len(prefill)}); "
+        f"decoding at {min(decoding):.2f} to {max(decoding):.2f}"
+    ) in said
+    plain = [one["ratio"] for one in results("host") if one["case"] in ("plain", "causal", "gqa")]
+    assert {f"A call costs the host {ratio:.1f} times what torch's costs" in said for ratio in plain} == {True}
