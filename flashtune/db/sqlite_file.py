@@ -50,7 +50,7 @@ SETTLE_SECONDS = 5.0
 LARGEST_VALUE = 1 << 20
 """SQLite refuses any value longer than this many bytes, so that a hostile file can't fill the memory."""
 CHECKED_BYTES = 64 << 20
-"""Files up to this size are checked in full whenever they are opened (about 3 ms a megabyte)."""
+"""Files up to this size are checked in full whenever they are opened; the time of that grows with the size."""
 
 _COPY = "copy.sqlite"
 

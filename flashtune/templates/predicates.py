@@ -129,7 +129,7 @@ def _scalar_products_are_short(config: Config, spec: KernelSpec, target: Target)
     if not has_scalar_products(spec, target):
         return True
     products = config.number("BLOCK_M") * config.number("BLOCK_N") * max(padded(spec.d), padded(spec.d_v))
-    # At 1024 a thread a kernel spills a few hundred bytes; at 2048 it spills 8 KB and takes 10 s to compile.
+    # With more of them a thread spills kilobytes, and the compiler unrolls and takes its time.
     return products <= 1024 * config.number("num_warps") * target.warp_size
 
 

@@ -54,7 +54,7 @@ class Stopwatch:
         """Interleaved rounds; their number fits `budget_s` (estimated from two rounds after a warm-up)."""
         self.rounds(runs, 1)
         estimate = self.rounds(runs, 2)
-        # A flush and a nap cost about 200 us.
+        # A flush and a nap are reckoned with 200 us.
         round_s = sum(min(times) + 200 for times in estimate) * 1e-6
         count = max(least, min(most, int(budget_s / round_s)))
         return self.rounds(runs, count)
