@@ -44,13 +44,13 @@ def prepared_plans() -> int:
 
 @check
 def kernels_are_launched_through_the_driver() -> None:
-    """plain, causal, shared heads, mask, bias, window, soft cap, ALiBi, dropout, fp8 and decoding go through prepared launches"""
+    """plain, causal, shared heads, mask, bias, window, soft cap, ALiBi, sinks, dropout, fp8 and decoding go through prepared launches"""
     dispatch.reload()
     q, k, v = inputs()
     mask = torch.rand(384, 384, device="cuda") > 0.3
     slopes = torch.rand(8, device="cuda")
     calls: list[dict[str, Any]] = [
-        {}, {"is_causal": True}, {"attn_mask": mask}, {"window": 64}, {"softcap": 20.0}, {"alibi_slopes": slopes},
+        {}, {"is_causal": True}, {"attn_mask": mask}, {"window": 64}, {"softcap": 20.0}, {"alibi_slopes": slopes}, {"sinks": slopes},
         {"dropout_p": 0.1, "seed": 3},
         {"attn_mask": torch.randn(1, 8, 384, 384, device="cuda", dtype=torch.bfloat16)}, {"return_lse": True},
     ]  # fmt: skip
@@ -61,7 +61,7 @@ def kernels_are_launched_through_the_driver() -> None:
         again = dispatch.attention(q, k, v, **words)
         ours, again = (x[0] if isinstance(x, tuple) else x for x in (ours, again))
         assert torch.equal(ours, again), f"{list(words)}: two calls differ"
-        if not {"softcap", "alibi_slopes", "dropout_p", "window", "return_lse"} & set(words):
+        if not {"softcap", "alibi_slopes", "sinks", "dropout_p", "window", "return_lse"} & set(words):
             close(ours, sdpa(q, k, v, **words))
         assert served == "framework" or prepared_plans() == before + 1, f"{list(words)} (served: {served}) went through Triton"
     few = torch.randn(2, 8, 1, 128, device="cuda", dtype=torch.bfloat16)

@@ -41,6 +41,8 @@ FEATURES = [
     Features(alibi=True, alignment="bottom_right"),
     Features(causal=True, alibi=True),
     Features(causal=True, alibi=True, mask="bool", softcap=True),
+    Features(sinks=True),
+    Features(causal=True, window=(100, 0), sinks=True),
 ]
 SPECS: list[dict[str, Any]] = [
     *({"d": 64, "dtype": dtype, "features": features} for features in FEATURES for dtype in ("bf16", "fp16")),
@@ -48,6 +50,7 @@ SPECS: list[dict[str, Any]] = [
     *({"d": d, "d_v": d_v, "dtype": "bf16", "features": CAUSAL} for d, d_v in ((96, 96), (192, 128), (256, 256), (64, 128), (40, 72))),
     *({"d": d, "dtype": "fp8", "features": features} for features in (Features(), CAUSAL) for d in (64, 128)),
     {"d": 128, "dtype": "fp8", "features": Features(causal=True, alibi=True, mask="bool", dropout=True, softcap=True)},
+    {"d": 128, "dtype": "fp8", "features": Features(causal=True, alibi=True, sinks=True)},
     {"d": 64, "dtype": "fp32", "features": CAUSAL},
     {"d": 64, "dtype": "fp32", "features": Features(causal=True, tf32=True)},
 ]

@@ -215,7 +215,7 @@ def make_case(case: AttentionCase, device: torch.device | str) -> Inputs:
     if p.features.sinks:
         # Every other number of a parameter in the output's type: none at all, one far above all scores, and the rest as heavy as all keys.
         logits = torch.randn(2 * p.heads, generator=generator) + math.log(p.n_kv)
-        logits[0], logits[2] = float("-inf"), 14.0
+        logits[0], logits[2] = float("-inf"), 9.0
         parameters = replace(parameters, sinks=logits.to(device, out_dtype)[::2].expand(p.batch, p.heads))
     lse = torch.empty((p.batch, p.heads, p.n_q), dtype=torch.float32, device=device)
     return Inputs(problem=p, operands={"q": q, "k": k, "v": v, "out": out, "lse": lse}, parameters=parameters)

@@ -176,12 +176,13 @@ def test_explain_names_the_record_that_a_search_stored(
     assert found["config"] == searched[1][0]["config"]
 
 
-def test_explain_takes_alibi_and_fp8() -> None:
-    result = flashtune("explain", "--gpu-name", "l4", "--d", "64", "--n", "1024", "--dtype", "float8_e4m3fn", "--alibi", "--json")
+def test_explain_takes_switches_and_fp8() -> None:
+    words = ("--gpu-name", "l4", "--d", "64", "--n", "1024", "--dtype", "float8_e4m3fn", "--alibi", "--sinks", "--json")
+    result = flashtune("explain", *words)
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert (found["kind"], found["template"], found["key"]["dtype"]) == ("default", "flash_fwd", "fp8")
-    assert found["key"]["features"] == '{"alibi":true}'
+    assert found["key"]["features"] == '{"alibi":true,"sinks":true}'
 
 
 def test_the_diagonal_can_start_at_the_last_key() -> None:

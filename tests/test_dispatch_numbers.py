@@ -273,6 +273,24 @@ def test_unseeded_dropout_follows_torchs_generator_and_moves_it_on() -> None:
         assert torch.equal(first, again) and not torch.equal(first, second)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16] if INTERPRETING else [torch.float32, torch.bfloat16], ids=str)
+def test_sinks_are_one_more_column_of_logits_as_in_gpt_oss(dtype: torch.dtype) -> None:
+    """Every other number of a parameter in the inputs' own type, with a sliding window from the last key."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, rows, 64, generator=generator).to(DEVICE, dtype) for heads, rows in ((8, 9), (2, 17), (2, 17)))
+    sinks = torch.randn(16, generator=generator).to(DEVICE, dtype)[::2]
+    out = dispatch.attention(
+        q, k, v, is_causal=True, window=(5, 0), causal_alignment="bottom_right", scale=0.125, enable_gqa=True, sinks=sinks
+    )
+    rows, columns = torch.arange(9)[:, None] + 8, torch.arange(17)[None]
+    hidden = (columns > rows) | (columns < rows - 5)
+    keys, values = (x.double().cpu().repeat_interleave(4, 1) for x in (k, v))
+    logits = (q.double().cpu() @ keys.mT * 0.125).masked_fill(hidden, float("-inf"))
+    column = sinks.double().cpu().reshape(1, -1, 1, 1).expand(2, 8, 9, 1)
+    probs = torch.softmax(torch.cat([logits, column], -1), -1)[..., :-1]
+    assert_close(out, probs @ values, TOLERANCE[dtype], 1.0)
+
+
 def test_the_seed_alone_decides_dropouts_mask_whatever_the_sizes_around() -> None:
     """With one value row per key and equal scores the output shows which keys were kept."""
     q, k = torch.zeros(1, 1, 8, 16, device=DEVICE), torch.zeros(1, 1, 32, 16, device=DEVICE)

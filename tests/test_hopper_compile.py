@@ -12,7 +12,7 @@ from flashtune.core.problem import Features
 from flashtune.tuner.compile import cross_compile, read_facts
 
 CAUSAL = Features(causal=True)
-EVERYTHING = Features(causal=True, window=(100, 0), mask="bias", dropout=True, softcap=True, alibi=True)
+EVERYTHING = Features(causal=True, window=(100, 0), mask="bias", dropout=True, softcap=True, alibi=True, sinks=True)
 CHAINED = {"BLOCK_N": 128, "tiles": "chained"}
 
 
@@ -35,6 +35,7 @@ CHAINED = {"BLOCK_N": 128, "tiles": "chained"}
         (64, Features(causal=True, dropout=True), {**CHAINED, "pingpong": True}),
         (128, Features(dropout=True), {**CHAINED, "pingpong": True}),
         (64, Features(dropout=True), {"BLOCK_N": 256, "intra_wg_overlap": 0}),
+        (64, replace(CAUSAL, sinks=True), {**CHAINED, "BLOCK_M": 192, "num_stages": 3, "order": "drawn", "maximum": "first"}),
     ],
     ids=str,
 )

@@ -77,6 +77,34 @@ def test_every_tile_has_one_place_in_launch_order(features: Features, changes: d
         assert [b for b, _, _ in tiles[:together]] == [place % batch for place in range(together)]
 
 
+@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_a_sink_joins_the_sums_wherever_it_lies(dtype: DType, alibi: bool) -> None:
+    """Far above and far below all scores, none at all, and alone in rows that see no key, whatever maximum these were left with."""
+    module = rendered(problem(64, Features(causal=True, sinks=True, alibi=alibi), dtype=dtype).spec(), BLOCK_M=64)
+    parts = on_numpy(module, "join_sink")
+    parts.gl.exp2 = np.exp2
+    generator = np.random.default_rng(0)
+    row_max = generator.uniform(-200, 200, 64).astype(np.float32).view(Array)
+    row_sum = generator.uniform(1, 1000, 64).astype(np.float32).view(Array)
+    row_sum[:3], row_max[:3] = 0, (-np.inf, 0, 0)
+    slope = 0.25 if alibi else 0.0
+    # In fp8 the largest of probs is 2^8, and of ALiBi what is the same for all keys of a row is left out.
+    lift, left_out = 8.0 if dtype == "fp8" else 0.0, slope / np.log(2) * np.arange(64)
+    mean = generator.standard_normal(64)
+    for sink in (-np.inf, -300.0, -3.0, 0.0, 2.5, 100.0, 300.0):
+        params = module.Params(**{name: np.float32({"sink": sink, "slope": slope}.get(name, 1)) for name in module.Params._fields})
+        with np.errstate(divide="ignore", invalid="ignore"):
+            found_max, found_sum, rescale = parts.join_sink(row_max, row_sum, params)
+            keys = np.where(row_sum > 0, row_max.astype(float) - lift + np.log2(row_sum.astype(float)), -np.inf)
+            wanted = np.logaddexp2(keys, sink / np.log(2) + left_out)
+            found = found_max + np.log2(found_sum)
+            share = np.where(found_sum > 0, rescale * row_sum / found_sum, 0)
+            wanted_share = np.where(np.isneginf(wanted), 0, np.exp2(keys - np.where(np.isneginf(wanted), 0, wanted)))
+        np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-5)
+        np.testing.assert_allclose(share * mean, wanted_share * mean, rtol=2e-4, atol=1e-37)
+
+
 @pytest.mark.parametrize("tiles", ["loop", "chained"])
 def test_a_fixed_order_hands_out_each_tile_once(tiles: str) -> None:
     # Only wide tiles leave no room to chain them.

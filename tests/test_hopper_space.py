@@ -36,7 +36,7 @@ FEATURES = [
     Features(causal=True, dropout=True),
     Features(softcap=True),
     Features(alibi=True),
-    Features(causal=True, alibi=True, softcap=True),
+    Features(causal=True, alibi=True, softcap=True, sinks=True),
     Features(causal=True, window=(100, 0), mask="bias", dropout=True, softcap=True, alibi=True),
 ]
 
@@ -90,6 +90,7 @@ def drawn_text(choose: Any) -> str:
         dropout=choose([False, True]),
         softcap=choose([False, True]),
         alibi=choose([False, True]),
+        sinks=choose([False, True]),
     )
     dtype: DType = choose(DTYPES_HERE)
     step = 16 if dtype == "fp8" else 8
@@ -108,6 +109,9 @@ def drawn_text(choose: Any) -> str:
 GOLDEN = {
     "flash_fwd_hopper-fwd-bf16-d128-causal.py": lambda: source(
         problem(128, Features(causal=True)).spec(), BLOCK_N=128, pingpong=True, tiles="chained", section=8, order="drawn", maximum="first"
+    ),
+    "flash_fwd_hopper-fwd-bf16-d64-causal-window-sinks.py": lambda: source(
+        problem(64, Features(causal=True, window=(128, 0), sinks=True)).spec(), BLOCK_N=128, maximum="first"
     ),
     "flash_fwd_hopper-fwd-fp8-d64-window-bool-alibi.py": lambda: source(
         problem(64, Features(alibi=True, mask="bool", window=(9, 9)), dtype="fp8").spec(), BLOCK_M=64, intra_wg_overlap=0, ctas_per_sm=2

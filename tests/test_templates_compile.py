@@ -67,7 +67,7 @@ def test_features_compile_together_at_padded_head_sizes(name: str, features: Fea
     [("flash_fwd", gpu) for gpu in ("l4", "h200", "b200", "mi300x")] + [("flash_fwd_tma", gpu) for gpu in ("h200", "rtx5090")],
 )
 def test_fp8_with_alibi_compiles_for_every_gpu_that_has_e4m3(name: str, gpu: str) -> None:
-    target, wanted = find_target(gpu), replace(problem(Features(causal=True, alibi=True)), dtype="fp8")
+    target, wanted = find_target(gpu), replace(problem(Features(causal=True, alibi=True, sinks=True)), dtype="fp8")
     facts = cross_compile(source(name, wanted, target), "compiled", wanted, target)
     assert facts.tensor_core_ops > 0 and facts.spills <= 8
 

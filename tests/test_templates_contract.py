@@ -31,7 +31,7 @@ CASES: list[tuple[str, Features, DType, dict[str, Any]]] = [
     ("flash_fwd_hopper", Features(causal=True), "bf16", {**PLAIN, **DRAWN, "maximum": "first"}),
     ("flash_fwd_hopper", Features(mask="bool", dropout=True), "bf16", PLAIN),
     ("flash_fwd_hopper", Features(mask="bias"), "fp16", PLAIN),
-    ("flash_fwd_hopper", Features(causal=True, alibi=True), "fp8", {**PLAIN, **DRAWN}),
+    ("flash_fwd_hopper", Features(causal=True, alibi=True, sinks=True), "fp8", {**PLAIN, **DRAWN}),
 ]
 
 

@@ -30,7 +30,7 @@ H200 = find_target("h200")
 SMS = sms_of(torch.device("cpu"))
 STEP = Problem(batch=16, heads=32, kv_heads=8, n_q=1, n_kv=4096, d=128, d_v=128, dtype="bf16")
 
-EVERYTHING = Features(causal=True, window=(100, 0), mask="bias", softcap=True, alibi=True)
+EVERYTHING = Features(causal=True, window=(100, 0), mask="bias", softcap=True, alibi=True, sinks=True)
 
 
 def module(problem: Problem = STEP, **changes: int | str | bool) -> Any:

@@ -32,6 +32,7 @@ FEATURES = (
     Features(dropout=True, window=(64, 32), softcap=True, mask="bias"),
     Features(alibi=True),
     Features(alibi=True, causal=True, mask="bias", dropout=True),
+    Features(sinks=True, causal=True, window=(64, 0)),
 )
 
 
@@ -80,6 +81,13 @@ GOLDEN: dict[str, Callable[[], str]] = {
         **DECODE,
         combine="kernel",
         loads="tma",
+    ),
+    "flash_decode-fwd-bf16-d64-causal-window-sinks.py": lambda: text_of(
+        "flash_decode",
+        spec_of(Features(causal=True, window=(128, 0), sinks=True), d=64, d_v=64, dtype="bf16"),
+        **DECODE,
+        combine="last",
+        loads="pointer",
     ),
     "flash_fwd-fwd-bf16-d128-causal.py": lambda: golden_text(
         "flash_fwd", spec_of(Features(causal=True), d=128, d_v=128, dtype="bf16"), LOAD_V_EARLY=False, ORDER="longest_first"
@@ -140,7 +148,7 @@ def test_every_variant_is_formatted_lints_clean_and_compiles_without_warnings(tm
         done = subprocess.run([sys.executable, "-W", "error", "-c", f"compile(open({str(path)!r}).read(), 'x', 'exec')"], check=False)
         assert done.returncode == 0
         break
-    assert len(list(tmp_path.glob("*.py"))) == count == 101
+    assert len(list(tmp_path.glob("*.py"))) == count == 112
 
 
 @pytest.mark.parametrize("name", OURS)

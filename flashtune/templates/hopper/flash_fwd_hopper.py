@@ -134,8 +134,6 @@ def supports(spec: KernelSpec, target: Target) -> str | None:
     """Why this family can't serve a spec on a target, or None where it can."""
     if not target.is_hopper:
         return f"flash_fwd_hopper needs compute capability 9.0, which {target.name} is not"
-    if spec.sinks:
-        return "flash_fwd_hopper has no attention sinks yet"
     if spec.direction != "fwd":
         return f"flash_fwd_hopper computes the forward pass, not {spec.direction}"
     if spec.dtype not in ("fp16", "bf16", "fp8"):

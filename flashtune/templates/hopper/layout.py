@@ -132,12 +132,12 @@ class HopperLayout:
     @property
     def per_head(self) -> list[str]:
         """Parameters of which each head has its own, in memory; they come with two strides."""
-        return ["slopes"] * self.spec.alibi + ["q_descale", "k_descale", "v_descale"] * self.fp8
+        return self.spec.per_head
 
     @property
     def head_params(self) -> list[str]:
         """What becomes of them: numbers that the tiles of a head work with beside `params`."""
-        return ["slope"] * self.spec.alibi + ["out_scale"] * self.fp8
+        return ["slope"] * self.spec.alibi + ["out_scale"] * self.fp8 + ["sink"] * self.spec.sinks
 
     @property
     def softmax_state(self) -> list[str]:
