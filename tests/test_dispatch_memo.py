@@ -72,7 +72,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     machine = Machine()
     monkeypatch.setattr(devices, "INTERPRETING", True)
     monkeypatch.setattr(kernels, "load", machine.load)
-    monkeypatch.setattr(resolve, "_surroundings", lambda memo, call, problem: (H200, families(), memo.records(problem.key("h200"))))
+    monkeypatch.setattr(resolve, "_surroundings", lambda memo, call, problem: (H200, families(), memo.pool(problem.key("h200"), H200)))
+    monkeypatch.setenv("FLASHTUNE_UNMEASURED", "1")
     dispatch.reload()
     yield machine
     monkeypatch.undo()
@@ -344,8 +345,14 @@ def test_reload_sees_a_search_that_ended_meanwhile_and_a_models_own_database(mac
     assert dispatch.explain(longer, longer, longer, is_causal=True).origin == "overlay", "the user's results still count"
 
 
-def test_explain_problem_needs_no_tensors(own_database: Path) -> None:
+def test_explain_problem_needs_no_tensors(own_database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     variant = save(own_database, source="predicted")
+    dispatch.reload()
+    explained = dispatch.explain_problem(PROBLEM, "NVIDIA H200")
+    assert explained.kind == "framework" and "FLASHTUNE_UNMEASURED=1" in explained.reason
+    with dispatch.use(unmeasured=True):
+        assert dispatch.explain_problem(PROBLEM, "h200").kind == "predicted"
+    monkeypatch.setenv("FLASHTUNE_UNMEASURED", "1")
     dispatch.reload()
     explained = dispatch.explain_problem(PROBLEM, "NVIDIA H200")
     assert (explained.kind, explained.variant_id, explained.gpu) == ("predicted", variant.id, "h200")

@@ -1,24 +1,35 @@
 """The policy as a pure function: the order of its steps, ties, rows that can't serve."""
 
+import json
 import random
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashtune.core.config import Config
+from flashtune.core.dtypes import DType
 from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Baseline, Fate, Measurement, Outcome, Provenance, Source, TuningRecord
 from flashtune.core.target import Target, find_target
-from flashtune.dispatch.policy import Choice, Refusal, choose, rank
+from flashtune.db.library import Library, shipped_path
+from flashtune.dispatch import policy, stand_in
+from flashtune.dispatch.policy import Choice, Refusal
 from flashtune.templates import families
 from flashtune.templates.family import Axis, Constraint, Family
 
 H200, H100, A100 = find_target("h200"), find_target("h100"), find_target("a100")
 PROBLEM = Problem(batch=4, heads=16, kv_heads=16, n_q=4096, n_kv=4096, d=128, d_v=128, dtype="bf16", features=Features(causal=True))
 
-ORDER = ("exact", "near_n", "near_gpu", "predicted", "default", "framework")
+# With all steps: kernels that nothing was measured of serve by request alone.
+choose, rank = partial(policy.choose, unmeasured=True), partial(policy.rank, unmeasured=True)
+
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "2026-11-22-stand-in"
+STEPS = {"exact": 0, "near_n": 1, "stand_in": 1, "near_gpu": 1, "predicted": 2, "default": 3}
 
 
 def family(name: str, *, unsupported: str | None = None, most_rows: int | None = None) -> Family:
@@ -223,22 +234,129 @@ def test_what_won_a_decoding_step_never_serves_prefill_nor_the_reverse() -> None
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("other", "difference"),
     [
-        replace(PROBLEM, d=64),
-        replace(PROBLEM, d_v=64),
-        replace(PROBLEM, dtype="fp16"),
-        replace(PROBLEM, kv_heads=4),
-        replace(PROBLEM, features=Features()),
-        replace(PROBLEM, features=Features(causal=True, dropout=True)),
-        replace(PROBLEM, features=Features(causal=True, window=(1024, 0))),
-        replace(PROBLEM, features=Features(causal=True, alibi=True)),
-        replace(PROBLEM, dtype="fp8"),
+        (replace(PROBLEM, d=64), "d=64 for 128"),
+        (replace(PROBLEM, d_v=64), "d_v=64 for 128"),
+        (replace(PROBLEM, dtype="fp16"), "fp16 for bf16"),
+        (replace(PROBLEM, kv_heads=4), "heads to a key head=4 for 1"),
+        (replace(PROBLEM, features=Features()), "full for causal"),
+        (replace(PROBLEM, features=Features(causal=True, dropout=True)), "causal+dropout for causal"),
+        (replace(PROBLEM, features=Features(causal=True, window=(1024, 0))), "causal+window1024 for causal"),
+    ],
+    ids=lambda x: x.label() if isinstance(x, Problem) else "",
+)
+def test_a_record_of_another_kind_stands_in_and_says_for_which_difference(other: Problem, difference: str) -> None:
+    for gpu in (H200, H100):
+        found = choose(PROBLEM, H200, [record(other, gpu)], FAMILIES)
+        assert (found.kind, found.differences) == ("stand_in", (difference,))
+        assert found.estimate is not None and "estimated to lose" in found.note and difference in found.note
+        assert ("features that differ cost" in found.note) is (other.features != PROBLEM.features)
+    assert choose(PROBLEM, H200, [record(other), record(sized(512))], FAMILIES).record is not None
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp32"])
+def test_records_of_types_of_another_size_never_serve(dtype: DType) -> None:
+    other = replace(PROBLEM, dtype=dtype)
+    assert choose(PROBLEM, H200, [record(other), record(other, H100)], FAMILIES).kind == "default"
+
+
+def of(batch: int, heads: int, n: int, d: int, **changes: Any) -> Problem:
+    return replace(PROBLEM, batch=batch, heads=heads, kv_heads=heads, n_q=n, n_kv=n, d=d, d_v=d, **changes)
+
+
+SHIPPED = Library.of(shipped_path()).records()
+
+
+@pytest.mark.parametrize(
+    ("problem", "wanted"),
+    [
+        (of(4, 16, 4096, 80), of(4, 16, 4096, 128)),
+        (of(4, 16, 4096, 96, features=Features()), of(4, 16, 4096, 128, features=Features())),
+        (of(4, 32, 4096, 40), of(4, 32, 4096, 64)),
+        (of(4, 8, 4096, 160), of(4, 8, 4096, 256)),
+        (replace(of(4, 16, 4096, 128), d=192), of(4, 16, 4096, 128)),
+        (replace(of(4, 16, 4096, 128), kv_heads=2), replace(of(4, 16, 4096, 128), kv_heads=4)),
+        (of(4, 16, 4096, 128, dtype="fp16", features=Features(mask="bool")), of(4, 16, 4096, 128, features=Features(mask="bool"))),
+        (
+            of(4, 16, 2048, 128, features=Features(causal=True, softcap=True)),
+            of(4, 16, 4096, 128, features=Features(causal=True, softcap=True)),
+        ),
+        (of(4, 16, 4096, 80, features=Features(causal=True, alibi=True)), of(4, 16, 4096, 128, features=Features(causal=True, alibi=True))),
     ],
     ids=lambda problem: problem.label(),
 )
-def test_records_of_another_kind_of_problem_never_serve(other: Problem) -> None:
-    assert choose(PROBLEM, H200, [record(other), record(other, H100)], FAMILIES).kind == "default"
+def test_neighbours_that_kernels_pad_alike_stand_in_for_what_has_no_row(problem: Problem, wanted: Problem) -> None:
+    found = policy.choose(problem, H200, SHIPPED, families())
+    assert found.record is not None and found.record.key == wanted.key("h200")
+    assert found.family is not None and found.config is not None
+    found.family.validate(found.config)
+    assert found.family.unfit(found.config, problem.spec(), H200) is None
+    # By the same rules for a GPU of the architecture.
+    assert policy.choose(problem, H100, SHIPPED, families()).config == found.config
+
+
+def test_a_config_that_breaks_constraints_in_its_new_place_is_moved_and_that_is_said() -> None:
+    wide = replace(of(4, 16, 4096, 128), d=192)
+    found = policy.choose(wide, H200, SHIPPED, families())
+    row = found.record
+    assert row is not None and found.family is not None and found.config is not None
+    assert found.family.violated(found.family.completed(row.outcome.config), wide.spec(), H200) is not None
+    assert "BLOCK_N 128 to 64" in found.note and found.config["BLOCK_N"] == 64
+
+
+def test_where_nothing_was_measured_on_the_architecture_torch_serves_unless_that_is_asked_for() -> None:
+    for gpu in ("a100", "l4", "rtx4090", "b200", "mi300x"):
+        target = find_target(gpu)
+        predicted = record(
+            gpu=target, source="predicted", template="flash_fwd", config=families()["flash_fwd"].default(PROBLEM.spec(), target)
+        )
+        for records in (SHIPPED, [*SHIPPED, predicted]):
+            found = policy.choose(PROBLEM, target, records, families())
+            assert (found.kind, found.record) == ("framework", None) and "FLASHTUNE_UNMEASURED=1" in found.note
+        assert choose(PROBLEM, target, SHIPPED, families()).kind == "default"
+        assert choose(PROBLEM, target, [predicted], families()).kind == "predicted"
+        # What torch has no kernel for is still served by ours.
+        assert policy.choose(PROBLEM, target, SHIPPED, families(), framework_serves=False).kind == "default"
+    fp32 = replace(PROBLEM, dtype="fp32")
+    assert policy.choose(fp32, H200, SHIPPED, families()).kind == "framework"
+
+
+def decoding(batch: int, n: int) -> Problem:
+    return Problem(batch=batch, heads=32, kv_heads=8, n_q=1, n_kv=n, d=128, d_v=128, dtype="bf16")
+
+
+def test_a_stand_in_serves_only_where_its_rows_tell_of_a_gain() -> None:
+    """The worse of the gains on the GPU and as whole calls, less what is estimated to be lost."""
+    for gpu_us, call_us, serves in ((80.0, 80.0, True), (99.9, 50.0, False), (50.0, 99.9, False), (97.0, 60.0, True)):
+        row = record(sized(1024), time_us=gpu_us, framework_us=100.0)
+        baseline = replace(row.baseline, call_us=100.0) if row.baseline is not None else None
+        row = replace(row, outcome=replace(row.outcome, call_us=call_us), baseline=baseline)
+        found = policy.choose(PROBLEM, H200, [row], FAMILIES)
+        assert (found.kind == "near_n") is serves and (found.kind == "framework") is not serves
+        assert found.record is row
+        assert policy.choose(PROBLEM, H200, [row], FAMILIES, framework_serves=False).kind == "near_n"
+        assert policy.choose(sized(1024), H200, [row], FAMILIES).kind == "exact", "its own key goes by whole calls"
+
+
+def test_a_short_decoding_step_is_not_served_by_what_won_at_sixteen_times_its_keys() -> None:
+    """Measured: 20.2 us where torch takes 15.3 (benchmarks/results/2026-11-22-h200-calls/grid.json), by the row of 8192 keys."""
+    assert policy.choose(decoding(1, 500), H200, SHIPPED, families()).kind == "framework"
+    assert policy.choose(decoding(1, 8192), H200, SHIPPED, families()).kind == "exact"
+    assert policy.choose(decoding(1, 4096), H200, SHIPPED, families()).kind == "near_n"
+
+
+def test_what_torch_was_given_a_mask_for_says_nothing_of_what_it_takes_without() -> None:
+    window = record(replace(PROBLEM, features=Features(causal=True, window=(1024, 0))), time_us=300.0, framework_us=200.0)
+    assert policy.choose(PROBLEM, H200, [window], FAMILIES).kind == "stand_in"
+
+
+def test_the_estimates_are_those_of_the_committed_run() -> None:
+    kept = json.loads((RESULTS / "losses.json").read_text())
+    assert round(kept["drift"]["median"], 3) == stand_in.DECODE_DRIFT
+    for kind, loss in stand_in.LOSSES.items():
+        line = kept["archived"][kind]
+        assert (loss.median, loss.worst, loss.cases) == (round(line["median"], 3), round(line["worst"], 3), line["cases"]), kind
 
 
 @pytest.mark.parametrize("features", [Features(causal=True), Features(alibi=True), Features(alibi=True, window=(64, 64))], ids=str)
@@ -337,7 +455,7 @@ def test_any_library_is_ranked_without_a_crash_in_the_stated_order_and_whatever_
 ) -> None:
     ranked = list(rank(PROBLEM, target, records, FAMILIES, framework_serves=serves))
     choices = [c for c in ranked if isinstance(c, Choice)]
-    steps = [ORDER.index(c.kind) for c in choices if c.kind != "framework"]
+    steps = [STEPS[c.kind] for c in choices if c.kind != "framework"]
     assert steps == sorted(steps)
     assert choices[-1].kind == "framework" and choices[-1].record is None
     for choice in choices:
@@ -347,5 +465,6 @@ def test_any_library_is_ranked_without_a_crash_in_the_stated_order_and_whatever_
         if choice.record is not None:
             assert (choice.kind == "predicted") <= (choice.record.outcome.source == "predicted")
             assert choice.kind != "framework" or serves
+            assert (choice.estimate is None) is (choice.record.key == PROBLEM.key(target.slug))
     again = list(rank(PROBLEM, target, order.sample(records, len(records)), FAMILIES, framework_serves=serves))
     assert again == ranked

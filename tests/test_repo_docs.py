@@ -13,6 +13,7 @@ import flashtune
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
 from flashtune.db.library import Library, shipped_path
+from flashtune.dispatch.policy import choose
 from flashtune.templates import families
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -94,7 +95,7 @@ def test_the_readmes_table_says_what_runs_where() -> None:
         for slugs, said in zip(columns, cells, strict=True):
             for problem, target in product(MEANT[name], map(find_target, slugs)):
                 served = target.compilable and any(family.supports(problem.spec(), target) is None for family in families().values())
-                here, near = measured(problem, target.slug), target.arch == "90" and measured(problem, "h200")
+                here, near = measured(problem, target.slug), choose(problem, target, SHIPPED, families()).record is not None
                 assert said == ("tuned" if here else "near" if near else "search" if served else "torch"), (name, target.slug)
 
 

@@ -7,18 +7,24 @@ from typing import Literal
 
 from flashtune.core.config import Config, KernelSpec
 from flashtune.core.errors import InputError
-from flashtune.core.problem import DECODE_ROWS, Problem, ProblemKey
+from flashtune.core.nearness import octaves
+from flashtune.core.problem import Problem, ProblemKey
 from flashtune.core.results import Fate, TuningRecord
 from flashtune.core.target import Target, targets
 from flashtune.db.ranking import by_key, preference
+from flashtune.dispatch import stand_in
+from flashtune.dispatch.stand_in import Estimate, comparable, kind_of, kinds_apart, sizes_apart
 from flashtune.templates.family import Family
 
-Kind = Literal["exact", "near_n", "near_gpu", "predicted", "default", "framework"]
+Kind = Literal["exact", "near_n", "stand_in", "near_gpu", "predicted", "default", "framework"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One way to serve a problem: a family with a config, or the framework (no family). `note` says in a sentence why."""
+    """One way to serve a problem: a family with a config, or the framework (no family). `note` says in a sentence why.
+
+    Where the record is of another key, `differences` are what differs, and `estimate` what that is thought to lose.
+    """
 
     kind: Kind
     spec: KernelSpec
@@ -26,6 +32,8 @@ class Choice:
     record: TuningRecord | None = None
     family: Family | None = None
     config: Config | None = None
+    differences: tuple[str, ...] = ()
+    estimate: Estimate | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,81 +45,156 @@ class Refusal:
     record: TuningRecord | None = None
 
 
+class Pool:
+    """The records that may serve problems of one kind on a GPU, with all of their order that sizes have no say in."""
+
+    __slots__ = ("_entries", "_refits", "_target")
+
+    def __init__(self, key: ProblemKey, target: Target, records: Iterable[TuningRecord], families: Mapping[str, Family]) -> None:
+        """`key` is that of any problem of the kind."""
+        kind = kind_of(key)
+        self._target = target
+        self._refits: dict[tuple[str, Config, KernelSpec], Config | None] = {}
+        found = [record for record in records if comparable(record.key, key) and _alike(record.key.gpu, target)]
+        places = _places(found)
+        self._entries = [
+            (
+                kinds_apart(kind_of(record.key), kind) + self._gpu(record),
+                record,
+                _tried(record, target, families),
+                self._ties(record, place),
+            )
+            for record, place in ((record, places.get(id(record), 0)) for record in found)
+        ]
+
+    def ordered(self, key: ProblemKey, suited: frozenset[str]) -> list[TuningRecord]:
+        """The records of this key, and those of others for which all `suited` families were tried; the nearest first."""
+        near = [
+            (apart + sizes_apart(record.key, key), record.key.features != key.features, ties, record)
+            for apart, record, tried, ties in self._entries
+            if record.key == key or suited <= tried
+        ]
+        near.sort(key=lambda one: one[:3])
+        return [record for *_, record in near]
+
+    def refitted(self, family: Family, config: Config, spec: KernelSpec) -> Config | None:
+        """`Family.refitted` on the pool's GPU, which takes a while, once."""
+        known = (family.name, config, spec)
+        if known not in self._refits:
+            self._refits[known] = family.refitted(config, spec, self._target)
+        return self._refits[known]
+
+    def _gpu(self, record: TuningRecord) -> float:
+        if record.key.gpu == self._target.slug:
+            return 0.0
+        return stand_in.OTHER_GPU + octaves(targets()[record.key.gpu].sms, self._target.sms)
+
+    def _ties(self, record: TuningRecord, place: int) -> tuple[object, ...]:
+        """Sorts records that are equally near; `place` counts the records of its key that are preferred to it."""
+        other, outcome = record.key, record.outcome
+        time_us = outcome.measurement.median_us if outcome.measurement is not None else math.inf
+        sizes = (-other.n, -other.n_q, -other.bh_bucket)
+        return (place, record.origin == "shipped", *sizes, time_us, outcome.variant_id, other.gpu, record.origin, outcome.config.as_json())
+
+
 def choose(
-    problem: Problem, target: Target, records: Sequence[TuningRecord], families: Mapping[str, Family], *, framework_serves: bool = True
+    problem: Problem,
+    target: Target,
+    records: Sequence[TuningRecord] | Pool,
+    families: Mapping[str, Family],
+    *,
+    framework_serves: bool = True,
+    unmeasured: bool = False,
 ) -> Choice:
     """The best choice that `rank` finds; the framework where nothing else serves."""
-    return next(c for c in rank(problem, target, records, families, framework_serves=framework_serves) if isinstance(c, Choice))
+    ranked = rank(problem, target, records, families, framework_serves=framework_serves, unmeasured=unmeasured)
+    return next(choice for choice in ranked if isinstance(choice, Choice))
 
 
 def rank(
-    problem: Problem, target: Target, records: Sequence[TuningRecord], families: Mapping[str, Family], *, framework_serves: bool = True
+    problem: Problem,
+    target: Target,
+    records: Sequence[TuningRecord] | Pool,
+    families: Mapping[str, Family],
+    *,
+    framework_serves: bool = True,
+    unmeasured: bool = False,
 ) -> Iterator[Choice | Refusal]:
     """Every way to serve `problem` on `target`, best first, with the refused ones where they would have stood.
 
     The order of fallbacks, the only one there is:
 
     1. `exact`: a measured record of exactly this key;
-    2. `near_n`: a measured record of this GPU that differs only in the sizes N_kv, N_q and batch * heads, nearest first;
-    3. `near_gpu`: a measured record of another GPU of the same architecture, nearest sizes first;
-    4. `predicted`: the same three steps over records that a cost model ranked;
-    5. `default`: the default config of each family that supports the problem and suits its sizes, in the families' order;
-    6. `framework`: torch's own attention.
+    2. a measured record of another key of the architecture, the nearest first: `near_n` where only the sizes N_kv, N_q and batch * heads
+       differ, `near_gpu` where the GPU does and perhaps these, `stand_in` where the head size, the heads to a key head, the features or
+       the 16-bit type do;
+    3. `predicted`: the same two steps over records that a cost model ranked;
+    4. `default`: the default config of each family that supports the problem and suits its sizes, in the families' order;
+    5. `framework`: torch's own attention.
 
-    Near means |log2| of the ratios of the sizes, N_kv weighing most (4 : 2 : 1); ties go to the same alignment, then to the GPU
-    with the nearest number of SMs, then among records of one key to the preferred one (flashtune.db.ranking), then to records of the
-    user over shipped ones, the larger sizes, the shorter time and the lower variant id, so that equal libraries choose equally
-    everywhere. A record that says that the framework was faster (as a whole call where that was measured, host included) makes it the
-    choice, provided that `framework_serves` (torch has the features). A record is never served when its config, completed by axes that
-    came later, is outside the family's declared space or breaks a constraint on this target; the next one of its key may serve. Which
-    sizes suit a family is a rule of thumb, which gives way to measurements: step 1 doesn't ask for it. A record of any other step is
-    served only where the problem's sizes suit its family, and stands in for other sizes only where every family that suits these suits
-    its own: one that was never tried there may be far better here.
+    Steps 3 and 4 hold kernels behind which nothing was measured on this architecture. They serve where the framework can't
+    (`framework_serves` says whether torch has the features), and elsewhere only if `unmeasured` allows it.
+
+    Near is `flashtune.core.nearness.distance`, with head sizes as kernels pad them and another GPU as far as two octaves of N; ties go to
+    the same alignment, then among records of one key to the preferred one (flashtune.db.ranking), then to records of the user over
+    shipped ones, the larger sizes, the shorter time and the lower variant id, so that equal libraries choose equally everywhere. Between
+    a decoding step and more rows, between passes, and between element types of other sizes nothing is near.
+
+    A record that says that the framework was faster makes it the choice, provided that `framework_serves`. For its own key a record says
+    so by its whole calls where they were measured, host included; for another by `stand_in.expected_ratio`. A record is never served when
+    its config, completed by axes that came later, is outside the family's declared space or breaks a constraint on this target; the next
+    one may serve. In another kernel's place a config is first moved to the nearest one that keeps the constraints (`Family.refitted`).
+    Which sizes suit a family is a rule of thumb, which gives way to measurements: step 1 doesn't ask for it. A record of any other step
+    is served only where the problem's sizes suit its family, and stands in for other sizes only where every family that suits these was
+    tried at its own: one that never was may be far better here.
     """
     spec, key = problem.spec(), problem.key(target.slug)
-    group = group_of(key)
-    suited = [family for family in families.values() if (family.supports(spec, target) or family.suits(problem, target)) is None]
-    same = [
-        record
-        for record in records
-        if group_of(record.key) == group and (record.key == key or all(family.suits(record.problem, target) is None for family in suited))
-    ]
-    places = _places(same)
-    for measured in (True, False):
-        mine = [record for record in same if (record.outcome.source == "measured") is measured]
-        steps: tuple[tuple[Kind, Iterable[TuningRecord]], ...] = (
-            ("exact", [record for record in mine if record.key == key]),
-            ("near_n", [record for record in mine if record.key.gpu == key.gpu and record.key != key]),
-            ("near_gpu", [record for record in mine if record.key.gpu != key.gpu and _arch(record.key.gpu) == target.arch]),
-        )
-        for step, found in steps:
-            for record in sorted(found, key=lambda record: _order(record, places.get(id(record), 0), key, target)):
-                yield _from_record(record, step if measured else "predicted", key, problem, target, families, framework_serves)
-    for family in (family for family in families.values() if family.direction == problem.direction):
-        yield _from_default(family, problem, target)
+    computing = [family for family in families.values() if family.direction == problem.direction]
+    suited = [family for family in computing if (family.supports(spec, target) or family.suits(problem, target)) is None]
+    pool = records if isinstance(records, Pool) else Pool(key, target, records, families)
+    ordered = pool.ordered(key, frozenset(family.name for family in suited))
+    context = _Context(problem=problem, target=target, key=key, pool=pool, families=families, framework_serves=framework_serves)
+    yield from _steps(context, [record for record in ordered if record.outcome.source == "measured"])
+    if unmeasured or not framework_serves:
+        yield from _steps(context, [record for record in ordered if record.outcome.source == "predicted"])
+        yield from (_from_default(family, problem, target) for family in computing)
+    elif suited:
+        why = f"nothing that was measured on GPUs like {target.name} stands behind a kernel for this problem"
+        note = f"{why}, so torch's own attention serves (FLASHTUNE_UNMEASURED=1 lets {suited[0].name} serve)"
+        yield Choice(kind="framework", spec=spec, note=note)
+        return
+    else:
+        yield from (_from_default(family, problem, target) for family in computing)
     yield Choice(kind="framework", spec=spec, note="no template serves this problem here, torch's own attention does")
 
 
 def group_of(key: ProblemKey) -> tuple[object, ...]:
-    """What records must share to stand in for one another: all of the key but the GPU, the sizes and the alignment.
-
-    Of N_q it keeps whether it is a decoding step (at most `DECODE_ROWS` rows). The alignment moves the band but compiles to the same code.
-    """
-    features = key.features.replace('"alignment":"bottom_right",', "").replace(',"alignment":"bottom_right"', "")
-    return key.d, key.d_v, key.dtype, key.direction, features, key.gqa_ratio, key.n_q <= DECODE_ROWS
+    """What problems share that have one `Pool`: all of the key but the sizes."""
+    return key.gpu, kind_of(key)
 
 
-def _from_record(
-    record: TuningRecord,
-    kind: Kind,
-    key: ProblemKey,
-    problem: Problem,
-    target: Target,
-    families: Mapping[str, Family],
-    framework_serves: bool,
-) -> Choice | Refusal:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Context:
+    problem: Problem
+    target: Target
+    key: ProblemKey
+    pool: Pool
+    families: Mapping[str, Family]
+    framework_serves: bool
+
+
+def _steps(context: _Context, records: Sequence[TuningRecord]) -> Iterator[Choice | Refusal]:
+    """Records of the key itself first, then the others."""
+    for exact in (True, False):
+        for record in records:
+            if (record.key == context.key) is exact:
+                yield _from_record(record, context)
+
+
+def _from_record(record: TuningRecord, context: _Context) -> Choice | Refusal:
+    problem, target, key = context.problem, context.target, context.key
     spec, outcome = problem.spec(), record.outcome
-    family = families.get(outcome.template)
+    family = context.families.get(outcome.template)
     if family is None:
         return Refusal(reason=f"there is no template {outcome.template!r} here", record=record)
     time_us = outcome.measurement.median_us if outcome.measurement is not None else math.nan
@@ -122,20 +205,51 @@ def _from_record(
         family.validate(config)
     except InputError as error:
         return Refusal(reason=str(error), invalid=True, record=record)
-    if kind != "exact" and (why := family.suits(problem, target)) is not None:
+    exact = record.key == key
+    if not (exact and outcome.source == "measured") and (why := family.suits(problem, target)) is not None:
         return Refusal(reason=why, record=record)
-    own_gpu = record.key.gpu == key.gpu
-    if (why := family.unfit(config, spec, target)) is not None:
-        return Refusal(reason=why, invalid=own_gpu, record=record)
-    note = _note(record, kind, key)
-    relative = record.relative_time
-    if relative is not None and relative > 1.0 and framework_serves:
+    note = _note(record, key)
+    if (own := record.problem.spec()) != spec:
+        if (why := family.supports(spec, target) or (family.unfit(config, own, target) if record.key.gpu == key.gpu else None)) is not None:
+            return Refusal(reason=why, record=record)
+        moved = context.pool.refitted(family, config, spec)
+        if moved is None:
+            return Refusal(reason=f"no config of {family.name} keeps the constraints here", record=record)
+        changed = [f"{name} {config[name]} to {moved[name]}" for name in config if config[name] != moved[name]]
+        note += f", with {', '.join(changed)} to keep the constraints" if changed else ""
+        config = moved
+    elif (why := family.unfit(config, spec, target)) is not None:
+        return Refusal(reason=why, invalid=record.key.gpu == key.gpu, record=record)
+    if exact:
+        return _exact(record, context, family, config, note)
+    differing, loss = stand_in.differences(record, key), stand_in.estimate(record.key, key)
+    kind: Kind = "near_gpu" if record.key.gpu != key.gpu else "near_n"
+    if own != spec or record.key.gqa_ratio != key.gqa_ratio or not stand_in.same_features(record.key, key):
+        kind = "stand_in"
+    if outcome.source == "predicted":
+        kind = "predicted"
+    note = f"{note}; {loss.label()}"
+    if not stand_in.same_features(record.key, key):
+        note += "; what the features that differ cost is in none of these times"
+    # What torch was given a mask for, or couldn't do, says nothing of what it takes here.
+    ratio = stand_in.expected_ratio(record, key) if torch_has(record.problem) else None
+    if ratio is not None and ratio > 1.0 and context.framework_serves:
+        note += f"; by that the framework would take {1 / ratio:.2f} times as long, so it serves"
+        return Choice(kind="framework", spec=spec, note=note, record=record, differences=differing, estimate=loss)
+    return Choice(kind=kind, spec=spec, note=note, record=record, family=family, config=config, differences=differing, estimate=loss)
+
+
+def _exact(record: TuningRecord, context: _Context, family: Family, config: Config, note: str) -> Choice:
+    """The choice by a record of this very key."""
+    spec, relative = context.problem.spec(), record.relative_time
+    if relative is not None and relative > 1.0 and context.framework_serves:
         calls = (record.outcome.call_us, record.framework_call_us)
         if None in calls:
             note = f"{note}, and there the framework was faster: {record.framework_us:.1f} us"
         else:
             note = f"{note}, and there whole calls of the framework were faster: {calls[1]:.1f} us, and ours {calls[0]:.1f} us"
         return Choice(kind="framework", spec=spec, note=note, record=record)
+    kind: Kind = "exact" if record.outcome.source == "measured" else "predicted"
     return Choice(kind=kind, spec=spec, note=note, record=record, family=family, config=config)
 
 
@@ -146,27 +260,23 @@ def _from_default(family: Family, problem: Problem, target: Target) -> Choice | 
     config = family.default(spec, target)
     if (broken := family.violated(config, spec, target)) is not None:
         return Refusal(reason=f"the default of {family.name} breaks {broken.name}: {broken.why}")
-    note = f"no record stands for this problem, so the default config of {family.name} serves it"
+    note = f"no record stands for this problem, so the default config of {family.name} serves it, which nothing was measured of"
     return Choice(kind="default", spec=spec, note=note, family=family, config=config)
 
 
-def _order(record: TuningRecord, place: int, key: ProblemKey, target: Target) -> tuple[object, ...]:
-    """The sort key among records of one step; the smallest is served. `place` counts the records of its key that are preferred to it."""
-    other, outcome = record.key, record.outcome
-    known = targets().get(other.gpu)
-    return (
-        4 * _octaves(other.n, key.n) + 2 * _octaves(other.n_q, key.n_q) + _octaves(other.bh_bucket, key.bh_bucket),
-        other.features != key.features,
-        0.0 if other.gpu == key.gpu or known is None else _octaves(known.sms, target.sms),
-        place,
-        record.origin == "shipped",
-        -other.n,
-        -other.n_q,
-        -other.bh_bucket,
-        outcome.measurement.median_us if outcome.measurement is not None else math.inf,
-        outcome.variant_id,
-        other.gpu,
-        record.origin,
+def torch_has(problem: Problem) -> bool:
+    """Whether one call of torch's attention serves the features of a problem."""
+    f = problem.features
+    if f.as_json().keys() - {"causal", "alignment", "mask", "dropout", "tf32"} or problem.dtype == "fp8":
+        return False
+    return not f.causal or (problem.band.diagonal == 0 and f.mask == "none")
+
+
+def _tried(record: TuningRecord, target: Target, families: Mapping[str, Family]) -> frozenset[str]:
+    """The families that a search of this record's problem tries."""
+    spec = record.problem.spec()
+    return frozenset(
+        name for name, family in families.items() if (family.supports(spec, target) or family.suits(record.problem, target)) is None
     )
 
 
@@ -179,24 +289,20 @@ def _places(records: Iterable[TuningRecord]) -> dict[int, int]:
     return found
 
 
-def _octaves(a: int, b: int) -> float:
-    return abs(math.log2(max(1, a) / max(1, b)))
-
-
-def _arch(gpu: str) -> str | None:
+def _alike(gpu: str, target: Target) -> bool:
+    """Whether it is this GPU or another of its architecture."""
     known = targets().get(gpu)
-    return None if known is None else known.arch
+    return gpu == target.slug or (known is not None and known.arch == target.arch)
 
 
-def _note(record: TuningRecord, kind: Kind, key: ProblemKey) -> str:
+def _note(record: TuningRecord, key: ProblemKey) -> str:
     other = record.key
     verb = "measured" if record.outcome.source == "measured" else "predicted, not measured,"
     if record.outcome.fate is Fate.UNCHECKED:
         verb = "predicted, neither measured nor checked,"
-    if kind == "exact" or other == key:
+    if other == key:
         place = f"for exactly this problem on {other.gpu}"
     else:
-        sizes = [("n", other.n, key.n), ("n_q", other.n_q, key.n_q), ("batch*heads bucket", other.bh_bucket, key.bh_bucket)]
-        differing = ", ".join(f"{name}={theirs} for {ours}" for name, theirs, ours in sizes if theirs != ours) or "the same sizes"
+        differing = ", ".join(stand_in.differences(record, key)) or "the same sizes"
         place = f"on {other.gpu}" + (f" in place of {key.gpu}" if other.gpu != key.gpu else "") + f", the nearest there is ({differing})"
     return f"{verb} {place}: {record.median_us:.1f} us"

@@ -4,8 +4,7 @@ import functools
 import os
 import threading
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 
@@ -21,7 +20,7 @@ from flashtune.dispatch import devices, kernels
 from flashtune.dispatch.call import Call
 from flashtune.dispatch.launch.driver import NO_RESOURCES, DriverError
 from flashtune.dispatch.plans import FrameworkPlan, KernelPlan
-from flashtune.dispatch.policy import Choice, Kind, Refusal, group_of, rank
+from flashtune.dispatch.policy import Choice, Kind, Pool, Refusal, group_of, rank, torch_has
 from flashtune.templates import families
 from flashtune.templates.family import Family
 
@@ -53,7 +52,8 @@ class Memo:
         self.plans: dict[Hashable, Plan] = {}
         self.broken: dict[tuple[str, str], str] = {}
         self.settings, self.pinned = settings, pinned
-        self._groups: dict[tuple[object, ...], list[TuningRecord]] | None = None
+        self._records: list[TuningRecord] | None = None
+        self._pools: dict[tuple[object, ...], Pool] = {}
         self._warned: set[str] = set()
 
     @functools.cached_property
@@ -78,20 +78,20 @@ class Memo:
     def read(self) -> None:
         """Read the library, where that wasn't done; raises DatabaseError where a database is missing or damaged."""
         with self.lock:
-            if self._groups is None:
+            if self._records is None:
                 # SQLAlchemy takes a while to import: only those who need records pay for it.
                 from flashtune.db.library import Library
 
-                groups: dict[tuple[object, ...], list[TuningRecord]] = defaultdict(list)
-                for record in Library.over(self.settings.databases, alone=self.settings.alone).winners():
-                    groups[group_of(record.key)].append(record)
-                self._groups = dict(groups)
+                self._records = Library.over(self.settings.databases, alone=self.settings.alone).winners()
 
-    def records(self, key: ProblemKey) -> list[TuningRecord]:
-        """The records that may stand in for `key`; the library is read when this is first called."""
+    def pool(self, key: ProblemKey, target: Target) -> Pool:
+        """The records that may serve `key` on this GPU; the library is read when this is first called."""
         self.read()
-        assert self._groups is not None, "they were just read"
-        return self._groups.get(group_of(key), [])
+        group = group_of(key)
+        if group not in self._pools:
+            assert self._records is not None, "they were just read"
+            self._pools[group] = Pool(key, target, self._records, families())
+        return self._pools[group]
 
     def warn_once(self, message: str) -> None:
         """A RuntimeWarning, the first time that this message comes up."""
@@ -108,6 +108,8 @@ class Explanation:
     `template`, `variant_id` and `config` are None where the framework serves. `source`, `origin`, `record_key` and the record's times (of
     its own problem, in microseconds) are None where no record led there; `key` where none can stand for the call (float64, CPU
     tensors). `refused` says of each better-placed record or family why it was passed over.
+    Where the record is of another key, `differences` says what is theirs for what (`d=128 for 80`), and `estimated_loss` which share of
+    time the kernel is thought to lose against a search of its own: an estimate from other rows, never measured.
     """
 
     kind: Kind
@@ -123,6 +125,8 @@ class Explanation:
     median_us: float | None = None
     framework_us: float | None = None
     refused: tuple[str, ...] = ()
+    differences: tuple[str, ...] = ()
+    estimated_loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +171,8 @@ def candidates(
     if memo.pinned is not None and memo.pinned.accepts(q, k, v, mask):
         explanation = Explanation(kind="exact", reason="its kernel is pinned", gpu=target.slug)
         yield Candidate(plan=KernelPlan(call, memo.pinned, q), explanation=explanation)
-    for choice in rank(problem, target, records, known, framework_serves=call.fused_by_torch):
+    unmeasured = memo.unmeasured or call.device.type == "cpu"
+    for choice in rank(problem, target, records, known, framework_serves=call.fused_by_torch, unmeasured=unmeasured):
         if isinstance(choice, Refusal):
             refused.append(_refusal(memo, choice))
             continue
@@ -203,7 +208,8 @@ def candidates(
 def explain_problem(memo: Memo, problem: Problem, target: Target) -> Explanation:
     """What the policy says of `problem` on `target`, without tensors: strides and compilers have no say."""
     refused: list[str] = []
-    for choice in rank(problem, target, memo.records(problem.key(target.slug)), families(), framework_serves=_torch_has(problem)):
+    pool, serves = memo.pool(problem.key(target.slug), target), torch_has(problem)
+    for choice in rank(problem, target, pool, families(), framework_serves=serves, unmeasured=memo.unmeasured):
         if isinstance(choice, Choice):
             variant = None if choice.family is None else _variant(choice, choice.family)
             return explained(choice, problem, target, refused, variant)
@@ -214,8 +220,11 @@ def explain_problem(memo: Memo, problem: Problem, target: Target) -> Explanation
 def explained(choice: Choice, problem: Problem, target: Target, refused: list[str], variant: Variant | None = None) -> Explanation:
     """The explanation of a choice and of what was passed over before it."""
     record, reason = choice.record, choice.note
-    if record is not None and variant is not None and variant.template_hash != record.outcome.template_hash:
+    own = record is not None and variant is not None and variant.spec == record.problem.spec()
+    if own and record is not None and variant is not None and variant.template_hash != record.outcome.template_hash:
         reason += f"; the template {variant.template} has changed since, so search again for a current time"
+    if variant is not None and choice.kind in ("stand_in", "default", "predicted") and not _compiled(variant, target):
+        reason += "; there is no machine code of it, so Triton compiles it at the first call"
     if choice.kind == "framework" and record is None and refused:
         reason += f" ({refused[-1]})"
     return Explanation(
@@ -232,7 +241,17 @@ def explained(choice: Choice, problem: Problem, target: Target, refused: list[st
         median_us=None if record is None else record.median_us,
         framework_us=None if record is None else record.framework_us,
         refused=tuple(refused),
+        differences=choice.differences,
+        estimated_loss=None if choice.estimate is None else choice.estimate.median,
     )
+
+
+def _compiled(variant: Variant, target: Target) -> bool:
+    """Whether machine code of this variant is at hand."""
+    try:
+        return kernels.manifest(variant, target.arch) is not None
+    except EnvironmentProblem:
+        return False
 
 
 def report_failure(memo: Memo, variant: Variant, device: torch.device, error: BaseException) -> str:
@@ -257,12 +276,12 @@ def uncompilable(error: Exception) -> bool:
     return type(error).__module__.startswith("triton.") or str(error).startswith("PassManager::run failed")
 
 
-def _surroundings(memo: Memo, call: Call, problem: Problem) -> tuple[Target, Mapping[str, Family], list[TuningRecord]]:
+def _surroundings(memo: Memo, call: Call, problem: Problem) -> tuple[Target, Mapping[str, Family], Pool | Sequence[TuningRecord]]:
     """The target, the families that run there and the records; the interpreter runs defaults alone, since times mean nothing to it."""
     target = devices.target_of(call.device)
     if call.device.type == "cpu":
         return target, {name: family for name, family in families().items() if family.interpretable}, []
-    return target, families(), memo.records(problem.key(target.slug))
+    return target, families(), memo.pool(problem.key(target.slug), target)
 
 
 def _machine_code(memo: Memo, family: Family, variant: Variant, target: Target) -> tuple[Manifest | None, ModuleType | None]:
@@ -294,14 +313,6 @@ def _variant(choice: Choice, family: Family) -> Variant:
     assert choice.config is not None, "a choice with a family has a config"
     known_hash = choice.record.outcome.template_hash if choice.record is not None else None
     return kernels.variant(family, choice.spec, choice.config, known_hash)
-
-
-def _torch_has(problem: Problem) -> bool:
-    """Whether one call of torch's attention serves the features of a problem."""
-    f = problem.features
-    if f.as_json().keys() - {"causal", "alignment", "mask", "dropout", "tf32"} or problem.dtype == "fp8":
-        return False
-    return not f.causal or (problem.band.diagonal == 0 and f.mask == "none")
 
 
 def _refusal(memo: Memo, refusal: Refusal) -> str:

@@ -1,0 +1,185 @@
+"""What rows lose that stand in for others, without a GPU: `python benchmarks/stand_in.py --out benchmarks/results/2026-11-22-stand-in`.
+
+Each row of a database in turn is left out and its key is served by the rest, in the policy's own order. The config that would serve is
+looked up among the trials of the left-out row: its time over the best of these, less 1, is the loss. A config that was never tried
+there has no time and is counted apart. By kind of nearness only rows count of which that is the farthest difference, so that a row of
+another head size is judged even where one of the same is at hand.
+
+The gain over the framework is looked at, too: how its times on the GPU change from row to row with an octave of N, and what the policy
+now decides where benchmarks/calls.py measured both (grid.json), for keys without a row of their own.
+"""
+
+import argparse
+import json
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from flashtune.core.config import Config
+from flashtune.core.nearness import octaves
+from flashtune.core.problem import Features, Problem, ProblemKey
+from flashtune.core.results import SearchResult, TuningRecord
+from flashtune.core.target import find_target
+from flashtune.db.library import Library, shipped_path
+from flashtune.db.store import Store
+from flashtune.dispatch import stand_in
+from flashtune.dispatch.policy import Pool, choose
+from flashtune.templates import families
+from flashtune.tuner.carrying import record_of
+
+RESULTS = Path(__file__).parent / "results"
+ARCHIVED = RESULTS / "2026-11-21-h200-forward" / "tuned.sqlite"
+GRID = RESULTS / "2026-11-22-h200-calls" / "grid.json"
+GPU = find_target("h200")
+
+Tried = tuple[str, Config]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A left-out row and what served its key; `loss` is None where the config was never tried there."""
+
+    kind: str
+    left_out: str
+    served_by: str
+    loss: float | None
+
+
+def kind_between(theirs: ProblemKey, ours: ProblemKey) -> str | None:
+    """The farthest kind of difference, as `stand_in.estimate` counts them; None where one can't stand in for the other."""
+    if not stand_in.comparable(theirs, ours) or theirs == ours:
+        return None
+    if (theirs.d, theirs.d_v) != (ours.d, ours.d_v):
+        return "head size"
+    if theirs.gqa_ratio != ours.gqa_ratio:
+        return "shared heads"
+    if not stand_in.same_features(theirs, ours):
+        return "features"
+    if theirs.dtype != ours.dtype:
+        return "dtype"
+    if (far := round(octaves(theirs.n, ours.n))) > 0:
+        return f"n, {min(far, 5)} octaves"
+    return "a full GPU" if stand_in.full(theirs) != stand_in.full(ours) else "heads alone"
+
+
+def named(record: TuningRecord) -> str:
+    """A row in a few words."""
+    return f"{record.problem.label()} b*h {record.key.bh_bucket}"
+
+
+def times_of(result: SearchResult) -> dict[Tried, float]:
+    """Every config that has a time in the scale of the trials, in microseconds; finalists by their race where that is all there is."""
+    known, found = families(), {}
+    for outcome in result.outcomes:
+        measured = outcome.trial or outcome.measurement
+        if measured is not None and outcome.fate.timed:
+            found[outcome.template, known[outcome.template].completed(outcome.config)] = measured.median_us
+    return found
+
+
+def replayed(results: Iterable[SearchResult]) -> list[Case]:
+    """Every row of a database left out in turn, by each kind of nearness and (kind `any`) as the policy would serve it."""
+    results = list(results)
+    rows = [record for record in map(record_of, results) if record is not None]
+    cases = []
+    for row, result in zip(rows, results, strict=True):
+        others = defaultdict(list)
+        for other in rows:
+            if (kind := kind_between(other.key, row.key)) is not None:
+                others[kind].append(other)
+                others["any"].append(other)
+        times = times_of(result)
+        for kind, near in others.items():
+            chosen = choose(row.problem, GPU, Pool(row.key, GPU, near, families()), families(), framework_serves=False)
+            if chosen.record is None or chosen.family is None or chosen.config is None:
+                continue
+            time_us = times.get((chosen.family.name, chosen.config))
+            loss = None if time_us is None else time_us / min(times.values()) - 1
+            cases.append(Case(kind=kind, left_out=named(row), served_by=named(chosen.record), loss=loss))
+    return cases
+
+
+def summary(cases: Iterable[Case]) -> dict[str, dict[str, float]]:
+    """By kind: the median and 90th percentile of the losses, of how many rows, and for how many the config was never tried."""
+    found: dict[str, list[float | None]] = defaultdict(list)
+    for case in cases:
+        found[case.kind].append(case.loss)
+    table = {}
+    for kind in sorted(found):
+        losses = sorted(loss for loss in found[kind] if loss is not None)
+        if losses:
+            worst = losses[math.ceil(0.9 * len(losses)) - 1]
+            untried = len(found[kind]) - len(losses)
+            table[kind] = {"median": statistics.median(losses), "worst": worst, "cases": len(losses), "untried": untried}
+    return table
+
+
+def drift(rows: list[TuningRecord]) -> dict[str, float]:
+    """How much the GPU's time over the framework's differs between rows that an octave of N lies between, as a factor less 1."""
+    ratios = {row.key: row.median_us / row.framework_us for row in rows if row.framework_us is not None}
+    pairs = [(a, b) for a in ratios for b in ratios if a.n < b.n and kind_between(a, b) == "n, 1 octaves"]
+    steps = sorted(abs(math.log(ratios[a] / ratios[b])) / octaves(a.n, b.n) for a, b in pairs)
+    return {"median": math.expm1(statistics.median(steps)), "pairs": len(steps)}
+
+
+def decisions(rows: list[TuningRecord]) -> list[dict[str, object]]:
+    """What the policy decides for the cells of grid.json that have no row of their own, beside what was measured there.
+
+    `kernel_over_torch` is None where the policy of that run had torch serve: no kernel was measured.
+    """
+    found: list[dict[str, object]] = []
+    for cell in json.loads(GRID.read_text())["grid"]:
+        problem = Problem(
+            batch=cell["b"], heads=cell["h"], kv_heads=cell["kv_heads"], n_q=cell["n"], n_kv=cell["n_kv"], d=cell["d"], d_v=cell["d"],
+            dtype="bf16", features=Features(causal=cell["causal"]),
+        )  # fmt: skip
+        if any(row.key == problem.key(GPU.slug) for row in rows):
+            continue
+        chosen = choose(problem, GPU, rows, families())
+        measured = None if cell["template"] is None else cell["speedup"]
+        found.append({"cell": f"{cell['cell']} {problem.label()} b{cell['b']}", "chosen": chosen.kind, "kernel_over_torch": measured})
+    return found
+
+
+def report(say: Callable[[str], object], tables: dict[str, dict[str, dict[str, float]]], served: list[dict[str, object]]) -> None:
+    """The tables for people."""
+    for name, table in tables.items():
+        say(f"{name}: loss of a stand-in against the best of the left-out row's trials")
+        say(f"  {'nearness':16} {'median':>8} {'p90':>8} {'rows':>6} {'untried':>8}")
+        for kind, line in table.items():
+            say(f"  {kind:16} {line['median']:8.1%} {line['worst']:8.1%} {line['cases']:6.0f} {line['untried']:8.0f}")
+    say("what serves where a whole call was measured, and how fast a kernel was there, times torch's rate")
+    for line in served:
+        ratio = line["kernel_over_torch"]
+        say(f"  {line['cell']:48} {line['chosen']!s:10} {'not measured' if ratio is None else f'{ratio:.2f}x'}")
+
+
+def main() -> None:
+    """Print the tables; with --out, keep them and every case beside it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="a folder for losses.json, cases.json and losses.txt")
+    out = parser.parse_args().out
+    shipped = Library.of(shipped_path()).records()
+    tables, cases = {}, {}
+    for name, path in (("archived", ARCHIVED), ("shipped", shipped_path())):
+        with Store.open(path, writable=False) as store:
+            cases[name] = replayed(store.results())
+        tables[name] = summary(cases[name])
+    served = decisions(shipped)
+    lines: list[str] = []
+    report(lines.append, tables, served)
+    print("\n".join(lines))
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        found = {"gpu": GPU.slug, **tables, "drift": drift(shipped), "served": served}
+        (out / "losses.json").write_text(json.dumps(found, indent=1) + "\n")
+        kept = {name: [asdict(case) for case in of] for name, of in cases.items()}
+        (out / "cases.json").write_text(json.dumps(kept) + "\n")
+        (out / "losses.txt").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""What differs between a problem and a record that stands in for it, what that is estimated to lose, and what it leaves of the gain over
+the framework. Pure functions of keys and records."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from flashtune.core.nearness import PER_OCTAVE, SIXTEEN_BITS, distance, octaves
+from flashtune.core.problem import DECODE_ROWS, Features, ProblemKey
+from flashtune.core.results import TuningRecord
+from flashtune.core.target import targets
+from flashtune.templates.family import padded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """How much longer a stand-in's config took than the best of the left-out row's own trials: median and 90th percentile of `cases`."""
+
+    median: float
+    worst: float
+    cases: int
+
+
+LOSSES: Mapping[str, Loss] = {
+    "head size": Loss(median=0.039, worst=0.249, cases=54),
+    "shared heads": Loss(median=0.008, worst=0.183, cases=36),
+    "features": Loss(median=0.056, worst=0.195, cases=16),
+    "dtype": Loss(median=0.002, worst=0.075, cases=77),
+    "a full GPU": Loss(median=0.089, worst=0.359, cases=20),
+    "n, 1 octaves": Loss(median=0.002, worst=0.037, cases=86),
+    "n, 2 octaves": Loss(median=0.005, worst=0.127, cases=86),
+    "n, 3 octaves": Loss(median=0.027, worst=0.283, cases=85),
+    "n, 4 octaves": Loss(median=0.043, worst=0.459, cases=61),
+    "n, 5 octaves": Loss(median=0.105, worst=0.493, cases=32),
+}
+"""By what differs, from leaving out the rows of an H200 one at a time: benchmarks/results/2026-11-22-stand-in/losses.json."""
+
+DECODE_DRIFT = 0.038
+"""How much the GPU's time over the framework's changes with an octave of N, from the same file."""
+
+FULL = 2.0
+"""From so many tiles of 128 query rows to an SM on, a GPU counts as full: fewer leave SMs idle, for which other configs are good."""
+
+OTHER_GPU = 8.0
+"""What another GPU of the architecture counts beside `nearness.distance`: two octaves of N."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What a stand-in is thought to lose against a search of its own, never measured; `unknown` is what no rows tell of."""
+
+    median: float
+    worst: float
+    unknown: tuple[str, ...] = ()
+
+    def label(self) -> str:
+        """In words."""
+        said = f"estimated to lose {self.median:.1%} against a search of its own ({self.worst:.0%} at the 90th percentile)"
+        return said + (f", not counting {' and '.join(self.unknown)}, of which no rows tell" if self.unknown else "")
+
+
+def kind_of(key: ProblemKey) -> ProblemKey:
+    """All of a key but its sizes, save whether it is a decoding step, and its GPU."""
+    return replace(key, gpu="", n=1, n_q=1 if key.n_q <= DECODE_ROWS else DECODE_ROWS + 1, bh_bucket=1)
+
+
+def comparable(theirs: ProblemKey, ours: ProblemKey) -> bool:
+    """Whether a record of one may stand in for the other: one pass, both decoding steps or neither, element types of one size."""
+    types = theirs.dtype == ours.dtype or {theirs.dtype, ours.dtype} == SIXTEEN_BITS
+    return theirs.direction == ours.direction and types and (theirs.n_q <= DECODE_ROWS) == (ours.n_q <= DECODE_ROWS)
+
+
+@lru_cache(maxsize=65536)
+def kinds_apart(theirs: ProblemKey, ours: ProblemKey) -> float:
+    """`nearness.distance` of two kinds (`kind_of`), with head sizes as kernels pad them; among equals the nearer real size."""
+    rounded = [replace(key, d=padded(key.d), d_v=padded(key.d_v)) for key in (theirs, ours)]
+    return distance(*rounded) + octaves(theirs.d, ours.d) + octaves(theirs.d_v, ours.d_v)
+
+
+def sizes_apart(theirs: ProblemKey, ours: ProblemKey) -> float:
+    """What the sizes add to it."""
+    return sum(PER_OCTAVE[name] * octaves(getattr(theirs, name), getattr(ours, name)) for name in ("n", "n_q", "bh_bucket"))
+
+
+def differences(record: TuningRecord, ours: ProblemKey) -> tuple[str, ...]:
+    """What differs, theirs for ours: `d=128 for 80`."""
+    theirs = record.key
+    words = [("n", theirs.n, ours.n), ("n_q", theirs.n_q, ours.n_q), ("batch*heads bucket", theirs.bh_bucket, ours.bh_bucket)]
+    words = [("d", theirs.d, ours.d), ("d_v", theirs.d_v, ours.d_v), ("heads to a key head", theirs.gqa_ratio, ours.gqa_ratio), *words]
+    found = [f"{name}={mine} for {wanted}" for name, mine, wanted in words if mine != wanted]
+    if theirs.dtype != ours.dtype:
+        found.insert(0, f"{theirs.dtype} for {ours.dtype}")
+    if theirs.features != ours.features:
+        mine, wanted = (Features.from_json(json.loads(key.features)).label() for key in (theirs, ours))
+        found.insert(0, f"{mine} for {wanted}")
+    return tuple(found)
+
+
+def same_features(theirs: ProblemKey, ours: ProblemKey) -> bool:
+    """Whether they are the same but for the corner of the diagonal, which moves the band but compiles to the same code."""
+    mine, wanted = ({name: value for name, value in json.loads(key.features).items() if name != "alignment"} for key in (theirs, ours))
+    return mine == wanted
+
+
+def full(key: ProblemKey) -> bool:
+    """Whether the key's problems have tiles enough for its GPU; decoding steps split their keys until they have."""
+    known = targets().get(key.gpu)
+    return known is None or key.n_q <= DECODE_ROWS or key.bh_bucket * math.ceil(key.n_q / 128) >= FULL * known.sms
+
+
+def estimate(theirs: ProblemKey, ours: ProblemKey) -> Estimate:
+    """What a record of one is estimated to lose in the other's place: the losses by each difference, one on top of the other."""
+    kinds: list[str] = []
+    if (theirs.d, theirs.d_v) != (ours.d, ours.d_v):
+        kinds.append("head size")
+    if theirs.gqa_ratio != ours.gqa_ratio:
+        kinds.append("shared heads")
+    if not same_features(theirs, ours):
+        kinds.append("features")
+    if theirs.dtype != ours.dtype:
+        kinds.append("dtype")
+    if (far := round(octaves(theirs.n, ours.n))) > 0:
+        kinds.append(f"n, {min(far, 5)} octaves")
+    elif full(theirs) != full(ours):
+        kinds.append("a full GPU")
+    unknown = ["the other GPU"] if theirs.gpu != ours.gpu else []
+    if theirs.n_q <= DECODE_ROWS and theirs.n_q != ours.n_q:
+        unknown.append("the number of rows")
+    median = worst = 1.0
+    for kind in kinds:
+        median, worst = median * (1 + LOSSES[kind].median), worst * (1 + LOSSES[kind].worst)
+    return Estimate(median=median - 1, worst=worst - 1, unknown=tuple(unknown))
+
+
+def expected_ratio(record: TuningRecord, ours: ProblemKey) -> float | None:
+    """Our time over the framework's, as far as a stand-in's own tells: the worse of its ratios on the GPU alone and as whole calls, since
+    what was gained on one side only may be lost at other sizes, times the estimated loss. None without the framework's time.
+
+    A decoding step takes a second launch, which shorter sequences don't hide, so towards fewer keys the ratio is assumed to drift.
+    """
+    if record.framework_us is None:
+        return None
+    ratios = [record.median_us / record.framework_us]
+    if record.outcome.call_us is not None and record.framework_call_us is not None:
+        ratios.append(record.outcome.call_us / record.framework_call_us)
+    found = max(ratios) * (1 + estimate(record.key, ours).median)
+    if ours.n_q <= DECODE_ROWS and ours.n < record.key.n:
+        found *= (1 + DECODE_DRIFT) ** octaves(record.key.n, ours.n)
+    return found
