@@ -45,7 +45,18 @@ class Searching:
         self._limit, self._tried = home / f"limit{name}", home / f"tried{name}"
         grid = ",".join(str(length) for length in LENGTHS[:problems])
         words = ["search", "--gpu-name", "a100", "--d", "16", "--n", grid, "--full", "--dtype", "fp32", "--heads", "2", "--predict"]
-        words += ["--jobs", "1", "--trials", str(trials), "--seed", "7", "--json", *(more or ("--db", str(home / "tuned.sqlite")))]
+        words += [
+            "--jobs",
+            "1",
+            "--trials",
+            str(trials),
+            "--until",
+            "0",
+            "--seed",
+            "7",
+            "--json",
+            *(more or ("--db", str(home / "tuned.sqlite"))),
+        ]
         where = {"FLASHTUNE_CACHE": str(home / "cache"), "FLASHTUNE_TEST_SECONDS": str(seconds)}
         where |= {"FLASHTUNE_TEST_LIMIT": str(self._limit), "FLASHTUNE_TEST_TRIALS": str(self._tried)}
         ids = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"] if apart else []

@@ -136,6 +136,7 @@ def test_a_search_without_a_gpu_stores_predicted_rows(searched: tuple[Path, list
         assert row["median_us"] > 0
         assert row["tflops"] > 0
         assert row["framework_us"] is None, "nothing was timed"
+        assert row["ended_by"] == "trials" and row["expected_regret"] >= 0
 
 
 def test_a_family_that_is_named_is_searched_at_sizes_that_dont_suit_it(tmp_path: Path) -> None:

@@ -21,15 +21,18 @@ from flashtune.core.errors import EnvironmentProblem
 def bench(*, asked: ProblemOptions, bands: Bands | None, seconds: float, seed: int, as_json: bool) -> None:
     """Time the kernels that dispatch would use against the framework's backends: interleaved, L2 flushed, medians.
 
+    Then whole calls of both in an eager loop, host included: what a model sees is the slower of host and GPU.
+
     \b
     flashtune bench --d 128 --dtype bf16 --n 4096 --causal
     """
     from flashtune.dispatch import explain_problem
+    from flashtune.profiler.whole_calls import time_calls
     from flashtune.templates import family
     from flashtune.templates.rendering import variant_of
     from flashtune.tuner import tasks
     from flashtune.tuner.machine import local_gpu, provenance
-    from flashtune.tuner.replies import Compared, Failed, Ready
+    from flashtune.tuner.replies import Called, Compared, Failed, Ready
     from flashtune.tuner.workers import Workers
 
     gpu = local_gpu()
@@ -46,12 +49,19 @@ def bench(*, asked: ProblemOptions, bands: Bands | None, seconds: float, seed: i
             variant = variant_of(kernel, problem.spec(), chosen.config)
             source = tasks.Source.of(kernel, variant)
             reply: Ready | Compared | Failed = workers.prepare(problem, gpu.target, seed)
+            limit_s = workers.limits.device_s + 20 * seconds
             if isinstance(reply, Ready):
-                limit_s = workers.limits.device_s + 20 * seconds
                 reply = workers.submit("device", tasks.bench_problem, source, problem, gpu.target, seed, seconds, limit_s=limit_s).reply()
             if isinstance(reply, Failed):
                 messages().print(f"{problem.label()}: {reply.fate}: {reply.reason}")
                 continue
+            fixed = ([source], problem, gpu.target, seed, seconds / 3)
+            called: Called | Failed = workers.submit("device", time_calls, *fixed, limit_s=limit_s).reply()
+            if isinstance(called, Failed):
+                messages().print(f"{problem.label()}: no whole calls: {called.reason}")
+                calls = {}
+            else:
+                calls = {"tuned": called.times[0], **({"default": called.framework} if called.framework is not None else {})}
             times = {name: time.median_us for name, time in reply.times.items()}
             rows.append(
                 {
@@ -68,6 +78,7 @@ def bench(*, asked: ProblemOptions, bands: Bands | None, seconds: float, seed: i
                     "median_us": {name: round(time_us, 3) for name, time_us in times.items()},
                     "tflops": {name: round(problem.flops() / time_us / 1e6, 1) for name, time_us in times.items()},
                     "left_out": {name: why for name, why in reply.left_out.items()},
+                    "call_us": {name: round(time_us, 3) for name, time_us in calls.items()},
                 }
             )
     if as_json:
@@ -75,12 +86,18 @@ def bench(*, asked: ProblemOptions, bands: Bands | None, seconds: float, seed: i
         return
     names = list(dict.fromkeys(name for row in rows for name in row["median_us"]))
     table = Table(title=f"TFLOP/s on {gpu.name}", title_justify="left")
-    for heading in ("problem", "served by", *names, "tuned / default"):
+    for heading in ("problem", "served by", *names, "tuned / default", "call us", "as calls"):
         table.add_column(heading, justify="left" if heading in ("problem", "served by") else "right")
     for row in rows:
         us, rate = row["median_us"], row["tflops"]
         ratio = f"{us['default'] / us['tuned']:.2f}x" if "default" in us else ""
+        call = row["call_us"]
         table.add_row(
-            row["problem"], f"{row['served']}: {row['template']}", *(f"{rate[n]:.0f}" if n in rate else "-" for n in names), ratio
+            row["problem"],
+            f"{row['served']}: {row['template']}",
+            *(f"{rate[n]:.0f}" if n in rate else "-" for n in names),
+            ratio,
+            f"{call['tuned']:.1f}" if call else "-",
+            f"{call['default'] / call['tuned']:.2f}x" if "default" in call else "",
         )
     console().print(table)

@@ -253,6 +253,15 @@ def filters_of(*, gpu_name: str | None = None, d: int | None = None, n: int | No
     return found
 
 
+def share_of(option: str, text: str) -> float:
+    """`0.5%` or `0.005`; raises InputError for what is no share from 0 up to, but not including, 1."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%?)", text.strip())
+    share = float(found[1]) / (100 if found[2] else 1) if found else 1.0
+    if not share < 1:
+        raise InputError(f"{option} {text!r} is no share of a time: write 0.5% or 0.005")
+    return share
+
+
 def seconds_of(text: str) -> float:
     """`90s`, `10m`, `1.5h` or a plain number of seconds; raises InputError for anything else."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|h|)", text.strip().lower())

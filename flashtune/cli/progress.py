@@ -18,6 +18,7 @@ from flashtune.core.errors import FlashtuneError
 from flashtune.core.problem import Problem
 from flashtune.core.results import Fate, Outcome, SearchResult
 from flashtune.core.secrets import mask_secrets
+from flashtune.tuner.stopping import sentence
 
 if TYPE_CHECKING:
     from flashtune.tuner.searching import Stage
@@ -171,8 +172,9 @@ class SearchProgress:
         ratio = ""
         if result.baseline is not None:
             ratio = f", {result.baseline.measurement.median_us / best.measurement.median_us:.2f}x the framework ({result.baseline.backend})"
+        ended = f"; {sentence(result.ending)}" if result.ending is not None else ""
         self._console.print(
             f"{result.problem.label()}: {best.measurement.median_us:.1f} us {best.source}{ratio}, {best.template} "
-            f"{short_config(best.config.as_dict())} ({len(result.outcomes)} trials{', ' + others if others else ''})",
+            f"{short_config(best.config.as_dict())} ({len(result.outcomes)} trials{', ' + others if others else ''}{ended})",
             soft_wrap=True,
         )

@@ -59,6 +59,8 @@ def record_row(record: TuningRecord) -> dict[str, Any]:
         "unservable": unservable(record),
         "trial_us": _rounded(outcome.trial.median_us if outcome.trial else None),
         "provenance": record.provenance.as_json(),
+        "ended_by": record.ending.reason if record.ending else None,
+        "expected_regret": record.ending.regret if record.ending else None,
     }
 
 
@@ -69,7 +71,7 @@ def _rounded(time_us: float | None) -> float | None:
 def print_records(records: Sequence[TuningRecord], *, title: str | None = None, wide: bool = False) -> None:
     """Records for people, one line each, and what their words mean; `wide` adds what doesn't fit a terminal, such as the config.
 
-    The ratio is the framework's time over ours.
+    The ratios are the framework's time over ours: on the GPU alone, and as whole calls, host included.
     """
     rows = [(record, unservable(record)) for record in records]
     gpus = {record.key.gpu for record in records}
@@ -88,7 +90,9 @@ def print_records(records: Sequence[TuningRecord], *, title: str | None = None, 
         **({"template": "left"} if wide else {}),
         **{"us": "right"},
         **({"call us": "right"} if calls else {}),
-        **{"TFLOP/s": "right", "vs framework": "left", "source": "left"},
+        **{"TFLOP/s": "right", "vs framework": "left"},
+        **({"as calls": "right"} if calls else {}),
+        **{"source": "left"},
         **({"config": "left"} if wide else {}),
     }
     lines = [_cells(record, why, wide) for record, why in rows]
@@ -120,6 +124,7 @@ def _cells(r: TuningRecord, why: str | None, wide: bool) -> dict[str, str]:
         "call us": "" if r.outcome.call_us is None else f"{r.outcome.call_us:.1f}",
         "TFLOP/s": f"{r.tflops:.0f}",
         "vs framework": "" if r.baseline is None else f"{r.baseline.measurement.median_us / r.median_us:.2f}x {r.baseline.backend}",
+        "as calls": f"{r.framework_call_us / r.outcome.call_us:.2f}x" if r.framework_call_us and r.outcome.call_us else "",
         "source": ", ".join((r.outcome.source, *doubts)) if wide or not doubts else doubts[0],
         "config": short_config(r.outcome.config.as_dict()),
     }

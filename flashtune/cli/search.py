@@ -9,7 +9,7 @@ import click
 
 from flashtune.cli.console import messages, print_json
 from flashtune.cli.interrupts import INTERRUPTED
-from flashtune.cli.options import GPU, TEMPLATE, ListCommand, ProblemOptions, json_option, problem_options, seconds_of
+from flashtune.cli.options import GPU, TEMPLATE, ListCommand, ProblemOptions, json_option, problem_options, seconds_of, share_of
 from flashtune.cli.progress import SearchProgress
 from flashtune.cli.records import print_records, record_row
 from flashtune.cli.storage import study_storage
@@ -20,12 +20,14 @@ from flashtune.core.secrets import command_line
 from flashtune.core.target import Target, find_target
 
 if TYPE_CHECKING:
+    from flashtune.tuner.evaluation import CallsTask
     from flashtune.tuner.sampling import Sampler
 
 GRID = (512, 1024, 2048, 4096, 8192, 16384)
 """Sequence lengths that are searched when none is given; dispatch serves what lies between from the nearest."""
 
 DEFAULT_TRIALS = 60
+DEFAULT_UNTIL = 0.005
 
 Bands = Literal["causal", "full"]
 
@@ -36,12 +38,14 @@ class SearchOptions:
 
     trials: int = DEFAULT_TRIALS
     budget_s: float | None = None
+    until: float = DEFAULT_UNTIL
     sampler: "Sampler" = "gp"
     templates: tuple[str, ...] = ()
     seed: int | None = None
     storage: str | None = None
     location: str | None = None
     jobs: int | None = None
+    gpus: str = "1"
     predict: bool = False
 
 
@@ -54,6 +58,20 @@ class SearchOptions:
 @click.option("--full", "bands", flag_value="full", help="Full attention only.")
 @click.option(
     "--trials", type=click.IntRange(min=1), default=DEFAULT_TRIALS, show_default=True, metavar="K", help="Candidates per problem."
+)
+@click.option(
+    "--until",
+    metavar="SHARE",
+    default="0.5%",
+    show_default=True,
+    help="Stop a problem where no further candidate is expected to gain this share of the best time, or 12 in a row didn't; 0 for never.",
+)
+@click.option(
+    "--gpus",
+    metavar="WHICH",
+    default="1",
+    show_default=True,
+    help="GPUs of this machine that measure at the same time: all, a number, or their indices (0,2).",
 )
 @click.option("--budget", metavar="TIME", help="Wall time for the whole command: 90s, 10m, 1h.")
 @click.option(
@@ -89,6 +107,8 @@ def search(
     bands: Bands | None,
     gpu_name: str,
     trials: int,
+    until: str,
+    gpus: str,
     budget: str | None,
     sampler: "Sampler",
     templates: tuple[str, ...],
@@ -110,8 +130,8 @@ def search(
     flashtune search --gpu-name h200 --d 128 --window 1024 --causal --db my-model.sqlite
 
     An interruption (Ctrl-C, SIGTERM, a crash) loses nothing: the same command goes on where the whole of it was, without the problems
-    that it has done. Commands are the same if GPU, problems, templates, --trials, --sampler and --seed are; the others (--budget, --jobs,
-    --db, --json) may differ. After the search has come to its end the same command is a new one.
+    that it has done. Commands are the same if GPU, problems, templates, --trials, --until, --sampler and --seed are; the others (--budget,
+    --jobs, --gpus, --db, --json) may differ. After the search has come to its end the same command is a new one.
 
     Started several times, on several machines with one --storage and --db on a server, the same command shares the work.
     """
@@ -119,6 +139,8 @@ def search(
     problems = problems_of(asked, bands)
     options = SearchOptions(
         trials=trials,
+        until=share_of("--until", until),
+        gpus=gpus,
         budget_s=None if budget is None else seconds_of(budget),
         sampler=sampler,
         templates=templates,
@@ -158,7 +180,7 @@ def run_search(
     from flashtune.db.library import Layer, Library, overlay_path, shipped_path
     from flashtune.db.store import Store
     from flashtune.templates import families, family
-    from flashtune.tuner.machine import provenance, require_interpreter
+    from flashtune.tuner.machine import devices_of, provenance, require_interpreter
     from flashtune.tuner.searching import Search, SearchPlan
     from flashtune.tuner.space import SearchSpace
 
@@ -167,6 +189,7 @@ def run_search(
         require_interpreter()
     location = options.location or overlay_path()
     known = Library([Layer(location=path, optional=True) for path in (location, shipped_path())]).winners()
+    devices = devices_of(options.gpus, target) if source == "measured" else ()
     plan = SearchPlan(
         target=target,
         problems=tuple(problems),
@@ -174,13 +197,16 @@ def run_search(
         source=source,
         trials=options.trials,
         budget_s=options.budget_s,
+        until=options.until,
         sampler=options.sampler,
         seed=options.seed,
-        # One core stays free for the process that launches what is timed.
-        jobs=options.jobs or max(1, (os.cpu_count() or 1) - (source == "measured")),
+        # A core stays free for each process that launches what is timed.
+        jobs=options.jobs or max(1, (os.cpu_count() or 1) - (max(1, len(devices)) if source == "measured" else 0)),
         # Whoever names a family wants to know what it is worth, there too where it isn't thought to be good.
         only_suited=not options.templates,
         known=tuple(known),
+        devices=devices,
+        calls=_calls_task() if source == "measured" else None,
     )
     for problem in problems:
         # What no template serves is refused before anything is written.
@@ -204,6 +230,13 @@ def run_search(
     if source == "measured":
         keep_machine_code(records, target, jobs=plan.jobs)
     return records
+
+
+def _calls_task() -> "CallsTask":
+    # It knows dispatch, and imports torch.
+    from flashtune.profiler.whole_calls import time_calls
+
+    return time_calls
 
 
 def keep_machine_code(records: list[TuningRecord], target: Target, *, jobs: int) -> None:

@@ -9,8 +9,16 @@ from typing import Any
 
 import torch
 
+from flashtune.core.errors import FlashtuneError
+from flashtune.core.modules import load_source
+from flashtune.core.problem import Problem
+from flashtune.core.results import Fate
+from flashtune.core.target import Target
 from flashtune.dispatch import api, layers, resolve
+from flashtune.tuner import tasks
+from flashtune.tuner.baseline import framework_call
 from flashtune.tuner.inputs import Inputs
+from flashtune.tuner.replies import Called, Failed
 
 Call = Callable[[], object]
 
@@ -31,6 +39,23 @@ def attention_call(inputs: Inputs) -> Call:
         **given.per_head(),
     }
     return lambda: api.attention(inputs.q, inputs.k, inputs.v, mask, given.dropout_p, **words)
+
+
+def time_calls(sources: list[tasks.Source], problem: Problem, target: Target, seed: int, budget_s: float) -> Called | Failed:
+    """Whole calls of some kernels and of the framework: a task for the process that has a problem's inputs on its GPU.
+
+    Only forward calls are timed: what a backward costs a caller is torch's autograd as much as ours.
+    """
+    if problem.direction != "fwd":
+        return Failed(fate=Fate.RUNTIME, reason=f"whole calls are timed of the forward, not of {problem.direction}")
+    try:
+        inputs = tasks.inputs_on_device(problem, target, seed)
+        framework = framework_call(inputs)
+        modules = [load_source(source.text, source.stem) for source in sources]
+        times = call_times(modules, inputs, framework, budget_s=budget_s)
+    except (FlashtuneError, RuntimeError, ValueError, TypeError) as error:
+        return Failed(fate=Fate.RUNTIME, reason=tasks.one_line(error))
+    return Called(times=tuple(times[: len(sources)]), framework=times[-1] if framework is not None else None)
 
 
 def call_times(modules: Sequence[ModuleType], inputs: Inputs, framework: Call | None, *, budget_s: float) -> list[float]:

@@ -1,6 +1,7 @@
 """This machine as a search sees it: which GPU is here, and what goes into a record's provenance."""
 
 import importlib.metadata
+import os
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -27,10 +28,42 @@ def local_gpu() -> LocalGpu | None:
     if not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name(0)
+    return LocalGpu(name=name, target=_target_of(name))
+
+
+def _target_of(name: str) -> Target | None:
     try:
-        return LocalGpu(name=name, target=find_target(name))
+        return find_target(name)
     except InputError:
-        return LocalGpu(name=name, target=None)
+        return None
+
+
+def devices_of(which: str, target: Target) -> tuple[str, ...]:
+    """The GPUs that `which` names (`all`, a number of them, or indices with commas), as CUDA_VISIBLE_DEVICES names them; none for one GPU
+    that nobody chose. Raises InputError for a word that is none of these or a GPU that isn't there, EnvironmentProblem where one of them is
+    no `target`."""
+    import torch
+
+    if which == "1":
+        return ()
+    count = torch.cuda.device_count()
+    if which == "all":
+        chosen = list(range(count))
+    elif "," in which and all(part.isdecimal() for part in which.split(",")):
+        chosen = list(dict.fromkeys(int(part) for part in which.split(",")))
+    elif which.isdecimal() and int(which) > 0:
+        chosen = list(range(int(which)))
+    else:
+        raise InputError(f"--gpus {which!r} names no GPUs: write all, a number, or indices with a comma after each (0,2)")
+    if missing := [index for index in chosen if index >= count]:
+        raise InputError(f"--gpus {which} asks for GPU {missing[0]}, and this machine has {count}, counted from 0: ask for fewer")
+    for index in chosen:
+        name = torch.cuda.get_device_name(index)
+        if _target_of(name) != target:
+            raise EnvironmentProblem(f"GPU {index} of this machine is {name}, not {target.name}: name those that are with --gpus")
+    # Inside a container or a job some may be hidden; those that remain keep their names.
+    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return tuple(names[index] if index < len(names) else str(index) for index in chosen)
 
 
 def require_interpreter() -> None:

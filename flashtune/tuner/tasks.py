@@ -165,6 +165,11 @@ def prepare_device(problem: Problem, target: Target, seed: int) -> Ready | Faile
     return Ready()
 
 
+def inputs_on_device(problem: Problem, target: Target, seed: int) -> "Inputs":
+    """The inputs of a problem in this process, which are made where it has none."""
+    return _ready(problem, target, seed).inputs
+
+
 def _call(source: Source, inputs: "Inputs") -> Callable[[], object]:
     from flashtune.core.launching import launcher
     from flashtune.core.modules import load_source

@@ -3,8 +3,9 @@
 import multiprocessing
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError as Overdue
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import resource_tracker
@@ -38,6 +39,18 @@ class Limits:
     device_s: float = 10.0
 
 
+@contextmanager
+def _held_back() -> Iterator[None]:
+    """A pool's threads, and through them the children until they withdraw, take over what this thread holds back when it starts them; the
+    tracker of resources, which unblocks these signals where it is started, is started before."""
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, tasks.HELD_BACK)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class Pending(Generic[Found]):
     """A task that was handed to a child process."""
 
@@ -68,16 +81,22 @@ class Pending(Generic[Found]):
 class Workers:
     """The pools of child processes of one search; a context manager that leaves no process behind. Any thread may hand over tasks.
 
-    `devices` are the GPUs, as CUDA_VISIBLE_DEVICES names them; without any, there is the one that torch takes by itself.
+    `devices` are the GPUs, as CUDA_VISIBLE_DEVICES names them; without any, there is the one that torch takes by itself. Processes are
+    started when there is a task for them, those of the crews in `at_once` when the context is entered: they die with the thread that
+    started them, so a thread that ends before the search must not be the first to want them.
     """
 
-    def __init__(self, *, jobs: int, limits: Limits | None = None, devices: Sequence[str] = ()) -> None:
-        self._jobs, self._devices = jobs, tuple(devices)
+    def __init__(self, *, jobs: int, limits: Limits | None = None, devices: Sequence[str] = (), at_once: Sequence[Crew] = ()) -> None:
+        self._jobs, self._devices, self._at_once = jobs, tuple(devices), tuple(at_once)
         self.limits = limits or Limits()
         self._pools: dict[tuple[Crew, int], ProcessPool] = {}
         self._lock = threading.Lock()
 
     def __enter__(self) -> "Workers":
+        for crew in self._at_once:
+            with _held_back():
+                # Asking starts it.
+                assert self._pool(crew, 0).active
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -92,6 +111,11 @@ class Workers:
     def _submitted(
         self, crew: Crew, task: Callable[..., Found | Failed], arguments: tuple[Any, ...], limit_s: float, device: int
     ) -> Pending[Found]:
+        with _held_back():
+            future = self._pool(crew, device).schedule(task, args=arguments, timeout=limit_s)
+        return Pending(self, crew, device, future, limit_s)
+
+    def _pool(self, crew: Crew, device: int) -> ProcessPool:
         if (crew, device) not in self._pools:
             count = self._jobs if crew == "compile" else 1
             start = _START[crew]
@@ -100,15 +124,7 @@ class Workers:
             # Spawned, not forked: a child must not inherit a started GPU or the parent's threads.
             context = multiprocessing.get_context("spawn")
             self._pools[crew, device] = ProcessPool(max_workers=count, context=context, initializer=start)
-        # The pool's threads, and through them the children until they withdraw, take over what this thread holds back; the tracker of
-        # resources, which unblocks these signals where it is started, is started before.
-        resource_tracker.ensure_running()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, tasks.HELD_BACK)
-        try:
-            future = self._pools[crew, device].schedule(task, args=arguments, timeout=limit_s)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        return Pending(self, crew, device, future, limit_s)
+        return self._pools[crew, device]
 
     def prepare(self, problem: Problem, target: Target, seed: int) -> Ready | Failed:
         """Start the GPU's process, where there is none, and make the inputs and oracles of `problem` there.

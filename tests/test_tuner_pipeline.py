@@ -1,0 +1,264 @@
+"""Preparing, compiling, timing and racing overlap, and several GPUs share a plan; shown by the order of events and by logical clocks."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import optuna
+import pytest
+import simulated
+from planted import PATIENT, PLANTED_PROBLEM, HereAndNow, Listener, planted_family, planted_plan
+
+from flashtune.core.errors import EnvironmentProblem, NoKernelFound
+from flashtune.core.problem import Problem
+from flashtune.core.results import Conditions, Fate, Outcome, Provenance, SearchResult
+from flashtune.tuner import evaluation, searching, tasks
+from flashtune.tuner.replies import Called, Failed, Ready
+from flashtune.tuner.searching import Search, SearchPlan
+from flashtune.tuner.space import Candidate
+from flashtune.tuner.study import Study
+
+PROVENANCE = Provenance(flashtune="0", torch="0", triton="0")
+RIGHT = planted_family("right", 40)
+
+pytestmark = pytest.mark.usefixtures("planted")
+
+
+def problems(count: int) -> tuple[Problem, ...]:
+    return tuple(replace(PLANTED_PROBLEM, n_q=64 * n, n_kv=64 * n) for n in range(1, count + 1))
+
+
+def plan(count: int, **changes: Any) -> SearchPlan:
+    made = planted_plan(problems(count), trials=8)
+    return replace(made, source="measured", families={RIGHT.name: RIGHT}, **changes)
+
+
+class NoWatch:
+    """A GPU that nobody watches."""
+
+    def __init__(self, gpu: str) -> None:
+        pass
+
+    def __enter__(self) -> "NoWatch":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def between(self, start: float, end: float, own: int) -> Conditions | None:
+        return None
+
+
+@pytest.fixture(autouse=True)
+def devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Simulated devices in place of GPUs, in this process and in those that it starts; the folder of their clocks."""
+    for name, stand_in in (
+        ("prepare_device", simulated.ready),
+        ("evaluate_candidate", simulated.timed),
+        ("race_finalists", simulated.raced),
+        ("compile_candidate", simulated.compiled),
+    ):
+        monkeypatch.setattr(tasks, name, stand_in)
+    monkeypatch.setattr(evaluation, "GpuWatch", NoWatch)
+    monkeypatch.setattr(evaluation, "gpu_id", str)
+    monkeypatch.setenv("FLASHTUNE_TEST_CLOCKS", str(tmp_path))
+    monkeypatch.setenv("FLASHTUNE_TEST_DEVICES", "")
+    return tmp_path
+
+
+def run(what: SearchPlan, listener: Any = None, storage: optuna.storages.BaseStorage | None = None) -> list[SearchResult]:
+    saved: list[SearchResult] = []
+    storage = storage or optuna.storages.InMemoryStorage()
+    Search(what, storage=storage, provenance=PROVENANCE, save=saved.append, listener=listener or Listener()).run()
+    return saved
+
+
+class Staged(HereAndNow):
+    """Workers whose tasks end when the test lets them: `held` names those that nobody may wait for before `go` is set."""
+
+    events: list[str]
+    held: Callable[..., bool]
+    go: threading.Event
+
+    def submit(self, crew: str, task: Callable[..., Any], *arguments: Any, limit_s: float, device: int = 0) -> Any:
+        problem = next(argument for argument in arguments if isinstance(argument, Problem))
+        what = f"{task.__name__} {problem.n_kv}"
+        self.events.append(what)
+        reply = task(*arguments)
+
+        def wait() -> Any:
+            if self.held(task, problem):
+                assert self.go.wait(60), f"{what} was waited for, and what should have gone on meanwhile did not"
+            self.events.append(f"{what} is done")
+            return reply
+
+        return SimpleNamespace(reply=wait, forget=lambda: None)
+
+    def preparing(self, problem: Problem, target: Any, seed: int, *, device: int) -> Any:
+        return self.submit("device", tasks.prepare_device, problem, target, seed, limit_s=1.0, device=device)
+
+    def prepared(self, problem: Problem, pending: Any) -> Ready | Failed:
+        found: Ready | Failed = pending.reply()
+        return found
+
+
+def staged(monkeypatch: pytest.MonkeyPatch, held: Callable[..., bool] = lambda *_: False) -> tuple[list[str], threading.Event]:
+    events: list[str] = []
+    go = threading.Event()
+    made = type("Made", (Staged,), {"events": events, "held": staticmethod(held), "go": go})
+    monkeypatch.setattr(searching, "Workers", made)
+    return events, go
+
+
+def test_compilers_begin_before_the_gpu_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU's inputs and oracles aren't ready until something was handed to the compilers."""
+    events, go = staged(monkeypatch, held=lambda task, problem: task is simulated.ready)
+
+    def compiling(source: Any, problem: Problem, target: Any) -> Any:
+        go.set()
+        return simulated.compiled(source, problem, target)
+
+    compiling.__name__ = "compiled"
+    monkeypatch.setattr(tasks, "compile_candidate", compiling)
+    run(plan(1))
+    assert events.index("compiled 64") < events.index("ready 64 is done") < events.index("timed 64")
+
+
+def test_the_next_problem_is_compiled_while_finalists_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first problem's race doesn't end until the second one's candidates are being compiled."""
+    first, second = problems(1)[0], replace(PLANTED_PROBLEM, n_q=128, n_kv=128, d=32, d_v=32)
+    events, go = staged(monkeypatch, held=lambda task, problem: task is simulated.raced and problem == first)
+
+    def compiling(source: Any, problem: Problem, target: Any) -> Any:
+        if problem == second:
+            go.set()
+        return simulated.compiled(source, problem, target)
+
+    compiling.__name__ = "compiled"
+    monkeypatch.setattr(tasks, "compile_candidate", compiling)
+    results = run(replace(plan(1), problems=(first, second)))
+    assert [result.problem for result in results] == [first, second]
+    assert events.index("compiled 128") < events.index("raced 64 is done")
+    assert events.index("raced 64 is done") < events.index("ready 128"), "the GPU keeps the inputs of what it races"
+
+
+def test_the_gpu_is_fed_while_the_sampler_thinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sampler, asked for the second time, doesn't answer before the GPU has had another trial."""
+    staged(monkeypatch)
+    asked, fed = 0, threading.Event()
+    ask = Study.ask
+
+    def slow(self: Study, count: int, *, limit: int | None = None) -> list[Candidate]:
+        nonlocal asked
+        asked += 1
+        if asked == 2:
+            assert fed.wait(60), "the GPU waits for the sampler"
+        return ask(self, count, limit=limit)
+
+    class Feeding(Listener):
+        def trial_finished(self, outcome: Outcome, incumbent: Outcome | None) -> None:
+            super().trial_finished(outcome, incumbent)
+            if len(self.trials) == 2:
+                fed.set()
+
+    monkeypatch.setattr(Study, "ask", slow)
+    [result] = run(plan(1), Feeding())
+    assert len(result.outcomes) == 8 and fed.is_set()
+    assert all(outcome.fate is Fate.CORRECT for outcome in result.outcomes)
+
+
+def test_an_error_of_the_sampler_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    staged(monkeypatch)
+
+    def broken(self: Study, candidate: Candidate, outcome: Outcome) -> None:
+        raise EnvironmentProblem("the disk is full")
+
+    monkeypatch.setattr(Study, "tell", broken)
+    with pytest.raises(EnvironmentProblem, match="disk is full"):
+        run(plan(1))
+    assert not [thread for thread in threading.enumerate() if thread.name == "proposals"]
+
+
+def test_ctrl_c_keeps_what_the_thread_was_told() -> None:
+    storage = optuna.storages.InMemoryStorage()
+    with pytest.MonkeyPatch.context() as patch:
+        staged(patch)
+        with pytest.raises(KeyboardInterrupt):
+            run(plan(1), Listener(stop_after=3), storage)
+        second = Listener()
+        run(plan(1), second, storage)
+    assert second.resumed == [3]
+    assert len(second.trials) == 5
+
+
+def test_a_stopped_search_says_why_and_gives_back_what_it_did_not_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    staged(monkeypatch)
+    monkeypatch.setattr(simulated, "time_us", lambda source: 100.0)
+    [result] = run(plan(1, trials=40, until=0.005))
+    assert result.ending is not None and result.ending.reason == "patience"
+    assert len(result.outcomes) == 13
+    [whole] = run(plan(1, trials=40, until=0.0))
+    assert whole.ending is not None and whole.ending.reason in ("space", "trials") and len(whole.outcomes) == 40
+    [few] = run(plan(1, trials=5, until=0.005))
+    assert few.ending is not None and few.ending.reason == "trials" and len(few.outcomes) == 5
+
+
+def test_whole_calls_of_the_first_are_kept_with_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    staged(monkeypatch)
+
+    def with_framework(sources: list[Any], *rest: Any) -> Any:
+        rounds = simulated.raced(sources, *rest)
+        return replace(rounds, times=(*rounds.times, (300.0,) * 9), backend="cudnn")
+
+    def calls(sources: list[Any], problem: Problem, target: Any, seed: int, budget_s: float) -> Called | Failed:
+        return Called(times=tuple(simulated.time_us(source) + 7 for source in sources), framework=310.0)
+
+    def none(*_: Any) -> Called | Failed:
+        return Failed(fate=Fate.RUNTIME, reason="no memory")
+
+    with_framework.__name__ = "raced"
+    monkeypatch.setattr(tasks, "race_finalists", with_framework)
+    [result] = run(plan(1, calls=calls))
+    called = {outcome.rank: outcome for outcome in result.outcomes if outcome.call_us is not None}
+    assert sorted(called) == [1, 2, 3][: len(called)] and result.baseline is not None and result.baseline.call_us == 310.0
+    for outcome in called.values():
+        assert outcome.measurement is not None and outcome.call_us == pytest.approx(outcome.measurement.median_us + 7)
+    [without] = run(plan(1, calls=none))
+    assert without.best is not None and without.best.call_us is None and without.baseline is not None and without.baseline.call_us is None
+
+
+def test_a_second_gpu_takes_its_half(devices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With real worker processes; the makespan of two devices, in trials, against that of one. Of three problems they share the last."""
+    monkeypatch.setenv("FLASHTUNE_TEST_DEVICES", "7,9")
+    count = 3
+    results = run(plan(count, trials=24, sampler="random", devices=("7", "9"), limits=PATIENT))
+    made = [simulated.trials(devices / name) for name in ("7", "9")]
+    assert sum(made) == count * 24
+    assert sum(made) / max(made) >= 1.8, made
+    found = {result.problem: result for result in results}
+    assert list(found) and set(found) == set(problems(count))
+    for result in found.values():
+        assert len({outcome.variant_id for outcome in result.outcomes}) == len(result.outcomes) == 24
+        assert result.best is not None and result.best.rank == 1
+
+
+def test_an_interruption_ends_all_lanes_and_keeps_their_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    staged(monkeypatch)
+    storage = optuna.storages.InMemoryStorage()
+    with pytest.raises(KeyboardInterrupt):
+        run(plan(4, devices=("0", "1")), Listener(stop_after=11), storage)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith(("gpu", "proposals"))]
+    again = Listener()
+    results = run(plan(4, devices=("0", "1")), again, storage)
+    assert {result.problem for result in results} == set(problems(4))
+    assert len(again.trials) <= 4 * 8 - 11
+
+
+def test_a_lane_that_finds_nothing_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    staged(monkeypatch)
+    broken = planted_family("broken", 6)
+    with pytest.raises(NoKernelFound, match="no correct kernel"):
+        run(replace(plan(2, devices=("0", "1")), families={broken.name: broken}))
