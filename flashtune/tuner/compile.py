@@ -4,10 +4,11 @@ The launch of a rendered module is taken with meta tensors under a driver that o
 path as a real launch, so the machine code lands in Triton's disk cache under the key that the launch on the GPU will look up.
 """
 
+import hashlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -73,9 +74,49 @@ def cross_compile(source: str, stem: str, problem: Problem, target: Target) -> C
     That is the first with matrix instructions: what goes before it only prepares, and what comes after has little to do. Where products
     take none (fp32) it is the one that takes the most shared memory. Raises what the compiler raises.
     """
-    found = [read_facts(compiled, target) for _, compiled in compiled_kernels(source, stem, problem, target)]
+    return facts_of(compiled_kernels(source, stem, problem, target), target)
+
+
+def facts_of(kernels: Sequence[tuple[str, Any]], target: Target) -> CompileFacts:
+    """The facts of the one of some compiled kernels that computes."""
+    found = [read_facts(compiled, target) for _, compiled in kernels]
     hungriest = max(found, key=lambda facts: (facts.shared_bytes, facts.registers))
     return next((facts for facts in found if facts.tensor_core_ops), hungriest)
+
+
+def code_hash(kernels: Sequence[tuple[str, Any]]) -> str:
+    """Equal for kernels of equal machine code that are launched with as many warps and as much shared memory.
+
+    It is taken of what the assembler gets, without names, comments and what belongs to debuggers: these differ with the text's lines.
+    """
+    parts = []
+    for name, compiled in kernels:
+        text = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
+        code = re.sub(rf"^\s*\.(loc|file)\b.*$|//.*$|\b{name}\b", "", text.split(".section")[0], flags=re.MULTILINE)
+        parts.append((" ".join(code.split()), compiled.metadata.num_warps, compiled.metadata.shared))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def launch_hash(source: str, stem: str, problem: Problem, target: Target) -> str:
+    """Equal for sources whose kernels are launched alike for `problem`, at its own sizes: grids, numbers, shapes and strides."""
+    module = load_source(source, stem)
+    inputs = make_inputs(problem, device="meta", seed=0)
+    words = inputs.keywords | provided(module, inputs.q, inputs.k) | {"sms": target.sms}
+    launches = module.launches(*inputs.arguments, **words)
+    parts = [
+        (kernel.__name__, _shown(grid), [_shown(arg) for arg in args], sorted(options.items())) for kernel, grid, args, options in launches
+    ]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def _shown(value: Any) -> object:
+    """What a launch takes of a value: of a tensor all but its address."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), tuple(value.shape), value.stride()
+    if isinstance(value, list | tuple):
+        return tuple(map(_shown, value))
+    fields = getattr(value, "__dict__", None)
+    return value if fields is None else (type(value).__name__, [(name, _shown(fields[name])) for name in sorted(fields)])
 
 
 def compiled_kernels(source: str, stem: str, problem: Problem, target: Target) -> list[tuple[str, Any]]:

@@ -20,9 +20,17 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """What the compiler made of a candidate."""
+    """What the compiler made of a candidate; equal `code` is equal machine code, and where it is empty nothing is known of it."""
 
     facts: CompileFacts
+    code: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """How a candidate's kernels are launched; equal `launches` are launched alike."""
+
+    launches: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,4 +100,4 @@ class Compared:
     left_out: Mapping[str, str]
 
 
-Answer = Compiled | Ready | Checked | Timed | Rounds | Called | Compared
+Answer = Compiled | Launched | Ready | Checked | Timed | Rounds | Called | Compared

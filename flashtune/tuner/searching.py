@@ -316,6 +316,10 @@ class _ProblemSearch:
         self.deadline: float | None = None
         self.incumbent: tuple[Candidate, Outcome] | None = None
         self.stopped: Reason = "trials"
+        # What runs the very same is timed once: what was said of each machine code, and how candidates are launched.
+        self.by_code: dict[str, list[tuple[Candidate, Timed]]] = {}
+        self.launches: dict[Candidate, str | None] = {}
+        self.twins: set[Candidate] = set()
         self.proposals: Proposals | None = None
         self.decided = self.study.decided(problem)
         self.heard: set[Candidate] = set()
@@ -501,10 +505,14 @@ class _ProblemSearch:
         reply: Timed | Failed
         if isinstance(compiled, Failed):
             reply = compiled
+        elif (twin := self._twin(candidate, compiled)) is not None:
+            reply = twin
         else:
             self.at("measuring" if self.plan.source == "measured" else "checking")
             incumbent = (self.incumbent[0], _time(self.incumbent[1])) if self.incumbent else None
             reply = self.evaluation.evaluate(candidate, compiled.facts, incumbent)
+            if compiled.code and isinstance(reply, Timed):
+                self.by_code.setdefault(compiled.code, []).append((candidate, reply))
         return Outcome(
             template=variant.template,
             template_hash=variant.template_hash,
@@ -519,11 +527,30 @@ class _ProblemSearch:
             max_error=reply.error,
         )
 
+    def _twin(self, candidate: Candidate, compiled: Compiled) -> Timed | None:
+        """The time of a candidate that runs the very same: equal machine code, launched alike. Only on a GPU is it the same."""
+        if self.plan.source != "measured" or not compiled.code:
+            return None
+        for other, reply in self.by_code.get(compiled.code, []):
+            if (launches := self._launches(candidate)) is not None and launches == self._launches(other):
+                self.twins.add(candidate)
+                return reply
+        return None
+
+    def _launches(self, candidate: Candidate) -> str | None:
+        """How a candidate's kernels are launched; None where that can't be told."""
+        if candidate not in self.launches:
+            source = tasks.Source.of(candidate.family, candidate.variant(self.space.spec))
+            fixed = (source, self.problem, self.plan.target)
+            reply = self.workers.submit("compile", tasks.describe_launches, *fixed, limit_s=self.plan.limits.compile_s).reply()
+            self.launches[candidate] = None if isinstance(reply, Failed) else reply.launches
+        return self.launches[candidate]
+
     def _race(self) -> SearchResult:
         """Time the best few and the framework once more, all interleaved, and rank them."""
         self.study.refresh()
         outcomes = self.study.in_order()
-        correct = [c for c, o in outcomes.items() if o.measurement is not None and o.fate.timed]
+        correct = [c for c, o in outcomes.items() if o.measurement is not None and o.fate.timed and c not in self.twins]
         correct.sort(key=lambda c: (_time(outcomes[c]).median_us, outcomes[c].variant_id))
         finalists = [c for c in correct[:FINALISTS] if _time(outcomes[c]).median_us <= (1 + WITHIN) * _time(outcomes[correct[0]]).median_us]
         raced, conditions = self.evaluation.race(finalists) if finalists else (None, None)

@@ -21,7 +21,7 @@ from flashtune.core.results import Fate, Measurement
 from flashtune.core.target import Target
 from flashtune.templates.family import Family
 from flashtune.templates.rendering import render
-from flashtune.tuner.replies import Checked, Compared, Compiled, Failed, Ready, Rounds, Timed
+from flashtune.tuner.replies import Checked, Compared, Compiled, Failed, Launched, Ready, Rounds, Timed
 
 if TYPE_CHECKING:
     from flashtune.tuner.correctness import Verdict, Verifier
@@ -94,16 +94,27 @@ def start_interpreter() -> None:
 
 def compile_candidate(source: Source, problem: Problem, target: Target) -> Compiled | Failed:
     """Cross-compile for the target; the facts tell what the compiler made of it."""
-    from flashtune.tuner.compile import cross_compile
+    from flashtune.tuner.compile import code_hash, compiled_kernels, facts_of
 
     try:
-        facts = cross_compile(source.text, source.stem, problem, target)
+        kernels = compiled_kernels(source.text, source.stem, problem, target)
+        facts, code = facts_of(kernels, target), code_hash(kernels)
     except Exception as error:
         return Failed(fate=Fate.COMPILE, reason=one_line(error))
     if facts.shared_bytes > target.shared_bytes_per_block:
         reason = f"needs {facts.shared_bytes} bytes of shared memory, {target.slug} gives {target.shared_bytes_per_block} a block"
         return Failed(fate=Fate.CONSTRAINT, reason=reason, facts=facts)
-    return Compiled(facts=facts)
+    return Compiled(facts=facts, code=code)
+
+
+def describe_launches(source: Source, problem: Problem, target: Target) -> Launched | Failed:
+    """How the candidate's kernels are launched for `problem`, at its own sizes."""
+    from flashtune.tuner.compile import launch_hash
+
+    try:
+        return Launched(launches=launch_hash(source.text, source.stem, problem, target))
+    except Exception as error:
+        return Failed(fate=Fate.COMPILE, reason=one_line(error))
 
 
 def interpret_candidate(source: Source, problem: Problem, seed: int) -> Checked | Failed:
