@@ -1,7 +1,9 @@
 """Databases in layers: scoped, stacked, removed, per thread or for all; plans are kept for each stack and never served under another."""
 
 import threading
+import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,9 @@ from test_dispatch_memo import Machine, Q, attend, config_of, save
 
 from flashtune import dispatch
 from flashtune.core.errors import DatabaseError, InputError
-from flashtune.dispatch import layers
+from flashtune.core.results import Provenance
+from flashtune.db.library import Library
+from flashtune.dispatch import elsewhere, layers
 from flashtune.dispatch.resolve import Memo
 
 machine = pretended.machine
@@ -199,3 +203,25 @@ def test_no_more_stacks_are_remembered_than_that(models: tuple[Path, Path], monk
     assert origin() == "a"
     assert torch.is_tensor(attend())
     outer.remove()
+
+
+def test_rows_from_another_machine_are_warned_of_once_for_each_database(models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(elsewhere, "here", lambda index: elsewhere.Here(triton="3.6.0", driver="580.1", gpu_name="NVIDIA H200"))
+    given = Provenance(flashtune="0", torch="2", triton="3.5.1", driver="575.57", gpu_name="NVIDIA H200")
+    with dispatch.use(models[0]):
+        memo = layers.current()
+        [record] = [row for row in Library.over([models[0]]).winners() if row.origin == str(models[0])]
+        theirs = replace(record, provenance=given)
+        others = [
+            theirs,
+            replace(theirs, provenance=replace(given, driver="570.0")),
+            replace(theirs, origin="shipped"),
+            replace(theirs, origin="b", provenance=replace(given, triton="3.6.0", driver="")),
+        ]
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            for row in others:
+                memo.warn_of_elsewhere(row, gpu)
+    [said] = [str(one.message) for one in warned]
+    assert "a.sqlite were measured elsewhere: Triton 3.5.1 (here 3.6.0), driver 575.57 (here 580.1);" in said

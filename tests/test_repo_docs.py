@@ -1,6 +1,7 @@
 """The documents agree with the repository: links lead somewhere, commands exist, versions are the same."""
 
 import re
+import shutil
 import tomllib
 from dataclasses import replace
 from itertools import product
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import flashtune
+from flashtune import dispatch
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
 from flashtune.db.library import Library, shipped_path
@@ -44,7 +46,7 @@ def test_the_readme_opens_with_the_two_commands() -> None:
 
 
 def test_the_readmes_snippet_runs_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    (snippet,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    snippet, *_ = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     assert len(snippet.splitlines()) <= 10
     found: dict[str, torch.Tensor] = {}
     exec(snippet, found)
@@ -83,6 +85,17 @@ def measured(problem: Problem, gpu: str) -> bool:
         and (key.gqa_ratio > 1) == (row.key.gqa_ratio > 1)
         for row in SHIPPED
     )
+
+
+def test_the_readmes_snippet_about_shipping_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "README.md").read_text().split("## Ship it with your model")[1].split("\n## ")[0]
+    (snippet,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "model").mkdir()
+    shutil.copy(shipped_path(), tmp_path / "model" / "tuned.sqlite")
+    monkeypatch.chdir(tmp_path)
+    served: list[object] = []
+    exec(snippet, {"model": lambda tokens: served.append(dispatch.explain_problem(BF16, "h200").origin), "tokens": None})
+    assert served == [str(tmp_path / "model" / "tuned.sqlite")] and dispatch.explain_problem(BF16, "h200").origin == "shipped"
 
 
 def test_the_readmes_table_says_what_runs_where() -> None:

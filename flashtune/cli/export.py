@@ -13,6 +13,7 @@ from flashtune.cli.options import DTYPE, GPU, db_option, filters_of, json_option
 @click.option("--d", type=int, help="Only this head size.")
 @click.option("--dtype", type=DTYPE, help="Only this element type.")
 @click.option("--all-trials", is_flag=True, help="Keep every trial, not only the winners.")
+@click.option("--licence", "--license", "licence", metavar="SPDX", help="Write a card beside it: licence, hash, where its rows are from.")
 @click.option("--force", is_flag=True, help="Replace the file where it exists.")
 @json_option
 def export(
@@ -22,6 +23,7 @@ def export(
     d: int | None,
     dtype: str | None,
     all_trials: bool,
+    licence: str | None,
     force: bool,
     as_json: bool,
 ) -> None:
@@ -30,10 +32,12 @@ def export(
     Users lay it over their own with dispatch.use(PATH) or FLASHTUNE_DB=PATH; it holds values only, nothing that is executed. Winners that
     this version can't serve are named and left out.
     """
-    from flashtune.db.library import overlay_path
+    from flashtune.db.card import checked_licence, digest, write_card
+    from flashtune.db.library import Library, overlay_path
     from flashtune.db.store import Store, sqlite_path
     from flashtune.templates import unservable
 
+    wanted = None if licence is None else checked_licence(licence)
     with Store.open(location or overlay_path(), writable=False) as store:
         filters = filters_of(gpu_name=gpu_name, d=d, dtype=dtype)
         if not all_trials:
@@ -43,8 +47,9 @@ def export(
         rows = store.export(destination, winners_only=not all_trials, replace=force, passed_over=unservable, **filters)
     path = sqlite_path(destination)
     assert path is not None, "a server is no destination, and was refused"
+    card = None if wanted is None else write_card(path, wanted, Library.of(path).records())
     size = path.stat().st_size
     if as_json:
-        print_json({"path": str(path), "rows": rows, "bytes": size})
+        print_json({"path": str(path), "rows": rows, "bytes": size, "sha256": digest(path), "card": None if card is None else str(card)})
     else:
-        console().print(f"{rows} rows in {path} ({size / 1024:.0f} KiB)")
+        console().print(f"{rows} rows in {path} ({size / 1024:.0f} KiB)" + ("" if card is None else f", card in {card.name}"))

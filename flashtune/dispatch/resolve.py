@@ -16,7 +16,7 @@ from flashtune.core.errors import EnvironmentProblem, FlashtuneError
 from flashtune.core.problem import Problem, ProblemKey
 from flashtune.core.results import Source, TuningRecord
 from flashtune.core.target import Target
-from flashtune.dispatch import devices, kernels
+from flashtune.dispatch import devices, elsewhere, kernels
 from flashtune.dispatch.call import Call
 from flashtune.dispatch.launch.driver import NO_RESOURCES, DriverError
 from flashtune.dispatch.plans import FrameworkPlan, KernelPlan
@@ -55,6 +55,7 @@ class Memo:
         self._records: list[TuningRecord] | None = None
         self._pools: dict[tuple[object, ...], Pool] = {}
         self._warned: set[str] = set()
+        self._told: set[str] = set()
 
     @functools.cached_property
     def unmeasured(self) -> bool:
@@ -92,6 +93,16 @@ class Memo:
             assert self._records is not None, "they were just read"
             self._pools[group] = Pool(key, target, self._records, families())
         return self._pools[group]
+
+    def warn_of_elsewhere(self, record: TuningRecord, device: torch.device) -> None:
+        """A RuntimeWarning, once for each database, where a row that serves on this GPU was measured on another machine. The package's own
+        rows are from one anyway."""
+        if record.origin == "shipped" or record.origin in self._told or record.outcome.source != "measured":
+            return
+        if differences := elsewhere.differing(record.provenance, elsewhere.here(device.index)):
+            self._told.add(record.origin)
+            said = f"rows of {record.origin} were measured elsewhere: {', '.join(differences)}"
+            self.warn_once(f"flashtune: {said}; they serve, and a search here would tell what they are worth")
 
     def warn_once(self, message: str) -> None:
         """A RuntimeWarning, the first time that this message comes up."""
@@ -198,6 +209,8 @@ def candidates(
             if call.device.type == "cpu":
                 reason = f"{explanation.reason}, in Triton's interpreter"
                 explanation = replace(explanation, gpu="cpu", key=None, reason=reason)
+            if choice.record is not None and call.device.type == "cuda":
+                memo.warn_of_elsewhere(choice.record, call.device)
             plan = KernelPlan(call, module, q, manifest=manifest, whole=None if host is None else whole, warn=memo.warn_once)
             yield Candidate(plan=plan, explanation=explanation, variant=variant)
             # The caller comes back only when this one failed.

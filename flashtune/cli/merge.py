@@ -1,0 +1,77 @@
+"""`flashtune merge`: several databases into one."""
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from flashtune.cli.console import console, messages, print_json
+from flashtune.cli.options import json_option
+
+if TYPE_CHECKING:
+    from flashtune.core.results import TuningRecord
+
+
+@click.command()
+@click.argument("locations", metavar="PATH|URL...", nargs=-1, required=True)
+@click.option("--out", "destination", metavar="PATH", required=True, help="The file to write.")
+@click.option("--licence", "--license", "licence", metavar="SPDX", help="Write a card beside it: licence, hash, where its rows are from.")
+@click.option("--force", is_flag=True, help="Replace the file where it exists.")
+@json_option
+def merge(locations: tuple[str, ...], destination: str, licence: str | None, force: bool, as_json: bool) -> None:
+    """Write the best row of every key that these databases have to one small file.
+
+    Of two rows of one key the one that gained more over the framework in its own run is kept, with its provenance; measured rows go before
+    predicted ones. What gave way is listed, and so is what this version can't serve.
+
+    \b
+    flashtune merge alice.sqlite bob.sqlite --out model/tuned.sqlite --licence Apache-2.0
+    """
+    from flashtune.db.card import checked_licence, digest, write_card
+    from flashtune.db.merging import merge as merged_into
+    from flashtune.db.store import sqlite_path
+    from flashtune.templates import unservable
+
+    wanted = None if licence is None else checked_licence(licence)
+    merged = merged_into(locations, destination, replace=force, passed_over=unservable)
+    path = sqlite_path(destination)
+    assert path is not None, "a server is no destination, and was refused"
+    card = None if wanted is None else write_card(path, wanted, merged.kept)
+    size = path.stat().st_size
+    if as_json:
+        print_json(
+            {
+                "path": str(path),
+                "rows": len(merged.kept),
+                "bytes": size,
+                "sha256": digest(path),
+                "card": None if card is None else str(card),
+                "lost": [{"lost": _row(record), "kept": _row(best)} for record, best in merged.lost],
+                "left_out": [{**_row(record), "why": unservable(record)} for record in merged.passed_over],
+            }
+        )
+        return
+    for record, best in merged.lost:
+        console().print(f"lost: {record.key.gpu} {record.problem.label()}: {_told(record)} to {_told(best)}", soft_wrap=True)
+    for record in merged.passed_over:
+        messages().print(f"left out: {record.key.gpu} {record.problem.label()}: {unservable(record)}")
+    beside = "" if card is None else f", card in {card.name}"
+    console().print(f"{len(merged.kept)} rows of {len(locations)} databases in {path} ({size / 1024:.0f} KiB){beside}")
+
+
+def _told(record: "TuningRecord") -> str:
+    """A row by its gain and where it is from."""
+    relative = record.relative_time
+    gain = record.outcome.source if relative is None else f"{1 / relative:.2f}x of the framework"
+    return f"{gain} ({record.origin})"
+
+
+def _row(record: "TuningRecord") -> dict[str, Any]:
+    return {
+        "gpu": record.key.gpu,
+        "problem": record.problem.label(),
+        "origin": record.origin,
+        "variant_id": record.outcome.variant_id,
+        "source": record.outcome.source,
+        "median_us": record.median_us,
+        "relative_time": record.relative_time,
+    }

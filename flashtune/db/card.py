@@ -1,0 +1,69 @@
+"""What a database that is shipped says of itself, in a JSON file beside it: its licence, its hash, and what its rows are from.
+
+The hash is of the file's bytes: `sha256sum` checks it, too.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from flashtune.core.errors import DatabaseError, InputError
+from flashtune.core.results import TuningRecord
+from flashtune.db.rows import tidy
+
+FORMAT = 1
+LICENCE_LENGTH = 255
+
+
+def card_path(database: Path) -> Path:
+    """Where the card of a database lies: its name with `.json` behind it."""
+    return database.with_name(f"{database.name}.json")
+
+
+def digest(database: Path) -> str:
+    """SHA-256 of the file."""
+    return hashlib.sha256(database.read_bytes()).hexdigest()
+
+
+def checked_licence(text: str) -> str:
+    """The text of a licence, an SPDX identifier say; raises InputError for what is no printable line."""
+    found = text.strip()
+    if not found or found != tidy(found, LICENCE_LENGTH):
+        raise InputError(f"{text!r} names no licence: give an SPDX identifier, such as Apache-2.0")
+    return found
+
+
+def write_card(database: Path, licence: str, records: Iterable[TuningRecord]) -> Path:
+    """Put a card beside a database whose best rows are these; returns its path."""
+    records = list(records)
+
+    def every(values: Iterable[str]) -> list[str]:
+        return sorted(set(values) - {""})
+
+    fields = {
+        "format": FORMAT,
+        "file": database.name,
+        "sha256": digest(database),
+        "licence": licence,
+        "rows": len(records),
+        "gpus": every(record.key.gpu for record in records),
+        **{name: every(getattr(record.provenance, name) for record in records) for name in ("flashtune", "triton", "driver", "gpu_name")},
+    }
+    path = card_path(database)
+    path.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def check_card(database: Path) -> None:
+    """Raise DatabaseError where a card lies beside this file and names another hash, or is none."""
+    path = card_path(database)
+    if not path.is_file():
+        return
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        wanted = fields["sha256"] if fields["format"] == FORMAT else None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DatabaseError(f"{path} is no card of a tuned database ({error!r}): export it again, or remove the card") from error
+    if wanted != digest(database):
+        raise DatabaseError(f"{database} isn't the file that {path.name} beside it names: fetch both again, or export it again")

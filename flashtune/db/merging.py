@@ -1,0 +1,78 @@
+"""Several databases into one that holds the best row of every key."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlalchemy import Connection
+
+from flashtune.core.errors import DatabaseError, NoKernelFound
+from flashtune.core.results import SearchResult, TuningRecord
+from flashtune.db.library import Layer, Library
+from flashtune.db.ranking import by_key, foremost, key_order, serve_all
+from flashtune.db.sqlite_file import export_file
+from flashtune.db.store import sqlite_path
+from flashtune.db.writing import ResultRows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merged:
+    """What became of the databases' rows: `kept` were written; `lost` gave way, each to the row beside it; `passed_over` could not be
+    served, and no row of their key could."""
+
+    kept: tuple[TuningRecord, ...]
+    lost: tuple[tuple[TuningRecord, TuningRecord], ...]
+    passed_over: tuple[TuningRecord, ...]
+
+
+def merge(
+    locations: Sequence[str | Path],
+    destination: str | Path,
+    *,
+    replace: bool = False,
+    passed_over: Callable[[TuningRecord], object] = serve_all,
+) -> Merged:
+    """Write the best row of each key that any of these databases has to a new SQLite file, with its provenance as it was.
+
+    Of several rows of a key the one that gained most over the framework in its own run is kept: `ranking.preference`, as in a library;
+    equals go to the database that is named first. Those that are `passed_over` give way to the next. The file appears whole or not at all;
+    `replace` allows it to take the place of another tuned database, but not of one of these.
+
+    Raises NoKernelFound where there is nothing to write.
+    """
+    target = sqlite_path(destination)
+    if target is None:
+        raise DatabaseError("databases can be merged into a SQLite file only: give the path of a file")
+    sources = [path for path in map(sqlite_path, locations) if path is not None]
+    if any(path.resolve() == target.resolve() for path in sources):
+        raise DatabaseError(f"{target} is one of the databases to merge: write to another path")
+    kept, lost, refused = [], [], []
+    found = by_key(record for location in locations for record in Library([Layer(location=location)]).winners())
+    for key in sorted(found, key=key_order):
+        best = foremost(found[key], passed_over)
+        if passed_over(best):
+            refused.append(best)
+            continue
+        kept.append(best)
+        lost += [(record, best) for record in found[key] if _run(record) != _run(best)]
+    if not kept:
+        raise NoKernelFound("these databases hold no row that could be served: search first, or name others")
+    rows = [ResultRows.of(_alone(record)) for record in kept]
+
+    def write(connection: Connection) -> None:
+        for one in rows:
+            one.insert(connection)
+
+    export_file(target, write, replace=replace)
+    return Merged(kept=tuple(kept), lost=tuple(lost), passed_over=tuple(refused))
+
+
+def _run(record: TuningRecord) -> tuple[object, ...]:
+    """What tells a row: the same one may be in several databases."""
+    return record.problem, record.outcome, record.provenance, record.baseline
+
+
+def _alone(record: TuningRecord) -> SearchResult:
+    return SearchResult(
+        gpu=record.key.gpu, problem=record.problem, outcomes=(record.outcome,), provenance=record.provenance, baseline=record.baseline
+    )

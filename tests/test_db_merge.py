@@ -1,0 +1,137 @@
+"""Databases merged into one lose no best row, and what ships beside weights says its licence and its hash."""
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import db_samples as samples
+import pytest
+from click.testing import CliRunner
+
+from flashtune import dispatch
+from flashtune.cli.main import main
+from flashtune.core.config import Config
+from flashtune.core.errors import DatabaseError, InputError, NoKernelFound
+from flashtune.core.results import SearchResult, TuningRecord
+from flashtune.core.target import find_target
+from flashtune.db.card import card_path, check_card, checked_licence
+from flashtune.db.library import Library
+from flashtune.db.merging import merge
+from flashtune.templates import family
+
+POINTERS = family("flash_fwd")
+CONFIG = POINTERS.default(samples.PROBLEM.spec(), find_target("h200"))
+
+
+def one(variant: str, n: int, time_us: float, framework_us: float | None = 120.0, **changes: Any) -> SearchResult:
+    return samples.result(
+        samples.outcome(variant, time_us, **{"config": CONFIG, **changes}), framework_us=framework_us, of=samples.problem(n)
+    )
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> list[Path]:
+    """Each has one best row, and rows that others have better, measured where another's is predicted, or have, too."""
+    same = one("everywhere", 512, 50.0)
+    contents = {
+        "a": (one("a1", 1024, 60.0), one("a2", 2048, 90.0), one("a4", 8192, 1.0, None, source="predicted"), same),
+        # Faster by the clock, on a machine whose framework was faster, too.
+        "b": (one("b1", 1024, 50.0, 80.0), one("b2", 2048, 70.0), one("b3", 4096, 100.0, None), same),
+        "c": (
+            one("c1", 1024, 110.0),
+            one("c3", 4096, 119.0),
+            one("c4", 8192, 300.0, None),
+            one("c9", 16384, 9.0, None, source="predicted"),
+        ),
+    }
+    return [samples.write(tmp_path / f"{name}.sqlite", results) for name, results in contents.items()]
+
+
+def best_of(paths: list[Path]) -> list[TuningRecord]:
+    from flashtune.db.library import Layer
+
+    return [replace(record, origin="") for record in Library([Layer(location=path) for path in paths]).records()]
+
+
+def test_a_merge_of_three_databases_loses_no_best_row_and_says_what_gave_way(three: list[Path], tmp_path: Path) -> None:
+    merged = merge(three, tmp_path / "out" / "all.sqlite")
+    written = Library.of(tmp_path / "out" / "all.sqlite")
+    assert [r.outcome.variant_id for r in written.records()] == ["everywhere", "a1", "b2", "c3", "c4", "c9"]
+    assert [replace(record, origin="") for record in written.records()] == best_of(three), "with provenance and the framework's time"
+    assert len(written.winners()) == len(merged.kept) == 6
+    assert sorted((lost.outcome.variant_id, best.outcome.variant_id) for lost, best in merged.lost) == [
+        ("a2", "b2"), ("a4", "c4"), ("b1", "a1"), ("b3", "c3"), ("c1", "a1"),
+    ]  # fmt: skip
+    assert {Path(lost.origin).stem for lost, _ in merged.lost} == {"a", "b", "c"}
+
+
+def test_the_order_of_the_databases_does_not_matter(three: list[Path], tmp_path: Path) -> None:
+    merge(three, tmp_path / "x.sqlite")
+    merge(three[::-1], tmp_path / "y.sqlite")
+    assert (tmp_path / "x.sqlite").read_bytes() == (tmp_path / "y.sqlite").read_bytes()
+
+
+def test_a_merge_never_writes_over_what_it_reads_nor_nothing(three: list[Path], tmp_path: Path) -> None:
+    before = three[0].read_bytes()
+    with pytest.raises(DatabaseError, match="one of the databases to merge"):
+        merge(three, three[0], replace=True)
+    with pytest.raises(NoKernelFound, match="no row that could be served"):
+        merge(three, tmp_path / "none.sqlite", passed_over=lambda record: True)
+    merge(three[:1], tmp_path / "there.sqlite")
+    with pytest.raises(DatabaseError, match=r"there\.sqlite"):
+        merge(three, tmp_path / "there.sqlite")
+    assert three[0].read_bytes() == before and not (tmp_path / "none.sqlite").exists()
+
+
+def flashtune(*words: str) -> Any:
+    return CliRunner().invoke(main, list(words))
+
+
+def test_the_command_reports_what_lost_and_what_cannot_be_served(three: list[Path], tmp_path: Path) -> None:
+    strange = samples.write(
+        tmp_path / "strange.sqlite", (one("s1", 1024, 1.0, config=Config.of(GONE=1)), one("s2", 32768, 1.0, config=Config.of(GONE=1)))
+    )
+    out = tmp_path / "model" / "tuned.sqlite"
+    words = ["merge", *map(str, [*three, strange]), "--out", str(out)]
+    done = flashtune(*words, "--json", "--licence", "Apache-2.0")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert (found["rows"], found["bytes"]) == (6, out.stat().st_size)
+    assert found["sha256"] == hashlib.sha256(out.read_bytes()).hexdigest()
+    assert [(x["variant_id"], x["why"] is not None) for x in found["left_out"]] == [("s2", True)]
+    assert {x["lost"]["variant_id"] for x in found["lost"]} == {"a2", "a4", "b1", "b3", "c1", "s1"}
+    assert {x["kept"]["variant_id"] for x in found["lost"]} == {"a1", "b2", "c3", "c4"}
+    again = flashtune(*words, "--force")
+    assert again.exit_code == 0 and "lost: h200 n2048-d64-bf16-causal-gqa4: 1.33x" in again.stdout and "to 1.71x" in again.stdout
+    assert "left out: h200 n32768" in again.stderr
+    assert flashtune(*words).exit_code == 3
+
+
+def test_an_export_beside_weights_has_a_card_with_licence_and_hash_that_use_checks(three: list[Path], tmp_path: Path) -> None:
+    out = tmp_path / "weights" / "tuned.sqlite"
+    done = flashtune("export", str(out), "--db", str(three[0]), "--licence", "Apache-2.0", "--json")
+    assert done.exit_code == 0, done.output
+    card = json.loads(card_path(out).read_text())
+    assert json.loads(done.stdout)["sha256"] == card["sha256"] == hashlib.sha256(out.read_bytes()).hexdigest()
+    assert (card["licence"], card["file"], card["rows"], card["gpus"]) == ("Apache-2.0", "tuned.sqlite", 4, ["h200"])
+    assert (card["triton"], card["driver"], card["gpu_name"]) == (["3.6.0"], ["575.57"], ["NVIDIA H200"])
+    dispatch.use(out).remove()
+    again = tmp_path / "again.sqlite"
+    flashtune("export", str(again), "--db", str(three[0]))
+    assert again.read_bytes() == out.read_bytes(), "equal contents have equal hashes"
+    assert not card_path(again).exists()
+    out.write_bytes(out.read_bytes() + b"\0")
+    dispatch.reload()
+    with pytest.raises(DatabaseError, match=r"isn't the file that .* beside it names"):
+        dispatch.use(out)
+    card_path(out).write_text("[]")
+    with pytest.raises(DatabaseError, match="no card of a tuned database"):
+        check_card(out)
+
+
+@pytest.mark.parametrize("text", ["", "  ", "two\nlines", "x" * 300])
+def test_what_names_no_licence_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match="names no licence"):
+        checked_licence(text)
