@@ -16,7 +16,7 @@ from flashtune.tuner.correctness import check, everywhere, oracle
 from flashtune.tuner.inputs import Inputs, make_inputs, run_forward
 
 BWD, GPU = family("flash_bwd"), find_target("h200")
-TILES = {"BLOCK_M": 16, "BLOCK_N": 32, "DQ_BLOCK_M": 16, "DQ_BLOCK_N": 32, "num_warps": 2, "DQ_num_warps": 2}
+TILES = {"BLOCK_M": 16, "BLOCK_N": 32, "DQ_BLOCK_M": 16, "DQ_BLOCK_N": 32, "num_warps": 4, "DQ_num_warps": 4}
 
 
 def problem(features: Features, **changes: int | str) -> Problem:

@@ -1,5 +1,6 @@
 """Gradients: the framework's path serves them, with every feature."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from flashtune import dispatch
 from flashtune.core import reference
 from flashtune.core.band import Band
 from flashtune.dispatch import devices, framework
+from flashtune.dispatch.arguments import parse
 
 
 def inputs(*, dtype: torch.dtype = torch.float32, kv_heads: int = 4, n_kv: int = 13) -> list[torch.Tensor]:
@@ -135,9 +137,12 @@ def test_a_needed_gradient_keeps_kernels_out_and_explain_says_so(monkeypatch: py
     monkeypatch.setattr(devices, "INTERPRETING", True)
     q, k, v = inputs()
     assert "gradient is needed" in dispatch.explain(q, k, v).reason
-    assert "gradient is needed" in dispatch.explain(q.detach(), k.detach(), v.detach(), torch.zeros(11, 13, requires_grad=True)).reason
+    assert (
+        "gradient of attn_mask is needed"
+        in dispatch.explain(q.detach(), k.detach(), v.detach(), torch.zeros(11, 13, requires_grad=True)).reason
+    )
     slopes = torch.ones(4, requires_grad=True)
-    assert "gradient is needed" in dispatch.explain(q.detach(), k.detach(), v.detach(), alibi_slopes=slopes).reason
+    assert "gradient of alibi_slopes is needed" in dispatch.explain(q.detach(), k.detach(), v.detach(), alibi_slopes=slopes).reason
     with torch.no_grad():
         assert dispatch.explain(q, k, v, alibi_slopes=slopes).kind == "default"
         with forward_ad.dual_level():
@@ -157,12 +162,16 @@ def test_cudnn_serves_no_masked_gradient_on_a_gpu() -> None:
     q, k, v = inputs()
     mask, cuda, cpu = torch.ones(11, 13, dtype=torch.bool), torch.device("cuda", 0), torch.device("cpu")
 
-    def cudnn(device: torch.device, *tensors: torch.Tensor | None) -> bool:
-        with framework._sound_backends(device, *tensors):  # type: ignore[arg-type]
+    call = parse(q, k, v)
+
+    def cudnn(device: torch.device, *tensors: torch.Tensor | None, deterministic: bool = False) -> bool:
+        with framework._sound_backends(replace(call, device=device, deterministic=deterministic), *tensors):  # type: ignore[arg-type]
+            assert not (deterministic and device == cuda and torch.backends.cuda.flash_sdp_enabled())
             return torch.backends.cuda.cudnn_sdp_enabled()
 
     assert not cudnn(cuda, q, k, v, mask)
     assert cudnn(cuda, q, k, v, None) and cudnn(cpu, q, k, v, mask)
+    assert not cudnn(cuda, q, k, v, None, deterministic=True) and cudnn(cpu, q, k, v, None, deterministic=True)
     assert cudnn(cuda, q.detach(), k.detach(), v.detach(), mask)
     with torch.no_grad():
         assert cudnn(cuda, q, k, v, mask)

@@ -69,7 +69,9 @@ MEANT = {
     "float32": [replace(BF16, dtype="fp32")],
     "fp8 (e4m3)": [replace(BF16, dtype="fp8")],
     "D other than 64, 128, 256; D of V its own": [replace(BF16, d=80, d_v=80), replace(BF16, d=192, d_v=128)],
-    "gradients": [],
+    "gradients": [
+        replace(BF16, direction="bwd", features=features) for features in (Features(causal=True), Features(mask="bias", dropout=True))
+    ],
 }
 
 

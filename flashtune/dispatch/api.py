@@ -9,11 +9,12 @@ from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from flashtune.core.band import Window
+from flashtune.core.dtypes import DType
 from flashtune.core.errors import InputError
 from flashtune.core.passes import PER_HEAD
-from flashtune.core.problem import Problem
+from flashtune.core.problem import FLAGS, Features, MaskKind, Problem
 from flashtune.core.target import find_target
-from flashtune.dispatch import devices, resolve, torch_ops
+from flashtune.dispatch import devices, resolve, torch_ops, training
 from flashtune.dispatch.arguments import parse
 from flashtune.dispatch.call import Call, PerHead
 from flashtune.dispatch.layers import SERVING, current
@@ -48,6 +49,7 @@ def attention(
     k_descale: torch.Tensor | float | None = None,
     v_descale: torch.Tensor | float | None = None,
     sinks: torch.Tensor | None = None,
+    deterministic: bool = False,
 ) -> Any:
     """softmax(scale query keyᵀ) value, with the signature and meaning of F.scaled_dot_product_attention.
 
@@ -75,10 +77,15 @@ def attention(
         sinks: attention sinks, (Hq,) or (B, Hq), float32 or in the output's dtype: a logit per query head (finite or -inf) that joins each
             softmax's denominator, as one more key whose value is 0 would; neither scaled, capped nor masked. As in GPT-OSS, where it
             is learned. It is part of the LSE, which for rows with nothing else to attend to is the sink.
+        deterministic: gradients are to be the same bits every time, as torch.use_deterministic_algorithms asks of all operations. Those of
+            kernels always are; where torch serves them, it takes its math backend, with memory for all scores.
 
     flashtune.dispatch.policy.rank states which kernel serves a call. Torch's own operations serve it, with every feature and gradients,
-    on the CPU, when a gradient is needed, for float64, for unseeded dropout while a CUDA graph is captured, and wherever no kernel
-    does. Features that torch lacks (softcap, return_lse, seed) then take memory for all scores; ALiBi and sinks have paths of their own
+    on the CPU, for float64, for unseeded dropout while a CUDA graph is captured, and wherever no kernel does. A call whose gradient is
+    needed is served by kernels, forward and backward, where a backward row (`flashtune search --direction bwd`) was measured on the GPU's
+    architecture, or where `use(unmeasured=True)` allows what wasn't; else torch serves it, without cuDNN where there is a mask, since its
+    gradients can be NaN there. `explain` says which. Gradients of masks, slopes and sinks are torch's. Kernels have first derivatives
+    alone. Features that torch lacks (softcap, return_lse, seed) then take memory for all scores; ALiBi and sinks have paths of their own
     (flashtune.dispatch.framework).
 
     Raises InputError (a ValueError) or InputTypeError (a TypeError) where the arguments make no sense.
@@ -91,7 +98,7 @@ def attention(
     per_head = None
     if alibi_slopes is not None or sinks is not None or q_descale is not None or k_descale is not None or v_descale is not None:
         per_head = PerHead(alibi_slopes, q_descale, k_descale, v_descale, sinks)
-    options = (dropout_p, is_causal, scale, enable_gqa, window, softcap, causal_alignment, return_lse, allow_tf32)
+    options = (dropout_p, is_causal, scale, enable_gqa, window, softcap, causal_alignment, return_lse, allow_tf32, deterministic)
     if torch.compiler.is_compiling():
         return _traced(query, key, value, attn_mask, options, seed, per_head)
     signature: Hashable | None
@@ -218,7 +225,7 @@ def _parsed(
     per_head: PerHead | None,
 ) -> Call:
     """The checked call; `options` as `attention` puts them together."""
-    dropout_p, is_causal, scale, enable_gqa, window, softcap, causal_alignment, return_lse, allow_tf32 = options
+    dropout_p, is_causal, scale, enable_gqa, window, softcap, causal_alignment, return_lse, allow_tf32, deterministic = options
     return parse(
         query,
         key,
@@ -235,6 +242,7 @@ def _parsed(
         seed=seed,
         allow_tf32=allow_tf32,
         per_head=per_head,
+        deterministic=deterministic,
     )
 
 
@@ -250,7 +258,16 @@ def _traced(
     """`attention` as torch.compile sees it."""
     query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
     call = _parsed(query, key, value, attn_mask, options, seed, per_head)
-    kernels = not _transformed() and _why_torch_of(query, key, value, attn_mask, per_head) is None
+    why_torch = "transformed" if _transformed() else _why_torch_of(query, key, value, attn_mask, per_head)
+    problem, trains = call.problem, False
+    if why_torch == resolve.GRADIENT and problem is not None:
+        # What is known of other sizes would do: only whether anything was measured counts.
+        features, place = problem.features, -1 if query.device.index is None else query.device.index
+        window = (False, None, None) if features.window is None else (True, *features.window)
+        flags = [getattr(features, name) for name in FLAGS]
+        ratio = int(problem.heads) // int(problem.kv_heads)
+        sizes = (problem.d, problem.d_v, ratio)
+        trains = _trainable(query.device.type, place, problem.dtype, *sizes, features.causal, features.mask, *window, *flags)
     return torch_ops.traced(
         call,
         query,
@@ -262,8 +279,40 @@ def _traced(
         enable_gqa=options[3],
         causal_alignment=options[6],
         allow_tf32=options[8],
-        kernels=kernels,
+        kernels=why_torch is None,
+        trains=trains,
     )
+
+
+def _trainable(
+    device: str,
+    index: int,
+    dtype: DType,
+    d: int,
+    d_v: int,
+    ratio: int,
+    causal: bool,
+    mask: MaskKind,
+    windowed: bool,
+    left: int | None,
+    right: int | None,
+    *flags: bool,
+) -> bool:
+    """Whether backward kernels are trusted with problems like this one, of usual sizes; `flags` are those of FLAGS.
+
+    A compiler that traces takes the answer for a constant, and gives nothing but plain values.
+    """
+    target = devices.target_of(torch.device(device, index) if index >= 0 else torch.device(device))
+    window = (left, right) if windowed else None
+    words: dict[str, Any] = dict(zip(FLAGS, flags, strict=True))
+    features = Features(causal=causal, mask=mask, window=window, **words)
+    problem = Problem(batch=8, heads=16 * ratio, kv_heads=16, n_q=2048, n_kv=2048, d=d, d_v=d_v, dtype=dtype, features=features)
+    memo = current()
+    with memo.lock:
+        return resolve.gradient_choice(memo, problem, target)[0] is not None
+
+
+_trainable._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_causal_bias(mask: object) -> bool:
@@ -340,8 +389,14 @@ def _why_torch_of(
         or (attn_mask is not None and attn_mask.requires_grad)
         or (per_head is not None and any(x.requires_grad for x in per_head.tensors()))
     ):
-        return "a gradient is needed and the kernels are forward only"
+        wanted = [] if attn_mask is None or not attn_mask.requires_grad else ["attn_mask"]
+        wanted += [] if per_head is None else [name for name, x in zip(PER_HEAD, per_head, strict=True) if _differentiable(x)]
+        return f"a gradient of {' and '.join(wanted)} is needed, which kernels don't compute" if wanted else resolve.GRADIENT
     return None
+
+
+def _differentiable(x: torch.Tensor | float | None) -> bool:
+    return isinstance(x, torch.Tensor) and x.requires_grad
 
 
 def _memory(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None) -> Hashable:
@@ -376,3 +431,4 @@ def _autocast(
 
 
 torch_ops.define(attention)
+training.define(attention)

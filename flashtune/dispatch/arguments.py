@@ -31,6 +31,7 @@ def parse(
     seed: int | None = None,
     allow_tf32: bool = False,
     per_head: PerHead | None = None,
+    deterministic: bool = False,
 ) -> Call:
     """Check the arguments of `attention`; raises InputError or InputTypeError with the offending value and the remedy."""
     _check_tensors(query, key, value)
@@ -96,6 +97,7 @@ def parse(
         per_head=any(x is not None for x in per_head),
         factors=_factors(per_head) if query.dtype == torch.float8_e4m3fn else None,
         dropout_p=dropout_p,
+        deterministic=_flag("deterministic", deterministic),
         seeded=seed is not None,
         return_lse=return_lse,
         mask_kind=mask_kind,

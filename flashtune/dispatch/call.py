@@ -58,6 +58,7 @@ class Call:
     per_head: bool
     factors: tuple[float, float, float] | None
     dropout_p: float
+    deterministic: bool
     seeded: bool
     return_lse: bool
     mask_kind: MaskKind

@@ -7,7 +7,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashtune.core import reference
 from flashtune.core.passes import CallParameters, per_head_words
-from flashtune.core.torch_attention import sdpa
+from flashtune.core.torch_attention import sdpa, sound_backends
 from flashtune.dispatch.call import Call, PerHead
 
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
@@ -16,7 +16,7 @@ Outputs = tuple[torch.Tensor, torch.Tensor | None]
 def takes_as_it_is(call: Call) -> bool:
     """Whether torch's function serves a call with the very arguments of `attention`, but for a mask that needs a gradient."""
     mask = call.mask_kind == "none" or call.dtype != torch.float64
-    return call.fused_by_torch and call.identity and call.scale > 0.0 and mask and not call.empty
+    return call.fused_by_torch and not call.deterministic and call.identity and call.scale > 0.0 and mask and not call.empty
 
 
 def attention(
@@ -62,7 +62,7 @@ def attention(
         # Torch's fused CPU kernel reads the memory of a narrower mask as if it were float64.
         mask = mask.to(q.dtype)
     # Whatever autocast takes is in its type already, but for fp8 inputs and ALiBi's bias, which aren't to be rounded.
-    with _no_autocast(call.device.type), _sound_backends(call.device, q, k, v, mask):
+    with _no_autocast(call.device.type), _sound_backends(call, q, k, v, mask):
         out = sdpa(
             q,
             k,
@@ -157,14 +157,15 @@ def _composite(
 
 
 def _sound_backends(
-    device: torch.device, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
 ) -> contextlib.AbstractContextManager[object]:
-    """Keeps cuDNN from calls with a mask whose gradient is needed: its dQ can be NaN there (torch 2.11 on Hopper, pytorch #196678)."""
-    if device.type != "cuda" or mask is None or not torch.is_grad_enabled():
+    """Keeps calls whose gradient is needed to the backends whose gradients are right, and the same every time where that was asked for."""
+    if call.device.type != "cuda" or not torch.is_grad_enabled() or not (call.deterministic or mask is not None):
         return contextlib.nullcontext()
-    if not any(x.requires_grad for x in (q, k, v, mask)):
+    if not any(x.requires_grad for x in (q, k, v, *([] if mask is None else [mask]))):
         return contextlib.nullcontext()
-    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+    backends = [SDPBackend.MATH] if call.deterministic else sound_backends(mask)
+    return contextlib.nullcontext() if backends is None else sdpa_kernel(backends)
 
 
 def _no_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:

@@ -242,6 +242,61 @@ class KernelPlan:
         return (q, k, v, out, lse), call.parameters(call.full_mask(attn_mask), per_head)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingPlan:
+    """Serves a call whose gradient is needed by the operators of flashtune.dispatch.training."""
+
+    call: Call
+
+    def build(self, *_: object) -> None:
+        """Nothing: the forward's kernel is chosen by a call of its own, without gradients."""
+
+    def run(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        seed: int | None,
+        per_head: PerHead | None,
+    ) -> Outputs:
+        """Output and, when asked for, LSE."""
+        call = self.call
+        if call.dropout_p and seed is None and call.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # Numbers that are drawn here would be the same at every replay of the graph.
+            return FrameworkPlan.of(call).run(query, key, value, attn_mask, seed, per_head)
+        alignment = "bottom_right" if call.band.diagonal else "top_left"
+        tf32 = call.problem is not None and call.problem.features.tf32
+        return trained(call, query, key, value, attn_mask, seed, per_head, causal_alignment=alignment, allow_tf32=tf32)
+
+
+def trained(
+    call: Call,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    seed: int | None,
+    per_head: PerHead | None,
+    *,
+    causal_alignment: str,
+    allow_tf32: bool,
+) -> Outputs:
+    """Output and, when asked for, LSE by the operator that has gradients; compilers trace this, too."""
+    q, k, v = call.views(query, key, value)
+    slopes, sinks = (None, None) if per_head is None else (_spread(call, per_head.alibi_slopes), _spread(call, per_head.sinks))
+    # Operators take signed integers; seeds wrap.
+    bits = None if seed is None else (seed_bits(seed) + 2**63) % 2**64 - 2**63
+    sides = call.band.keywords()
+    numbers = (call.dropout_p, call.scale, sides["window_left"], sides["window_right"], call.softcap, causal_alignment, allow_tf32)
+    out, lse, _ = torch.ops.flashtune.attention_training(q, k, v, call.small_mask(attn_mask), slopes, sinks, bits, *numbers)
+    return call.restored(out), call.restored(lse) if call.return_lse else None
+
+
+def _spread(call: Call, x: torch.Tensor | float | None) -> torch.Tensor | None:
+    return call.spread(x, call.heads) if isinstance(x, torch.Tensor) else None
+
+
 def _padded(size: int) -> int:
     """Up to a multiple of 256 bytes, as torch's allocator aligns."""
     return -(-size // 256) * 256

@@ -19,12 +19,15 @@ from flashtune.core.target import Target
 from flashtune.dispatch import devices, elsewhere, kernels
 from flashtune.dispatch.call import Call
 from flashtune.dispatch.launch.driver import NO_RESOURCES, DriverError
-from flashtune.dispatch.plans import FrameworkPlan, KernelPlan
+from flashtune.dispatch.plans import FrameworkPlan, KernelPlan, TrainingPlan
 from flashtune.dispatch.policy import Choice, Kind, Pool, Refusal, group_of, rank, torch_has
 from flashtune.templates import families
 from flashtune.templates.family import Family
 
-Plan = FrameworkPlan | KernelPlan
+Plan = FrameworkPlan | KernelPlan | TrainingPlan
+
+GRADIENT = "a gradient is needed"
+"""Why torch's own operations serve, unless a backward kernel does."""
 
 MOST_PLANS = 8192
 """Growing sequences make a new signature with each token; beyond so many, all are forgotten and decided anew."""
@@ -121,6 +124,7 @@ class Explanation:
     tensors). `refused` says of each better-placed record or family why it was passed over.
     Where the record is of another key, `differences` says what is theirs for what (`d=128 for 80`), and `estimated_loss` which share of
     time the kernel is thought to lose against a search of its own: an estimate from other rows, never measured.
+    `backward` is what computes the gradients of a call that needs them by kernels; where it is None, torch's own attention does.
     """
 
     kind: Kind
@@ -138,6 +142,7 @@ class Explanation:
     refused: tuple[str, ...] = ()
     differences: tuple[str, ...] = ()
     estimated_loss: float | None = None
+    backward: "Explanation | None" = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +173,22 @@ def candidates(
         torch_only = "there is nothing to compute"
     elif torch_only is None and problem is None:
         torch_only = f"kernels take float16, bfloat16, float32 and float8_e4m3fn, not {str(call.dtype).removeprefix('torch.')}"
+    if torch_only == GRADIENT and problem is not None:
+        target = devices.target_of(call.device)
+        chosen, why = gradient_choice(memo, problem, target)
+        forward = None
+        if chosen is not None:
+            # The forward's kernel hands on the LSE.
+            forward = next(candidates(memo, replace(call, return_lse=True), q, k, v, mask, None)).explanation
+            why = f"no kernel serves the forward ({forward.reason})"
+        if forward is not None and chosen is not None and forward.kind != "framework":
+            variant = None if chosen.family is None else _variant(chosen, chosen.family)
+            backward = explained(chosen, replace(problem, direction="bwd"), target, [], variant)
+            yield Candidate(plan=TrainingPlan(call=call), explanation=replace(forward, backward=backward))
+            return
+        torch_only = f"{GRADIENT}, and {why}"
+        if call.mask_kind != "none" and call.device.type == "cuda":
+            torch_only += " (without cuDNN, whose gradients can be NaN under a mask)"
     if torch_only is not None or problem is None:
         gpu = "cpu" if call.device.type == "cpu" else _slug(call.device)
         key = problem.key(gpu) if problem is not None and call.device.type == "cuda" else None
@@ -218,10 +239,46 @@ def candidates(
             failed.add(family.name)
 
 
+def gradient_choice(memo: Memo, problem: Problem, target: Target) -> tuple[Choice | None, str]:
+    """The backward kernel that is trusted with `problem` on `target`, or None and why torch is.
+
+    What was never raced on the GPU's architecture serves only those who allow what is unmeasured, in the interpreter, too. Torch has the
+    gradient of every feature.
+    """
+    trained = replace(problem, direction="bwd")
+    pool = memo.pool(trained.key(target.slug), target)
+    ranked = rank(trained, target, pool, families(), framework_serves=True, unmeasured=memo.unmeasured)
+    chosen = next(choice for choice in ranked if isinstance(choice, Choice))
+    if chosen.family is not None:
+        return chosen, ""
+    if chosen.record is not None:
+        return None, chosen.note
+    return None, f"no backward kernel was measured on GPUs like {target.name} (FLASHTUNE_UNMEASURED=1 lets those serve that weren't)"
+
+
+def gradient_kernels(
+    memo: Memo, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+) -> Iterator[tuple[Variant, ModuleType]]:
+    """Backward kernels that take these tensors, best first; `mask` is expanded."""
+    if call.problem is None:
+        return
+    problem = replace(call.problem, direction="bwd")
+    target, known, records = _surroundings(memo, call, problem)
+    for choice in rank(problem, target, records, known, framework_serves=False):
+        if isinstance(choice, Choice) and choice.family is not None:
+            variant = _variant(choice, choice.family)
+            module, _ = _loaded(memo, variant, call.device, functools.partial(kernels.load, choice.family, variant))
+            if module is not None and module.accepts(q, k, v, mask):
+                yield variant, module
+
+
 def explain_problem(memo: Memo, problem: Problem, target: Target) -> Explanation:
     """What the policy says of `problem` on `target`, without tensors: strides and compilers have no say."""
     refused: list[str] = []
-    pool, serves = memo.pool(problem.key(target.slug), target), torch_has(problem)
+    if problem.direction == "bwd" and gradient_choice(memo, problem, target)[0] is None:
+        reason = f"{gradient_choice(memo, problem, target)[1]}, so torch's own attention serves the gradient"
+        return Explanation(kind="framework", reason=reason, gpu=target.slug, key=problem.key(target.slug))
+    pool, serves = memo.pool(problem.key(target.slug), target), problem.direction == "bwd" or torch_has(problem)
     for choice in rank(problem, target, pool, families(), framework_serves=serves, unmeasured=memo.unmeasured):
         if isinstance(choice, Choice):
             variant = None if choice.family is None else _variant(choice, choice.family)

@@ -11,7 +11,7 @@ from flashtune.core.torch_dtypes import output_torch_dtype
 from flashtune.dispatch import framework
 from flashtune.dispatch.arguments import parse, seed_bits
 from flashtune.dispatch.call import Call, PerHead
-from flashtune.dispatch.plans import out_strides
+from flashtune.dispatch.plans import out_strides, trained
 
 _SCHEMA = (
     "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, float scale, bool enable_gqa, "
@@ -35,8 +35,13 @@ def traced(
     causal_alignment: str,
     allow_tf32: bool,
     kernels: bool,
+    trains: bool,
 ) -> Any:
-    """The call while a compiler traces it, without a graph break. `kernels` says whether a kernel may serve."""
+    """The call while a compiler traces it, without a graph break. `kernels` says whether a kernel may serve, `trains` whether kernels
+    may serve it with its gradient."""
+    if trains:
+        out, lse = trained(call, query, key, value, attn_mask, seed, per_head, causal_alignment=causal_alignment, allow_tf32=allow_tf32)
+        return (out, lse) if call.return_lse else out
     # Operators take signed integers; seeds wrap.
     bits = None if seed is None else (seed_bits(seed) + 2**63) % 2**64 - 2**63
     if kernels:

@@ -1,6 +1,7 @@
 """The framework's own attention as the yardstick: the same problem through `F.scaled_dot_product_attention`."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
@@ -8,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from flashtune.core import reference
-from flashtune.core.torch_attention import sdpa
+from flashtune.core.torch_attention import sdpa, sound_backends
 from flashtune.tuner.inputs import Inputs
 
 BACKENDS = {
@@ -20,8 +21,11 @@ BACKENDS = {
 """The framework's backends by the names that `flashtune bench` shows."""
 
 
-def framework_call(inputs: Inputs, backend: str | None = None) -> Callable[[], torch.Tensor] | None:
-    """The framework's attention on these inputs (its default choice, or one of `BACKENDS`); None where it can't express the problem.
+def framework_call(inputs: Inputs, backend: str | None = None) -> Callable[[], object] | None:
+    """The framework's pass on these inputs (its default choice, or one of `BACKENDS`); None where it can't express the problem.
+
+    Of a backward it is the gradients alone: the forward that they need runs at the first call, and is kept. The default choice leaves out
+    cuDNN where its gradients aren't to be trusted (flashtune.core.torch_attention).
 
     A diagonal at the last key is torch's `causal_lower_right`, where that reaches FlashAttention. Other bands that are not torch's own
     causal become a boolean mask, and ALiBi a bias in the inputs' dtype (the one that every backend takes), made once and outside of what
@@ -53,11 +57,11 @@ def framework_call(inputs: Inputs, backend: str | None = None) -> Callable[[], t
         else:
             mask = reference.joined(mask, band)
 
-    def call() -> torch.Tensor:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return sdpa(
-            inputs.q,
-            inputs.k,
-            inputs.v,
+            q,
+            k,
+            v,
             attn_mask=mask,
             dropout_p=given.dropout_p,
             is_causal=causal,
@@ -65,14 +69,27 @@ def framework_call(inputs: Inputs, backend: str | None = None) -> Callable[[], t
             enable_gqa=p.gqa_ratio > 1,
         )
 
-    if backend is None:
-        return call
+    backends = sound_backends(mask) if p.direction == "bwd" else None
+    if backend is not None:
+        backends = [BACKENDS[backend]]
 
-    def chosen() -> torch.Tensor:
-        with sdpa_kernel(BACKENDS[backend]):
-            return call()
+    def chosen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with nullcontext() if backends is None else sdpa_kernel(backends):
+            return attend(q, k, v)
 
-    return chosen
+    if p.direction == "fwd":
+        return lambda: chosen(inputs.q, inputs.k, inputs.v)
+    graph: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        if not graph:
+            leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+            with torch.enable_grad():
+                graph.append((chosen(*leaves), leaves))
+        out, leaves = graph[0]
+        return torch.autograd.grad(out, leaves, inputs.operands["dout"], retain_graph=True)
+
+    return gradients
 
 
 def _flash_takes_lower_right(inputs: Inputs) -> bool:

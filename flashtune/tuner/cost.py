@@ -8,11 +8,13 @@ The constants are fitted to the committed sweeps (benchmarks/sweeps), which a te
 import math
 from dataclasses import dataclass
 
+from flashtune.core.band import Band
 from flashtune.core.config import Config
 from flashtune.core.dtypes import ITEMSIZE
 from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
+from flashtune.templates.backward import flash_bwd
 from flashtune.templates.decode.flash_decode import split_count
 from flashtune.templates.family import padded
 from flashtune.templates.hopper.layout import HopperLayout
@@ -69,8 +71,7 @@ CONSTANTS = Constants()
 
 def key_blocks(problem: Problem, block_m: int, block_n: int) -> int:
     """Key blocks that the query tiles of one head visit in all, given the causal and window bands."""
-    seen = (problem.band.keys(start, min(start + block_m, problem.n_q) - 1, problem.n_kv) for start in range(0, problem.n_q, block_m))
-    return sum(keys[-1] // block_n - keys[0] // block_n + 1 for keys in seen if keys)
+    return _blocks(problem.band, problem.n_q, problem.n_kv, block_m, block_n)
 
 
 def programs_per_sm(facts: CompileFacts, target: Target) -> int:
@@ -84,6 +85,8 @@ def programs_per_sm(facts: CompileFacts, target: Target) -> int:
 def predict_us(config: Config, facts: CompileFacts, problem: Problem, target: Target, constants: Constants = CONSTANTS) -> float:
     """The estimated run time in microseconds; infinite where the program doesn't fit on an SM."""
     c = constants
+    if problem.direction == "bwd":
+        return _backward_us(config, facts, problem, target, c)
     resident = programs_per_sm(facts, target)
     if resident == 0:
         return math.inf
@@ -103,6 +106,62 @@ def predict_us(config: Config, facts: CompileFacts, problem: Problem, target: Ta
     clocks = (blocks * per_block + tiles * per_tile) / target.sms * uneven
     memory_us = problem.io_bytes() / (target.bandwidth_gbs * 1e3)
     return c.launch_us + max(clocks / target.boost_mhz, memory_us)
+
+
+def _backward_us(config: Config, facts: CompileFacts, problem: Problem, target: Target, c: Constants) -> float:
+    """Microseconds of a whole backward of two kernels: delta, dK with dV, dQ. `facts` are of the second; the third's are estimated.
+
+    The forward's constants, at other products; nothing of it was fitted to measured backward kernels yet.
+    """
+    p, band, size = problem, problem.band, ITEMSIZE[problem.dtype]
+    keys, queries = flash_bwd.key_config(config), flash_bwd.query_config(config)
+    # Which queries see a key is the same band, seen from the other side.
+    turned = Band(left=band.right, right=band.left, diagonal=-band.diagonal)
+    key_blocks = _blocks(turned, p.n_kv, p.n_q, keys.number("BLOCK_N"), keys.number("BLOCK_M")) * p.gqa_ratio
+    query_blocks = _blocks(band, p.n_q, p.n_kv, queries.number("BLOCK_M"), queries.number("BLOCK_N"))
+    d, d_v = padded(p.d), padded(p.d_v)
+    both = (
+        # dV and dK beside S and dP, then dQ beside them.
+        (keys, facts, p.kv_heads * math.ceil(p.n_kv / keys.number("BLOCK_N")), key_blocks * p.kv_heads, 2 * (d + d_v), "BLOCK_M"),
+        (
+            queries,
+            flash_bwd.expected_of_queries(config, p.spec(), target),
+            p.heads * math.ceil(p.n_q / queries.number("BLOCK_M")),
+            query_blocks * p.heads,
+            2 * d + d_v,
+            "BLOCK_N",
+        ),
+    )
+    deltas_us = p.batch * p.heads * p.n_q * (2 * p.d_v * size + 12) / (target.bandwidth_gbs * 1e3)
+    total = c.launch_us + 2 * c.second_launch_us + deltas_us
+    for tile, seen, tiles, blocks, products, passes in both:
+        resident = programs_per_sm(seen, target)
+        if resident == 0:
+            return math.inf
+        active = max(1, min(resident, math.ceil(p.batch * tiles / target.sms)))
+        scores = tile.number("BLOCK_M") * tile.number("BLOCK_N")
+        peak_per_clock = target.peak_tflops.get(_kind(p), target.peak_tflops["fp32"]) * 1e6 / target.sms / target.boost_mhz
+        matrix = 2 * scores * products / peak_per_clock / c.matrix_efficiency
+        softmax = scores / target.exp_per_clock + c.vector_ops_per_score * scores / c.vector_lanes
+        memory = tile.number(passes) * (d + d_v) * size / c.l2_bytes_per_clock
+        overlap = c.overlap_shared if active * max(1, seen.threads // 128) > 1 else c.overlap_alone
+        busy = max(matrix + softmax - overlap * min(matrix, softmax), memory) + c.spill_clocks_per_byte * seen.spills * seen.threads
+        per_block = busy + (c.block_overhead + c.load_latency / tile.number("num_stages") ** 2) / active
+        slots, programs = target.sms * active, p.batch * tiles
+        balanced = p.features.banded and config["ORDER"] == "longest_first"
+        uneven = 1.0 if balanced else math.ceil(programs / slots) * slots / programs
+        total += (p.batch * blocks * per_block + programs * c.tile_overhead / active) / target.sms * uneven / target.boost_mhz
+    return total
+
+
+def _blocks(band: Band, rows: int, columns: int, block_rows: int, block_columns: int) -> int:
+    """Blocks of columns that the tiles of rows of one head visit in all."""
+    seen = (band.keys(start, min(start + block_rows, rows) - 1, columns) for start in range(0, rows, block_rows))
+    return sum(found[-1] // block_columns - found[0] // block_columns + 1 for found in seen if found)
+
+
+def _kind(problem: Problem) -> str:
+    return "tf32" if problem.features.tf32 else problem.dtype
 
 
 def _settles(config: Config) -> bool:
@@ -142,7 +201,7 @@ def _block_clocks(config: Config, facts: CompileFacts, problem: Problem, target:
     block_m, block_n = config.number("BLOCK_M"), config.number("BLOCK_N")
     d, d_v, size = padded(problem.d), padded(problem.d_v), ITEMSIZE[problem.dtype]
     scores = block_m * block_n
-    kind = "tf32" if problem.features.tf32 else problem.dtype
+    kind = _kind(problem)
     hopper = HopperLayout.of(problem.spec(), config) if "intra_wg_overlap" in config else None
     if kind == "fp8" and hopper is None:
         # Plain kernels multiply it as fp16.

@@ -22,7 +22,7 @@ from flashtune.templates.rendering import render
 from flashtune.tuner.machine_code import Built, Order, can_have_binaries, source_digest, with_files
 from flashtune.tuner.publish import variant_for
 
-_PASSES = {"fwd": "forward"}
+_PASSES = {"fwd": "forward", "bwd": "backward"}
 _TILE = ("BLOCK_M", "BLOCK_N")
 
 _PREFACE = """# Generated kernels
@@ -102,7 +102,7 @@ def _spec_name(spec: KernelSpec) -> str:
 
 def _tile(variant: Variant) -> str:
     """`hopper_128x64`: the family without what the folder says, and the tile."""
-    name = variant.template.removeprefix("flash_").removeprefix("fwd_")
+    name = variant.template.removeprefix("flash_").removeprefix("fwd_").removeprefix("bwd_")
     sizes = [str(variant.config[axis]) for axis in _TILE if axis in variant.config]
     return "_".join([name, "x".join(sizes)]) if sizes else name
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from flashtune.core.config import Config, KernelSpec
 from flashtune.core.dtypes import ITEMSIZE
+from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.family import Axis, Constraint, Family, padded
 from flashtune.templates.predicates import has_scalar_products
@@ -11,11 +12,11 @@ from flashtune.templates.predicates import has_scalar_products
 AXES = (
     Axis(name="BLOCK_M", values=(16, 32, 64, 128), why="query rows of a step of dK and dV: larger products against registers"),
     Axis(name="BLOCK_N", values=(16, 32, 64, 128), why="key rows of a program of dK and dV: reuse of Q and dO against registers"),
-    Axis(name="num_warps", values=(2, 4, 8), why="warps that share a tile of keys: registers a row against programs in flight"),
+    Axis(name="num_warps", values=(4, 8), why="warps that share a tile of keys: registers a row against programs in flight"),
     Axis(name="num_stages", values=(1, 2, 3), why="blocks of Q and dO in flight: latency hidden against shared memory"),
     Axis(name="DQ_BLOCK_M", values=(16, 32, 64, 128), why="query rows of a program of dQ: reuse of K and V against registers"),
     Axis(name="DQ_BLOCK_N", values=(16, 32, 64, 128), why="key rows of a step of dQ: larger products against registers"),
-    Axis(name="DQ_num_warps", values=(2, 4, 8), why="warps that share a tile of queries"),
+    Axis(name="DQ_num_warps", values=(4, 8), why="warps that share a tile of queries"),
     Axis(name="DQ_num_stages", values=(1, 2, 3), why="blocks of K and V in flight"),
     Axis(name="ORDER", values=("rows", "longest_first"), why="the tiles of a head side by side, for L2, or a triangle's long ones first"),
 )
@@ -170,10 +171,10 @@ Tile = tuple[int, int, int, int]
 def _tiles(spec: KernelSpec, target: Target) -> list[tuple[Tile, Tile]]:
     """(BLOCK_M, BLOCK_N, num_warps, num_stages) of dK and dV and of dQ, best known first, down to some that always fit."""
     tiny: list[tuple[Tile, Tile]] = [((16, 32, 8, 1), (32, 16, 8, 1)), ((16, 32, 4, 1), (16, 32, 4, 1)), ((16, 32, 8, 1), (32, 32, 8, 1))]
-    tiny += [((16, 16, 4, 1), (16, 16, 4, 1)), ((16, 32, 4, 1), (32, 32, 4, 1)), ((16, 16, 2, 1), (16, 16, 2, 1))]
+    tiny += [((16, 16, 4, 1), (16, 16, 4, 1)), ((16, 32, 4, 1), (32, 32, 4, 1))]
     if has_scalar_products(spec, target):
         return [((16, 64, 8, 1), (64, 16, 8, 1)), ((16, 32, 4, 1), (32, 16, 4, 1)), *tiny]
-    small = [((32, 64, 4, 2), (64, 32, 4, 2)), ((32, 64, 4, 1), (64, 32, 4, 1)), ((32, 32, 2, 1), (32, 32, 2, 1))]
+    small = [((32, 64, 4, 2), (64, 32, 4, 2)), ((32, 64, 4, 1), (64, 32, 4, 1))]
     last = [((16, 64, 4, 1), (64, 16, 4, 1)), ((32, 128, 8, 1), (128, 32, 8, 1)), ((16, 128, 8, 1), (128, 16, 8, 1))]
     if max(spec.d, spec.d_v) > 128:
         return [((32, 64, 8, 2), (64, 32, 8, 2)), ((32, 64, 8, 1), (64, 32, 8, 1)), ((32, 32, 4, 1), (32, 32, 4, 1)), *small, *last, *tiny]
@@ -209,6 +210,30 @@ def default(spec: KernelSpec, target: Target) -> Config:
     return next(filter(fits, found), found[-1])
 
 
+def expected(config: Config, spec: KernelSpec, target: Target) -> CompileFacts:
+    """What the compiler will say of the kernel of dK and dV, which is the larger one."""
+    keys = key_config(config)
+    return _expected(keys, target, key_registers(keys, spec, target), key_shared_bytes(keys, spec, target))
+
+
+def expected_of_queries(config: Config, spec: KernelSpec, target: Target) -> CompileFacts:
+    """What the compiler will say of the kernel of dQ."""
+    queries = query_config(config)
+    return _expected(queries, target, query_registers(queries, spec, target), query_shared_bytes(queries, spec, target))
+
+
+def _expected(config: Config, target: Target, registers: float, shared: int) -> CompileFacts:
+    # Addresses, and what the compiler loads ahead, by a look at what it made of the published tiles.
+    needed, threads = registers + 70, config.number("num_warps") * target.warp_size
+    cap = min(255 if target.vendor == "nvidia" else 512, target.registers_per_sm // threads)
+    return CompileFacts(
+        registers=int(min(needed, cap)),
+        spills=int(4 * max(0.0, needed - cap)),
+        shared_bytes=min(shared, target.shared_bytes_per_block),
+        threads=threads,
+    )
+
+
 FAMILY = Family(
     name="flash_bwd",
     folder="backward",
@@ -218,6 +243,7 @@ FAMILY = Family(
     supports=supports,
     default=default,
     starts=starts,
+    expected=expected,
     interpretable=True,
     path_axes=("ORDER",),
 )

@@ -1,0 +1,239 @@
+"""Calls whose gradient is needed, as operators of torch: a forward's kernel keeps the LSE, and a backward's kernel goes on from there.
+
+`torch.ops.flashtune.attention_training` and `torch.ops.flashtune.attention_gradients` are opaque to compilers. What lies between them
+is the output, the LSE and 64 bits that dropout's mask follows from; nothing is as large as the scores. flash_bwd adds up in a fixed order,
+so that the gradients of a call are the same bits every time.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flashtune.core import launching
+from flashtune.core.errors import InputError
+from flashtune.core.passes import CallParameters
+from flashtune.core.torch_dtypes import output_torch_dtype
+from flashtune.dispatch import formula, layers, resolve
+from flashtune.dispatch.arguments import parse, seed_bits
+from flashtune.dispatch.call import PerHead
+from flashtune.dispatch.plans import out_strides, random_bits
+
+_NUMBERS = "float dropout_p, float scale, int left, int right, float softcap, str causal_alignment, bool allow_tf32"
+_PER_HEAD = "Tensor? alibi_slopes, Tensor? sinks"
+_FORWARD = f"(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, {_PER_HEAD}, int? seed, {_NUMBERS}) -> (Tensor, Tensor, Tensor)"
+_BACKWARD = (
+    "(Tensor dout, Tensor? dlse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, Tensor state, Tensor? attn_mask, "
+    f"{_PER_HEAD}, bool of_query, bool of_keys, {_NUMBERS}) -> (Tensor, Tensor, Tensor)"
+)
+
+_MASK64 = 2**64 - 1
+
+_forwards = threading.local()
+"""In `memo`, what was in force when the forward of the gradients ran that this thread makes."""
+
+
+def define(eager: Callable[..., Any]) -> None:
+    """Make the operators; `eager` is flashtune.dispatch.attention."""
+
+    def forward(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        alibi_slopes: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        seed: int | None,
+        dropout_p: float,
+        scale: float,
+        left: int,
+        right: int,
+        softcap: float,
+        causal_alignment: str,
+        allow_tf32: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        bits = 0
+        if dropout_p:
+            bits = seed_bits(seed) if seed is not None else _mixed(*random_bits(None, query.device))
+        with torch.no_grad():
+            out, lse = eager(
+                query.detach(),
+                key.detach(),
+                value.detach(),
+                attn_mask,
+                dropout_p,
+                False,
+                scale,
+                query.shape[1] != key.shape[1],
+                window=(left, right),
+                softcap=softcap,
+                causal_alignment=causal_alignment,
+                return_lse=True,
+                seed=bits if dropout_p else None,
+                allow_tf32=allow_tf32,
+                alibi_slopes=alibi_slopes,
+                sinks=sinks,
+            )
+        promised = _like_query(query, value.shape[3])
+        if out.stride() != promised.stride():
+            out = promised.copy_(out)
+        return out, lse.contiguous(), torch.tensor([(bits + 2**63) % 2**64 - 2**63])
+
+    training = torch.library.custom_op(
+        "flashtune::attention_training", forward, mutates_args=(), schema=_FORWARD, tags=(torch.Tag.nondeterministic_seeded,)
+    )
+
+    @training.register_fake
+    def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
+        lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+        return _like_query(query, value.shape[3]), lse, torch.empty(1, dtype=torch.int64)
+
+    backward = torch.library.custom_op("flashtune::attention_gradients", _gradients, mutates_args=(), schema=_BACKWARD)
+
+    @backward.register_fake
+    def _(dout: torch.Tensor, dlse: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any) -> Any:
+        of_query, of_keys = others[6], others[7]
+        return _written(query, key, value, of_query, of_keys)
+
+    training.register_autograd(_differentiated, setup_context=_keep)
+    backward.register_autograd(_twice, setup_context=lambda ctx, inputs, output: None)
+
+
+def _like_query(query: torch.Tensor, columns: int) -> torch.Tensor:
+    """An output that lies in memory as the query does."""
+    shape = query.shape[0], query.shape[1], query.shape[2], columns
+    return query.new_empty_strided(shape, out_strides(shape, query.stride()), dtype=output_torch_dtype(query.dtype))
+
+
+def _written(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, of_query: bool, of_keys: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Memory for the gradients, each laid out as its input; empty for those that nobody asked for."""
+    dq, dk, dv = (
+        x.new_empty_strided(x.shape, out_strides((x.shape[0], x.shape[1], x.shape[2], x.shape[3]), x.stride())) if asked else x.new_empty(0)
+        for x, asked in ((query, of_query), (key, of_keys), (value, of_keys))
+    )
+    return dq, dk, dv
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+    """What the backward needs: the inputs, which exist anyway, the output, the LSE and the random state."""
+    query, key, value, attn_mask, slopes, sinks, _, *numbers = inputs
+    ctx.save_for_backward(query, key, value, *output, attn_mask, slopes, sinks)
+    ctx.numbers = numbers
+    # Threads of autograd have no layers of their own.
+    ctx.memo = layers.current()
+    ctx.set_materialize_grads(False)
+
+
+def _differentiated(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: object) -> tuple[torch.Tensor | None, ...]:
+    """The gradients that are asked for."""
+    query, key, value, *others = ctx.saved_tensors
+    nothing = (None,) * (4 + len(ctx.numbers))
+    if dout is None and dlse is None:
+        return (None, None, None, *nothing)
+    of_query, of_key, of_value = ctx.needs_input_grad[:3]
+    dout = torch.zeros_like(others[0]) if dout is None else dout
+    _forwards.memo = ctx.memo
+    try:
+        dq, dk, dv = torch.ops.flashtune.attention_gradients(
+            dout, dlse, query, key, value, *others, of_query, of_key or of_value, *ctx.numbers
+        )
+    finally:
+        _forwards.memo = None
+    return dq if of_query else None, dk if of_key else None, dv if of_value else None, *nothing
+
+
+def _twice(ctx: Any, *_: object) -> None:
+    raise InputError(
+        "attention was differentiated twice, and kernels have first derivatives alone: "
+        "for second ones call F.scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH)"
+    )
+
+
+def _gradients(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    state: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    of_query: bool,
+    of_keys: bool,
+    dropout_p: float,
+    scale: float,
+    left: int,
+    right: int,
+    softcap: float,
+    causal_alignment: str,
+    allow_tf32: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients by the best backward kernel that takes the call, else by the formula."""
+    call = parse(
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+        window=(left, right),
+        softcap=softcap,
+        causal_alignment=causal_alignment,
+        allow_tf32=allow_tf32,
+        per_head=PerHead(alibi_slopes=alibi_slopes, sinks=sinks),
+    )
+    given = CallParameters(
+        scale=scale,
+        band=call.band,
+        mask=call.full_mask(attn_mask),
+        softcap=softcap,
+        dropout_p=dropout_p,
+        seed=int(state.item()) % 2**64 if dropout_p else 0,
+        slopes=alibi_slopes,
+        sinks=sinks,
+    )
+    grads = _written(query, key, value, of_query, of_keys)
+    dq, dk, dv = (grad if asked else None for grad, asked in zip(grads, (of_query, of_keys, of_keys), strict=True))
+    dout, dlse = _readable(dout), None if dlse is None else dlse.contiguous()
+    tensors = (query, key, value, out, lse, dout, dlse, dq, dk, dv)
+    memo = getattr(_forwards, "memo", None) or layers.current()
+    with memo.lock:
+        chosen = list(resolve.gradient_kernels(memo, call, query, key, value, given.mask))
+    for variant, module in chosen:
+        try:
+            with torch.cuda.device(query.device) if query.is_cuda else torch.no_grad():
+                launching.launcher(module)(*tensors, **given.keywords())
+            return grads
+        except Exception as error:
+            if not resolve.uncompilable(error):
+                raise
+            resolve.report_failure(memo, variant, query.device, error)
+    found = formula.gradients(query, key, value, out, lse, dout, dlse, given)
+    for grad, values, asked in zip(grads, found, (of_query, of_keys, of_keys), strict=True):
+        if asked:
+            grad.copy_(values)
+    return grads
+
+
+def _readable(dout: torch.Tensor) -> torch.Tensor:
+    """A gradient as kernels read it fast: rows without gaps, on 16-byte boundaries, nothing broadcast."""
+    unit = 16 // dout.element_size()
+    outer = [stride for size, stride in zip(dout.shape[:3], dout.stride()[:3], strict=True) if size > 1]
+    if dout.stride(3) == 1 and dout.data_ptr() % 16 == 0 and all(stride and stride % unit == 0 for stride in outer):
+        return dout
+    return dout.clone(memory_format=torch.contiguous_format)
+
+
+def _mixed(seed: int, offset: int) -> int:
+    """64 bits of a generator's seed and position: SplitMix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014)."""
+    x = (seed + (offset + 1) * 0x9E3779B97F4A7C15) & _MASK64
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _MASK64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & _MASK64
+    return x ^ x >> 31

@@ -1,0 +1,120 @@
+"""Trains through dispatch with kernels in Triton's interpreter; prints one JSON report. A test starts it with TRITON_INTERPRET=1."""
+
+import json
+import re
+import warnings
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from flashtune import dispatch
+from flashtune.core import reference
+from flashtune.core.band import Band
+from flashtune.core.errors import InputError
+from flashtune.dispatch import resolve
+
+warnings.filterwarnings("ignore")
+SHAPES = [(1, 2, 20, 16), (1, 1, 24, 16), (1, 1, 24, 16)]
+
+
+def leaves(*, wanted: tuple[bool, ...] = (True, True, True), heads_first: bool = True) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    found = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    if not heads_first:
+        found = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in found]
+    return [x.requires_grad_(needed) for x, needed in zip(found, wanted, strict=True)]
+
+
+def loss(out: torch.Tensor, lse: torch.Tensor | None = None) -> torch.Tensor:
+    weights = torch.linspace(-1, 1, out.numel()).view(out.shape)
+    found = (out * weights.to(out.dtype)).sum()
+    return found if lse is None else found + lse.square().sum()
+
+
+def gap(ours: list[torch.Tensor], given: dict[str, Any], *, with_lse: bool = False) -> float:
+    """The largest difference of gradients that `ours` got from those of the reference in float64."""
+    theirs = [x.detach().double().requires_grad_() for x in ours]
+    out, lse = reference.attention(*theirs, scale=0.25, **given)
+    loss(out, lse if with_lse else None).backward()
+    return max(float((x.grad - y.grad).abs().max()) for x, y in zip(ours, theirs, strict=True) if x.grad is not None and y.grad is not None)
+
+
+def causal(*tensors: torch.Tensor, **words: Any) -> torch.Tensor:
+    found: torch.Tensor = dispatch.attention(*tensors, is_causal=True, causal_alignment="bottom_right", enable_gqa=True, **words)
+    return found
+
+
+def main() -> None:
+    """Everything with kernels that nobody measured, since an interpreter's times mean nothing."""
+    report: dict[str, Any] = {}
+    x = leaves()
+    report["unasked"] = dispatch.explain(*x, is_causal=True, enable_gqa=True).reason
+    dispatch.use(unmeasured=True)
+    band = Band(right=0, diagonal=4)
+    explained = dispatch.explain(*x, is_causal=True, causal_alignment="bottom_right", enable_gqa=True)
+    report["explained"] = [explained.template, explained.backward.template if explained.backward else None]
+    report["of a mask"] = dispatch.explain(*x, attn_mask=torch.zeros(20, 24, requires_grad=True), enable_gqa=True).reason
+
+    saved: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+        out, lse = causal(*x, return_lse=True)
+    report["saved"] = [max(saved), x[0].numel()]
+    loss(out, lse).backward()
+    report["causal and lse"] = gap(x, {"band": band}, with_lse=True)
+    eager = [t.grad for t in x]
+
+    x = leaves(heads_first=False)
+    mask = torch.rand(20, 24, generator=torch.Generator().manual_seed(4)) > 0.5
+    mask[7] = False
+    keep = reference.dropout_keep(11, 0, 1, 2, 20, 24, 0.25)
+    loss(dispatch.attention(*x, attn_mask=mask, dropout_p=0.25, seed=11, enable_gqa=True)).backward()
+    report["mask and dropout"] = gap(x, {"mask": mask, "keep": keep, "dropout_p": 0.25})
+    report["laid out as inputs"] = all(t.grad is not None and t.grad.stride() == t.stride() for t in x)
+
+    x = leaves(wanted=(True, False, False))
+    loss(causal(*x)).backward()
+    report["of the query alone"] = [t.grad is not None for t in x]
+
+    def step(*tensors: torch.Tensor) -> torch.Tensor:
+        out, lse = causal(*tensors, return_lse=True)
+        return loss(out, lse)
+
+    x = leaves()
+    torch.compile(step, backend="aot_eager", fullgraph=True)(*x).backward()
+    report["compiled"] = all(torch.equal(t.grad, wanted) for t, wanted in zip(x, eager, strict=True))  # type: ignore[arg-type]
+    x = leaves()
+    checkpoint(step, *x, use_reentrant=False).backward()
+    report["checkpointed"] = all(torch.equal(t.grad, wanted) for t, wanted in zip(x, eager, strict=True))  # type: ignore[arg-type]
+    found = torch.func.grad(lambda q, k, v: step(q, k, v), argnums=(0, 1, 2))(*(t.detach() for t in x))
+    report["torch.func.grad"] = max(float((t - wanted).abs().max()) for t, wanted in zip(found, eager, strict=True))  # type: ignore[operator]
+
+    x = leaves()
+    torch.manual_seed(1)
+    first = torch.autograd.grad(causal(*x, dropout_p=0.5).sum(), x)
+    torch.manual_seed(1)
+    again = torch.autograd.grad(checkpoint(causal, *x, dropout_p=0.5, use_reentrant=False).sum(), x)
+    report["dropout checkpointed"] = all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+    x = leaves()
+    grads = torch.autograd.grad(step(*x), x, create_graph=True)
+    try:
+        sum(g.square().sum() for g in grads).backward()  # type: ignore[union-attr]
+    except InputError as error:
+        report["twice"] = str(error)
+
+    resolve.gradient_kernels = lambda *_: iter(())  # type: ignore[assignment]
+    x = leaves()
+    step(*x).backward()
+    report["by the formula"] = max(float((t.grad - wanted).abs().max()) for t, wanted in zip(x, eager, strict=True))  # type: ignore[operator]
+    x = leaves()
+    words = {"attn_mask": torch.randn(20, 24, generator=torch.Generator().manual_seed(4)), "softcap": 1.5, "dropout_p": 0.25, "seed": 11}
+    slopes, sinks = torch.tensor([0.3, 0.1]), torch.tensor([0.5, -1.0])
+    loss(dispatch.attention(*x, **words, alibi_slopes=slopes, sinks=sinks, enable_gqa=True)).backward()  # type: ignore[arg-type]
+    given = {"mask": words["attn_mask"], "softcap": 1.5, "keep": keep, "dropout_p": 0.25, "slopes": slopes[None], "sinks": sinks[None]}
+    report["everything by the formula"] = gap(x, given)
+    print(re.sub(r"NaN", "null", json.dumps(report)))
+
+
+if __name__ == "__main__":
+    main()

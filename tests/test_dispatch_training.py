@@ -1,0 +1,135 @@
+"""Calls whose gradient is needed: by kernels in Triton's interpreter; where torch serves, that is said and its backends are sound."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+
+from flashtune import dispatch
+from flashtune.core.config import Config
+from flashtune.core.passes import CallParameters
+from flashtune.core.problem import Features, Problem
+from flashtune.core.results import Baseline, Fate, Measurement, Outcome, Provenance, TuningRecord
+from flashtune.core.target import find_target
+from flashtune.core.torch_attention import sound_backends
+from flashtune.dispatch import formula, resolve
+
+TESTS = Path(__file__).parent
+H200 = find_target("h200")
+PROBLEM = Problem(batch=4, heads=16, kv_heads=16, n_q=4096, n_kv=4096, d=128, d_v=128, dtype="bf16", features=Features(causal=True))
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    """What the interpreter found."""
+    command = [sys.executable, str(TESTS / "interpret_training.py")]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("case", ["causal and lse", "mask and dropout", "torch.func.grad", "by the formula", "everything by the formula"])
+def test_gradients_are_those_of_the_reference(report: dict[str, Any], case: str) -> None:
+    assert report[case] < 1e-5
+
+
+@pytest.mark.parametrize("case", ["laid out as inputs", "compiled", "checkpointed", "dropout checkpointed"])
+def test_it_composes_with_what_trains_models(report: dict[str, Any], case: str) -> None:
+    assert report[case]
+
+
+def test_explain_names_both_kernels_and_says_why_torch_serves_where_it_does(report: dict[str, Any]) -> None:
+    assert report["explained"] == ["flash_fwd", "flash_bwd"]
+    assert "no backward kernel was measured" in report["unasked"] and "torch's own attention" in report["unasked"]
+    assert "gradient of attn_mask" in report["of a mask"]
+
+
+def test_only_inputs_that_ask_get_gradients_and_nothing_of_the_scores_size_is_kept(report: dict[str, Any]) -> None:
+    assert report["of the query alone"] == [True, False, False]
+    largest, query = report["saved"]
+    assert largest == query
+
+
+def test_a_second_derivative_is_refused_in_one_sentence(report: dict[str, Any]) -> None:
+    assert report["twice"].startswith("attention was differentiated twice") and "MATH" in report["twice"]
+
+
+def record(problem: Problem, *, template: str = "flash_fwd", config: Config | None = None, framework_us: float = 200.0) -> TuningRecord:
+    measurement = Measurement.of([100.0])
+    outcome = Outcome(
+        template=template,
+        template_hash="0" * 16,
+        variant_id="a" * 16,
+        config=config or Config.of(),
+        fate=Fate.CORRECT,
+        source="measured",
+        measurement=measurement,
+    )
+    return TuningRecord(
+        key=problem.key("h200"),
+        problem=problem,
+        outcome=outcome,
+        provenance=Provenance(flashtune="0", torch="2", triton="3"),
+        baseline=Baseline(backend="cudnn", measurement=Measurement.of([framework_us])),
+    )
+
+
+def test_torch_serves_gradients_until_a_backward_was_measured_on_the_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    memo = resolve.Memo()
+    monkeypatch.setattr(memo, "pool", lambda key, target: [])
+    found, why = resolve.gradient_choice(memo, PROBLEM, H200)
+    assert found is None and "no backward kernel was measured on GPUs like NVIDIA H200" in why
+    allowed = resolve.Memo(replace(memo.settings, unmeasured=True))
+    monkeypatch.setattr(allowed, "pool", lambda key, target: [])
+    found, _ = resolve.gradient_choice(allowed, PROBLEM, H200)
+    assert found is not None and found.family is not None and found.family.name == "flash_bwd"
+    # A measured backward needs no leave; one of the forward says nothing.
+    measured = record(replace(PROBLEM, direction="bwd"), template="flash_bwd", config=found.config)
+    monkeypatch.setattr(memo, "pool", lambda key, target: [measured, record(PROBLEM)])
+    found, _ = resolve.gradient_choice(memo, replace(PROBLEM, n_q=1000, n_kv=1000), H200)
+    assert found is not None and found.record is measured
+    slower = replace(measured, baseline=Baseline(backend="cudnn", measurement=Measurement.of([1.0])))
+    monkeypatch.setattr(memo, "pool", lambda key, target: [slower])
+    found, why = resolve.gradient_choice(memo, PROBLEM, H200)
+    assert found is None and "the framework was faster" in why
+
+
+def test_what_explains_a_backward_problem_says_that_torch_serves_it() -> None:
+    found = dispatch.explain_problem(replace(PROBLEM, direction="bwd"), "h200")
+    assert found.kind == "framework" and "no backward kernel was measured" in found.reason and "serves the gradient" in found.reason
+
+
+def test_cudnn_computes_no_gradient_under_a_mask() -> None:
+    mask = torch.ones(4, 4, dtype=torch.bool)
+    backends = sound_backends(mask)
+    assert backends is not None and SDPBackend.CUDNN_ATTENTION not in backends and SDPBackend.MATH in backends
+    assert sound_backends(None) is None
+
+
+def test_the_formula_takes_rows_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (torch.randn(1, heads, rows, 8) for heads, rows in ((2, 10), (1, 12), (1, 12)))
+    out, lse = (torch.randn(1, 2, 10, 8), torch.full((1, 2, 10), 2.0))
+    from flashtune.core.band import Band
+
+    given = CallParameters(scale=0.3, band=Band(left=3, right=2, diagonal=1))
+    whole = formula.gradients(q, k, v, out, lse, out, None, given)
+    monkeypatch.setattr(formula, "ROWS", 3)
+    for found, wanted in zip(formula.gradients(q, k, v, out, lse, out, None, given), whole, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_deterministic_is_a_flag_and_changes_nothing_on_the_cpu() -> None:
+    q = torch.randn(1, 2, 8, 16, requires_grad=True)
+    with pytest.raises(TypeError, match="deterministic"):
+        dispatch.attention(q, q, q, deterministic=1)  # type: ignore[arg-type]
+    [plain] = torch.autograd.grad(dispatch.attention(q, q, q).sum(), q)
+    [asked] = torch.autograd.grad(dispatch.attention(q, q, q, deterministic=True).sum(), q)
+    torch.testing.assert_close(asked, plain)
