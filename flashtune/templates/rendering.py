@@ -3,8 +3,9 @@
 import hashlib
 import re
 from functools import cache, lru_cache
+from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, TemplateError
+from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, StrictUndefined, TemplateError
 
 from flashtune.core.config import Config, KernelSpec, Variant
 from flashtune.templates.family import Family, padded
@@ -21,6 +22,13 @@ def environment() -> Environment:
         keep_trailing_newline=True,
         autoescape=False,
     )
+
+
+def add_folder(folder: Path) -> None:
+    """Render templates of this folder too, for families of one's own; names that flashtune has are its own."""
+    loader = environment().loader
+    assert loader is not None
+    environment().loader = ChoiceLoader([loader, FileSystemLoader(folder)])
 
 
 @cache
