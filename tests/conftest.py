@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -21,8 +21,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # The workers are as many as the cores: more threads in each would only get into each other's way.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# No deadlines, since a busy machine is no failure; in CI the same examples every time, so that red means a change.
-settings.register_profile("flashtune", deadline=None, derandomize=bool(os.environ.get("CI")))
+# No limits of time, since a busy machine is no failure; in CI the same examples every time, so that red means a change.
+settings.register_profile("flashtune", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=bool(os.environ.get("CI")))
 settings.load_profile("flashtune")
 
 

@@ -45,7 +45,7 @@ def test_help_answers_without_importing_torch() -> None:
     code = (
         "import sys; from flashtune.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=600)
 
 
 BAD_INPUT = {
@@ -85,7 +85,7 @@ def test_bad_input_is_one_line_and_exit_code_2(case: str) -> None:
 def test_a_full_disk_behind_the_output_is_one_line() -> None:
     words = [sys.executable, "-m", "flashtune.cli.main", "show", "--json"]
     with open("/dev/full", "w") as full:
-        result = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+        result = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=600)
     assert result.returncode == 4
     assert len(result.stderr.strip().splitlines()) == 1, result.stderr
 
@@ -282,15 +282,16 @@ def test_ctrl_c_keeps_what_was_found_and_the_same_command_goes_on(tmp_path: Path
     finally:
         signal.signal(signal.SIGINT, before)
     assert first.stderr is not None
-    told = first.stderr.readline()
+    # On a slow machine lines about the stage under way come before it.
+    told = next((line for line in first.stderr if not line.startswith("[1/2] ")), "")
     assert told.startswith("n512-d32-fp16-full: "), told
     os.killpg(first.pid, signal.SIGINT)
     rest = first.stderr.read()
-    assert first.wait(60) == 130
+    assert first.wait(600) == 130
     assert "interrupted" in rest
     assert "Traceback" not in rest
     assert [row["dtype"] for row in rows_of("show", "--db", str(tmp_path / "x.sqlite"), "--json")][:1] == ["fp16"]
-    second = subprocess.run(words, env=where, capture_output=True, text=True, timeout=300)
+    second = subprocess.run(words, env=where, capture_output=True, text=True, timeout=600)
     assert second.returncode == 0, second.stderr
     assert [row["dtype"] for row in rows_of("show", "--db", str(tmp_path / "x.sqlite"), "--json")] == ["fp16", "fp32"]
 

@@ -59,7 +59,7 @@ def until_told(folder: Path, trials: int) -> None:
     """Wait until so many trials are in the study."""
     import sqlite3
 
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline:
         try:
             with sqlite3.connect(f"file:{folder}/cache/studies.sqlite?mode=ro", uri=True) as studies:
@@ -93,14 +93,14 @@ def test_an_interrupted_problem_keeps_its_rows_and_the_same_command_goes_on(tmp_
     until_told(tmp_path, 15)
     for number in signals:
         (os.killpg if group else os.kill)(first.pid, number)
-    said = first.communicate(timeout=300)[1]
+    said = first.communicate(timeout=600)[1]
     assert first.returncode == 130, said
     assert said.splitlines()[-1] == "flashtune: interrupted; what was found is kept, and the same command goes on from here"
     assert "Traceback" not in said and "Aborted" not in said
     [whole, part] = rows(tmp_path)
     assert whole == 12 and 3 <= part < 12
     second = start(tmp_path)
-    assert "n64-d16-fp32-full: done before (12 trials)" in second.communicate(timeout=300)[1]
+    assert "n64-d16-fp32-full: done before (12 trials)" in second.communicate(timeout=600)[1]
     assert second.returncode == 0
     assert rows(tmp_path) == [12, part, 12]
     with Store.open(tmp_path / "x.sqlite", writable=False) as store:
@@ -132,7 +132,7 @@ SWALLOWED = f"""
 @pytest.mark.parametrize("name", ["flashtune.cli.search", "optuna", "sqlalchemy"])
 def test_an_interrupt_during_the_imports_is_an_interrupt(tmp_path: Path, name: str, do: str) -> None:
     child = start(tmp_path, code=IMPORTING.format(name=name, do=do))
-    said = child.communicate(timeout=300)[1]
+    said = child.communicate(timeout=600)[1]
     assert child.returncode == 130, said
     assert len(said.strip().splitlines()) == 1 and said.startswith("flashtune: interrupted")
 
@@ -151,7 +151,7 @@ def test_the_message_comes_after_the_live_display(tmp_path: Path) -> None:
         # The other end is closed.
         pass
     os.close(mine)
-    assert child.wait(300) == 130
+    assert child.wait(600) == 130
     _, _, after = said.rpartition(b"\x1b[?25h")
     assert b"flashtune: interrupted; what was found is kept" in after, "the cursor is shown again when the display has ended"
 

@@ -96,7 +96,7 @@ def on_a_terminal(columns: int, *words: str) -> list[str]:
         while part := os.read(ours, 1 << 16):
             told += part
     os.close(ours)
-    assert process.wait(60) == 0
+    assert process.wait(600) == 0
     return re.sub(r"\x1b\[[0-9;]*m", "", told.decode()).splitlines()
 
 

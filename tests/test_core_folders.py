@@ -17,7 +17,7 @@ ASK = "from flashtune.core.folders import cache_dir; print(cache_dir()); print(c
 def asked(cache: Path, scratch: Path) -> list[Path]:
     """The folder that a process of its own is given, twice."""
     environment = {**os.environ, "FLASHTUNE_CACHE": str(cache), "TMPDIR": str(scratch)}
-    told = subprocess.run([sys.executable, "-c", ASK], env=environment, capture_output=True, text=True, timeout=60, check=True).stdout
+    told = subprocess.run([sys.executable, "-c", ASK], env=environment, capture_output=True, text=True, timeout=600, check=True).stdout
     return [Path(line) for line in told.split()]
 
 
@@ -57,7 +57,7 @@ def test_studies_are_never_in_a_predictable_file_of_the_temporary_folder(tmp_pat
     (tmp_path / "cache").write_text("a file, not a folder")
     words = [sys.executable, "-c", "from flashtune.cli.search import study_storage\nwith study_storage(None) as s: print(s.url)"]
     environment = {**os.environ, "FLASHTUNE_CACHE": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
-    url = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=True).stdout.strip()
+    url = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600, check=True).stdout.strip()
     path = Path(url.removeprefix("sqlite:///"))
     assert path.name == "studies.sqlite" and path.parent.parent == tmp_path
     assert not (Path(tempfile.gettempdir()) / "studies.sqlite").exists()

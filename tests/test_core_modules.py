@@ -20,7 +20,7 @@ def loaded(cache: Path, **where: str) -> str:
     """What the module of `TEXT` answers in a process of its own."""
     words = [sys.executable, "-c", LOAD, TEXT]
     environment = {**os.environ, "FLASHTUNE_CACHE": str(cache), **where}
-    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600, check=True).stdout.strip()
 
 
 def planted(cache: Path) -> Path:

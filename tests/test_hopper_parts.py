@@ -246,7 +246,7 @@ def test_a_tile_reads_the_words_of_its_own_batch_head_block_and_rows(stored: tup
 
 def test_masks_are_packed_into_the_words_that_scores_are_kept_by() -> None:
     command = [sys.executable, str(Path(__file__).parent / "interpret_pack_mask.py")]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == []
 
@@ -280,7 +280,7 @@ def test_e4m3_weights_are_packed_within_a_thread(block_n: int) -> None:
 
 def test_values_are_turned_into_the_order_of_the_weights() -> None:
     command = [sys.executable, str(Path(__file__).parent / "interpret_turn_values.py"), json.dumps(weights_order(64)[:16])]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == []
 

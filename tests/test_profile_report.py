@@ -96,7 +96,7 @@ def chromium() -> str:
 
 def open_in(chromium: str, page: Path, *flags: str) -> str:
     command = [chromium, *FLAGS, f"--user-data-dir={page.parent / 'browser'}", f"--window-size={WIDTH},{HEIGHT}", *flags, page.as_uri()]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
 
 
 PROBE = """<script>
