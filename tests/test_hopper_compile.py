@@ -31,11 +31,10 @@ CHAINED = {"BLOCK_N": 128, "tiles": "chained"}
         (64, CAUSAL, {**CHAINED, "BLOCK_M": 192, "num_stages": 3, "order": "drawn", "maximum": "first"}),
         (256, CAUSAL, {"tiles": "loop", "order": "drawn", "maximum": "first"}),
         (64, CAUSAL, {"BLOCK_M": 256, "num_stages": 3, "intra_wg_overlap": 0, "maximum": "first"}),
-        (64, Features(mask="bool"), {"BLOCK_M": 64, "intra_wg_overlap": 0, "maximum": "first"}),
+        (64, Features(mask="bool", sinks=True), {"BLOCK_M": 64, "intra_wg_overlap": 0, "maximum": "first"}),
         (64, Features(causal=True, dropout=True), {**CHAINED, "pingpong": True}),
         (128, Features(dropout=True), {**CHAINED, "pingpong": True}),
         (64, Features(dropout=True), {"BLOCK_N": 256, "intra_wg_overlap": 0}),
-        (64, replace(CAUSAL, sinks=True), {**CHAINED, "BLOCK_M": 192, "num_stages": 3, "order": "drawn", "maximum": "first"}),
     ],
     ids=str,
 )
