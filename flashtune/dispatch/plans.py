@@ -114,7 +114,7 @@ class KernelPlan:
             self._counters = self.module.counts_needed(q, k)
             if call.factors is not None:
                 factors = prepared.resident_factors(call.device, call.factors)
-                resident = dict(zip(("q_descale", "k_descale", "v_descale"), factors, strict=True))
+                resident: dict[str, int] = dict(zip(("q_descale", "k_descale", "v_descale"), factors, strict=True))
                 self._heads = [resident.get(name, 0) for name in PER_HEAD]
             self.program = self._prepared(operands, parameters, compiles=self._whole is None)
             if self.program is None and self._whole is not None:

@@ -11,7 +11,7 @@ and for gradients that nobody asked for):
     records(q, k, v, mask, scale) -> bool
         whether `launches` only describes a call with tensors like these, and computes nothing from them;
     launches(q, k, v, out, lse, *, mask, scale, diagonal, window_left, window_right, softcap, dropout_p, seed, offset, sms, counts,
-        slopes=None, descale=None)
+        slopes=None, descale=None, sinks=None)
         -> list of (kernel, grid, args, options), so that a compiler can take the same launch without a GPU (meta tensors). Where
         `records` is True they follow from sizes, strides and numbers alone: each tensor in args (or base of a descriptor there) is
         one that was given, a view that begins where that begins, or new memory that an earlier kernel of the list writes;
@@ -22,9 +22,10 @@ q (B, Hq, N_q, D), k (B, Hkv, N_kv, D), v (B, Hkv, N_kv, D_v), out (B, Hq, N_q, 
 contiguous, natural log; mask None or a view expanded to (B, Hq, N_q, N_kv), with stride 0 where it is broadcast; window sides are
 -1 for unbounded; `diagonal` shifts the band (0 top-left, N_kv - N_q bottom-right). `slopes` are ALiBi's, float32 (B, Hq) with any
 strides. fp8 inputs stand for value * descale: `descale` is a tuple of three float32 tensors with any strides, q (B, Hq), k (B, Hkv),
-v (B, Hkv); their `out` is bf16. Callers leave both out where the spec has neither. `sms` is the device's number of multiprocessors and
-`counts` int32 that are zero before and after every launch; flashtune.core.launching provides both. flashtune.core.reference defines
-the numbers.
+v (B, Hkv); their `out` is bf16. `sinks` (B, Hq), of any float type and strides, are logits of the softmax's denominator, and in the LSE;
+only modules of a spec that has them take the argument. Callers leave out what the spec lacks of these three. `sms` is the device's number
+of multiprocessors and `counts` int32 that are zero before and after every launch; flashtune.core.launching provides both.
+flashtune.core.reference defines the numbers.
 """
 
 from collections.abc import Callable, Iterator
