@@ -1,15 +1,26 @@
-"""Replays search strategies and the cost model on the committed sweeps, without a GPU: `python benchmarks/replay.py`.
+"""Replays the shipped search, others beside it, and the cost model on the committed sweeps, without a GPU.
 
-A sweep (benchmarks/sweeps/*.sqlite) holds the outcome of every candidate of a problem, written by
-`flashtune search --sampler exhaustive`. A strategy asks for candidates, and the sweep answers what became of them.
+A sweep (benchmarks/sweeps/*.sqlite) holds the outcome of every candidate of a problem, written by `flashtune search --sampler exhaustive`.
+A search asks for candidates, and the sweep answers what became of them, with some noise that a seed draws. Regret is the sweep's time of
+the best candidate so far over the best time of the space, less one.
+
+    python benchmarks/replay.py --out FOLDER                     gp, random, tpe and a forest, with all starts or fewer
+    python benchmarks/replay.py --samplers gp --starts less5     the shipped search without the starts among a sweep's five fastest
+    python benchmarks/replay.py --kernel-tuner --out FOLDER      Kernel Tuner's strategies, where kernel-tuner is installed
 """
 
 import argparse
 import json
+import math
+import random
 import statistics
-from dataclasses import replace
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache, lru_cache
 from pathlib import Path
 
+import numpy as np
 import optuna
 
 from flashtune.core.config import Config
@@ -18,13 +29,47 @@ from flashtune.core.target import find_target
 from flashtune.db.store import Store
 from flashtune.templates import families
 from flashtune.templates.family import Constraint, Family
+from flashtune.tuner import sampling
 from flashtune.tuner.cost import predict_us
-from flashtune.tuner.space import SearchSpace
-from flashtune.tuner.study import Sampler, Study
+from flashtune.tuner.sampling import CandidateSampler, Told
+from flashtune.tuner.space import Candidate, SearchSpace
+from flashtune.tuner.study import Study
 
 SWEEPS = Path(__file__).parent / "sweeps"
+STARTS = {"all": 0, "less5": 5, "less20": 20, "none": 10**6}
+"""How many of a sweep's fastest candidates are struck from the hand-written starts."""
+NOISE = 0.005
+"""How far a trial's median lies from the sweep's, as a share: the standard deviation that a seed draws from."""
+AHEAD = 8
+"""Candidates under way at a time, as with eight compilers side by side."""
+SHOWN = (5, 10, 20, 30, 40, 60)
 
 
+class Forest(CandidateSampler):
+    """Likelihood-free search by a forest (Song, Yu, Neiswanger, Ermon, 2022), as Helion's autotuner has it: the candidate that a classifier
+    takes for one of the fastest, trained with each fast one weighted by how far it is ahead. It knows no cost model."""
+
+    def _choose(self, free: list[int], told: Told, pending: Sequence[Candidate], rng: random.Random) -> int:
+        from sklearn.ensemble import RandomForestClassifier
+
+        timed = {self.pool.place[candidate]: math.log(time) for candidate, time in told.items() if time and candidate in self.pool.place}
+        if len(timed) < 8:
+            return rng.choice(free)
+        places, logs = list(timed), np.array(list(timed.values()))
+        limit = float(np.quantile(logs, 0.25))
+        good = logs <= limit
+        features = self.pool.features[places]
+        weights = np.concatenate([limit - logs[good] + 1e-3, np.full(len(logs), float((limit - logs[good] + 1e-3).mean()))])
+        forest = RandomForestClassifier(n_estimators=40, min_samples_leaf=2, random_state=rng.randrange(2**31), n_jobs=1)
+        forest.fit(np.concatenate([features[good], features]), [1] * int(good.sum()) + [0] * len(logs), sample_weight=weights)
+        chances = forest.predict_proba(self.pool.features[free])[:, 1]
+        return free[int(np.argmax(chances + 1e-9 * np.array([rng.random() for _ in free])))]
+
+
+KINDS: dict[str, Callable[..., CandidateSampler]] = {**sampling.KINDS, "forest": Forest}
+
+
+@cache
 def sweeps(folder: Path = SWEEPS) -> list[SearchResult]:
     """Every recorded sweep, by problem."""
     found: list[SearchResult] = []
@@ -40,7 +85,7 @@ def _completed(sweep: SearchResult) -> SearchResult:
     return replace(sweep, outcomes=tuple(replace(o, config=known[o.template].completed(o.config)) for o in sweep.outcomes))
 
 
-def best_us(outcomes: list[Outcome]) -> float:
+def best_us(outcomes: Sequence[Outcome]) -> float:
     """The fastest correct outcome's time, in microseconds."""
     return min(o.measurement.median_us for o in outcomes if o.fate is Fate.CORRECT and o.measurement is not None)
 
@@ -57,29 +102,124 @@ def cost_ratio(sweep: SearchResult, count: int = 10) -> float:
     return best_us(top_by_cost(sweep, count)) / best_us(list(sweep.outcomes))
 
 
-def strategy_ratio(sweep: SearchResult, sampler: Sampler, trials: int, seed: int) -> float:
-    """The best time that a strategy finds in `trials` over the sweep's best."""
-    answers = {(o.template, o.config): o for o in sweep.outcomes}
-    space = SearchSpace(_as_swept(sweep), sweep.problem, find_target(sweep.gpu))
-    study = Study(space, sweep.problem, sampler=sampler, seed=seed, source="measured", storage=optuna.storages.InMemoryStorage())
-    study.enqueue(space.starts())
+class Swept:
+    """A sweep to search in: its space, as far as today's constraints allow it, and what became of each candidate."""
+
+    def __init__(self, sweep: SearchResult) -> None:
+        self.problem = sweep.problem
+        self.space = SearchSpace(_as_swept(sweep), sweep.problem, find_target(sweep.gpu))
+        self.answers = {(o.template, o.config): o for o in sweep.outcomes}
+        candidates = list(self.space.every())
+        ranked = sorted(
+            (o.measurement.median_us, c.family.name, c.config.as_json())
+            for c in candidates
+            if (o := self.answers[c.family.name, c.config]).measurement is not None and o.fate is Fate.CORRECT
+        )
+        self.best_us, self.size = ranked[0][0], len(candidates)
+        self._order = [(name, text) for _, name, text in ranked]
+        self._only = self._single_values(candidates)
+
+    def starts(self, without: int = 0) -> list[Candidate]:
+        """Today's starts that the sweep has, but for those among its `without` fastest.
+
+        Axes on which the sweep holds one value take that value.
+        """
+        fastest = set(self._order[:without])
+        found: dict[tuple[str, str], Candidate] = {}
+        for start in SearchSpace(families(), self.problem, self.space.target).starts():
+            family = self.space.families.get(start.family.name)
+            if family is None:
+                continue
+            config = start.config.replace(**self._only[family.name])
+            if family.violated(config, self.space.spec, self.space.target) is None:
+                found.setdefault((family.name, config.as_json()), Candidate(family=family, config=config))
+        return [] if without >= len(self._order) else [candidate for key, candidate in found.items() if key not in fastest]
+
+    def outcome(self, candidate: Candidate, noise: random.Random) -> Outcome:
+        """What a trial would have said."""
+        known = self.answers[candidate.family.name, candidate.config]
+        if known.measurement is None:
+            return known
+        return replace(known, measurement=known.measurement.scaled(math.exp(noise.gauss(0.0, NOISE))))
+
+    def regret(self, outcomes: Sequence[Outcome]) -> float:
+        """Of the best of these, by the sweep's own times."""
+        own = [self.answers[o.template, o.config] for o in outcomes]
+        timed = [o for o in own if o.fate is Fate.CORRECT]
+        return best_us(timed) / self.best_us - 1 if timed else math.inf
+
+    @staticmethod
+    def _single_values(candidates: Sequence[Candidate]) -> dict[str, dict[str, int | str | bool]]:
+        held: dict[str, dict[str, set[int | str | bool]]] = {}
+        for candidate in candidates:
+            for name, value in candidate.config.items:
+                held.setdefault(candidate.family.name, {}).setdefault(name, set()).add(value)
+        return {family: {name: next(iter(kinds)) for name, kinds in axes.items() if len(kinds) == 1} for family, axes in held.items()}
+
+
+@lru_cache(maxsize=16)
+def _swept(index: int) -> Swept:
+    return Swept(sweeps()[index])
+
+
+def swept(sweep: SearchResult) -> Swept:
+    """Made once for each sweep."""
+    return _swept(next(index for index, other in enumerate(sweeps()) if other is sweep))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One search of one sweep; `regrets` after each trial, and what the sampler then expected."""
+
+    problem: str
+    sampler: str
+    starts: str
+    seed: int
+    regrets: tuple[float, ...]
+    left: tuple[float, ...] = ()
+    cpu_s: float = 0.0
+
+
+def replayed(place: Swept, sampler: str, starts: str, trials: int, seed: int, *, ahead: int = AHEAD, watch: bool = False) -> Run:
+    """A study of the sweep, asked and told as a search does it: up to `ahead` candidates under way, told in the order of asking."""
+    study = Study(
+        place.space,
+        place.problem,
+        sampler="gp",
+        seed=seed,
+        source="measured",
+        storage=optuna.storages.InMemoryStorage(),
+        by=KINDS[sampler](place.space, place.problem, seed=seed, starts=place.starts(STARTS[starts])),
+    )
+    noise = random.Random(seed)
+    waiting: list[Candidate] = []
     found: list[Outcome] = []
-    while len(found) < trials and (batch := study.ask(min(16, trials - len(found)))):
-        for candidate in batch:
-            found.append(answers[candidate.family.name, candidate.config])
-            study.tell(candidate, found[-1])
-    return best_us(found) / best_us(list(sweep.outcomes))
+    regrets: list[float] = []
+    left: list[float] = []
+    started = time.process_time()
+    while len(found) < trials:
+        waiting += study.ask(ahead - len(waiting), limit=trials)
+        if not waiting:
+            break
+        candidate = waiting.pop(0)
+        found.append(place.outcome(candidate, noise))
+        study.tell(candidate, found[-1])
+        regrets.append(place.regret(found))
+        if watch:
+            left.append(study.left_to_gain())
+    spent = time.process_time() - started
+    regrets += regrets[-1:] * (trials - len(regrets))
+    label = place.problem.label()
+    return Run(problem=label, sampler=sampler, starts=starts, seed=seed, regrets=tuple(regrets), left=tuple(left), cpu_s=spent)
 
 
 def _as_swept(sweep: SearchResult) -> dict[str, Family]:
     """The families of a sweep, without what their spaces have gained since."""
-    swept: dict[str, set[Config]] = {}
+    held: dict[str, set[Config]] = {}
     for outcome in sweep.outcomes:
-        swept.setdefault(outcome.template, set()).add(outcome.config)
+        held.setdefault(outcome.template, set()).add(outcome.config)
     return {
-        name: replace(family, constraints=(*family.constraints, _known(swept[name])))
-        for name, family in families().items()
-        if name in swept
+        name: replace(family, constraints=(*family.constraints, _known(held[name]))) for name, family in families().items() if name in held
     }
 
 
@@ -87,35 +227,62 @@ def _known(configs: set[Config]) -> Constraint:
     return Constraint(name="swept", holds=lambda config, spec, target: config in configs, why="the sweep has no answer for others")
 
 
+def summary(runs: Sequence[Run]) -> list[str]:
+    """A line to each problem, sampler and choice of starts: median and 90th percentile of the regret."""
+    groups: dict[tuple[str, str, str], list[Run]] = {}
+    for run in runs:
+        groups.setdefault((run.starts, run.sampler, run.problem), []).append(run)
+    counts = [count for count in SHOWN if count <= len(runs[0].regrets)]
+    lines = [
+        f"{'starts':7s} {'search':22s} {'problem':24s} seeds " + " ".join(f"{'at ' + str(count):>13s}" for count in counts) + "  CPU s"
+    ]
+    for (starts, sampler, problem), group in groups.items():
+        cells = []
+        for count in counts:
+            regrets = sorted(run.regrets[count - 1] for run in group)
+            cells.append(f"{statistics.median(regrets):6.2%} {regrets[math.ceil(0.9 * len(regrets)) - 1]:6.2%}")
+        spent = statistics.median(run.cpu_s for run in group)
+        lines.append(f"{starts:7s} {sampler:22s} {problem:24s} {len(group):5d} " + " ".join(cells) + f"  {spent:5.2f}")
+    return lines
+
+
 def main() -> None:
-    """A table, or JSON, of every sweep."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Print a table and, with `--out`, keep it with every run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samplers", default="gp,random,tpe,forest")
+    parser.add_argument("--starts", default=",".join(STARTS), help="all, less5, less20 (without those among a sweep's fastest), none")
     parser.add_argument("--trials", type=int, default=60)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--seeds", type=int, default=30)
+    parser.add_argument("--ahead", type=int, default=AHEAD, help="candidates under way at a time")
+    parser.add_argument("--watch", action="store_true", help="keep what the sampler expects to gain after each trial")
+    parser.add_argument("--kernel-tuner", action="store_true", help="replay Kernel Tuner's strategies instead")
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    rows = []
-    for sweep in sweeps():
-        ratios: dict[str, float] = {
-            sampler: statistics.median(strategy_ratio(sweep, sampler, options.trials, seed) for seed in range(options.seeds))
-            for sampler in ("tpe", "random")  # type: ignore[misc]
-        }
-        rows.append(
-            {
-                "problem": sweep.problem.label(),
-                "gpu": sweep.gpu,
-                "candidates": len(sweep.outcomes),
-                "best_us": best_us(list(sweep.outcomes)),
-                "cost_model_top10": cost_ratio(sweep),
-                **{f"{name}_{options.trials}": ratio for name, ratio in ratios.items()},
-            }
+    if options.kernel_tuner:
+        import replay_kernel_tuner
+
+        runs = replay_kernel_tuner.runs([swept(sweep) for sweep in sweeps()], trials=options.trials, seeds=options.seeds)
+    else:
+        runs = [
+            replayed(swept(sweep), sampler, starts, options.trials, seed, ahead=options.ahead, watch=options.watch)
+            for starts in options.starts.split(",")
+            for sampler in options.samplers.split(",")
+            for sweep in sweeps()
+            for seed in range(options.seeds)
+        ]
+    lines = summary(runs)
+    print("\n".join(lines))
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        name = (
+            "kernel_tuner"
+            if options.kernel_tuner
+            else f"{options.samplers.replace(',', '_')}-{options.starts.replace(',', '_')}-{options.ahead}"
         )
-    if options.json:
-        print(json.dumps(rows, indent=2))
-        return
-    for row in rows:
-        print("  ".join(f"{name} {value:.3f}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()))
+        (options.out / f"{name}.txt").write_text("\n".join(lines) + "\n")
+        rows = [{**asdict(run), "regrets": [round(r, 5) for r in run.regrets], "left": [round(x, 6) for x in run.left]} for run in runs]
+        (options.out / f"{name}.json").write_text("[\n" + ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows) + "\n]\n")
 
 
 if __name__ == "__main__":

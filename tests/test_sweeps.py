@@ -35,8 +35,21 @@ def test_the_cost_models_first_ten_hold_a_config_within_5_percent_of_the_best(sw
 
 
 @pytest.mark.parametrize("sweep", SWEEPS, ids=lambda sweep: sweep.problem.label())
-def test_sixty_trials_find_a_config_within_3_percent_of_the_best(sweep: SearchResult) -> None:
-    assert replay.strategy_ratio(sweep, "tpe", 60, seed=1) <= 1.03
+def test_forty_trials_without_any_hand_written_start_find_a_config_within_1_percent_of_the_best(sweep: SearchResult) -> None:
+    """With every seed: noise in the times differs, and so do the proposals."""
+    place = replay.swept(sweep)
+    for seed in range(3):
+        assert replay.replayed(place, "gp", "none", 40, seed).regrets[-1] <= 0.01, seed
+
+
+def test_a_replayed_search_begins_with_todays_starts_but_for_those_that_are_struck() -> None:
+    place = replay.swept(SWEEPS[0])
+    times = {(c.family.name, c.config): place.regret([place.answers[c.family.name, c.config]]) for c in place.space.every()}
+    fifth = sorted(times.values())[4]
+    kept = place.starts(5)
+    assert set(kept) < set(place.starts())
+    assert all(times[c.family.name, c.config] > fifth for c in kept)
+    assert place.starts(10**6) == []
 
 
 @pytest.mark.parametrize("sweep", SWEEPS, ids=lambda sweep: sweep.problem.label())

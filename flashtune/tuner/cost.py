@@ -7,6 +7,9 @@ The constants are fitted to the committed sweeps (benchmarks/sweeps), which a te
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
 
 from flashtune.core.band import Band
 from flashtune.core.config import Config
@@ -54,6 +57,26 @@ class Constants:
     """The same where the kernel itself puts products beside the softmax, with one warpgroup."""
     overlap_lookahead_shared: float = 0.98
     """The same with several."""
+    overlap_twice: float = 0.8
+    """The same where scores of the next block are under way, too, with several."""
+    fill: float = 0.5
+    """What a tile pays to begin and end such an overlap, for each step of it: a share of a block's products."""
+    chained_fill: float = 0.7
+    """What of this is left where tiles are chained."""
+    edge_ops_per_score: float = 3.0
+    """FP32 instructions more per score of a block at the edge of a band."""
+    softcap_ops_per_score: float = 12.0
+    """The same for a soft cap, beside its second special function."""
+    dropout_ops_per_score: float = 20.0
+    """The same for dropout: a quarter of a Philox call of ten rounds, and the comparison."""
+    bias_ops_per_score: float = 3.0
+    """The same for ALiBi, a mask or a bias."""
+    tile_bytes_per_clock: float = 40.0
+    """At what rate an SM loads queries and stores outputs."""
+    uneven_drawn: float = 0.39
+    """The share of a wave that is lost in the end where programs draw their tiles."""
+    draw_clocks: float = 300.0
+    """Clocks to draw a tile."""
     spill_clocks_per_byte: float = 0.019
     """Clocks per key block for each byte that all threads of a program spill together."""
     launch_us: float = 4.7
@@ -72,6 +95,22 @@ CONSTANTS = Constants()
 def key_blocks(problem: Problem, block_m: int, block_n: int) -> int:
     """Key blocks that the query tiles of one head visit in all, given the causal and window bands."""
     return _blocks(problem.band, problem.n_q, problem.n_kv, block_m, block_n)
+
+
+@lru_cache(maxsize=4096)
+def _unevenness(problem: Problem, block_m: int, block_n: int, section: int, sms: int, active: int, tile_blocks: float) -> float:
+    """How much longer the busiest SM works than the mean, where program p takes every (sms * active)-th tile from the p-th on.
+
+    Work indices are those of the Hopper family: sections of heads, in each the row tiles of all its heads, the longest first. A tile costs
+    its blocks and `tile_blocks` more. Programs that share an SM make up for each other in part.
+    """
+    blocks = np.array(_blocks_of_tiles(problem.band, problem.n_q, problem.n_kv, block_m, block_n)[::-1]) + tile_blocks
+    heads = problem.batch * problem.heads
+    work = np.concatenate([np.tile(np.repeat(blocks, section), heads // section), np.repeat(blocks, heads % section)])
+    slots = sms * active
+    programs = np.pad(work, (0, -len(work) % slots)).reshape(-1, slots).sum(0)
+    mean = float(work.sum()) / sms
+    return 0.5 * (float(programs.max()) * active + float(programs.reshape(active, sms).sum(0).max())) / mean
 
 
 def programs_per_sm(facts: CompileFacts, target: Target) -> int:
@@ -97,13 +136,25 @@ def predict_us(config: Config, facts: CompileFacts, problem: Problem, target: Ta
     active = max(1, min(resident, math.ceil(tiles / target.sms)))
     blocks = key_blocks(problem, block_m, block_n) * problem.batch * problem.heads
 
-    per_block = _block_clocks(config, facts, problem, target, active, c)
-    persistent = config.get("tiles", "one") != "one"
-    per_tile = c.tile_overhead / active * (c.persistent_share if persistent else 1.0)
+    block = _Block.of(config, facts, problem, target, active, c)
+    tiling = config.get("tiles", "one")
+    persistent = tiling != "one"
+    drawn = config.get("order", "fixed") == "drawn"
+    moved = block_m * (padded(problem.d) + padded(problem.d_v)) * ITEMSIZE[problem.dtype] / c.tile_bytes_per_clock
+    fill = block.matrix * c.fill * block.ahead * (c.chained_fill if tiling == "chained" else 1.0)
+    edges = _edge_blocks(problem, block_m, block_n) * c.edge_ops_per_score * block_m * block_n / c.vector_lanes
+    per_tile = (
+        c.tile_overhead / active * (c.persistent_share if persistent else 1.0) + moved + fill + edges + drawn * c.draw_clocks / active
+    )
     slots = target.sms * active
-    # A last wave that is half empty costs as much as a full one; tiles of a band, long ones first, fill it evenly.
-    uneven = 1.0 + 0.15 * slots / tiles if persistent else 1.0 if problem.features.banded else math.ceil(tiles / slots) * slots / tiles
-    clocks = (blocks * per_block + tiles * per_tile) / target.sms * uneven
+    if persistent and not drawn:
+        uneven = _unevenness(problem, block_m, block_n, config.number("section"), target.sms, active, round(per_tile / block.clocks, 2))
+    elif persistent:
+        uneven = 1.0 + c.uneven_drawn * slots / tiles
+    else:
+        # A last wave that is half empty costs as much as a full one; tiles of a band, long ones first, fill it evenly.
+        uneven = 1.0 if problem.features.banded else math.ceil(tiles / slots) * slots / tiles
+    clocks = (blocks * block.clocks + tiles * per_tile) / target.sms * uneven
     memory_us = problem.io_bytes() / (target.bandwidth_gbs * 1e3)
     return c.launch_us + max(clocks / target.boost_mhz, memory_us)
 
@@ -156,8 +207,14 @@ def _backward_us(config: Config, facts: CompileFacts, problem: Problem, target: 
 
 def _blocks(band: Band, rows: int, columns: int, block_rows: int, block_columns: int) -> int:
     """Blocks of columns that the tiles of rows of one head visit in all."""
+    return sum(_blocks_of_tiles(band, rows, columns, block_rows, block_columns))
+
+
+@lru_cache(maxsize=1024)
+def _blocks_of_tiles(band: Band, rows: int, columns: int, block_rows: int, block_columns: int) -> tuple[int, ...]:
+    """The same of each tile."""
     seen = (band.keys(start, min(start + block_rows, rows) - 1, columns) for start in range(0, rows, block_rows))
-    return sum(found[-1] // block_columns - found[0] // block_columns + 1 for found in seen if found)
+    return tuple(found[-1] // block_columns - found[0] // block_columns + 1 if found else 0 for found in seen)
 
 
 def _kind(problem: Problem) -> str:
@@ -187,7 +244,7 @@ def _split_us(config: Config, facts: CompileFacts, problem: Problem, target: Tar
     # Without a pipeline a program waits for K, then for V.
     in_flight = active * block_bytes * max(0.5, config.number("num_stages") - 1)
     bytes_per_clock = min(in_flight / c.memory_latency, target.bandwidth_gbs * 1e3 / target.boost_mhz / target.sms)
-    per_block = max(_block_clocks(config, facts, problem, target, active, c), block_bytes / bytes_per_clock)
+    per_block = max(_Block.of(config, facts, problem, target, active, c).clocks, block_bytes / bytes_per_clock)
     # The SM with the most programs ends last.
     clocks = programs * (share * per_block + c.tile_overhead / active)
     parts_bytes = 8 * splits * problem.batch * problem.heads * problem.n_q * padded(problem.d_v) if splits > 1 else 0
@@ -196,31 +253,61 @@ def _split_us(config: Config, facts: CompileFacts, problem: Problem, target: Tar
     return max(clocks / target.boost_mhz, memory_us) + combine_us
 
 
-def _block_clocks(config: Config, facts: CompileFacts, problem: Problem, target: Target, active: int, c: Constants) -> float:
-    """Clocks of an SM that one key block of one program takes, with `active` programs on it."""
-    block_m, block_n = config.number("BLOCK_M"), config.number("BLOCK_N")
-    d, d_v, size = padded(problem.d), padded(problem.d_v), ITEMSIZE[problem.dtype]
-    scores = block_m * block_n
-    kind = _kind(problem)
-    hopper = HopperLayout.of(problem.spec(), config) if "intra_wg_overlap" in config else None
-    if kind == "fp8" and hopper is None:
-        # Plain kernels multiply it as fp16.
-        kind = "fp16"
-    peak_per_clock = target.peak_tflops.get(kind, target.peak_tflops["fp32"]) * 1e6 / target.sms / target.boost_mhz
-    narrow = target.is_hopper and facts.threads < 4 * target.warp_size
-    products = sum(padded(size) for size in problem.contract.product_sizes(problem))
-    matrix = 2 * scores * products / peak_per_clock / (c.narrow_efficiency if narrow else c.matrix_efficiency)
-    # Where no maximum changes, nothing is rescaled.
-    ops_per_score, rescaling = (c.vector_ops_per_score - c.maxima_ops_per_score, 0) if _settles(config) else (c.vector_ops_per_score, 2)
-    softmax = scores / target.exp_per_clock + (ops_per_score * scores + rescaling * block_m * d_v) / c.vector_lanes
-    memory = block_n * (d + d_v) * size / c.l2_bytes_per_clock
+def _edge_blocks(problem: Problem, block_m: int, block_n: int) -> int:
+    """Key blocks of a query tile that hold both keys that a row sees and keys that it doesn't."""
+    edges = (problem.band.right is not None) + (problem.band.left is not None)
+    return edges * math.ceil(block_m / block_n)
 
-    shared = active * (hopper.consumers if hopper else max(1, facts.threads // 128)) > 1
-    if hopper and hopper.overlap:
-        overlap = c.overlap_lookahead_shared if shared else c.overlap_lookahead
-    else:
-        overlap = c.overlap_shared if shared else c.overlap_alone
-    busy = max(matrix + softmax - overlap * min(matrix, softmax), memory) + c.spill_clocks_per_byte * facts.spills * facts.threads
-    # Kernels with a copying warp have no loads of their own to wait for.
-    latency = 0.0 if hopper else c.load_latency / max(1, int(config.get("num_stages", 1))) ** 2
-    return busy + (c.block_overhead - c.maxima_wait * _settles(config) + latency) / active
+
+def _score_ops(problem: Problem, c: Constants) -> tuple[float, float]:
+    """FP32 instructions and special functions that a problem's features take for each score."""
+    f = problem.features
+    ops = c.softcap_ops_per_score * f.softcap + c.dropout_ops_per_score * f.dropout
+    ops += c.bias_ops_per_score * (f.alibi + (f.mask != "none"))
+    return ops, 1.0 * f.softcap
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """What one key block of one program takes, in clocks of its SM."""
+
+    clocks: float
+    matrix: float
+    """The products alone."""
+    ahead: int
+    """How many products the kernel itself puts beside a softmax."""
+
+    @classmethod
+    def of(cls, config: Config, facts: CompileFacts, problem: Problem, target: Target, active: int, c: Constants) -> "_Block":
+        """With `active` programs on the SM."""
+        block_m, block_n = config.number("BLOCK_M"), config.number("BLOCK_N")
+        d, d_v, size = padded(problem.d), padded(problem.d_v), ITEMSIZE[problem.dtype]
+        scores = block_m * block_n
+        kind = _kind(problem)
+        hopper = HopperLayout.of(problem.spec(), config) if "intra_wg_overlap" in config else None
+        if kind == "fp8" and hopper is None:
+            # Plain kernels multiply it as fp16.
+            kind = "fp16"
+        peak_per_clock = target.peak_tflops.get(kind, target.peak_tflops["fp32"]) * 1e6 / target.sms / target.boost_mhz
+        narrow = target.is_hopper and facts.threads < 4 * target.warp_size
+        products = sum(padded(size) for size in problem.contract.product_sizes(problem))
+        matrix = 2 * scores * products / peak_per_clock / (c.narrow_efficiency if narrow else c.matrix_efficiency)
+        # Where no maximum changes, nothing is rescaled.
+        ops_per_score, rescaling = (c.vector_ops_per_score - c.maxima_ops_per_score, 0) if _settles(config) else (c.vector_ops_per_score, 2)
+        more_ops, more_functions = _score_ops(problem, c)
+        ops_per_score += more_ops
+        softmax = (1 + more_functions) * scores / target.exp_per_clock + (
+            ops_per_score * scores + rescaling * block_m * d_v
+        ) / c.vector_lanes
+        memory = block_n * (d + d_v) * size / c.l2_bytes_per_clock
+
+        shared = active * (hopper.consumers if hopper else max(1, facts.threads // 128)) > 1
+        if hopper and hopper.overlap:
+            overlap = c.overlap_lookahead if not shared else c.overlap_twice if hopper.overlap == 2 else c.overlap_lookahead_shared
+        else:
+            overlap = c.overlap_shared if shared else c.overlap_alone
+        busy = max(matrix + softmax - overlap * min(matrix, softmax), memory) + c.spill_clocks_per_byte * facts.spills * facts.threads
+        # Kernels with a copying warp have no loads of their own to wait for.
+        latency = 0.0 if hopper else c.load_latency / max(1, int(config.get("num_stages", 1))) ** 2
+        clocks = busy + (c.block_overhead - c.maxima_wait * _settles(config) + latency) / active
+        return cls(clocks, matrix, hopper.overlap if hopper else 0)

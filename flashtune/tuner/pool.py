@@ -52,7 +52,7 @@ class Pool:
 
     @cached_property
     def features(self) -> Array:
-        """Where each candidate lies, a row to a candidate: an axis of numbers by its logarithm, others by a column to a value.
+        """Where each candidate lies, a row to a candidate: numbers of an axis are a step apart, others have a column to a value.
 
         An axis that a family lacks is in the middle of it. The last columns are the families.
         """
@@ -80,12 +80,9 @@ class Pool:
 
     def _columns(self, name: str) -> list[list[float]]:
         kinds, held = self._values(name), [candidate.config.as_dict().get(name) for candidate in self.candidates]
-        numbers = [value for value in kinds if isinstance(value, int)]
-        if len(numbers) == len(kinds):
-            # Powers of two are a step apart, and 0 (or False) lies a step below 1.
-            scale: dict[Value, float] = {value: math.log2(value) if value else -1.0 for value in numbers}
-            middle = sum(scale.values()) / len(scale)
-            return [[middle if value is None else scale[value] for value in held]]
+        if all(isinstance(value, int) for value in kinds):
+            middle = (len(kinds) - 1) / 2
+            return [[middle if value is None else float(kinds.index(value)) for value in held]]
         return [[_APART * (value == kind) for value in held] for kind in kinds]
 
     def _families(self) -> list[list[float]]:

@@ -6,7 +6,7 @@ import random
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import optuna
@@ -18,7 +18,9 @@ from flashtune.core.problem import Problem
 from flashtune.templates.family import Family
 from flashtune.tuner.pool import Array, Pool
 from flashtune.tuner.space import Candidate, SearchSpace
-from flashtune.tuner.surrogate import Surrogate
+
+if TYPE_CHECKING:
+    from flashtune.tuner.surrogate import Surrogate
 
 Sampler = Literal["gp", "tpe", "random", "exhaustive"]
 SAMPLERS: tuple[Sampler, ...] = get_args(Sampler)
@@ -28,8 +30,10 @@ Told = Mapping[Candidate, float | None]
 
 _STARTUP_TRIALS = 12
 """Random trials before TPE's model speaks, beside the starts."""
-_STARTS, _BY_COST = 5, 8
+_STARTS, _BY_COST = 3, 8
 """How many of the hand-written starts, and of the cost model's first, a search by Gaussian process begins with."""
+_ALIKE = 1e-3
+"""Predicted times that differ by less are one to the cost model, and one of such candidates is enough to begin with."""
 _DRAWS = 256
 """Draws of the surrogate that an expected regret is the mean of."""
 
@@ -173,21 +177,26 @@ class NearTpe(CandidateSampler):
 class ByExpectedImprovement(CandidateSampler):
     """The candidate with the greatest expected improvement (Jones, Schonlau, Welch, 1998) under the cost model and its learned error.
 
-    It begins with starts of the family that the cost model prefers, with the cost model's first, and with one candidate of every other
-    family. Candidates under way count as if they had the times that are expected of them (Ginsbourger, Le Riche, Carraro, 2010).
+    It begins with the cost model's first (of those that are one to it a hand-written start, if there is one), with starts of the family
+    that it prefers, and with one candidate of every other family. Candidates under way count as if they had the times that are expected of
+    them (Ginsbourger, Le Riche, Carraro, 2010).
     """
 
     @cached_property
     def opening(self) -> list[Candidate]:
-        """The starts and the cost model's first by turns, then one of every other family."""
+        """The cost model's first and the starts by turns, then one of every other family."""
         pool, times = self.pool, self.pool.log_times
         by_cost = [int(place) for place in np.argsort(times, kind="stable")]
         if not by_cost:
             return []
         written = sorted((pool.place[candidate] for candidate in self._starts), key=lambda place: times[place])
         preferred = pool.families[by_cost[0]]
-        starts = [place for place in written if pool.families[place] == preferred][:_STARTS]
-        first = [place for place in by_cost if place not in starts][:_BY_COST]
+        alike: dict[tuple[str, int], int] = {}
+        for place in [*written, *by_cost]:
+            alike.setdefault((pool.families[place], round(times[place] / _ALIKE)), place)
+        unlike = sorted(alike.values(), key=lambda place: times[place])
+        first = unlike[:_BY_COST]
+        starts = [place for place in unlike[_BY_COST:] if place in set(written) and pool.families[place] == preferred][:_STARTS]
         turns = [place for pair in zip(first, starts, strict=False) for place in pair]
         chosen = list(dict.fromkeys([*turns, *first, *starts]))
         for family in self._space.families:
@@ -197,7 +206,10 @@ class ByExpectedImprovement(CandidateSampler):
         return [pool.candidates[place] for place in chosen]
 
     @cached_property
-    def _surrogate(self) -> Surrogate:
+    def _surrogate(self) -> "Surrogate":
+        # scikit-learn takes a second to import, which only searches that ask it should pay.
+        from flashtune.tuner.surrogate import Surrogate
+
         return Surrogate(self.pool)
 
     def left_to_gain(self, told: Told, pending: Collection[Candidate] = ()) -> float:
@@ -251,14 +263,14 @@ class ByExpectedImprovement(CandidateSampler):
         return np.asarray(gain * ndtr(score) + deviation * density)
 
 
-_KINDS: dict[Sampler, type[CandidateSampler]] = {"gp": ByExpectedImprovement, "tpe": NearTpe, "random": Evenly, "exhaustive": InOrder}
+KINDS: dict[Sampler, type[CandidateSampler]] = {"gp": ByExpectedImprovement, "tpe": NearTpe, "random": Evenly, "exhaustive": InOrder}
 
 
 def sampler_of(
     kind: Sampler, space: SearchSpace, problem: Problem, *, seed: int | None, starts: Sequence[Candidate] | None = None
 ) -> CandidateSampler:
     """The sampler of that name; `starts` are the space's own where none are given."""
-    return _KINDS[kind](space, problem, seed=seed, starts=starts)
+    return KINDS[kind](space, problem, seed=seed, starts=starts)
 
 
 def derived(seed: int, number: int) -> int:

@@ -14,7 +14,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import Baseline, CompileFacts, Conditions, Ending, Fate, Measurement, Outcome, Provenance, SearchResult
 from flashtune.templates.rendering import sources_hash
 from flashtune.tuner.record import Entry, Record, key_of, newest_unfinished
-from flashtune.tuner.sampling import Sampler, candidate_of, distributions, parameters, sampler_of
+from flashtune.tuner.sampling import CandidateSampler, Sampler, candidate_of, distributions, parameters, sampler_of
 from flashtune.tuner.space import Candidate, SearchSpace
 
 
@@ -49,7 +49,7 @@ class Study:
 
     Everything is in the record of that name, from which any number of processes (after an interruption, or at the same time) go on: no
     candidate is given to two of them. With a seed, what is asked next depends on the record alone, so that an interrupted search ends
-    with the same trials as one that wasn't.
+    with the same trials as one that wasn't. `by` is a sampler to take in place of the one that is named `sampler`.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class Study:
         source: str,
         storage: optuna.storages.BaseStorage,
         plan: str = "",
-        starts: Sequence[Candidate] | None = None,
+        by: CandidateSampler | None = None,
     ) -> None:
         self._space = space
-        self.sampler = sampler_of(sampler, space, problem, seed=seed, starts=starts)
+        self.sampler = by or sampler_of(sampler, space, problem, seed=seed)
         label = f"{space.target.slug}-{problem.label()}-b{problem.batch}h{problem.heads}-{source}-{sampler}-{seed}"
         self._record = Record(storage, "-".join(filter(None, (label, fingerprint(space, problem), plan))))
         self._record.describe(

@@ -1,16 +1,14 @@
 """What the times of tried candidates say of the others: a Gaussian process over the cost model's error."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+from sklearn.gaussian_process import GaussianProcessRegressor
+from sklearn.gaussian_process.kernels import RBF, ConstantKernel, Kernel, Matern
 
 from flashtune.tuner.pool import Array, Pool
 
-if TYPE_CHECKING:
-    from sklearn.gaussian_process import GaussianProcessRegressor
-
-ERROR = 0.15
+ERROR = 0.1
 """How far the cost model is off from candidate to candidate, as a share of the time."""
 SCALE_ERROR = 0.5
 """How far it is off for all candidates of a problem alike."""
@@ -20,27 +18,28 @@ NOISE = 0.01
 """How far two times of one candidate lie apart."""
 LENGTH = 1.5
 """How many steps of an axis it takes for errors to be little akin."""
-SAME = 1e6
-"""A length on which nothing changes."""
+SAME, OTHER = 1e6, 0.3
+"""Lengths on which nothing changes, and on which everything does."""
 
 
 class Surrogate:
     """Expected log times of a pool's candidates, and how sure they are, given those that were tried.
 
-    The mean is the cost model's; what a Gaussian process (scikit-learn's, with Matern's kernel and a length for each axis) adds is its
-    error: one of all candidates alike, one of a family, and one that nearby candidates share.
+    The mean is the cost model's; what a Gaussian process (scikit-learn's) adds is its error: one of all candidates alike, one of a family,
+    and one that nearby candidates share (Matern's kernel).
     """
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._process = _process(pool)
+        self._kernel = _Looked(_Rows(pool))
+        self._process = self._fresh()
         self._log_scale = 0.0
 
     def learn(self, times: Mapping[int, float], believed: Sequence[int] = ()) -> None:
         """Take the log times of candidates by their places, and believe of others (those under way) what is expected of them."""
-        # The error of all alike is as good as known after one time; without it numbers stay small.
         places = list(times)
         errors = np.array([times[place] for place in places]) - self._pool.log_times[places]
+        # The error of all alike is as good as known after one time; without it numbers stay small.
         self._log_scale = float(np.median(errors)) if places else 0.0
         self._fit(places, errors - self._log_scale)
         if believed:
@@ -49,29 +48,70 @@ class Surrogate:
 
     def expected(self, places: Sequence[int]) -> tuple[Array, Array]:
         """Means and standard deviations of the log times at these places."""
-        mean, deviation = self._process.predict(self._pool.features[list(places)], return_std=True)
+        mean, deviation = self._process.predict(_column(places), return_std=True)
         return mean + self._pool.log_times[list(places)] + self._log_scale, deviation
 
     def draws(self, places: Sequence[int], count: int) -> Array:
         """Log times that may well be, all places together: a row to a place, a column to a draw."""
-        drawn: Array = self._process.sample_y(self._pool.features[list(places)], count, random_state=0)
+        drawn: Array = self._process.sample_y(_column(places), count, random_state=0)
         return drawn + (self._pool.log_times[list(places)] + self._log_scale)[:, None]
 
     def _fit(self, places: list[int], errors: Array) -> None:
-        self._process = _process(self._pool)
+        self._process = self._fresh()
         if places:
-            self._process.fit(self._pool.features[places], errors)
+            self._process.fit(_column(places), errors)
+
+    def _fresh(self) -> GaussianProcessRegressor:
+        return GaussianProcessRegressor(self._kernel, alpha=NOISE**2, optimizer=None)
 
 
-def _process(pool: Pool) -> "GaussianProcessRegressor":
-    # Takes a second to import, which only searches that ask it should pay.
-    from sklearn.gaussian_process import GaussianProcessRegressor
-    from sklearn.gaussian_process.kernels import RBF, ConstantKernel, Matern
+class _Rows:
+    """How errors of candidates are akin, a row to a candidate that was tried: computed once, for a search asks for them again and again."""
 
-    of_a_family = [SAME if name else 0.3 for name in pool.columns]
-    kernel = (
-        ConstantKernel(SCALE_ERROR**2)
-        + ConstantKernel(FAMILY_ERROR**2) * RBF(of_a_family)
-        + ConstantKernel(ERROR**2) * Matern([LENGTH] * len(pool.columns), nu=2.5)
-    )
-    return GaussianProcessRegressor(kernel, alpha=NOISE**2, optimizer=None)
+    def __init__(self, pool: Pool) -> None:
+        own_family = [SAME if name else OTHER for name in pool.columns]
+        self._features = pool.features
+        self._kernel = (
+            ConstantKernel(SCALE_ERROR**2)
+            + ConstantKernel(FAMILY_ERROR**2) * RBF(own_family)
+            + ConstantKernel(ERROR**2) * Matern([LENGTH] * len(pool.columns), nu=2.5)
+        )
+        self._rows: dict[int, Array] = {}
+        self.variance = float(self._kernel.diag(self._features[:1])[0])
+
+    def row(self, place: int) -> Array:
+        """The covariances of one candidate with all."""
+        if place not in self._rows:
+            self._rows[place] = self._kernel(self._features[place : place + 1], self._features)[0]
+        return self._rows[place]
+
+    def __deepcopy__(self, memo: object) -> "_Rows":
+        # scikit-learn copies a kernel before it fits.
+        return self
+
+
+class _Looked(Kernel):  # type: ignore[misc]
+    """A kernel of scikit-learn whose points are the places of candidates."""
+
+    def __init__(self, rows: _Rows) -> None:
+        self.rows = rows
+
+    def __call__(self, X: Array, Y: Array | None = None, eval_gradient: bool = False) -> Array:
+        """Covariances of points `X` (n, 1) with `Y` (m, 1), or with themselves."""
+        own = X[:, 0].astype(int)
+        others = own if Y is None else Y[:, 0].astype(int)
+        if len(others) < len(own):
+            return np.array([self.rows.row(int(place))[own] for place in others]).T
+        return np.array([self.rows.row(int(place))[others] for place in own])
+
+    def diag(self, X: Array) -> Array:
+        """Variances, all alike."""
+        return np.full(len(X), self.rows.variance)
+
+    def is_stationary(self) -> bool:
+        """Only distances count."""
+        return True
+
+
+def _column(places: Sequence[int]) -> Array:
+    return np.array(places, dtype=float)[:, None]

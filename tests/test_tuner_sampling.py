@@ -1,0 +1,138 @@
+"""The samplers: every valid candidate is within reach, none is proposed twice, and what is left to gain shrinks as more is known."""
+
+import itertools
+import math
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import optuna
+import pytest
+
+from flashtune.core.config import Config
+from flashtune.core.problem import Features, Problem
+from flashtune.core.target import find_target
+from flashtune.templates import families, family
+from flashtune.templates.family import Family
+from flashtune.tuner.pool import Pool
+from flashtune.tuner.sampling import KINDS, Sampler, candidate_of, parameters, sampler_of
+from flashtune.tuner.space import Candidate, SearchSpace
+
+PROBLEM = Problem(batch=4, heads=16, kv_heads=16, n_q=1024, n_kv=1024, d=128, d_v=128, dtype="bf16", features=Features(causal=True))
+TARGET = find_target("h200")
+SPACE = SearchSpace({"flash_fwd_tma": family("flash_fwd_tma")}, PROBLEM, TARGET)
+
+
+def times(pool: Pool) -> dict[Candidate, float]:
+    """Times that are the cost model's, off by some that nearby candidates share."""
+    off = 0.1 * np.sin(pool.features.sum(axis=1)) + 0.3
+    return {candidate: float(math.exp(log + error)) for candidate, log, error in zip(pool.candidates, pool.log_times, off, strict=True)}
+
+
+@pytest.mark.parametrize("name", [name for name in families() if name != "flash_fwd_hopper"])
+def test_a_space_is_what_its_constraints_leave_of_all_combinations(name: str) -> None:
+    """Constraints are asked of the axes that they say they read, and of nothing else."""
+    chosen = families()[name]
+    # Combinations of a few values of each axis, so that all of them can be tried one by one.
+    few = replace(chosen, axes=tuple(replace(axis, values=axis.values[:3]) for axis in chosen.axes))
+    spec = replace(PROBLEM, direction=spec_direction(chosen)).spec()
+    names = [axis.name for axis in few.axes]
+    every = [Config.of(dict(zip(names, values, strict=True))) for values in itertools.product(*(axis.values for axis in few.axes))]
+    assert list(few.configs(spec, TARGET)) == [config for config in every if few.violated(config, spec, TARGET) is None]
+
+
+def spec_direction(chosen: Family) -> str:
+    """A direction that the family computes."""
+    return next(d for d in ("fwd", "bwd") if chosen.supports(replace(PROBLEM, direction=d).spec(), TARGET) is None)
+
+
+def test_the_hopper_space_is_what_its_constraints_leave_of_drawn_combinations() -> None:
+    chosen, spec, rng = family("flash_fwd_hopper"), PROBLEM.spec(), np.random.default_rng(0)
+    found = set(chosen.configs(spec, TARGET))
+    near = [config.replace(**{axis.name: axis.values[rng.integers(len(axis.values))]}) for config in found for axis in chosen.axes[:4]]
+    assert all((config in found) == (chosen.violated(config, spec, TARGET) is None) for config in near)
+    assert 500 < len(found) < 600
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_sampler_proposes_each_valid_candidate_once_and_then_nothing(kind: Sampler) -> None:
+    small = SearchSpace(
+        {"flash_fwd_tma": replace(family("flash_fwd_tma"), axes=family("flash_fwd_tma").axes[:4] + fixed())}, PROBLEM, TARGET
+    )
+    sampler = sampler_of(kind, small, PROBLEM, seed=3)
+    answers = times(sampler.pool)
+    told: dict[Candidate, float | None] = {}
+    while batch := sampler.propose(7, told, ()):
+        assert not told.keys() & set(batch)
+        told |= {candidate: answers[candidate] if len(told) % 5 else None for candidate in batch}
+    assert set(told) == set(small.every())
+    assert sampler.left_to_gain(told) in (0.0, math.inf)
+
+
+def fixed() -> tuple[object, ...]:  # type: ignore[type-arg]
+    """The other axes of flash_fwd_tma, with one value each."""
+    cap, order = family("flash_fwd_tma").axes[4:]
+    return replace(cap, values=(0,)), replace(order, values=("longest_first",))
+
+
+def test_random_draws_are_even() -> None:
+    sampler = sampler_of("random", SPACE, PROBLEM, seed=None, starts=())
+    drawn = Counter(sampler.propose(1, {}, ())[0] for _ in range(20 * len(sampler.pool)))
+    # With 124 candidates and a mean of 20, a fair draw leaves none below 2 in a million runs.
+    assert len(drawn) == len(sampler.pool) and min(drawn.values()) >= 2
+
+
+def test_what_is_left_to_gain_is_unknown_at_first_and_shrinks() -> None:
+    sampler = sampler_of("gp", SPACE, PROBLEM, seed=0, starts=())
+    answers = times(sampler.pool)
+    assert sampler.left_to_gain({}) == sampler.expected_regret({}) == math.inf
+    told: dict[Candidate, float | None] = {}
+    gains, regrets = [], []
+    for _ in range(4):
+        for candidate in sampler.propose(12, told, ()):
+            told[candidate] = answers[candidate]
+        gains.append(sampler.left_to_gain(told))
+        regrets.append(sampler.expected_regret(told))
+    assert gains[0] > 2 * gains[-1] and regrets[0] > 2 * regrets[-1]
+    # One candidate gains no more than the best of all; the latter is a mean of draws.
+    assert all(0 <= gain <= 1.2 * regret + 1e-3 for gain, regret in zip(gains, regrets, strict=True))
+    assert min(time for time in told.values() if time) == min(answers.values())
+
+
+def test_an_error_that_all_candidates_share_changes_no_proposal() -> None:
+    """The GPU is twice as slow as predicted."""
+    sampler, slower = (sampler_of("gp", SPACE, PROBLEM, seed=0) for _ in range(2))
+    answers = times(sampler.pool)
+    first = sampler.propose(14, {}, ())
+    assert sampler.propose(3, {c: answers[c] for c in first}, ()) == slower.propose(3, {c: 2 * answers[c] for c in first}, ())
+
+
+def test_a_study_of_optunas_own_asks_the_sampler() -> None:
+    sampler = sampler_of("gp", SPACE, PROBLEM, seed=0)
+    answers = times(sampler.pool)
+    study = optuna.create_study(sampler=sampler)
+    kinds = sampler.infer_relative_search_space(study, study.trials)  # type: ignore[arg-type]
+
+    def objective(trial: optuna.Trial) -> float:
+        for name in trial.relative_params:
+            trial.suggest_categorical(name, kinds[name].choices)  # type: ignore[attr-defined]
+        candidate = candidate_of(SPACE, trial.params)
+        assert candidate is not None and parameters(candidate) == trial.params
+        return answers[candidate]
+
+    study.optimize(objective, n_trials=20)
+    assert len({str(trial.params) for trial in study.trials}) == 20
+    assert study.best_value <= 1.01 * min(answers.values())
+
+
+def test_a_large_space_is_drawn_from_evenly_and_its_starts_are_kept() -> None:
+    starts = SPACE.starts()
+    pool = Pool(SPACE, PROBLEM, starts, most=20)
+    assert 20 <= len(pool) <= 20 + len(starts) and set(starts) <= set(pool.candidates)
+
+
+def test_only_searches_that_ask_the_surrogate_import_it() -> None:
+    code = "import sys; import flashtune.tuner.searching; sys.exit('sklearn' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
