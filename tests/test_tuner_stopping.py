@@ -44,10 +44,15 @@ def test_nothing_ends_before_anything_was_timed() -> None:
     assert set(after([None] * (3 * PATIENCE), left=0.0)) == {None}
 
 
-def test_what_is_left_to_gain_ends_a_search_once_the_surrogate_has_seen_something() -> None:
-    falling = [100.0 * 0.9**number for number in range(PATIENCE + 3)]
-    assert after(falling, left=0.004) == [None] * (PATIENCE - 1) + ["gain"] * 4
-    assert set(after(falling, left=0.006)) == {None}
+def test_a_surrogate_that_expects_nothing_is_not_believed_while_trials_gain() -> None:
+    falling = [100.0 * 0.9**number for number in range(3 * PATIENCE)]
+    assert set(after(falling, left=0.0)) == {None}
+    assert after([100.0] * (PATIENCE + 1), left=0.004)[-2:] == [None, "gain"]
+
+
+def test_a_surrogate_that_expects_a_gain_is_believed_twice_as_long() -> None:
+    flat = [100.0] * (2 * PATIENCE + 1)
+    assert after(flat, left=0.006)[-2:] == [None, "patience"]
 
 
 @pytest.mark.parametrize("until", [None, 0.0])

@@ -64,7 +64,7 @@ class SearchOptions:
     metavar="SHARE",
     default="0.5%",
     show_default=True,
-    help="Stop a problem where no further candidate is expected to gain this share of the best time, or 12 in a row didn't; 0 for never.",
+    help="Stop a problem when 12 trials in a row didn't gain this share of the best time, and the next isn't expected to; 0 for never.",
 )
 @click.option(
     "--gpus",

@@ -42,10 +42,10 @@ def devices_of(which: str, target: Target) -> tuple[str, ...]:
     """The GPUs that `which` names (`all`, a number of them, or indices with commas), as CUDA_VISIBLE_DEVICES names them; none for one GPU
     that nobody chose. Raises InputError for a word that is none of these or a GPU that isn't there, EnvironmentProblem where one of them is
     no `target`."""
-    import torch
-
     if which == "1":
         return ()
+    import torch
+
     count = torch.cuda.device_count()
     if which == "all":
         chosen = list(range(count))
@@ -54,7 +54,7 @@ def devices_of(which: str, target: Target) -> tuple[str, ...]:
     elif which.isdecimal() and int(which) > 0:
         chosen = list(range(int(which)))
     else:
-        raise InputError(f"--gpus {which!r} names no GPUs: write all, a number, or indices with a comma after each (0,2)")
+        raise InputError(f"--gpus {which!r} names no GPUs: write all, a number, or indices with commas between them (0,2)")
     if missing := [index for index in chosen if index >= count]:
         raise InputError(f"--gpus {which} asks for GPU {missing[0]}, and this machine has {count}, counted from 0: ask for fewer")
     for index in chosen:

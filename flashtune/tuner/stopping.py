@@ -13,7 +13,7 @@ UNTIL = 0.005
 """What a further candidate must be expected to gain, as a share of the best time, unless the user says otherwise."""
 
 PATIENCE = 12
-"""So many trials without that gain end a search, too: where no surrogate says what is left, and where one is wrong."""
+"""So many trials in a row without that gain end a search, unless the surrogate expects the next one to gain it; then twice as many do."""
 
 
 _WORDS = {
@@ -21,7 +21,7 @@ _WORDS = {
     "budget": "time is up",
     "space": "the whole space was tried",
     "gain": "nothing untried is expected to gain enough",
-    "patience": f"{PATIENCE} trials without a gain",
+    "patience": f"{PATIENCE} trials or more without a gain",
 }
 
 
@@ -40,11 +40,11 @@ class StoppingRule:
 
     def __post_init__(self) -> None:
         self._reference = math.inf
-        self._since = self._count = 0
+        self._since = 0
 
     def add(self, outcome: Outcome) -> None:
         """Take a trial that has ended, in the order of asking."""
-        self._since, self._count = self._since + 1, self._count + 1
+        self._since += 1
         time_us = outcome.measurement.median_us if outcome.fate.timed and outcome.measurement is not None else math.inf
         if time_us < self._reference * (1 - (self.until or 0.0)):
             self._reference, self._since = time_us, 0
@@ -52,10 +52,10 @@ class StoppingRule:
     def verdict(self, left_to_gain: float) -> Reason | None:
         """Why to stop before the next trial, of which the surrogate expects this gain (infinite where it can't say); None to go on.
 
-        A surrogate that has seen fewer trials than patience has isn't believed.
+        Neither is believed alone: a surrogate that expects nothing, while trials still gain, nor a few trials without luck.
         """
-        if not self.until or self._reference == math.inf or self._count < self.patience:
+        if not self.until or self._reference == math.inf or self._since < self.patience:
             return None
         if left_to_gain < self.until:
             return "gain"
-        return "patience" if self._since >= self.patience else None
+        return "patience" if left_to_gain == math.inf or self._since >= 2 * self.patience else None
