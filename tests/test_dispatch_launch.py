@@ -16,17 +16,22 @@ import torch
 from flashtune import kernels_generated
 from flashtune.core.binaries import Binary, Parameter, TensorMap, read_manifest
 from flashtune.core.dtypes import output_dtype
-from flashtune.core.passes import CallParameters
-from flashtune.core.problem import Problem
+from flashtune.core.modules import load_source
+from flashtune.core.passes import PER_HEAD, CallParameters
+from flashtune.core.problem import Features, Problem
 from flashtune.core.shipped import GeneratedKernel, read_index
+from flashtune.core.target import find_target
 from flashtune.core.torch_dtypes import TORCH_DTYPES
 from flashtune.db import library as databases
 from flashtune.dispatch.arguments import parse
+from flashtune.dispatch.call import PerHead
 from flashtune.dispatch.launch import driver, prepared
 from flashtune.dispatch.launch.hostcode import load_host_code
 from flashtune.dispatch.launch.program import Program
 from flashtune.dispatch.launch.recording import Address, Descriptor, Drawn, Recorded, Recording, Tensor, record
 from flashtune.dispatch.plans import KernelPlan
+from flashtune.templates import family
+from flashtune.templates.rendering import render, variant_of
 
 MAP = TensorMap(element_type=9, element_bytes=2, box=(1, 1, 64, 128), swizzle=3)
 PARAMETERS = (
@@ -253,9 +258,20 @@ def given_of(problem: Problem) -> tuple[prepared.Operands, CallParameters]:
 
 @pytest.mark.parametrize("kernel", SHIPPED, ids=lambda kernel: kernel.path)
 def test_what_is_recorded_of_a_shipped_kernel_is_what_it_launches(kernel: GeneratedKernel) -> None:
+    compare(importlib.import_module(f"flashtune.kernels_generated.{kernel.module}"), PROBLEMS[kernel.variant_id])
+
+
+@pytest.mark.parametrize("name", ["flash_fwd", "flash_fwd_hopper"])
+def test_what_is_recorded_of_all_that_heads_have_their_own_of_is_what_is_launched(name: str) -> None:
+    features = Features(causal=True, mask="bool", alibi=True, sinks=True)
+    problem = Problem(batch=2, heads=4, kv_heads=2, n_q=70, n_kv=304, d=64, d_v=64, dtype="fp8", features=features)
+    chosen, spec = family(name), problem.spec()
+    config = chosen.default(spec, find_target("h200"))
+    compare(load_source(render(chosen, variant_of(chosen, spec, config)), "per_head"), problem)
+
+
+def compare(module: Any, problem: Problem) -> None:
     """The same launches as with real tensors, with every address where the recording says."""
-    module = importlib.import_module(f"flashtune.kernels_generated.{kernel.module}")
-    problem = PROBLEMS[kernel.variant_id]
     steps, tensors, recording = prepared.launches(module, *given_of(problem))
     assert recording is not None and len(steps) == len(recording.launches)
     starts = [0 if x is None else x.data_ptr() for x in tensors]
@@ -280,6 +296,23 @@ def test_what_is_recorded_of_a_shipped_kernel_is_what_it_launches(kernel: Genera
                 assert kept == real and type(kept) is type(real)
     drawn = {x.source for recorded in recording.launches for x in recorded.arguments if isinstance(x, Drawn)}
     assert drawn == ({prepared.SEED, prepared.OFFSET} if problem.features.dropout else set())
+
+
+def test_a_plan_hands_over_the_addresses_of_what_each_call_gives_per_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("_cuda_getDevice", None), ("_cuda_getCurrentRawStream", 5), ("_cuda_isCurrentStreamCapturing", False)):
+        monkeypatch.setattr(torch._C, name, lambda *_, value=value: value, raising=False)
+    q = torch.zeros(2, 4, 9, 64, dtype=torch.float8_e4m3fn)
+    given: dict[str, Any] = {"alibi_slopes": torch.zeros(4), "k_descale": torch.zeros(2, 4), "v_descale": 2.0, "sinks": torch.zeros(8)[::2]}
+    plan = KernelPlan(parse(q, q, q, per_head=PerHead(**given)), SimpleNamespace(), q)  # type: ignore[arg-type]
+    runs: list[list[int]] = []
+    plan.program = SimpleNamespace(run=lambda addresses, stream, bits: runs.append(addresses))  # type: ignore[assignment]
+    plan._plain, plan._heads = False, [0, 101, 102, 103, 0]
+    for _ in range(2):
+        given = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+        plan.run(q, q, q, None, None, PerHead(**given))
+        wanted = {name: x.data_ptr() for name, x in given.items() if isinstance(x, torch.Tensor)} | {"q_descale": 101, "v_descale": 103}
+        assert runs[-1][: prepared.OUT] == [q.data_ptr()] * 3
+        assert runs[-1][prepared.HEADS :] == [wanted[name] for name in PER_HEAD]
 
 
 @pytest.mark.parametrize("kernel", SHIPPED, ids=lambda kernel: kernel.path)
