@@ -84,18 +84,21 @@ def launch(*tensors, **words):
         kernel[grid](*args, **options)
 '''
 
+_LAUNCHED = "    batch, heads, n_q, d = q.shape\n"
+"""Where a launch begins; what only compiles comes here with meta tensors."""
+
 _EDITS = {
     "right": ("", ""),
-    "hang": ("def launch(*tensors, **words):", "def launch(*tensors, **words):\n    while True:\n        pass\n"),
+    "hang": (_LAUNCHED, "    while q.device.type != 'meta':\n        pass\n" + _LAUNCHED),
     "hang_on_gpu": (
         "    for start in range(0, n_kv, BLOCK):",
         "    while tl.load(lse_ptr) != 1234.5:\n        tl.store(lse_ptr, 0.0)\n    for start in range(0, n_kv, BLOCK):",
     ),
-    "crash": ("def launch(*tensors, **words):", "def launch(*tensors, **words):\n    import os\n\n    os.abort()\n"),
+    "crash": (_LAUNCHED, "    if q.device.type != 'meta':\n        import os\n\n        os.abort()\n" + _LAUNCHED),
     "wrong": ("acc / row_sum[:, None]", "acc / row_sum[:, None] * 1.05"),
     "unwritten": ("row_max + tl.log(row_sum), mask=rows < n_q", "row_max + tl.log(row_sum), mask=rows < n_q - 1"),
     "sticky": ("    offs_d = tl.arange(0, D)  # [D]", "    offs_d = tl.arange(0, D) + (1 << 40)  # [D]"),
-    "raises": ("def launch(*tensors, **words):", "def launch(*tensors, **words):\n    raise RuntimeError('planted')\n"),
+    "raises": (_LAUNCHED, "    if q.device.type != 'meta':\n        raise RuntimeError('planted')\n" + _LAUNCHED),
     "broken": ("    row_max = tl.full(", "    row_max = undefined_name + tl.full("),
     "unrendered": ("import torch\n", "import torch\n{{ missing.name }}\n"),
     "compiler_crash": (
