@@ -13,8 +13,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from flashtune.core.config import Config
-from flashtune.core.passes import Direction
+from flashtune.core.config import Config, Direction
 from flashtune.core.problem import DIRECTIONS, Features, Problem
 from flashtune.core.results import Fate
 from flashtune.core.target import Target

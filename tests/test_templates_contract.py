@@ -9,11 +9,10 @@ import torch
 from hopper_kernels import PLAIN
 
 from flashtune.core import launching
-from flashtune.core.config import Config
+from flashtune.core.config import Config, Direction
 from flashtune.core.dtypes import DType
 from flashtune.core.launching import counts_of, launcher, provided, sms_of
 from flashtune.core.modules import load_source
-from flashtune.core.passes import Direction
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
 from flashtune.templates import families, family

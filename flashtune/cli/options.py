@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem
 
+from flashtune.core.config import Direction
 from flashtune.core.dtypes import DTYPES, DType, parse_dtype
 from flashtune.core.errors import InputError
-from flashtune.core.passes import Direction
 from flashtune.core.problem import DIRECTIONS, MASK_KINDS, Features, MaskKind, Problem
 from flashtune.core.target import find_target, targets
 

@@ -4,9 +4,12 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from flashtune.core.dtypes import DType
+
+Direction = Literal["fwd", "bwd"]
+"""Which pass of attention (flashtune.core.passes)."""
 
 Value = int | str | bool
 """What an axis may hold."""
@@ -69,7 +72,7 @@ class KernelSpec:
     `d` and `d_v` are the real head sizes; templates pad them to powers of two.
     """
 
-    direction: str
+    direction: Direction
     dtype: DType
     d: int
     d_v: int

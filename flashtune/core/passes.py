@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from flashtune.core.band import Band
-from flashtune.core.config import KernelSpec
+from flashtune.core.config import Direction, KernelSpec
 from flashtune.core.dtypes import ITEMSIZE, DType, output_dtype
 from flashtune.core.tolerances import Bound, tolerance
 
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     import torch
 
     from flashtune.core.problem import Problem
-
-Direction = Literal["fwd", "bwd"]
 
 PER_HEAD: dict[str, Literal["heads", "kv_heads"]] = {
     "alibi_slopes": "heads",

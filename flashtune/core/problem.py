@@ -5,10 +5,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from flashtune.core.band import ALIGNMENTS, Alignment, Band, Window, diagonal_of
-from flashtune.core.config import KernelSpec
+from flashtune.core.config import Direction, KernelSpec
 from flashtune.core.dtypes import DTYPES, DType
 from flashtune.core.errors import InputError
-from flashtune.core.passes import PASSES, Direction, Pass
+from flashtune.core.passes import PASSES, Pass
 
 DIRECTIONS: tuple[Direction, ...] = tuple(PASSES)
 MaskKind = Literal["none", "bool", "bias"]
@@ -251,8 +251,9 @@ class Problem:
         return self.contract.io_bytes(self)
 
     def label(self) -> str:
-        """The short form for tables and test ids: `n4096-d128-bf16-causal`."""
+        """The short form for tables and test ids: `n4096-d128-bf16-causal`, and `...-bwd` of a backward."""
         n = f"n{self.n_kv}" if self.n_q == self.n_kv else f"n{self.n_q}x{self.n_kv}"
         d = f"d{self.d}" if self.d == self.d_v else f"d{self.d}x{self.d_v}"
         gqa = f"-gqa{self.gqa_ratio}" if self.gqa_ratio > 1 else ""
-        return f"{n}-{d}-{self.dtype}-{self.features.label()}{gqa}"
+        direction = "" if self.direction == "fwd" else f"-{self.direction}"
+        return f"{n}-{d}-{self.dtype}-{self.features.label()}{gqa}{direction}"

@@ -12,9 +12,9 @@ from sqlalchemy import ColumnElement, Connection, Executable, Select, func, make
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.sql.selectable import FromClause
 
+from flashtune.core.config import Direction
 from flashtune.core.dtypes import DType
 from flashtune.core.errors import DatabaseError, NoKernelFound
-from flashtune.core.passes import Direction
 from flashtune.core.problem import Problem, ProblemKey
 from flashtune.core.results import Baseline, Ending, Fate, Outcome, Provenance, SearchResult, TuningRecord
 from flashtune.core.secrets import mask_secrets

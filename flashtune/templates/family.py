@@ -35,9 +35,8 @@ from itertools import combinations, product
 import numpy as np
 from numpy.typing import NDArray
 
-from flashtune.core.config import Config, KernelSpec, Value
+from flashtune.core.config import Config, Direction, KernelSpec, Value
 from flashtune.core.errors import InputError
-from flashtune.core.passes import Direction
 from flashtune.core.problem import Problem, next_power_of_two
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target

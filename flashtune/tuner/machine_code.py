@@ -126,9 +126,8 @@ def _problem(spec: KernelSpec, n_kv: int) -> Problem:
     """A problem of this spec with few tiles, so that their keys are split where a family does so."""
     same = {name: getattr(spec, name) for name in COMPILED_AS_THEY_ARE}
     features = Features(alignment="bottom_right", window=(96, 0 if spec.causal else 96) if spec.window else None, **same)
-    problem = Problem(
-        batch=2, heads=6, kv_heads=3, n_q=n_kv % 16 or 16, n_kv=n_kv, d=spec.d, d_v=spec.d_v, dtype=spec.dtype, features=features
-    )
+    sizes = {"batch": 2, "heads": 6, "kv_heads": 3, "n_q": n_kv % 16 or 16, "n_kv": n_kv, "d": spec.d, "d_v": spec.d_v}
+    problem = Problem(**sizes, dtype=spec.dtype, features=features, direction=spec.direction)
     assert problem.spec() == spec, "every spec is that of a problem"
     return problem
 

@@ -1,0 +1,155 @@
+"""Times our backward beside cuDNN, FlashAttention-2 and FlashAttention-4 on this machine's GPU: `python benchmarks/backward.py`.
+
+A backward is all of it: what prepares, the kernels and what follows. All peers of a cell run interleaved, on the same inputs, and against
+a float64 oracle. Ours is what dispatch serves with FLASHTUNE_UNMEASURED=1: `exact` names a kernel that was tuned for the very cell. Then:
+whether gradients under a mask are finite, the peak memory of a long call, the losses of a small model trained by our kernels and by the
+framework's math backend, and whole training steps of a larger one. Every part runs in a process that is killed when it takes too long.
+
+Prints tables, writes backward.json to the folder named by OUT (default: the current one), and exits with 1 where a part failed, a gradient
+isn't finite, or an error is more than twice the framework's.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import multiprocessing
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import TimeoutError as Overdue
+from pathlib import Path
+from typing import Any
+
+import backward_training
+from backward_cells import FA4_REPEATABLE, OURS, Cell, Checked, cells, check_cell, start, time_cell
+from pebble import ProcessExpired, ProcessPool
+
+from flashtune.core.results import Measurement
+from flashtune.tuner.machine import local_gpu, provenance
+from flashtune.tuner.tasks import one_line
+
+GROUPS = ("plain", "features", "scores")
+PARTS: dict[str, Callable[..., Any]] = {
+    "nan": backward_training.masked_nan,
+    "memory": backward_training.memory,
+    "curves": backward_training.curves,
+    "step d64": backward_training.step_times,
+    "step d128": backward_training.step_times,
+}
+
+
+def in_children(calls: list[tuple[Callable[..., Any], tuple[Any, ...]]], *, limit_s: float) -> Iterator[tuple[Any, str]]:
+    """Each call's answer (None where there is none) and why there is none; one process at a time has the GPU."""
+    pool = ProcessPool(max_workers=1, context=multiprocessing.get_context("spawn"), initializer=start)
+    try:
+        for task, words in calls:
+            try:
+                yield pool.schedule(task, args=words, timeout=limit_s).result(), ""
+            except Overdue:
+                yield None, f"killed after {limit_s:g} s"
+            except ProcessExpired as crash:
+                yield None, f"its process died (exit code {crash.exitcode}), as after a CUDA error"
+            except Exception as error:
+                yield None, one_line(error)
+    finally:
+        pool.stop()
+        pool.join()
+
+
+def wrong(checked: Checked) -> str:
+    """What is wrong with our gradients, empty where nothing is: not finite, or more than twice as far off as torch's best."""
+    ours = checked.errors.get(OURS, [])
+    if not all(map(math.isfinite, ours)):
+        return "not finite"
+    theirs = [errors for name, errors in checked.errors.items() if name in ("cudnn", "flash", "efficient")]
+    if theirs and any(mine > 2 * max(best) for mine, best in zip(ours, zip(*theirs, strict=True), strict=True)):
+        return "more than twice the framework's error"
+    return ""
+
+
+def row_of(cell: Cell, checked: Checked, times: dict[str, Measurement], failed: str) -> dict[str, Any]:
+    """A cell's JSON."""
+    us = {name: time.median_us for name, time in times.items()}
+    peers = {name: time for name, time in us.items() if name not in (OURS, FA4_REPEATABLE)}
+    return {
+        "cell": cell.name,
+        "problem": cell.problem.label(),
+        "scores": cell.scores,
+        **dataclasses.asdict(checked),
+        "median_us": us,
+        "tflops": {name: cell.problem.flops() / time / 1e6 for name, time in us.items()},
+        "noise": {name: time.noise for name, time in times.items()},
+        "best_peer": min(peers, key=lambda name: peers[name]) if peers else None,
+        "over_best": min(peers.values()) / us[OURS] if peers and OURS in us else None,
+        "wrong": wrong(checked),
+        "failed": failed,
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """A line for each cell: rates in TFLOP/s, and ours over the best peer's."""
+    names = list(dict.fromkeys(name for row in rows for name in row["tflops"]))
+    lines = ["| cell | served | " + " | ".join(names) + " | over the best | remark |", "|---" * (len(names) + 4) + "|"]
+    for row in rows:
+        rates = [f"{row['tflops'][name]:.0f}" if name in row["tflops"] else "-" for name in names]
+        ratio = "-" if row["over_best"] is None else f"{row['over_best']:.2f}x"
+        lines.append(f"| {row['cell']} | {row['kind']} | {' | '.join(rates)} | {ratio} | {row['wrong'] or row['failed']} |")
+    ratios = [row["over_best"] for row in rows if row["over_best"]]
+    if ratios:
+        lines.append(f"\ngeometric mean over the best peer: {math.exp(sum(map(math.log, ratios)) / len(ratios)):.2f}x")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", default=",".join(GROUPS), help="groups of cells, with commas between them (default: %(default)s)")
+    parser.add_argument("--parts", default=",".join(PARTS), help="the other parts, or nothing (default: %(default)s)")
+    parser.add_argument("--d", type=int, help="only cells of this head size")
+    parser.add_argument("--n", type=int, help="only cells of this length")
+    parser.add_argument("--seconds", type=float, default=0.5, help="timing per cell (default: %(default)s)")
+    parser.add_argument("--limit", type=float, default=180.0, help="seconds after which a cell or part is given up (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    if local_gpu() is None:
+        raise SystemExit("backward.py times kernels on a GPU and found none: run it on the GPU's machine")
+    chosen = [
+        cell
+        for cell in cells(tuple(options.cells.split(",")))
+        if options.d in (None, cell.problem.d) and options.n in (None, cell.problem.n_kv)
+    ]
+    rows = []
+    for cell, (checked, failed) in zip(
+        chosen, in_children([(check_cell, (cell, options.seed)) for cell in chosen], limit_s=options.limit), strict=True
+    ):
+        times: dict[str, Measurement] = {}
+        if not failed:
+            [(answer, failed)] = in_children([(time_cell, (cell, options.seed, options.seconds))], limit_s=options.limit)
+            times = answer or {}
+        rows.append(row_of(cell, checked or Checked(), times, failed))
+        print(f"{cell.name}: {rows[-1]['failed'] or rows[-1]['wrong'] or 'right'}", file=sys.stderr, flush=True)
+    words: dict[str, tuple[Any, ...]] = {"nan": (options.seed,), "memory": (), "curves": (options.seed,)}
+    words |= {"step d64": (64, options.seed), "step d128": (128, options.seed)}
+    asked = [name for name in options.parts.split(",") if name]
+    parts: dict[str, Any] = {}
+    for name, (answer, failed) in zip(
+        asked, in_children([(PARTS[name], words[name]) for name in asked], limit_s=5 * options.limit), strict=True
+    ):
+        parts[name] = {"failed": failed} if failed else answer
+    made_by = provenance(command=shlex.join(["python", *sys.argv]), seed=options.seed, measured=True).as_json()
+    found = {"provenance": made_by, "rows": rows, "parts": parts}
+    Path(os.environ.get("OUT", "."), "backward.json").write_text(json.dumps(found, indent=1))
+    print(table(rows))
+    for name, answer in parts.items():
+        shown = answer["mean of the last 20"] if name == "curves" and "curves" in answer else answer
+        print(f"{name}: {json.dumps(shown)}")
+    finite = all(one["ours"] == 0 for one in parts["nan"]) if isinstance(parts.get("nan"), list) else True
+    failures = [row for row in rows if row["failed"] or row["wrong"]]
+    if failures or not finite or any("failed" in part for part in parts.values() if isinstance(part, dict)):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

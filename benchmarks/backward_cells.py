@@ -1,0 +1,192 @@
+"""What backward.py runs on the GPU, in child processes: its cells, everything that computes their gradients, errors and times."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from forward_cells import problem_of
+
+from flashtune import dispatch
+from flashtune.core.launching import launcher
+from flashtune.core.modules import load_source
+from flashtune.core.problem import Features, Problem
+from flashtune.core.results import Measurement
+from flashtune.core.target import find_target
+from flashtune.dispatch.resolve import Explanation
+from flashtune.templates import family
+from flashtune.templates.rendering import variant_of
+from flashtune.tuner.baseline import framework_call
+from flashtune.tuner.correctness import everywhere, oracle, places
+from flashtune.tuner.distributions import redistribute
+from flashtune.tuner.inputs import Inputs, make_inputs
+from flashtune.tuner.machine import local_gpu
+from flashtune.tuner.stopwatch import Stopwatch
+from flashtune.tuner.tasks import Source, one_line, withdraw
+
+OURS, FA4, FA4_REPEATABLE = "flashtune", "fa4", "fa4 deterministic"
+LENGTHS = (512, 1024, 4096, 16384)
+FEATURES: dict[str, Features] = {
+    "mask": Features(mask="bool"),
+    "bias": Features(mask="bias"),
+    "dropout": Features(causal=True, dropout=True),
+    "window": Features(causal=True, window=(1024, 0)),
+    "softcap": Features(causal=True, softcap=True),
+    "alibi": Features(causal=True, alibi=True),
+    "gqa": Features(causal=True),
+}
+SCORES = ("sink+11", "drift-14", "deviation-8", "misled-10%")
+"""Distributions of scores that a feature cell is also run on, plain and causal."""
+
+MANY_ROWS = 4096
+
+Run = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """A backward to time; `scores` is the distribution of its inputs."""
+
+    group: str
+    case: str
+    problem: Problem
+    scores: str = "random"
+
+    @property
+    def name(self) -> str:
+        """For tables and messages."""
+        return f"{self.group} {self.case} D={self.problem.d} N={self.problem.n_kv}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """What serves ours, each peer's errors of dQ, dK and dV in the norm, and why others don't run."""
+
+    kind: str = ""
+    variant: str | None = None
+    reason: str = ""
+    errors: dict[str, list[float]] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+
+
+def cells(groups: tuple[str, ...]) -> list[Cell]:
+    """The cells of these groups: plain, features, scores."""
+    found = []
+    for causal in (False, True):
+        case = "causal" if causal else "full"
+        for d in (64, 128, 256):
+            found += [Cell(group="plain", case=case, problem=_trained(d, n, Features(causal=causal))) for n in LENGTHS]
+    for d in (64, 128):
+        for case, features in FEATURES.items():
+            found.append(Cell(group="features", case=case, problem=_trained(d, 4096, features, sharing=4 if case == "gqa" else 1)))
+        for scores in SCORES:
+            found.append(Cell(group="scores", case=scores, problem=_trained(d, 4096, Features(causal=True)), scores=scores))
+    return [cell for cell in found if cell.group in groups]
+
+
+def _trained(d: int, n: int, features: Features, *, sharing: int = 1) -> Problem:
+    return replace(problem_of(d, n, features, sharing=sharing), direction="bwd")
+
+
+def start() -> None:
+    """Prepare a child process: silent and killable; kernels serve that nobody measured, and the table says which."""
+    withdraw()
+    os.environ["FLASHTUNE_UNMEASURED"] = "1"
+
+
+def inputs_of(cell: Cell, seed: int) -> Inputs:
+    """Random inputs on the GPU; no gradient flows to the LSE, which peers don't return."""
+    inputs = make_inputs(cell.problem, device="cuda", seed=seed)
+    redistribute(inputs, cell.scores, seed=seed)
+    inputs.operands["dlse"].zero_()
+    return inputs
+
+
+def runs_of(cell: Cell, inputs: Inputs) -> tuple[dict[str, Run], dict[str, str], Explanation]:
+    """Ours and the peers that ran once, by name; why the others did not; and what serves ours."""
+    served = dispatch.explain_problem(cell.problem, _here())
+    runs: dict[str, Run] = {}
+    notes: dict[str, str] = {}
+    makers = {OURS: partial(ours, served, inputs), FA4: partial(fa4, inputs, False), FA4_REPEATABLE: partial(fa4, inputs, True)}
+    makers |= {name: partial(framework_call, inputs, name) for name in ("cudnn", "flash", "efficient")}
+    for name, make in makers.items():
+        try:
+            run = make()
+            if run is None:
+                notes[name] = "can't express it"
+                continue
+            run()
+            torch.cuda.synchronize()
+            runs[name] = run
+        except Exception as error:
+            if "CUDA error" in str(error) or name == OURS:
+                raise
+            notes[name] = one_line(error)
+    return runs, notes, served
+
+
+def _here() -> str:
+    gpu = local_gpu()
+    assert gpu is not None and gpu.target is not None, "needs a GPU that the table knows"
+    return gpu.target.slug
+
+
+def ours(served: Explanation, inputs: Inputs) -> Run:
+    """The launches of the kernel that serves, without what dispatch does around them; as tuned kernels are timed."""
+    spec = inputs.problem.spec()
+    chosen = family(served.template or "flash_bwd")
+    config = served.config or chosen.default(spec, find_target(_here()))
+    source = Source.of(chosen, variant_of(chosen, spec, config))
+    launch = launcher(load_source(source.text, source.stem))
+    arguments = {**inputs.operands, "dlse": None}
+
+    def run() -> tuple[torch.Tensor, ...]:
+        launch(*arguments.values(), **inputs.keywords)
+        return inputs.operands["dq"], inputs.operands["dk"], inputs.operands["dv"]
+
+    return run
+
+
+def fa4(inputs: Inputs, deterministic: bool) -> Run | None:
+    """FlashAttention-4 (`pip install flash-attn-4`), where it is installed and has the features."""
+    p, f = inputs.problem, inputs.problem.features
+    if f.mask != "none" or f.dropout or f.alibi:
+        return None
+    from flash_attn.cute import flash_attn_func  # type: ignore[import-not-found]  # pyright: ignore[reportMissingImports]
+
+    words: dict[str, Any] = {"causal": f.causal, "softmax_scale": inputs.parameters.scale, "deterministic": deterministic}
+    words |= {"window_size": f.window} if f.window is not None else {}
+    words |= {"softcap": inputs.parameters.softcap} if f.softcap else {}
+    leaves = [x.transpose(1, 2).contiguous().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    found = flash_attn_func(*leaves, **words)
+    out = found[0] if isinstance(found, tuple) else found
+    dout = inputs.operands["dout"].transpose(1, 2).contiguous()
+    assert out.shape == (p.batch, p.n_q, p.heads, p.d_v)
+    return lambda: tuple(x.transpose(1, 2) for x in torch.autograd.grad(out, leaves, dout, retain_graph=True))
+
+
+def check_cell(cell: Cell, seed: int) -> Checked:
+    """Run everything once and compare with the float64 oracle; dropout's pairs are ours alone."""
+    inputs, p = inputs_of(cell, seed), cell.problem
+    runs, notes, served = runs_of(cell, inputs)
+    where = everywhere(p) if p.batch * p.heads * p.n_q <= MANY_ROWS else places(p, seed)
+    expected, errors = oracle(inputs, where), {}
+    for name, run in runs.items():
+        if p.features.dropout and name != OURS:
+            continue
+        found = dict(zip(("dq", "dk", "dv"), run(), strict=True))
+        errors[name] = []
+        for operand in p.contract.written:
+            gaps = sum(float((found[operand.name][operand.at(e.place, p)].double() - e.values[operand.name]).norm() ** 2) for e in expected)
+            sizes = sum(float(e.values[operand.name].norm() ** 2) for e in expected)
+            errors[name].append((gaps / max(sizes, 1e-300)) ** 0.5)
+    return Checked(kind=served.kind, variant=served.variant_id, reason=served.reason, errors=errors, notes=notes)
+
+
+def time_cell(cell: Cell, seed: int, seconds: float) -> dict[str, Measurement]:
+    """Ours and the peers, interleaved, with L2 flushed."""
+    runs, _, _ = runs_of(cell, inputs_of(cell, seed))
+    stopwatch = Stopwatch(torch.device("cuda"), torch.cuda.get_device_properties(0).L2_cache_size)
+    return dict(zip(runs, stopwatch.race(list(runs.values()), budget_s=seconds, least=11), strict=True))

@@ -1,0 +1,52 @@
+"""benchmarks/backward.py without a GPU: its cells, what it calls wrong, its table, and that its small model trains."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashtune import dispatch
+from flashtune.core.results import Measurement
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+import backward
+import backward_cells
+import backward_training
+
+
+def test_the_cells_are_backwards_of_every_size_and_feature() -> None:
+    found = backward_cells.cells(backward.GROUPS)
+    assert len({cell.name for cell in found}) == len(found)
+    plain = {(cell.problem.d, cell.problem.n_kv, cell.case) for cell in found if cell.group == "plain"}
+    assert plain == {(d, n, case) for d in (64, 128, 256) for n in (512, 1024, 4096, 16384) for case in ("full", "causal")}
+    assert {cell.case for cell in found if cell.group == "features"} == set(backward_cells.FEATURES)
+    assert all(cell.problem.direction == "bwd" for cell in found)
+    assert {cell.group for cell in backward_cells.cells(("scores",))} == {"scores"}
+
+
+def test_an_error_twice_the_frameworks_or_not_finite_is_wrong() -> None:
+    def said(ours: list[float], theirs: list[float]) -> str:
+        return backward.wrong(backward_cells.Checked(errors={"flashtune": ours, "cudnn": theirs}))
+
+    assert said([0.01, 0.01, 0.01], [0.006, 0.006, 0.006]) == ""
+    assert "twice" in said([0.01, 0.01, 0.02], [0.006, 0.006, 0.006])
+    assert said([float("nan"), 0.0, 0.0], [1.0, 1.0, 1.0]) == "not finite"
+
+
+def test_the_table_holds_ours_against_the_best_peer() -> None:
+    cell = backward_cells.cells(("plain",))[0]
+    times = {name: Measurement.of([us]) for name, us in (("flashtune", 100.0), ("cudnn", 120.0), ("fa4 deterministic", 50.0))}
+    row = backward.row_of(cell, backward_cells.Checked(kind="default"), times, "")
+    assert (row["best_peer"], row["over_best"]) == ("cudnn", pytest.approx(1.2))
+    shown = backward.table([row, backward.row_of(cell, backward_cells.Checked(), {}, "killed after 3 s")])
+    assert "1.20x" in shown and "killed after 3 s" in shown and "geometric mean" in shown
+
+
+def test_the_small_model_trains_as_by_the_math_backend() -> None:
+    words = {"device": "cpu", "steps": 6, "width": 32, "n": 16}
+    ours = backward_training.losses(dispatch.attention, 3, **words)  # type: ignore[arg-type]
+    wanted = backward_training.losses(backward_training.math_attention, 3, **words)  # type: ignore[arg-type]
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(wanted), atol=0.05, rtol=0.0)
+    assert ours[-1] < ours[0]

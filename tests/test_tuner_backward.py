@@ -1,0 +1,87 @@
+"""The backward pass in the tuner: the framework's gradients as its yardstick, predicted times, and where its kernels would lie."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flashtune.core.modules import load_source
+from flashtune.core.passes import BACKWARD
+from flashtune.core.problem import Features, Problem
+from flashtune.core.results import CompileFacts
+from flashtune.core.target import find_target
+from flashtune.templates import families, family
+from flashtune.templates.rendering import render, variant_of
+from flashtune.tuner import generated, machine_code
+from flashtune.tuner.baseline import framework_call
+from flashtune.tuner.correctness import everywhere, oracle
+from flashtune.tuner.cost import predict_us
+from flashtune.tuner.inputs import make_inputs
+from flashtune.tuner.space import SearchSpace
+
+H200 = find_target("h200")
+SMALL = Problem(batch=1, heads=4, kv_heads=2, n_q=20, n_kv=28, d=16, d_v=16, dtype="fp32", direction="bwd")
+BIG = Problem(batch=4, heads=16, kv_heads=16, n_q=4096, n_kv=4096, d=128, d_v=128, dtype="bf16", direction="bwd")
+FACTS = CompileFacts(registers=200, spills=0, shared_bytes=100_000, threads=256)
+
+
+@pytest.mark.parametrize("features", [Features(causal=True), Features(mask="bool"), Features(alibi=True)], ids=lambda f: f.label())
+def test_the_framework_is_timed_at_the_gradients_alone(features: Features) -> None:
+    inputs = make_inputs(replace(SMALL, features=features), device="cpu", seed=2)
+    inputs.operands["dlse"].zero_()
+    call = framework_call(inputs)
+    assert call is not None
+    for _ in range(2):
+        found = call()
+        assert isinstance(found, tuple)
+        for want in oracle(inputs, everywhere(inputs.problem)):
+            for operand, grad in zip(BACKWARD.written, found, strict=True):
+                wanted = want.values[operand.name]
+                torch.testing.assert_close(grad[operand.at(want.place, inputs.problem)].double(), wanted, atol=2e-5, rtol=2e-5)
+
+
+def predicted(problem: Problem, facts: CompileFacts = FACTS, **changes: int) -> float:
+    chosen = family("flash_bwd")
+    return predict_us(chosen.default(problem.spec(), H200).replace(**changes), facts, problem, H200)
+
+
+def test_a_backward_is_predicted_as_a_whole() -> None:
+    full = predicted(BIG)
+    # Never faster than the products of both kernels at the peak, seven for the five that are counted.
+    assert full > 7 / 5 * BIG.flops() / H200.peak_tflops["bf16"] / 1e6
+    assert 0.4 * full < predicted(replace(BIG, features=Features(causal=True))) < 0.75 * full
+    assert predicted(replace(BIG, batch=8)) > 1.8 * full
+    # Either kernel's own axes count, and so do the heads that share keys only where programs grow few.
+    assert predicted(BIG, DQ_num_stages=1) > full and predicted(BIG, num_stages=1) > full
+    assert predicted(replace(BIG, kv_heads=4)) < 1.2 * full
+    assert predicted(BIG, replace(FACTS, spills=2000)) > full
+    assert predicted(BIG, replace(FACTS, registers=255, threads=512)) == float("inf")
+
+
+def test_a_search_orders_candidates_by_what_is_expected_of_them() -> None:
+    space = SearchSpace(families(), BIG, H200)
+    assert list(space.families) == ["flash_bwd"]
+    chosen = family("flash_bwd")
+    times = {
+        start.config: predict_us(start.config, chosen.expected(start.config, space.spec, H200) or FACTS, BIG, H200)
+        for start in space.starts()
+    }
+    assert len(set(times.values())) > 1 and max(times.values()) < float("inf")
+
+
+def test_machine_code_is_built_from_launches_of_its_own_pass() -> None:
+    chosen, spec = family("flash_bwd"), replace(BIG, features=Features(causal=True, dropout=True)).spec()
+    module = load_source(render(chosen, variant_of(chosen, spec, chosen.default(spec, H200))), "backward")
+    arguments, words = machine_code._typical_call(module, spec, H200, 336)
+    assert [kernel.__name__ for kernel, *_ in module.launches(*arguments, **words)] == ["row_deltas", "key_gradients", "query_gradients"]
+
+
+def test_a_backward_is_told_from_its_forward() -> None:
+    assert BIG.label() == replace(BIG, direction="fwd").label() + "-bwd"
+
+
+def test_generated_backward_kernels_have_a_folder_of_their_own() -> None:
+    chosen = family("flash_bwd")
+    variant = variant_of(chosen, BIG.spec(), chosen.default(BIG.spec(), H200))
+    assert generated._folder("90", variant) == "sm90/backward/d128_bf16"
+    assert generated._tile(variant).startswith("bwd_")
