@@ -1,4 +1,5 @@
-"""Calls with nothing to compute: an empty last batch, a prompt without tokens, a cache that holds none yet. Served as torch serves them."""
+"""Calls with nothing to compute: an empty last batch, a prompt without tokens, a cache that holds none yet, rows that see no key. Served as
+torch serves them."""
 
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from flashtune import dispatch
+from flashtune.core import reference
 
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 """Of the query, and of key and value."""
@@ -70,3 +72,18 @@ def test_an_empty_call_compiles() -> None:
     for shapes in SHAPES.values():
         q, k, v = tensors(shapes)
         assert torch.equal(compiled(q, k, v), dispatch.attention(q, k, v))
+
+
+@pytest.mark.parametrize("return_lse", [False, True], ids=["fused", "composite"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_that_a_bias_of_finfo_min_hides_altogether_gives_the_mean_of_the_values_as_in_torch(
+    dtype: torch.dtype, return_lse: bool
+) -> None:
+    q, k, v = (torch.randn(1, 2, 5, 16, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in range(3))
+    bias = torch.zeros(5, 5, dtype=dtype)
+    bias[2], bias[3] = torch.finfo(dtype).min, float("-inf")
+    given = dispatch.attention(q, k, v, bias, return_lse=return_lse)
+    out = given[0] if return_lse else given
+    for served in (out, reference.attention(q, k, v, mask=bias, scale=0.25)[0]):
+        torch.testing.assert_close(served[:, :, 2].double(), v.double().mean(2), atol=2e-2, rtol=2e-2)
+        assert (served[:, :, 3] == 0).all(), "which -inf hides"

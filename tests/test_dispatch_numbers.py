@@ -29,7 +29,7 @@ TOLERANCE = {
     torch.bfloat16: TOLERANCES["bf16"],
     torch.float32: TOLERANCES["fp32"],
     torch.float8_e4m3fn: TOLERANCES["fp8"],
-    torch.float64: Tolerance(atol=1e-10, rtol=1e-10, lse_atol=1e-5, relative_norm=1e-10),
+    torch.float64: Tolerance(atol=1e-10, rtol=1e-10, lse_atol=1e-5, relative_norm=1e-10, gradient_norm=1e-10),
 }
 DTYPES = [torch.float32, torch.float16, torch.float8_e4m3fn] if INTERPRETING else list(TOLERANCE)
 FP8 = torch.float8_e4m3fn

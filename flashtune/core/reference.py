@@ -152,9 +152,14 @@ def attention(
         # Filled in again for the same reason.
         logits = sinks.to(dtype).masked_fill(sinks == float("-inf"), float("-inf"))
         beside = [logits[..., None, None].expand(*scores.shape[:3], 1)]
-    lse = torch.logsumexp(torch.cat([scores, *beside], -1), -1)
-    # exp(-inf - -inf) is NaN; a finite stand-in gives exp(-inf) = 0 on empty rows.
-    weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
+    everything = torch.cat([scores, *beside], -1)
+    lse = torch.logsumexp(everything, -1)
+    # From the maximum, not the LSE: beside a bias of -3e38 the logarithm of a sum is lost. exp(-inf - -inf) is NaN; a finite stand-in
+    # gives exp(-inf) = 0 on empty rows.
+    top = everything.detach().amax(-1, keepdim=True) if everything.shape[-1] else everything.new_zeros(*everything.shape[:-1], 1)
+    top = top.masked_fill(top == float("-inf"), 0.0)
+    total = torch.exp(everything - top).sum(-1, keepdim=True)
+    weights = torch.exp(scores - top) / total.masked_fill(total == 0.0, 1.0)
     if keep is not None:
         # At a rate of 1 nothing is kept, and 0 / 0 is NaN.
         weights = weights * keep / (1.0 - dropout_p if dropout_p < 1.0 else 1.0)

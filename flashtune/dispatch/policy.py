@@ -9,11 +9,11 @@ from flashtune.core.config import Config, KernelSpec
 from flashtune.core.errors import InputError
 from flashtune.core.nearness import octaves
 from flashtune.core.problem import Problem, ProblemKey
-from flashtune.core.results import Fate, TuningRecord
+from flashtune.core.results import Fate, Source, TuningRecord
 from flashtune.core.target import Target, targets
 from flashtune.db.ranking import by_key, preference
 from flashtune.dispatch import stand_in
-from flashtune.dispatch.stand_in import Estimate, comparable, kind_of, kinds_apart, sizes_apart
+from flashtune.dispatch.stand_in import Estimate, comparable, kind_of, kinds_apart
 from flashtune.templates.family import Family
 
 Kind = Literal["exact", "near_n", "stand_in", "near_gpu", "predicted", "default", "framework"]
@@ -48,7 +48,7 @@ class Refusal:
 class Pool:
     """The records that may serve problems of one kind on a GPU, with all of their order that sizes have no say in."""
 
-    __slots__ = ("_entries", "_refits", "_target")
+    __slots__ = ("_entries", "_exact", "_refits", "_target")
 
     def __init__(self, key: ProblemKey, target: Target, records: Iterable[TuningRecord], families: Mapping[str, Family]) -> None:
         """`key` is that of any problem of the kind."""
@@ -57,25 +57,35 @@ class Pool:
         self._refits: dict[tuple[str, Config, KernelSpec], Config | None] = {}
         found = [record for record in records if comparable(record.key, key) and _alike(record.key.gpu, target)]
         places = _places(found)
-        self._entries = [
-            (
-                kinds_apart(kind_of(record.key), kind) + self._gpu(record),
-                record,
-                _tried(record, target, families),
-                self._ties(record, place),
+        self._entries: list[_Entry] = []
+        self._exact: dict[ProblemKey, list[_Entry]] = {}
+        for record in found:
+            entry = _Entry(
+                record=record,
+                apart=kinds_apart(kind_of(record.key), kind) + self._gpu(record),
+                places=stand_in.places(record.key),
+                ties=(record.key.features != key.features, *_ties(record, places.get(id(record), 0))),
+                tried=_tried(record, target, families),
             )
-            for record, place in ((record, places.get(id(record), 0)) for record in found)
-        ]
+            self._entries.append(entry)
+            self._exact.setdefault(record.key, []).append(entry)
+        for same in self._exact.values():
+            same.sort(key=lambda entry: entry.ties)
 
-    def ordered(self, key: ProblemKey, suited: frozenset[str]) -> list[TuningRecord]:
-        """The records of this key, and those of others for which all `suited` families were tried; the nearest first."""
-        near = [
-            (apart + sizes_apart(record.key, key), record.key.features != key.features, ties, record)
-            for apart, record, tried, ties in self._entries
-            if record.key == key or suited <= tried
+    def exact(self, key: ProblemKey) -> list[TuningRecord]:
+        """The records of this very key, the preferred one first."""
+        return [entry.record for entry in self._exact.get(key, ())]
+
+    def near(self, key: ProblemKey, suited: frozenset[str]) -> list[TuningRecord]:
+        """The records of other keys for which all `suited` families were tried, the nearest first."""
+        n, n_q, heads = stand_in.places(key)
+        found = [
+            (entry.apart + abs(entry.places[0] - n) + abs(entry.places[1] - n_q) + abs(entry.places[2] - heads), entry.ties, entry.record)
+            for entry in self._entries
+            if suited <= entry.tried and entry.record.key != key
         ]
-        near.sort(key=lambda one: one[:3])
-        return [record for *_, record in near]
+        found.sort(key=lambda one: one[:2])
+        return [record for *_, record in found]
 
     def refitted(self, family: Family, config: Config, spec: KernelSpec) -> Config | None:
         """`Family.refitted` on the pool's GPU, which takes a while, once."""
@@ -89,12 +99,24 @@ class Pool:
             return 0.0
         return stand_in.OTHER_GPU + octaves(targets()[record.key.gpu].sms, self._target.sms)
 
-    def _ties(self, record: TuningRecord, place: int) -> tuple[object, ...]:
-        """Sorts records that are equally near; `place` counts the records of its key that are preferred to it."""
-        other, outcome = record.key, record.outcome
-        time_us = outcome.measurement.median_us if outcome.measurement is not None else math.inf
-        sizes = (-other.n, -other.n_q, -other.bh_bucket)
-        return (place, record.origin == "shipped", *sizes, time_us, outcome.variant_id, other.gpu, record.origin, outcome.config.as_json())
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """A record of a pool: how far its kind is apart, where it lies by its sizes, what sorts equals, and the families that were tried."""
+
+    record: TuningRecord
+    apart: float
+    places: tuple[float, float, float]
+    ties: tuple[object, ...]
+    tried: frozenset[str]
+
+
+def _ties(record: TuningRecord, place: int) -> tuple[object, ...]:
+    """Sorts records that are equally near; `place` counts the records of its key that are preferred to it."""
+    other, outcome = record.key, record.outcome
+    time_us = outcome.measurement.median_us if outcome.measurement is not None else math.inf
+    sizes = (-other.n, -other.n_q, -other.bh_bucket)
+    return (place, record.origin == "shipped", *sizes, time_us, outcome.variant_id, other.gpu, record.origin, outcome.config.as_json())
 
 
 def choose(
@@ -152,11 +174,11 @@ def rank(
     computing = [family for family in families.values() if family.direction == problem.direction]
     suited = [family for family in computing if (family.supports(spec, target) or family.suits(problem, target)) is None]
     pool = records if isinstance(records, Pool) else Pool(key, target, records, families)
-    ordered = pool.ordered(key, frozenset(family.name for family in suited))
     context = _Context(problem=problem, target=target, key=key, pool=pool, families=families, framework_serves=framework_serves)
-    yield from _steps(context, [record for record in ordered if record.outcome.source == "measured"])
+    names = frozenset(family.name for family in suited)
+    yield from _steps(context, names, "measured")
     if unmeasured or not framework_serves:
-        yield from _steps(context, [record for record in ordered if record.outcome.source == "predicted"])
+        yield from _steps(context, names, "predicted")
         yield from (_from_default(family, problem, target) for family in computing)
     elif suited:
         why = f"nothing that was measured on GPUs like {target.name} stands behind a kernel for this problem"
@@ -183,12 +205,14 @@ class _Context:
     framework_serves: bool
 
 
-def _steps(context: _Context, records: Sequence[TuningRecord]) -> Iterator[Choice | Refusal]:
+def _steps(context: _Context, suited: frozenset[str], source: Source) -> Iterator[Choice | Refusal]:
     """Records of the key itself first, then the others."""
-    for exact in (True, False):
-        for record in records:
-            if (record.key == context.key) is exact:
-                yield _from_record(record, context)
+    for record in context.pool.exact(context.key):
+        if record.outcome.source == source:
+            yield _from_record(record, context)
+    for record in context.pool.near(context.key, suited):
+        if record.outcome.source == source:
+            yield _from_record(record, context)
 
 
 def _from_record(record: TuningRecord, context: _Context) -> Choice | Refusal:

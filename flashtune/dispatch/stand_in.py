@@ -79,9 +79,10 @@ def kinds_apart(theirs: ProblemKey, ours: ProblemKey) -> float:
     return distance(*rounded) + octaves(theirs.d, ours.d) + octaves(theirs.d_v, ours.d_v)
 
 
-def sizes_apart(theirs: ProblemKey, ours: ProblemKey) -> float:
-    """What the sizes add to it."""
-    return sum(PER_OCTAVE[name] * octaves(getattr(theirs, name), getattr(ours, name)) for name in ("n", "n_q", "bh_bucket"))
+def places(key: ProblemKey) -> tuple[float, float, float]:
+    """Where a key lies by N, rows and heads: the differences of two add to the distance of their kinds."""
+    n, n_q, heads = (PER_OCTAVE[name] * math.log2(getattr(key, name)) for name in ("n", "n_q", "bh_bucket"))
+    return n, n_q, heads
 
 
 def differences(record: TuningRecord, ours: ProblemKey) -> tuple[str, ...]:
@@ -128,6 +129,8 @@ def estimate(theirs: ProblemKey, ours: ProblemKey) -> Estimate:
     unknown = ["the other GPU"] if theirs.gpu != ours.gpu else []
     if theirs.n_q <= DECODE_ROWS and theirs.n_q != ours.n_q:
         unknown.append("the number of rows")
+    if ours.direction != "fwd":
+        unknown.append("what sets the backward apart from the forward, whose losses these are")
     median = worst = 1.0
     for kind in kinds:
         median, worst = median * (1 + LOSSES[kind].median), worst * (1 + LOSSES[kind].worst)
