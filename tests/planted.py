@@ -158,7 +158,7 @@ def quick_interpret(source: Source, problem: Problem, seed: int) -> Checked:
 class HereAndNow:
     """Stands in for `Workers` where a test is of what is kept and not of processes: tasks are run as they are handed over."""
 
-    def __init__(self, *, jobs: int, limits: Limits | None = None, devices: Sequence[str] = (), at_once: Sequence[str] = ()) -> None:
+    def __init__(self, *, jobs: int, limits: Limits | None = None, devices: Sequence[str] = ()) -> None:
         self.limits = limits or Limits()
 
     def __enter__(self) -> "HereAndNow":

@@ -31,7 +31,7 @@ from flashtune.tuner.sampling import Sampler
 from flashtune.tuner.space import Candidate, SearchSpace
 from flashtune.tuner.stopping import Reason, StoppingRule
 from flashtune.tuner.study import Plan, Study, fingerprint
-from flashtune.tuner.workers import Crew, Limits, Workers
+from flashtune.tuner.workers import Limits, Workers
 
 FINALISTS = 12
 """Candidates in the closing races; their neighbours' times are noise apart."""
@@ -148,8 +148,7 @@ class Search:
         run = Plan(self._storage, self._words())
         self._started = time.monotonic()
         # The threads that compile and measure for a problem end with it.
-        at_once: tuple[Crew, ...] = ("compile",) if plan.source == "measured" else ()
-        with Workers(jobs=plan.jobs, limits=plan.limits, devices=plan.devices, at_once=at_once) as workers:
+        with Workers(jobs=plan.jobs, limits=plan.limits, devices=plan.devices) as workers:
             lanes = [_Lane(self, device, workers, run.suffix) for device in range(max(1, len(plan.devices)))]
             if len(lanes) == 1:
                 lanes[0].run()

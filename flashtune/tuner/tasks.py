@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -60,9 +60,15 @@ _PR_SET_PDEATHSIG = 1
 """From <sys/prctl.h>: the signal that a process gets when its parent ends."""
 
 
-def withdraw() -> None:
+def withdraw(environment: Mapping[str, str] | None = None) -> None:
     """Prepare a child process: its output goes nowhere, since compilers print intermediate code by the page when they fail; Ctrl-C in
-    the terminal is the parent's to handle; and it dies with its parent, however that one dies."""
+    the terminal is the parent's to handle; and it dies with its parent, however that one dies.
+
+    `environment` is the parent's of today, where the process that the child was forked off has that of the day it was started.
+    """
+    if environment is not None:
+        os.environ.clear()
+        os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with suppress(OSError):
         # Out of the group that Ctrl-C and `timeout` signal: a trial that dies with the search would count as failed.
@@ -78,18 +84,18 @@ def withdraw() -> None:
     os.dup2(nowhere, 2)
 
 
-def start_device(name: str) -> None:
+def start_device(environment: Mapping[str, str], name: str) -> None:
     """Prepare a process that sees one GPU alone, by its name in CUDA_VISIBLE_DEVICES; must run before torch looks for GPUs."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = name
-    withdraw()
+    withdraw({**environment, "CUDA_VISIBLE_DEVICES": name})
 
 
-def start_interpreter() -> None:
+def start_interpreter(environment: Mapping[str, str]) -> None:
     """Prepare a process in which kernels are interpreted on the CPU; must run before Triton is imported."""
-    os.environ["TRITON_INTERPRET"] = "1"
+    withdraw({**environment, "TRITON_INTERPRET": "1"})
+    import torch
+
     # The tiles are tiny: more threads would only wait for each other, and for the compilers.
-    os.environ["OMP_NUM_THREADS"] = "1"
-    withdraw()
+    torch.set_num_threads(1)
 
 
 def compile_candidate(source: Source, problem: Problem, target: Target) -> Compiled | Failed:

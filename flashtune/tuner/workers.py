@@ -1,14 +1,13 @@
 """Killable child processes: a bad candidate (a hang, a crash, a sticky GPU error) costs its own trial and nothing more."""
 
 import multiprocessing
+import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as Overdue
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from types import TracebackType
 from typing import Any, Generic, Literal, TypeVar
 
@@ -23,7 +22,11 @@ from flashtune.tuner.replies import Answer, Failed, Ready
 Crew = Literal["compile", "interpret", "device"]
 """Compilers run side by side; one process interprets; one for each GPU holds it alone, so that nothing disturbs its timings."""
 
-_START: dict[Crew, Callable[[], None]] = {"compile": tasks.withdraw, "interpret": tasks.start_interpreter, "device": tasks.withdraw}
+_START: dict[Crew, Callable[[dict[str, str]], None]] = {
+    "compile": tasks.withdraw,
+    "interpret": tasks.start_interpreter,
+    "device": tasks.withdraw,
+}
 
 
 Found = TypeVar("Found", bound=Answer)
@@ -37,18 +40,6 @@ class Limits:
     interpret_s: float = 120.0
     prepare_s: float = 180.0
     device_s: float = 10.0
-
-
-@contextmanager
-def _held_back() -> Iterator[None]:
-    """A pool's threads, and through them the children until they withdraw, take over what this thread holds back when it starts them; the
-    tracker of resources, which unblocks these signals where it is started, is started before."""
-    resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, tasks.HELD_BACK)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Pending(Generic[Found]):
@@ -82,21 +73,16 @@ class Workers:
     """The pools of child processes of one search; a context manager that leaves no process behind. Any thread may hand over tasks.
 
     `devices` are the GPUs, as CUDA_VISIBLE_DEVICES names them; without any, there is the one that torch takes by itself. Processes are
-    started when there is a task for them, those of the crews in `at_once` when the context is entered: they die with the thread that
-    started them, so a thread that ends before the search must not be the first to want them.
+    started when there is a task for them.
     """
 
-    def __init__(self, *, jobs: int, limits: Limits | None = None, devices: Sequence[str] = (), at_once: Sequence[Crew] = ()) -> None:
-        self._jobs, self._devices, self._at_once = jobs, tuple(devices), tuple(at_once)
+    def __init__(self, *, jobs: int, limits: Limits | None = None, devices: Sequence[str] = ()) -> None:
+        self._jobs, self._devices = jobs, tuple(devices)
         self.limits = limits or Limits()
         self._pools: dict[tuple[Crew, int], ProcessPool] = {}
         self._lock = threading.Lock()
 
     def __enter__(self) -> "Workers":
-        for crew in self._at_once:
-            with _held_back():
-                # Asking starts it.
-                assert self._pool(crew, 0).active
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -111,19 +97,30 @@ class Workers:
     def _submitted(
         self, crew: Crew, task: Callable[..., Found | Failed], arguments: tuple[Any, ...], limit_s: float, device: int
     ) -> Pending[Found]:
-        with _held_back():
-            future = self._pool(crew, device).schedule(task, args=arguments, timeout=limit_s)
+        pool = self._pool(crew, device)
+        # The server, and through it the children until they withdraw, take over what this thread holds back; the tracker of resources,
+        # which unblocks these signals where it is started, is started before.
+        resource_tracker.ensure_running()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, tasks.HELD_BACK)
+        try:
+            forkserver.ensure_running()
+            future = pool.schedule(task, args=arguments, timeout=limit_s)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return Pending(self, crew, device, future, limit_s)
 
     def _pool(self, crew: Crew, device: int) -> ProcessPool:
         if (crew, device) not in self._pools:
             count = self._jobs if crew == "compile" else 1
-            start = _START[crew]
+            # A child must not inherit a started GPU or the parent's threads, so it is forked off a server that has neither, and that has
+            # imported what takes a child the longest.
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(["torch"])
+            start: Callable[..., None] = _START[crew]
+            arguments: tuple[Any, ...] = (dict(os.environ),)
             if crew == "device" and self._devices:
-                start = partial(tasks.start_device, self._devices[device])
-            # Spawned, not forked: a child must not inherit a started GPU or the parent's threads.
-            context = multiprocessing.get_context("spawn")
-            self._pools[crew, device] = ProcessPool(max_workers=count, context=context, initializer=start)
+                start, arguments = tasks.start_device, (*arguments, self._devices[device])
+            self._pools[crew, device] = ProcessPool(max_workers=count, context=context, initializer=start, initargs=arguments)
         return self._pools[crew, device]
 
     def prepare(self, problem: Problem, target: Target, seed: int) -> Ready | Failed:
