@@ -98,7 +98,8 @@ def test_an_interrupted_problem_keeps_its_rows_and_the_same_command_goes_on(tmp_
     assert said.splitlines()[-1] == "flashtune: interrupted; what was found is kept, and the same command goes on from here"
     assert "Traceback" not in said and "Aborted" not in said
     [whole, part] = rows(tmp_path)
-    assert whole == 12 and 3 <= part < 12
+    # A trial that was being kept when the signal came may be in the study alone.
+    assert whole == 12 and 2 <= part < 12
     second = start(tmp_path)
     assert "n64-d16-fp32-full: done before (12 trials)" in second.communicate(timeout=600)[1]
     assert second.returncode == 0
