@@ -25,6 +25,7 @@ def bench(*, asked: ProblemOptions, bands: Bands | None, seconds: float, seed: i
 
     \b
     flashtune bench --d 128 --dtype bf16 --n 4096 --causal
+    flashtune bench --model llama-3-8b --n 8192
     """
     from flashtune.dispatch import explain_problem
     from flashtune.profiler.whole_calls import time_calls

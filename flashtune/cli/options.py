@@ -12,14 +12,12 @@ from click.shell_completion import CompletionItem
 from flashtune.core.config import Direction
 from flashtune.core.dtypes import DTYPES, DType, parse_dtype
 from flashtune.core.errors import InputError
+from flashtune.core.models import TOKENS, find_model, models
 from flashtune.core.problem import DIRECTIONS, MASK_KINDS, Features, MaskKind, Problem
 from flashtune.core.target import find_target, targets
 
 if TYPE_CHECKING:
     from flashtune.db.store import KeyFilter
-
-TOKENS = 16384
-"""B * N of a problem whose batch isn't given: enough to fill the largest GPUs."""
 
 LONGEST = 1 << 24
 """The longest sequence that can be asked for: beyond it not even one head's K and V make sense in one attention."""
@@ -66,6 +64,7 @@ def _templates() -> Iterable[str]:
 GPU = Known("gpu", targets)
 DTYPE = Known("dtype", lambda: DTYPES)
 TEMPLATE = Known("template", _templates)
+MODEL = Known("model", models)
 
 db_option = click.option(
     "--db", "location", metavar="PATH|URL", help="This database alone, in place of your own and the one that ships with flashtune."
@@ -130,11 +129,12 @@ class ProblemOptions:
     heads: int | None
     kv_heads: int | None
     batch: int | None
+    model: str | None = None
 
     @classmethod
     def taken(cls, given: dict[str, Any]) -> "ProblemOptions":
         """Take these options out of all that were given."""
-        found = {field.name: given.pop(field.name) for field in fields(cls) if field.name != "switches"}
+        found = {field.name: given.pop(field.name, None) for field in fields(cls) if field.name != "switches"}
         found["switches"] = tuple(name for name in SWITCHES if given.pop(name))
         for name in ("d", "n"):
             found[name] = tuple(flat(found[name])) if isinstance(found[name], tuple) else (found[name],)
@@ -190,6 +190,38 @@ class ProblemOptions:
             direction=self.direction,
         )
 
+    def of_model(self) -> list[Problem]:
+        """The problems of `model`'s attentions, each once; raises InputError for an option that says what the model says already."""
+        model = find_model(self.model or "")
+        told: dict[str, object] = {
+            "--d": self.d,
+            "--d-v": self.d_v,
+            "--heads": self.heads,
+            "--kv-heads": self.kv_heads,
+            "--mask": self.mask,
+        }
+        told |= {"--window": self.window is not None, "--softcap": self.softcap, "--alignment": self.alignment != "top-left"}
+        told |= {"--dropout": self.dropout} | {f"--{name}": True for name in self.switches}
+        if given := [name for name, value in told.items() if value]:
+            raise InputError(
+                f"{given[0]} was given together with --model {model.slug}, which says what is attended to: leave one of them out"
+            )
+        # A step of decoding asks with its last token: encoders have none.
+        kinds = [kind for kind in model.attentions if self.n_q is None or kind.causal or kind.n_q is not None]
+        if not kinds:
+            raise InputError(f"--n-q {self.n_q} was given for {model.slug}, which writes no text: leave --n-q out")
+        for name, size in {"--n": max(self.n, default=1), "--n-q": self.n_q or 1, "--batch": self.batch or 1}.items():
+            if size > LONGEST:
+                raise InputError(f"{name} {size} is out of range: give at most {LONGEST}")
+        found = [
+            # What is crossed to has a length of its own.
+            kind.problem(n=n, dtype=dtype, batch=self.batch, n_q=self.n_q, direction=self.direction)
+            for dtype in self.dtypes(["bf16"])
+            for kind in kinds
+            for n in (self.n if self.n and kind.n_q is None else kind.n)
+        ]
+        return list(dict.fromkeys(found))
+
     def _check_sizes(self, n: int, d: int) -> None:
         """Raise InputError for a size that no database holds, before a search that could not be kept."""
         sizes = {"--n": n, "--d": d, "--n-q": self.n_q, "--d-v": self.d_v, "--window": self.window}
@@ -202,9 +234,18 @@ class ProblemOptions:
 def problem_options(*, many: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """The options that describe a problem, which a command gets as `asked`; with `many`, --n, --d and --dtype may be repeated."""
     words = "; several with commas or by repeating" if many else ""
+    of_models = [
+        click.option(
+            "--model",
+            type=MODEL,
+            metavar="NAME",
+            help="The attentions of this model, in place of --d and the like (flashtune show --models).",
+        )
+    ]
     number: Any = Numbers() if many else int
     options = [
-        click.option("--d", "d", type=number, required=True, multiple=many, help=f"Head size of q and k, up to 256{words}."),
+        *(of_models if many else ()),
+        click.option("--d", "d", type=number, required=not many, multiple=many, help=f"Head size of q and k, up to 256{words}."),
         click.option("--d-v", "d_v", type=int, help="Head size of v, when it differs from --d."),
         click.option("--n", "n", type=number, multiple=many, required=not many, help=f"Sequence length{words}."),
         click.option("--n-q", "n_q", type=int, help="Number of queries, when it differs from --n."),

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from flashtune.cli.console import messages, print_json
-from flashtune.cli.options import DTYPE, GPU, json_option
+from flashtune.cli.options import DTYPE, GPU, MODEL, json_option
 from flashtune.cli.profile_text import render
 from flashtune.core.dtypes import DTYPES, parse_dtype
 from flashtune.core.errors import InputError
+from flashtune.core.models import find_model
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import Target, find_target
 from flashtune.profiler.accounting import ELEMENTWISE, Elementwise
@@ -26,6 +28,9 @@ DEFAULT_GPU = "h200"
 
 
 @click.command()
+@click.option(
+    "--model", type=MODEL, metavar="NAME", help="Heads, D and N of this model's first attention, without its windows and soft caps."
+)
 @click.option("--batch", "--b", "b", type=int, default=1, show_default=True, help="Batch.")
 @click.option("--heads", "--h", "h", type=int, default=16, show_default=True, help="Query heads.")
 @click.option("--kv-heads", type=int, help="Key and value heads (default: as many as query heads).")
@@ -58,6 +63,7 @@ DEFAULT_GPU = "h200"
 )
 @json_option
 def profile(
+    model: str | None,
     b: int,
     h: int,
     kv_heads: int | None,
@@ -83,6 +89,13 @@ def profile(
     flashtune profile --batch 4 --heads 16 --n 4096 --d 128 --dtype bf16 --plot report.html
     flashtune profile --batch 8 --heads 32 --kv-heads 8 --n 16384 --n-q 1 --d 128 --dtype bf16
     """
+    if model is not None:
+        kind = find_model(model).attentions[0]
+        if kind.d_v is not None:
+            raise InputError(f"--model {model} has values of another size than its keys, which profile doesn't count: give --d and --heads")
+        context = click.get_current_context()
+        h, kv_heads, d, causal = kind.heads, kind.kv_heads, kind.d, kind.causal
+        n = n if context.get_parameter_source("n") is ParameterSource.COMMANDLINE else kind.n[0]
     kv_heads, n_q = (h if kv_heads is None else kv_heads), (n if n_q is None else n_q)
     for option, value in (("--batch", b), ("--heads", h), ("--kv-heads", kv_heads), ("--n", n), ("--n-q", n_q), ("--d", d)):
         if value < 1:

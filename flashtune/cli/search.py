@@ -13,7 +13,7 @@ from flashtune.cli.options import GPU, TEMPLATE, ListCommand, ProblemOptions, js
 from flashtune.cli.progress import SearchProgress
 from flashtune.cli.records import print_records, record_row
 from flashtune.cli.storage import study_storage
-from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.errors import EnvironmentProblem, InputError
 from flashtune.core.problem import Problem
 from flashtune.core.results import Source, TuningRecord
 from flashtune.core.secrets import command_line
@@ -126,6 +126,7 @@ def search(
 
     \b
     flashtune search --gpu-name a100 --d 64
+    flashtune search --gpu-name h200 --model llama-3-8b --n 8192
     flashtune search --gpu-name h200 --d 128 --n 4096 --causal --dtype bf16 --trials 200
     flashtune search --gpu-name h200 --d 128 --window 1024 --causal --db my-model.sqlite
 
@@ -163,7 +164,16 @@ def search(
 
 
 def problems_of(asked: ProblemOptions, bands: Bands | None) -> list[Problem]:
-    """Every problem that the options name: dtypes x bands x head sizes x lengths, grouped so that compiled variants are shared."""
+    """Every problem that the options name: a model's, or dtypes x bands x head sizes x lengths, grouped so that compiled variants are
+    shared."""
+    if asked.model is not None:
+        if bands is not None:
+            raise InputError(
+                f"--{bands} was given together with --model {asked.model}, which says what is attended to: leave one of them out"
+            )
+        return asked.of_model()
+    if not asked.d:
+        raise InputError("neither --d nor --model was given: name a head size, or a model (flashtune show --models)")
     return [
         asked.problem(n=n, d=d, dtype=dtype, causal=causal)
         for d in asked.d

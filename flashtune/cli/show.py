@@ -1,10 +1,14 @@
 """`flashtune show`: the best known configuration of every problem."""
 
+from dataclasses import asdict
+
 import click
+from rich.table import Table
 
 from flashtune.cli.console import console, print_json
 from flashtune.cli.options import DTYPE, GPU, db_option, filters_of, json_option
 from flashtune.cli.records import print_records, record_row
+from flashtune.core.models import models
 
 
 @click.command()
@@ -14,6 +18,7 @@ from flashtune.cli.records import print_records, record_row
 @click.option("--n", type=int, help="Only this sequence length.")
 @click.option("--dtype", type=DTYPE, help="Only this element type.")
 @click.option("--source", type=click.Choice(["measured", "predicted"]), help="Only rows of this kind.")
+@click.option("--models", "list_models", is_flag=True, help="The models that --model knows and their attentions, in place of rows.")
 @click.option("--wide", is_flag=True, help="All columns, the config among them, however long the lines become.")
 @json_option
 def show(
@@ -23,6 +28,7 @@ def show(
     n: int | None,
     dtype: str | None,
     source: str | None,
+    list_models: bool,
     wide: bool,
     as_json: bool,
 ) -> None:
@@ -31,7 +37,11 @@ def show(
     \b
     flashtune show
     flashtune show --db my-model.sqlite --gpu-name h200 --json
+    flashtune show --models
     """
+    if list_models:
+        show_models(as_json)
+        return
     from flashtune.db.library import Library
     from flashtune.templates import unservable
 
@@ -48,3 +58,20 @@ def show(
         console().print("no rows match: run flashtune search, or loosen the filters")
         return
     print_records(records, wide=wide)
+
+
+def show_models(as_json: bool) -> None:
+    """The models of the table, a line for each kind of attention."""
+    if as_json:
+        print_json([asdict(model) for model in models().values()])
+        return
+    table = Table(title="Models by their attentions (sources: --json)", title_justify="left")
+    for heading in ("model", "attention", "heads", "D", "N", "features"):
+        table.add_column(heading)
+    for model in models().values():
+        for kind in model.attentions:
+            heads = str(kind.heads) if kind.heads == kind.kv_heads else f"{kind.heads}/{kind.kv_heads}"
+            lengths = ", ".join(str(n) if kind.n_q is None else f"{kind.n_q} x {n}" for n in kind.n)
+            features = kind.problem(n=kind.n[0], dtype="bf16").features.label()
+            table.add_row(model.slug, kind.what, heads, str(kind.d) if kind.d_v is None else f"{kind.d}/{kind.d_v}", lengths, features)
+    console().print(table)
