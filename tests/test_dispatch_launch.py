@@ -320,9 +320,10 @@ def test_host_code_without_triton_says_what_the_module_says(kernel: GeneratedKer
     module = importlib.import_module(f"flashtune.kernels_generated.{kernel.module}")
     path = Path(kernels_generated.__file__).parent / kernel.path
     host = load_host_code(path.read_text(encoding="utf-8"), path.stem)
-    (q, k, v, *written), given = given_of(PROBLEMS[kernel.variant_id])
+    operands, given = given_of(PROBLEMS[kernel.variant_id])
+    q, k, v, _, _ = operands
     assert host.accepts(q, k, v, given.mask) == module.accepts(q, k, v, given.mask)
-    ours, theirs = (prepared.launches(each, (q, k, v, *written), given) for each in (host, module))
+    ours, theirs = (prepared.launches(each, operands, given) for each in (host, module))
     assert ours[2] == theirs[2] is not None
     assert [step[0].__name__ for step in ours[0]] == [step[0].__name__ for step in theirs[0]]
 
