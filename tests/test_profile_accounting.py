@@ -1,5 +1,7 @@
 """Counting: the published figures to the byte, and what must hold for every size."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,6 +40,27 @@ def test_one_head_of_4096_by_128_in_fp16_moves_138_megabytes_of_which_97_percent
     assert whole.bytes == 138_412_032  # 138 MB
     assert whole.score_bytes == 4 * 33_554_432
     assert round(100 * whole.score_share) == 97
+
+
+def test_a_backward_of_twelve_heads_of_1024_by_64_in_fp16_moves_these_bytes() -> None:
+    problem = replace(plain(1, 12, 1024, 64), direction="bwd")
+    steps = {
+        step.name: (step.read_bytes / MIB, step.write_bytes / MIB, step.score_bytes / MIB) for step in standard_steps(problem, "fused")
+    }
+    assert steps == {
+        "dv": (25.5, 1.5, 24),
+        "dp": (3, 24, 24),
+        "elementwise": (48, 24, 72),
+        "dq": (25.5, 1.5, 24),
+        "dk": (25.5, 1.5, 24),
+    }
+    assert [step.name for step in standard_steps(problem, "separate")] == ["dv", "dp", "dropout", "softmax", "scale", "dq", "dk"]
+    assert [step.bytes / MIB for step in standard_steps(problem, "separate")[2:5]] == [48, 72, 48]
+    whole, fused = total("standard", standard_steps(problem, "fused")), fused_step(problem)
+    # Four products where the fused kernel makes S anew for a fifth.
+    assert fused.matmul_flops == 5 / 4 * whole.matmul_flops == problem.flops()
+    assert fused.bytes == problem.io_bytes() and fused.score_bytes == 0
+    assert [strategy.name for strategy in strategies(problem, "fused", 128, 64)] == ["standard", "fused", "window"]
 
 
 def test_separate_steps_cross_memory_once_each() -> None:

@@ -11,10 +11,11 @@ from click.core import ParameterSource
 from flashtune.cli.console import messages, print_json
 from flashtune.cli.options import DTYPE, GPU, MODEL, json_option
 from flashtune.cli.profile_text import render
+from flashtune.core.config import Direction
 from flashtune.core.dtypes import DTYPES, parse_dtype
 from flashtune.core.errors import InputError
 from flashtune.core.models import find_model
-from flashtune.core.problem import Features, Problem
+from flashtune.core.problem import DIRECTIONS, Features, Problem
 from flashtune.core.target import Target, find_target
 from flashtune.profiler.accounting import ELEMENTWISE, Elementwise
 from flashtune.profiler.device import gpu_may_be_present
@@ -37,6 +38,9 @@ DEFAULT_GPU = "h200"
 @click.option("--n", "n", type=int, default=4096, show_default=True, help="Sequence length.")
 @click.option("--n-q", type=int, help="Number of queries, when it differs from --n: 1 is a step of decoding.")
 @click.option("--causal", is_flag=True, help="Causal attention; the last query sees the last key.")
+@click.option(
+    "--direction", type=click.Choice(DIRECTIONS), default="fwd", show_default=True, help="Which pass; a backward is only counted."
+)
 @click.option("--d", "d", type=int, default=128, show_default=True, help="Head size, up to 256.")
 @click.option("--dtype", type=DTYPE, default="fp16", show_default=True, help=f"Element type: {', '.join(DTYPES)}.")
 @click.option(
@@ -70,6 +74,7 @@ def profile(
     n: int,
     n_q: int | None,
     causal: bool,
+    direction: Direction,
     d: int,
     dtype: str,
     gpu_name: str | None,
@@ -103,14 +108,20 @@ def profile(
     if causal and n_q > n:
         raise InputError(f"--n-q {n_q} with --causal and --n {n} leaves queries without a key: give at most {n} queries")
     features = Features(causal=causal, alignment="top_left" if n_q == n else "bottom_right")
-    problem = Problem(batch=b, heads=h, kv_heads=kv_heads, n_q=n_q, n_kv=n, d=d, d_v=d, dtype=parse_dtype(dtype), features=features)
+    problem = Problem(
+        batch=b, heads=h, kv_heads=kv_heads, n_q=n_q, n_kv=n, d=d, d_v=d, dtype=parse_dtype(dtype), features=features, direction=direction
+    )
     named = find_target(gpu_name) if gpu_name else None
     files = [check_plot_path(Path(path)) for path in plots]
+    if files and direction == "bwd":
+        raise InputError("--plot draws the forward's steps: leave it out with --direction bwd")
     if files:
         require_matplotlib()
     here, why_not = _local(named)
     if problem.dtype == "fp8":
         why_not = "torch's own operations, which the steps are timed with, take no fp8"
+    elif direction == "bwd":
+        why_not = "a backward's steps aren't timed one by one; `flashtune bench --direction bwd` times it whole"
     target, chosen_by = _choose(named, here)
     found = count(
         problem,

@@ -10,6 +10,9 @@ What is counted, so that the figures can be checked by hand:
 - A fused kernel reads Q, K and V once and writes O and the float32 log-sum-exp (`Problem.io_bytes`); S never leaves the chip.
 - A matrix product of (m, k) and (k, n) is 2 m k n operations. Per score: scale and mask 2; softmax 5, of which one is an
   exponential (maximum, subtract, exp, sum, divide); dropout 2.
+- The standard backward reads P, which its forward kept: P^T dO; dO V^T; dropout, softmax and scale of dP; dS K; dS^T Q. Per score:
+  dropout 2; softmax 4 (times P, sum, subtract, times P); scale 1. The fused one makes P anew: per pair scale and subtract 2, an
+  exponential, dropout 4 (of P and of dP), and 2 for dS.
 """
 
 from dataclasses import dataclass
@@ -23,6 +26,9 @@ ELEMENTWISE: tuple[Elementwise, ...] = get_args(Elementwise)
 
 ELEMENTWISE_OPS: dict[str, tuple[int, int]] = {"scale_mask": (2, 0), "softmax": (4, 1), "dropout": (2, 0)}
 """Per score: ordinary operations and exponentials of each elementwise step."""
+BACKWARD_OPS: dict[str, int] = {"dropout": 2, "softmax": 4, "scale": 1}
+"""Per score: operations of each elementwise step of the backward, none of them an exponential."""
+_FUSED_BACKWARD_OPS = 8
 _OPS = sum(ordinary for ordinary, _ in ELEMENTWISE_OPS.values())
 
 
@@ -89,7 +95,12 @@ def tensor_bytes(problem: Problem) -> dict[str, int]:
 
 
 def standard_steps(problem: Problem, elementwise: Elementwise) -> tuple[Step, ...]:
-    """The steps of the standard pipeline: `qk`, then `elementwise` or `scale_mask`, `softmax`, `dropout`, then `pv`."""
+    """The steps of the standard pipeline: `qk`, then `elementwise` or `scale_mask`, `softmax`, `dropout`, then `pv`.
+
+    Of a backward: `dv`, `dp`, then `elementwise` or `dropout`, `softmax`, `scale`, then `dq`, `dk`.
+    """
+    if problem.direction == "bwd":
+        return _backward_steps(problem, elementwise)
     p, size, scores = problem, tensor_bytes(problem), _scores(problem)
     s = size["S"]
     qk = Step(
@@ -130,6 +141,31 @@ def standard_steps(problem: Problem, elementwise: Elementwise) -> tuple[Step, ..
     return (qk, *passes, pv)
 
 
+def _backward_steps(problem: Problem, elementwise: Elementwise) -> tuple[Step, ...]:
+    p, size, scores = problem, tensor_bytes(problem), _scores(problem)
+    s = size["S"]
+
+    def product(name: str, read: int, write: int, of_scores: int, width: int) -> Step:
+        flops = 2 * scores * width
+        return Step(name=name, read_bytes=read, write_bytes=write, score_bytes=of_scores, matmul_flops=flops, vector_flops=0, exps=0)
+
+    def vector(name: str, reads: int, ops: int) -> Step:
+        moved, flops = (reads + 1) * s, ops * scores
+        return Step(name=name, read_bytes=reads * s, write_bytes=s, score_bytes=moved, matmul_flops=0, vector_flops=flops, exps=0)
+
+    # The softmax's step reads P beside dP.
+    passes = tuple(vector(name, 2 if name == "softmax" else 1, ops) for name, ops in BACKWARD_OPS.items())
+    if elementwise == "fused":
+        passes = (vector("elementwise", 2, sum(BACKWARD_OPS.values())),)
+    return (
+        product("dv", s + size["O"], size["V"], s, p.d_v),
+        product("dp", size["O"] + size["V"], s, s, p.d_v),
+        *passes,
+        product("dq", s + size["K"], size["Q"], s, p.d),
+        product("dk", s + size["Q"], size["K"], s, p.d),
+    )
+
+
 def fused_step(problem: Problem, name: str = "fused") -> Step:
     """The same work in one kernel over the pairs that the problem's bands leave visible; S stays on the chip."""
     p = problem
@@ -141,7 +177,7 @@ def fused_step(problem: Problem, name: str = "fused") -> Step:
         write_bytes=written,
         score_bytes=0,
         matmul_flops=p.flops(),
-        vector_flops=_OPS * pairs,
+        vector_flops=(_OPS if p.direction == "fwd" else _FUSED_BACKWARD_OPS) * pairs,
         exps=pairs,
     )
 

@@ -57,7 +57,10 @@ def check_window(window: int) -> int:
 
 
 def strategies(problem: Problem, elementwise: Elementwise, window: int, rank: int) -> tuple[Strategy, ...]:
-    """standard, fused, window and low_rank for a full or causal problem; projected keys have no places, so causal ones aren't projected."""
+    """standard, fused, window and low_rank for a full or causal problem; projected keys have no places, so causal ones aren't projected.
+
+    Nor are those of a backward, whose projections would have gradients, too.
+    """
     found = (
         Strategy(name="standard", what="one kernel per step", exact=True, steps=standard_steps(problem, elementwise)),
         Strategy(name="fused", what="one kernel, S stays on the chip", exact=True, steps=(fused_step(problem),)),
@@ -74,4 +77,4 @@ def strategies(problem: Problem, elementwise: Elementwise, window: int, rank: in
             steps=(*projection_steps(problem, rank), fused_step(low_rank(problem, rank), "low_rank_attention")),
         ),
     )
-    return found[:3] if problem.features.causal else found
+    return found[:3] if problem.features.causal or problem.direction == "bwd" else found

@@ -118,6 +118,7 @@ class Profile:
                 "n_q": p.n_q,
                 "kv_heads": p.kv_heads,
                 "causal": p.features.causal,
+                "direction": p.direction,
                 "d": p.d,
                 "dtype": p.dtype,
                 "elementwise": self.elementwise,

@@ -35,7 +35,8 @@ class Table:
 
 def heading(profile: Profile) -> str:
     """The problem in a line."""
-    return f"Attention forward: {shape(profile)}, elementwise steps {profile.elementwise}"
+    name = "forward" if profile.problem.direction == "fwd" else "backward"
+    return f"Attention {name}: {shape(profile)}, elementwise steps {profile.elementwise}"
 
 
 def shape(profile: Profile) -> str:
