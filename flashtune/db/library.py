@@ -124,8 +124,8 @@ class Library:
 def _winners(layer: Layer) -> list[TuningRecord]:
     """What every search of a layer found best. The two layers that every process has are read without SQLAlchemy: the package's own
     database, and the user's while there is none."""
-    if layer.precedence and "://" not in str(layer.location) and os.path.isfile(layer.location):
-        check_card(Path(layer.location))
+    if layer.precedence and "://" not in str(layer.location) and os.path.isfile(path := os.path.expanduser(layer.location)):
+        check_card(Path(path))
     if layer.optional and "://" not in str(layer.location) and not os.path.lexists(layer.location):
         return []
     if layer.location == shipped_path() and not shipped_path().with_name(f"{shipped_path().name}-wal").exists():

@@ -63,6 +63,7 @@ _lock = threading.RLock()
 _everywhere: tuple[Use, ...] = ()
 _reloaded: Use | None = None
 _memos: dict[Settings, Memo] = {}
+_evicted: list[Memo] = []
 _pinned: Memo | None = None
 
 
@@ -86,7 +87,9 @@ def use(database: str | Path | None = None, *, alone: bool = False, everywhere: 
     added = Use(_located(database), alone=alone, everywhere=everywhere, unmeasured=unmeasured)
     if everywhere:
         with _lock:
-            _memo_of(_settings((added, *_everywhere))).read()
+            memo = _memo_of(_settings((added, *_everywhere)))
+        memo.read()
+        with _lock:
             _everywhere = (added, *_everywhere)
         _changed()
     else:
@@ -107,7 +110,11 @@ def current() -> Memo:
         else:
             SERVING.__dict__.pop("plans", None)
             _Serving.plans = memo.plans
-        return memo
+        evicted, _evicted[:] = _evicted[:], []
+    # A memo's own lock is never waited for under the one of all: who decides holds it, and may come to ask what is in force.
+    for one in evicted:
+        one.move()
+    return memo
 
 
 def reload(database: str | Path | None = None, *, alone: bool = False) -> None:
@@ -154,7 +161,7 @@ def _memo_of(settings: Settings) -> Memo:
     memo = _memos.pop(settings, None)
     if memo is None:
         while len(_memos) >= MOST_MEMOS:
-            _memos.pop(next(iter(_memos))).move()
+            _evicted.append(_memos.pop(next(iter(_memos))))
         memo = Memo(settings)
     # The last of them was used last.
     _memos[settings] = memo
