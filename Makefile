@@ -3,6 +3,7 @@
 #   make search     the main job: search kernels (for this machine's GPU, or predicted for an A100 where there is none)
 #   make test       all tests that need no GPU
 #   make check      what a reviewer runs: format, lint, types, layers, tests
+#   make docs       the documentation as a site, in site/
 #   make newest     whether every template compiles with the newest Triton, in an environment of its own
 #
 # Variables: PYTHON (the interpreter to start from), VENV (the folder), NEWEST (the folder of `make newest`), TORCH (a requirement
@@ -18,7 +19,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 BIN := $(VENV)/bin
 RUN_PYTEST = $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal $(PYTEST)
 
-.PHONY: help setup search test check lint format golden newest dist clean
+.PHONY: help setup search test check lint format golden docs newest dist clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -51,6 +52,9 @@ format: setup
 golden: setup
 	@$(RUN_PYTEST) --update-golden
 
+docs: setup
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 # constraints.txt holds for the first line only.
 newest:
 	@$(MAKE) --no-print-directory setup VENV=$(NEWEST)
@@ -61,4 +65,4 @@ dist: setup
 	@$(BIN)/python -m build
 
 clean:
-	@rm -rf $(VENV) $(NEWEST) build dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	@rm -rf $(VENV) $(NEWEST) build dist site .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
