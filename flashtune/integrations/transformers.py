@@ -76,7 +76,7 @@ def attention_mask(
         (B, n) boolean: True for each of the first n keys that counts. Keys from n on aren't there: a static cache is longer than the text.
         (B, 1, N_q, N_kv) boolean: all there is to say, for any other rule; also where a position is known on the GPU alone.
     """
-    everything: Callable[[], torch.Tensor] = functools.partial(
+    everything: Callable[[], torch.Tensor | None] = functools.partial(
         sdpa_mask, batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, local_size, False, False,
         device=device, **others,
     )  # fmt: skip
