@@ -30,7 +30,7 @@ Told = Mapping[Candidate, float | None]
 
 _STARTUP_TRIALS = 12
 """Random trials before TPE's model speaks, beside the starts."""
-_STARTS, _BY_COST = 3, 8
+_STARTS, _BY_COST = 3, 5
 """How many of the hand-written starts, and of the cost model's first, a search by Gaussian process begins with."""
 _ALIKE = 1e-3
 """Predicted times that differ by less are one to the cost model, and one of such candidates is enough to begin with."""

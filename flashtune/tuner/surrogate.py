@@ -16,7 +16,7 @@ FAMILY_ERROR = 0.1
 """How far it is off for all candidates of a family alike."""
 NOISE = 0.01
 """How far two times of one candidate lie apart."""
-LENGTH = 1.5
+LENGTH = 2.5
 """How many steps of an axis it takes for errors to be little akin."""
 SAME, OTHER = 1e6, 0.3
 """Lengths on which nothing changes, and on which everything does."""
