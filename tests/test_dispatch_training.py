@@ -13,6 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from flashtune import dispatch
+from flashtune.core import reference
 from flashtune.core.config import Config
 from flashtune.core.passes import CallParameters
 from flashtune.core.problem import Features, Problem
@@ -133,3 +134,27 @@ def test_deterministic_is_a_flag_and_changes_nothing_on_the_cpu() -> None:
     [plain] = torch.autograd.grad(dispatch.attention(q, q, q).sum(), q)
     [asked] = torch.autograd.grad(dispatch.attention(q, q, q, deterministic=True).sum(), q)
     torch.testing.assert_close(asked, plain)
+
+
+DEVICE = os.environ.get("FLASHTUNE_TEST_DEVICE", "cpu")
+
+
+@pytest.mark.parametrize("n", [192, 320])
+def test_gradients_under_a_mask_are_finite_and_right_where_cudnns_are_nan(n: int) -> None:
+    """By kernels on a GPU (FLASHTUNE_TEST_DEVICE=cuda): N that is no multiple of 128, rows whose LSE is below -89 (pytorch #196678)."""
+    generator = torch.Generator().manual_seed(n)
+    q, k, v = (torch.randn(1, 2, n, 64, generator=generator) for _ in range(3))
+    shift = (150 / 64**0.5) ** 0.5
+    mask = torch.rand(n, n, generator=generator) > 0.3
+    dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
+    leaves = [x.to(DEVICE, dtype).requires_grad_() for x in (q - shift, k + shift, v)]
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    with dispatch.use(unmeasured=True):
+        out, lse = dispatch.attention(*leaves, attn_mask=mask.to(DEVICE), return_lse=True)
+        assert float(lse.detach().max()) < -89
+        found = torch.autograd.grad(dispatch.attention(*leaves, attn_mask=mask.to(DEVICE)).float().square().sum(), leaves)
+    wanted = torch.autograd.grad(reference.attention(*wide, mask=mask.to(DEVICE), scale=1 / 8)[0].square().sum(), wide)
+    for grad, exact in zip(found, wanted, strict=True):
+        assert torch.isfinite(grad).all()
+        assert (grad.double() - exact).norm() <= (2e-3 if DEVICE == "cpu" else 5e-2) * exact.norm()
+    assert out.shape == (1, 2, n, 64)
