@@ -29,8 +29,8 @@ from flashtune.templates.rendering import variant_of
 from flashtune.tuner import tasks
 from flashtune.tuner.conditions import GpuWatch, gpu_id
 from flashtune.tuner.machine import local_gpu, provenance
+from flashtune.tuner.problem_search import ranked
 from flashtune.tuner.replies import Failed
-from flashtune.tuner.searching import ranked
 from flashtune.tuner.space import Candidate
 
 MAXIMUM = {"first": "running", "running": "first"}

@@ -13,7 +13,7 @@ import replay
 
 from flashtune.core.results import Fate, Outcome, SearchResult
 from flashtune.core.target import find_target
-from flashtune.tuner.searching import AHEAD
+from flashtune.tuner.problem_search import AHEAD
 from flashtune.tuner.space import Candidate, SearchSpace
 from flashtune.tuner.stopping import UNTIL, StoppingRule
 from flashtune.tuner.study import Study

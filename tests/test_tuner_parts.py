@@ -28,8 +28,8 @@ from flashtune.tuner import correctness, tasks
 from flashtune.tuner.compile import cross_compile
 from flashtune.tuner.cost import key_blocks, predict_us
 from flashtune.tuner.inputs import make_inputs
+from flashtune.tuner.problem_search import ranked
 from flashtune.tuner.replies import Checked, Failed, Ready
-from flashtune.tuner.searching import ranked
 from flashtune.tuner.space import Candidate, SearchSpace
 from flashtune.tuner.study import Study, outcome_from_json, outcome_to_json
 from flashtune.tuner.workers import Workers

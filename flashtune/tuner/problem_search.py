@@ -1,0 +1,358 @@
+"""The search of one problem: its trials, its closing races, and what was decided."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from flashtune.core.errors import FlashtuneError
+from flashtune.core.results import Baseline, Conditions, Ending, Fate, Measurement, Outcome, SearchResult
+from flashtune.tuner import tasks
+from flashtune.tuner.carrying import carried, record_of, stored
+from flashtune.tuner.evaluation import Verdicts
+from flashtune.tuner.proposing import Compiling, Proposals
+from flashtune.tuner.racing import behind_by_times, placed
+from flashtune.tuner.replies import Compiled, Failed, Raced, Timed
+from flashtune.tuner.space import Candidate, SearchSpace
+from flashtune.tuner.stopping import Reason, StoppingRule
+from flashtune.tuner.study import Study
+from flashtune.tuner.workers import Workers
+
+if TYPE_CHECKING:
+    from flashtune.tuner.searching import Search, Stage
+
+FINALISTS = 12
+"""Candidates in the closing races; their neighbours' times are noise apart."""
+
+WITHIN = 0.1
+"""Who was slower than the best trial by more than this doesn't race."""
+
+CALLED = 3
+"""So many of the first, the winner among them, have whole calls timed."""
+
+AHEAD = 12
+"""Candidates of a measured search that are compiled before they are timed, at most: what is proposed early is proposed knowing little."""
+
+
+@dataclass
+class SpecState:
+    """What one compiled spec shares over every N: facts and numeric checks by variant id."""
+
+    compiled: dict[str, Compiled | Failed]
+    verdicts: Verdicts
+
+
+class ProblemSearch:
+    """The search of one problem."""
+
+    def __init__(self, search: "Search", index: int, workers: Workers, suffix: str, device: int) -> None:
+        self.search, self.index, self.workers = search, index, workers
+        self.plan = search._plan
+        self.problem = problem = self.plan.problems[index]
+        self.space = SearchSpace(self.plan.families, problem, self.plan.target, only_suited=self.plan.only_suited)
+        self.state = search._state(problem.spec())
+        self.study = Study(
+            self.space,
+            problem,
+            sampler=self.plan.sampler,
+            seed=self.plan.seed,
+            source=self.plan.source,
+            storage=search._storage,
+            plan=suffix,
+        )
+        self.evaluation = search._evaluation(problem, workers, device)
+        self.rule = StoppingRule(self.plan.until if self.plan.sampler != "exhaustive" else None)
+        self.stored = stored(self.space, problem, search._rows)
+        self.deadline: float | None = None
+        self.incumbent: tuple[Candidate, Outcome] | None = None
+        self.stopped: Reason = "trials"
+        # What runs the very same is timed once: what was said of each machine code, and how candidates are launched.
+        self.by_code: dict[str, list[tuple[Candidate, Timed]]] = {}
+        self.launches: dict[Candidate, str | None] = {}
+        self.twins: set[Candidate] = set()
+        self.proposals: Proposals | None = None
+        self.decided = self.study.decided(problem)
+        self.heard: set[Candidate] = set()
+        self._catch_up()
+
+    def begin(self) -> None:
+        """Ask for the first candidates and start compiling them; the GPU has no part in it yet."""
+        if self.decided is None and self.proposals is None:
+            # A measured search must not keep its GPU waiting; a predicted one has none, and repeats itself to the letter.
+            beside = self.plan.source == "measured"
+            self.study.enqueue(carried(self.space, self.problem, self.search._rows, self.plan.source))
+            self._catch_up()
+            limit = None if self.plan.sampler == "exhaustive" else self.plan.trials
+            ahead = max(4, 2 * self.plan.jobs)
+            self.proposals = Proposals(self.study, self._compile, ahead=min(ahead, AHEAD) if beside else ahead, limit=limit, beside=beside)
+
+    def abandon(self) -> None:
+        """Give back what `begin` asked for."""
+        if self.proposals is not None:
+            with suppress(FlashtuneError):
+                self.proposals.close()
+        self.study.leave()
+
+    def run(self, *, again: bool = False, meanwhile: Callable[[], None] | None = None) -> SearchResult | None:
+        """Trials until there is no more to gain, the count, the deadline or the space ends; then the closing races, and `meanwhile` what
+        else may begin.
+
+        None where other processes are still busy with the rest, or the result couldn't be saved: it is to be called `again`.
+        """
+        total, search = len(self.plan.problems), self.search
+        result = self.decided = self.decided or self.study.decided(self.problem)
+        known = result is not None and not again
+        if result is None:
+            if self.deadline is None:
+                self.deadline = search._deadline(self.index)
+            if not again:
+                with search.lock:
+                    search._listener.problem_started(self.problem, self.index, total, len(self.study.outcomes))
+            result = self.decided = self._searched(meanwhile)
+        if result is None:
+            return None
+        # Whether or not it can be saved: what is searched next begins with it.
+        if (row := record_of(result)) is not None:
+            search._rows.insert(0, row)
+        if not self._publish(result, final=again):
+            return None
+        with search.lock:
+            if not search._end(self.index, result):
+                return result
+            if known:
+                search._listener.problem_known(result, self.index, total)
+            else:
+                search._listener.problem_finished(result)
+        return result
+
+    def _searched(self, meanwhile: Callable[[], None] | None) -> SearchResult | None:
+        """The decided result; None where others are still busy, or it is theirs to decide."""
+        try:
+            self.begin()
+            self._trials()
+            self.study.leave()
+            if self.study.others or not self.study.may_decide():
+                return None
+            if meanwhile is not None and self.plan.source == "measured":
+                # The best so far is as good a start for what follows as the winner will be.
+                if (row := record_of(self._result(tuple(self.study.in_order().values()), None))) is not None:
+                    self.search._rows.insert(0, row)
+                meanwhile()
+            self.at("racing")
+            result = self._race()
+            self.study.decide(result)
+            return result
+        except BaseException as error:
+            self.abandon()
+            if isinstance(error, KeyboardInterrupt | FlashtuneError):
+                known = self._result(tuple(self.study.in_order().values()), None)
+                if known.outcomes:
+                    self.search._save(known)
+                with self.search.lock:
+                    self.search._listener.problem_finished(known)
+            raise
+
+    def _publish(self, result: SearchResult, *, final: bool) -> bool:
+        """Whether the result was saved; a fault passes through when it is `final`."""
+        try:
+            if result.outcomes:
+                self.search._save(result)
+        except FlashtuneError as error:
+            if final:
+                raise
+            with self.search.lock:
+                self.search._listener.save_failed(self.problem, error)
+            return False
+        return True
+
+    def at(self, stage: "Stage") -> None:
+        """Tell what this problem is at."""
+        with self.search.lock:
+            self.search._listener.stage_started(self.problem, stage, len(self.study.outcomes))
+
+    def late(self) -> bool:
+        """Whether the time is up. One candidate is always tried, so that a tight budget still yields a row."""
+        return self.deadline is not None and time.monotonic() > self.deadline and self.incumbent is not None
+
+    def _trials(self) -> None:
+        """Try what is proposed, in the order of asking, until something says that it is enough."""
+        proposals, self.proposals = self.proposals, None
+        assert proposals is not None, "it has begun"
+        try:
+            while (reason := self._tried(proposals)) is None:
+                if self.search.stopping.is_set():
+                    raise KeyboardInterrupt
+            self.stopped = reason
+        except BaseException:
+            with suppress(FlashtuneError):
+                proposals.close()
+            raise
+        proposals.close()
+
+    def _tried(self, proposals: Proposals) -> Reason | None:
+        """One trial; why there is none, or None."""
+        if self.late():
+            return "budget"
+        proposal = proposals.next()
+        if proposal is None:
+            limited = self.plan.sampler != "exhaustive" and len(self.study.outcomes) + self.study.elsewhere >= self.plan.trials
+            return "trials" if limited else "space"
+        for candidate, outcome in proposal.news:
+            self._learn(candidate, outcome)
+        if (enough := self.rule.verdict(proposal.left)) is not None:
+            return enough
+        if self.plan.source == "measured":
+            self.at("preparing")
+            self.evaluation.prepare()
+        proposals.begin(proposal.candidate)
+        outcome = self._outcome(proposal.candidate, proposal.compiling)
+        proposals.tell(proposal.candidate, outcome)
+        self.heard.add(proposal.candidate)
+        self._consider(proposal.candidate, outcome)
+        self.rule.add(outcome)
+        with self.search.lock:
+            self.search._listener.trial_finished(outcome, self.incumbent[1] if self.incumbent else None)
+        return None
+
+    def _catch_up(self) -> None:
+        """Take over what an earlier run or other processes have found, in the order of asking; only while no proposals are made."""
+        for candidate, outcome in self.study.in_order().items():
+            if candidate not in self.heard:
+                self._learn(candidate, outcome)
+
+    def _learn(self, candidate: Candidate, outcome: Outcome) -> None:
+        """Take over an outcome of an earlier run or of another process, with what it says of other candidates."""
+        self.heard.add(candidate)
+        self._consider(candidate, outcome)
+        self.rule.add(outcome)
+        self.evaluation.learn(candidate, outcome)
+
+    def _consider(self, candidate: Candidate, outcome: Outcome) -> None:
+        if not outcome.fate.timed or outcome.measurement is None:
+            return
+        best = self.incumbent[1].measurement if self.incumbent else None
+        if best is None or outcome.measurement.median_us < best.median_us:
+            self.incumbent = candidate, outcome
+
+    def _compile(self, candidate: Candidate) -> Compiling:
+        variant = candidate.variant(self.space.spec)
+        known = self.state.compiled.get(variant.id)
+        if known is not None:
+            return known
+        try:
+            source = tasks.Source.of(candidate.family, variant)
+        except Exception as error:
+            return Failed(fate=Fate.COMPILE, reason=tasks.one_line(error))
+        limit_s = self.plan.limits.compile_s
+        return self.workers.submit("compile", tasks.compile_candidate, source, self.problem, self.plan.target, limit_s=limit_s)
+
+    def _outcome(self, candidate: Candidate, compiling: Compiling) -> Outcome:
+        """Take one candidate through the stages; each can end it."""
+        variant = candidate.variant(self.space.spec)
+        self.at("compiling")
+        compiled = compiling if isinstance(compiling, Compiled | Failed) else compiling.reply()
+        self.state.compiled[variant.id] = compiled
+        reply: Timed | Failed
+        if isinstance(compiled, Failed):
+            reply = compiled
+        elif (twin := self._twin(candidate, compiled)) is not None:
+            reply = twin
+        else:
+            self.at("measuring" if self.plan.source == "measured" else "checking")
+            incumbent = (self.incumbent[0], _time(self.incumbent[1])) if self.incumbent else None
+            reply = self.evaluation.evaluate(candidate, compiled.facts, incumbent)
+            if compiled.code and isinstance(reply, Timed):
+                self.by_code.setdefault(compiled.code, []).append((candidate, reply))
+        return Outcome(
+            template=variant.template,
+            template_hash=variant.template_hash,
+            variant_id=variant.id,
+            config=candidate.config,
+            fate=reply.fate,
+            source=self.plan.source,
+            reason=reply.reason if isinstance(reply, Failed) else "",
+            measurement=None if isinstance(reply, Failed) else reply.time,
+            trial=None if isinstance(reply, Failed) or self.plan.source == "predicted" else reply.time,
+            facts=compiled.facts,
+            max_error=reply.error,
+        )
+
+    def _twin(self, candidate: Candidate, compiled: Compiled) -> Timed | None:
+        """The time of a candidate that runs the very same: equal machine code, launched alike. Only on a GPU is it the same."""
+        if self.plan.source != "measured" or not compiled.code:
+            return None
+        for other, reply in self.by_code.get(compiled.code, []):
+            if (launches := self._launches(candidate)) is not None and launches == self._launches(other):
+                self.twins.add(candidate)
+                return reply
+        return None
+
+    def _launches(self, candidate: Candidate) -> str | None:
+        """How a candidate's kernels are launched; None where that can't be told."""
+        if candidate not in self.launches:
+            source = tasks.Source.of(candidate.family, candidate.variant(self.space.spec))
+            fixed = (source, self.problem, self.plan.target)
+            reply = self.workers.submit("compile", tasks.describe_launches, *fixed, limit_s=self.plan.limits.compile_s).reply()
+            self.launches[candidate] = None if isinstance(reply, Failed) else reply.launches
+        return self.launches[candidate]
+
+    def _race(self) -> SearchResult:
+        """Time the best few and the framework once more, all interleaved, and rank them."""
+        self.study.refresh()
+        outcomes = self.study.in_order()
+        correct = [c for c, o in outcomes.items() if o.measurement is not None and o.fate.timed and c not in self.twins]
+        correct.sort(key=lambda c: (_time(outcomes[c]).median_us, outcomes[c].variant_id))
+        finalists = [c for c in correct[:FINALISTS] if _time(outcomes[c]).median_us <= (1 + WITHIN) * _time(outcomes[correct[0]]).median_us]
+        raced, conditions = self.evaluation.race(finalists) if finalists else (None, None)
+        baseline, behind = None, None
+        if isinstance(raced, Raced):
+            baseline, behind = raced.baseline, raced.standing.behind
+            for candidate, measurement in zip(finalists, raced.times, strict=True):
+                outcomes[candidate] = replace(outcomes[candidate], measurement=measurement, finalist=True)
+        ranks = ranked([(c, outcomes[c]) for c in finalists], behind=behind, known=self.stored)
+        for rank, candidate in enumerate(ranks, start=1):
+            outcomes[candidate] = replace(outcomes[candidate], rank=rank)
+        if baseline is not None and (called := self.evaluation.call(ranks[:CALLED])) is not None:
+            for candidate, call_us in zip(ranks, called.times, strict=False):
+                outcomes[candidate] = replace(outcomes[candidate], call_us=call_us)
+            baseline = replace(baseline, call_us=called.framework)
+        return self._result(tuple(outcomes.values()), baseline, conditions, self._ending())
+
+    def _ending(self) -> Ending:
+        """Why the trials ended, and what they are expected to have missed."""
+        regret = 0.0 if self.stopped == "space" else self.study.expected_regret()
+        return Ending(reason=self.stopped, regret=regret if math.isfinite(regret) else None)
+
+    def _result(
+        self,
+        outcomes: tuple[Outcome, ...],
+        baseline: Baseline | None,
+        conditions: Conditions | None = None,
+        ending: Ending | None = None,
+    ) -> SearchResult:
+        return SearchResult(
+            gpu=self.plan.target.slug,
+            problem=self.problem,
+            outcomes=outcomes,
+            provenance=replace(self.search._provenance, conditions=conditions),
+            baseline=baseline,
+            ending=ending,
+        )
+
+
+def _time(outcome: Outcome) -> Measurement:
+    assert outcome.measurement is not None, "only outcomes with a time are ranked"
+    return outcome.measurement
+
+
+def ranked(
+    finalists: Sequence[tuple[Candidate, Outcome]], *, behind: Sequence[float] | None = None, known: Candidate | None = None
+) -> list[Candidate]:
+    """The winner first (see `placed`): by how far each is `behind` the fastest, or by their times alone; `known` is the stored row's."""
+    outcomes = [outcome for _, outcome in finalists]
+    behind = behind_by_times(outcomes) if behind is None else behind
+    is_known = {outcome.variant_id for candidate, outcome in finalists if candidate == known}
+    order = placed(outcomes, behind, is_stored=lambda outcome: outcome.variant_id in is_known)
+    return [finalists[place][0] for place in order]
