@@ -127,6 +127,22 @@ def test_a_study_of_optunas_own_asks_the_sampler() -> None:
     assert study.best_value <= 1.01 * min(answers.values())
 
 
+def test_tpe_is_heeded_in_a_space_of_one_family() -> None:
+    def proposed(kind: Sampler) -> list[dict[str, object]]:
+        sampler = sampler_of(kind, SPACE, PROBLEM, seed=0, starts=())
+        study, answers = optuna.create_study(sampler=sampler), times(sampler.pool)
+        kinds = sampler.infer_relative_search_space(study, study.trials)  # type: ignore[arg-type]
+        for _ in range(24):
+            trial = study.ask(kinds)
+            candidate = candidate_of(SPACE, trial.params)
+            assert candidate is not None
+            study.tell(trial, answers[candidate])
+        return [trial.params for trial in study.trials]
+
+    by_tpe, at_random = proposed("tpe"), proposed("random")
+    assert by_tpe[:12] == at_random[:12] and by_tpe[12:] != at_random[12:]
+
+
 def test_a_large_space_is_drawn_from_evenly_and_its_starts_are_kept() -> None:
     starts = SPACE.starts()
     pool = Pool(SPACE, PROBLEM, starts, most=20)

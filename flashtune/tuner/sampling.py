@@ -154,7 +154,10 @@ class NearTpe(CandidateSampler):
             # `group` keeps each family's axes in one model; Optuna calls it experimental.
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             tpe = optuna.samplers.TPESampler(seed=seed, n_startup_trials=_STARTUP_TRIALS, multivariate=True, group=True, constant_liar=True)
-        self._drawn = tpe.sample_relative(study, trial, tpe.infer_relative_search_space(study, trial))
+        drawn = tpe.sample_relative(study, trial, tpe.infer_relative_search_space(study, trial))
+        # TPE leaves out what has one value only.
+        only = {"template": next(iter(self._space.families))} if drawn and len(self._space.families) == 1 else {}
+        self._drawn = {**only, **drawn}
 
     def _choose(self, free: list[int], told: Told, pending: Sequence[Candidate], rng: random.Random) -> int:
         drawn = candidate_of(self._space, self._drawn)
