@@ -47,9 +47,9 @@ def problem_of(draw: random.Random) -> Problem:
     kv_heads = draw.randint(1, 2)
     return Problem(
         batch=draw.randint(1, 2),
-        heads=kv_heads * draw.randint(1, 6),
+        heads=kv_heads * draw.randint(1, 3),
         kv_heads=kv_heads,
-        n_q=draw.randint(1, 17),
+        n_q=draw.randint(1, 9),
         n_kv=draw.choice([1, 31, 64, draw.randint(1, 200)]),
         d=draw.choice([16, 32, 40]),
         d_v=draw.choice([16, 24]),

@@ -30,6 +30,8 @@ WORDS = [
     "--predict",
     "--jobs",
     "1",
+    "--sampler",
+    "random",
 ]
 
 

@@ -15,6 +15,7 @@ from flashtune.core.band import Band
 from flashtune.core.binaries import Manifest
 from flashtune.core.config import Variant
 from flashtune.core.errors import EnvironmentProblem, InputError
+from flashtune.core.passes import CallParameters
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
 from flashtune.dispatch import kernels, resolve
@@ -118,9 +119,8 @@ def test_host_code_of_the_users_own_kernel_needs_no_triton_and_is_of_the_text_th
     host, whole = kernels.host_code(POINTERS, own, manifest), kernels.load(POINTERS, own)
     assert host is not None and host is not whole
     x = torch.zeros(1, 2, 40, 32, dtype=torch.float16)
-    given = prepared.Tensors(q=x, k=x, v=x, out=x, lse=torch.zeros(1, 2, 40), mask=None, slopes=None, descale=None)
-    settings = {"scale": 0.1, **Band(right=0).keywords(), "softcap": 0.0, "dropout_p": 0.0}
-    ours, theirs = (prepared.launches(each, given, settings) for each in (host, whole))
+    parameters = CallParameters(scale=0.1, band=Band(right=0))
+    ours, theirs = (prepared.launches(each, (x, x, x, x, torch.zeros(1, 2, 40)), parameters) for each in (host, whole))
     assert ours[2] == theirs[2] is not None
     assert all(isinstance(step[0], Kernel) for step in ours[0]), "in the place of Triton's own functions"
     assert kernels.host_code(POINTERS, own, replace(manifest, source_sha256="0" * 64)) is None

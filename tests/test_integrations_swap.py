@@ -95,6 +95,8 @@ def test_other_threads_keep_torchs_function_and_leave_in_any_order(served: list[
 
 
 def test_what_others_put_over_it_stays(served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    # What stands there now is what has to stand there after this test.
+    monkeypatch.setattr(F, "scaled_dot_product_attention", F.scaled_dot_product_attention)
     with torchs_place():
         inner = F.scaled_dot_product_attention
         theirs = lambda *arguments, **words: inner(*arguments, **words)  # noqa: E731

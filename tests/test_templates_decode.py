@@ -47,11 +47,11 @@ def launched(problem: Problem, **changes: int | str | bool) -> list[Any]:
 
 def test_random_decoding_steps_agree_with_the_reference_at_any_split_count() -> None:
     """Shared heads, ragged keys, bands, masks, rows that see nothing, and more splits than there are blocks; both ways to add up."""
-    command = [sys.executable, str(WORKER), "24", "7"]
+    command = [sys.executable, str(WORKER), "16", "7"]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     taken = [report for report in json.loads(done.stdout) if not report["refused"]]
-    assert len(taken) >= 20
+    assert len(taken) >= 13
     assert [report for report in taken if any(report["reasons"])] == []
     assert [report for report in taken if report["counts"]] == [], "counts are zero again after a launch"
     assert sum(report["empty_rows"] for report in taken) > 0

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from flashtune.core.problem import Features, Problem
+from flashtune.core.torch_attention import sdpa
 from flashtune.profiler import timing
 from flashtune.tuner import baseline, correctness
 from flashtune.tuner.baseline import framework_call
@@ -54,6 +55,12 @@ def test_what_a_model_is_measured_against_is_torchs_own_whatever_stands_in_its_p
 
 
 LOWER_RIGHT = Features(causal=True, alignment="bottom_right")
+
+
+def test_torchs_own_diagonal_is_known_whatever_stands_in_the_place_of_its_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *given, **words: sdpa(*given, **words))
+    monkeypatch.setattr(baseline, "can_use_flash_attention", lambda params: True)
+    compare(make_inputs(replace(PROBLEM, n_q=100, features=LOWER_RIGHT), device="cpu", seed=3))
 
 
 @pytest.mark.parametrize("flash", [False, True])

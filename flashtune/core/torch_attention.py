@@ -3,7 +3,7 @@
 import torch
 from torch.nn.attention import SDPBackend
 
-sdpa = torch._C._nn.scaled_dot_product_attention
+sdpa = torch._C._nn.scaled_dot_product_attention  # pyright: ignore[reportAttributeAccessIssue]
 """What torch.nn.functional binds at its import. `F.scaled_dot_product_attention = dispatch.attention` leaves this one alone, even before
 flashtune is imported; looked up there at each call, or at import, attention would call itself."""
 

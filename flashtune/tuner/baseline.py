@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import torch
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from flashtune.core import reference
 from flashtune.core.torch_attention import sdpa, sound_backends
@@ -58,7 +58,9 @@ def framework_call(inputs: Inputs, backend: str | None = None) -> Callable[[], o
             mask = reference.joined(mask, band)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return sdpa(
+        # It knows torch's function by its place in torch.nn.functional, where anything may stand.
+        own: Callable[..., torch.Tensor] = type(mask)._dispatch if isinstance(mask, CausalBias) else sdpa
+        return own(
             q,
             k,
             v,

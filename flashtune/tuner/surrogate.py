@@ -1,5 +1,8 @@
 """What the times of tried candidates say of the others: a Gaussian process over the cost model's error."""
 
+# scikit-learn has no types, and what pyright makes of its code is narrower than its documents.
+# pyright: reportIncompatibleMethodOverride=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportReturnType=false
+
 from collections.abc import Mapping, Sequence
 
 import numpy as np

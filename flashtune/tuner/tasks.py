@@ -92,10 +92,6 @@ def start_device(environment: Mapping[str, str], name: str) -> None:
 def start_interpreter(environment: Mapping[str, str]) -> None:
     """Prepare a process in which kernels are interpreted on the CPU; must run before Triton is imported."""
     withdraw({**environment, "TRITON_INTERPRET": "1"})
-    import torch
-
-    # The tiles are tiny: more threads would only wait for each other, and for the compilers.
-    torch.set_num_threads(1)
 
 
 def compile_candidate(source: Source, problem: Problem, target: Target) -> Compiled | Failed:
@@ -125,10 +121,14 @@ def describe_launches(source: Source, problem: Problem, target: Target) -> Launc
 
 def interpret_candidate(source: Source, problem: Problem, seed: int) -> Checked | Failed:
     """Check the numerics on ragged little problems with Triton's interpreter, on the CPU."""
+    import torch
+
     from flashtune.core.launching import launcher
     from flashtune.core.modules import load_source
     from flashtune.tuner.correctness import Verifier
 
+    # The tiles are tiny: more threads would only wait for each other, and for the compilers.
+    torch.set_num_threads(1)
     try:
         module = load_source(source.text, source.stem)
         verdict = Verifier(problem, device="cpu", seed=seed).verdict(launcher(module))

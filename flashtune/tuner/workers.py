@@ -28,6 +28,8 @@ _START: dict[Crew, Callable[[dict[str, str]], None]] = {
     "device": tasks.withdraw,
 }
 
+PRELOADED = ["torch"]
+"""What the server has imported that children are forked off."""
 
 Found = TypeVar("Found", bound=Answer)
 
@@ -115,7 +117,7 @@ class Workers:
             # A child must not inherit a started GPU or the parent's threads, so it is forked off a server that has neither, and that has
             # imported what takes a child the longest.
             context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(["torch"])
+            context.set_forkserver_preload(PRELOADED)
             start: Callable[..., None] = _START[crew]
             arguments: tuple[Any, ...] = (dict(os.environ),)
             if crew == "device" and self._devices:
