@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from flashtune import dispatch
 from flashtune.cli.main import COMMANDS, main
 from flashtune.core.config import Config
 from flashtune.core.results import Fate
@@ -348,9 +349,9 @@ def test_bench_without_a_gpu_is_one_line_and_exit_code_4() -> None:
 
 
 @pytest.mark.usefixtures("unwilling_gpu")
-def test_bench_says_which_problem_the_gpu_cant_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASHTUNE_UNMEASURED", "1")
-    result = flashtune("bench", "--d", "64", "--n", "512", "--dtype", "fp16", "--causal")
+def test_bench_says_which_problem_the_gpu_cant_take() -> None:
+    with dispatch.use(unmeasured=True):
+        result = flashtune("bench", "--d", "64", "--n", "512", "--dtype", "fp16", "--causal")
     told = " ".join(result.stderr.split())
     assert told.count("the GPU can't take n512-d64-fp16-causal (") == 1
     assert told.endswith("free its memory, or take a smaller batch or fewer heads")
