@@ -64,6 +64,17 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 
 @pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Matrices of a few rows only wait for each other's threads."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
 def planted() -> Iterator[None]:
     """The planted families' templates can be rendered."""
     # Only here: most tests need nothing of the tuner.

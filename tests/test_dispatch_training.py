@@ -1,15 +1,12 @@
 """Calls whose gradient is needed: by kernels in Triton's interpreter; where torch serves, that is said and its backends are sound."""
 
-import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from interpreting import interpreted
 from torch.nn.attention import SDPBackend
 
 from flashtune import dispatch
@@ -22,7 +19,6 @@ from flashtune.core.target import find_target
 from flashtune.core.torch_attention import sound_backends
 from flashtune.dispatch import formula, resolve
 
-TESTS = Path(__file__).parent
 H200 = find_target("h200")
 PROBLEM = Problem(batch=4, heads=16, kv_heads=16, n_q=4096, n_kv=4096, d=128, d_v=128, dtype="bf16", features=Features(causal=True))
 
@@ -30,10 +26,7 @@ PROBLEM = Problem(batch=4, heads=16, kv_heads=16, n_q=4096, n_kv=4096, d=128, d_
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
     """What the interpreter found."""
-    command = [sys.executable, str(TESTS / "interpret_training.py")]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: dict[str, Any] = interpreted("interpret_training.py")
     return found
 
 

@@ -2,15 +2,11 @@
 sees, how masks and values are laid out for the copy engine."""
 
 import json
-import os
 import random
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from functools import cache
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +15,7 @@ import torch
 from hopper_kernels import Array, launch_of, launches, on_numpy, on_torch, problem, rendered, sizes_of, words_of
 from hypothesis import example, given
 from hypothesis import strategies as st
+from interpreting import interpreted
 
 from flashtune.core.dtypes import DType
 from flashtune.core.problem import Features
@@ -245,10 +242,7 @@ def test_a_tile_reads_the_words_of_its_own_batch_head_block_and_rows(stored: tup
 
 
 def test_masks_are_packed_into_the_words_that_scores_are_kept_by() -> None:
-    command = [sys.executable, str(Path(__file__).parent / "interpret_pack_mask.py")]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == []
+    assert interpreted("interpret_pack_mask.py") == []
 
 
 def weights_order(block_n: int) -> list[int]:
@@ -279,10 +273,7 @@ def test_e4m3_weights_are_packed_within_a_thread(block_n: int) -> None:
 
 
 def test_values_are_turned_into_the_order_of_the_weights() -> None:
-    command = [sys.executable, str(Path(__file__).parent / "interpret_turn_values.py"), json.dumps(weights_order(64)[:16])]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == []
+    assert interpreted("interpret_turn_values.py", json.dumps(weights_order(64)[:16])) == []
 
 
 @pytest.mark.parametrize(("columns", "copied"), [(64, False), (24, False), (50, True), (1, True)])

@@ -1,7 +1,6 @@
 """diffusers' attention processors with dispatch.attention inside: a small random UNet with cross-attention, in float32."""
 
 import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,14 +14,7 @@ with warnings.catch_warnings():
     from diffusers.models.attention_processor import Attention, AttnProcessor2_0
     from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Matrices as small as these only wait for each other's threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 The models are tiny and random, in float32; nothing is downloaded.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from flashtune import dispatch
 from flashtune.core.errors import InputError
 from flashtune.integrations import transformers as tuned
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 NAME = tuned.register()
 SIZES = {
     "vocab_size": 61,
@@ -52,15 +53,6 @@ WRITERS = [name for name in MODELS if name not in ("bert", "qwen2_moe")]
 TOKENS = torch.randint(1, 61, (2, 23), generator=torch.Generator().manual_seed(3))
 PADDING = torch.ones_like(TOKENS)
 PADDING[0, :9] = 0
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Matrices as small as these only wait for each other's threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def made(name: str) -> PreTrainedModel:

@@ -1,13 +1,9 @@
 """The backward family: gradients of the float64 reference, the same bits every time, and code for every kind of GPU."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from interpreting import interpreted
 
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
@@ -16,16 +12,11 @@ from flashtune.templates.backward.flash_bwd import key_config, key_shared_bytes,
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.compile import compiled_kernels, read_facts
 
-TESTS = Path(__file__).parent
-
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
     """What the interpreter found."""
-    command = [sys.executable, str(TESTS / "interpret_backward.py")]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: dict[str, Any] = interpreted("interpret_backward.py")
     return found
 
 

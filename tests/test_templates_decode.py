@@ -1,11 +1,6 @@
 """flash_decode: splits cover the keys once, are added up right whoever does it, and compete only where rows are few."""
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +8,7 @@ import torch
 from hopper_kernels import launches
 from hypothesis import given
 from hypothesis import strategies as st
+from interpreting import interpreted
 
 from flashtune.core.config import Config
 from flashtune.core.dtypes import DType
@@ -25,7 +21,6 @@ from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.compile import compiling_for, cross_compile, read_facts
 from flashtune.tuner.inputs import make_inputs
 
-WORKER = Path(__file__).parent / "interpret_decode.py"
 H200 = find_target("h200")
 SMS = sms_of(torch.device("cpu"))
 STEP = Problem(batch=16, heads=32, kv_heads=8, n_q=1, n_kv=4096, d=128, d_v=128, dtype="bf16")
@@ -47,10 +42,7 @@ def launched(problem: Problem, **changes: int | str | bool) -> list[Any]:
 
 def test_random_decoding_steps_agree_with_the_reference_at_any_split_count() -> None:
     """Shared heads, ragged keys, bands, masks, rows that see nothing, and more splits than there are blocks; both ways to add up."""
-    command = [sys.executable, str(WORKER), "16", "7"]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    taken = [report for report in json.loads(done.stdout) if not report["refused"]]
+    taken = [report for report in interpreted("interpret_decode.py", "16", "7") if not report["refused"]]
     assert len(taken) >= 13
     assert [report for report in taken if any(report["reasons"])] == []
     assert [report for report in taken if report["counts"]] == [], "counts are zero again after a launch"

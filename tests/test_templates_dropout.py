@@ -1,22 +1,16 @@
 """Dropout's mask depends on the seed and the absolute indices alone, and its draws are fair."""
 
 import functools
-import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from hopper_kernels import launches, on_numpy, problem, rendered, sizes_of
+from interpreting import interpreted
 
 from flashtune.core import reference
 from flashtune.core.problem import Features
 from flashtune.tuner.inputs import make_inputs
-
-WORKER = Path(__file__).parent / "interpret_dropout.py"
 
 
 @functools.cache
@@ -27,10 +21,8 @@ def calls(p: float) -> torch.Tensor:
 
 
 def test_the_mask_is_the_same_at_every_tile_size_and_that_of_the_reference() -> None:
-    command = [sys.executable, str(WORKER), "flash_fwd", "flash_fwd_tma"]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    reports = [report for reports in json.loads(done.stdout).values() for report in reports]
+    found = interpreted("interpret_dropout.py", "flash_fwd", "flash_fwd_tma")
+    reports = [report for reports in found.values() for report in reports]
     assert len(reports) == 11
     assert len({(report["rate"], report["digest"]) for report in reports}) == 3
     assert all(report["is_reference"] for report in reports)

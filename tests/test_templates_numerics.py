@@ -1,15 +1,11 @@
 """Every family computes what the float64 reference does, in Triton's interpreter, on ragged inputs amid poisoned memory."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from attention_cases import CASES
+from interpreting import interpreted
 
 from flashtune.core.modules import load_source
 from flashtune.core.problem import Problem
@@ -17,7 +13,6 @@ from flashtune.core.target import find_target
 from flashtune.templates import family
 from flashtune.templates.rendering import render, variant_of
 
-TESTS = Path(__file__).parent
 BF16 = {"bf16", "bf16-causal"}
 REFUSED: dict[str, set[str]] = {"flash_decode": BF16, "flash_fwd": BF16, "flash_fwd_tma": BF16 | {"columns", "shared-batch"}}
 """What accepts() of a family turns down in the interpreter: bf16, and for TMA what has no rows or is expanded."""
@@ -30,10 +25,7 @@ UNSUPPORTED: dict[str, set[str]] = {
 
 
 def interpret(name: str, cases: list[str]) -> list[dict[str, Any]]:
-    command = [sys.executable, str(TESTS / "interpret_cases.py"), name, *cases]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: list[dict[str, Any]] = json.loads(done.stdout)
+    found: list[dict[str, Any]] = interpreted("interpret_cases.py", name, *cases)
     return found
 
 

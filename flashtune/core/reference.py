@@ -68,10 +68,10 @@ def dropout_keep_rows(
 
 
 def dropout_keep(
-    seed: int, offset: int, batch: int, heads: int, n_q: int, n_kv: int, p: float, device: torch.device | str = "cpu"
+    seed: int, offset: int, batch: int, heads: int, n_q: int, n_kv: int, p: float, device: torch.device | str = "cpu", *, first: int = 0
 ) -> torch.Tensor:
-    """`dropout_keep_rows` for every row of every head: bool (batch, heads, n_q, n_kv)."""
-    rows = [dropout_keep_rows(seed, offset, index, 0, n_q, n_kv, p, device) for index in range(batch * heads)]
+    """`dropout_keep_rows` for `n_q` rows of every head, from `first` on: bool (batch, heads, n_q, n_kv)."""
+    rows = [dropout_keep_rows(seed, offset, index, first, n_q, n_kv, p, device) for index in range(batch * heads)]
     return torch.stack(rows).view(batch, heads, n_q, n_kv) if rows else torch.ones(batch, heads, n_q, n_kv, dtype=torch.bool, device=device)
 
 

@@ -123,6 +123,11 @@ def seed_bits(seed: int) -> int:
     return int(seed) % 2**64
 
 
+def signed(bits: int) -> int:
+    """64 bits as the signed integer that torch's operators take."""
+    return (bits + 2**63) % 2**64 - 2**63
+
+
 def _check_tensors(query: object, key: object, value: object) -> None:
     """Tensors of one floating dtype, on one device, dense and strided."""
     tensors = {"query": query, "key": key, "value": value}

@@ -76,7 +76,5 @@ def _probabilities(
 
 def _kept(given: CallParameters, shape: torch.Size, first: int, count: int, n_kv: int, device: torch.device) -> torch.Tensor:
     """Dropout's factor of each pair of these rows: 0, or what makes up for those that are dropped."""
-    heads = range(shape[0] * shape[1])
-    rows = [reference.dropout_keep_rows(given.seed, given.offset, index, first, count, n_kv, given.dropout_p, device) for index in heads]
-    keep = torch.stack(rows).view(shape[0], shape[1], count, n_kv)
+    keep = reference.dropout_keep(given.seed, given.offset, shape[0], shape[1], count, n_kv, given.dropout_p, device, first=first)
     return keep / (1.0 - given.dropout_p) if given.dropout_p < 1.0 else keep * 0.0

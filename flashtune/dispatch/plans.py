@@ -15,7 +15,7 @@ from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.passes import PER_HEAD, CallParameters
 from flashtune.core.torch_attention import sdpa
 from flashtune.dispatch import framework
-from flashtune.dispatch.arguments import seed_bits
+from flashtune.dispatch.arguments import seed_bits, signed
 from flashtune.dispatch.call import Call, PerHead
 from flashtune.dispatch.launch import driver, prepared
 from flashtune.dispatch.launch.program import Program
@@ -55,7 +55,7 @@ class FrameworkPlan:
         keep = None
         if call.dropout_p and (call.seeded or call.softcap or call.return_lse):
             sizes = (call.batch, call.heads, call.n_q, call.n_kv)
-            if seed is None and call.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if _draws_in_a_capture(call, seed):
                 # The generator's position can't be read while a graph is captured, but torch's own operations draw anew at each replay.
                 keep = torch.rand(sizes, device=call.device) >= call.dropout_p
             else:
@@ -153,7 +153,7 @@ class KernelPlan:
         call, program = self.call, self.program
         bits: tuple[int, ...] = ()
         if call.dropout_p:
-            if seed is None and call.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if _draws_in_a_capture(call, seed):
                 # Numbers that are drawn here would be the same at every replay of the graph.
                 return self._framework.run(query, key, value, attn_mask, seed, per_head)
             bits = random_bits(seed, call.device)
@@ -262,7 +262,7 @@ class TrainingPlan:
     ) -> Outputs:
         """Output and, when asked for, LSE."""
         call = self.call
-        if call.dropout_p and seed is None and call.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if call.dropout_p and _draws_in_a_capture(call, seed):
             # Numbers that are drawn here would be the same at every replay of the graph.
             return FrameworkPlan.of(call).run(query, key, value, attn_mask, seed, per_head)
         alignment = "bottom_right" if call.band.diagonal else "top_left"
@@ -284,17 +284,19 @@ def trained(
 ) -> Outputs:
     """Output and, when asked for, LSE by the operator that has gradients; compilers trace this, too."""
     q, k, v = call.views(query, key, value)
-    slopes, sinks = (None, None) if per_head is None else (_spread(call, per_head.alibi_slopes), _spread(call, per_head.sinks))
-    # Operators take signed integers; seeds wrap.
-    bits = None if seed is None else (seed_bits(seed) + 2**63) % 2**64 - 2**63
+    given = dict(zip(PER_HEAD, (per_head or PerHead()).views(call), strict=True))
+    bits = None if seed is None else signed(seed_bits(seed))
     sides = call.band.keywords()
     numbers = (call.dropout_p, call.scale, sides["window_left"], sides["window_right"], call.softcap, causal_alignment, allow_tf32)
-    out, lse, _ = torch.ops.flashtune.attention_training(q, k, v, call.small_mask(attn_mask), slopes, sinks, bits, *numbers)
+    out, lse, _ = torch.ops.flashtune.attention_training(
+        q, k, v, call.small_mask(attn_mask), given["alibi_slopes"], given["sinks"], bits, *numbers
+    )
     return call.restored(out), call.restored(lse) if call.return_lse else None
 
 
-def _spread(call: Call, x: torch.Tensor | float | None) -> torch.Tensor | None:
-    return call.spread(x, call.heads) if isinstance(x, torch.Tensor) else None
+def _draws_in_a_capture(call: Call, seed: int | None) -> bool:
+    """Whether dropout without a seed is to be captured in a CUDA graph, where the generator's position can't be read."""
+    return seed is None and call.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _padded(size: int) -> int:

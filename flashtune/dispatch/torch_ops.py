@@ -9,7 +9,7 @@ from flashtune.core import reference
 from flashtune.core.passes import PER_HEAD
 from flashtune.core.torch_dtypes import output_torch_dtype
 from flashtune.dispatch import framework
-from flashtune.dispatch.arguments import parse, seed_bits
+from flashtune.dispatch.arguments import parse, seed_bits, signed
 from flashtune.dispatch.call import Call, PerHead
 from flashtune.dispatch.plans import out_strides, trained
 
@@ -42,8 +42,7 @@ def traced(
     if trains:
         out, lse = trained(call, query, key, value, attn_mask, seed, per_head, causal_alignment=causal_alignment, allow_tf32=allow_tf32)
         return (out, lse) if call.return_lse else out
-    # Operators take signed integers; seeds wrap.
-    bits = None if seed is None else (seed_bits(seed) + 2**63) % 2**64 - 2**63
+    bits = None if seed is None else signed(seed_bits(seed))
     if kernels:
         sides = call.band.keywords()
         out, lse = torch.ops.flashtune.attention(

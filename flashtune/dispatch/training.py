@@ -16,7 +16,7 @@ from flashtune.core.errors import InputError
 from flashtune.core.passes import CallParameters
 from flashtune.core.torch_dtypes import output_torch_dtype
 from flashtune.dispatch import formula, layers, resolve
-from flashtune.dispatch.arguments import parse, seed_bits
+from flashtune.dispatch.arguments import parse, seed_bits, signed
 from flashtune.dispatch.call import PerHead
 from flashtune.dispatch.plans import out_strides, random_bits
 
@@ -78,7 +78,7 @@ def define(eager: Callable[..., Any]) -> None:
         promised = _like_query(query, value.shape[3])
         if out.stride() != promised.stride():
             out = promised.copy_(out)
-        return out, lse.contiguous(), torch.tensor([(bits + 2**63) % 2**64 - 2**63])
+        return out, lse.contiguous(), torch.tensor([signed(bits)])
 
     training = torch.library.custom_op(
         "flashtune::attention_training", forward, mutates_args=(), schema=_FORWARD, tags=(torch.Tag.nondeterministic_seeded,)

@@ -121,7 +121,6 @@ class Search:
         plan = self._plan
         run = Plan(self._storage, self._words())
         self._started = time.monotonic()
-        # The threads that compile and measure for a problem end with it.
         with Workers(jobs=plan.jobs, limits=plan.limits, devices=plan.devices) as workers:
             lanes = [_Lane(self, device, workers, run.suffix) for device in range(max(1, len(plan.devices)))]
             if len(lanes) == 1:
