@@ -8,7 +8,7 @@ from typing import Literal
 from flashtune.core.config import Config, KernelSpec
 from flashtune.core.errors import InputError
 from flashtune.core.nearness import octaves
-from flashtune.core.problem import Problem, ProblemKey
+from flashtune.core.problem import DECODE_ROWS, Problem, ProblemKey
 from flashtune.core.results import Fate, Source, TuningRecord
 from flashtune.core.target import Target, targets
 from flashtune.db.ranking import by_key, preference
@@ -255,8 +255,7 @@ def _from_record(record: TuningRecord, context: _Context) -> Choice | Refusal:
     note = f"{note}; {loss.label()}"
     if not stand_in.same_features(record.key, key):
         note += "; what the features that differ cost is in none of these times"
-    # What torch was given a mask for, or couldn't do, says nothing of what it takes here.
-    ratio = stand_in.expected_ratio(record, key) if torch_has(record.problem) else None
+    ratio = stand_in.expected_ratio(record, key) if _torch_runs_alike(record.problem, problem) else None
     if ratio is not None and ratio > 1.0 and context.framework_serves:
         note += f"; by that the framework would take {1 / ratio:.2f} times as long, so it serves"
         return Choice(kind="framework", spec=spec, note=note, record=record, differences=differing, estimate=loss)
@@ -294,6 +293,17 @@ def torch_has(problem: Problem) -> bool:
     if f.as_json().keys() - {"causal", "alignment", "mask", "dropout", "tf32"} or problem.dtype == "fp8":
         return False
     return not f.causal or (problem.band.diagonal == 0 and f.mask == "none")
+
+
+def _torch_runs_alike(theirs: Problem, ours: Problem) -> bool:
+    """Whether what torch took for one problem tells of the other: it was given no mask for what it lacks, and runs the same kind of kernel.
+
+    With a mask or dropout that is another one, about half as fast. A decoding step is bound by launches and by reading K and V anyway.
+    """
+    if not torch_has(theirs):
+        return False
+    alike = theirs.features.mask == ours.features.mask and theirs.features.dropout == ours.features.dropout
+    return alike or ours.n_q <= DECODE_ROWS
 
 
 def _tried(record: TuningRecord, target: Target, families: Mapping[str, Family]) -> frozenset[str]:
