@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import flash_attention_4
 import torch
 from forward_cells import problem_of
 
@@ -150,20 +151,14 @@ def ours(served: Explanation, inputs: Inputs) -> Run:
 
 
 def fa4(inputs: Inputs, deterministic: bool) -> Run | None:
-    """FlashAttention-4 (`pip install flash-attn-4`), where it is installed and has the features."""
-    p, f = inputs.problem, inputs.problem.features
-    if f.mask != "none" or f.dropout or f.alibi:
+    """FlashAttention-4's gradients, where it is installed and has the features."""
+    words = flash_attention_4.words_of(inputs.problem, inputs.parameters)
+    if words is None:
         return None
-    from flash_attn.cute import flash_attn_func  # type: ignore[import-not-found]  # pyright: ignore[reportMissingImports]
-
-    words: dict[str, Any] = {"causal": f.causal, "softmax_scale": inputs.parameters.scale, "deterministic": deterministic}
-    words |= {"window_size": f.window} if f.window is not None else {}
-    words |= {"softcap": inputs.parameters.softcap} if f.softcap else {}
     leaves = [x.transpose(1, 2).contiguous().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-    found = flash_attn_func(*leaves, **words)
-    out = found[0] if isinstance(found, tuple) else found
+    out = flash_attention_4.attend(*leaves, {**words, "deterministic": deterministic})
     dout = inputs.operands["dout"].transpose(1, 2).contiguous()
-    assert out.shape == (p.batch, p.n_q, p.heads, p.d_v)
+    assert out.shape == dout.shape
     return lambda: tuple(x.transpose(1, 2) for x in torch.autograd.grad(out, leaves, dout, retain_graph=True))
 
 

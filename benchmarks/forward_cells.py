@@ -1,15 +1,19 @@
 """What forward.py times: its cells as data. Nothing here needs a GPU."""
 
 from argparse import ArgumentTypeError
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar, get_args
+from typing import Literal, TypeVar
 
 from flashtune.core.dtypes import DTYPES, ITEMSIZE, DType
+from flashtune.core.models import ModelAttention, models
 from flashtune.core.problem import Features, Problem
 
-Group = Literal["plain", "features", "fp8", "decode", "small"]
-GROUPS: tuple[Group, ...] = get_args(Group)
+Group = Literal["plain", "features", "fp8", "decode", "small", "models", "unprepared"]
+USUAL: tuple[Group, ...] = ("plain", "features", "fp8", "decode", "small")
+"""What is run unless others are named."""
+GROUPS: tuple[Group, ...] = (*USUAL, "models")
+"""Those that are lists; unprepared.py draws its cells."""
 
 Name = TypeVar("Name", bound=str)
 
@@ -42,7 +46,7 @@ def dtypes_of(text: str) -> tuple[DType, ...]:
 
 def peers_of_text(text: str) -> tuple[str, ...]:
     """Peers that some cell has (see `names_of`), or none."""
-    return names_of(text, sorted({peer for cell in cells() for peer in cell.peers}), "peers") if text else ()
+    return names_of(text, sorted({peer for cell in cells(GROUPS) for peer in cell.peers}), "peers") if text else ()
 
 
 TOKENS = 16384
@@ -70,6 +74,18 @@ DECODE = ((128, 16, 4096), (128, 1, 65536), (128, 1, 8192), (64, 16, 4096))
 ALONE = ((128, 16, (256, 512, 1024, 2048)), (64, 12, (512, 1024)))
 """(D, H, lengths) of one sequence by itself, which leaves much of a large GPU idle or fills it once or twice."""
 
+DEFAULT_AND_FA4 = ("default", "cudnn", "flash", "fa4")
+"""The best of torch, and FlashAttention-4."""
+
+PREFILL = (512, 2048, 8192)
+"""Lengths of models' causal self-attention, those that a model has; other attentions have the model's own."""
+
+AT_ONCE = 8192
+"""Batch times queries of a model's prefill, or one sequence where that has more."""
+
+STEP = (8, 4096)
+"""Sequences and keys of a model's decoding step; fewer keys where it has fewer."""
+
 LAST_ROWS = ((16, 8192), (128, 16384), (192, 16384))
 """(N_q, N_kv) of the last rows of one long sequence, as a draft to verify or a chunk of prefill: D = 128, 32 query and 8 key heads."""
 
@@ -86,8 +102,11 @@ class Cell:
     @property
     def name(self) -> str:
         """For tables and messages: `plain causal D=64 N=4096`, `small 128 rows D=128 B=1 N=16384`."""
+        if self.group == "unprepared":
+            return f"{self.case} B={self.problem.batch}"
         batch = f" B={self.problem.batch}" if self.group in ("decode", "small") else ""
-        return f"{self.group} {self.case} D={self.problem.d}{batch} N={self.problem.n_kv}"
+        rows = f"{self.problem.n_q}x" if self.group == "models" and self.problem.n_q not in (1, self.problem.n_kv) else ""
+        return f"{self.group} {self.case} D={self.problem.d}{batch} N={rows}{self.problem.n_kv}"
 
     @property
     def kv_bytes(self) -> int:
@@ -97,7 +116,7 @@ class Cell:
 
 
 def cells(
-    groups: tuple[Group, ...] = GROUPS, *, d: Collection[int] | None = None, n: Collection[int] | None = None, without: tuple[str, ...] = ()
+    groups: tuple[Group, ...] = USUAL, *, d: Collection[int] | None = None, n: Collection[int] | None = None, without: tuple[str, ...] = ()
 ) -> list[Cell]:
     """The cells of these groups, less the peers `without`; of these head sizes and lengths only where they are given."""
     return [
@@ -159,4 +178,36 @@ def _small() -> Iterator[Cell]:
         yield Cell(group="small", case=f"{rows} rows", problem=problem, peers=peers)
 
 
-_EVERY = {"plain": _plain, "features": _features, "fp8": _fp8, "decode": _decode, "small": _small}
+def _models() -> Iterator[Cell]:
+    """Each problem once, under the name of the first model that has it."""
+    known: set[Problem] = set()
+    for step in (False, True):
+        for model in models().values():
+            for kind in model.attentions:
+                for problem in _steps(kind) if step else _prefills(kind):
+                    if problem not in known:
+                        known.add(problem)
+                        case = f"{model.slug} {kind.what.split(',')[0]}" + (" step" if step else "")
+                        yield Cell(group="models", case=case, problem=problem, peers=DEFAULT_AND_FA4)
+
+
+def _prefills(kind: ModelAttention) -> Iterator[Problem]:
+    growing = kind.causal and kind.n_q is None
+    for n in [n for n in PREFILL if growing and n <= max(kind.n)] or kind.n:
+        yield kind.problem(n=n, dtype="bf16", batch=max(1, AT_ONCE // (kind.n_q or n)))
+
+
+def _steps(kind: ModelAttention) -> Iterator[Problem]:
+    if kind.causal and kind.what != "text":
+        batch, n = STEP
+        yield kind.problem(n=min(n, max(kind.n)), dtype="bf16", batch=batch, n_q=1)
+
+
+_EVERY: dict[Group, Callable[[], Iterator[Cell]]] = {
+    "plain": _plain,
+    "features": _features,
+    "fp8": _fp8,
+    "decode": _decode,
+    "small": _small,
+    "models": _models,
+}

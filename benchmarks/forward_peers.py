@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import flash_attention_4
 import torch
 from forward_cells import Cell
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -20,6 +21,8 @@ from flashtune.tuner.inputs import Inputs, make_inputs
 from flashtune.tuner.stopwatch import Run, Stopwatch
 
 OURS = "flashtune"
+OWN = "own search"
+"""What a search of the cell's own found."""
 
 SOFTCAP = 30.0
 
@@ -74,6 +77,7 @@ def start() -> None:
     """Prepare a child process: silent, killable, and compiling by itself (the parent already runs several)."""
     tasks.withdraw()
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    flash_attention_4.keep_compiled()
     warnings.simplefilter("ignore")
 
 
@@ -126,6 +130,12 @@ def _peer(name: str, cell: Cell, data: Data) -> Run | None:
     inputs = data.framework
     if name == "flex":
         return flex_call(cell, data)
+    if name == "fa4":
+        words = flash_attention_4.words_of(inputs.problem, inputs.parameters)
+        turned = [x.transpose(1, 2).contiguous() for x in (inputs.q, inputs.k, inputs.v)]
+        return None if words is None else lambda: flash_attention_4.attend(*turned, words).transpose(1, 2)
+    if name == "default":
+        return framework_call(inputs)
     if name == "copy":
         source = torch.empty(COPY_BYTES, dtype=torch.int8, device=inputs.q.device)
         target = torch.empty_like(source)
@@ -219,11 +229,12 @@ def check_cell(cell: Cell, device: str, seed: int) -> Checked:
     )
 
 
-def time_cell(cell: Cell, device: str, seed: int, seconds: float) -> dict[str, Measurement]:
-    """Our kernel and the peers, interleaved."""
+def time_cell(cell: Cell, device: str, seed: int, seconds: float, own: tasks.Source | None = None) -> dict[str, Measurement]:
+    """Our kernel, that of a search of the cell's own if there is one, and the peers, interleaved."""
     data = data_of(cell, device, seed)
     try:
-        runs = {OURS: data.ours, **peers_of(cell, data)[0]}
+        found = {} if own is None else {OWN: tasks.launch_of(own, data.inputs)}
+        runs = {OURS: data.ours, **found, **peers_of(cell, data)[0]}
         timed = stopwatch(device).race(list(runs.values()), budget_s=seconds, least=11)
     except Exception as error:
         _leave_if_sticky(error)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from forward_cells import Cell, Group
-from forward_peers import COPY_BYTES, OURS, Checked, Error
+from forward_peers import COPY_BYTES, OURS, OWN, Checked, Error
 
 from flashtune.core.results import Measurement
 
@@ -20,7 +20,18 @@ FEATURES = "features, best peer"
 WORSE = 2.0
 """Our error may be so many times the framework's."""
 
-FIGURES: dict[Group, tuple[str, int]] = {"decode": ("TB/s of K+V", 2), "small": ("us", 1)}
+MODELS, STEPS = "models' prefill", "models' decoding"
+"""The ratios of models' cells to their best peers: prefill from LONG keys on, and steps."""
+LONG = 512
+
+NO_PEERS = (OURS, OWN, "copy")
+
+FIGURES: dict[Group, tuple[str, int]] = {
+    "decode": ("TB/s of K+V", 2),
+    "small": ("us", 1),
+    "models": ("us", 1),
+    "unprepared": ("us", 1),
+}
 """What tables show of a group, and its decimals: rates of what limits it, times where that is latency. All others show TFLOP/s."""
 
 
@@ -74,7 +85,7 @@ class Row:
     @property
     def best_peer(self) -> str | None:
         """The fastest peer of the run."""
-        peers = [name for name in self.times if name not in (OURS, "copy")]
+        peers = [name for name in self.times if name not in NO_PEERS]
         return min(peers, key=lambda name: self.times[name].median_us, default=None)
 
     @property
@@ -98,8 +109,8 @@ class Row:
         return work / self.times[name].median_us / 1e6
 
     def figure(self, name: str) -> float | None:
-        """What tables show (see `FIGURES`): microseconds for small cells, the rate for others."""
-        if self.cell.group == "small":
+        """What tables show (see `FIGURES`): microseconds, or the rate."""
+        if FIGURES.get(self.cell.group, ("", 0))[0] == "us":
             return self.times[name].median_us if name in self.times else None
         return self.rate(name)
 
@@ -114,7 +125,7 @@ class Row:
             "served": {name: getattr(self.checked, name) for name in ("kind", "template", "variant", "reason")},
             "times": {name: asdict(time) for name, time in self.times.items()},
             "rates": {name: self.rate(name) for name in self.times},
-            "ratio_to": {name: self.ratio(name) for name in self.times if name not in (OURS, "copy")},
+            "ratio_to": {name: self.ratio(name) for name in self.times if name not in NO_PEERS},
             "best_peer": self.best_peer,
             "ratio_to_fa4": self.fa4_ratio(known),
             "errors": {name: _finite(error) for name, error in self.checked.errors.items()},
@@ -129,12 +140,14 @@ def _finite(error: Error) -> dict[str, float | None]:
 
 
 def summary(rows: Sequence[Row], known: dict[tuple[int, bool, int], float]) -> dict[str, dict[str, float]]:
-    """The least and the geometric mean of the plain cells' ratios, by peer, and of the feature cells' to their best peers."""
+    """The least and the geometric mean of the plain cells' ratios, by peer, and of the other cells' to their best peers."""
     ways: dict[str, tuple[Group, Callable[[Row], float | None]]] = {
         "cudnn": ("plain", lambda row: row.ratio("cudnn")),
         "best peer": ("plain", lambda row: row.best_ratio),
         "FlashAttention-4": ("plain", lambda row: row.fa4_ratio(known)),
         FEATURES: ("features", lambda row: row.best_ratio),
+        MODELS: ("models", lambda row: row.best_ratio if row.cell.problem.n_q > 1 and row.cell.problem.n_kv >= LONG else None),
+        STEPS: ("models", lambda row: row.best_ratio if row.cell.problem.n_q == 1 else None),
     }
     found = {name: [way(row) for row in rows if row.cell.group == group and row.times] for name, (group, way) in ways.items()}
     ratios = {name: [ratio for ratio in every if ratio is not None] for name, every in found.items()}
@@ -147,13 +160,17 @@ def tables(rows: Sequence[Row], known: dict[tuple[int, bool, int], float]) -> st
     for group in dict.fromkeys(row.cell.group for row in rows):
         parts.append(_table([row for row in rows if row.cell.group == group], known))
     parts.append("\n".join(_said(name, found) for name, found in summary(rows, known).items()))
+    slower = [f"{row.cell.name}: {row.best_ratio:.2f} of {row.best_peer}" for row in rows if (row.best_ratio or 1.0) < 1.0]
+    parts.append("\n".join(["slower than a peer:", *slower] if slower else []))
     notes = [f"{row.cell.name}: {name}: {why}" for row in rows for name, why in row.checked.notes.items()]
     parts.append("\n".join(["not timed:", *notes] if notes else []))
     return "\n\n".join(part for part in parts if part)
 
 
 def _said(name: str, found: dict[str, float]) -> str:
-    what = "features, ours / best peer" if name == FEATURES else f"plain, ours / {name}"
+    what = f"plain, ours / {name}"
+    if name in (FEATURES, MODELS, STEPS):
+        what = f"{name.removesuffix(', best peer')}, ours / best peer"
     return f"{what}: min {found['min']:.2f}, geometric mean {found['geometric_mean']:.2f} over {found['cells']:.0f} cells"
 
 

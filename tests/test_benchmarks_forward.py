@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import forward
 import forward_peers
 import tune
+from children import in_children
 from forward_cells import GROUPS, LENGTHS, Cell, cells
 from forward_peers import OURS, Checked, Error
 from forward_report import Row, fa4_ratios, geometric_mean, summary, tables
@@ -271,10 +272,10 @@ def answer(cell: Cell, word: str) -> str:
 
 def test_a_cell_that_hangs_crashes_or_raises_costs_itself() -> None:
     chosen = [find("plain", "full", d=64, n_kv=n) for n in (512, 1024, 2048, 4096)]
-    found = list(forward.in_children(answer, chosen, "done", count=1, limit_s=6.0))
-    assert [cell for cell, _, _ in found] == chosen
-    assert [got for _, got, _ in found] == [None, None, None, "done"]
-    reasons = [reason for _, _, reason in found]
+    jobs = [(answer, (cell, "done")) for cell in chosen]
+    found = list(in_children(jobs, start=forward_peers.start, count=1, limit_s=6.0))
+    assert [got for got, _ in found] == [None, None, None, "done"]
+    reasons = [reason for _, reason in found]
     assert reasons[0] == "killed after 6 s"
     assert "exit code 3" in reasons[1]
     assert reasons[2:] == ["ValueError: no", ""]

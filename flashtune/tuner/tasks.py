@@ -187,7 +187,8 @@ def inputs_on_device(problem: Problem, target: Target, seed: int) -> "Inputs":
     return _ready(problem, target, seed).inputs
 
 
-def _call(source: Source, inputs: "Inputs") -> Callable[[], object]:
+def launch_of(source: Source, inputs: "Inputs") -> Callable[[], object]:
+    """The launch of a candidate on these inputs, without what dispatch does around it; raises ValueError where it doesn't take them."""
     from flashtune.core.launching import launcher
     from flashtune.core.modules import load_source
 
@@ -210,11 +211,11 @@ def evaluate_candidate(
 
     bench = _ready(problem, target, seed)
     try:
-        run = _call(source, bench.inputs)
+        run = launch_of(source, bench.inputs)
         checked = _judged(bench.verifier.verdict(launcher(load_source(source.text, source.stem))))
         if isinstance(checked, Failed):
             return checked
-        runs = [run] if incumbent is None else [run, _call(incumbent, bench.inputs)]
+        runs = [run] if incumbent is None else [run, launch_of(incumbent, bench.inputs)]
         times = [Measurement.of(times) for times in bench.stopwatch.rounds(runs, 3)]
         if incumbent is None or times[0].median_us <= patience * times[1].median_us:
             times = bench.stopwatch.race(runs, budget_s=budget_s)
@@ -232,7 +233,7 @@ def race_finalists(sources: list[Source], problem: Problem, target: Target, seed
 
     bench = _ready(problem, target, seed)
     try:
-        runs: list[Any] = [_call(source, bench.inputs) for source in sources]
+        runs: list[Any] = [launch_of(source, bench.inputs) for source in sources]
         framework = framework_call(bench.inputs)
         backend = None if framework is None else _backend_name(framework)
         began = time.time()
@@ -276,7 +277,7 @@ def bench_problem(source: Source, problem: Problem, target: Target, seed: int, b
 
     bench = _ready(problem, target, seed)
     try:
-        runs: dict[str, Any] = {"tuned": _call(source, bench.inputs)}
+        runs: dict[str, Any] = {"tuned": launch_of(source, bench.inputs)}
         runs["tuned"]()
     except Exception as error:
         return _failed(error)
