@@ -5,16 +5,18 @@ from dataclasses import replace
 import pytest
 import torch
 
+from flashtune.core.dtypes import DType
 from flashtune.core.modules import load_source
 from flashtune.core.passes import BACKWARD
 from flashtune.core.problem import Features, Problem
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import find_target
+from flashtune.core.torch_dtypes import TORCH_DTYPES
 from flashtune.templates import families, family
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner import generated, machine_code
 from flashtune.tuner.baseline import framework_call
-from flashtune.tuner.correctness import everywhere, oracle
+from flashtune.tuner.correctness import check, everywhere, make_extreme, oracle, small_cases
 from flashtune.tuner.cost import predict_us
 from flashtune.tuner.inputs import make_inputs
 from flashtune.tuner.space import SearchSpace
@@ -38,6 +40,29 @@ def test_the_framework_is_timed_at_the_gradients_alone(features: Features) -> No
             for operand, grad in zip(BACKWARD.written, found, strict=True):
                 wanted = want.values[operand.name]
                 torch.testing.assert_close(grad[operand.at(want.place, inputs.problem)].double(), wanted, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(("dtype", "features"), [("bf16", Features()), ("fp16", Features(causal=True))], ids=str)
+def test_gradients_that_are_rounded_as_every_kernel_does_pass_on_extreme_inputs(dtype: DType, features: Features) -> None:
+    """Scores around 150 and -150: of what the forward rounded, only what the backward rounds again counts as its error."""
+    rounded = TORCH_DTYPES[dtype]
+    inputs = make_inputs(small_cases(replace(BIG, d=64, d_v=64, dtype=dtype, features=features))[0], device="cpu", seed=1)
+    make_extreme(inputs)
+
+    def launch(*operands: torch.Tensor, **_: object) -> None:
+        q, k, v, out, lse, dout, dlse = (x.double() for x in operands[:7])
+        scores = q @ k.mT * inputs.parameters.scale
+        if features.causal:
+            scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), float("-inf"))
+        probs = torch.exp(scores - lse[..., None])
+        delta = (dout * out).sum(-1) - dlse
+        dscores = (probs * (dout @ v.mT - delta[..., None])).to(rounded).double()
+        operands[7].copy_(dscores @ k * inputs.parameters.scale)
+        operands[8].copy_(dscores.mT @ q * inputs.parameters.scale)
+        operands[9].copy_(probs.to(rounded).double().mT @ dout)
+
+    found = check(launch, inputs, oracle(inputs, everywhere(inputs.problem)))
+    assert found.reason == "" and found.error < 0.7
 
 
 def predicted(problem: Problem, facts: CompileFacts = FACTS, **changes: int) -> float:

@@ -235,7 +235,11 @@ ORACLE_ROWS = 512
 def _backward_oracle(
     problem: "Problem", operands: "Mapping[str, torch.Tensor]", parameters: CallParameters, place: Place
 ) -> "dict[str, torch.Tensor]":
-    """Gradients by torch's autograd through the reference, some rows at a time; those of keys add up all rows of all heads of a group."""
+    """Gradients by torch's autograd through the reference, some rows at a time; those of keys add up all rows of all heads of a group.
+
+    They are those at the output that was handed on: rounded by the forward, it moves delta = rowsum(dO * O) as a gradient of the LSE would,
+    which is as much as the tolerances allow where scores are large (BACKWARD reads O, so that this is no error of its own).
+    """
     import torch
 
     batch, kv_head, ratio = place.batch, place.head // problem.gqa_ratio, problem.gqa_ratio
@@ -249,8 +253,10 @@ def _backward_oracle(
         leaves = [x.detach().requires_grad_() for x in (operands["q"][rows].double(), k, v)]
         with torch.enable_grad():
             out, lse = _attended(problem, (leaves[0], leaves[1], leaves[2]), parameters, batch, head, start)
+            dout = operands["dout"][rows].double()
+            dlse = operands["dlse"][rows] + ((out.detach() - operands["out"][rows]) * dout).sum(-1)
             # The LSE of a row that sees nothing is a constant.
-            loss = (out * operands["dout"][rows]).sum() + (lse * operands["dlse"][rows])[torch.isfinite(lse)].sum()
+            loss = (out * dout).sum() + (lse * dlse)[torch.isfinite(lse)].sum()
         found = torch.autograd.grad(loss, leaves)
         dk.add_(found[1])
         dv.add_(found[2])
