@@ -89,6 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--template", help="only this family")
+    parser.add_argument("-k", default="", help="only problems whose label holds this (sinks, d64, causal)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
     gpu = local_gpu()
@@ -96,7 +97,7 @@ def main() -> None:
     target, rows = gpu.target, []
     with Workers(jobs=options.jobs) as workers:
         waiting = []
-        for problem in every_problem():
+        for problem in (problem for problem in every_problem() if options.k in problem.label()):
             for family in families().values():
                 if options.template in (None, family.name) and family.supports(problem.spec(), target) is None:
                     for config in paths(family, problem, target):

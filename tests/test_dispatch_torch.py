@@ -13,7 +13,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from flashtune import dispatch
 from flashtune.core.errors import InputError
 from flashtune.core.target import find_target
-from flashtune.dispatch import devices
+from flashtune.dispatch import devices, framework
 from flashtune.dispatch.plans import out_strides, random_bits
 
 Q = torch.randn(2, 4, 24, 16, generator=torch.Generator().manual_seed(2))
@@ -176,3 +176,21 @@ print([name for name in sys.modules if name.startswith(("flashtune.tuner", "flas
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split("\n")[:2] == ["[]", "[]"], run.stdout
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda")
+
+
+@pytest.mark.parametrize("shift", [0, 1, 4, 8])
+def test_torch_is_handed_copies_of_what_its_kernels_would_misread(shift: int) -> None:
+    room = torch.randn(8 + 2 * 3 * 5 * 16)
+    start = next(place for place in range(4) if (room.data_ptr() + 4 * place) % 16 == 0)
+    given = room[start + shift :][: 3 * 5 * 16].view(1, 3, 5, 16).as_subclass(OnGpu)
+    found = framework.aligned(given)
+    assert (found is given) == (shift % 4 == 0)
+    assert found.data_ptr() % 16 == 0 and torch.equal(found, given) and found.stride() == given.stride()

@@ -14,6 +14,7 @@ from flashtune.core.errors import InputError
 from flashtune.core.passes import PER_HEAD
 from flashtune.core.problem import FLAGS, Features, MaskKind, Problem
 from flashtune.core.target import find_target
+from flashtune.core.torch_attention import autocasting
 from flashtune.dispatch import devices, resolve, torch_ops, training
 from flashtune.dispatch.arguments import parse
 from flashtune.dispatch.call import Call, PerHead
@@ -189,7 +190,7 @@ def _first_call(
 ) -> Outputs:
     """Check, choose, run and remember; a kernel that can't be built here gives way to the next choice."""
     call = _parsed(query, key, value, attn_mask, options, seed, per_head)
-    memo, plan = current(), FrameworkPlan.of(call)
+    memo, plan = current(), FrameworkPlan.of(call, query, key, value, attn_mask)
     with memo.lock:
         if signature is not None and (decided := memo.plans.get(signature)) is not None:
             # Another thread decided while this one waited.
@@ -344,7 +345,7 @@ def _prepared(
         query, key, value = query.resolve_neg(), key.resolve_neg(), value.resolve_neg()
         attn_mask = None if attn_mask is None else attn_mask.resolve_neg()
     # Without an argument it asks for CUDA, at a quarter of the time.
-    if torch.is_autocast_enabled() if query.is_cuda else _autocasting(query):
+    if torch.is_autocast_enabled() if query.is_cuda else autocasting(query.device.type):
         return _autocast(query, key, value, attn_mask)
     return query, key, value, attn_mask
 
@@ -408,20 +409,12 @@ def _memory(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_ma
     return places, attn_mask.data_ptr() % 16, attn_mask.shape, attn_mask.stride(), attn_mask.dtype, attn_mask.device
 
 
-def _autocasting(query: torch.Tensor) -> bool:
-    """Whether torch.autocast is on for the device of `query`."""
-    if query.is_cuda:
-        return torch.is_autocast_enabled("cuda")
-    kind = query.device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-
-
 def _autocast(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The tensors as autocast, where it is on, hands them to F.scaled_dot_product_attention: floating ones in its dtype, but float64 and
     fp8, which is no number without its factor."""
-    if not _autocasting(query):
+    if not autocasting(query.device.type):
         return query, key, value, attn_mask
     dtype = torch.get_autocast_dtype(query.device.type)
 

@@ -7,7 +7,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashtune.core import reference
 from flashtune.core.passes import CallParameters, per_head_words
-from flashtune.core.torch_attention import sdpa, sound_backends
+from flashtune.core.torch_attention import autocasting, sdpa, sound_backends
 from flashtune.dispatch.call import Call, PerHead
 
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
@@ -17,6 +17,21 @@ def takes_as_it_is(call: Call) -> bool:
     """Whether torch's function serves a call with the very arguments of `attention`, but for a mask that needs a gradient."""
     mask = call.mask_kind == "none" or call.dtype != torch.float64
     return call.fused_by_torch and not call.deterministic and call.identity and call.scale > 0.0 and mask and not call.empty
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of it where it doesn't begin at a multiple of 16 bytes of a GPU's memory.
+
+    There cuDNN, torch's first choice, reads other numbers than the tensor's without a word, and its FlashAttention-2 ends in a fault which
+    spoils the process (torch 2.11 on an H200, `benchmarks/results/2026-11-22-h200-unaligned`).
+    """
+    if x.device.type != "cuda" or torch.compiler.is_compiling():
+        return x
+    try:
+        return x.clone() if x.data_ptr() % 16 else x
+    except RuntimeError:
+        # What torch.func or a tracer has wrapped has no address.
+        return x
 
 
 def attention(
@@ -35,8 +50,9 @@ def attention(
     (see `_with_sinks`), so that memory stays that of q, k and v. Softcap, LSE and seeded dropout run the reference in float32 (float64 for
     float64 inputs), whose scores take B Hq N_q N_kv elements of memory; `keep` (B, Hq, N_q, N_kv) is dropout's mask there.
     """
-    q, k, v = call.views(q, k, v)
-    given = call.parameters(call.small_mask(mask), per_head)
+    mask = call.small_mask(mask)
+    q, k, v = (aligned(x) for x in call.views(q, k, v))
+    given = call.parameters(None if mask is None else aligned(mask), per_head)
     if call.softcap or call.return_lse or keep is not None:
         out, lse = _composite(call, q, k, v, given, keep)
         return call.restored(out), call.restored(lse) if call.return_lse else None
@@ -169,6 +185,6 @@ def _sound_backends(
 
 
 def _no_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+    if autocasting(device_type):
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()

@@ -28,12 +28,12 @@ class FrameworkPlan:
     """Runs torch's own attention, or the composite for what it lacks. `direct` says that torch's function takes the call as it is."""
 
     call: Call
-    direct: bool
+    direct: bool = False
 
     @classmethod
-    def of(cls, call: Call) -> "FrameworkPlan":
-        """The plan for a call."""
-        return cls(call=call, direct=framework.takes_as_it_is(call))
+    def of(cls, call: Call, *tensors: torch.Tensor | None) -> "FrameworkPlan":
+        """The plan for a call with these tensors, or others that lie in memory as they do."""
+        return cls(call=call, direct=framework.takes_as_it_is(call) and all(x is None or framework.aligned(x) is x for x in tensors))
 
     def build(self, *_: object) -> None:
         """There is nothing to be built."""
@@ -89,7 +89,7 @@ class KernelPlan:
         self.call, self.module, self.manifest, self._whole, self._warn = call, module, manifest, whole, warn
         shape = (call.batch, call.heads, call.n_q, call.d_v)
         self._layout = (shape, out_strides(shape, q.stride()), shape[:3], (call.heads * call.n_q, call.n_q, 1))
-        self._framework = FrameworkPlan.of(call)
+        self._framework = FrameworkPlan(call=call)
         self._counters = 0
         # Addresses of what isn't given per head as a tensor.
         self._heads = [0] * len(PER_HEAD)
@@ -264,7 +264,7 @@ class TrainingPlan:
         call = self.call
         if call.dropout_p and _draws_in_a_capture(call, seed):
             # Numbers that are drawn here would be the same at every replay of the graph.
-            return FrameworkPlan.of(call).run(query, key, value, attn_mask, seed, per_head)
+            return FrameworkPlan(call=call).run(query, key, value, attn_mask, seed, per_head)
         alignment = "bottom_right" if call.band.diagonal else "top_left"
         tf32 = call.problem is not None and call.problem.features.tf32
         return trained(call, query, key, value, attn_mask, seed, per_head, causal_alignment=alignment, allow_tf32=tf32)

@@ -193,7 +193,9 @@ def candidates(
         gpu = "cpu" if call.device.type == "cpu" else _slug(call.device)
         key = problem.key(gpu) if problem is not None and call.device.type == "cuda" else None
         reason = f"{torch_only}, so torch's own attention serves it"
-        yield Candidate(plan=FrameworkPlan.of(call), explanation=Explanation(kind="framework", reason=reason, gpu=gpu, key=key))
+        yield Candidate(
+            plan=FrameworkPlan.of(call, q, k, v, mask), explanation=Explanation(kind="framework", reason=reason, gpu=gpu, key=key)
+        )
         return
     target, known, records = _surroundings(memo, call, problem)
     q, k, v = call.views(q, k, v)
@@ -210,7 +212,7 @@ def candidates(
             continue
         family, config = choice.family, choice.config
         if family is None or config is None:
-            yield Candidate(plan=FrameworkPlan.of(call), explanation=explained(choice, problem, target, refused))
+            yield Candidate(plan=FrameworkPlan.of(call, q, k, v, mask), explanation=explained(choice, problem, target, refused))
             continue
         if family.name in failed and choice.record is not None:
             continue
