@@ -63,7 +63,7 @@ def run(draw: random.Random) -> dict[str, object]:
     spec, target = problem.spec(), find_target("h200")
     splits = draw.choice([0, 1, 2, 3, 40])
     config = chosen.default(spec, target).replace(
-        BLOCK_M=draw.choice([16, 32, 64]), BLOCK_N=draw.choice([32, 64]), combine=draw.choice(["kernel", "last"])
+        BLOCK_M=draw.choice([16, 32, 64]), BLOCK_N=draw.choice([32, 64]), combine=draw.choice(["kernel", "last", "rows"])
     )
     if draw.random() < 0.3 and chosen.violated(config.replace(loads="tma"), spec, target) is None:
         config = config.replace(loads="tma")

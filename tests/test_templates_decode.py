@@ -47,7 +47,7 @@ def test_random_decoding_steps_agree_with_the_reference_at_any_split_count() -> 
     assert [report for report in taken if any(report["reasons"])] == []
     assert [report for report in taken if report["counts"]] == [], "counts are zero again after a launch"
     assert sum(report["empty_rows"] for report in taken) > 0
-    for word in ("combine=kernel", "combine=last", "loads=tma", "splits=40", "splits=1 "):
+    for word in ("combine=kernel", "combine=last", "combine=rows", "loads=tma", "splits=40", "splits=1 "):
         assert any(word in report["label"] for report in taken)
 
 
@@ -96,7 +96,7 @@ def test_splits_are_counted_over_the_keys_that_rows_see(features: Features, n_q:
 
 def test_a_tile_that_isnt_split_writes_its_output_itself() -> None:
     inputs = make_inputs(replace(STEP, batch=64), device="meta", seed=0)
-    for combine in ("kernel", "last"):
+    for combine in ("kernel", "last", "rows"):
         [(_, grid, args, _)] = launches(module(programs=1, combine=combine), inputs)
         assert grid == (64 * 8, 1)
         assert args[5] is args[6] is inputs.lse, "no memory is taken for parts"
@@ -109,7 +109,7 @@ def test_heads_that_share_keys_are_rows_of_one_tile() -> None:
 
 
 def test_one_compile_serves_every_number_of_keys_rows_heads_and_splits() -> None:
-    for combine, count in (("kernel", 2), ("last", 1)):
+    for combine, count in (("kernel", 2), ("last", 1), ("rows", 1)):
         first = launched(replace(STEP, batch=1), combine=combine, BLOCK_M=16)
         assert len(first) == count
         for changes in ({"n_kv": 100}, {"n_kv": 70_000}, {"batch": 200}, {"n_q": 16, "batch": 1}, {"heads": 8}):
@@ -123,7 +123,7 @@ def test_one_compile_serves_every_number_of_keys_rows_heads_and_splits() -> None
         {},
         {"BLOCK_M": 16},
         {"BLOCK_M": 16, "combine": "last"},
-        {"BLOCK_M": 16, "combine": "last", "loads": "tma", "num_stages": 4},
+        {"BLOCK_M": 16, "combine": "rows", "loads": "tma", "num_stages": 4},
         {"loads": "tma", "combine": "last"},
         {"BLOCK_M": 16, "BLOCK_N": 128, "num_warps": 8, "loads": "tma"},
     ],
@@ -156,7 +156,7 @@ def test_fast_configs_keep_loads_in_flight_without_spills(d: int, changes: dict[
 )
 def test_features_compile_together_whoever_adds_up(gpu: str, dtype: DType, loads: str, features: Features) -> None:
     target, problem = find_target(gpu), replace(STEP, n_kv=1000, d=80, d_v=48, features=features, dtype=dtype)
-    for combine in ("kernel", "last"):
+    for combine in ("kernel", "rows"):
         config = FAMILY.default(problem.spec(), target).replace(BLOCK_M=16, BLOCK_N=32, combine=combine, loads=loads)
         assert FAMILY.violated(config, problem.spec(), target) is None
         text = render(FAMILY, variant_of(FAMILY, problem.spec(), config))

@@ -86,7 +86,7 @@ GOLDEN: dict[str, Callable[[], str]] = {
         "flash_decode",
         spec_of(Features(causal=True, window=(128, 0), sinks=True), d=64, d_v=64, dtype="bf16"),
         **DECODE,
-        combine="last",
+        combine="rows",
         loads="pointer",
     ),
     "flash_fwd-fwd-bf16-d128-causal.py": lambda: golden_text(

@@ -232,7 +232,7 @@ SPLIT_FACTS = CompileFacts(registers=128, spills=0, shared_bytes=38912, threads=
     n=st.integers(1, 100_000),
     n_q=st.integers(1, 64),
     programs=st.sampled_from([1, 2, 8]),
-    combine=st.sampled_from(["kernel", "last"]),
+    combine=st.sampled_from(["kernel", "last", "rows"]),
     features=st.sampled_from([Features(), Features(causal=True), Features(window=(100, 0)), Features(alibi=True)]),
 )
 def test_decoding_takes_at_least_the_time_to_read_memory(

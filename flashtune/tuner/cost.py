@@ -18,7 +18,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.backward import flash_bwd
-from flashtune.templates.decode.flash_decode import split_count
+from flashtune.templates.decode.flash_decode import few_rows, row_splits, split_count
 from flashtune.templates.family import padded
 from flashtune.templates.hopper.layout import HopperLayout
 
@@ -248,7 +248,12 @@ def _split_us(config: Config, facts: CompileFacts, problem: Problem, target: Tar
     # The SM with the most programs ends last.
     clocks = programs * (share * per_block + c.tile_overhead / active)
     parts_bytes = 8 * splits * problem.batch * problem.heads * problem.n_q * padded(problem.d_v) if splits > 1 else 0
-    combine_us = 0.0 if splits == 1 else c.part_us * splits if config["combine"] == "last" else c.second_launch_us
+    combine_us = 0.0 if splits == 1 else c.second_launch_us
+    if splits > 1 and config["combine"] == "last":
+        combine_us = c.part_us * splits
+    elif splits > 1 and config["combine"] == "rows":
+        rows = min(block_m, problem.n_q * problem.gqa_ratio)
+        combine_us = 2 * c.part_us * math.ceil(rows / few_rows(config)) * math.ceil(splits / row_splits(config, problem.d_v))
     memory_us = (problem.io_bytes() + parts_bytes) / (target.bandwidth_gbs * 1e3)
     return max(clocks / target.boost_mhz, memory_us) + combine_us
 

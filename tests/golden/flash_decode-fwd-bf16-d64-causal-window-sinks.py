@@ -1,9 +1,9 @@
 """Attention forward for few query rows: several programs share the keys of a tile.
 
 Compiled in: fwd-bf16-d64-causal-window-sinks
-Template: flash_decode a4668607a2b25885
-Variant: f2f4ea7b218c8142
-Config: BLOCK_M=16 BLOCK_N=64 combine=last loads=pointer num_stages=3 num_warps=4 programs=2
+Template: flash_decode bdaa4704f50bd66d
+Variant: d8733e9fbd7d777f
+Config: BLOCK_M=16 BLOCK_N=64 combine=rows loads=pointer num_stages=3 num_warps=4 programs=2
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
@@ -41,6 +41,40 @@ def combined(part_out_ptr, part_lse_ptr, packed, rows, splits, SPLITS: tl.conste
         acc = acc * rescale[:, None] + tl.sum(outs * weights[:, :, None], 0)  # [ROWS, BLOCK_DV]
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # [ROWS]
     return acc * (1.0 / row_sum)[:, None], row_max + tl.log(row_sum)
+
+
+@triton.jit
+def combine_rows(
+    part_out_ptr,
+    part_lse_ptr,
+    out_ptr,
+    lse_ptr,
+    stride_ob,
+    stride_oh,
+    stride_om,
+    stride_od,
+    batch,
+    kv_head,
+    packed,
+    heads,
+    group,
+    n_q,
+    splits,
+):
+    """Adds up and stores the rows `packed` of a key head: few, so that many of their splits are in flight at once."""
+    BLOCK_DV: tl.constexpr = 64
+
+    offs_m = packed // group  # [ROWS]
+    head = (kv_head * group + packed % group)[:, None]  # [ROWS, 1]
+    head_index = batch * heads + kv_head * group + packed % group  # [ROWS]
+    offs_dv = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
+    stored = n_q
+    result, lse = combined(part_out_ptr, part_lse_ptr, packed, n_q * group, splits, 32, 1, BLOCK_DV)
+    tl.store(lse_ptr + tl.cast(head_index, tl.int64) * n_q + offs_m, lse, mask=offs_m < stored)
+    out_ptr += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
+    out_ptrs = out_ptr + offs_m.to(tl.int64)[:, None] * stride_om + offs_dv.to(tl.int64)[None, :] * stride_od  # [BLOCK_M, BLOCK_DV]
+    in_out = (offs_m < stored)[:, None]  # [BLOCK_M, 1]
+    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=in_out)
 
 
 @triton.jit(
@@ -180,10 +214,27 @@ def attention_forward(
         tl.store(part_out_ptr + part_rows[:, None] * BLOCK_DV + offs_dv[None, :], result, mask=(packed < rows)[:, None])
         # All threads have stored before the count that releases it; whoever counts last finds the results of all.
         tl.debug_barrier()
-        finished = tl.atomic_add(count_ptr + program, 1, sem="acq_rel", scope="gpu") == splits - 1
-        if finished:
+        if tl.atomic_add(count_ptr + program, 1, sem="acq_rel", scope="gpu") == splits - 1:
             tl.store(count_ptr + program, 0)
-            result, lse = combined(part_out_ptr, part_lse_ptr, packed, rows, splits, 1, 4, BLOCK_DV)
+            for first in range(tile * BLOCK_M, tl.minimum(tile * BLOCK_M + BLOCK_M, rows), 2):
+                few = first + tl.arange(0, 2)  # [2]
+                combine_rows(
+                    part_out_ptr,
+                    part_lse_ptr,
+                    out_ptr,
+                    lse_ptr,
+                    stride_ob,
+                    stride_oh,
+                    stride_om,
+                    stride_od,
+                    batch,
+                    kv_head,
+                    few,
+                    heads,
+                    group,
+                    n_q,
+                    splits,
+                )
     stored = tl.where(finished, n_q, 0)
     tl.store(lse_ptr + tl.cast(head_index, tl.int64) * n_q + offs_m, lse, mask=offs_m < stored)
     out_ptr += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh

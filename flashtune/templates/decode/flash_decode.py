@@ -31,7 +31,11 @@ AXES = (
     Axis(name="num_warps", values=(1, 2, 4, 8), why="warps that share a tile: registers a thread against waiting for each other"),
     Axis(name="num_stages", values=(1, 2, 3, 4, 6), why="key blocks in flight: bandwidth used against programs that fit on an SM"),
     Axis(name="programs", values=(1, 2, 3, 4, 8), why="programs to an SM that keys are split for: SMs kept busy against parts to add up"),
-    Axis(name="combine", values=("kernel", "last"), why="who adds up the splits: a second launch, or the last program of a tile, alone"),
+    Axis(
+        name="combine",
+        values=("kernel", "last", "rows"),
+        why="who adds up the splits: a second launch, or the last program of a tile, for all its rows at once or for two at a time",
+    ),
     Axis(name="loads", values=("pointer", "tma"), why="how K and V are read: any strides, against no address arithmetic"),
 )
 
@@ -47,6 +51,9 @@ kernels for whole and for split keys are the same, ours are not.
 
 FEWEST_KEYS = 1024
 """Fewer keys are read in a few microseconds by one program, which is no more than what splitting them costs."""
+
+COMBINE_WARPS = 4
+"""Warps of a program of the second launch."""
 
 
 def _needs_room(config: Config, spec: KernelSpec, target: Target) -> int:
@@ -112,6 +119,17 @@ def split_count(blocks: int, tiles: int, programs: int) -> int:
     return -(-blocks // share)
 
 
+def few_rows(config: Config) -> int:
+    """How many rows are added up at a time: by a program of the second launch, or by the last program of a tile."""
+    return 2 if config["combine"] == "rows" else 1
+
+
+def row_splits(config: Config, d_v: int) -> int:
+    """How many splits of `few_rows` rows are read at once: a tile of 32 numbers a thread."""
+    warps = config.number("num_warps") if config["combine"] == "rows" else COMBINE_WARPS
+    return max(1, min(32 * 32 * warps // (few_rows(config) * padded(d_v)), 64))
+
+
 def supports(spec: KernelSpec, target: Target) -> str | None:
     """Why this family can't serve `spec` on `target`, or None: what flash_fwd's loop can't compile, and dropout."""
     if spec.direction != "fwd":
@@ -151,7 +169,7 @@ def starts(spec: KernelSpec, target: Target) -> list[Config]:
     """Plain loads in tiles of several sizes, then what else keeps enough of K and V in flight: few deep programs, or many small ones."""
     plain = [(*tile, 2, "kernel", "pointer") for tile in _tiles(spec, target)]
     others = [
-        (16, 64, 4, 4, 2, "last", "tma"),
+        (16, 64, 4, 4, 2, "rows", "tma"),
         (64, 64, 4, 3, 2, "kernel", "tma"),
         (16, 64, 4, 6, 1, "kernel", "tma"),
         (16, 128, 4, 3, 1, "last", "pointer"),
@@ -185,7 +203,11 @@ FAMILY = Family(
     starts=starts,
     expected=expected,
     interpretable=True,
-    layout=lambda spec, config: {"split_count": inspect.getsource(split_count)},
+    layout=lambda spec, config: {
+        "split_count": inspect.getsource(split_count),
+        "few_rows": few_rows(config),
+        "row_splits": row_splits(config, spec.d_v),
+    },
     path_axes=("combine", "loads"),
 )
 """Attention forward for few query rows."""
