@@ -107,7 +107,7 @@ def test_a_damaged_manifest_is_warned_of_once_and_leaves_the_kernel_to_triton(sh
         (shipped / name).mkdir()
     memo = resolve.Memo()
     with pytest.warns(RuntimeWarning, match=r"pointers\.json.*install flashtune again; until then Triton compiles flash_fwd") as warned:
-        served = [resolve._machine_code(memo, POINTERS, found, H200) for _ in range(2)]
+        served = [memo.machine_code(POINTERS, found, H200) for _ in range(2)]
     assert served == [(None, None)] * 2 and len(warned) == 1
     assert kernels.load(POINTERS, found).SHIPPED is True
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib
+import itertools
 import struct
 import threading
 import time
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from flashtune import kernels_generated
-from flashtune.core.binaries import Binary, Parameter, TensorMap, read_manifest
+from flashtune.core.binaries import Binary, Manifest, Parameter, TensorMap, read_manifest
 from flashtune.core.dtypes import output_dtype
 from flashtune.core.modules import load_source
 from flashtune.core.passes import PER_HEAD, CallParameters
@@ -23,6 +24,7 @@ from flashtune.core.shipped import GeneratedKernel, read_index
 from flashtune.core.target import find_target
 from flashtune.core.torch_dtypes import TORCH_DTYPES
 from flashtune.db import library as databases
+from flashtune.dispatch import devices, elsewhere, kernels, resolve
 from flashtune.dispatch.arguments import parse
 from flashtune.dispatch.call import PerHead
 from flashtune.dispatch.launch import driver, prepared
@@ -328,6 +330,30 @@ def test_host_code_without_triton_says_what_the_module_says(kernel: GeneratedKer
     assert [step[0].__name__ for step in ours[0]] == [step[0].__name__ for step in theirs[0]]
 
 
+def test_a_sequence_that_grows_reads_no_file_and_no_host_code_anew(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "load_function", lambda *_: 7)
+    monkeypatch.setattr(prepared, "_functions", {})
+    monkeypatch.setattr(devices, "target_of", lambda device: find_target("h200"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(elsewhere, "differing", lambda *_: [])
+    monkeypatch.setattr(elsewhere, "here", lambda *_: None)
+    memo = resolve.Memo()
+
+    def served(n: int) -> bool:
+        q, k = torch.empty(1, 32, 1, 128, dtype=torch.bfloat16), torch.empty(1, 8, n, 128, dtype=torch.bfloat16)
+        call = replace(parse(q, k, k, enable_gqa=True), device=torch.device("cuda", 0))
+        [candidate] = itertools.islice(resolve.candidates(memo, call, q, k, k, None, None), 1)
+        assert isinstance(candidate.plan, KernelPlan) and candidate.kind == "near_n"
+        operands = (q, k, k, torch.empty_like(q), torch.empty(1, 32, 1))
+        return candidate.plan._prepared(operands, call.parameters(None, None), compiles=False) is not None
+
+    assert served(8000)
+    for where, name in ((kernels, "manifest"), (kernels, "host_code"), (Manifest, "code")):
+        monkeypatch.setattr(where, name, lambda *_: pytest.fail("read or loaded again"))
+    assert served(8001) and served(8002)
+
+
 def test_damaged_machine_code_is_warned_of_and_left_to_triton(library: Library, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     shipped = next(kernel for kernel in SHIPPED if PROBLEMS[kernel.variant_id].label() == "n4096-d64-bf16-causal")
     module = importlib.import_module(f"flashtune.kernels_generated.{shipped.module}")
@@ -344,7 +370,7 @@ def test_damaged_machine_code_is_warned_of_and_left_to_triton(library: Library, 
         return manifest.of(kernel.__name__)[0], b"anew"
 
     monkeypatch.setattr(prepared, "compiled", by_triton)
-    monkeypatch.setattr(prepared, "_function", lambda binary, code, device: 7)
+    monkeypatch.setattr(prepared, "_function", lambda binary, code, device: len(code()))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     q = torch.zeros(1, 2, 300, 64, dtype=torch.bfloat16)
     warned: list[str] = []

@@ -95,7 +95,7 @@ def test_the_space_of_a_usual_problem_has_a_few_hundred_to_a_few_thousand_config
             for d in (64, 128):
                 features = Features(causal=causal)
                 spec = Problem(batch=1, heads=1, kv_heads=1, n_q=64, n_kv=64, d=d, d_v=d, dtype="bf16", features=features).spec()
-                assert 40 <= len(list(family(name).configs(spec, targets()["h200"]))) <= 3500
+                assert 40 <= len(list(family(name).configs(spec, targets()["h200"]))) <= 5000
 
 
 def test_a_family_says_why_it_cant_serve_a_gpu() -> None:

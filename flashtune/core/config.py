@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
+from functools import lru_cache
 from typing import Any, Literal
 
 from flashtune.core.dtypes import DType
@@ -123,7 +124,10 @@ class Variant:
     @property
     def id(self) -> str:
         """16 hex digits, the same on every machine and in every version that renders the same text."""
-        text = json.dumps(
-            [self.template, self.template_hash, self.spec.as_dict(), self.config.as_dict()], sort_keys=True, separators=(",", ":")
-        )
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return _id_of(self)
+
+
+@lru_cache(maxsize=4096)
+def _id_of(variant: Variant) -> str:
+    parts = [variant.template, variant.template_hash, variant.spec.as_dict(), variant.config.as_dict()]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]

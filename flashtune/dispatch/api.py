@@ -197,7 +197,7 @@ def _first_call(
             return decided.run(query, key, value, attn_mask, seed, per_head)
         why_torch = _why_torch(query, key, value, attn_mask, per_head)
         for candidate in resolve.candidates(memo, call, query, key, value, attn_mask, why_torch):
-            if candidate.explanation.kind == "framework":
+            if candidate.kind == "framework":
                 break
             built = False
             try:

@@ -255,7 +255,7 @@ def _from_record(record: TuningRecord, context: _Context) -> Choice | Refusal:
     note = f"{note}; {loss.label()}"
     if not stand_in.same_features(record.key, key):
         note += "; what the features that differ cost is in none of these times"
-    ratio = stand_in.expected_ratio(record, key) if _torch_runs_alike(record.problem, problem) else None
+    ratio = stand_in.expected_ratio(record, key, loss) if _torch_runs_alike(record.problem, problem) else None
     if ratio is not None and ratio > 1.0 and context.framework_serves:
         note += f"; by that the framework would take {1 / ratio:.2f} times as long, so it serves"
         return Choice(kind="framework", spec=spec, note=note, record=record, differences=differing, estimate=loss)

@@ -57,6 +57,7 @@ class Memo:
         self.settings, self.pinned = settings, pinned
         self._records: list[TuningRecord] | None = None
         self._pools: dict[tuple[object, ...], Pool] = {}
+        self._code: dict[tuple[str, str], tuple[Manifest, ModuleType | None]] = {}
         self._warned: set[str] = set()
         self._told: set[str] = set()
 
@@ -96,6 +97,21 @@ class Memo:
             assert self._records is not None, "they were just read"
             self._pools[group] = Pool(key, target, self._records, families())
         return self._pools[group]
+
+    def machine_code(self, family: Family, variant: Variant, target: Target) -> tuple[Manifest | None, ModuleType | None]:
+        """The machine code at hand and its host code; neither where there is none, or where files are damaged, which is warned of: Triton
+        then compiles the text."""
+        name = (variant.id, target.arch)
+        if name not in self._code:
+            try:
+                manifest = kernels.manifest(variant, target.arch)
+                if manifest is None:
+                    return None, None
+                self._code[name] = manifest, kernels.host_code(family, variant, manifest)
+            except (EnvironmentProblem, OSError) as error:
+                self.warn_once(f"flashtune: {error}; until then Triton compiles {variant.template} {variant.id}")
+                return None, None
+        return self._code[name]
 
     def warn_of_elsewhere(self, record: TuningRecord, device: torch.device) -> None:
         """A RuntimeWarning, once for each database, where a row that serves on this GPU was measured on another machine. The package's own
@@ -147,11 +163,17 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A plan that may serve, with its explanation; `variant` is None where it is the framework's."""
+    """A plan that may serve, the step of the policy that chose it, and what says why; `variant` is None where it is the framework's."""
 
     plan: Plan
-    explanation: Explanation
+    kind: Kind
+    said: Callable[[], Explanation]
     variant: Variant | None = None
+
+    @property
+    def explanation(self) -> Explanation:
+        """Why it may serve, put into words only when somebody asks: a sequence that grows is decided on anew at each token."""
+        return self.said()
 
 
 def candidates(
@@ -179,13 +201,16 @@ def candidates(
         forward = None
         if chosen is not None:
             # The forward's kernel hands on the LSE.
-            forward = next(candidates(memo, replace(call, return_lse=True), q, k, v, mask, None)).explanation
-            why = f"no kernel serves the forward ({forward.reason})"
+            forward = next(candidates(memo, replace(call, return_lse=True), q, k, v, mask, None))
         if forward is not None and chosen is not None and forward.kind != "framework":
-            variant = None if chosen.family is None else _variant(chosen, chosen.family)
-            backward = explained(chosen, replace(problem, direction="bwd"), target, [], variant)
-            yield Candidate(plan=TrainingPlan(call=call), explanation=replace(forward, backward=backward))
+            yield Candidate(
+                plan=TrainingPlan(call=call),
+                kind=forward.kind,
+                said=functools.partial(_explained_both, forward, chosen, replace(problem, direction="bwd"), target),
+            )
             return
+        if forward is not None:
+            why = f"no kernel serves the forward ({forward.explanation.reason})"
         torch_only = f"{GRADIENT}, and {why}"
         if call.mask_kind != "none" and call.device.type == "cuda":
             torch_only += " (without cuDNN, whose gradients can be NaN under a mask)"
@@ -193,9 +218,8 @@ def candidates(
         gpu = "cpu" if call.device.type == "cpu" else _slug(call.device)
         key = problem.key(gpu) if problem is not None and call.device.type == "cuda" else None
         reason = f"{torch_only}, so torch's own attention serves it"
-        yield Candidate(
-            plan=FrameworkPlan.of(call, q, k, v, mask), explanation=Explanation(kind="framework", reason=reason, gpu=gpu, key=key)
-        )
+        said = functools.partial(Explanation, kind="framework", reason=reason, gpu=gpu, key=key)
+        yield Candidate(plan=FrameworkPlan.of(call, q, k, v, mask), kind="framework", said=said)
         return
     target, known, records = _surroundings(memo, call, problem)
     q, k, v = call.views(q, k, v)
@@ -203,8 +227,8 @@ def candidates(
     refused: list[str] = []
     failed: set[str] = set()
     if memo.pinned is not None and memo.pinned.accepts(q, k, v, mask):
-        explanation = Explanation(kind="exact", reason="its kernel is pinned", gpu=target.slug)
-        yield Candidate(plan=KernelPlan(call, memo.pinned, q), explanation=explanation)
+        said = functools.partial(Explanation, kind="exact", reason="its kernel is pinned", gpu=target.slug)
+        yield Candidate(plan=KernelPlan(call, memo.pinned, q), kind="exact", said=said)
     unmeasured = memo.unmeasured or call.device.type == "cpu"
     for choice in rank(problem, target, records, known, framework_serves=call.fused_by_torch, unmeasured=unmeasured):
         if isinstance(choice, Refusal):
@@ -212,14 +236,15 @@ def candidates(
             continue
         family, config = choice.family, choice.config
         if family is None or config is None:
-            yield Candidate(plan=FrameworkPlan.of(call, q, k, v, mask), explanation=explained(choice, problem, target, refused))
+            said = functools.partial(explained, choice, problem, target, tuple(refused))
+            yield Candidate(plan=FrameworkPlan.of(call, q, k, v, mask), kind=choice.kind, said=said)
             continue
         if family.name in failed and choice.record is not None:
             continue
         variant = _variant(choice, family)
         name = f"{variant.template} {variant.id}"
         whole = functools.partial(kernels.load, family, variant)
-        manifest, host = _machine_code(memo, family, variant, target) if call.device.type == "cuda" and torch.version.cuda else (None, None)
+        manifest, host = memo.machine_code(family, variant, target) if call.device.type == "cuda" and torch.version.cuda else (None, None)
         module, why = _loaded(memo, variant, call.device, whole if host is None else host)
         if module is None:
             refused.append(f"{name}: {why}")
@@ -228,14 +253,11 @@ def candidates(
             refused.append(f"{name}: it doesn't take these strides or addresses")
             failed.add(family.name)
         else:
-            explanation = explained(choice, problem, target, refused, variant)
-            if call.device.type == "cpu":
-                reason = f"{explanation.reason}, in Triton's interpreter"
-                explanation = replace(explanation, gpu="cpu", key=None, reason=reason)
+            said = functools.partial(explained, choice, problem, target, tuple(refused), variant, interpreted=call.device.type == "cpu")
             if choice.record is not None and call.device.type == "cuda":
                 memo.warn_of_elsewhere(choice.record, call.device)
             plan = KernelPlan(call, module, q, manifest=manifest, whole=None if host is None else whole, warn=memo.warn_once)
-            yield Candidate(plan=plan, explanation=explanation, variant=variant)
+            yield Candidate(plan=plan, kind=choice.kind, said=said, variant=variant)
             # The caller comes back only when this one failed.
             refused.append(f"{name}: {memo.broken.get((variant.id, str(call.device)), 'it failed')}")
             failed.add(family.name)
@@ -289,8 +311,10 @@ def explain_problem(memo: Memo, problem: Problem, target: Target) -> Explanation
     raise AssertionError("the ranking ends with the framework")
 
 
-def explained(choice: Choice, problem: Problem, target: Target, refused: list[str], variant: Variant | None = None) -> Explanation:
-    """The explanation of a choice and of what was passed over before it."""
+def explained(
+    choice: Choice, problem: Problem, target: Target, refused: Sequence[str], variant: Variant | None = None, *, interpreted: bool = False
+) -> Explanation:
+    """The explanation of a choice and of what was passed over before it; `interpreted` says that Triton's interpreter runs it."""
     record, reason = choice.record, choice.note
     own = record is not None and variant is not None and variant.spec == record.problem.spec()
     if own and record is not None and variant is not None and variant.template_hash != record.outcome.template_hash:
@@ -299,11 +323,13 @@ def explained(choice: Choice, problem: Problem, target: Target, refused: list[st
         reason += "; there is no machine code of it, so Triton compiles it at the first call"
     if choice.kind == "framework" and record is None and refused:
         reason += f" ({refused[-1]})"
+    if interpreted:
+        reason += ", in Triton's interpreter"
     return Explanation(
         kind=choice.kind,
         reason=reason,
-        gpu=target.slug,
-        key=problem.key(target.slug),
+        gpu="cpu" if interpreted else target.slug,
+        key=None if interpreted else problem.key(target.slug),
         template=None if variant is None else variant.template,
         variant_id=None if variant is None else variant.id,
         config=choice.config,
@@ -316,6 +342,12 @@ def explained(choice: Choice, problem: Problem, target: Target, refused: list[st
         differences=choice.differences,
         estimated_loss=None if choice.estimate is None else choice.estimate.median,
     )
+
+
+def _explained_both(forward: Candidate, chosen: Choice, problem: Problem, target: Target) -> Explanation:
+    """The explanation of a forward by kernels, and of the backward's kernel that was `chosen`."""
+    variant = None if chosen.family is None else _variant(chosen, chosen.family)
+    return replace(forward.explanation, backward=explained(chosen, problem, target, (), variant))
 
 
 def _compiled(variant: Variant, target: Target) -> bool:
@@ -354,16 +386,6 @@ def _surroundings(memo: Memo, call: Call, problem: Problem) -> tuple[Target, Map
     if call.device.type == "cpu":
         return target, {name: family for name, family in families().items() if family.interpretable}, []
     return target, families(), memo.pool(problem.key(target.slug), target)
-
-
-def _machine_code(memo: Memo, family: Family, variant: Variant, target: Target) -> tuple[Manifest | None, ModuleType | None]:
-    """The machine code at hand and its host code; neither where files are damaged, which is warned of: Triton then compiles the text."""
-    try:
-        manifest = kernels.manifest(variant, target.arch)
-        return manifest, None if manifest is None else kernels.host_code(family, variant, manifest)
-    except (EnvironmentProblem, OSError) as error:
-        memo.warn_once(f"flashtune: {error}; until then Triton compiles {variant.template} {variant.id}")
-        return None, None
 
 
 def _loaded(

@@ -101,8 +101,12 @@ def differences(record: TuningRecord, ours: ProblemKey) -> tuple[str, ...]:
 
 def same_features(theirs: ProblemKey, ours: ProblemKey) -> bool:
     """Whether they are the same but for the corner of the diagonal, which moves the band but compiles to the same code."""
-    mine, wanted = ({name: value for name, value in json.loads(key.features).items() if name != "alignment"} for key in (theirs, ours))
-    return mine == wanted
+    return theirs.features == ours.features or _but_for_alignment(theirs.features) == _but_for_alignment(ours.features)
+
+
+@lru_cache(maxsize=4096)
+def _but_for_alignment(features: str) -> dict[str, object]:
+    return {name: value for name, value in json.loads(features).items() if name != "alignment"}
 
 
 def full(key: ProblemKey) -> bool:
@@ -137,9 +141,9 @@ def estimate(theirs: ProblemKey, ours: ProblemKey) -> Estimate:
     return Estimate(median=median - 1, worst=worst - 1, unknown=tuple(unknown))
 
 
-def expected_ratio(record: TuningRecord, ours: ProblemKey) -> float | None:
+def expected_ratio(record: TuningRecord, ours: ProblemKey, loss: Estimate) -> float | None:
     """Our time over the framework's, as far as a stand-in's own tells: the worse of its ratios on the GPU alone and as whole calls, since
-    what was gained on one side only may be lost at other sizes, times the estimated loss. None without the framework's time.
+    what was gained on one side only may be lost at other sizes, times the estimated `loss`. None without the framework's time.
 
     A decoding step takes a second launch, which shorter sequences don't hide, so towards fewer keys the ratio is assumed to drift.
     """
@@ -148,7 +152,7 @@ def expected_ratio(record: TuningRecord, ours: ProblemKey) -> float | None:
     ratios = [record.median_us / record.framework_us]
     if record.outcome.call_us is not None and record.framework_call_us is not None:
         ratios.append(record.outcome.call_us / record.framework_call_us)
-    found = max(ratios) * (1 + estimate(record.key, ours).median)
+    found = max(ratios) * (1 + loss.median)
     if ours.n_q <= DECODE_ROWS and ours.n < record.key.n:
         found *= (1 + DECODE_DRIFT) ** octaves(record.key.n, ours.n)
     return found

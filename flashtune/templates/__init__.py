@@ -1,5 +1,7 @@
 """Template families: Jinja text beside the search space that it declares."""
 
+import functools
+
 from flashtune.core.errors import InputError
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import find_target
@@ -8,13 +10,17 @@ from flashtune.templates.family import Family
 
 def families() -> dict[str, Family]:
     """Every family by name, in the order in which they are preferred when nothing was tuned."""
+    return {family.name: family for family in _found()}
+
+
+@functools.cache
+def _found() -> tuple[Family, ...]:
     from flashtune.templates.backward import flash_bwd
     from flashtune.templates.decode import flash_decode
     from flashtune.templates.forward import flash_fwd, flash_fwd_tma
     from flashtune.templates.hopper import flash_fwd_hopper
 
-    found = (flash_decode.FAMILY, flash_fwd_hopper.FAMILY, flash_fwd_tma.FAMILY, flash_fwd.FAMILY, flash_bwd.FAMILY)
-    return {family.name: family for family in found}
+    return flash_decode.FAMILY, flash_fwd_hopper.FAMILY, flash_fwd_tma.FAMILY, flash_fwd.FAMILY, flash_bwd.FAMILY
 
 
 def family(name: str) -> Family:

@@ -1,7 +1,8 @@
 """From a rendered module to a `Program`: its host code recorded, its machine code taken from the package or compiled, all loaded."""
 
+import functools
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -62,17 +63,19 @@ def program(
     index = operands[Q].device.index
     major, minor = torch.cuda.get_device_capability(index)
     arch = f"sm_{major}{minor}{'a' if major >= 9 else ''}"
-    binaries, functions = [], []
+    binaries: list[Binary] = []
+    functions: list[int] = []
     for kernel, grid, arguments, options in steps:
         binary = None if manifest is None else manifest.matching(kernel.__name__, arguments)
         if manifest is not None and binary is not None and binary.arch == arch:
-            code = manifest.code(binary)
+            function = _function(binary, functools.partial(manifest.code, binary), index)
         elif not compiles:
             return None
         else:
             binary, code = compiled(kernel, grid, arguments, options)
+            function = _function(binary, lambda code=code: code, index)  # type: ignore[misc]
         binaries.append(binary)
-        functions.append(_function(binary, code, index))
+        functions.append(function)
     addresses = [0 if x is None else x.data_ptr() for x in tensors]
     # What is made during a call has no address yet; any that is aligned will do.
     addresses += [operands[OUT].data_ptr() // 256 * 256] * len(recording.temporaries)
@@ -92,9 +95,10 @@ def resident_factors(device: torch.device, factors: tuple[float, float, float]) 
     return start, start + 4, start + 8
 
 
-def _function(binary: Binary, code: bytes, device: int) -> int:
+def _function(binary: Binary, code: Callable[[], bytes], device: int) -> int:
+    """The handle of a kernel; its code is read only where it isn't loaded yet."""
     found = _functions.get((binary.sha256, device))
     if found is None:
-        found = driver.load_function(code, binary.entry, binary.shared_bytes, device)
+        found = driver.load_function(code(), binary.entry, binary.shared_bytes, device)
         _functions[binary.sha256, device] = found
     return found
