@@ -10,13 +10,14 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from forward_cells import USUAL, Group, cells, dtypes_of, groups_of, numbers_of
 
 from flashtune.cli.search import SearchOptions, run_search
 from flashtune.core.problem import Problem, ProblemKey
+from flashtune.core.results import TuningRecord
 from flashtune.core.target import find_target
 from flashtune.db.library import Library, shipped_path
 from flashtune.dispatch import stand_in
@@ -38,6 +39,8 @@ FAMILIES: dict[Group, tuple[str, ...]] = {
 STEP_BATCHES = (1, 32)
 """Sequences of models' decoding steps, beside the usual number."""
 
+GPU = find_target("h200")
+
 NOTHING = 0.3
 """What a problem is taken to lose for which no row can stand in."""
 
@@ -53,23 +56,26 @@ def problems_of(group: Group, *, d: Collection[int] | None = None, n: Collection
     return found + [replace(problem, dtype="fp16") for problem in found] if group == "plain" else found
 
 
-def wanting(gpu: str = "h200", *, d: Collection[int] | None = None, n: Collection[int] | None = None) -> list[tuple[Problem, float]]:
-    """Problems of the models' cells, and their steps at other batches, whose keys have no measured row, those of most worth first.
+def wanting(
+    *, d: Collection[int] | None = None, n: Collection[int] | None = None, records: Sequence[TuningRecord] | None = None
+) -> list[tuple[Problem, float]]:
+    """Problems of the models' cells, and their steps at other batches, whose keys have no measured row of an H200 (among
+    `records`, by default the shipped ones), those of most worth first.
 
     A row's worth is by how much the estimated losses (flashtune.dispatch.stand_in) of all these problems then fall, in sum: its own, and
     those of problems that it may stand in for. After each that is taken, the rest is judged anew. What has no stand-in loses NOTHING.
     """
-    target, records = find_target(gpu), Library.of(shipped_path()).records(gpu=gpu)
+    records = Library.of(shipped_path()).records(gpu=GPU.slug) if records is None else records
     known = {record.key for record in records if record.outcome.source == "measured"}
     problems: dict[ProblemKey, Problem] = {}
     for cell in cells(("models",), d=d, n=n):
         batches = (cell.problem.batch, *STEP_BATCHES) if cell.problem.n_q == 1 else (cell.problem.batch,)
         for problem in (replace(cell.problem, batch=batch) for batch in batches):
-            if (key := problem.key(gpu)) not in known:
+            if (key := problem.key(GPU.slug)) not in known:
                 problems.setdefault(key, problem)
     losses: dict[ProblemKey, float] = {}
     for key, problem in problems.items():
-        found = choose(problem, target, records, families(), framework_serves=torch_has(problem)).estimate
+        found = choose(problem, GPU, records, families(), framework_serves=torch_has(problem)).estimate
         losses[key] = NOTHING if found is None else found.median
     # What each loses by each: nothing by its own row.
     by = {row: {key: stand_in.estimate(row, key).median for key in problems if stand_in.comparable(row, key)} for row in problems}
