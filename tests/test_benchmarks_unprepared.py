@@ -12,10 +12,12 @@ import pytest
 import simulated
 from planted import HereAndNow
 
+from flashtune import dispatch
 from flashtune.core.problem import Features
 from flashtune.core.results import Conditions, Measurement, Provenance
 from flashtune.core.target import find_target
 from flashtune.dispatch import stand_in
+from flashtune.dispatch.policy import torch_has
 from flashtune.tuner import evaluation, searching, tasks
 from flashtune.tuner.replies import Compiled, Failed, Ready
 from flashtune.tuner.study import Study
@@ -57,6 +59,19 @@ def test_what_is_drawn_has_no_row_is_of_every_kind_and_repeats_with_its_seed() -
     # A row that comes to be takes its shape out of the draw, and no other.
     without = unprepared.drawn(40, seed=0, gpu="h200", known={row.key for row in searches.shipped()} | {cells[0].problem.key("h200")})
     assert [cell.problem for cell in without[:39]] == problems[1:40]
+
+
+def test_what_is_drawn_is_served_by_what_was_measured_or_by_torch() -> None:
+    kinds = set()
+    for cell in drawn(40, seed=3):
+        found = dispatch.explain_problem(cell.problem, "h200")
+        kinds.add(found.kind)
+        assert found.source == "measured" or found.kind == "framework", f"{cell.name}: {found.reason}"
+        if found.kind == "framework":
+            assert torch_has(cell.problem), f"torch has no call for {cell.name}"
+        else:
+            assert found.estimated_loss is not None and found.estimated_loss < 0.3, f"{cell.name}: {found.reason}"
+    assert {"near_n", "stand_in"} <= kinds
 
 
 def timed(cell: Cell, **us: float) -> Row:
