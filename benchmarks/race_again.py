@@ -1,6 +1,7 @@
 """Races stored rows' configs again on this machine's GPU, after their kernels' text changed: `python benchmarks/race_again.py --db FILE`.
 
-For every problem of a database: the best configs that were found for it, and each with the other way to hold row maxima. They are checked
+For every problem of a database: the best configs that were found for it, and each with the other ways to hold row maxima or to add up
+splits. They are checked
 against the float64 oracle in several processes at once, then one process alone times them, as a search's closing race does: interleaved, L2
 flushed, the framework's attention among them, the GPU's state read meanwhile, and whole calls in an eager loop. A tenth of a search's time.
 """
@@ -11,6 +12,7 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import TimeoutError as Overdue
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,10 +32,16 @@ from flashtune.tuner import tasks
 from flashtune.tuner.conditions import GpuWatch, gpu_id
 from flashtune.tuner.machine import local_gpu, provenance
 from flashtune.tuner.problem_search import ranked
+from flashtune.tuner.racing import first_by_calls
 from flashtune.tuner.replies import Failed
 from flashtune.tuner.space import Candidate
 
-MAXIMUM = {"first": "running", "running": "first"}
+TWINS = {"maximum": ("first", "running"), "combine": ("kernel", "last", "rows")}
+"""Axes whose every value races."""
+
+STEPS = ((1, 32, 8, 512, 128), (1, 32, 8, 2048, 128), (8, 32, 8, 2048, 128), (64, 32, 8, 1024, 128), (4, 16, 8, 512, 128))
+STEPS += ((1, 12, 12, 1024, 64), (16, 12, 12, 1024, 64), (1, 12, 12, 8192, 64))
+"""Batch, query heads, key heads, keys and head size of decoding steps without a row: with `--steps` other steps' configs race there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +63,34 @@ def candidates_of(result: SearchResult, target: Target, *, most: int) -> list[Ca
         kind = family(outcome.template)
         config = kind.completed(outcome.config)
         twins: list[Config] = [config]
-        if "maximum" in config.as_dict() and result.problem.dtype != "fp8":
-            twins.append(config.replace(maximum=MAXIMUM[str(config["maximum"])]))
+        for axis, values in TWINS.items():
+            if axis in config.as_dict() and not (axis == "maximum" and result.problem.dtype == "fp8"):
+                twins += [config.replace(**{axis: value}) for value in values]
         for twin in twins:
             if kind.violated(twin, spec, target) is None:
                 found[Candidate(family=kind, config=twin)] = None
-    return list(found)[: most + 1]
+    # Decoding kernels are checked and timed in no time, and each way to add up has configs that suit it.
+    return list(found)[: 3 * most if any("combine" in candidate.config for candidate in found) else most + 1]
+
+
+def steps_of(results: Sequence[SearchResult], target: Target) -> list[tuple[Problem, list[Candidate]]]:
+    """The steps of STEPS that have no result yet, and for each the best configs of all decoding rows, moved and with twins."""
+    known = {result.problem.key(target.slug) for result in results}
+    kind = family("flash_decode")
+    configs = [o.config for r in results for o in r.outcomes if o.template == kind.name and o.rank == 1 and r.problem.dtype == "bf16"]
+    found = []
+    for batch, heads, kv_heads, n, d in STEPS:
+        problem = Problem(batch=batch, heads=heads, kv_heads=kv_heads, n_q=1, n_kv=n, d=d, d_v=d, dtype="bf16")
+        if problem.key(target.slug) in known:
+            continue
+        candidates: dict[Candidate, None] = {}
+        for config in configs:
+            moved = kind.refitted(kind.completed(config), problem.spec(), target)
+            for twin in [moved.replace(combine=combine) for combine in TWINS["combine"]] if moved is not None else []:
+                if kind.violated(twin, problem.spec(), target) is None:
+                    candidates[Candidate(family=kind, config=twin)] = None
+        found.append((problem, list(candidates)))
+    return found
 
 
 def check_problem(problem: Problem, candidates: list[Candidate], target: Target, seed: int) -> list[Checked]:
@@ -103,7 +133,7 @@ def race_problem(problem: Problem, checked: list[Checked], target: Target, seed:
     began = time.time()
     times = stopwatch.race(runs, budget_s=seconds, least=15)
     ended = time.time()
-    calls = call_times(modules, inputs, framework, budget_s=seconds / 3)
+    calls = call_times(modules, inputs, framework, budget_s=seconds / 9 * max(3, len(modules)))
     del inputs
     torch.cuda.empty_cache()
     return {"times": times, "calls": calls, "backend": backend, "began": began, "ended": ended, "pid": os.getpid()}
@@ -128,7 +158,9 @@ def result_of(problem: Problem, checked: list[Checked], raced: dict[str, Any], g
             finalist=True,
             call_us=call_us,
         )
-    for rank, candidate in enumerate(ranked(list(outcomes.items())), start=1):
+    ranks = ranked(list(outcomes.items()))
+    ranks.insert(0, ranks.pop(first_by_calls([outcomes[candidate].call_us for candidate in ranks])))
+    for rank, candidate in enumerate(ranks, start=1):
         outcomes[candidate] = replace(outcomes[candidate], rank=rank)
     baseline = None
     if raced["backend"]:
@@ -148,6 +180,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--db", required=True, help="the database to write")
     parser.add_argument("--rows", default=str(shipped_path()), help="the database whose rows are raced (default: the shipped one)")
+    parser.add_argument("--steps", action="store_true", help="also race decoding steps that no row is of (STEPS)")
     parser.add_argument("--most", type=int, default=2, help="stored configs of each problem (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=8, help="processes that check (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=0.4, help="of timing for each problem (default: %(default)s)")
@@ -161,6 +194,7 @@ def main() -> None:
     with Store.open(options.rows, writable=False) as store:
         results = [result for result in store.results() if result.gpu == target.slug]
     work = [(result.problem, candidates_of(result, target, most=options.most)) for result in results]
+    work += steps_of(results, target) if options.steps else []
     origin = provenance(command=shlex.join(["python", *sys.argv]), seed=options.seed, measured=True)
     started = time.monotonic()
     context = multiprocessing.get_context("spawn")

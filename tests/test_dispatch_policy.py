@@ -346,6 +346,17 @@ def test_a_short_decoding_step_is_not_served_by_what_won_at_sixteen_times_its_ke
     assert policy.choose(decoding(1, 4096), H200, SHIPPED, families()).kind == "near_n"
 
 
+def test_a_decoding_step_whose_gpu_waits_for_the_host_goes_by_whole_calls_alone() -> None:
+    """A row whose kernel is a little slower than torch's and whose calls, of one launch, are far shorter."""
+    row = record(replace(PROBLEM, n_q=1, n_kv=4096), time_us=10.2, framework_us=10.0)
+    assert row.baseline is not None
+    row = replace(row, outcome=replace(row.outcome, call_us=15.0), baseline=replace(row.baseline, call_us=20.0))
+    waiting = [(4000, 1, 4), (2048, 1, 4), (5500, 1, 4), (4096, 1, 1)]
+    for n, n_q, batch in [*waiting, (2000, 1, 4), (4000, 4, 4), (6500, 1, 4), (4096, 1, 16)]:
+        found = policy.choose(sized(n, n_q=n_q, batch=batch), H200, [row], FAMILIES)
+        assert (found.kind == "near_n") is ((n, n_q, batch) in waiting), (n, n_q, batch, found.note)
+
+
 def test_what_torch_was_given_a_mask_for_says_nothing_of_what_it_takes_without() -> None:
     window = record(replace(PROBLEM, features=Features(causal=True, window=(1024, 0))), time_us=300.0, framework_us=200.0)
     assert policy.choose(PROBLEM, H200, [window], FAMILIES).kind == "stand_in"

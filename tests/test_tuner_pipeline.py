@@ -227,6 +227,12 @@ def test_whole_calls_of_the_first_are_kept_with_the_record(monkeypatch: pytest.M
     assert sorted(called) == [1, 2, 3][: len(called)] and result.baseline is not None and result.baseline.call_us == 310.0
     for outcome in called.values():
         assert outcome.measurement is not None and outcome.call_us == pytest.approx(outcome.measurement.median_us + 7)
+    slowest = max(called.values(), key=lambda outcome: outcome.call_us or 0.0).variant_id
+    [by_calls] = run(
+        plan(1, calls=lambda sources, *rest: Called(times=tuple(9.0 if slowest in s.stem else 99.0 for s in sources), framework=1.0))
+    )
+    assert by_calls.best is not None and by_calls.best.variant_id == slowest and by_calls.best.call_us == 9.0
+    assert sorted(outcome.rank for outcome in by_calls.outcomes if outcome.rank) == [1, 2, 3][: len(called)]
     [without] = run(plan(1, calls=none))
     assert without.best is not None and without.best.call_us is None and without.baseline is not None and without.baseline.call_us is None
 

@@ -8,13 +8,20 @@ from pathlib import Path
 import pytest
 from db_samples import outcome
 
+from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts, Measurement, Outcome
+from flashtune.core.target import find_target
 from flashtune.db.store import Store
-from flashtune.tuner.racing import RACES, TIE, Contest, placed, trimmed_mean
+from flashtune.templates import family
+from flashtune.tuner.problem_search import to_call
+from flashtune.tuner.racing import RACES, TIE, Contest, first_by_calls, placed, trimmed_mean
+from flashtune.tuner.space import Candidate
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import picks
+
+STEP = Problem(batch=1, heads=8, kv_heads=2, n_q=1, n_kv=4096, d=64, d_v=64, dtype="bf16")
 
 
 def rounds(times: list[float], noise: float, count: int, dice: random.Random) -> list[list[float]]:
@@ -34,6 +41,21 @@ def test_clocks_that_drift_by_far_more_than_the_difference_hide_nothing() -> Non
     standing = raced([100.0, 101.0, 100.2], noise=0.003).standing()
     assert standing.tied == (True, False, True) and standing.settled
     assert standing.behind == pytest.approx((0.0, 0.01, 0.002), abs=0.002)
+
+
+def test_a_whole_call_that_is_clearly_shorter_wins_whatever_the_gpu_says() -> None:
+    assert first_by_calls([20.3, 19.9, 15.1]) == 2, "a second launch that the GPU hides costs the host"
+    assert first_by_calls([20.3, 19.9, 18.4]) == 0, "that much is noise"
+    assert first_by_calls([20.3, None, 15.1, None]) == 2
+    assert first_by_calls([None, 15.1]) == first_by_calls([]) == 0
+
+
+def test_calls_are_timed_of_the_first_few_and_of_each_other_way_to_add_up_splits() -> None:
+    chosen = family("flash_decode")
+    config = chosen.default(STEP.spec(), find_target("h200"))
+    ways = ["kernel", "kernel", "kernel", "kernel", "rows", "kernel", "rows", "last"]
+    ranks = [Candidate(family=chosen, config=config.replace(combine=way, programs=1 + place)) for place, way in enumerate(ways)]
+    assert [ranks.index(candidate) for candidate in to_call(ranks)] == [0, 1, 2, 4, 7]
 
 
 def test_only_those_that_are_not_decided_race_again_and_not_for_ever() -> None:

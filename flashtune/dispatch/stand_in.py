@@ -145,14 +145,27 @@ def expected_ratio(record: TuningRecord, ours: ProblemKey, loss: Estimate) -> fl
     """Our time over the framework's, as far as a stand-in's own tells: the worse of its ratios on the GPU alone and as whole calls, since
     what was gained on one side only may be lost at other sizes, times the estimated `loss`. None without the framework's time.
 
-    A decoding step takes a second launch, which shorter sequences don't hide, so towards fewer keys the ratio is assumed to drift.
+    A decoding step may take a second launch, which shorter sequences don't hide, so towards fewer keys the ratio is assumed to drift. Where
+    the GPU waits for the host (`_waits`), whole calls alone count.
     """
     if record.framework_us is None:
         return None
     ratios = [record.median_us / record.framework_us]
     if record.outcome.call_us is not None and record.framework_call_us is not None:
-        ratios.append(record.outcome.call_us / record.framework_call_us)
+        calls = record.outcome.call_us / record.framework_call_us
+        ratios = [calls] if _waits(record, ours) else [*ratios, calls]
     found = max(ratios) * (1 + loss.median)
     if ours.n_q <= DECODE_ROWS and ours.n < record.key.n:
         found *= (1 + DECODE_DRIFT) ** octaves(record.key.n, ours.n)
     return found
+
+
+def _waits(record: TuningRecord, ours: ProblemKey) -> bool:
+    """Whether in calls of a decoding step like `ours` the GPU waits for the host, with our kernel and with the framework's: it did in the
+    record's own, and there is no more for it to do than leaves it so. Far fewer keys may take another path through the framework."""
+    key, call_us, framework_call_us = record.key, record.outcome.call_us, record.framework_call_us
+    if ours.n_q > DECODE_ROWS or ours.n_q != key.n_q or 2 * ours.n < key.n:
+        return False
+    assert call_us is not None and framework_call_us is not None and record.framework_us is not None, "only they are compared"
+    grown = max(1.0, ours.n / key.n) * max(1.0, ours.bh_bucket / key.bh_bucket)
+    return grown * record.median_us < call_us and grown * record.framework_us < framework_call_us

@@ -13,7 +13,7 @@ from flashtune.tuner import tasks
 from flashtune.tuner.carrying import carried, record_of, stored
 from flashtune.tuner.evaluation import Verdicts
 from flashtune.tuner.proposing import Compiling, Proposals
-from flashtune.tuner.racing import behind_by_times, placed
+from flashtune.tuner.racing import behind_by_times, first_by_calls, placed
 from flashtune.tuner.replies import Compiled, Failed, Raced, Timed
 from flashtune.tuner.space import Candidate, SearchSpace
 from flashtune.tuner.stopping import Reason, StoppingRule
@@ -30,7 +30,7 @@ WITHIN = 0.1
 """Who was slower than the best trial by more than this doesn't race."""
 
 CALLED = 3
-"""So many of the first, the winner among them, have whole calls timed."""
+"""So many of the first, the race's winner among them, have whole calls timed (see `to_call`)."""
 
 AHEAD = 12
 """Candidates of a measured search that are compiled before they are timed, at most: what is proposed early is proposed knowing little."""
@@ -314,10 +314,14 @@ class ProblemSearch:
         ranks = ranked([(c, outcomes[c]) for c in finalists], behind=behind, known=self.stored)
         for rank, candidate in enumerate(ranks, start=1):
             outcomes[candidate] = replace(outcomes[candidate], rank=rank)
-        if baseline is not None and (called := self.evaluation.call(ranks[:CALLED])) is not None:
-            for candidate, call_us in zip(ranks, called.times, strict=False):
+        timed = to_call(ranks)
+        if baseline is not None and (called := self.evaluation.call(timed)) is not None:
+            for candidate, call_us in zip(timed, called.times, strict=False):
                 outcomes[candidate] = replace(outcomes[candidate], call_us=call_us)
             baseline = replace(baseline, call_us=called.framework)
+            ranks.insert(0, ranks.pop(ranks.index(timed[first_by_calls(called.times)])))
+            for rank, candidate in enumerate(ranks, start=1):
+                outcomes[candidate] = replace(outcomes[candidate], rank=rank)
         return self._result(tuple(outcomes.values()), baseline, conditions, self._ending())
 
     def _ending(self) -> Ending:
@@ -345,6 +349,16 @@ class ProblemSearch:
 def _time(outcome: Outcome) -> Measurement:
     assert outcome.measurement is not None, "only outcomes with a time are ranked"
     return outcome.measurement
+
+
+def to_call(ranks: Sequence[Candidate]) -> list[Candidate]:
+    """Of finalists, the best first, those whose whole calls are timed: the first few, and the first that adds up splits in each other way,
+    since a second launch costs the host what no race sees."""
+    found = list(ranks[:CALLED])
+    for candidate in ranks[CALLED:]:
+        if all(candidate.config.get("combine", "") != other.config.get("combine", "") for other in found):
+            found.append(candidate)
+    return found
 
 
 def ranked(

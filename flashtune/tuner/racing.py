@@ -21,6 +21,10 @@ CONFIDENCE = 0.99
 RACES = 5
 """Races in all; what is open after the last is decided by its estimate."""
 
+CALL_GAIN = 0.1
+"""A whole call that is shorter by more than this is worth more than a lead on the GPU: what callers see is the slower of host and GPU, and
+a second launch takes host time that no race sees. Less than this may be noise: calls' times are the host's."""
+
 _TRIMMED = 0.1
 """What is left out at each end of the ratios: a host that is held up, a clock that changes between two launches."""
 
@@ -135,6 +139,16 @@ def placed(outcomes: Sequence[Outcome], behind: Sequence[float], *, is_stored: C
         return False, not is_stored(outcome), size, outcome.variant_id
 
     return sorted(range(len(outcomes)), key=place)
+
+
+def first_by_calls(calls: Sequence[float | None]) -> int:
+    """Which of some finalists wins, by what whole calls of each take (microseconds, the race's winner first): the race's winner, unless
+    another's calls are shorter by more than `CALL_GAIN`."""
+    known = {place: call for place, call in enumerate(calls) if call is not None}
+    if 0 not in known:
+        return 0
+    shortest = min(known, key=lambda place: known[place])
+    return shortest if known[shortest] < (1 - CALL_GAIN) * known[0] else 0
 
 
 def behind_by_times(outcomes: Sequence[Outcome]) -> list[float]:
