@@ -382,3 +382,20 @@ def test_a_killed_or_hanging_worker_costs_one_task() -> None:
         hung = workers.submit("compile", nap, 3600.0, limit_s=1).reply()
         assert isinstance(hung, Failed) and hung.fate is Fate.TIMEOUT
         assert isinstance(workers.submit("compile", nap, 0.0, limit_s=3600).reply(), Checked)
+
+
+def test_a_candidates_text_is_rendered_once_however_often_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it is compiled and timed, in the closing race, and beside each trial while it is the fastest."""
+    rendered: list[str] = []
+
+    def counted(chosen: Any, variant: Any) -> str:
+        rendered.append(variant.id)
+        return render(chosen, variant)
+
+    monkeypatch.setattr(tasks, "render", counted)
+    tasks._text.cache_clear()
+    chosen, target = family("flash_fwd"), find_target("a100")
+    spec = Problem(batch=1, heads=2, kv_heads=2, n_q=64, n_kv=64, d=64, d_v=64, dtype="fp16").spec()
+    variant = variant_of(chosen, spec, chosen.default(spec, target))
+    sources = {tasks.Source.of(chosen, variant) for _ in range(3)}
+    assert rendered == [variant.id] and sources == {tasks.Source(text=render(chosen, variant), stem=f"flash_fwd_{variant.id}")}

@@ -149,6 +149,17 @@ def test_a_large_space_is_drawn_from_evenly_and_its_starts_are_kept() -> None:
     assert 20 <= len(pool) <= 20 + len(starts) and set(starts) <= set(pool.candidates)
 
 
+def test_many_candidates_are_as_akin_as_few() -> None:
+    """Covariances with each other alone are those that rows of all candidates hold."""
+    from flashtune.tuner import surrogate
+
+    pool = Pool(SPACE, PROBLEM, SPACE.starts())
+    kernel = surrogate._Looked(surrogate._Rows(pool))
+    points = (np.arange(surrogate.MANY, dtype=float) % len(pool))[:, None]
+    np.testing.assert_allclose(kernel(points)[:5, :5], kernel(points[:5]), rtol=1e-12)
+    np.testing.assert_allclose(kernel(points)[:5], kernel(points[:5], points), rtol=1e-12)
+
+
 def test_only_searches_that_ask_the_surrogate_import_it() -> None:
     code = "import sys; import flashtune.tuner.searching; sys.exit('sklearn' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

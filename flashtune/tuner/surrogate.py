@@ -21,6 +21,8 @@ NOISE = 0.01
 """How far two times of one candidate lie apart."""
 LENGTH = 2.5
 """How many steps of an axis it takes for errors to be little akin."""
+MANY = 128
+"""Of so many candidates the covariances with each other are computed alone: rows of all of them would hardly be asked for again."""
 SAME, OTHER = 1e6, 0.3
 """Lengths on which nothing changes, and on which everything does."""
 
@@ -88,6 +90,10 @@ class _Rows:
             self._rows[place] = self._kernel(self._features[place : place + 1], self._features)[0]
         return self._rows[place]
 
+    def among(self, places: Array) -> Array:
+        """The covariances of these candidates with each other, without those with all others."""
+        return np.asarray(self._kernel(self._features[places]))
+
     def __deepcopy__(self, memo: object) -> "_Rows":
         # scikit-learn copies a kernel before it fits.
         return self
@@ -102,6 +108,8 @@ class _Looked(Kernel):  # type: ignore[misc]
     def __call__(self, X: Array, Y: Array | None = None, eval_gradient: bool = False) -> Array:
         """Covariances of points `X` (n, 1) with `Y` (m, 1), or with themselves."""
         own = X[:, 0].astype(int)
+        if Y is None and len(own) >= MANY:
+            return self.rows.among(own)
         others = own if Y is None else Y[:, 0].astype(int)
         if len(others) < len(own):
             return np.array([self.rows.row(int(place))[own] for place in others]).T

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from flashtune.core.config import Variant
@@ -39,7 +39,13 @@ class Source:
     @classmethod
     def of(cls, family: Family, variant: Variant) -> "Source":
         """The source of a variant, rendered by its template."""
-        return cls(text=render(family, variant), stem=f"{variant.template}_{variant.id}")
+        return cls(text=_text(family, variant), stem=f"{variant.template}_{variant.id}")
+
+
+@lru_cache(maxsize=64)
+def _text(family: Family, variant: Variant) -> str:
+    """A search asks for what it compiles again when it is timed, and for the fastest so far beside each trial."""
+    return render(family, variant)
 
 
 def one_line(error: BaseException) -> str:
