@@ -16,7 +16,8 @@ from flashtune.templates import families, family
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner import generated, machine_code
 from flashtune.tuner.baseline import framework_call
-from flashtune.tuner.correctness import check, everywhere, make_extreme, oracle, small_cases
+from flashtune.tuner.cases import make_extreme, small_problems
+from flashtune.tuner.correctness import check, everywhere, oracle
 from flashtune.tuner.cost import predict_us
 from flashtune.tuner.inputs import make_inputs
 from flashtune.tuner.space import SearchSpace
@@ -46,7 +47,7 @@ def test_the_framework_is_timed_at_the_gradients_alone(features: Features) -> No
 def test_gradients_that_are_rounded_as_every_kernel_does_pass_on_extreme_inputs(dtype: DType, features: Features) -> None:
     """Scores around 150 and -150: of what the forward rounded, only what the backward rounds again counts as its error."""
     rounded = TORCH_DTYPES[dtype]
-    inputs = make_inputs(small_cases(replace(BIG, d=64, d_v=64, dtype=dtype, features=features))[0], device="cpu", seed=1)
+    inputs = make_inputs(small_problems(replace(BIG, d=64, d_v=64, dtype=dtype, features=features), batch=1)[0], device="cpu", seed=1)
     make_extreme(inputs)
 
     def launch(*operands: torch.Tensor, **_: object) -> None:

@@ -43,10 +43,13 @@ def compiler_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def launcher(module: ModuleType) -> Callable[..., None]:
-    """A function that runs the launches of a rendered module on the current stream, given what is `provided` for each call."""
+    """A function that runs the launches of a rendered module on the current stream, given what is `provided` for each call.
+
+    Settings that name `sms` or `counts` take their place: a module asked about fewer multiprocessors starts fewer programs.
+    """
 
     def launch(q: torch.Tensor, k: torch.Tensor, *tensors: torch.Tensor | None, **settings: Any) -> None:
-        for kernel, grid, args, options in module.launches(q, k, *tensors, **provided(module, q, k), **settings):
+        for kernel, grid, args, options in module.launches(q, k, *tensors, **(provided(module, q, k) | settings)):
             kernel[grid](*args, **compiler_options(options))
 
     return launch

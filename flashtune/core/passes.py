@@ -7,7 +7,7 @@ model) looks it up by a problem's direction (decision 0016). Nothing here needs 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from flashtune.core.band import Band
 from flashtune.core.config import Direction, KernelSpec
@@ -121,8 +121,19 @@ def per_head_words(given: Mapping[str, Any]) -> dict[str, Any]:
     return found | {"descale": factors} if factors else found
 
 
-Oracle = Callable[["Problem", "Mapping[str, torch.Tensor]", CallParameters, Place], "dict[str, torch.Tensor]"]
-"""What the written operands, by name, should hold at a place, in float64; takes all operands."""
+class Oracle(Protocol):
+    """What the written operands, by name, should hold at a place; takes all operands, and computes in float64 unless told otherwise."""
+
+    def __call__(
+        self,
+        problem: "Problem",
+        operands: "Mapping[str, torch.Tensor]",
+        parameters: CallParameters,
+        place: Place,
+        dtype: "torch.dtype | None" = None,
+    ) -> "dict[str, torch.Tensor]":
+        """Tensors of `dtype`, by name."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,8 +177,11 @@ def _attended(
     batch: int,
     head: int,
     first: int,
+    dtype: "torch.dtype | None" = None,
 ) -> "tuple[torch.Tensor, torch.Tensor]":
     """Output and LSE of one head's rows from `first` on, by the reference; `tensors` are these rows of q, and the head's k and v."""
+    import torch
+
     from flashtune.core import reference
 
     q, k, v = (x[None, None] for x in tensors)
@@ -192,19 +206,34 @@ def _attended(
         softcap=parameters.softcap,
         keep=keep,
         dropout_p=parameters.dropout_p,
+        dtype=dtype or torch.float64,
         **per_head_words(per_head),
     )
     return out[0, 0], lse[0, 0]
 
 
+ORACLE_SCORES = 2**25
+"""Scores that a forward's oracle holds at a time, in some ten tensors."""
+
+
 def _forward_oracle(
-    problem: "Problem", operands: "Mapping[str, torch.Tensor]", parameters: CallParameters, place: Place
+    problem: "Problem",
+    operands: "Mapping[str, torch.Tensor]",
+    parameters: CallParameters,
+    place: Place,
+    dtype: "torch.dtype | None" = None,
 ) -> "dict[str, torch.Tensor]":
+    import torch
+
     batch, head, kv_head = place.batch, place.head, place.head // problem.gqa_ratio
     first, stop, _ = place.queries.indices(problem.n_q)
-    tensors = operands["q"][batch, head, first:stop], operands["k"][batch, kv_head], operands["v"][batch, kv_head]
-    out, lse = _attended(problem, tensors, parameters, batch, head, first)
-    return {"out": out, "lse": lse}
+    k, v = (operands[name][batch, kv_head] for name in ("k", "v"))
+    step = max(1, ORACLE_SCORES // problem.n_kv)
+    parts = [
+        _attended(problem, (operands["q"][batch, head, start : min(start + step, stop)], k, v), parameters, batch, head, start, dtype)
+        for start in range(first, stop, step)
+    ]
+    return {name: torch.cat(rows) for name, rows in zip(("out", "lse"), zip(*parts, strict=True), strict=True)}
 
 
 def _forward_bounds(spec: KernelSpec) -> dict[str, Bound]:
@@ -233,7 +262,11 @@ ORACLE_ROWS = 512
 
 
 def _backward_oracle(
-    problem: "Problem", operands: "Mapping[str, torch.Tensor]", parameters: CallParameters, place: Place
+    problem: "Problem",
+    operands: "Mapping[str, torch.Tensor]",
+    parameters: CallParameters,
+    place: Place,
+    dtype: "torch.dtype | None" = None,
 ) -> "dict[str, torch.Tensor]":
     """Gradients by torch's autograd through the reference, some rows at a time; those of keys add up all rows of all heads of a group.
 
@@ -244,16 +277,17 @@ def _backward_oracle(
 
     batch, kv_head, ratio = place.batch, place.head // problem.gqa_ratio, problem.gqa_ratio
     first, stop, _ = place.queries.indices(problem.n_q)
-    k, v = (operands[name][batch, kv_head].double() for name in ("k", "v"))
+    kind = dtype or torch.float64
+    k, v = (operands[name][batch, kv_head].to(kind) for name in ("k", "v"))
     dq, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
 
     def add(head: int, start: int, end: int) -> "torch.Tensor":
         """Adds what these rows give to the keys; returns the gradient of the rows themselves."""
         rows = batch, head, slice(start, end)
-        leaves = [x.detach().requires_grad_() for x in (operands["q"][rows].double(), k, v)]
+        leaves = [x.detach().requires_grad_() for x in (operands["q"][rows].to(kind), k, v)]
         with torch.enable_grad():
-            out, lse = _attended(problem, (leaves[0], leaves[1], leaves[2]), parameters, batch, head, start)
-            dout = operands["dout"][rows].double()
+            out, lse = _attended(problem, (leaves[0], leaves[1], leaves[2]), parameters, batch, head, start, dtype)
+            dout = operands["dout"][rows].to(kind)
             dlse = operands["dlse"][rows] + ((out.detach() - operands["out"][rows]) * dout).sum(-1)
             # The LSE of a row that sees nothing is a constant.
             loss = (out * dout).sum() + (lse * dlse)[torch.isfinite(lse)].sum()

@@ -80,6 +80,11 @@ def no_layout(spec: KernelSpec, config: Config) -> None:
     """What `Family.layout` is for a family whose template needs to know nothing but its spec and config."""
 
 
+def same_bits(config: Config) -> bool:
+    """What `Family.repeats` is for a family without atomic sums or anything else whose order is left to chance."""
+    return True
+
+
 def nothing_expected(config: Config, spec: KernelSpec, target: Target) -> None:
     """What `Family.expected` is for a family of which nothing is known before it is compiled."""
 
@@ -97,6 +102,8 @@ class Family:
     `layout` is what follows from a spec and a config; the template knows it as `layout`.
     `path_axes` are the axes that change which code is rendered, so that two configs that agree in them share a code path.
     `expected` is what the compiler will say of a config, as far as it can be told before it is asked; searches order candidates by it.
+    `repeats` says whether two launches of a config on the same inputs write the same bits, wherever scores are within float32 of one
+    another (decision 0014); the gate then holds it to that.
     """
 
     name: str
@@ -112,6 +119,7 @@ class Family:
     layout: Callable[[KernelSpec, Config], object] = no_layout
     path_axes: tuple[str, ...] = field(default=())
     expected: Callable[[Config, KernelSpec, Target], CompileFacts | None] = nothing_expected
+    repeats: Callable[[Config], bool] = same_bits
 
     @property
     def template_file(self) -> str:

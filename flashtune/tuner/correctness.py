@@ -1,20 +1,38 @@
-"""Correct before fast: what a candidate writes against the float64 oracle, on random, ragged, poisoned inputs."""
+"""Correct before fast: what a candidate writes against the float64 oracle, on random, ragged, poisoned inputs.
+
+Small cases (flashtune.tuner.cases) are compared in all rows with float64. At full size a few slices are, and the whole output is compared
+with torch's operations in float32, so that no tile goes unseen. What must hold of numbers, and what each check is there to find, is told
+in decision 0029.
+"""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
 
-from flashtune.core.passes import Place
-from flashtune.core.problem import DECODE_ROWS, Features, Problem
-from flashtune.tuner.inputs import Inputs, make_inputs, run_forward
+from flashtune.core.passes import Operand, Place
+from flashtune.core.problem import Problem
+from flashtune.core.tolerances import Bound
+from flashtune.tuner.cases import Case, cases
+from flashtune.tuner.inputs import Inputs
 
 Launch = Callable[..., None]
 """A rendered module's `launch`."""
 
 SLICE_ROWS = 64
-"""Rows of one head that are compared at full size, at each of the places that are checked."""
+"""Rows of one head that are compared at full size with float64, at each of the places that are checked; norms of whole outputs are taken
+over as many."""
+
+WHOLE_SCORES = 2**34
+"""Scores that float32 outputs of a problem at full size may take; where it has more, some heads are left out."""
+
+WHOLE_ELEMENTS = 2**28
+"""Elements of such outputs, likewise."""
+
+_AT_ONCE = 2**25
+"""Elements of an output that are compared at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,55 +51,56 @@ class Expected:
     values: Mapping[str, torch.Tensor]
 
 
-def small_cases(problem: Problem) -> list[Problem]:
-    """Ragged little problems with the problem's own spec: what tile edges, empty rows and shared heads get wrong."""
-    ratio = problem.gqa_ratio
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Wanted:
+    """What one operand should hold at places of equally many rows, stacked: `values` are (places, rows) or (places, rows, D).
 
-    def case(n_q: int, n_kv: int, features: Features) -> Problem:
-        return replace(problem, batch=min(2, problem.batch), heads=2 * ratio, kv_heads=2, n_q=n_q, n_kv=n_kv, features=features)
-
-    f = problem.features
-    if f.window is not None:
-        left, right = (None if side is None else min(side, 70) for side in f.window)
-        f = replace(f, window=(left, right))
-    flipped = replace(f, alignment="top_left" if f.alignment == "bottom_right" else "bottom_right")
-    cases = [case(193, 321, f), case(1, 77, f), case(320, 320, f), case(97, 515, flipped)]
-    if problem.n_q <= DECODE_ROWS:
-        # Enough keys that many programs share them.
-        cases.append(case(problem.n_q, 2177, flipped))
-    return [*cases, case(391, 130, flipped)] if f.has_diagonal else cases
-
-
-def make_extreme(inputs: Inputs) -> None:
-    """Change the inputs so that scores defeat an estimate of a row's maximum.
-
-    The first 40 keys, to which kernels come first or last, have scores up to some 100 (natural units), and all of a row's lie around 150
-    or around -150. The first 64 rows' scores are a fortieth of that and the next 64 rows' a twelfth, so that their weights can be held
-    relative to such an estimate. Of a boolean mask the last 140 columns are hidden.
-
-    A backward, which is given the LSE, estimates nothing: its first keys stay as they are, and the output's gradient is quartered, since
-    dS, rounded as in every kernel, is multiplied by these queries and keys in sums that cancel.
+    `index` are the batches and heads of the places, int64. Norms are taken over `block` rows, or over all.
     """
-    d = inputs.problem.d
-    shift = (150 / (inputs.parameters.scale * d)) ** 0.5
-    if inputs.problem.direction == "bwd":
-        inputs.operands["dout"] /= 4
-    else:
-        inputs.k[:, :, :40] *= 24.0
-    inputs.k.add_(shift)
-    inputs.q[:, :, ::2] += shift
-    inputs.q[:, :, 1::2] -= shift
-    inputs.q[:, :, :64] /= 40
-    inputs.q[:, :, 64:128] /= 12
-    if inputs.problem.features.mask == "bool":
-        assert inputs.parameters.mask is not None, "generated for every problem with a mask"
-        # One mask serves all heads.
-        inputs.parameters.mask[0, 0, :, -140:] = False
-    run_forward(inputs)
+
+    operand: Operand
+    bound: Bound
+    places: tuple[Place, ...]
+    index: tuple[torch.Tensor, torch.Tensor]
+    rows: slice
+    values: torch.Tensor
+    block: int | None = None
+
+    def ratios(self, found: torch.Tensor) -> dict[str, torch.Tensor]:
+        """How far the operand is off at each place, over its bound, by what is compared; infinite where -inf stands on the wrong rows."""
+        step = max(1, _AT_ONCE // max(1, self.values[0].numel()))
+        parts = [self._ratios(found, slice(first, first + step)) for first in range(0, len(self.places), step)]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def _ratios(self, found: torch.Tensor, some: slice) -> dict[str, torch.Tensor]:
+        wanted = self.values[some]
+        here = found[self.index[0][some], self.index[1][some]][:, self.rows].to(wanted.dtype)
+        finite = torch.isfinite(wanted)
+        gap = torch.where(finite, here - wanted, 0.0)
+        size = torch.where(finite, wanted, 0.0)
+        rest = tuple(range(1, wanted.dim()))
+        ratios = {
+            "": (gap.abs() / (self.bound.atol + self.bound.rtol * size.abs())).amax(rest),
+            "-inf": torch.where((torch.isneginf(here) != torch.isneginf(wanted)).flatten(1).any(1), math.inf, 0.0),
+        }
+        if self.bound.relative_norm is not None:
+            off, norm = (self._norms(x) for x in (gap, size))
+            ratios["norm"] = (off / (self.bound.relative_norm * norm).clamp_min(1e-30)).amax(1)
+        return ratios
+
+    def _norms(self, x: torch.Tensor) -> torch.Tensor:
+        """Norms of rows (places, rows, D) taken together: (places, blocks); the last block has the rows that are left over."""
+        squares = x.square().sum(-1)
+        rows = squares.shape[1]
+        block = min(self.block or rows, rows)
+        whole = rows // block * block
+        sums = squares[:, :whole].reshape(len(x), -1, block).sum(-1)
+        sums[:, -1] += squares[:, whole:].sum(-1)
+        return sums.sqrt()
 
 
 def places(problem: Problem, seed: int) -> list[Place]:
-    """What to compare at full size: the first, last and two random places."""
+    """What to compare at full size with float64: the first, last and two random places."""
     generator = torch.Generator().manual_seed(seed)
 
     def pick(high: int) -> int:
@@ -105,70 +124,155 @@ def everywhere(problem: Problem) -> list[Place]:
     return [Place(batch=b, head=h) for b in range(problem.batch) for h in range(problem.heads)]
 
 
-def oracle(inputs: Inputs, where: list[Place]) -> list[Expected]:
-    """The float64 oracle at these places of `inputs`."""
-    p = inputs.problem
-    return [Expected(place, p.contract.oracle(p, inputs.operands, inputs.parameters, place)) for place in where]
+def whole(problem: Problem, seed: int) -> list[Place]:
+    """All rows of as many heads as WHOLE_SCORES and WHOLE_ELEMENTS allow: all of them, but for the largest problems, else random ones."""
+    p = problem
+    # A backward's oracle computes all heads that share a key head for each of them.
+    work = p.n_q * p.n_kv * (1 if p.direction == "fwd" else 3 * p.gqa_ratio)
+    elements = max(math.prod(operand.shape(p)) for operand in p.contract.written) // (p.batch * p.heads)
+    count = max(1, min(WHOLE_SCORES // work, WHOLE_ELEMENTS // max(1, elements)))
+    found = everywhere(p)
+    if count >= len(found):
+        return found
+    chosen = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed))[:count]
+    return [found[index] for index in sorted(chosen.tolist())]
 
 
-def check(launch: Launch, inputs: Inputs, expected: list[Expected]) -> Verdict:
-    """Run `launch` on poisoned outputs and compare; every element of them must have been written."""
+def oracle(inputs: Inputs, where: Iterable[Place], dtype: torch.dtype | None = None) -> list[Expected]:
+    """The oracle at these places of `inputs`, in float64 unless told otherwise."""
     p = inputs.problem
-    bounds = p.contract.bounds(p.spec())
-    inputs.poison()
-    launch(*inputs.arguments, **inputs.keywords)
-    for operand in p.contract.written:
-        if torch.isnan(inputs.operands[operand.name]).any():
-            return Verdict(error=math.inf, reason=f"{p.label()}: NaN or unwritten elements in the {operand.title}")
-    worst = 0.0
-    for want in expected:
+    return [Expected(place, p.contract.oracle(p, inputs.operands, inputs.parameters, place, dtype)) for place in where]
+
+
+def stacked(problem: Problem, expected: Iterable[Expected], *, block: int | None = None) -> list[Wanted]:
+    """The same, those of equal rows together. What was computed in float32 is given float32's tolerance too, for both may err."""
+    p = problem
+    found = []
+    for _, group in groupby(expected, key=lambda e: (e.place.queries, e.place.keys)):
+        alike = list(group)
         for operand in p.contract.written:
-            wanted, bound = want.values[operand.name], bounds[operand.name]
-            found = inputs.operands[operand.name][operand.at(want.place, p)].double()
-            if not torch.equal(torch.isneginf(found), torch.isneginf(wanted)):
-                return Verdict(error=math.inf, reason=f"{p.label()}: the {operand.title} is -inf on the wrong rows")
-            finite = torch.isfinite(wanted)
-            wanted, gap = wanted[finite], (found - wanted)[finite]
-            ratios = {
-                operand.title: (gap.abs() / (bound.atol + bound.rtol * wanted.abs())).amax() if finite.any() else torch.zeros(()),
-            }
-            if bound.relative_norm is not None:
-                ratios[f"{operand.title}'s norm"] = gap.norm() / (bound.relative_norm * wanted.norm()).clamp_min(1e-30)
-            for name, ratio in ratios.items():
-                worst = max(worst, float(ratio))
-                if not ratio <= 1:
-                    return Verdict(error=float(ratio), reason=f"{p.label()}: {name} is off by {float(ratio):.3g} tolerances")
+            # Heads that share a key head share its gradient.
+            unique = {operand.at(e.place, p)[:2]: e for e in alike}
+            values = torch.stack([e.values[operand.name] for e in unique.values()])
+            bound = p.contract.bounds(p.spec())[operand.name]
+            if values.dtype == torch.float32:
+                bound = _sum(bound, p.contract.bounds(replace(p.spec(), dtype="fp32", tf32=False))[operand.name])
+            batches, heads = torch.tensor(list(unique), device=values.device).unbind(1)
+            rows = operand.at(alike[0].place, p)[2]
+            assert isinstance(rows, slice), "an operand's third axis has rows"
+            found.append(
+                Wanted(
+                    operand=operand,
+                    bound=bound,
+                    places=tuple(e.place for e in unique.values()),
+                    index=(batches, heads),
+                    rows=rows,
+                    values=values,
+                    block=block,
+                )
+            )
+    return found
+
+
+def _sum(one: Bound, other: Bound) -> Bound:
+    norm = None if one.relative_norm is None or other.relative_norm is None else one.relative_norm + other.relative_norm
+    return Bound(atol=one.atol + other.atol, rtol=one.rtol + other.rtol, relative_norm=norm)
+
+
+def compare(inputs: Inputs, wanted: Iterable[Wanted], titles: tuple[str, ...] = ()) -> Verdict:
+    """What was written against what is wanted; every element must have been written. The GPU is waited for once.
+
+    `titles` name what the key heads hold, for the reason.
+    """
+    p = inputs.problem
+    label, written = p.label(), p.contract.written
+    unwritten = torch.stack([torch.isnan(inputs.operands[operand.name]).any() for operand in written]).double()
+    made = [(want, name, ratio) for want in wanted for name, ratio in want.ratios(inputs.operands[want.operand.name]).items()]
+    numbers = torch.cat([unwritten, *(ratio.double() for _, _, ratio in made)]).tolist()
+    for operand, nan in zip(written, numbers, strict=False):
+        if nan:
+            return Verdict(error=math.inf, reason=f"{label}: NaN or unwritten elements in the {operand.title}")
+    worst, first = 0.0, len(written)
+    for want, name, ratio in made:
+        for place, number in zip(want.places, numbers[first : first + len(ratio)], strict=True):
+            if not number <= 1:
+                kv_head = place.head // p.gqa_ratio
+                where = titles[kv_head] if titles else f"batch {place.batch}, head {place.head}"
+                title = want.operand.title
+                if name == "-inf":
+                    return Verdict(error=math.inf, reason=f"{label}: the {title} is -inf on the wrong rows ({where})")
+                what = f"{title}'s norm" if name else title
+                return Verdict(error=number, reason=f"{label}: {what} is off by {number:.3g} tolerances ({where})")
+            worst = max(worst, number)
+        first += len(ratio)
     return Verdict(error=worst)
+
+
+def run(launch: Launch, inputs: Inputs, sms: int | None = None) -> None:
+    """One launch on poisoned outputs; with `sms` it is told of so many multiprocessors."""
+    inputs.poison()
+    launch(*inputs.arguments, **inputs.keywords, **({} if sms is None else {"sms": sms}))
+
+
+def check(launch: Launch, inputs: Inputs, expected: Iterable[Expected]) -> Verdict:
+    """Run `launch` on poisoned outputs and compare; every element of them must have been written."""
+    run(launch, inputs)
+    return compare(inputs, stacked(inputs.problem, expected))
+
+
+def differs(launch: Launch, inputs: Inputs, sms: int | None = None) -> str:
+    """Why another launch isn't as the one before it to the bit, or nothing."""
+    written = inputs.problem.contract.written
+    before = [inputs.operands[operand.name].clone() for operand in written]
+    run(launch, inputs, sms)
+    for operand, once in zip(written, before, strict=True):
+        kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[once.element_size()]
+        if not torch.equal(inputs.operands[operand.name].view(kind), once.view(kind)):
+            return f"{inputs.problem.label()}: two launches on the same inputs differ in the {operand.title}"
+    return ""
 
 
 class Verifier:
     """Checks candidates of one problem; inputs and oracles are made once and serve every candidate.
 
-    The small cases serve all N of a spec; the full-size places are this problem's own.
+    The small cases serve all N of a spec; `full_size` inputs are this problem's own. A `thorough` one, which is what a GPU gets unless told
+    otherwise, also runs the small cases on few programs, whole outputs at full size, and launches twice (decision 0029).
     """
 
-    def __init__(self, problem: Problem, *, device: torch.device | str, seed: int, full_size: Inputs | None = None) -> None:
-        self._cases = list(self._prepare(problem, device, seed))
-        self._full = (full_size, oracle(full_size, places(problem, seed))) if full_size is not None else None
+    def __init__(
+        self,
+        problem: Problem,
+        *,
+        device: torch.device | str,
+        seed: int,
+        full_size: Inputs | None = None,
+        thorough: bool | None = None,
+    ) -> None:
+        self._thorough = torch.device(device).type == "cuda" if thorough is None else thorough
+        made = cases(problem, device=device, seed=seed, thorough=self._thorough)
+        self._cases = [(case, stacked(case.inputs.problem, oracle(case.inputs, everywhere(case.inputs.problem)))) for case in made]
+        self._full: list[tuple[Case, list[Wanted]]] = []
+        if full_size is not None:
+            wanted = stacked(problem, oracle(full_size, places(problem, seed)))
+            if self._thorough:
+                wanted += stacked(problem, oracle(full_size, whole(problem, seed), torch.float32), block=SLICE_ROWS)
+            self._full = [(Case(inputs=full_size, repeats=True), wanted)]
 
-    @staticmethod
-    def _prepare(problem: Problem, device: torch.device | str, seed: int) -> Iterator[tuple[Inputs, list[Expected]]]:
-        for index, small in enumerate(small_cases(problem)):
-            inputs = make_inputs(small, device=device, seed=seed + index, heads_inside=index % 2 == 1)
-            yield inputs, oracle(inputs, everywhere(small))
-            if index == 0 and problem.dtype in ("bf16", "fp16") and torch.device(device).type == "cuda":
-                # Not for other types: rounding such scores to TF32 or adding them up as fp8's products do is not exact enough. Kernels that
-                # Triton's interpreter runs look for their maxima in every block, and it would take a fifth of the time there.
-                extreme = make_inputs(small, device=device, seed=seed)
-                make_extreme(extreme)
-                yield extreme, oracle(extreme, everywhere(small))
-
-    def verdict(self, launch: Launch) -> Verdict:
-        """The first failure, or the largest error of all checks."""
+    def verdict(self, launch: Launch, *, repeats: bool = True) -> Verdict:
+        """The first failure, or the largest error of all checks; `repeats` says that the family promises the same bits every time."""
         worst = 0.0
-        for inputs, expected in [*self._cases, *([self._full] if self._full else [])]:
-            found = check(launch, inputs, expected)
-            if found.reason:
-                return found
-            worst = max(worst, found.error)
+        for case, wanted in [*self._cases, *self._full]:
+            full = bool(self._full) and case is self._full[0][0]
+            for sms in (None, case.few_sms) if self._thorough and not full else (None,):
+                run(launch, case.inputs, sms)
+                found = compare(case.inputs, wanted, case.titles)
+                if found.reason:
+                    return replace(found, reason=found.reason + _on(sms))
+                worst = max(worst, found.error)
+            if self._thorough and repeats and case.repeats and (reason := differs(launch, case.inputs, sms)):
+                return Verdict(error=math.inf, reason=reason + _on(sms))
         return Verdict(error=worst)
+
+
+def _on(sms: int | None) -> str:
+    return "" if sms is None else f" on programs for {sms} multiprocessor{'s' if sms > 1 else ''}"

@@ -1,15 +1,16 @@
 """Random inputs for a problem's pass: fresh every time, inside memory poisoned with NaN, with the arguments of a launch."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import Any
 
 import torch
 
+from flashtune.core import reference
 from flashtune.core.dtypes import DType, output_dtype
-from flashtune.core.passes import FORWARD, CallParameters, Place
+from flashtune.core.passes import FORWARD, PER_HEAD, CallParameters, Place, per_head_words
 from flashtune.core.problem import Problem
 from flashtune.core.torch_dtypes import TORCH_DTYPES
 
@@ -65,6 +66,22 @@ class Inputs:
         """The keyword arguments of `launch`."""
         return self.parameters.keywords()
 
+    def group(self, batch: int, kv_head: int) -> "Inputs":
+        """Views of one key head with the query heads that share it, as inputs of a problem of their own; without dropout, whose mask
+        counts heads."""
+        p, given = self.problem, self.parameters
+        assert not p.features.dropout, "another head has another mask"
+        heads = slice(kv_head * p.gqa_ratio, (kv_head + 1) * p.gqa_ratio)
+        places = {"batch": slice(batch, batch + 1), "heads": heads, "kv_heads": slice(kv_head, kv_head + 1)}
+        operands = {o.name: self.operands[o.name][tuple(places.get(axis, slice(None)) for axis in o.axes)] for o in p.contract.operands}
+        per_head = {name: x[places["batch"], places[PER_HEAD[name]]] for name, x in given.per_head().items()}
+        mask = None if given.mask is None else given.mask[places["batch"], heads]
+        return Inputs(
+            problem=replace(p, batch=1, heads=p.gqa_ratio, kv_heads=1),
+            operands=operands,
+            parameters=replace(given, mask=mask, **per_head_words(per_head)),
+        )
+
     def poison(self) -> None:
         """Fill what a launch writes with NaN, so that an element that isn't written can't pass."""
         for operand in self.problem.contract.written:
@@ -83,13 +100,46 @@ def alibi_slopes(heads: int, device: torch.device | str) -> torch.Tensor:
     return torch.exp2(-8.0 / heads * torch.arange(1, heads + 1, device=device))
 
 
-def make_inputs(problem: Problem, *, device: torch.device | str, seed: int, heads_inside: bool = False) -> Inputs:
+def own_mask(problem: Problem, device: torch.device | str, generator: torch.Generator) -> torch.Tensor:
+    """A mask (B, H, N_q, N_kv) that differs from batch to batch and from head to head, and hides a third of the keys from each.
+
+    Half of the heads don't see the first third of the keys, the others not the last; nobody sees them in the last row. A bias hides them
+    with -inf, and in the second half of the heads with its type's most negative number, which also stands here and there among normal
+    numbers, as -inf does. A row that sees only such numbers is left none of them, for there kernels differ from the reference (decision
+    0003). Rows lie multiples of 16 elements apart, so that no kernel is compiled again for another stride.
+    """
+    p = problem
+    shape, wide = (p.batch, p.heads, p.n_q, p.n_kv), -(-p.n_kv // 16) * 16
+    drawn = torch.rand(shape, device=device, generator=generator)
+    third = torch.zeros((p.heads, 1, p.n_kv), dtype=torch.bool, device=device)
+    third[0::2, :, : p.n_kv // 3] = True
+    third[1::2, :, p.n_kv - p.n_kv // 3 :] = True
+    if p.features.mask == "bool":
+        allowed = torch.ones((*shape[:3], wide), dtype=torch.bool, device=device)[..., : p.n_kv]
+        allowed.copy_((drawn < 0.8) & ~third)
+        allowed[..., -1, :] = False
+        return allowed
+    kind = TORCH_DTYPES[output_dtype(p.dtype)]
+    bias = guarded((*shape[:3], wide), kind, device)[..., : p.n_kv]
+    bias.normal_(generator=generator)
+    with_lowest = torch.arange(p.heads, device=device) >= p.heads // 2
+    lowest = (drawn > 0.9) | (third & with_lowest[:, None, None])
+    hidden = (drawn < 0.1) | (third & ~with_lowest[:, None, None])
+    lowest &= ~hidden
+    seen = reference.visible(p.band, p.n_q, p.n_kv, device)
+    lowest &= (seen & ~hidden & ~lowest).any(-1, keepdim=True)
+    bias.masked_fill_(lowest, torch.finfo(kind).min).masked_fill_(hidden, -math.inf)
+    bias[..., -1, :] = -math.inf
+    return bias
+
+
+def make_inputs(problem: Problem, *, device: torch.device | str, seed: int, heads_inside: bool = False, own_masks: bool = False) -> Inputs:
     """Standard normal operands (and mask, where the problem has one) on `device`; what the pass writes is allocated only, and what the
     forward wrote before it comes from the forward's oracle.
 
     Tensors are contiguous (B, H, N, D), or with `heads_inside` views of (B, N, H, D), as projections leave them. ALiBi's slopes
     are the geometric series of its paper; fp8 tensors have factors between 0.5 and 1.5, other ones for each head; sinks weigh about as
-    much as all keys together.
+    much as all keys together. A mask is one for all batches, a boolean one for all heads too; with `own_masks` it is `own_mask`'s.
 
     On the "meta" device nothing is allocated: such inputs serve to compile a launch without a GPU.
     """
@@ -117,7 +167,9 @@ def make_inputs(problem: Problem, *, device: torch.device | str, seed: int, head
         return (drawn + math.log(p.n_kv)).expand(p.batch, p.heads)
 
     mask = None
-    if f.mask == "bias":
+    if f.mask != "none" and own_masks and generator is not None:
+        mask = own_mask(p, device, generator)
+    elif f.mask == "bias":
         mask = allocated((1, p.heads, p.n_q, p.n_kv), output_dtype(p.dtype), drawn=True)
     elif f.mask == "bool":
         mask = torch.empty((1, 1, p.n_q, p.n_kv), dtype=torch.bool, device=device)

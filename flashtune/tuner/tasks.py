@@ -31,15 +31,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A rendered candidate: its text and the stem of its file."""
+    """A rendered candidate: its text, the stem of its file, and whether its launches write the same bits every time."""
 
     text: str
     stem: str
+    repeats: bool = True
 
     @classmethod
     def of(cls, family: Family, variant: Variant) -> "Source":
         """The source of a variant, rendered by its template."""
-        return cls(text=_text(family, variant), stem=f"{variant.template}_{variant.id}")
+        return cls(text=_text(family, variant), stem=f"{variant.template}_{variant.id}", repeats=family.repeats(variant.config))
 
 
 @lru_cache(maxsize=64)
@@ -218,7 +219,7 @@ def evaluate_candidate(
     bench = _ready(problem, target, seed)
     try:
         run = launch_of(source, bench.inputs)
-        checked = _judged(bench.verifier.verdict(launcher(load_source(source.text, source.stem))))
+        checked = _judged(bench.verifier.verdict(launcher(load_source(source.text, source.stem)), repeats=source.repeats))
         if isinstance(checked, Failed):
             return checked
         runs = [run] if incumbent is None else [run, launch_of(incumbent, bench.inputs)]
@@ -309,7 +310,7 @@ def recheck_on_device(source: Source, problem: Problem, target: Target, seed: in
 
     bench = _ready(problem, target, seed)
     try:
-        verdict = bench.verifier.verdict(launcher(load_source(source.text, source.stem)))
+        verdict = bench.verifier.verdict(launcher(load_source(source.text, source.stem)), repeats=source.repeats)
     except Exception as error:
         return _failed(error)
     return _judged(verdict)
