@@ -13,7 +13,7 @@ from hopper_kernels import launches, problem, rendered, words_of
 from flashtune.core.problem import Features
 from flashtune.tuner.inputs import make_inputs
 
-SHAPE = (2, 4, 130, 100)
+SHAPE = (2, 2, 66, 100)
 """Batches, query heads, N_q and N_kv of the cases: tiles and blocks that end early."""
 
 B, H, M, N = SHAPE
@@ -39,7 +39,7 @@ def drawn(*shape: int) -> torch.Tensor:
 
 def run(stored: torch.Tensor, block_n: int, block_m: int) -> bool:
     """Whether a launch packs `stored`, expanded, into the words of `words_of`, each matrix that it doesn't repeat once."""
-    wanted = replace(problem(16, Features(mask="bool"), dtype="fp16"), n_q=M, n_kv=N)
+    wanted = replace(problem(16, Features(mask="bool"), dtype="fp16"), batch=B, heads=H, kv_heads=1, n_q=M, n_kv=N)
     inputs = make_inputs(wanted, device="cpu", seed=0)
     mask = stored.expand(SHAPE)
     module = rendered(wanted.spec(), BLOCK_N=block_n, BLOCK_M=block_m, intra_wg_overlap=0)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -268,33 +267,6 @@ def test_verify_checks_every_row(searched: tuple[Path, list[dict[str, Any]]]) ->
     assert found["wrong"] == 0
     assert all(0 < row["max_error"] <= 1 for row in found["rows"])
     assert {row["fate"] for row in found["rows"]} == {str(Fate.CORRECT)}
-
-
-def test_ctrl_c_keeps_what_was_found_and_the_same_command_goes_on(tmp_path: Path) -> None:
-    # The second problem compiles to code of its own, so that it is far from done when the first one is told.
-    words = [sys.executable, "-m", "flashtune.cli.main", "search", "--gpu-name", "a100", "--d", "32", "--n", "512", "--full"]
-    words += ["--dtype", "fp16", "fp32", "--trials", "6", "--seed", "1", "--db", str(tmp_path / "x.sqlite")]
-    where = {**os.environ, "FLASHTUNE_CACHE": str(tmp_path)}
-    # A terminal sends Ctrl-C to the whole foreground group, the child processes included. What a shell starts in the background has
-    # it ignored, and would pass that on.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        first = subprocess.Popen(words, env=where, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert first.stderr is not None
-    # On a slow machine lines about the stage under way come before it.
-    told = next((line for line in first.stderr if not line.startswith("[1/2] ")), "")
-    assert told.startswith("n512-d32-fp16-full: "), told
-    os.killpg(first.pid, signal.SIGINT)
-    rest = first.stderr.read()
-    assert first.wait(600) == 130
-    assert "interrupted" in rest
-    assert "Traceback" not in rest
-    assert [row["dtype"] for row in rows_of("show", "--db", str(tmp_path / "x.sqlite"), "--json")][:1] == ["fp16"]
-    second = subprocess.run(words, env=where, capture_output=True, text=True, timeout=600)
-    assert second.returncode == 0, second.stderr
-    assert [row["dtype"] for row in rows_of("show", "--db", str(tmp_path / "x.sqlite"), "--json")] == ["fp16", "fp32"]
 
 
 def test_several_values_can_follow_one_option() -> None:

@@ -25,7 +25,7 @@ def problem_of(generator: random.Random, features: Features, d: int, dtype: DTyp
     """Up to 700 queries and keys, with a band's diagonal at either corner; tiles of a bias know no batch."""
     if features.causal or features.window:
         features = replace(features, alignment=generator.choice(["top_left", "bottom_right"]))
-    sizes = {"batch": 1 if features.mask == "bias" else 2, "heads": 4, "kv_heads": 2, "d": d, "d_v": d}
+    sizes = {"batch": 1 if features.mask == "bias" else 2, "heads": 2, "kv_heads": 1, "d": d, "d_v": d}
     return Problem(**sizes, n_q=generator.randint(1, 700), n_kv=generator.randint(1, 700), dtype=dtype, features=features)
 
 
