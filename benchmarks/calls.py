@@ -286,11 +286,45 @@ def process_part() -> list[dict[str, Any]]:
     return found
 
 
+STEPS = [
+    (1, 8, 512, 128),
+    (4, 16, 512, 64),
+    (4, 16, 1024, 128),
+    (8, 16, 1024, 64),
+    (2, 16, 2048, 128),
+    (4, 16, 4096, 128),
+    (4, 32, 4096, 64),
+]
+"""(B, H, N, D) of attention's part of training steps."""
+
+
+def training_part() -> list[dict[str, Any]]:
+    """A causal forward and its gradients, back to back: by our kernels, whether they would serve or not, and by torch's."""
+    found = []
+    for b, h, n, d in STEPS:
+        q, k, v = (x.requires_grad_() for x in tensors(b, h, n, d))
+        grad = torch.randn_like(q)
+
+        def step(attend: Callable[..., Any], q: Any = q, k: Any = k, v: Any = v, grad: Any = grad) -> tuple[torch.Tensor, ...]:
+            return torch.autograd.grad(attend(q, k, v, is_causal=True), (q, k, v), grad)
+
+        serves = dispatch.explain(q, k, v, is_causal=True).backward is not None
+        with dispatch.use(unmeasured=True):
+            gaps = [(a.float() - b.float()).abs().max().item() for a, b in zip(step(dispatch.attention), step(sdpa), strict=True)]
+            calls = {"ours": partial(step, dispatch.attention), "torch": partial(step, sdpa)}
+            host = medians(host_in_turns(calls, rounds=12, repeats=8))
+            times = medians(timed_in_turns(calls, rounds=8, repeats=30))
+        words = {"b": b, "h": h, "n": n, "d": d, "serves": serves, "difference": max(gaps), "speedup": times["torch"] / times["ours"]}
+        found.append(words | {f"{name}_us": us for name, us in times.items()} | {f"{name}_host_us": us for name, us in host.items()})
+    return found
+
+
 PARTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "host": host_part,
     "grid": grid_part,
     "models": models_part,
     "process": process_part,
+    "training": training_part,
 }
 
 

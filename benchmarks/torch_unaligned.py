@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 BACKENDS = ("default", "CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION")
-LAYOUTS = [("bytes off", 0), ("bytes off", 2), ("bytes off", 8), ("bytes off", 16), ("columns", 65), ("columns", 66), ("columns", 72)]
+LAYOUTS = [("bytes off", 2), ("bytes off", 8), ("columns", 65), ("columns", 72)]
 
 
 def case(backend: str, kind: str, size: int, which: int) -> str:
@@ -31,7 +31,7 @@ def case(backend: str, kind: str, size: int, which: int) -> str:
         if backend == "default":
             found = sdpa(*tensors, is_causal=True)
         else:
-            with sdpa_kernel(SDPBackend[backend]):
+            with sdpa_kernel(getattr(SDPBackend, backend)):
                 found = sdpa(*tensors, is_causal=True)
         return f"{(found.double() - wanted).abs().max().item():.3g}"
     except RuntimeError as error:
@@ -54,6 +54,6 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         print(case(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))
     else:
-        with ThreadPoolExecutor(12) as pool:
+        with ThreadPoolExecutor(16) as pool:
             for line in pool.map(apart, product(BACKENDS, LAYOUTS, range(3))):
                 print(line, flush=True)

@@ -86,10 +86,16 @@ def test_torch_serves_gradients_until_a_backward_was_measured_on_the_architectur
     found, _ = resolve.gradient_choice(allowed, PROBLEM, H200)
     assert found is not None and found.family is not None and found.family.name == "flash_bwd"
     # A measured backward needs no leave; one of the forward says nothing.
-    measured = record(replace(PROBLEM, direction="bwd"), template="flash_bwd", config=found.config)
+    measured = record(replace(PROBLEM, direction="bwd"), template="flash_bwd", config=found.config, framework_us=2e4)
     monkeypatch.setattr(memo, "pool", lambda key, target: [measured, record(PROBLEM)])
     found, _ = resolve.gradient_choice(memo, replace(PROBLEM, n_q=1000, n_kv=1000), H200)
     assert found is not None and found.record is measured
+    # What torch does sooner than the host launches ours is left to it, but for those who allow everything.
+    small = replace(PROBLEM, n_q=128, n_kv=128)
+    found, why = resolve.gradient_choice(memo, small, H200)
+    assert found is None and "less than the launches of ours take the host" in why
+    monkeypatch.setattr(allowed, "pool", lambda key, target: [measured])
+    assert resolve.gradient_choice(allowed, small, H200)[0] is not None
     slower = replace(measured, baseline=Baseline(backend="cudnn", measurement=Measurement.of([1.0])))
     monkeypatch.setattr(memo, "pool", lambda key, target: [slower])
     found, why = resolve.gradient_choice(memo, PROBLEM, H200)

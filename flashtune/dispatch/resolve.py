@@ -29,6 +29,10 @@ Plan = FrameworkPlan | KernelPlan | TrainingPlan
 GRADIENT = "a gradient is needed"
 """Why torch's own operations serve, unless a backward kernel does."""
 
+SHORTEST_BACKWARD_US = 300.0
+"""Where torch's own is shorter, ours waits for the host: operators with gradients and Triton's launcher cost it more than torch's attention
+does (`calls.py --parts training`)."""
+
 MOST_PLANS = 8192
 """Growing sequences make a new signature with each token; beyond so many, all are forgotten and decided anew."""
 
@@ -266,14 +270,19 @@ def candidates(
 def gradient_choice(memo: Memo, problem: Problem, target: Target) -> tuple[Choice | None, str]:
     """The backward kernel that is trusted with `problem` on `target`, or None and why torch is.
 
-    What was never raced on the GPU's architecture serves only those who allow what is unmeasured, in the interpreter, too. Torch has the
-    gradient of every feature.
+    What was never raced on the GPU's architecture serves only those who allow what is unmeasured, in the interpreter, too; so does what
+    torch does in less than the host needs for the launches. Torch has the gradient of every feature.
     """
     trained = replace(problem, direction="bwd")
     pool = memo.pool(trained.key(target.slug), target)
     ranked = rank(trained, target, pool, families(), framework_serves=True, unmeasured=memo.unmeasured)
     chosen = next(choice for choice in ranked if isinstance(choice, Choice))
     if chosen.family is not None:
+        record = chosen.record
+        if record is not None and record.framework_us is not None and not memo.unmeasured:
+            expected_us = record.framework_us * trained.flops() / max(1, record.problem.flops())
+            if expected_us < SHORTEST_BACKWARD_US:
+                return None, f"torch's takes {expected_us:.0f} us or so, less than the launches of ours take the host"
         return chosen, ""
     if chosen.record is not None:
         return None, chosen.note
