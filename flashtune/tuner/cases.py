@@ -25,12 +25,12 @@ class Case:
     """Inputs to check a launch on.
 
     `titles` names what each key head of the first batch holds, where they differ. `few_sms` are the multiprocessors that a further launch
-    is told of. `repeats` says that two launches must agree to the bit, where a family promises it.
+    is told of, None for no such launch. `repeats` says that two launches must agree to the bit, where a family promises it.
     """
 
     inputs: Inputs
     titles: tuple[str, ...] = ()
-    few_sms: int = FEW_SMS
+    few_sms: int | None = FEW_SMS
     repeats: bool = False
 
 

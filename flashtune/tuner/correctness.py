@@ -256,21 +256,21 @@ class Verifier:
             wanted = stacked(problem, oracle(full_size, places(problem, seed)))
             if self._thorough:
                 wanted += stacked(problem, oracle(full_size, whole(problem, seed), torch.float32), block=SLICE_ROWS)
-            self._full = [(Case(inputs=full_size, repeats=True), wanted)]
+            self._full = [(Case(inputs=full_size, few_sms=None, repeats=True), wanted)]
 
     def verdict(self, launch: Launch, *, repeats: bool = True) -> Verdict:
         """The first failure, or the largest error of all checks; `repeats` says that the family promises the same bits every time."""
         worst = 0.0
         for case, wanted in [*self._cases, *self._full]:
-            full = bool(self._full) and case is self._full[0][0]
-            for sms in (None, case.few_sms) if self._thorough and not full else (None,):
+            grids = (None, case.few_sms) if self._thorough and case.few_sms is not None else (None,)
+            for sms in grids:
                 run(launch, case.inputs, sms)
                 found = compare(case.inputs, wanted, case.titles)
                 if found.reason:
                     return replace(found, reason=found.reason + _on(sms))
                 worst = max(worst, found.error)
-            if self._thorough and repeats and case.repeats and (reason := differs(launch, case.inputs, sms)):
-                return Verdict(error=math.inf, reason=reason + _on(sms))
+            if self._thorough and repeats and case.repeats and (reason := differs(launch, case.inputs, grids[-1])):
+                return Verdict(error=math.inf, reason=reason + _on(grids[-1]))
         return Verdict(error=worst)
 
 
