@@ -72,7 +72,7 @@ MOST_BYTES = 1 << 30
 RACE_S = 0.2
 """Seconds of a search's races: a third of the usual."""
 
-SHARES = {"checking": 0.4, "searching": 0.75}
+SHARES = {"checking": 0.35, "searching": 0.7}
 """Where in the time the checks and the searches end."""
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from flashtune.core.config import Config
 from flashtune.core.dtypes import DType
+from flashtune.core.nearness import distance
 from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Baseline, Fate, Measurement, Outcome, Provenance, Source, TuningRecord
 from flashtune.core.target import Target, find_target
@@ -143,12 +144,21 @@ def test_the_nearest_n_is_nearest_by_ratio() -> None:
         assert served.record is None if n <= 16 else served.record is not None and served.record.key.n == nearest
 
 
-def test_n_weighs_more_than_rows_and_rows_more_than_heads() -> None:
-    near_n, near_rows, near_heads = record(sized(4096, n_q=512)), record(sized(2048, n_q=1024)), record(sized(2048, batch=64))
+def test_how_full_the_gpu_is_weighs_more_than_how_the_rows_come_about() -> None:
+    near_n, near_rows, near_work = record(sized(4096, n_q=512)), record(sized(2048, n_q=1024)), record(sized(4096, n_q=512, batch=8))
     wanted = sized(4096, n_q=1024)
-    assert choose(wanted, H200, [near_rows, near_n], FAMILIES).record is near_n
-    wanted = sized(2048, n_q=1500)
-    assert choose(wanted, H200, [near_heads, near_rows], FAMILIES).record is near_rows
+    assert choose(wanted, H200, [near_n, near_rows], FAMILIES).record is near_rows
+    assert choose(wanted, H200, [near_n, near_work], FAMILIES).record is near_work
+
+
+@pytest.mark.parametrize("n", [100, 1500])
+def test_near_is_what_a_search_takes_for_near(n: int) -> None:
+    """One distance for both (flashtune.core.nearness), which counts how full the GPU is, too."""
+    wanted = Problem(batch=8, heads=8, kv_heads=4, n_q=1024, n_kv=n, d=128, d_v=128, dtype="bf16", features=Features(causal=True))
+    key = wanted.key("h200")
+    pool = policy.Pool(key, H200, [row for row in SHIPPED if row.key.d == 128], families())
+    apart = [distance(key, row.key) for row in pool.near(key, frozenset())]
+    assert apart == pytest.approx(sorted(apart)) and len(set(apart)) > 20
 
 
 def test_decoding_is_never_served_by_what_was_tuned_for_many_rows() -> None:

@@ -78,9 +78,17 @@ class Pool:
 
     def near(self, key: ProblemKey, suited: frozenset[str]) -> list[TuningRecord]:
         """The records of other keys for which all `suited` families were tried, the nearest first."""
-        n, n_q, heads = stand_in.places(key)
+        n, n_q, heads, work = stand_in.places(key)
         found = [
-            (entry.apart + abs(entry.places[0] - n) + abs(entry.places[1] - n_q) + abs(entry.places[2] - heads), entry.ties, entry.record)
+            (
+                entry.apart
+                + abs(entry.places[0] - n)
+                + abs(entry.places[1] - n_q)
+                + abs(entry.places[2] - heads)
+                + abs(entry.places[3] - work),
+                entry.ties,
+                entry.record,
+            )
             for entry in self._entries
             if suited <= entry.tried and entry.record.key != key
         ]
@@ -106,7 +114,7 @@ class _Entry:
 
     record: TuningRecord
     apart: float
-    places: tuple[float, float, float]
+    places: tuple[float, float, float, float]
     ties: tuple[object, ...]
     tried: frozenset[str]
 

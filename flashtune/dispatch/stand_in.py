@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from flashtune.core.nearness import PER_OCTAVE, SIXTEEN_BITS, distance, octaves
+from flashtune.core.nearness import PER_OCTAVE, PER_WORK_OCTAVE, SIXTEEN_BITS, distance, octaves
 from flashtune.core.problem import DECODE_ROWS, Features, ProblemKey
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import targets
@@ -25,15 +25,15 @@ class Loss:
 
 LOSSES: Mapping[str, Loss] = {
     "head size": Loss(median=0.039, worst=0.249, cases=54),
-    "shared heads": Loss(median=0.008, worst=0.183, cases=36),
+    "shared heads": Loss(median=0.003, worst=0.087, cases=36),
     "features": Loss(median=0.056, worst=0.195, cases=16),
     "dtype": Loss(median=0.002, worst=0.075, cases=77),
     "a full GPU": Loss(median=0.089, worst=0.359, cases=20),
     "n, 1 octaves": Loss(median=0.002, worst=0.037, cases=86),
-    "n, 2 octaves": Loss(median=0.005, worst=0.127, cases=86),
-    "n, 3 octaves": Loss(median=0.027, worst=0.283, cases=85),
-    "n, 4 octaves": Loss(median=0.043, worst=0.459, cases=61),
-    "n, 5 octaves": Loss(median=0.105, worst=0.493, cases=32),
+    "n, 2 octaves": Loss(median=0.004, worst=0.127, cases=86),
+    "n, 3 octaves": Loss(median=0.023, worst=0.218, cases=85),
+    "n, 4 octaves": Loss(median=0.039, worst=0.359, cases=61),
+    "n, 5 octaves": Loss(median=0.086, worst=0.459, cases=32),
 }
 """By what differs, from leaving out the rows of an H200 one at a time: benchmarks/results/2026-11-22-stand-in/losses.json."""
 
@@ -79,10 +79,10 @@ def kinds_apart(theirs: ProblemKey, ours: ProblemKey) -> float:
     return distance(*rounded) + octaves(theirs.d, ours.d) + octaves(theirs.d_v, ours.d_v)
 
 
-def places(key: ProblemKey) -> tuple[float, float, float]:
-    """Where a key lies by N, rows and heads: the differences of two add to the distance of their kinds."""
+def places(key: ProblemKey) -> tuple[float, float, float, float]:
+    """Where a key lies by N, rows, heads and rows of all heads: the differences of two add to the distance of their kinds."""
     n, n_q, heads = (PER_OCTAVE[name] * math.log2(getattr(key, name)) for name in ("n", "n_q", "bh_bucket"))
-    return n, n_q, heads
+    return n, n_q, heads, PER_WORK_OCTAVE * math.log2(key.n_q * key.bh_bucket)
 
 
 def differences(record: TuningRecord, ours: ProblemKey) -> tuple[str, ...]:
