@@ -17,6 +17,7 @@ from pathlib import Path
 from flashtune.core.config import Config
 from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Fate
+from flashtune.core.target import Target
 from flashtune.templates import family
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner import tasks
@@ -130,13 +131,9 @@ COSTS = (
 )
 
 
-def judged(workers: Workers, fault: Fault, *, planted: bool, seed: int) -> tuple[bool, str]:
+def judged(workers: Workers, fault: Fault, source: Source, target: Target, *, planted: bool, seed: int) -> tuple[bool, str]:
     """Whether the gate said what it has to, and what it said."""
-    gpu = local_gpu()
-    assert gpu is not None and gpu.target is not None, "main has looked"
-    stem = "planted" if planted else "right"
-    source = Source(text=fault.text(planted=planted), stem=stem)
-    reply = workers.submit("device", tasks.recheck_on_device, source, fault.problem, gpu.target, seed, limit_s=LIMIT_S).reply()
+    reply = workers.submit("device", tasks.recheck_on_device, source, fault.problem, target, seed, limit_s=LIMIT_S).reply()
     if isinstance(reply, Failed):
         return planted and reply.fate is Fate.CORRECTNESS and fault.says in reply.reason, f"{reply.fate}: {reply.reason}"
     return not planted, f"right, {reply.error:.2f} of the tolerance"
@@ -188,15 +185,27 @@ def main() -> None:
             "check_gate.py plants faults in kernels of compute capability 9.0 and found no such GPU: run it on an H100 or H200"
         )
     rows = []
-    with Workers(jobs=1) as workers:
+    with Workers(jobs=os.cpu_count() or 1) as workers:
+        waiting = []
+        seen = set()
         for fault in FAULTS:
             if options.only in fault.name:
                 for planted in (False, True):
-                    good, said = judged(workers, fault, planted=planted, seed=options.seed)
-                    rows.append({"fault": fault.name, "planted": planted, "as_it_should": good, "said": said})
-                    print(f"{'ok  ' if good else 'BAD '} {fault.name}{'' if planted else ', not planted'}: {said}", flush=True)
-    costs = [] if options.without_costs else [cost(problem, options.seed) for problem in COSTS]
-    for row in costs:
+                    source = Source(text=fault.text(planted=planted), stem="planted" if planted else "right")
+                    # Several faults are planted in one kernel.
+                    if (source.text, fault.problem) not in seen:
+                        seen.add((source.text, fault.problem))
+                        fixed = (source, fault.problem, gpu.target)
+                        compiling = workers.submit("compile", tasks.compile_candidate, *fixed, limit_s=workers.limits.compile_s)
+                        waiting.append((fault, planted, source, compiling))
+        for fault, planted, source, compiling in waiting:
+            compiling.reply()
+            good, said = judged(workers, fault, source, gpu.target, planted=planted, seed=options.seed)
+            rows.append({"fault": fault.name, "planted": planted, "as_it_should": good, "said": said})
+            print(f"{'ok  ' if good else 'BAD '} {fault.name}{'' if planted else ', not planted'}: {said}", flush=True)
+    costs = []
+    for problem in () if options.without_costs else COSTS:
+        costs.append(row := cost(problem, options.seed))
         print(
             "  ".join(f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()), flush=True
         )

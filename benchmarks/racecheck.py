@@ -1,7 +1,7 @@
 """Names the accesses that `compute-sanitizer --tool racecheck` reports in persistent Hopper kernels: `python benchmarks/racecheck.py`.
 
-Every kernel runs once, on a little problem with two programs, so that each goes from tile to tile; before the sanitizer sees it, it is
-compiled and its output compared with float64. Reported addresses are looked up in the disassembled kernel: the instruction, the line of
+Every kernel runs once, on a little problem with two programs, so that each goes from tile to tile, and its output is compared with
+float64. Reported addresses are looked up in the disassembled kernel: the instruction, the line of
 the rendered text that it comes from, and the warps. All of it is printed and written to racecheck.json in the folder named by OUT
 (default: the current one), and what the sanitizer said to racecheck-NAME.txt. `--replace OLD NEW` changes a line of the rendered text
 first, to see what the tool says of a fault that was planted; the output may then be wrong.
@@ -15,9 +15,11 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -185,33 +187,40 @@ def addresses(said: str) -> Counter[str]:
     return Counter(re.findall(r"hazard detected at __shared__ (0x[0-9a-f]+)", said))
 
 
-def sanitized(name: str, replaced: list[str] | None, folder: Path, limit_s: float) -> str:
-    """What racecheck says of one launch; raises SystemExit where there is no such tool."""
+def sanitized(names: list[str], replaced: list[str] | None, folder: Path, limit_s: float) -> dict[str, str]:
+    """What racecheck says of one launch of each kernel, all at once; raises SystemExit where there is no such tool."""
     tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     try:
         options = subprocess.run([tool, "--help"], capture_output=True, text=True, timeout=30).stdout
     except FileNotFoundError:
         raise SystemExit("racecheck.py needs compute-sanitizer, which isn't on the PATH: add CUDA's bin folder") from None
     chosen = ["--kernel-regex", "kns=flash_fwd_hopper"] if "--kernel-regex" in options else []
-    command = [tool, "--tool", "racecheck", "--racecheck-report", "all", "--print-limit", "4000", *chosen]
-    command += [sys.executable, __file__, "--launch", name, *(["--replace", *replaced] if replaced else [])]
-    log = folder / f"racecheck-{name}.txt"
-    with log.open("w") as out:
+    command = [tool, "--tool", "racecheck", "--racecheck-report", "all", "--print-limit", "4000", *chosen, sys.executable, __file__]
+    more = ["--replace", *replaced] if replaced else []
+    logs = {name: folder / f"racecheck-{name}.txt" for name in names}
+    running = {
+        name: subprocess.Popen([*command, "--launch", name, *more], stdout=log.open("w"), stderr=subprocess.STDOUT, start_new_session=True)
+        for name, log in logs.items()
+    }
+    until = time.monotonic() + limit_s
+    for name, process in running.items():
         try:
-            subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, timeout=limit_s, env={**os.environ, "OUT": str(folder)})
+            process.wait(max(1.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:
-            out.write(f"\nstopped after {limit_s:g} s\n")
-    return log.read_text()
+            # With what the sanitizer started.
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            with logs[name].open("a") as log:
+                log.write(f"\nstopped after {limit_s:g} s\n")
+    return {name: log.read_text() for name, log in logs.items()}
 
 
-def report_of(name: str, replaced: list[str] | None, folder: Path, limit_s: float) -> dict[str, object]:
-    """Run one kernel plain, then under racecheck, and say what it reports."""
-    own = [sys.executable, __file__, "--launch", name, *(["--replace", *replaced] if replaced else [])]
-    plain = subprocess.run(own, capture_output=True, text=True, timeout=limit_s, env={**os.environ, "OUT": str(folder)})
-    print(f"== {name}: {' / '.join(plain.stdout.split(chr(10)))}{plain.stderr[-600:] if plain.returncode else ''}", flush=True)
-    if plain.returncode:
-        return {"kernel": name, "failed": plain.stderr[-600:]}
-    said = sanitized(name, replaced, folder, limit_s)
+def report_of(name: str, replaced: list[str] | None, folder: Path, said: str) -> dict[str, object]:
+    """Print and return what racecheck said of a kernel, by instruction and line."""
+    own = [row for row in said.splitlines() if not row.startswith("=====")]
+    print(f"== {name}: {' / '.join(own[-6:])}", flush=True)
+    if not (folder / f"{name}.cubin").exists():
+        return {"kernel": name, "failed": said[-2000:]}
     code, lines = disassembled(folder / f"{name}.cubin"), text_of(name, replaced).splitlines()
 
     def access(kind: str, offset: int) -> Access:
@@ -249,7 +258,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernels", default="running,settling", help=f"of {', '.join(KERNELS)} (default: %(default)s)")
     parser.add_argument("--replace", nargs=2, metavar=("OLD", "NEW"), help="change the rendered text")
-    parser.add_argument("--limit", type=float, default=40.0, help="seconds for each run of a kernel (default: %(default)s)")
+    parser.add_argument("--limit", type=float, default=80.0, help="seconds for all kernels, which run at once (default: %(default)s)")
     parser.add_argument("--launch", choices=KERNELS, help="launch one kernel in this process, and nothing more")
     parser.add_argument("--sites", action="store_true", help="list accesses to shared memory, without a GPU")
     options = parser.parse_args()
@@ -262,7 +271,9 @@ def main() -> None:
             for name in options.kernels.split(","):
                 sites(name, options.replace, Path(place))
         return
-    found = [report_of(name, options.replace, folder, options.limit) for name in options.kernels.split(",")]
+    names = options.kernels.split(",")
+    said = sanitized(names, options.replace, folder, options.limit)
+    found = [report_of(name, options.replace, folder, said[name]) for name in names]
     (folder / "racecheck.json").write_text(json.dumps(found, indent=1))
 
 
