@@ -157,10 +157,12 @@ def test_without_triton_the_framework_serves(monkeypatch: pytest.MonkeyPatch) ->
     torch.testing.assert_close(dispatch.attention(Q, Q, Q), F.scaled_dot_product_attention(Q, Q, Q))
 
 
-def test_importing_and_calling_on_the_cpu_loads_no_tuner_no_sql_and_no_jinja_even_in_torchs_place_before_the_import() -> None:
+def test_what_a_first_call_needs_is_all_that_is_imported_even_in_torchs_place_before_the_import() -> None:
+    """A new process waits for every import: neither the tuner and what it takes, nor any compiler, nor what measures."""
     code = """
 import sys, torch
 import torch.nn.functional as F
+before = set(sys.modules)
 own, q = F.scaled_dot_product_attention, torch.randn(1, 2, 8, 16)
 def ours(*arguments, **words):
     from flashtune import dispatch
@@ -169,9 +171,16 @@ F.scaled_dot_product_attention = ours
 assert torch.equal(F.scaled_dot_product_attention(q, q, q, is_causal=True), own(q, q, q, is_causal=True))
 torch.nn.TransformerEncoderLayer(16, 2, 16, batch_first=True)(q[0]).sum().backward()
 from flashtune import dispatch
+from flashtune.core.problem import Problem
+from flashtune.dispatch.launch.recording import Tensor, record
 dispatch.explain(q, q, q)
-print(sorted({name.split(".")[0] for name in sys.modules} & {"optuna", "sqlalchemy", "alembic", "jinja2", "click", "rich"}))
-print([name for name in sys.modules if name.startswith(("flashtune.tuner", "flashtune.db.store", "torch._dynamo", "torch._inductor"))])
+dispatch.explain_problem(Problem(batch=1, heads=16, kv_heads=16, n_q=512, n_kv=512, d=128, d_v=128, dtype="bf16"), "h200")
+assert record(lambda q: [(lambda: None, (1,), (q[1:],), {})], [q], {"q": Tensor(0)}) is not None
+new = set(sys.modules) - before
+tools = {"optuna", "sqlalchemy", "alembic", "jinja2", "click", "rich", "triton", "sympy", "statistics"}
+print(sorted({name.split(".")[0] for name in new} & tools))
+rooms = ("flashtune.tuner", "flashtune.profiler", "flashtune.cli", "flashtune.db.store", "flashtune.templates.rendering")
+print([name for name in new if name.startswith((*rooms, "torch._dynamo", "torch._inductor"))])
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split("\n")[:2] == ["[]", "[]"], run.stdout

@@ -1,6 +1,5 @@
 """What became of a trial (`Outcome`), how fast it was (`Measurement`), and what is kept of it (`TuningRecord`)."""
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
@@ -45,6 +44,9 @@ class Measurement:
     @classmethod
     def of(cls, times_us: Sequence[float]) -> "Measurement":
         """The quantiles of `times_us` (at least one sample)."""
+        # It imports fractions and decimals, which nobody needs whose rows are there already.
+        import statistics
+
         ordered = sorted(times_us)
         last = len(ordered) - 1
         return cls(

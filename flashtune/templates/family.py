@@ -31,15 +31,18 @@ flashtune.core.reference defines the numbers.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import combinations, product
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from flashtune.core.config import Config, Direction, KernelSpec, Value
 from flashtune.core.errors import InputError
 from flashtune.core.problem import Problem, next_power_of_two
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +193,7 @@ class Family:
             if all(constraint.holds(config, spec, target) for constraint in whole):
                 yield config
 
-    def _allowed(self, spec: KernelSpec, target: Target) -> NDArray[np.bool_]:
+    def _allowed(self, spec: KernelSpec, target: Target) -> "NDArray[np.bool_]":
         """Whether each point of the space, an axis to a dimension, keeps the constraints that say which axes they read."""
         allowed = np.ones([len(axis.values) for axis in self.axes], dtype=bool)
         for constraint in self.constraints:

@@ -88,6 +88,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.work: str | None = None
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Newer versions of torch would import the whole compiler (seconds) to keep it out of here.
+        return False
+
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         name = function._schema.name
         if name not in _HARMLESS:
