@@ -208,6 +208,10 @@ def _of_floats(operation: Callable[..., np.ndarray]) -> Callable[..., np.ndarray
     return operate
 
 
+def _signed(register: np.ndarray) -> np.ndarray:
+    return register.astype(np.uint32).view(np.int32)
+
+
 INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     **{f"mov.b{bits}": lambda x: x for bits in (32, 64)},
     **{f"add.s{bits}": lambda x, y: x + y for bits in (32, 64)},
@@ -216,6 +220,8 @@ INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "xor.b32": lambda x, y: x ^ y,
     "shf.l.wrap.b32": lambda low, high, distance: high << distance | low >> (32 - distance),
     "setp.ne.u32": lambda x, y: (x != y).astype(np.uint64),
+    "setp.ge.s32": lambda x, y: (_signed(x) >= _signed(y)).astype(np.uint64),
+    "setp.le.s32": lambda x, y: (_signed(x) <= _signed(y)).astype(np.uint64),
     "selp.f32": lambda x, y, chosen: np.where(chosen != 0, x, y),
     "abs.f16x2": lambda x: x & 0x7FFF7FFF,
     "set.geu.u32.f16x2": _set_geu,

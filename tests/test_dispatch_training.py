@@ -84,6 +84,8 @@ def test_torch_serves_gradients_until_a_backward_was_measured_on_the_architectur
     allowed = resolve.Memo(replace(memo.settings, unmeasured=True))
     monkeypatch.setattr(allowed, "pool", lambda key, target: [])
     found, _ = resolve.gradient_choice(allowed, PROBLEM, H200)
+    assert found is not None and found.family is not None and found.family.name == "flash_bwd_hopper"
+    found, _ = resolve.gradient_choice(allowed, PROBLEM, H200, repeatable=True)
     assert found is not None and found.family is not None and found.family.name == "flash_bwd"
     # A measured backward needs no leave; one of the forward says nothing.
     measured = record(replace(PROBLEM, direction="bwd"), template="flash_bwd", config=found.config, framework_us=2e4)

@@ -86,13 +86,24 @@ def test_a_backward_is_predicted_as_a_whole() -> None:
 
 def test_a_search_orders_candidates_by_what_is_expected_of_them() -> None:
     space = SearchSpace(families(), BIG, H200)
-    assert list(space.families) == ["flash_bwd"]
-    chosen = family("flash_bwd")
+    assert list(space.families) == ["flash_bwd_hopper", "flash_bwd"]
     times = {
-        start.config: predict_us(start.config, chosen.expected(start.config, space.spec, H200) or FACTS, BIG, H200)
-        for start in space.starts()
+        name: [
+            predict_us(config, chosen.expected(config, space.spec, H200) or FACTS, BIG, H200) for config in chosen.starts(space.spec, H200)
+        ]
+        for name, chosen in space.families.items()
     }
-    assert len(set(times.values())) > 1 and max(times.values()) < float("inf")
+    assert all(max(found) < float("inf") for found in times.values()) and len(set(times["flash_bwd"])) > 1
+    # Five products for seven.
+    assert max(times["flash_bwd_hopper"]) < min(times["flash_bwd"])
+    fused = space.families["flash_bwd_hopper"]
+    config = fused.default(space.spec, H200)
+    facts = fused.expected(config, space.spec, H200) or FACTS
+    us = predict_us(config, facts, BIG, H200)
+    assert predict_us(config.replace(num_stages=1), facts, BIG, H200) > us
+    assert predict_us(config, replace(facts, spills=2000), BIG, H200) > us
+    assert predict_us(config, replace(facts, registers=255, threads=512), BIG, H200) == float("inf")
+    assert 0.4 * us < predict_us(config, facts, replace(BIG, features=Features(causal=True)), H200) < 0.75 * us
 
 
 def test_machine_code_is_built_from_launches_of_its_own_pass() -> None:

@@ -79,8 +79,8 @@ def attention(
         sinks: attention sinks, (Hq,) or (B, Hq), float32 or in the output's dtype: a logit per query head (finite or -inf) that joins each
             softmax's denominator, as one more key whose value is 0 would; neither scaled, capped nor masked. As in GPT-OSS, where it
             is learned. It is part of the LSE, which for rows with nothing else to attend to is the sink.
-        deterministic: gradients are to be the same bits every time, as torch.use_deterministic_algorithms asks of all operations. Those of
-            kernels always are; where torch serves them, it takes its math backend, with memory for all scores.
+        deterministic: gradients are to be the same bits every time, as torch.use_deterministic_algorithms asks of all operations. Kernels
+            that add up in no fixed order don't serve them then; where torch does, it takes its math backend, with memory for all scores.
 
     flashtune.dispatch.policy.rank states which kernel serves a call. Torch's own operations serve it, with every feature and gradients,
     on the CPU, for float64, for unseeded dropout while a CUDA graph is captured, and wherever no kernel does. A call whose gradient is

@@ -287,9 +287,10 @@ def trained(
     given = dict(zip(PER_HEAD, (per_head or PerHead()).views(call), strict=True))
     bits = None if seed is None else signed(seed_bits(seed))
     sides = call.band.keywords()
-    numbers = (call.dropout_p, call.scale, sides["window_left"], sides["window_right"], call.softcap, causal_alignment, allow_tf32)
+    numbers = (call.dropout_p, call.scale, sides["window_left"], sides["window_right"], call.softcap, causal_alignment)
+    flags = allow_tf32, call.deterministic
     out, lse, _ = torch.ops.flashtune.attention_training(
-        q, k, v, call.small_mask(attn_mask), given["alibi_slopes"], given["sinks"], bits, *numbers
+        q, k, v, call.small_mask(attn_mask), given["alibi_slopes"], given["sinks"], bits, *numbers, *flags
     )
     return call.restored(out), call.restored(lse) if call.return_lse else None
 

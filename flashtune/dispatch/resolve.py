@@ -201,7 +201,7 @@ def candidates(
         torch_only = f"kernels take float16, bfloat16, float32 and float8_e4m3fn, not {str(call.dtype).removeprefix('torch.')}"
     if torch_only == GRADIENT and problem is not None:
         target = devices.target_of(call.device)
-        chosen, why = gradient_choice(memo, problem, target)
+        chosen, why = gradient_choice(memo, problem, target, repeatable=call.deterministic)
         forward = None
         if chosen is not None:
             # The forward's kernel hands on the LSE.
@@ -267,15 +267,17 @@ def candidates(
             failed.add(family.name)
 
 
-def gradient_choice(memo: Memo, problem: Problem, target: Target) -> tuple[Choice | None, str]:
-    """The backward kernel that is trusted with `problem` on `target`, or None and why torch is.
+def gradient_choice(memo: Memo, problem: Problem, target: Target, *, repeatable: bool = False) -> tuple[Choice | None, str]:
+    """The backward kernel that is trusted with `problem` on `target`, or None and why torch is; `repeatable` asks for the same bits
+    every time.
 
     What was never raced on the GPU's architecture serves only those who allow what is unmeasured, in the interpreter, too; so does what
     torch does in less than the host needs for the launches. Torch has the gradient of every feature.
     """
     trained = replace(problem, direction="bwd")
     pool = memo.pool(trained.key(target.slug), target)
-    ranked = rank(trained, target, pool, families(), framework_serves=True, unmeasured=memo.unmeasured)
+    known = _repeatable(families()) if repeatable else families()
+    ranked = rank(trained, target, pool, known, framework_serves=True, unmeasured=memo.unmeasured)
     chosen = next(choice for choice in ranked if isinstance(choice, Choice))
     if chosen.family is not None:
         record = chosen.record
@@ -289,6 +291,10 @@ def gradient_choice(memo: Memo, problem: Problem, target: Target) -> tuple[Choic
     return None, f"no backward kernel was measured on GPUs like {target.name} (FLASHTUNE_UNMEASURED=1 lets those serve that weren't)"
 
 
+def _repeatable(found: Mapping[str, Family]) -> dict[str, Family]:
+    return {name: family for name, family in found.items() if family.repeatable}
+
+
 def gradient_kernels(
     memo: Memo, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
 ) -> Iterator[tuple[Variant, ModuleType]]:
@@ -297,6 +303,8 @@ def gradient_kernels(
         return
     problem = replace(call.problem, direction="bwd")
     target, known, records = _surroundings(memo, call, problem)
+    if call.deterministic or torch.are_deterministic_algorithms_enabled():
+        known = _repeatable(known)
     for choice in rank(problem, target, records, known, framework_serves=False):
         if isinstance(choice, Choice) and choice.family is not None:
             variant = _variant(choice, choice.family)

@@ -1,8 +1,8 @@
 """Calls whose gradient is needed, as operators of torch: a forward's kernel keeps the LSE, and a backward's kernel goes on from there.
 
 `torch.ops.flashtune.attention_training` and `torch.ops.flashtune.attention_gradients` are opaque to compilers. What lies between them
-is the output, the LSE and 64 bits that dropout's mask follows from; nothing is as large as the scores. flash_bwd adds up in a fixed order,
-so that the gradients of a call are the same bits every time.
+is the output, the LSE and 64 bits that dropout's mask follows from; nothing is as large as the scores. Where gradients are to be the same
+bits every time, only families serve that add up in a fixed order.
 """
 
 import threading
@@ -20,7 +20,7 @@ from flashtune.dispatch.arguments import parse, seed_bits, signed
 from flashtune.dispatch.call import PerHead
 from flashtune.dispatch.plans import out_strides, random_bits
 
-_NUMBERS = "float dropout_p, float scale, int left, int right, float softcap, str causal_alignment, bool allow_tf32"
+_NUMBERS = "float dropout_p, float scale, int left, int right, float softcap, str causal_alignment, bool allow_tf32, bool deterministic"
 _PER_HEAD = "Tensor? alibi_slopes, Tensor? sinks"
 _FORWARD = f"(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, {_PER_HEAD}, int? seed, {_NUMBERS}) -> (Tensor, Tensor, Tensor)"
 _BACKWARD = (
@@ -52,6 +52,7 @@ def define(eager: Callable[..., Any]) -> None:
         softcap: float,
         causal_alignment: str,
         allow_tf32: bool,
+        deterministic: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         bits = 0
         if dropout_p:
@@ -173,6 +174,7 @@ def _gradients(
     softcap: float,
     causal_alignment: str,
     allow_tf32: bool,
+    deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients by the best backward kernel that takes the call, else by the formula."""
     call = parse(
@@ -187,6 +189,7 @@ def _gradients(
         softcap=softcap,
         causal_alignment=causal_alignment,
         allow_tf32=allow_tf32,
+        deterministic=deterministic,
         per_head=PerHead(alibi_slopes=alibi_slopes, sinks=sinks),
     )
     given = CallParameters(

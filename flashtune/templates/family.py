@@ -104,6 +104,7 @@ class Family:
     tiles). `interpretable` says whether Triton's interpreter runs it. `folder` is where its template lies.
     `layout` is what follows from a spec and a config; the template knows it as `layout`.
     `path_axes` are the axes that change which code is rendered, so that two configs that agree in them share a code path.
+    `repeatable` says whether a launch writes the same bits every time.
     `expected` is what the compiler will say of a config, as far as it can be told before it is asked; searches order candidates by it.
     `repeats` says whether two launches of a config on the same inputs write the same bits, wherever scores are within float32 of one
     another (decision 0014); the gate then holds it to that.
@@ -121,6 +122,7 @@ class Family:
     suits: Callable[[Problem, Target], str | None] = any_sizes
     layout: Callable[[KernelSpec, Config], object] = no_layout
     path_axes: tuple[str, ...] = field(default=())
+    repeatable: bool = True
     expected: Callable[[Config, KernelSpec, Target], CompileFacts | None] = nothing_expected
     repeats: Callable[[Config], bool] = same_bits
 

@@ -18,6 +18,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.backward import flash_bwd
+from flashtune.templates.backward.hopper_layout import BackwardLayout
 from flashtune.templates.decode.flash_decode import few_rows, row_splits, split_count
 from flashtune.templates.family import padded
 from flashtune.templates.hopper.layout import HopperLayout
@@ -79,6 +80,8 @@ class Constants:
     """Clocks to draw a tile."""
     spill_clocks_per_byte: float = 0.019
     """Clocks per key block for each byte that all threads of a program spill together."""
+    sum_bytes_per_clock: float = 17.0
+    """Bytes of float32 sums per clock that one SM adds up in L2; flash-attention's pull request 2889 gives some 30 GB/s an SM."""
     launch_us: float = 4.7
     """Fixed cost of a launch on the GPU."""
     memory_latency: float = 1600.0
@@ -125,7 +128,8 @@ def predict_us(config: Config, facts: CompileFacts, problem: Problem, target: Ta
     """The estimated run time in microseconds; infinite where the program doesn't fit on an SM."""
     c = constants
     if problem.direction == "bwd":
-        return _backward_us(config, facts, problem, target, c)
+        fused = "dq_sums" in config
+        return (_fused_backward_us if fused else _backward_us)(config, facts, problem, target, c)
     resident = programs_per_sm(facts, target)
     if resident == 0:
         return math.inf
@@ -203,6 +207,34 @@ def _backward_us(config: Config, facts: CompileFacts, problem: Problem, target: 
         uneven = 1.0 if balanced else math.ceil(programs / slots) * slots / programs
         total += (p.batch * blocks * per_block + programs * c.tile_overhead / active) / target.sms * uneven / target.boost_mhz
     return total
+
+
+def _fused_backward_us(config: Config, facts: CompileFacts, problem: Problem, target: Target, c: Constants) -> float:
+    """Microseconds of a whole backward of one kernel, with what prepares its rows and what converts the sums of dQ.
+
+    The forward's constants, at other products; nothing of it was fitted to measured backward kernels yet.
+    """
+    if programs_per_sm(facts, target) == 0:
+        return math.inf
+    p, size, layout = problem, ITEMSIZE[problem.dtype], BackwardLayout.of(problem.spec(), config)
+    block_m, block_n = config.number("BLOCK_M"), config.number("BLOCK_N")
+    turned = Band(left=p.band.right, right=p.band.left, diagonal=-p.band.diagonal)
+    blocks = _blocks(turned, p.n_kv, p.n_q, block_n, block_m) * p.heads * p.batch
+    scores, d, d_v = block_m * block_n, layout.block_d, layout.block_dv
+    peak_per_clock = target.peak_tflops[p.dtype] * 1e6 / target.sms / target.boost_mhz
+    matrix = 2 * scores * (3 * d + 2 * d_v) / peak_per_clock / c.matrix_efficiency
+    softmax = scores / target.exp_per_clock + c.vector_ops_per_score * scores / c.vector_lanes
+    sums = 4 * block_m * d / c.sum_bytes_per_clock
+    memory = block_m * (d + d_v) * size / c.l2_bytes_per_clock
+    busy = max(matrix + softmax - c.overlap_shared * min(matrix, softmax), sums + memory)
+    latency = c.load_latency if config.number("num_stages") == 1 else 0.0
+    per_block = busy + c.spill_clocks_per_byte * facts.spills * facts.threads + c.block_overhead + latency
+    programs = p.batch * p.kv_heads * math.ceil(p.n_kv / block_n)
+    uneven = 1.0 if p.features.banded and config["section"] != 1 else math.ceil(programs / target.sms) * target.sms / programs
+    clocks = (blocks * per_block + programs * c.tile_overhead) / target.sms * uneven
+    # O and dO are read and sums zeroed, then these are read and dQ is written.
+    rows_us = p.batch * p.heads * p.n_q * (2 * d_v * size + 8 * d + d * size) / (target.bandwidth_gbs * 1e3)
+    return c.launch_us + 2 * c.second_launch_us + rows_us + clocks / target.boost_mhz
 
 
 def _blocks(band: Band, rows: int, columns: int, block_rows: int, block_columns: int) -> int:

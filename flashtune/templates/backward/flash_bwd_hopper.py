@@ -1,0 +1,109 @@
+"""The family `flash_bwd_hopper`: warp-specialised attention backward for Hopper in Gluon, in five products.
+
+Tiles and roles are those of FlashAttention-3's backward (Shah et al., 2024) as far as Triton can express them; what is shared, a program's
+tile of keys and two warpgroups of 64 of them, is in `_hopper_roles.jinja`.
+"""
+
+from flashtune.core.config import Config, KernelSpec
+from flashtune.core.results import CompileFacts
+from flashtune.core.target import Target
+from flashtune.templates.backward.hopper_layout import BackwardLayout
+from flashtune.templates.family import Axis, Constraint, Family, padded
+
+AXES = (
+    Axis(name="BLOCK_M", values=(64, 128), why="query rows of a block: fewer steps and barriers against registers"),
+    Axis(name="BLOCK_N", values=(128,), why="keys of a program, 64 for each of its warpgroups"),
+    Axis(name="num_stages", values=(1, 2, 3), why="blocks of Q and dO in flight: latency hidden against shared memory"),
+    Axis(name="dq_sums", values=("registers", "tma"), why="who adds dQ up in memory: threads at once, or the copy engine by shared memory"),
+    Axis(name="section", values=(1, 2, 4, 8, 16), why="heads that run side by side: a triangle's balance against queries that stay in L2"),
+)
+
+
+CONSTRAINTS = (
+    Constraint(
+        name="shared memory",
+        holds=lambda c, s, t: BackwardLayout.of(s, c).shared_bytes <= t.shared_bytes_per_block,
+        why="keys, values, the stages of queries and dO, and dS live in shared memory",
+        axes=("BLOCK_M", "BLOCK_N", "num_stages", "dq_sums"),
+    ),
+    Constraint(
+        name="registers",
+        holds=lambda c, s, t: BackwardLayout.of(s, c).live_registers <= BackwardLayout.of(s, c).consumer_registers - 16,
+        why="both scores and the sums of dK and dV live in a warpgroup's registers",
+        axes=("BLOCK_M", "BLOCK_N"),
+    ),
+    Constraint(
+        name="parts of dQ",
+        holds=lambda c, s, t: BackwardLayout.of(s, c).part_d >= 32,
+        why="a tile of keys can be divided by no fewer columns",
+        axes=("BLOCK_M", "BLOCK_N"),
+    ),
+)
+
+
+def supports(spec: KernelSpec, target: Target) -> str | None:
+    """Why this family can't serve `spec` on `target`, or None."""
+    f = spec
+    if spec.direction != "bwd":
+        return f"flash_bwd_hopper computes the backward pass, not {spec.direction!r}"
+    if not target.is_hopper:
+        return f"flash_bwd_hopper needs compute capability 9.0, which {target.name} is not"
+    if spec.dtype not in ("fp16", "bf16"):
+        return f"flash_bwd_hopper takes fp16 and bf16, not {spec.dtype}"
+    if spec.d % 8 or spec.d_v % 8:
+        return f"flash_bwd_hopper needs head sizes that are multiples of 8 (TMA), not {spec.d} and {spec.d_v}"
+    if padded(spec.d) not in (64, 128) or padded(spec.d_v) not in (64, 128) or padded(spec.d_v) > padded(spec.d):
+        return f"flash_bwd_hopper has registers for head sizes from 33 to 128, those of v no larger, not {spec.d} and {spec.d_v}"
+    lacking = [
+        name for name, has in (("masks", f.mask != "none"), ("dropout", f.dropout), ("softcap", f.softcap), ("ALiBi", f.alibi)) if has
+    ]
+    if lacking:
+        return f"flash_bwd_hopper has no {lacking[0]}"
+    return None
+
+
+def starts(spec: KernelSpec, target: Target) -> list[Config]:
+    """The tiles that fit, with both ways for dQ, as far as they keep the constraints."""
+    tiles = [(64, 2, "tma"), (64, 2, "registers"), (64, 3, "registers")]
+    if padded(spec.d) == 64:
+        tiles = [(64, 3, "registers"), (128, 2, "tma"), (64, 3, "tma"), (64, 2, "registers"), (128, 2, "registers")]
+    found = [
+        Config.of(BLOCK_M=block_m, BLOCK_N=128, num_stages=stages, dq_sums=dq_sums, section=section)
+        for section in ((4, 1) if spec.causal else (1, 4))
+        for block_m, stages, dq_sums in tiles
+    ]
+    return [config for config in found if FAMILY.violated(config, spec, target) is None]
+
+
+def default(spec: KernelSpec, target: Target) -> Config:
+    """The first of `starts`."""
+    return starts(spec, target)[0]
+
+
+def expected(config: Config, spec: KernelSpec, target: Target) -> CompileFacts:
+    """What the compiler will say: the register file is shared out by the kernel itself, and its tiles are all of its memory."""
+    layout = BackwardLayout.of(spec, config)
+    return CompileFacts(
+        registers=168,
+        spills=0,
+        shared_bytes=min(layout.shared_bytes, target.shared_bytes_per_block),
+        threads=128 * (layout.consumers + 1),
+    )
+
+
+FAMILY = Family(
+    name="flash_bwd_hopper",
+    folder="backward",
+    direction="bwd",
+    axes=AXES,
+    constraints=CONSTRAINTS,
+    supports=supports,
+    default=default,
+    starts=starts,
+    expected=expected,
+    interpretable=False,
+    layout=BackwardLayout.of,
+    path_axes=("BLOCK_M", "num_stages", "dq_sums"),
+    repeatable=False,
+)
+"""Attention backward for Hopper."""

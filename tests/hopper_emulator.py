@@ -1,0 +1,347 @@
+"""A stand-in for a Hopper GPU that computes: the rendered text of a warp-specialised kernel runs on torch's tensors, its roles as threads.
+
+What is real: the kernel's own functions, tiles of shared memory and views of them, barriers with their phases and counts, hardware
+barriers, copies that land at any time, products and copies that read shared memory at any time until they are waited for. Memory starts
+as NaN. What isn't: layouts, and how threads of a warpgroup share its work.
+"""
+
+import random
+import threading
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from hopper_kernels import Launch, Truncate, assembly, functions_of
+from hopper_protocol import Number
+
+
+class Array(torch.Tensor):
+    """A tensor in registers; layouts mean nothing here."""
+
+    type = SimpleNamespace(layout=None)  # type: ignore[assignment]
+
+
+def array(values: torch.Tensor) -> Array:
+    return values.as_subclass(Array)  # type: ignore[return-value]
+
+
+class Tile:
+    """A view of shared memory."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+    def index(self, place: int) -> "Tile":
+        assert 0 <= place < self.values.shape[0]
+        return Tile(self.values[int(place)])
+
+    def reshape(self, shape: list[int]) -> "Tile":
+        return Tile(self.values.view(shape))
+
+    def permute(self, order: tuple[int, ...]) -> "Tile":
+        return Tile(self.values.permute(order))
+
+    def slice(self, first: int, width: int, axis: int) -> "Tile":
+        return Tile(self.values.narrow(axis, first, width))
+
+    def store(self, values: torch.Tensor) -> None:
+        assert values.dtype == self.values.dtype
+        assert values.shape == self.values.shape
+        self.values.copy_(values)
+
+    def load(self, _layout: Any) -> Array:
+        return array(self.values.clone())
+
+
+class Barrier:
+    """A barrier in shared memory."""
+
+    def __init__(self) -> None:
+        self.count = self.pending = self.bytes = self.phase = 0
+
+    def index(self, place: int) -> "Barrier":
+        assert place == 0
+        return self
+
+    def advance(self) -> None:
+        assert self.pending >= 0, "more arrivals than a phase has"
+        if self.pending == 0 and self.bytes == 0:
+            self.phase, self.pending = self.phase + 1, self.count
+
+
+class Barriers(list[Barrier]):
+    """Some of them."""
+
+    def index(self, place: int) -> Barrier:  # type: ignore[override]
+        return self[int(place)]
+
+
+class Pointer:
+    """An address, or one for each element of a tensor, in a flat tensor."""
+
+    def __init__(self, memory: torch.Tensor, offset: Any = 0) -> None:
+        self.memory, self.offset = memory, offset
+
+    def __add__(self, other: Any) -> "Pointer":
+        return Pointer(self.memory, self.offset + other)
+
+
+class Product:
+    """A product under way."""
+
+    def __init__(self, left: Any, right: Tile, sum: Any) -> None:
+        self._left, self._right, self._sum, self.found = left, right, sum, None
+
+    def finish(self) -> None:
+        left = (self._left.values if isinstance(self._left, Tile) else self._left).float()
+        start = self._sum.found if isinstance(self._sum, Product) else self._sum
+        product = left @ self._right.values.float()
+        self.found = array(product if start is None else start + product)
+
+
+class Role:
+    """A warpgroup or a warp of one program."""
+
+    def __init__(self, machine: "Machine", threads: int, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        self.threads, self.name = threads, f"{work.__name__} {arguments[-1]}"
+        self.ready: Callable[[], bool] = lambda: True
+        self.products: list[Product] = []
+        self.leaving: list[Callable[[], None]] = []
+        self.done = False
+        self.error: BaseException | None = None
+        self.turn = threading.Semaphore(0)
+
+        def run() -> None:
+            self.turn.acquire()
+            try:
+                if not machine.over:
+                    work(*arguments)
+                    assert not self.products, "products that nobody waited for"
+                    assert not self.leaving, "copies that nobody waited for"
+            except SystemExit:
+                pass
+            except BaseException as error:
+                self.error = error
+            self.done = True
+            machine.scheduler.release()
+
+        self.thread = threading.Thread(target=run, daemon=True)
+        self.thread.start()
+
+
+class Machine:
+    """One program of a launch at a time, in an order of events that `seed` draws."""
+
+    def __init__(self, module: ModuleType, launch: Launch, *, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._kernel, (self._programs,), self._arguments, _ = launch
+        self._dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[str(module.DTYPE.value)]
+        stand_ins = self._stand_ins()
+        names = [name for name, value in vars(module).items() if type(value).__name__ == "GluonJITFunction" and name not in stand_ins]
+        self._run = functions_of(module, tuple(names), stand_ins, Truncate())[self._kernel.__name__]
+
+    def run(self) -> None:
+        """Runs every program to its end; raises AssertionError where all wait for one another."""
+        for program in range(self._programs):
+            self._program = program
+            self._roles: list[Role] = []
+            self._copies: list[Callable[[], None]] = []
+            self._named: dict[int, list[int]] = {}
+            self.scheduler, self.over = threading.Semaphore(0), False
+            self._run(*map(self._argument, self._arguments))
+            try:
+                self._play()
+            finally:
+                self.over = True
+                for role in self._roles:
+                    role.turn.release()
+                    role.thread.join()
+            assert not any(state[0] for state in self._named.values()), "a hardware barrier is left with arrivals"
+
+    def _play(self) -> None:
+        while not all(role.done for role in self._roles):
+            able = [role for role in self._roles if not role.done and role.ready()]
+            assert able or self._copies, "all wait: " + ", ".join(role.name for role in self._roles if not role.done)
+            place = self._random.randrange(len(able) + len(self._copies))
+            if place >= len(able):
+                self._copies.pop(place - len(able))()
+                continue
+            self._role = able[place]
+            self._role.turn.release()
+            self.scheduler.acquire()
+            if self._role.error:
+                raise self._role.error
+
+    def _pause(self, ready: Callable[[], bool] = lambda: True) -> None:
+        role = self._role
+        role.ready = ready
+        self.scheduler.release()
+        role.turn.acquire()
+        if self.over:
+            raise SystemExit
+
+    def _argument(self, value: Any) -> Any:
+        if hasattr(value, "block_shape"):
+            nbytes = value.base.element_size() * torch.Size(value.block_shape).numel()
+            memory = value.base.as_strided(value.shape, value.strides)
+            return SimpleNamespace(memory=memory, block=value.block_shape, layout=None, block_type=SimpleNamespace(nbytes=nbytes))
+        if isinstance(value, torch.Tensor):
+            return Pointer(value.view(-1))
+        return Number(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+    def _box(self, desc: Any, corner: list[int]) -> tuple[torch.Tensor, tuple[slice, ...]]:
+        """What of memory a tile at `corner` covers, and where in the tile that is."""
+        ends = [min(int(place) + width, size) for place, width, size in zip(corner, desc.block, desc.memory.shape, strict=True)]
+        assert all(place >= 0 for place in corner)
+        inside = tuple(slice(int(place), max(end, int(place))) for place, end in zip(corner, ends, strict=True))
+        return desc.memory[inside], tuple(slice(0, part.stop - part.start) for part in inside)
+
+    def _load(self, desc: Any, corner: list[int], barrier: Barrier, tile: Tile) -> None:
+        self._pause()
+        tile.values.fill_(float("nan"))
+
+        def land() -> None:
+            source, inside = self._box(desc, corner)
+            tile.values.zero_()
+            tile.values[inside] = source
+            barrier.bytes -= desc.block_type.nbytes
+            barrier.advance()
+
+        self._copies.append(land)
+
+    def _leave(self, add: bool) -> Callable[[Any, list[int], Tile], None]:
+        def leave(desc: Any, corner: list[int], tile: Tile) -> None:
+            self._pause()
+
+            def go() -> None:
+                target, inside = self._box(desc, corner)
+                target.copy_(target + tile.values[inside] if add else tile.values[inside])
+
+            self._role.leaving.append(go)
+
+        return leave
+
+    def _leave_up_to(self, number: int) -> None:
+        self._pause()
+        while len(self._role.leaving) > number:
+            self._role.leaving.pop(0)()
+
+    def _wait(self, barrier: Barrier, phase: int) -> None:
+        self._pause(lambda: barrier.phase % 2 != phase)
+
+    def _arrive(self, barrier: Barrier, count: int = 1) -> None:
+        self._pause()
+        barrier.pending -= count
+        barrier.advance()
+
+    def _expect(self, barrier: Barrier, nbytes: int) -> None:
+        self._pause()
+        barrier.bytes += nbytes
+        barrier.pending -= 1
+        barrier.advance()
+
+    def _init(self, barrier: Barrier, count: int) -> None:
+        barrier.count = barrier.pending = count
+
+    def _multiply(self, left: Any, right: Tile, sum: Any, use_acc: bool = True, is_async: bool = False) -> Product:
+        self._pause()
+        assert is_async
+        found = Product(left, right, sum if use_acc else None)
+        self._role.products.append(found)
+        if self._random.random() < 0.3:
+            self._finish(0)
+        return found
+
+    def _finish(self, number: int) -> None:
+        while len(self._role.products) > number:
+            self._role.products.pop(0).finish()
+
+    def _products_left(self, number: int, deps: list[Product]) -> Any:
+        self._pause()
+        self._finish(number)
+        found = [dep if isinstance(dep, Product) else SimpleNamespace(found=dep) for dep in deps]
+        assert all(dep not in self._role.products for dep in found), "what is taken is still under way"
+        return found[0].found if len(found) == 1 else tuple(dep.found for dep in found)
+
+    def _assembly(self, text: str, constraints: str, arguments: list[Any], **keywords: Any) -> Any:
+        if any(isinstance(argument, torch.Tensor) for argument in arguments):
+            kinds = {torch.float32: np.float32, torch.int32: np.int32, torch.int64: np.int32}
+            held = [argument.numpy().astype(kinds[argument.dtype]) for argument in arguments]
+            found = assembly(text, constraints, held, **keywords | {"dtype": kinds[keywords["dtype"]]})
+            return array(torch.from_numpy(np.asarray(found)))
+        if "bar." not in text:
+            assert text == "mov.b32 $0, $1;"
+            return Number(arguments[0])
+        barrier, threads = (int(argument) for argument in arguments)
+        assert 5 <= barrier < 16
+        self._pause()
+        state = self._named.setdefault(barrier, [0, 0])
+        state[0] += self._role.threads
+        opened = state[1]
+        assert state[0] <= threads, f"more than {threads} threads at barrier {barrier}"
+        if state[0] == threads:
+            state[:] = 0, opened + 1
+        if "bar.sync" in text:
+            self._pause(lambda: state[1] > opened)
+        return Number(0)
+
+    def _allocate(self, dtype: Any, shape: list[int], _layout: Any) -> Any:
+        if dtype is torch.int64:
+            return Barriers(Barrier() for _ in range(shape[0]))
+        return Tile(torch.full([int(size) for size in shape], float("nan"), dtype=dtype))
+
+    def _stand_ins(self) -> dict[str, Any]:
+        def least(choose: Callable[..., int], of_tensors: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda a, b: (
+                array(of_tensors(torch.as_tensor(a), torch.as_tensor(b)))
+                if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor)
+                else Number(choose(a, b))
+            )
+
+        def where(condition: Any, one: Any, other: Any) -> Any:
+            return torch.where(condition, one, other) if isinstance(condition, torch.Tensor) else one if condition else other
+
+        def add(place: Pointer, values: torch.Tensor, sem: str) -> None:
+            place.memory.index_add_(0, place.offset.as_subclass(torch.Tensor), values.as_subclass(torch.Tensor))
+
+        def start(roles: list[tuple[Callable[..., None], tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
+            assert len(roles) == len(warps) + 1 == len(registers) + 1
+            self._roles = [Role(self, 32 * count, *role) for role, count in zip(roles, [4, *warps], strict=True)]
+
+        gl: Any = SimpleNamespace(
+            **{name: getattr(torch, name) for name in ("int32", "int64", "float32", "exp2", "abs")},
+            SliceLayout=lambda *_: None,
+            arange=lambda first, end, layout: array(torch.arange(first, end)),
+            zeros=lambda shape, dtype, _layout: array(torch.zeros([int(size) for size in shape], dtype=dtype)),
+            minimum=least(min, torch.minimum),
+            maximum=least(max, torch.maximum),
+            where=where,
+            convert_layout=lambda values, _layout: values,
+            to_tensor=Number,
+            static_range=range,
+            program_id=lambda _axis: Number(self._program),
+            num_programs=lambda _axis: Number(self._programs),
+            atomic_add=add,
+            allocate_shared_memory=self._allocate,
+            inline_asm_elementwise=self._assembly,
+            warp_specialize=start,
+            constexpr=None,
+        )
+        return {
+            "gl": gl,
+            "DTYPE": self._dtype,
+            "mbarrier": SimpleNamespace(
+                wait=self._wait, arrive=self._arrive, expect=self._expect, init=self._init, MBarrierLayout=lambda: None
+            ),
+            "tma": SimpleNamespace(store_wait=self._leave_up_to),
+            "async_load": self._load,
+            "async_store": self._leave(add=False),
+            "async_add": self._leave(add=True),
+            "warpgroup_mma": self._multiply,
+            "warpgroup_mma_wait": self._products_left,
+            "fence_async_shared": lambda: None,
+            "quotient": lambda a, b: Number(abs(a) // b * (-1 if a < 0 else 1)),
+            "remainder": lambda a, b: Number(abs(a) % b * (-1 if a < 0 else 1)),
+        }

@@ -1,0 +1,92 @@
+"""Runs flash_bwd_hopper without a GPU, its plain kernels in Triton's interpreter and the warp-specialised one in `hopper_emulator`.
+
+Prints one JSON report; a test starts it as a child process with TRITON_INTERPRET=1.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from hopper_emulator import Machine
+
+from flashtune.core.launching import provided
+from flashtune.core.modules import load_source
+from flashtune.core.problem import Features, Problem
+from flashtune.core.target import find_target
+from flashtune.templates import family
+from flashtune.templates.rendering import render, variant_of
+from flashtune.tuner.correctness import check, everywhere, make_extreme, oracle
+from flashtune.tuner.inputs import make_inputs
+
+FAMILY, GPU = family("flash_bwd_hopper"), find_target("h200")
+
+
+def problem(features: Features, **changes: int | str) -> Problem:
+    sizes = {"batch": 1, "heads": 2, "kv_heads": 1, "n_q": 90, "n_kv": 150, "d": 64, "d_v": 64, "dtype": "fp16"} | changes
+    return Problem(**sizes, features=features, direction="bwd")  # type: ignore[arg-type]
+
+
+CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
+    "full": (problem(Features()), {"BLOCK_M": 128, "num_stages": 2, "dq_sums": "tma"}),
+    # More queries than keys: the first rows see nothing.
+    "causal": (
+        problem(Features(causal=True, alignment="bottom_right"), n_q=270, n_kv=130, d=128, d_v=72),
+        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "tma", "section": 4},
+    ),
+    "window": (
+        problem(Features(window=(70, 30), sinks=True), n_q=190, n_kv=260, d=40, d_v=40, heads=4, kv_heads=2),
+        {"BLOCK_M": 64, "num_stages": 3, "dq_sums": "registers", "section": 2},
+    ),
+    "left": (
+        problem(Features(causal=True, window=(40, 0)), d=96, d_v=96, dtype="bf16", kv_heads=2),
+        {"BLOCK_M": 64, "num_stages": 1, "dq_sums": "registers", "section": 16},
+    ),
+}
+
+
+def launcher_of(p: Problem, changes: dict[str, Any], seed: int) -> Callable[..., None]:
+    """`launch` of a rendered module, in an order of events that `seed` draws."""
+    config = FAMILY.default(p.spec(), GPU).replace(**changes)
+    broken = FAMILY.violated(config, p.spec(), GPU)
+    assert broken is None, broken
+    module = load_source(render(FAMILY, variant_of(FAMILY, p.spec(), config)), "flash_bwd_hopper")
+
+    def launch(q: torch.Tensor, k: torch.Tensor, *tensors: torch.Tensor | None, **settings: Any) -> None:
+        assert module.accepts(q, k, tensors[0], None)
+        for kernel, grid, args, options in module.launches(q, k, *tensors, **provided(module, q, k), **settings):
+            if kernel.__name__ == FAMILY.name:
+                Machine(module, (kernel, grid, args, options), seed=seed).run()
+            else:
+                kernel[grid](*args, **options)
+
+    return launch
+
+
+def main() -> None:
+    """Check the cases, then what they can't show, and print what was found."""
+    report: dict[str, object] = {}
+    for seed, (name, (p, changes)) in enumerate(CASES.items()):
+        launch = launcher_of(p, changes, seed)
+        inputs = make_inputs(p, device="cpu", seed=seed, heads_inside=seed % 2 == 1)
+        report[name] = check(launch, inputs, oracle(inputs, everywhere(p))).reason
+        if name == "full":
+            before = {written.name: inputs.operands[written.name].clone() for written in p.contract.written}
+            inputs.poison()
+            launch(*{**inputs.operands, "dk": None, "dv": None}.values(), **inputs.keywords)
+            report["dq alone"] = torch.allclose(inputs.operands["dq"], before["dq"], atol=1e-3)
+            launch(*{**inputs.operands, "dq": None}.values(), **inputs.keywords)
+            report["dk and dv alone"] = all(torch.equal(inputs.operands[name], before[name]) for name in ("dk", "dv"))
+            inputs.operands["dlse"].zero_()
+            launch(*{**inputs.operands, "dlse": None}.values(), **inputs.keywords)
+            wanted = inputs.operands["dk"].clone()
+            launch(*inputs.operands.values(), **inputs.keywords)
+            report["no gradient of the lse"] = torch.equal(inputs.operands["dk"], wanted)
+            # Scores around 150 and -150: past the last key, where they are 0, exponentials overflow.
+            make_extreme(inputs)
+            report["extreme"] = check(launch, inputs, oracle(inputs, everywhere(p))).reason
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""The backward for Hopper without a GPU: gradients of the float64 reference, and the machine code that it is meant to be."""
+
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hopper_kernels import H200, count, key_loops, machine_code
+from interpreting import interpreted
+
+from flashtune.core.problem import Features, Problem
+from flashtune.core.target import find_target
+from flashtune.templates import family
+from flashtune.templates.backward.hopper_layout import BackwardLayout
+from flashtune.templates.rendering import render, variant_of
+from flashtune.tuner.compile import compiled_kernels, read_facts
+
+FAMILY = family("flash_bwd_hopper")
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    """What the emulator found."""
+    found: dict[str, Any] = interpreted("interpret_backward_hopper.py")
+    return found
+
+
+@pytest.mark.parametrize("case", ["full", "causal", "window", "left", "extreme"])
+def test_gradients_are_those_of_the_reference(report: dict[str, Any], case: str) -> None:
+    assert report[case] == ""
+
+
+def test_only_the_gradients_that_are_asked_for_are_made(report: dict[str, Any]) -> None:
+    assert report["dq alone"] and report["dk and dv alone"] and report["no gradient of the lse"]
+
+
+def problem(features: Features, **changes: Any) -> Problem:
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "n_q": 1000, "n_kv": 1100, "d": 128, "d_v": 128, "dtype": "bf16"} | changes
+    return Problem(**sizes, features=features, direction="bwd")
+
+
+@pytest.mark.parametrize(
+    ("d", "changes", "adds"),
+    [(128, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "tma"}, 0), (64, {"BLOCK_M": 64, "num_stages": 3, "dq_sums": "registers"}, 4)],
+    ids=str,
+)
+def test_it_compiles_to_products_in_flight_without_spills(d: int, changes: dict[str, Any], adds: int) -> None:
+    wanted = problem(Features(causal=True), d=d, d_v=d)
+    spec = wanted.spec()
+    config = FAMILY.default(spec, H200).replace(**changes)
+    assert FAMILY.violated(config, spec, H200) is None
+    kernels = dict(compiled_kernels(render(FAMILY, variant_of(FAMILY, spec, config)), "backward", wanted, H200))
+    assert list(kernels) == ["prepare_rows", "flash_bwd_hopper", "finish_queries"]
+    facts, layout = read_facts(kernels["flash_bwd_hopper"], H200), BackwardLayout.of(spec, config)
+    assert facts.shared_bytes <= layout.shared_bytes
+    expected = FAMILY.expected(config, spec, H200)
+    assert expected is not None and (facts.registers, facts.threads) == (expected.registers, expected.threads)
+    code = machine_code(kernels["flash_bwd_hopper"])
+    # Each warpgroup has a loop for blocks at the diagonal and one for those past it.
+    loops = key_loops(code)
+    assert len(loops) == 4
+    for loop in loops:
+        assert loop["STL"] + loop["LDL"] <= (8 if loop["FSEL"] else 0)
+        # Descriptors that don't change aren't kept in registers.
+        assert loop["R2UR"] == 0
+        # An instruction takes 16 columns or keys: S, dP, dV, dK, and 128 keys for this warpgroup's part of dQ.
+        assert loop["HGMMA"] == 2 * d // 16 + 2 * 64 // 16 + 128 // 16
+        assert loop["REDG"] == adds
+        assert loop["MUFU"] == 64 // 2
+    # ptxas waits after each product where it can't prove that they may overlap.
+    assert sum("WARPGROUP.DEPBAR" in line for line in code) <= count(code)["HGMMA"] / 3
+
+
+def test_it_says_what_it_cant_serve() -> None:
+    def why(features: Features, gpu: str = "h200", **changes: Any) -> str:
+        return FAMILY.supports(problem(features, **changes).spec(), find_target(gpu)) or ""
+
+    assert why(Features(causal=True)) == "" == why(Features(window=(3, 4), sinks=True), d=40, d_v=64, dtype="fp16")
+    assert "9.0" in why(Features(), "b200")
+    assert "fp32" in why(Features(), dtype="fp32")
+    assert "multiples of 8" in why(Features(), d=100, d_v=100)
+    assert "33 to 128" in why(Features(), d=256, d_v=256) and "33 to 128" in why(Features(), d=64, d_v=128)
+
+
+def test_every_variant_is_formatted_and_lints_clean(tmp_path: Path) -> None:
+    features = [Features(), Features(causal=True), Features(window=(3, 4)), Features(causal=True, window=(3, 0), sinks=True)]
+    for index, (chosen, dq_sums, dtype) in enumerate(product(features, ("registers", "tma"), ("bf16", "fp16"))):
+        spec = problem(chosen, dtype=dtype, **({"d": 96, "d_v": 40} if index % 3 else {})).spec()
+        config = FAMILY.default(spec, H200).replace(dq_sums=dq_sums)
+        (tmp_path / f"{index}.py").write_text(render(FAMILY, variant_of(FAMILY, spec, config)))
+    settings = ["--config", str(Path(__file__).parent.parent / "pyproject.toml"), "--quiet", str(tmp_path)]
+    for words in (["format", "--diff"], ["check", "--ignore", "D1"]):
+        done = subprocess.run([sys.executable, "-m", "ruff", *words, *settings], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
