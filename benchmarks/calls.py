@@ -9,12 +9,14 @@ Ours and torch's take turns on the same tensors; figures are medians of rounds. 
 import argparse
 import copy
 import json
+import os
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -28,11 +30,16 @@ from flashtune.tuner.machine import provenance
 
 Call = Callable[[], Any]
 
+DEVICE = "cuda"
 
-def timed_in_turns(calls: dict[str, Call], *, rounds: int, repeats: int) -> dict[str, list[float]]:
-    """Microseconds a call, of `repeats` back to back, for each of `rounds` and each of `calls`: wall time until the GPU is done."""
+
+def timed_in_turns(calls: dict[str, Call], *, rounds: int, repeats: int, warm: bool = True) -> dict[str, list[float]]:
+    """Microseconds a call, of `repeats` back to back, for each of `rounds` and each of `calls`: wall time until the GPU is done.
+
+    A round before these isn't counted, unless they are not to be `warm`.
+    """
     found: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds + 1):
+    for turn in range(0 if warm else 1, rounds + 1):
         for name in sorted(calls, reverse=turn % 2 == 1):
             call = calls[name]
             torch.cuda.synchronize()
@@ -40,7 +47,6 @@ def timed_in_turns(calls: dict[str, Call], *, rounds: int, repeats: int) -> dict
             for _ in range(repeats):
                 call()
             torch.cuda.synchronize()
-            # The first round warms up.
             if turn:
                 found[name].append((time.perf_counter() - start) / repeats * 1e6)
     return found
@@ -68,12 +74,32 @@ def medians(found: dict[str, list[float]]) -> dict[str, float]:
     return {name: round(statistics.median(times), 2) for name, times in found.items()}
 
 
+def guarded(cell: dict[str, Any], measure: Callable[[], dict[str, Any]], *, limit_s: float = 90.0) -> Iterator[dict[str, Any]]:
+    """What `measure` finds of a cell; where it fails or takes longer than `limit_s`, the cell with a line on why."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"no result within {limit_s:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield measure()
+    except Exception as error:
+        lines = str(error).strip().splitlines() or ["no word of why"]
+        yield cell | {"failed": f"{type(error).__name__}: {lines[0][:300]}"}
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()
+
+
 def tensors(
     b: int, h: int, n: int, d: int, *, kv_heads: int | None = None, n_kv: int | None = None, dtype: torch.dtype = torch.bfloat16
 ) -> Any:
     """Random q, k, v."""
-    q = torch.randn(b, h, n, d, device="cuda", dtype=dtype)
-    k, v = (torch.randn(b, kv_heads or h, n_kv or n, d, device="cuda", dtype=dtype) for _ in range(2))
+    q = torch.randn(b, h, n, d, device=DEVICE, dtype=dtype)
+    k, v = (torch.randn(b, kv_heads or h, n_kv or n, d, device=DEVICE, dtype=dtype) for _ in range(2))
     return q, k, v
 
 
@@ -82,8 +108,8 @@ def host_cases() -> dict[str, tuple[Call, Call | None]]:
     q, k, v = tensors(1, 8, 512, 128)
     gq, gk, gv = tensors(1, 32, 256, 128, kv_heads=8)
     dq, dk, dv = tensors(1, 32, 1, 128, kv_heads=8, n_kv=512)
-    mask = torch.rand(1, 1, 512, 512, device="cuda") > 0.3
-    window = torch.ones(512, 512, device="cuda", dtype=torch.bool).tril().triu(-128)
+    mask = torch.rand(1, 1, 512, 512, device=DEVICE) > 0.3
+    window = torch.ones(512, 512, device=DEVICE, dtype=torch.bool).tril().triu(-128)
     attend = dispatch.attention
     return {
         "plain": (lambda: attend(q, k, v), lambda: sdpa(q, k, v)),
@@ -97,14 +123,16 @@ def host_cases() -> dict[str, tuple[Call, Call | None]]:
     }
 
 
-def host_part() -> list[dict[str, Any]]:
+def host_part() -> Iterator[dict[str, Any]]:
     """Host time of calls that leave the GPU idle."""
-    found = []
+
+    def measured(name: str, ours: Call, theirs: Call | None) -> dict[str, Any]:
+        times = medians(host_in_turns({"ours": ours, "torch": theirs or ours}))
+        return {"case": name, "ours_us": times["ours"], "torch_us": times["torch"], "ratio": times["ours"] / times["torch"]}
+
     with torch.no_grad():
         for name, (ours, theirs) in host_cases().items():
-            times = medians(host_in_turns({"ours": ours, "torch": theirs or ours}))
-            found.append({"case": name, "ours_us": times["ours"], "torch_us": times["torch"], "ratio": times["ours"] / times["torch"]})
-    return found
+            yield from guarded({"case": name}, partial(measured, name, ours, theirs))
 
 
 GRID: list[tuple[str, int, int, int, int, int, bool]] = [
@@ -138,108 +166,100 @@ DECODING += [(16, 12, 12, 1024, 64), (1, 12, 12, 8192, 64), (64, 32, 8, 4096, 12
 """Batch, query heads, key heads, keys, head size."""
 
 
-def grid_part() -> list[dict[str, Any]]:
+def grid_part() -> Iterator[dict[str, Any]]:
     """Back-to-back throughput: the slower of host and GPU decides."""
-    found = []
     cells = [(*cell, cell[4]) for cell in GRID] + [("decoding", b, h, kv, 1, d, False, n) for b, h, kv, n, d in DECODING]
+    names = ("cell", "b", "h", "kv_heads", "n", "d", "causal", "n_kv")
     with torch.no_grad():
-        for name, b, h, kv, n, d, causal, n_kv in cells:
-            q, k, v = tensors(b, h, n, d, kv_heads=kv, n_kv=n_kv)
-            words = {"is_causal": causal, "enable_gqa": h != kv}
-
-            def ours(q: Any = q, k: Any = k, v: Any = v, words: Any = words) -> Any:
-                return dispatch.attention(q, k, v, **words)
-
-            def theirs(q: Any = q, k: Any = k, v: Any = v, words: Any = words) -> Any:
-                return sdpa(q, k, v, **words)
-
-            error = float((ours().float() - theirs().float()).abs().max())
-            explained = dispatch.explain(q, k, v, **words)
-            first = timed_in_turns({"ours": ours, "torch": theirs}, rounds=1, repeats=20)
-            repeats = max(20, min(400, int(15_000 / max(first["torch"][0], 1))))
-            times = medians(timed_in_turns({"ours": ours, "torch": theirs}, rounds=9, repeats=repeats))
-            found.append(
-                {
-                    "cell": name, "b": b, "h": h, "kv_heads": kv, "n": n, "n_kv": n_kv, "d": d, "causal": causal, "error": error,
-                    "served": explained.kind, "template": explained.template, "ours_us": times["ours"], "torch_us": times["torch"],
-                    "speedup": times["torch"] / times["ours"],
-                }
-            )  # fmt: skip
-    return found
+        for cell in cells:
+            sizes: dict[str, Any] = dict(zip(names, cell, strict=True))
+            yield from guarded(sizes, partial(grid_row, sizes))
 
 
-def tuned_attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **words: Any) -> tuple[Any, None]:
-    """transformers' interface, as its own sdpa_attention_forward decides."""
-    causal = words.get("is_causal")
-    causal = getattr(module, "is_causal", True) if causal is None else causal
-    out = dispatch.attention(
-        query,
-        key,
-        value,
-        attention_mask,
-        words.get("dropout") or 0.0,
-        is_causal=query.shape[2] > 1 and attention_mask is None and bool(causal),
-        scale=words.get("scaling"),
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return out.transpose(1, 2).contiguous(), None
+def grid_row(cell: dict[str, Any]) -> dict[str, Any]:
+    """One cell: both ways compared, then timed in turns."""
+    q, k, v = tensors(cell["b"], cell["h"], cell["n"], cell["d"], kv_heads=cell["kv_heads"], n_kv=cell["n_kv"])
+    words = {"is_causal": cell["causal"], "enable_gqa": cell["h"] != cell["kv_heads"]}
+    calls: dict[str, Call] = {"ours": lambda: dispatch.attention(q, k, v, **words), "torch": lambda: sdpa(q, k, v, **words)}
+    error = float((calls["ours"]().float() - calls["torch"]().float()).abs().max())
+    explained = dispatch.explain(q, k, v, **words)
+    first = timed_in_turns(calls, rounds=1, repeats=20)
+    repeats = max(20, min(400, int(15_000 / max(first["torch"][0], 1))))
+    times = medians(timed_in_turns(calls, rounds=9, repeats=repeats))
+    found = {"error": error, "served": explained.kind, "template": explained.template}
+    return cell | found | {"ours_us": times["ours"], "torch_us": times["torch"], "speedup": times["torch"] / times["ours"]}
 
 
-def models_part() -> list[dict[str, Any]]:
-    """Forward and 64 greedy tokens of 4-layer models of random weights, ours and sdpa in turns."""
+def model_configs() -> dict[str, Any]:
+    """4-layer models of random weights, by name."""
     import transformers
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-    AttentionInterface.register("tuned", tuned_attention)
-    AttentionMaskInterface.register("tuned", sdpa_mask)
-    small = {"vocab_size": 1024, "num_hidden_layers": 4}
-    configs = {
-        "gpt2": transformers.GPT2Config(n_layer=4, vocab_size=1024, attn_pdrop=0.0),
+    # Without its soft cap, which sdpa hasn't, Gemma 2 runs by sdpa as well, whatever this version says.
+    transformers.Gemma2ForCausalLM._supports_sdpa = transformers.Gemma2Model._supports_sdpa = True
+    small = {"vocab_size": 1024, "num_hidden_layers": 4, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    wide = {**small, "hidden_size": 2048, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 4}
+    return {
+        "gpt2": transformers.GPT2Config(n_layer=4, vocab_size=1024, bos_token_id=1, eos_token_id=2, attn_pdrop=0.0),
         "bert": transformers.BertConfig(**small),
-        "llama": transformers.LlamaConfig(**small, hidden_size=2048, num_attention_heads=16, num_key_value_heads=4, intermediate_size=4096),
-        "mistral": transformers.MistralConfig(
-            **small, hidden_size=2048, num_attention_heads=16, num_key_value_heads=4, intermediate_size=4096
-        ),
-        "qwen3": transformers.Qwen3Config(**small, hidden_size=2048, num_attention_heads=16, num_key_value_heads=8, intermediate_size=4096),
-        "gemma2": transformers.Gemma2Config(
-            **small, hidden_size=2048, num_attention_heads=8, num_key_value_heads=4, intermediate_size=4096
-        ),
+        "llama": transformers.LlamaConfig(**wide),
+        "mistral": transformers.MistralConfig(**wide),
+        "qwen3": transformers.Qwen3Config(**{**wide, "num_key_value_heads": 8}),
+        "gemma2": transformers.Gemma2Config(**{**wide, "num_attention_heads": 8}, attn_logit_softcapping=None),
     }
-    found = []
-    ids = torch.randint(5, 1000, (4, 500), device="cuda")
-    for name, config in configs.items():
-        build = transformers.AutoModelForMaskedLM if name == "bert" else transformers.AutoModelForCausalLM
-        models = {}
-        for way in ("sdpa", "tuned"):
-            torch.manual_seed(0)
-            # Of its own: a config remembers the implementation, and all models that share it would run the last one.
-            models[way] = build.from_config(copy.deepcopy(config), attn_implementation=way).to("cuda", torch.bfloat16).eval()
-        models["tuned"].load_state_dict(models["sdpa"].state_dict())
-        row: dict[str, Any] = {"model": name}
-        assert models["tuned"].config._attn_implementation != models["sdpa"].config._attn_implementation
-        with torch.no_grad():
-            logits = {way: model(ids).logits.float() for way, model in models.items()}
-            row["difference"] = float((logits["tuned"] - logits["sdpa"]).abs().max() / logits["sdpa"].abs().max())
-            times = medians(timed_in_turns({way: (lambda m=model: m(ids)) for way, model in models.items()}, rounds=15, repeats=8))
-            row |= {
-                "forward_ms": times["tuned"] / 1e3,
-                "forward_sdpa_ms": times["sdpa"] / 1e3,
-                "forward_ratio": times["tuned"] / times["sdpa"],
-            }
-            if name != "bert":
-                words = {"max_new_tokens": 64, "min_new_tokens": 64, "do_sample": False, "pad_token_id": 0}
-                calls = {way: partial(model.generate, ids[:, :100], **words) for way, model in models.items()}
-                times = medians(timed_in_turns(calls, rounds=3, repeats=1))
-                row |= {
-                    "tokens_ms": times["tuned"] / 1e3,
-                    "tokens_sdpa_ms": times["sdpa"] / 1e3,
-                    "tokens_ratio": times["tuned"] / times["sdpa"],
-                }
-        found.append(row)
-        del models
-        torch.cuda.empty_cache()
-    return found
+
+
+def models_part() -> Iterator[dict[str, Any]]:
+    """Forward and 64 greedy tokens of 4-layer models of random weights, the shipped integration and sdpa in turns.
+
+    `tokens_ms` is of a prompt that both had before; `new_tokens_ms` of prompts whose numbers of keys neither had met, so that every step
+    has its first call in it.
+    """
+    for name, config in model_configs().items():
+        yield from guarded({"model": name}, partial(model_row, name, config))
+
+
+def model_row(name: str, config: Any) -> dict[str, Any]:
+    """One model both ways."""
+    import transformers
+
+    from flashtune.integrations import transformers as tuned
+
+    build = transformers.AutoModelForMaskedLM if name == "bert" else transformers.AutoModelForCausalLM
+    models = {}
+    for way, implementation in (("sdpa", "sdpa"), ("tuned", tuned.register())):
+        torch.manual_seed(0)
+        # Of its own: a config remembers the implementation, and all models that share it would run the last one.
+        models[way] = build.from_config(copy.deepcopy(config), attn_implementation=implementation).to(DEVICE, torch.bfloat16).eval()
+    models["tuned"].load_state_dict(models["sdpa"].state_dict())
+    assert models["tuned"].config._attn_implementation != models["sdpa"].config._attn_implementation
+    ids = torch.randint(5, 1000, (4, 500), device=DEVICE)
+    row: dict[str, Any] = {"model": name}
+    with torch.no_grad():
+        logits = {way: model(ids).logits.float() for way, model in models.items()}
+        row["difference"] = float((logits["tuned"] - logits["sdpa"]).abs().max() / logits["sdpa"].abs().max())
+        times = medians(timed_in_turns({way: partial(model, ids) for way, model in models.items()}, rounds=15, repeats=8))
+        row |= pair("forward", times)
+        if name == "bert":
+            return row
+        words = {"max_new_tokens": 64, "min_new_tokens": 64, "do_sample": False, "pad_token_id": 0}
+
+        def tokens(prompt: int) -> dict[str, Call]:
+            return {way: partial(model.generate, ids[:, :prompt], **words) for way, model in models.items()}
+
+        row |= pair("tokens", medians(timed_in_turns(tokens(100), rounds=3, repeats=1)))
+        # Each prompt's 64 steps lie beyond those of the one before.
+        news = [timed_in_turns(tokens(prompt), rounds=1, repeats=1, warm=False) for prompt in range(170, 500, 66)]
+        row |= pair("new_tokens", {way: statistics.median(new[way][0] for new in news) for way in models})
+    return row
+
+
+def pair(what: str, times: dict[str, float]) -> dict[str, float]:
+    """Milliseconds of ours and of sdpa, and ours over sdpa's, from microseconds."""
+    return {
+        f"{what}_ms": times["tuned"] / 1e3,
+        f"{what}_sdpa_ms": times["sdpa"] / 1e3,
+        f"{what}_ratio": times["tuned"] / times["sdpa"],
+    }
 
 
 FIRST_CALL = """
@@ -267,23 +287,39 @@ print(ready - start, imported - ready, time.perf_counter() - imported)
 """
 
 
-def process_part() -> list[dict[str, Any]]:
-    """Seconds of a new process beyond importing torch: importing us, and the first result."""
-    found = []
-    for name, ours, hidden in (("ours", True, False), ("ours, no Triton, no compiler", True, True), ("torch", False, False)):
-        runs = []
-        for _ in range(4):
-            done = subprocess.run(
-                [sys.executable, "-c", FIRST_CALL.format(ours=ours, hidden=hidden)], capture_output=True, text=True, timeout=120
-            )
+WAYS = (("torch", False, False), ("ours", True, False), ("ours, no Triton, no compiler", True, True))
+"""What a new process does: its name, whether our attention serves, and whether Triton and compilers are hidden from it."""
+
+
+def process_part() -> Iterator[dict[str, Any]]:
+    """Seconds of a new process beyond importing torch: importing us, and the first result; for ours also beyond torch's own first result.
+
+    Bytecode is written as for an installed package, by the first run of each, which meets cold caches and is told apart.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    of_torch: dict[str, float] = {}
+    for name, ours, hidden in WAYS:
+        command = [sys.executable, "-c", FIRST_CALL.format(ours=ours, hidden=hidden)]
+        runs: list[list[float]] = []
+        for _ in range(8):
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+            except subprocess.TimeoutExpired:
+                yield {"process": name, "failed": "no result within 120 s"}
+                break
             if done.returncode:
-                raise RuntimeError(done.stderr[-2000:])
+                yield {"process": name, "failed": (done.stderr.strip().splitlines() or ["no word of why"])[-1][:300]}
+                break
             runs.append([float(x) for x in done.stdout.split()])
-        # The first one meets cold caches.
         for label, some in (("first run", runs[:1]), ("later runs", runs[1:])):
-            middle = [statistics.median(column) for column in zip(*some, strict=True)]
-            found.append({"process": name, "runs": label, "import_s": round(middle[1], 4), "first_call_s": round(middle[2], 4)})
-    return found
+            if some:
+                imported, called = (statistics.median(run[place] for run in some) for place in (1, 2))
+                row: dict[str, Any] = {"process": name, "runs": label, "import_s": round(imported, 4), "first_call_s": round(called, 4)}
+                if ours and label in of_torch:
+                    row["beyond_torch_s"] = round(imported + called - of_torch[label], 4)
+                elif not ours:
+                    of_torch[label] = called
+                yield row
 
 
 STEPS = [
@@ -298,28 +334,32 @@ STEPS = [
 """(B, H, N, D) of attention's part of training steps."""
 
 
-def training_part() -> list[dict[str, Any]]:
+def training_part() -> Iterator[dict[str, Any]]:
     """A causal forward and its gradients, back to back: by our kernels, whether they would serve or not, and by torch's."""
-    found = []
-    for b, h, n, d in STEPS:
-        q, k, v = (x.requires_grad_() for x in tensors(b, h, n, d))
-        grad = torch.randn_like(q)
-
-        def step(attend: Callable[..., Any], q: Any = q, k: Any = k, v: Any = v, grad: Any = grad) -> tuple[torch.Tensor, ...]:
-            return torch.autograd.grad(attend(q, k, v, is_causal=True), (q, k, v), grad)
-
-        serves = dispatch.explain(q, k, v, is_causal=True).backward is not None
-        with dispatch.use(unmeasured=True):
-            gaps = [(a.float() - b.float()).abs().max().item() for a, b in zip(step(dispatch.attention), step(sdpa), strict=True)]
-            calls = {"ours": partial(step, dispatch.attention), "torch": partial(step, sdpa)}
-            host = medians(host_in_turns(calls, rounds=12, repeats=8))
-            times = medians(timed_in_turns(calls, rounds=8, repeats=30))
-        words = {"b": b, "h": h, "n": n, "d": d, "serves": serves, "difference": max(gaps), "speedup": times["torch"] / times["ours"]}
-        found.append(words | {f"{name}_us": us for name, us in times.items()} | {f"{name}_host_us": us for name, us in host.items()})
-    return found
+    for sizes in STEPS:
+        cell = dict(zip(("b", "h", "n", "d"), sizes, strict=True))
+        yield from guarded(cell, partial(training_row, cell))
 
 
-PARTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
+def training_row(cell: dict[str, Any]) -> dict[str, Any]:
+    """One size: both ways compared, then timed in turns."""
+    q, k, v = (x.requires_grad_() for x in tensors(**cell))
+    grad = torch.randn_like(q)
+
+    def step(attend: Callable[..., Any]) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(attend(q, k, v, is_causal=True), (q, k, v), grad)
+
+    serves = dispatch.explain(q, k, v, is_causal=True).backward is not None
+    with dispatch.use(unmeasured=True):
+        gaps = [(a.float() - b.float()).abs().max().item() for a, b in zip(step(dispatch.attention), step(sdpa), strict=True)]
+        calls = {"ours": partial(step, dispatch.attention), "torch": partial(step, sdpa)}
+        host = medians(host_in_turns(calls, rounds=12, repeats=8))
+        times = medians(timed_in_turns(calls, rounds=8, repeats=30))
+    words = {"serves": serves, "difference": max(gaps), "speedup": times["torch"] / times["ours"]}
+    return cell | words | {f"{name}_us": us for name, us in times.items()} | {f"{name}_host_us": us for name, us in host.items()}
+
+
+PARTS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
     "host": host_part,
     "grid": grid_part,
     "models": models_part,
@@ -336,14 +376,23 @@ def main() -> None:
     options = parser.parse_args()
     command = shlex.join(["python", *sys.argv])
     results: dict[str, Any] = {"command": command, "machine": asdict(provenance(command=command, seed=None, measured=True))}
+    if strange := set(options.parts.split(",")) - PARTS.keys():
+        parser.error(f"unknown part {sorted(strange)[0]!r}: use {', '.join(PARTS)}")
+    failed = 0
     for part in options.parts.split(","):
         started = time.perf_counter()
-        results[part] = PARTS[part]()
-        print(f"{part} ({time.perf_counter() - started:.0f} s)")
-        for row in results[part]:
-            print("  " + "  ".join(f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()))
-        if options.out:
-            options.out.write_text(json.dumps(results, indent=1))
+        rows = results[part] = []
+        print(part, flush=True)
+        for row in PARTS[part]():
+            rows.append(row)
+            failed += "failed" in row
+            said = "  ".join(f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items())
+            print(f"  {said}", flush=True)
+            if options.out:
+                options.out.write_text(json.dumps(results, indent=1))
+        print(f"  ({time.perf_counter() - started:.0f} s)", flush=True)
+    if failed:
+        raise SystemExit(f"{failed} of the figures could not be had")
 
 
 if __name__ == "__main__":
