@@ -25,6 +25,8 @@ from flashtune.dispatch.resolve import Explanation
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
+_peek = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
+
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 """Subclasses (fake, distributed, ...) have their own dispatch, which only torch's operations reach."""
 
@@ -105,7 +107,10 @@ def attention(
         return _traced(query, key, value, attn_mask, options, seed, per_head)
     signature: Hashable | None
     try:
-        query, key, value, attn_mask = _prepared(query, key, value, attn_mask)
+        # Without an argument it asks for CUDA, at a quarter of the time.
+        cast = torch.is_autocast_enabled() if query.is_cuda else autocasting(query.device.type)
+        if cast or query.is_neg() or key.is_neg() or value.is_neg() or (attn_mask is not None and attn_mask.is_neg()):
+            query, key, value, attn_mask = _prepared(query, key, value, attn_mask)
         address = query.data_ptr() | key.data_ptr() | value.data_ptr()
         signature = (
             query.shape,
@@ -341,20 +346,15 @@ def _prepared(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The tensors in the dtype that autocast asks for, and with what is only marked as negative negated in memory."""
-    if query.is_neg() or key.is_neg() or value.is_neg() or (attn_mask is not None and attn_mask.is_neg()):
-        query, key, value = query.resolve_neg(), key.resolve_neg(), value.resolve_neg()
-        attn_mask = None if attn_mask is None else attn_mask.resolve_neg()
-    # Without an argument it asks for CUDA, at a quarter of the time.
-    if torch.is_autocast_enabled() if query.is_cuda else autocasting(query.device.type):
-        return _autocast(query, key, value, attn_mask)
-    return query, key, value, attn_mask
+    query, key, value = query.resolve_neg(), key.resolve_neg(), value.resolve_neg()
+    return _autocast(query, key, value, None if attn_mask is None else attn_mask.resolve_neg())
 
 
 def _why_torch(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, per_head: PerHead | None
 ) -> str | None:
     """Why only torch's own operations can serve these tensors now, or None where a kernel may."""
-    if forward_ad._current_level >= 0 or _transformed():
+    if forward_ad._current_level >= 0 or _peek() is not None:
         return "a torch.func or forward-mode transform is active"
     if torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
         return "a mode or a tracer watches torch's operations"
@@ -363,7 +363,7 @@ def _why_torch(
 
 def _transformed() -> bool:
     """Whether a transform of torch.func is active."""
-    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
+    return _peek() is not None
 
 
 # What torch.compiler.assume_constant_result sets, which would import the compiler here: dynamo then asks while it traces.

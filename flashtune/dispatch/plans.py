@@ -3,9 +3,10 @@
 import contextlib
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -25,15 +26,19 @@ Outputs = tuple[torch.Tensor, torch.Tensor | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameworkPlan:
-    """Runs torch's own attention, or the composite for what it lacks. `direct` says that torch's function takes the call as it is."""
+    """Runs torch's own attention, or the composite for what it lacks. `words` are what torch's function takes beside tensors and mask,
+    where it takes the call as it is."""
 
     call: Call
-    direct: bool = False
+    words: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, call: Call, *tensors: torch.Tensor | None) -> "FrameworkPlan":
         """The plan for a call with these tensors, or others that lie in memory as they do."""
-        return cls(call=call, direct=framework.takes_as_it_is(call) and all(x is None or framework.aligned(x) is x for x in tensors))
+        words: Mapping[str, Any] | None = None
+        if framework.takes_as_it_is(call) and all(x is None or framework.aligned(x) is x for x in tensors):
+            words = {"dropout_p": call.dropout_p, "is_causal": call.band.torch_causal, "scale": call.scale, "enable_gqa": call.shared}
+        return cls(call=call, words=words)
 
     def build(self, *_: object) -> None:
         """There is nothing to be built."""
@@ -48,10 +53,9 @@ class FrameworkPlan:
         per_head: PerHead | None,
     ) -> Outputs:
         """Output and, when asked for, LSE."""
+        if (words := self.words) is not None and (attn_mask is None or not torch.is_grad_enabled()):
+            return sdpa(query, key, value, attn_mask, **words), None
         call = self.call
-        if self.direct and (attn_mask is None or not torch.is_grad_enabled()):
-            out = sdpa(query, key, value, attn_mask, call.dropout_p, call.band.torch_causal, scale=call.scale, enable_gqa=call.shared)
-            return out, None
         keep = None
         if call.dropout_p and (call.seeded or call.softcap or call.return_lse):
             sizes = (call.batch, call.heads, call.n_q, call.n_kv)
