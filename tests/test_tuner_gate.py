@@ -208,4 +208,4 @@ def test_what_a_family_promises_of_repeated_launches_goes_with_its_sources() -> 
     chosen = family("flash_fwd")
     variant = variant_of(chosen, PROBLEM.spec(), chosen.default(PROBLEM.spec(), find_target("h200")))
     assert Source.of(chosen, variant).repeats
-    assert not Source.of(replace(chosen, repeats=lambda config: False), variant).repeats
+    assert not Source.of(replace(chosen, repeatable=False), variant).repeats

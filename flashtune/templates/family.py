@@ -83,11 +83,6 @@ def no_layout(spec: KernelSpec, config: Config) -> None:
     """What `Family.layout` is for a family whose template needs to know nothing but its spec and config."""
 
 
-def same_bits(config: Config) -> bool:
-    """What `Family.repeats` is for a family without atomic sums or anything else whose order is left to chance."""
-    return True
-
-
 def nothing_expected(config: Config, spec: KernelSpec, target: Target) -> None:
     """What `Family.expected` is for a family of which nothing is known before it is compiled."""
 
@@ -104,10 +99,9 @@ class Family:
     tiles). `interpretable` says whether Triton's interpreter runs it. `folder` is where its template lies.
     `layout` is what follows from a spec and a config; the template knows it as `layout`.
     `path_axes` are the axes that change which code is rendered, so that two configs that agree in them share a code path.
-    `repeatable` says whether a launch writes the same bits every time.
+    `repeatable` says whether launches on the same inputs write the same bits, wherever scores are within float32 of one another (decision
+    0014): not with sums in memory, whose order is left to chance. The gate holds a family to it, and deterministic calls ask for it.
     `expected` is what the compiler will say of a config, as far as it can be told before it is asked; searches order candidates by it.
-    `repeats` says whether two launches of a config on the same inputs write the same bits, wherever scores are within float32 of one
-    another (decision 0014); the gate then holds it to that.
     """
 
     name: str
@@ -124,7 +118,6 @@ class Family:
     path_axes: tuple[str, ...] = field(default=())
     repeatable: bool = True
     expected: Callable[[Config, KernelSpec, Target], CompileFacts | None] = nothing_expected
-    repeats: Callable[[Config], bool] = same_bits
 
     @property
     def template_file(self) -> str:

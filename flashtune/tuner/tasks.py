@@ -40,7 +40,7 @@ class Source:
     @classmethod
     def of(cls, family: Family, variant: Variant) -> "Source":
         """The source of a variant, rendered by its template."""
-        return cls(text=_text(family, variant), stem=f"{variant.template}_{variant.id}", repeats=family.repeats(variant.config))
+        return cls(text=_text(family, variant), stem=f"{variant.template}_{variant.id}", repeats=family.repeatable)
 
 
 @lru_cache(maxsize=64)
