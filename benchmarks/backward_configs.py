@@ -27,8 +27,8 @@ from flashtune.core.torch_dtypes import TORCH_DTYPES
 from flashtune.templates import family
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.compile import compiled_kernels
-from flashtune.tuner.correctness import check, everywhere, make_extreme, oracle, small_cases
-from flashtune.tuner.inputs import make_inputs
+from flashtune.tuner.cases import cases
+from flashtune.tuner.correctness import check, everywhere, oracle
 
 FAMILY, GPU = family("flash_bwd_hopper"), find_target("h200")
 CAUSAL = Features(causal=True)
@@ -86,12 +86,10 @@ def compile_one(p: Problem, config: Config) -> str:
 
 
 def check_one(p: Problem, config: Config) -> None:
-    """All ragged little problems of this spec, and one of scores around 150 and -150."""
+    """All that the gate checks at little sizes: ragged problems, scores around 150 and -150, many heads."""
     launch = launcher(load_source(source(p, config), "flash_bwd_hopper"))
-    for index, small in enumerate([small_cases(p)[0], *small_cases(p)]):
-        inputs = make_inputs(small, device="cuda", seed=index, heads_inside=index % 2 == 1)
-        if index == 0:
-            make_extreme(inputs)
+    for case in cases(p, device="cuda", seed=0, thorough=True):
+        inputs, small = case.inputs, case.inputs.problem
         expected = oracle(inputs, everywhere(small))
         verdict = check(launch, inputs, expected)
         norms = {}
@@ -99,7 +97,7 @@ def check_one(p: Problem, config: Config) -> None:
             pairs = [(inputs.operands[operand.name][operand.at(e.place, small)].double(), e.values[operand.name]) for e in expected]
             gap = sum(float((found - wanted).square().sum()) for found, wanted in pairs)
             norms[operand.name] = round((gap / max(1e-30, sum(float(wanted.square().sum()) for _, wanted in pairs))) ** 0.5, 6)
-        print(f"check {config.label()} {small.label()}{' extreme' * (index == 0)}: {verdict.reason or 'right'} {norms}", flush=True)
+        print(f"check {config.label()} {small.label()}: {verdict.reason or 'right'} {norms}", flush=True)
 
 
 def calls(p: Problem) -> tuple[Callable[[], Any], dict[str, Callable[[], Any]]]:

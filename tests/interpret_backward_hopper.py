@@ -16,7 +16,8 @@ from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
 from flashtune.templates import family
 from flashtune.templates.rendering import render, variant_of
-from flashtune.tuner.correctness import check, everywhere, make_extreme, oracle
+from flashtune.tuner.cases import make_extreme
+from flashtune.tuner.correctness import check, everywhere, oracle
 from flashtune.tuner.inputs import make_inputs
 
 FAMILY, GPU = family("flash_bwd_hopper"), find_target("h200")
