@@ -26,8 +26,8 @@ from flashtune.core.target import find_target
 from flashtune.core.torch_dtypes import TORCH_DTYPES
 from flashtune.templates import family
 from flashtune.templates.rendering import render, variant_of
-from flashtune.tuner.compile import compiled_kernels
 from flashtune.tuner.cases import cases
+from flashtune.tuner.compile import compiled_kernels
 from flashtune.tuner.correctness import check, everywhere, oracle
 
 FAMILY, GPU = family("flash_bwd_hopper"), find_target("h200")
