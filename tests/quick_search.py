@@ -4,6 +4,7 @@ FLASHTUNE_TEST_SECONDS is how long a trial takes, of a candidate that compiled.
 FLASHTUNE_TEST_TRIALS names a file that gets a line for each such trial.
 FLASHTUNE_TEST_LIMIT names a file with a number: while it is there, this process makes no more such trials than that and doesn't end, so
 that what a test does to it comes in time on a machine of any speed.
+FLASHTUNE_TEST_FINALIZER, where it is set, has the process spend that time in finalizers, where Python drops what a signal raises.
 """
 
 import os
@@ -34,11 +35,25 @@ def limit() -> float:
         return float("inf")
 
 
+class Finalized:
+    """Waits when it is let go."""
+
+    def __del__(self) -> None:
+        time.sleep(0.5)
+
+
+def wait() -> None:
+    """A moment."""
+    if os.environ.get("FLASHTUNE_TEST_FINALIZER"):
+        Finalized()
+    time.sleep(0.02)
+
+
 def slowly(config: Config, facts: CompileFacts, problem: Problem, target: Target) -> float:
     """In place of the cost model: with a trial's time, in the process that an interrupt reaches."""
     global _tried
     while _tried >= limit():
-        time.sleep(0.02)
+        wait()
     _tried += 1
     time.sleep(float(os.environ.get("FLASHTUNE_TEST_SECONDS", "0")))
     if "FLASHTUNE_TEST_TRIALS" in os.environ:
@@ -49,7 +64,7 @@ def slowly(config: Config, facts: CompileFacts, problem: Problem, target: Target
 
 def in_the_end(self: study.Plan) -> None:
     while limit() < float("inf"):
-        time.sleep(0.02)
+        wait()
     _finish(self)
 
 

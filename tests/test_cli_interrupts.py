@@ -5,6 +5,7 @@ import pty
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -81,26 +82,24 @@ def rows(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("signals", "group"),
+    ("signals", "group", "finalizer"),
     [
-        ([signal.SIGINT], True),
-        ([signal.SIGINT, signal.SIGINT, signal.SIGINT], True),
-        ([signal.SIGTERM], False),
-        ([signal.SIGTERM] * 2, True),
+        ([signal.SIGINT], True, True),
+        ([signal.SIGINT, signal.SIGINT, signal.SIGINT], True, False),
+        ([signal.SIGTERM], False, False),
+        ([signal.SIGTERM] * 2, True, False),
     ],
-    ids=["ctrl-c", "impatient", "sigterm", "timeout"],
+    ids=["in a finalizer", "impatient", "sigterm", "timeout"],
 )
-def test_an_interrupted_problem_keeps_its_rows_and_the_same_command_goes_on(tmp_path: Path, signals: list[int], group: bool) -> None:
+def test_an_interrupted_problem_keeps_its_rows_and_the_same_command_goes_on(
+    tmp_path: Path, signals: list[int], group: bool, finalizer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHTUNE_TEST_FINALIZER", "1" if finalizer else "")
     first = start(tmp_path, limit=15)
     until_told(tmp_path, 15)
     for number in signals:
         (os.killpg if group else os.kill)(first.pid, number)
-    try:
-        said = first.communicate(timeout=150)[1]
-    except subprocess.TimeoutExpired:
-        # Python drops an interruption that it raises in a finalizer; the next one is heard.
-        os.kill(first.pid, signals[0])
-        said = first.communicate(timeout=600)[1]
+    said = first.communicate(timeout=600)[1]
     assert first.returncode == 130, said
     assert said.splitlines()[-1] == "flashtune: interrupted; what was found is kept, and the same command goes on from here"
     assert "Traceback" not in said and "Aborted" not in said
@@ -176,6 +175,38 @@ def test_only_what_follows_at_once_is_the_same_interruption(monkeypatch: pytest.
     assert interrupts.came
     with pytest.raises(KeyboardInterrupt):
         interrupts(signal.SIGINT, None)
+
+
+class Finalized:
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        # Where Python handles it.
+        time.sleep(0)
+
+
+def test_an_interruption_that_a_finalizer_swallows_is_raised_after_it() -> None:
+    def swallowed() -> None:
+        Finalized()
+        threading.Event().wait(30)
+
+    with pytest.raises(KeyboardInterrupt), interruptible(Interrupts()):
+        swallowed()
+
+
+def test_what_else_a_finalizer_swallows_is_told_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    before = signal.getsignal(signal.SIGALRM)
+
+    class Broken:
+        def __del__(self) -> None:
+            raise ValueError
+
+    with interruptible(Interrupts()):
+        Broken()
+    Broken()
+    assert len(told) == 2
+    assert signal.getsignal(signal.SIGALRM) is before
 
 
 def test_a_signal_that_is_ignored_stays_ignored_and_handlers_come_back() -> None:

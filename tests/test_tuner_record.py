@@ -13,12 +13,14 @@ from typing import Any
 
 import optuna
 import pytest
+from sqlalchemy import event
 
 from flashtune.core.config import Config
 from flashtune.core.errors import DatabaseError
 from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts, Fate, Measurement, Outcome, Provenance, SearchResult
 from flashtune.core.target import find_target
+from flashtune.core.unbroken import unbroken
 from flashtune.templates import family
 from flashtune.tuner import claimant, record
 from flashtune.tuner.record import newest_unfinished
@@ -268,3 +270,45 @@ def test_a_dashboard_reads_names_durations_and_what_became_of_each_trial(storage
     assert all(trial.duration is not None and trial.duration.total_seconds() > 0 for trial in (timed, broken))
     assert timed.datetime_complete is not None and broken.datetime_start is not None
     assert broken.datetime_start >= timed.datetime_complete, "the time in which it waited for its turn is not part of it"
+
+
+def test_an_interruption_in_the_middle_of_a_write_is_heard_when_the_write_is_done(storage: optuna.storages.RDBStorage) -> None:
+    mine, written = study(storage), []
+    [candidate] = mine.ask(1)
+
+    def interrupt(connection: Any, cursor: Any, statement: str, *_: Any) -> None:
+        if "INSERT" in statement and not written:
+            written.append(statement)
+            signal.raise_signal(signal.SIGTERM)
+
+    event.listen(storage.engine, "before_cursor_execute", interrupt)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            mine.tell(candidate, outcome(candidate))
+        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert written
+    [trial] = storage_at(storage.url).get_all_trials(storage.get_all_studies()[0]._study_id)
+    assert trial.user_attrs
+
+
+def test_what_must_be_whole_is_broken_into_by_an_interruption_that_follows_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([1.0, 3.0, 3.0, 4.5])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    heard: list[str] = []
+
+    def work() -> None:
+        with unbroken():
+            for name in ("first", "at once", "later"):
+                signal.raise_signal(signal.SIGTERM)
+                heard.append(name)
+
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            work()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == ["first", "at once"]

@@ -23,6 +23,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from flashtune.core.errors import DatabaseError, FlashtuneError
 from flashtune.core.secrets import mask_secrets
+from flashtune.core.unbroken import unbroken
 from flashtune.db.inspection import explain
 from flashtune.tuner import claimant
 
@@ -264,7 +265,9 @@ class Record:
         pause = 0.05
         while True:
             try:
-                return work()
+                # What is broken off would keep the file locked against this process's own farewell.
+                with unbroken():
+                    return work()
             except Exception as error:
                 # Optuna wraps most of SQLAlchemy's errors, and lets some through.
                 wrapped = isinstance(error, optuna.exceptions.StorageInternalError)
