@@ -177,6 +177,37 @@ def test_the_second_call_decides_nothing(machine: Machine, own_database: Path, m
         dispatch.attention(Q, Q, Q, is_causal=False)
 
 
+def test_where_torch_serves_steps_of_a_growing_sequence_are_decided_a_span_at_a_time(
+    machine: Machine, own_database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And right all the same: where a window begins to hide keys, and where a row says something of one length."""
+    step, rows = replace(PROBLEM, n_q=1, n_kv=128, features=Features()), config_of().replace(ORDER="rows")
+    save(own_database, step, config=rows, framework_us=50.0)
+    save(own_database, replace(step, n_kv=300), config=rows, framework_us=200.0)
+    decided: list[int] = []
+
+    def rank(problem: Problem, *rest: Any, **words: Any) -> Any:
+        decided.append(problem.n_kv)
+        return policy.rank(problem, *rest, **words)
+
+    monkeypatch.setattr(resolve, "rank", rank)
+    keys = torch.randn(2, 4, 310, 16)
+
+    def take(lengths: range, left: int | None = None) -> list[int]:
+        decided.clear()
+        for n in lengths:
+            k = keys[:, :, :n]
+            out = dispatch.attention(Q[:, :, :1], k, k, window=(left, 0), causal_alignment="bottom_right")
+            wanted, _ = reference.attention(Q[:, :, :1], k, k, scale=0.25, band=Band(left=left, right=0, diagonal=n - 1))
+            torch.testing.assert_close(out.double(), wanted, atol=2e-5, rtol=2e-5)
+        return decided
+
+    assert take(range(1, 130)) == [1, *range(65, 130)] and machine.launched == [], "a row is of 128 keys"
+    assert take(range(130, 140)) == []
+    assert take(range(2, 60), left=40) == [*range(2, 60)], "from 42 keys on the window hides some"
+    assert take(range(298, 302)) == [*range(298, 302)] and machine.launched, "a row, by which a kernel serves, is of 300 keys"
+
+
 def test_what_a_signature_holds_is_all_that_a_choice_depends_on(machine: Machine) -> None:
     """Another stride, address, size, dtype, mask or flag is another decision; other data and another seed are not."""
     storage = torch.zeros(2 * 4 * 40 * 16 + 1)

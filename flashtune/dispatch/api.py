@@ -8,14 +8,14 @@ import torch
 from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from flashtune.core.band import Window
+from flashtune.core.band import Alignment, Window, parse_window
 from flashtune.core.dtypes import DType
 from flashtune.core.errors import InputError
 from flashtune.core.passes import PER_HEAD
 from flashtune.core.problem import FLAGS, Features, MaskKind, Problem
 from flashtune.core.target import find_target
 from flashtune.core.torch_attention import autocasting
-from flashtune.dispatch import devices, resolve, torch_ops, training
+from flashtune.dispatch import devices, growing, resolve, torch_ops, training
 from flashtune.dispatch.arguments import parse
 from flashtune.dispatch.call import Call, PerHead
 from flashtune.dispatch.layers import SERVING, current
@@ -105,7 +105,7 @@ def attention(
     options = (dropout_p, is_causal, scale, enable_gqa, window, softcap, causal_alignment, return_lse, allow_tf32, deterministic)
     if torch.compiler.is_compiling():
         return _traced(query, key, value, attn_mask, options, seed, per_head)
-    signature: Hashable | None
+    signature: tuple[Any, ...] | None
     try:
         # Without an argument it asks for CUDA, at a quarter of the time.
         cast = torch.is_autocast_enabled() if query.is_cuda else autocasting(query.device.type)
@@ -184,7 +184,7 @@ def explain_problem(problem: Problem, gpu: str) -> Explanation:
 
 
 def _first_call(
-    signature: Hashable | None,
+    signature: tuple[Any, ...] | None,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -194,8 +194,12 @@ def _first_call(
     per_head: PerHead | None,
 ) -> Outputs:
     """Check, choose, run and remember; a kernel that can't be built here gives way to the next choice."""
+    memo, span = current(), growing.span_of(signature)
+    if span is not None and (around := memo.spans.get(span)) is not None:
+        memo.keep(signature, around)
+        return around.run(query, key, value, attn_mask, seed, per_head)
     call = _parsed(query, key, value, attn_mask, options, seed, per_head)
-    memo, plan = current(), FrameworkPlan.of(call, query, key, value, attn_mask)
+    plan = FrameworkPlan.of(call, query, key, value, attn_mask)
     with memo.lock:
         if signature is not None and (decided := memo.plans.get(signature)) is not None:
             # Another thread decided while this one waited.
@@ -203,6 +207,8 @@ def _first_call(
         why_torch = _why_torch(query, key, value, attn_mask, per_head)
         for candidate in resolve.candidates(memo, call, query, key, value, attn_mask, why_torch):
             if candidate.kind == "framework":
+                if span is not None and plan.words is not None and resolve.torch_serves_span(memo, call, *_sides(options)):
+                    memo.spans[span] = plan
                 break
             built = False
             try:
@@ -220,6 +226,12 @@ def _first_call(
     if signature is not None:
         memo.keep(signature, plan)
     return plan.run(query, key, value, attn_mask, seed, per_head)
+
+
+def _sides(options: tuple[Any, ...]) -> tuple[Window, Alignment]:
+    """The sides of the band that a call asks for, before sizes say what they hide, and where its diagonal lies."""
+    left, right = parse_window(options[4])
+    return (left, 0 if options[1] else right), options[6]
 
 
 def _parsed(

@@ -95,6 +95,11 @@ class Pool:
         found.sort(key=lambda one: one[:2])
         return [record for *_, record in found]
 
+    @property
+    def lengths(self) -> frozenset[int]:
+        """The numbers of keys that its records are of."""
+        return frozenset(key.n for key in self._exact)
+
     def refitted(self, family: Family, config: Config, spec: KernelSpec) -> Config | None:
         """`Family.refitted` on the pool's GPU, which takes a while, once."""
         known = (family.name, config, spec)

@@ -10,13 +10,14 @@ from types import ModuleType
 
 import torch
 
+from flashtune.core.band import Alignment, Window
 from flashtune.core.binaries import Manifest
 from flashtune.core.config import Config, Variant
 from flashtune.core.errors import EnvironmentProblem, FlashtuneError
 from flashtune.core.problem import Problem, ProblemKey
 from flashtune.core.results import Source, TuningRecord
 from flashtune.core.target import Target
-from flashtune.dispatch import devices, elsewhere, kernels
+from flashtune.dispatch import devices, elsewhere, growing, kernels
 from flashtune.dispatch.call import Call
 from flashtune.dispatch.launch.driver import NO_RESOURCES, DriverError
 from flashtune.dispatch.plans import FrameworkPlan, KernelPlan, TrainingPlan
@@ -48,7 +49,8 @@ class Settings:
 
 
 class Memo:
-    """Plans by signature, the library's records by group, kernels that failed, warnings given.
+    """Plans by signature and, where torch serves decoding steps, by span (flashtune.dispatch.growing), the library's records by group,
+    kernels that failed, warnings given.
 
     `pinned` is a rendered module that serves every call which it accepts, for measurements.
     Reading a plan takes no lock; everything that decides holds `lock`.
@@ -57,6 +59,7 @@ class Memo:
     def __init__(self, settings: Settings = Settings(), *, pinned: ModuleType | None = None) -> None:
         self.lock = threading.RLock()
         self.plans: dict[Hashable, Plan] = {}
+        self.spans: dict[Hashable, FrameworkPlan] = {}
         self.broken: dict[tuple[str, str], str] = {}
         self.settings, self.pinned = settings, pinned
         self._records: list[TuningRecord] | None = None
@@ -75,6 +78,7 @@ class Memo:
         """Remember the plan of a signature."""
         if len(self.plans) >= MOST_PLANS:
             self.plans.clear()
+            self.spans.clear()
         self.plans[signature] = plan
 
     def move(self) -> None:
@@ -293,6 +297,15 @@ def gradient_choice(memo: Memo, problem: Problem, target: Target, *, repeatable:
 
 def _repeatable(found: Mapping[str, Family]) -> dict[str, Family]:
     return {name: family for name, family in found.items() if family.repeatable}
+
+
+def torch_serves_span(memo: Memo, call: Call, window: Window, alignment: Alignment) -> bool:
+    """Whether torch serves all decoding steps of the span that this call lies in (`growing.torch_serves`)."""
+    if call.problem is None or memo.pinned is not None:
+        return False
+    target, _, records = _surroundings(memo, call, call.problem)
+    unmeasured = memo.unmeasured or call.device.type == "cpu"
+    return isinstance(records, Pool) and growing.torch_serves(call.problem, window, alignment, target, records, unmeasured=unmeasured)
 
 
 def gradient_kernels(
