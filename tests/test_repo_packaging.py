@@ -25,9 +25,9 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> str:
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the sdist of this tree and the wheel that was built from that sdist."""
     folder = tmp_path_factory.mktemp("built")
-    # From a copy, because setuptools writes build/ and *.egg-info beside what it builds.
+    # From a copy, because setuptools writes build/ and *.egg-info beside what it builds; without site/, which may be being written.
     tree = folder / "tree"
-    ignored = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "benchmarks")
+    ignored = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "site", "benchmarks")
     shutil.copytree(ROOT, tree, symlinks=True, ignore=ignored)
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, tree, cwd=folder)
     return folder
