@@ -1,8 +1,8 @@
 """Checks configs of flash_bwd_hopper on this machine's GPU and times them beside cuDNN: `python benchmarks/backward_configs.py`.
 
 Every config compiles first, all at once. Then each is checked against the float64 oracle on ragged little problems, in a process that is
-killed when it takes too long, for a kernel whose roles wait for one another hangs. Then cells are timed, cuDNN and all configs of a cell in
-turns, three rounds: a whole backward as `triton.testing.do_bench` times it, the median. Prints a line for each.
+killed when it takes too long, for a kernel whose roles wait for one another hangs. Then cells are timed, cuDNN and some configs in turns,
+three rounds: a whole backward as `triton.testing.do_bench` times it, the median. Prints a line for each.
 """
 
 import argparse
@@ -10,6 +10,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -29,6 +31,7 @@ from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.cases import cases
 from flashtune.tuner.compile import compiled_kernels
 from flashtune.tuner.correctness import check, everywhere, oracle
+from flashtune.tuner.inputs import Inputs, make_inputs
 
 FAMILY, GPU = family("flash_bwd_hopper"), find_target("h200")
 CAUSAL = Features(causal=True)
@@ -48,16 +51,13 @@ CHECKED = [
     )
 ]
 TIMED = [
-    (d, n, kv_heads, features)
-    for d, heads in ((64, 32), (128, 16))
-    for n, kv_heads, features in (
-        (512, heads, Features()),
-        (4096, heads, Features()),
-        (4096, heads, CAUSAL),
-        (16384, heads, CAUSAL),
-        (4096, heads // 4, CAUSAL),
-    )
+    *((d, n, 1, features) for d in (128, 64) for n, features in ((4096, Features()), (4096, CAUSAL), (16384, CAUSAL))),
+    (128, 512, 1, Features()),
+    (128, 4096, 4, CAUSAL),
+    *((128, 4096, 1, features) for features in (Features(mask="bool"), Features(mask="bias"), Features(dropout=True))),
+    *((128, 4096, 1, features) for features in (Features(softcap=True), Features(alibi=True))),
 ]
+"""Head size, length, query heads to a key head, features."""
 
 
 def problem(d: int, dtype: Any, features: Features, *, n: int = 512, batch: int = 2, heads: int = 4, kv_heads: int = 2) -> Problem:
@@ -73,7 +73,7 @@ def source(p: Problem, config: Config) -> str:
 
 def starts(p: Problem) -> list[Config]:
     """The configs of a problem that are looked at; none where the family doesn't take it."""
-    return FAMILY.starts(p.spec(), GPU) if FAMILY.supports(p.spec(), GPU) is None else []
+    return FAMILY.starts(p.spec(), GPU)[:4] if FAMILY.supports(p.spec(), GPU) is None else []
 
 
 def compile_one(p: Problem, config: Config) -> str:
@@ -100,36 +100,33 @@ def check_one(p: Problem, config: Config) -> None:
         print(f"check {config.label()} {small.label()}: {verdict.reason or 'right'} {norms}", flush=True)
 
 
-def calls(p: Problem) -> tuple[Callable[[], Any], dict[str, Callable[[], Any]]]:
-    """cuDNN's backward and that of each config, on the same inputs."""
-    generator = torch.Generator(device="cuda").manual_seed(0)
-
-    def drawn(heads: int) -> torch.Tensor:
-        return torch.randn(p.batch, heads, p.n_q, p.d, device="cuda", dtype=TORCH_DTYPES[p.dtype], generator=generator)
-
-    leaves = [drawn(p.heads), drawn(p.kv_heads), drawn(p.kv_heads)]
-    dout = drawn(p.heads)
-    q, k, v = (x.detach().requires_grad_() for x in leaves)
+def framework(p: Problem, inputs: Inputs) -> Callable[[], Any] | None:
+    """cuDNN's backward; None where it has none of these features."""
+    if p.features not in (Features(), CAUSAL):
+        return None
+    q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=p.features.causal, enable_gqa=p.gqa_ratio > 1)
-    shared = [x.repeat_interleave(p.gqa_ratio, 1) for x in leaves[1:]]
-    lse = torch.ops.aten._scaled_dot_product_flash_attention(leaves[0], *shared, 0.0, p.features.causal)[1]
-    given = dict(mask=None, scale=p.d**-0.5, softcap=0.0, dropout_p=0.0, seed=0, offset=0, **p.band.keywords())
-    kept = out.detach(), lse.contiguous(), dout, None, *map(torch.empty_like, leaves)
-    ours = {}
-    for config in starts(p):
-        launch = launcher(load_source(source(p, config), "flash_bwd_hopper"))
-        ours[config.label()] = lambda launch=launch: launch(*leaves, *kept, **given)
-    return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True), ours
+    return lambda: torch.autograd.grad(out, (q, k, v), inputs.operands["dout"], retain_graph=True)
 
 
 def time_one(p: Problem) -> None:
-    """One line for cuDNN and one for each config."""
-    framework, ours = calls(p)
+    """One line for cuDNN, where it serves, and one for each config. O and the LSE are random: no kernel's time depends on them."""
+    # The forward's oracle would take longer than all that is timed.
+    inputs = make_inputs(replace(p, direction="fwd"), device="cuda", seed=0)
+    shapes = {operand.name: (operand.shape(p), TORCH_DTYPES[operand.dtype(p)]) for operand in p.contract.operands}
+    operands = {name: torch.randn(shape, device="cuda").to(dtype) for name, (shape, dtype) in shapes.items()}
+    operands["lse"] = operands["lse"].abs() + 9.0
+    inputs = replace(inputs, problem=p, operands=operands)
+    calls = {"cudnn": framework(p, inputs)}
+    for config in starts(p):
+        launch = launcher(load_source(source(p, config), "flash_bwd_hopper"))
+        calls[config.label()] = partial(launch, *operands.values(), **inputs.keywords)
     found: dict[str, list[float]] = {}
     for _ in range(3):
-        for name, call in {"cudnn": framework, **ours}.items():
-            found.setdefault(name, []).append(do_bench(call, warmup=5, rep=20, return_mode="median") * 1e3)
+        for name, call in calls.items():
+            if call is not None:
+                found.setdefault(name, []).append(do_bench(call, warmup=5, rep=20, return_mode="median") * 1e3)
     for name, us in found.items():
         rounds = ", ".join(f"{x:.0f}" for x in us)
         print(f"time {p.label()} b{p.batch} {name}: {median(us):.1f} us, {p.flops() / median(us) / 1e6:.0f} TFLOP/s ({rounds})", flush=True)
@@ -147,8 +144,10 @@ def in_child(words: list[str], limit_s: float) -> str:
 
 def timed() -> Iterator[Problem]:
     """16384 tokens, 2048 columns."""
-    for d, n, kv_heads, features in TIMED:
-        yield problem(d, "bf16", features, n=n, batch=16384 // n, heads=2048 // d, kv_heads=kv_heads)
+    for d, n, ratio, features in TIMED:
+        p = problem(d, "bf16", features, n=n, batch=16384 // n, heads=2048 // d, kv_heads=2048 // d // ratio)
+        if starts(p):
+            yield p
 
 
 def checked() -> Iterator[tuple[Problem, int]]:
@@ -167,12 +166,12 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=12)
     options = parser.parse_args()
     if options.only:
-        part, place = options.only.split("-")
-        if part == "check":
-            p, chosen = list(checked())[int(place)]
-            check_one(p, starts(p)[chosen])
+        if options.only == "time":
+            for p in timed():
+                time_one(p)
         else:
-            time_one(list(timed())[int(place)])
+            p, chosen = list(checked())[int(options.only)]
+            check_one(p, starts(p)[chosen])
         return
     jobs = [(p, starts(p)[chosen]) for p, chosen in checked()] + [(p, config) for p in timed() for config in starts(p)]
     unique = list({(p.spec(), config): (p, config) for p, config in jobs}.values())
@@ -181,11 +180,10 @@ def main() -> None:
             if why:
                 print(f"compile {config.label()} {p.label()}: {why}", flush=True)
     with ThreadPoolExecutor(6) as threads:
-        words = [["--only", f"check-{place}"] for place, _ in enumerate(checked())]
+        words = [["--only", str(place)] for place, _ in enumerate(checked())]
         for text in threads.map(in_child, words, [options.limit] * len(words)):
             print(text, end="", flush=True)
-    for place, _ in enumerate(timed()):
-        print(in_child(["--only", f"time-{place}"], options.limit), end="", flush=True)
+    print(in_child(["--only", "time"], 3 * options.limit), end="", flush=True)
 
 
 if __name__ == "__main__":

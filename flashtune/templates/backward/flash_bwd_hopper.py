@@ -64,12 +64,12 @@ def supports(spec: KernelSpec, target: Target) -> str | None:
 
 def starts(spec: KernelSpec, target: Target) -> list[Config]:
     """The tiles that fit, with both ways for dQ, as far as they keep the constraints."""
-    tiles = [(64, 2, "tma"), (64, 2, "registers"), (64, 3, "registers")]
+    tiles = [(64, 2, "registers"), (64, 2, "tma"), (64, 3, "registers")]
     if padded(spec.d) == 64:
         tiles = [(64, 3, "registers"), (128, 2, "tma"), (64, 3, "tma"), (64, 2, "registers"), (128, 2, "registers")]
     found = [
         Config.of(BLOCK_M=block_m, BLOCK_N=128, num_stages=stages, dq_sums=dq_sums, section=section)
-        for section in ((4, 1) if spec.causal else (1, 4))
+        for section in ((4, 16) if spec.causal else (2, 1))
         for block_m, stages, dq_sums in tiles
     ]
     return [config for config in found if FAMILY.violated(config, spec, target) is None]
