@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-START_S = 120.0
+START_S = 600.0
 
 
 def binaries() -> Path | None:

@@ -84,7 +84,7 @@ def test_alone_hides_what_lies_below(models: tuple[Path, Path], own_database: Pa
 
 
 def test_a_threads_layers_are_its_own_and_everywhere_is_for_all(models: tuple[Path, Path]) -> None:
-    ready, checked = threading.Barrier(2, timeout=30), threading.Barrier(2, timeout=30)
+    ready, checked = threading.Barrier(2, timeout=600), threading.Barrier(2, timeout=600)
     seen: list[str] = []
 
     def work() -> None:
@@ -114,7 +114,7 @@ def test_what_changes_for_all_reaches_threads_that_have_layers_of_their_own(
     machine: Machine,
 ) -> None:
     save(tmp_path / "other.sqlite", gpu="a100")
-    turns = [threading.Barrier(2, timeout=30) for _ in range(4)]
+    turns = [threading.Barrier(2, timeout=600) for _ in range(4)]
     seen: list[int] = []
 
     def work() -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+from functools import cache
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -80,6 +81,26 @@ def with_figures() -> Profile:
 both = pytest.mark.parametrize("found", [counted(), with_figures()], ids=["counted", "measured"])
 
 
+@cache
+def _html(measured: bool) -> str:
+    return report.html_of(with_figures() if measured else counted())
+
+
+def html_of(found: Profile) -> str:
+    """The report of one of `both`, drawn once."""
+    return _html(found.measured is not None)
+
+
+@cache
+def _drawing(measured: bool, name: str) -> str:
+    return plots.svg_of(with_figures() if measured else counted(), name)
+
+
+def drawing_of(found: Profile, name: str) -> str:
+    """A drawing of one of `both`, drawn once."""
+    return _drawing(found.measured is not None, name)
+
+
 def browser() -> str | None:
     return next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
 
@@ -116,7 +137,7 @@ document.body.insertAdjacentHTML('beforeend', '<pre id="probe">' + btoa(unescape
 def test_a_browser_renders_every_plot_of_the_report(found: Profile, chromium: str, tmp_path: Path) -> None:
     """Each drawing has a place on the page, shapes and texts of its own, and many colours in a screenshot."""
     page, probed, shot = tmp_path / "report.html", tmp_path / "probed.html", tmp_path / "shot.png"
-    report.write(found, page)
+    page.write_text(html_of(found))
     probed.write_text(page.read_text().replace("</body>", PROBE + "</body>"))
     dump = re.search(r'<pre id="probe">([A-Za-z0-9+/=]+)</pre>', open_in(chromium, probed, "--virtual-time-budget=5000", "--dump-dom"))
     assert dump is not None, "the page's script did not run"
@@ -145,7 +166,7 @@ def test_a_browser_renders_every_plot_of_the_report(found: Profile, chromium: st
 def test_the_browser_test_would_see_a_report_without_its_drawings(chromium: str, tmp_path: Path) -> None:
     """The probe is no rubber stamp: hide the drawings and it counts none."""
     page = tmp_path / "broken.html"
-    text = report.html_of(counted()).replace("figure svg { display: block;", "figure svg { display: none;")
+    text = html_of(counted()).replace("figure svg { display: block;", "figure svg { display: none;")
     page.write_text(text.replace("</body>", PROBE + "</body>"))
     dump = re.search(r'<pre id="probe">([A-Za-z0-9+/=]+)</pre>', open_in(chromium, page, "--virtual-time-budget=5000", "--dump-dom"))
     assert dump is not None
@@ -176,7 +197,7 @@ class Page(html.parser.HTMLParser):
 
 @both
 def test_the_report_is_well_formed_self_contained_and_escaped(found: Profile) -> None:
-    text = report.html_of(found)
+    text = html_of(found)
     page = Page()
     page.feed(text)
     assert page.open == []
@@ -189,7 +210,7 @@ def test_the_report_is_well_formed_self_contained_and_escaped(found: Profile) ->
 @both
 @pytest.mark.parametrize("name", DRAWINGS)
 def test_a_drawing_has_tips_and_a_text_for_those_who_cant_see_it(found: Profile, name: str) -> None:
-    root = ElementTree.fromstring(plots.svg_of(found, name).replace("xlink:href", "href"))
+    root = ElementTree.fromstring(drawing_of(found, name).replace("xlink:href", "href"))
     tips = [title.text or "" for title in root.iter("{http://www.w3.org/2000/svg}title")]
     assert len(tips) >= 4 and len(tips) == len(set(tips)) and all(re.search(r"\d", tip) for tip in tips)
     assert root.get("role") == "img" and all(tip in (root.get("aria-label") or "") for tip in tips)
@@ -198,7 +219,7 @@ def test_a_drawing_has_tips_and_a_text_for_those_who_cant_see_it(found: Profile,
 @both
 def test_a_report_follows_the_readers_theme(found: Profile) -> None:
     """Every neutral colour is the page's own, and the page has each of them twice: for a light and for a dark screen."""
-    text = report.html_of(found)
+    text = html_of(found)
     style, drawings = text[text.index("<style>") : text.index("</style>")], text[text.index('<div class="plots">') :]
     assert not [colour for colour in plots.THEMED if colour in drawings]
     used = set(re.findall(r"var\((--\w+)\)", text))
@@ -207,13 +228,13 @@ def test_a_report_follows_the_readers_theme(found: Profile) -> None:
 
 
 def test_the_ratio_of_two_latencies_stands_on_its_own() -> None:
-    text = plots.svg_of(with_figures(), "ratio")
+    text = drawing_of(with_figures(), "ratio")
     # 61 us over 55 us at N = 1024; powers of 1.9 and 1.95 bring them together.
     assert "framework / tuned at N = 1024: 1.11" in text and "framework / tuned at N = 4096: 1.03" in text
 
 
 def test_the_same_profile_gives_the_same_bytes() -> None:
-    assert report.html_of(with_figures()) == report.html_of(with_figures())
+    assert report.html_of(with_figures()) == html_of(with_figures())
     assert plots.figure_of(counted(), "png") == plots.figure_of(counted(), "png")
 
 
@@ -238,7 +259,7 @@ def test_png_and_svg_hold_all_drawings(found: Profile, tmp_path: Path) -> None:
 @both
 @pytest.mark.parametrize("name", DRAWINGS)
 def test_no_drawing_claims_to_be_measured_when_it_is_not(found: Profile, name: str) -> None:
-    text = plots.svg_of(found, name)
+    text = drawing_of(found, name)
     if name != "bytes":
         assert ("not measured" in text) == (found.measured is None)
 

@@ -92,7 +92,7 @@ class Staged(HereAndNow):
 
         def wait() -> Any:
             if self.held(task, problem):
-                assert self.go.wait(60), f"{what} was waited for, and what should have gone on meanwhile did not"
+                assert self.go.wait(600), f"{what} was waited for, and what should have gone on meanwhile did not"
             self.events.append(f"{what} is done")
             return reply
 
@@ -156,7 +156,7 @@ def test_the_gpu_is_fed_while_the_sampler_thinks(monkeypatch: pytest.MonkeyPatch
         nonlocal asked
         asked += 1
         if asked == 2:
-            assert fed.wait(60), "the GPU waits for the sampler"
+            assert fed.wait(600), "the GPU waits for the sampler"
         return ask(self, count, limit=limit)
 
     class Feeding(Listener):
