@@ -177,7 +177,7 @@ def test_the_second_call_decides_nothing(machine: Machine, own_database: Path, m
         dispatch.attention(Q, Q, Q, is_causal=False)
 
 
-def test_where_torch_serves_steps_of_a_growing_sequence_are_decided_a_span_at_a_time(
+def test_steps_of_a_growing_sequence_are_decided_a_span_at_a_time(
     machine: Machine, own_database: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And right all the same: where a window begins to hide keys, and where a row says something of one length."""
@@ -191,7 +191,7 @@ def test_where_torch_serves_steps_of_a_growing_sequence_are_decided_a_span_at_a_
         return policy.rank(problem, *rest, **words)
 
     monkeypatch.setattr(resolve, "rank", rank)
-    keys = torch.randn(2, 4, 310, 16)
+    keys = torch.randn(2, 4, 400, 16)
 
     def take(lengths: range, left: int | None = None) -> list[int]:
         decided.clear()
@@ -206,6 +206,12 @@ def test_where_torch_serves_steps_of_a_growing_sequence_are_decided_a_span_at_a_
     assert take(range(130, 140)) == []
     assert take(range(2, 60), left=40) == [*range(2, 60)], "from 42 keys on the window hides some"
     assert take(range(298, 302)) == [*range(298, 302)] and machine.launched, "a row, by which a kernel serves, is of 300 keys"
+    machine.launched.clear()
+    assert take(range(330, 390)) == [330, 385] and len(machine.launched) == 60
+    keys = torch.randn(2, 4, 400, 32)[..., ::2]
+    assert take(range(330, 334)) == [] and len(machine.launched) == 64, "other strides that the kernel takes"
+    machine.refuses = {"flash_fwd"}
+    assert take(range(340, 342)) == [340, 341] and len(machine.launched) == 64, "and none that it doesn't"
 
 
 def test_what_a_signature_holds_is_all_that_a_choice_depends_on(machine: Machine) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from flashtune.core.band import Alignment, Window, parse_window
+from flashtune.core.band import Window
 from flashtune.core.dtypes import DType
 from flashtune.core.errors import InputError
 from flashtune.core.passes import PER_HEAD
@@ -19,7 +19,7 @@ from flashtune.dispatch import devices, growing, resolve, torch_ops, training
 from flashtune.dispatch.arguments import parse
 from flashtune.dispatch.call import Call, PerHead
 from flashtune.dispatch.layers import SERVING, current
-from flashtune.dispatch.plans import FrameworkPlan, Outputs
+from flashtune.dispatch.plans import FrameworkPlan, KernelPlan, Outputs
 from flashtune.dispatch.resolve import Explanation
 
 _P = ParamSpec("_P")
@@ -196,8 +196,15 @@ def _first_call(
     """Check, choose, run and remember; a kernel that can't be built here gives way to the next choice."""
     memo, span = current(), growing.span_of(signature)
     if span is not None and (around := memo.spans.get(span)) is not None:
-        memo.keep(signature, around)
-        return around.run(query, key, value, attn_mask, seed, per_head)
+        with memo.lock:
+            try:
+                grown = around.grown(query, key, value, per_head, _sides(options))
+            except Exception:
+                # Deciding anew says what fails, and whose fault that is.
+                grown = None
+        if grown is not None:
+            memo.keep(signature, grown)
+            return grown.run(query, key, value, attn_mask, seed, per_head)
     call = _parsed(query, key, value, attn_mask, options, seed, per_head)
     plan = FrameworkPlan.of(call, query, key, value, attn_mask)
     with memo.lock:
@@ -207,8 +214,9 @@ def _first_call(
         why_torch = _why_torch(query, key, value, attn_mask, per_head)
         for candidate in resolve.candidates(memo, call, query, key, value, attn_mask, why_torch):
             if candidate.kind == "framework":
-                if span is not None and plan.words is not None and resolve.torch_serves_span(memo, call, *_sides(options)):
-                    memo.spans[span] = plan
+                if span is not None and span not in memo.spans:
+                    around = plan if plan.words is not None and resolve.serves_span(memo, call, None, _sides(options)) else None
+                    memo.spans[span] = around
                 break
             built = False
             try:
@@ -222,16 +230,16 @@ def _first_call(
                 continue
             if signature is not None:
                 memo.keep(signature, candidate.plan)
+            if span is not None and span not in memo.spans and isinstance(candidate.plan, KernelPlan):
+                memo.spans[span] = candidate.plan if resolve.serves_span(memo, call, candidate.variant, _sides(options)) else None
             return outputs
     if signature is not None:
         memo.keep(signature, plan)
     return plan.run(query, key, value, attn_mask, seed, per_head)
 
 
-def _sides(options: tuple[Any, ...]) -> tuple[Window, Alignment]:
-    """The sides of the band that a call asks for, before sizes say what they hide, and where its diagonal lies."""
-    left, right = parse_window(options[4])
-    return (left, 0 if options[1] else right), options[6]
+def _sides(options: tuple[Any, ...]) -> growing.Sides:
+    return growing.Sides.of(options[4], options[1], options[6])
 
 
 def _parsed(

@@ -1,20 +1,39 @@
-"""Sequences that grow by a token at a time: where torch serves a decoding step, it serves the steps around it undecided.
+"""Sequences that grow by a token at a time: what serves a decoding step serves the steps around it undecided.
 
 Each number of keys is a signature of its own, and to decide takes longer than a call. So steps are taken together, `SPAN` of them.
 """
 
 from collections.abc import Hashable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from flashtune.core.band import Alignment, Band, Window, diagonal_of
+from flashtune.core.band import Alignment, Band, Window, diagonal_of, parse_window
 from flashtune.core.problem import DECODE_ROWS, Problem
 from flashtune.core.target import Target
-from flashtune.dispatch.policy import Pool, choose
+from flashtune.dispatch.policy import Choice, Pool, choose
 from flashtune.templates import families
 
 SPAN = 64
 """Numbers of keys that are decided on at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sides:
+    """The band that a call asks for, before sizes say where its diagonal lies and what it hides."""
+
+    window: Window
+    alignment: Alignment
+
+    @classmethod
+    def of(cls, window: object, is_causal: bool, alignment: Alignment) -> "Sides":
+        """As `attention` takes them."""
+        left, right = parse_window(window)
+        return cls(window=(left, 0 if is_causal else right), alignment=alignment)
+
+    def band(self, n_q: int, n_kv: int) -> Band:
+        """The band at these sizes, without sides that hide nothing."""
+        left, right = self.window
+        return Band(left=left, right=right, diagonal=diagonal_of(self.alignment, n_q, n_kv)).trimmed(n_q, n_kv)
 
 
 def span_of(signature: tuple[Any, ...] | None) -> Hashable | None:
@@ -29,18 +48,21 @@ def span_of(signature: tuple[Any, ...] | None) -> Hashable | None:
     return (q, k[:2], v[:2], k[3], v[3], -(-k[2] // SPAN), *rest)
 
 
-def torch_serves(problem: Problem, window: Window, alignment: Alignment, target: Target, pool: Pool, *, unmeasured: bool) -> bool:
-    """Whether the policy leaves every step of the span of this one to torch, which takes them all as they are.
+def choice_of_span(
+    problem: Problem, sides: Sides, target: Target, pool: Pool, *, framework_serves: bool, unmeasured: bool
+) -> Choice | None:
+    """What the policy chooses for every step of the span of this one; None where that isn't one and the same.
 
-    It is asked at both ends: between them nothing changes but where a row is of a length. `window` (its right side 0 where the call is
-    causal) and `alignment` are the call's own: a side that hides nothing at one length may hide something at a larger one.
+    It is asked at both ends: between them nothing changes but where a row is of a length. A side that hides nothing at one length may
+    hide something at a larger one: then there is no such choice.
     """
     last = -(-problem.n_kv // SPAN) * SPAN
     first = last - SPAN + 1
-    left, right = window
-    if Band(left=left, right=right, diagonal=diagonal_of(alignment, problem.n_q, last)).trimmed(problem.n_q, last).bounded:
-        return False
-    if any(first <= n <= last for n in pool.lengths):
-        return False
-    ends, known = [replace(problem, n_kv=n) for n in (first, last)], families()
-    return all(choose(end, target, pool, known, framework_serves=True, unmeasured=unmeasured).kind == "framework" for end in ends)
+    if sides.band(problem.n_q, last).bounded or any(first <= n <= last for n in pool.lengths):
+        return None
+    known = families()
+    one, other = (
+        choose(replace(problem, n_kv=n), target, pool, known, framework_serves=framework_serves, unmeasured=unmeasured)
+        for n in (first, last)
+    )
+    return other if (one.family, one.config, one.spec) == (other.family, other.config, other.spec) else None

@@ -18,6 +18,7 @@ from flashtune.core.torch_attention import sdpa
 from flashtune.dispatch import framework
 from flashtune.dispatch.arguments import seed_bits, signed
 from flashtune.dispatch.call import Call, PerHead
+from flashtune.dispatch.growing import Sides
 from flashtune.dispatch.launch import driver, prepared
 from flashtune.dispatch.launch.program import Program
 
@@ -42,6 +43,10 @@ class FrameworkPlan:
 
     def build(self, *_: object) -> None:
         """There is nothing to be built."""
+
+    def grown(self, *_: object) -> "FrameworkPlan":
+        """The plan for another number of keys: torch is told of none."""
+        return self
 
     def run(
         self,
@@ -132,6 +137,22 @@ class KernelPlan:
                     # Kernels write it anyway.
                     self._lse_offset = self._scratch
                     self._scratch += _padded(lse.numel() * 4)
+
+    def grown(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, per_head: PerHead | None, sides: Sides
+    ) -> "KernelPlan | None":
+        """The plan, built, for a decoding step of another number of keys (no mask) that this kernel is to serve, too; None where it takes
+        no such tensors."""
+        n_kv = key.shape[2]
+        assert self.call.problem is not None, "kernels serve problems"
+        band = sides.band(self.call.n_q, n_kv)
+        call = replace(self.call, n_kv=n_kv, band=band, problem=replace(self.call.problem, n_kv=n_kv))
+        q, k, v = call.views(query, key, value)
+        if not self.module.accepts(q, k, v, None):
+            return None
+        plan = KernelPlan(call, self.module, q, manifest=self.manifest, whole=self._whole, warn=self._warn)
+        plan.build(query, key, value, None, per_head)
+        return plan
 
     def _prepared(self, operands: prepared.Operands, parameters: CallParameters, *, compiles: bool) -> Program | None:
         """The program; what is damaged of the machine code is passed over for what Triton compiles."""

@@ -10,7 +10,6 @@ from types import ModuleType
 
 import torch
 
-from flashtune.core.band import Alignment, Window
 from flashtune.core.binaries import Manifest
 from flashtune.core.config import Config, Variant
 from flashtune.core.errors import EnvironmentProblem, FlashtuneError
@@ -49,8 +48,8 @@ class Settings:
 
 
 class Memo:
-    """Plans by signature and, where torch serves decoding steps, by span (flashtune.dispatch.growing), the library's records by group,
-    kernels that failed, warnings given.
+    """Plans by signature and, of decoding steps, by span (flashtune.dispatch.growing; None where each is decided by itself), the library's
+    records by group, kernels that failed, warnings given.
 
     `pinned` is a rendered module that serves every call which it accepts, for measurements.
     Reading a plan takes no lock; everything that decides holds `lock`.
@@ -59,7 +58,7 @@ class Memo:
     def __init__(self, settings: Settings = Settings(), *, pinned: ModuleType | None = None) -> None:
         self.lock = threading.RLock()
         self.plans: dict[Hashable, Plan] = {}
-        self.spans: dict[Hashable, FrameworkPlan] = {}
+        self.spans: dict[Hashable, FrameworkPlan | KernelPlan | None] = {}
         self.broken: dict[tuple[str, str], str] = {}
         self.settings, self.pinned = settings, pinned
         self._records: list[TuningRecord] | None = None
@@ -299,13 +298,17 @@ def _repeatable(found: Mapping[str, Family]) -> dict[str, Family]:
     return {name: family for name, family in found.items() if family.repeatable}
 
 
-def torch_serves_span(memo: Memo, call: Call, window: Window, alignment: Alignment) -> bool:
-    """Whether torch serves all decoding steps of the span that this call lies in (`growing.torch_serves`)."""
+def serves_span(memo: Memo, call: Call, variant: Variant | None, sides: growing.Sides) -> bool:
+    """Whether this kernel (None: torch) is what the policy chooses for all decoding steps of the span that this call lies in."""
     if call.problem is None or memo.pinned is not None:
         return False
     target, _, records = _surroundings(memo, call, call.problem)
+    if not isinstance(records, Pool):
+        return False
     unmeasured = memo.unmeasured or call.device.type == "cpu"
-    return isinstance(records, Pool) and growing.torch_serves(call.problem, window, alignment, target, records, unmeasured=unmeasured)
+    serves = call.fused_by_torch
+    choice = growing.choice_of_span(call.problem, sides, target, records, framework_serves=serves, unmeasured=unmeasured)
+    return choice is not None and (None if choice.family is None else _variant(choice, choice.family)) == variant
 
 
 def gradient_kernels(
