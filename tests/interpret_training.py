@@ -103,6 +103,16 @@ def main() -> None:
     except InputError as error:
         report["twice"] = str(error)
 
+    asked: list[object] = []
+    choose = resolve.gradient_kernels
+    resolve.gradient_kernels = lambda *given: asked.append(given) or choose(*given)  # type: ignore[assignment, func-returns-value]
+    dispatch.reload()
+    for _ in range(2):
+        x = leaves(wanted=(True, True, False))
+        step(*x).backward()
+    report["asked once"] = [len(asked), all(torch.equal(t.grad, wanted) for t, wanted in zip(x[:2], eager, strict=False))]  # type: ignore[arg-type]
+    dispatch.reload()
+
     resolve.gradient_kernels = lambda *_: iter(())  # type: ignore[assignment]
     x = leaves()
     step(*x).backward()

@@ -52,6 +52,10 @@ def test_only_inputs_that_ask_get_gradients_and_nothing_of_the_scores_size_is_ke
     assert largest == query
 
 
+def test_what_computes_gradients_is_chosen_once_for_calls_that_are_alike(report: dict[str, Any]) -> None:
+    assert report["asked once"] == [1, True]
+
+
 def test_a_second_derivative_is_refused_in_one_sentence(report: dict[str, Any]) -> None:
     assert report["twice"].startswith("attention was differentiated twice") and "MATH" in report["twice"]
 

@@ -295,6 +295,14 @@ class TrainingPlan:
         return trained(call, query, key, value, attn_mask, seed, per_head, causal_alignment=alignment, allow_tf32=tf32)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientPlan:
+    """Computes the gradients of calls like this one: `launch` takes the tensors of a backward and its parameters by name."""
+
+    call: Call
+    launch: Callable[..., None]
+
+
 def trained(
     call: Call,
     query: torch.Tensor,

@@ -19,7 +19,7 @@ from flashtune.core.target import Target
 from flashtune.dispatch import devices, elsewhere, growing, kernels
 from flashtune.dispatch.call import Call
 from flashtune.dispatch.launch.driver import NO_RESOURCES, DriverError
-from flashtune.dispatch.plans import FrameworkPlan, KernelPlan, TrainingPlan
+from flashtune.dispatch.plans import FrameworkPlan, GradientPlan, KernelPlan, TrainingPlan
 from flashtune.dispatch.policy import Choice, Kind, Pool, Refusal, group_of, rank, torch_has
 from flashtune.templates import families
 from flashtune.templates.family import Family
@@ -29,7 +29,7 @@ Plan = FrameworkPlan | KernelPlan | TrainingPlan
 GRADIENT = "a gradient is needed"
 """Why torch's own operations serve, unless a backward kernel does."""
 
-SHORTEST_BACKWARD_US = 300.0
+SHORTEST_BACKWARD_US = 600.0
 """Where torch's own is shorter, ours waits for the host: operators with gradients and Triton's launcher cost it more than torch's attention
 does (`calls.py --parts training`)."""
 
@@ -58,6 +58,7 @@ class Memo:
     def __init__(self, settings: Settings = Settings(), *, pinned: ModuleType | None = None) -> None:
         self.lock = threading.RLock()
         self.plans: dict[Hashable, Plan] = {}
+        self.gradients: dict[Hashable, GradientPlan] = {}
         self.spans: dict[Hashable, FrameworkPlan | KernelPlan | None] = {}
         self.broken: dict[tuple[str, str], str] = {}
         self.settings, self.pinned = settings, pinned
@@ -79,6 +80,12 @@ class Memo:
             self.plans.clear()
             self.spans.clear()
         self.plans[signature] = plan
+
+    def keep_gradient(self, signature: Hashable, plan: GradientPlan) -> None:
+        """Remember what computes the gradients of a signature."""
+        if len(self.gradients) >= MOST_PLANS:
+            self.gradients.clear()
+        self.gradients[signature] = plan
 
     def move(self) -> None:
         """Put the plans into another dict: whoever still holds the old one finds nothing there, and asks anew what is in force."""

@@ -5,8 +5,9 @@ is the output, the LSE and 64 bits that dropout's mask follows from; nothing is 
 bits every time, only families serve that add up in a fixed order.
 """
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from flashtune.core.torch_dtypes import output_torch_dtype
 from flashtune.dispatch import formula, layers, resolve
 from flashtune.dispatch.arguments import parse, seed_bits, signed
 from flashtune.dispatch.call import PerHead
-from flashtune.dispatch.plans import out_strides, random_bits
+from flashtune.dispatch.plans import GradientPlan, out_strides, random_bits
 
 _NUMBERS = "float dropout_p, float scale, int left, int right, float softcap, str causal_alignment, bool allow_tf32, bool deterministic"
 _PER_HEAD = "Tensor? alibi_slopes, Tensor? sinks"
@@ -177,20 +178,29 @@ def _gradients(
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients by the best backward kernel that takes the call, else by the formula."""
-    call = parse(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-        window=(left, right),
-        softcap=softcap,
-        causal_alignment=causal_alignment,
-        allow_tf32=allow_tf32,
-        deterministic=deterministic,
-        per_head=PerHead(alibi_slopes=alibi_slopes, sinks=sinks),
+    words = (of_query, of_keys, dropout_p, scale, left, right, softcap, causal_alignment, allow_tf32, deterministic)
+    dout, dlse = _readable(dout), None if dlse is None else dlse.contiguous()
+    memo = getattr(_forwards, "memo", None) or layers.current()
+    signature = _signature((query, key, value, out, lse, dout, dlse, attn_mask, alibi_slopes, sinks), words)
+    known = memo.gradients.get(signature)
+    call = (
+        known.call
+        if known is not None
+        else parse(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+            window=(left, right),
+            softcap=softcap,
+            causal_alignment=causal_alignment,
+            allow_tf32=allow_tf32,
+            deterministic=deterministic,
+            per_head=PerHead(alibi_slopes=alibi_slopes, sinks=sinks),
+        )
     )
     given = CallParameters(
         scale=scale,
@@ -204,25 +214,47 @@ def _gradients(
     )
     grads = _written(query, key, value, of_query, of_keys)
     dq, dk, dv = (grad if asked else None for grad, asked in zip(grads, (of_query, of_keys, of_keys), strict=True))
-    dout, dlse = _readable(dout), None if dlse is None else dlse.contiguous()
     tensors = (query, key, value, out, lse, dout, dlse, dq, dk, dv)
-    memo = getattr(_forwards, "memo", None) or layers.current()
-    with memo.lock:
-        chosen = list(resolve.gradient_kernels(memo, call, query, key, value, given.mask))
-    for variant, module in chosen:
+    if known is not None:
+        with _on(query.device):
+            known.launch(*tensors, **given.keywords())
+        return grads
+    while True:
+        with memo.lock:
+            # What failed before isn't offered again.
+            chosen = next(resolve.gradient_kernels(memo, call, query, key, value, given.mask), None)
+        if chosen is None:
+            break
+        variant, module = chosen
+        launch = launching.launcher(module)
         try:
-            with torch.cuda.device(query.device) if query.is_cuda else torch.no_grad():
-                launching.launcher(module)(*tensors, **given.keywords())
-            return grads
+            with _on(query.device):
+                launch(*tensors, **given.keywords())
         except Exception as error:
             if not resolve.uncompilable(error):
                 raise
-            resolve.report_failure(memo, variant, query.device, error)
+            with memo.lock:
+                resolve.report_failure(memo, variant, query.device, error)
+            continue
+        memo.keep_gradient(signature, GradientPlan(call=call, launch=launch))
+        return grads
     found = formula.gradients(query, key, value, out, lse, dout, dlse, given)
     for grad, values, asked in zip(grads, found, (of_query, of_keys, of_keys), strict=True):
         if asked:
             grad.copy_(values)
     return grads
+
+
+def _signature(tensors: tuple[torch.Tensor | None, ...], words: tuple[object, ...]) -> Hashable:
+    """What chooses a backward kernel: sizes, strides, types and where tensors lie, beside the call's numbers."""
+    laid_out = tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors)
+    return laid_out, tensors[0].device if tensors[0] is not None else None, words, torch.are_deterministic_algorithms_enabled()
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Makes a GPU the current one, where it isn't."""
+    here = device.type != "cuda" or device.index == torch.cuda.current_device()
+    return contextlib.nullcontext() if here else torch.cuda.device(device)
 
 
 def _readable(dout: torch.Tensor) -> torch.Tensor:
