@@ -292,7 +292,10 @@ class TrainingPlan:
             return FrameworkPlan(call=call).run(query, key, value, attn_mask, seed, per_head)
         alignment = "bottom_right" if call.band.diagonal else "top_left"
         tf32 = call.problem is not None and call.problem.features.tf32
-        return trained(call, query, key, value, attn_mask, seed, per_head, causal_alignment=alignment, allow_tf32=tf32)
+        # It imports this module.
+        from flashtune.dispatch.training import attend
+
+        return trained(call, query, key, value, attn_mask, seed, per_head, causal_alignment=alignment, allow_tf32=tf32, operator=attend)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,15 +317,16 @@ def trained(
     *,
     causal_alignment: str,
     allow_tf32: bool,
+    operator: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = None,
 ) -> Outputs:
-    """Output and, when asked for, LSE by the operator that has gradients; compilers trace this, too."""
+    """Output and, when asked for, LSE by an operator that has gradients (default: the one that compilers trace)."""
     q, k, v = call.views(query, key, value)
     given = dict(zip(PER_HEAD, (per_head or PerHead()).views(call), strict=True))
     bits = None if seed is None else signed(seed_bits(seed))
     sides = call.band.keywords()
     numbers = (call.dropout_p, call.scale, sides["window_left"], sides["window_right"], call.softcap, causal_alignment)
     flags = allow_tf32, call.deterministic
-    out, lse, _ = torch.ops.flashtune.attention_training(
+    out, lse, _ = (operator or torch.ops.flashtune.attention_training)(
         q, k, v, call.small_mask(attn_mask), given["alibi_slopes"], given["sinks"], bits, *numbers, *flags
     )
     return call.restored(out), call.restored(lse) if call.return_lse else None

@@ -100,6 +100,36 @@ def define(eager: Callable[..., Any]) -> None:
 
     training.register_autograd(_differentiated, setup_context=_keep)
     backward.register_autograd(_twice, setup_context=lambda ctx, inputs, output: None)
+    _Eager.compute = staticmethod(forward)
+
+
+class _Eager(torch.autograd.Function):
+    """What `attention_training` does, where nobody traces or transforms: an operator of Python's costs the host several times as much."""
+
+    compute: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        output = _Eager.compute(*inputs)
+        _keep(ctx, inputs, output)
+        ctx.mark_non_differentiable(output[2])
+        ctx.eager = True
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
+        return _differentiated(ctx, *grads)
+
+
+def attend(query: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output, LSE and random state of what `attention_training` takes, by the operator where somebody traces."""
+    operator: Callable[..., Any] = _Eager.apply if _untraced(query) else torch.ops.flashtune.attention_training
+    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = operator(query, *others)
+    return found
+
+
+def _untraced(x: torch.Tensor) -> bool:
+    return type(x) in (torch.Tensor, torch.nn.Parameter) and not torch._C._len_torch_dispatch_stack() and not torch.compiler.is_compiling()
 
 
 def _like_query(query: torch.Tensor, columns: int) -> torch.Tensor:
@@ -138,10 +168,11 @@ def _differentiated(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | No
     of_query, of_key, of_value = ctx.needs_input_grad[:3]
     dout = torch.zeros_like(others[0]) if dout is None else dout
     _forwards.memo = ctx.memo
+    # Where a graph of the gradients is made, the operator is in it and says that there are no second ones.
+    plain = getattr(ctx, "eager", False) and not torch.is_grad_enabled() and _untraced(dout)
+    operator: Callable[..., Any] = _gradients if plain else torch.ops.flashtune.attention_gradients
     try:
-        dq, dk, dv = torch.ops.flashtune.attention_gradients(
-            dout, dlse, query, key, value, *others, of_query, of_key or of_value, *ctx.numbers
-        )
+        dq, dk, dv = operator(dout, dlse, query, key, value, *others, of_query, of_key or of_value, *ctx.numbers)
     finally:
         _forwards.memo = None
     return dq if of_query else None, dk if of_key else None, dv if of_value else None, *nothing
