@@ -157,7 +157,8 @@ def study_outcomes(url: str) -> Counter[tuple[str, str]]:
     """How often each candidate of each study was told."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     told: Counter[tuple[str, str]] = Counter()
-    storage = optuna.storages.RDBStorage(url)
+    # Without the comparison of versions, which every look would make anew.
+    storage = optuna.storages.RDBStorage(url, skip_compatibility_check=True, skip_table_creation=True)
     for study in storage.get_all_studies():
         for trial in storage.get_all_trials(study._study_id, deepcopy=False):
             if "outcome" in trial.system_attrs:

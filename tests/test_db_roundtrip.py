@@ -140,7 +140,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return samples.write(tmp_path_factory.mktemp("store") / "any.sqlite", ())
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(result=results)
 def test_any_result_comes_back_equal(shared: Path, result: SearchResult) -> None:
     key = result.problem.key(result.gpu)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from hopper_kernels import H200, problem, source
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashtune.core.config import Config, KernelSpec
@@ -124,6 +124,7 @@ def test_the_rendered_text_is_the_reviewed_one(name: str, golden: Callable[[str,
     golden(name, GOLDEN[name]())
 
 
+@settings(max_examples=50)
 @given(st.data())
 def test_any_feasible_config_renders_to_the_same_python_twice(data: st.DataObject) -> None:
     text = drawn_text(lambda values: data.draw(st.sampled_from(values)))
