@@ -46,7 +46,10 @@ FEATURES = [
 SPECS: list[dict[str, Any]] = [
     *({"d": 64, "dtype": dtype, "features": features} for features in FEATURES for dtype in ("bf16", "fp16")),
     *({"d": 128, "dtype": "bf16", "features": features} for features in (Features(), CAUSAL)),
-    *({"d": d, "d_v": d_v, "dtype": "bf16", "features": CAUSAL} for d, d_v in ((96, 96), (192, 128), (256, 256), (64, 128), (40, 72))),
+    *(
+        {"d": d, "d_v": d_v, "dtype": "bf16", "features": CAUSAL}
+        for d, d_v in ((96, 96), (160, 160), (192, 192), (192, 128), (256, 256), (64, 128), (40, 72))
+    ),
     *({"d": d, "dtype": "fp8", "features": features} for features in (Features(), CAUSAL) for d in (64, 128)),
     {"d": 128, "dtype": "fp8", "features": Features(causal=True, alibi=True, mask="bool", dropout=True, softcap=True)},
     {"d": 128, "dtype": "fp8", "features": Features(causal=True, alibi=True, sinks=True)},
@@ -78,6 +81,9 @@ def paths(family: Family, problem: Problem, target: Target) -> list[Config]:
         shown: set[object] = {*choices, ("BLOCK_M", config["BLOCK_M"]), ("BLOCK_N", config["BLOCK_N"])}
         if plain:
             shown |= set(combinations(choices, 2))
+        elif ("v_columns", "pieces") in choices:
+            # Sums of every path come in pieces.
+            shown |= {("pieces", choice) for choice in shown}
         if not shown <= seen:
             seen |= shown
             found.append(config)

@@ -74,6 +74,10 @@ class Barrier:
 class Barriers(list[Barrier]):
     """Some of them."""
 
+    @property
+    def shape(self) -> list[int]:
+        return [len(self)]
+
     def index(self, place: int) -> Barrier:  # type: ignore[override]
         return self[int(place)]
 

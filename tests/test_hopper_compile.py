@@ -1,5 +1,6 @@
 """The Hopper kernels without a GPU: the compiler makes of them the machine code that they are meant to be."""
 
+import re
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -193,6 +194,21 @@ def test_products_leave_out_padding_columns(d: int, d_v: int, computed: int) -> 
     [loop] = key_loops(machine_code(compiled(problem(d, d_v=d_v), BLOCK_M=64, BLOCK_N=64)))
     # An instruction takes 16 columns of q and k, or 16 keys of the weights and v.
     assert loop["HGMMA"] == computed // 16 + 64 // 16
+
+
+@pytest.mark.parametrize(("d", "widths"), [(80, [64, 32]), (192, [128, 64])])
+def test_products_of_values_in_pieces_are_under_way_together_and_as_wide_as_the_pieces(d: int, widths: list[int]) -> None:
+    kernel = compiled(problem(d), BLOCK_M=64, v_columns="pieces")
+    assert read_facts(kernel, H200).spills <= 8
+    code = machine_code(kernel)
+    [loop] = key_loops(code)
+    assert loop["STL"] + loop["LDL"] == 0
+    assert loop["HGMMA"] == sum(widths) // 16 + len(widths) * 64 // 16
+    # The left operand of these products is in registers. One block's are in the loop, another's after it.
+    values = Counter(int(found[1]) for line in code if (found := re.search(r"HGMMA\.64x(\d+)x16\S* R\d+, R", line)))
+    assert values == {width: 2 * 64 // 16 for width in widths}
+    # Scores, then values: in the first block, in the loop, and after it.
+    assert sum("WARPGROUP.DEPBAR" in line for line in code) == 4
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ class Axis:
 
     `absent` is what configs did that were written before this axis was declared; None for one that was there from the start.
     `formerly` is the name that it has in configs of earlier versions; None where it was always called so.
+    `unsaid` leaves it out of variants that do the same as without it: their text and ids stay what they were before it was declared.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Axis:
     why: str
     absent: Value | None = None
     formerly: str | None = None
+    unsaid: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,8 +145,13 @@ class Family:
         lacking = {axis.name: axis.absent for axis in self.axes if axis.absent is not None and axis.name not in config}
         return config.replace(**lacking) if lacking else config
 
+    def said(self, config: Config) -> Config:
+        """What of a config a variant says: the inverse of `completed` for axes that are left unsaid."""
+        silent = {axis.name for axis in self.axes if axis.unsaid and config.get(axis.name, "") == axis.absent}
+        return Config.of({name: value for name, value in config.items if name not in silent}) if silent else config
+
     def validate(self, config: Config) -> None:
-        """Raise InputError unless `config` has exactly the declared axes with declared values (types included)."""
+        """Raise InputError unless `config` has exactly the declared axes with declared values (types included); some may stay unsaid."""
         declared = {axis.name: axis for axis in self.axes}
         given = config.as_dict()
         if strange := sorted(given.keys() - declared.keys()):
@@ -152,6 +159,8 @@ class Family:
                 f"config of {self.name} has the undeclared axis {strange[0]!r}: it was not written by this version of flashtune"
             )
         for name, axis in declared.items():
+            if name not in given and axis.unsaid:
+                continue
             if name not in given:
                 raise InputError(f"config of {self.name} lacks the axis {name!r}: it was not written by this version of flashtune")
             if not any(given[name] == value and type(given[name]) is type(value) for value in axis.values):

@@ -56,7 +56,8 @@ def _source(name: str) -> str:
 def variant_of(family: Family, spec: KernelSpec, config: Config) -> Variant:
     """The variant of this family; raises InputError where the config is outside the declared space."""
     family.validate(config)
-    return Variant(template=family.name, template_hash=_text_hash(family, spec, config), spec=spec, config=config)
+    said = family.said(config)
+    return Variant(template=family.name, template_hash=_text_hash(family, spec, said), spec=spec, config=said)
 
 
 def render(family: Family, variant: Variant) -> str:

@@ -328,6 +328,9 @@ class _Block:
         peak_per_clock = target.peak_tflops.get(kind, target.peak_tflops["fp32"]) * 1e6 / target.sms / target.boost_mhz
         narrow = target.is_hopper and facts.threads < 4 * target.warp_size
         products = sum(padded(size) for size in problem.contract.product_sizes(problem))
+        if hopper:
+            # Its products leave out columns of padding.
+            products, d_v = sum(width for _, width in hopper.pieces) + hopper.v_columns, hopper.v_columns
         matrix = 2 * scores * products / peak_per_clock / (c.narrow_efficiency if narrow else c.matrix_efficiency)
         # Where no maximum changes, nothing is rescaled.
         ops_per_score, rescaling = (c.vector_ops_per_score - c.maxima_ops_per_score, 0) if _settles(config) else (c.vector_ops_per_score, 2)
@@ -336,7 +339,7 @@ class _Block:
         softmax = (1 + more_functions) * scores / target.exp_per_clock + (
             ops_per_score * scores + rescaling * block_m * d_v
         ) / c.vector_lanes
-        memory = block_n * (d + d_v) * size / c.l2_bytes_per_clock
+        memory = block_n * (d + padded(problem.d_v)) * size / c.l2_bytes_per_clock
 
         shared = active * (hopper.consumers if hopper else max(1, facts.threads // 128)) > 1
         if hopper and hopper.overlap:

@@ -77,7 +77,7 @@ def arrange(records: Sequence[TuningRecord]) -> list[Arranged]:
     for start, members in groups.items():
         told = _telling_axes([variant for _, variant in members])
         for arch, variant in members:
-            path = "_".join([start, *(_word(axis, variant.config[axis]) for axis in told)]) + ".py"
+            path = "_".join([start, *(_word(axis, variant.config[axis]) for axis in told if axis in variant.config)]) + ".py"
             kernel = GeneratedKernel(variant_id=variant.id, template=variant.template, arch=arch, path=path)
             served = tuple(sorted(rows[arch, variant], key=_row_order))
             found.append(Arranged(kernel=kernel, variant=variant, target=find_target(served[0].key.gpu), records=served))
@@ -109,7 +109,8 @@ def _tile(variant: Variant) -> str:
 
 def _telling_axes(variants: Sequence[Variant]) -> list[str]:
     """The axes in which these differ."""
-    return [axis for axis in variants[0].config if len({repr(variant.config[axis]) for variant in variants}) > 1]
+    said = dict.fromkeys(axis for variant in variants for axis in variant.config)
+    return [axis for axis in said if len({repr(variant.config.as_dict().get(axis)) for variant in variants}) > 1]
 
 
 def _word(axis: str, value: Value) -> str:

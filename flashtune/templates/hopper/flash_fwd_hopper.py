@@ -37,6 +37,13 @@ AXES = (
         absent="running",
         why="row maxima of all blocks, or of a tile's first ones until a row outgrows them: no wait for maxima, against a vote",
     ),
+    Axis(
+        name="v_columns",
+        values=("padded", "pieces"),
+        absent="padded",
+        unsaid=True,
+        why="the output's columns: one product, padded to a power of two, or one for each power of two in them, against narrow products",
+    ),
 )
 
 
@@ -75,7 +82,13 @@ CONSTRAINTS = (
         name="registers",
         holds=lambda c, s, t: _registers_fit(HopperLayout.of(s, c)),
         why="scores, probs and output of a warpgroup live in registers, with 16 to 32 for the rest",
-        axes=("BLOCK_M", "BLOCK_N", "intra_wg_overlap", "ctas_per_sm"),
+        axes=("BLOCK_M", "BLOCK_N", "intra_wg_overlap", "ctas_per_sm", "v_columns"),
+    ),
+    Constraint(
+        name="columns in pieces",
+        holds=lambda c, s, t: c.get("v_columns", "padded") == "padded" or len(HopperLayout.of(s, c).v_pieces) > 1,
+        why="head sizes of values that are powers of two when rounded up to 32 have no padding to leave out, nor has fp8 up to 128",
+        axes=("v_columns",),
     ),
     Constraint(
         name="persistent tiles",
@@ -158,6 +171,7 @@ def _config(block_m: int, block_n: int, num_stages: int, tiles: str, spec: Kerne
         "section": 8 if spec.banded else 1,
         "order": "drawn" if tiles != "one" and spec.banded else "fixed",
         "ctas_per_sm": 1,
+        "v_columns": "padded",
         **more,
     }
     values.setdefault("maximum", "first" if _may_settle(values["intra_wg_overlap"], spec) else "running")
@@ -199,6 +213,10 @@ def starts(spec: KernelSpec, target: Target) -> list[Config]:
         found += [_config(128, 128, 2, "chained", spec, pingpong=True, maximum="running")]
     found += [_config(128, 64, 2, "loop", spec, maximum="running"), _config(128, 64, 2, "one", spec, maximum="running")]
     found += [_config(64, 64, 2, "one", spec, intra_wg_overlap=0, maximum="running")]
+    # No default rests on these. Fewer columns leave registers for larger tiles.
+    usual = [config for config in found if config["maximum"] == "first"][:4]
+    found += [config.replace(v_columns="pieces") for config in usual]
+    found += [_config(192, 64, 2, "one", spec, intra_wg_overlap=overlap, v_columns="pieces") for overlap in (1, 0)]
     unique = dict.fromkeys(found)
     return [config for config in unique if FAMILY.violated(config, spec, target) is None]
 
@@ -230,5 +248,5 @@ FAMILY = Family(
     expected=expected,
     interpretable=False,
     layout=HopperLayout.of,
-    path_axes=("BLOCK_M", "intra_wg_overlap", "pingpong", "tiles", "order", "maximum"),
+    path_axes=("BLOCK_M", "intra_wg_overlap", "pingpong", "tiles", "order", "maximum", "v_columns"),
 )

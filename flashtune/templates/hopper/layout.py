@@ -97,17 +97,29 @@ class HopperLayout:
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
-        """First column and width of the parts of D that products work through.
+        """First column and width of the parts of D that products work through."""
+        return self._pieces(self.spec.d)
 
-        Widths are powers of two, as few as there are bits in D, rounded up to half of the smallest swizzle.
-        """
-        unit = 64 // self.size
-        reach = -(-self.spec.d // unit) * unit
+    @property
+    def v_pieces(self) -> list[tuple[int, int]]:
+        """First column and width of the parts of D_v that have a product and an accumulator each; the first is half of a padded tile."""
+        in_pieces = self.config.get("v_columns", "padded") == "pieces" and not self.fp8
+        return self._pieces(self.spec.d_v) if in_pieces else [(0, self.block_dv)]
+
+    @property
+    def v_columns(self) -> int:
+        """Columns of the output that products compute and accumulators hold."""
+        return sum(width for _, width in self.v_pieces)
+
+    def _pieces(self, head_dim: int) -> list[tuple[int, int]]:
+        """Widths are powers of two, as few as there are bits in the head size, rounded up to half of the smallest swizzle."""
+        unit, block = 64 // self.size, padded(head_dim)
+        reach = -(-head_dim // unit) * unit
         found: list[tuple[int, int]] = []
         for width in (256, 128, 64, 32):
-            if width >= unit and self.block_d > 64 and reach < self.block_d and reach // width % 2:
+            if width >= unit and block > 64 and reach < block and reach // width % 2:
                 found.append((sum(width for _, width in found), width))
-        return found or [(0, self.block_d)]
+        return found or [(0, block)]
 
     @property
     def sizes(self) -> list[str]:
@@ -166,7 +178,7 @@ class HopperLayout:
     @property
     def live_registers(self) -> int:
         """Accumulators and probs that a consumer thread holds at once (scores and output fp32, probs as wide as the inputs)."""
-        scores, out = self.config.number("BLOCK_N") // 2, self.block_dv // 2
+        scores, out = self.config.number("BLOCK_N") // 2, self.v_columns // 2
         probs, product = scores * self.size // 4, out if self.fp8 else 0
         loaded = {"none": 0, "bool": 4, "bias": 24}[self.spec.mask]
         if self.overlap == 0:

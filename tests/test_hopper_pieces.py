@@ -1,0 +1,150 @@
+"""The output's columns in pieces: what the rendered kernel computes, on a stand-in for the GPU, and what the space says of it."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hopper_emulator import Machine, Pointer, Tile, array
+from hopper_kernels import H200, config, launches, problem, source
+from hopper_protocol import Number
+
+from flashtune.core.config import Config
+from flashtune.core.errors import InputError
+from flashtune.core.modules import load_source
+from flashtune.templates.hopper.flash_fwd_hopper import FAMILY
+from flashtune.templates.hopper.layout import HopperLayout
+from flashtune.templates.rendering import render, variant_of
+from flashtune.tuner.inputs import Inputs, make_inputs
+
+
+class Forward(Machine):
+    """The stand-in with what the forward asks of it; probs reach their product without the packing, and votes come out either way."""
+
+    def _allocate(self, dtype: Any, shape: list[int], layout: Any) -> Any:
+        if dtype is torch.int32:
+            return Tile(torch.zeros([int(size) for size in shape], dtype=dtype))
+        return super()._allocate(dtype, shape, layout)
+
+    def _wait(self, barrier: Any, phase: int, pred: bool = True) -> None:
+        if pred:
+            super()._wait(barrier, phase)
+
+    def _arrive(self, barrier: Any, count: int = 1, pred: bool = True) -> None:
+        if pred:
+            super()._arrive(barrier, count)
+
+    def _stand_ins(self) -> dict[str, Any]:
+        def most(values: torch.Tensor, axis: int) -> Any:
+            return array(values.amax(axis)) if values.is_floating_point() else Number(int(values.amax(axis)))
+
+        def write(place: Pointer, values: torch.Tensor, mask: torch.Tensor) -> None:
+            place.memory[place.offset[mask].long()] = values[mask].as_subclass(torch.Tensor)
+
+        found = super()._stand_ins()
+        gl = found["gl"]
+        gl.sum, gl.max, gl.log2, gl.store = (lambda values, axis: array(values.sum(axis))), most, torch.log2, write
+        gl.full = lambda shape, value, dtype, _layout: array(torch.full([int(size) for size in shape], float(value)).to(dtype))
+        gl.split = lambda values: values.unbind(-1)
+        gl.DotOperandLayout = gl.BlockedLayout = lambda *_, **_words: None
+        votes = ("vote_outgrown", "vote_peaked")
+        return found | {
+            # Keys fill their blocks.
+            "bits_before": lambda _end: None,
+            "mask_scores": lambda scores, _bits: scores,
+            "pack": lambda probs: probs,
+            "unpack": lambda probs: array(probs.to(self._dtype)),
+            "declare_answer": lambda *_: None,
+            "vote_unsound": lambda *_: Number(0),
+            **{name: lambda *_: Number(self._random.random() < 0.4) for name in votes},
+        }
+
+
+def inputs_of(d: int, d_v: int) -> Inputs:
+    """Rows that end within a tile, and keys that fill their blocks."""
+    wanted = replace(problem(d, d_v=d_v, dtype="fp16"), batch=1, heads=2, kv_heads=1, n_q=130, n_kv=192)
+    return make_inputs(wanted, device="cpu", seed=d_v)
+
+
+def run(inputs: Inputs, text: str, seed: int) -> None:
+    """Launches a rendered kernel on poisoned outputs."""
+    inputs.poison()
+    module = load_source(text, "pieces")
+    [(kernel, (programs,), arguments, options)] = launches(module, inputs, sms=2)
+    Forward(module, (kernel, (programs,), arguments, options), seed=seed).run()
+
+
+def wanted_of(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output and the LSE in float64."""
+    q, k, v = (tensor.double() for tensor in (inputs.q, inputs.k, inputs.v))
+    scores = q @ k.transpose(-1, -2) * inputs.keywords["scale"]
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize(
+    ("d", "d_v", "changes"),
+    [
+        (64, 96, {"intra_wg_overlap": 0, "maximum": "first"}),
+        (64, 80, {"tiles": "chained", "maximum": "first"}),
+        (64, 72, {"intra_wg_overlap": 2}),
+        (64, 160, {"BLOCK_M": 64}),
+        (192, 192, {"tiles": "loop", "maximum": "first"}),
+        (224, 224, {"tiles": "loop"}),
+    ],
+    ids=str,
+)
+def test_pieces_of_the_columns_make_the_whole_output(d: int, d_v: int, changes: dict[str, Any]) -> None:
+    inputs = inputs_of(d, d_v)
+    run(inputs, source(inputs.problem.spec(), **changes, v_columns="pieces"), seed=d_v)
+    out, lse = wanted_of(inputs)
+    assert torch.allclose(inputs.out.double(), out, atol=2e-3)
+    assert torch.allclose(inputs.lse.double(), lse, atol=1e-3)
+
+
+@pytest.mark.parametrize("line", ["v_tile.slice(64, 32, 1)", "out_columns.slice(64, 32, 1)"])
+def test_a_piece_in_a_wrong_place_is_seen(line: str) -> None:
+    inputs = inputs_of(64, 96)
+    text = source(inputs.problem.spec(), v_columns="pieces")
+    assert line in text
+    run(inputs, text.replace(line, line.replace("64", "32", 1)), seed=0)
+    assert not torch.allclose(inputs.out.double(), wanted_of(inputs)[0], atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("d_v", "pieces"),
+    [(72, [64, 32]), (96, [64, 32]), (160, [128, 32]), (192, [128, 64]), (224, [128, 64, 32]), (40, []), (128, []), (112, [])],
+)
+def test_pieces_are_powers_of_two_side_by_side_and_only_where_they_spare_columns(d_v: int, pieces: list[int]) -> None:
+    spec = problem(64, d_v=d_v).spec()
+    configs = [c for c in FAMILY.configs(spec, H200) if c["v_columns"] == "pieces"]
+    assert bool(configs) == bool(pieces)
+    for found in configs[:1]:
+        assert HopperLayout.of(spec, found).v_pieces == [(sum(pieces[:place]), width) for place, width in enumerate(pieces)]
+    # What is served without a search has padded columns.
+    assert FAMILY.default(spec, H200)["v_columns"] == "padded"
+
+
+def test_fp8_keeps_its_padding() -> None:
+    spec = problem(96, dtype="fp8").spec()
+    assert {c["v_columns"] for c in FAMILY.configs(spec, H200)} == {"padded"}
+
+
+def test_fewer_columns_leave_registers_for_larger_tiles() -> None:
+    spec = problem(192).spec()
+    tiles = {kind: {c["BLOCK_M"] for c in FAMILY.configs(spec, H200) if c["v_columns"] == kind} for kind in ("padded", "pieces")}
+    assert tiles["pieces"] - tiles["padded"] == {192}
+
+
+def test_padded_columns_are_left_unsaid_so_that_earlier_variants_keep_their_text_and_ids() -> None:
+    spec = problem(96).spec()
+    chosen = config(spec)
+    before = Config.of({name: value for name, value in chosen.items if name != "v_columns"})
+    assert FAMILY.completed(before) == chosen
+    variants = [variant_of(FAMILY, spec, config) for config in (before, chosen, chosen.replace(v_columns="pieces"))]
+    assert variants[0] == variants[1]
+    assert variants[2].id != variants[0].id
+    assert "v_columns" not in render(FAMILY, variants[1])
+    assert "v_columns=pieces" in render(FAMILY, variants[2])
+    with pytest.raises(InputError, match="v_columns='other' is outside"):
+        variant_of(FAMILY, spec, chosen.replace(v_columns="other"))
+    assert HopperLayout.of(spec, before).live_registers == HopperLayout.of(spec, chosen).live_registers
