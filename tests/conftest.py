@@ -94,7 +94,8 @@ def planted() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def quick(planted: None) -> Iterator[None]:
     """The planted families, with stand-ins for the compiler, the interpreter and their processes, for tests of what is kept of a search."""
-    from planted import HereAndNow, quick_compile, quick_interpret
+    from planted import HereAndNow
+    from stand_ins import quick_compile, quick_interpret
 
     from flashtune.tuner import searching, tasks
 

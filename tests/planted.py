@@ -1,6 +1,5 @@
 """Planted template families for fault tests: one that is right, and ones that are wrong in every way that a candidate can be."""
 
-import zlib
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +9,10 @@ from jinja2 import DictLoader
 from flashtune.core.config import Config
 from flashtune.core.errors import FlashtuneError
 from flashtune.core.problem import Problem
-from flashtune.core.results import CompileFacts, Fate, Outcome, SearchResult
-from flashtune.core.target import Target, find_target
+from flashtune.core.results import Outcome, SearchResult
+from flashtune.core.target import find_target
 from flashtune.templates.family import Axis, Family
-from flashtune.tuner.replies import Checked, Compiled, Failed
 from flashtune.tuner.searching import SearchPlan, Stage
-from flashtune.tuner.tasks import Source
 from flashtune.tuner.workers import Limits
 
 PLANTED_PROBLEM = Problem(batch=1, heads=2, kv_heads=2, n_q=64, n_kv=64, d=16, d_v=16, dtype="fp32")
@@ -140,19 +137,6 @@ def planted_plan(problems: Sequence[Problem], *, choices: int = 4, trials: int =
         jobs=2,
         limits=PATIENT,
     )
-
-
-def quick_compile(source: Source, problem: Problem, target: Target) -> Compiled | Failed:
-    """In place of the compiler, where a test is of what is kept and not of kernels: figures that depend on the text alone."""
-    if "undefined_name" in source.text:
-        return Failed(fate=Fate.COMPILE, reason="NameError: undefined_name")
-    facts = CompileFacts(registers=32 + zlib.crc32(source.text.encode()) % 128, spills=0, shared_bytes=4096, threads=128, tensor_core_ops=8)
-    return Compiled(facts=facts)
-
-
-def quick_interpret(source: Source, problem: Problem, seed: int) -> Checked:
-    """In place of the interpreter; the error tells which text was run."""
-    return Checked(error=zlib.crc32(source.text.encode()) / 2**32)
 
 
 class HereAndNow:

@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 
 from jinja2 import ChoiceLoader
-from planted import planted_family, planted_templates, quick_compile, quick_interpret
+from planted import planted_family, planted_templates
+from stand_ins import quick_compile, quick_interpret
 
 from flashtune import templates
 from flashtune.cli.main import main
@@ -71,7 +72,7 @@ def in_the_end(self: study.Plan) -> None:
 def plant() -> None:
     """Put the planted families in place of the real ones."""
     # The stand-ins need no torch.
-    workers.PRELOADED.clear()
+    workers.PRELOADED[:] = ["flashtune.tuner.tasks"]
     environment = rendering.environment()
     assert environment.loader is not None
     environment.loader = ChoiceLoader([planted_templates(), environment.loader])
@@ -85,5 +86,7 @@ def plant() -> None:
 
 
 if __name__ == "__main__":
+    # Or child processes would import this script.
+    del __file__
     plant()
     main(prog_name="flashtune")

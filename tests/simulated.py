@@ -10,7 +10,7 @@ import time
 import zlib
 from pathlib import Path
 
-from planted import quick_compile
+from stand_ins import quick_compile
 
 from flashtune.core.problem import Problem
 from flashtune.core.results import Measurement
