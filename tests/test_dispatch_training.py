@@ -18,6 +18,7 @@ from flashtune.core.results import Baseline, Fate, Measurement, Outcome, Provena
 from flashtune.core.target import find_target
 from flashtune.core.torch_attention import sound_backends
 from flashtune.dispatch import formula, resolve
+from flashtune.templates import family
 
 H200 = find_target("h200")
 PROBLEM = Problem(batch=4, heads=16, kv_heads=16, n_q=4096, n_kv=4096, d=128, d_v=128, dtype="bf16", features=Features(causal=True))
@@ -106,6 +107,19 @@ def test_torch_serves_gradients_until_a_backward_was_measured_on_the_architectur
     monkeypatch.setattr(memo, "pool", lambda key, target: [slower])
     found, why = resolve.gradient_choice(memo, PROBLEM, H200)
     assert found is None and "the framework was faster" in why
+
+
+def test_a_row_with_another_feature_says_nothing_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have gained much over a torch that has no windows, where a plain backward of torch's is the faster one."""
+    windowed = replace(PROBLEM, features=Features(causal=True, window=(1024, 0)))
+    config = family("flash_bwd").default(replace(PROBLEM, direction="bwd").spec(), H200)
+    row = record(replace(windowed, direction="bwd"), template="flash_bwd", config=config, framework_us=2e4)
+    memo = resolve.Memo()
+    monkeypatch.setattr(memo, "pool", lambda key, target: [row])
+    assert resolve.gradient_choice(memo, windowed, H200)[0] is not None
+    assert resolve.gradient_choice(memo, replace(windowed, features=Features(causal=True, window=(512, 0))), H200)[0] is not None
+    for features in (Features(causal=True), Features(causal=True, dropout=True), Features(causal=True, softcap=True)):
+        assert resolve.gradient_choice(memo, replace(PROBLEM, features=features), H200)[0] is None
 
 
 def test_what_explains_a_backward_problem_says_that_torch_serves_it() -> None:

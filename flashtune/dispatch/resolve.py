@@ -13,7 +13,7 @@ import torch
 from flashtune.core.binaries import Manifest
 from flashtune.core.config import Config, Variant
 from flashtune.core.errors import EnvironmentProblem, FlashtuneError
-from flashtune.core.problem import Problem, ProblemKey
+from flashtune.core.problem import FLAGS, Problem, ProblemKey
 from flashtune.core.results import Source, TuningRecord
 from flashtune.core.target import Target
 from flashtune.dispatch import devices, elsewhere, growing, kernels
@@ -282,23 +282,38 @@ def gradient_choice(memo: Memo, problem: Problem, target: Target, *, repeatable:
     every time.
 
     What was never raced on the GPU's architecture serves only those who allow what is unmeasured, in the interpreter, too; so does what
-    torch does in less than the host needs for the launches. Torch has the gradient of every feature.
+    torch does in less than the host needs for the launches.
     """
     trained = replace(problem, direction="bwd")
     pool = memo.pool(trained.key(target.slug), target)
     known = _repeatable(families()) if repeatable else families()
-    ranked = rank(trained, target, pool, known, framework_serves=True, unmeasured=memo.unmeasured)
-    chosen = next(choice for choice in ranked if isinstance(choice, Choice))
+    chosen = next(_gradient_choices(trained, target, pool, known, framework_serves=True, unmeasured=memo.unmeasured))
     if chosen.family is not None:
         record = chosen.record
-        if record is not None and record.framework_us is not None and not memo.unmeasured:
-            expected_us = record.framework_us * trained.flops() / max(1, record.problem.flops())
+        if record is not None and not memo.unmeasured:
+            known_us = record.median_us if record.framework_us is None else record.framework_us
+            expected_us = known_us * trained.flops() / max(1, record.problem.flops())
             if expected_us < SHORTEST_BACKWARD_US:
-                return None, f"torch's takes {expected_us:.0f} us or so, less than the launches of ours take the host"
+                return None, f"it takes {expected_us:.0f} us or so, less than the launches of ours take the host"
         return chosen, ""
     if chosen.record is not None:
         return None, chosen.note
     return None, f"no backward kernel was measured on GPUs like {target.name} (FLASHTUNE_UNMEASURED=1 lets those serve that weren't)"
+
+
+def _gradient_choices(
+    problem: Problem, target: Target, records: Pool | Sequence[TuningRecord], known: Mapping[str, Family], **words: bool
+) -> Iterator[Choice]:
+    """The policy's choices without rows that have other features than `problem` beside its diagonal: torch has a gradient of everything,
+    but takes up to nine times as long for one feature as for another, so that such rows say nothing of when it is the better choice."""
+    for choice in rank(problem, target, records, known, **words):
+        if isinstance(choice, Choice) and (choice.record is None or _kind(choice.record.problem) == _kind(problem)):
+            yield choice
+
+
+def _kind(problem: Problem) -> tuple[object, ...]:
+    f = problem.features
+    return f.window is None, f.mask, *(getattr(f, name) for name in FLAGS)
 
 
 def _repeatable(found: Mapping[str, Family]) -> dict[str, Family]:
@@ -328,8 +343,8 @@ def gradient_kernels(
     target, known, records = _surroundings(memo, call, problem)
     if call.deterministic or torch.are_deterministic_algorithms_enabled():
         known = _repeatable(known)
-    for choice in rank(problem, target, records, known, framework_serves=False):
-        if isinstance(choice, Choice) and choice.family is not None:
+    for choice in _gradient_choices(problem, target, records, known, framework_serves=False):
+        if choice.family is not None:
             variant = _variant(choice, choice.family)
             module, _ = _loaded(memo, variant, call.device, functools.partial(kernels.load, choice.family, variant))
             if module is not None and module.accepts(q, k, v, mask):
@@ -339,11 +354,14 @@ def gradient_kernels(
 def explain_problem(memo: Memo, problem: Problem, target: Target) -> Explanation:
     """What the policy says of `problem` on `target`, without tensors: strides and compilers have no say."""
     refused: list[str] = []
-    if problem.direction == "bwd" and gradient_choice(memo, problem, target)[0] is None:
-        reason = f"{gradient_choice(memo, problem, target)[1]}, so torch's own attention serves the gradient"
-        return Explanation(kind="framework", reason=reason, gpu=target.slug, key=problem.key(target.slug))
-    pool, serves = memo.pool(problem.key(target.slug), target), problem.direction == "bwd" or torch_has(problem)
-    for choice in rank(problem, target, pool, families(), framework_serves=serves, unmeasured=memo.unmeasured):
+    if problem.direction == "bwd":
+        chosen, why = gradient_choice(memo, problem, target)
+        if chosen is None or chosen.family is None:
+            reason = f"{why}, so torch's own attention serves the gradient"
+            return Explanation(kind="framework", reason=reason, gpu=target.slug, key=problem.key(target.slug))
+        return explained(chosen, problem, target, refused, _variant(chosen, chosen.family))
+    pool = memo.pool(problem.key(target.slug), target)
+    for choice in rank(problem, target, pool, families(), framework_serves=torch_has(problem), unmeasured=memo.unmeasured):
         if isinstance(choice, Choice):
             variant = None if choice.family is None else _variant(choice, choice.family)
             return explained(choice, problem, target, refused, variant)
