@@ -123,8 +123,9 @@ def test_a_row_with_another_feature_says_nothing_of_gradients(monkeypatch: pytes
 
 
 def test_what_explains_a_backward_problem_says_that_torch_serves_it() -> None:
-    found = dispatch.explain_problem(replace(PROBLEM, direction="bwd"), "h200")
+    found = dispatch.explain_problem(replace(PROBLEM, direction="bwd"), "b200")
     assert found.kind == "framework" and "no backward kernel was measured" in found.reason and "serves the gradient" in found.reason
+    assert dispatch.explain_problem(replace(PROBLEM, direction="bwd"), "h200").template == "flash_bwd_hopper"
 
 
 def test_cudnn_computes_no_gradient_under_a_mask() -> None:

@@ -6,6 +6,7 @@ import tomllib
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ import torch
 import flashtune
 from flashtune import dispatch
 from flashtune.core.problem import Features, Problem
-from flashtune.core.target import find_target
+from flashtune.core.target import Target, find_target
 from flashtune.db.library import Library, shipped_path
+from flashtune.dispatch import resolve
 from flashtune.dispatch.policy import choose
 from flashtune.templates import families
 
@@ -56,6 +58,7 @@ def test_the_readmes_snippet_runs_on_this_machine(capsys: pytest.CaptureFixture[
 
 COLUMNS = ("h200", "h100", "b200", "rtx5090", "l4", "l40s", "rtx4090", "mi250x", "mi300x", "a100", "a10", "rtx3090", "v100")
 BF16 = Problem(batch=4, heads=16, kv_heads=16, n_q=4096, n_kv=4096, d=128, d_v=128, dtype="bf16")
+WORDS: list[dict[str, Any]] = [{}, {"window": (1024, 0)}, {"softcap": True}]
 MEANT = {
     "full, causal; bf16, fp16": [BF16, replace(BF16, dtype="fp16"), replace(BF16, features=Features(causal=True))],
     "mask, bias, window, ALiBi, soft cap, dropout": [
@@ -69,13 +72,22 @@ MEANT = {
     "float32": [replace(BF16, dtype="fp32")],
     "fp8 (e4m3)": [replace(BF16, dtype="fp8")],
     "D other than 64, 128, 256; D of V its own": [replace(BF16, d=80, d_v=80), replace(BF16, d=192, d_v=128)],
-    "gradients": [
-        replace(BF16, direction="bwd", features=features) for features in (Features(causal=True), Features(mask="bias", dropout=True))
+    "gradients of D = 128, full, causal, with a window or a soft cap": [
+        replace(BF16, direction="bwd", features=features) for features in (Features(), *(Features(causal=True, **words) for words in WORDS))
+    ],
+    "gradients with a mask or bias, or of other D": [
+        *(replace(BF16, direction="bwd", features=Features(mask=mask)) for mask in ("bool", "bias")),
+        replace(BF16, direction="bwd", d=64, d_v=64),
+    ],
+    "gradients with dropout, ALiBi or sinks, or of D = 256": [
+        *(replace(BF16, direction="bwd", features=Features(causal=True, **{name: True})) for name in ("dropout", "alibi", "sinks")),
+        replace(BF16, direction="bwd", d=256, d_v=256),
     ],
 }
 
 
 SHIPPED = Library.of(shipped_path()).records()
+MEMO = resolve.Memo(resolve.Settings(databases=(str(shipped_path()),), alone=True))
 
 
 def measured(problem: Problem, gpu: str) -> bool:
@@ -100,6 +112,12 @@ def test_the_readmes_snippet_about_shipping_runs(tmp_path: Path, monkeypatch: py
     assert served == [str(tmp_path / "model" / "tuned.sqlite")] and dispatch.explain_problem(BF16, "h200").origin == "shipped"
 
 
+def served_by_a_row(problem: Problem, target: Target) -> bool:
+    if problem.direction == "bwd":
+        return resolve.gradient_choice(MEMO, problem, target)[0] is not None
+    return choose(problem, target, SHIPPED, families()).record is not None
+
+
 def test_the_readmes_table_says_what_runs_where() -> None:
     text = (ROOT / "README.md").read_text().split("## What runs where")[1].split("## ")[0]
     head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
@@ -110,14 +128,16 @@ def test_the_readmes_table_says_what_runs_where() -> None:
         for slugs, said in zip(columns, cells, strict=True):
             for problem, target in product(MEANT[name], map(find_target, slugs)):
                 served = target.compilable and any(family.supports(problem.spec(), target) is None for family in families().values())
-                here, near = measured(problem, target.slug), choose(problem, target, SHIPPED, families()).record is not None
+                here, near = measured(problem, target.slug), served_by_a_row(problem, target)
                 assert said == ("tuned" if here else "near" if near else "search" if served else "torch"), (name, target.slug)
 
 
 def test_ci_runs_the_readmes_test_command() -> None:
     script = ROOT / ".ci" / "run"
     assert script.stat().st_mode & 0o111
-    assert script.read_text().rstrip().splitlines()[-1] == "make test"
+    *_, tests, documents, last = script.read_text().rstrip().splitlines()
+    # Nothing is printed after the tests where the documents, which are built beside them, are sound.
+    assert tests.startswith("make test") and documents.startswith('wait "$docs" ||') and last == 'exit "$tests"'
 
 
 def test_every_decision_has_its_own_number_in_name_and_title() -> None:

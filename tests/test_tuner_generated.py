@@ -39,7 +39,7 @@ def test_paths_say_architecture_pass_spec_and_tile() -> None:
         arch, kind, spec, name = one.kernel.path.split("/")
         config = one.variant.config
         assert arch == "sm90"
-        assert kind == ("decode" if one.variant.template == "flash_decode" else "forward")
+        assert kind == ("decode" if one.variant.template == "flash_decode" else "backward" if "_bwd" in one.variant.template else "forward")
         d, dtype, *flags = spec.split("_")
         assert (f"d{one.variant.spec.d}", one.variant.spec.dtype) == (d, dtype)
         assert ("causal" in flags) == one.variant.spec.causal
