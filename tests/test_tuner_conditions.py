@@ -163,8 +163,9 @@ BOTH, THROTTLED, SHARED, FREE = conditions("SwPowerCap", 1), conditions("SwPower
         ((None,), 0),
         ((THROTTLED, FREE), 1),
         ((SHARED, SHARED, FREE), 2),
-        ((BOTH, THROTTLED, BOTH), 1),
-        ((THROTTLED,) * RACES, 0),
+        ((BOTH, THROTTLED), 1),
+        ((SHARED,) * RACES, 0),
+        ((THROTTLED, THROTTLED), 0),
     ],
 )
 def test_a_disturbed_race_is_run_again_and_the_least_disturbed_counts(found: tuple[Conditions | None, ...], chosen: int) -> None:
