@@ -71,3 +71,14 @@ def test_readmes_figures_of_calls_are_those_of_the_committed_runs() -> None:
     ) in said
     plain = [one["ratio"] for one in results("host") if one["case"] in ("plain", "causal", "gqa")]
     assert {f"A call costs the host {ratio:.1f} times what torch's costs" in said for ratio in plain} == {True}
+
+
+def test_readmes_figures_of_backwards_are_those_of_the_rows() -> None:
+    rows = [record for record in shipped() if record.problem.direction == "bwd" and record.framework_us is not None]
+    gains = {
+        (row.problem.features.label(), row.problem.d): row.framework_us / row.median_us for row in rows if row.framework_us is not None
+    }
+    plain = [row.framework_us / row.median_us for row in rows if row.problem.d == 128 and row.framework_us is not None]
+    said = one_line(ROOT / "README.md")
+    assert f"a tuned backward is {min(plain):.2f} to {max(plain):.2f} times as fast as cuDNN's (D = 128, full, N = 1024 to 16384)" in said
+    assert f"{gains['causal+window1024', 64]:.1f} times as fast as what torch has for windows" in said
