@@ -91,7 +91,7 @@ def told() -> dict[str, tuple[float, float]]:
     [row] = [
         record
         for record in Library.of(shipped_path()).records(gpu="h200", n=4096, d=128, dtype="bf16", features="{}")
-        if (record.problem.batch, record.problem.heads, record.problem.kv_heads) == (4, 16, 16)
+        if (record.problem.direction, record.problem.batch, record.problem.heads, record.problem.kv_heads) == ("fwd", 4, 16, 16)
     ]
     assert row.framework_us is not None
     return {

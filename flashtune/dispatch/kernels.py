@@ -26,7 +26,7 @@ def variant(family: Family, spec: KernelSpec, config: Config, known_hash: str | 
     """
     family.validate(config)
     if known_hash is not None:
-        recorded = Variant(template=family.name, template_hash=known_hash, spec=spec, config=config)
+        recorded = Variant(template=family.name, template_hash=known_hash, spec=spec, config=family.said(config))
         if _shipped_name(recorded) is not None:
             return recorded
     from flashtune.templates import rendering
