@@ -15,9 +15,12 @@ from click.testing import CliRunner, Result
 from flashtune import dispatch
 from flashtune.cli import doctor
 from flashtune.cli.main import main
+from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
 from flashtune.db.library import shipped_path
 from flashtune.templates import families, family
+
+CAUSAL = Problem(batch=4, heads=16, kv_heads=16, n_q=4096, n_kv=4096, d=128, d_v=128, dtype="bf16", features=Features(causal=True))
 
 
 def flashtune(*words: str, **environment: str) -> Result:
@@ -117,6 +120,8 @@ def test_db_is_one_database_in_every_command_that_reads_one(database: Path) -> N
         kinds.append(json.loads(flashtune("explain", *words, *where).stdout)["kind"])
     dispatch.reload()
     assert kinds == ["stand_in", "exact"]
+    flashtune("explain", *words, "--db", str(database))
+    assert dispatch.explain_problem(CAUSAL, "h200").origin == "shipped", "no later call of the process is served from there"
     commands = [main.get_command(click.Context(main), name) for name in ("explain", "show", "verify", "generate", "export")]
     helps = {p.help for found in commands if found for p in found.params if isinstance(p, click.Option) and p.name == "location"}
     assert len(helps) == 1

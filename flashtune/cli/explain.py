@@ -1,5 +1,6 @@
 """`flashtune explain`: which record would serve a call, and why."""
 
+from contextlib import nullcontext
 from dataclasses import asdict
 
 import click
@@ -22,11 +23,9 @@ def explain(*, asked: ProblemOptions, gpu_name: str | None, causal: bool, locati
     \b
     flashtune explain --gpu-name h200 --n 3000 --d 128 --causal
     """
-    from flashtune.dispatch import explain_problem, reload
+    from flashtune.dispatch import explain_problem, use
     from flashtune.tuner.machine import local_gpu
 
-    if location is not None:
-        reload(location, alone=True)
     if gpu_name is None:
         gpu = local_gpu()
         if gpu is None or gpu.target is None:
@@ -35,7 +34,8 @@ def explain(*, asked: ProblemOptions, gpu_name: str | None, causal: bool, locati
     else:
         target = find_target(gpu_name)
     problem = asked.problem(n=asked.n[0], d=asked.d[0], dtype=asked.dtypes(["bf16"])[0], causal=causal)
-    found = explain_problem(problem, target.slug)
+    with nullcontext() if location is None else use(location, alone=True):
+        found = explain_problem(problem, target.slug)
     if as_json:
         row = asdict(found)
         row["config"] = None if found.config is None else found.config.as_dict()
