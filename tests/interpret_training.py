@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 import torch
+from torch._dynamo import compiled_autograd
 from torch.utils.checkpoint import checkpoint
 
 from flashtune import dispatch
@@ -95,6 +96,12 @@ def main() -> None:
     torch.manual_seed(1)
     again = torch.autograd.grad(checkpoint(causal, *x, dropout_p=0.5, use_reentrant=False).sum(), x)
     report["dropout checkpointed"] = all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    torch.manual_seed(1)
+    wanted = torch.autograd.grad(causal(*x, dropout_p=0.5).square().sum(), x)
+    torch.manual_seed(1)
+    # Its forward runs without gradients: the output has to be that which the backward's recomputation has.
+    checkpoint(lambda *t: causal(*t, dropout_p=0.5), *x, use_reentrant=True).square().sum().backward()
+    report["dropout checkpointed reentrantly"] = all(torch.equal(t.grad, w) for t, w in zip(x, wanted, strict=True))  # type: ignore[arg-type]
 
     x = leaves()
     grads = torch.autograd.grad(step(*x), x, create_graph=True)
@@ -102,6 +109,26 @@ def main() -> None:
         sum(g.square().sum() for g in grads).backward()  # type: ignore[union-attr]
     except InputError as error:
         report["twice"] = str(error)
+
+    x = leaves()
+    out, lse = causal(*x, return_lse=True)
+    ones = torch.randn((3, *out.shape), generator=torch.Generator().manual_seed(5)), torch.ones(3, *lse.shape)
+    batched = torch.autograd.grad((out, lse), x, ones, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad((out, lse), x, (ones[0][i], ones[1][i]), retain_graph=True) for i in range(3)]
+    report["gradients batched"] = all(torch.equal(b, torch.stack(e)) for b, e in zip(batched, zip(*each, strict=True), strict=True))
+    lse_batched = torch.autograd.grad(lse, x, ones[1], is_grads_batched=True)[0]
+    report["gradients batched"] &= lse_batched.shape == (3, *x[0].shape)
+
+    x = leaves()
+    with compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
+        step(*x).backward()
+    report["compiled backward"] = all(torch.equal(t.grad, wanted) for t, wanted in zip(x, eager, strict=True))  # type: ignore[arg-type]
+
+    x = leaves()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: torch.stack([t, t], -1)[..., 0]):
+        total = step(*x)
+    total.backward()
+    report["unpacked with gaps"] = max(float((t.grad - wanted).abs().max()) for t, wanted in zip(x, eager, strict=True))  # type: ignore[operator]
 
     asked: list[object] = []
     choose = resolve.gradient_kernels
@@ -116,6 +143,11 @@ def main() -> None:
     resolve.gradient_kernels = lambda *_: iter(())  # type: ignore[assignment]
     x = leaves()
     step(*x).backward()
+    x_cast = leaves()
+    found_loss = step(*x_cast)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found_loss.backward()
+    report["by the formula under autocast"] = max(float((t.grad - w).abs().max()) for t, w in zip(x_cast, eager, strict=True))  # type: ignore[operator]
     report["by the formula"] = max(float((t.grad - wanted).abs().max()) for t, wanted in zip(x, eager, strict=True))  # type: ignore[operator]
     x = leaves()
     words = {"attn_mask": torch.randn(20, 24, generator=torch.Generator().manual_seed(4)), "softcap": 1.5, "dropout_p": 0.25, "seed": 11}

@@ -31,12 +31,18 @@ def report() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("case", ["causal and lse", "mask and dropout", "torch.func.grad", "by the formula", "everything by the formula"])
+@pytest.mark.parametrize("case", [
+    "causal and lse", "mask and dropout", "torch.func.grad", "by the formula", "by the formula under autocast", "unpacked with gaps",
+    "everything by the formula",
+])  # fmt: skip
 def test_gradients_are_those_of_the_reference(report: dict[str, Any], case: str) -> None:
     assert report[case] < 1e-5
 
 
-@pytest.mark.parametrize("case", ["laid out as inputs", "compiled", "checkpointed", "dropout checkpointed"])
+@pytest.mark.parametrize("case", [
+    "laid out as inputs", "compiled", "checkpointed", "dropout checkpointed", "dropout checkpointed reentrantly", "gradients batched",
+    "compiled backward",
+])  # fmt: skip
 def test_it_composes_with_what_trains_models(report: dict[str, Any], case: str) -> None:
     assert report[case]
 

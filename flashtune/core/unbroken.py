@@ -4,7 +4,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 
 PATIENCE_S = 3.0
@@ -41,5 +41,7 @@ def unbroken() -> Iterator[None]:
         working = False
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        if held:
-            signal.raise_signal(held[0][0])
+        with ExitStack() as heard:
+            # Each once, the first one first, also where the handler of one before raises.
+            for number in reversed(dict.fromkeys(number for number, _ in held)):
+                heard.callback(signal.raise_signal, number)

@@ -78,7 +78,7 @@ def attention(
         # Torch's fused CPU kernel reads the memory of a narrower mask as if it were float64.
         mask = mask.to(q.dtype)
     # Whatever autocast takes is in its type already, but for fp8 inputs and ALiBi's bias, which aren't to be rounded.
-    with _no_autocast(call.device.type), _sound_backends(call, q, k, v, mask):
+    with no_autocast(call.device.type), _sound_backends(call, q, k, v, mask):
         out = sdpa(
             q,
             k,
@@ -155,7 +155,7 @@ def _composite(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The reference in float32 or float64, rounded to the output's dtype at the end."""
     # Autocast would turn the float32 products into half ones again.
-    with _no_autocast(call.device.type):
+    with no_autocast(call.device.type):
         out, lse = reference.attention(
             q,
             k,
@@ -184,7 +184,8 @@ def _sound_backends(
     return contextlib.nullcontext() if backends is None else sdpa_kernel(backends)
 
 
-def _no_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
+def no_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
+    """Switches autocast off, where it is on."""
     if autocasting(device_type):
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()

@@ -24,6 +24,8 @@ from flashtune.dispatch.launch.program import Program
 
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
 
+_MASK64 = 2**64 - 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameworkPlan:
@@ -362,8 +364,8 @@ def out_strides(shape: tuple[int, int, int, int], q_strides: tuple[int, ...]) ->
 def random_bits(seed: int | None, device: torch.device) -> tuple[int, int]:
     """(seed, offset) of one call's dropout: the caller's seed with offset 0, else drawn from torch's default generator of the device.
 
-    On a GPU that is the generator's own seed and position, which then moves on: nothing waits for the GPU, and torch.manual_seed,
-    checkpointing and torch.random.fork_rng work as for torch's own dropout.
+    On a GPU it follows from the generator's own seed and position, which then moves on: nothing waits for the GPU, and torch.manual_seed,
+    checkpointing and torch.random.fork_rng work as for torch's own dropout. All fits into the seed, which is what a backward is told.
     """
     if seed is not None:
         return seed_bits(seed), 0
@@ -372,5 +374,13 @@ def random_bits(seed: int | None, device: torch.device) -> tuple[int, int]:
         generator = torch.cuda.default_generators[index]
         position = generator.get_offset()
         generator.set_offset(position + 4)
-        return generator.initial_seed() % 2**64, position // 4 % 2**32
+        return _mixed(generator.initial_seed() % 2**64, position // 4 % 2**32), 0
     return int(torch.randint(2**63 - 1, ()).item()), 0
+
+
+def _mixed(seed: int, offset: int) -> int:
+    """64 bits of a generator's seed and position: SplitMix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014)."""
+    x = (seed + (offset + 1) * 0x9E3779B97F4A7C15) & _MASK64
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _MASK64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & _MASK64
+    return x ^ x >> 31

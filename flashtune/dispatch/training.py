@@ -16,8 +16,8 @@ from flashtune.core import launching
 from flashtune.core.errors import InputError
 from flashtune.core.passes import CallParameters
 from flashtune.core.torch_dtypes import output_torch_dtype
-from flashtune.dispatch import formula, layers, resolve
-from flashtune.dispatch.arguments import parse, seed_bits, signed
+from flashtune.dispatch import formula, framework, layers, resolve
+from flashtune.dispatch.arguments import parse, signed
 from flashtune.dispatch.call import PerHead
 from flashtune.dispatch.plans import GradientPlan, out_strides, random_bits
 
@@ -28,8 +28,6 @@ _BACKWARD = (
     "(Tensor dout, Tensor? dlse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, Tensor state, Tensor? attn_mask, "
     f"{_PER_HEAD}, bool of_query, bool of_keys, {_NUMBERS}) -> (Tensor, Tensor, Tensor)"
 )
-
-_MASK64 = 2**64 - 1
 
 _forwards = threading.local()
 """In `memo`, what was in force when the forward of the gradients ran that this thread makes."""
@@ -57,7 +55,8 @@ def define(eager: Callable[..., Any]) -> None:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         bits = 0
         if dropout_p:
-            bits = seed_bits(seed) if seed is not None else _mixed(*random_bits(None, query.device))
+            # As calls without gradients draw them: a checkpoint that is recomputed goes from one to the other.
+            bits = random_bits(seed, query.device)[0]
         with torch.no_grad():
             out, lse = eager(
                 query.detach(),
@@ -129,7 +128,11 @@ def attend(query: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _untraced(x: torch.Tensor) -> bool:
-    return type(x) in (torch.Tensor, torch.nn.Parameter) and not torch._C._len_torch_dispatch_stack() and not torch.compiler.is_compiling()
+    # A compiler that traces (compiled autograd does a backward) understands the first question alone. What vmap wraps is a tensor without
+    # memory: a batch of gradients, of which only an operator knows how to take one after the other.
+    if torch.compiler.is_compiling() or type(x) not in (torch.Tensor, torch.nn.Parameter) or torch._C._len_torch_dispatch_stack():
+        return False
+    return bool(torch._C._has_storage(x))
 
 
 def _like_query(query: torch.Tensor, columns: int) -> torch.Tensor:
@@ -169,7 +172,7 @@ def _differentiated(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | No
     dout = torch.zeros_like(others[0]) if dout is None else dout
     _forwards.memo = ctx.memo
     # Where a graph of the gradients is made, the operator is in it and says that there are no second ones.
-    plain = getattr(ctx, "eager", False) and not torch.is_grad_enabled() and _untraced(dout)
+    plain = getattr(ctx, "eager", False) and not torch.is_grad_enabled() and _untraced(dout) and (dlse is None or _untraced(dlse))
     operator: Callable[..., Any] = _gradients if plain else torch.ops.flashtune.attention_gradients
     try:
         dq, dk, dv = operator(dout, dlse, query, key, value, *others, of_query, of_key or of_value, *ctx.numbers)
@@ -210,7 +213,8 @@ def _gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients by the best backward kernel that takes the call, else by the formula."""
     words = (of_query, of_keys, dropout_p, scale, left, right, softcap, causal_alignment, allow_tf32, deterministic)
-    dout, dlse = _readable(dout), None if dlse is None else dlse.contiguous()
+    # Kernels are told of no strides of these. Hooks on saved tensors may have changed those of the LSE.
+    dout, lse, dlse = _readable(dout), lse.contiguous(), None if dlse is None else dlse.contiguous()
     memo = getattr(_forwards, "memo", None) or layers.current()
     signature = _signature((query, key, value, out, lse, dout, dlse, attn_mask, alibi_slopes, sinks), words)
     known = memo.gradients.get(signature)
@@ -269,7 +273,9 @@ def _gradients(
             continue
         memo.keep_gradient(signature, GradientPlan(call=call, launch=launch))
         return grads
-    found = formula.gradients(query, key, value, out, lse, dout, dlse, given)
+    # Autocast, where a backward runs inside of it, would round the formula's float32 products.
+    with framework.no_autocast(query.device.type):
+        found = formula.gradients(query, key, value, out, lse, dout, dlse, given)
     for grad, values, asked in zip(grads, found, (of_query, of_keys, of_keys), strict=True):
         if asked:
             grad.copy_(values)
@@ -295,11 +301,3 @@ def _readable(dout: torch.Tensor) -> torch.Tensor:
     if dout.stride(3) == 1 and dout.data_ptr() % 16 == 0 and all(stride and stride % unit == 0 for stride in outer):
         return dout
     return dout.clone(memory_format=torch.contiguous_format)
-
-
-def _mixed(seed: int, offset: int) -> int:
-    """64 bits of a generator's seed and position: SplitMix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014)."""
-    x = (seed + (offset + 1) * 0x9E3779B97F4A7C15) & _MASK64
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _MASK64
-    x = (x ^ x >> 27) * 0x94D049BB133111EB & _MASK64
-    return x ^ x >> 31
