@@ -83,3 +83,11 @@ def test_so_many_rows_are_misled_by_their_last_keys() -> None:
 def test_a_name_that_says_nothing_is_refused_with_those_that_do(name: str) -> None:
     with pytest.raises(InputError, match=r"no distribution of scores is called .*sink\+2"):
         redistribute(make_inputs(PLAIN, device="cpu", seed=0), name)
+
+
+@pytest.mark.parametrize("d", [1, 4])
+def test_needles_are_no_more_than_the_dimensions_of_a_head(d: int) -> None:
+    problem = Problem(batch=1, heads=1, kv_heads=1, n_q=9, n_kv=33, d=d, d_v=d, dtype="bf16", features=Features())
+    inputs = make_inputs(problem, device="cpu", seed=0)
+    redistribute(inputs, "needle+8")
+    assert torch.isfinite(inputs.q).all() and ((inputs.q != 0).sum(-1) == 1).all()

@@ -294,7 +294,9 @@ def _traced(
         flags = [getattr(features, name) for name in FLAGS]
         ratio = int(problem.heads) // int(problem.kv_heads)
         sizes = (problem.d, problem.d_v, ratio)
-        trains = _trainable(query.device.type, place, problem.dtype, *sizes, features.causal, features.mask, *window, *flags)
+        trains = _trainable(
+            query.device.type, place, problem.dtype, *sizes, features.causal, features.mask, *window, call.deterministic, *flags
+        )
     return torch_ops.traced(
         call,
         query,
@@ -323,6 +325,7 @@ def _trainable(
     windowed: bool,
     left: int | None,
     right: int | None,
+    deterministic: bool,
     *flags: bool,
 ) -> bool:
     """Whether backward kernels are trusted with problems like this one, of usual sizes; `flags` are those of FLAGS.
@@ -336,7 +339,8 @@ def _trainable(
     problem = Problem(batch=8, heads=16 * ratio, kv_heads=16, n_q=2048, n_kv=2048, d=d, d_v=d_v, dtype=dtype, features=features)
     memo = current()
     with memo.lock:
-        return resolve.gradient_choice(memo, problem, target)[0] is not None
+        repeatable = deterministic or torch.are_deterministic_algorithms_enabled()
+        return resolve.gradient_choice(memo, problem, target, repeatable=repeatable)[0] is not None
 
 
 _trainable._dynamo_marked_constant = True  # type: ignore[attr-defined]

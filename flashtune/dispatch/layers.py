@@ -76,8 +76,9 @@ def use(database: str | Path | None = None, *, alone: bool = False, everywhere: 
     It is in force at once, over what was laid before it, `FLASHTUNE_DB`, the user's own results and the shipped ones, until the `with` ends
     or `remove` of what is returned is called. Its measured rows go before those of lower layers for the same key. `alone` hides all
     lower layers. `everywhere` is for all threads, also those of data loaders and servers; a thread's own layers lie over those. Threads
-    of autograd have none of their own. `unmeasured` says whether kernels may serve behind which nothing was measured on the GPU's
-    architecture; by default the environment does (FLASHTUNE_UNMEASURED=1).
+    of autograd have none of their own: activation checkpoints, which are recomputed there on a GPU, need `everywhere`. `unmeasured` says
+    whether kernels may serve behind which nothing was measured on the GPU's architecture; by default the environment does
+    (FLASHTUNE_UNMEASURED=1).
 
     Raises DatabaseError where there is no such database or it is damaged, InputError where neither a database nor `unmeasured` is given.
     """

@@ -211,7 +211,7 @@ def candidates(
         torch_only = f"kernels take float16, bfloat16, float32 and float8_e4m3fn, not {str(call.dtype).removeprefix('torch.')}"
     if torch_only == GRADIENT and problem is not None:
         target = devices.target_of(call.device)
-        chosen, why = gradient_choice(memo, problem, target, repeatable=call.deterministic)
+        chosen, why = gradient_choice(memo, problem, target, repeatable=call.deterministic or torch.are_deterministic_algorithms_enabled())
         forward = None
         if chosen is not None:
             # The forward's kernel hands on the LSE.

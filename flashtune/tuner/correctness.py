@@ -141,7 +141,13 @@ def whole(problem: Problem, seed: int) -> list[Place]:
 def oracle(inputs: Inputs, where: Iterable[Place], dtype: torch.dtype | None = None) -> list[Expected]:
     """The oracle at these places of `inputs`, in float64 unless told otherwise."""
     p = inputs.problem
-    return [Expected(place, p.contract.oracle(p, inputs.operands, inputs.parameters, place, dtype)) for place in where]
+    # TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, which NVIDIA's containers set, would have float32's products be TF32's.
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        return [Expected(place, p.contract.oracle(p, inputs.operands, inputs.parameters, place, dtype)) for place in where]
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def stacked(problem: Problem, expected: Iterable[Expected], *, block: int | None = None) -> list[Wanted]:

@@ -44,11 +44,13 @@ def _sink(inputs: Inputs, amount: float, generator: torch.Generator) -> None:
 
 def _needle(inputs: Inputs, amount: float, generator: torch.Generator) -> None:
     """In each row the score of one of NEEDLES keys, which lie anywhere, is `amount` higher."""
-    _lone(inputs, NEEDLES)
+    # No more than there are dimensions.
+    count = min(NEEDLES, inputs.problem.n_kv, inputs.problem.d)
+    _lone(inputs, count)
     number = _product(inputs, amount)
-    for dimension, key in enumerate(torch.randperm(inputs.problem.n_kv, generator=generator)[:NEEDLES].tolist()):
+    for dimension, key in enumerate(torch.randperm(inputs.problem.n_kv, generator=generator)[:count].tolist()):
         inputs.k[..., key, dimension] = number
-    chosen = torch.randint(0, min(NEEDLES, inputs.problem.n_kv), (inputs.problem.n_q,), generator=generator)
+    chosen = torch.randint(0, count, (inputs.problem.n_q,), generator=generator)
     inputs.q[..., torch.arange(inputs.problem.n_q), chosen] = number
 
 
