@@ -13,22 +13,19 @@ import argparse
 import dataclasses
 import json
 import math
-import multiprocessing
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import TimeoutError as Overdue
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import backward_training
 from backward_cells import FA4_REPEATABLE, OURS, Cell, Checked, cells, check_cell, start, time_cell
-from pebble import ProcessExpired, ProcessPool
+from children import in_children
 
 from flashtune.core.results import Measurement
 from flashtune.tuner.machine import local_gpu, provenance
-from flashtune.tuner.tasks import one_line
 
 GROUPS = ("plain", "features", "scores")
 PARTS: dict[str, Callable[..., Any]] = {
@@ -38,24 +35,6 @@ PARTS: dict[str, Callable[..., Any]] = {
     "step d64": backward_training.step_times,
     "step d128": backward_training.step_times,
 }
-
-
-def in_children(calls: list[tuple[Callable[..., Any], tuple[Any, ...]]], *, limit_s: float) -> Iterator[tuple[Any, str]]:
-    """Each call's answer (None where there is none) and why there is none; one process at a time has the GPU."""
-    pool = ProcessPool(max_workers=1, context=multiprocessing.get_context("spawn"), initializer=start)
-    try:
-        for task, words in calls:
-            try:
-                yield pool.schedule(task, args=words, timeout=limit_s).result(), ""
-            except Overdue:
-                yield None, f"killed after {limit_s:g} s"
-            except ProcessExpired as crash:
-                yield None, f"its process died (exit code {crash.exitcode}), as after a CUDA error"
-            except Exception as error:
-                yield None, one_line(error)
-    finally:
-        pool.stop()
-        pool.join()
 
 
 def wrong(checked: Checked) -> str:
@@ -121,12 +100,12 @@ def main() -> None:
         if options.d in (None, cell.problem.d) and options.n in (None, cell.problem.n_kv)
     ]
     rows = []
-    for cell, (checked, failed) in zip(
-        chosen, in_children([(check_cell, (cell, options.seed)) for cell in chosen], limit_s=options.limit), strict=True
-    ):
+    # All before the first is timed: one process at a time has the GPU.
+    checks = list(in_children([(check_cell, (cell, options.seed)) for cell in chosen], start=start, limit_s=options.limit))
+    for cell, (checked, failed) in zip(chosen, checks, strict=True):
         times: dict[str, Measurement] = {}
         if not failed:
-            [(answer, failed)] = in_children([(time_cell, (cell, options.seed, options.seconds))], limit_s=options.limit)
+            [(answer, failed)] = in_children([(time_cell, (cell, options.seed, options.seconds))], start=start, limit_s=options.limit)
             times = answer or {}
         rows.append(row_of(cell, checked or Checked(), times, failed))
         print(f"{cell.name}: {rows[-1]['failed'] or rows[-1]['wrong'] or 'right'}", file=sys.stderr, flush=True)
@@ -135,7 +114,7 @@ def main() -> None:
     asked = [name for name in options.parts.split(",") if name]
     parts: dict[str, Any] = {}
     for name, (answer, failed) in zip(
-        asked, in_children([(PARTS[name], words[name]) for name in asked], limit_s=5 * options.limit), strict=True
+        asked, in_children([(PARTS[name], words[name]) for name in asked], start=start, limit_s=5 * options.limit), strict=True
     ):
         parts[name] = {"failed": failed} if failed else answer
     made_by = provenance(command=shlex.join(["python", *sys.argv]), seed=options.seed, measured=True).as_json()
