@@ -211,7 +211,7 @@ def candidates(
         torch_only = f"kernels take float16, bfloat16, float32 and float8_e4m3fn, not {str(call.dtype).removeprefix('torch.')}"
     if torch_only == GRADIENT and problem is not None:
         target = devices.target_of(call.device)
-        chosen, why = gradient_choice(memo, problem, target, repeatable=call.deterministic or torch.are_deterministic_algorithms_enabled())
+        chosen, why = gradient_choice(memo, problem, target, repeatable=same_bits_asked(call.deterministic))
         forward = None
         if chosen is not None:
             # The forward's kernel hands on the LSE.
@@ -316,6 +316,11 @@ def _kind(problem: Problem) -> tuple[object, ...]:
     return f.window is None, f.mask, *(getattr(f, name) for name in FLAGS)
 
 
+def same_bits_asked(deterministic: bool) -> bool:
+    """Whether gradients are to be the same bits every time: by the call, or by torch's deterministic mode."""
+    return deterministic or torch.are_deterministic_algorithms_enabled()
+
+
 def _repeatable(found: Mapping[str, Family]) -> dict[str, Family]:
     return {name: family for name, family in found.items() if family.repeatable}
 
@@ -341,7 +346,7 @@ def gradient_kernels(
         return
     problem = replace(call.problem, direction="bwd")
     target, known, records = _surroundings(memo, call, problem)
-    if call.deterministic or torch.are_deterministic_algorithms_enabled():
+    if same_bits_asked(call.deterministic):
         known = _repeatable(known)
     for choice in _gradient_choices(problem, target, records, known, framework_serves=False):
         if choice.family is not None:
