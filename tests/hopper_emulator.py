@@ -16,11 +16,16 @@ import torch
 from hopper_kernels import Launch, Truncate, assembly, functions_of
 from hopper_protocol import Number
 
+from flashtune.core.reference import dropout_keep_rows
+
 
 class Array(torch.Tensor):
     """A tensor in registers; layouts mean nothing here."""
 
     type = SimpleNamespace(layout=None)  # type: ignore[assignment]
+
+    def expand_dims(self, axis: int) -> "Array":
+        return array(self.unsqueeze(axis))
 
 
 def array(values: torch.Tensor) -> Array:
@@ -140,6 +145,7 @@ class Machine:
 
     def __init__(self, module: ModuleType, launch: Launch, *, seed: int) -> None:
         self._random = random.Random(seed)
+        self._module = module
         self._kernel, (self._programs,), self._arguments, _ = launch
         self._dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[str(module.DTYPE.value)]
         stand_ins = self._stand_ins()
@@ -192,7 +198,9 @@ class Machine:
             memory = value.base.as_strided(value.shape, value.strides)
             return SimpleNamespace(memory=memory, block=value.block_shape, layout=None, block_type=SimpleNamespace(nbytes=nbytes))
         if isinstance(value, torch.Tensor):
-            return Pointer(value.view(-1))
+            # All of its memory from its first element on, however it is strided.
+            size = 1 + sum((extent - 1) * stride for extent, stride in zip(value.shape, value.stride(), strict=True))
+            return Pointer(value.as_strided((size,), (1,)))
         return Number(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
     def _box(self, desc: Any, corner: list[int]) -> tuple[torch.Tensor, tuple[slice, ...]]:
@@ -272,7 +280,8 @@ class Machine:
     def _assembly(self, text: str, constraints: str, arguments: list[Any], **keywords: Any) -> Any:
         if any(isinstance(argument, torch.Tensor) for argument in arguments):
             kinds = {torch.float32: np.float32, torch.int32: np.int32, torch.int64: np.int32}
-            held = [argument.numpy().astype(kinds[argument.dtype]) for argument in arguments]
+            tensors = [argument if isinstance(argument, torch.Tensor) else torch.tensor(argument) for argument in arguments]
+            held = [tensor.numpy().astype(kinds[tensor.dtype]) for tensor in tensors]
             found = assembly(text, constraints, held, **keywords | {"dtype": kinds[keywords["dtype"]]})
             return array(torch.from_numpy(np.asarray(found)))
         if "bar." not in text:
@@ -307,6 +316,14 @@ class Machine:
         def where(condition: Any, one: Any, other: Any) -> Any:
             return torch.where(condition, one, other) if isinstance(condition, torch.Tensor) else one if condition else other
 
+        def load(place: Pointer) -> Array:
+            return array(torch.as_tensor(place.memory[place.offset]))
+
+        def keeps(key: int, row: int, head: Any, params: Any) -> torch.Tensor:
+            p = params.threshold / 32768
+            found = dropout_keep_rows(params.seed, params.offset, head.index, row, self._module.BLOCK_M.value, key + 64, p, "cpu")
+            return found[:, key:].T
+
         def add(place: Pointer, values: torch.Tensor, sem: str) -> None:
             place.memory.index_add_(0, place.offset.as_subclass(torch.Tensor), values.as_subclass(torch.Tensor))
 
@@ -325,6 +342,8 @@ class Machine:
             convert_layout=lambda values, _layout: values,
             to_tensor=Number,
             static_range=range,
+            full=lambda shape, value, dtype, _layout: array(torch.full(shape, value, dtype=dtype)),
+            load=load,
             program_id=lambda _axis: Number(self._program),
             num_programs=lambda _axis: Number(self._programs),
             atomic_add=add,
@@ -346,6 +365,9 @@ class Machine:
             "warpgroup_mma": self._multiply,
             "warpgroup_mma_wait": self._products_left,
             "fence_async_shared": lambda: None,
-            "quotient": lambda a, b: Number(abs(a) // b * (-1 if a < 0 else 1)),
-            "remainder": lambda a, b: Number(abs(a) % b * (-1 if a < 0 else 1)),
+            "keeps": keeps,
+            "range": lambda *ends: map(Number, range(*ends)),
+            # Of tensors only places are divided, which aren't negative.
+            "quotient": lambda a, b: a // b if isinstance(a, torch.Tensor) else Number(abs(a) // b * (-1 if a < 0 else 1)),
+            "remainder": lambda a, b: a % b if isinstance(a, torch.Tensor) else Number(abs(a) % b * (-1 if a < 0 else 1)),
         }

@@ -39,6 +39,11 @@ CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
         problem(Features(window=(70, 30), sinks=True), n_q=190, n_kv=260, d=40, d_v=40, heads=4, kv_heads=2),
         {"BLOCK_M": 64, "num_stages": 3, "dq_sums": "registers", "section": 2},
     ),
+    "everything": (
+        problem(Features(window=(70, 30), mask="bool", dropout=True, softcap=True, alibi=True), n_q=150, n_kv=140),
+        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "section": 1},
+    ),
+    "bias": (problem(Features(causal=True, mask="bias"), heads=4, kv_heads=2), {"BLOCK_M": 128, "num_stages": 1, "dq_sums": "registers"}),
     "left": (
         problem(Features(causal=True, window=(40, 0)), d=96, d_v=96, dtype="bf16", kv_heads=2),
         {"BLOCK_M": 64, "num_stages": 1, "dq_sums": "registers", "section": 16},
@@ -54,7 +59,7 @@ def launcher_of(p: Problem, changes: dict[str, Any], seed: int) -> Callable[...,
     module = load_source(render(FAMILY, variant_of(FAMILY, p.spec(), config)), "flash_bwd_hopper")
 
     def launch(q: torch.Tensor, k: torch.Tensor, *tensors: torch.Tensor | None, **settings: Any) -> None:
-        assert module.accepts(q, k, tensors[0], None)
+        assert module.accepts(q, k, tensors[0], settings["mask"])
         for kernel, grid, args, options in module.launches(q, k, *tensors, **provided(module, q, k), **settings):
             if kernel.__name__ == FAMILY.name:
                 Machine(module, (kernel, grid, args, options), seed=seed).run()

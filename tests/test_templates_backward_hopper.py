@@ -6,11 +6,15 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from hopper_kernels import H200, count, key_loops, machine_code
+import torch
+from hopper_kernels import H200, count, key_loops, machine_code, on_numpy
 from interpreting import interpreted
 
+from flashtune.core.modules import load_source
 from flashtune.core.problem import Features, Problem
+from flashtune.core.reference import dropout_keep_rows
 from flashtune.core.target import find_target
 from flashtune.templates import family
 from flashtune.templates.backward.hopper_layout import BackwardLayout
@@ -27,7 +31,7 @@ def report() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("case", ["full", "causal", "window", "left", "extreme"])
+@pytest.mark.parametrize("case", ["full", "causal", "window", "left", "everything", "bias", "extreme"])
 def test_gradients_are_those_of_the_reference(report: dict[str, Any], case: str) -> None:
     assert report[case] == ""
 
@@ -73,6 +77,18 @@ def test_it_compiles_to_products_in_flight_without_spills(d: int, changes: dict[
     assert sum("WARPGROUP.DEPBAR" in line for line in code) <= count(code)["HGMMA"] / 3
 
 
+@pytest.mark.parametrize(("row", "key", "p"), [(0, 0, 0.1), (192, 1088, 0.7), (64, 64, 0.5)])
+def test_dropout_keeps_what_the_forward_kept(row: int, key: int, p: float) -> None:
+    spec = problem(Features(dropout=True)).spec()
+    module = load_source(render(FAMILY, variant_of(FAMILY, spec, FAMILY.default(spec, H200))), "flash_bwd_hopper")
+    parts = on_numpy(module, "keeps")
+    seed, offset, index = 2**63 + 12345, 7, 5
+    params = {name: 0 for name in module.Params._fields} | {"seed": seed, "offset": offset, "threshold": round(p * 32768)}
+    found = parts.keeps(parts.scalar(key), parts.scalar(row), parts.scalars(module.Head(index)), parts.scalars(module.Params(**params)))
+    wanted = dropout_keep_rows(seed, offset, index, row, 64, key + 64, p)[:, key:].T
+    assert torch.equal(torch.from_numpy(np.array(found)), wanted)
+
+
 def test_it_says_what_it_cant_serve() -> None:
     def why(features: Features, gpu: str = "h200", **changes: Any) -> str:
         return FAMILY.supports(problem(features, **changes).spec(), find_target(gpu)) or ""
@@ -85,7 +101,8 @@ def test_it_says_what_it_cant_serve() -> None:
 
 
 def test_every_variant_is_formatted_and_lints_clean(tmp_path: Path) -> None:
-    features = [Features(), Features(causal=True), Features(window=(3, 4)), Features(causal=True, window=(3, 0), sinks=True)]
+    features = [Features(), Features(causal=True, mask="bias"), Features(window=(3, 4), mask="bool", softcap=True)]
+    features += [Features(causal=True, window=(3, 0), sinks=True), Features(alibi=True), Features(dropout=True)]
     for index, (chosen, dq_sums, dtype) in enumerate(product(features, ("registers", "tma"), ("bf16", "fp16"))):
         spec = problem(chosen, dtype=dtype, **({"d": 96, "d_v": 40} if index % 3 else {})).spec()
         config = FAMILY.default(spec, H200).replace(dq_sums=dq_sums)

@@ -43,7 +43,6 @@ CONSTRAINTS = (
 
 def supports(spec: KernelSpec, target: Target) -> str | None:
     """Why this family can't serve `spec` on `target`, or None."""
-    f = spec
     if spec.direction != "bwd":
         return f"flash_bwd_hopper computes the backward pass, not {spec.direction!r}"
     if not target.is_hopper:
@@ -54,11 +53,6 @@ def supports(spec: KernelSpec, target: Target) -> str | None:
         return f"flash_bwd_hopper needs head sizes that are multiples of 8 (TMA), not {spec.d} and {spec.d_v}"
     if padded(spec.d) not in (64, 128) or padded(spec.d_v) not in (64, 128) or padded(spec.d_v) > padded(spec.d):
         return f"flash_bwd_hopper has registers for head sizes from 33 to 128, those of v no larger, not {spec.d} and {spec.d_v}"
-    lacking = [
-        name for name, has in (("masks", f.mask != "none"), ("dropout", f.dropout), ("softcap", f.softcap), ("ALiBi", f.alibi)) if has
-    ]
-    if lacking:
-        return f"flash_bwd_hopper has no {lacking[0]}"
     return None
 
 

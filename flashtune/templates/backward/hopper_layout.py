@@ -66,13 +66,25 @@ class BackwardLayout:
 
     @property
     def params(self) -> list[str]:
-        """The kernel's parameters that are numbers for scores and gradients."""
-        return ["scale", "score_scale"]
+        """The kernel's parameters that are numbers for scores and gradients, and what each head has of its own in memory."""
+        s = self.spec
+        found = ["scale", "score_scale"] + ["inner_scale"] * s.softcap
+        found += ["seed", "offset", "threshold", "keep_scale"] * s.dropout + ["slopes_ptr", "slopes_by_batch", "slopes_by_head"] * s.alibi
+        if s.mask == "bool":
+            return [*found, "mask_bits_ptr", "mask_by_batch", "mask_by_head"]
+        return found + [f"bias_{part}" for part in ("ptr", "by_batch", "by_head", "by_row", "by_column")] * (s.mask == "bias")
 
     @property
     def unspecialized(self) -> list[str]:
         """Those of `params` that are integers, of which each value would be compiled for."""
-        return []
+        return [name for name in self.params if "_by_" in name or name in ("seed", "offset", "threshold")]
+
+    @property
+    def head_params(self) -> list[str]:
+        """What the blocks of a head work with beside `params`, of which each head has its own."""
+        s = self.spec
+        found = ["index"] * s.dropout + ["slope"] * s.alibi
+        return found + {"none": [], "bool": ["matrix"], "bias": ["bias_ptr"]}[s.mask]
 
     @property
     def consumer_registers(self) -> int:
