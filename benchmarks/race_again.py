@@ -4,9 +4,12 @@ For every problem of a database: the best configs that were found for it, and ea
 splits. They are checked
 against the float64 oracle in several processes at once, then one process alone times them, as a search's closing race does: interleaved, L2
 flushed, the framework's attention among them, the GPU's state read meanwhile, and whole calls in an eager loop. A tenth of a search's time.
+
+`--steps` and `--backward` add problems without rows, whose candidates are other rows' configs and the family's starts.
 """
 
 import argparse
+import math
 import multiprocessing
 import os
 import shlex
@@ -18,10 +21,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from forward_cells import problem_of
 from pebble import ProcessExpired, ProcessPool
 
 from flashtune.core.config import Config
-from flashtune.core.problem import Problem
+from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Baseline, CompileFacts, Fate, Measurement, Outcome, SearchResult
 from flashtune.core.target import Target
 from flashtune.db.library import shipped_path
@@ -42,6 +46,24 @@ TWINS = {"maximum": ("first", "running"), "combine": ("kernel", "last", "rows")}
 STEPS = ((1, 32, 8, 512, 128), (1, 32, 8, 2048, 128), (8, 32, 8, 2048, 128), (64, 32, 8, 1024, 128), (4, 16, 8, 512, 128))
 STEPS += ((1, 12, 12, 1024, 64), (16, 12, 12, 1024, 64), (1, 12, 12, 8192, 64))
 """Batch, query heads, key heads, keys and head size of decoding steps without a row: with `--steps` other steps' configs race there."""
+
+CAUSAL = Features(causal=True)
+PLAIN_LENGTHS = (4096, 1024, 16384, 512, 2048)
+TRAINED = (
+    Features(mask="bool"),
+    Features(mask="bias"),
+    Features(dropout=True),
+    Features(causal=True, mask="bool"),
+    Features(causal=True, dropout=True),
+    Features(causal=True, window=(1024, 0)),
+    Features(causal=True, softcap=True),
+    Features(causal=True, alibi=True),
+    Features(causal=True, sinks=True),
+    Features(causal=True, window=(1024, 0), sinks=True),
+    Features(causal=True, window=(1024, 0), softcap=True),
+    Features(mask="bool", dropout=True),
+)
+"""Features of the backward problems that `--backward` races, beside plain and causal ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +115,27 @@ def steps_of(results: Sequence[SearchResult], target: Target) -> list[tuple[Prob
     return found
 
 
+def backwards_of(results: Sequence[SearchResult], target: Target) -> list[tuple[Problem, list[Candidate]]]:
+    """Backward problems that have no raced result yet, and the first starts of the family for each.
+
+    Lengths are the outer loop, so that a kernel is compiled once and found compiled for all others.
+    """
+    known = {result.problem.key(target.slug) for result in results if result.baseline is not None}
+    kind = family("flash_bwd_hopper")
+    problems = [problem_of(d, n, features, dtype="bf16") for n in PLAIN_LENGTHS for d in (128, 64) for features in (Features(), CAUSAL)]
+    problems += [problem_of(d, n, features, dtype="fp16") for n in (4096, 1024) for d in (128, 64) for features in (Features(), CAUSAL)]
+    problems += [problem_of(128, n, CAUSAL, sharing=4) for n in PLAIN_LENGTHS[:3]]
+    problems += [problem_of(d, n, features) for n in (4096, 1024) for d in (128, 64) for features in TRAINED]
+    found = []
+    for problem in (replace(problem, direction="bwd") for problem in problems):
+        starts = kind.starts(problem.spec(), target)
+        # Heads side by side matter to short triangles alone.
+        chosen = starts[:3] + starts[len(starts) // 2 :][:1]
+        if problem.key(target.slug) not in known:
+            found.append((problem, [Candidate(family=kind, config=config) for config in chosen]))
+    return sorted(found, key=lambda item: PLAIN_LENGTHS.index(item[0].n_kv))
+
+
 def check_problem(problem: Problem, candidates: list[Candidate], target: Target, seed: int) -> list[Checked]:
     """In a child process: those that are right on this GPU."""
     found = []
@@ -133,7 +176,9 @@ def race_problem(problem: Problem, checked: list[Checked], target: Target, seed:
     began = time.time()
     times = stopwatch.race(runs, budget_s=seconds, least=15)
     ended = time.time()
-    calls = call_times(modules, inputs, framework, budget_s=seconds / 9 * max(3, len(modules)))
+    # What a backward costs a caller is torch's autograd as much as ours.
+    forward = problem.direction == "fwd"
+    calls = call_times(modules, inputs, framework, budget_s=seconds / 9 * max(3, len(modules))) if forward else [None] * (len(modules) + 1)
     del inputs
     torch.cuda.empty_cache()
     return {"times": times, "calls": calls, "backend": backend, "began": began, "ended": ended, "pid": os.getpid()}
@@ -181,6 +226,7 @@ def main() -> None:
     parser.add_argument("--db", required=True, help="the database to write")
     parser.add_argument("--rows", default=str(shipped_path()), help="the database whose rows are raced (default: the shipped one)")
     parser.add_argument("--steps", action="store_true", help="also race decoding steps that no row is of (STEPS)")
+    parser.add_argument("--backward", action="store_true", help="race backward problems that no row is of, instead of rows")
     parser.add_argument("--most", type=int, default=2, help="stored configs of each problem (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=8, help="processes that check (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=0.4, help="of timing for each problem (default: %(default)s)")
@@ -193,7 +239,8 @@ def main() -> None:
     target = gpu.target
     with Store.open(options.rows, writable=False) as store:
         results = [result for result in store.results() if result.gpu == target.slug]
-    work = [(result.problem, candidates_of(result, target, most=options.most)) for result in results]
+    work = [(result.problem, candidates_of(result, target, most=options.most)) for result in results if not options.backward]
+    work += backwards_of(results, target) if options.backward else []
     work += steps_of(results, target) if options.steps else []
     origin = provenance(command=shlex.join(["python", *sys.argv]), seed=options.seed, measured=True)
     started = time.monotonic()
@@ -226,7 +273,7 @@ def main() -> None:
             best = result.outcomes[0]
             us = best.measurement.median_us if best.measurement else 0.0
             gain = f"{result.baseline.measurement.median_us / us:.3f}x" if result.baseline else "-"
-            print(f"{problem.label():60s} {us:8.1f} us {gain} call {best.call_us:8.1f} {best.config.label()}", flush=True)
+            print(f"{problem.label():60s} {us:8.1f} us {gain} call {best.call_us or math.nan:8.1f} {best.config.label()}", flush=True)
     racer.stop()
     racer.join()
     print(f"raced {len(ready)} problems in {time.monotonic() - started:.0f} s", flush=True)

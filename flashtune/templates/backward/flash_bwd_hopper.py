@@ -60,7 +60,7 @@ def starts(spec: KernelSpec, target: Target) -> list[Config]:
     """The tiles that fit, with both ways for dQ, as far as they keep the constraints."""
     tiles = [(64, 2, "registers"), (64, 2, "tma"), (64, 3, "registers")]
     if padded(spec.d) == 64:
-        tiles = [(64, 3, "registers"), (128, 2, "tma"), (64, 3, "tma"), (64, 2, "registers"), (128, 2, "registers")]
+        tiles = [(64, 2, "registers"), (64, 3, "registers"), (128, 2, "tma"), (64, 3, "tma"), (128, 2, "registers")]
     found = [
         Config.of(BLOCK_M=block_m, BLOCK_N=128, num_stages=stages, dq_sums=dq_sums, section=section)
         for section in ((4, 16) if spec.causal else (2, 1))
