@@ -6,11 +6,13 @@ to cuDNN, which is known for some cells (fa4_h200.json). Ours is what `dispatch.
 for the very cell, `framework` no kernel of ours at all.
 
 `--cells models` are the attentions of the models that flashtune knows (`flashtune show --models`), prefill and a decoding step, beside
-torch's default and FlashAttention-4 itself, where it is installed.
+torch's default and FlashAttention-4 itself, where it is installed. `--cells scores` are the plain cells in bf16 and fp16 on the scores that
+models make (flashtune.tuner.distributions), some with half of the keys hidden by a mask, beside cuDNN and beside the same kernel on random
+numbers, with errors of output and LSE; those without which a run says least come first, so that it may be cut short.
 
 Prints tables (of rates, and of microseconds for models and for small cells, which latency limits), writes forward.json to the folder named
-by OUT (default: the current one) after each cell, and exits with 1 where a result is wrong (its error more than twice the framework's) or a
-cell failed.
+by OUT (default: the current one) after each cell, but only every WRITING_S, and exits with 1 where a result is wrong (its error more than
+twice the framework's) or a cell failed.
 """
 
 import argparse
@@ -36,6 +38,8 @@ DEVICE = "cuda:0"
 CHECKING = 0.5
 """The share of a run's time after which no more cells are checked."""
 NO_TIME = "left out: time was up"
+WRITING_S = 2.0
+"""Seconds from one writing to the next: hundreds of cells are written each time."""
 
 Found = TypeVar("Found")
 
@@ -88,7 +92,7 @@ def arguments() -> argparse.Namespace:
         "--cells",
         type=groups_of,
         default=",".join(USUAL),
-        help="groups of cells, with commas between them; also models (%(default)s)",
+        help="groups of cells, with commas between them; also models and scores (%(default)s)",
     )
     parser.add_argument("--d", type=numbers_of, help="only these head sizes, with commas between them")
     parser.add_argument("--n", type=numbers_of, help="only these numbers of keys, with commas between them")
@@ -114,7 +118,13 @@ def main() -> None:
     known = fa4_ratios()
     made_by = provenance(command=shlex.join(["python", *sys.argv]), seed=options.seed, measured=True).as_json()
 
-    def keep(rows: list[Row]) -> None:
+    written = -math.inf
+
+    def keep(rows: list[Row], *, last: bool = False) -> None:
+        nonlocal written
+        if not last and time.monotonic() < written + WRITING_S:
+            return
+        written = time.monotonic()
         found = {
             "provenance": made_by,
             "fa4": json.loads(FA4.read_text()),
@@ -123,7 +133,9 @@ def main() -> None:
         }
         folder = Path(os.environ.get("OUT", "."))
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "forward.json").write_text(json.dumps(found, indent=1, allow_nan=False))
+        # Whoever ends this process finds one whole file.
+        (folder / "forward.json.new").write_text(json.dumps(found, indent=1, allow_nan=False))
+        (folder / "forward.json.new").replace(folder / "forward.json")
 
     rows = run(
         chosen,
@@ -134,7 +146,7 @@ def main() -> None:
         budget_s=options.budget_s,
         keep=keep,
     )
-    keep(rows)
+    keep(rows, last=True)
     print(tables(rows, known))
     if any(row.wrong or row.failed for row in rows):
         raise SystemExit(1)

@@ -8,11 +8,12 @@ from typing import Literal, TypeVar
 from flashtune.core.dtypes import DTYPES, ITEMSIZE, DType
 from flashtune.core.models import ModelAttention, models
 from flashtune.core.problem import Features, Problem
+from flashtune.tuner.distributions import PRESENT
 
-Group = Literal["plain", "features", "fp8", "decode", "small", "models", "unprepared"]
+Group = Literal["plain", "features", "fp8", "decode", "small", "models", "scores", "unprepared"]
 USUAL: tuple[Group, ...] = ("plain", "features", "fp8", "decode", "small")
 """What is run unless others are named."""
-GROUPS: tuple[Group, ...] = (*USUAL, "models")
+GROUPS: tuple[Group, ...] = (*USUAL, "models", "scores")
 """Those that are lists; unprepared.py draws its cells."""
 
 Name = TypeVar("Name", bound=str)
@@ -90,14 +91,30 @@ LAST_ROWS = ((16, 8192), (128, 16384), (192, 16384))
 """(N_q, N_kv) of the last rows of one long sequence, as a draft to verify or a chunk of prefill: D = 128, 32 query and 8 key heads."""
 
 
+RANDOM = "random numbers"
+"""Our own call on the normal inputs that a distribution was made of."""
+
+TELLING = ("random", "sink+30", "needle+30", "deviation-8", "drift+60", "drift-60", "sink+8", "misled-10%")
+"""Distributions that say the most: a run that is cut short has these."""
+
+PADDED = ("random", "sink+8", "sink+30", "needle+30", "deviation-8", "drift+60", "drift-60")
+"""Those that are also timed with half of the keys hidden by a mask."""
+
+SCORE_DTYPES: tuple[DType, ...] = ("bf16", "fp16")
+
+OTHER_LENGTHS = (1024, 16384)
+"""Where sinks and drifts are timed, beside N = 4096."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One call to time, and beside what."""
+    """One call to time, and beside what. `scores` names the distribution of its scores (flashtune.tuner.distributions), if it has one."""
 
     group: Group
     case: str
     problem: Problem
     peers: tuple[str, ...]
+    scores: str = ""
 
     @property
     def name(self) -> str:
@@ -203,6 +220,31 @@ def _steps(kind: ModelAttention) -> Iterator[Problem]:
         yield kind.problem(n=min(n, max(kind.n)), dtype="bf16", batch=batch, n_q=1)
 
 
+def _scores() -> Iterator[Cell]:
+    """Plain cells on every distribution, those first without which a run says least."""
+    for names in (TELLING, [name for name in PRESENT if name not in TELLING]):
+        for scores in names:
+            yield from _of_scores(scores, 4096)
+        for scores in names:
+            if scores in PADDED:
+                yield from _of_scores(scores, 4096, padded=True)
+        for scores in names:
+            if scores.startswith(("sink", "drift")):
+                for n in OTHER_LENGTHS:
+                    yield from _of_scores(scores, n)
+
+
+def _of_scores(scores: str, n: int, *, padded: bool = False) -> Iterator[Cell]:
+    for dtype in SCORE_DTYPES:
+        for d in (64, 128, 256):
+            for case, features in _bands():
+                # Torch's FlashAttention takes no mask, cuDNN not every one.
+                peers = ("cudnn", "efficient", RANDOM) if padded else ("cudnn", RANDOM)
+                masked = replace(features, mask="bool") if padded else features
+                name = " ".join([case, dtype, *(["padded"] if padded else []), scores])
+                yield Cell(group="scores", case=name, problem=problem_of(d, n, masked, dtype=dtype), peers=peers, scores=scores)
+
+
 _EVERY: dict[Group, Callable[[], Iterator[Cell]]] = {
     "plain": _plain,
     "features": _features,
@@ -210,4 +252,5 @@ _EVERY: dict[Group, Callable[[], Iterator[Cell]]] = {
     "decode": _decode,
     "small": _small,
     "models": _models,
+    "scores": _scores,
 }

@@ -8,15 +8,17 @@ from typing import Any
 
 import flash_attention_4
 import torch
-from forward_cells import Cell
+from forward_cells import RANDOM, Cell
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from flashtune import dispatch
+from flashtune.core import reference
 from flashtune.core.results import Measurement
 from flashtune.core.tolerances import Tolerance, tolerance
 from flashtune.tuner import tasks
 from flashtune.tuner.baseline import framework_call
 from flashtune.tuner.correctness import Expected, everywhere, oracle, places
+from flashtune.tuner.distributions import redistribute
 from flashtune.tuner.inputs import Inputs, make_inputs
 from flashtune.tuner.stopwatch import Run, Stopwatch
 
@@ -29,17 +31,27 @@ SOFTCAP = 30.0
 COPY_BYTES = 1 << 30
 """Bytes that the device copy reads, and writes again: far more than any cache holds."""
 
+NO_REFERENCE = ("copy", RANDOM)
+"""Those whose output isn't the cell's."""
+
+DRAWS = 3
+"""How often slices are drawn of a cell whose scores aren't normal, for errors differ more from row to row there."""
+
 MANY_ROWS = 4096
 """Up to so many rows all are compared with the oracle; beyond it, slices of four heads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Error:
-    """How far an output is from the oracle: at most, in the norm, and at most in units of the tolerance (up to 1 passes)."""
+    """How far an output is from the oracle: at most, in the norm, and at most in units of the tolerance (up to 1 passes).
+
+    `lse` is the largest error of the LSE over 1 + |LSE|, where it was asked for.
+    """
 
     max_abs: float
     relative_norm: float
     tolerances: float
+    lse: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +68,15 @@ class Checked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """A cell's inputs, the bf16 ones of the same values that stand for fp8 before the framework, and the words of our call."""
+    """A cell's inputs, the bf16 ones of the same values that stand for fp8 before the framework, and the words of our call.
+
+    `normal` are the inputs before their scores were given another distribution.
+    """
 
     inputs: Inputs
     framework: Inputs
     words: dict[str, Any]
+    normal: Inputs
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -70,6 +86,11 @@ class Data:
     def ours(self) -> torch.Tensor:
         """Our call."""
         found: torch.Tensor = dispatch.attention(*self.tensors, **self.words)
+        return found
+
+    def with_lse(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Our call's output and LSE."""
+        found: tuple[torch.Tensor, torch.Tensor] = dispatch.attention(*self.tensors, **self.words, return_lse=True)
         return found
 
 
@@ -82,22 +103,37 @@ def start() -> None:
 
 
 def data_of(cell: Cell, device: torch.device | str, seed: int) -> Data:
-    """Random inputs of a cell on `device`."""
-    inputs = make_inputs(cell.problem, device=device, seed=seed)
+    """Random inputs of a cell on `device`, with its distribution of scores."""
+    inputs = normal = make_inputs(cell.problem, device=device, seed=seed)
+    if cell.scores:
+        inputs = normal = _padded(inputs) if cell.problem.features.mask == "bool" else inputs
+        inputs = replace(normal, operands=normal.operands | {name: normal.operands[name].clone() for name in ("q", "k")})
+        redistribute(inputs, cell.scores)
     p, f, mask = cell.problem, cell.problem.features, inputs.parameters.mask
     words: dict[str, Any] = {"is_causal": f.causal, "enable_gqa": p.gqa_ratio > 1, "causal_alignment": f.alignment}
     if f.window is not None:
         words["window"] = f.window
     if mask is not None:
         # As small as it is: expanding it is the callee's business.
-        words["attn_mask"] = mask[0, 0] if f.mask == "bool" else mask[:1]
+        words["attn_mask"] = mask[:1, :1, :1] if cell.scores else mask[0, 0] if f.mask == "bool" else mask[:1]
+        if f.causal:
+            # As in torch, `is_causal` stands alone.
+            words |= {"is_causal": False, "window": (None, 0)}
     if f.softcap:
         inputs = replace(inputs, parameters=replace(inputs.parameters, softcap=SOFTCAP))
         words["softcap"] = SOFTCAP
     if f.dropout:
         words |= {"dropout_p": inputs.parameters.dropout_p, "seed": seed}
     words |= inputs.parameters.per_head()
-    return Data(inputs=inputs, framework=inputs if inputs.parameters.descale is None else _widened(inputs), words=words)
+    framework = inputs if inputs.parameters.descale is None else _widened(inputs)
+    return Data(inputs=inputs, framework=framework, words=words, normal=normal)
+
+
+def _padded(inputs: Inputs) -> Inputs:
+    """With a mask that hides the second half of the keys from all rows, as padding does."""
+    p = inputs.problem
+    seen = torch.arange(p.n_kv, device=inputs.q.device) < p.n_kv // 2
+    return replace(inputs, parameters=replace(inputs.parameters, mask=seen.expand(p.batch, p.heads, p.n_q, p.n_kv)))
 
 
 def _widened(inputs: Inputs) -> Inputs:
@@ -140,6 +176,9 @@ def _peer(name: str, cell: Cell, data: Data) -> Run | None:
         source = torch.empty(COPY_BYTES, dtype=torch.int8, device=inputs.q.device)
         target = torch.empty_like(source)
         return lambda: target.copy_(source)
+    if name == RANDOM:
+        normal = data.normal
+        return lambda: dispatch.attention(normal.q, normal.k, normal.v, **data.words)
     if name == "ours in bf16":
         return lambda: dispatch.attention(inputs.q, inputs.k, inputs.v, is_causal=cell.problem.features.causal)
     return framework_call(inputs, name)
@@ -184,12 +223,29 @@ def _mask_mod(cell: Cell, data: Data) -> Callable[..., torch.Tensor] | None:
     return None if band.right is None else lambda b, h, i, j: j <= i
 
 
-def error_of(out: torch.Tensor, expected: list[Expected], bounds: Tolerance) -> Error:
+def cudnn_lse(inputs: Inputs) -> torch.Tensor:
+    """cuDNN's LSE (B, H, N_q), float32, by the operation that torch's attention calls; raises where it has none for these inputs."""
+    mask, causal = inputs.parameters.mask, inputs.problem.features.causal
+    bias = None
+    if mask is not None:
+        # As torch writes a mask out, and it takes no mask beside a diagonal.
+        seen = mask[:1, :1] & reference.visible(inputs.parameters.band, inputs.problem.n_q, inputs.problem.n_kv, mask.device)
+        bias = torch.zeros(seen.shape, dtype=inputs.q.dtype, device=mask.device).masked_fill_(~seen, float("-inf"))
+    attend = torch.ops.aten._scaled_dot_product_cudnn_attention
+    found = attend(inputs.q, inputs.k, inputs.v, bias, True, is_causal=causal and mask is None, scale=inputs.parameters.scale)
+    lse: torch.Tensor = found[1].reshape(inputs.q.shape[:3])
+    return lse
+
+
+def error_of(out: torch.Tensor, expected: list[Expected], bounds: Tolerance, lse: torch.Tensor | None = None) -> Error:
     """The error over the oracle's rows; those with nothing to attend to don't count, since backends differ there."""
-    pairs = []
+    pairs, gaps = [], []
     for want in expected:
-        seen = torch.isfinite(want.values["lse"])
-        pairs.append((out[want.place.batch, want.place.head, want.place.queries][seen].double(), want.values["out"][seen]))
+        place, right = want.place, want.values["lse"]
+        seen = torch.isfinite(right)
+        pairs.append((out[place.batch, place.head, place.queries][seen].double(), want.values["out"][seen]))
+        if lse is not None:
+            gaps.append(((lse[place.batch, place.head, place.queries].double() - right).abs() / (1 + right.abs()))[seen])
     found, wanted = (torch.cat(parts) for parts in zip(*pairs, strict=True))
     gap = (found - wanted).abs()
     return Error(
@@ -198,27 +254,39 @@ def error_of(out: torch.Tensor, expected: list[Expected], bounds: Tolerance) -> 
         tolerances=float(
             torch.maximum((gap / (bounds.atol + bounds.rtol * wanted.abs())).max(), gap.norm() / wanted.norm() / bounds.relative_norm)
         ),
+        lse=float(torch.cat(gaps).max()) if gaps else None,
     )
 
 
 def check_cell(cell: Cell, device: str, seed: int) -> Checked:
     """Run our kernel and the peers once (which compiles them) and compare each with the oracle."""
     data = data_of(cell, device, seed)
+    lses: dict[str, torch.Tensor] = {}
     try:
-        out = data.ours()
+        if cell.scores:
+            out, lses[OURS] = data.with_lse()
+        else:
+            out = data.ours()
     except Exception as error:
         _leave_if_sticky(error)
         raise
     # Asked afterwards: a kernel that failed has given way to another by then.
     chosen = dispatch.explain(*data.tensors, **data.words)
     p = cell.problem
-    expected = oracle(data.inputs, everywhere(p) if p.batch * p.heads * p.n_q <= MANY_ROWS else places(p, seed))
+    some = [place for draw in range(DRAWS if cell.scores else 1) for place in places(p, seed + draw)]
+    expected = oracle(data.inputs, everywhere(p) if p.batch * p.heads * p.n_q <= MANY_ROWS else some)
     bounds = tolerance(p.spec())
-    errors = {OURS: error_of(out, expected, bounds)}
+    errors = {OURS: error_of(out, expected, bounds, lses.get(OURS))}
     runs, notes = peers_of(cell, data)
+    if cell.scores and "cudnn" in runs:
+        try:
+            lses["cudnn"] = cudnn_lse(data.inputs)
+        except Exception as error:
+            _leave_if_sticky(error)
+            notes["cudnn's LSE"] = tasks.one_line(error)
     if not p.features.dropout and p.dtype != "fp8":
         # Dropout's pairs and fp8's roundings are not the framework's.
-        errors |= {name: error_of(run(), expected, bounds) for name, run in runs.items() if name != "copy"}
+        errors |= {name: error_of(run(), expected, bounds, lses.get(name)) for name, run in runs.items() if name not in NO_REFERENCE}
     return Checked(
         kind=chosen.kind,
         template=chosen.template,

@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forward_cells import Cell, Group
+from forward_cells import RANDOM, Cell, Group
 from forward_peers import COPY_BYTES, OURS, OWN, Checked, Error
 
 from flashtune.core.results import Measurement
+from flashtune.tuner.distributions import PRESENT
 
 FA4 = Path(__file__).parent / "fa4_h200.json"
 
@@ -24,7 +25,16 @@ MODELS, STEPS = "models' prefill", "models' decoding"
 """The ratios of models' cells to their best peers: prefill from LONG keys on, and steps."""
 LONG = 512
 
-NO_PEERS = (OURS, OWN, "copy")
+NO_PEERS = (OURS, OWN, "copy", RANDOM)
+
+SCORES, SAME = "scores, cudnn", "scores, random numbers"
+"""What the summary calls the ratios on other distributions of scores: to cuDNN, and to our own rate on random numbers."""
+
+LEAST_SAME = 0.95
+"""The least share of its rate on random numbers that a kernel should keep."""
+
+LSE_FLOOR = 2.0**-20
+"""LSEs that are as close as this, over 1 + |LSE|, are right whatever the framework's error is: float32's own rounding, a few times."""
 
 FIGURES: dict[Group, tuple[str, int]] = {
     "decode": ("TB/s of K+V", 2),
@@ -69,6 +79,9 @@ class Row:
             # Written so that NaN is wrong.
             if not getattr(ours, name) <= WORSE * least:
                 return f"{name} is {getattr(ours, name):.3g}, the framework's {least:.3g}"
+        lses = [error.lse for error in theirs if error.lse is not None]
+        if ours.lse is not None and lses and not ours.lse <= max(WORSE * min(lses), LSE_FLOOR):
+            return f"the LSE's error is {ours.lse:.3g}, the framework's {min(lses):.3g}"
         return ""
 
     @property
@@ -122,6 +135,7 @@ class Row:
             "case": self.cell.case,
             "problem": {name: getattr(p, name) for name in ("batch", "heads", "kv_heads", "n_q", "n_kv", "d", "d_v", "dtype")},
             "features": p.features.as_json(),
+            "scores": self.cell.scores,
             "served": {name: getattr(self.checked, name) for name in ("kind", "template", "variant", "reason")},
             "times": {name: asdict(time) for name, time in self.times.items()},
             "rates": {name: self.rate(name) for name in self.times},
@@ -136,7 +150,7 @@ class Row:
 
 
 def _finite(error: Error) -> dict[str, float | None]:
-    return {name: value if math.isfinite(value) else None for name, value in asdict(error).items()}
+    return {name: value if value is not None and math.isfinite(value) else None for name, value in asdict(error).items()}
 
 
 def summary(rows: Sequence[Row], known: dict[tuple[int, bool, int], float]) -> dict[str, dict[str, float]]:
@@ -147,6 +161,8 @@ def summary(rows: Sequence[Row], known: dict[tuple[int, bool, int], float]) -> d
         "FlashAttention-4": ("plain", lambda row: row.fa4_ratio(known)),
         FEATURES: ("features", lambda row: row.best_ratio),
         MODELS: ("models", lambda row: row.best_ratio if row.cell.problem.n_q > 1 and row.cell.problem.n_kv >= LONG else None),
+        SCORES: ("scores", lambda row: row.ratio("cudnn")),
+        SAME: ("scores", lambda row: row.ratio(RANDOM)),
         STEPS: ("models", lambda row: row.best_ratio if row.cell.problem.n_q == 1 else None),
     }
     found = {name: [way(row) for row in rows if row.cell.group == group and row.times] for name, (group, way) in ways.items()}
@@ -158,10 +174,13 @@ def tables(rows: Sequence[Row], known: dict[tuple[int, bool, int], float]) -> st
     """A table for each group, what plain and feature cells come to, and what was left out and why."""
     parts = []
     for group in dict.fromkeys(row.cell.group for row in rows):
-        parts.append(_table([row for row in rows if row.cell.group == group], known))
+        mine = [row for row in rows if row.cell.group == group]
+        parts.append(_by_scores(mine) if group == "scores" else _table(mine, known))
     parts.append("\n".join(_said(name, found) for name, found in summary(rows, known).items()))
     slower = [f"{row.cell.name}: {row.best_ratio:.2f} of {row.best_peer}" for row in rows if (row.best_ratio or 1.0) < 1.0]
     parts.append("\n".join(["slower than a peer:", *slower] if slower else []))
+    lost = [f"{row.cell.name}: {same:.2f}" for row in rows if (same := row.ratio(RANDOM)) is not None and same < LEAST_SAME]
+    parts.append("\n".join([f"below {LEAST_SAME:g} of the rate on random numbers:", *lost] if lost else []))
     notes = [f"{row.cell.name}: {name}: {why}" for row in rows for name, why in row.checked.notes.items()]
     parts.append("\n".join(["not timed:", *notes] if notes else []))
     return "\n\n".join(part for part in parts if part)
@@ -169,6 +188,8 @@ def tables(rows: Sequence[Row], known: dict[tuple[int, bool, int], float]) -> st
 
 def _said(name: str, found: dict[str, float]) -> str:
     what = f"plain, ours / {name}"
+    if name in (SCORES, SAME):
+        what = name.replace(", ", ", ours / ")
     if name in (FEATURES, MODELS, STEPS):
         what = f"{name.removesuffix(', best peer')}, ours / best peer"
     return f"{what}: min {found['min']:.2f}, geometric mean {found['geometric_mean']:.2f} over {found['cells']:.0f} cells"
@@ -196,6 +217,41 @@ def _table(rows: list[Row], known: dict[tuple[int, bool, int], float]) -> str:
         lines.append([*cells, _errors(row, "max_abs"), _errors(row, "relative_norm"), row.remark])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def _by_scores(rows: list[Row]) -> str:
+    """A table for each thing that is told of distributions: a row for each shape, a column for each of them."""
+
+    def over(row: Row, name: str) -> float | None:
+        """Our error over the framework's."""
+        found = [getattr(row.checked.errors[who], name, None) for who in (OURS, "cudnn") if who in row.checked.errors]
+        if len(found) < 2 or None in found:
+            return None
+        ours, theirs = found
+        return ours / theirs if theirs else 0.0 if not ours else math.inf
+
+    told: dict[str, Callable[[Row], float | None]] = {
+        "rate over cuDNN's": lambda row: row.ratio("cudnn"),
+        "rate over the fastest peer's": lambda row: row.best_ratio,
+        "rate over our own on random numbers": lambda row: row.ratio(RANDOM),
+        "largest error over cuDNN's": lambda row: over(row, "max_abs"),
+        "norm of the error over cuDNN's": lambda row: over(row, "relative_norm"),
+        "LSE's largest error over cuDNN's": lambda row: over(row, "lse"),
+    }
+    columns = [name for name in PRESENT if any(row.cell.scores == name for row in rows)]
+    shapes = dict.fromkeys(_shape(row.cell) for row in rows)
+    parts = []
+    for what, figure in told.items():
+        found = {(_shape(row.cell), row.cell.scores): _number(figure(row)) for row in rows}
+        lines = [[what, *columns], *([shape, *(found.get((shape, name), "") for name in columns)] for shape in shapes)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        parts.append("\n".join("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines))
+    remarks = [f"{row.cell.name}: {row.remark}" for row in rows if row.remark]
+    return "\n\n".join([*parts, *(["\n".join(remarks)] if remarks else [])])
+
+
+def _shape(cell: Cell) -> str:
+    return f"{cell.case.removesuffix(cell.scores).strip()} D={cell.problem.d} N={cell.problem.n_kv}"
 
 
 def _number(value: float | None, digits: int = 2) -> str:

@@ -32,6 +32,7 @@ FAMILIES: dict[Group, tuple[str, ...]] = {
     "decode": ("flash_decode",),
     "small": ("flash_fwd_hopper", "flash_decode"),
     "models": (),
+    "scores": ("flash_fwd_hopper",),
 }
 """What each group tries; nothing for all that suit. The race between families, as between configs, decides what is recorded."""
 
@@ -52,7 +53,7 @@ def problems_of(group: Group, *, d: Collection[int] | None = None, n: Collection
     """The problems of a group of cells; all N of one spec side by side, so that compiled kernels serve them all."""
     if group == "models":
         return [problem for problem, _ in wanting(d=d, n=n)]
-    found = [cell.problem for cell in cells((group,), d=d, n=n)]
+    found = list(dict.fromkeys(cell.problem for cell in cells((group,), d=d, n=n)))
     return found + [replace(problem, dtype="fp16") for problem in found] if group == "plain" else found
 
 
@@ -105,7 +106,10 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print what would be searched, for models with its worth, and end")
     parser.add_argument("--limit-s", type=float, help=f"seconds for all: the first problems, {SECONDS_EACH:g} seconds for each")
     parser.add_argument(
-        "--cells", type=groups_of, default=",".join(USUAL), help="groups of cells, with commas between them; also models (%(default)s)"
+        "--cells",
+        type=groups_of,
+        default=",".join(USUAL),
+        help="groups of cells, with commas between them; also models and scores (%(default)s)",
     )
     parser.add_argument("--d", type=numbers_of, help="only these head sizes, with commas between them")
     parser.add_argument("--n", type=numbers_of, help="only these numbers of keys, with commas between them")

@@ -17,6 +17,8 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import Measurement, TuningRecord
 from flashtune.core.target import Target, find_target
 from flashtune.templates import families, family
+from flashtune.tuner.baseline import framework_call
+from flashtune.tuner.distributions import PRESENT
 from flashtune.tuner.machine import LocalGpu
 from flashtune.tuner.stopwatch import Run
 
@@ -26,7 +28,7 @@ import forward
 import forward_peers
 import tune
 from children import in_children
-from forward_cells import GROUPS, LENGTHS, Cell, cells
+from forward_cells import GROUPS, LENGTHS, RANDOM, Cell, cells
 from forward_peers import OURS, Checked, Error
 from forward_report import Row, fa4_ratios, geometric_mean, summary, tables
 
@@ -322,3 +324,104 @@ def test_a_peer_that_no_cell_has_is_refused(monkeypatch: pytest.MonkeyPatch, cap
     with pytest.raises(SystemExit):
         forward.arguments()
     assert "unknown peers foo" in capsys.readouterr().err
+
+
+SCORES = [cell for cell in cells(("scores",)) if cell.problem.n_kv == 4096 and cell.problem.d == 64]
+
+
+def scores_cell(case: str) -> Cell:
+    [cell] = [cell for cell in SCORES if cell.case == case]
+    return small(cell)
+
+
+def test_scores_are_every_distribution_on_every_plain_shape_those_that_say_the_most_first() -> None:
+    every = cells(("scores",))
+    shapes = {(d, causal, dtype) for d in (64, 128, 256) for causal in (False, True) for dtype in ("bf16", "fp16")}
+
+    def of(name: str, n: int, mask: str) -> set[tuple[int, bool, str]]:
+        chosen = [cell.problem for cell in every if (cell.scores, cell.problem.n_kv, cell.problem.features.mask) == (name, n, mask)]
+        return {(p.d, p.features.causal, p.dtype) for p in chosen}
+
+    for name in PRESENT:
+        lengths = (1024, 4096, 16384) if name.startswith(("sink", "drift")) else (4096,)
+        assert all(of(name, n, "none") == shapes for n in lengths)
+    assert all(of(name, 4096, "bool") == shapes for name in ("random", "sink+30", "drift-60"))
+    assert len({cell.name for cell in every}) == len(every)
+    assert {cell.scores.rstrip("-+%0123456789") for cell in every[:96]} == {"random", "sink", "needle", "deviation", "drift", "misled"}
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("case", ["full bf16 sink+8", "causal fp16 padded drift-60"])
+def test_a_cell_of_scores_is_compared_in_output_and_lse_and_timed_beside_random_numbers(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = scores_cell(case)
+    data = forward_peers.data_of(cell, "cpu", 0)
+    raised = (data.inputs.q.float() @ data.inputs.k.float().mT).abs().amax() * data.inputs.parameters.scale
+    assert raised > 7 > (data.normal.q.float() @ data.normal.k.float().mT).abs().amax() * data.inputs.parameters.scale
+    wanted = dispatch.attention(*data.tensors, **data.words, return_lse=True)[1]
+    monkeypatch.setattr(forward_peers, "cudnn_lse", lambda inputs: wanted + 1e-3)
+    monkeypatch.setattr(
+        forward_peers, "_peer", lambda name, cell, data, real=forward_peers._peer: real({"cudnn": "math"}.get(name, name), cell, data)
+    )
+    checked = forward_peers.check_cell(cell, "cpu", 0)
+    ours, theirs = checked.errors[OURS].lse, checked.errors["cudnn"].lse
+    assert ours is not None and theirs is not None and ours < 1e-6 < theirs < 2e-3
+    assert RANDOM not in checked.errors
+    found = Row(cell=cell, checked=checked, times=forward_peers.time_cell(cell, "cpu", 0, 0.1))
+    assert not found.wrong and found.ratio(RANDOM) == 1.0 and found.best_peer != RANDOM
+    assert found.as_json(KNOWN)["scores"] == cell.scores
+
+
+def test_padding_hides_half_of_the_keys_from_every_peer() -> None:
+    data = forward_peers.data_of(scores_cell("full bf16 padded sink+8"), "cpu", 0)
+    assert data.words["attn_mask"].shape == (1, 1, 1, 80)
+    out = data.ours()
+    data.inputs.v[:, :, 40:] = 100.0
+    assert torch.equal(out, data.ours())
+    call = framework_call(data.framework, "math")
+    assert call is not None and torch.allclose(out, call(), atol=2e-2)  # type: ignore[arg-type]
+
+
+def test_an_lse_that_is_further_off_than_twice_the_frameworks_is_wrong() -> None:
+    cell = scores_cell("full bf16 sink+8")
+    for ours, theirs, wrong in ((1e-7, 1e-9, False), (2.1e-3, 1e-3, True), (1.9e-3, 1e-3, False), (float("nan"), 1e-3, True)):
+        checked = Checked(errors={OURS: replace(GOOD, lse=ours), "cudnn": replace(GOOD, lse=theirs)})
+        assert bool(Row(cell=cell, checked=checked).wrong) is wrong
+
+
+def test_distributions_have_a_column_each_and_those_that_lose_are_named() -> None:
+    rows = [
+        row(scores_cell("full bf16 random"), {OURS: 100.0, "cudnn": 120.0, RANDOM: 100.0}, cudnn=GOOD),
+        row(scores_cell("full bf16 sink+8"), {OURS: 110.0, "cudnn": 121.0, RANDOM: 99.0}, cudnn=replace(GOOD, max_abs=5e-4)),
+        row(scores_cell("causal bf16 sink+8"), {OURS: 100.0, "cudnn": 90.0, RANDOM: 100.0}, cudnn=GOOD),
+    ]
+    blocks = tables(rows, KNOWN).split("\n\n")
+    by_title = {block.split("  ")[0]: [line.split() for line in block.splitlines()] for block in blocks}
+    speeds = by_title["rate over cuDNN's"]
+    assert speeds[0][-2:] == ["random", "sink+8"]
+    assert speeds[1] == ["full", "bf16", "D=16", "N=80", "1.20", "1.10"]
+    assert speeds[2] == ["causal", "bf16", "D=16", "N=80", "0.90"]
+    assert by_title["rate over our own on random numbers"][1][-2:] == ["1.00", "0.90"]
+    assert by_title["largest error over cuDNN's"][1][-2:] == ["1.00", "2.00"]
+    said = tables(rows, KNOWN)
+    assert "scores, ours / cudnn: min 0.90" in said and "scores, ours / random numbers: min 0.90" in said
+    assert "below 0.95 of the rate on random numbers:\nscores full bf16 sink+8 D=16 N=80: 0.90" in said
+
+
+def test_a_run_that_is_ended_leaves_a_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = cells(("plain",), d=[64], n=[512])
+    kept: list[int] = []
+
+    def run(cells: list[Cell], *, keep: Callable[[list[Row]], object], **_: object) -> list[Row]:
+        for count in (1, 2):
+            keep([row(cell, {OURS: 1.0}) for cell in cells[:count]])
+            kept.append(len(json.loads((tmp_path / "forward.json").read_text())["rows"]))
+        return [row(cell, {OURS: 1.0}) for cell in cells]
+
+    monkeypatch.setattr(forward, "run", run)
+    monkeypatch.setattr(forward, "local_gpu", lambda: LocalGpu(name="NVIDIA H200", target=find_target("h200")))
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["forward.py", "--cells", "plain", "--d", "64", "--n", "512"])
+    forward.main()
+    # The second came within WRITING_S of the first.
+    assert kept == [1, 1]
+    assert len(json.loads((tmp_path / "forward.json").read_text())["rows"]) == len(chosen) == 2
