@@ -21,6 +21,9 @@ BIN := $(VENV)/bin
 WORKERS = $(shell $(BIN)/python -c 'import os; print(min(8, (os.cpu_count() or 1) + 1))')
 RUN_PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(PYTEST)
 
+# Setting up compiles no package ahead: where bytecode weren't kept, each of the tests' many processes would compile torch anew, in 4 s.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup search test check lint format golden docs newest dist clean
 
 help:

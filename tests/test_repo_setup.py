@@ -1,6 +1,7 @@
 """The environment that `make` sets up: made once, never in someone else's folder, with the torch that was asked for."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 import tomllib
@@ -126,3 +127,10 @@ def test_pinned_triton_is_one_that_the_package_allows() -> None:
     }
     assert [pin.name for pin in pins] == ["triton"]
     assert all(allowed[pin.name].contains(str(pin.specifier).removeprefix("==")) for pin in pins)
+
+
+def test_bytecode_is_kept_whatever_the_environment_says() -> None:
+    """Packages are installed without: else every process of a test would compile all of torch that it imports."""
+    command = ["make", "--no-print-directory", "--eval", "asked: ; @echo [$$PYTHONDONTWRITEBYTECODE]", "asked"]
+    said = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}, capture_output=True, text=True)
+    assert said.stdout == "[]\n", said.stderr

@@ -90,6 +90,8 @@ def create(folder: Path, torch: str) -> str:
     if torch in ("", "base"):
         torch = "base" if base_torch_is_usable() else ""
     venv.EnvBuilder(with_pip=True, symlinks=True, system_site_packages=torch == "base").create(folder)
+    # The pip that comes with Python 3.11 takes twice as long to find out what to install.
+    subprocess.run([*pip(folder), "install", "-qq", "--no-compile", "--upgrade", "pip"], check=True)
     return torch or default_torch(pip(folder))
 
 
