@@ -1,9 +1,10 @@
 """Times our kernels beside cuDNN, FlashAttention-2 and FlexAttention on this machine's GPU: `python benchmarks/forward.py`.
 
 All peers of a cell run interleaved, on the same inputs, and against a float64 oracle. First every cell is compiled and checked, in
-several processes; then one process alone times them. A cell that hangs or crashes costs itself. FlashAttention-4 appears by its ratio
-to cuDNN, which is known for some cells (fa4_h200.json). Ours is what `dispatch.attention` serves: `exact` names a kernel that was tuned
-for the very cell, `framework` no kernel of ours at all.
+several processes; then one process alone times them. A cell that hangs or crashes costs itself. FlashAttention-4 is a peer where it is
+installed; elsewhere it appears by its ratio to cuDNN, which is known for some cells (fa4_h200.json). cuDNN's fp8 takes cuDNN's frontend
+(cudnn_fp8.py). Ours is what `dispatch.attention` serves: `exact` names a kernel that was tuned for the very cell, `framework` no kernel of
+ours at all.
 
 `--cells models` are the attentions of the models that flashtune knows (`flashtune show --models`), prefill and a decoding step, beside
 torch's default and FlashAttention-4 itself, where it is installed. `--cells scores` are the plain cells in bf16 and fp16 on the scores that

@@ -91,6 +91,9 @@ LAST_ROWS = ((16, 8192), (128, 16384), (192, 16384))
 """(N_q, N_kv) of the last rows of one long sequence, as a draft to verify or a chunk of prefill: D = 128, 32 query and 8 key heads."""
 
 
+CUDNN_FP8 = "cudnn fp8"
+"""cuDNN's own fp8 (cudnn_fp8.py); what is `cudnn` beside fp8 is its bf16."""
+
 RANDOM = "random numbers"
 """Our own call on the normal inputs that a distribution was made of."""
 
@@ -160,20 +163,21 @@ def _plain() -> Iterator[Cell]:
     for d in (64, 128, 256):
         for case, features in _bands():
             for n in LENGTHS:
-                yield Cell(group="plain", case=case, problem=problem_of(d, n, features), peers=("cudnn", "flash", "flex"))
+                yield Cell(group="plain", case=case, problem=problem_of(d, n, features), peers=("cudnn", "flash", "fa4", "flex"))
 
 
 def _features() -> Iterator[Cell]:
     for d in (64, 128):
         for case, features in FEATURES.items():
             problem = problem_of(d, 4096, features, sharing=4 if case == "gqa" else 1)
-            yield Cell(group="features", case=case, problem=problem, peers=("cudnn", "flash", "efficient", "flex"))
+            yield Cell(group="features", case=case, problem=problem, peers=("default", "cudnn", "flash", "efficient", "fa4", "flex"))
 
 
 def _fp8() -> Iterator[Cell]:
     for case, features in _bands():
-        problem = problem_of(128, 16384, features, dtype="fp8")
-        yield Cell(group="fp8", case=case, problem=problem, peers=("ours in bf16", "cudnn"))
+        alone = problem_of(128, 16384, features, dtype="fp8")
+        for name, problem in ((case, alone), (f"{case} 64/8", replace(alone, heads=64, kv_heads=8))):
+            yield Cell(group="fp8", case=name, problem=problem, peers=("ours in bf16", "cudnn", CUDNN_FP8))
 
 
 def _decode() -> Iterator[Cell]:

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import cudnn_fp8
 import flash_attention_4
 import torch
-from forward_cells import RANDOM, Cell
+from forward_cells import CUDNN_FP8, RANDOM, Cell
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from flashtune import dispatch
@@ -105,6 +106,10 @@ def start() -> None:
 def data_of(cell: Cell, device: torch.device | str, seed: int) -> Data:
     """Random inputs of a cell on `device`, with its distribution of scores."""
     inputs = normal = make_inputs(cell.problem, device=device, seed=seed)
+    if inputs.parameters.descale is not None:
+        # cuDNN has one factor for all heads.
+        q, k, v = (factor[:1, :1].repeat(factor.shape) for factor in inputs.parameters.descale)
+        inputs = normal = replace(inputs, parameters=replace(inputs.parameters, descale=(q, k, v)))
     if cell.scores:
         inputs = normal = _padded(inputs) if cell.problem.features.mask == "bool" else inputs
         inputs = replace(normal, operands=normal.operands | {name: normal.operands[name].clone() for name in ("q", "k")})
@@ -180,7 +185,10 @@ def _peer(name: str, cell: Cell, data: Data) -> Run | None:
         normal = data.normal
         return lambda: dispatch.attention(normal.q, normal.k, normal.v, **data.words)
     if name == "ours in bf16":
-        return lambda: dispatch.attention(inputs.q, inputs.k, inputs.v, is_causal=cell.problem.features.causal)
+        words = {"is_causal": cell.problem.features.causal, "enable_gqa": cell.problem.gqa_ratio > 1}
+        return lambda: dispatch.attention(inputs.q, inputs.k, inputs.v, **words)
+    if name == CUDNN_FP8:
+        return cudnn_fp8.call(data.inputs)
     return framework_call(inputs, name)
 
 
@@ -284,6 +292,8 @@ def check_cell(cell: Cell, device: str, seed: int) -> Checked:
         except Exception as error:
             _leave_if_sticky(error)
             notes["cudnn's LSE"] = tasks.one_line(error)
+    if CUDNN_FP8 in runs:
+        errors[CUDNN_FP8] = error_of(runs[CUDNN_FP8]().float() / cudnn_fp8.OUTPUTS, expected, bounds)
     if not p.features.dropout and p.dtype != "fp8":
         # Dropout's pairs and fp8's roundings are not the framework's.
         errors |= {name: error_of(run(), expected, bounds, lses.get(name)) for name, run in runs.items() if name not in NO_REFERENCE}

@@ -107,7 +107,9 @@ class Row:
         return self.ratio(self.best_peer or "")
 
     def fa4_ratio(self, known: dict[tuple[int, bool, int], float]) -> float | None:
-        """How many times as fast as FlashAttention-4 ours is, by the latter's known ratio to cuDNN."""
+        """How many times as fast as FlashAttention-4 ours is: as timed beside it, or else by the latter's known ratio to cuDNN."""
+        if (measured := self.ratio("fa4")) is not None:
+            return measured
         p, to_cudnn = self.cell.problem, self.ratio("cudnn")
         at = known.get((p.d, p.features.causal, p.n_kv)) if self.cell.group == "plain" else None
         return to_cudnn / at if to_cudnn is not None and at is not None else None

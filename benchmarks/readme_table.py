@@ -1,58 +1,90 @@
-"""Prints README's tables of gains, from the shipped database and the committed results: `python benchmarks/readme_table.py`."""
+"""Prints README's tables of rates from committed results of forward.py: `python benchmarks/readme_table.py [FILE ...]`.
 
-from forward_cells import LENGTHS, TOKENS
+Without files it takes forward*.json of the newest folder under benchmarks/results that has one. All of a table is of one element type.
+"""
 
-from flashtune.core.results import TuningRecord
-from flashtune.db.library import Library, shipped_path
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from forward_cells import LENGTHS
+
+RESULTS = Path(__file__).parent / "results"
 
 CASES = {
-    '{"mask":"bool"}': "boolean mask (1, 1, N, N)",
-    '{"mask":"bias"}': "additive bias (1, H, N, N)",
-    '{"causal":true,"dropout":true}': "dropout 0.1, causal",
-    '{"causal":true,"window":1024}': "window 1024, causal",
-    '{"alibi":true,"causal":true}': "ALiBi, causal",
-    '{"causal":true,"softcap":true}': "soft cap 30, causal",
-    '{"causal":true}': "4 query heads to a key head, causal",
+    "mask": "boolean mask (1, 1, N, N)",
+    "bias": "additive bias (1, H, N, N)",
+    "dropout": "dropout 0.1, causal",
+    "window": "window 1024, causal",
+    "alibi": "ALiBi, causal",
+    "softcap": "soft cap 30, causal",
+    "gqa": "4 query heads to a key head, causal",
 }
-"""The features of rows and what they are called."""
+"""The cases of forward.py's feature cells, and what they are called."""
+
+NAMES = {"cudnn": "cuDNN", "flash": "FA2", "efficient": "memory-efficient", "fa4": "FA4", "flex": "Flex"}
+"""Peers by what a reader knows them as; torch's own choice is one of the others."""
+
+Row = dict[str, Any]
+"""A cell of a result (`forward_report.Row.as_json`)."""
 
 
-def cell(record: TuningRecord | None) -> str:
-    """TFLOP/s, and how many times as fast as the framework's default attention, where that can express the problem."""
-    if record is None:
-        return ""
-    gain = f" ({record.framework_us / record.median_us:.2f}x)" if record.framework_us else ""
-    return f"{record.tflops:.0f}{gain}"
+def newest() -> list[Path]:
+    """The results of the newest folder that has some."""
+    folder = max(path.parent for path in RESULTS.glob("*/forward*.json"))
+    return sorted(folder.glob("forward*.json"))
 
 
-def plain_table() -> str:
-    """Tuned TFLOP/s and the ratio to the framework's default attention, bf16 on an H200, as Markdown."""
-    every = Library.of(shipped_path()).records(gpu="h200", dtype="bf16")
-    # Small problems have rows of the same N and D.
-    full = [r for r in every if r.problem.batch * r.key.n == TOKENS and r.key.n_q == r.key.n and r.key.gqa_ratio == 1]
-    rows = {(r.key.d, r.key.n, r.key.features): r for r in full}
+def rows_of(files: Iterable[Path]) -> list[Row]:
+    """All cells that were timed and found right."""
+    rows = [row for path in files for row in json.loads(path.read_text())["rows"]]
+    return [row for row in rows if row["times"] and not row["failed"] and not row["wrong"]]
+
+
+def plain_table(rows: list[Row], dtype: str = "bf16") -> str:
+    """TFLOP/s and in brackets the ratio to cuDNN, as Markdown; shapes that lack a length are left out."""
+    found = {(row["problem"]["d"], row["case"], row["problem"]["n_kv"]): row for row in rows if _is(row, "plain", dtype)}
     lines = ["| N | " + " | ".join(str(n) for n in LENGTHS) + " |", "|---|" + "---|" * len(LENGTHS)]
     for d in (64, 128, 256):
-        for name, features in (("full", "{}"), ("causal", '{"causal":true}')):
-            found = [rows[d, n, features] for n in LENGTHS if (d, n, features) in rows]
-            if len(found) == len(LENGTHS):
-                cells = [cell(r) for r in found]
-                lines.append(f"| D={d}, {name} | " + " | ".join(cells) + " |")
+        for case in ("full", "causal"):
+            mine = [found.get((d, case, n)) for n in LENGTHS]
+            cells = [
+                f"{row['rates']['flashtune']:.0f} ({row['ratio_to']['cudnn']:.2f}x)" for row in mine if row and "cudnn" in row["ratio_to"]
+            ]
+            if len(cells) == len(LENGTHS):
+                lines.append(f"| D={d}, {case} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def feature_table() -> str:
-    """The same for problems with features, N = 4096."""
-    every = Library.of(shipped_path()).records(gpu="h200", dtype="bf16", n=4096)
-    lines = ["| N = 4096 | D=64 | D=128 |", "|---|---|---|"]
-    for features, words in CASES.items():
-        shared = 4 if "heads" in words else 1
-        found = {r.key.d: r for r in every if r.key.features == features and r.key.n_q == 4096 and r.key.gqa_ratio == shared}
-        lines.append(f"| {words} | {cell(found.get(64))} | {cell(found.get(128))} |")
+def feature_table(rows: list[Row], dtype: str = "bf16") -> str:
+    """The same with features: the ratio is to torch's own choice; beside it the fastest of all peers, and the ratio to that."""
+    found = {(row["problem"]["d"], row["case"]): row for row in rows if _is(row, "features", dtype)}
+    lines = ["| N = 4096 | D=64 | fastest peer | D=128 | fastest peer |", "|---|---|---|---|---|"]
+    for case, words in CASES.items():
+        cells = [_against(found[d, case]) if (d, case) in found else "|" for d in (64, 128)]
+        lines.append(f"| {words} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _is(row: Row, group: str, dtype: str) -> bool:
+    return bool(row["group"] == group and row["problem"]["dtype"] == dtype)
+
+
+def _against(row: Row) -> str:
+    """Two columns: our rate beside torch's own choice, and the fastest peer."""
+    ratios = {name: ratio for name, ratio in row["ratio_to"].items() if name != "default"}
+    chosen = row["ratio_to"].get("default")
+    ours = f"{row['rates']['flashtune']:.0f}" + (f" ({chosen:.2f}x)" if chosen else "")
+    if not ratios:
+        return f"{ours} |"
+    best = min(ratios, key=lambda name: ratios[name])
+    return f"{ours} | {NAMES[best]} ({ratios[best]:.2f}x)"
 
 
 if __name__ == "__main__":
-    print(plain_table())
+    known = rows_of([Path(name) for name in sys.argv[1:]] or newest())
+    print(plain_table(known))
     print()
-    print(feature_table())
+    print(feature_table(known))

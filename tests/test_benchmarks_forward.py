@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ import forward
 import forward_peers
 import tune
 from children import in_children
-from forward_cells import GROUPS, LENGTHS, RANDOM, Cell, cells
+from forward_cells import CUDNN_FP8, GROUPS, LENGTHS, RANDOM, Cell, cells
 from forward_peers import OURS, Checked, Error
 from forward_report import Row, fa4_ratios, geometric_mean, summary, tables
 
@@ -46,7 +47,8 @@ def small(cell: Cell) -> Cell:
     p = cell.problem
     # Rows at the end of a sequence stay fewer than its keys.
     rows = 80 if p.n_q == p.n_kv else min(p.n_q, 40)
-    sizes = {"batch": 2, "heads": 4, "kv_heads": 4 // p.gqa_ratio, "n_q": rows, "n_kv": 80, "d": 16, "d_v": 16}
+    heads = max(4, p.gqa_ratio)
+    sizes = {"batch": 2, "heads": heads, "kv_heads": heads // p.gqa_ratio, "n_q": rows, "n_kv": 80, "d": 16, "d_v": 16}
     return replace(cell, problem=replace(p, **sizes))
 
 
@@ -66,7 +68,9 @@ def test_the_cells_are_those_of_every_claim() -> None:
     assert find("features", "gqa", d=64).problem.gqa_ratio == 4
     assert find("features", "window", d=64).problem.features.window == (1024, 0)
     fp8 = [cell.problem for cell in cells(("fp8",))]
-    assert [(p.d, p.n_kv, p.dtype, p.features.causal) for p in fp8] == [(128, 16384, "fp8", False), (128, 16384, "fp8", True)]
+    shapes = [(heads, causal) for causal in (False, True) for heads in ((16, 16), (64, 8))]
+    assert [((p.heads, p.kv_heads), p.features.causal) for p in fp8] == shapes
+    assert {(p.batch, p.d, p.n_kv, p.dtype) for p in fp8} == {(1, 128, 16384, "fp8")}
     decode = [cell.problem for cell in cells(("decode",))]
     assert [(p.d, p.batch, p.n_kv) for p in decode] == [(128, 16, 4096), (128, 1, 65536), (128, 1, 8192), (64, 16, 4096)]
     assert all((p.n_q, p.heads, p.kv_heads) == (1, 32, 8) for p in decode)
@@ -116,6 +120,11 @@ def test_ratios_are_the_peers_time_over_ours() -> None:
     assert found.best_peer == "flash"
     assert found.fa4_ratio(KNOWN) == pytest.approx(1.2 * 555.0 / 604.0)
     assert found.rate(OURS) == pytest.approx(cell.problem.flops() / 100.0 / 1e6)
+
+
+def test_flash_attention_4s_own_time_counts_before_what_is_known_of_it() -> None:
+    found = row(find("plain", "causal", d=128, n_kv=16384), {OURS: 100.0, "cudnn": 120.0, "fa4": 130.0})
+    assert found.fa4_ratio(KNOWN) == pytest.approx(1.3)
 
 
 def test_flash_attention_4_has_no_ratio_where_it_is_unknown() -> None:
@@ -247,7 +256,7 @@ def test_every_feature_reaches_our_call() -> None:
     assert words["16 rows"]["causal_alignment"] == "bottom_right" and words["16 rows"]["is_causal"]
     fp8 = forward_peers.data_of(small(find("fp8", "causal")), "cpu", 5)
     assert fp8.inputs.q.dtype == torch.float8_e4m3fn and fp8.framework.q.dtype == torch.bfloat16
-    assert fp8.words["v_descale"].shape == (2, 4)
+    assert fp8.words["v_descale"].shape == (2, 4) and fp8.words["v_descale"].unique().numel() == 1
 
 
 def test_a_cell_that_our_dispatch_refuses_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,3 +434,99 @@ def test_a_run_that_is_ended_leaves_a_whole_file(tmp_path: Path, monkeypatch: py
     # The second came within WRITING_S of the first.
     assert kept == [1, 1]
     assert len(json.loads((tmp_path / "forward.json").read_text())["rows"]) == len(chosen) == 2
+
+
+class Frontend:
+    """cuDNN's frontend as far as cudnn_fp8.py needs it: keeps the graphs, and runs one by torch, in the numbers that e4m3 rounds."""
+
+    class data_type:
+        FP8_E4M3, FLOAT = "e4m3", "float"
+
+    class diagonal_alignment:
+        TOP_LEFT = "top left"
+
+    class heur_mode:
+        A, FALLBACK = "a", "fallback"
+
+    class cudnnGraphNotSupportedError(RuntimeError):
+        pass
+
+    def __init__(self, *, only_with_stats: bool = False) -> None:
+        self.only_with_stats = only_with_stats
+        self.asked: list[dict[str, Any]] = []
+
+    def create_handle(self) -> int:
+        return 7
+
+    def set_stream(self, *, handle: int, stream: int) -> None:
+        assert handle == 7
+
+    def pygraph(self, **how: Any) -> "Graph":
+        return Graph(self, how)
+
+
+class Said(dict[str, Any]):
+    """A tensor of a graph: what was said of it."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return id(self)
+
+    def __getattr__(self, name: str) -> Callable[[Any], "Said"]:
+        def say(value: Any) -> "Said":
+            self[name.removeprefix("set_")] = value
+            return self
+
+        return say
+
+
+class Graph:
+    def __init__(self, frontend: Frontend, how: dict[str, Any]) -> None:
+        self.frontend, self.how = frontend, how
+
+    def tensor(self, **said: Any) -> Said:
+        return Said(said)
+
+    def sdpa_fp8(self, **words: Any) -> list[Said]:
+        self.words = words
+        self.frontend.asked.append(words)
+        self.outputs = [Said() for _ in range(4)]
+        return self.outputs
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        if name == "check_support" and self.frontend.only_with_stats and not self.words["generate_stats"]:
+            raise Frontend.cudnnGraphNotSupportedError("no engine")
+        return lambda *_: 0
+
+    def execute(self, pack: dict[Said, torch.Tensor], workspace: torch.Tensor, *, handle: int) -> None:
+        assert handle == 7
+        given = {name: pack[said] for name, said in self.words.items() if isinstance(said, Said)}
+        for name in ("q", "k", "v"):
+            x, said = given[name].transpose(1, 2), self.words[name]
+            assert tuple(x.shape) == said["dim"]
+            assert all(found == wanted for found, wanted, size in zip(x.stride(), said["stride"], x.shape, strict=True) if size > 1)
+        q, k, v = (given[name].transpose(1, 2).float() * given[f"descale_{name}"] for name in ("q", "k", "v"))
+        causal = self.words.get("right_bound") == 0
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=self.words["attn_scale"], enable_gqa=True)
+        pack[self.outputs[0]].copy_((out * given["scale_o"]).transpose(1, 2))
+        assert not self.words["generate_stats"] or pack[self.outputs[1]].shape == (*q.shape[:3], 1)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(("case", "only_with_stats"), [("full", False), ("causal 64/8", True)])
+def test_cudnns_fp8_computes_the_cell_where_its_frontend_is_there(
+    case: str, only_with_stats: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frontend = Frontend(only_with_stats=only_with_stats)
+    monkeypatch.setitem(sys.modules, "cudnn", frontend)  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    cell = small(find("fp8", case))
+    checked = forward_peers.check_cell(cell, "cpu", 0)
+    assert CUDNN_FP8 not in checked.notes and checked.errors[CUDNN_FP8].relative_norm < 0.05
+    assert [words["generate_stats"] for words in frontend.asked] == [False, True][: 1 + only_with_stats]
+    assert CUDNN_FP8 in forward_peers.time_cell(cell, "cpu", 0, 0.1)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_why_cudnns_fp8_did_not_run_is_told() -> None:
+    checked = forward_peers.check_cell(small(find("fp8", "full")), "cpu", 0)
+    assert "cudnn" in checked.notes[CUDNN_FP8] and CUDNN_FP8 not in checked.errors
