@@ -2,6 +2,7 @@
 
     python benchmarks/calls.py --out results.json                # everything, on the GPU
     python benchmarks/calls.py --parts host,grid                 # some of it
+    python benchmarks/calls.py --parts decoding                  # only the decoding cells of the grid
 
 Ours and torch's take turns on the same tensors; figures are medians of rounds. Every output is compared with torch's first.
 """
@@ -16,7 +17,9 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -25,7 +28,9 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from flashtune import dispatch
+from flashtune import dispatch, kernels_generated
+from flashtune.dispatch import layers
+from flashtune.dispatch.plans import FrameworkPlan, KernelPlan
 from flashtune.tuner.machine import provenance
 
 Call = Callable[[], Any]
@@ -103,6 +108,55 @@ def tensors(
     return q, k, v
 
 
+def described(plan: Any) -> str:
+    """What serves: `framework`, or a kernel's module, its launches a call and where its machine code is from."""
+    if not isinstance(plan, KernelPlan):
+        return "framework" if isinstance(plan, FrameworkPlan) else "kernels with gradients"
+    name = plan.module.__name__.rpartition(".")[2].removeprefix("flashtune_host_")
+    if plan.program is None:
+        return f"{name} by Triton's launcher"
+    package = Path(kernels_generated.__file__).parent
+    source = "compiled here"
+    if plan.manifest is not None and plan.manifest.folder is not None:
+        source = "package" if plan.manifest.folder.is_relative_to(package) else "cache"
+    return f"{name}, {len(plan.program.recorded)} launches, {source}"
+
+
+def served_by(call: Call) -> str:
+    """What serves a call of ours, decided anew."""
+    dispatch.reload()
+    call()
+    return "; ".join(sorted({described(plan) for plan in layers.current().plans.values()}))
+
+
+SLOW_S = 0.02
+"""A call that takes the host so long does something that is done once."""
+
+
+@contextmanager
+def slow_calls() -> Iterator[dict[str, list[float]]]:
+    """The seconds of each call of attention, ours (`tuned`) and torch's (`sdpa`), that took the host SLOW_S or more meanwhile."""
+    found: dict[str, list[float]] = {"tuned": [], "sdpa": []}
+
+    def watched(way: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **words: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*arguments, **words)
+            finally:
+                if (spent := time.perf_counter() - start) >= SLOW_S:
+                    found[way].append(spent)
+
+        return call
+
+    ours, theirs = dispatch.attention, torch.nn.functional.scaled_dot_product_attention
+    dispatch.attention, torch.nn.functional.scaled_dot_product_attention = watched("tuned", ours), watched("sdpa", theirs)
+    try:
+        yield found
+    finally:
+        dispatch.attention, torch.nn.functional.scaled_dot_product_attention = ours, theirs
+
+
 def host_cases() -> dict[str, tuple[Call, Call | None]]:
     """Calls that leave the GPU idle: ours, and torch's where it has the feature."""
     q, k, v = tensors(1, 8, 512, 128)
@@ -128,7 +182,8 @@ def host_part() -> Iterator[dict[str, Any]]:
 
     def measured(name: str, ours: Call, theirs: Call | None) -> dict[str, Any]:
         times = medians(host_in_turns({"ours": ours, "torch": theirs or ours}))
-        return {"case": name, "ours_us": times["ours"], "torch_us": times["torch"], "ratio": times["ours"] / times["torch"]}
+        row = {"case": name, "ours_us": times["ours"], "torch_us": times["torch"], "ratio": times["ours"] / times["torch"]}
+        return row | {"served_by": served_by(ours)}
 
     with torch.no_grad():
         for name, (ours, theirs) in host_cases().items():
@@ -166,9 +221,19 @@ DECODING += [(16, 12, 12, 1024, 64), (1, 12, 12, 8192, 64), (64, 32, 8, 4096, 12
 """Batch, query heads, key heads, keys, head size."""
 
 
+def decoding_part() -> Iterator[dict[str, Any]]:
+    """The decoding cells of the grid alone."""
+    yield from grid_cells([("decoding", b, h, kv, 1, d, False, n) for b, h, kv, n, d in DECODING])
+
+
 def grid_part() -> Iterator[dict[str, Any]]:
+    """The whole grid, decoding first."""
+    yield from decoding_part()
+    yield from grid_cells([(*cell, cell[4]) for cell in GRID])
+
+
+def grid_cells(cells: list[tuple[str, int, int, int, int, int, bool, int]]) -> Iterator[dict[str, Any]]:
     """Back-to-back throughput: the slower of host and GPU decides."""
-    cells = [(*cell, cell[4]) for cell in GRID] + [("decoding", b, h, kv, 1, d, False, n) for b, h, kv, n, d in DECODING]
     names = ("cell", "b", "h", "kv_heads", "n", "d", "causal", "n_kv")
     with torch.no_grad():
         for cell in cells:
@@ -186,7 +251,7 @@ def grid_row(cell: dict[str, Any]) -> dict[str, Any]:
     first = timed_in_turns(calls, rounds=1, repeats=20)
     repeats = max(20, min(400, int(15_000 / max(first["torch"][0], 1))))
     times = medians(timed_in_turns(calls, rounds=9, repeats=repeats))
-    found = {"error": error, "served": explained.kind, "template": explained.template}
+    found = {"error": error, "served": explained.kind, "template": explained.template, "served_by": served_by(calls["ours"])}
     return cell | found | {"ours_us": times["ours"], "torch_us": times["torch"], "speedup": times["torch"] / times["ours"]}
 
 
@@ -208,11 +273,17 @@ def model_configs() -> dict[str, Any]:
     }
 
 
+NEW_TOKENS_FROM = {"mistral": 566}
+"""Where the prompts of `new_tokens` begin, but for 170: Mistral's shapes are Llama's, and torch keeps what it builds for a shape."""
+
+
 def models_part() -> Iterator[dict[str, Any]]:
     """Forward and 64 greedy tokens of 4-layer models of random weights, the shipped integration and sdpa in turns.
 
-    `tokens_ms` is of a prompt that both had before; `new_tokens_ms` of prompts whose numbers of keys neither had met, so that every step
-    has its first call in it.
+    `tokens_ms` is of a prompt that both had before; `new_tokens_ms` of prompts whose numbers of keys nobody in this process had met, each
+    way its own, so that every step has its first call in it: who comes second would find what torch has built for a number of keys.
+    `slow_calls` and `slow_s` are of the calls of attention in `new_tokens` that took the host 20 ms or more. `steps` and `prefill` say what
+    serves how many of our signatures.
     """
     for name, config in model_configs().items():
         yield from guarded({"model": name}, partial(model_row, name, config))
@@ -234,6 +305,8 @@ def model_row(name: str, config: Any) -> dict[str, Any]:
     assert models["tuned"].config._attn_implementation != models["sdpa"].config._attn_implementation
     ids = torch.randint(5, 1000, (4, 500), device=DEVICE)
     row: dict[str, Any] = {"model": name}
+    # What serves this model, and no other, is told at its end.
+    dispatch.reload()
     with torch.no_grad():
         logits = {way: model(ids).logits.float() for way, model in models.items()}
         row["difference"] = float((logits["tuned"] - logits["sdpa"]).abs().max() / logits["sdpa"].abs().max())
@@ -246,10 +319,21 @@ def model_row(name: str, config: Any) -> dict[str, Any]:
         def tokens(prompt: int) -> dict[str, Call]:
             return {way: partial(model.generate, ids[:, :prompt], **words) for way, model in models.items()}
 
-        row |= pair("tokens", medians(timed_in_turns(tokens(100), rounds=3, repeats=1)))
+        ids = torch.randint(5, 1000, (4, 1000), device=DEVICE)
+        row |= pair("tokens", medians(timed_in_turns(tokens(100), rounds=9, repeats=1)))
         # Each prompt's 64 steps lie beyond those of the one before.
-        news = [timed_in_turns(tokens(prompt), rounds=1, repeats=1, warm=False) for prompt in range(170, 500, 66)]
-        row |= pair("new_tokens", {way: statistics.median(new[way][0] for new in news) for way in models})
+        start = NEW_TOKENS_FROM.get(name, 170)
+        news: dict[str, list[float]] = {way: [] for way in models}
+        with slow_calls() as slow:
+            for place, prompt in enumerate(range(start, start + 6 * 66, 66)):
+                way = sorted(models)[place % 2]
+                news[way] += timed_in_turns({way: tokens(prompt)[way]}, rounds=1, repeats=1, warm=False)[way]
+        row |= pair("new_tokens", {way: statistics.median(new) for way, new in news.items()})
+        for way, ending in (("tuned", ""), ("sdpa", "_sdpa")):
+            row |= {f"slow_calls{ending}": len(slow[way]), f"slow_s{ending}": round(sum(slow[way]), 3)}
+        plans = layers.current().plans.values()
+        row["steps"] = dict(Counter(described(plan) for plan in plans if plan.call.n_q == 1))
+        row["prefill"] = dict(Counter(described(plan) for plan in plans if plan.call.n_q > 1))
     return row
 
 
@@ -362,6 +446,7 @@ def training_row(cell: dict[str, Any]) -> dict[str, Any]:
 PARTS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
     "host": host_part,
     "grid": grid_part,
+    "decoding": decoding_part,
     "models": models_part,
     "process": process_part,
     "training": training_part,
@@ -371,7 +456,8 @@ PARTS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
 def main() -> None:
     """Run the parts that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated, of: " + ", ".join(PARTS))
+    usual = ",".join(part for part in PARTS if part != "decoding")
+    parser.add_argument("--parts", default=usual, help="comma-separated, of: " + ", ".join(PARTS) + " (%(default)s)")
     parser.add_argument("--out", type=Path, help="write all figures here as JSON")
     options = parser.parse_args()
     command = shlex.join(["python", *sys.argv])
