@@ -18,6 +18,7 @@ from flashtune.core.torch_attention import autocasting
 from flashtune.dispatch import devices, growing, resolve, torch_ops, training
 from flashtune.dispatch.arguments import parse
 from flashtune.dispatch.call import Call, PerHead
+from flashtune.dispatch.known import Plan
 from flashtune.dispatch.layers import SERVING, current
 from flashtune.dispatch.plans import FrameworkPlan, KernelPlan, Outputs
 from flashtune.dispatch.resolve import Explanation
@@ -105,33 +106,53 @@ def attention(
     options = (dropout_p, is_causal, scale, enable_gqa, window, softcap, causal_alignment, return_lse, allow_tf32, deterministic)
     if torch.compiler.is_compiling():
         return _traced(query, key, value, attn_mask, options, seed, per_head)
-    signature: tuple[Any, ...] | None
+    signature: tuple[Any, ...] | None = None
+    plans = SERVING.plans
     try:
-        # Without an argument it asks for CUDA, at a quarter of the time.
-        cast = torch.is_autocast_enabled() if query.is_cuda else autocasting(query.device.type)
-        if cast or query.is_neg() or key.is_neg() or value.is_neg() or (attn_mask is not None and attn_mask.is_neg()):
-            query, key, value, attn_mask = _prepared(query, key, value, attn_mask)
-        address = query.data_ptr() | key.data_ptr() | value.data_ptr()
-        signature = (
-            query.shape,
-            key.shape,
-            value.shape,
-            query.stride(),
-            key.stride(),
-            value.stride(),
-            query.dtype,
-            key.dtype,
-            value.dtype,
-            query.device,
-            key.device,
-            value.device,
-            options,
-            seed is None,
-            None if address % 16 == 0 and attn_mask is None else _memory(query, key, value, attn_mask),
-            _why_torch(query, key, value, attn_mask, per_head),
-            None if per_head is None else per_head.signature(),
-        )
-        plan = SERVING.plans.get(signature)
+        recent = plans.recent
+        if (
+            recent is not None
+            and attn_mask is None
+            and per_head is None
+            and recent.unseeded is (seed is None)
+            and recent.options == options
+            and recent.check(query, key, value)
+            and forward_ad._current_level < 0
+            and not torch._C._len_torch_dispatch_stack()
+            and (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16 == 0
+        ):
+            plan: Plan | None = recent.plan
+        else:
+            # Without an argument it asks for CUDA, at a quarter of the time.
+            cast = torch.is_autocast_enabled() if query.is_cuda else autocasting(query.device.type)
+            if cast or query.is_neg() or key.is_neg() or value.is_neg() or (attn_mask is not None and attn_mask.is_neg()):
+                query, key, value, attn_mask = _prepared(query, key, value, attn_mask)
+            memory = None
+            if attn_mask is not None or (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16:
+                memory = _memory(query, key, value, attn_mask)
+            why_torch = _why_torch(query, key, value, attn_mask, per_head)
+            signature = (
+                query.shape,
+                key.shape,
+                value.shape,
+                query.stride(),
+                key.stride(),
+                value.stride(),
+                query.dtype,
+                key.dtype,
+                value.dtype,
+                query.device,
+                key.device,
+                value.device,
+                options,
+                seed is None,
+                memory,
+                why_torch,
+                None if per_head is None else per_head.signature(),
+            )
+            plan = plans.get(signature)
+            if plan is not None and memory is None and why_torch is None and per_head is None:
+                plans.served(signature, plan, options, unseeded=seed is None, tensors=(query, key, value))
     except (AttributeError, TypeError, RuntimeError):
         # Something isn't a tensor, is one without sizes or memory, or can't be hashed; parsing says what.
         signature, plan = None, None

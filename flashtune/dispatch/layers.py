@@ -6,14 +6,15 @@ else happens when layers come and go, and when a plan is missing.
 
 import os
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from flashtune.core.errors import InputError
-from flashtune.dispatch.resolve import Memo, Plan, Settings
+from flashtune.dispatch.known import Plans
+from flashtune.dispatch.resolve import Memo, Settings
 
 MOST_MEMOS = 32
 """So many stacks of layers are remembered; beyond it the one that was used longest ago is forgotten."""
@@ -54,7 +55,7 @@ class Use:
 class _Serving(threading.local):
     """What serves this thread: plans by signature, and the thread's own layers. Where a thread has none, the class's values count."""
 
-    plans: dict[Hashable, Plan] = {}  # noqa: RUF012
+    plans = Plans()
     stack: tuple[Use, ...] = ()
 
 

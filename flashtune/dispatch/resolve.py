@@ -18,13 +18,12 @@ from flashtune.core.results import Source, TuningRecord
 from flashtune.core.target import Target
 from flashtune.dispatch import devices, elsewhere, growing, kernels
 from flashtune.dispatch.call import Call
+from flashtune.dispatch.known import Plan, Plans
 from flashtune.dispatch.launch.driver import NO_RESOURCES, DriverError
 from flashtune.dispatch.plans import FrameworkPlan, GradientPlan, KernelPlan, TrainingPlan
 from flashtune.dispatch.policy import Choice, Kind, Pool, Refusal, group_of, rank, torch_has
 from flashtune.templates import families
 from flashtune.templates.family import Family
-
-Plan = FrameworkPlan | KernelPlan | TrainingPlan
 
 GRADIENT = "a gradient is needed"
 """Why torch's own operations serve, unless a backward kernel does."""
@@ -57,7 +56,7 @@ class Memo:
 
     def __init__(self, settings: Settings = Settings(), *, pinned: ModuleType | None = None) -> None:
         self.lock = threading.RLock()
-        self.plans: dict[Hashable, Plan] = {}
+        self.plans = Plans()
         self.gradients: dict[Hashable, GradientPlan] = {}
         self.spans: dict[Hashable, FrameworkPlan | KernelPlan | None] = {}
         self.broken: dict[tuple[str, str], str] = {}
@@ -90,7 +89,7 @@ class Memo:
     def move(self) -> None:
         """Put the plans into another dict: whoever still holds the old one finds nothing there, and asks anew what is in force."""
         with self.lock:
-            moved = dict(self.plans)
+            moved = Plans(self.plans)
             self.plans.clear()
             self.plans = moved
 

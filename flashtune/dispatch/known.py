@@ -1,0 +1,73 @@
+"""Plans by signature, and the shortest way to the one that served last: comparing what a call brings is quicker than looking it up."""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flashtune.dispatch.plans import FrameworkPlan, KernelPlan, TrainingPlan
+
+Plan = FrameworkPlan | KernelPlan | TrainingPlan
+
+_guards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
+"""How torch.compile tells whether tensors are like those that it compiled for, in one call; there without its compiler. Not all of torch's
+versions need have it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recent:
+    """The plan of calls without a mask and without anything per head.
+
+    `check` says whether three tensors agree in type, dtype, device, sizes, strides, requires_grad and dispatch keys with those that the
+    plan served: with what torch's modes, transforms and autocast make of them in this thread.
+    """
+
+    options: tuple[Any, ...]
+    unseeded: bool
+    check: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], bool]
+    plan: Plan
+
+
+class Plans(dict[Hashable, Plan]):
+    """Plans by signature; `recent` is the one that served last, where there is a short way to it."""
+
+    __slots__ = ("_made", "recent")
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.recent: Recent | None = None
+        self._made: dict[Hashable, Recent] = {}
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        super().clear()
+        self.recent = None
+        self._made.clear()
+
+    def served(
+        self,
+        signature: Hashable,
+        plan: Plan,
+        options: tuple[Any, ...],
+        *,
+        unseeded: bool,
+        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Take the plan that was found for these for the one that will serve next; the call has no mask and nothing per head."""
+        query, key, value = tensors
+        if _guards is None or query is key or key is value or query is value:
+            # Tensors that are one don't count as like others.
+            return
+        if any(x.requires_grad for x in tensors):
+            # Whether a gradient is needed also hangs on the grad mode, which isn't compared.
+            return
+        made = self._made.get(signature)
+        if made is None or made is self.recent:
+            # What was made of this signature, and doesn't know its tensors again, is of another mode.
+            check = _guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+            made = self._made[signature] = Recent(options, unseeded, check, plan)
+        self.recent = made
+        if signature not in self:
+            # It was forgotten meanwhile, by another thread.
+            self.clear()

@@ -1,0 +1,166 @@
+"""The short way to the plan that served last: taken by calls like the one that it served, and by no other."""
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flashtune import dispatch
+from flashtune.dispatch import api, devices
+from flashtune.dispatch.known import Plans
+
+Q, K, V = torch.zeros(2, 4, 1, 16), torch.zeros(2, 2, 40, 16), torch.zeros(2, 2, 40, 16)
+
+
+class Served:
+    """Stands in for a plan: its output is its name."""
+
+    def __init__(self, name: object) -> None:
+        self.name = name
+
+    def run(self, query: torch.Tensor, *_: object) -> tuple[Any, None]:
+        return self.name, None
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> Plans:
+    """What serves this thread; every signature gets a plan of its own at its first call."""
+    found = Plans()
+
+    def first_call(signature: Any, *_: object) -> tuple[Any, None]:
+        found[signature] = Served(signature)  # type: ignore[assignment]
+        return signature, None
+
+    monkeypatch.setattr(devices, "INTERPRETING", True)
+    monkeypatch.setattr(api, "_first_call", first_call)
+    monkeypatch.setitem(api.SERVING.__dict__, "plans", found)
+    return found
+
+
+def attend(*tensors: Any, **words: Any) -> Any:
+    return dispatch.attention(*(tensors or (Q, K, V)), **({"enable_gqa": True} | words))
+
+
+def test_like_calls_are_served_without_a_look_up(plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = attend()
+    assert plans.recent is None and attend() == first
+    assert plans.recent is not None
+    monkeypatch.setattr(Plans, "get", lambda *_: pytest.fail("looked up"))
+    assert attend() is first and attend(Q + 1, K + 1, K + 2) is first
+
+
+class Watch(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        return function(*arguments, **(keywords or {}))
+
+
+def moved_by_a_number() -> torch.Tensor:
+    return torch.zeros(Q.numel() + 1)[1:].view_as(Q)
+
+
+OTHERS: dict[str, Callable[[], Any]] = {
+    "sizes": lambda: attend(Q, K[:, :, :39].contiguous(), V[:, :, :39].contiguous()),
+    "strides": lambda: attend(Q, K.mT.contiguous().mT, V),
+    "dtype": lambda: attend(Q.half(), K.half(), K.half()),
+    "options": lambda: attend(is_causal=True),
+    "scale": lambda: attend(scale=0.5),
+    "a seed": lambda: attend(seed=3),
+    "a mask": lambda: attend(Q, K, V, torch.ones(1, 40, dtype=torch.bool)),
+    "slopes": lambda: attend(alibi_slopes=torch.zeros(4)),
+    "an address": lambda: attend(moved_by_a_number(), K, V),
+    "a parameter": lambda: attend(torch.nn.Parameter(Q, requires_grad=False), K, V),
+    "a gradient": lambda: attend(Q.clone().requires_grad_(), K, V),
+    "a transform": lambda: torch.func.vmap(lambda x: (attend(), x)[1])(torch.zeros(1)),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_a_call_that_differs_is_looked_up(plans: Plans, what: str) -> None:
+    attend()
+    attend()
+    before = set(plans)
+    OTHERS[what]()
+    # Parameters are tensors like others, once they were looked at.
+    assert len(plans) == len(before) + (what != "a parameter")
+
+
+MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "a dispatch mode": Watch,
+    "forward mode": torch.autograd.forward_ad.dual_level,
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mode_of_torchs_is_seen(plans: Plans, mode: str) -> None:
+    first = attend()
+    attend()
+    with MODES[mode]():
+        assert attend() != first
+    assert attend() is first
+
+
+def test_negated_memory_is_looked_at(plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend()
+    attend()
+    met: list[torch.Tensor] = []
+    real = api._prepared
+    monkeypatch.setattr(api, "_prepared", lambda *tensors: (met.append(tensors[0]), real(*tensors))[1])
+    attend(torch._neg_view(Q), K, V)
+    assert len(met) == 1 and met[0].is_neg()
+
+
+def test_inference_mode_has_a_short_way_of_its_own(plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = attend()
+    attend()
+    with torch.inference_mode():
+        assert attend() is first
+        with monkeypatch.context() as patch:
+            patch.setattr(Plans, "get", lambda *_: pytest.fail("looked up"))
+            assert attend() is first
+
+
+def test_two_signatures_in_turn_are_never_mixed_up(plans: Plans) -> None:
+    others = Q, K[:, :, :24].contiguous(), V[:, :, :24].contiguous()
+    long, short = attend(), attend(*others)
+    assert long != short
+    for _ in range(4):
+        assert attend() is long and attend(*others) is short
+        assert attend(*others) is short and attend() is long
+
+
+def test_one_tensor_in_two_places_is_looked_up(plans: Plans) -> None:
+    first = attend(Q, K, K)
+    assert attend(Q, K, K) is first and plans.recent is None
+    assert attend() is first and attend() is first and plans.recent is not None
+    assert attend(Q, K, K) is first
+
+
+def test_what_is_forgotten_has_no_short_way(plans: Plans) -> None:
+    attend()
+    attend()
+    assert plans.recent is not None
+    plans.clear()
+    assert plans.recent is None
+    attend()
+    assert len(plans) == 1
+
+
+def test_a_dict_that_another_thread_emptied_stays_empty(plans: Plans) -> None:
+    attend()
+    [(signature, plan)] = plans.items()
+    thread = threading.Thread(target=plans.clear)
+    thread.start()
+    thread.join()
+    plans.served(signature, plan, signature[12], unseeded=True, tensors=(Q, K, V))  # type: ignore[index]
+    assert plans.recent is None
+
+
+def test_torch_without_guards_looks_every_call_up(plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashtune.dispatch.known._guards", None)
+    first = attend()
+    assert attend() is first and attend() is first and plans.recent is None
