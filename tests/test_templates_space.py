@@ -1,5 +1,7 @@
 """The search spaces: sound defaults everywhere, constraints that hold, sizes that a search can walk."""
 
+import pickle
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -115,6 +117,10 @@ def test_a_family_says_why_it_cant_serve_a_gpu() -> None:
 def test_families_are_listed_under_their_own_names() -> None:
     assert set(OURS) <= set(families())
     assert all(name == chosen.name for name, chosen in families().items())
+
+
+def test_families_travel_to_other_processes_by_their_names() -> None:
+    assert all(pickle.loads(pickle.dumps(family)) is family for family in families().values())
 
 
 def test_head_sizes_are_padded_to_powers_of_two() -> None:

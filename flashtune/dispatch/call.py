@@ -91,6 +91,11 @@ class Call:
         added = self.softcap or self.per_head or self.factors is not None or self.return_lse
         return band and not added and not (self.dropout_p and self.seeded)
 
+    @property
+    def torch_draws(self) -> bool:
+        """Whether torch's own attention, where it serves this, draws dropout's mask itself: other bits than kernels draw."""
+        return bool(self.dropout_p) and not (self.seeded or self.softcap or self.return_lse)
+
     def views(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q (B, Hq, N_q, D), k (B, Hkv, N_kv, D), v (B, Hkv, N_kv, D_v): views, save for batch dimensions that can't be merged."""
         if self.identity:

@@ -64,7 +64,7 @@ class FrameworkPlan:
             return sdpa(query, key, value, attn_mask, **words), None
         call = self.call
         keep = None
-        if call.dropout_p and (call.seeded or call.softcap or call.return_lse):
+        if call.dropout_p and not call.torch_draws:
             sizes = (call.batch, call.heads, call.n_q, call.n_kv)
             if _draws_in_a_capture(call, seed):
                 # The generator's position can't be read while a graph is captured, but torch's own operations draw anew at each replay.

@@ -227,6 +227,11 @@ def candidates(
         torch_only = f"{GRADIENT}, and {why}"
         if call.mask_kind != "none" and call.device.type == "cuda":
             torch_only += " (without cuDNN, whose gradients can be NaN under a mask)"
+    if torch_only is None and problem is not None and memo.pinned is None and call.torch_draws:
+        # A checkpoint's first forward runs without gradients, and its second has to drop what the first one dropped.
+        chosen, why = gradient_choice(memo, problem, devices.target_of(call.device), repeatable=same_bits_asked(call.deterministic))
+        if chosen is None:
+            torch_only = f"unseeded dropout drops what it would drop in training, and there {why}"
     if torch_only is not None or problem is None:
         gpu = "cpu" if call.device.type == "cpu" else _slug(call.device)
         key = problem.key(gpu) if problem is not None and call.device.type == "cuda" else None

@@ -121,6 +121,10 @@ class Family:
     repeatable: bool = True
     expected: Callable[[Config, KernelSpec, Target], CompileFacts | None] = nothing_expected
 
+    def __reduce__(self) -> tuple[Callable[[str], "Family"], tuple[str]]:
+        """Families travel to other processes by their names: what they are made of is code."""
+        return _named, (self.name,)
+
     @property
     def template_file(self) -> str:
         """The Jinja file, relative to the templates folder."""
@@ -214,3 +218,9 @@ class Family:
 def padded(head_dim: int) -> int:
     """The power of two (at least 16, the smallest matrix tile) that a kernel pads a head size to."""
     return max(16, next_power_of_two(head_dim))
+
+
+def _named(name: str) -> Family:
+    from flashtune.templates import family
+
+    return family(name)
