@@ -324,6 +324,11 @@ class Machine:
             found = dropout_keep_rows(params.seed, params.offset, head.index, row, self._module.BLOCK_M.value, key + 64, p, "cpu")
             return found[:, key:].T
 
+        def keeps_of_rows(key: int, row: int, head: Any, params: Any) -> torch.Tensor:
+            p = params.threshold / 32768
+            end = key + self._module.DQ_BLOCK_N.value
+            return dropout_keep_rows(params.seed, params.offset, head.index, row, 64, end, p, "cpu")[:, key:]
+
         def add(place: Pointer, values: torch.Tensor, sem: str) -> None:
             place.memory.index_add_(0, place.offset.as_subclass(torch.Tensor), values.as_subclass(torch.Tensor))
 
@@ -366,6 +371,7 @@ class Machine:
             "warpgroup_mma_wait": self._products_left,
             "fence_async_shared": lambda: None,
             "keeps": keeps,
+            "keeps_of_rows": keeps_of_rows,
             "range": lambda *ends: map(Number, range(*ends)),
             # Of tensors only places are divided, which aren't negative.
             "quotient": lambda a, b: a // b if isinstance(a, torch.Tensor) else Number(abs(a) // b * (-1 if a < 0 else 1)),

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from hopper_emulator import Machine
+from triton.experimental.gluon._runtime import GluonJITFunction
 
 from flashtune.core.launching import provided
 from flashtune.core.modules import load_source
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
 from flashtune.templates import family
+from flashtune.templates.family import Family
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.cases import make_extreme
 from flashtune.tuner.correctness import check, everywhere, oracle
@@ -51,17 +53,17 @@ CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
 }
 
 
-def launcher_of(p: Problem, changes: dict[str, Any], seed: int) -> Callable[..., None]:
+def launcher_of(p: Problem, changes: dict[str, Any], seed: int, chosen: Family = FAMILY) -> Callable[..., None]:
     """`launch` of a rendered module, in an order of events that `seed` draws."""
-    config = FAMILY.default(p.spec(), GPU).replace(**changes)
-    broken = FAMILY.violated(config, p.spec(), GPU)
+    config = chosen.default(p.spec(), GPU).replace(**changes)
+    broken = chosen.violated(config, p.spec(), GPU)
     assert broken is None, broken
-    module = load_source(render(FAMILY, variant_of(FAMILY, p.spec(), config)), "flash_bwd_hopper")
+    module = load_source(render(chosen, variant_of(chosen, p.spec(), config)), chosen.name)
 
     def launch(q: torch.Tensor, k: torch.Tensor, *tensors: torch.Tensor | None, **settings: Any) -> None:
         assert module.accepts(q, k, tensors[0], settings["mask"])
         for kernel, grid, args, options in module.launches(q, k, *tensors, **provided(module, q, k), **settings):
-            if kernel.__name__ == FAMILY.name:
+            if isinstance(kernel, GluonJITFunction):
                 Machine(module, (kernel, grid, args, options), seed=seed).run()
             else:
                 kernel[grid](*args, **options)

@@ -97,9 +97,13 @@ def test_torch_serves_gradients_until_a_backward_was_measured_on_the_architectur
     found, _ = resolve.gradient_choice(allowed, PROBLEM, H200)
     assert found is not None and found.family is not None and found.family.name == "flash_bwd_hopper"
     found, _ = resolve.gradient_choice(allowed, PROBLEM, H200, repeatable=True)
-    assert found is not None and found.family is not None and found.family.name == "flash_bwd"
+    assert found is not None and found.family is not None and found.family.name == "flash_bwd_hopper_split"
+    wide, _ = resolve.gradient_choice(allowed, replace(PROBLEM, d=256, d_v=256), H200)
+    assert wide is not None and wide.family is found.family
+    tiny, _ = resolve.gradient_choice(allowed, replace(PROBLEM, d=20, d_v=20), H200)
+    assert tiny is not None and tiny.family is not None and tiny.family.name == "flash_bwd"
     # A measured backward needs no leave; one of the forward says nothing.
-    measured = record(replace(PROBLEM, direction="bwd"), template="flash_bwd", config=found.config, framework_us=2e4)
+    measured = record(replace(PROBLEM, direction="bwd"), template="flash_bwd_hopper_split", config=found.config, framework_us=2e4)
     monkeypatch.setattr(memo, "pool", lambda key, target: [measured, record(PROBLEM)])
     found, _ = resolve.gradient_choice(memo, replace(PROBLEM, n_q=1000, n_kv=1000), H200)
     assert found is not None and found.record is measured

@@ -86,7 +86,7 @@ def test_a_backward_is_predicted_as_a_whole() -> None:
 
 def test_a_search_orders_candidates_by_what_is_expected_of_them() -> None:
     space = SearchSpace(families(), BIG, H200)
-    assert list(space.families) == ["flash_bwd_hopper", "flash_bwd"]
+    assert list(space.families) == ["flash_bwd_hopper", "flash_bwd_hopper_split", "flash_bwd"]
     times = {
         name: [
             predict_us(config, chosen.expected(config, space.spec, H200) or FACTS, BIG, H200) for config in chosen.starts(space.spec, H200)
@@ -95,7 +95,12 @@ def test_a_search_orders_candidates_by_what_is_expected_of_them() -> None:
     }
     assert all(max(found) < float("inf") for found in times.values()) and len(set(times["flash_bwd"])) > 1
     # Five products for seven.
-    assert max(times["flash_bwd_hopper"]) < min(times["flash_bwd"])
+    assert (
+        max(times["flash_bwd_hopper"])
+        < min(times["flash_bwd_hopper_split"])
+        <= max(times["flash_bwd_hopper_split"])
+        < min(times["flash_bwd"])
+    )
     fused = space.families["flash_bwd_hopper"]
     config = fused.default(space.spec, H200)
     facts = fused.expected(config, space.spec, H200) or FACTS
@@ -104,6 +109,20 @@ def test_a_search_orders_candidates_by_what_is_expected_of_them() -> None:
     assert predict_us(config, replace(facts, spills=2000), BIG, H200) > us
     assert predict_us(config, replace(facts, registers=255, threads=512), BIG, H200) == float("inf")
     assert 0.4 * us < predict_us(config, facts, replace(BIG, features=Features(causal=True)), H200) < 0.75 * us
+
+
+def test_two_kernels_for_large_heads_are_predicted_as_a_whole() -> None:
+    wide, chosen = replace(BIG, d=256, d_v=256, heads=8, kv_heads=8), family("flash_bwd_hopper_split")
+    space = SearchSpace(families(), wide, H200)
+    assert list(space.families) == ["flash_bwd_hopper_split", "flash_bwd"]
+    config = chosen.default(space.spec, H200)
+    facts = chosen.expected(config, space.spec, H200) or FACTS
+    us = predict_us(config, facts, wide, H200)
+    assert us > 7 / 5 * wide.flops() / H200.peak_tflops["bf16"] / 1e6
+    assert 0.4 * us < predict_us(config, facts, replace(wide, features=Features(causal=True)), H200) < 0.75 * us
+    assert predict_us(config.replace(num_stages=1), facts, wide, H200) > us < predict_us(config.replace(DQ_num_stages=1), facts, wide, H200)
+    assert predict_us(config, replace(facts, spills=2000), wide, H200) > us
+    assert predict_us(config, replace(facts, registers=255, threads=512), wide, H200) == float("inf")
 
 
 def test_machine_code_is_built_from_launches_of_its_own_pass() -> None:

@@ -260,7 +260,11 @@ def test_only_families_that_suit_a_problem_are_searched() -> None:
         SearchSpace({"flash_decode": family("flash_decode")}, BIG, target)
     forward = [name for name in families() if "_bwd" not in name]
     assert list(SearchSpace(families(), BIG, target, only_suited=False).families) == forward
-    assert list(SearchSpace(families(), replace(BIG, direction="bwd"), target).families) == ["flash_bwd_hopper", "flash_bwd"]
+    assert list(SearchSpace(families(), replace(BIG, direction="bwd"), target).families) == [
+        "flash_bwd_hopper",
+        "flash_bwd_hopper_split",
+        "flash_bwd",
+    ]
     dropout = replace(BIG, features=Features(dropout=True))
     with pytest.raises(InputError, match="dropout"):
         SearchSpace({"flash_decode": family("flash_decode")}, dropout, target, only_suited=False)

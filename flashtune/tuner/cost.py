@@ -18,7 +18,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.backward import flash_bwd
-from flashtune.templates.backward.hopper_layout import BackwardLayout
+from flashtune.templates.backward.hopper_layout import BackwardLayout, SplitLayout
 from flashtune.templates.decode.flash_decode import few_rows, row_splits, split_count
 from flashtune.templates.family import padded
 from flashtune.templates.hopper.layout import HopperLayout
@@ -128,8 +128,8 @@ def predict_us(config: Config, facts: CompileFacts, problem: Problem, target: Ta
     """The estimated run time in microseconds; infinite where the program doesn't fit on an SM."""
     c = constants
     if problem.direction == "bwd":
-        fused = "dq_sums" in config
-        return (_fused_backward_us if fused else _backward_us)(config, facts, problem, target, c)
+        found = _fused_backward_us if "dq_sums" in config else _backward_us if "ORDER" in config else _split_backward_us
+        return found(config, facts, problem, target, c)
     resident = programs_per_sm(facts, target)
     if resident == 0:
         return math.inf
@@ -235,6 +235,42 @@ def _fused_backward_us(config: Config, facts: CompileFacts, problem: Problem, ta
     # O and dO are read and sums zeroed, then these are read and dQ is written.
     rows_us = p.batch * p.heads * p.n_q * (2 * d_v * size + 8 * d + d * size) / (target.bandwidth_gbs * 1e3)
     return c.launch_us + 2 * c.second_launch_us + rows_us + clocks / target.boost_mhz
+
+
+def _split_backward_us(config: Config, facts: CompileFacts, problem: Problem, target: Target, c: Constants) -> float:
+    """Microseconds of a whole backward of Hopper's two kernels, with what prepares their rows. `facts` are of that of dK and dV.
+
+    The forward's constants, at other products; nothing of it was fitted to measured backward kernels yet.
+    """
+    if programs_per_sm(facts, target) == 0:
+        return math.inf
+    p, size, layout = problem, ITEMSIZE[problem.dtype], SplitLayout.of(problem.spec(), config)
+    d, d_v = layout.block_d, layout.block_dv
+    turned = Band(left=p.band.right, right=p.band.left, diagonal=-p.band.diagonal)
+    block_m, block_n = config.number("BLOCK_M"), config.number("BLOCK_N")
+    dq_m, dq_n = config.number("DQ_BLOCK_M"), config.number("DQ_BLOCK_N")
+    key_blocks = _blocks(turned, p.n_kv, p.n_q, block_n, block_m) * p.heads
+    query_blocks = _blocks(p.band, p.n_q, p.n_kv, dq_m, dq_n) * p.heads
+    kernels = (
+        # dV and dK beside S and dP, then dQ beside them.
+        (block_m, block_n, key_blocks, p.kv_heads * math.ceil(p.n_kv / block_n), 2 * (d + d_v), block_m, "num_stages", facts),
+        (dq_m, dq_n, query_blocks, p.heads * math.ceil(p.n_q / dq_m), 2 * d + d_v, dq_n, "DQ_num_stages", None),
+    )
+    peak_per_clock = target.peak_tflops[p.dtype] * 1e6 / target.sms / target.boost_mhz
+    rows_us = p.batch * p.heads * p.n_q * (2 * d_v * size + 12) / (target.bandwidth_gbs * 1e3)
+    total = c.launch_us + 2 * c.second_launch_us + rows_us
+    for m, n, blocks, tiles, products, passes, stages, seen in kernels:
+        matrix = 2 * m * n * products / peak_per_clock / c.matrix_efficiency
+        softmax = m * n / target.exp_per_clock + c.vector_ops_per_score * m * n / c.vector_lanes
+        memory = passes * (d + d_v) * size / c.l2_bytes_per_clock
+        latency = c.load_latency if config.number(stages) == 1 else 0.0
+        spilled = c.spill_clocks_per_byte * seen.spills * seen.threads if seen else 0.0
+        per_block = max(matrix + softmax - c.overlap_shared * min(matrix, softmax), memory) + c.block_overhead + latency + spilled
+        programs = p.batch * tiles
+        balanced = p.features.banded and config["section"] != 1
+        uneven = 1.0 if balanced else math.ceil(programs / target.sms) * target.sms / programs
+        total += (p.batch * blocks * per_block + programs * c.tile_overhead) / target.sms * uneven / target.boost_mhz
+    return total
 
 
 def _blocks(band: Band, rows: int, columns: int, block_rows: int, block_columns: int) -> int:

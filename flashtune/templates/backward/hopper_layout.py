@@ -1,6 +1,7 @@
-"""What follows from a spec and a config of `flash_bwd_hopper`, stated once for its template, its constraints and the cost model."""
+"""What follows from a spec and a config of the backward families for Hopper, stated once for templates, constraints and the cost model."""
 
 from dataclasses import dataclass
+from typing import Self
 
 from flashtune.core.config import Config, KernelSpec
 from flashtune.core.dtypes import ITEMSIZE
@@ -11,14 +12,14 @@ KEYS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardLayout:
-    """How a program of this config is divided among warpgroups, and where its tiles live."""
+class HopperBackward:
+    """What both families have in common: tiles' columns, and what their kernels take."""
 
     spec: KernelSpec
     config: Config
 
     @classmethod
-    def of(cls, spec: KernelSpec, config: Config) -> "BackwardLayout":
+    def of(cls, spec: KernelSpec, config: Config) -> Self:
         """The layout of any config of the declared space, whether or not it keeps the constraints."""
         return cls(spec, config)
 
@@ -31,31 +32,6 @@ class BackwardLayout:
     def block_dv(self) -> int:
         """Columns of a tile of v and dO."""
         return padded(self.spec.d_v)
-
-    @property
-    def consumers(self) -> int:
-        """Warpgroups that compute, of KEYS keys each."""
-        return self.config.number("BLOCK_N") // KEYS
-
-    @property
-    def by_columns(self) -> bool:
-        """Whether warpgroups share a tile of dQ by columns: 64 rows can't be divided, matrix instructions have as many."""
-        return self.config.number("BLOCK_M") < KEYS * self.consumers
-
-    @property
-    def part_m(self) -> int:
-        """Rows of a warpgroup's part of a tile of dQ."""
-        return self.config.number("BLOCK_M") // (1 if self.by_columns else self.consumers)
-
-    @property
-    def part_d(self) -> int:
-        """Columns of a warpgroup's part of a tile of dQ."""
-        return self.block_d // (self.consumers if self.by_columns else 1)
-
-    @property
-    def by_tma(self) -> bool:
-        """Whether the copy engine adds parts of dQ to the sums, from memory of their own."""
-        return self.config["dq_sums"] == "tma"
 
     @property
     def sizes(self) -> list[str]:
@@ -91,6 +67,36 @@ class BackwardLayout:
         """What a thread of a warpgroup that computes may hold: the register file less the share of the copying warps."""
         return 240
 
+
+@dataclass(frozen=True, slots=True)
+class BackwardLayout(HopperBackward):
+    """How a program of `flash_bwd_hopper` is divided among warpgroups, and where its tiles live."""
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that compute, of KEYS keys each."""
+        return self.config.number("BLOCK_N") // KEYS
+
+    @property
+    def by_columns(self) -> bool:
+        """Whether warpgroups share a tile of dQ by columns: 64 rows can't be divided, matrix instructions have as many."""
+        return self.config.number("BLOCK_M") < KEYS * self.consumers
+
+    @property
+    def part_m(self) -> int:
+        """Rows of a warpgroup's part of a tile of dQ."""
+        return self.config.number("BLOCK_M") // (1 if self.by_columns else self.consumers)
+
+    @property
+    def part_d(self) -> int:
+        """Columns of a warpgroup's part of a tile of dQ."""
+        return self.block_d // (self.consumers if self.by_columns else 1)
+
+    @property
+    def by_tma(self) -> bool:
+        """Whether the copy engine adds parts of dQ to the sums, from memory of their own."""
+        return self.config["dq_sums"] == "tma"
+
     @property
     def live_registers(self) -> int:
         """Accumulators and operands that a consumer thread holds at once: both scores, one of them as an operand, and dK and dV."""
@@ -105,3 +111,63 @@ class BackwardLayout:
         stages = self.config.number("num_stages") * block_m * (row + 8)
         parts = 4 * self.consumers * self.part_m * self.part_d if self.by_tma else 0
         return block_n * row + stages + 2 * size * block_n * block_m + parts + 1024
+
+
+@dataclass(frozen=True, slots=True)
+class SplitLayout(HopperBackward):
+    """The same of the two kernels of `flash_bwd_hopper_split`: that of dK and dV, then that of dQ."""
+
+    @property
+    def wide(self) -> bool:
+        """Whether dK and dV of 64 keys don't fit one warpgroup's registers, so that one has dV and the other dK."""
+        return self.block_d + self.block_dv > 256
+
+    @property
+    def key_tiles(self) -> int:
+        """Tiles of KEYS keys that a program holds."""
+        return self.config.number("BLOCK_N") // KEYS
+
+    @property
+    def row_tiles(self) -> int:
+        """Warpgroups of a program of dQ, of 64 queries each."""
+        return self.config.number("DQ_BLOCK_M") // KEYS
+
+    @property
+    def query_consumer_registers(self) -> int:
+        """What a thread of one of these warpgroups may hold."""
+        return {2: 240, 3: 160}[self.row_tiles]
+
+    @property
+    def v_stages(self) -> int:
+        """Blocks of values in flight: one fewer than of keys, which are read until the end of a block."""
+        return max(1, self.config.number("DQ_num_stages") - 1)
+
+    @property
+    def key_registers(self) -> int:
+        """Accumulators and operands that a thread of the kernel of dK and dV holds at once."""
+        m = self.config.number("BLOCK_M")
+        if self.wide:
+            # Scores or their gradients, beside probabilities and one sum.
+            return m // 2 + m // 2 + m // 4 + self.block_d // 2
+        return m + m // 4 + (self.block_d + self.block_dv) // 2
+
+    @property
+    def query_registers(self) -> int:
+        """The same of the kernel of dQ: both scores, one of them as an operand, and dQ."""
+        n = self.config.number("DQ_BLOCK_N")
+        return n + n // 4 + self.block_d // 2
+
+    @property
+    def key_shared_bytes(self) -> int:
+        """Keys and values, stages of queries and dO with their numbers and of probabilities that cross, and a KiB for barriers."""
+        size, block_m, block_n = ITEMSIZE[self.spec.dtype], self.config.number("BLOCK_M"), self.config.number("BLOCK_N")
+        row = size * (self.block_d + self.block_dv)
+        crossing = size * block_n if self.wide else 0
+        return block_n * row + self.config.number("num_stages") * block_m * (row + 8 + crossing) + 1024
+
+    @property
+    def query_shared_bytes(self) -> int:
+        """Queries and dO, stages of keys and of values, and a KiB for barriers."""
+        size, block_m, block_n = ITEMSIZE[self.spec.dtype], self.config.number("DQ_BLOCK_M"), self.config.number("DQ_BLOCK_N")
+        stages = self.config.number("DQ_num_stages") * self.block_d + self.v_stages * self.block_dv
+        return size * (block_m * (self.block_d + self.block_dv) + block_n * stages) + 1024

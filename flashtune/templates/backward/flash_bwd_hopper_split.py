@@ -1,0 +1,114 @@
+"""The family `flash_bwd_hopper_split`: warp-specialised attention backward for Hopper in two kernels, bit for bit repeatable.
+
+One kernel holds keys and makes dK and dV in four products, the other holds queries and makes dQ in three. Nothing is added up in memory,
+so that there is no order to vary; and head sizes above 128, whose programs hold too few keys for such sums, cost two products instead.
+"""
+
+from flashtune.core.config import Config, KernelSpec
+from flashtune.core.results import CompileFacts
+from flashtune.core.target import Target
+from flashtune.templates.backward.hopper_layout import SplitLayout
+from flashtune.templates.family import Axis, Constraint, Family, padded
+
+AXES = (
+    Axis(name="BLOCK_M", values=(64, 128), why="query rows of a block of dK and dV: fewer steps against registers"),
+    Axis(name="BLOCK_N", values=(64, 128), why="keys of a program: 64 for each of its warpgroups, or the same 64 for both of them"),
+    Axis(name="num_stages", values=(1, 2, 3), why="blocks of Q and dO in flight: latency hidden against shared memory"),
+    Axis(name="DQ_BLOCK_M", values=(128, 192), why="query rows of a program of dQ, 64 for each of its warpgroups: reuse against registers"),
+    Axis(name="DQ_BLOCK_N", values=(64, 128), why="keys of a block of dQ: fewer steps against registers"),
+    Axis(name="DQ_num_stages", values=(1, 2, 3), why="blocks of K in flight, and of V one fewer: latency hidden against shared memory"),
+    Axis(name="section", values=(1, 2, 4, 8, 16), why="heads that run side by side: a triangle's balance against what stays in L2"),
+)
+
+CONSTRAINTS = (
+    Constraint(
+        name="keys of a program",
+        holds=lambda c, s, t: c["BLOCK_N"] == (64 if SplitLayout.of(s, c).wide else 128),
+        why="a warpgroup has dK and dV of 64 keys of its own where both fit its registers, and one of them of all keys elsewhere",
+        axes=("BLOCK_N",),
+    ),
+    Constraint(
+        name="shared memory",
+        holds=lambda c, s, t: SplitLayout.of(s, c).key_shared_bytes <= t.shared_bytes_per_block,
+        why="keys, values and the stages of queries and dO live in shared memory",
+        axes=("BLOCK_M", "BLOCK_N", "num_stages"),
+    ),
+    Constraint(
+        name="registers",
+        holds=lambda c, s, t: SplitLayout.of(s, c).key_registers <= 224,
+        why="both scores and the sums of dK and dV live in a warpgroup's registers",
+        axes=("BLOCK_M", "BLOCK_N"),
+    ),
+    Constraint(
+        name="shared memory of dQ",
+        holds=lambda c, s, t: SplitLayout.of(s, c).query_shared_bytes <= t.shared_bytes_per_block,
+        why="queries, dO and the stages of keys and values live in shared memory",
+        axes=("DQ_BLOCK_M", "DQ_BLOCK_N", "DQ_num_stages"),
+    ),
+    Constraint(
+        name="registers of dQ",
+        holds=lambda c, s, t: SplitLayout.of(s, c).query_registers <= SplitLayout.of(s, c).query_consumer_registers - 16,
+        why="both scores and the sums of dQ live in a warpgroup's registers",
+        axes=("DQ_BLOCK_M", "DQ_BLOCK_N"),
+    ),
+)
+
+
+def supports(spec: KernelSpec, target: Target) -> str | None:
+    """Why this family can't serve `spec` on `target`, or None."""
+    if spec.direction != "bwd":
+        return f"flash_bwd_hopper_split computes the backward pass, not {spec.direction!r}"
+    if not target.is_hopper:
+        return f"flash_bwd_hopper_split needs compute capability 9.0, which {target.name} is not"
+    if spec.dtype not in ("fp16", "bf16"):
+        return f"flash_bwd_hopper_split takes fp16 and bf16, not {spec.dtype}"
+    if spec.d % 8 or spec.d_v % 8:
+        return f"flash_bwd_hopper_split needs head sizes that are multiples of 8 (TMA), not {spec.d} and {spec.d_v}"
+    if not 64 <= padded(spec.d_v) <= padded(spec.d) <= 256:
+        return f"flash_bwd_hopper_split has tiles for head sizes from 33 to 256, those of v no larger, not {spec.d} and {spec.d_v}"
+    return None
+
+
+def starts(spec: KernelSpec, target: Target) -> list[Config]:
+    """Deep pipelines and large blocks of each kernel beside the best guess for the other, as far as they keep the constraints."""
+    keys = [(64, 64, 2), (64, 64, 1)]
+    queries = [(128, 64, 2), (128, 64, 1)]
+    if padded(spec.d) == 128:
+        keys, queries = [(64, 128, 2), (64, 128, 3)], [(128, 64, 2), (128, 128, 2), (128, 64, 3)]
+    elif padded(spec.d) == 64:
+        keys, queries = [(64, 128, 3), (128, 128, 2)], [(128, 128, 2), (192, 64, 3), (128, 64, 3)]
+    pairs = [(keys[0], one) for one in queries] + [(one, queries[0]) for one in keys[1:]]
+    found = [
+        Config.of(BLOCK_M=m, BLOCK_N=n, num_stages=stages, DQ_BLOCK_M=dq_m, DQ_BLOCK_N=dq_n, DQ_num_stages=dq_stages, section=section)
+        for section in ((4, 16) if spec.causal else (2, 1))
+        for (m, n, stages), (dq_m, dq_n, dq_stages) in pairs
+    ]
+    return [config for config in found if FAMILY.violated(config, spec, target) is None]
+
+
+def default(spec: KernelSpec, target: Target) -> Config:
+    """The first of `starts`."""
+    return starts(spec, target)[0]
+
+
+def expected(config: Config, spec: KernelSpec, target: Target) -> CompileFacts:
+    """What the compiler will say of the kernel of dK and dV: the register file is shared out by the kernel itself."""
+    shared = SplitLayout.of(spec, config).key_shared_bytes
+    return CompileFacts(registers=168, spills=0, shared_bytes=min(shared, target.shared_bytes_per_block), threads=384)
+
+
+FAMILY = Family(
+    name="flash_bwd_hopper_split",
+    folder="backward",
+    direction="bwd",
+    axes=AXES,
+    constraints=CONSTRAINTS,
+    supports=supports,
+    default=default,
+    starts=starts,
+    expected=expected,
+    interpretable=False,
+    layout=SplitLayout.of,
+    path_axes=("BLOCK_M", "num_stages", "DQ_BLOCK_M", "DQ_BLOCK_N", "DQ_num_stages"),
+)
+"""Attention backward for Hopper in two kernels."""
