@@ -31,14 +31,13 @@ from typing import TypeVar
 from children import in_children
 from forward_cells import USUAL, Cell, cells, groups_of, numbers_of, peers_of_text
 from forward_peers import Checked, check_cell, start, time_cell
-from forward_report import FA4, Row, fa4_ratios, summary, tables
+from forward_report import FA4, NO_TIME, Row, fa4_ratios, summary, tables
 
 from flashtune.tuner.machine import local_gpu, provenance
 
 DEVICE = "cuda:0"
 CHECKING = 0.5
 """The share of a run's time after which no more cells are checked."""
-NO_TIME = "left out: time was up"
 WRITING_S = 2.0
 """Seconds from one writing to the next: hundreds of cells are written each time."""
 

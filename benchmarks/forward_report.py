@@ -25,6 +25,9 @@ MODELS, STEPS = "models' prefill", "models' decoding"
 """The ratios of models' cells to their best peers: prefill from LONG keys on, and steps."""
 LONG = 512
 
+NO_TIME = "left out: time was up"
+"""Why a cell failed that a run had no time for."""
+
 NO_PEERS = (OURS, OWN, "copy", RANDOM)
 
 SCORES, SAME = "scores, cudnn", "scores, random numbers"
@@ -248,7 +251,9 @@ def _by_scores(rows: list[Row]) -> str:
         lines = [[what, *columns], *([shape, *(found.get((shape, name), "") for name in columns)] for shape in shapes)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         parts.append("\n".join("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines))
-    remarks = [f"{row.cell.name}: {row.remark}" for row in rows if row.remark]
+    remarks = [f"{row.cell.name}: {row.remark}" for row in rows if row.remark and row.failed != NO_TIME]
+    if late := sum(row.failed == NO_TIME for row in rows):
+        remarks.append(f"{late} of {len(rows)} {NO_TIME}")
     return "\n\n".join([*parts, *(["\n".join(remarks)] if remarks else [])])
 
 

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from children import in_children
-from forward import NO_TIME, until
+from forward import until
 from forward_cells import DEFAULT_AND_FA4, Cell
 from forward_peers import OWN, Checked, check_cell, start, time_cell
-from forward_report import Row, fa4_ratios, tables
+from forward_report import NO_TIME, Row, fa4_ratios, tables
 from searches import compile_first, searched, shipped, source_of
 
 from flashtune.core.dtypes import ITEMSIZE

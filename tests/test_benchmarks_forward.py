@@ -31,7 +31,7 @@ import tune
 from children import in_children
 from forward_cells import CUDNN_FP8, GROUPS, LENGTHS, RANDOM, Cell, cells
 from forward_peers import OURS, Checked, Error
-from forward_report import Row, fa4_ratios, geometric_mean, summary, tables
+from forward_report import NO_TIME, Row, fa4_ratios, geometric_mean, summary, tables
 
 KNOWN = fa4_ratios()
 GOOD = Error(max_abs=1e-3, relative_norm=1e-3, tolerances=0.1)
@@ -402,16 +402,19 @@ def test_distributions_have_a_column_each_and_those_that_lose_are_named() -> Non
         row(scores_cell("full bf16 random"), {OURS: 100.0, "cudnn": 120.0, RANDOM: 100.0}, cudnn=GOOD),
         row(scores_cell("full bf16 sink+8"), {OURS: 110.0, "cudnn": 121.0, RANDOM: 99.0}, cudnn=replace(GOOD, max_abs=5e-4)),
         row(scores_cell("causal bf16 sink+8"), {OURS: 100.0, "cudnn": 90.0, RANDOM: 100.0}, cudnn=GOOD),
+        Row(cell=scores_cell("causal bf16 sink+30"), failed=NO_TIME),
+        Row(cell=scores_cell("causal bf16 sink+14"), failed="killed after 60 s"),
     ]
     blocks = tables(rows, KNOWN).split("\n\n")
     by_title = {block.split("  ")[0]: [line.split() for line in block.splitlines()] for block in blocks}
     speeds = by_title["rate over cuDNN's"]
-    assert speeds[0][-2:] == ["random", "sink+8"]
+    assert speeds[0][-4:] == ["random", "sink+8", "sink+14", "sink+30"]
     assert speeds[1] == ["full", "bf16", "D=16", "N=80", "1.20", "1.10"]
     assert speeds[2] == ["causal", "bf16", "D=16", "N=80", "0.90"]
     assert by_title["rate over our own on random numbers"][1][-2:] == ["1.00", "0.90"]
     assert by_title["largest error over cuDNN's"][1][-2:] == ["1.00", "2.00"]
     said = tables(rows, KNOWN)
+    assert "scores causal bf16 sink+14 D=16 N=80: FAILED: killed after 60 s\n1 of 5 left out: time was up" in said
     assert "scores, ours / cudnn: min 0.90" in said and "scores, ours / random numbers: min 0.90" in said
     assert "below 0.95 of the rate on random numbers:\nscores full bf16 sink+8 D=16 N=80: 0.90" in said
 
