@@ -19,6 +19,7 @@ from flashtune.templates.family import Family
 from flashtune.tuner.pool import Pool
 from flashtune.tuner.sampling import KINDS, Sampler, candidate_of, parameters, sampler_of
 from flashtune.tuner.space import Candidate, SearchSpace
+from flashtune.tuner.surrogate import Surrogate
 
 PROBLEM = Problem(batch=4, heads=16, kv_heads=16, n_q=1024, n_kv=1024, d=128, d_v=128, dtype="bf16", features=Features(causal=True))
 TARGET = find_target("h200")
@@ -107,6 +108,21 @@ def test_an_error_that_all_candidates_share_changes_no_proposal() -> None:
     answers = times(sampler.pool)
     first = sampler.propose(14, {}, ())
     assert sampler.propose(3, {c: answers[c] for c in first}, ()) == slower.propose(3, {c: 2 * answers[c] for c in first}, ())
+
+
+def test_draws_are_spread_as_the_surrogate_says_and_hang_together_as_their_places_do() -> None:
+    pool = Pool(SPACE, PROBLEM)
+    surrogate = Surrogate(pool)
+    surrogate.learn({place: pool.log_times[place] + 0.1 * math.sin(place) for place in range(0, 60, 5)})
+    # One that was tried, neighbours, and some that lie apart.
+    places = [5, 6, 7, 8, *range(70, 124, 6)]
+    drawn = surrogate.draws(places, 4000)
+    mean, deviation = surrogate.expected(places)
+    assert drawn.shape == (len(places), 4000)
+    assert np.allclose(drawn.mean(axis=1), mean, atol=0.01) and np.allclose(drawn.std(axis=1), deviation, rtol=0.1, atol=1e-3)
+    covariance = surrogate._process.predict(np.array(places, dtype=float)[:, None], return_cov=True)[1]
+    assert np.allclose(np.cov(drawn), covariance, atol=0.05 * covariance.max())
+    assert deviation[0] < 0.02 < deviation.max()
 
 
 def test_a_study_of_optunas_own_asks_the_sampler() -> None:
