@@ -4,9 +4,7 @@ import inspect
 import json
 import re
 
-import diffusers
 import pytest
-import transformers
 from click.testing import CliRunner
 
 from flashtune.cli.main import main
@@ -88,6 +86,10 @@ def test_show_lists_them_and_profile_takes_one() -> None:
 
 def of_class(name: str) -> list[tuple[object, ...]]:
     """(heads, kv heads, D) by a configuration's or model's defaults, without what it doesn't say."""
+    # Not at the top: every worker collects this file, and few run it.
+    import diffusers
+    import transformers
+
     if hasattr(diffusers, name):
         defaults = getattr(diffusers, name).__init__
         words = {key: value.default for key, value in inspect.signature(defaults).parameters.items()}
@@ -113,6 +115,9 @@ CLASSES = [
 
 @pytest.mark.parametrize(("model", "name"), CLASSES, ids=lambda value: value if isinstance(value, str) else value.slug)
 def test_figures_with_a_class_as_their_source_are_its_defaults(model: Model, name: str) -> None:
+    import diffusers
+    import transformers
+
     kinds = {(kind.heads, kind.kv_heads, kind.d) for kind in model.attentions}
     said = of_class(name)
     assert set(said) <= kinds and (kinds <= set(said) or len(model.sources) > 1)

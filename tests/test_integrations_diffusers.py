@@ -1,7 +1,5 @@
 """diffusers' attention processors with dispatch.attention inside: a small random UNet with cross-attention, in float32."""
 
-import warnings
-
 import pytest
 import torch
 
@@ -9,12 +7,8 @@ from flashtune import dispatch
 from flashtune.core.errors import InputError
 from flashtune.integrations.diffusers import TunedProcessor, apply, restore
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from diffusers.models.attention_processor import Attention, AttnProcessor2_0
-    from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
-
-pytestmark = pytest.mark.usefixtures("one_thread")
+# diffusers isn't imported at the top: every worker collects this file, and one runs it.
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture
@@ -32,6 +26,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 def test_a_unet_computes_the_same_with_tuned_processors(served: list[tuple[int, ...]]) -> None:
+    from diffusers.models.attention_processor import AttnProcessor2_0
+    from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+
     torch.manual_seed(0)
     unet = UNet2DConditionModel(
         sample_size=8, block_out_channels=(8, 16), norm_num_groups=4, cross_attention_dim=12, attention_head_dim=4, layers_per_block=1,
@@ -52,6 +49,8 @@ def test_a_unet_computes_the_same_with_tuned_processors(served: list[tuple[int, 
 
 
 def test_a_processor_has_its_own_arguments_and_gradients(served: list[tuple[int, ...]], caplog: pytest.LogCaptureFixture) -> None:
+    from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+
     class Louder(AttnProcessor2_0):
         def __call__(self, attn: Attention, hidden_states: torch.Tensor, gain: float = 1.0, **others: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
             return gain * super().__call__(attn, hidden_states)

@@ -4,19 +4,20 @@ The models are tiny and random, in float32; nothing is downloaded.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import transformers
-from transformers import PreTrainedModel
 
 from flashtune import dispatch
 from flashtune.core.errors import InputError
-from flashtune.integrations import transformers as tuned
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-NAME = tuned.register()
+# Not else: every worker collects this file, and few run it.
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+pytestmark = pytest.mark.usefixtures("one_thread", "registered")
+NAME = "tuned_attention"
 SIZES = {
     "vocab_size": 61,
     "hidden_size": 32,
@@ -38,16 +39,16 @@ GPT2 = {
     "eos_token_id": None,
     "bos_token_id": 1,
 }
-MODELS: dict[str, Callable[[], Any]] = {
-    "gpt2": lambda: transformers.GPT2Config(**GPT2, initializer_range=0.3),
-    "llama": lambda: transformers.LlamaConfig(**COMMON),
-    "mistral": lambda: transformers.MistralConfig(**COMMON, sliding_window=7),
-    "gemma2": lambda: transformers.Gemma2Config(**WINDOWS, head_dim=16, query_pre_attn_scalar=20, attn_logit_softcapping=5.0),
-    "qwen3": lambda: transformers.Qwen3Config(**WINDOWS, use_sliding_window=True, head_dim=16),
-    "gpt_oss": lambda: transformers.GptOssConfig(**WINDOWS, head_dim=16, num_local_experts=2, num_experts_per_tok=1),
-    "bert": lambda: transformers.BertConfig(**SIZES, max_position_embeddings=128),
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2Config", {**GPT2, "initializer_range": 0.3}),
+    "llama": ("LlamaConfig", COMMON),
+    "mistral": ("MistralConfig", {**COMMON, "sliding_window": 7}),
+    "gemma2": ("Gemma2Config", {**WINDOWS, "head_dim": 16, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 5.0}),
+    "qwen3": ("Qwen3Config", {**WINDOWS, "use_sliding_window": True, "head_dim": 16}),
+    "gpt_oss": ("GptOssConfig", {**WINDOWS, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}),
+    "bert": ("BertConfig", {**SIZES, "max_position_embeddings": 128}),
     # Its attention isn't told of its windows.
-    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(**WINDOWS, **EXPERTS, use_sliding_window=True),
+    "qwen2_moe": ("Qwen2MoeConfig", {**WINDOWS, **EXPERTS, "use_sliding_window": True}),
 }
 WRITERS = [name for name in MODELS if name not in ("bert", "qwen2_moe")]
 TOKENS = torch.randint(1, 61, (2, 23), generator=torch.Generator().manual_seed(3))
@@ -55,9 +56,19 @@ PADDING = torch.ones_like(TOKENS)
 PADDING[0, :9] = 0
 
 
-def made(name: str) -> PreTrainedModel:
+@pytest.fixture(scope="module")
+def registered() -> None:
+    from flashtune.integrations import transformers as tuned
+
+    assert tuned.register() == NAME
+
+
+def made(name: str) -> "PreTrainedModel":
+    import transformers
+
     torch.manual_seed(1)
-    config = MODELS[name]()
+    of_config, words = MODELS[name]
+    config = getattr(transformers, of_config)(**words)
     config._attn_implementation = "eager"
     model = transformers.BertForMaskedLM(config) if name == "bert" else transformers.AutoModelForCausalLM.from_config(config)
     if name == "gpt_oss":
@@ -67,12 +78,12 @@ def made(name: str) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def models() -> dict[str, PreTrainedModel]:
+def models() -> "dict[str, PreTrainedModel]":
     return {}
 
 
 @pytest.fixture
-def model(models: dict[str, PreTrainedModel], request: pytest.FixtureRequest) -> PreTrainedModel:
+def model(models: "dict[str, PreTrainedModel]", request: pytest.FixtureRequest) -> "PreTrainedModel":
     """The model whose name is the parameter, by its own attention."""
     if request.param not in models:
         models[request.param] = made(request.param)
@@ -80,7 +91,7 @@ def model(models: dict[str, PreTrainedModel], request: pytest.FixtureRequest) ->
     return models[request.param]
 
 
-def run(model: PreTrainedModel, **words: Any) -> torch.Tensor:
+def run(model: "PreTrainedModel", **words: Any) -> torch.Tensor:
     found: torch.Tensor = model(input_ids=TOKENS, **words).logits
     return found
 
@@ -94,7 +105,7 @@ def of(*names: str) -> Any:
 
 
 @of_all
-def test_logits_and_gradients_are_the_models_own(model: PreTrainedModel) -> None:
+def test_logits_and_gradients_are_the_models_own(model: "PreTrainedModel") -> None:
     found = []
     for implementation in ("eager", NAME):
         model.set_attn_implementation(implementation)
@@ -111,7 +122,7 @@ def test_logits_and_gradients_are_the_models_own(model: PreTrainedModel) -> None
 
 @of_all
 @torch.no_grad()
-def test_padded_batches_are_the_models_own(model: PreTrainedModel) -> None:
+def test_padded_batches_are_the_models_own(model: "PreTrainedModel") -> None:
     for padding in (PADDING, PADDING.flip(1)):
         model.set_attn_implementation("eager")
         wanted = run(model, attention_mask=padding)[padding > 0]
@@ -121,7 +132,7 @@ def test_padded_batches_are_the_models_own(model: PreTrainedModel) -> None:
 
 @of(*WRITERS)
 @torch.no_grad()
-def test_64_greedy_tokens_are_those_of_eager_and_sdpa(model: PreTrainedModel) -> None:
+def test_64_greedy_tokens_are_those_of_eager_and_sdpa(model: "PreTrainedModel") -> None:
     words = {"attention_mask": PADDING, "max_new_tokens": 64, "do_sample": False, "pad_token_id": 0}
     written = {}
     for implementation in ("eager", "sdpa", NAME) if model._supports_sdpa else ("eager", NAME):
@@ -133,7 +144,7 @@ def test_64_greedy_tokens_are_those_of_eager_and_sdpa(model: PreTrainedModel) ->
 
 @of("gpt2", "gemma2")
 @torch.no_grad()
-def test_a_static_cache_changes_no_token(model: PreTrainedModel) -> None:
+def test_a_static_cache_changes_no_token(model: "PreTrainedModel") -> None:
     model.set_attn_implementation(NAME)
     for padding in (torch.ones_like(TOKENS), PADDING):
         words = {"attention_mask": padding, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "disable_compile": True}
@@ -142,7 +153,7 @@ def test_a_static_cache_changes_no_token(model: PreTrainedModel) -> None:
 
 @of("llama", "mistral")
 @torch.no_grad()
-def test_a_prompt_in_two_pieces_is_the_prompt(model: PreTrainedModel) -> None:
+def test_a_prompt_in_two_pieces_is_the_prompt(model: "PreTrainedModel") -> None:
     model.set_attn_implementation(NAME)
     begun = model(input_ids=TOKENS[:, :14], use_cache=True)
     rest = model(input_ids=TOKENS[:, 14:], past_key_values=begun.past_key_values)
@@ -151,7 +162,7 @@ def test_a_prompt_in_two_pieces_is_the_prompt(model: PreTrainedModel) -> None:
 
 @of("llama")
 @torch.no_grad()
-def test_masks_of_callers_and_packed_texts_mean_what_they_mean(model: PreTrainedModel) -> None:
+def test_masks_of_callers_and_packed_texts_mean_what_they_mean(model: "PreTrainedModel") -> None:
     packed = torch.cat([torch.arange(9), torch.arange(14)])[None].expand(2, -1)
     own = torch.rand(2, 1, 23, 23, generator=torch.Generator().manual_seed(1)) + torch.eye(23) > 0.5
     added = torch.where(own, 0.0, torch.finfo(torch.float32).min)
@@ -163,7 +174,7 @@ def test_masks_of_callers_and_packed_texts_mean_what_they_mean(model: PreTrained
 
 
 @of("gpt2")
-def test_dropout_is_torchs_own_in_training(model: PreTrainedModel) -> None:
+def test_dropout_is_torchs_own_in_training(model: "PreTrainedModel") -> None:
     losses = {}
     model.train()
     for implementation in ("sdpa", NAME, "none"):
@@ -177,7 +188,7 @@ def test_dropout_is_torchs_own_in_training(model: PreTrainedModel) -> None:
 
 @of("mistral", "bert")
 @torch.no_grad()
-def test_kernels_get_windows_padding_and_key_heads_as_they_are(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_get_windows_padding_and_key_heads_as_they_are(model: "PreTrainedModel", monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[tuple[Any, ...]] = []
 
     def recorded(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **words: Any) -> Any:
@@ -194,6 +205,8 @@ def test_kernels_get_windows_padding_and_key_heads_as_they_are(model: PreTrained
 
 
 def test_position_biases_large_heads_and_pages() -> None:
+    from flashtune.integrations import transformers as tuned
+
     q, k = torch.randn(1, 4, 6, 16), torch.randn(1, 2, 9, 16)
     bias, module = torch.randn(1, 4, 6, 9), torch.nn.Module()
     out, weights = tuned.attention_forward(module, q, k, k, None, position_bias=bias, is_causal=False)
@@ -213,5 +226,7 @@ def test_position_biases_large_heads_and_pages() -> None:
 
 @pytest.mark.parametrize("name", ["flashtune", "my/sdpa", ""])
 def test_a_name_that_transformers_takes_for_something_else_is_refused(name: str) -> None:
+    from flashtune.integrations import transformers as tuned
+
     with pytest.raises(InputError, match="take another, 'tuned_attention'"):
         tuned.register(name)

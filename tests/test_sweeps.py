@@ -17,24 +17,31 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import replay
 
-SWEEPS = replay.sweeps()
+
+@pytest.fixture
+def sweep(request: pytest.FixtureRequest) -> SearchResult:
+    """The sweep whose place is the parameter; not read before a test needs it, since every worker collects this file."""
+    return replay.sweeps()[request.param]
+
+
+of_every_sweep = pytest.mark.parametrize("sweep", range(4), indirect=True)
 
 
 def test_four_problems_were_swept_in_full() -> None:
-    assert len(SWEEPS) == 4
-    for sweep in SWEEPS:
+    assert len(replay.sweeps()) == 4
+    for sweep in replay.sweeps():
         assert len(sweep.outcomes) > 400
         assert len({outcome.variant_id for outcome in sweep.outcomes}) == len(sweep.outcomes)
         assert {outcome.fate for outcome in sweep.outcomes} <= set(Fate)
         assert sweep.baseline is not None
 
 
-@pytest.mark.parametrize("sweep", SWEEPS, ids=lambda sweep: sweep.problem.label())
+@of_every_sweep
 def test_the_cost_models_first_ten_hold_a_config_within_5_percent_of_the_best(sweep: SearchResult) -> None:
     assert replay.cost_ratio(sweep) <= 1.05
 
 
-@pytest.mark.parametrize("sweep", SWEEPS, ids=lambda sweep: sweep.problem.label())
+@of_every_sweep
 def test_forty_trials_without_any_hand_written_start_find_a_config_within_1_percent_of_the_best(sweep: SearchResult) -> None:
     """With every seed: noise in the times differs, and so do the proposals."""
     place = replay.swept(sweep)
@@ -43,7 +50,7 @@ def test_forty_trials_without_any_hand_written_start_find_a_config_within_1_perc
 
 
 def test_a_replayed_search_begins_with_todays_starts_but_for_those_that_are_struck() -> None:
-    place = replay.swept(SWEEPS[0])
+    place = replay.swept(replay.sweeps()[0])
     times = {(c.family.name, c.config): place.regret([place.answers[c.family.name, c.config]]) for c in place.space.every()}
     fifth = sorted(times.values())[4]
     kept = place.starts(5)
@@ -52,7 +59,7 @@ def test_a_replayed_search_begins_with_todays_starts_but_for_those_that_are_stru
     assert place.starts(10**6) == []
 
 
-@pytest.mark.parametrize("sweep", SWEEPS, ids=lambda sweep: sweep.problem.label())
+@of_every_sweep
 def test_the_space_is_not_flat(sweep: SearchResult) -> None:
     """The promises above mean something: half of the candidates are at least 20 % slower than the best."""
     times = sorted(outcome.measurement.median_us for outcome in sweep.outcomes if outcome.measurement is not None)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,6 @@ from flashtune.tuner.inputs import make_inputs
 from flashtune.tuner.machine_code import SIZES, Built, Order, build, build_all, source_digest, with_files
 
 PACKAGE = Path(__file__).resolve().parent.parent / "flashtune" / "kernels_generated"
-ARRANGED = arrange(Library.of(shipped_path()).records())
 pinned = pytest.mark.skipif(triton.__version__ != "3.6.0", reason="shipped code is compared with what Triton 3.6.0 compiles")
 
 
@@ -38,17 +38,25 @@ def ordered(one: Arranged) -> Order:
     return found
 
 
-DECODE = next(one for one in ARRANGED if one.variant.template == "flash_decode" and one.variant.spec.causal)
+# Not before a test needs them, since every worker collects this file.
+@cache
+def arranged() -> list[Arranged]:
+    return arrange(Library.of(shipped_path()).records())
+
+
+@cache
+def decode() -> Arranged:
+    return next(one for one in arranged() if one.variant.template == "flash_decode" and one.variant.spec.causal)
 
 
 @pytest.fixture(scope="module")
 def built() -> Built:
-    return build(ordered(DECODE))
+    return build(ordered(decode()))
 
 
 def test_the_same_text_gives_the_same_bytes_in_another_process_under_another_name(built: Built) -> None:
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        other = pool.submit(build, replace(ordered(DECODE), stem="another/place/altogether")).result()
+        other = pool.submit(build, replace(ordered(decode()), stem="another/place/altogether")).result()
     assert other == built
     assert with_files(other, "x") == with_files(built, "x")
 
@@ -61,9 +69,9 @@ def sass(code: bytes, path: Path) -> list[str]:
 
 
 def test_instructions_are_those_of_a_launch_by_the_jit(built: Built, tmp_path: Path) -> None:
-    one = ordered(DECODE)
+    one = ordered(decode())
     module = load_source(one.text, "jit")
-    record = DECODE.records[0]
+    record = decode().records[0]
     inputs = make_inputs(replace(record.problem, batch=1, heads=4, kv_heads=1), device="meta", seed=0)
     words = inputs.keywords | provided(module, inputs.q, inputs.k) | {"sms": one.target.sms}
     compared = 0
@@ -91,7 +99,7 @@ def test_code_that_serves_any_size_stands_once_and_masks_have_one_for_aligned_si
 
 
 def manifests() -> Iterator[tuple[Arranged, Manifest]]:
-    for one in ARRANGED:
+    for one in arranged():
         yield one, read_manifest(PACKAGE / one.kernel.manifest)
 
 
@@ -137,9 +145,9 @@ def test_usual_calls_meet_the_conditions_of_a_shipped_binary(n_kv: int, heads_in
 
 
 def test_a_call_whose_offsets_pass_32_bits_is_refused() -> None:
-    [manifest] = [manifest for one, manifest in manifests() if one is DECODE]
-    inputs = make_inputs(replace(DECODE.records[0].problem, batch=1), device="meta", seed=0)
-    module = load_source(DECODE.text, DECODE.stem)
+    [manifest] = [manifest for one, manifest in manifests() if one is decode()]
+    inputs = make_inputs(replace(decode().records[0].problem, batch=1), device="meta", seed=0)
+    module = load_source(decode().text, decode().stem)
     far = torch.empty_strided(inputs.k.shape, (2**40, 2**35, inputs.k.shape[3], 1), device="meta", dtype=inputs.k.dtype)
     words = inputs.keywords | provided(module, inputs.q, far) | {"sms": 132}
     (kernel, _, args, _), *_ = module.launches(inputs.q, far, inputs.v, inputs.out, inputs.lse, **words)
@@ -159,15 +167,15 @@ def test_a_sample_of_the_shipped_machine_code_is_what_the_pinned_triton_compiles
 
 @pytest.fixture
 def folder(tmp_path: Path, built: Built) -> Path:
-    write(machine_files(DECODE, built), tmp_path)
+    write(machine_files(decode(), built), tmp_path)
     return tmp_path
 
 
 def test_code_is_kept_as_long_as_text_and_triton_are_the_same(folder: Path, built: Built) -> None:
     version = built.manifest.binaries[0].triton
-    assert kept_machine_files(DECODE, folder, version) == machine_files(DECODE, built)
-    assert kept_machine_files(DECODE, folder, "3.7.0") is None
-    other = replace(DECODE, variant=replace(DECODE.variant, template_hash="0" * 16))
+    assert kept_machine_files(decode(), folder, version) == machine_files(decode(), built)
+    assert kept_machine_files(decode(), folder, "3.7.0") is None
+    other = replace(decode(), variant=replace(decode().variant, template_hash="0" * 16))
     assert kept_machine_files(other, folder, version) is None
 
 
@@ -177,12 +185,12 @@ def test_damaged_code_is_not_kept(folder: Path, built: Built, suffix: str) -> No
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    found = kept_machine_files(DECODE, folder, built.manifest.binaries[0].triton)
-    assert found is None or found != machine_files(DECODE, built)
+    found = kept_machine_files(decode(), folder, built.manifest.binaries[0].triton)
+    assert found is None or found != machine_files(decode(), built)
 
 
 def test_a_kernel_that_does_not_compile_costs_no_other(built: Built) -> None:
-    good = ordered(DECODE)
+    good = ordered(decode())
     bad = replace(good, stem="bad", text=good.text.replace("tl.program_id(0)", "tl.no_such_thing(0)"))
     found = {order.stem: result for order, result in build_all([bad, good], jobs=1)}
     assert found[good.stem] == built
@@ -205,7 +213,7 @@ def test_reading_shipped_code_takes_neither_triton_nor_torch() -> None:
 import sys
 from pathlib import Path
 from flashtune.core.binaries import read_manifest
-manifest = read_manifest(Path({str(PACKAGE / DECODE.kernel.manifest)!r}))
+manifest = read_manifest(Path({str(PACKAGE / decode().kernel.manifest)!r}))
 print(sum(len(manifest.code(binary)) for binary in manifest.binaries), sorted({{"torch", "triton"}} & set(sys.modules)))
 """
     ran: Any = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
