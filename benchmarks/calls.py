@@ -3,14 +3,17 @@
     python benchmarks/calls.py --out results.json                # everything, on the GPU
     python benchmarks/calls.py --parts host,grid                 # some of it
     python benchmarks/calls.py --parts decoding                  # only the decoding cells of the grid
+    python benchmarks/calls.py --parts training --profile        # and where the host time of a training step goes
 
 Ours and torch's take turns on the same tensors; figures are medians of rounds. Every output is compared with torch's first.
 """
 
 import argparse
 import copy
+import cProfile
 import json
 import os
+import pstats
 import shlex
 import signal
 import statistics
@@ -418,15 +421,15 @@ STEPS = [
 """(B, H, N, D) of attention's part of training steps."""
 
 
-def training_part() -> Iterator[dict[str, Any]]:
+def training_part(*, profiled: bool = False) -> Iterator[dict[str, Any]]:
     """A causal forward and its gradients, back to back: by our kernels, whether they would serve or not, and by torch's."""
     for sizes in STEPS:
         cell = dict(zip(("b", "h", "n", "d"), sizes, strict=True))
-        yield from guarded(cell, partial(training_row, cell))
+        yield from guarded(cell, partial(training_row, cell, profiled=profiled))
 
 
-def training_row(cell: dict[str, Any]) -> dict[str, Any]:
-    """One size: both ways compared, then timed in turns."""
+def training_row(cell: dict[str, Any], *, profiled: bool) -> dict[str, Any]:
+    """One size: both ways compared, then timed in turns; where it is `profiled`, with where our host time goes."""
     q, k, v = (x.requires_grad_() for x in tensors(**cell))
     grad = torch.randn_like(q)
 
@@ -439,8 +442,27 @@ def training_row(cell: dict[str, Any]) -> dict[str, Any]:
         calls = {"ours": partial(step, dispatch.attention), "torch": partial(step, sdpa)}
         host = medians(host_in_turns(calls, rounds=12, repeats=8))
         times = medians(timed_in_turns(calls, rounds=8, repeats=30))
+        more = {"profile": host_profile(calls["ours"])} if profiled else {}
     words = {"serves": serves, "difference": max(gaps), "speedup": times["torch"] / times["ours"]}
-    return cell | words | {f"{name}_us": us for name, us in times.items()} | {f"{name}_host_us": us for name, us in host.items()}
+    return cell | words | {f"{name}_us": us for name, us in times.items()} | {f"{name}_host_us": us for name, us in host.items()} | more
+
+
+def host_profile(call: Call, *, repeats: int = 200, most: int = 16) -> dict[str, float]:
+    """Microseconds a call of the functions that take the most host time themselves, as the profiler sees them, which makes Python's own
+    look longer. A backward runs on the calling thread here, where the profiler looks."""
+    profile = cProfile.Profile()
+    with torch.autograd.set_multithreading_enabled(False):
+        call()
+        torch.cuda.synchronize()
+        for _ in range(repeats):
+            profile.enable()
+            call()
+            profile.disable()
+            torch.cuda.synchronize()
+    rows: Any = pstats.Stats(profile).stats  # type: ignore[attr-defined]
+    spent = {f"{Path(file).stem}:{line} {name}": row[2] for (file, line, name), row in rows.items()}
+    longest = sorted(spent, key=lambda name: -spent[name])[:most]
+    return {name: round(spent[name] / repeats * 1e6, 2) for name in longest}
 
 
 PARTS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
@@ -458,6 +480,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     usual = ",".join(part for part in PARTS if part != "decoding")
     parser.add_argument("--parts", default=usual, help="comma-separated, of: " + ", ".join(PARTS) + " (%(default)s)")
+    parser.add_argument("--profile", action="store_true", help="say of training steps where the host time goes")
     parser.add_argument("--out", type=Path, help="write all figures here as JSON")
     options = parser.parse_args()
     command = shlex.join(["python", *sys.argv])
@@ -469,7 +492,7 @@ def main() -> None:
         started = time.perf_counter()
         rows = results[part] = []
         print(part, flush=True)
-        for row in PARTS[part]():
+        for row in training_part(profiled=True) if part == "training" and options.profile else PARTS[part]():
             rows.append(row)
             failed += "failed" in row
             said = "  ".join(f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items())

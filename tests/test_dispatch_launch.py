@@ -226,11 +226,8 @@ def test_host_code_that_computes_is_not_recorded() -> None:
     assert record(launches, [torch.zeros(2)], {"q": Tensor(0)}) is None
 
 
-EVERY = read_index(Path(kernels_generated.__file__).parent).kernels
+SHIPPED = read_index(Path(kernels_generated.__file__).parent).kernels
 PROBLEMS = {record.outcome.variant_id: record.problem for record in databases.Library.of(databases.shipped_path()).winners()}
-
-SHIPPED = [kernel for kernel in EVERY if PROBLEMS[kernel.variant_id].direction == "fwd"]
-"""A backward goes through Triton's launcher."""
 
 
 def given_of(problem: Problem) -> tuple[prepared.Operands, CallParameters]:
@@ -251,13 +248,12 @@ def given_of(problem: Problem) -> tuple[prepared.Operands, CallParameters]:
         descale=(torch.zeros(b, h), torch.zeros(()).expand(b, kv), torch.zeros(kv).expand(b, kv)) if p.dtype == "fp8" else None,
         sinks=torch.zeros(h).expand(b, h) if p.features.sinks else None,
     )
-    operands = (
-        torch.zeros(b, n_q, h, p.d, dtype=dtype).transpose(1, 2),
-        torch.zeros(b, kv, n_kv, p.d, dtype=dtype),
-        torch.zeros(b, kv, n_kv, p.d_v, dtype=dtype),
-        torch.zeros(b, h, n_q, p.d_v, dtype=out_dtype),
-        torch.zeros(b, h, n_q),
-    )
+    q, out = torch.zeros(b, n_q, h, p.d, dtype=dtype).transpose(1, 2), torch.zeros(b, h, n_q, p.d_v, dtype=out_dtype)
+    k, v, lse = torch.zeros(b, kv, n_kv, p.d, dtype=dtype), torch.zeros(b, kv, n_kv, p.d_v, dtype=dtype), torch.zeros(b, h, n_q)
+    operands = [q, k, v, out, lse]
+    if p.direction == "bwd":
+        # Without a gradient of the LSE.
+        operands += [torch.zeros_like(out), None, *map(torch.zeros_like, (q, k, v))]
     return operands, parameters
 
 
@@ -326,7 +322,7 @@ def test_host_code_without_triton_says_what_the_module_says(kernel: GeneratedKer
     path = Path(kernels_generated.__file__).parent / kernel.path
     host = load_host_code(path.read_text(encoding="utf-8"), path.stem)
     operands, given = given_of(PROBLEMS[kernel.variant_id])
-    q, k, v, _, _ = operands
+    q, k, v, *_ = operands
     assert host.accepts(q, k, v, given.mask) == module.accepts(q, k, v, given.mask)
     ours, theirs = (prepared.launches(each, operands, given) for each in (host, module))
     assert ours[2] == theirs[2] is not None

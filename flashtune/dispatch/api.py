@@ -239,20 +239,21 @@ def _first_call(
                     around = plan if plan.words is not None and resolve.serves_span(memo, call, None, _sides(options)) else None
                     memo.spans[span] = around
                 break
+            chosen = training.TrainingPlan(memo, call, candidate.plan) if candidate.trains else candidate.plan
             built = False
             try:
-                candidate.plan.build(query, key, value, attn_mask, per_head)
+                chosen.build(query, key, value, attn_mask, per_head)
                 built = True
-                outputs = candidate.plan.run(query, key, value, attn_mask, seed, per_head)
+                outputs = chosen.run(query, key, value, attn_mask, seed, per_head)
             except Exception as error:
                 if candidate.variant is None or not (resolve.uncompilable(error) if built else resolve.unbuildable(error)):
                     raise
                 resolve.report_failure(memo, candidate.variant, call.device, error)
                 continue
             if signature is not None:
-                memo.keep(signature, candidate.plan)
-            if span is not None and span not in memo.spans and isinstance(candidate.plan, KernelPlan):
-                memo.spans[span] = candidate.plan if resolve.serves_span(memo, call, candidate.variant, _sides(options)) else None
+                memo.keep(signature, chosen)
+            if span is not None and span not in memo.spans and isinstance(chosen, KernelPlan):
+                memo.spans[span] = chosen if resolve.serves_span(memo, call, candidate.variant, _sides(options)) else None
             return outputs
     if signature is not None:
         memo.keep(signature, plan)

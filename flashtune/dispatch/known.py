@@ -2,13 +2,29 @@
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from flashtune.dispatch.plans import FrameworkPlan, KernelPlan, TrainingPlan
+from flashtune.dispatch.call import PerHead
+from flashtune.dispatch.plans import Outputs
 
-Plan = FrameworkPlan | KernelPlan | TrainingPlan
+
+class Plan(Protocol):
+    """What serves calls that are alike."""
+
+    def run(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        seed: int | None,
+        per_head: PerHead | None,
+    ) -> Outputs:
+        """Output and, when asked for, LSE."""
+        ...
+
 
 _guards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 """How torch.compile tells whether tensors are like those that it compiled for, in one call; there without its compiler. Not all of torch's

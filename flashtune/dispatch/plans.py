@@ -66,7 +66,7 @@ class FrameworkPlan:
         keep = None
         if call.dropout_p and not call.torch_draws:
             sizes = (call.batch, call.heads, call.n_q, call.n_kv)
-            if _draws_in_a_capture(call, seed):
+            if draws_in_a_capture(call, seed):
                 # The generator's position can't be read while a graph is captured, but torch's own operations draw anew at each replay.
                 keep = torch.rand(sizes, device=call.device) >= call.dropout_p
             else:
@@ -74,30 +74,48 @@ class FrameworkPlan:
         return framework.attention(call, query, key, value, attn_mask, keep, per_head)
 
 
-class KernelPlan:
-    """Launches one kernel: through the driver where its host code could be recorded, else through Triton's own launcher."""
+class ModulePlan:
+    """Launches a rendered module: through the driver where its host code could be recorded (`program`), else by Triton's own launcher."""
 
-    __slots__ = (
-        "_counters", "_framework", "_heads", "_layout", "_like_query", "_lse_offset", "_memory", "_plain", "_scratch", "_temporaries",
-        "_warn", "_whole", "call", "manifest", "module", "program",
-    )  # fmt: skip
+    __slots__ = ("_warn", "_whole", "call", "manifest", "module", "program")
 
     def __init__(
         self,
         call: Call,
         module: ModuleType,
-        q: torch.Tensor,
         *,
         manifest: Manifest | None = None,
         whole: Callable[[], ModuleType] | None = None,
         warn: Callable[[str], None] = warnings.warn,
     ) -> None:
-        """`q` (B, Hq, N_q, D) as the kernel takes it: the output's dimensions lie in memory as its do, as in torch.
-
-        `manifest` is of the module's machine code, where that is at hand. `whole` loads the module with its kernels where `module` is
-        host code alone. `warn` is told of machine code that is damaged.
-        """
+        """`manifest` is of the module's machine code, where that is at hand. `whole` loads the module with its kernels where `module` is
+        host code alone. `warn` is told of machine code that is damaged."""
         self.call, self.module, self.manifest, self._whole, self._warn = call, module, manifest, whole, warn
+        self.program: Program | None = None
+
+    def _prepared(self, operands: prepared.Operands, parameters: CallParameters, *, compiles: bool) -> Program | None:
+        """The program; what is damaged of the machine code is passed over for what Triton compiles."""
+        try:
+            return prepared.program(self.module, self.manifest, operands, parameters, compiles=compiles)
+        except EnvironmentProblem as error:
+            if self.manifest is None:
+                raise
+            self._warn(f"flashtune: {error}; until then Triton compiles it")
+            self.manifest = None
+            return prepared.program(self.module, None, operands, parameters, compiles=compiles)
+
+
+class KernelPlan(ModulePlan):
+    """Launches a forward's kernel."""
+
+    __slots__ = (
+        "_counters", "_framework", "_heads", "_layout", "_like_query", "_lse_offset", "_memory", "_plain", "_scratch", "_temporaries",
+    )  # fmt: skip
+
+    def __init__(self, call: Call, module: ModuleType, q: torch.Tensor, **others: Any) -> None:
+        """`q` (B, Hq, N_q, D) as the kernel takes it: the output's dimensions lie in memory as its do, as in torch. `others` are those of
+        ModulePlan."""
+        super().__init__(call, module, **others)
         shape = (call.batch, call.heads, call.n_q, call.d_v)
         self._layout = (shape, out_strides(shape, q.stride()), shape[:3], (call.heads * call.n_q, call.n_q, 1))
         self._framework = FrameworkPlan(call=call)
@@ -110,7 +128,6 @@ class KernelPlan:
         self._scratch = self._lse_offset = 0
         # The stream of the last call, and its counters and scratch; one value, so that threads read it whole.
         self._memory = (-1, 0, 0)
-        self.program: Program | None = None
 
     def build(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, per_head: PerHead | None
@@ -134,11 +151,11 @@ class KernelPlan:
             if self.program is not None:
                 self._plain = self.program.last_source <= prepared.COUNTS
                 self._like_query = self._layout[1] == q.stride() and call.d == call.d_v and call.out_dtype == call.dtype
-                self._temporaries, self._scratch = _placed(self.program.temporaries)
+                self._temporaries, self._scratch = placed(self.program.temporaries)
                 if not call.return_lse:
                     # Kernels write it anyway.
                     self._lse_offset = self._scratch
-                    self._scratch += _padded(lse.numel() * 4)
+                    self._scratch += padded(lse.numel() * 4)
 
     def grown(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, per_head: PerHead | None, sides: Sides
@@ -156,17 +173,6 @@ class KernelPlan:
         plan.build(query, key, value, None, per_head)
         return plan
 
-    def _prepared(self, operands: prepared.Operands, parameters: CallParameters, *, compiles: bool) -> Program | None:
-        """The program; what is damaged of the machine code is passed over for what Triton compiles."""
-        try:
-            return prepared.program(self.module, self.manifest, operands, parameters, compiles=compiles)
-        except EnvironmentProblem as error:
-            if self.manifest is None:
-                raise
-            self._warn(f"flashtune: {error}; until then Triton compiles it")
-            self.manifest = None
-            return prepared.program(self.module, None, operands, parameters, compiles=compiles)
-
     def run(
         self,
         query: torch.Tensor,
@@ -180,7 +186,7 @@ class KernelPlan:
         call, program = self.call, self.program
         bits: tuple[int, ...] = ()
         if call.dropout_p:
-            if _draws_in_a_capture(call, seed):
+            if draws_in_a_capture(call, seed):
                 # Numbers that are drawn here would be the same at every replay of the graph.
                 return self._framework.run(query, key, value, attn_mask, seed, per_head)
             bits = random_bits(seed, call.device)
@@ -269,45 +275,6 @@ class KernelPlan:
         return (q, k, v, out, lse), call.parameters(call.full_mask(attn_mask), per_head)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingPlan:
-    """Serves a call whose gradient is needed by the operators of flashtune.dispatch.training."""
-
-    call: Call
-
-    def build(self, *_: object) -> None:
-        """Nothing: the forward's kernel is chosen by a call of its own, without gradients."""
-
-    def run(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None,
-        seed: int | None,
-        per_head: PerHead | None,
-    ) -> Outputs:
-        """Output and, when asked for, LSE."""
-        call = self.call
-        if call.dropout_p and _draws_in_a_capture(call, seed):
-            # Numbers that are drawn here would be the same at every replay of the graph.
-            return FrameworkPlan(call=call).run(query, key, value, attn_mask, seed, per_head)
-        alignment = "bottom_right" if call.band.diagonal else "top_left"
-        tf32 = call.problem is not None and call.problem.features.tf32
-        # It imports this module.
-        from flashtune.dispatch.training import attend
-
-        return trained(call, query, key, value, attn_mask, seed, per_head, causal_alignment=alignment, allow_tf32=tf32, operator=attend)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GradientPlan:
-    """Computes the gradients of calls like this one: `launch` takes the tensors of a backward and its parameters by name."""
-
-    call: Call
-    launch: Callable[..., None]
-
-
 def trained(
     call: Call,
     query: torch.Tensor,
@@ -319,34 +286,33 @@ def trained(
     *,
     causal_alignment: str,
     allow_tf32: bool,
-    operator: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = None,
 ) -> Outputs:
-    """Output and, when asked for, LSE by an operator that has gradients (default: the one that compilers trace)."""
+    """Output and, when asked for, LSE by the operator with gradients that compilers trace."""
     q, k, v = call.views(query, key, value)
     given = dict(zip(PER_HEAD, (per_head or PerHead()).views(call), strict=True))
     bits = None if seed is None else signed(seed_bits(seed))
     sides = call.band.keywords()
     numbers = (call.dropout_p, call.scale, sides["window_left"], sides["window_right"], call.softcap, causal_alignment)
     flags = allow_tf32, call.deterministic
-    out, lse, _ = (operator or torch.ops.flashtune.attention_training)(
+    out, lse, _ = torch.ops.flashtune.attention_training(
         q, k, v, call.small_mask(attn_mask), given["alibi_slopes"], given["sinks"], bits, *numbers, *flags
     )
     return call.restored(out), call.restored(lse) if call.return_lse else None
 
 
-def _draws_in_a_capture(call: Call, seed: int | None) -> bool:
+def draws_in_a_capture(call: Call, seed: int | None) -> bool:
     """Whether dropout without a seed is to be captured in a CUDA graph, where the generator's position can't be read."""
     return seed is None and call.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _padded(size: int) -> int:
+def padded(size: int) -> int:
     """Up to a multiple of 256 bytes, as torch's allocator aligns."""
     return -(-size // 256) * 256
 
 
-def _placed(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
+def placed(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
     """Where in one piece of memory tensors of these bytes begin, and how large it is."""
-    ends = tuple(itertools.accumulate(map(_padded, sizes), initial=0))
+    ends = tuple(itertools.accumulate(map(padded, sizes), initial=0))
     return ends[:-1], ends[-1]
 
 

@@ -18,9 +18,10 @@ from flashtune.core.results import Source, TuningRecord
 from flashtune.core.target import Target
 from flashtune.dispatch import devices, elsewhere, growing, kernels
 from flashtune.dispatch.call import Call
+from flashtune.dispatch.gradient_plans import Backward, FormulaPlan, Given, GradientPlan, Gradients
 from flashtune.dispatch.known import Plan, Plans
 from flashtune.dispatch.launch.driver import NO_RESOURCES, DriverError
-from flashtune.dispatch.plans import FrameworkPlan, GradientPlan, KernelPlan, TrainingPlan
+from flashtune.dispatch.plans import FrameworkPlan, KernelPlan
 from flashtune.dispatch.policy import Choice, Kind, Pool, Refusal, group_of, rank, torch_has
 from flashtune.templates import families
 from flashtune.templates.family import Family
@@ -57,7 +58,7 @@ class Memo:
     def __init__(self, settings: Settings = Settings(), *, pinned: ModuleType | None = None) -> None:
         self.lock = threading.RLock()
         self.plans = Plans()
-        self.gradients: dict[Hashable, GradientPlan] = {}
+        self.backwards: dict[Hashable, Backward] = {}
         self.spans: dict[Hashable, FrameworkPlan | KernelPlan | None] = {}
         self.broken: dict[tuple[str, str], str] = {}
         self.settings, self.pinned = settings, pinned
@@ -80,11 +81,17 @@ class Memo:
             self.spans.clear()
         self.plans[signature] = plan
 
-    def keep_gradient(self, signature: Hashable, plan: GradientPlan) -> None:
-        """Remember what computes the gradients of a signature."""
-        if len(self.gradients) >= MOST_PLANS:
-            self.gradients.clear()
-        self.gradients[signature] = plan
+    def backward(self, call: Call) -> Backward:
+        """What computes the gradients of calls like this one, by kernels that are chosen when they are needed."""
+        return Backward(call, functools.partial(_first_gradients, self))
+
+    def backward_of(self, signature: Hashable, call: Callable[[], Call]) -> Backward:
+        """The same, remembered for a signature; `call` is asked where nothing is."""
+        if (known := self.backwards.get(signature)) is not None:
+            return known
+        if len(self.backwards) >= MOST_PLANS:
+            self.backwards.clear()
+        return self.backwards.setdefault(signature, self.backward(call()))
 
     def move(self) -> None:
         """Put the plans into another dict: whoever still holds the old one finds nothing there, and asks anew what is in force."""
@@ -176,12 +183,16 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A plan that may serve, the step of the policy that chose it, and what says why; `variant` is None where it is the framework's."""
+    """A plan that may serve, the step of the policy that chose it, and what says why; `variant` is None where it is the framework's.
 
-    plan: Plan
+    Where it `trains`, kernels compute the gradients, too, and the plan is that of the forward (`forward_of`).
+    """
+
+    plan: FrameworkPlan | KernelPlan
     kind: Kind
     said: Callable[[], Explanation]
     variant: Variant | None = None
+    trains: bool = False
 
     @property
     def explanation(self) -> Explanation:
@@ -211,19 +222,14 @@ def candidates(
     if torch_only == GRADIENT and problem is not None:
         target = devices.target_of(call.device)
         chosen, why = gradient_choice(memo, problem, target, repeatable=same_bits_asked(call.deterministic))
-        forward = None
         if chosen is not None:
-            # The forward's kernel hands on the LSE.
-            forward = next(candidates(memo, replace(call, return_lse=True), q, k, v, mask, None))
-        if forward is not None and chosen is not None and forward.kind != "framework":
-            yield Candidate(
-                plan=TrainingPlan(call=call),
-                kind=forward.kind,
-                said=functools.partial(_explained_both, forward, chosen, replace(problem, direction="bwd"), target),
-            )
-            return
-        if forward is not None:
-            why = f"no kernel serves the forward ({forward.explanation.reason})"
+            inner = forward_of(call)
+            for forward in candidates(memo, inner, *call.views(q, k, v), call.small_mask(mask), None):
+                if forward.kind == "framework":
+                    why = f"no kernel serves the forward ({forward.explanation.reason})"
+                    break
+                said = functools.partial(_explained_both, forward, chosen, replace(problem, direction="bwd"), target)
+                yield replace(forward, said=said, trains=True)
         torch_only = f"{GRADIENT}, and {why}"
         if call.mask_kind != "none" and call.device.type == "cuda":
             torch_only += " (without cuDNN, whose gradients can be NaN under a mask)"
@@ -261,9 +267,7 @@ def candidates(
             continue
         variant = _variant(choice, family)
         name = f"{variant.template} {variant.id}"
-        whole = functools.partial(kernels.load, family, variant)
-        manifest, host = memo.machine_code(family, variant, target) if call.device.type == "cuda" and torch.version.cuda else (None, None)
-        module, why = _loaded(memo, variant, call.device, whole if host is None else host)
+        module, manifest, whole, why = _code(memo, family, variant, call.device, target)
         if module is None:
             refused.append(f"{name}: {why}")
             failed.add(family.name)
@@ -274,11 +278,16 @@ def candidates(
             said = functools.partial(explained, choice, problem, target, tuple(refused), variant, interpreted=call.device.type == "cpu")
             if choice.record is not None and call.device.type == "cuda":
                 memo.warn_of_elsewhere(choice.record, call.device)
-            plan = KernelPlan(call, module, q, manifest=manifest, whole=None if host is None else whole, warn=memo.warn_once)
+            plan = KernelPlan(call, module, q, manifest=manifest, whole=whole, warn=memo.warn_once)
             yield Candidate(plan=plan, kind=choice.kind, said=said, variant=variant)
             # The caller comes back only when this one failed.
             refused.append(f"{name}: {memo.broken.get((variant.id, str(call.device)), 'it failed')}")
             failed.add(family.name)
+
+
+def forward_of(call: Call) -> Call:
+    """The forward of a call whose gradients are kernels': it hands on the LSE, and takes tensors as `Call.views` makes them."""
+    return replace(call, return_lse=True, rank=4, batch_dims=(call.batch,), identity=True)
 
 
 def gradient_choice(memo: Memo, problem: Problem, target: Target, *, repeatable: bool = False) -> tuple[Choice | None, str]:
@@ -342,22 +351,39 @@ def serves_span(memo: Memo, call: Call, variant: Variant | None, sides: growing.
     return choice is not None and (None if choice.family is None else _variant(choice, choice.family)) == variant
 
 
-def gradient_kernels(
-    memo: Memo, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
-) -> Iterator[tuple[Variant, ModuleType]]:
-    """Backward kernels that take these tensors, best first; `mask` is expanded."""
+def gradient_kernels(memo: Memo, call: Call, given: Given) -> Iterator[tuple[Variant, GradientPlan]]:
+    """Backward kernels that take these tensors, best first."""
     if call.problem is None:
         return
     problem = replace(call.problem, direction="bwd")
     target, known, records = _surroundings(memo, call, problem)
     if same_bits_asked(call.deterministic):
         known = _repeatable(known)
+    mask = call.full_mask(given.mask)
     for choice in _gradient_choices(problem, target, records, known, framework_serves=False):
         if choice.family is not None:
             variant = _variant(choice, choice.family)
-            module, _ = _loaded(memo, variant, call.device, functools.partial(kernels.load, choice.family, variant))
-            if module is not None and module.accepts(q, k, v, mask):
-                yield variant, module
+            module, manifest, whole, _ = _code(memo, choice.family, variant, call.device, target)
+            if module is not None and module.accepts(given.query, given.key, given.value, mask):
+                yield variant, GradientPlan(call, module, manifest=manifest, whole=whole, warn=memo.warn_once)
+
+
+def _first_gradients(memo: Memo, call: Call, given: Given) -> tuple[GradientPlan | FormulaPlan, Gradients]:
+    """The plan of the best backward kernel that takes these tensors and runs, else of the formula, and what it computes."""
+    with memo.lock:
+        # What failed before isn't offered again.
+        for variant, plan in gradient_kernels(memo, call, given):
+            built = False
+            try:
+                plan.build(given)
+                built = True
+                return plan, plan.run(given)
+            except Exception as error:
+                if not (uncompilable(error) if built else unbuildable(error)):
+                    raise
+                report_failure(memo, variant, call.device, error)
+    formula = FormulaPlan(call, given)
+    return formula, formula.run(given)
 
 
 def explain_problem(memo: Memo, problem: Problem, target: Target) -> Explanation:
@@ -453,6 +479,17 @@ def _surroundings(memo: Memo, call: Call, problem: Problem) -> tuple[Target, Map
     if call.device.type == "cpu":
         return target, {name: family for name, family in families().items() if family.interpretable}, []
     return target, families(), memo.pool(problem.key(target.slug), target)
+
+
+def _code(
+    memo: Memo, family: Family, variant: Variant, device: torch.device, target: Target
+) -> tuple[ModuleType | None, Manifest | None, Callable[[], ModuleType] | None, str]:
+    """A kernel's module, its machine code, and where the module is host code alone what loads all of it; no module, and why, where it
+    can't be had."""
+    whole = functools.partial(kernels.load, family, variant)
+    manifest, host = memo.machine_code(family, variant, target) if device.type == "cuda" and torch.version.cuda else (None, None)
+    module, why = _loaded(memo, variant, device, whole if host is None else host)
+    return module, manifest, None if host is None else whole, why
 
 
 def _loaded(

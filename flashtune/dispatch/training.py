@@ -5,21 +5,19 @@ is the output, the LSE and 64 bits that dropout's mask follows from; nothing is 
 bits every time, only families serve that add up in a fixed order.
 """
 
-import contextlib
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from flashtune.core import launching
 from flashtune.core.errors import InputError
-from flashtune.core.passes import CallParameters
 from flashtune.core.torch_dtypes import output_torch_dtype
-from flashtune.dispatch import formula, framework, layers, resolve
+from flashtune.dispatch import layers, resolve
 from flashtune.dispatch.arguments import parse, signed
-from flashtune.dispatch.call import PerHead
-from flashtune.dispatch.plans import GradientPlan, out_strides, random_bits
+from flashtune.dispatch.call import Call, PerHead
+from flashtune.dispatch.gradient_plans import Given
+from flashtune.dispatch.plans import FrameworkPlan, KernelPlan, Outputs, draws_in_a_capture, out_strides, random_bits
 
 _NUMBERS = "float dropout_p, float scale, int left, int right, float softcap, str causal_alignment, bool allow_tf32, bool deterministic"
 _PER_HEAD = "Tensor? alibi_slopes, Tensor? sinks"
@@ -99,32 +97,104 @@ def define(eager: Callable[..., Any]) -> None:
 
     training.register_autograd(_differentiated, setup_context=_keep)
     backward.register_autograd(_twice, setup_context=lambda ctx, inputs, output: None)
-    _Eager.compute = staticmethod(forward)
 
 
-class _Eager(torch.autograd.Function):
-    """What `attention_training` does, where nobody traces or transforms: an operator of Python's costs the host several times as much."""
+class TrainingPlan:
+    """Serves calls whose gradient is needed, where nobody traces or transforms: the forward's plan, and what computes its gradients.
 
-    compute: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    An operator of Python's would cost the host several times as much, so that this is an autograd function around the same kernels.
+    """
+
+    __slots__ = ("_framework", "backward", "call", "forward", "memo", "numbers")
+
+    def __init__(self, memo: resolve.Memo, call: Call, forward: FrameworkPlan | KernelPlan) -> None:
+        """`forward` serves `resolve.forward_of(call)`."""
+        self.memo, self.call, self.forward = memo, call, forward
+        self.backward = memo.backward(resolve.forward_of(call))
+        self._framework = FrameworkPlan(call=call)
+        sides, alignment = call.band.keywords(), "bottom_right" if call.band.diagonal else "top_left"
+        tf32 = call.problem is not None and call.problem.features.tf32
+        numbers = call.dropout_p, call.scale, sides["window_left"], sides["window_right"], call.softcap
+        self.numbers = (*numbers, alignment, tf32, call.deterministic)
+
+    def build(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, per_head: PerHead | None
+    ) -> None:
+        """Take or compile machine code for the forward; what fails here is its kernel's own fault."""
+        call = self.call
+        given = None if per_head is None else PerHead(*per_head.views(call))
+        with torch.no_grad():
+            self.forward.build(*call.views(query, key, value), call.small_mask(attn_mask), given)
+
+    def run(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        seed: int | None,
+        per_head: PerHead | None,
+    ) -> Outputs:
+        """Output and, when asked for, LSE."""
+        call, bits = self.call, None
+        if call.dropout_p:
+            if draws_in_a_capture(call, seed):
+                # Numbers that are drawn here would be the same at every replay of the graph.
+                return self._framework.run(query, key, value, attn_mask, seed, per_head)
+            # As calls without gradients draw them: a checkpoint that is recomputed goes from one to the other.
+            bits = random_bits(seed, call.device)[0]
+        if not call.identity:
+            query, key, value = call.views(query, key, value)
+        if attn_mask is not None:
+            attn_mask = call.small_mask(attn_mask)
+        slopes = sinks = None
+        if per_head is not None:
+            slopes, *_, sinks = per_head.views(call)
+        out, lse = _Attention.apply(query, key, value, attn_mask, slopes, sinks, bits, self)  # type: ignore[no-untyped-call]
+        if call.rank == 4:
+            return out, lse
+        return call.restored(out), call.restored(lse) if call.return_lse else None
+
+
+class _Attention(torch.autograd.Function):
+    """Output and LSE (None where nobody asks for it) of a plan's forward."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        output = _Eager.compute(*inputs)
-        _keep(ctx, inputs, output)
-        ctx.mark_non_differentiable(output[2])
-        ctx.eager = True
-        return output
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        slopes: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        bits: int | None,
+        plan: TrainingPlan,
+    ) -> Outputs:
+        per_head = None if slopes is None and sinks is None else PerHead(alibi_slopes=slopes, sinks=sinks)
+        out, lse = plan.forward.run(query, key, value, attn_mask, bits, per_head)
+        # The inputs exist anyway.
+        ctx.save_for_backward(query, key, value, out, lse, attn_mask, slopes, sinks)
+        ctx.plan, ctx.bits = plan, bits or 0
+        ctx.set_materialize_grads(False)
+        return out, lse if plan.call.return_lse else None
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
-        return _differentiated(ctx, *grads)
-
-
-def attend(query: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output, LSE and random state of what `attention_training` takes, by the operator where somebody traces."""
-    operator: Callable[..., Any] = _Eager.apply if _untraced(query) else torch.ops.flashtune.attention_training
-    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = operator(query, *others)
-    return found
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if dout is None and dlse is None:
+            return None, None, None, None, None, None, None, None
+        query, key, value, out, lse, attn_mask, slopes, sinks = ctx.saved_tensors
+        of_query, of_key, of_value, *_ = ctx.needs_input_grad
+        dout = torch.zeros_like(out) if dout is None else dout
+        plan = ctx.plan
+        # Where a graph of the gradients is made, the operator is in it and says that there are no second ones.
+        if torch.is_grad_enabled() or not _untraced(dout) or not (dlse is None or _untraced(dlse)):
+            state, asked = torch.tensor([signed(ctx.bits)]), (of_query, of_key, of_value)
+            tensors = dout, dlse, query, key, value, out, lse, state, attn_mask, slopes, sinks
+            return *_by_operator(plan.memo, asked, *tensors, numbers=plan.numbers), None, None, None, None, None
+        given = Given(query, key, value, out, lse, dout, dlse, attn_mask, slopes, sinks, ctx.bits, of_query, of_key or of_value)
+        dq, dk, dv = plan.backward.gradients(given)
+        return dq, dk if of_key else None, dv if of_value else None, None, None, None, None, None
 
 
 def _untraced(x: torch.Tensor) -> bool:
@@ -168,17 +238,21 @@ def _differentiated(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | No
     nothing = (None,) * (4 + len(ctx.numbers))
     if dout is None and dlse is None:
         return (None, None, None, *nothing)
-    of_query, of_key, of_value = ctx.needs_input_grad[:3]
+    asked = ctx.needs_input_grad[:3]
     dout = torch.zeros_like(others[0]) if dout is None else dout
-    _forwards.memo = ctx.memo
-    # Where a graph of the gradients is made, the operator is in it and says that there are no second ones.
-    plain = getattr(ctx, "eager", False) and not torch.is_grad_enabled() and _untraced(dout) and (dlse is None or _untraced(dlse))
-    operator: Callable[..., Any] = _gradients if plain else torch.ops.flashtune.attention_gradients
+    return *_by_operator(ctx.memo, asked, dout, dlse, query, key, value, *others, numbers=ctx.numbers), *nothing
+
+
+def _by_operator(memo: resolve.Memo, asked: Sequence[bool], *tensors: torch.Tensor | None, numbers: Sequence[Any]) -> Any:
+    """The gradients of query, key and value that are asked for; `tensors` as the operator takes them."""
+    of_query, of_key, of_value = asked
+    # Threads of autograd have no layers of their own.
+    _forwards.memo = memo
     try:
-        dq, dk, dv = operator(dout, dlse, query, key, value, *others, of_query, of_key or of_value, *ctx.numbers)
+        dq, dk, dv = torch.ops.flashtune.attention_gradients(*tensors, of_query, of_key or of_value, *numbers)
     finally:
         _forwards.memo = None
-    return dq if of_query else None, dk if of_key else None, dv if of_value else None, *nothing
+    return dq if of_query else None, dk if of_key else None, dv if of_value else None
 
 
 def _twice(ctx: Any, *_: object) -> None:
@@ -212,16 +286,13 @@ def _gradients(
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients by the best backward kernel that takes the call, else by the formula."""
-    words = (of_query, of_keys, dropout_p, scale, left, right, softcap, causal_alignment, allow_tf32, deterministic)
-    # Kernels are told of no strides of these. Hooks on saved tensors may have changed those of the LSE.
-    dout, lse, dlse = _readable(dout), lse.contiguous(), None if dlse is None else dlse.contiguous()
     memo = getattr(_forwards, "memo", None) or layers.current()
-    signature = _signature((query, key, value, out, lse, dout, dlse, attn_mask, alibi_slopes, sinks), words)
-    known = memo.gradients.get(signature)
-    call = (
-        known.call
-        if known is not None
-        else parse(
+    tensors = query, key, value, attn_mask, alibi_slopes, sinks
+    kinds = tuple(None if x is None else (x.shape, x.dtype) for x in tensors)
+    numbers = (dropout_p, scale, left, right, softcap, causal_alignment, allow_tf32, deterministic)
+    backward = memo.backward_of(
+        (kinds, query.device, numbers),
+        lambda: parse(
             query,
             key,
             value,
@@ -235,69 +306,9 @@ def _gradients(
             allow_tf32=allow_tf32,
             deterministic=deterministic,
             per_head=PerHead(alibi_slopes=alibi_slopes, sinks=sinks),
-        )
+        ),
     )
-    given = CallParameters(
-        scale=scale,
-        band=call.band,
-        mask=call.full_mask(attn_mask),
-        softcap=softcap,
-        dropout_p=dropout_p,
-        seed=int(state.item()) % 2**64 if dropout_p else 0,
-        slopes=alibi_slopes,
-        sinks=sinks,
-    )
-    grads = _written(query, key, value, of_query, of_keys)
-    dq, dk, dv = (grad if asked else None for grad, asked in zip(grads, (of_query, of_keys, of_keys), strict=True))
-    tensors = (query, key, value, out, lse, dout, dlse, dq, dk, dv)
-    if known is not None:
-        with _on(query.device):
-            known.launch(*tensors, **given.keywords())
-        return grads
-    while True:
-        with memo.lock:
-            # What failed before isn't offered again.
-            chosen = next(resolve.gradient_kernels(memo, call, query, key, value, given.mask), None)
-        if chosen is None:
-            break
-        variant, module = chosen
-        launch = launching.launcher(module)
-        try:
-            with _on(query.device):
-                launch(*tensors, **given.keywords())
-        except Exception as error:
-            if not resolve.uncompilable(error):
-                raise
-            with memo.lock:
-                resolve.report_failure(memo, variant, query.device, error)
-            continue
-        memo.keep_gradient(signature, GradientPlan(call=call, launch=launch))
-        return grads
-    # Autocast, where a backward runs inside of it, would round the formula's float32 products.
-    with framework.no_autocast(query.device.type):
-        found = formula.gradients(query, key, value, out, lse, dout, dlse, given)
-    for grad, values, asked in zip(grads, found, (of_query, of_keys, of_keys), strict=True):
-        if asked:
-            grad.copy_(values)
-    return grads
-
-
-def _signature(tensors: tuple[torch.Tensor | None, ...], words: tuple[object, ...]) -> Hashable:
-    """What chooses a backward kernel: sizes, strides, types and where tensors lie, beside the call's numbers."""
-    laid_out = tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors)
-    return laid_out, tensors[0].device if tensors[0] is not None else None, words, torch.are_deterministic_algorithms_enabled()
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Makes a GPU the current one, where it isn't."""
-    here = device.type != "cuda" or device.index == torch.cuda.current_device()
-    return contextlib.nullcontext() if here else torch.cuda.device(device)
-
-
-def _readable(dout: torch.Tensor) -> torch.Tensor:
-    """A gradient as kernels read it fast: rows without gaps, on 16-byte boundaries, nothing broadcast."""
-    unit = 16 // dout.element_size()
-    outer = [stride for size, stride in zip(dout.shape[:3], dout.stride()[:3], strict=True) if size > 1]
-    if dout.stride(3) == 1 and dout.data_ptr() % 16 == 0 and all(stride and stride % unit == 0 for stride in outer):
-        return dout
-    return dout.clone(memory_format=torch.contiguous_format)
+    seed = int(state.item()) % 2**64 if dropout_p else 0
+    given = Given(query, key, value, out, lse, dout, dlse, attn_mask, alibi_slopes, sinks, seed, of_query, of_keys)
+    dq, dk, dv = (query.new_empty(0) if grad is None else grad for grad in backward.gradients(given))
+    return dq, dk, dv

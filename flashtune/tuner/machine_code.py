@@ -15,7 +15,7 @@ from typing import Any
 from flashtune.core.binaries import Binary, Manifest
 from flashtune.core.config import KernelSpec
 from flashtune.core.errors import EnvironmentProblem
-from flashtune.core.passes import per_head_words
+from flashtune.core.passes import PASSES, per_head_words
 from flashtune.core.problem import COMPILED_AS_THEY_ARE, Features, Problem
 from flashtune.core.target import Target
 from flashtune.tuner import tasks
@@ -26,6 +26,9 @@ SIZES = {"aligned": 1056, "any_size": 1059}
 For both, tensors start at multiples of 16 bytes, rows are contiguous, and strides that are multiples of the head size are divisible by 16
 where that is. With `aligned` sizes the strides of masks are, too. A kernel for which that makes no difference has `any_size` alone.
 """
+
+OUTPUT_ALONE = "output_alone"
+"""The specialisation, tried last, of what a backward launches without a gradient of the LSE; other kernels are the same without it."""
 
 _NO_DEBUG = "-suppress-debug-info"
 """Lines and PTX stay out of the code: they are most of it, and name the file that it came from. Instructions are the same."""
@@ -87,17 +90,27 @@ def build(order: Order, *, fresh: bool = True) -> Built:
             triton_knobs.cache.dir = stack.enter_context(TemporaryDirectory(prefix="flashtune-build-"))
         module = load_source(order.text, order.stem)
         stack.enter_context(compiling_for(order.target))
-        for name, n_kv in SIZES.items():
-            arguments, words = _typical_call(module, order.spec, order.target, n_kv)
+        for name, arguments, words in _typical_calls(module, order.spec, order.target):
             for kernel, grid, args, options in module.launches(*arguments, **words):
                 compiled = kernel.warmup(*args, grid=grid, ptx_options=_NO_DEBUG, **compiler_options(options))
                 binary, code = from_compiled(compiled, specialization=name)
-                # The same code under fewer conditions takes the place of what was found for more.
-                found[binary.kernel, binary.sha256] = (binary, code)
+                if name != OUTPUT_ALONE or (binary.kernel, binary.sha256) not in found:
+                    # The same code under fewer conditions takes the place of what was found for more.
+                    found[binary.kernel, binary.sha256] = (binary, code)
     binaries = tuple(binary for binary, _ in found.values())
     assert len({(binary.kernel, binary.specialization) for binary in binaries}) == len(binaries), "a launch takes each kernel once"
     manifest = Manifest(variant_id=order.variant_id, binaries=binaries, source_sha256=source_digest(order.text))
     return Built(manifest=manifest, codes=tuple(code for _, code in found.values()))
+
+
+def _typical_calls(module: ModuleType, spec: KernelSpec, target: Target) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    """The name, arguments and keywords of a launch for each specialisation."""
+    for name, n_kv in SIZES.items():
+        yield name, *_typical_call(module, spec, target, n_kv)
+    if spec.direction == "bwd":
+        arguments, words = _typical_call(module, spec, target, SIZES["any_size"])
+        place = [operand.name for operand in PASSES["bwd"].operands].index("dlse")
+        yield OUTPUT_ALONE, (*arguments[:place], None, *arguments[place + 1 :]), words
 
 
 def _typical_call(module: ModuleType, spec: KernelSpec, target: Target, n_kv: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 import functools
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -11,13 +11,14 @@ import torch
 
 from flashtune.core import launching
 from flashtune.core.binaries import Binary, Manifest
-from flashtune.core.passes import PER_HEAD, CallParameters, per_head_words
+from flashtune.core.passes import PASSES, PER_HEAD, CallParameters, per_head_words
 from flashtune.dispatch.launch import driver
 from flashtune.dispatch.launch.program import Program
 from flashtune.dispatch.launch.recording import Drawn, Recording, Tensor, record
 
 Q, K, V, OUT, LSE, COUNTS, MASK, HEADS = range(8)
-"""The order of a launch's addresses: from HEADS on those of `PER_HEAD`, then its temporary tensors."""
+"""The order of a forward's addresses: from HEADS on those of `PER_HEAD`, then its temporary tensors. A backward has its operands in the
+place of the first five."""
 
 SEED, OFFSET = range(2)
 """The order of the numbers that change from call to call."""
@@ -26,25 +27,30 @@ _functions: dict[tuple[str, int], int] = {}
 """Handles of loaded kernels by the hash of their code and the GPU."""
 
 
-Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""q (B, Hq, N_q, D), k (B, Hkv, N_kv, D), v (B, Hkv, N_kv, D_v), out (B, Hq, N_q, D_v), lse (B, Hq, N_q)."""
+Operands = Sequence[Any]
+"""The tensors that a pass of flashtune.core.passes names, in its order; None for those that a launch does without."""
+
+_NAMES = {len(one.operands): tuple(operand.name for operand in one.operands) for one in PASSES.values()}
+"""The names of a pass's operands, by how many they are."""
 
 
 def launches(
     module: ModuleType, operands: Operands, parameters: CallParameters
 ) -> tuple[list[Any], list[torch.Tensor | None], Recording | None]:
     """The launches of a module, its tensors in the order of their addresses, and the launches recorded where they can be."""
-    q, k, v, _, _ = operands
-    mask, heads = parameters.mask, parameters.per_head()
+    q, k, v, *_ = operands
+    names, mask, heads = _NAMES[len(operands)], parameters.mask, parameters.per_head()
     words = replace(parameters, seed=Drawn.of(SEED, 2**64 - 1), offset=Drawn.of(OFFSET, 2**32 - 1)).keywords()
     words |= launching.provided(module, q, k)
     tensors = [*operands, words["counts"], mask, *(heads.get(name) for name in PER_HEAD)]
     steps = module.launches(*operands, **words)
     if not module.records(q, k, v, mask, parameters.scale):
         return steps, tensors, None
-    places: dict[str, Any] = {"q": Tensor(Q), "k": Tensor(K), "v": Tensor(V), "out": Tensor(OUT), "lse": Tensor(LSE)}
-    places |= {name: Tensor(place) for name, place in (("counts", COUNTS), ("mask", MASK)) if words[name] is not None}
-    places |= per_head_words({name: Tensor(place) for place, name in enumerate(PER_HEAD, HEADS) if name in heads})
+    places: dict[str, Any] = {
+        name: None if x is None else Tensor(place) for place, (name, x) in enumerate(zip(names, operands, strict=True))
+    }
+    places |= {name: Tensor(place) for place, name in enumerate(("counts", "mask"), len(names)) if words[name] is not None}
+    places |= per_head_words({name: Tensor(place) for place, name in enumerate(PER_HEAD, len(names) + 2) if name in heads})
     return steps, tensors, record(module.launches, tensors, words | places)
 
 

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _HARMLESS = frozenset(
     {
         "aten::empty",
+        "aten::empty_like",
         "aten::empty_strided",
         "aten::view",
         "aten::_unsafe_view",
@@ -20,7 +21,7 @@ _HARMLESS = frozenset(
     }
     | {"aten::permute", "aten::transpose", "aten::as_strided", "aten::unsqueeze", "aten::squeeze", "aten::alias", "aten::reshape"}
 )
-"""Operations of host code that leave nothing to be done again at the next call but, for the first two, an allocation."""
+"""Operations of host code that leave nothing to be done again at the next call but, for the first three, an allocation."""
 
 
 @dataclass(frozen=True, slots=True)

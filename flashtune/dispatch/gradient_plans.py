@@ -1,0 +1,232 @@
+"""What computes the gradients of calls that are alike, everything decided: a backward's kernels, as prepared launches, or the formula."""
+
+import contextlib
+from collections.abc import Callable, Hashable, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from flashtune.core import launching
+from flashtune.core.passes import CallParameters
+from flashtune.dispatch import devices, formula, framework
+from flashtune.dispatch.call import Call
+from flashtune.dispatch.launch import prepared
+from flashtune.dispatch.plans import ModulePlan, out_strides, placed
+
+Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+"""Those of query, key and value, each laid out as its input; None for those that nobody asked for."""
+
+MOST_LAYOUTS = 256
+"""Tensors of one call that lie in memory in more ways than these are decided on anew."""
+
+
+class Given(NamedTuple):
+    """The tensors of a backward and what it takes beside them.
+
+    `query`, `key`, `value` and `out` are 4-D, as the forward had them, `lse` (B, Hq, N_q) float32, `dout` is like `out`, `dlse` (None: 0)
+    like `lse`. The mask broadcasts to the scores; `slopes` and `sinks` are (B, Hq). `seed` is that of dropout's mask.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    dout: torch.Tensor
+    dlse: torch.Tensor | None
+    mask: torch.Tensor | None
+    slopes: torch.Tensor | None
+    sinks: torch.Tensor | None
+    seed: int
+    of_query: bool
+    of_keys: bool
+
+    def parameters(self, call: Call) -> CallParameters:
+        """What a launch takes beside its operands."""
+        return CallParameters(
+            scale=call.scale,
+            band=call.band,
+            mask=call.full_mask(self.mask),
+            softcap=call.softcap,
+            dropout_p=call.dropout_p,
+            seed=self.seed,
+            slopes=self.slopes,
+            sinks=self.sinks,
+        )
+
+
+class Layout:
+    """How gradients lie in memory, made once for tensors that lie as these do."""
+
+    __slots__ = ("_like", "_places")
+
+    def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
+        self._places = [(tuple(x.shape), out_strides(tuple(x.shape), x.stride()), x.dtype, x.device) for x in inputs]  # type: ignore[arg-type]
+        self._like = [place[1] == x.stride() for place, x in zip(self._places, inputs, strict=True)]
+
+    def made(self, which: int, like: torch.Tensor) -> torch.Tensor:
+        """Memory for the gradient of an input."""
+        if self._like[which]:
+            return torch.empty_like(like)
+        shape, strides, dtype, device = self._places[which]
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+class GradientPlan(ModulePlan):
+    """Launches a backward's kernels."""
+
+    __slots__ = ("_all", "_layout", "_scratch", "_temporaries")
+
+    def __init__(self, call: Call, module: ModuleType, **others: Any) -> None:
+        super().__init__(call, module, **others)
+        # Whether all gradients are computed, whoever asks: machine code is shipped of that alone.
+        self._all = False
+        self._temporaries: tuple[int, ...] = ()
+        self._scratch = 0
+
+    def build(self, given: Given) -> None:
+        """Take or compile machine code for calls like this one; what fails here is the kernels' own fault."""
+        call = self.call
+        self._layout = Layout((given.query, given.key, given.value))
+        if call.device.type != "cuda" or torch.version.cuda is None or self.module.counts_needed(given.query, given.key):
+            return
+        parameters = given.parameters(call)
+        with torch.cuda.device(call.device):
+            self.program = self._prepared(self._operands(given), parameters, compiles=self._whole is None)
+            if self.program is None and not devices.TRITON:
+                self._all = True
+                self.program = self._prepared(self._operands(given), parameters, compiles=False)
+            if self.program is None and self._whole is not None:
+                self._all, self.module = False, self._whole()
+                self.program = self._prepared(self._operands(given), parameters, compiles=True)
+        if self.program is not None:
+            self._temporaries, self._scratch = placed(self.program.temporaries)
+
+    def run(self, given: Given) -> Gradients:
+        """The gradients that are asked for; on the tensors' device and its current stream."""
+        program, call = self.program, self.call
+        if program is None:
+            return self._through_triton(given)
+        index = call.device.index
+        if torch._C._cuda_getDevice() != index:
+            with torch.cuda.device(index):
+                return self.run(given)
+        operands = self._operands(given)
+        # Its own in each call, and a graph's pool has it for a graph: nothing is shared, and nothing outlives the call.
+        scratch = torch.empty(self._scratch, dtype=torch.uint8, device=call.device)
+        start = scratch.data_ptr()
+        addresses = [0 if x is None else x.data_ptr() for x in operands]
+        # Counts, which backwards have none of, and what is given per head, of which inputs of 8 bits have more.
+        slopes, sinks = given.slopes, given.sinks
+        slopes_at = 0 if slopes is None else slopes.data_ptr()
+        addresses += (0, 0 if given.mask is None else given.mask.data_ptr(), slopes_at, 0, 0, 0, 0 if sinks is None else sinks.data_ptr())
+        addresses += [start + offset for offset in self._temporaries]
+        program.run(addresses, torch._C._cuda_getCurrentRawStream(index), (given.seed, 0))
+        return self._asked(given, operands)
+
+    def _operands(self, given: Given) -> prepared.Operands:
+        """The operands of a launch, the gradients newly allocated."""
+        of_query, of_keys = given.of_query or self._all, given.of_keys or self._all
+        query, key, value, made, dlse = given.query, given.key, given.value, self._layout.made, given.dlse
+        if dlse is None and self._all:
+            dlse = torch.zeros_like(given.lse)
+        dq = made(0, query) if of_query else None
+        dk, dv = (made(1, key), made(2, value)) if of_keys else (None, None)
+        return query, key, value, given.out, given.lse, given.dout, dlse, dq, dk, dv
+
+    def _asked(self, given: Given, operands: prepared.Operands) -> Gradients:
+        dq, dk, dv = operands[-3:]
+        return dq if given.of_query else None, *((dk, dv) if given.of_keys else (None, None))
+
+    def _through_triton(self, given: Given) -> Gradients:
+        """The launches as the module itself makes them."""
+        operands = self._operands(given)
+        with torch.cuda.device(self.call.device) if self.call.device.type == "cuda" else contextlib.nullcontext():
+            launching.launcher(self.module)(*operands, **given.parameters(self.call).keywords())
+        return self._asked(given, operands)
+
+
+class FormulaPlan:
+    """Computes gradients in torch operations, where no kernel takes the call."""
+
+    __slots__ = ("_layout", "call")
+
+    def __init__(self, call: Call, given: Given) -> None:
+        self.call, self._layout = call, Layout((given.query, given.key, given.value))
+
+    def run(self, given: Given) -> Gradients:
+        """The gradients that are asked for."""
+        inputs, asked = (given.query, given.key, given.value), (given.of_query, given.of_keys, given.of_keys)
+        # Autocast, where a backward runs inside of it, would round the formula's float32 products.
+        with framework.no_autocast(self.call.device.type):
+            found = formula.gradients(*inputs, given.out, given.lse, given.dout, given.dlse, given.parameters(self.call))
+        dq, dk, dv = (
+            self._layout.made(which, like).copy_(values) if wanted else None
+            for which, (like, values, wanted) in enumerate(zip(inputs, found, asked, strict=True))
+        )
+        return dq, dk, dv
+
+
+Choose = Callable[[Call, Given], tuple[GradientPlan | FormulaPlan, Gradients]]
+
+
+class Backward:
+    """The gradients of one call's output and LSE: a plan for each way in which tensors lie in memory."""
+
+    __slots__ = ("_choose", "_plans", "call")
+
+    def __init__(self, call: Call, choose: Choose) -> None:
+        """`choose` decides and computes where nothing is remembered; several threads may ask it at once."""
+        self.call, self._choose = call, choose
+        self._plans: dict[Hashable, tuple[GradientPlan | FormulaPlan, bool]] = {}
+
+    def gradients(self, given: Given) -> Gradients:
+        """Those that are asked for. Any strides will do: hooks on saved tensors may have changed them."""
+        query, key, value, out, lse, dout, dlse, mask, slopes, sinks, _, of_query, of_keys = given
+        addresses = query.data_ptr() | key.data_ptr() | value.data_ptr() | out.data_ptr() | lse.data_ptr() | dout.data_ptr()
+        layout = (
+            query.stride(),
+            key.stride(),
+            value.stride(),
+            out.stride(),
+            lse.stride(),
+            dout.stride(),
+            addresses % 16,
+            None if dlse is None else (dlse.stride(), dlse.data_ptr() % 16),
+            of_query,
+            of_keys,
+            None if mask is None and slopes is None and sinks is None else _places(mask, slopes, sinks),
+            torch.are_deterministic_algorithms_enabled(),
+        )
+        found = self._plans.get(layout)
+        if found is None:
+            return self._first(layout, given)
+        plan, readable = found
+        return plan.run(given if readable else _readable(given))
+
+    def _first(self, layout: Hashable, given: Given) -> Gradients:
+        """Decide, run and remember."""
+        readable = _readable(given)
+        plan, found = self._choose(self.call, readable)
+        if len(self._plans) >= MOST_LAYOUTS:
+            self._plans.clear()
+        self._plans[layout] = plan, readable is given
+        return found
+
+
+def _places(*tensors: torch.Tensor | None) -> Hashable:
+    return tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors)
+
+
+def _readable(given: Given) -> Given:
+    """The same with gradients as kernels read them fast (rows without gaps, on 16-byte boundaries, nothing broadcast) and the LSE and its
+    gradient dense, since kernels are told of no strides of these."""
+    lse, dout, dlse = given.lse, given.dout, given.dlse
+    unit = 16 // dout.element_size()
+    outer = [stride for size, stride in zip(dout.shape[:3], dout.stride()[:3], strict=True) if size > 1]
+    fits = dout.stride(3) == 1 and dout.data_ptr() % 16 == 0 and all(stride and stride % unit == 0 for stride in outer)
+    if fits and lse.is_contiguous() and (dlse is None or dlse.is_contiguous()):
+        return given
+    dout = dout if fits else dout.clone(memory_format=torch.contiguous_format)
+    return given._replace(dout=dout, lse=lse.contiguous(), dlse=None if dlse is None else dlse.contiguous())

@@ -1,0 +1,140 @@
+"""Prepared backwards against a stand-in for the driver: launches get the tensors of their own call, and scratch that no other call has."""
+
+import contextlib
+import ctypes
+import struct
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_dispatch_launch import PROBLEMS, SHIPPED, Library
+
+from flashtune import kernels_generated
+from flashtune.core.binaries import STRUCT_FORMATS, Binary, Manifest, read_manifest
+from flashtune.dispatch import devices
+from flashtune.dispatch.arguments import parse
+from flashtune.dispatch.gradient_plans import Given, GradientPlan
+from flashtune.dispatch.launch import driver, prepared
+from flashtune.dispatch.launch.hostcode import load_host_code
+
+ROOT = Path(kernels_generated.__file__).parent
+HOPPER = next(kernel for kernel in SHIPPED if PROBLEMS[kernel.variant_id].direction == "bwd" and kernel.template == "flash_bwd_hopper")
+MANIFEST = read_manifest(ROOT / HOPPER.manifest)
+PROBLEM = PROBLEMS[HOPPER.variant_id]
+
+Launched = tuple[str, dict[str, int]]
+
+
+class Decoding(Library):
+    """Keeps what each launch was given, the kernel and every address by its parameter's name, and the sums that two calls had at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.binaries: list[Binary] = []
+        self.calls: dict[int, list[Launched]] = {}
+        self.sums: list[int] = []
+        self.shared: set[int] = set()
+
+    def cuLaunchKernelEx(self, config: int, function: int, parameters: int, extra: None) -> int:
+        binary, found = self.binaries[function], {}
+        sizes = [len(parameter.layout) for parameter in binary.parameters]
+        places = (ctypes.c_void_p * sum(sizes)).from_address(parameters)
+        for index, parameter in enumerate(binary.parameters):
+            place = places[sum(sizes[:index])]
+            assert place is not None
+            if parameter.kind == "pointer" or parameter.tensor_map is not None:
+                found[parameter.name] = struct.unpack("<Q", ctypes.string_at(place, struct.calcsize("<" + STRUCT_FORMATS["pointer"])))[0]
+        with self.lock:
+            self.calls.setdefault(threading.get_ident(), []).append((binary.kernel, found))
+            if binary.kernel == "prepare_rows":
+                self.shared |= {found["sums_ptr"]} & set(self.sums)
+                self.sums.append(found["sums_ptr"])
+            elif binary.kernel == "finish_queries":
+                self.sums.remove(found["sums_ptr"])
+        time.sleep(self.pause)
+        return 0
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Decoding:
+    library = Decoding()
+
+    def function(binary: Binary, *_: object) -> int:
+        library.binaries.append(binary)
+        return len(library.binaries) - 1
+
+    monkeypatch.setattr(driver, "library", lambda: library)
+    monkeypatch.setattr(driver, "use_context", lambda device: None)
+    monkeypatch.setattr(prepared, "_function", function)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    for name, value in (("_cuda_getDevice", None), ("_cuda_getCurrentRawStream", 5)):
+        monkeypatch.setattr(torch._C, name, lambda *_, value=value: value, raising=False)
+    return library
+
+
+def given(n: int = 200, *, of_query: bool = True, of_keys: bool = True) -> Given:
+    q, k, v, out, dout = (torch.zeros(2, n, 3, PROBLEM.d, dtype=torch.bfloat16).transpose(1, 2) for _ in range(5))
+    lse = torch.zeros(2, 3, n)
+    return Given(q, k, v, out, lse, dout, None, None, None, None, 0, of_query, of_keys)
+
+
+def built(one: Given, manifest: Manifest = MANIFEST) -> GradientPlan:
+    """The plan of calls like this one, with machine code for a GPU."""
+    host = load_host_code((ROOT / HOPPER.path).read_text(encoding="utf-8"), "hopper")
+    call = parse(one.query, one.key, one.value, None, 0.0, PROBLEM.features.causal)
+    plan = GradientPlan(
+        replace(call, device=torch.device("cuda", 0)), host, manifest=manifest, whole=lambda: pytest.fail("all of it loaded")
+    )
+    plan.build(one)
+    plan.call = call
+    return plan
+
+
+def test_a_backward_is_launched_with_its_calls_tensors_and_scratch_of_its_own(library: Decoding) -> None:
+    plan, barrier = built(given()), threading.Barrier(4)
+    library.pause = 0.0005
+    done: dict[int, list[tuple[Given, Any]]] = {}
+
+    def work() -> None:
+        barrier.wait()
+        # Kept, so that no address comes twice.
+        done[threading.get_ident()] = [(one := given(), plan.run(one)) for _ in range(10)]
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert library.calls.keys() == done.keys() and not library.shared
+    for thread, calls in done.items():
+        launches = library.calls[thread]
+        assert [name for name, _ in launches] == ["prepare_rows", "flash_bwd_hopper", "finish_queries"] * len(calls)
+        for (one, grads), (prepare, main, finish) in zip(calls, zip(*[iter(at for _, at in launches)] * 3, strict=True), strict=True):
+            dq, dk, dv = (grad.data_ptr() for grad in grads)
+            inputs = {name: getattr(one, name).data_ptr() for name in ("query", "key", "value", "out", "lse", "dout")}
+            assert [prepare[f"{name}_ptr"] for name in ("out", "dout", "lse")] == [inputs[name] for name in ("out", "dout", "lse")]
+            assert [main[f"{name[0]}_desc"] for name in ("query", "key", "value")] == [inputs[name] for name in ("query", "key", "value")]
+            assert main["dout_desc"] == inputs["dout"]
+            assert (main["dk_desc"], main["dv_desc"], finish["dq_ptr"]) == (dk, dv, dq)
+            # What the launches of a call hand on to each other.
+            assert prepare["sums_ptr"] == main["sums_ptr"] == finish["sums_ptr"]
+            scratch = {prepare["lse_2_ptr"], prepare["delta_ptr"], prepare["sums_ptr"]}
+            assert {main["lse_desc"], main["delta_desc"]} < scratch and len(scratch) == 3
+            assert all(grad.stride() == x.stride() for grad, x in zip(grads, one[:3], strict=True))
+
+
+def test_without_triton_all_gradients_are_computed_where_machine_code_is_of_all(library: Decoding, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "TRITON", False)
+    one = given(of_keys=False)
+    plan = built(one)
+    dq, dk, dv = plan.run(one)
+    assert dq is not None and dk is dv is None
+    [main] = [at for name, at in library.calls[threading.get_ident()] if name == "flash_bwd_hopper"]
+    places = {x.data_ptr() for x in (one.key, one.value, dq)}
+    assert not places & {main["dk_desc"], main["dv_desc"]} and main["dk_desc"] != main["dv_desc"]
