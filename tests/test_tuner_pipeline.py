@@ -15,7 +15,7 @@ from planted import PATIENT, PLANTED_PROBLEM, HereAndNow, Listener, planted_fami
 from flashtune.core.errors import EnvironmentProblem, NoKernelFound
 from flashtune.core.problem import Problem
 from flashtune.core.results import Conditions, Fate, Outcome, Provenance, SearchResult
-from flashtune.tuner import evaluation, searching, tasks
+from flashtune.tuner import evaluation, problem_search, searching, tasks
 from flashtune.tuner.compile import code_hash, compiled_kernels, launch_hash
 from flashtune.tuner.replies import Called, Failed, Launched, Ready
 from flashtune.tuner.searching import Search, SearchPlan
@@ -311,6 +311,30 @@ def test_an_interruption_ends_all_lanes_and_keeps_their_trials(monkeypatch: pyte
     results = run(plan(4, devices=("0", "1")), again, storage)
     assert {result.problem for result in results} == set(problems(4))
     assert len(again.trials) <= 4 * 8 - 11
+
+
+def test_what_follows_the_trials_is_taken_from_each_problems_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that trials advance by a second and races by four: those who come last have as many trials as others."""
+    staged(monkeypatch)
+    now = [1000.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], time_ns=lambda: 7, sleep=lambda seconds: None)
+    monkeypatch.setattr(searching, "time", clock)
+    monkeypatch.setattr(problem_search, "time", clock)
+
+    def taking(seconds: float, task: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            now[0] += seconds
+            return task(*arguments)
+
+        run.__name__ = task.__name__
+        return run
+
+    monkeypatch.setattr(tasks, "evaluate_candidate", taking(1.0, simulated.timed))
+    monkeypatch.setattr(tasks, "race_finalists", taking(4.0, simulated.raced))
+    results = run(plan(4, trials=30, budget_s=60.0, sampler="random"))
+    first, *others = [len(result.outcomes) for result in results]
+    assert first > max(others) and max(others) - min(others) <= 1
+    assert now[0] - 1000.0 <= 60.0 + 4.0
 
 
 def test_a_lane_that_finds_nothing_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,6 +132,7 @@ class ProblemSearch:
         try:
             self.begin()
             self._trials()
+            tried = time.monotonic()
             self.study.leave()
             if self.study.others or not self.study.may_decide():
                 return None
@@ -143,6 +144,7 @@ class ProblemSearch:
             self.at("racing")
             result = self._race()
             self.study.decide(result)
+            self.search._followed(time.monotonic() - tried)
             return result
         except BaseException as error:
             self.abandon()

@@ -5,6 +5,7 @@ A failing candidate is an Outcome; nothing that a candidate does ends a search.
 """
 
 import math
+import statistics
 import threading
 import time
 from collections import deque
@@ -109,6 +110,7 @@ class Search:
         self._rows = list(plan.known)
         self._found: dict[int, SearchResult] = {}
         self._begun, self._started = 0, 0.0
+        self._after_trials: list[float] = []
         self.lock, self.stopping = threading.RLock(), threading.Event()
         self._seed = plan.seed if plan.seed is not None else time.time_ns() % (1 << 31)
 
@@ -172,12 +174,23 @@ class Search:
             return self._begun - 1
 
     def _deadline(self, index: int) -> float | None:
-        """When a problem that begins now has to end, so that those after it have their share of the time."""
+        """When the trials of a problem that begins now have to end, so that those after it have their share of the time.
+
+        Races and what else follows the trials are reckoned with what they took of the problems before.
+        """
         if self._plan.budget_s is None:
             return None
         now, lanes = time.monotonic(), max(1, len(self._plan.devices))
         left = max(0.0, self._plan.budget_s - (now - self._started))
-        return now + left / math.ceil((len(self._plan.problems) - index) / lanes)
+        share = left / math.ceil((len(self._plan.problems) - index) / lanes)
+        with self.lock:
+            after = statistics.median(self._after_trials) if self._after_trials else 0.0
+        return now + max(0.0, share - after)
+
+    def _followed(self, seconds: float) -> None:
+        """What followed a problem's trials took so long."""
+        with self.lock:
+            self._after_trials.append(seconds)
 
     def _end(self, index: int, result: SearchResult) -> bool:
         """Whether this is the first to end a problem; another lane may have worked on it, too."""
