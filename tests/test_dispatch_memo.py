@@ -190,7 +190,14 @@ def test_steps_of_a_growing_sequence_are_decided_a_span_at_a_time(
         decided.append(problem.n_kv)
         return policy.rank(problem, *rest, **words)
 
+    def serves_span(*given: Any, asked: Any = resolve.serves_span) -> bool:
+        known = list(decided)
+        found: bool = asked(*given)
+        decided[:] = known
+        return found
+
     monkeypatch.setattr(resolve, "rank", rank)
+    monkeypatch.setattr(resolve, "serves_span", serves_span)
     keys = torch.randn(2, 4, 400, 16)
 
     def take(lengths: range, left: int | None = None) -> list[int]:

@@ -3,15 +3,13 @@
 Each number of keys is a signature of its own, and to decide takes longer than a call. So steps are taken together, `SPAN` of them.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from flashtune.core.band import Alignment, Band, Window, diagonal_of, parse_window
 from flashtune.core.problem import DECODE_ROWS, Problem
-from flashtune.core.target import Target
-from flashtune.dispatch.policy import Choice, Pool, choose
-from flashtune.templates import families
+from flashtune.dispatch.policy import Choice, Pool
 
 SPAN = 64
 """Numbers of keys that are decided on at once."""
@@ -48,10 +46,8 @@ def span_of(signature: tuple[Any, ...] | None) -> Hashable | None:
     return (q, k[:2], v[:2], k[3], v[3], -(-k[2] // SPAN), *rest)
 
 
-def choice_of_span(
-    problem: Problem, sides: Sides, target: Target, pool: Pool, *, framework_serves: bool, unmeasured: bool
-) -> Choice | None:
-    """What the policy chooses for every step of the span of this one; None where that isn't one and the same.
+def choice_of_span(problem: Problem, sides: Sides, pool: Pool, choose: Callable[[Problem], Choice]) -> Choice | None:
+    """What is chosen for every step of the span of this one; None where that isn't one and the same.
 
     It is asked at both ends: between them nothing changes but where a row is of a length. A side that hides nothing at one length may
     hide something at a larger one: then there is no such choice.
@@ -60,9 +56,5 @@ def choice_of_span(
     first = last - SPAN + 1
     if sides.band(problem.n_q, last).bounded or any(first <= n <= last for n in pool.lengths):
         return None
-    known = families()
-    one, other = (
-        choose(replace(problem, n_kv=n), target, pool, known, framework_serves=framework_serves, unmeasured=unmeasured)
-        for n in (first, last)
-    )
+    one, other = (choose(replace(problem, n_kv=n)) for n in (first, last))
     return other if (one.family, one.config, one.spec) == (other.family, other.config, other.spec) else None

@@ -23,6 +23,7 @@ from flashtune.dispatch.known import Plan, Plans
 from flashtune.dispatch.launch.driver import NO_RESOURCES, DriverError
 from flashtune.dispatch.plans import FrameworkPlan, KernelPlan
 from flashtune.dispatch.policy import Choice, Kind, Pool, Refusal, group_of, rank, torch_has
+from flashtune.dispatch.ready import ready_first
 from flashtune.templates import families
 from flashtune.templates.family import Family
 
@@ -254,7 +255,7 @@ def candidates(
         said = functools.partial(Explanation, kind="exact", reason="its kernel is pinned", gpu=target.slug)
         yield Candidate(plan=KernelPlan(call, memo.pinned, q), kind="exact", said=said)
     unmeasured = memo.unmeasured or call.device.type == "cpu"
-    for choice in rank(problem, target, records, known, framework_serves=call.fused_by_torch, unmeasured=unmeasured):
+    for choice in _ranked(memo, problem, target, records, known, framework_serves=call.fused_by_torch, unmeasured=unmeasured):
         if isinstance(choice, Refusal):
             refused.append(_refusal(memo, choice))
             continue
@@ -342,12 +343,16 @@ def serves_span(memo: Memo, call: Call, variant: Variant | None, sides: growing.
     """Whether this kernel (None: torch) is what the policy chooses for all decoding steps of the span that this call lies in."""
     if call.problem is None or memo.pinned is not None:
         return False
-    target, _, records = _surroundings(memo, call, call.problem)
+    target, known, records = _surroundings(memo, call, call.problem)
     if not isinstance(records, Pool):
         return False
     unmeasured = memo.unmeasured or call.device.type == "cpu"
-    serves = call.fused_by_torch
-    choice = growing.choice_of_span(call.problem, sides, target, records, framework_serves=serves, unmeasured=unmeasured)
+
+    def chosen(problem: Problem) -> Choice:
+        ranked = _ranked(memo, problem, target, records, known, framework_serves=call.fused_by_torch, unmeasured=unmeasured)
+        return next(choice for choice in ranked if isinstance(choice, Choice))
+
+    choice = growing.choice_of_span(call.problem, sides, records, chosen)
     return choice is not None and (None if choice.family is None else _variant(choice, choice.family)) == variant
 
 
@@ -396,7 +401,7 @@ def explain_problem(memo: Memo, problem: Problem, target: Target) -> Explanation
             return Explanation(kind="framework", reason=reason, gpu=target.slug, key=problem.key(target.slug))
         return explained(chosen, problem, target, refused, _variant(chosen, chosen.family))
     pool = memo.pool(problem.key(target.slug), target)
-    for choice in rank(problem, target, pool, families(), framework_serves=torch_has(problem), unmeasured=memo.unmeasured):
+    for choice in _ranked(memo, problem, target, pool, families(), framework_serves=torch_has(problem), unmeasured=memo.unmeasured):
         if isinstance(choice, Choice):
             variant = None if choice.family is None else _variant(choice, choice.family)
             return explained(choice, problem, target, refused, variant)
@@ -412,7 +417,7 @@ def explained(
     own = record is not None and variant is not None and variant.spec == record.problem.spec()
     if own and record is not None and variant is not None and variant.template_hash != record.outcome.template_hash:
         reason += f"; the template {variant.template} has changed since, so search again for a current time"
-    if variant is not None and choice.kind in ("stand_in", "default", "predicted") and not _compiled(variant, target):
+    if variant is not None and not interpreted and target.arch.isdigit() and not _compiled(variant, target):
         reason += "; there is no machine code of it, so Triton compiles it at the first call"
     if choice.kind == "framework" and record is None and refused:
         reason += f" ({refused[-1]})"
@@ -449,6 +454,17 @@ def _compiled(variant: Variant, target: Target) -> bool:
         return kernels.manifest(variant, target.arch) is not None
     except EnvironmentProblem:
         return False
+
+
+def _ranked(
+    memo: Memo, problem: Problem, target: Target, records: Pool | Sequence[TuningRecord], known: Mapping[str, Family], **words: bool
+) -> Iterator[Choice | Refusal]:
+    """The policy's order, save that what is compiled goes before near-equal stand-ins that aren't."""
+
+    def ready(choice: Choice) -> bool:
+        return choice.family is not None and memo.machine_code(choice.family, _variant(choice, choice.family), target)[0] is not None
+
+    return ready_first(rank(problem, target, records, known, **words), ready)
 
 
 def report_failure(memo: Memo, variant: Variant, device: torch.device, error: BaseException) -> str:

@@ -1,0 +1,45 @@
+"""Between near-equal choices the one whose machine code is at hand goes first, so that no call waits for a compiler without need."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+from flashtune.dispatch.policy import Choice, Refusal
+
+NEAR_EQUAL = 0.05
+"""So much more may a choice be estimated to lose than one that has to be compiled: the estimates are medians, whose 90th percentiles lie
+further apart (flashtune.dispatch.stand_in.LOSSES), and compiling takes seconds."""
+
+AHEAD = 12
+"""So many choices are looked at for one with machine code."""
+
+
+def ready_first(choices: Iterable[Choice | Refusal], ready: Callable[[Choice], bool]) -> Iterator[Choice | Refusal]:
+    """A ranking (flashtune.dispatch.policy.rank), in which stand-ins without machine code wait behind the first of those that follow
+    that is `ready` and estimated to lose little more. Nothing passes a row of the problem's own key, or the framework."""
+    ranking = iter(choices)
+    for one in ranking:
+        if isinstance(one, Refusal) or not _waits(one) or ready(one):
+            yield one
+            continue
+        waiting: list[Choice | Refusal] = [one]
+        for other in ranking:
+            if isinstance(other, Choice) and _waits(other) and _near(other, one) and ready(other):
+                yield replace(other, note=f"{other.note}; nearer rows have no machine code for these features")
+                break
+            waiting.append(other)
+            if len(waiting) > AHEAD or (isinstance(other, Choice) and not _waits(other)):
+                break
+        yield from waiting
+
+
+def _waits(choice: Choice) -> bool:
+    """Whether it is a kernel by the row of another key."""
+    return choice.family is not None and choice.estimate is not None
+
+
+def _near(choice: Choice, first: Choice) -> bool:
+    """Whether it is estimated to lose little more than the first, and is of a row of the same spec: what was moved from another one is
+    hardly ever compiled, and has to be rendered to be told."""
+    assert choice.estimate is not None and first.estimate is not None, "they stand in"
+    own = choice.record is None or choice.record.problem.spec() == choice.spec
+    return own and choice.estimate.median <= first.estimate.median + NEAR_EQUAL

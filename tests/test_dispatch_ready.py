@@ -1,0 +1,79 @@
+"""Between near-equal choices the one whose machine code is at hand serves, so that no call waits for a compiler without need."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from flashtune import dispatch
+from flashtune.core.problem import Features, Problem
+from flashtune.core.target import find_target
+from flashtune.dispatch import kernels
+from flashtune.dispatch.policy import Choice, Kind, Refusal
+from flashtune.dispatch.ready import NEAR_EQUAL, ready_first
+from flashtune.dispatch.stand_in import Estimate
+from flashtune.templates import family
+
+H200 = find_target("h200")
+PLAIN = Problem(batch=4, heads=16, kv_heads=4, n_q=512, n_kv=512, d=128, d_v=128, dtype="bf16")
+WITH_ROWS = {
+    "mask": Features(mask="bool"),
+    "bias": Features(mask="bias"),
+    "dropout": Features(causal=True, dropout=True),
+    "softcap": Features(causal=True, softcap=True),
+    "alibi": Features(causal=True, alibi=True),
+}
+"""Features that the shipped rows have at 4096 keys alone, with machine code."""
+
+
+@pytest.fixture(autouse=True)
+def shipped_rows_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    dispatch.reload(alone=True)
+    yield
+    dispatch.reload()
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("feature", WITH_ROWS)
+def test_a_feature_that_ships_compiled_is_served_compiled_at_a_few_hundred_keys(feature: str, d: int) -> None:
+    problem = replace(PLAIN, d=d, d_v=d, features=WITH_ROWS[feature])
+    found = dispatch.explain_problem(problem, "h200")
+    assert kernels.shipped_index(kernels.PACKAGE).find(str(found.variant_id)) is not None
+    assert "Triton compiles it" not in found.reason and "nearer rows have no machine code" in found.reason
+
+
+def test_what_has_no_machine_code_says_so() -> None:
+    problem = replace(PLAIN, d=96, d_v=96)
+    found = dispatch.explain_problem(problem, "h200")
+    assert found.kind == "stand_in" and "there is no machine code of it, so Triton compiles it at the first call" in found.reason
+
+
+def choice(name: str, loss: float | None, kind: Kind = "stand_in") -> Choice:
+    estimate = None if loss is None else Estimate(median=loss, worst=2 * loss)
+    made = None if kind == "framework" else family("flash_fwd_hopper")
+    config = None if made is None else made.default(PLAIN.spec(), H200)
+    return Choice(kind=kind, spec=PLAIN.spec(), note=name, family=made, config=config, estimate=estimate)
+
+
+def order(*choices: Choice | Refusal, ready: str) -> list[str]:
+    found = ready_first(choices, lambda one: one.note in ready.split())
+    return [one.reason if isinstance(one, Refusal) else one.note.split(";")[0] for one in found]
+
+
+A, B, C, FRAMEWORK = choice("a", 0.05), choice("b", 0.06), choice("c", 0.1), choice("torch", None, "framework")
+FAR = choice("far", 0.06 + NEAR_EQUAL)
+
+
+def test_the_first_with_machine_code_goes_before_those_without_and_all_others_stay_in_order() -> None:
+    assert order(A, B, C, FRAMEWORK, ready="") == ["a", "b", "c", "torch"]
+    assert order(A, B, C, FRAMEWORK, ready="a c") == ["a", "c", "b", "torch"]
+    assert order(A, B, C, FRAMEWORK, ready="a b") == ["a", "b", "c", "torch"]
+    assert order(A, B, C, FRAMEWORK, ready="b c") == ["b", "a", "c", "torch"]
+    assert order(A, Refusal(reason="no"), B, C, FRAMEWORK, ready="c") == ["c", "a", "no", "b", "torch"]
+
+
+def test_what_is_estimated_to_lose_far_more_what_is_of_this_key_and_torch_keep_their_places() -> None:
+    assert order(A, FAR, FRAMEWORK, ready="far") == ["a", "far", "torch"]
+    assert order(choice("exact", None, "exact"), B, FRAMEWORK, ready="b") == ["exact", "b", "torch"]
+    assert order(A, FRAMEWORK, B, ready="b") == ["a", "torch", "b"]
+    assert order(choice("default", None, "default"), B, ready="b") == ["default", "b"]
