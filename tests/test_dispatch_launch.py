@@ -19,7 +19,7 @@ from flashtune.core.binaries import Binary, Manifest, Parameter, TensorMap, read
 from flashtune.core.dtypes import output_dtype
 from flashtune.core.modules import load_source
 from flashtune.core.passes import PER_HEAD, CallParameters
-from flashtune.core.problem import Features, Problem
+from flashtune.core.problem import Features, MaskKind, Problem
 from flashtune.core.shipped import GeneratedKernel, read_index
 from flashtune.core.target import find_target
 from flashtune.core.torch_dtypes import TORCH_DTYPES
@@ -269,6 +269,17 @@ def test_what_is_recorded_of_all_that_heads_have_their_own_of_is_what_is_launche
     chosen, spec = family(name), problem.spec()
     config = chosen.default(spec, find_target("h200"))
     compare(load_source(render(chosen, variant_of(chosen, spec, config)), "per_head"), problem)
+
+
+@pytest.mark.parametrize("mask", ["bool", "bias"])
+@pytest.mark.parametrize("name", ["flash_bwd", "flash_bwd_hopper", "flash_bwd_hopper_split"])
+def test_what_is_recorded_of_a_backward_with_features_is_what_is_launched(name: str, mask: MaskKind) -> None:
+    features = Features(causal=True, mask=mask, alibi=True, dropout=True, softcap=True)
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "n_q": 70, "n_kv": 304, "d": 64, "d_v": 64}
+    problem = Problem(**sizes, dtype="bf16", features=features, direction="bwd")
+    chosen, spec = family(name), problem.spec()
+    config = chosen.default(spec, find_target("h200"))
+    compare(load_source(render(chosen, variant_of(chosen, spec, config)), name), problem)
 
 
 def compare(module: Any, problem: Problem) -> None:
