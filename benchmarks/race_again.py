@@ -176,9 +176,7 @@ def race_problem(problem: Problem, checked: list[Checked], target: Target, seed:
     began = time.time()
     times = stopwatch.race(runs, budget_s=seconds, least=15)
     ended = time.time()
-    # What a backward costs a caller is torch's autograd as much as ours.
-    forward = problem.direction == "fwd"
-    calls = call_times(modules, inputs, framework, budget_s=seconds / 9 * max(3, len(modules))) if forward else [None] * (len(modules) + 1)
+    calls = call_times(modules, inputs, budget_s=seconds / 9 * max(3, len(modules)))
     del inputs
     torch.cuda.empty_cache()
     return {"times": times, "calls": calls, "backend": backend, "began": began, "ended": ended, "pid": os.getpid()}

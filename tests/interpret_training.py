@@ -13,7 +13,14 @@ from flashtune import dispatch
 from flashtune.core import reference
 from flashtune.core.band import Band
 from flashtune.core.errors import InputError
+from flashtune.core.modules import load_source
+from flashtune.core.problem import Problem
+from flashtune.core.target import find_target
 from flashtune.dispatch import resolve
+from flashtune.profiler.whole_calls import call_times
+from flashtune.templates import family
+from flashtune.templates.rendering import render, variant_of
+from flashtune.tuner.inputs import make_inputs
 
 warnings.filterwarnings("ignore")
 SHAPES = [(1, 2, 20, 16), (1, 1, 24, 16), (1, 1, 24, 16)]
@@ -55,6 +62,18 @@ def same_when_checkpointed() -> bool:
     torch.manual_seed(1)
     checkpoint(lambda *t: causal(*t, dropout_p=0.5), *x, use_reentrant=True).square().sum().backward()
     return all(torch.allclose(t.grad, w, atol=1e-5) for t, w in zip(x, wanted, strict=True))  # type: ignore[arg-type]
+
+
+def whole_steps() -> list[object]:
+    """How many ways of a training step are timed, and whether a backward kernel that is pinned is among those that run."""
+    problem = Problem(batch=1, heads=2, kv_heads=1, n_q=20, n_kv=24, d=16, d_v=16, dtype="fp32", direction="bwd")
+    chosen, spec = family("flash_bwd"), problem.spec()
+    module = load_source(render(chosen, variant_of(chosen, spec, chosen.default(spec, find_target("l4")))), "pinned")
+    launches, ran = module.launches, []
+    module.launches = lambda *given, **words: ran.append(given) or launches(*given, **words)  # type: ignore[func-returns-value]
+    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+    times = call_times([module], make_inputs(problem, device="cpu", seed=0), budget_s=0.0)
+    return [len(times), bool(ran)]
 
 
 def main() -> None:
@@ -136,6 +155,8 @@ def main() -> None:
         total = step(*x)
     total.backward()
     report["unpacked with gaps"] = max(float((t.grad - wanted).abs().max()) for t, wanted in zip(x, eager, strict=True))  # type: ignore[operator]
+
+    report["whole steps"] = whole_steps()
 
     asked: list[object] = []
     choose = resolve.gradient_kernels

@@ -63,6 +63,10 @@ def test_what_computes_gradients_is_chosen_once_for_calls_that_are_alike(report:
     assert report["asked once"] == [1, True]
 
 
+def test_whole_steps_are_timed_with_the_backward_that_is_pinned_and_with_torchs(report: dict[str, Any]) -> None:
+    assert report["whole steps"] == [2, True]
+
+
 def test_a_second_derivative_is_refused_in_one_sentence(report: dict[str, Any]) -> None:
     assert report["twice"].startswith("attention was differentiated twice") and "MATH" in report["twice"]
 
@@ -111,6 +115,16 @@ def test_torch_serves_gradients_until_a_backward_was_measured_on_the_architectur
     small = replace(PROBLEM, n_q=128, n_kv=128)
     found, why = resolve.gradient_choice(memo, small, H200)
     assert found is None and "less than the launches of ours take the host" in why
+    # Of a key whose whole steps were measured, these say who serves.
+    mine = record(replace(small, direction="bwd"), template="flash_bwd_hopper_split", config=measured.outcome.config, framework_us=200.0)
+    for ours_us, serves in ((290.0, True), (310.0, False)):
+        assert mine.baseline is not None
+        outcome, baseline = replace(mine.outcome, call_us=ours_us), replace(mine.baseline, call_us=300.0)
+        stepped = replace(mine, outcome=outcome, baseline=baseline)
+        monkeypatch.setattr(memo, "pool", lambda key, target, stepped=stepped: [stepped])
+        assert (resolve.gradient_choice(memo, small, H200)[0] is not None) == serves
+    monkeypatch.setattr(memo, "pool", lambda key, target: [mine])
+    assert resolve.gradient_choice(memo, small, H200)[0] is None
     monkeypatch.setattr(allowed, "pool", lambda key, target: [measured])
     assert resolve.gradient_choice(allowed, small, H200)[0] is not None
     slower = replace(measured, baseline=Baseline(backend="cudnn", measurement=Measurement.of([1.0])))

@@ -134,7 +134,8 @@ def reload(database: str | Path | None = None, *, alone: bool = False) -> None:
 
 @contextmanager
 def serving(memo: Memo) -> Iterator[None]:
-    """Let this memo's choices serve the calls of all threads meanwhile: with Memo(pinned=module) a kernel is measured as it would serve."""
+    """Let this memo's choices serve the calls of all threads meanwhile: with one that has a kernel pinned, that is measured as it would
+    serve."""
     global _pinned
     before, _pinned = _pinned, memo
     _changed()

@@ -11,7 +11,7 @@ from types import ModuleType
 import torch
 
 from flashtune.core.binaries import Manifest
-from flashtune.core.config import Config, Variant
+from flashtune.core.config import Config, Direction, Variant
 from flashtune.core.errors import EnvironmentProblem, FlashtuneError
 from flashtune.core.problem import FLAGS, Problem, ProblemKey
 from flashtune.core.results import Source, TuningRecord
@@ -52,17 +52,18 @@ class Memo:
     """Plans by signature and, of decoding steps, by span (flashtune.dispatch.growing; None where each is decided by itself), the library's
     records by group, kernels that failed, warnings given.
 
-    `pinned` is a rendered module that serves every call which it accepts, for measurements.
+    `pinned` is a pass and a rendered module that serves every call of it which it accepts, for measurements.
     Reading a plan takes no lock; everything that decides holds `lock`.
     """
 
-    def __init__(self, settings: Settings = Settings(), *, pinned: ModuleType | None = None) -> None:
+    def __init__(self, settings: Settings = Settings(), *, pinned: tuple[Direction, ModuleType] | None = None) -> None:
         self.lock = threading.RLock()
         self.plans = Plans()
         self.backwards: dict[Hashable, Backward] = {}
         self.spans: dict[Hashable, FrameworkPlan | KernelPlan | None] = {}
         self.broken: dict[tuple[str, str], str] = {}
-        self.settings, self.pinned = settings, pinned
+        self.settings = settings
+        self.pinned: dict[Direction, ModuleType] = {} if pinned is None else dict([pinned])
         self._records: list[TuningRecord] | None = None
         self._pools: dict[tuple[object, ...], Pool] = {}
         self._code: dict[tuple[str, str], tuple[Manifest, ModuleType | None]] = {}
@@ -234,7 +235,7 @@ def candidates(
         torch_only = f"{GRADIENT}, and {why}"
         if call.mask_kind != "none" and call.device.type == "cuda":
             torch_only += " (without cuDNN, whose gradients can be NaN under a mask)"
-    if torch_only is None and problem is not None and memo.pinned is None and call.torch_draws:
+    if torch_only is None and problem is not None and not memo.pinned and call.torch_draws:
         # A checkpoint's first forward runs without gradients, and its second has to drop what the first one dropped.
         chosen, why = gradient_choice(memo, problem, devices.target_of(call.device), repeatable=same_bits_asked(call.deterministic))
         if chosen is None:
@@ -251,9 +252,9 @@ def candidates(
     mask = call.full_mask(mask)
     refused: list[str] = []
     failed: set[str] = set()
-    if memo.pinned is not None and memo.pinned.accepts(q, k, v, mask):
+    if (pinned := memo.pinned.get("fwd")) is not None and pinned.accepts(q, k, v, mask):
         said = functools.partial(Explanation, kind="exact", reason="its kernel is pinned", gpu=target.slug)
-        yield Candidate(plan=KernelPlan(call, memo.pinned, q), kind="exact", said=said)
+        yield Candidate(plan=KernelPlan(call, pinned, q), kind="exact", said=said)
     unmeasured = memo.unmeasured or call.device.type == "cpu"
     for choice in _ranked(memo, problem, target, records, known, framework_serves=call.fused_by_torch, unmeasured=unmeasured):
         if isinstance(choice, Refusal):
@@ -299,12 +300,17 @@ def gradient_choice(memo: Memo, problem: Problem, target: Target, *, repeatable:
     torch does in less than the host needs for the launches.
     """
     trained = replace(problem, direction="bwd")
+    if "bwd" in memo.pinned:
+        return Choice(kind="exact", spec=trained.spec(), note="its kernel is pinned"), ""
     pool = memo.pool(trained.key(target.slug), target)
     known = _repeatable(families()) if repeatable else families()
     chosen = next(_gradient_choices(trained, target, pool, known, framework_serves=True, unmeasured=memo.unmeasured))
     if chosen.family is not None:
         record = chosen.record
-        if record is not None and not memo.unmeasured:
+        # Where whole training steps were measured of this very key, they have decided.
+        exact = record is not None and record.key == trained.key(target.slug)
+        stepped = exact and record is not None and record.outcome.call_us is not None and record.framework_call_us is not None
+        if record is not None and not stepped and not memo.unmeasured:
             known_us = record.median_us if record.framework_us is None else record.framework_us
             expected_us = known_us * trained.flops() / max(1, record.problem.flops())
             if expected_us < SHORTEST_BACKWARD_US:
@@ -341,7 +347,7 @@ def _repeatable(found: Mapping[str, Family]) -> dict[str, Family]:
 
 def serves_span(memo: Memo, call: Call, variant: Variant | None, sides: growing.Sides) -> bool:
     """Whether this kernel (None: torch) is what the policy chooses for all decoding steps of the span that this call lies in."""
-    if call.problem is None or memo.pinned is not None:
+    if call.problem is None or memo.pinned:
         return False
     target, known, records = _surroundings(memo, call, call.problem)
     if not isinstance(records, Pool):
@@ -356,8 +362,8 @@ def serves_span(memo: Memo, call: Call, variant: Variant | None, sides: growing.
     return choice is not None and (None if choice.family is None else _variant(choice, choice.family)) == variant
 
 
-def gradient_kernels(memo: Memo, call: Call, given: Given) -> Iterator[tuple[Variant, GradientPlan]]:
-    """Backward kernels that take these tensors, best first."""
+def gradient_kernels(memo: Memo, call: Call, given: Given) -> Iterator[tuple[Variant | None, GradientPlan]]:
+    """Backward kernels that take these tensors, best first; a pinned one has no variant."""
     if call.problem is None:
         return
     problem = replace(call.problem, direction="bwd")
@@ -365,6 +371,8 @@ def gradient_kernels(memo: Memo, call: Call, given: Given) -> Iterator[tuple[Var
     if same_bits_asked(call.deterministic):
         known = _repeatable(known)
     mask = call.full_mask(given.mask)
+    if (pinned := memo.pinned.get("bwd")) is not None and pinned.accepts(given.query, given.key, given.value, mask):
+        yield None, GradientPlan(call, pinned)
     for choice in _gradient_choices(problem, target, records, known, framework_serves=False):
         if choice.family is not None:
             variant = _variant(choice, choice.family)
@@ -384,7 +392,7 @@ def _first_gradients(memo: Memo, call: Call, given: Given) -> tuple[GradientPlan
                 built = True
                 return plan, plan.run(given)
             except Exception as error:
-                if not (uncompilable(error) if built else unbuildable(error)):
+                if variant is None or not (uncompilable(error) if built else unbuildable(error)):
                     raise
                 report_failure(memo, variant, call.device, error)
     formula = FormulaPlan(call, given)

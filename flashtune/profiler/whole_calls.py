@@ -1,4 +1,5 @@
-"""Whole calls: what `attention` and the framework's own function take in an eager loop, host included."""
+"""Whole calls: what `attention` and the framework's own function take in an eager loop, host included; of a backward whole training steps,
+the forward and its gradients, since both are served by kernels or neither."""
 
 import statistics
 import time
@@ -24,7 +25,7 @@ Call = Callable[[], object]
 
 
 def attention_call(inputs: Inputs) -> Call:
-    """`dispatch.attention` on these inputs, with the arguments that mean the same as theirs."""
+    """`dispatch.attention` on these inputs, with the arguments that mean the same as theirs, and its gradients where the pass is theirs."""
     given = inputs.parameters
     mask = given.mask
     if mask is not None:
@@ -38,33 +39,38 @@ def attention_call(inputs: Inputs) -> Call:
         "softcap": given.softcap,
         **given.per_head(),
     }
-    return lambda: api.attention(inputs.q, inputs.k, inputs.v, mask, given.dropout_p, **words)
+    if inputs.problem.direction == "fwd":
+        return lambda: api.attention(inputs.q, inputs.k, inputs.v, mask, given.dropout_p, **words)
+    q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+
+    def step() -> object:
+        with torch.enable_grad():
+            out = api.attention(q, k, v, mask, given.dropout_p, **words)
+        return torch.autograd.grad(out, (q, k, v), inputs.operands["dout"])
+
+    return step
 
 
 def time_calls(sources: list[tasks.Source], problem: Problem, target: Target, seed: int, budget_s: float) -> Called | Failed:
-    """Whole calls of some kernels and of the framework: a task for the process that has a problem's inputs on its GPU.
-
-    Only forward calls are timed: what a backward costs a caller is torch's autograd as much as ours.
-    """
-    if problem.direction != "fwd":
-        return Failed(fate=Fate.RUNTIME, reason=f"whole calls are timed of the forward, not of {problem.direction}")
+    """Whole calls of some kernels and of the framework: a task for the process that has a problem's inputs on its GPU."""
     try:
         inputs = tasks.inputs_on_device(problem, target, seed)
-        framework = framework_call(inputs)
         modules = [load_source(source.text, source.stem) for source in sources]
-        times = call_times(modules, inputs, framework, budget_s=budget_s)
+        times = call_times(modules, inputs, budget_s=budget_s)
     except (FlashtuneError, RuntimeError, ValueError, TypeError) as error:
         return Failed(fate=Fate.RUNTIME, reason=tasks.one_line(error))
-    return Called(times=tuple(times[: len(sources)]), framework=times[-1] if framework is not None else None)
+    return Called(times=tuple(times[: len(sources)]), framework=times[-1] if len(times) > len(sources) else None)
 
 
-def call_times(modules: Sequence[ModuleType], inputs: Inputs, framework: Call | None, *, budget_s: float) -> list[float]:
-    """Median microseconds of a call, back to back, with each rendered module in turn and last with the framework's function.
+def call_times(modules: Sequence[ModuleType], inputs: Inputs, *, budget_s: float) -> list[float]:
+    """Median microseconds of a call, back to back, with each rendered module in turn and last, where it has the problem, with the
+    framework's function.
 
     The slower of host and GPU shows: nothing waits for the GPU but the end of each group of calls.
     """
-    ours = attention_call(inputs)
-    runs: list[tuple[Any, Call]] = [(resolve.Memo(pinned=module), ours) for module in modules]
+    ours, framework = attention_call(inputs), framework_call(inputs, step=True)
+    direction = inputs.problem.direction
+    runs: list[tuple[Any, Call]] = [(resolve.Memo(pinned=(direction, module)), ours) for module in modules]
     runs += [] if framework is None else [(None, framework)]
     found: list[list[float]] = [[] for _ in runs]
     repeats, rounds = 1, 0

@@ -21,11 +21,11 @@ BACKENDS = {
 """The framework's backends by the names that `flashtune bench` shows."""
 
 
-def framework_call(inputs: Inputs, backend: str | None = None) -> Callable[[], object] | None:
+def framework_call(inputs: Inputs, backend: str | None = None, *, step: bool = False) -> Callable[[], object] | None:
     """The framework's pass on these inputs (its default choice, or one of `BACKENDS`); None where it can't express the problem.
 
-    Of a backward it is the gradients alone: the forward that they need runs at the first call, and is kept. The default choice leaves out
-    cuDNN where its gradients aren't to be trusted (flashtune.core.torch_attention).
+    Of a backward it is the gradients alone: the forward that they need runs at the first call, and is kept; in a training `step` it runs
+    each time. The default choice leaves out cuDNN where its gradients aren't to be trusted (flashtune.core.torch_attention).
 
     A diagonal at the last key is torch's `causal_lower_right`, where that reaches FlashAttention. Other bands that are not torch's own
     causal become a boolean mask, and ALiBi a bias in the inputs' dtype (the one that every backend takes), made once and outside of what
@@ -81,15 +81,14 @@ def framework_call(inputs: Inputs, backend: str | None = None) -> Callable[[], o
 
     if p.direction == "fwd":
         return lambda: chosen(inputs.q, inputs.k, inputs.v)
-    graph: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+    leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    kept: list[torch.Tensor] = []
 
     def gradients() -> tuple[torch.Tensor, ...]:
-        if not graph:
-            leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+        if not kept or step:
             with torch.enable_grad():
-                graph.append((chosen(*leaves), leaves))
-        out, leaves = graph[0]
-        return torch.autograd.grad(out, leaves, inputs.operands["dout"], retain_graph=True)
+                kept[:] = [chosen(*leaves)]
+        return torch.autograd.grad(kept[0], leaves, inputs.operands["dout"], retain_graph=not step)
 
     return gradients
 
