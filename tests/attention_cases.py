@@ -13,7 +13,7 @@ import torch
 from flashtune.core import reference
 from flashtune.core.band import Alignment, Band
 from flashtune.core.dtypes import DType, output_dtype
-from flashtune.core.passes import CallParameters
+from flashtune.core.passes import PER_HEAD, PER_HEAD_FLAGS, CallParameters, per_head_words
 from flashtune.core.problem import Features, Problem
 from flashtune.core.torch_dtypes import TORCH_DTYPES
 from flashtune.tuner.inputs import Inputs
@@ -61,7 +61,7 @@ def _problem(
 ) -> Problem:
     """One head where the case isn't about what heads have of their own: every head costs the interpreter as much again."""
     f = features or Features()
-    own = f.mask != "none" or f.alibi or f.dropout or f.sinks or dtype == "fp8"
+    own = f.mask != "none" or f.dropout or dtype == "fp8" or any(getattr(f, flag) for flag in PER_HEAD_FLAGS.values())
     heads = heads or ((2, 2) if own or batch > 1 else (1, 1))
     return Problem(batch=batch, heads=heads[0], kv_heads=heads[1], n_q=n_q, n_kv=n_kv, d=d, d_v=d_v or d, dtype=dtype, features=f)
 
@@ -291,7 +291,8 @@ def by_the_book(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Te
     keep = None
     if words["dropout_p"]:
         keep = reference.dropout_keep(words["seed"], words["offset"], q.shape[0], q.shape[1], q.shape[2], k.shape[2], words["dropout_p"])
-    shared = {name: words.get(name) for name in ("mask", "scale", "softcap", "dropout_p", "slopes", "descale", "sinks")}
+    per_head = per_head_words(dict.fromkeys(PER_HEAD))
+    shared = {name: words.get(name) for name in ("mask", "scale", "softcap", "dropout_p", *per_head)}
     found = reference.attention(q, k, v, band=band_of(words), keep=keep, dtype=torch.float32, **shared)
     out.copy_(found[0])
     lse.copy_(found[1])

@@ -8,7 +8,7 @@ import torch
 from attention_cases import band_of
 
 from flashtune.core import reference
-from flashtune.core.passes import BACKWARD, FORWARD, PER_HEAD, per_head_words
+from flashtune.core.passes import BACKWARD, FORWARD, PER_HEAD, PER_HEAD_FLAGS, per_head_words
 from flashtune.core.problem import Features, Problem
 from flashtune.tuner.correctness import Verifier, check, everywhere, oracle
 from flashtune.tuner.distributions import redistribute
@@ -44,8 +44,10 @@ def test_keywords_are_those_of_a_launch() -> None:
     inputs = make_inputs(PROBLEM, device="meta", seed=3)
     plain = {"mask", "scale", "diagonal", "window_left", "window_right", "softcap", "dropout_p", "seed", "offset"}
     assert set(inputs.keywords) == plain and inputs.keywords["mask"] is None
-    fp8 = make_inputs(replace(PROBLEM, dtype="fp8", features=Features(alibi=True, sinks=True)), device="meta", seed=3)
-    assert set(fp8.keywords) == plain | {"slopes", "descale", "sinks"}
+    fp8 = make_inputs(
+        replace(PROBLEM, dtype="fp8", features=Features(**dict.fromkeys(PER_HEAD_FLAGS.values(), True))), device="meta", seed=3
+    )
+    assert set(fp8.keywords) == plain | set(per_head_words(dict.fromkeys(PER_HEAD))) >= plain | {"slopes", "descale", "sinks"}
     given = fp8.parameters.per_head()
     assert list(given) == list(PER_HEAD)
     assert replace(fp8.parameters, **per_head_words(given)).keywords() == fp8.keywords

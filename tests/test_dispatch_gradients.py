@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from flashtune import dispatch
 from flashtune.core import reference
 from flashtune.core.band import Band
+from flashtune.core.passes import PER_HEAD_FLAGS, per_head_words
 from flashtune.dispatch import devices, framework
 from flashtune.dispatch.arguments import parse
 
@@ -88,22 +89,28 @@ def test_gradients_of_features_beyond_torch_equal_the_float64_references(
 
 
 @pytest.mark.parametrize("words", [{}, {"is_causal": True}, {"softcap": 1.5}, {"attn_mask": mask_with_an_empty_row()}], ids=str)
-@pytest.mark.parametrize(("theirs", "ours"), [("alibi_slopes", "slopes"), ("sinks", "sinks")])
-def test_what_is_given_per_head_gets_its_gradient(theirs: str, ours: str, words: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", PER_HEAD_FLAGS)
+def test_what_is_given_per_head_counts_and_gets_its_gradient(name: str, words: dict[str, Any]) -> None:
     q, k, v = inputs()
     numbers = torch.rand(2, 4)
-    if theirs == "sinks":
+    if name == "sinks":
         numbers[0, :2] = torch.tensor([float("-inf"), 5.0])
     numbers.requires_grad_()
-    dispatch.attention(q, k, v, **{theirs: numbers}, **words).square().sum().backward()
+    dispatch.attention(q, k, v, **{name: numbers}, **words).square().sum().backward()
     wide = [x.detach().double().requires_grad_() for x in (q, k, v, numbers)]
     band = Band(right=0 if "is_causal" in words else None)
     expected = {"mask": words.get("attn_mask"), "softcap": words.get("softcap", 0.0)}
-    wanted, _ = reference.attention(*wide[:3], **{ours: wide[3]}, scale=0.25, band=band, **expected)
+    wanted, _ = reference.attention(*wide[:3], **per_head_words({name: wide[3]}), scale=0.25, band=band, **expected)
     wanted.square().sum().backward()
     for mine, other in zip((q, k, v, numbers), wide, strict=True):
         assert mine.grad is not None and other.grad is not None
         torch.testing.assert_close(mine.grad.double(), other.grad, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("operator", ["attention_training", "attention_gradients"])
+def test_operators_of_training_calls_take_all_that_is_given_per_head(operator: str) -> None:
+    taken = {argument.name for argument in getattr(torch.ops.flashtune, operator).default._schema.arguments}
+    assert taken >= set(PER_HEAD_FLAGS)
 
 
 def test_a_bias_gets_its_gradient() -> None:

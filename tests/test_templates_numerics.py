@@ -8,7 +8,7 @@ from attention_cases import CASES
 from interpreting import interpreted
 
 from flashtune.core.modules import load_source
-from flashtune.core.problem import Problem
+from flashtune.core.problem import FLAGS, Problem
 from flashtune.core.target import find_target
 from flashtune.templates import family
 from flashtune.templates.rendering import render, variant_of
@@ -36,6 +36,10 @@ def test_every_case_agrees_with_the_reference(name: str) -> None:
     assert {report["name"] for report in reports if not report["supported"]} == UNSUPPORTED[name]
     assert {report["name"] for report in reports if report["supported"] and not report["accepted"]} == REFUSED[name]
     assert [report for report in reports if report["reason"]] == []
+
+
+def test_every_feature_that_is_on_or_off_has_a_case() -> None:
+    assert {flag for case in CASES for flag in FLAGS if getattr(case.problem.features, flag)} == set(FLAGS)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -262,7 +262,7 @@ def problem_options(*, many: bool) -> Callable[[Callable[..., None]], Callable[.
             help="Where the diagonal starts when --n-q differs from --n: as in torch, or with the last query over the last key.",
         ),
         click.option("--softcap", type=float, default=0.0, metavar="C", help="Soft cap of the scores; any cap tunes for all caps."),
-        *(click.option(f"--{name}", is_flag=True, help=text) for name, text in SWITCHES.items()),
+        *(click.option(f"--{name.replace('_', '-')}", is_flag=True, help=text) for name, text in SWITCHES.items()),
         click.option("--heads", type=int, help=f"Query heads (default {WIDTH} / D)."),
         click.option("--kv-heads", type=int, help="Key and value heads (default: as many as query heads)."),
         click.option("--batch", type=int, help=f"Batch (default {TOKENS} / N)."),

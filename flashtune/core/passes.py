@@ -28,6 +28,12 @@ PER_HEAD: dict[str, Literal["heads", "kv_heads"]] = {
 }
 """What callers give per head, by their name for it, and the field of a problem that counts those heads."""
 
+FACTORS = ("q_descale", "k_descale", "v_descale")
+"""Those that belong to fp8 inputs; a launch takes them together, as `descale`."""
+
+PER_HEAD_FLAGS = {"alibi_slopes": "alibi"} | {name: name for name in PER_HEAD if name not in (*FACTORS, "alibi_slopes")}
+"""The feature that each of the others asks for; a launch calls them as callers do, but for `slopes`."""
+
 Element = Literal["input", "output", "fp32"]
 """The element type of an operand: that of the problem's inputs, of its output, or float32 for all."""
 
@@ -105,8 +111,9 @@ class CallParameters:
 
     def per_head(self) -> "dict[str, torch.Tensor]":
         """What is given per head, by the names of `PER_HEAD`."""
-        given = (self.slopes, *(self.descale or (None, None, None)), self.sinks)
-        return {name: x for name, x in zip(PER_HEAD, given, strict=True) if x is not None}
+        given = dict(zip(FACTORS, self.descale or (), strict=False))
+        given |= {name: getattr(self, _keyword(name)) for name in PER_HEAD_FLAGS}
+        return {name: given[name] for name in PER_HEAD if given.get(name) is not None}
 
     def keywords(self) -> dict[str, Any]:
         """The keyword arguments of a rendered module's `launch`, which may leave out what is given per head."""
@@ -116,9 +123,13 @@ class CallParameters:
 
 def per_head_words(given: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `CallParameters.per_head`: what is given per head, by the names of `CallParameters`."""
-    found = {name: given[caller] for name, caller in (("slopes", "alibi_slopes"), ("sinks", "sinks")) if caller in given}
-    factors = tuple(given[name] for name in ("q_descale", "k_descale", "v_descale") if name in given)
+    found = {_keyword(name): given[name] for name in PER_HEAD_FLAGS if name in given}
+    factors = tuple(given[name] for name in FACTORS if name in given)
     return found | {"descale": factors} if factors else found
+
+
+def _keyword(name: str) -> str:
+    return "slopes" if name == "alibi_slopes" else name
 
 
 class Oracle(Protocol):

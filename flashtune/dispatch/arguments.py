@@ -8,7 +8,7 @@ import torch
 
 from flashtune.core.band import ALIGNMENTS, Band, Window, diagonal_of, parse_window
 from flashtune.core.errors import InputError, InputTypeError
-from flashtune.core.passes import PER_HEAD
+from flashtune.core.passes import FACTORS, PER_HEAD, PER_HEAD_FLAGS
 from flashtune.core.problem import MAX_HEAD_DIM, Features, MaskKind, Problem
 from flashtune.core.torch_dtypes import KERNEL_DTYPES, output_torch_dtype
 from flashtune.dispatch.call import Call, PerHead
@@ -82,8 +82,7 @@ def parse(
                 dropout=dropout_p > 0.0,
                 softcap=softcap > 0.0,
                 tf32=allow_tf32 and query.dtype == torch.float32,
-                alibi=per_head.alibi_slopes is not None,
-                sinks=per_head.sinks is not None,
+                **{flag: getattr(per_head, name) is not None for name, flag in PER_HEAD_FLAGS.items()},
             ),
         )
     return Call(
@@ -222,7 +221,7 @@ def _check_per_head(per_head: PerHead, query: torch.Tensor, batch_dims: tuple[in
     for (name, heads), given in zip(PER_HEAD.items(), per_head, strict=True):
         if given is None:
             continue
-        factor = name.endswith("_descale")
+        factor = name in FACTORS
         if factor and query.dtype != torch.float8_e4m3fn:
             raise InputError(f"{name} was given for inputs of {query.dtype}: only torch.float8_e4m3fn ones have factors, leave it out")
         if not isinstance(given, torch.Tensor):
@@ -246,8 +245,7 @@ def _check_per_head(per_head: PerHead, query: torch.Tensor, batch_dims: tuple[in
 
 def _factors(per_head: PerHead) -> tuple[float, float, float]:
     """The factors that are numbers; 1 in the place of others."""
-    factors = (per_head.q_descale, per_head.k_descale, per_head.v_descale)
-    q, k, v = (1.0 if x is None or isinstance(x, torch.Tensor) else float(x) for x in factors)
+    q, k, v = (1.0 if x is None or isinstance(x, torch.Tensor) else float(x) for x in (getattr(per_head, name) for name in FACTORS))
     return q, k, v
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from flashtune.core.band import Band
-from flashtune.core.passes import PER_HEAD, CallParameters, per_head_words
+from flashtune.core.passes import FACTORS, PER_HEAD, CallParameters, per_head_words
 from flashtune.core.problem import MaskKind, Problem
 
 
@@ -141,7 +141,7 @@ class Call:
     def parameters(self, mask: torch.Tensor | None, per_head: PerHead | None) -> CallParameters:
         """What a launch and the reference take beside the operands, but for dropout's mask; `mask` is 4-D."""
         given = dict(zip(PER_HEAD, (per_head or PerHead()).views(self), strict=True))
-        for name, factor in zip(("q_descale", "k_descale", "v_descale"), self.factors or (), strict=False):
+        for name, factor in zip(FACTORS, self.factors or (), strict=False):
             if given[name] is None:
                 number = torch.full((), factor, dtype=torch.float32, device=self.device)
                 given[name] = number.expand(self.batch, getattr(self, PER_HEAD[name]))
