@@ -13,7 +13,7 @@ from flashtune.core.results import CompileFacts, Measurement, Outcome
 from flashtune.core.target import find_target
 from flashtune.db.store import Store
 from flashtune.templates import family
-from flashtune.tuner.problem_search import to_call
+from flashtune.tuner.problem_search import to_call, to_race
 from flashtune.tuner.racing import RACES, TIE, Contest, first_by_calls, placed, trimmed_mean
 from flashtune.tuner.space import Candidate
 
@@ -56,6 +56,21 @@ def test_calls_are_timed_of_the_first_few_and_of_each_other_way_to_add_up_splits
     ways = ["kernel", "kernel", "kernel", "kernel", "rows", "kernel", "rows", "last"]
     ranks = [Candidate(family=chosen, config=config.replace(combine=way, programs=1 + place)) for place, way in enumerate(ways)]
     assert [ranks.index(candidate) for candidate in to_call(ranks)] == [0, 1, 2, 4, 7]
+
+
+def test_where_the_gpu_would_wait_for_the_host_every_way_to_add_up_splits_races() -> None:
+    chosen = family("flash_decode")
+    config = chosen.default(STEP.spec(), find_target("h200"))
+    ways = ["kernel", "kernel", "kernel", "last", "last", "rows"]
+    found = [Candidate(family=chosen, config=config.replace(combine=way, programs=1 + place)) for place, way in enumerate(ways)]
+
+    def racing(*times: float) -> list[int]:
+        return [found.index(candidate) for candidate in to_race(found, times)]
+
+    assert racing(6.0, 6.5, 7.0, 7.5, 8.0, 16.0) == [0, 1, 3], "rows would keep the GPU busy for longer than a call takes the host"
+    assert racing(6.0, 6.5, 7.0, 7.5, 8.0, 9.0) == [0, 1, 3, 5]
+    assert racing(60.0, 65.0, 70.0, 75.0, 80.0, 90.0) == [0, 1]
+    assert racing(60.0, 61.0, 62.0, 62.0, 63.0, 64.0) == [0, 1, 2, 3, 4, 5]
 
 
 def test_only_those_that_are_not_decided_race_again_and_not_for_ever() -> None:

@@ -29,6 +29,9 @@ FINALISTS = 12
 WITHIN = 0.1
 """Who was slower than the best trial by more than this doesn't race."""
 
+HOST_US = 15.0
+"""What the host needs for a call, or so: kernels that take the GPU less are told apart by how often they launch."""
+
 CALLED = 3
 """So many of the first, the race's winner among them, have whole calls timed (see `to_call`)."""
 
@@ -306,7 +309,7 @@ class ProblemSearch:
         outcomes = self.study.in_order()
         correct = [c for c, o in outcomes.items() if o.measurement is not None and o.fate.timed and c not in self.twins]
         correct.sort(key=lambda c: (_time(outcomes[c]).median_us, outcomes[c].variant_id))
-        finalists = [c for c in correct[:FINALISTS] if _time(outcomes[c]).median_us <= (1 + WITHIN) * _time(outcomes[correct[0]]).median_us]
+        finalists = to_race(correct, [_time(outcomes[c]).median_us for c in correct])
         raced, conditions = self.evaluation.race(finalists) if finalists else (None, None)
         baseline, behind = None, None
         if isinstance(raced, Raced):
@@ -351,6 +354,16 @@ class ProblemSearch:
 def _time(outcome: Outcome) -> Measurement:
     assert outcome.measurement is not None, "only outcomes with a time are ranked"
     return outcome.measurement
+
+
+def to_race(correct: Sequence[Candidate], times: Sequence[float]) -> list[Candidate]:
+    """Of candidates, the fastest first, those that race: the first few that are within reach, and where the GPU would wait for the host
+    the fastest of each other way to add up splits, for whole calls decide there."""
+    found = [candidate for candidate, us in zip(correct[:FINALISTS], times, strict=False) if us <= (1 + WITHIN) * times[0]]
+    for candidate, us in zip(correct, times, strict=True):
+        if us <= HOST_US and all(candidate.config.get("combine", "") != other.config.get("combine", "") for other in found):
+            found.append(candidate)
+    return found
 
 
 def to_call(ranks: Sequence[Candidate]) -> list[Candidate]:
