@@ -170,16 +170,46 @@ BOTH, THROTTLED, SHARED, FREE = conditions("SwPowerCap", 1), conditions("SwPower
 )
 def test_a_disturbed_race_is_run_again_and_the_least_disturbed_counts(found: tuple[Conditions | None, ...], chosen: int) -> None:
     run = races(*[Fate.CORRECT] * len(found))
-    reply, kept = race_undisturbed(lambda: next(run), told(*found), pause_s=0.0)
+    reply, kept = race_undisturbed(lambda _: next(run), told(*found), pause_s=0.0)
     assert isinstance(reply, Raced) and (reply.times[0].median_us, kept) == (chosen, found[chosen])
     assert next(run, None) is None, "no race beyond the first quiet one"
 
 
+def test_only_a_race_that_was_throttled_and_not_shared_is_what_the_next_one_begins_with() -> None:
+    given: list[Raced | None] = []
+    run = races(*[Fate.CORRECT] * 3)
+
+    def race(before: Raced | None) -> Raced | Failed:
+        given.append(before)
+        return next(run)
+
+    race_undisturbed(race, told(SHARED, THROTTLED, FREE), pause_s=0.0)
+    assert [before.times[0].median_us if before else None for before in given] == [None, None, 1.0]
+
+
+def test_who_doesnt_race_again_stays_as_far_behind_in_the_new_scale() -> None:
+    """The first and the third were tied; at the higher clock the third is ahead by 0.2 %."""
+    earlier = Standing(behind=(0.0, 0.02, 0.001), tied=(True, False, True), races=2, settled=True)
+    before = Raced(times=microseconds(200.0, 204.0, 200.2), standing=earlier, baseline=None, began=1.0, ended=2.0, pid=7)
+    later = Standing(behind=(0.002, 0.0), tied=(True, True), races=1, settled=True)
+    yardstick = Baseline(backend="cudnn", measurement=Measurement.of([150.0]))
+    after = Raced(times=microseconds(100.2, 100.0), standing=later, baseline=yardstick, began=3.0, ended=4.0, pid=7)
+    found = evaluation.joined(before, [0, 2], after)
+    assert [time.median_us for time in found.times] == pytest.approx([100.2, 204.0 * 100.2 / 200.0, 100.0])
+    assert found.standing.behind == pytest.approx((0.002, 1.002 * 1.02 - 1, 0.0))
+    assert (found.standing.tied, found.standing.races, found.standing.settled) == ((True, False, True), 3, True)
+    assert (found.baseline, found.began) == (yardstick, 3.0)
+
+
+def microseconds(*times: float) -> tuple[Measurement, ...]:
+    return tuple(Measurement.of([time]) for time in times)
+
+
 def test_a_race_that_fails_ends_it_and_an_earlier_one_counts() -> None:
-    reply, kept = race_undisturbed(lambda: next(races(Fate.RUNTIME)), told(), pause_s=0.0)
+    reply, kept = race_undisturbed(lambda _: next(races(Fate.RUNTIME)), told(), pause_s=0.0)
     assert isinstance(reply, Failed) and (reply.fate, kept) == (Fate.RUNTIME, None)
     run = races(Fate.CORRECT, Fate.TIMEOUT)
-    reply, kept = race_undisturbed(lambda: next(run), told(SHARED), pause_s=0.0)
+    reply, kept = race_undisturbed(lambda _: next(run), told(SHARED), pause_s=0.0)
     assert isinstance(reply, Raced) and kept == SHARED
 
 

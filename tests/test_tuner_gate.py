@@ -18,7 +18,7 @@ from flashtune.templates import family
 from flashtune.templates.rendering import variant_of
 from flashtune.tuner import correctness
 from flashtune.tuner.cases import BEYOND_FLOAT32, WITHIN_FLOAT32, crowd
-from flashtune.tuner.correctness import Verifier, check, everywhere, oracle, places, whole
+from flashtune.tuner.correctness import SmallCases, Verifier, check, everywhere, oracle, places, whole
 from flashtune.tuner.distributions import PRESENT
 from flashtune.tuner.inputs import Inputs, make_inputs
 from flashtune.tuner.tasks import Source
@@ -71,6 +71,26 @@ def stale(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, 
 def test_a_right_launch_passes_whatever_is_asked_of_it(thorough: Verifier) -> None:
     found = thorough.verdict(right)
     assert found.reason == "" and 0 < found.error < 0.5
+
+
+def test_equal_texts_run_the_small_cases_once_and_only_if_they_pass() -> None:
+    """At another N there is nothing new to see in them."""
+    few, more = (replace(PROBLEM, batch=1, n_q=n, n_kv=n) for n in (64, 128))
+    assert SmallCases.serving(few, SEED) == SmallCases.serving(more, SEED) != SmallCases.serving(replace(few, n_q=1), SEED)
+    assert SmallCases.serving(few, SEED) != SmallCases.serving(replace(few, features=Features(causal=True)), SEED)
+    verifier = Verifier(few, device="cpu", seed=SEED, full_size=make_inputs(few, device="cpu", seed=SEED), thorough=False)
+    rows: list[int] = []
+
+    def counted(q: torch.Tensor, *tensors: torch.Tensor, **words: Any) -> None:
+        rows.append(q.shape[2])
+        right(q, *tensors, **words)
+
+    first = verifier.verdict(counted, text="kernel")
+    assert len(rows) > 1 and rows.pop() == 64 and not first.reason
+    rows.clear()
+    assert not verifier.verdict(counted, text="kernel").reason and rows == [64]
+    wrong = verifier.verdict(lambda *tensors, **words: None, text="wrong")
+    assert wrong.reason and verifier.verdict(lambda *tensors, **words: None, text="wrong") == wrong
 
 
 def test_a_stale_stage_shows_where_a_program_has_a_second_tile(plain: Verifier, thorough: Verifier) -> None:
@@ -158,7 +178,7 @@ def test_scores_that_outgrow_an_estimate_are_told_by_their_distribution(plain: V
 
 def crowds_of(verifier: Verifier, launch: Launch) -> list[Any]:
     """The cases of a verifier whose heads differ, after a launch."""
-    found = [(case, wanted) for case, wanted in verifier._cases if case.titles]
+    found = [(case, wanted) for case, wanted in verifier._small.checks if case.titles]
     for case, _ in found:
         correctness.run(launch, case.inputs)
     return found

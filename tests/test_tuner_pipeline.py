@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +18,12 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import Conditions, Fate, Outcome, Provenance, SearchResult
 from flashtune.tuner import evaluation, problem_search, searching, tasks
 from flashtune.tuner.compile import code_hash, compiled_kernels, launch_hash
+from flashtune.tuner.proposing import OVERTAKEN, Proposals
 from flashtune.tuner.replies import Called, Failed, Launched, Ready
 from flashtune.tuner.searching import Search, SearchPlan
 from flashtune.tuner.space import Candidate
 from flashtune.tuner.study import Study
+from flashtune.tuner.workers import Pending
 
 PROVENANCE = Provenance(flashtune="0", torch="0", triton="0")
 RIGHT = planted_family("right", 40)
@@ -342,3 +345,86 @@ def test_a_lane_that_finds_nothing_says_so_once(monkeypatch: pytest.MonkeyPatch)
     broken = planted_family("broken", 6)
     with pytest.raises(NoKernelFound, match="no correct kernel"):
         run(replace(plan(2, devices=("0", "1")), families={broken.name: broken}))
+
+
+class Asked:
+    """Stands in for `Study`: any number of candidates, which are numbers."""
+
+    def __init__(self) -> None:
+        self.outcomes: dict[Any, Any] = {}
+        self.claimed = self.elsewhere = 0
+
+    def ask(self, count: int, *, limit: int | None) -> list[Any]:
+        self.claimed += count
+        return list(range(self.claimed - count, self.claimed))
+
+    def begin(self, candidate: Any) -> None:
+        pass
+
+    def tell(self, candidate: Any, outcome: Any) -> None:
+        self.outcomes[candidate] = outcome
+
+    def left_to_gain(self) -> float:
+        return 0.1 + len(self.outcomes)
+
+
+def test_who_is_compiled_goes_before_who_is_not_and_nobody_is_overtaken_for_ever() -> None:
+    """Only the first candidate's compiler doesn't end, until somebody waits for it."""
+    slow: Future[Any] = Future()
+    workers: Any = None
+
+    def compiling(candidate: Any) -> Any:
+        done: Future[Any] = Future()
+        done.set_result(Failed(fate=Fate.COMPILE, reason=str(candidate)))
+        future: Any = slow if candidate == 0 else done
+        return Pending(workers, "compile", 0, future, 1.0)
+
+    study: Any = Asked()
+    proposals = Proposals(study, compiling, ahead=4, limit=None, beside=True)
+    taken: list[Any] = []
+    while 0 not in taken:
+        found = proposals.next(lambda: slow.set_result("compiled") if len(taken) == OVERTAKEN and not slow.done() else None)
+        assert found is not None
+        taken.append(found.candidate)
+        outcome: Any = "timed"
+        proposals.tell(found.candidate, outcome)
+    proposals.close()
+    assert taken == [*range(1, OVERTAKEN + 1), 0]
+    assert proposals.left > 1, "what is left is what was expected when the sampler was last asked"
+
+
+def test_a_task_that_two_wait_for_is_given_up_by_both_or_not_at_all() -> None:
+    future: Any = Future()
+    workers: Any = None
+    pending: Pending[Any] = Pending(workers, "compile", 0, future, 1.0)
+    assert pending.shared()
+    pending.forget()
+    assert not future.cancelled() and not pending.done
+    pending.forget()
+    assert future.cancelled() and not pending.shared()
+
+
+def test_the_gpu_is_watched_by_the_time_that_a_search_may_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The last trials don't begin before something opened the watch; and a line says what the seconds went into."""
+    staged(monkeypatch)
+    opened, trials = threading.Event(), 0
+
+    class Opened(NoWatch):
+        def __enter__(self) -> "Opened":
+            opened.set()
+            return self
+
+    def timed(*given: Any) -> Any:
+        nonlocal trials
+        trials += 1
+        assert trials < 13 or opened.wait(600), "nobody has begun to watch"
+        return simulated.timed(*given)
+
+    monkeypatch.setattr(evaluation, "GpuWatch", Opened)
+    monkeypatch.setattr(tasks, "evaluate_candidate", timed)
+    monkeypatch.setattr(simulated, "time_us", lambda source: 100.0)
+    with caplog.at_level("DEBUG", "flashtune.search"):
+        run(plan(1, trials=40, until=0.005))
+    assert trials == 13
+    [line] = [record.getMessage() for record in caplog.records if record.name == "flashtune.search"]
+    assert line.startswith(problems(1)[0].label() + ": 13 trials, ")

@@ -1,5 +1,6 @@
 """`flashtune search`: find the fastest kernel for each problem and store it."""
 
+import logging
 import os
 import sys
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import Source, TuningRecord
 from flashtune.core.secrets import command_line
 from flashtune.core.target import Target, find_target
+
+logger = logging.getLogger("flashtune.search")
 
 if TYPE_CHECKING:
     from flashtune.tuner.evaluation import CallsTask
@@ -194,6 +197,7 @@ def run_search(
     from flashtune.tuner.searching import Search, SearchPlan
     from flashtune.tuner.space import SearchSpace
 
+    trace_times()
     source = choose_source(target, options.predict)
     if source == "predicted":
         require_interpreter()
@@ -222,6 +226,7 @@ def run_search(
         # What no template serves is refused before anything is written.
         SearchSpace(plan.families, problem, target, only_suited=plan.only_suited)
     command = command or command_line(["flashtune", *sys.argv[1:]])
+    logger.debug("planned")
     trials = None if plan.sampler == "exhaustive" else plan.trials
     with (
         Store.open(location, writable=True) as store,
@@ -237,14 +242,24 @@ def run_search(
         ).run()
         found = (store.best(problem.key(target.slug)) for problem in problems)
         records = [record for record in found if record is not None]
+    logger.debug("searched")
     if source == "measured":
         keep_machine_code(records, target, jobs=plan.jobs)
+    logger.debug("done")
     return records
 
 
+def trace_times() -> None:
+    """With FLASHTUNE_TRACE=1 say on standard error where each problem's seconds went, with the milliseconds since the command's start."""
+    if os.environ.get("FLASHTUNE_TRACE") == "1" and not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(relativeCreated)d ms: %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.DEBUG)
+
+
 def _calls_task() -> "CallsTask":
-    # It knows dispatch, and imports torch.
-    from flashtune.profiler.whole_calls import time_calls
+    from flashtune.profiler.calls_task import time_calls
 
     return time_calls
 

@@ -21,7 +21,7 @@ from flashtune.tuner.replies import Failed, Raced
 RACES = 3
 """Races that finalists get in all while each is throttled or shared."""
 
-PAUSE_S = 2.0
+PAUSE_S = 0.5
 """Wait before another race: the GPU cools, or another's process ends."""
 
 _READINGS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "clocks_throttle_reasons.active")
@@ -139,21 +139,24 @@ def _number(text: str) -> float | None:
 
 
 def race_undisturbed(
-    race: Callable[[], Raced | Failed], watch: AbstractContextManager[GpuWatch], *, pause_s: float = PAUSE_S
+    race: Callable[[Raced | None], Raced | Failed], watch: AbstractContextManager[GpuWatch], *, pause_s: float = PAUSE_S
 ) -> tuple[Raced | Failed, Conditions | None]:
     """Race, and race again while the GPU was throttled or shared, up to `RACES` times; the least doubtful reply, with its conditions.
 
-    A GPU that is throttled twice for the same reason is so by the kernels themselves: a third race would be no different.
+    `race` is given the race before where that was throttled and nothing else: its ratios hold, and only who is tied need race again. A GPU
+    that is throttled twice for the same reason is so by the kernels themselves: a third race would be no different.
     """
     best: tuple[Raced, Conditions | None] | None = None
+    last: Raced | None = None
     before: Conditions | None = None
     with watch as watched:
         for attempt in range(RACES):
             if attempt:
                 time.sleep(pause_s)
-            reply = race()
+            reply = race(last if _doubts(before) == ("throttled",) else None)
             if isinstance(reply, Failed):
                 return best or (reply, None)
+            last = reply
             found = watched.between(reply.began, reply.ended, reply.pid)
             if best is None or len(_doubts(found)) < len(_doubts(best[1])):
                 best = reply, found

@@ -6,7 +6,7 @@ in decision 0029.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -15,7 +15,7 @@ import torch
 from flashtune.core.passes import Operand, Place
 from flashtune.core.problem import Problem
 from flashtune.core.tolerances import Bound
-from flashtune.tuner.cases import Case, cases
+from flashtune.tuner.cases import Case, cases, small_problems
 from flashtune.tuner.inputs import Inputs
 
 Launch = Callable[..., None]
@@ -97,6 +97,10 @@ class Wanted:
         sums = squares[:, :whole].reshape(len(x), -1, block).sum(-1)
         sums[:, -1] += squares[:, whole:].sum(-1)
         return sums.sqrt()
+
+
+Checks = list[tuple[Case, list[Wanted]]]
+"""Inputs to launch on, and what is then wanted of each."""
 
 
 def places(problem: Problem, seed: int) -> list[Place]:
@@ -238,11 +242,28 @@ def differs(launch: Launch, inputs: Inputs, sms: int | None = None) -> str:
     return ""
 
 
+class SmallCases:
+    """The little problems that candidates of a spec are checked on, whatever N is, with what the oracle says of them.
+
+    Remembers who passed them, so that the same text isn't checked again at another N.
+    """
+
+    def __init__(self, problem: Problem, *, device: torch.device | str, seed: int, thorough: bool) -> None:
+        made = cases(problem, device=device, seed=seed, thorough=thorough)
+        self.checks: Checks = [(case, stacked(case.inputs.problem, oracle(case.inputs, everywhere(case.inputs.problem)))) for case in made]
+        self.passed: dict[str, float] = {}
+
+    @staticmethod
+    def serving(problem: Problem, seed: int) -> Hashable:
+        """Equal for problems that have the same small cases on a GPU."""
+        return tuple(small_problems(problem, 2)), seed
+
+
 class Verifier:
     """Checks candidates of one problem; inputs and oracles are made once and serve every candidate.
 
-    The small cases serve all N of a spec; `full_size` inputs are this problem's own. A `thorough` one, which is what a GPU gets unless told
-    otherwise, also runs the small cases on few programs, whole outputs at full size, and launches twice (decision 0029).
+    The small cases serve all N of a spec and may be given; `full_size` inputs are this problem's own. A `thorough` one, which is what a GPU
+    gets unless told otherwise, also runs the small cases on few programs, whole outputs at full size, and launches twice (decision 0029).
     """
 
     def __init__(
@@ -253,21 +274,34 @@ class Verifier:
         seed: int,
         full_size: Inputs | None = None,
         thorough: bool | None = None,
+        small: SmallCases | None = None,
     ) -> None:
         self._thorough = torch.device(device).type == "cuda" if thorough is None else thorough
-        made = cases(problem, device=device, seed=seed, thorough=self._thorough)
-        self._cases = [(case, stacked(case.inputs.problem, oracle(case.inputs, everywhere(case.inputs.problem)))) for case in made]
-        self._full: list[tuple[Case, list[Wanted]]] = []
+        self._small = small or SmallCases(problem, device=device, seed=seed, thorough=self._thorough)
+        self._full: Checks = []
         if full_size is not None:
             wanted = stacked(problem, oracle(full_size, places(problem, seed)))
             if self._thorough:
                 wanted += stacked(problem, oracle(full_size, whole(problem, seed), torch.float32), block=SLICE_ROWS)
             self._full = [(Case(inputs=full_size, few_sms=None, repeats=True), wanted)]
 
-    def verdict(self, launch: Launch, *, repeats: bool = True) -> Verdict:
-        """The first failure, or the largest error of all checks; `repeats` says that the family promises the same bits every time."""
+    def verdict(self, launch: Launch, *, repeats: bool = True, text: str = "") -> Verdict:
+        """The first failure, or the largest error of all checks; `repeats` says that the family promises the same bits every time.
+
+        Of equal `text`s, unless it is empty, only the first that passes is run on the small cases.
+        """
+        passed = self._small.passed.get(text)
+        small = Verdict(error=passed) if passed is not None else self._checked(launch, self._small.checks, repeats)
+        if small.reason:
+            return small
+        if text:
+            self._small.passed[text] = small.error
+        full = self._checked(launch, self._full, repeats)
+        return full if full.reason else Verdict(error=max(small.error, full.error))
+
+    def _checked(self, launch: Launch, checks: Checks, repeats: bool) -> Verdict:
         worst = 0.0
-        for case, wanted in [*self._cases, *self._full]:
+        for case, wanted in checks:
             grids = (None, case.few_sms) if self._thorough and case.few_sms is not None else (None,)
             for sms in grids:
                 run(launch, case.inputs, sms)

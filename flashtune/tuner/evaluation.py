@@ -1,7 +1,9 @@
 """Two ways from a compiled candidate to a time: measured on the GPU that is here, or predicted for one that isn't."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from flashtune.core.errors import EnvironmentProblem
@@ -11,9 +13,10 @@ from flashtune.core.target import Target
 from flashtune.tuner import tasks
 from flashtune.tuner.conditions import GpuWatch, gpu_id, race_undisturbed
 from flashtune.tuner.cost import predict_us
-from flashtune.tuner.racing import Contest
+from flashtune.tuner.racing import RACES, TIE, Contest, Standing
 from flashtune.tuner.replies import Called, Checked, Failed, Raced, Ready, Rounds, Timed
 from flashtune.tuner.space import Candidate
+from flashtune.tuner.spent import Spent
 from flashtune.tuner.workers import Pending, Workers
 
 CallsTask = Callable[[list[tasks.Source], Problem, Target, int, float], Called | Failed]
@@ -32,6 +35,11 @@ Verdicts = dict[tuple[object, ...], Checked | Failed]
 class Evaluation(Protocol):
     """Gives candidates of one problem, that compiled, their times."""
 
+    @property
+    def spent(self) -> Spent:
+        """What the seconds of another process were spent on."""
+        ...
+
     def prepare(self) -> None:
         """Begin to make ready what `evaluate` and `race` need, unless it was begun, and wait for nothing.
 
@@ -44,6 +52,12 @@ class Evaluation(Protocol):
     def evaluate(self, candidate: Candidate, facts: CompileFacts, incumbent: tuple[Candidate, Measurement] | None) -> Timed | Failed:
         """Check a candidate and time it; the time is in the scale of the incumbent's."""
         ...
+
+    def expect_race(self) -> None:
+        """Begin what a race needs and the last trials needn't wait for."""
+
+    def close(self) -> None:
+        """End what `expect_race` began, where there was no race."""
 
     def race(self, finalists: Sequence[Candidate]) -> tuple[Raced | Failed | None, Conditions | None]:
         """Time the finalists once more, interleaved with the framework, and say what the GPU did; None where there is no race."""
@@ -66,8 +80,10 @@ class MeasuredEvaluation:
     race_s: float
     device: int = 0
     calls: CallsTask | None = None
+    spent: Spent = field(default_factory=Spent)
     _preparing: Pending[Ready] | None = None
     _ready: bool = False
+    _watch: "_Early | None" = None
 
     def prepare(self) -> None:
         """Have the inputs and oracles made on the GPU."""
@@ -80,6 +96,7 @@ class MeasuredEvaluation:
             ready = self.workers.prepared(self.problem, self._preparing)
             if isinstance(ready, Failed):
                 raise EnvironmentProblem(ready.reason)
+            self.spent.add(ready.spent)
             self._ready = True
 
     def learn(self, candidate: Candidate, outcome: Outcome) -> None:
@@ -92,7 +109,10 @@ class MeasuredEvaluation:
         fixed = (self.problem, self.target, self.seed, self.measure_s, PATIENCE)
         limit_s = self.workers.limits.device_s
         reply = self.workers.submit("device", tasks.evaluate_candidate, *sources, *fixed, limit_s=limit_s, device=self.device).reply()
-        if isinstance(reply, Failed) or incumbent is None or reply.incumbent is None:
+        if isinstance(reply, Failed):
+            return reply
+        self.spent.add(reply.spent)
+        if incumbent is None or reply.incumbent is None:
             return reply
         return replace(reply, time=reply.time.scaled(incumbent[1].median_us / reply.incumbent.median_us))
 
@@ -100,7 +120,27 @@ class MeasuredEvaluation:
         """Races of all of them and the framework in one process, until each is decided, while the GPU is watched."""
         self._wait()
         sources = [self._source(candidate) for candidate in finalists]
-        return race_undisturbed(lambda: self._raced(sources), GpuWatch(gpu_id(self.device)))
+        return race_undisturbed(lambda before: self._raced(sources, before), self._watching())
+
+    def expect_race(self) -> None:
+        """Start the tool that watches the GPU: it takes as long as some trials."""
+        if self._watch is None:
+            self._watch = _Early(lambda: GpuWatch(gpu_id(self.device)))
+
+    def close(self) -> None:
+        """Stop that tool."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
+
+    @contextmanager
+    def _watching(self) -> Iterator[GpuWatch]:
+        self.expect_race()
+        assert self._watch is not None, "it was begun"
+        try:
+            yield self._watch.get()
+        finally:
+            self.close()
 
     def call(self, candidates: Sequence[Candidate]) -> Called | None:
         """In the same process, after the races; a fault costs no more than these times."""
@@ -113,10 +153,18 @@ class MeasuredEvaluation:
         reply = self.workers.submit("device", self.calls, sources, *fixed, limit_s=limit_s, device=self.device).reply()
         return None if isinstance(reply, Failed) else reply
 
-    def _raced(self, sources: list[tasks.Source]) -> Raced | Failed:
-        limit_s = self.workers.limits.device_s + 10 * self.race_s
-        fixed = (self.problem, self.target, self.seed, self.race_s)
-        contest, framework = Contest(len(sources)), len(sources)
+    def _raced(self, sources: list[tasks.Source], before: Raced | None) -> Raced | Failed:
+        """Races until each is decided; where they were, in another state of the GPU, one short race of who was tied `before`."""
+        if before is not None:
+            places = [place for place, tied in enumerate(before.standing.tied) if tied]
+            again = self._decided([sources[place] for place in places], most=1, race_s=self.race_s / 2)
+            return again if isinstance(again, Failed) else joined(before, places, again)
+        return self._decided(sources, most=RACES, race_s=self.race_s)
+
+    def _decided(self, sources: list[tasks.Source], *, most: int, race_s: float) -> Raced | Failed:
+        limit_s = self.workers.limits.device_s + 10 * race_s
+        fixed = (self.problem, self.target, self.seed, race_s)
+        contest, framework = Contest(len(sources), most=most), len(sources)
         races: list[Rounds] = []
         while racers := contest.racers():
             raced = [sources[place] for place in racers]
@@ -126,6 +174,7 @@ class MeasuredEvaluation:
                     return reply
                 # What earlier races said counts.
                 break
+            self.spent.add(reply.spent)
             contest.add([*racers, *([framework] if reply.backend else [])], reply.times)
             races.append(reply)
         backend = races[0].backend
@@ -142,6 +191,57 @@ class MeasuredEvaluation:
         return tasks.Source.of(candidate.family, candidate.variant(self.problem.spec()))
 
 
+class _Early:
+    """A watch that a thread of its own opens, so that nobody waits before `get`."""
+
+    def __init__(self, make: Callable[[], GpuWatch]) -> None:
+        self._opened: GpuWatch | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._open, args=(make,), name="watch", daemon=True)
+        self._thread.start()
+
+    def _open(self, make: Callable[[], GpuWatch]) -> None:
+        try:
+            self._opened = make().__enter__()
+        except BaseException as error:
+            self._error = error
+
+    def get(self) -> GpuWatch:
+        """The watch, when it is open; raises what opening it raised."""
+        self._thread.join()
+        if self._opened is None:
+            assert self._error is not None, "it was opened or not"
+            raise self._error
+        return self._opened
+
+    def close(self) -> None:
+        """Close the watch, if it could be opened."""
+        self._thread.join()
+        if self._opened is not None:
+            self._opened.__exit__(None, None, None)
+
+
+def joined(before: Raced, places: Sequence[int], after: Raced) -> Raced:
+    """What a race of some finalists, by their `places`, adds to the one before: their times and order are its own, the others stay as far
+    behind who was the fastest as they were, in the scale of the new times."""
+    fastest = before.standing.behind.index(0.0)
+    anchor, place_in = list(places).index(fastest), {place: index for index, place in enumerate(places)}
+    pace = after.times[anchor].median_us / before.times[fastest].median_us
+    lag = 1 + after.standing.behind[anchor]
+    count = range(len(before.times))
+    behind = tuple(after.standing.behind[place_in[p]] if p in place_in else lag * (1 + before.standing.behind[p]) - 1 for p in count)
+    return replace(
+        after,
+        times=tuple(after.times[place_in[p]] if p in place_in else before.times[p].scaled(pace) for p in count),
+        standing=Standing(
+            behind=behind,
+            tied=tuple(number <= TIE for number in behind),
+            races=before.standing.races + after.standing.races,
+            settled=before.standing.settled and after.standing.settled,
+        ),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedEvaluation:
     """Checked in Triton's interpreter, where it can run there, and timed by the cost model."""
@@ -151,6 +251,13 @@ class PredictedEvaluation:
     workers: Workers
     seed: int
     verdicts: Verdicts
+    spent: Spent = field(default_factory=Spent)
+
+    def expect_race(self) -> None:
+        """Nothing: there is no race."""
+
+    def close(self) -> None:
+        """Nothing: nothing was begun."""
 
     def prepare(self) -> None:
         """Nothing: the first check starts the interpreter."""

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -16,9 +17,10 @@ from flashtune.tuner.proposing import Compiling, Proposals
 from flashtune.tuner.racing import behind_by_times, first_by_calls, placed
 from flashtune.tuner.replies import Compiled, Failed, Raced, Timed
 from flashtune.tuner.space import Candidate, SearchSpace
+from flashtune.tuner.spent import Spent, logger
 from flashtune.tuner.stopping import Reason, StoppingRule
 from flashtune.tuner.study import Study
-from flashtune.tuner.workers import Workers
+from flashtune.tuner.workers import Pending, Workers
 
 if TYPE_CHECKING:
     from flashtune.tuner.searching import Search, Stage
@@ -41,9 +43,9 @@ AHEAD = 12
 
 @dataclass
 class SpecState:
-    """What one compiled spec shares over every N: facts and numeric checks by variant id."""
+    """What one compiled spec shares over every N: facts and numeric checks by variant id, what is being compiled included."""
 
-    compiled: dict[str, Compiled | Failed]
+    compiled: dict[str, Compiling]
     verdicts: Verdicts
 
 
@@ -78,6 +80,7 @@ class ProblemSearch:
         self.proposals: Proposals | None = None
         self.decided = self.study.decided(problem)
         self.heard: set[Candidate] = set()
+        self.spent = Spent()
         self._catch_up()
 
     def begin(self) -> None:
@@ -96,6 +99,7 @@ class ProblemSearch:
         if self.proposals is not None:
             with suppress(FlashtuneError):
                 self.proposals.close()
+        self.evaluation.close()
         self.study.leave()
 
     def run(self, *, again: bool = False, meanwhile: Callable[[], None] | None = None) -> SearchResult | None:
@@ -132,22 +136,33 @@ class ProblemSearch:
 
     def _searched(self, meanwhile: Callable[[], None] | None) -> SearchResult | None:
         """The decided result; None where others are still busy, or it is theirs to decide."""
+        begun = time.perf_counter()
         try:
-            self.begin()
+            with self.spent.on("begin"):
+                if self.plan.source == "measured":
+                    self.at("preparing")
+                    self.evaluation.prepare()
+                self.begin()
             self._trials()
             tried = time.monotonic()
-            self.study.leave()
-            if self.study.others or not self.study.may_decide():
-                return None
-            if meanwhile is not None and self.plan.source == "measured":
-                # The best so far is as good a start for what follows as the winner will be.
-                if (row := record_of(self._result(tuple(self.study.in_order().values()), None))) is not None:
-                    self.search._rows.insert(0, row)
-                meanwhile()
-            self.at("racing")
-            result = self._race()
-            self.study.decide(result)
+            with self.spent.on("keep"):
+                self.study.leave()
+                if self.study.others or not self.study.may_decide():
+                    self.evaluation.close()
+                    return None
+                self.study.refresh()
+            with ThreadPoolExecutor(1) as beside:
+                # In another thread where a GPU races meanwhile.
+                ending = beside.submit(self._beside_race, meanwhile)
+                self.at("racing")
+                result = self._race()
+                with self.spent.on("after the race"):
+                    result = replace(result, ending=ending.result())
+            with self.spent.on("keep"):
+                self.study.decide(result)
             self.search._followed(time.monotonic() - tried)
+            said = f"{len(result.outcomes)} trials, {time.perf_counter() - begun:.2f} s"
+            logger.debug("%s: %s; here: %s; on the GPU: %s", self.problem.label(), said, self.spent, self.evaluation.spent)
             return result
         except BaseException as error:
             self.abandon()
@@ -158,6 +173,15 @@ class ProblemSearch:
                 with self.search.lock:
                     self.search._listener.problem_finished(known)
             raise
+
+    def _beside_race(self, meanwhile: Callable[[], None] | None) -> Ending:
+        """Let others begin, and say how this problem's trials ended."""
+        if meanwhile is not None and self.plan.source == "measured":
+            # The best so far is as good a start for what follows as the winner will be.
+            if (row := record_of(self._result(tuple(self.study.in_order().values()), None))) is not None:
+                self.search._rows.insert(0, row)
+            meanwhile()
+        return self._ending()
 
     def _publish(self, result: SearchResult, *, final: bool) -> bool:
         """Whether the result was saved; a fault passes through when it is `final`."""
@@ -200,17 +224,18 @@ class ProblemSearch:
         """One trial; why there is none, or None."""
         if self.late():
             return "budget"
-        proposal = proposals.next()
+        with self.spent.on("wait for compilers"):
+            proposal = proposals.next(lambda: self.at("compiling"))
         if proposal is None:
             limited = self.plan.sampler != "exhaustive" and len(self.study.outcomes) + self.study.elsewhere >= self.plan.trials
             return "trials" if limited else "space"
         for candidate, outcome in proposal.news:
             self._learn(candidate, outcome)
-        if (enough := self.rule.verdict(proposal.left)) is not None:
+        if (enough := self.rule.verdict(proposals.left)) is not None:
+            proposals.put_back(proposal)
             return enough
-        if self.plan.source == "measured":
-            self.at("preparing")
-            self.evaluation.prepare()
+        if self.rule.nearly:
+            self.evaluation.expect_race()
         proposals.begin(proposal.candidate)
         outcome = self._outcome(proposal.candidate, proposal.compiling)
         proposals.tell(proposal.candidate, outcome)
@@ -244,14 +269,17 @@ class ProblemSearch:
     def _compile(self, candidate: Candidate) -> Compiling:
         variant = candidate.variant(self.space.spec)
         known = self.state.compiled.get(variant.id)
-        if known is not None:
+        if known is not None and (not isinstance(known, Pending) or known.shared()):
             return known
         try:
             source = tasks.Source.of(candidate.family, variant)
         except Exception as error:
             return Failed(fate=Fate.COMPILE, reason=tasks.one_line(error))
         limit_s = self.plan.limits.compile_s
-        return self.workers.submit("compile", tasks.compile_candidate, source, self.problem, self.plan.target, limit_s=limit_s)
+        found = self.workers.submit("compile", tasks.compile_candidate, source, self.problem, self.plan.target, limit_s=limit_s)
+        if self.plan.source == "measured":
+            self.state.compiled[variant.id] = found
+        return found
 
     def _outcome(self, candidate: Candidate, compiling: Compiling) -> Outcome:
         """Take one candidate through the stages; each can end it."""
@@ -267,7 +295,8 @@ class ProblemSearch:
         else:
             self.at("measuring" if self.plan.source == "measured" else "checking")
             incumbent = (self.incumbent[0], _time(self.incumbent[1])) if self.incumbent else None
-            reply = self.evaluation.evaluate(candidate, compiled.facts, incumbent)
+            with self.spent.on("trials"):
+                reply = self.evaluation.evaluate(candidate, compiled.facts, incumbent)
             if compiled.code and isinstance(reply, Timed):
                 self.by_code.setdefault(compiled.code, []).append((candidate, reply))
         return Outcome(
@@ -305,12 +334,12 @@ class ProblemSearch:
 
     def _race(self) -> SearchResult:
         """Time the best few and the framework once more, all interleaved, and rank them."""
-        self.study.refresh()
         outcomes = self.study.in_order()
         correct = [c for c, o in outcomes.items() if o.measurement is not None and o.fate.timed and c not in self.twins]
         correct.sort(key=lambda c: (_time(outcomes[c]).median_us, outcomes[c].variant_id))
         finalists = to_race(correct, [_time(outcomes[c]).median_us for c in correct])
-        raced, conditions = self.evaluation.race(finalists) if finalists else (None, None)
+        with self.spent.on("race"):
+            raced, conditions = self.evaluation.race(finalists) if finalists else (None, None)
         baseline, behind = None, None
         if isinstance(raced, Raced):
             baseline, behind = raced.baseline, raced.standing.behind
@@ -320,14 +349,16 @@ class ProblemSearch:
         for rank, candidate in enumerate(ranks, start=1):
             outcomes[candidate] = replace(outcomes[candidate], rank=rank)
         timed = to_call(ranks)
-        if baseline is not None and (called := self.evaluation.call(timed)) is not None:
+        with self.spent.on("whole calls"):
+            called = self.evaluation.call(timed) if baseline is not None else None
+        if baseline is not None and called is not None:
             for candidate, call_us in zip(timed, called.times, strict=False):
                 outcomes[candidate] = replace(outcomes[candidate], call_us=call_us)
             baseline = replace(baseline, call_us=called.framework)
             ranks.insert(0, ranks.pop(ranks.index(timed[first_by_calls(called.times)])))
             for rank, candidate in enumerate(ranks, start=1):
                 outcomes[candidate] = replace(outcomes[candidate], rank=rank)
-        return self._result(tuple(outcomes.values()), baseline, conditions, self._ending())
+        return self._result(tuple(outcomes.values()), baseline, conditions)
 
     def _ending(self) -> Ending:
         """Why the trials ended, and what they are expected to have missed."""
@@ -339,7 +370,6 @@ class ProblemSearch:
         outcomes: tuple[Outcome, ...],
         baseline: Baseline | None,
         conditions: Conditions | None = None,
-        ending: Ending | None = None,
     ) -> SearchResult:
         return SearchResult(
             gpu=self.plan.target.slug,
@@ -347,7 +377,6 @@ class ProblemSearch:
             outcomes=outcomes,
             provenance=replace(self.search._provenance, conditions=conditions),
             baseline=baseline,
-            ending=ending,
         )
 
 

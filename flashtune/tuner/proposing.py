@@ -1,13 +1,16 @@
 """What is tried next, asked for and sent to the compilers ahead of time; in a thread of its own where a GPU must not wait for the sampler.
 
+Nor does a GPU wait for one compiler while another is done: what is compiled goes first, and nobody is overtaken by more than `OVERTAKEN`.
 The sampler is asked when so many outcomes are known, not when so much time has passed. Without the thread, what a search tries depends on
 its seed and its outcomes alone, and an interrupted search asks for what it would have asked for.
 """
 
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import Literal
 
 from flashtune.core.results import Outcome
 from flashtune.tuner.replies import Compiled, Failed
@@ -15,24 +18,27 @@ from flashtune.tuner.space import Candidate
 from flashtune.tuner.study import Study
 from flashtune.tuner.workers import Pending
 
+OVERTAKEN = 12
+"""So many that were asked for later, at most, are tried before a candidate that is still being compiled."""
+
 Compiling = Pending[Compiled] | Compiled | Failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """A candidate that is this process's to try. `left` is what the sampler expected the next candidates to gain when it was asked, and
-    `news` are outcomes of others (an earlier run, another process) that were found meanwhile."""
+    """A candidate that is this process's to try. `news` are outcomes of others (an earlier run, another process) that were found before it
+    was asked for."""
 
     candidate: Candidate
     compiling: Compiling
-    left: float
     news: tuple[tuple[Candidate, Outcome], ...]
 
 
 class Proposals:
     """Candidates of one study, in the order of asking; up to `ahead` of them are being compiled or tried at a time.
 
-    With `beside`, asking and keeping happen in a thread, whose errors are raised by whatever is called next.
+    With `beside`, asking and keeping happen in a thread, whose errors are raised by whatever is called next, and who is compiled needn't
+    wait for who isn't. `left` is what the sampler expected the next candidates to gain when it was last asked.
     """
 
     def __init__(self, study: Study, compile_one: Callable[[Candidate], Compiling], *, ahead: int, limit: int | None, beside: bool) -> None:
@@ -42,7 +48,10 @@ class Proposals:
         self._own: set[Candidate] = set()
         self._mine = 0
         self._more = True
-        self._out: SimpleQueue[Proposal | None] = SimpleQueue()
+        self._out: SimpleQueue[Proposal | Literal["compiled"] | None] = SimpleQueue()
+        self._waiting: list[Proposal] = []
+        self._overtaken: dict[Candidate, int] = {}
+        self.left = math.inf
         self._told: SimpleQueue[tuple[Candidate, Outcome | None] | None] = SimpleQueue()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="proposals", daemon=True) if beside else None
@@ -51,11 +60,39 @@ class Proposals:
         else:
             self._ask()
 
-    def next(self) -> Proposal | None:
-        """The next candidate; None when there is nothing more for this process to try."""
-        proposal = self._out.get()
-        self._raise()
-        return proposal
+    def next(self, waiting: Callable[[], None] | None = None) -> Proposal | None:
+        """The next candidate; None when there is nothing more for this process to try. `waiting` is called where it waits for compilers."""
+        while True:
+            # All that has come, and at least one thing where nobody can be taken yet.
+            while not self._out.empty() or self._first() is None:
+                if waiting is not None and self._waiting and self._out.empty():
+                    waiting()
+                came = self._out.get()
+                if came is None:
+                    self._raise()
+                    return None
+                if came != "compiled":
+                    self._waiting.append(came)
+                    if self._thread is not None and isinstance(came.compiling, Pending):
+                        came.compiling.when_done(lambda: self._out.put("compiled"))
+            self._raise()
+            if (place := self._first()) is not None:
+                for other in self._waiting[:place]:
+                    self._overtaken[other.candidate] = self._overtaken.get(other.candidate, 0) + 1
+                return self._waiting.pop(place)
+
+    def _first(self) -> int | None:
+        """The place of the one to take: the first that is compiled, unless one before it was overtaken too often; None to wait."""
+        for place, waiting in enumerate(self._waiting):
+            if self._thread is None or not isinstance(waiting.compiling, Pending) or waiting.compiling.done:
+                return place
+            if self._overtaken.get(waiting.candidate, 0) >= OVERTAKEN:
+                return None
+        return None
+
+    def put_back(self, proposal: Proposal) -> None:
+        """Give back what `next` gave and nobody began."""
+        self._waiting.insert(0, proposal)
 
     def begin(self, candidate: Candidate) -> None:
         """Say that it is a candidate's turn."""
@@ -79,8 +116,11 @@ class Proposals:
             self._thread.join()
         while not self._out.empty():
             left = self._out.get()
-            if left is not None and isinstance(left.compiling, Pending):
-                left.compiling.forget()
+            if isinstance(left, Proposal):
+                self._waiting.append(left)
+        for waiting in self._waiting:
+            if isinstance(waiting.compiling, Pending):
+                waiting.compiling.forget()
         self._raise()
 
     def _raise(self) -> None:
@@ -120,9 +160,9 @@ class Proposals:
                 self._out.put(None)
             return
         self._mine += len(batch)
-        left = study.left_to_gain()
+        self.left = study.left_to_gain()
         news = tuple(pair for pair in list(study.outcomes.items())[self._seen :] if pair[0] not in self._own)
         self._seen = len(study.outcomes)
         for candidate in batch:
-            self._out.put(Proposal(candidate=candidate, compiling=self._compile(candidate), left=left, news=news))
+            self._out.put(Proposal(candidate=candidate, compiling=self._compile(candidate), news=news))
             news = ()

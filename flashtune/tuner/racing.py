@@ -43,8 +43,8 @@ class Standing:
 class Contest:
     """The races of some finalists: says who races next, and takes what each race measured."""
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, count: int, *, most: int = RACES) -> None:
+        self._count, self._most = count, most
         self._rounds: list[Mapping[int, float]] = []
         self._races = 0
 
@@ -52,7 +52,7 @@ class Contest:
         """Who is to race next, by their places among the finalists; nobody when all is decided or races are at an end."""
         if not self._races:
             return list(range(self._count))
-        if self._races >= RACES:
+        if self._races >= self._most:
             return []
         first = self._fastest()
         open_ones = [place for place in range(self._count) if place != first and self._open(place, first)]

@@ -1,7 +1,7 @@
 """What a task in a child process answers: what it was asked for, or `Failed`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flashtune.core.results import Baseline, CompileFacts, Fate, Measurement
 from flashtune.tuner.racing import Standing
@@ -35,7 +35,9 @@ class Launched:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """The GPU's process has a problem's inputs and oracles."""
+    """The GPU's process has a problem's inputs and oracles; `spent` are the seconds that its parts took."""
+
+    spent: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +54,8 @@ class Timed:
     time: Measurement
     error: float | None
     incumbent: Measurement | None = None
+    spent: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by what the GPU's process did."""
 
     @property
     def fate(self) -> Fate:
@@ -62,13 +66,14 @@ class Timed:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounds:
     """One race: for each of those that raced, in their order, its time in every round, in microseconds; last the framework's, where
-    `backend` names what ran of it. Taken between two seconds since the epoch in the process `pid`."""
+    `backend` names what ran of it. Taken between two seconds since the epoch in the process `pid`, which `spent` its seconds so."""
 
     times: tuple[tuple[float, ...], ...]
     backend: str | None
     began: float
     ended: float
     pid: int
+    spent: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,9 @@ UNTIL = 0.005
 PATIENCE = 12
 """So many trials in a row without that gain end a search, unless the surrogate expects the next one to gain it; then twice as many do."""
 
+NEARLY = 4
+"""So many trials before that a search may begin what its end needs."""
+
 
 _WORDS = {
     "trials": "all trials done",
@@ -48,6 +51,11 @@ class StoppingRule:
         time_us = outcome.measurement.median_us if outcome.fate.timed and outcome.measurement is not None else math.inf
         if time_us < self._reference * (1 - (self.until or 0.0)):
             self._reference, self._since = time_us, 0
+
+    @property
+    def nearly(self) -> bool:
+        """Whether a few more trials without a gain may end it."""
+        return self._reference != math.inf and self._since >= self.patience - NEARLY
 
     def verdict(self, left_to_gain: float) -> Reason | None:
         """Why to stop before the next trial, of which the surrogate expects this gain (infinite where it can't say); None to go on.

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -22,9 +22,10 @@ from flashtune.core.target import Target
 from flashtune.templates.family import Family
 from flashtune.templates.rendering import render
 from flashtune.tuner.replies import Checked, Compared, Compiled, Failed, Launched, Ready, Rounds, Timed
+from flashtune.tuner.spent import Spent
 
 if TYPE_CHECKING:
-    from flashtune.tuner.correctness import Verdict, Verifier
+    from flashtune.tuner.correctness import SmallCases, Verdict, Verifier
     from flashtune.tuner.inputs import Inputs
     from flashtune.tuner.stopwatch import Stopwatch
 
@@ -146,29 +147,52 @@ def interpret_candidate(source: Source, problem: Problem, seed: int) -> Checked 
 
 @dataclass
 class _Bench:
-    """What this process keeps between tasks of one problem: inputs, oracles, the stopwatch."""
+    """What this process keeps between tasks of one problem: inputs, oracles, the stopwatch, the framework's call and what serves it."""
 
     problem: Problem
     inputs: "Inputs"
     verifier: "Verifier"
     stopwatch: "Stopwatch"
+    framework: tuple[Callable[[], object], str] | None = None
+    framework_known: bool = False
 
 
 _bench: list[_Bench] = []
+_small: dict[Hashable, "SmallCases"] = {}
+"""Those of the last problem's spec, which the next one mostly has, too."""
+_spent = Spent()
 
 
 def _ready(problem: Problem, target: Target, seed: int) -> _Bench:
     import torch
 
-    from flashtune.tuner.correctness import Verifier
+    from flashtune.tuner.correctness import SmallCases, Verifier
     from flashtune.tuner.inputs import make_inputs
 
     if not _bench or _bench[0].problem != problem:
         _bench.clear()
-        inputs = make_inputs(problem, device="cuda", seed=seed)
-        _bench.append(_Bench(problem, inputs, Verifier(problem, device="cuda", seed=seed, full_size=inputs), _stopwatch(target.l2_bytes)))
-        torch.cuda.synchronize()
+        serving = SmallCases.serving(problem, seed)
+        with _spent.on("small oracles"):
+            if serving not in _small:
+                _small.clear()
+                _small[serving] = SmallCases(problem, device="cuda", seed=seed, thorough=True)
+        with _spent.on("oracles"):
+            inputs = make_inputs(problem, device="cuda", seed=seed)
+            verifier = Verifier(problem, device="cuda", seed=seed, full_size=inputs, small=_small[serving])
+            _bench.append(_Bench(problem, inputs, verifier, _stopwatch(target.l2_bytes)))
+            torch.cuda.synchronize()
     return _bench[0]
+
+
+def _framework(bench: _Bench) -> tuple[Callable[[], object], str] | None:
+    """The framework's default call on these inputs and what serves it, found out once: a profiler takes its time."""
+    from flashtune.tuner.baseline import framework_call
+
+    if not bench.framework_known:
+        call = framework_call(bench.inputs)
+        bench.framework = None if call is None else (call, _backend_name(call))
+        bench.framework_known = True
+    return bench.framework
 
 
 @cache
@@ -186,7 +210,7 @@ def prepare_device(problem: Problem, target: Target, seed: int) -> Ready | Faile
         _ready(problem, target, seed)
     except Exception as error:
         return _failed(error)
-    return Ready()
+    return Ready(spent=_spent.take())
 
 
 def inputs_on_device(problem: Problem, target: Target, seed: int) -> "Inputs":
@@ -217,38 +241,44 @@ def evaluate_candidate(
     from flashtune.core.modules import load_source
 
     bench = _ready(problem, target, seed)
+    _spent.take()
     try:
-        run = launch_of(source, bench.inputs)
-        checked = _judged(bench.verifier.verdict(launcher(load_source(source.text, source.stem)), repeats=source.repeats))
+        with _spent.on("load"):
+            run = launch_of(source, bench.inputs)
+            launch = launcher(load_source(source.text, source.stem))
+        with _spent.on("check"):
+            checked = _judged(bench.verifier.verdict(launch, repeats=source.repeats, text=source.text))
         if isinstance(checked, Failed):
             return checked
-        runs = [run] if incumbent is None else [run, launch_of(incumbent, bench.inputs)]
-        times = [Measurement.of(times) for times in bench.stopwatch.rounds(runs, 3)]
-        if incumbent is None or times[0].median_us <= patience * times[1].median_us:
-            times = bench.stopwatch.race(runs, budget_s=budget_s)
-            if incumbent is not None and times[0].median_us < times[1].median_us:
-                # The luckiest of many would win: a challenger's time is taken from a second race, for which it wasn't chosen.
-                times = bench.stopwatch.race(runs, budget_s=2 * budget_s)
+        with _spent.on("time"):
+            runs = [run] if incumbent is None else [run, launch_of(incumbent, bench.inputs)]
+            times = [Measurement.of(times) for times in bench.stopwatch.rounds(runs, 3)]
+            if incumbent is None or times[0].median_us <= patience * times[1].median_us:
+                times = bench.stopwatch.race(runs, budget_s=budget_s)
+                if incumbent is not None and times[0].median_us < times[1].median_us:
+                    # The luckiest of many would win: a challenger's time is taken from a second race, for which it wasn't chosen.
+                    times = bench.stopwatch.race(runs, budget_s=2 * budget_s)
     except Exception as error:
         return _failed(error)
-    return Timed(time=times[0], error=checked.error, incumbent=None if incumbent is None else times[1])
+    return Timed(time=times[0], error=checked.error, incumbent=None if incumbent is None else times[1], spent=_spent.take())
 
 
 def race_finalists(sources: list[Source], problem: Problem, target: Target, seed: int, budget_s: float) -> Rounds | Failed:
     """Time finalists and the framework's default attention interleaved."""
-    from flashtune.tuner.baseline import framework_call
-
     bench = _ready(problem, target, seed)
+    _spent.take()
     try:
         runs: list[Any] = [launch_of(source, bench.inputs) for source in sources]
-        framework = framework_call(bench.inputs)
-        backend = None if framework is None else _backend_name(framework)
+        with _spent.on("framework"):
+            framework = _framework(bench)
         began = time.time()
-        times = bench.stopwatch.samples([*runs, *([framework] if framework else [])], budget_s=budget_s, least=15)
+        with _spent.on("rounds"):
+            times = bench.stopwatch.samples([*runs, *([framework[0]] if framework else [])], budget_s=budget_s, least=15)
         ended = time.time()
     except Exception as error:
         return _failed(error)
-    return Rounds(times=tuple(map(tuple, times)), backend=backend, began=began, ended=ended, pid=os.getpid())
+    backend = framework[1] if framework else None
+    return Rounds(times=tuple(map(tuple, times)), backend=backend, began=began, ended=ended, pid=os.getpid(), spent=_spent.take())
 
 
 def _judged(verdict: "Verdict") -> Checked | Failed:

@@ -50,6 +50,7 @@ class Pending(Generic[Found]):
     def __init__(self, workers: "Workers", crew: Crew, device: int, future: "ProcessFuture[Found | Failed]", limit_s: float) -> None:
         self._workers, self._device, self._future, self._limit_s = workers, device, future, limit_s
         self._crew: Crew = crew
+        self._takers, self._lock = 1, threading.Lock()
 
     def reply(self) -> Found | Failed:
         """Wait for the end of the task, whichever it is; a hang or a crash is a failure like any other."""
@@ -64,11 +65,30 @@ class Pending(Generic[Found]):
             self._workers.dismiss(self._crew, self._device)
         return reply
 
+    def when_done(self, call: Callable[[], object]) -> None:
+        """Have `call` called, by whichever thread, when `reply` needn't wait any more; at once where that is so."""
+        self._future.add_done_callback(lambda _: call())
+
+    @property
+    def done(self) -> bool:
+        """Whether `reply` needn't wait."""
+        return self._future.done()
+
+    def shared(self) -> bool:
+        """Whether someone else may ask for the reply, too: not where the task was given up before it began."""
+        with self._lock:
+            if self._future.cancelled():
+                return False
+            self._takers += 1
+            return True
+
     def forget(self) -> None:
-        """Nobody will ask for the reply: don't begin the task."""
-        # A task that runs is left to its end: to stop it is to kill its process, and a new one is slow to start.
-        if not self._future.running():
-            self._future.cancel()  # type: ignore[no-untyped-call]
+        """Whoever handed over the task, or was told that it is shared, won't ask for the reply: without others it isn't begun."""
+        with self._lock:
+            self._takers = max(0, self._takers - 1)
+            # A task that runs is left to its end: to stop it is to kill its process, and a new one is slow to start.
+            if not self._takers and not self._future.running():
+                self._future.cancel()  # type: ignore[no-untyped-call]
 
 
 class Workers:

@@ -1,0 +1,16 @@
+"""The task that times whole calls, for searches: dispatch and torch are imported by the process that runs it."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flashtune.core.problem import Problem
+    from flashtune.core.target import Target
+    from flashtune.tuner.replies import Called, Failed
+    from flashtune.tuner.tasks import Source
+
+
+def time_calls(sources: "list[Source]", problem: "Problem", target: "Target", seed: int, budget_s: float) -> "Called | Failed":
+    """See `flashtune.profiler.whole_calls.time_calls`."""
+    from flashtune.profiler import whole_calls
+
+    return whole_calls.time_calls(sources, problem, target, seed, budget_s)
