@@ -19,19 +19,28 @@ FAMILY = family("flash_bwd_hopper_split")
 WIDE, NARROW = {"BLOCK_N": 64, "DQ_BLOCK_N": 64}, {"BLOCK_N": 128}
 
 CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
-    "full": (problem(Features(), n_q=140, n_kv=80, d=200, d_v=136), {**WIDE, "num_stages": 2, "DQ_num_stages": 2}),
+    "full": (problem(Features(), n_q=140, n_kv=80, d=200, d_v=136), {**WIDE, "num_stages": 2, "held_columns": 128, "DQ_num_stages": 2}),
     # More queries than keys: the first rows see nothing.
     "causal": (
         problem(Features(causal=True, alignment="bottom_right"), n_q=150, n_kv=70, d=128, d_v=72),
-        {**NARROW, "BLOCK_M": 64, "num_stages": 2, "DQ_BLOCK_N": 128, "DQ_num_stages": 2, "section": 4},
+        {**NARROW, "BLOCK_M": 64, "num_stages": 2, "DQ_BLOCK_N": 64, "DQ_num_stages": 2, "DQ_held_columns": 128, "section": 4},
     ),
     "window": (
         problem(Features(window=(70, 30), sinks=True), n_q=190, n_kv=200, d=40, d_v=40),
-        {**NARROW, "BLOCK_M": 128, "num_stages": 1, "DQ_BLOCK_M": 192, "DQ_BLOCK_N": 64, "DQ_num_stages": 3, "section": 2},
+        {
+            **NARROW,
+            "BLOCK_M": 128,
+            "num_stages": 1,
+            "held_columns": 0,
+            "DQ_BLOCK_M": 192,
+            "DQ_BLOCK_N": 64,
+            "DQ_num_stages": 3,
+            "section": 2,
+        },
     ),
     "everything": (
         problem(Features(window=(70, 30), mask="bool", dropout=True, softcap=True, alibi=True), n_q=130, n_kv=70, d=136, d_v=136, heads=1),
-        {**WIDE, "num_stages": 2, "DQ_num_stages": 1, "section": 1},
+        {**WIDE, "num_stages": 2, "held_columns": 0, "DQ_num_stages": 1, "section": 1},
     ),
     "everything narrow": (
         problem(Features(causal=True, mask="bool", dropout=True, softcap=True, alibi=True), n_q=70, n_kv=130, heads=1),

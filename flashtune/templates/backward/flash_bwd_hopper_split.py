@@ -17,6 +17,8 @@ AXES = (
     Axis(name="DQ_BLOCK_M", values=(128, 192), why="query rows of a program of dQ, 64 for each of its warpgroups: reuse against registers"),
     Axis(name="DQ_BLOCK_N", values=(64, 128), why="keys of a block of dQ: fewer steps against registers"),
     Axis(name="DQ_num_stages", values=(1, 2, 3), why="blocks of K in flight, and of V one fewer: latency hidden against shared memory"),
+    Axis(name="held_columns", values=(0, 64, 128), why="columns of K and V that stay in registers, against reads of shared memory"),
+    Axis(name="DQ_held_columns", values=(0, 64, 128), why="the same of Q and dO in the kernel of dQ"),
     Axis(name="section", values=(1, 2, 4, 8, 16), why="heads that run side by side: a triangle's balance against what stays in L2"),
 )
 
@@ -37,7 +39,13 @@ CONSTRAINTS = (
         name="registers",
         holds=lambda c, s, t: SplitLayout.of(s, c).key_registers <= 224,
         why="both scores and the sums of dK and dV live in a warpgroup's registers",
-        axes=("BLOCK_M", "BLOCK_N"),
+        axes=("BLOCK_M", "BLOCK_N", "held_columns"),
+    ),
+    Constraint(
+        name="halves",
+        holds=lambda c, s, t: SplitLayout.of(s, c).halved,
+        why="a product's columns are a power of two, in registers as in shared memory",
+        axes=("held_columns", "DQ_held_columns"),
     ),
     Constraint(
         name="shared memory of dQ",
@@ -49,7 +57,7 @@ CONSTRAINTS = (
         name="registers of dQ",
         holds=lambda c, s, t: SplitLayout.of(s, c).query_registers <= SplitLayout.of(s, c).query_consumer_registers - 16,
         why="both scores and the sums of dQ live in a warpgroup's registers",
-        axes=("DQ_BLOCK_M", "DQ_BLOCK_N"),
+        axes=("DQ_BLOCK_M", "DQ_BLOCK_N", "DQ_held_columns"),
     ),
 )
 
@@ -71,17 +79,18 @@ def supports(spec: KernelSpec, target: Target) -> str | None:
 
 def starts(spec: KernelSpec, target: Target) -> list[Config]:
     """Deep pipelines and large blocks of each kernel beside the best guess for the other, as far as they keep the constraints."""
-    keys = [(64, 64, 2), (64, 64, 1)]
-    queries = [(128, 64, 2), (128, 64, 1)]
+    keys, queries = [(64, 64, 2, 128), (64, 64, 2, 0)], [(128, 64, 2, 0), (128, 64, 1, 0)]
     if padded(spec.d) == 128:
-        keys, queries = [(64, 128, 2), (64, 128, 3)], [(128, 64, 2), (128, 128, 2), (128, 64, 3)]
+        keys, queries = [(64, 128, 2, 0), (64, 128, 3, 0)], [(128, 64, 2, 128), (128, 64, 2, 0), (128, 128, 2, 0)]
     elif padded(spec.d) == 64:
-        keys, queries = [(64, 128, 3), (128, 128, 2)], [(128, 128, 2), (192, 64, 3), (128, 64, 3)]
+        keys, queries = [(64, 128, 3, 64), (64, 128, 3, 0)], [(128, 128, 2, 64), (192, 64, 3, 0), (128, 128, 2, 0)]
     pairs = [(keys[0], one) for one in queries] + [(one, queries[0]) for one in keys[1:]]
+    names = ("BLOCK_M", "BLOCK_N", "num_stages", "held_columns")
+    dq_names = ("DQ_BLOCK_M", "DQ_BLOCK_N", "DQ_num_stages", "DQ_held_columns")
     found = [
-        Config.of(BLOCK_M=m, BLOCK_N=n, num_stages=stages, DQ_BLOCK_M=dq_m, DQ_BLOCK_N=dq_n, DQ_num_stages=dq_stages, section=section)
+        Config.of(dict(zip(names, of_keys, strict=True)) | dict(zip(dq_names, of_queries, strict=True)), section=section)
         for section in ((4, 16) if spec.causal else (2, 1))
-        for (m, n, stages), (dq_m, dq_n, dq_stages) in pairs
+        for of_keys, of_queries in pairs
     ]
     return [config for config in found if FAMILY.violated(config, spec, target) is None]
 
@@ -109,6 +118,6 @@ FAMILY = Family(
     expected=expected,
     interpretable=False,
     layout=SplitLayout.of,
-    path_axes=("BLOCK_M", "num_stages", "DQ_BLOCK_M", "DQ_BLOCK_N", "DQ_num_stages"),
+    path_axes=("BLOCK_M", "num_stages", "held_columns", "DQ_BLOCK_M", "DQ_BLOCK_N", "DQ_num_stages", "DQ_held_columns"),
 )
 """Attention backward for Hopper in two kernels."""

@@ -143,19 +143,45 @@ class SplitLayout(HopperBackward):
         return max(1, self.config.number("DQ_num_stages") - 1)
 
     @property
+    def k_held(self) -> int:
+        """Columns of keys that their warpgroup has in registers."""
+        return min(self.config.number("held_columns"), self.block_d)
+
+    @property
+    def v_held(self) -> int:
+        """The same of values."""
+        return min(self.config.number("held_columns"), self.block_dv)
+
+    @property
+    def q_held(self) -> int:
+        """The same of queries in the kernel of dQ."""
+        return min(self.config.number("DQ_held_columns"), self.block_d)
+
+    @property
+    def dout_held(self) -> int:
+        """The same of dO."""
+        return min(self.config.number("DQ_held_columns"), self.block_dv)
+
+    @property
+    def halved(self) -> bool:
+        """Whether what is held is none, half or all of a tile: products take a power of two of columns."""
+        of_d, of_dv = (0, self.block_d // 2, self.block_d), (0, self.block_dv // 2, self.block_dv)
+        return {self.k_held, self.q_held} <= set(of_d) and {self.v_held, self.dout_held} <= set(of_dv)
+
+    @property
     def key_registers(self) -> int:
         """Accumulators and operands that a thread of the kernel of dK and dV holds at once."""
         m = self.config.number("BLOCK_M")
         if self.wide:
-            # Scores or their gradients, beside probabilities and one sum.
-            return m // 2 + m // 2 + m // 4 + self.block_d // 2
-        return m + m // 4 + (self.block_d + self.block_dv) // 2
+            # Scores or their gradients, again as an operand, beside one sum.
+            return m // 2 + m // 4 + self.block_d // 2 + self.k_held // 4
+        return m + m // 4 + (self.block_d + self.block_dv) // 2 + (self.k_held + self.v_held) // 4
 
     @property
     def query_registers(self) -> int:
         """The same of the kernel of dQ: both scores, one of them as an operand, and dQ."""
         n = self.config.number("DQ_BLOCK_N")
-        return n + n // 4 + self.block_d // 2
+        return n + n // 4 + self.block_d // 2 + (self.q_held + self.dout_held) // 4
 
     @property
     def key_shared_bytes(self) -> int:
