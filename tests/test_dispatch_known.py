@@ -124,6 +124,20 @@ def test_inference_mode_has_a_short_way_of_its_own(plans: Plans, monkeypatch: py
             assert attend() is first
 
 
+def test_training_steps_have_a_short_way_in_their_own_grad_mode(plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
+    leaves = [x.clone().requires_grad_() for x in (Q, K, V)]
+    first = attend(*leaves)
+    attend(*leaves)
+    with torch.no_grad():
+        without = attend(*leaves)
+        assert without != first and attend(*leaves) is without
+    assert attend(*leaves) is first and attend() != first
+    assert attend(*leaves) is first
+    with monkeypatch.context() as patch:
+        patch.setattr(Plans, "get", lambda *_: pytest.fail("looked up"))
+        assert attend(*leaves) is first and attend(*(x.detach().requires_grad_() for x in leaves)) is first
+
+
 def test_two_signatures_in_turn_are_never_mixed_up(plans: Plans) -> None:
     others = Q, K[:, :, :24].contiguous(), V[:, :, :24].contiguous()
     long, short = attend(), attend(*others)

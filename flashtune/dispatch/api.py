@@ -117,6 +117,7 @@ def attention(
             and recent.unseeded is (seed is None)
             and recent.options == options
             and recent.check(query, key, value)
+            and (recent.grad_mode is None or recent.grad_mode is torch.is_grad_enabled())
             and forward_ad._current_level < 0
             and not torch._C._len_torch_dispatch_stack()
             and (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16 == 0
@@ -151,7 +152,7 @@ def attention(
                 None if per_head is None else per_head.signature(),
             )
             plan = plans.get(signature)
-            if plan is not None and memory is None and why_torch is None and per_head is None:
+            if plan is not None and memory is None and per_head is None and (why_torch is None or why_torch is resolve.GRADIENT):
                 plans.served(signature, plan, options, unseeded=seed is None, tensors=(query, key, value))
     except (AttributeError, TypeError, RuntimeError):
         # Something isn't a tensor, is one without sizes or memory, or can't be hashed; parsing says what.

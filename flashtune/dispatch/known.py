@@ -36,11 +36,13 @@ class Recent:
     """The plan of calls without a mask and without anything per head.
 
     `check` says whether three tensors agree in type, dtype, device, sizes, strides, requires_grad and dispatch keys with those that the
-    plan served: with what torch's modes, transforms and autocast make of them in this thread.
+    plan served: with what torch's modes, transforms and autocast make of them in this thread. Whether a gradient is needed hangs on the
+    grad mode, too: `grad_mode` is the one in which the plan served, None where no tensor asks for a gradient.
     """
 
     options: tuple[Any, ...]
     unseeded: bool
+    grad_mode: bool | None
     check: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], bool]
     plan: Plan
 
@@ -75,14 +77,12 @@ class Plans(dict[Hashable, Plan]):
         if _guards is None or query is key or key is value or query is value:
             # Tensors that are one don't count as like others.
             return
-        if any(x.requires_grad for x in tensors):
-            # Whether a gradient is needed also hangs on the grad mode, which isn't compared.
-            return
         made = self._made.get(signature)
         if made is None or made is self.recent:
             # What was made of this signature, and doesn't know its tensors again, is of another mode.
             check = _guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-            made = self._made[signature] = Recent(options, unseeded, check, plan)
+            grad_mode = torch.is_grad_enabled() if any(x.requires_grad for x in tensors) else None
+            made = self._made[signature] = Recent(options, unseeded, grad_mode, check, plan)
         self.recent = made
         if signature not in self:
             # It was forgotten meanwhile, by another thread.
