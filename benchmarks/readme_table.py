@@ -1,10 +1,11 @@
 """Prints README's tables of rates from committed results of forward.py: `python benchmarks/readme_table.py [FILE ...]`.
 
-Without files it takes forward*.json of the newest folder under benchmarks/results that has one. All of a table is of one element type.
+Without files it takes forward*.json of the newest folder under benchmarks/results that has one; `--write` puts the tables into README.md,
+whose words stay as they are. All of a table is of one element type.
 """
 
+import argparse
 import json
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from forward_cells import LENGTHS
 
 RESULTS = Path(__file__).parent / "results"
+README = RESULTS.parent.parent / "README.md"
 
 CASES = {
     "mask": "boolean mask (1, 1, N, N)",
@@ -83,8 +85,32 @@ def _against(row: Row) -> str:
     return f"{ours} | {NAMES[best]} ({ratios[best]:.2f}x)"
 
 
+def rewritten(text: str, tables: Iterable[str]) -> str:
+    """README with these tables in place of those with the same first heading; raises ValueError where it has none, or several."""
+    for table in tables:
+        begin = "|".join(table.split("|")[:2]) + "|"
+        lines = text.split("\n")
+        starts = [i for i, line in enumerate(lines) if line.startswith(begin) and not lines[i - 1].startswith("|")]
+        if len(starts) != 1:
+            raise ValueError(f"README has {len(starts)} tables that begin with {begin!r}, and should have one")
+        end = next(i for i in range(starts[0], len(lines)) if not lines[i].startswith("|"))
+        text = "\n".join([*lines[: starts[0]], table, *lines[end:]])
+    return text
+
+
+def main() -> None:
+    """Print or write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
+    parser.add_argument("--write", action="store_true", help="put the tables into README.md")
+    options = parser.parse_args()
+    rows = rows_of(options.files or newest())
+    tables = [plain_table(rows), feature_table(rows)]
+    if options.write:
+        README.write_text(rewritten(README.read_text(), tables))
+    else:
+        print("\n\n".join(tables))
+
+
 if __name__ == "__main__":
-    known = rows_of([Path(name) for name in sys.argv[1:]] or newest())
-    print(plain_table(known))
-    print()
-    print(feature_table(known))
+    main()

@@ -3,13 +3,20 @@
 import json
 import math
 import re
+import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from flashtune.core.results import TuningRecord
 from flashtune.db.library import Library, shipped_path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+import readme_table
 
 ROOT = Path(__file__).resolve().parent.parent
 CALLS = ROOT / "benchmarks" / "results" / "2026-11-22-h200-calls"
@@ -82,3 +89,35 @@ def test_readmes_figures_of_backwards_are_those_of_the_rows() -> None:
     said = one_line(ROOT / "README.md")
     assert f"a tuned backward is {min(plain):.2f} to {max(plain):.2f} times as fast as cuDNN's (D = 128, full, N = 1024 to 16384)" in said
     assert f"{gains['causal+window1024', 64]:.1f} times as fast as what torch has for windows" in said
+
+
+def test_tables_of_forwards_are_written_into_readme_and_nothing_else_is_touched() -> None:
+    before = (ROOT / "README.md").read_text()
+    # The fixtures are the results of a folder that stays as it is.
+    rows = readme_table.rows_of(sorted((ROOT / "benchmarks" / "results" / "2026-11-21-h200-forward").glob("forward_[pf]*.json")))
+    plain, features = readme_table.plain_table(rows), readme_table.feature_table(rows)
+    assert "| D=128, causal | 350 (1.09x) | 500 (1.19x)" in plain and plain.count("\n") == 7
+    assert "| window 1024, causal | 454 | Flex (1.65x) | 570 | Flex (1.88x) |" in features
+    after = readme_table.rewritten(before, [plain, features])
+    assert plain in after and features in after
+    assert [line for line in after.split("\n") if line[:1] != "|"] == [line for line in before.split("\n") if line[:1] != "|"]
+    with pytest.raises(ValueError, match="has 0 tables"):
+        readme_table.rewritten(after.replace("| N = 4096 |", "| n |"), [features])
+
+
+def test_rates_in_readme_are_of_cells_that_were_timed_and_right() -> None:
+    [file] = (ROOT / "benchmarks" / "results" / "2026-11-21-h200-forward").glob("forward_features.json")
+    row = json.loads(file.read_text())["rows"][0]
+    assert readme_table.feature_table([row]) != readme_table.feature_table([])
+    for fault in ({"wrong": "max_abs is 1"}, {"failed": "killed"}, {"times": {}}):
+        assert readme_table.rows_of([Faulty(row | fault)]) == []  # type: ignore[list-item]
+
+
+class Faulty:
+    """A file with one cell."""
+
+    def __init__(self, row: dict[str, Any]) -> None:
+        self._row = row
+
+    def read_text(self) -> str:
+        return json.dumps({"rows": [self._row]})
