@@ -18,9 +18,10 @@ from flashtune.core.errors import EnvironmentProblem, InputError
 from flashtune.core.passes import CallParameters
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
-from flashtune.dispatch import kernels, resolve
+from flashtune.dispatch import kernels
 from flashtune.dispatch.launch import prepared
 from flashtune.dispatch.launch.hostcode import Kernel
+from flashtune.dispatch.memo import Memo
 from flashtune.templates import family
 from flashtune.templates.rendering import render, variant_of
 
@@ -105,7 +106,7 @@ def test_a_damaged_manifest_is_warned_of_once_and_leaves_the_kernel_to_triton(sh
         (shipped / name).write_text("{}")
     elif damage == "no index of its digest":
         (shipped / name).mkdir()
-    memo = resolve.Memo()
+    memo = Memo()
     with pytest.warns(RuntimeWarning, match=r"pointers\.json.*install flashtune again; until then Triton compiles flash_fwd") as warned:
         served = [memo.machine_code(POINTERS, found, H200) for _ in range(2)]
     assert served == [(None, None)] * 2 and len(warned) == 1

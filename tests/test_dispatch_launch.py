@@ -31,6 +31,7 @@ from flashtune.dispatch.launch import driver, prepared
 from flashtune.dispatch.launch.hostcode import load_host_code
 from flashtune.dispatch.launch.program import Program
 from flashtune.dispatch.launch.recording import Address, Descriptor, Drawn, Recorded, Recording, Tensor, record
+from flashtune.dispatch.memo import Memo
 from flashtune.dispatch.plans import KernelPlan
 from flashtune.templates import family
 from flashtune.templates.rendering import render, variant_of
@@ -348,7 +349,7 @@ def test_a_sequence_that_grows_reads_no_file_and_no_host_code_anew(library: Libr
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(elsewhere, "differing", lambda *_: [])
     monkeypatch.setattr(elsewhere, "here", lambda *_: None)
-    memo = resolve.Memo()
+    memo = Memo()
 
     def served(n: int) -> bool:
         q, k = torch.empty(1, 32, 1, 128, dtype=torch.bfloat16), torch.empty(1, 8, n, 128, dtype=torch.bfloat16)

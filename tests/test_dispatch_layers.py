@@ -16,7 +16,7 @@ from flashtune.core.errors import DatabaseError, InputError
 from flashtune.core.results import Provenance
 from flashtune.db.library import Library
 from flashtune.dispatch import elsewhere, layers
-from flashtune.dispatch.resolve import Memo
+from flashtune.dispatch.memo import Memo
 
 machine = pretended.machine
 

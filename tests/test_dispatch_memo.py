@@ -427,7 +427,7 @@ def test_many_threads_decide_once_and_agree(machine: Machine) -> None:
 
 
 def test_the_memo_does_not_grow_without_bound(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashtune.dispatch.resolve.MOST_PLANS", 4)
+    monkeypatch.setattr("flashtune.dispatch.memo.MOST_PLANS", 4)
     for scale in range(1, 11):
         attend(scale=float(scale))
     assert 1 <= len(layers.current().plans) <= 4

@@ -18,6 +18,7 @@ from flashtune.core.results import Baseline, Fate, Measurement, Outcome, Provena
 from flashtune.core.target import find_target
 from flashtune.core.torch_attention import sound_backends
 from flashtune.dispatch import formula, resolve
+from flashtune.dispatch.memo import Memo
 from flashtune.templates import family
 
 H200 = find_target("h200")
@@ -92,11 +93,11 @@ def record(problem: Problem, *, template: str = "flash_fwd", config: Config | No
 
 
 def test_torch_serves_gradients_until_a_backward_was_measured_on_the_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
-    memo = resolve.Memo()
+    memo = Memo()
     monkeypatch.setattr(memo, "pool", lambda key, target: [])
     found, why = resolve.gradient_choice(memo, PROBLEM, H200)
     assert found is None and "no backward kernel was measured on GPUs like NVIDIA H200" in why
-    allowed = resolve.Memo(replace(memo.settings, unmeasured=True))
+    allowed = Memo(replace(memo.settings, unmeasured=True))
     monkeypatch.setattr(allowed, "pool", lambda key, target: [])
     found, _ = resolve.gradient_choice(allowed, PROBLEM, H200)
     assert found is not None and found.family is not None and found.family.name == "flash_bwd_hopper"
@@ -138,7 +139,7 @@ def test_a_row_with_another_feature_says_nothing_of_gradients(monkeypatch: pytes
     windowed = replace(PROBLEM, features=Features(causal=True, window=(1024, 0)))
     config = family("flash_bwd").default(replace(PROBLEM, direction="bwd").spec(), H200)
     row = record(replace(windowed, direction="bwd"), template="flash_bwd", config=config, framework_us=2e4)
-    memo = resolve.Memo()
+    memo = Memo()
     monkeypatch.setattr(memo, "pool", lambda key, target: [row])
     assert resolve.gradient_choice(memo, windowed, H200)[0] is not None
     assert resolve.gradient_choice(memo, replace(windowed, features=Features(causal=True, window=(512, 0))), H200)[0] is not None

@@ -17,6 +17,7 @@ from flashtune.core.problem import Features, Problem
 from flashtune.core.target import Target, find_target
 from flashtune.db.library import Library, shipped_path
 from flashtune.dispatch import resolve
+from flashtune.dispatch.memo import Memo, Settings
 from flashtune.dispatch.policy import choose
 from flashtune.templates import families
 
@@ -87,7 +88,7 @@ MEANT = {
 
 
 SHIPPED = Library.of(shipped_path()).records()
-MEMO = resolve.Memo(resolve.Settings(databases=(str(shipped_path()),), alone=True))
+MEMO = Memo(Settings(databases=(str(shipped_path()),), alone=True))
 
 
 def measured(problem: Problem, gpu: str) -> bool:

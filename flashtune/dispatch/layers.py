@@ -14,7 +14,7 @@ from typing import Self
 
 from flashtune.core.errors import InputError
 from flashtune.dispatch.known import Plans
-from flashtune.dispatch.resolve import Memo, Settings
+from flashtune.dispatch.memo import Memo, Settings
 
 MOST_MEMOS = 32
 """So many stacks of layers are remembered; beyond it the one that was used longest ago is forgotten."""

@@ -1,9 +1,6 @@
-"""From a call to plans: what was decided, and where nothing was, the policy's choices with their kernels and what was passed over."""
+"""From a call to plans: the policy's choices in their order, with their kernels, and what was passed over."""
 
 import functools
-import os
-import threading
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -11,18 +8,18 @@ from types import ModuleType
 import torch
 
 from flashtune.core.binaries import Manifest
-from flashtune.core.config import Config, Direction, Variant
+from flashtune.core.config import Config, Variant
 from flashtune.core.errors import EnvironmentProblem, FlashtuneError
 from flashtune.core.problem import FLAGS, Problem, ProblemKey
 from flashtune.core.results import Source, TuningRecord
 from flashtune.core.target import Target
-from flashtune.dispatch import devices, elsewhere, growing, kernels
+from flashtune.dispatch import devices, growing, kernels
 from flashtune.dispatch.call import Call
 from flashtune.dispatch.gradient_plans import Backward, FormulaPlan, Given, GradientPlan, Gradients
-from flashtune.dispatch.known import Plan, Plans
 from flashtune.dispatch.launch.driver import NO_RESOURCES, DriverError
+from flashtune.dispatch.memo import MOST_PLANS, Memo
 from flashtune.dispatch.plans import FrameworkPlan, KernelPlan
-from flashtune.dispatch.policy import Choice, Kind, Pool, Refusal, group_of, rank, torch_has
+from flashtune.dispatch.policy import Choice, Kind, Pool, Refusal, rank, torch_has
 from flashtune.dispatch.ready import ready_first
 from flashtune.templates import families
 from flashtune.templates.family import Family
@@ -33,123 +30,6 @@ GRADIENT = "a gradient is needed"
 SHORTEST_BACKWARD_US = 600.0
 """Where torch's own is shorter, ours waits for the host: operators with gradients and Triton's launcher cost it more than torch's attention
 does (`calls.py --parts training`)."""
-
-MOST_PLANS = 8192
-"""Growing sequences make a new signature with each token; beyond so many, all are forgotten and decided anew."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What decides beside a call: `databases` (paths or URLs, the topmost first) over the user's own results and the shipped ones, or
-    `alone`; and whether kernels may serve that are `unmeasured` on the GPU's architecture (None: as FLASHTUNE_UNMEASURED says)."""
-
-    databases: tuple[str, ...] = ()
-    alone: bool = False
-    unmeasured: bool | None = None
-
-
-class Memo:
-    """Plans by signature and, of decoding steps, by span (flashtune.dispatch.growing; None where each is decided by itself), the library's
-    records by group, kernels that failed, warnings given.
-
-    `pinned` is a pass and a rendered module that serves every call of it which it accepts, for measurements.
-    Reading a plan takes no lock; everything that decides holds `lock`.
-    """
-
-    def __init__(self, settings: Settings = Settings(), *, pinned: tuple[Direction, ModuleType] | None = None) -> None:
-        self.lock = threading.RLock()
-        self.plans = Plans()
-        self.backwards: dict[Hashable, Backward] = {}
-        self.spans: dict[Hashable, FrameworkPlan | KernelPlan | None] = {}
-        self.broken: dict[tuple[str, str], str] = {}
-        self.settings = settings
-        self.pinned: dict[Direction, ModuleType] = {} if pinned is None else dict([pinned])
-        self._records: list[TuningRecord] | None = None
-        self._pools: dict[tuple[object, ...], Pool] = {}
-        self._code: dict[tuple[str, str], tuple[Manifest, ModuleType | None]] = {}
-        self._warned: set[str] = set()
-        self._told: set[str] = set()
-
-    @functools.cached_property
-    def unmeasured(self) -> bool:
-        """Whether kernels may serve behind which nothing was measured on the GPU's architecture."""
-        said = self.settings.unmeasured
-        return os.environ.get("FLASHTUNE_UNMEASURED", "0") not in ("", "0") if said is None else said
-
-    def keep(self, signature: Hashable, plan: Plan) -> None:
-        """Remember the plan of a signature."""
-        if len(self.plans) >= MOST_PLANS:
-            self.plans.clear()
-            self.spans.clear()
-        self.plans[signature] = plan
-
-    def backward(self, call: Call) -> Backward:
-        """What computes the gradients of calls like this one, by kernels that are chosen when they are needed."""
-        return Backward(call, functools.partial(_first_gradients, self))
-
-    def backward_of(self, signature: Hashable, call: Callable[[], Call]) -> Backward:
-        """The same, remembered for a signature; `call` is asked where nothing is."""
-        if (known := self.backwards.get(signature)) is not None:
-            return known
-        if len(self.backwards) >= MOST_PLANS:
-            self.backwards.clear()
-        return self.backwards.setdefault(signature, self.backward(call()))
-
-    def move(self) -> None:
-        """Put the plans into another dict: whoever still holds the old one finds nothing there, and asks anew what is in force."""
-        with self.lock:
-            moved = Plans(self.plans)
-            self.plans.clear()
-            self.plans = moved
-
-    def read(self) -> None:
-        """Read the library, where that wasn't done; raises DatabaseError where a database is missing or damaged."""
-        with self.lock:
-            if self._records is None:
-                # SQLAlchemy takes a while to import: only those who need records pay for it.
-                from flashtune.db.library import Library
-
-                self._records = Library.over(self.settings.databases, alone=self.settings.alone).winners()
-
-    def pool(self, key: ProblemKey, target: Target) -> Pool:
-        """The records that may serve `key` on this GPU; the library is read when this is first called."""
-        self.read()
-        group = group_of(key)
-        if group not in self._pools:
-            assert self._records is not None, "they were just read"
-            self._pools[group] = Pool(key, target, self._records, families())
-        return self._pools[group]
-
-    def machine_code(self, family: Family, variant: Variant, target: Target) -> tuple[Manifest | None, ModuleType | None]:
-        """The machine code at hand and its host code; neither where there is none, or where files are damaged, which is warned of: Triton
-        then compiles the text."""
-        name = (variant.id, target.arch)
-        if name not in self._code:
-            try:
-                manifest = kernels.manifest(variant, target.arch)
-                if manifest is None:
-                    return None, None
-                self._code[name] = manifest, kernels.host_code(family, variant, manifest)
-            except (EnvironmentProblem, OSError) as error:
-                self.warn_once(f"flashtune: {error}; until then Triton compiles {variant.template} {variant.id}")
-                return None, None
-        return self._code[name]
-
-    def warn_of_elsewhere(self, record: TuningRecord, device: torch.device) -> None:
-        """A RuntimeWarning, once for each database, where a row that serves on this GPU was measured on another machine. The package's own
-        rows are from one anyway."""
-        if record.origin == "shipped" or record.origin in self._told or record.outcome.source != "measured":
-            return
-        if differences := elsewhere.differing(record.provenance, elsewhere.here(device.index)):
-            self._told.add(record.origin)
-            said = f"rows of {record.origin} were measured elsewhere: {', '.join(differences)}"
-            self.warn_once(f"flashtune: {said}; they serve, and a search here would tell what they are worth")
-
-    def warn_once(self, message: str) -> None:
-        """A RuntimeWarning, the first time that this message comes up."""
-        if message not in self._warned:
-            self._warned.add(message)
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -379,6 +259,20 @@ def gradient_kernels(memo: Memo, call: Call, given: Given) -> Iterator[tuple[Var
             module, manifest, whole, _ = _code(memo, choice.family, variant, call.device, target)
             if module is not None and module.accepts(given.query, given.key, given.value, mask):
                 yield variant, GradientPlan(call, module, manifest=manifest, whole=whole, warn=memo.warn_once)
+
+
+def backward(memo: Memo, call: Call) -> Backward:
+    """What computes the gradients of calls like this one, by kernels that are chosen when they are needed."""
+    return Backward(call, functools.partial(_first_gradients, memo))
+
+
+def backward_of(memo: Memo, signature: Hashable, call: Callable[[], Call]) -> Backward:
+    """The same, remembered for a signature; `call` is asked where nothing is."""
+    if (known := memo.backwards.get(signature)) is not None:
+        return known
+    if len(memo.backwards) >= MOST_PLANS:
+        memo.backwards.clear()
+    return memo.backwards.setdefault(signature, backward(memo, call()))
 
 
 def _first_gradients(memo: Memo, call: Call, given: Given) -> tuple[GradientPlan | FormulaPlan, Gradients]:

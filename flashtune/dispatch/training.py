@@ -17,6 +17,7 @@ from flashtune.dispatch import layers, resolve
 from flashtune.dispatch.arguments import parse, signed
 from flashtune.dispatch.call import Call, PerHead
 from flashtune.dispatch.gradient_plans import Given
+from flashtune.dispatch.memo import Memo
 from flashtune.dispatch.plans import FrameworkPlan, KernelPlan, Outputs, draws_in_a_capture, out_strides, random_bits
 
 _NUMBERS = "float dropout_p, float scale, int left, int right, float softcap, str causal_alignment, bool allow_tf32, bool deterministic"
@@ -107,10 +108,10 @@ class TrainingPlan:
 
     __slots__ = ("_framework", "backward", "call", "forward", "memo", "numbers")
 
-    def __init__(self, memo: resolve.Memo, call: Call, forward: FrameworkPlan | KernelPlan) -> None:
+    def __init__(self, memo: Memo, call: Call, forward: FrameworkPlan | KernelPlan) -> None:
         """`forward` serves `resolve.forward_of(call)`."""
         self.memo, self.call, self.forward = memo, call, forward
-        self.backward = memo.backward(resolve.forward_of(call))
+        self.backward = resolve.backward(memo, resolve.forward_of(call))
         self._framework = FrameworkPlan(call=call)
         sides, alignment = call.band.keywords(), "bottom_right" if call.band.diagonal else "top_left"
         tf32 = call.problem is not None and call.problem.features.tf32
@@ -149,7 +150,8 @@ class TrainingPlan:
             attn_mask = call.small_mask(attn_mask)
         slopes = sinks = None
         if per_head is not None:
-            slopes, *_, sinks = per_head.views(call)
+            views = PerHead(*per_head.views(call))
+            slopes, sinks = views.alibi_slopes, views.sinks
         out, lse = _Attention.apply(query, key, value, attn_mask, slopes, sinks, bits, self)  # type: ignore[no-untyped-call]
         if call.rank == 4:
             return out, lse
@@ -243,7 +245,7 @@ def _differentiated(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | No
     return *_by_operator(ctx.memo, asked, dout, dlse, query, key, value, *others, numbers=ctx.numbers), *nothing
 
 
-def _by_operator(memo: resolve.Memo, asked: Sequence[bool], *tensors: torch.Tensor | None, numbers: Sequence[Any]) -> Any:
+def _by_operator(memo: Memo, asked: Sequence[bool], *tensors: torch.Tensor | None, numbers: Sequence[Any]) -> Any:
     """The gradients of query, key and value that are asked for; `tensors` as the operator takes them."""
     of_query, of_key, of_value = asked
     # Threads of autograd have no layers of their own.
@@ -290,7 +292,8 @@ def _gradients(
     tensors = query, key, value, attn_mask, alibi_slopes, sinks
     kinds = tuple(None if x is None else (x.shape, x.dtype) for x in tensors)
     numbers = (dropout_p, scale, left, right, softcap, causal_alignment, allow_tf32, deterministic)
-    backward = memo.backward_of(
+    backward = resolve.backward_of(
+        memo,
         (kinds, query.device, numbers),
         lambda: parse(
             query,

@@ -15,7 +15,8 @@ from flashtune.core.modules import load_source
 from flashtune.core.problem import Problem
 from flashtune.core.results import Fate
 from flashtune.core.target import Target
-from flashtune.dispatch import api, layers, resolve
+from flashtune.dispatch import api, layers
+from flashtune.dispatch.memo import Memo
 from flashtune.tuner import tasks
 from flashtune.tuner.baseline import framework_call
 from flashtune.tuner.inputs import Inputs
@@ -70,7 +71,7 @@ def call_times(modules: Sequence[ModuleType], inputs: Inputs, *, budget_s: float
     """
     ours, framework = attention_call(inputs), framework_call(inputs, step=True)
     direction = inputs.problem.direction
-    runs: list[tuple[Any, Call]] = [(resolve.Memo(pinned=(direction, module)), ours) for module in modules]
+    runs: list[tuple[Any, Call]] = [(Memo(pinned=(direction, module)), ours) for module in modules]
     runs += [] if framework is None else [(None, framework)]
     found: list[list[float]] = [[] for _ in runs]
     repeats, rounds = 1, 0
