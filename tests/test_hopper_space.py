@@ -23,7 +23,8 @@ from flashtune.templates.hopper.flash_fwd_hopper import FAMILY
 from flashtune.templates.rendering import render, variant_of
 
 ROOT = Path(__file__).parents[1]
-HOPPERS = [target for target in targets().values() if target.is_hopper]
+HOPPERS = list({(t.shared_bytes_per_block, t.registers_per_sm): t for t in targets().values() if t.is_hopper}.values())
+"""One of each kind: a constraint knows a GPU by what a program may have of it."""
 HEAD_SIZES = range(8, 257, 8)
 DTYPES_HERE: tuple[DType, ...] = ("fp16", "bf16", "fp8")
 FEATURES = [
@@ -60,7 +61,7 @@ def test_every_supported_spec_has_starts_that_break_no_constraint(dtype: DType, 
                 for chosen in found:
                     FAMILY.validate(chosen)
                     assert FAMILY.violated(chosen, spec, target) is None
-    assert supported >= 100
+    assert supported >= 33
 
 
 @pytest.mark.parametrize(
