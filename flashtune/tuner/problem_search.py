@@ -136,7 +136,7 @@ class ProblemSearch:
 
     def _searched(self, meanwhile: Callable[[], None] | None) -> SearchResult | None:
         """The decided result; None where others are still busy, or it is theirs to decide."""
-        begun = time.perf_counter()
+        begun = time.monotonic()
         try:
             with self.spent.on("begin"):
                 if self.plan.source == "measured":
@@ -161,7 +161,7 @@ class ProblemSearch:
             with self.spent.on("keep"):
                 self.study.decide(result)
             self.search._followed(time.monotonic() - tried)
-            said = f"{len(result.outcomes)} trials, {time.perf_counter() - begun:.2f} s"
+            said = f"{len(result.outcomes)} trials, {time.monotonic() - begun:.2f} s"
             logger.debug("%s: %s; here: %s; on the GPU: %s", self.problem.label(), said, self.spent, self.evaluation.spent)
             return result
         except BaseException as error:
