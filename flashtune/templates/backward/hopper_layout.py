@@ -144,8 +144,8 @@ class SplitLayout(HopperBackward):
 
     @property
     def k_held(self) -> int:
-        """Columns of keys that their warpgroup has in registers."""
-        return min(self.config.number("held_columns"), self.block_d)
+        """Columns of keys that their warpgroup has in registers; at head size 128 only those of values fit beside both sums."""
+        return min(self.config.number("held_columns"), self.block_d) if self.wide or self.block_d <= 64 else 0
 
     @property
     def v_held(self) -> int:
