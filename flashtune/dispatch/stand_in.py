@@ -40,6 +40,10 @@ LOSSES: Mapping[str, Loss] = {
 DECODE_DRIFT = 0.038
 """How much the GPU's time over the framework's changes with an octave of N, from the same file."""
 
+SHORT_STEP = 1024
+"""Up to so many keys torch's calls of a decoding step cost the host the least that they do, 15.0 to 16.4 us on an H200; from 2048 on some
+cost 21 to 22 (benchmarks/results/2026-11-22-h200-steps/steps.json)."""
+
 FULL = 2.0
 """From so many tiles of 128 query rows to an SM on, a GPU counts as full: fewer leave SMs idle, for which other configs are good."""
 
@@ -146,25 +150,26 @@ def expected_ratio(record: TuningRecord, ours: ProblemKey, loss: Estimate) -> fl
     what was gained on one side only may be lost at other sizes, times the estimated `loss`. None without the framework's time.
 
     A decoding step may take a second launch, which shorter sequences don't hide, so towards fewer keys the ratio is assumed to drift. Where
-    the GPU waits for the host (`_waits`), whole calls alone count.
+    the GPU waits for the host (`_waits`), whole calls alone count, in which a second launch is never hidden.
     """
     if record.framework_us is None:
         return None
-    ratios = [record.median_us / record.framework_us]
+    ratios, waits = [record.median_us / record.framework_us], False
     if record.outcome.call_us is not None and record.framework_call_us is not None:
-        calls = record.outcome.call_us / record.framework_call_us
-        ratios = [calls] if _waits(record, ours) else [*ratios, calls]
+        calls, waits = record.outcome.call_us / record.framework_call_us, _waits(record, ours)
+        ratios = [calls] if waits else [*ratios, calls]
     found = max(ratios) * (1 + loss.median)
-    if ours.n_q <= DECODE_ROWS and ours.n < record.key.n:
+    if ours.n_q <= DECODE_ROWS and ours.n < record.key.n and not waits:
         found *= (1 + DECODE_DRIFT) ** octaves(record.key.n, ours.n)
     return found
 
 
 def _waits(record: TuningRecord, ours: ProblemKey) -> bool:
     """Whether in calls of a decoding step like `ours` the GPU waits for the host, with our kernel and with the framework's: it did in the
-    record's own, and there is no more for it to do than leaves it so. Far fewer keys may take another path through the framework."""
+    record's own, and there is no more for it to do than leaves it so. Far fewer keys may take another path through the framework, but for
+    those that take its shortest (SHORT_STEP)."""
     key, call_us, framework_call_us = record.key, record.outcome.call_us, record.framework_call_us
-    if ours.n_q > DECODE_ROWS or ours.n_q != key.n_q or 2 * ours.n < key.n:
+    if ours.n_q > DECODE_ROWS or ours.n_q != key.n_q or (2 * ours.n < key.n and key.n > SHORT_STEP):
         return False
     assert call_us is not None and framework_call_us is not None and record.framework_us is not None, "only they are compared"
     grown = max(1.0, ours.n / key.n) * max(1.0, ours.bh_bucket / key.bh_bucket)
