@@ -428,3 +428,23 @@ def test_the_gpu_is_watched_by_the_time_that_a_search_may_end(monkeypatch: pytes
     assert trials == 13
     [line] = [record.getMessage() for record in caplog.records if record.name == "flashtune.search"]
     assert line.startswith(problems(1)[0].label() + ": 13 trials, ")
+
+
+def test_a_new_specs_first_candidates_are_compiled_before_its_turn_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the first problem races, what the third begins with is compiled: the second has its spec, the third another."""
+    first, second = problems(2)
+    third = replace(PLANTED_PROBLEM, d=32, d_v=32)
+    compiled: list[str] = []
+    _, go = staged(monkeypatch, held=lambda task, problem: task is simulated.raced and problem == first)
+
+    def compiling(source: Any, problem: Problem, target: Any) -> Any:
+        compiled.append(source.stem)
+        if problem == third:
+            go.set()
+        return simulated.compiled(source, problem, target)
+
+    compiling.__name__ = f"compiled {third.d}"
+    monkeypatch.setattr(tasks, "compile_candidate", compiling)
+    results = run(replace(plan(1, sampler="gp"), problems=(first, second, third)))
+    assert [result.problem for result in results] == [first, second, third]
+    assert go.is_set() and len(compiled) == len(set(compiled)), "nothing is compiled twice"

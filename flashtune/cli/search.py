@@ -196,11 +196,13 @@ def run_search(
     from flashtune.tuner.machine import devices_of, provenance, require_interpreter
     from flashtune.tuner.searching import Search, SearchPlan
     from flashtune.tuner.space import SearchSpace
+    from flashtune.tuner.workers import start_server
 
     trace_times()
     source = choose_source(target, options.predict)
     if source == "predicted":
         require_interpreter()
+    start_server()
     location = options.location or overlay_path()
     known = Library([Layer(location=path, optional=True) for path in (location, shipped_path())]).winners()
     devices = devices_of(options.gpus, target) if source == "measured" else ()

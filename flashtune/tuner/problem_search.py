@@ -94,6 +94,12 @@ class ProblemSearch:
             ahead = max(4, 2 * self.plan.jobs)
             self.proposals = Proposals(self.study, self._compile, ahead=min(ahead, AHEAD) if beside else ahead, limit=limit, beside=beside)
 
+    def foresee(self) -> None:
+        """Start compiling what `begin` will ask for, as far as it can be told; nothing is claimed."""
+        if self.decided is None:
+            for candidate in self.study.sampler.opening[:AHEAD]:
+                self._compile(candidate)
+
     def abandon(self) -> None:
         """Give back what `begin` asked for."""
         if self.proposals is not None:

@@ -233,6 +233,7 @@ class _Lane:
     def __init__(self, search: Search, device: int, workers: Workers, suffix: str) -> None:
         self.search, self.device, self.workers, self.suffix = search, device, workers, suffix
         self._following: ProblemSearch | None = None
+        self._foreseen: ProblemSearch | None = None
 
     def run(self) -> None:
         """All problems that this lane can get."""
@@ -267,6 +268,9 @@ class _Lane:
         return ProblemSearch(self.search, index, self.workers, self.suffix, self.device)
 
     def _next(self) -> "ProblemSearch | None":
+        if self._foreseen is not None:
+            found, self._foreseen = self._foreseen, None
+            return found
         index = self.search._take()
         return None if index is None else self._problem(index)
 
@@ -275,3 +279,13 @@ class _Lane:
         self._following = self._next()
         if self._following is not None:
             self._following.begin()
+            self._foresee(self._following.problem.spec())
+
+    def _foresee(self, spec: KernelSpec) -> None:
+        """Have compiled what the problem after the next begins with, where none of it was: its spec is new. Of several lanes nobody knows
+        whose it will be."""
+        search, problems = self.search, self.search._plan.problems
+        if len(search._plan.devices) <= 1 and search._begun < len(problems) and problems[search._begun].spec() != spec:
+            self._foreseen = self._next()
+            if self._foreseen is not None:
+                self._foreseen.foresee()

@@ -4,8 +4,9 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError as Overdue
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing import forkserver, resource_tracker
 from types import TracebackType
@@ -32,6 +33,27 @@ PRELOADED = ["torch"]
 """What the server has imported that children are forked off."""
 
 Found = TypeVar("Found", bound=Answer)
+
+
+def start_server() -> None:
+    """Begin to import in the server what children need; whoever knows that there will be some needn't wait for the first task."""
+    with _serving():
+        pass
+
+
+@contextmanager
+def _serving() -> Iterator[None]:
+    """The server runs, and within the block it may be asked for children."""
+    # The server, and through it the children until they withdraw, take over what this thread holds back; the tracker of resources,
+    # which unblocks these signals where it is started, is started before.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, tasks.HELD_BACK)
+    try:
+        multiprocessing.set_forkserver_preload(PRELOADED)
+        forkserver.ensure_running()
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,15 +142,8 @@ class Workers:
         self, crew: Crew, task: Callable[..., Found | Failed], arguments: tuple[Any, ...], limit_s: float, device: int
     ) -> Pending[Found]:
         pool = self._pool(crew, device)
-        # The server, and through it the children until they withdraw, take over what this thread holds back; the tracker of resources,
-        # which unblocks these signals where it is started, is started before.
-        resource_tracker.ensure_running()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, tasks.HELD_BACK)
-        try:
-            forkserver.ensure_running()
+        with _serving():
             future = pool.schedule(task, args=arguments, timeout=limit_s)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return Pending(self, crew, device, future, limit_s)
 
     def _pool(self, crew: Crew, device: int) -> ProcessPool:
@@ -137,7 +152,6 @@ class Workers:
             # A child must not inherit a started GPU or the parent's threads, so it is forked off a server that has neither, and that has
             # imported what takes a child the longest.
             context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(PRELOADED)
             start: Callable[..., None] = _START[crew]
             arguments: tuple[Any, ...] = (dict(os.environ),)
             if crew == "device" and self._devices:
