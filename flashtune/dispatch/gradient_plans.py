@@ -112,20 +112,38 @@ class GradientPlan(ModulePlan):
         if torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
                 return self.run(given)
-        operands = self._operands(given)
+        query, key, value, out, lse, dout, dlse, dq, dk, dv = self._operands(given)
+        mask, slopes, sinks = given.mask, given.slopes, given.sinks
         # Its own in each call, and a graph's pool has it for a graph: nothing is shared, and nothing outlives the call.
         scratch = torch.empty(self._scratch, dtype=torch.uint8, device=call.device)
         start = scratch.data_ptr()
-        addresses = [0 if x is None else x.data_ptr() for x in operands]
-        # Counts, which backwards have none of, and what is given per head, of which inputs of 8 bits have more.
-        slopes, sinks = given.slopes, given.sinks
-        slopes_at = 0 if slopes is None else slopes.data_ptr()
-        addresses += (0, 0 if given.mask is None else given.mask.data_ptr(), slopes_at, 0, 0, 0, 0 if sinks is None else sinks.data_ptr())
-        addresses += [start + offset for offset in self._temporaries]
+        addresses = [
+            query.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            out.data_ptr(),
+            lse.data_ptr(),
+            dout.data_ptr(),
+            0 if dlse is None else dlse.data_ptr(),
+            0 if dq is None else dq.data_ptr(),
+            0 if dk is None else dk.data_ptr(),
+            0 if dv is None else dv.data_ptr(),
+            # Counts, which backwards have none of.
+            0,
+            0 if mask is None else mask.data_ptr(),
+            # Of what is given per head inputs of 8 bits have more.
+            0 if slopes is None else slopes.data_ptr(),
+            0,
+            0,
+            0,
+            0 if sinks is None else sinks.data_ptr(),
+        ]
+        for offset in self._temporaries:
+            addresses.append(start + offset)
         program.run(addresses, torch._C._cuda_getCurrentRawStream(index), (given.seed, 0))
-        return self._asked(given, operands)
+        return dq if given.of_query else None, dk if given.of_keys else None, dv if given.of_keys else None
 
-    def _operands(self, given: Given) -> prepared.Operands:
+    def _operands(self, given: Given) -> tuple[Any, ...]:
         """The operands of a launch, the gradients newly allocated."""
         of_query, of_keys = given.of_query or self._all, given.of_keys or self._all
         query, key, value, made, dlse = given.query, given.key, given.value, self._layout.made, given.dlse

@@ -148,18 +148,18 @@ class TrainingPlan:
             query, key, value = call.views(query, key, value)
         if attn_mask is not None:
             attn_mask = call.small_mask(attn_mask)
-        slopes = sinks = None
-        if per_head is not None:
-            views = PerHead(*per_head.views(call))
-            slopes, sinks = views.alibi_slopes, views.sinks
-        out, lse = _Attention.apply(query, key, value, attn_mask, slopes, sinks, bits, self)  # type: ignore[no-untyped-call]
+        others = None
+        if attn_mask is not None or per_head is not None:
+            views = PerHead(*(per_head or PerHead()).views(call))
+            others = attn_mask, views.alibi_slopes, views.sinks
+        out, lse = _apply(query, key, value, others, bits, self)
         if call.rank == 4:
             return out, lse
         return call.restored(out), call.restored(lse) if call.return_lse else None
 
 
 class _Attention(torch.autograd.Function):
-    """Output and LSE (None where nobody asks for it) of a plan's forward."""
+    """Output and LSE (None where nobody asks for it) of a plan's forward; `others` are a mask, slopes and sinks, where any is given."""
 
     @staticmethod
     def forward(
@@ -167,36 +167,46 @@ class _Attention(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attn_mask: torch.Tensor | None,
-        slopes: torch.Tensor | None,
-        sinks: torch.Tensor | None,
+        others: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] | None,
         bits: int | None,
         plan: TrainingPlan,
     ) -> Outputs:
-        per_head = None if slopes is None and sinks is None else PerHead(alibi_slopes=slopes, sinks=sinks)
-        out, lse = plan.forward.run(query, key, value, attn_mask, bits, per_head)
         # The inputs exist anyway.
-        ctx.save_for_backward(query, key, value, out, lse, attn_mask, slopes, sinks)
-        ctx.plan, ctx.bits = plan, bits or 0
+        if others is None:
+            out, lse = plan.forward.run(query, key, value, None, bits, None)
+            ctx.save_for_backward(query, key, value, out, lse)
+        else:
+            attn_mask, slopes, sinks = others
+            per_head = None if slopes is None and sinks is None else PerHead(alibi_slopes=slopes, sinks=sinks)
+            out, lse = plan.forward.run(query, key, value, attn_mask, bits, per_head)
+            ctx.save_for_backward(query, key, value, out, lse, *others)
+        ctx.given = plan, bits or 0
         ctx.set_materialize_grads(False)
         return out, lse if plan.call.return_lse else None
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if dout is None and dlse is None:
-            return None, None, None, None, None, None, None, None
-        query, key, value, out, lse, attn_mask, slopes, sinks = ctx.saved_tensors
+            return None, None, None, None, None, None
+        query, key, value, out, lse, *others = ctx.saved_tensors
+        attn_mask, slopes, sinks = others or _NOTHING
         of_query, of_key, of_value, *_ = ctx.needs_input_grad
         dout = torch.zeros_like(out) if dout is None else dout
-        plan = ctx.plan
+        plan, bits = ctx.given
         # Where a graph of the gradients is made, the operator is in it and says that there are no second ones.
         if torch.is_grad_enabled() or not _untraced(dout) or not (dlse is None or _untraced(dlse)):
-            state, asked = torch.tensor([signed(ctx.bits)]), (of_query, of_key, of_value)
+            state, asked = torch.tensor([signed(bits)]), (of_query, of_key, of_value)
             tensors = dout, dlse, query, key, value, out, lse, state, attn_mask, slopes, sinks
-            return *_by_operator(plan.memo, asked, *tensors, numbers=plan.numbers), None, None, None, None, None
-        given = Given(query, key, value, out, lse, dout, dlse, attn_mask, slopes, sinks, ctx.bits, of_query, of_key or of_value)
+            return *_by_operator(plan.memo, asked, *tensors, numbers=plan.numbers), None, None, None
+        given = Given(query, key, value, out, lse, dout, dlse, attn_mask, slopes, sinks, bits, of_query, of_key or of_value)
         dq, dk, dv = plan.backward.gradients(given)
-        return dq, dk if of_key else None, dv if of_value else None, None, None, None, None, None
+        return dq, dk if of_key else None, dv if of_value else None, None, None, None
+
+
+_NOTHING = None, None, None
+
+_apply: Callable[..., Any] = super(torch.autograd.Function, _Attention).apply
+"""What `_Attention.apply` calls after it has looked for transforms of torch.func, under which plans don't serve."""
 
 
 def _untraced(x: torch.Tensor) -> bool:
