@@ -27,9 +27,9 @@ from flashtune.templates.family import Family
 GRADIENT = "a gradient is needed"
 """Why torch's own operations serve, unless a backward kernel does."""
 
-SHORTEST_BACKWARD_US = 600.0
-"""Where torch's own is shorter, ours waits for the host: operators with gradients and Triton's launcher cost it more than torch's attention
-does (`calls.py --parts training`)."""
+SHORTEST_BACKWARD_US = 120.0
+"""Where torch's own is shorter, the host decides, and a step of ours costs it a little more than torch's: the shortest gradients in
+benchmarks/results/2026-11-22-h200-training whose whole steps ours were the faster at take torch about so long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
