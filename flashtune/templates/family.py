@@ -76,6 +76,11 @@ class Constraint:
     axes: tuple[str, ...] | None = None
 
 
+def constraint(*axes: str) -> Callable[[Callable[[Config, KernelSpec, Target], bool]], Constraint]:
+    """Makes a predicate the `Constraint` of its name, for the reason that its docstring gives; without `axes` it sees whole configs."""
+    return lambda holds: Constraint(name=holds.__name__, holds=holds, why=holds.__doc__ or "", axes=axes or None)
+
+
 def any_sizes(problem: Problem, target: Target) -> str | None:
     """What `Family.suits` is for a family that serves all sizes alike."""
     return None

@@ -4,7 +4,7 @@ from flashtune.core.config import Config, KernelSpec
 from flashtune.core.dtypes import ITEMSIZE
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
-from flashtune.templates.family import Constraint, padded
+from flashtune.templates.family import constraint, padded
 
 
 def operand_bytes(spec: KernelSpec) -> int:
@@ -84,110 +84,74 @@ def first_with_room(configs: list[Config], spec: KernelSpec, target: Target) -> 
     return next(filter(fits, configs), configs[-1])
 
 
-def _warps_own_rows(config: Config, spec: KernelSpec, target: Target) -> bool:
+@constraint("BLOCK_M", "num_warps")
+def warps_own_rows(config: Config, spec: KernelSpec, target: Target) -> bool:
+    """each warp takes 16 to 64 rows of the tile (a row of matrix instructions)"""
     fewest = 4 if has_scalar_products(spec, target) else 16
     return fewest <= config.number("BLOCK_M") // config.number("num_warps") <= 64
 
 
-def _registers_fit(config: Config, spec: KernelSpec, target: Target) -> bool:
+@constraint("BLOCK_M", "BLOCK_N", "num_warps")
+def registers_fit(config: Config, spec: KernelSpec, target: Target) -> bool:
+    """scores, probs and acc fit into a thread's registers"""
     # CDNA's accumulation registers double what a thread has.
     return live_registers(config, spec, target) <= (232 if target.vendor == "nvidia" else 448)
 
 
-def _shared_memory_fits(config: Config, spec: KernelSpec, target: Target) -> bool:
+@constraint("BLOCK_M", "BLOCK_N", "num_stages")
+def shared_memory_fits(config: Config, spec: KernelSpec, target: Target) -> bool:
+    """K and V blocks in flight fit into shared memory"""
     return shared_bytes(config, spec, target) <= target.shared_bytes_per_block
 
 
-def _register_cap_helps(config: Config, spec: KernelSpec, target: Target) -> bool:
+@constraint("BLOCK_M", "BLOCK_N", "num_warps", "maxnreg")
+def register_cap_helps(config: Config, spec: KernelSpec, target: Target) -> bool:
+    """maxnreg is NVIDIA's, and must not force spills"""
     cap = config.number("maxnreg")
     if cap == 0:
         return True
     return target.vendor == "nvidia" and live_registers(config, spec, target) <= cap - 24
 
 
-def _stages_exist(config: Config, spec: KernelSpec, target: Target) -> bool:
+@constraint("num_stages")
+def stages_exist(config: Config, spec: KernelSpec, target: Target) -> bool:
+    """AMD pipelines two stages at most"""
     return target.vendor == "nvidia" or config.number("num_stages") <= 2
 
 
-def _order_matters(config: Config, spec: KernelSpec, target: Target) -> bool:
+@constraint("ORDER")
+def order_matters(config: Config, spec: KernelSpec, target: Target) -> bool:
+    """a causal triangle wants its long rows first; elsewhere there is nothing to sort"""
     return config["ORDER"] in (("longest_first", "grouped") if spec.causal else ("rows", "heads"))
 
 
-def _early_v_matters(config: Config, spec: KernelSpec, target: Target) -> bool:
+@constraint("num_stages", "LOAD_V_EARLY")
+def early_v_matters(config: Config, spec: KernelSpec, target: Target) -> bool:
+    """in a pipelined loop V is in flight long before"""
     return not config["LOAD_V_EARLY"] or config.number("num_stages") == 1
 
 
-def _narrow_block_is_needed(config: Config, spec: KernelSpec, target: Target) -> bool:
+@constraint("BLOCK_N")
+def narrow_block_is_needed(config: Config, spec: KernelSpec, target: Target) -> bool:
+    """16 keys a step waste the tensor cores where 32 fit"""
     return config.number("BLOCK_N") >= 32 or spec.dtype == "fp32" or padded(spec.d) > 128
 
 
-def _dropout_block_is_whole(config: Config, spec: KernelSpec, target: Target) -> bool:
+@constraint("BLOCK_N")
+def dropout_block_is_whole(config: Config, spec: KernelSpec, target: Target) -> bool:
+    """dropout's counters come in groups of 32 columns"""
     return not spec.dropout or config.number("BLOCK_N") >= 32
 
 
-def _scalar_products_are_short(config: Config, spec: KernelSpec, target: Target) -> bool:
+@constraint("BLOCK_M", "BLOCK_N", "num_warps")
+def scalar_products_are_short(config: Config, spec: KernelSpec, target: Target) -> bool:
+    """IEEE fp32 products are unrolled multiply-adds: with many of them a thread, registers and compile time explode"""
     if not has_scalar_products(spec, target):
         return True
     products = config.number("BLOCK_M") * config.number("BLOCK_N") * max(padded(spec.d), padded(spec.d_v))
     # With more of them a thread spills kilobytes, and the compiler unrolls and takes its time.
     return products <= 1024 * config.number("num_warps") * target.warp_size
 
-
-WARPS_OWN_ROWS = Constraint(
-    name="warps_own_rows",
-    holds=_warps_own_rows,
-    why="each warp takes 16 to 64 rows of the tile (a row of matrix instructions)",
-    axes=("BLOCK_M", "num_warps"),
-)
-REGISTERS_FIT = Constraint(
-    name="registers_fit",
-    holds=_registers_fit,
-    why="scores, probs and acc fit into a thread's registers",
-    axes=("BLOCK_M", "BLOCK_N", "num_warps"),
-)
-SHARED_MEMORY_FITS = Constraint(
-    name="shared_memory_fits",
-    holds=_shared_memory_fits,
-    why="K and V blocks in flight fit into shared memory",
-    axes=("BLOCK_M", "BLOCK_N", "num_stages"),
-)
-REGISTER_CAP_HELPS = Constraint(
-    name="register_cap_helps",
-    holds=_register_cap_helps,
-    why="maxnreg is NVIDIA's, and must not force spills",
-    axes=("BLOCK_M", "BLOCK_N", "num_warps", "maxnreg"),
-)
-STAGES_EXIST = Constraint(name="stages_exist", holds=_stages_exist, why="AMD pipelines two stages at most", axes=("num_stages",))
-ORDER_MATTERS = Constraint(
-    name="order_matters",
-    holds=_order_matters,
-    why="a causal triangle wants its long rows first; elsewhere there is nothing to sort",
-    axes=("ORDER",),
-)
-EARLY_V_MATTERS = Constraint(
-    name="early_v_matters",
-    holds=_early_v_matters,
-    why="in a pipelined loop V is in flight long before",
-    axes=("num_stages", "LOAD_V_EARLY"),
-)
-NARROW_BLOCK_IS_NEEDED = Constraint(
-    name="narrow_block_is_needed",
-    holds=_narrow_block_is_needed,
-    why="16 keys a step waste the tensor cores where 32 fit",
-    axes=("BLOCK_N",),
-)
-DROPOUT_BLOCK_IS_WHOLE = Constraint(
-    name="dropout_block_is_whole",
-    holds=_dropout_block_is_whole,
-    why="dropout's counters come in groups of 32 columns",
-    axes=("BLOCK_N",),
-)
-SCALAR_PRODUCTS_ARE_SHORT = Constraint(
-    name="scalar_products_are_short",
-    holds=_scalar_products_are_short,
-    why="IEEE fp32 products are unrolled multiply-adds: with many of them a thread, registers and compile time explode",
-    axes=("BLOCK_M", "BLOCK_N", "num_warps"),
-)
 
 ORDERS = ("rows", "heads", "longest_first", "grouped")
 """Values of the axis ORDER; `_program_order.jinja` says what each does."""

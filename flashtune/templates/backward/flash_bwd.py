@@ -1,12 +1,13 @@
 """The family `flash_bwd`: attention backward with plain pointers, for every GPU that Triton compiles for, bit for bit repeatable."""
 
+import functools
 from collections.abc import Callable
 
 from flashtune.core.config import Config, KernelSpec
 from flashtune.core.dtypes import ITEMSIZE
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
-from flashtune.templates.family import Axis, Constraint, Family, padded
+from flashtune.templates.family import Axis, Family, constraint, padded
 from flashtune.templates.predicates import has_scalar_products
 
 AXES = (
@@ -83,70 +84,86 @@ def _shared_bytes(config: Config, spec: KernelSpec, target: Target, *, stays: in
 
 def _of_both(holds: Callable[[Config, KernelSpec, Target, bool], bool]) -> Callable[[Config, KernelSpec, Target], bool]:
     """A predicate over one kernel's axes as one over a config: True where it holds for both kernels. Its last argument says for dQ's."""
-    return lambda config, spec, target: holds(key_config(config), spec, target, False) and holds(query_config(config), spec, target, True)
+
+    @functools.wraps(holds)
+    def of_both(config: Config, spec: KernelSpec, target: Target) -> bool:
+        return holds(key_config(config), spec, target, False) and holds(query_config(config), spec, target, True)
+
+    return of_both
 
 
-def _warps_own_rows(config: Config, spec: KernelSpec, target: Target, of_queries: bool) -> bool:
+@constraint()
+@_of_both
+def warps_own_rows(config: Config, spec: KernelSpec, target: Target, of_queries: bool) -> bool:
+    """each warp takes 16 to 64 rows of its tile, or 8 of large heads"""
     row_bytes = max(padded(spec.d), padded(spec.d_v)) * ITEMSIZE[spec.dtype]
     fewest = 4 if has_scalar_products(spec, target) else 8 if row_bytes > 256 else 16
     return fewest <= config.number("BLOCK_M" if of_queries else "BLOCK_N") // config.number("num_warps") <= 64
 
 
-def _registers_fit(config: Config, spec: KernelSpec, target: Target, of_queries: bool) -> bool:
+@constraint()
+@_of_both
+def registers_fit(config: Config, spec: KernelSpec, target: Target, of_queries: bool) -> bool:
+    """both score tiles and the sums fit into a thread's registers"""
     registers = (query_registers if of_queries else key_registers)(config, spec, target)
     # CDNA's accumulation registers double what a thread has; on Hopper addresses take more of them.
     return registers <= (448 if target.vendor == "amd" else 200 if _reads_shared(target) else 232)
 
 
-def _shared_memory_fits(config: Config, spec: KernelSpec, target: Target, of_queries: bool) -> bool:
+@constraint()
+@_of_both
+def shared_memory_fits(config: Config, spec: KernelSpec, target: Target, of_queries: bool) -> bool:
+    """what stays and what is in flight fit into shared memory"""
     return (query_shared_bytes if of_queries else key_shared_bytes)(config, spec, target) <= target.shared_bytes_per_block
 
 
-def _stages_exist(config: Config, spec: KernelSpec, target: Target, of_queries: bool) -> bool:
+@constraint()
+@_of_both
+def stages_exist(config: Config, spec: KernelSpec, target: Target, of_queries: bool) -> bool:
+    """AMD pipelines two stages at most"""
     return target.vendor == "nvidia" or config.number("num_stages") <= 2
 
 
-def _narrow_block_is_needed(config: Config, spec: KernelSpec, target: Target, of_queries: bool) -> bool:
+@constraint()
+@_of_both
+def narrow_block_is_needed(config: Config, spec: KernelSpec, target: Target, of_queries: bool) -> bool:
+    """16 rows a step waste the tensor cores where 32 fit"""
     passes = config.number("BLOCK_N" if of_queries else "BLOCK_M")
     return passes >= 32 or spec.dtype == "fp32" or max(padded(spec.d), padded(spec.d_v)) > 128
 
 
-def _dropout_block_is_whole(config: Config, spec: KernelSpec, target: Target, of_queries: bool) -> bool:
+@constraint()
+@_of_both
+def dropout_block_is_whole(config: Config, spec: KernelSpec, target: Target, of_queries: bool) -> bool:
+    """dropout's counters come in groups of 32 columns"""
     return not spec.dropout or config.number("BLOCK_N") >= 32
 
 
-def _scalar_products_are_short(config: Config, spec: KernelSpec, target: Target, of_queries: bool) -> bool:
+@constraint()
+@_of_both
+def scalar_products_are_short(config: Config, spec: KernelSpec, target: Target, of_queries: bool) -> bool:
+    """IEEE fp32 products are unrolled multiply-adds: with many of them a thread, registers and compile time explode"""
     if not has_scalar_products(spec, target):
         return True
     products = config.number("BLOCK_M") * config.number("BLOCK_N") * max(padded(spec.d), padded(spec.d_v))
     return products <= 1024 * config.number("num_warps") * target.warp_size
 
 
-def _order_matters(config: Config, spec: KernelSpec, target: Target) -> bool:
+@constraint()
+def order_matters(config: Config, spec: KernelSpec, target: Target) -> bool:
+    """only a causal triangle has long tiles to begin with"""
     return config["ORDER"] == "rows" or spec.causal
 
 
 CONSTRAINTS = (
-    Constraint(
-        name="warps_own_rows", holds=_of_both(_warps_own_rows), why="each warp takes 16 to 64 rows of its tile, or 8 of large heads"
-    ),
-    Constraint(name="registers_fit", holds=_of_both(_registers_fit), why="both score tiles and the sums fit into a thread's registers"),
-    Constraint(
-        name="shared_memory_fits", holds=_of_both(_shared_memory_fits), why="what stays and what is in flight fit into shared memory"
-    ),
-    Constraint(name="stages_exist", holds=_of_both(_stages_exist), why="AMD pipelines two stages at most"),
-    Constraint(
-        name="narrow_block_is_needed", holds=_of_both(_narrow_block_is_needed), why="16 rows a step waste the tensor cores where 32 fit"
-    ),
-    Constraint(
-        name="dropout_block_is_whole", holds=_of_both(_dropout_block_is_whole), why="dropout's counters come in groups of 32 columns"
-    ),
-    Constraint(
-        name="scalar_products_are_short",
-        holds=_of_both(_scalar_products_are_short),
-        why="IEEE fp32 products are unrolled multiply-adds: with many of them a thread, registers and compile time explode",
-    ),
-    Constraint(name="order_matters", holds=_order_matters, why="only a causal triangle has long tiles to begin with"),
+    warps_own_rows,
+    registers_fit,
+    shared_memory_fits,
+    stages_exist,
+    narrow_block_is_needed,
+    dropout_block_is_whole,
+    scalar_products_are_short,
+    order_matters,
 )
 
 

@@ -12,17 +12,17 @@ from flashtune.core.dtypes import ITEMSIZE
 from flashtune.core.problem import DECODE_ROWS, Problem
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
-from flashtune.templates.family import Axis, Constraint, Family, padded
+from flashtune.templates.family import Axis, Family, constraint, padded
 from flashtune.templates.forward import flash_fwd
 from flashtune.templates.predicates import (
-    SCALAR_PRODUCTS_ARE_SHORT,
-    STAGES_EXIST,
     expected_facts,
     first_with_room,
     has_scalar_products,
     live_registers,
     probs_bytes,
+    scalar_products_are_short,
     shared_bytes,
+    stages_exist,
 )
 
 AXES = (
@@ -66,50 +66,34 @@ def _needs_room(config: Config, spec: KernelSpec, target: Target) -> int:
     return config.number("BLOCK_M") * d * size + probs_bytes(config, spec) + in_flight
 
 
-def _room(config: Config, spec: KernelSpec, target: Target) -> bool:
+@constraint("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
+def shared_memory_fits(config: Config, spec: KernelSpec, target: Target) -> bool:
+    """K and V blocks in flight fit into shared memory"""
     return _needs_room(config, spec, target) <= target.shared_bytes_per_block
 
 
-def _registers(config: Config, spec: KernelSpec, target: Target) -> bool:
+@constraint("BLOCK_M", "BLOCK_N", "num_warps", "loads")
+def registers_fit(config: Config, spec: KernelSpec, target: Target) -> bool:
+    """scores, probs, acc and the addresses of K and V fit into a thread's registers"""
     chunks = config.number("BLOCK_N") * (padded(spec.d) + padded(spec.d_v)) * ITEMSIZE[spec.dtype] / 16
     # Read off Triton 3.6's code: each 16 bytes that a thread loads take six registers for their address and place.
     addresses = 6 * chunks / (config.number("num_warps") * target.warp_size) if config["loads"] == "pointer" else 0
     return live_registers(config, spec, target) + addresses <= (232 if target.vendor == "nvidia" else 448)
 
 
-def _warps_have_work(config: Config, spec: KernelSpec, target: Target) -> bool:
+@constraint("BLOCK_M", "BLOCK_N", "num_warps")
+def warps_have_work(config: Config, spec: KernelSpec, target: Target) -> bool:
+    """each warp has a matrix instruction's share of the scores"""
     return config.number("BLOCK_M") * config.number("BLOCK_N") >= 16 * 8 * config.number("num_warps")
 
 
-def _copy_engine(config: Config, spec: KernelSpec, target: Target) -> bool:
+@constraint("loads")
+def copy_engine(config: Config, spec: KernelSpec, target: Target) -> bool:
+    """descriptors are for GPUs with TMA, and products on tensor cores"""
     return config["loads"] == "pointer" or (target.has_tma and not has_scalar_products(spec, target))
 
 
-CONSTRAINTS = (
-    Constraint(
-        name="shared_memory_fits",
-        holds=_room,
-        why="K and V blocks in flight fit into shared memory",
-        axes=("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"),
-    ),
-    Constraint(
-        name="registers_fit",
-        holds=_registers,
-        why="scores, probs, acc and the addresses of K and V fit into a thread's registers",
-        axes=("BLOCK_M", "BLOCK_N", "num_warps", "loads"),
-    ),
-    Constraint(
-        name="warps_have_work",
-        holds=_warps_have_work,
-        why="each warp has a matrix instruction's share of the scores",
-        axes=("BLOCK_M", "BLOCK_N", "num_warps"),
-    ),
-    Constraint(
-        name="copy_engine", holds=_copy_engine, why="descriptors are for GPUs with TMA, and products on tensor cores", axes=("loads",)
-    ),
-    STAGES_EXIST,
-    SCALAR_PRODUCTS_ARE_SHORT,
-)
+CONSTRAINTS = (shared_memory_fits, registers_fit, warps_have_work, copy_engine, stages_exist, scalar_products_are_short)
 
 
 def split_count(blocks: int, tiles: int, programs: int) -> int:

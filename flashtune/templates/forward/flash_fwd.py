@@ -5,21 +5,21 @@ from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.family import Axis, Family
 from flashtune.templates.predicates import (
-    DROPOUT_BLOCK_IS_WHOLE,
-    EARLY_V_MATTERS,
-    NARROW_BLOCK_IS_NEEDED,
-    ORDER_MATTERS,
     ORDERS,
-    REGISTER_CAP_HELPS,
-    REGISTERS_FIT,
-    SCALAR_PRODUCTS_ARE_SHORT,
-    SHARED_MEMORY_FITS,
-    STAGES_EXIST,
-    WARPS_OWN_ROWS,
+    dropout_block_is_whole,
+    early_v_matters,
     expected_facts,
     first_with_room,
     has_scalar_products,
+    narrow_block_is_needed,
+    order_matters,
+    register_cap_helps,
+    registers_fit,
+    scalar_products_are_short,
     shared_bytes,
+    shared_memory_fits,
+    stages_exist,
+    warps_own_rows,
 )
 
 AXES = (
@@ -33,16 +33,16 @@ AXES = (
 )
 
 CONSTRAINTS = (
-    WARPS_OWN_ROWS,
-    REGISTERS_FIT,
-    SHARED_MEMORY_FITS,
-    REGISTER_CAP_HELPS,
-    STAGES_EXIST,
-    ORDER_MATTERS,
-    EARLY_V_MATTERS,
-    NARROW_BLOCK_IS_NEEDED,
-    DROPOUT_BLOCK_IS_WHOLE,
-    SCALAR_PRODUCTS_ARE_SHORT,
+    warps_own_rows,
+    registers_fit,
+    shared_memory_fits,
+    register_cap_helps,
+    stages_exist,
+    order_matters,
+    early_v_matters,
+    narrow_block_is_needed,
+    dropout_block_is_whole,
+    scalar_products_are_short,
 )
 
 

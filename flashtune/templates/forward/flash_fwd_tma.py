@@ -5,17 +5,17 @@ from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.family import Axis, Family
 from flashtune.templates.predicates import (
-    DROPOUT_BLOCK_IS_WHOLE,
-    ORDER_MATTERS,
     ORDERS,
-    REGISTER_CAP_HELPS,
-    REGISTERS_FIT,
-    SHARED_MEMORY_FITS,
-    WARPS_OWN_ROWS,
+    dropout_block_is_whole,
     expected_facts,
     first_with_room,
     has_scalar_products,
+    order_matters,
+    register_cap_helps,
+    registers_fit,
     shared_bytes,
+    shared_memory_fits,
+    warps_own_rows,
 )
 
 AXES = (
@@ -28,12 +28,12 @@ AXES = (
 )
 
 CONSTRAINTS = (
-    WARPS_OWN_ROWS,
-    REGISTERS_FIT,
-    SHARED_MEMORY_FITS,
-    REGISTER_CAP_HELPS,
-    ORDER_MATTERS,
-    DROPOUT_BLOCK_IS_WHOLE,
+    warps_own_rows,
+    registers_fit,
+    shared_memory_fits,
+    register_cap_helps,
+    order_matters,
+    dropout_block_is_whole,
 )
 
 
