@@ -328,6 +328,28 @@ def test_a_plan_hands_over_the_addresses_of_what_each_call_gives_per_head(monkey
         assert runs[-1][prepared.HEADS :] == [wanted[name] for name in PER_HEAD]
 
 
+def test_a_plan_hands_over_the_memory_of_the_stream_that_it_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams: list[int] = []
+    for name, value in (("_cuda_getDevice", lambda: None), ("_cuda_getCurrentRawStream", lambda _: streams[-1])):
+        monkeypatch.setattr(torch._C, name, value, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
+    taken = SimpleNamespace(counters=lambda _, stream, *__: 1000 * stream, scratch=lambda _, stream, __: 4096 * stream)
+    monkeypatch.setattr(driver, "STREAM_MEMORY", taken)
+    q, k, v = torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 9, 16), torch.zeros(1, 2, 9, 16)
+    plan = KernelPlan(parse(q, k, v, enable_gqa=True), SimpleNamespace(), q)  # type: ignore[arg-type]
+    runs: list[list[int]] = []
+    plan.program = SimpleNamespace(run=lambda addresses, stream, bits: runs.append(addresses))  # type: ignore[assignment]
+    plan._plain, plan._counters, plan._scratch, plan._lse_offset, plan._temporaries = False, 8, 1024, 768, (0, 512)
+    for stream in (7, 7, 9, 7):
+        streams.append(stream)
+        # What is given per head takes the long way to the same addresses.
+        for per_head in (None, PerHead(), None):
+            plan.run(q, k, v, None, None, per_head)
+            place = 4096 * stream
+            assert runs[-1][:3] == [x.data_ptr() for x in (q, k, v)]
+            assert runs[-1][prepared.LSE :] == [place + 768, 1000 * stream, *[0] * (1 + len(PER_HEAD)), place, place + 512]
+
+
 @pytest.mark.parametrize("kernel", SHIPPED, ids=lambda kernel: kernel.path)
 def test_host_code_without_triton_says_what_the_module_says(kernel: GeneratedKernel) -> None:
     module = importlib.import_module(f"flashtune.kernels_generated.{kernel.module}")

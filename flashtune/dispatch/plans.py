@@ -109,7 +109,8 @@ class KernelPlan(ModulePlan):
     """Launches a forward's kernel."""
 
     __slots__ = (
-        "_counters", "_framework", "_heads", "_layout", "_like_query", "_lse_offset", "_memory", "_plain", "_scratch", "_temporaries",
+        "_counters", "_framework", "_heads", "_layout", "_like_query", "_lse_offset", "_memory", "_plain", "_rest", "_scratch",
+        "_temporaries",
     )  # fmt: skip
 
     def __init__(self, call: Call, module: ModuleType, q: torch.Tensor, **others: Any) -> None:
@@ -126,8 +127,10 @@ class KernelPlan(ModulePlan):
         self._like_query = False
         self._temporaries: tuple[int, ...] = ()
         self._scratch = self._lse_offset = 0
-        # The stream of the last call, and its counters and scratch; one value, so that threads read it whole.
-        self._memory = (-1, 0, 0)
+        # The addresses behind the counters of a call without a mask and anything per head, where there are no temporaries.
+        self._rest: tuple[int, ...] = (0, *self._heads)
+        # The stream of the last call, its counters and scratch, and `_rest` with its temporaries; one value, so that threads read it whole.
+        self._memory: tuple[int, int, int, tuple[int, ...]] = (-1, 0, 0, ())
 
     def build(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, per_head: PerHead | None
@@ -144,6 +147,7 @@ class KernelPlan(ModulePlan):
                 factors = prepared.resident_factors(call.device, call.factors)
                 resident: dict[str, int] = dict(zip(("q_descale", "k_descale", "v_descale"), factors, strict=True))
                 self._heads = [resident.get(name, 0) for name in PER_HEAD]
+                self._rest = (0, *self._heads)
             self.program = self._prepared(operands, parameters, compiles=self._whole is None)
             if self.program is None and self._whole is not None:
                 self.module = self._whole()
@@ -204,13 +208,14 @@ class KernelPlan(ModulePlan):
         else:
             out = torch.empty_strided(self._layout[0], self._layout[1], dtype=call.out_dtype, device=device)
         stream = torch._C._cuda_getCurrentRawStream(index)
-        counts = scratch = 0
+        counts, scratch, rest = 0, 0, self._rest
         held: torch.Tensor | None = None
         if self._counters or self._scratch:
-            known, counts, scratch = self._memory
+            known, counts, scratch, rest = self._memory
             capturing = torch._C._cuda_isCurrentStreamCapturing()
             if capturing or known != stream:
                 counts, scratch, held = self._stream_memory(stream, capturing)
+                rest = self._behind(scratch)
         lse: torch.Tensor | None = None
         if call.return_lse:
             lse = torch.empty_strided(self._layout[2], self._layout[3], dtype=torch.float32, device=device)
@@ -218,7 +223,11 @@ class KernelPlan(ModulePlan):
         else:
             lse_at = scratch + self._lse_offset
         addresses = [query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), lse_at, counts]
-        if not self._plain:
+        if self._plain:
+            pass
+        elif attn_mask is None and per_head is None:
+            addresses += rest
+        else:
             mask = call.full_mask(attn_mask)
             heads = self._heads
             if per_head is not None:
@@ -241,8 +250,12 @@ class KernelPlan(ModulePlan):
             held = torch.empty(self._scratch, dtype=torch.uint8, device=device)
             return counts, held.data_ptr(), held
         scratch = driver.STREAM_MEMORY.scratch(device.index, stream, self._scratch) if self._scratch else 0
-        self._memory = (stream, counts, scratch)
+        self._memory = (stream, counts, scratch, self._behind(scratch))
         return counts, scratch, None
+
+    def _behind(self, scratch: int) -> tuple[int, ...]:
+        """`_rest` with the temporaries that lie in this scratch memory."""
+        return (*self._rest, *(scratch + offset for offset in self._temporaries))
 
     def _through_triton(
         self,
