@@ -179,22 +179,24 @@ def in_child(words: list[str], limit_s: float) -> str:
         return f"{child.communicate()[0]}{' '.join(words)}: killed after {limit_s:g} s\n"
 
 
-def timed(chosen: Family) -> Iterator[Problem]:
-    """16384 tokens, 2048 columns."""
+def timed(chosen: Family, heads: list[int]) -> Iterator[Problem]:
+    """16384 tokens, 2048 columns; of some head sizes where there are any."""
     for d, n, ratio, features in TIMED_SPLIT if chosen is SPLIT else TIMED:
+        if heads and d not in heads:
+            continue
         p = problem(d, "bf16", features, n=n, batch=16384 // n, heads=2048 // d, kv_heads=2048 // d // ratio)
         if starts(chosen, p):
             yield p
 
 
-def checked(chosen: Family) -> Iterator[tuple[Problem, int]]:
-    """Each spec with the place of a config among its starts, another one each time."""
+def checked(chosen: Family, heads: list[int]) -> Iterator[tuple[Problem, int]]:
+    """Each spec with the place of a config among its starts, another one each time; of some head sizes where there are any."""
     wanted = [(d, *one) for d in (64, 128) for one in CHECKED]
     if chosen is SPLIT:
         wanted = [(256, *one) for one in CHECKED] + wanted[::3]
     for index, (d, dtype, features) in enumerate(wanted):
         p = problem(d, dtype, features)
-        if starts(chosen, p):
+        if starts(chosen, p) and (not heads or d in heads):
             yield p, index % len(starts(chosen, p))
 
 
@@ -202,6 +204,7 @@ def main() -> None:
     """Compile, check, time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", default=FUSED.name, choices=(FUSED.name, SPLIT.name))
+    parser.add_argument("--d", type=int, nargs="*", default=[], help="these head sizes alone (default: all)")
     parser.add_argument("--only", help="the part of one child process")
     parser.add_argument("--limit", type=float, default=40.0, help="seconds after which a child is killed (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=12)
@@ -210,22 +213,22 @@ def main() -> None:
     if options.only:
         if options.only == "time":
             torch.utils.deterministic.fill_uninitialized_memory = False
-            for p in timed(chosen):
+            for p in timed(chosen, options.d):
                 time_one(chosen, p)
         else:
-            p, place = list(checked(chosen))[int(options.only)]
+            p, place = list(checked(chosen, options.d))[int(options.only)]
             check_one(chosen, p, starts(chosen, p)[place])
         return
-    jobs = [(chosen, p, starts(chosen, p)[place]) for p, place in checked(chosen)]
-    jobs += [(by, p, config) for p in timed(chosen) for by, config in raced(chosen, p)]
+    jobs = [(chosen, p, starts(chosen, p)[place]) for p, place in checked(chosen, options.d)]
+    jobs += [(by, p, config) for p in timed(chosen, options.d) for by, config in raced(chosen, p)]
     unique = list({(p.spec(), config): (by.name, p, config) for by, p, config in jobs}.values())
     with ProcessPoolExecutor(options.jobs) as pool:
         for (_, p, config), why in zip(unique, pool.map(compile_one, *zip(*unique, strict=True)), strict=True):
             if why:
                 print(f"compile {config.label()} {p.label()}: {why}", flush=True)
-    words = ["--family", chosen.name, "--only"]
+    words = ["--family", chosen.name, "--d", *map(str, options.d), "--only"]
     with ThreadPoolExecutor(8) as threads:
-        places = [[*words, str(place)] for place, _ in enumerate(checked(chosen))]
+        places = [[*words, str(place)] for place, _ in enumerate(checked(chosen, options.d))]
         for text in threads.map(in_child, places, [options.limit] * len(places)):
             print(text, end="", flush=True)
     print(in_child([*words, "time"], 3 * options.limit), end="", flush=True)

@@ -134,6 +134,22 @@ def test_torch_serves_gradients_until_a_backward_was_measured_on_the_architectur
     assert found is None and "the framework was faster" in why
 
 
+def test_a_deterministic_call_takes_the_row_of_a_search_among_repeatable_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = replace(PROBLEM, direction="bwd")
+    rows = [
+        record(trained, template=name, config=family(name).default(trained.spec(), H200), framework_us=framework_us)
+        for name, framework_us in (("flash_bwd_hopper", 3e4), ("flash_bwd_hopper_split", 2e4))
+    ]
+    memo = resolve.Memo()
+    monkeypatch.setattr(memo, "pool", lambda key, target: rows)
+    for repeatable, wanted in ((False, rows[0]), (True, rows[1])):
+        found, _ = resolve.gradient_choice(memo, PROBLEM, H200, repeatable=repeatable)
+        assert found is not None and found.record is wanted
+    memo = resolve.Memo()
+    monkeypatch.setattr(memo, "pool", lambda key, target: rows[:1])
+    assert resolve.gradient_choice(memo, PROBLEM, H200, repeatable=True)[0] is None
+
+
 def test_a_row_with_another_feature_says_nothing_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have gained much over a torch that has no windows, where a plain backward of torch's is the faster one."""
     windowed = replace(PROBLEM, features=Features(causal=True, window=(1024, 0)))
