@@ -4,10 +4,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import cache
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +50,6 @@ def decode() -> Arranged:
 @pytest.fixture(scope="module")
 def built() -> Built:
     return build(ordered(decode()))
-
-
-def test_the_same_text_gives_the_same_bytes_in_another_process_under_another_name(built: Built) -> None:
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        other = pool.submit(build, replace(ordered(decode()), stem="another/place/altogether")).result()
-    assert other == built
-    assert with_files(other, "x") == with_files(built, "x")
 
 
 def sass(code: bytes, path: Path) -> list[str]:
@@ -165,10 +156,10 @@ def test_a_call_whose_offsets_pass_32_bits_is_refused() -> None:
 
 @pinned
 def test_a_sample_of_the_shipped_machine_code_is_what_the_pinned_triton_compiles() -> None:
-    result = CliRunner().invoke(main, ["generate", "--check", "--sample", "2", "--jobs", "1"])
+    result = CliRunner().invoke(main, ["generate", "--check", "--sample", "1", "--jobs", "1"])
     assert result.exit_code == 0, result.output
     assert " 0 files differ" in result.stdout
-    assert "compiled 2 of 2" in result.stderr
+    assert "compiled 1 of 1" in result.stderr
 
 
 @pytest.fixture
@@ -195,11 +186,15 @@ def test_damaged_code_is_not_kept(folder: Path, built: Built, suffix: str) -> No
     assert found is None or found != machine_files(decode(), built)
 
 
-def test_a_kernel_that_does_not_compile_costs_no_other(built: Built) -> None:
-    good = ordered(decode())
+def test_the_same_text_gives_the_same_bytes_in_another_process_under_another_name_and_what_does_not_compile_costs_no_other(
+    built: Built,
+) -> None:
+    good = replace(ordered(decode()), stem="another/place/altogether")
     bad = replace(good, stem="bad", text=good.text.replace("tl.program_id(0)", "tl.no_such_thing(0)"))
     found = {order.stem: result for order, result in build_all([bad, good], jobs=1)}
-    assert found[good.stem] == built
+    other = found[good.stem]
+    assert isinstance(other, Built) and other == built
+    assert with_files(other, "x") == with_files(built, "x")
     assert isinstance(found["bad"], str)
     assert "CompilationError" in found["bad"]
 
