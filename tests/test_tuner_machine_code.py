@@ -83,7 +83,8 @@ def test_instructions_are_those_of_a_launch_by_the_jit(built: Built, tmp_path: P
 def test_code_that_serves_any_size_stands_once_and_masks_have_one_for_aligned_sizes() -> None:
     for one, manifest in manifests():
         for kernel in {binary.kernel for binary in manifest.binaries}:
-            names = [binary.specialization for binary in manifest.of(kernel)]
+            # What a call launches again has a number.
+            names = list(dict.fromkeys(re.sub(r"_\d+$", "", binary.specialization) for binary in manifest.of(kernel)))
             assert names in (["any_size"], list(SIZES), ["any_size", OUTPUT_ALONE]), (one.kernel.path, kernel)
             if names == list(SIZES):
                 assert one.variant.spec.mask != "none"
@@ -109,6 +110,36 @@ def test_every_shipped_kernel_has_machine_code_of_its_very_text() -> None:
             assert 0 < binary.threads <= 1024
             assert binary.shared_bytes <= one.target.shared_bytes_per_block
             assert (binary.global_scratch_bytes, binary.profile_scratch_bytes, binary.cooperative) == (0, 0, False)
+
+
+TWICE = """
+from types import SimpleNamespace
+
+def kernel(name):
+    def warmup(*args, **options):
+        return SimpleNamespace(name=name, args=args)
+    return SimpleNamespace(__name__=name, warmup=warmup)
+
+def counts_needed(q, k):
+    return 0
+
+def launches(q, k, v, out, lse, **words):
+    sizes = 64, 64, 128
+    return [(kernel("pack"), (1,), (size,), {}) for size in sizes] + [(kernel("attend"), (1,), (0,), {})]
+"""
+
+
+def test_a_kernel_that_a_call_launches_again_with_other_constants_has_a_binary_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = next(manifests())[1].binaries[0]
+
+    def described(compiled: Any, *, specialization: str) -> tuple[Binary, bytes]:
+        found = replace(plain, kernel=compiled.name, specialization=specialization, sha256=f"{compiled.name} {compiled.args}")
+        return found, b""
+
+    monkeypatch.setattr("flashtune.core.compiled.from_compiled", described)
+    found = build(replace(ordered(decode()), text=TWICE)).manifest.binaries
+    names = [(binary.kernel, binary.specialization) for binary in found]
+    assert names == [("pack", "any_size"), ("pack", "any_size_2"), ("attend", "any_size")]
 
 
 def test_machine_code_stays_small() -> None:

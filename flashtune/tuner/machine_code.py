@@ -91,14 +91,17 @@ def build(order: Order, *, fresh: bool = True) -> Built:
         module = load_source(order.text, order.stem)
         stack.enter_context(compiling_for(order.target))
         for name, arguments, words in _typical_calls(module, order.spec, order.target):
+            made: dict[tuple[str, str], tuple[Binary, bytes]] = {}
             for kernel, grid, args, options in module.launches(*arguments, **words):
                 compiled = kernel.warmup(*args, grid=grid, ptx_options=_NO_DEBUG, **compiler_options(options))
-                binary, code = from_compiled(compiled, specialization=name)
-                if name != OUTPUT_ALONE or (binary.kernel, binary.sha256) not in found:
-                    # The same code under fewer conditions takes the place of what was found for more.
-                    found[binary.kernel, binary.sha256] = (binary, code)
+                # A call may launch a kernel again with other constants.
+                again = sum(kernel.__name__ == one for one, _ in made)
+                binary, code = from_compiled(compiled, specialization=f"{name}_{again + 1}" if again else name)
+                made.setdefault((binary.kernel, binary.sha256), (binary, code))
+            # The same code under fewer conditions takes the place of what was found for more.
+            found |= made if name != OUTPUT_ALONE else {place: one for place, one in made.items() if place not in found}
     binaries = tuple(binary for binary, _ in found.values())
-    assert len({(binary.kernel, binary.specialization) for binary in binaries}) == len(binaries), "a launch takes each kernel once"
+    assert len({(binary.kernel, binary.specialization) for binary in binaries}) == len(binaries), "names tell binaries apart"
     manifest = Manifest(variant_id=order.variant_id, binaries=binaries, source_sha256=source_digest(order.text))
     return Built(manifest=manifest, codes=tuple(code for _, code in found.values()))
 
