@@ -11,7 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashtune import dispatch
 from flashtune.dispatch import api, devices
+from flashtune.dispatch.arguments import parse
 from flashtune.dispatch.known import Plans
+from flashtune.dispatch.plans import FrameworkPlan
 
 Q, K, V = torch.zeros(2, 4, 1, 16), torch.zeros(2, 2, 40, 16), torch.zeros(2, 2, 40, 16)
 
@@ -178,3 +180,13 @@ def test_torch_without_guards_looks_every_call_up(plans: Plans, monkeypatch: pyt
     monkeypatch.setattr("flashtune.dispatch.known._guards", None)
     first = attend()
     assert attend() is first and attend() is first and plans.recent is None
+
+
+def test_torch_is_told_of_nothing_that_it_would_take_anyway() -> None:
+    def told(**words: Any) -> Any:
+        call = parse(Q, K, V, enable_gqa=True, **words)
+        return FrameworkPlan.of(call, Q, K, V, None).words
+
+    assert told() == told(scale=0.25) == {"enable_gqa": True}
+    assert told(scale=0.5, dropout_p=0.1) == {"enable_gqa": True, "scale": 0.5, "dropout_p": 0.1}
+    assert FrameworkPlan.of(parse(K, K, K, None, 0.0, True), K, K, K, None).words == {"is_causal": True}

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +41,10 @@ class FrameworkPlan:
         """The plan for a call with these tensors, or others that lie in memory as they do."""
         words: Mapping[str, Any] | None = None
         if framework.takes_as_it_is(call) and all(x is None or framework.aligned(x) is x for x in tensors):
-            words = {"dropout_p": call.dropout_p, "is_causal": call.band.torch_causal, "scale": call.scale, "enable_gqa": call.shared}
+            asked = {"dropout_p": call.dropout_p, "is_causal": call.band.torch_causal, "scale": call.scale, "enable_gqa": call.shared}
+            usual = {"dropout_p": 0.0, "is_causal": False, "scale": 1.0 / math.sqrt(call.d), "enable_gqa": False}
+            # Torch's parser takes its time for each.
+            words = {name: value for name, value in asked.items() if value != usual[name]}
         return cls(call=call, words=words)
 
     def build(self, *_: object) -> None:
