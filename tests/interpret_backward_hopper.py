@@ -31,7 +31,8 @@ def problem(features: Features, **changes: int | str) -> Problem:
 
 
 CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
-    "full": (problem(Features()), {"BLOCK_M": 128, "num_stages": 2, "dq_sums": "tma"}),
+    # The first 128 rows of extreme inputs have smaller scores.
+    "full": (problem(Features(), n_q=140), {"BLOCK_M": 128, "num_stages": 2, "dq_sums": "tma"}),
     # More queries than keys: the first rows see nothing.
     "causal": (
         problem(Features(causal=True, alignment="bottom_right"), n_q=270, n_kv=130, d=128, d_v=72),
