@@ -393,6 +393,22 @@ def test_who_is_compiled_goes_before_who_is_not_and_nobody_is_overtaken_for_ever
     assert proposals.left > 1, "what is left is what was expected when the sampler was last asked"
 
 
+def test_what_would_be_proposed_next_is_compiled_and_given_up_with_the_rest() -> None:
+    """Nothing is compiled to the end, so that no more than a quarter of those ahead is foreseen."""
+    futures: dict[int, Future[Any]] = {}
+    workers: Any = None
+
+    def compiling(candidate: Any) -> Any:
+        future: Any = futures.setdefault(candidate, Future())
+        return Pending(workers, "compile", 0, future, 1.0)
+
+    study: Any = Asked()
+    study.foreseen = lambda count: list(range(study.claimed, study.claimed + count))
+    proposals = Proposals(study, compiling, ahead=8, limit=None, beside=True, foresee=True)
+    proposals.close()
+    assert sorted(futures) == list(range(8 + 2)) and all(future.cancelled() for future in futures.values())
+
+
 def test_a_task_that_two_wait_for_is_given_up_by_both_or_not_at_all() -> None:
     future: Any = Future()
     workers: Any = None

@@ -92,7 +92,14 @@ class ProblemSearch:
             self._catch_up()
             limit = None if self.plan.sampler == "exhaustive" else self.plan.trials
             ahead = max(4, 2 * self.plan.jobs)
-            self.proposals = Proposals(self.study, self._compile, ahead=min(ahead, AHEAD) if beside else ahead, limit=limit, beside=beside)
+            self.proposals = Proposals(
+                self.study,
+                self._compile,
+                ahead=min(ahead, AHEAD) if beside else ahead,
+                limit=limit,
+                beside=beside,
+                foresee=self.plan.sampler == "gp",
+            )
 
     def foresee(self) -> None:
         """Start compiling what `begin` will ask for, as far as it can be told; nothing is claimed."""

@@ -38,10 +38,20 @@ class Proposals:
     """Candidates of one study, in the order of asking; up to `ahead` of them are being compiled or tried at a time.
 
     With `beside`, asking and keeping happen in a thread, whose errors are raised by whatever is called next, and who is compiled needn't
-    wait for who isn't. `left` is what the sampler expected the next candidates to gain when it was last asked.
+    wait for who isn't; with `foresee` what the sampler would propose next is compiled, too. `left` is what the sampler expected the next
+    candidates to gain when it was last asked.
     """
 
-    def __init__(self, study: Study, compile_one: Callable[[Candidate], Compiling], *, ahead: int, limit: int | None, beside: bool) -> None:
+    def __init__(
+        self,
+        study: Study,
+        compile_one: Callable[[Candidate], Compiling],
+        *,
+        ahead: int,
+        limit: int | None,
+        beside: bool,
+        foresee: bool = False,
+    ) -> None:
         self._study, self._compile, self._limit = study, compile_one, limit
         self._ahead, self._stride = ahead, max(1, ahead // 4)
         self._seen = len(study.outcomes)
@@ -51,6 +61,8 @@ class Proposals:
         self._out: SimpleQueue[Proposal | Literal["compiled"] | None] = SimpleQueue()
         self._waiting: list[Proposal] = []
         self._overtaken: dict[Candidate, int] = {}
+        self._foresee = foresee and beside
+        self._foreseen: dict[Candidate, Pending[Compiled]] = {}
         self.left = math.inf
         self._told: SimpleQueue[tuple[Candidate, Outcome | None] | None] = SimpleQueue()
         self._error: BaseException | None = None
@@ -118,6 +130,8 @@ class Proposals:
             left = self._out.get()
             if isinstance(left, Proposal):
                 self._waiting.append(left)
+        for compiling in self._foreseen.values():
+            compiling.forget()
         for waiting in self._waiting:
             if isinstance(waiting.compiling, Pending):
                 waiting.compiling.forget()
@@ -166,3 +180,12 @@ class Proposals:
         for candidate in batch:
             self._out.put(Proposal(candidate=candidate, compiling=self._compile(candidate), news=news))
             news = ()
+        if self._foresee:
+            self._compile_foreseen()
+
+    def _compile_foreseen(self) -> None:
+        """Have compiled what may be asked for next, a few at a time: by the time that it is, it may be done."""
+        room = self._stride - sum(not compiling.done for compiling in self._foreseen.values())
+        for candidate in self._study.foreseen(room) if room > 0 else []:
+            if candidate not in self._foreseen and isinstance(compiling := self._compile(candidate), Pending):
+                self._foreseen[candidate] = compiling

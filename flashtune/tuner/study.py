@@ -207,6 +207,10 @@ class Study:
         self.outcomes[candidate] = outcome
         self._end_in_model(key, outcome)
 
+    def foreseen(self, count: int) -> list[Candidate]:
+        """What the sampler would propose now; it isn't claimed, and the next outcome may change it."""
+        return self.sampler.propose(count, {candidate: _value(outcome) for candidate, outcome in self.outcomes.items()}, self.pending)
+
     def left_to_gain(self) -> float:
         """The greatest expected improvement that one untried candidate is worth, as a share of the best time (see `CandidateSampler`)."""
         return self.sampler.left_to_gain({candidate: _value(outcome) for candidate, outcome in self.outcomes.items()}, self.pending)
