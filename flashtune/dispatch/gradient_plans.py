@@ -155,7 +155,7 @@ class GradientPlan(ModulePlan):
 
     def _asked(self, given: Given, operands: prepared.Operands) -> Gradients:
         dq, dk, dv = operands[-3:]
-        return dq if given.of_query else None, *((dk, dv) if given.of_keys else (None, None))
+        return dq if given.of_query else None, dk if given.of_keys else None, dv if given.of_keys else None
 
     def _through_triton(self, given: Given) -> Gradients:
         """The launches as the module itself makes them."""

@@ -185,7 +185,9 @@ class _Attention(torch.autograd.Function):
         return out, lse if plan.call.return_lse else None
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         if dout is None and dlse is None:
             return None, None, None, None, None, None
         query, key, value, out, lse, *others = ctx.saved_tensors
@@ -205,7 +207,7 @@ class _Attention(torch.autograd.Function):
 
 _NOTHING = None, None, None
 
-_apply: Callable[..., Any] = super(torch.autograd.Function, _Attention).apply
+_apply: Callable[..., Any] = super(torch.autograd.Function, _Attention).apply  # pyright: ignore[reportAttributeAccessIssue]
 """What `_Attention.apply` calls after it has looked for transforms of torch.func, under which plans don't serve."""
 
 
