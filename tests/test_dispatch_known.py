@@ -44,7 +44,8 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Plans:
 
 
 def attend(*tensors: Any, **words: Any) -> Any:
-    return dispatch.attention(*(tensors or (Q, K, V)), **({"enable_gqa": True} | words))
+    given: Any = tensors or (Q, K, V)
+    return dispatch.attention(*given, **{"enable_gqa": True, **words})
 
 
 def test_like_calls_are_served_without_a_look_up(plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +113,7 @@ def test_negated_memory_is_looked_at(plans: Plans, monkeypatch: pytest.MonkeyPat
     met: list[torch.Tensor] = []
     real = api._prepared
     monkeypatch.setattr(api, "_prepared", lambda *tensors: (met.append(tensors[0]), real(*tensors))[1])
-    attend(torch._neg_view(Q), K, V)
+    attend(torch.ops.aten._neg_view(Q), K, V)
     assert len(met) == 1 and met[0].is_neg()
 
 
