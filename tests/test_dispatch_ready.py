@@ -77,3 +77,17 @@ def test_what_is_estimated_to_lose_far_more_what_is_of_this_key_and_torch_keep_t
     assert order(choice("exact", None, "exact"), B, FRAMEWORK, ready="b") == ["exact", "b", "torch"]
     assert order(A, FRAMEWORK, B, ready="b") == ["a", "torch", "b"]
     assert order(choice("default", None, "default"), B, ready="b") == ["default", "b"]
+
+
+STEPS = {"gpt2": (12, 12, 64), "llama": (16, 4, 128), "qwen3": (16, 8, 128), "gemma2": (8, 4, 256)}
+"""Query heads, key heads and head size of models in whose decoding steps of four sequences calls.py times tokens."""
+
+
+@pytest.mark.parametrize("model", STEPS)
+def test_a_models_decoding_steps_are_served_compiled_at_every_length_of_a_short_text(model: str) -> None:
+    """Torch builds a plan at each, for 31 to 39 ms (benchmarks/results/2026-11-22-h200-steps/steps.json)."""
+    heads, kv_heads, d = STEPS[model]
+    for n in (1, 2, 31, 100, 200, 300, 511, 700, 1024):
+        problem = Problem(batch=4, heads=heads, kv_heads=kv_heads, n_q=1, n_kv=n, d=d, d_v=d, dtype="bf16")
+        found = dispatch.explain_problem(problem, "h200")
+        assert found.template == "flash_decode" and "Triton compiles it" not in found.reason, (n, found.reason)

@@ -59,7 +59,7 @@ def test_the_readmes_snippet_runs_on_this_machine(capsys: pytest.CaptureFixture[
 
 COLUMNS = ("h200", "h100", "b200", "rtx5090", "l4", "l40s", "rtx4090", "mi250x", "mi300x", "a100", "a10", "rtx3090", "v100")
 BF16 = Problem(batch=4, heads=16, kv_heads=16, n_q=4096, n_kv=4096, d=128, d_v=128, dtype="bf16")
-WORDS: list[dict[str, Any]] = [{}, {"window": (1024, 0)}, {"softcap": True}]
+WORDS: list[dict[str, Any]] = [{"window": (1024, 0)}, {"softcap": True}, {"alibi": True}, {"sinks": True}]
 MEANT = {
     "full, causal; bf16, fp16": [BF16, replace(BF16, dtype="fp16"), replace(BF16, features=Features(causal=True))],
     "mask, bias, window, ALiBi, soft cap, dropout": [
@@ -73,17 +73,15 @@ MEANT = {
     "float32": [replace(BF16, dtype="fp32")],
     "fp8 (e4m3)": [replace(BF16, dtype="fp8")],
     "D other than 64, 128, 256; D of V its own": [replace(BF16, d=80, d_v=80), replace(BF16, d=192, d_v=128)],
-    "gradients of D = 128, full, causal, with a window or a soft cap": [
-        replace(BF16, direction="bwd", features=features) for features in (Features(), *(Features(causal=True, **words) for words in WORDS))
+    "gradients, full, causal": [
+        replace(BF16, direction="bwd", d=d, d_v=d, features=features) for d in (64, 128) for features in (Features(), Features(causal=True))
     ],
-    "gradients with a mask or bias, or of other D": [
+    "gradients with a mask, bias, window, ALiBi, soft cap or sinks": [
         *(replace(BF16, direction="bwd", features=Features(mask=mask)) for mask in ("bool", "bias")),
-        replace(BF16, direction="bwd", d=64, d_v=64),
+        *(replace(BF16, direction="bwd", features=Features(causal=True, **words)) for words in WORDS),
     ],
-    "gradients with dropout, ALiBi or sinks, or of D = 256": [
-        *(replace(BF16, direction="bwd", features=Features(causal=True, **{name: True})) for name in ("dropout", "alibi", "sinks")),
-        replace(BF16, direction="bwd", d=256, d_v=256),
-    ],
+    "gradients with dropout, without a causal mask": [replace(BF16, direction="bwd", features=Features(dropout=True))],
+    "gradients of D = 256": [replace(BF16, direction="bwd", d=256, d_v=256)],
 }
 
 
