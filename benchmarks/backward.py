@@ -16,6 +16,7 @@ import math
 import os
 import shlex
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from typing import Any
 import backward_training
 from backward_cells import FA4_REPEATABLE, OURS, Cell, Checked, cells, check_cell, start, time_cell
 from children import in_children
+from forward import until
 
 from flashtune.core.results import Measurement
 from flashtune.tuner.machine import local_gpu, provenance
@@ -90,6 +92,8 @@ def main() -> None:
     parser.add_argument("--n", type=int, help="only cells of this length")
     parser.add_argument("--seconds", type=float, default=0.5, help="timing per cell (default: %(default)s)")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds after which a cell or part is given up (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=4, help="cells that are checked at the same time (default: %(default)s)")
+    parser.add_argument("--budget-s", type=float, default=math.inf, help="seconds for all cells; those that don't fit are left out")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if local_gpu() is None:
@@ -99,27 +103,36 @@ def main() -> None:
         for cell in cells(tuple(options.cells.split(",")))
         if options.d in (None, cell.problem.d) and options.n in (None, cell.problem.n_kv)
     ]
-    rows = []
+    began = time.monotonic()
+    made_by = provenance(command=shlex.join(["python", *sys.argv]), seed=options.seed, measured=True).as_json()
+    rows: list[dict[str, Any]] = []
+    parts: dict[str, Any] = {}
+
+    def keep() -> None:
+        Path(os.environ.get("OUT", "."), "backward.json").write_text(
+            json.dumps({"provenance": made_by, "rows": rows, "parts": parts}, indent=1)
+        )
+
     # All before the first is timed: one process at a time has the GPU.
-    checks = list(in_children([(check_cell, (cell, options.seed)) for cell in chosen], start=start, limit_s=options.limit))
-    for cell, (checked, failed) in zip(chosen, checks, strict=True):
-        times: dict[str, Measurement] = {}
-        if not failed:
-            [(answer, failed)] = in_children([(time_cell, (cell, options.seed, options.seconds))], start=start, limit_s=options.limit)
-            times = answer or {}
-        rows.append(row_of(cell, checked or Checked(), times, failed))
+    checking = [(check_cell, (cell, options.seed)) for cell in chosen]
+    checks = list(in_children(checking, start=start, count=options.jobs, limit_s=options.limit))
+    print(f"{len(checks)} checked after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    sound = [(cell, checked) for cell, (checked, failed) in zip(chosen, checks, strict=True) if not failed]
+    rows += [row_of(cell, Checked(), {}, failed) for cell, (_, failed) in zip(chosen, checks, strict=True) if failed]
+    timing = in_children([(time_cell, (cell, options.seed, options.seconds)) for cell, _ in sound], start=start, limit_s=options.limit)
+    for (cell, checked), (times, failed) in until(began + options.budget_s, zip(sound, timing, strict=True)):
+        rows.append(row_of(cell, checked, times or {}, failed))
+        keep()
         print(f"{cell.name}: {rows[-1]['failed'] or rows[-1]['wrong'] or 'right'}", file=sys.stderr, flush=True)
+    timing.close()
     words: dict[str, tuple[Any, ...]] = {"nan": (options.seed,), "memory": (), "curves": (options.seed,)}
     words |= {"step d64": (64, options.seed), "step d128": (128, options.seed)}
     asked = [name for name in options.parts.split(",") if name]
-    parts: dict[str, Any] = {}
     for name, (answer, failed) in zip(
         asked, in_children([(PARTS[name], words[name]) for name in asked], start=start, limit_s=5 * options.limit), strict=True
     ):
         parts[name] = {"failed": failed} if failed else answer
-    made_by = provenance(command=shlex.join(["python", *sys.argv]), seed=options.seed, measured=True).as_json()
-    found = {"provenance": made_by, "rows": rows, "parts": parts}
-    Path(os.environ.get("OUT", "."), "backward.json").write_text(json.dumps(found, indent=1))
+        keep()
     print(table(rows))
     for name, answer in parts.items():
         shown = answer["mean of the last 20"] if name == "curves" and "curves" in answer else answer

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from flashtune.core.problem import Features
 from flashtune.core.results import TuningRecord
 from flashtune.db.library import shipped_path
 from flashtune.db.store import Store
@@ -24,7 +25,8 @@ def today() -> TuningRecord:
     """A shipped row of a family that compiles in a second."""
     with Store.open(shipped_path(), writable=False) as store:
         decoding = [record for record in store.winners() if record.outcome.template == "flash_decode"]
-    return next(record for record in decoding if record.outcome.config["loads"] == "tma" and record.key.n_q == 1)
+    plain = (record for record in decoding if record.outcome.config["loads"] == "tma" and record.key.n_q == 1)
+    return next(record for record in plain if record.outcome.config["programs"] == 1 and record.problem.features == Features())
 
 
 def earlier(record: TuningRecord) -> TuningRecord:

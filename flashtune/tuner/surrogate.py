@@ -97,7 +97,7 @@ class _Rows:
 
     def among(self, places: Array) -> Array:
         """The covariances of these candidates with each other, without those with all others."""
-        return np.asarray(self._kernel(self._features[places]))
+        return np.asarray(self._kernel(self._features[places.astype(np.intp)]))
 
     def __deepcopy__(self, memo: object) -> "_Rows":
         # scikit-learn copies a kernel before it fits.

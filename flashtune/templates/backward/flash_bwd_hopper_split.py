@@ -88,7 +88,7 @@ def starts(spec: KernelSpec, target: Target) -> list[Config]:
     names = ("BLOCK_M", "BLOCK_N", "num_stages", "held_columns")
     dq_names = ("DQ_BLOCK_M", "DQ_BLOCK_N", "DQ_num_stages", "DQ_held_columns")
     found = [
-        Config.of(dict(zip(names, of_keys, strict=True)) | dict(zip(dq_names, of_queries, strict=True)), section=section)
+        Config.of({name: value for name, value in zip(names + dq_names, of_keys + of_queries, strict=True)}, section=section)
         for section in ((4, 16) if spec.causal else (2, 1))
         for of_keys, of_queries in pairs
     ]
