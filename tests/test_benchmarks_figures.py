@@ -128,3 +128,9 @@ class Faulty:
 
     def read_text(self) -> str:
         return json.dumps({"rows": [self._row]})
+
+
+def test_readmes_tables_of_forwards_are_what_one_run_wrote() -> None:
+    said = (ROOT / "README.md").read_text()
+    rows = readme_table.rows_of([ROOT / "benchmarks" / "results" / "2026-11-22-h200-forward" / "forward_plain_features_fp8.json"])
+    assert readme_table.rewritten(said, [readme_table.plain_table(rows), readme_table.feature_table(rows)]) == said
