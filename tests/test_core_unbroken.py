@@ -19,6 +19,8 @@ def test_every_signal_that_was_held_back_is_heard_once() -> None:
             assert len(heard) == known
 
     before = signal.signal(signal.SIGTERM, lambda *_: heard.append("stop soon"))
+    # A shell in the background has its children ignore interruptions.
+    interrupted = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
             sent(signal.SIGTERM, signal.SIGINT, signal.SIGTERM)
@@ -28,3 +30,4 @@ def test_every_signal_that_was_held_back_is_heard_once() -> None:
         assert heard == ["stop soon"] * 2
     finally:
         signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGINT, interrupted)

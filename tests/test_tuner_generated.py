@@ -41,7 +41,8 @@ def test_paths_say_architecture_pass_spec_and_tile() -> None:
         assert arch == "sm90"
         assert kind == ("decode" if one.variant.template == "flash_decode" else "backward" if "_bwd" in one.variant.template else "forward")
         d, dtype, *flags = spec.split("_")
-        assert (f"d{one.variant.spec.d}", one.variant.spec.dtype) == (d, dtype)
+        sizes = dict.fromkeys((one.variant.spec.d, one.variant.spec.d_v))
+        assert ("d" + "x".join(map(str, sizes)), one.variant.spec.dtype) == (d, dtype)
         assert ("causal" in flags) == one.variant.spec.causal
         assert f"_{config['BLOCK_M']}x{config['BLOCK_N']}" in name
 
