@@ -25,6 +25,7 @@ import backward_training
 from backward_cells import FA4_REPEATABLE, OURS, Cell, Checked, cells, check_cell, start, time_cell
 from children import in_children
 from forward import until
+from forward_report import NO_TIME
 
 from flashtune.core.results import Measurement
 from flashtune.tuner.machine import local_gpu, provenance
@@ -44,7 +45,9 @@ def wrong(checked: Checked) -> str:
     ours = checked.errors.get(OURS, [])
     if not all(map(math.isfinite, ours)):
         return "not finite"
-    theirs = [errors for name, errors in checked.errors.items() if name in ("cudnn", "flash", "efficient")]
+    theirs = [
+        errors for name, errors in checked.errors.items() if name in ("cudnn", "flash", "efficient") and all(map(math.isfinite, errors))
+    ]
     if theirs and any(mine > 2 * max(best) for mine, best in zip(ours, zip(*theirs, strict=True), strict=True)):
         return "more than twice the framework's error"
     return ""
@@ -93,7 +96,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.5, help="timing per cell (default: %(default)s)")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds after which a cell or part is given up (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=4, help="cells that are checked at the same time (default: %(default)s)")
-    parser.add_argument("--budget-s", type=float, default=math.inf, help="seconds for all cells; those that don't fit are left out")
+    parser.add_argument(
+        "--budget-s", type=float, default=math.inf, help="seconds for all cells; those that don't fit are named as left out"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if local_gpu() is None:
@@ -125,6 +130,8 @@ def main() -> None:
         keep()
         print(f"{cell.name}: {rows[-1]['failed'] or rows[-1]['wrong'] or 'right'}", file=sys.stderr, flush=True)
     timing.close()
+    rows += [row_of(cell, checked, {}, NO_TIME) for cell, checked in sound if all(row["cell"] != cell.name for row in rows)]
+    keep()
     words: dict[str, tuple[Any, ...]] = {"nan": (options.seed,), "memory": (), "curves": (options.seed,)}
     words |= {"step d64": (64, options.seed), "step d128": (128, options.seed)}
     asked = [name for name in options.parts.split(",") if name]

@@ -1,7 +1,10 @@
 """benchmarks/backward.py without a GPU: its cells, what it calls wrong, its table, and that its small model trains."""
 
+import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import backward
 import backward_cells
 import backward_training
+from forward_report import NO_TIME
 
 
 def test_the_cells_are_backwards_of_every_size_and_feature() -> None:
@@ -33,6 +37,8 @@ def test_an_error_twice_the_frameworks_or_not_finite_is_wrong() -> None:
     assert said([0.01, 0.01, 0.01], [0.006, 0.006, 0.006]) == ""
     assert "twice" in said([0.01, 0.01, 0.02], [0.006, 0.006, 0.006])
     assert said([float("nan"), 0.0, 0.0], [1.0, 1.0, 1.0]) == "not finite"
+    both = {"flashtune": [0.5] * 3, "cudnn": [float("nan")] * 3, "flash": [0.01] * 3}
+    assert "twice" in backward.wrong(backward_cells.Checked(errors=both)), "a peer without numbers is no yardstick"
 
 
 def test_the_table_holds_ours_against_the_best_peer() -> None:
@@ -42,6 +48,21 @@ def test_the_table_holds_ours_against_the_best_peer() -> None:
     assert (row["best_peer"], row["over_best"]) == ("cudnn", pytest.approx(1.2))
     shown = backward.table([row, backward.row_of(cell, backward_cells.Checked(), {}, "killed after 3 s")])
     assert "1.20x" in shown and "killed after 3 s" in shown and "geometric mean" in shown
+
+
+def test_cells_for_which_there_is_no_time_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answers(jobs: list[Any], **_: object) -> Iterator[tuple[Any, str]]:
+        for task, _words in jobs:
+            yield (backward_cells.Checked() if task is backward.check_cell else {"flashtune": Measurement.of([9.0])}), ""
+
+    monkeypatch.setattr(backward, "in_children", answers)
+    monkeypatch.setattr(backward, "local_gpu", object)
+    monkeypatch.setattr(sys, "argv", ["backward.py", "--cells", "plain", "--d", "64", "--n", "512", "--parts", "", "--budget-s", "0"])
+    monkeypatch.setenv("OUT", str(tmp_path))
+    with pytest.raises(SystemExit):
+        backward.main()
+    rows = json.loads((tmp_path / "backward.json").read_text())["rows"]
+    assert [(row["cell"], row["failed"]) for row in rows] == [("plain full D=64 N=512", ""), ("plain causal D=64 N=512", NO_TIME)]
 
 
 def test_the_small_model_trains_as_by_the_math_backend() -> None:
