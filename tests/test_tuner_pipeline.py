@@ -464,3 +464,18 @@ def test_a_new_specs_first_candidates_are_compiled_before_its_turn_comes(monkeyp
     results = run(replace(plan(1, sampler="gp"), problems=(first, second, third)))
     assert [result.problem for result in results] == [first, second, third]
     assert go.is_set() and len(compiled) == len(set(compiled)), "nothing is compiled twice"
+
+
+def test_what_another_process_decided_meanwhile_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This one had begun: no thread and no claim is left of it."""
+    staged(monkeypatch)
+    [problem] = problems(1)
+    search = Search(plan(1), storage=optuna.storages.InMemoryStorage(), provenance=PROVENANCE, save=lambda _: None, listener=Listener())
+    one = problem_search.ProblemSearch(search, 0, searching.Workers(jobs=1), "", 0)
+    one.begin()
+    assert one.proposals is not None
+    thread, theirs = one.proposals._thread, SearchResult(gpu="a100", problem=problem, outcomes=(), provenance=PROVENANCE)
+    monkeypatch.setattr(one.study, "decided", lambda _: theirs)
+    assert one.run() is theirs
+    one.study.refresh()
+    assert thread is not None and not thread.is_alive() and not one.study.claimed

@@ -109,9 +109,10 @@ class ProblemSearch:
 
     def abandon(self) -> None:
         """Give back what `begin` asked for."""
-        if self.proposals is not None:
+        proposals, self.proposals = self.proposals, None
+        if proposals is not None:
             with suppress(FlashtuneError):
-                self.proposals.close()
+                proposals.close()
         self.evaluation.close()
         self.study.leave()
 
@@ -124,6 +125,9 @@ class ProblemSearch:
         total, search = len(self.plan.problems), self.search
         result = self.decided = self.decided or self.study.decided(self.problem)
         known = result is not None and not again
+        if result is not None and self.proposals is not None:
+            # Another process decided after this one began.
+            self.abandon()
         if result is None:
             if self.deadline is None:
                 self.deadline = search._deadline(self.index)
