@@ -2,6 +2,7 @@
 
 import os
 import stat
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from flashtune.tuner import evaluation, searching, tasks
 from flashtune.tuner.conditions import RACES, GpuWatch, conditions_of, race_undisturbed
 from flashtune.tuner.racing import Standing
 from flashtune.tuner.replies import Compiled, Failed, Raced, Ready, Rounds, Timed
+from flashtune.tuner.space import Candidate
 from flashtune.tuner.workers import Limits
 
 QUIET = "1755, 3201, 640.50, 61, 0x0000000000000000"
@@ -87,6 +89,22 @@ def test_the_tool_is_stopped_with_the_race(tools: Path) -> None:
 
 
 @pytest.mark.usefixtures("tools")
+def test_a_tool_that_cant_be_started_twice_isnt_left_running(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(tools, [QUIET], [])
+    started: list[Any] = []
+
+    def start(*words: Any, **settings: Any) -> Any:
+        if started:
+            raise OSError("no more processes")
+        started.append(subprocess.Popen(*words, **settings))
+        return started[0]
+
+    monkeypatch.setattr("flashtune.tuner.conditions.subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": start}))
+    with pytest.raises(OSError, match="no more"), GpuWatch("GPU-1"):
+        pass
+    assert started[0].poll() is not None
+
+
 def test_a_machine_without_the_tool_races_unwatched() -> None:
     with GpuWatch("0") as watch:
         assert watch.between(0.0, time.time(), os.getpid()) is None
@@ -166,6 +184,7 @@ BOTH, THROTTLED, SHARED, FREE = conditions("SwPowerCap", 1), conditions("SwPower
         ((BOTH, THROTTLED), 1),
         ((SHARED,) * RACES, 0),
         ((THROTTLED, THROTTLED), 0),
+        ((THROTTLED, None), 0),
     ],
 )
 def test_a_disturbed_race_is_run_again_and_the_least_disturbed_counts(found: tuple[Conditions | None, ...], chosen: int) -> None:
@@ -278,3 +297,31 @@ class _Deaf:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: None
+
+
+@pytest.mark.parametrize("fate", [Fate.TIMEOUT, Fate.RUNTIME])
+def test_after_a_process_that_ended_inputs_are_made_anew_before_the_next_candidate(fate: Fate) -> None:
+    """Else they are made within the next candidate's seconds, and where these don't suffice within those of every one after it."""
+    asked: list[str] = []
+
+    class Ends(_Staged):
+        def preparing(self, *_: object, device: int) -> Any:
+            asked.append("inputs")
+            return super().preparing(device=device)
+
+        def submit(self, crew: str, task: Callable[..., Any], *arguments: Any, limit_s: float, device: int = 0) -> Any:
+            asked.append("trial")
+            return SimpleNamespace(reply=lambda: Failed(fate=fate, reason="its process died"))
+
+    problem, target, kind = (
+        Problem(batch=1, heads=2, kv_heads=2, n_q=256, n_kv=256, d=64, d_v=64, dtype="fp16"),
+        find_target("a100"),
+        family("flash_fwd"),
+    )
+    workers: Any = Ends()
+    measured = evaluation.MeasuredEvaluation(problem=problem, target=target, workers=workers, seed=1, measure_s=0.1, race_s=0.1)
+    candidate = Candidate(family=kind, config=kind.default(problem.spec(), target))
+    facts = CompileFacts(registers=64, spills=0, shared_bytes=1024, threads=128)
+    for _ in range(2):
+        assert isinstance(measured.evaluate(candidate, facts, None), Failed)
+    assert asked == ["inputs", "trial"] * 2

@@ -87,7 +87,12 @@ class GpuWatch:
         if tool is not None:
             common = [tool, f"--id={self._gpu}", "--format=csv,noheader,nounits", f"--loop-ms={_EVERY_MS}"]
             asked = (f"--query-gpu={','.join(_READINGS)}", "--query-compute-apps=pid")
-            self._loops = [_Loop([*common, what]) for what in asked]
+            try:
+                for what in asked:
+                    self._loops.append(_Loop([*common, what]))
+            except BaseException:
+                self.__exit__(None, None, None)
+                raise
             self._loops[0].wait(_START_S)
         return self
 
@@ -158,7 +163,8 @@ def race_undisturbed(
                 return best or (reply, None)
             last = reply
             found = watched.between(reply.began, reply.ended, reply.pid)
-            if best is None or len(_doubts(found)) < len(_doubts(best[1])):
+            # Of a race so short that nothing was read nobody knows that it wasn't disturbed.
+            if best is None or (found is not None and len(_doubts(found)) < len(_doubts(best[1]))):
                 best = reply, found
             throttled_again = before is not None and found is not None and before.throttled_by == found.throttled_by
             if not _doubts(found) or (throttled_again and _doubts(found) == ("throttled",)):

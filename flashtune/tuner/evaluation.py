@@ -57,7 +57,7 @@ class Evaluation(Protocol):
         """Begin what a race needs and the last trials needn't wait for."""
 
     def close(self) -> None:
-        """End what `expect_race` began, where there was no race."""
+        """End what `prepare` and `expect_race` began, where there was no race."""
 
     def race(self, finalists: Sequence[Candidate]) -> tuple[Raced | Failed | None, Conditions | None]:
         """Time the finalists once more, interleaved with the framework, and say what the GPU did; None where there is no race."""
@@ -99,6 +99,11 @@ class MeasuredEvaluation:
             self.spent.add(ready.spent)
             self._ready = True
 
+    def _doubt(self, reply: Failed) -> None:
+        """The process may have ended with its inputs and oracles: no later task's time limit is to pay for new ones."""
+        if reply.fate in (Fate.RUNTIME, Fate.TIMEOUT):
+            self._preparing, self._ready = None, False
+
     def learn(self, candidate: Candidate, outcome: Outcome) -> None:
         """Nothing: every candidate is measured itself."""
 
@@ -110,6 +115,7 @@ class MeasuredEvaluation:
         limit_s = self.workers.limits.device_s
         reply = self.workers.submit("device", tasks.evaluate_candidate, *sources, *fixed, limit_s=limit_s, device=self.device).reply()
         if isinstance(reply, Failed):
+            self._doubt(reply)
             return reply
         self.spent.add(reply.spent)
         if incumbent is None or reply.incumbent is None:
@@ -128,7 +134,11 @@ class MeasuredEvaluation:
             self._watch = _Early(lambda: GpuWatch(gpu_id(self.device)))
 
     def close(self) -> None:
-        """Stop that tool."""
+        """Stop that tool; by the time that this problem is gone on with, another's inputs may have taken the place of its own."""
+        self._unwatch()
+        self._preparing, self._ready = None, False
+
+    def _unwatch(self) -> None:
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close()
@@ -140,7 +150,7 @@ class MeasuredEvaluation:
         try:
             yield self._watch.get()
         finally:
-            self.close()
+            self._unwatch()
 
     def call(self, candidates: Sequence[Candidate]) -> Called | None:
         """In the same process, after the races; a fault costs no more than these times."""
@@ -170,6 +180,7 @@ class MeasuredEvaluation:
             raced = [sources[place] for place in racers]
             reply = self.workers.submit("device", tasks.race_finalists, raced, *fixed, limit_s=limit_s, device=self.device).reply()
             if isinstance(reply, Failed):
+                self._doubt(reply)
                 if not races:
                     return reply
                 # What earlier races said counts.
