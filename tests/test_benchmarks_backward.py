@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 
 from flashtune import dispatch
 from flashtune.core.results import Measurement
+from flashtune.dispatch.resolve import Explanation
+from flashtune.tuner.inputs import make_inputs
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
@@ -63,6 +66,14 @@ def test_cells_for_which_there_is_no_time_are_named(tmp_path: Path, monkeypatch:
         backward.main()
     rows = json.loads((tmp_path / "backward.json").read_text())["rows"]
     assert [(row["cell"], row["failed"]) for row in rows] == [("plain full D=64 N=512", ""), ("plain causal D=64 N=512", NO_TIME)]
+
+
+def test_where_torch_serves_its_gradients_are_what_is_timed_as_ours() -> None:
+    cell = backward_cells.cells(("plain",))[0]
+    problem = replace(cell.problem, batch=1, heads=1, kv_heads=1, n_q=8, n_kv=8)
+    inputs = make_inputs(problem, device="cpu", seed=0)
+    run = backward_cells.ours(Explanation(kind="framework", reason="it was faster", gpu="h200", key=problem.key("h200")), inputs)
+    assert run is not None and [x.shape for x in run()] == [inputs.q.shape, inputs.k.shape, inputs.v.shape]
 
 
 def test_the_small_model_trains_as_by_the_math_backend() -> None:
