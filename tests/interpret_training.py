@@ -142,6 +142,8 @@ def main() -> None:
     batched = torch.autograd.grad((out, lse), x, ones, is_grads_batched=True, retain_graph=True)
     each = [torch.autograd.grad((out, lse), x, (ones[0][i], ones[1][i]), retain_graph=True) for i in range(3)]
     report["gradients batched"] = all(torch.equal(b, torch.stack(e)) for b, e in zip(batched, zip(*each, strict=True), strict=True))
+    negated = torch.autograd.grad((out, lse), x, [torch.ops.aten._neg_view(-t[0]) for t in ones], retain_graph=True)
+    report["gradients that are marked as negative"] = all(torch.equal(n, e) for n, e in zip(negated, each[0], strict=True))
     lse_batched = torch.autograd.grad(lse, x, ones[1], is_grads_batched=True)[0]
     report["gradients batched"] &= lse_batched.shape == (3, *x[0].shape)
 

@@ -43,6 +43,7 @@ def test_gradients_are_those_of_the_reference(report: dict[str, Any], case: str)
 @pytest.mark.parametrize("case", [
     "laid out as inputs", "compiled", "checkpointed", "dropout checkpointed", "dropout checkpointed reentrantly", "gradients batched",
     "compiled backward", "dropout checkpointed reentrantly where torch trains",
+    "gradients that are marked as negative",
 ])  # fmt: skip
 def test_it_composes_with_what_trains_models(report: dict[str, Any], case: str) -> None:
     assert report[case]

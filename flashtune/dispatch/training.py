@@ -213,10 +213,11 @@ _apply: Callable[..., Any] = super(torch.autograd.Function, _Attention).apply  #
 
 def _untraced(x: torch.Tensor) -> bool:
     # A compiler that traces (compiled autograd does a backward) understands the first question alone. What vmap wraps is a tensor without
-    # memory: a batch of gradients, of which only an operator knows how to take one after the other.
+    # memory: a batch of gradients, of which only an operator knows how to take one after the other. What is only marked as negative it
+    # negates in memory, too.
     if torch.compiler.is_compiling() or type(x) not in (torch.Tensor, torch.nn.Parameter) or torch._C._len_torch_dispatch_stack():
         return False
-    return bool(torch._C._has_storage(x))
+    return bool(torch._C._has_storage(x)) and not x.is_neg()
 
 
 def _like_query(query: torch.Tensor, columns: int) -> torch.Tensor:
