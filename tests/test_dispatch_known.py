@@ -107,6 +107,46 @@ def test_a_mode_of_torchs_is_seen(plans: Plans, mode: str) -> None:
     assert attend() is first
 
 
+def test_what_autocast_casts_to_is_seen(plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
+    halves = Q.half(), K.half(), V.half()
+    with torch.autocast("cpu", dtype=torch.float16):
+        first = attend(*halves)
+        assert attend(*halves) is first
+        with monkeypatch.context() as patch:
+            patch.setattr(Plans, "get", lambda *_: pytest.fail("looked up"))
+            assert attend(*halves) is first
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert attend(*halves) != first
+        assert attend(*halves) is first
+
+
+class Vague:
+    """Says, like an array, neither that it equals a number nor that it doesn't."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("ambiguous")
+
+
+def test_what_cannot_be_compared_is_left_to_parsing(plans: Plans) -> None:
+    attend()
+    attend()
+    assert plans.recent is not None and attend(scale=Vague()) is None
+
+
+def test_prepared_launches_know_the_strides_of_what_is_given_per_head(plans: Plans) -> None:
+    first = attend(alibi_slopes=torch.zeros(4))
+    assert attend(alibi_slopes=torch.ones(4)) is first and attend(alibi_slopes=torch.zeros(8)[::2]) != first
+
+
+def test_what_is_given_per_head_is_negated_in_memory(plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
+    met: list[Any] = []
+    monkeypatch.setattr(api, "_first_call", lambda *given: (met.append(given[-1]), (None, None))[1])
+    attend(alibi_slopes=torch.ops.aten._neg_view(torch.ones(4)))
+    assert not met[0].alibi_slopes.is_neg() and met[0].alibi_slopes.tolist() == [-1.0] * 4
+
+
 def test_negated_memory_is_looked_at(plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
     attend()
     attend()

@@ -118,6 +118,7 @@ def attention(
             and recent.options == options
             and recent.check(query, key, value)
             and (recent.grad_mode is None or recent.grad_mode is torch.is_grad_enabled())
+            and (recent.cast_to is None or recent.cast_to is torch.get_autocast_dtype(query.device.type))
             and forward_ad._current_level < 0
             and not torch._C._len_torch_dispatch_stack()
             and (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16 == 0
@@ -128,6 +129,8 @@ def attention(
             cast = torch.is_autocast_enabled() if query.is_cuda else autocasting(query.device.type)
             if cast or query.is_neg() or key.is_neg() or value.is_neg() or (attn_mask is not None and attn_mask.is_neg()):
                 query, key, value, attn_mask = _prepared(query, key, value, attn_mask)
+            if per_head is not None:
+                per_head = per_head.resolved()
             memory = None
             if attn_mask is not None or (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16:
                 memory = _memory(query, key, value, attn_mask)
@@ -153,9 +156,10 @@ def attention(
             )
             plan = plans.get(signature)
             if plan is not None and memory is None and per_head is None and (why_torch is None or why_torch is resolve.GRADIENT):
-                plans.served(signature, plan, options, unseeded=seed is None, tensors=(query, key, value))
-    except (AttributeError, TypeError, RuntimeError):
-        # Something isn't a tensor, is one without sizes or memory, or can't be hashed; parsing says what.
+                cast_to = torch.get_autocast_dtype(query.device.type) if cast else None
+                plans.served(signature, plan, options, unseeded=seed is None, cast_to=cast_to, tensors=(query, key, value))
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        # Something isn't a tensor, is one without sizes or memory, or can't be hashed or compared; parsing says what.
         signature, plan = None, None
     if plan is None:
         out, lse = _first_call(signature, query, key, value, attn_mask, options, seed, per_head)

@@ -25,9 +25,13 @@ class PerHead(NamedTuple):
         """Those that are tensors."""
         return [x for x in self if isinstance(x, torch.Tensor)]
 
+    def resolved(self) -> "PerHead":
+        """The same, with what is only marked as negative negated in memory."""
+        return self._replace(**{name: x.resolve_neg() for name, x in zip(PER_HEAD, self, strict=True) if isinstance(x, torch.Tensor)})
+
     def signature(self) -> Hashable:
-        """What a plan depends on: sizes and places of tensors, values of numbers."""
-        return tuple((x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else (type(x), x) for x in self)
+        """What a plan depends on: sizes, strides and places of tensors, values of numbers."""
+        return tuple((x.shape, x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else (type(x), x) for x in self)
 
     def views(self, call: "Call") -> list[torch.Tensor | None]:
         """Those that are tensors as views (B, Hq) or (B, Hkv); None for the others."""

@@ -37,12 +37,14 @@ class Recent:
 
     `check` says whether three tensors agree in type, dtype, device, sizes, strides, requires_grad and dispatch keys with those that the
     plan served: with what torch's modes, transforms and autocast make of them in this thread. Whether a gradient is needed hangs on the
-    grad mode, too: `grad_mode` is the one in which the plan served, None where no tensor asks for a gradient.
+    grad mode, too: `grad_mode` is the one in which the plan served, None where no tensor asks for a gradient. What autocast, where it is
+    on, casts to is no part of what `check` sees: `cast_to` is the dtype under which the plan served, None without autocast.
     """
 
     options: tuple[Any, ...]
     unseeded: bool
     grad_mode: bool | None
+    cast_to: torch.dtype | None
     check: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], bool]
     plan: Plan
 
@@ -70,6 +72,7 @@ class Plans(dict[Hashable, Plan]):
         options: tuple[Any, ...],
         *,
         unseeded: bool,
+        cast_to: torch.dtype | None = None,
         tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> None:
         """Take the plan that was found for these for the one that will serve next; the call has no mask and nothing per head."""
@@ -82,7 +85,7 @@ class Plans(dict[Hashable, Plan]):
             # What was made of this signature, and doesn't know its tensors again, is of another mode.
             check = _guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
             grad_mode = torch.is_grad_enabled() if any(x.requires_grad for x in tensors) else None
-            made = self._made[signature] = Recent(options, unseeded, grad_mode, check, plan)
+            made = self._made[signature] = Recent(options, unseeded, grad_mode, cast_to, check, plan)
         self.recent = made
         if signature not in self:
             # It was forgotten meanwhile, by another thread.
