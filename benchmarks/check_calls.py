@@ -73,6 +73,25 @@ def kernels_are_launched_through_the_driver() -> None:
     close(dispatch.attention(*fp8, q_descale=2.0, k_descale=torch.full((), 0.5, device="cuda")), wanted)
 
 
+def in_threads(count: int, work: Callable[[int], None]) -> None:
+    """`work` of each index in a thread of its own, all at once; raises what the first that failed raised."""
+    errors: list[BaseException] = []
+
+    def run(index: int) -> None:
+        try:
+            work(index)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
 @check
 def threads_with_streams_of_their_own() -> None:
     """16 threads on 8 streams share one plan, and every output is what the call gives alone"""
@@ -89,11 +108,7 @@ def threads_with_streams_of_their_own() -> None:
         if not all(torch.equal(out, wanted[index]) for out in outs):
             wrong.append(index)
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(16, work)
     assert not wrong, f"threads {wrong} got wrong outputs"
 
 
@@ -104,22 +119,14 @@ def first_calls_of_sixteen_threads_at_once() -> None:
     q, k, v = inputs(1, 4, 640, 64)
     wanted = sdpa(q, k, v)
     torch.cuda.synchronize()
-    barrier, errors = threading.Barrier(16), []
+    barrier = threading.Barrier(16)
 
-    def work() -> None:
+    def work(index: int) -> None:
         barrier.wait()
-        try:
-            for _ in range(3):
-                close(dispatch.attention(q, k, v), wanted)
-        except BaseException as error:
-            errors.append(error)
+        for _ in range(3):
+            close(dispatch.attention(q, k, v), wanted)
 
-    threads = [threading.Thread(target=work) for _ in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors[0]
+    in_threads(16, work)
 
 
 @check
@@ -348,24 +355,15 @@ def training_steps_of_threads_with_streams_of_their_own() -> None:
         dispatch.reload()
         wanted = [gradients(dispatch.attention, one, grad, is_causal=True) for one in sets]
         torch.cuda.synchronize()
-        errors: list[BaseException] = []
 
         def work(index: int) -> None:
-            try:
-                with torch.cuda.stream(streams[index % 2]):
-                    found = [gradients(dispatch.attention, sets[index], grad, is_causal=True) for _ in range(60)]
-                    torch.cuda.current_stream().synchronize()
-                    for one in found:
-                        alike(one, wanted[index])
-            except BaseException as error:
-                errors.append(error)
+            with torch.cuda.stream(streams[index % 2]):
+                found = [gradients(dispatch.attention, sets[index], grad, is_causal=True) for _ in range(60)]
+                torch.cuda.current_stream().synchronize()
+                for one in found:
+                    alike(one, wanted[index])
 
-        threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not errors, errors[0]
+        in_threads(4, work)
         assert all(prepared_backwards())
 
 
