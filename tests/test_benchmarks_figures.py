@@ -81,6 +81,9 @@ def test_readmes_figures_of_calls_are_those_of_the_committed_runs() -> None:
         f"runs at {min(prefill):.2f} to {max(prefill):.2f} times torch's rate in prefill (geometric mean {mean:.2f} of {len(prefill)}); "
         f"decoding at {min(decoding):.2f} to {max(decoding):.2f}"
     ) in said
+    for figure, words in (("tokens_ratio", "takes {} times as long as with torch's"), ("new_tokens_ratio", "cuDNN {} times as long")):
+        ratios = [one[figure] for one in results("models") if figure in one]
+        assert words.format(f"{min(ratios):.2f} to {max(ratios):.2f}") in said
     plain = [one["ratio"] for one in results("host") if one["case"] in ("plain", "causal", "gqa")]
     assert {f"A call costs the host {ratio:.1f} times what torch's costs" in said for ratio in plain} == {True}
 
