@@ -1,8 +1,12 @@
 """Benchmarks in child processes: one that hangs, crashes or raises costs itself, and none outlives its parent."""
 
+import math
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as Overdue
+from types import TracebackType
 from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
@@ -12,21 +16,67 @@ from flashtune.tuner.tasks import one_line
 Job = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function and its arguments."""
 
+Answer = tuple[Any, str]
+"""What a job returned, None where there is nothing, and why there is nothing."""
 
-def in_children(jobs: Sequence[Job], *, start: Callable[[], None], count: int = 1, limit_s: float) -> Iterator[tuple[Any, str]]:
-    """Each job's answer (None where there is none) and why there is none, in their order; `count` run at a time, and who stops asking
-    ends the rest. `start` prepares a process."""
-    pool = ProcessPool(max_workers=count, context=multiprocessing.get_context("spawn"), initializer=start)
-    try:
-        for future in [pool.schedule(task, args=words, timeout=limit_s) for task, words in jobs]:
-            try:
-                yield future.result(), ""
-            except Overdue:
-                yield None, f"killed after {limit_s:g} s"
-            except ProcessExpired as crash:
-                yield None, f"its process died (exit code {crash.exitcode}), as after a CUDA error"
-            except Exception as error:
-                yield None, one_line(error)
-    finally:
-        pool.stop()
-        pool.join()
+
+class Children:
+    """Child processes, which `start` prepares and which are kept for further jobs; `count` jobs run at a time, each for at most `limit_s`
+    seconds. A context manager, which leaves no process behind."""
+
+    def __init__(self, *, start: Callable[[], None], count: int = 1, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._pool = ProcessPool(max_workers=count, context=multiprocessing.get_context("spawn"), initializer=start)
+
+    def __enter__(self) -> "Children":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._pool.stop()
+        self._pool.join()
+
+    def begin(self, job: Job) -> None:
+        """Start the processes, with a job whose answer nobody asks for."""
+        self._begun([job])
+
+    def each(self, jobs: Iterable[Job]) -> Iterator[Answer]:
+        """The jobs' answers in their order; who stops asking ends the rest."""
+        futures = self._begun(jobs)
+        try:
+            for future in futures:
+                yield self._answer(future)
+        finally:
+            self._end(futures)
+
+    def by(self, deadline: float, jobs: Iterable[Job], *, late: str) -> list[Answer]:
+        """The answers that there are by `deadline` (time.monotonic), in the order of the jobs, which may be made one after another. What
+        has not ended by then is ended, and `late` is why there is no answer of it."""
+        futures = self._begun(jobs)
+        wait(futures, timeout=None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
+        ended = [future.done() for future in futures]
+        self._end(futures)
+        return [self._answer(future) if done else (None, late) for future, done in zip(futures, ended, strict=True)]
+
+    def _begun(self, jobs: Iterable[Job]) -> "list[Future[Any]]":
+        return [self._pool.schedule(task, args=words, timeout=self._limit_s) for task, words in jobs]
+
+    def _end(self, futures: "Sequence[Future[Any]]") -> None:
+        """A job that runs ends with its process."""
+        for future in futures:
+            future.cancel()
+
+    def _answer(self, future: "Future[Any]") -> Answer:
+        try:
+            return future.result(), ""
+        except Overdue:
+            return None, f"killed after {self._limit_s:g} s"
+        except ProcessExpired as crash:
+            return None, f"its process died (exit code {crash.exitcode}), as after a CUDA error"
+        except Exception as error:
+            return None, one_line(error)
+
+
+def in_children(jobs: Sequence[Job], *, start: Callable[[], None], count: int = 1, limit_s: float) -> Iterator[Answer]:
+    """Each job's answer in their order, by children of its own (see `Children.each`)."""
+    with Children(start=start, count=count, limit_s=limit_s) as children:
+        yield from children.each(jobs)

@@ -162,7 +162,7 @@ def peers_of(cell: Cell, data: Data) -> tuple[dict[str, Run], dict[str, str]]:
             run()
             runs[name] = run
         except Exception as error:
-            _leave_if_sticky(error)
+            leave_if_sticky(error)
             notes[name] = tasks.one_line(error)
     return runs, notes
 
@@ -276,7 +276,7 @@ def check_cell(cell: Cell, device: str, seed: int) -> Checked:
         else:
             out = data.ours()
     except Exception as error:
-        _leave_if_sticky(error)
+        leave_if_sticky(error)
         raise
     # Asked afterwards: a kernel that failed has given way to another by then.
     chosen = dispatch.explain(*data.tensors, **data.words)
@@ -290,7 +290,7 @@ def check_cell(cell: Cell, device: str, seed: int) -> Checked:
         try:
             lses["cudnn"] = cudnn_lse(data.inputs)
         except Exception as error:
-            _leave_if_sticky(error)
+            leave_if_sticky(error)
             notes["cudnn's LSE"] = tasks.one_line(error)
     if CUDNN_FP8 in runs:
         errors[CUDNN_FP8] = error_of(runs[CUDNN_FP8]().float() / cudnn_fp8.OUTPUTS, expected, bounds)
@@ -307,15 +307,14 @@ def check_cell(cell: Cell, device: str, seed: int) -> Checked:
     )
 
 
-def time_cell(cell: Cell, device: str, seed: int, seconds: float, own: tasks.Source | None = None) -> dict[str, Measurement]:
-    """Our kernel, that of a search of the cell's own if there is one, and the peers, interleaved."""
+def time_cell(cell: Cell, device: str, seed: int, seconds: float) -> dict[str, Measurement]:
+    """Our kernel and the peers, interleaved."""
     data = data_of(cell, device, seed)
     try:
-        found = {} if own is None else {OWN: tasks.launch_of(own, data.inputs)}
-        runs = {OURS: data.ours, **found, **peers_of(cell, data)[0]}
+        runs = {OURS: data.ours, **peers_of(cell, data)[0]}
         timed = stopwatch(device).race(list(runs.values()), budget_s=seconds, least=11)
     except Exception as error:
-        _leave_if_sticky(error)
+        leave_if_sticky(error)
         raise
     return dict(zip(runs, timed, strict=True))
 
@@ -325,7 +324,7 @@ def stopwatch(device: str) -> Stopwatch:
     return Stopwatch(torch.device(device), torch.cuda.get_device_properties(device).L2_cache_size)
 
 
-def _leave_if_sticky(error: Exception) -> None:
+def leave_if_sticky(error: Exception) -> None:
     """After a CUDA error nothing works in a process any more: end it, and the next cell gets a fresh one."""
     if "CUDA error" in str(error) or type(error).__name__ == "AcceleratorError":
         os._exit(1)

@@ -74,7 +74,7 @@ def run(
         if spent and left < spent[-1]:
             break
         start = time.monotonic()
-        results = searched(problems, target, made_by=made_by, known=known, trials=trials, seed=seed + number, jobs=jobs, budget_s=None)
+        results = searched(problems, target, made_by=made_by, known=known, trials=trials, seed=seed + number, jobs=jobs)
         spent.append(round(time.monotonic() - start, 1))
         for result in results:
             picks[result.problem].append(result)

@@ -1,7 +1,8 @@
-"""Short searches on this machine's GPU for benchmarks: the project's own, with a few trials, and what they will want compiled before."""
+"""Searches on this machine's GPU for benchmarks: the project's own with a few trials, and the parts of one that takes turns with others."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 
 import optuna
 
@@ -15,6 +16,7 @@ from flashtune.db.library import Library, shipped_path
 from flashtune.templates import families
 from flashtune.tuner import tasks
 from flashtune.tuner.carrying import carried
+from flashtune.tuner.replies import Failed
 from flashtune.tuner.sampling import ByExpectedImprovement
 from flashtune.tuner.searching import Search, SearchPlan
 from flashtune.tuner.space import Candidate, SearchSpace
@@ -25,25 +27,41 @@ def source_of(result: SearchResult) -> tasks.Source | None:
     if result.best is None:
         return None
     candidate = Candidate(family=families()[result.best.template], config=result.best.config)
-    return tasks.Source.of(candidate.family, candidate.variant(result.problem.spec()))
+    return text_of(candidate, result.problem)
 
 
-def compile_first(problem: Problem, target: Target, count: int, seed: int) -> int:
-    """In a child process: have the compiler keep the first candidates of a search, so that its GPU needn't wait for them; says how many.
+def text_of(candidate: Candidate, problem: Problem) -> tasks.Source:
+    """A candidate's text for this problem."""
+    return tasks.Source.of(candidate.family, candidate.variant(problem.spec()))
 
-    These are winners of near rows, then those that the cost model and the starts open with.
-    """
+
+@cache
+def shipped() -> tuple[TuningRecord, ...]:
+    """The rows that a search begins with here: those of the package alone, whatever was searched on this machine."""
+    return tuple(Library.of(shipped_path()).winners())
+
+
+def first_candidates(problem: Problem, target: Target, *, count: int, seed: int) -> list[Candidate]:
+    """What a search tries first: winners of near rows, then those that the cost model and the starts open with."""
     space = SearchSpace(families(), problem, target)
     opening = ByExpectedImprovement(space, problem, seed=seed).opening
-    candidates = list(dict.fromkeys([*carried(space, problem, shipped(), "measured"), *opening]))[:count]
-    for candidate in candidates:
-        tasks.compile_candidate(tasks.Source.of(candidate.family, candidate.variant(space.spec)), problem, target)
-    return len(candidates)
+    return list(dict.fromkeys([*carried(space, problem, shipped(), "measured"), *opening]))[:count]
 
 
-def shipped() -> list[TuningRecord]:
-    """The rows that a search begins with here: those of the package alone, whatever was searched on this machine."""
-    return Library.of(shipped_path()).winners()
+def check_first(problem: Problem, target: Target, seed: int, begin: int, end: int) -> list[Candidate]:
+    """In a child process: of the candidates `begin` to `end` that a search tries first, those that are right on this GPU, compiled."""
+    found = []
+    for candidate in first_candidates(problem, target, count=end, seed=seed)[begin:]:
+        if not isinstance(tasks.recheck_on_device(text_of(candidate, problem), problem, target, seed), Failed):
+            found.append(candidate)
+    return found
+
+
+def propose(problem: Problem, target: Target, seed: int, told: Mapping[Candidate, float], count: int) -> list[Candidate]:
+    """In a child process: what a search tries after it was `told` these times in microseconds; compiled, and not yet checked."""
+    space = SearchSpace(families(), problem, target)
+    found = ByExpectedImprovement(space, problem, seed=seed).propose(count, dict(told), ())
+    return [one for one in found if not isinstance(tasks.compile_candidate(text_of(one, problem), problem, target), Failed)]
 
 
 def searched(
@@ -55,36 +73,25 @@ def searched(
     trials: int,
     seed: int,
     jobs: int,
-    race_s: float = 0.6,
-    budget_s: float | None,
-    save: Callable[[SearchResult], object] | None = None,
 ) -> list[SearchResult]:
-    """What short searches of these problems find, within `budget_s` seconds if that is given, one by one; those that fail are missing."""
+    """What short searches of these problems find, one by one; those that fail are missing."""
     found: list[SearchResult] = []
-
-    def keep(result: SearchResult) -> None:
-        found.append(result)
-        if save is not None:
-            save(result)
-
     plan = SearchPlan(
         target=target,
         problems=tuple(problems),
         families=families(),
         source="measured",
         trials=trials,
-        budget_s=budget_s,
         until=0.005,
         seed=seed,
         jobs=jobs,
         known=tuple(known),
-        race_s=race_s,
     )
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     storage = optuna.storages.InMemoryStorage()
-    with SearchProgress(messages(), problems=problems, trials=trials, budget_s=budget_s, quiet=False) as progress:
+    with SearchProgress(messages(), problems=problems, trials=trials, budget_s=None, quiet=False) as progress:
         try:
-            Search(plan, storage=storage, provenance=made_by, save=keep, listener=progress).run()
+            Search(plan, storage=storage, provenance=made_by, save=found.append, listener=progress).run()
         except NoKernelFound as error:
             print(error, file=sys.stderr, flush=True)
     return found

@@ -1,13 +1,14 @@
 """Shapes without a row of their own, drawn at random: what serves them, beside a short search of their own and the best peer.
 
-    python benchmarks/unprepared.py --seed 7 --budget-s 200
+    python benchmarks/unprepared.py --seed 7 --budget-s 240
 
 Draws calls of many kinds (see `drawn`) that have no row among the shipped ones, checks what dispatch serves against a float64 oracle, and
-searches each on this machine's GPU with a few trials, winners of near rows first. Then one process alone times, interleaved: ours as it is
-served, the kernel that the search found, torch's default and its best backends, and FlashAttention-4 where it is installed.
+searches each on this machine's GPU, winners of near rows first. All take part in each phase (see `run`), so that no shape goes without
+its figures for want of time: what lacks time is tried of fewer candidates. At the end one process alone times, interleaved: ours as it is
+served, the fastest kernel that the search found, torch's default and its best backends, and FlashAttention-4 where it is installed.
 
-Prints a table in microseconds and writes unprepared.json, after each cell, and unprepared.sqlite, the searches, to the folder named by OUT
-(default: the current one). `/own search` is the search's time over ours: at 0.97 the stand-in takes 3 % longer.
+Prints a table in microseconds and writes unprepared.json, after each cell, to the folder named by OUT (default: the current one).
+`/own search` is the search's time over ours: at 0.97 the stand-in takes 3 % longer.
 """
 
 import argparse
@@ -19,24 +20,30 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from children import in_children
+from children import Children, Job
 from forward import until
 from forward_cells import DEFAULT_AND_FA4, Cell
-from forward_peers import OWN, Checked, check_cell, start, time_cell
+from forward_peers import OURS, OWN, Checked, check_cell, data_of, leave_if_sticky, peers_of, start, stopwatch
 from forward_report import NO_TIME, Row, fa4_ratios, tables
-from searches import compile_first, searched, shipped, source_of
+from searches import check_first, propose, shipped, text_of
 
 from flashtune.core.dtypes import ITEMSIZE
 from flashtune.core.errors import InputError
 from flashtune.core.problem import Features, Problem, ProblemKey
-from flashtune.core.results import SearchResult
+from flashtune.core.results import Measurement
 from flashtune.core.target import Target
-from flashtune.db.store import Store
+from flashtune.tuner import tasks
+from flashtune.tuner.inputs import Inputs
 from flashtune.tuner.machine import local_gpu, provenance
+from flashtune.tuner.replies import Failed
+from flashtune.tuner.space import Candidate
+from flashtune.tuner.stopwatch import Run
 
 DEVICE = "cuda:0"
 HEAD_SIZES = ((40, 40), (64, 64), (72, 72), (80, 80), (96, 96), (112, 112), (128, 128), (160, 160), (192, 192), (192, 128), (256, 256))
@@ -69,11 +76,33 @@ FROM_US, TO_US = 20.0, 2000.0
 MOST_BYTES = 1 << 30
 """Of a mask, and of all else."""
 
-RACE_S = 0.2
-"""Seconds of a search's races: a third of the usual."""
+SHARES = {"checking": 0.45, "looking": 0.65}
+"""Where in the time the checks and the first looks end."""
 
-SHARES = {"checking": 0.35, "searching": 0.7}
-"""Where in the time the checks and the searches end."""
+AT_ONCE = 3
+"""So many candidates of a shape are checked in one go: those of its rows come before others' later ones."""
+
+MORE = 3
+"""What a search tries next, once it knows times of its first candidates, is a third as many."""
+
+LOOKS = 3
+"""Rounds in which all candidates of a shape are timed."""
+
+FINALISTS = 3
+"""So many of them race for being what the search found."""
+
+FINAL_S = 0.1
+"""Seconds of that race."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What the last process says of a shape: all times of its race, the search's candidates with theirs in microseconds, and which of
+    them took part in the race."""
+
+    times: dict[str, Measurement] = field(default_factory=dict)
+    told: dict[Candidate, float] = field(default_factory=dict)
+    own: Candidate | None = None
 
 
 def drawn(count: int, *, seed: int, gpu: str, known: Collection[ProblemKey]) -> list[Cell]:
@@ -140,6 +169,81 @@ def verdict(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
     return found
 
 
+def wake(device: str) -> None:
+    """In a child process: what begins there once."""
+    stopwatch(device)
+
+
+def look(cell: Cell, device: str, seed: int, candidates: Sequence[Candidate], share_s: float) -> dict[Candidate, float]:
+    """In a child process that times alone: microseconds of these candidates, the first of them at least, within `share_s` seconds or so."""
+    began = time.monotonic()
+    inputs = data_of(cell, device, seed).inputs
+    runs = _runs(candidates, inputs, began + share_s / 2)
+    times = stopwatch(device).rounds(list(runs.values()), LOOKS)
+    return {candidate: Measurement.of(found).median_us for candidate, found in zip(runs, times, strict=True)}
+
+
+def time_shape(
+    cell: Cell,
+    device: str,
+    seed: int,
+    seconds: float,
+    target: Target,
+    told: Mapping[Candidate, float],
+    proposed: Sequence[Candidate],
+    share_s: float,
+) -> Shape:
+    """In a child process that times alone: check and look at what was `proposed`, race for the search's best, and race that
+    with all others.
+
+    Whoever wins a race was lucky in it, so its time is from another one.
+    """
+    began = time.monotonic()
+    data = data_of(cell, device, seed)
+    watch = stopwatch(device)
+    sound = []
+    for candidate in proposed:
+        if time.monotonic() > began + share_s / 3:
+            break
+        if not isinstance(tasks.recheck_on_device(text_of(candidate, cell.problem), cell.problem, target, seed), Failed):
+            sound.append(candidate)
+    known = sorted(told, key=lambda candidate: told[candidate])[:FINALISTS]
+    runs = _runs([*known, *sound], data.inputs, math.inf)
+    own: dict[str, Run] = {}
+    best = None
+    if runs:
+        looks = dict(zip(runs, watch.rounds(list(runs.values()), LOOKS), strict=True))
+        told = {**told, **{candidate: Measurement.of(looks[candidate]).median_us for candidate in runs}}
+        last = sorted(runs, key=lambda candidate: told[candidate])[:FINALISTS]
+        raced = watch.race([runs[candidate] for candidate in last], budget_s=FINAL_S)
+        told |= {candidate: found.median_us for candidate, found in zip(last, raced, strict=True)}
+        best = min(last, key=lambda candidate: told[candidate])
+        own = {OWN: runs[best]}
+    every: dict[str, Run] = {OURS: data.ours, **own, **peers_of(cell, data)[0]}
+    try:
+        timed = watch.race(list(every.values()), budget_s=seconds, least=11)
+    except Exception as error:
+        leave_if_sticky(error)
+        raise
+    return Shape(times=dict(zip(every, timed, strict=True)), told=dict(told), own=best)
+
+
+def _runs(candidates: Sequence[Candidate], inputs: Inputs, deadline: float) -> dict[Candidate, Run]:
+    """The launches of those that run, each launched once; after the deadline (time.monotonic) no more are loaded than the first."""
+    runs: dict[Candidate, Run] = {}
+    for candidate in candidates:
+        if runs and time.monotonic() > deadline:
+            break
+        try:
+            run = tasks.launch_of(text_of(candidate, inputs.problem), inputs)
+            run()
+        except Exception as error:
+            leave_if_sticky(error)
+            continue
+        runs[candidate] = run
+    return runs
+
+
 def run(
     cells: Sequence[Cell],
     target: Target,
@@ -153,73 +257,86 @@ def run(
     limit_s: float,
     budget_s: float,
 ) -> list[Row]:
-    """Check and compile in parallel, search one after another, then time one after another; what is known is written after each."""
+    """All cells in three phases, of which each has its share of the time; what is known is written after each cell of the last.
+
+    1. In parallel: check what is served and the peers, then the first candidates of each cell's search, the foremost of each first.
+    2. One process looks at all candidates of one cell after another; meanwhile what its search would try next is compiled.
+    3. One process checks these, races the best, and times everything.
+    """
     began = time.monotonic()
     made_by = provenance(command=command, seed=seed, measured=True)
     rows = {cell: Row(cell=cell, failed=NO_TIME) for cell in cells}
-    own: dict[Problem, SearchResult] = {}
+    shapes: dict[Cell, Shape] = {}
 
     def keep() -> None:
         found = {
             "provenance": made_by.as_json(),
             "verdict": verdict(list(rows.values())),
-            "searches": {result.problem.label(): _said(result) for result in own.values()},
+            "searches": {cell.problem.label(): _said(cell, shape) for cell, shape in shapes.items()},
             "rows": [{**row.as_json({}), "over_own": row.ratio(OWN) if row.times else None} for row in rows.values()],
         }
         (folder / "unprepared.json").write_text(json.dumps(found, indent=1, allow_nan=False))
 
-    # What a search begins with is compiled beside the checks: then the GPU doesn't wait for compilers.
-    first = [(compile_first, (cell.problem, target, trials, seed)) for cell in cells]
-    jobs_first = [*((check_cell, (cell, DEVICE, seed)) for cell in cells), *first]
-    answers = in_children(jobs_first, start=start, count=jobs, limit_s=limit_s)
-    for place, (checked, failed) in enumerate(until(began + SHARES["checking"] * budget_s, answers)):
-        if place < len(cells):
-            rows[cells[place]] = Row(cell=cells[place], checked=checked or Checked(), failed=failed)
-    answers.close()
-    sound = [cell for cell in cells if not rows[cell].remark]
-    rows |= {cell: Row(cell=cell, checked=rows[cell].checked, failed=NO_TIME) for cell in sound}
-    keep()
-    print(f"{len(sound)} of {len(cells)} checked after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    def say(done: str) -> None:
+        print(f"{done} after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
 
-    with Store.open(folder / "unprepared.sqlite", writable=True) as store:
-        left = began + SHARES["searching"] * budget_s - time.monotonic()
-        problems = [cell.problem for cell in sound]
-        if problems:
-            results = searched(
-                problems,
-                target,
-                made_by=made_by,
-                known=shipped(),
-                trials=trials,
-                seed=seed,
-                jobs=jobs,
-                race_s=RACE_S,
-                budget_s=max(1.0, left) if math.isfinite(left) else None,
-                save=store.save,
-            )
-            own |= {result.problem: result for result in results}
-    keep()
-    print(f"{len(own)} searched after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    def left_s(share: float, count: int) -> float:
+        """What each of `count` has of the time until there."""
+        return max(0.0, began + share * budget_s - time.monotonic()) / max(1, count)
 
-    sources = {cell: source_of(own[cell.problem]) if cell.problem in own else None for cell in sound}
-    times = in_children(
-        [(time_cell, (cell, DEVICE, seed, seconds, source)) for cell, source in sources.items()], start=start, limit_s=limit_s
-    )
-    for cell, (found, failed) in until(began + budget_s, zip(sound, times, strict=True)):
-        rows[cell] = Row(cell=cell, checked=rows[cell].checked, times=found or {}, failed=failed)
-        keep()
-    times.close()
+    firsts = [(cell, begin) for begin in range(0, trials, AT_ONCE) for cell in cells]
+    work: list[Job] = [(check_cell, (cell, DEVICE, seed)) for cell in cells]
+    work += [(check_first, (cell.problem, target, seed, begin, min(begin + AT_ONCE, trials))) for cell, begin in firsts]
+    looked: dict[Cell, dict[Candidate, float]] = {}
+    with Children(start=start, limit_s=limit_s) as alone:
+        # It takes seconds to start, in which the others have enough to do.
+        alone.begin((wake, (DEVICE,)))
+        with Children(start=start, count=jobs, limit_s=limit_s) as many:
+            answers = many.by(began + SHARES["checking"] * budget_s, work, late=NO_TIME)
+            for cell, (checked, failed) in zip(cells, answers, strict=False):
+                rows[cell] = Row(cell=cell, checked=checked or Checked(), failed=failed)
+            candidates: dict[Cell, list[Candidate]] = {cell: [] for cell in cells}
+            for (cell, _), (found, _) in zip(firsts, answers[len(cells) :], strict=True):
+                candidates[cell] += found or []
+            sound = [cell for cell in cells if not rows[cell].remark]
+            rows |= {cell: Row(cell=cell, checked=rows[cell].checked, failed=NO_TIME) for cell in sound}
+            keep()
+            say(f"{len(sound)} of {len(cells)} checked, with {sum(map(len, candidates.values()))} candidates,")
+
+            deadline = began + SHARES["looking"] * budget_s
+
+            def proposing() -> Iterator[Job]:
+                """Look at the candidates of one cell after another, and ask for what its search would try next."""
+                share_s = left_s(SHARES["looking"], len(sound))
+                with closing(alone.each([(look, (c, DEVICE, seed, candidates[c], share_s)) for c in sound])) as looks:
+                    for cell, (found, _) in until(deadline, zip(sound, looks, strict=True)):
+                        looked[cell] = found or {}
+                        yield propose, (cell.problem, target, seed, looked[cell], math.ceil(trials / MORE))
+
+            more = many.by(deadline, proposing(), late=NO_TIME)
+        proposed = {cell: found or [] for cell, (found, _) in zip(looked, more, strict=True)}
+        say(f"{len(looked)} looked at, with {sum(map(len, proposed.values()))} candidates more,")
+
+        share_s = left_s(1.0, len(sound))
+        last = [(time_shape, (c, DEVICE, seed, seconds, target, looked.get(c, {}), proposed.get(c, []), share_s)) for c in sound]
+        for cell, (shape, failed) in until(began + budget_s, zip(sound, alone.each(last), strict=True)):
+            shapes[cell] = shape or Shape()
+            rows[cell] = Row(cell=cell, checked=rows[cell].checked, times=shapes[cell].times, failed=failed)
+            keep()
+    say(f"{len(shapes)} timed")
     return list(rows.values())
 
 
-def _said(result: SearchResult) -> dict[str, Any]:
-    """What a search found."""
-    best = result.best
+def _said(cell: Cell, shape: Shape) -> dict[str, Any]:
+    """What a search tried and found."""
+    best, default = shape.own, shape.times.get("default")
     return {
-        "trials": len(result.outcomes),
-        "variant": None if best is None else best.variant_id,
-        "us": None if best is None or best.measurement is None else best.measurement.median_us,
-        "framework_us": None if result.baseline is None else result.baseline.measurement.median_us,
+        "trials": len(shape.told),
+        "variant": None if best is None else best.variant(cell.problem.spec()).id,
+        "template": None if best is None else best.family.name,
+        "config": None if best is None else best.config.as_dict(),
+        "us": None if best is None else shape.times[OWN].median_us,
+        "framework_us": None if default is None else default.median_us,
     }
 
 
@@ -228,7 +345,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=40, help="shapes (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the shapes, their inputs and the searches (default: %(default)s)")
-    parser.add_argument("--trials", type=int, default=8, help="candidates of each search (default: %(default)s)")
+    parser.add_argument("--trials", type=int, default=12, help="first candidates of each search (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=0.25, help="timing per cell (default: %(default)s)")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds after which a cell is given up (default: %(default)s)")
     parser.add_argument("--budget-s", type=float, default=math.inf, help="seconds for everything; what doesn't fit is left out")

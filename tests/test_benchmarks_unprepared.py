@@ -1,11 +1,16 @@
 """benchmarks/unprepared.py, repeats.py and the models' cells without a GPU: what is drawn, searched and raced, and what a cut run tells."""
 
+import gc
 import json
 import math
+import operator
+import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,13 +18,17 @@ import simulated
 from planted import HereAndNow
 
 from flashtune import dispatch
-from flashtune.core.problem import Features
-from flashtune.core.results import Conditions, Measurement, Provenance
-from flashtune.core.target import find_target
+from flashtune.core.problem import Features, Problem
+from flashtune.core.results import Conditions, Fate, Measurement, Provenance
+from flashtune.core.target import Target, find_target
 from flashtune.dispatch import stand_in
 from flashtune.dispatch.policy import torch_has
+from flashtune.templates import families
 from flashtune.tuner import evaluation, searching, tasks
+from flashtune.tuner.carrying import carried
+from flashtune.tuner.replies import Checked as CheckedCandidate
 from flashtune.tuner.replies import Compiled, Failed, Ready
+from flashtune.tuner.space import Candidate, SearchSpace
 from flashtune.tuner.study import Study
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -30,6 +39,7 @@ import repeats
 import searches
 import tune
 import unprepared
+from children import Answer, Children, Job
 from forward_cells import AT_ONCE, Cell, cells
 from forward_peers import OURS, OWN, Checked, data_of
 from forward_report import Row, summary
@@ -97,13 +107,35 @@ def here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Jobs of benchmarks run in this process; what was asked for, in order."""
     asked: list[str] = []
 
-    def in_children(jobs: Sequence[Any], **_: object) -> Iterator[tuple[Any, str]]:
+    def in_children(jobs: Iterable[Job], **_: object) -> Iterator[Answer]:
         for task, words in jobs:
             asked.append(task.__name__)
             yield task(*words), ""
 
-    for module in (forward, unprepared, repeats):
+    class Here:
+        """Children who never run late."""
+
+        def __init__(self, **_: object) -> None:
+            pass
+
+        def __enter__(self) -> "Here":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def begin(self, job: Job) -> None:
+            asked.append(job[0].__name__)
+
+        def each(self, jobs: Iterable[Job]) -> Iterator[Answer]:
+            return in_children(list(jobs))
+
+        def by(self, deadline: float, jobs: Iterable[Job], *, late: str) -> list[Answer]:
+            return list(in_children(jobs))
+
+    for module in (forward, repeats):
         monkeypatch.setattr(module, "in_children", in_children)
+    monkeypatch.setattr(unprepared, "Children", Here)
     return asked
 
 
@@ -111,13 +143,45 @@ def check_cell(cell: Cell, device: str, seed: int) -> Checked:
     return Checked(kind="stand_in", template="flash_fwd_hopper")
 
 
-def time_cell(cell: Cell, device: str, seed: int, seconds: float, own: object = None) -> dict[str, Measurement]:
-    names = [OURS, "default"] if own is None else [OURS, OWN, "default"]
-    return {name: Measurement.of([100.0 + len(name)]) for name in names}
+def check_first(problem: Problem, target: Target, seed: int, begin: int, end: int) -> list[Candidate]:
+    return searches.first_candidates(problem, target, count=end, seed=seed)[begin:]
 
 
-def compile_first(problem: object, target: object, count: int, seed: int) -> int:
-    return count
+def propose(problem: Problem, target: Target, seed: int, told: dict[Candidate, float], count: int) -> list[Candidate]:
+    found = searches.first_candidates(problem, target, count=len(told) + count, seed=seed)
+    return [candidate for candidate in found if candidate not in told]
+
+
+class Watch:
+    """A stopwatch that believes what runs return."""
+
+    def rounds(self, runs: Sequence[Callable[[], float]], count: int) -> list[list[float]]:
+        return [[run()] * count for run in runs]
+
+    def race(self, runs: Sequence[Callable[[], float]], **_: object) -> list[Measurement]:
+        return [Measurement.of(times) for times in self.rounds(runs, 1)]
+
+
+@pytest.fixture
+def timed_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cells are checked and timed by a simulated GPU: ours takes 150 us, torch 300, and a candidate what its text says."""
+
+    def data_of(cell: Cell, *_: object) -> SimpleNamespace:
+        return SimpleNamespace(inputs=SimpleNamespace(problem=cell.problem), ours=lambda: 150.0)
+
+    stand_ins: dict[str, Any] = {
+        "check_cell": check_cell,
+        "check_first": check_first,
+        "propose": propose,
+        "data_of": data_of,
+        "peers_of": lambda *_: ({"default": lambda: 300.0}, {}),
+        "stopwatch": lambda _: Watch(),
+        "provenance": lambda **_: MADE_BY,
+    }
+    for name, stand_in_for in stand_ins.items():
+        monkeypatch.setattr(unprepared, name, stand_in_for)
+    monkeypatch.setattr(tasks, "recheck_on_device", lambda *_: CheckedCandidate(error=0.5))
+    monkeypatch.setattr(tasks, "launch_of", lambda source, _: lambda: simulated.time_us(source))
 
 
 class Workers(HereAndNow):
@@ -168,41 +232,56 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(evaluation, "gpu_id", str)
     monkeypatch.setenv("FLASHTUNE_TEST_CLOCKS", str(tmp_path))
     monkeypatch.setenv("FLASHTUNE_TEST_DEVICES", "")
-    for module in (unprepared, repeats):
-        monkeypatch.setattr(module, "provenance", lambda **_: MADE_BY)
+    monkeypatch.setattr(repeats, "provenance", lambda **_: MADE_BY)
 
 
 WORDS: dict[str, Any] = {"command": "python", "seed": 0, "jobs": 2, "seconds": 0.1}
 
 
-@pytest.mark.usefixtures("gpu")
-def test_each_shape_is_checked_searched_and_raced_with_what_its_search_found(
-    here: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(unprepared, "check_cell", check_cell)
-    monkeypatch.setattr(unprepared, "time_cell", time_cell)
-    monkeypatch.setattr(unprepared, "compile_first", compile_first)
+@pytest.mark.usefixtures("timed_here")
+def test_each_shape_is_checked_searched_and_raced_with_what_its_search_found(here: list[str], tmp_path: Path) -> None:
     two = drawn(2)
-    rows = unprepared.run(two, H200, tmp_path, trials=3, limit_s=9.0, budget_s=math.inf, **WORDS)
-    assert here == ["check_cell"] * 2 + ["compile_first"] * 2 + ["time_cell"] * 2
-    assert [row.ratio(OWN) for row in rows] == [pytest.approx(110 / 109)] * 2
+    rows = unprepared.run(two, H200, tmp_path, trials=4, limit_s=9.0, budget_s=math.inf, **WORDS)
+    checks = ["check_cell"] * 2 + ["check_first"] * 4
+    looks = [name for _ in two for name in ("look", "propose")]
+    assert here[:7] == ["wake", *checks] and sorted(here[7:11]) == sorted(looks) and here[11:] == ["time_shape"] * 2
     kept = json.loads((tmp_path / "unprepared.json").read_text())
-    assert [row["over_own"] for row in kept["rows"]] == [pytest.approx(110 / 109)] * 2
-    assert {name: found["trials"] for name, found in kept["searches"].items()} == {cell.problem.label(): 3 for cell in two}
-    assert (tmp_path / "unprepared.sqlite").exists()
+    for cell, row in zip(two, rows, strict=True):
+        tried = searches.first_candidates(cell.problem, H200, count=6, seed=0)
+        best = min(tried, key=lambda candidate: simulated.time_us(searches.text_of(candidate, cell.problem)))
+        found = kept["searches"][cell.problem.label()]
+        assert found["trials"] == 6 and found["variant"] == best.variant(cell.problem.spec()).id and found["framework_us"] == 300.0
+        assert row.ratio(OWN) == pytest.approx(found["us"] / 150.0) and row.best_ratio == pytest.approx(2.0)
+    assert [row["over_own"] for row in kept["rows"]] == [row.ratio(OWN) for row in rows]
 
 
-def test_a_run_without_time_says_of_each_shape_that_it_was_left_out(
-    here: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(unprepared, "check_cell", check_cell)
-    monkeypatch.setattr(unprepared, "time_cell", time_cell)
-    monkeypatch.setattr(unprepared, "searched", lambda *_, **__: [])
+@pytest.mark.usefixtures("here", "timed_here")
+def test_a_shape_that_lacks_time_is_tried_of_fewer_candidates_but_timed() -> None:
+    [cell] = drawn(1)
+    candidates = searches.first_candidates(cell.problem, H200, count=4, seed=0)
+    assert list(unprepared.look(cell, "cpu", 0, candidates, 0.0)) == candidates[:1]
+    told = {candidates[0]: 170.0}
+    shape = unprepared.time_shape(cell, "cpu", 0, 0.1, H200, told, candidates[1:], -1.0)
+    assert shape.own == candidates[0] and set(shape.told) == set(told) and set(shape.times) == {OURS, OWN, "default"}
+    # What nothing could be found for is held against its peers alone.
+    assert set(unprepared.time_shape(cell, "cpu", 0, 0.1, H200, {}, [], 9.0).times) == {OURS, "default"}
+
+
+def test_a_run_without_time_says_of_each_shape_that_it_was_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(unprepared, "provenance", lambda **_: MADE_BY)
     rows = unprepared.run(drawn(3), H200, tmp_path, trials=3, limit_s=9.0, budget_s=0.0, **WORDS)
-    assert [bool(row.times) for row in rows] == [True, False, False], "what was begun is ended"
-    assert [row.failed for row in rows[1:]] == [forward.NO_TIME] * 2
+    assert [row.failed for row in rows] == [forward.NO_TIME] * 3
     assert json.loads((tmp_path / "unprepared.json").read_text())["rows"][2]["failed"] == forward.NO_TIME
+
+
+def test_children_answer_in_order_cost_themselves_alone_and_end_in_time() -> None:
+    with Children(start=gc.freeze, count=2, limit_s=60.0) as children:
+        jobs: list[Job] = [(os.getpid, ()), (os._exit, (3,)), (operator.truediv, (1, 0)), (abs, (-2,))]
+        (pid, _), (none, died), (_, raised), (two, fine) = children.by(math.inf, iter(jobs), late="late")
+        assert pid not in (None, os.getpid()) and none is None and "exit code 3" in died and raised.startswith("ZeroDivisionError")
+        assert (two, fine) == (2, "")
+        assert children.by(0.0, [(time.sleep, (600.0,))] * 2, late="late") == [(None, "late")] * 2
+        assert list(children.each([(abs, (-3,))])) == [(3, "")], "what sleeps was ended"
 
 
 @pytest.mark.usefixtures("gpu", "here")
@@ -223,7 +302,7 @@ def test_picks_that_differ_are_told_by_how_much() -> None:
     assert "differ by 0.40% in one race" in repeats.said(row)
 
 
-def test_candidates_are_compiled_beforehand_the_winners_of_near_rows_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_in_parts_tries_winners_of_near_rows_first_and_then_what_the_surrogate_proposes(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
 
     def keep(source: tasks.Source, *_: object) -> Compiled | Failed:
@@ -232,7 +311,17 @@ def test_candidates_are_compiled_beforehand_the_winners_of_near_rows_first(monke
 
     problem = drawn(1)[0].problem
     monkeypatch.setattr(tasks, "compile_candidate", keep)
-    assert searches.compile_first(problem, H200, 6, 0) == 6 == len(set(compiled))
+    first = searches.first_candidates(problem, H200, count=6, seed=0)
+    space = SearchSpace(families(), problem, H200)
+    near = carried(space, problem, searches.shipped(), "measured")
+    assert len(set(first)) == 6 and first[: len(near)] == near
+    wrong = searches.text_of(first[4], problem)
+    monkeypatch.setattr(
+        tasks, "recheck_on_device", lambda source, *_: Failed(fate=Fate.CORRECTNESS, reason="") if source == wrong else None
+    )
+    assert searches.check_first(problem, H200, 0, 3, 6) == [first[3], first[5]], "what is wrong isn't timed"
+    proposed = searches.propose(problem, H200, 0, {candidate: 100.0 for candidate in first}, 2)
+    assert len(proposed) == 2 == len(compiled) and not set(proposed) & set(first)
 
 
 def test_models_cells_are_prefill_and_steps_of_every_model_once() -> None:
