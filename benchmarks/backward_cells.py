@@ -16,7 +16,7 @@ from flashtune.core.modules import load_source
 from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Measurement
 from flashtune.core.target import find_target
-from flashtune.dispatch.resolve import Explanation
+from flashtune.dispatch import Explanation
 from flashtune.templates import family
 from flashtune.templates.rendering import variant_of
 from flashtune.tuner.baseline import framework_call

@@ -32,8 +32,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from flashtune import dispatch, kernels_generated
-from flashtune.dispatch import layers
-from flashtune.dispatch.plans import FrameworkPlan, KernelPlan
+from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan
+from flashtune.dispatch.resolve import layers
 from flashtune.tuner.machine import provenance
 
 Call = Callable[[], Any]

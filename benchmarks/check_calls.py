@@ -38,7 +38,7 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 def prepared_plans() -> int:
     """How many plans launch through the driver."""
-    from flashtune.dispatch import layers
+    from flashtune.dispatch.resolve import layers
 
     return sum(getattr(plan, "program", None) is not None for plan in layers.current().plans.values())
 
@@ -157,7 +157,7 @@ def graphs_capture_first_and_later_calls() -> None:
             torch.cuda.synchronize()
             close(out, sdpa(q, k, v, is_causal=True))
             assert all(torch.equal(x, alone) for x in beside)
-        from flashtune.dispatch import layers
+        from flashtune.dispatch.resolve import layers
 
         assert not layers.current().broken, f"a capture marked kernels broken: {layers.current().broken}"
 
@@ -282,7 +282,7 @@ def alike(ours: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...]) -> N
 
 def prepared_backwards() -> list[bool]:
     """For each plan of a backward whether it launches through the driver."""
-    from flashtune.dispatch import layers
+    from flashtune.dispatch.resolve import layers
 
     found = [plan.backward for plan in layers.current().plans.values() if hasattr(plan, "backward")]
     return [getattr(plan, "program", None) is not None for backward in found for plan, _ in backward._plans.values()]

@@ -25,8 +25,7 @@ from flashtune.core.results import SearchResult, TuningRecord
 from flashtune.core.target import find_target
 from flashtune.db.library import Library, shipped_path
 from flashtune.db.store import Store
-from flashtune.dispatch import stand_in
-from flashtune.dispatch.policy import Pool, choose
+from flashtune.dispatch.policy import Pool, choose, losses
 from flashtune.templates import families
 from flashtune.tuner.carrying import record_of
 
@@ -49,20 +48,20 @@ class Case:
 
 
 def kind_between(theirs: ProblemKey, ours: ProblemKey) -> str | None:
-    """The farthest kind of difference, as `stand_in.estimate` counts them; None where one can't stand in for the other."""
-    if not stand_in.comparable(theirs, ours) or theirs == ours:
+    """The farthest kind of difference, as `losses.estimate` counts them; None where one can't stand in for the other."""
+    if not losses.comparable(theirs, ours) or theirs == ours:
         return None
     if (theirs.d, theirs.d_v) != (ours.d, ours.d_v):
         return "head size"
     if theirs.gqa_ratio != ours.gqa_ratio:
         return "shared heads"
-    if not stand_in.same_features(theirs, ours):
+    if not losses.same_features(theirs, ours):
         return "features"
     if theirs.dtype != ours.dtype:
         return "dtype"
     if (far := round(octaves(theirs.n, ours.n))) > 0:
         return f"n, {min(far, 5)} octaves"
-    return "a full GPU" if stand_in.full(theirs) != stand_in.full(ours) else "heads alone"
+    return "a full GPU" if losses.full(theirs) != losses.full(ours) else "heads alone"
 
 
 def named(record: TuningRecord) -> str:
@@ -109,11 +108,11 @@ def summary(cases: Iterable[Case]) -> dict[str, dict[str, float]]:
         found[case.kind].append(case.loss)
     table = {}
     for kind in sorted(found):
-        losses = sorted(loss for loss in found[kind] if loss is not None)
-        if losses:
-            worst = losses[math.ceil(0.9 * len(losses)) - 1]
-            untried = len(found[kind]) - len(losses)
-            table[kind] = {"median": statistics.median(losses), "worst": worst, "cases": len(losses), "untried": untried}
+        lost = sorted(loss for loss in found[kind] if loss is not None)
+        if lost:
+            worst = lost[math.ceil(0.9 * len(lost)) - 1]
+            untried = len(found[kind]) - len(lost)
+            table[kind] = {"median": statistics.median(lost), "worst": worst, "cases": len(lost), "untried": untried}
     return table
 
 

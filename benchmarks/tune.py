@@ -20,8 +20,8 @@ from flashtune.core.problem import Problem, ProblemKey
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import find_target
 from flashtune.db.library import Library, shipped_path
-from flashtune.dispatch import stand_in
 from flashtune.dispatch.policy import choose, torch_has
+from flashtune.dispatch.policy.losses import comparable, estimate
 from flashtune.templates import families
 from flashtune.tuner.machine import local_gpu
 
@@ -63,8 +63,8 @@ def wanting(
     """Problems of the models' cells, and their steps at other batches, whose keys have no measured row of an H200 (among
     `records`, by default the shipped ones), those of most worth first.
 
-    A row's worth is by how much the estimated losses (flashtune.dispatch.stand_in) of all these problems then fall, in sum: its own, and
-    those of problems that it may stand in for. After each that is taken, the rest is judged anew. What has no stand-in loses NOTHING.
+    A row's worth is by how much the estimated losses (flashtune.dispatch.policy.losses) of all these problems then fall, in sum: its own,
+    and those of problems that it may stand in for. After each that is taken, the rest is judged anew. What has no stand-in loses NOTHING.
     """
     records = Library.of(shipped_path()).records(gpu=GPU.slug) if records is None else records
     known = {record.key for record in records if record.outcome.source == "measured"}
@@ -79,7 +79,7 @@ def wanting(
         found = choose(problem, GPU, records, families(), framework_serves=torch_has(problem)).estimate
         losses[key] = NOTHING if found is None else found.median
     # What each loses by each: nothing by its own row.
-    by = {row: {key: stand_in.estimate(row, key).median for key in problems if stand_in.comparable(row, key)} for row in problems}
+    by = {row: {key: estimate(row, key).median for key in problems if comparable(row, key)} for row in problems}
     taken: list[tuple[Problem, float]] = []
     while by:
         worths = {row: sum(max(0.0, losses[key] - loss) for key, loss in reach.items()) for row, reach in by.items()}

@@ -16,7 +16,7 @@ from flashtune.core.errors import InputError
 from flashtune.core.modules import load_source
 from flashtune.core.problem import Problem
 from flashtune.core.target import find_target
-from flashtune.dispatch import resolve
+from flashtune.dispatch.resolve import choosing
 from flashtune.profiler.whole_calls import call_times
 from flashtune.templates import family
 from flashtune.templates.rendering import render, variant_of
@@ -161,8 +161,8 @@ def main() -> None:
     report["whole steps"] = whole_steps()
 
     asked: list[object] = []
-    choose = resolve.gradient_kernels
-    resolve.gradient_kernels = lambda *given: asked.append(given) or choose(*given)  # type: ignore[assignment, func-returns-value]
+    choose = choosing.gradient_kernels
+    choosing.gradient_kernels = lambda *given: asked.append(given) or choose(*given)  # type: ignore[assignment, func-returns-value]
     dispatch.reload()
     for _ in range(2):
         x = leaves(wanted=(True, True, False))
@@ -170,7 +170,7 @@ def main() -> None:
     report["asked once"] = [len(asked), all(torch.equal(t.grad, wanted) for t, wanted in zip(x[:2], eager, strict=False))]  # type: ignore[arg-type]
     dispatch.reload()
 
-    resolve.gradient_kernels = lambda *_: iter(())  # type: ignore[assignment]
+    choosing.gradient_kernels = lambda *_: iter(())  # type: ignore[assignment]
     x = leaves()
     step(*x).backward()
     x_cast = leaves()

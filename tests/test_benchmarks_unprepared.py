@@ -21,8 +21,7 @@ from flashtune import dispatch
 from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Conditions, Fate, Measurement, Provenance
 from flashtune.core.target import Target, find_target
-from flashtune.dispatch import stand_in
-from flashtune.dispatch.policy import torch_has
+from flashtune.dispatch.policy import losses, torch_has
 from flashtune.templates import families
 from flashtune.tuner import evaluation, searching, tasks
 from flashtune.tuner.carrying import carried
@@ -349,7 +348,7 @@ def test_models_rows_that_lack_come_by_what_they_are_worth() -> None:
     worths = [worth for _, worth in found]
     assert worths[0] == max(worths) and worths[-1] == min(worths) >= 0.0
     # What the first may stand in for is worth less after it.
-    assert worths[0] >= stand_in.LOSSES["features"].median
+    assert worths[0] >= losses.LOSSES["features"].median
 
 
 def test_flash_attention_4_is_asked_for_what_it_has() -> None:

@@ -15,11 +15,10 @@ from test_dispatch_launch import PROBLEMS, SHIPPED, Library
 
 from flashtune import kernels_generated
 from flashtune.core.binaries import STRUCT_FORMATS, Binary, Manifest, read_manifest
-from flashtune.dispatch import devices
-from flashtune.dispatch.arguments import parse
-from flashtune.dispatch.gradient_plans import Given, GradientPlan
-from flashtune.dispatch.launch import driver, prepared
+from flashtune.dispatch.call import parse
+from flashtune.dispatch.launch import devices, driver, prepared
 from flashtune.dispatch.launch.hostcode import load_host_code
+from flashtune.dispatch.plans.gradients import Given, GradientPlan
 
 ROOT = Path(kernels_generated.__file__).parent
 HOPPER = next(kernel for kernel in SHIPPED if PROBLEMS[kernel.variant_id].direction == "bwd" and kernel.template == "flash_bwd_hopper")

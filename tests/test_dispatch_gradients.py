@@ -14,8 +14,9 @@ from flashtune.core.band import Band
 from flashtune.core.passes import PER_HEAD_FLAGS, per_head_words
 from flashtune.core.problem import Problem
 from flashtune.core.target import find_target
-from flashtune.dispatch import devices, framework
-from flashtune.dispatch.arguments import parse
+from flashtune.dispatch import framework
+from flashtune.dispatch.call import parse
+from flashtune.dispatch.launch import devices
 from flashtune.templates import families
 
 

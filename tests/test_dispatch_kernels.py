@@ -18,10 +18,9 @@ from flashtune.core.errors import EnvironmentProblem, InputError
 from flashtune.core.passes import CallParameters
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
-from flashtune.dispatch import kernels
-from flashtune.dispatch.launch import prepared
+from flashtune.dispatch.launch import kernels, prepared
 from flashtune.dispatch.launch.hostcode import Kernel
-from flashtune.dispatch.memo import Memo
+from flashtune.dispatch.resolve.memo import Memo
 from flashtune.templates import family
 from flashtune.templates.rendering import render, variant_of
 
@@ -132,7 +131,7 @@ def test_loading_one_shipped_kernel_imports_no_other_and_neither_sql_nor_jinja()
 import sys
 from flashtune.core.config import Variant
 from flashtune.db.library import Library, shipped_path
-from flashtune.dispatch import kernels
+from flashtune.dispatch.launch import kernels
 from flashtune.templates import family
 before = set(sys.modules)
 record = next(r for r in Library.of(shipped_path()).records() if r.outcome.template == "flash_decode")

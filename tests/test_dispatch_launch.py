@@ -24,15 +24,14 @@ from flashtune.core.shipped import GeneratedKernel, read_index
 from flashtune.core.target import find_target
 from flashtune.core.torch_dtypes import TORCH_DTYPES
 from flashtune.db import library as databases
-from flashtune.dispatch import devices, elsewhere, kernels, resolve
-from flashtune.dispatch.arguments import parse
-from flashtune.dispatch.call import PerHead
-from flashtune.dispatch.launch import driver, prepared
+from flashtune.dispatch.call import PerHead, parse
+from flashtune.dispatch.launch import devices, driver, kernels, prepared
 from flashtune.dispatch.launch.hostcode import load_host_code
 from flashtune.dispatch.launch.program import Program
 from flashtune.dispatch.launch.recording import Address, Descriptor, Drawn, Recorded, Recording, Tensor, record
-from flashtune.dispatch.memo import Memo
-from flashtune.dispatch.plans import KernelPlan
+from flashtune.dispatch.plans.forward import KernelPlan
+from flashtune.dispatch.resolve import choosing
+from flashtune.dispatch.resolve.memo import Memo
 from flashtune.templates import family
 from flashtune.templates.rendering import render, variant_of
 
@@ -369,14 +368,14 @@ def test_a_sequence_that_grows_reads_no_file_and_no_host_code_anew(library: Libr
     monkeypatch.setattr(devices, "target_of", lambda device: find_target("h200"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(elsewhere, "differing", lambda *_: [])
-    monkeypatch.setattr(elsewhere, "here", lambda *_: None)
+    monkeypatch.setattr(devices, "differing", lambda *_: [])
+    monkeypatch.setattr(devices, "here", lambda *_: None)
     memo = Memo()
 
     def served(n: int) -> bool:
         q, k = torch.empty(1, 32, 1, 128, dtype=torch.bfloat16), torch.empty(1, 8, n, 128, dtype=torch.bfloat16)
         call = replace(parse(q, k, k, enable_gqa=True), device=torch.device("cuda", 0))
-        [candidate] = itertools.islice(resolve.candidates(memo, call, q, k, k, None, None), 1)
+        [candidate] = itertools.islice(choosing.candidates(memo, call, q, k, k, None, None), 1)
         assert isinstance(candidate.plan, KernelPlan) and candidate.kind == "near_n"
         operands = (q, k, k, torch.empty_like(q), torch.empty(1, 32, 1))
         return candidate.plan._prepared(operands, call.parameters(None, None), compiles=False) is not None

@@ -15,8 +15,9 @@ from flashtune import dispatch
 from flashtune.core.errors import DatabaseError, InputError
 from flashtune.core.results import Provenance
 from flashtune.db.library import Library
-from flashtune.dispatch import elsewhere, layers
-from flashtune.dispatch.memo import Memo
+from flashtune.dispatch.launch import devices
+from flashtune.dispatch.resolve import layers
+from flashtune.dispatch.resolve.memo import Memo
 
 machine = pretended.machine
 
@@ -207,7 +208,7 @@ def test_no_more_stacks_are_remembered_than_that(models: tuple[Path, Path], monk
 
 def test_rows_from_another_machine_are_warned_of_once_for_each_database(models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(elsewhere, "here", lambda index: elsewhere.Here(triton="3.6.0", driver="580.1", gpu_name="NVIDIA H200"))
+    monkeypatch.setattr(devices, "here", lambda index: devices.Here(triton="3.6.0", driver="580.1", gpu_name="NVIDIA H200"))
     given = Provenance(flashtune="0", torch="2", triton="3.5.1", driver="575.57", gpu_name="NVIDIA H200")
     with dispatch.use(models[0]):
         memo = layers.current()

@@ -21,7 +21,9 @@ from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Baseline, Fate, Measurement, Outcome, Provenance, SearchResult, Source
 from flashtune.core.target import find_target
 from flashtune.db.store import Store
-from flashtune.dispatch import api, devices, kernels, layers, policy, resolve
+from flashtune.dispatch import api, policy
+from flashtune.dispatch.launch import devices, kernels
+from flashtune.dispatch.resolve import choosing, layers
 from flashtune.templates import families, family
 from flashtune.templates.family import Family
 from flashtune.templates.rendering import variant_of
@@ -72,7 +74,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     machine = Machine()
     monkeypatch.setattr(devices, "INTERPRETING", True)
     monkeypatch.setattr(kernels, "load", machine.load)
-    monkeypatch.setattr(resolve, "_surroundings", lambda memo, call, problem: (H200, families(), memo.pool(problem.key("h200"), H200)))
+    monkeypatch.setattr(choosing, "_surroundings", lambda memo, call, problem: (H200, families(), memo.pool(problem.key("h200"), H200)))
     monkeypatch.setenv("FLASHTUNE_UNMEASURED", "1")
     dispatch.reload()
     yield machine
@@ -157,8 +159,8 @@ def test_the_second_call_decides_nothing(machine: Machine, own_database: Path, m
 
     for place, name in [
         (api, "parse"),
-        (resolve, "candidates"),
-        (resolve, "rank"),
+        (choosing, "candidates"),
+        (choosing, "rank"),
         (policy, "rank"),
         (kernels, "variant"),
         (kernels, "load"),
@@ -190,14 +192,14 @@ def test_steps_of_a_growing_sequence_are_decided_a_span_at_a_time(
         decided.append(problem.n_kv)
         return policy.rank(problem, *rest, **words)
 
-    def serves_span(*given: Any, asked: Any = resolve.serves_span) -> bool:
+    def serves_span(*given: Any, asked: Any = choosing.serves_span) -> bool:
         known = list(decided)
         found: bool = asked(*given)
         decided[:] = known
         return found
 
-    monkeypatch.setattr(resolve, "rank", rank)
-    monkeypatch.setattr(resolve, "serves_span", serves_span)
+    monkeypatch.setattr(choosing, "rank", rank)
+    monkeypatch.setattr(choosing, "serves_span", serves_span)
     keys = torch.randn(2, 4, 400, 16)
 
     def take(lengths: range, left: int | None = None) -> list[int]:
@@ -427,7 +429,7 @@ def test_many_threads_decide_once_and_agree(machine: Machine) -> None:
 
 
 def test_the_memo_does_not_grow_without_bound(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashtune.dispatch.memo.MOST_PLANS", 4)
+    monkeypatch.setattr("flashtune.dispatch.resolve.memo.MOST_PLANS", 4)
     for scale in range(1, 11):
         attend(scale=float(scale))
     assert 1 <= len(layers.current().plans) <= 4

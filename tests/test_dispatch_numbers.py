@@ -18,7 +18,7 @@ from flashtune import dispatch
 from flashtune.core import reference
 from flashtune.core.band import Band
 from flashtune.core.tolerances import TOLERANCES, Tolerance
-from flashtune.dispatch import devices
+from flashtune.dispatch.launch import devices
 
 DEVICE = os.environ.get("FLASHTUNE_TEST_DEVICE", "cpu")
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"

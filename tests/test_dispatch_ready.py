@@ -8,10 +8,10 @@ import pytest
 from flashtune import dispatch
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
-from flashtune.dispatch import kernels
+from flashtune.dispatch.launch import kernels
 from flashtune.dispatch.policy import Choice, Kind, Refusal
-from flashtune.dispatch.ready import NEAR_EQUAL, ready_first
-from flashtune.dispatch.stand_in import Estimate
+from flashtune.dispatch.policy.losses import Estimate
+from flashtune.dispatch.policy.ready import NEAR_EQUAL, ready_first
 from flashtune.templates import family
 
 H200 = find_target("h200")

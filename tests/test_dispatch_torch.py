@@ -13,8 +13,9 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from flashtune import dispatch
 from flashtune.core.errors import InputError
 from flashtune.core.target import find_target
-from flashtune.dispatch import devices, framework
-from flashtune.dispatch.plans import out_strides, random_bits
+from flashtune.dispatch import framework
+from flashtune.dispatch.launch import devices
+from flashtune.dispatch.plans.forward import out_strides, random_bits
 
 Q = torch.randn(2, 4, 24, 16, generator=torch.Generator().manual_seed(2))
 

@@ -17,8 +17,9 @@ from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Baseline, Fate, Measurement, Outcome, Provenance, TuningRecord
 from flashtune.core.target import find_target
 from flashtune.core.torch_attention import sound_backends
-from flashtune.dispatch import formula, resolve
-from flashtune.dispatch.memo import Memo
+from flashtune.dispatch import framework
+from flashtune.dispatch.resolve import choosing
+from flashtune.dispatch.resolve.memo import Memo
 from flashtune.templates import family
 
 H200 = find_target("h200")
@@ -96,26 +97,26 @@ def record(problem: Problem, *, template: str = "flash_fwd", config: Config | No
 def test_torch_serves_gradients_until_a_backward_was_measured_on_the_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
     memo = Memo()
     monkeypatch.setattr(memo, "pool", lambda key, target: [])
-    found, why = resolve.gradient_choice(memo, PROBLEM, H200)
+    found, why = choosing.gradient_choice(memo, PROBLEM, H200)
     assert found is None and "no backward kernel was measured on GPUs like NVIDIA H200" in why
     allowed = Memo(replace(memo.settings, unmeasured=True))
     monkeypatch.setattr(allowed, "pool", lambda key, target: [])
-    found, _ = resolve.gradient_choice(allowed, PROBLEM, H200)
+    found, _ = choosing.gradient_choice(allowed, PROBLEM, H200)
     assert found is not None and found.family is not None and found.family.name == "flash_bwd_hopper"
-    found, _ = resolve.gradient_choice(allowed, PROBLEM, H200, repeatable=True)
+    found, _ = choosing.gradient_choice(allowed, PROBLEM, H200, repeatable=True)
     assert found is not None and found.family is not None and found.family.name == "flash_bwd_hopper_split"
-    wide, _ = resolve.gradient_choice(allowed, replace(PROBLEM, d=256, d_v=256), H200)
+    wide, _ = choosing.gradient_choice(allowed, replace(PROBLEM, d=256, d_v=256), H200)
     assert wide is not None and wide.family is found.family
-    tiny, _ = resolve.gradient_choice(allowed, replace(PROBLEM, d=20, d_v=20), H200)
+    tiny, _ = choosing.gradient_choice(allowed, replace(PROBLEM, d=20, d_v=20), H200)
     assert tiny is not None and tiny.family is not None and tiny.family.name == "flash_bwd"
     # A measured backward needs no leave; one of the forward says nothing.
     measured = record(replace(PROBLEM, direction="bwd"), template="flash_bwd_hopper_split", config=found.config, framework_us=2e4)
     monkeypatch.setattr(memo, "pool", lambda key, target: [measured, record(PROBLEM)])
-    found, _ = resolve.gradient_choice(memo, replace(PROBLEM, n_q=1000, n_kv=1000), H200)
+    found, _ = choosing.gradient_choice(memo, replace(PROBLEM, n_q=1000, n_kv=1000), H200)
     assert found is not None and found.record is measured
     # What torch does sooner than the host launches ours is left to it, but for those who allow everything.
     small = replace(PROBLEM, n_q=128, n_kv=128)
-    found, why = resolve.gradient_choice(memo, small, H200)
+    found, why = choosing.gradient_choice(memo, small, H200)
     assert found is None and "less than the launches of ours take the host" in why
     # Of a key whose whole steps were measured, these say who serves.
     mine = record(replace(small, direction="bwd"), template="flash_bwd_hopper_split", config=measured.outcome.config, framework_us=100.0)
@@ -124,14 +125,14 @@ def test_torch_serves_gradients_until_a_backward_was_measured_on_the_architectur
         outcome, baseline = replace(mine.outcome, call_us=ours_us), replace(mine.baseline, call_us=300.0)
         stepped = replace(mine, outcome=outcome, baseline=baseline)
         monkeypatch.setattr(memo, "pool", lambda key, target, stepped=stepped: [stepped])
-        assert (resolve.gradient_choice(memo, small, H200)[0] is not None) == serves
+        assert (choosing.gradient_choice(memo, small, H200)[0] is not None) == serves
     monkeypatch.setattr(memo, "pool", lambda key, target: [mine])
-    assert resolve.gradient_choice(memo, small, H200)[0] is None
+    assert choosing.gradient_choice(memo, small, H200)[0] is None
     monkeypatch.setattr(allowed, "pool", lambda key, target: [measured])
-    assert resolve.gradient_choice(allowed, small, H200)[0] is not None
+    assert choosing.gradient_choice(allowed, small, H200)[0] is not None
     slower = replace(measured, baseline=Baseline(backend="cudnn", measurement=Measurement.of([1.0])))
     monkeypatch.setattr(memo, "pool", lambda key, target: [slower])
-    found, why = resolve.gradient_choice(memo, PROBLEM, H200)
+    found, why = choosing.gradient_choice(memo, PROBLEM, H200)
     assert found is None and "the framework was faster" in why
 
 
@@ -141,14 +142,14 @@ def test_a_deterministic_call_takes_the_row_of_a_search_among_repeatable_kernels
         record(trained, template=name, config=family(name).default(trained.spec(), H200), framework_us=framework_us)
         for name, framework_us in (("flash_bwd_hopper", 3e4), ("flash_bwd_hopper_split", 2e4))
     ]
-    memo = resolve.Memo()
+    memo = choosing.Memo()
     monkeypatch.setattr(memo, "pool", lambda key, target: rows)
     for repeatable, wanted in ((False, rows[0]), (True, rows[1])):
-        found, _ = resolve.gradient_choice(memo, PROBLEM, H200, repeatable=repeatable)
+        found, _ = choosing.gradient_choice(memo, PROBLEM, H200, repeatable=repeatable)
         assert found is not None and found.record is wanted
-    memo = resolve.Memo()
+    memo = choosing.Memo()
     monkeypatch.setattr(memo, "pool", lambda key, target: rows[:1])
-    assert resolve.gradient_choice(memo, PROBLEM, H200, repeatable=True)[0] is None
+    assert choosing.gradient_choice(memo, PROBLEM, H200, repeatable=True)[0] is None
 
 
 def test_a_row_with_another_feature_says_nothing_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,10 +159,10 @@ def test_a_row_with_another_feature_says_nothing_of_gradients(monkeypatch: pytes
     row = record(replace(windowed, direction="bwd"), template="flash_bwd", config=config, framework_us=2e4)
     memo = Memo()
     monkeypatch.setattr(memo, "pool", lambda key, target: [row])
-    assert resolve.gradient_choice(memo, windowed, H200)[0] is not None
-    assert resolve.gradient_choice(memo, replace(windowed, features=Features(causal=True, window=(512, 0))), H200)[0] is not None
+    assert choosing.gradient_choice(memo, windowed, H200)[0] is not None
+    assert choosing.gradient_choice(memo, replace(windowed, features=Features(causal=True, window=(512, 0))), H200)[0] is not None
     for features in (Features(causal=True), Features(causal=True, dropout=True), Features(causal=True, softcap=True)):
-        assert resolve.gradient_choice(memo, replace(PROBLEM, features=features), H200)[0] is None
+        assert choosing.gradient_choice(memo, replace(PROBLEM, features=features), H200)[0] is None
 
 
 def test_what_explains_a_backward_problem_says_that_torch_serves_it() -> None:
@@ -183,9 +184,9 @@ def test_the_formula_takes_rows_by_parts(monkeypatch: pytest.MonkeyPatch) -> Non
     from flashtune.core.band import Band
 
     given = CallParameters(scale=0.3, band=Band(left=3, right=2, diagonal=1))
-    whole = formula.gradients(q, k, v, out, lse, out, None, given)
-    monkeypatch.setattr(formula, "ROWS", 3)
-    for found, wanted in zip(formula.gradients(q, k, v, out, lse, out, None, given), whole, strict=True):
+    whole = framework.gradients(q, k, v, out, lse, out, None, given)
+    monkeypatch.setattr(framework, "ROWS", 3)
+    for found, wanted in zip(framework.gradients(q, k, v, out, lse, out, None, given), whole, strict=True):
         torch.testing.assert_close(found, wanted)
 
 

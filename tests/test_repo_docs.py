@@ -16,9 +16,9 @@ from flashtune import dispatch
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import Target, find_target
 from flashtune.db.library import Library, shipped_path
-from flashtune.dispatch import resolve
-from flashtune.dispatch.memo import Memo, Settings
 from flashtune.dispatch.policy import choose
+from flashtune.dispatch.resolve import choosing
+from flashtune.dispatch.resolve.memo import Memo, Settings
 from flashtune.templates import families
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -113,7 +113,7 @@ def test_the_readmes_snippet_about_shipping_runs(tmp_path: Path, monkeypatch: py
 
 def served_by_a_row(problem: Problem, target: Target) -> bool:
     if problem.direction == "bwd":
-        return resolve.gradient_choice(MEMO, problem, target)[0] is not None
+        return choosing.gradient_choice(MEMO, problem, target)[0] is not None
     return choose(problem, target, SHIPPED, families()).record is not None
 
 

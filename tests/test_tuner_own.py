@@ -10,7 +10,7 @@ from flashtune.core.binaries import read_manifest
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.target import find_target
 from flashtune.db.library import Library, shipped_path
-from flashtune.dispatch import kernels
+from flashtune.dispatch.launch import kernels
 from flashtune.tuner import own
 from flashtune.tuner.generated import arrange
 from flashtune.tuner.publish import variant_for

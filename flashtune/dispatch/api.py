@@ -15,13 +15,15 @@ from flashtune.core.passes import PER_HEAD
 from flashtune.core.problem import FLAGS, Features, MaskKind, Problem
 from flashtune.core.target import find_target
 from flashtune.core.torch_attention import autocasting
-from flashtune.dispatch import devices, growing, resolve, torch_ops, training
-from flashtune.dispatch.arguments import parse
-from flashtune.dispatch.call import Call, PerHead
-from flashtune.dispatch.known import Plan
-from flashtune.dispatch.layers import SERVING, current
-from flashtune.dispatch.plans import FrameworkPlan, KernelPlan, Outputs
-from flashtune.dispatch.resolve import Explanation
+from flashtune.dispatch.call import Call, PerHead, parse
+from flashtune.dispatch.launch import devices
+from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan, Outputs
+from flashtune.dispatch.plans.known import Plan
+from flashtune.dispatch.policy import growing
+from flashtune.dispatch.resolve import choosing
+from flashtune.dispatch.resolve.explanation import Explanation
+from flashtune.dispatch.resolve.layers import SERVING, current
+from flashtune.dispatch.torch_ops import tracing, training
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -155,7 +157,7 @@ def attention(
                 None if per_head is None else per_head.signature(),
             )
             plan = plans.get(signature)
-            if plan is not None and memory is None and per_head is None and (why_torch is None or why_torch is resolve.GRADIENT):
+            if plan is not None and memory is None and per_head is None and (why_torch is None or why_torch is choosing.GRADIENT):
                 cast_to = torch.get_autocast_dtype(query.device.type) if cast else None
                 plans.served(signature, plan, options, unseeded=seed is None, cast_to=cast_to, tensors=(query, key, value))
     except (AttributeError, TypeError, ValueError, RuntimeError):
@@ -196,7 +198,7 @@ def explain(*arguments: Any, **keywords: Any) -> Explanation:
     memo = current()
     with memo.lock:
         why_torch = _why_torch(query, key, value, mask, per_head)
-        return next(resolve.candidates(memo, call, query, key, value, mask, why_torch)).explanation
+        return next(choosing.candidates(memo, call, query, key, value, mask, why_torch)).explanation
 
 
 def explain_problem(problem: Problem, gpu: str) -> Explanation:
@@ -206,7 +208,7 @@ def explain_problem(problem: Problem, gpu: str) -> Explanation:
     """
     target, memo = find_target(gpu), current()
     with memo.lock:
-        return resolve.explain_problem(memo, problem, target)
+        return choosing.explain_problem(memo, problem, target)
 
 
 def _first_call(
@@ -238,10 +240,10 @@ def _first_call(
             # Another thread decided while this one waited.
             return decided.run(query, key, value, attn_mask, seed, per_head)
         why_torch = _why_torch(query, key, value, attn_mask, per_head)
-        for candidate in resolve.candidates(memo, call, query, key, value, attn_mask, why_torch):
+        for candidate in choosing.candidates(memo, call, query, key, value, attn_mask, why_torch):
             if candidate.kind == "framework":
                 if span is not None and span not in memo.spans:
-                    around = plan if plan.words is not None and resolve.serves_span(memo, call, None, _sides(options)) else None
+                    around = plan if plan.words is not None and choosing.serves_span(memo, call, None, _sides(options)) else None
                     memo.spans[span] = around
                 break
             chosen = training.TrainingPlan(memo, call, candidate.plan) if candidate.trains else candidate.plan
@@ -251,14 +253,14 @@ def _first_call(
                 built = True
                 outputs = chosen.run(query, key, value, attn_mask, seed, per_head)
             except Exception as error:
-                if candidate.variant is None or not (resolve.uncompilable(error) if built else resolve.unbuildable(error)):
+                if candidate.variant is None or not (choosing.uncompilable(error) if built else choosing.unbuildable(error)):
                     raise
-                resolve.report_failure(memo, candidate.variant, call.device, error)
+                choosing.report_failure(memo, candidate.variant, call.device, error)
                 continue
             if signature is not None:
                 memo.keep(signature, chosen)
             if span is not None and span not in memo.spans and isinstance(chosen, KernelPlan):
-                memo.spans[span] = chosen if resolve.serves_span(memo, call, candidate.variant, _sides(options)) else None
+                memo.spans[span] = chosen if choosing.serves_span(memo, call, candidate.variant, _sides(options)) else None
             return outputs
     if signature is not None:
         memo.keep(signature, plan)
@@ -314,7 +316,7 @@ def _traced(
     call = _parsed(query, key, value, attn_mask, options, seed, per_head)
     why_torch = "transformed" if _transformed() else _why_torch_of(query, key, value, attn_mask, per_head)
     problem, trains = call.problem, False
-    if why_torch == resolve.GRADIENT and problem is not None:
+    if why_torch == choosing.GRADIENT and problem is not None:
         # What is known of other sizes would do: only whether anything was measured counts.
         features, place = problem.features, -1 if query.device.index is None else query.device.index
         window = (False, None, None) if features.window is None else (True, *features.window)
@@ -324,7 +326,7 @@ def _traced(
         trains = _trainable(
             query.device.type, place, problem.dtype, *sizes, features.causal, features.mask, *window, call.deterministic, *flags
         )
-    return torch_ops.traced(
+    return tracing.traced(
         call,
         query,
         key,
@@ -366,8 +368,8 @@ def _trainable(
     problem = Problem(batch=8, heads=16 * ratio, kv_heads=16, n_q=2048, n_kv=2048, d=d, d_v=d_v, dtype=dtype, features=features)
     memo = current()
     with memo.lock:
-        repeatable = resolve.same_bits_asked(deterministic)
-        return resolve.gradient_choice(memo, problem, target, repeatable=repeatable)[0] is not None
+        repeatable = choosing.same_bits_asked(deterministic)
+        return choosing.gradient_choice(memo, problem, target, repeatable=repeatable)[0] is not None
 
 
 _trainable._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -444,7 +446,7 @@ def _why_torch_of(
     ):
         wanted = [] if attn_mask is None or not attn_mask.requires_grad else ["attn_mask"]
         wanted += [] if per_head is None else [name for name, x in zip(PER_HEAD, per_head, strict=True) if _differentiable(x)]
-        return f"a gradient of {' and '.join(wanted)} is needed, which kernels don't compute" if wanted else resolve.GRADIENT
+        return f"a gradient of {' and '.join(wanted)} is needed, which kernels don't compute" if wanted else choosing.GRADIENT
     return None
 
 
@@ -475,5 +477,5 @@ def _autocast(
     return cast(query), cast(key), cast(value), None if attn_mask is None else cast(attn_mask)
 
 
-torch_ops.define(attention)
+tracing.define(attention)
 training.define(attention)

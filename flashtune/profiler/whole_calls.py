@@ -15,8 +15,9 @@ from flashtune.core.modules import load_source
 from flashtune.core.problem import Problem
 from flashtune.core.results import Fate
 from flashtune.core.target import Target
-from flashtune.dispatch import api, layers
-from flashtune.dispatch.memo import Memo
+from flashtune.dispatch import api
+from flashtune.dispatch.resolve import layers
+from flashtune.dispatch.resolve.memo import Memo
 from flashtune.tuner import tasks
 from flashtune.tuner.baseline import framework_call
 from flashtune.tuner.inputs import Inputs

@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import Self
 
 from flashtune.core.errors import InputError
-from flashtune.dispatch.known import Plans
-from flashtune.dispatch.memo import Memo, Settings
+from flashtune.dispatch.plans.known import Plans
+from flashtune.dispatch.resolve.memo import Memo, Settings
 
 MOST_MEMOS = 32
 """So many stacks of layers are remembered; beyond it the one that was used longest ago is forgotten."""

@@ -16,10 +16,10 @@ from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.problem import ProblemKey
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target
-from flashtune.dispatch import elsewhere, kernels
-from flashtune.dispatch.gradient_plans import Backward
-from flashtune.dispatch.known import Plan, Plans
-from flashtune.dispatch.plans import FrameworkPlan, KernelPlan
+from flashtune.dispatch.launch import devices, kernels
+from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan
+from flashtune.dispatch.plans.gradients import Backward
+from flashtune.dispatch.plans.known import Plan, Plans
 from flashtune.dispatch.policy import Pool, group_of
 from flashtune.templates import families
 from flashtune.templates.family import Family
@@ -39,8 +39,8 @@ class Settings:
 
 
 class Memo:
-    """Plans by signature and, of decoding steps, by span (flashtune.dispatch.growing; None where each is decided by itself), the library's
-    records by group, kernels that failed, warnings given.
+    """Plans by signature and, of decoding steps, by span (flashtune.dispatch.policy.growing; None where each is decided by itself), the
+    library's records by group, kernels that failed, warnings given.
 
     `pinned` is a pass and a rendered module that serves every call of it which it accepts, for measurements.
     Reading a plan takes no lock; everything that decides holds `lock`.
@@ -118,7 +118,7 @@ class Memo:
         rows are from one anyway."""
         if record.origin == "shipped" or record.origin in self._told or record.outcome.source != "measured":
             return
-        if differences := elsewhere.differing(record.provenance, elsewhere.here(device.index)):
+        if differences := devices.differing(record.provenance, devices.here(device.index)):
             self._told.add(record.origin)
             said = f"rows of {record.origin} were measured elsewhere: {', '.join(differences)}"
             self.warn_once(f"flashtune: {said}; they serve, and a search here would tell what they are worth")

@@ -1,13 +1,19 @@
-"""Where kernels run: the GPU behind a torch device as a `Target`, and whether Triton or its interpreter is there."""
+"""Where kernels run: the GPU behind a torch device as a `Target`, whether Triton or its interpreter is there, and whether a row is from
+such a machine."""
 
-import dataclasses
 import functools
+import importlib.metadata
 import importlib.util
 import os
+import re
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from flashtune.core.errors import InputError
+from flashtune.core.results import Provenance
 from flashtune.core.target import Target, find_target, targets
 
 TRITON = importlib.util.find_spec("triton") is not None
@@ -18,6 +24,8 @@ INTERPRETING = TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 INTERPRETED_AS = "l4"
 """The GPU whose default configs the interpreter runs, the plainest that takes every element type; it has no limits of its own."""
+
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def target_of(device: torch.device) -> Target:
@@ -76,7 +84,7 @@ def described(name: str, properties: object, *, amd: bool) -> Target:
     )
     alike = [target for target in targets().values() if target.arch == arch]
     nearest = min(alike, key=lambda target: (abs(target.sms - sms), target.slug), default=blank)
-    return dataclasses.replace(
+    return replace(
         nearest,
         slug="-".join("".join(c if c.isalnum() else " " for c in name.lower()).split()),
         name=name,
@@ -87,3 +95,34 @@ def described(name: str, properties: object, *, amd: bool) -> Target:
         aliases=(),
         sources=("the driver",),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Here:
+    """What this machine has; empty where it doesn't tell."""
+
+    triton: str
+    driver: str
+    gpu_name: str
+
+
+@functools.cache
+def here(index: int) -> Here:
+    """The machine around a GPU."""
+    triton = driver = ""
+    with suppress(importlib.metadata.PackageNotFoundError):
+        triton = importlib.metadata.version("triton")
+    with suppress(OSError):
+        found = re.search(r"Kernel Module\D*?(\d+\.[\d.]+)", _DRIVER.read_text())
+        driver = found[1] if found is not None else ""
+    return Here(triton=triton, driver=driver, gpu_name=torch.cuda.get_device_name(index))
+
+
+def differing(provenance: Provenance, machine: Here) -> tuple[str, ...]:
+    """What is another there than here, of what both tell: `Triton 3.5.1 (here 3.6.0)`."""
+    both = [
+        ("Triton", provenance.triton, machine.triton),
+        ("driver", provenance.driver, machine.driver),
+        ("card", provenance.gpu_name, machine.gpu_name),
+    ]
+    return tuple(f"{name} {theirs} (here {ours})" for name, theirs, ours in both if theirs and ours and theirs != ours)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from flashtune.dispatch.call import PerHead
-from flashtune.dispatch.plans import Outputs
+from flashtune.dispatch.plans.forward import Outputs
 
 
 class Plan(Protocol):

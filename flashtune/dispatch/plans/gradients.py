@@ -9,10 +9,10 @@ import torch
 
 from flashtune.core import launching
 from flashtune.core.passes import CallParameters
-from flashtune.dispatch import devices, formula, framework
+from flashtune.dispatch import framework
 from flashtune.dispatch.call import Call
-from flashtune.dispatch.launch import prepared
-from flashtune.dispatch.plans import ModulePlan, out_strides, placed
+from flashtune.dispatch.launch import devices, prepared
+from flashtune.dispatch.plans.forward import ModulePlan, out_strides, placed
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 """Those of query, key and value, each laid out as its input; None for those that nobody asked for."""
@@ -178,7 +178,7 @@ class FormulaPlan:
         inputs, asked = (given.query, given.key, given.value), (given.of_query, given.of_keys, given.of_keys)
         # Autocast, where a backward runs inside of it, would round the formula's float32 products.
         with framework.no_autocast(self.call.device.type):
-            found = formula.gradients(*inputs, given.out, given.lse, given.dout, given.dlse, given.parameters(self.call))
+            found = framework.gradients(*inputs, given.out, given.lse, given.dout, given.dlse, given.parameters(self.call))
         dq, dk, dv = (
             self._layout.made(which, like).copy_(values) if wanted else None
             for which, (like, values, wanted) in enumerate(zip(inputs, found, asked, strict=True))

@@ -9,9 +9,8 @@ from flashtune.core import reference
 from flashtune.core.passes import PER_HEAD
 from flashtune.core.torch_dtypes import output_torch_dtype
 from flashtune.dispatch import framework
-from flashtune.dispatch.arguments import parse, seed_bits, signed
-from flashtune.dispatch.call import Call, PerHead
-from flashtune.dispatch.plans import out_strides, trained
+from flashtune.dispatch.call import Call, PerHead, parse, seed_bits, signed
+from flashtune.dispatch.plans.forward import out_strides, trained
 
 _SCHEMA = (
     "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, float scale, bool enable_gqa, "

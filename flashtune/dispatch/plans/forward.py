@@ -17,11 +17,10 @@ from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.passes import PER_HEAD, CallParameters
 from flashtune.core.torch_attention import sdpa
 from flashtune.dispatch import framework
-from flashtune.dispatch.arguments import seed_bits, signed
-from flashtune.dispatch.call import Call, PerHead
-from flashtune.dispatch.growing import Sides
+from flashtune.dispatch.call import Call, PerHead, seed_bits, signed
 from flashtune.dispatch.launch import driver, prepared
 from flashtune.dispatch.launch.program import Program
+from flashtune.dispatch.policy.growing import Sides
 
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
 

@@ -13,12 +13,11 @@ import torch
 
 from flashtune.core.errors import InputError
 from flashtune.core.torch_dtypes import output_torch_dtype
-from flashtune.dispatch import layers, resolve
-from flashtune.dispatch.arguments import parse, signed
-from flashtune.dispatch.call import Call, PerHead
-from flashtune.dispatch.gradient_plans import Given
-from flashtune.dispatch.memo import Memo
-from flashtune.dispatch.plans import FrameworkPlan, KernelPlan, Outputs, draws_in_a_capture, out_strides, random_bits
+from flashtune.dispatch.call import Call, PerHead, parse, signed
+from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan, Outputs, draws_in_a_capture, out_strides, random_bits
+from flashtune.dispatch.plans.gradients import Given
+from flashtune.dispatch.resolve import choosing, layers
+from flashtune.dispatch.resolve.memo import Memo
 
 _NUMBERS = "float dropout_p, float scale, int left, int right, float softcap, str causal_alignment, bool allow_tf32, bool deterministic"
 _PER_HEAD = "Tensor? alibi_slopes, Tensor? sinks"
@@ -109,9 +108,9 @@ class TrainingPlan:
     __slots__ = ("_framework", "backward", "call", "forward", "memo", "numbers")
 
     def __init__(self, memo: Memo, call: Call, forward: FrameworkPlan | KernelPlan) -> None:
-        """`forward` serves `resolve.forward_of(call)`."""
+        """`forward` serves `choosing.forward_of(call)`."""
         self.memo, self.call, self.forward = memo, call, forward
-        self.backward = resolve.backward(memo, resolve.forward_of(call))
+        self.backward = choosing.backward(memo, choosing.forward_of(call))
         self._framework = FrameworkPlan(call=call)
         sides, alignment = call.band.keywords(), "bottom_right" if call.band.diagonal else "top_left"
         tf32 = call.problem is not None and call.problem.features.tf32
@@ -305,7 +304,7 @@ def _gradients(
     tensors = query, key, value, attn_mask, alibi_slopes, sinks
     kinds = tuple(None if x is None else (x.shape, x.dtype) for x in tensors)
     numbers = (dropout_p, scale, left, right, softcap, causal_alignment, allow_tf32, deterministic)
-    backward = resolve.backward_of(
+    backward = choosing.backward_of(
         memo,
         (kinds, query.device, numbers),
         lambda: parse(

@@ -9,7 +9,7 @@ from typing import Any
 
 from flashtune.core.band import Alignment, Band, Window, diagonal_of, parse_window
 from flashtune.core.problem import DECODE_ROWS, Problem
-from flashtune.dispatch.policy import Choice, Pool
+from flashtune.dispatch.policy.choices import Choice, Pool
 
 SPAN = 64
 """Numbers of keys that are decided on at once."""

@@ -12,8 +12,8 @@ from flashtune.core.problem import DECODE_ROWS, Problem, ProblemKey
 from flashtune.core.results import Fate, Source, TuningRecord
 from flashtune.core.target import Target, targets
 from flashtune.db.ranking import by_key, preference
-from flashtune.dispatch import stand_in
-from flashtune.dispatch.stand_in import Estimate, comparable, kind_of, kinds_apart
+from flashtune.dispatch.policy import losses
+from flashtune.dispatch.policy.losses import Estimate, comparable, kind_of, kinds_apart
 from flashtune.templates.family import Family
 
 Kind = Literal["exact", "near_n", "stand_in", "near_gpu", "predicted", "default", "framework"]
@@ -63,7 +63,7 @@ class Pool:
             entry = _Entry(
                 record=record,
                 apart=kinds_apart(kind_of(record.key), kind) + self._gpu(record),
-                places=stand_in.places(record.key),
+                places=losses.places(record.key),
                 ties=(record.key.features != key.features, *_ties(record, places.get(id(record), 0))),
                 tried=_tried(record, target, families),
             )
@@ -78,7 +78,7 @@ class Pool:
 
     def near(self, key: ProblemKey, suited: frozenset[str]) -> list[TuningRecord]:
         """The records of other keys for which all `suited` families were tried, the nearest first."""
-        n, n_q, heads, work = stand_in.places(key)
+        n, n_q, heads, work = losses.places(key)
         found = [
             (
                 entry.apart
@@ -110,7 +110,7 @@ class Pool:
     def _gpu(self, record: TuningRecord) -> float:
         if record.key.gpu == self._target.slug:
             return 0.0
-        return stand_in.OTHER_GPU + octaves(targets()[record.key.gpu].sms, self._target.sms)
+        return losses.OTHER_GPU + octaves(targets()[record.key.gpu].sms, self._target.sms)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +176,7 @@ def rank(
     a decoding step and more rows, between passes, and between element types of other sizes nothing is near.
 
     A record that says that the framework was faster makes it the choice, provided that `framework_serves`. For its own key a record says
-    so by its whole calls where they were measured, host included; for another by `stand_in.expected_ratio`. A record is never served when
+    so by its whole calls where they were measured, host included; for another by `losses.expected_ratio`. A record is never served when
     its config, completed by axes that came later, is outside the family's declared space or breaks a constraint on this target; the next
     one may serve. In another kernel's place a config is first moved to the nearest one that keeps the constraints (`Family.refitted`).
     Which sizes suit a family is a rule of thumb, which gives way to measurements: step 1 doesn't ask for it. A record of any other step
@@ -259,16 +259,16 @@ def _from_record(record: TuningRecord, context: _Context) -> Choice | Refusal:
         return Refusal(reason=why, invalid=record.key.gpu == key.gpu, record=record)
     if exact:
         return _exact(record, context, family, config, note)
-    differing, loss = stand_in.differences(record, key), stand_in.estimate(record.key, key)
+    differing, loss = losses.differences(record, key), losses.estimate(record.key, key)
     kind: Kind = "near_gpu" if record.key.gpu != key.gpu else "near_n"
-    if own != spec or record.key.gqa_ratio != key.gqa_ratio or not stand_in.same_features(record.key, key):
+    if own != spec or record.key.gqa_ratio != key.gqa_ratio or not losses.same_features(record.key, key):
         kind = "stand_in"
     if outcome.source == "predicted":
         kind = "predicted"
     note = f"{note}; {loss.label()}"
-    if not stand_in.same_features(record.key, key):
+    if not losses.same_features(record.key, key):
         note += "; what the features that differ cost is in none of these times"
-    ratio = stand_in.expected_ratio(record, key, loss) if _torch_runs_alike(record.problem, problem) else None
+    ratio = losses.expected_ratio(record, key, loss) if _torch_runs_alike(record.problem, problem) else None
     if ratio is not None and ratio > 1.0 and context.framework_serves:
         note += f"; by that the framework would take {1 / ratio:.2f} times as long, so it serves"
         return Choice(kind="framework", spec=spec, note=note, record=record, differences=differing, estimate=loss)
@@ -350,6 +350,6 @@ def _note(record: TuningRecord, key: ProblemKey) -> str:
     if other == key:
         place = f"for exactly this problem on {other.gpu}"
     else:
-        differing = ", ".join(stand_in.differences(record, key)) or "the same sizes"
+        differing = ", ".join(losses.differences(record, key)) or "the same sizes"
         place = f"on {other.gpu}" + (f" in place of {key.gpu}" if other.gpu != key.gpu else "") + f", the nearest there is ({differing})"
     return f"{verb} {place}: {record.median_us:.1f} us"

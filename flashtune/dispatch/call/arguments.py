@@ -11,7 +11,7 @@ from flashtune.core.errors import InputError, InputTypeError
 from flashtune.core.passes import FACTORS, PER_HEAD, PER_HEAD_FLAGS
 from flashtune.core.problem import MAX_HEAD_DIM, Features, MaskKind, Problem
 from flashtune.core.torch_dtypes import KERNEL_DTYPES, output_torch_dtype
-from flashtune.dispatch.call import Call, PerHead
+from flashtune.dispatch.call.checked import Call, PerHead
 
 
 def parse(

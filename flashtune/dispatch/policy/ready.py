@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
-from flashtune.dispatch.policy import Choice, Refusal
+from flashtune.dispatch.policy.choices import Choice, Refusal
 
 NEAR_EQUAL = 0.05
 """So much more may a choice be estimated to lose than one that has to be compiled: the estimates are medians, whose 90th percentiles lie
-further apart (flashtune.dispatch.stand_in.LOSSES), and compiling takes seconds."""
+further apart (flashtune.dispatch.policy.losses.LOSSES), and compiling takes seconds."""
 
 AHEAD = 12
 """So many choices are looked at for one with machine code."""

@@ -1,0 +1,6 @@
+"""From the arguments of `attention` to a checked `Call`."""
+
+from flashtune.dispatch.call.arguments import parse, seed_bits, signed
+from flashtune.dispatch.call.checked import Call, PerHead
+
+__all__ = ["Call", "PerHead", "parse", "seed_bits", "signed"]

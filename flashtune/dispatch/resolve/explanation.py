@@ -1,0 +1,93 @@
+"""What is said of a choice: which kernel serves, by which record, and why others don't."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flashtune.core.config import Config, Variant
+from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.problem import Problem, ProblemKey
+from flashtune.core.results import Source
+from flashtune.core.target import Target
+from flashtune.dispatch.launch import kernels
+from flashtune.dispatch.policy import Choice, Kind, Refusal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Which kernel serves a call and why.
+
+    `kind` is the step of the policy (flashtune.dispatch.policy.rank) that served and `reason` says it in a sentence.
+    `template`, `variant_id` and `config` are None where the framework serves. `source`, `origin`, `record_key` and the record's times (of
+    its own problem, in microseconds) are None where no record led there; `key` where none can stand for the call (float64, CPU
+    tensors). `refused` says of each better-placed record or family why it was passed over.
+    Where the record is of another key, `differences` says what is theirs for what (`d=128 for 80`), and `estimated_loss` which share of
+    time the kernel is thought to lose against a search of its own: an estimate from other rows, never measured.
+    `backward` is what computes the gradients of a call that needs them by kernels; where it is None, torch's own attention does.
+    """
+
+    kind: Kind
+    reason: str
+    gpu: str
+    key: ProblemKey | None = None
+    template: str | None = None
+    variant_id: str | None = None
+    config: Config | None = None
+    source: Source | None = None
+    origin: str | None = None
+    record_key: ProblemKey | None = None
+    median_us: float | None = None
+    framework_us: float | None = None
+    refused: tuple[str, ...] = ()
+    differences: tuple[str, ...] = ()
+    estimated_loss: float | None = None
+    backward: "Explanation | None" = None
+
+
+def explained(
+    choice: Choice, problem: Problem, target: Target, refused: Sequence[str], variant: Variant | None = None, *, interpreted: bool = False
+) -> Explanation:
+    """The explanation of a choice and of what was passed over before it; `interpreted` says that Triton's interpreter runs it."""
+    record, reason = choice.record, choice.note
+    own = record is not None and variant is not None and variant.spec == record.problem.spec()
+    if own and record is not None and variant is not None and variant.template_hash != record.outcome.template_hash:
+        reason += f"; the template {variant.template} has changed since, so search again for a current time"
+    if variant is not None and not interpreted and target.arch.isdigit() and not _compiled(variant, target):
+        reason += "; there is no machine code of it, so Triton compiles it at the first call"
+    if choice.kind == "framework" and record is None and refused:
+        reason += f" ({refused[-1]})"
+    if interpreted:
+        reason += ", in Triton's interpreter"
+    return Explanation(
+        kind=choice.kind,
+        reason=reason,
+        gpu="cpu" if interpreted else target.slug,
+        key=None if interpreted else problem.key(target.slug),
+        template=None if variant is None else variant.template,
+        variant_id=None if variant is None else variant.id,
+        config=choice.config,
+        source=None if record is None else record.outcome.source,
+        origin=None if record is None else record.origin,
+        record_key=None if record is None else record.key,
+        median_us=None if record is None else record.median_us,
+        framework_us=None if record is None else record.framework_us,
+        refused=tuple(refused),
+        differences=choice.differences,
+        estimated_loss=None if choice.estimate is None else choice.estimate.median,
+    )
+
+
+def _compiled(variant: Variant, target: Target) -> bool:
+    """Whether machine code of this variant is at hand."""
+    try:
+        return kernels.manifest(variant, target.arch) is not None
+    except EnvironmentProblem:
+        return False
+
+
+def described(refusal: Refusal) -> str:
+    """The refusal as a line."""
+    record = refusal.record
+    if record is None:
+        return refusal.reason
+    key = record.key
+    return f"record of {record.origin or 'a database'} (gpu {key.gpu}, n {key.n}, d {key.d}, {key.dtype}): {refusal.reason}"
