@@ -24,7 +24,7 @@ class Children:
     """Child processes, which `start` prepares and which are kept for further jobs; `count` jobs run at a time, each for at most `limit_s`
     seconds. A context manager, which leaves no process behind."""
 
-    def __init__(self, *, start: Callable[[], None], count: int = 1, limit_s: float) -> None:
+    def __init__(self, *, start: Callable[[], None] | None = None, count: int = 1, limit_s: float) -> None:
         self._limit_s = limit_s
         self._pool = ProcessPool(max_workers=count, context=multiprocessing.get_context("spawn"), initializer=start)
 

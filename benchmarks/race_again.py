@@ -5,29 +5,34 @@ splits. They are checked
 against the float64 oracle in several processes at once, then one process alone times them, as a search's closing race does: interleaved, L2
 flushed, the framework's attention among them, the GPU's state read meanwhile, and whole calls in an eager loop. A tenth of a search's time.
 
-`--steps` and `--backward` add problems without rows, whose candidates are other rows' configs and the family's starts.
+`--steps`, `--models` and `--backward` race problems without rows, whose candidates are other rows' configs, what the cost model thinks
+best, and the family's starts. `--rows-of h200` races the rows of that GPU on this one, the most important first. With `--budget-s` the
+first problems that fit are checked and raced:
+
+    python benchmarks/race_again.py --rows-of h200 --db h100.sqlite --budget-s 150           # on an H100
 """
 
 import argparse
 import math
-import multiprocessing
 import os
 import shlex
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import TimeoutError as Overdue
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from children import Children
+from forward import until
 from forward_cells import problem_of
-from pebble import ProcessExpired, ProcessPool
+from forward_report import NO_TIME
+from race_work import Candidates, Work, of_another_gpu, of_models
 
 from flashtune.core.config import Config
 from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Baseline, CompileFacts, Fate, Measurement, Outcome, SearchResult
-from flashtune.core.target import Target
+from flashtune.core.target import Target, find_target
 from flashtune.db.library import shipped_path
 from flashtune.db.store import Store
 from flashtune.templates import family
@@ -46,6 +51,9 @@ TWINS = {"maximum": ("first", "running"), "combine": ("kernel", "last", "rows")}
 STEPS = ((1, 32, 8, 512, 128), (1, 32, 8, 2048, 128), (8, 32, 8, 2048, 128), (64, 32, 8, 1024, 128), (4, 16, 8, 512, 128))
 STEPS += ((1, 12, 12, 1024, 64), (16, 12, 12, 1024, 64), (1, 12, 12, 8192, 64))
 """Batch, query heads, key heads, keys and head size of decoding steps without a row: with `--steps` other steps' configs race there."""
+
+CHECKING = 0.5
+"""The share of a run's time after which no more problems are checked."""
 
 CAUSAL = Features(causal=True)
 PLAIN_LENGTHS = (4096, 1024, 16384, 512, 2048)
@@ -98,7 +106,7 @@ def candidates_of(result: SearchResult, target: Target, *, most: int) -> list[Ca
     return list(found)[: 3 * most if any("combine" in candidate.config for candidate in found) else most + 1]
 
 
-def steps_of(results: Sequence[SearchResult], target: Target) -> list[tuple[Problem, list[Candidate]]]:
+def steps_of(results: Sequence[SearchResult], target: Target) -> Work:
     """The steps of STEPS that have no result yet, and for each the best configs of all decoding rows, moved and with twins."""
     known = {result.problem.key(target.slug) for result in results}
     kind = family("flash_decode")
@@ -118,7 +126,7 @@ def steps_of(results: Sequence[SearchResult], target: Target) -> list[tuple[Prob
     return found
 
 
-def backwards_of(results: Sequence[SearchResult], target: Target) -> list[tuple[Problem, list[Candidate]]]:
+def backwards_of(results: Sequence[SearchResult], target: Target) -> Work:
     """Backward problems that have no raced result yet, and the first starts of a family for each; those of repeatable kernels, which
     deterministic calls ask for, beside the others' rows.
 
@@ -147,10 +155,10 @@ def backwards_of(results: Sequence[SearchResult], target: Target) -> list[tuple[
     return sorted(found, key=lambda item: PLAIN_LENGTHS.index(item[0].n_kv))
 
 
-def check_problem(problem: Problem, candidates: list[Candidate], target: Target, seed: int) -> list[Checked]:
+def check_problem(problem: Problem, candidates: Candidates, target: Target, seed: int) -> list[Checked]:
     """In a child process: those that are right on this GPU."""
     found = []
-    for candidate in candidates:
+    for candidate in candidates() if callable(candidates) else candidates:
         source = tasks.Source.of(candidate.family, candidate.variant(problem.spec()))
         reply = tasks.recheck_on_device(source, problem, target, seed)
         if isinstance(reply, Failed):
@@ -231,63 +239,87 @@ def result_of(problem: Problem, checked: list[Checked], raced: dict[str, Any], g
     )
 
 
-def main() -> None:
-    """Check all in parallel, then race one after another; what is right is saved at once."""
+def arguments() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--db", required=True, help="the database to write")
+    parser.add_argument("--db", help="the database to write")
     parser.add_argument("--rows", default=str(shipped_path()), help="the database whose rows are raced (default: the shipped one)")
     parser.add_argument("--steps", action="store_true", help="also race decoding steps that no row is of (STEPS)")
+    parser.add_argument("--models", action="store_true", help="race attentions of models that no row is of, instead of rows")
     parser.add_argument("--backward", action="store_true", help="race backward problems that no row is of, instead of rows")
+    parser.add_argument("--rows-of", metavar="GPU", help="race the rows of this GPU that this machine's has none of, instead of its own")
     parser.add_argument("--most", type=int, default=2, help="stored configs of each problem (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=8, help="processes that check (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=0.4, help="of timing for each problem (default: %(default)s)")
     parser.add_argument("--limit-s", type=float, default=90.0, help="for each problem (default: %(default)s)")
+    parser.add_argument("--budget-s", type=float, default=math.inf, help="seconds for everything; what doesn't fit is left out")
+    parser.add_argument("--list", action="store_true", help="print the problems in their order, with how many race, and end; needs no GPU")
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def work_of(options: argparse.Namespace, target: Target) -> Work:
+    """What is asked for, in its order."""
+    with Store.open(options.rows, writable=False) as store:
+        results = store.results()
+    mine = [result for result in results if result.gpu == target.slug]
+    choose = partial(candidates_of, target=target, most=options.most)
+    if options.rows_of:
+        return of_another_gpu(results, find_target(options.rows_of).slug, target, choose)
+    own = not (options.models or options.backward)
+    work: Work = [(result.problem, choose(result)) for result in mine if own]
+    work += backwards_of(mine, target) if options.backward else []
+    work += steps_of(mine, target) if options.steps else []
+    return work + (of_models(target, most=4 * options.most, seed=options.seed) if options.models else [])
+
+
+def main() -> None:
+    """Check all in parallel, then race one after another; what is right is saved at once."""
+    options = arguments()
     gpu = local_gpu()
+    if options.list:
+        here = gpu.target if gpu is not None else None
+        for problem, found in work_of(options, here or find_target("h100" if options.rows_of else "h200")):
+            racing = "the first of a search" if callable(found) else len(found)
+            print(f"b{problem.batch} h{problem.heads}/{problem.kv_heads} {problem.label()}: {racing}")
+        return
+    if options.db is None:
+        raise SystemExit("race_again.py writes a database: name it with --db")
     if gpu is None or gpu.target is None:
         raise SystemExit("race_again.py measures kernels and found no GPU that flashtune knows: run it on the GPU's machine")
     target = gpu.target
-    with Store.open(options.rows, writable=False) as store:
-        results = [result for result in store.results() if result.gpu == target.slug]
-    work = [(result.problem, candidates_of(result, target, most=options.most)) for result in results if not options.backward]
-    work += backwards_of(results, target) if options.backward else []
-    work += steps_of(results, target) if options.steps else []
-    origin = provenance(command=shlex.join(["python", *sys.argv]), seed=options.seed, measured=True)
     started = time.monotonic()
-    context = multiprocessing.get_context("spawn")
-    checkers = ProcessPool(max_workers=options.jobs, context=context, max_tasks=0)
-    checks = [checkers.schedule(check_problem, args=(p, found, target, options.seed), timeout=options.limit_s) for p, found in work]
+    work = work_of(options, target)
+    origin = provenance(command=shlex.join(["python", *sys.argv]), seed=options.seed, measured=True)
+    jobs = [(check_problem, (problem, found, target, options.seed)) for problem, found in work]
     ready: list[tuple[Problem, list[Checked]]] = []
-    for (problem, _), future in zip(work, checks, strict=True):
-        try:
-            ready.append((problem, future.result()))
-        except (Overdue, ProcessExpired, Exception) as error:
-            print(f"{problem.label()}: {tasks.one_line(error)}", file=sys.stderr, flush=True)
-    checkers.stop()
-    checkers.join()
-    print(f"checked {len(ready)} problems in {time.monotonic() - started:.0f} s", flush=True)
-    racer = ProcessPool(max_workers=1, context=context)
-    with Store.open(options.db, writable=True) as store, GpuWatch(gpu_id()) as watch:
-        for problem, checked in ready:
-            if not checked:
-                continue
-            try:
-                raced = racer.schedule(
-                    race_problem, args=(problem, checked, target, options.seed, options.seconds), timeout=options.limit_s
-                ).result()
-            except (Overdue, ProcessExpired, Exception) as error:
-                print(f"{problem.label()}: {tasks.one_line(error)}", file=sys.stderr, flush=True)
+    with Children(count=options.jobs, limit_s=options.limit_s) as many:
+        answers = many.by(started + CHECKING * options.budget_s, jobs, late=NO_TIME)
+    for (problem, _), (checked, failed) in zip(work, answers, strict=True):
+        if failed:
+            print(f"{problem.label()}: {failed}", file=sys.stderr, flush=True)
+        elif checked:
+            ready.append((problem, checked))
+    print(f"checked {len(ready)} of {len(work)} problems in {time.monotonic() - started:.0f} s", flush=True)
+    saved = 0
+    with (
+        Children(limit_s=options.limit_s) as alone,
+        Store.open(options.db, writable=True) as store,
+        GpuWatch(gpu_id()) as watch,
+    ):
+        races = alone.each([(race_problem, (problem, checked, target, options.seed, options.seconds)) for problem, checked in ready])
+        for (problem, checked), (raced, failed) in until(started + options.budget_s, zip(ready, races, strict=True)):
+            if failed:
+                print(f"{problem.label()}: {failed}", file=sys.stderr, flush=True)
                 continue
             result = result_of(problem, checked, raced, target.slug, watch, origin)
             store.save(result)
+            saved += 1
             best = result.outcomes[0]
             us = best.measurement.median_us if best.measurement else 0.0
             gain = f"{result.baseline.measurement.median_us / us:.3f}x" if result.baseline else "-"
             print(f"{problem.label():60s} {us:8.1f} us {gain} call {best.call_us or math.nan:8.1f} {best.config.label()}", flush=True)
-    racer.stop()
-    racer.join()
-    print(f"raced {len(ready)} problems in {time.monotonic() - started:.0f} s", flush=True)
+    print(f"raced {saved} of {len(ready)} problems in {time.monotonic() - started:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import operator
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import simulated
+from children_here import Here, in_this_process
 from planted import HereAndNow
 
 from flashtune import dispatch
@@ -38,7 +39,7 @@ import repeats
 import searches
 import tune
 import unprepared
-from children import Answer, Children, Job
+from children import Children, Job
 from forward_cells import AT_ONCE, Cell, cells
 from forward_peers import OURS, OWN, Checked, data_of
 from forward_report import Row, summary
@@ -105,36 +106,9 @@ def test_the_verdict_counts_how_near_ours_comes_to_the_search_and_the_best_peer(
 def here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Jobs of benchmarks run in this process; what was asked for, in order."""
     asked: list[str] = []
-
-    def in_children(jobs: Iterable[Job], **_: object) -> Iterator[Answer]:
-        for task, words in jobs:
-            asked.append(task.__name__)
-            yield task(*words), ""
-
-    class Here:
-        """Children who never run late."""
-
-        def __init__(self, **_: object) -> None:
-            pass
-
-        def __enter__(self) -> "Here":
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-        def begin(self, job: Job) -> None:
-            asked.append(job[0].__name__)
-
-        def each(self, jobs: Iterable[Job]) -> Iterator[Answer]:
-            return in_children(list(jobs))
-
-        def by(self, deadline: float, jobs: Iterable[Job], *, late: str) -> list[Answer]:
-            return list(in_children(jobs))
-
     for module in (forward, repeats):
-        monkeypatch.setattr(module, "in_children", in_children)
-    monkeypatch.setattr(unprepared, "Children", Here)
+        monkeypatch.setattr(module, "in_children", lambda jobs, **_: in_this_process(jobs, asked))
+    monkeypatch.setattr(unprepared, "Children", lambda **_: Here(asked))
     return asked
 
 

@@ -1,0 +1,133 @@
+"""benchmarks/race_again.py without a GPU: what is raced in which order, and what becomes a row."""
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from children_here import Here
+
+from flashtune.core.problem import DECODE_ROWS, Problem
+from flashtune.core.results import Conditions, Fate, Measurement, Provenance
+from flashtune.core.target import Target, find_target
+from flashtune.db.library import shipped_path
+from flashtune.db.store import Store
+from flashtune.tuner.machine import LocalGpu
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+import race_again
+import race_work
+import tune
+from forward_report import LONG
+
+H100, H200 = find_target("h100"), find_target("h200")
+
+
+class NoWatch:
+    """A GPU that nobody watches."""
+
+    def __init__(self, gpu: str) -> None:
+        pass
+
+    def __enter__(self) -> "NoWatch":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def between(self, start: float, end: float, own: int) -> Conditions | None:
+        return None
+
+
+def check_problem(problem: Problem, candidates: race_again.Candidates, target: Target, seed: int) -> list[race_again.Checked]:
+    if problem.n_kv == 1024:
+        return []
+    found = candidates() if callable(candidates) else candidates
+    return [race_again.Checked(candidate=candidate, error=0.5, facts=None) for candidate in found]
+
+
+def race_problem(problem: Problem, checked: list[race_again.Checked], *_: object) -> dict[str, Any]:
+    """The last is the fastest; the framework takes twice as long."""
+    times = [Measurement.of([100.0 - place]) for place in range(len(checked))]
+    calls = [time.median_us for time in times]
+    return {"times": [*times, Measurement.of([200.0])], "calls": [*calls, 200.0], "backend": "cudnn", "began": 1.0, "ended": 2.0, "pid": 1}
+
+
+def raced(monkeypatch: pytest.MonkeyPatch, target: Target, *words: str) -> list[str]:
+    """What a run of race_again.py with these words asked of its child processes, on a machine with this GPU."""
+    asked: list[str] = []
+    gpu = LocalGpu(name=target.name, target=target)
+    stand_ins: dict[str, Any] = {
+        "Children": lambda **_: Here(asked),
+        "check_problem": check_problem,
+        "race_problem": race_problem,
+        "GpuWatch": NoWatch,
+        "gpu_id": str,
+        "local_gpu": lambda: gpu,
+        "provenance": lambda **_: Provenance(flashtune="0", torch="0", triton="0"),
+    }
+    for name, stand_in_for in stand_ins.items():
+        monkeypatch.setattr(race_again, name, stand_in_for)
+    monkeypatch.setattr(sys, "argv", ["race_again.py", *words])
+    race_again.main()
+    return asked
+
+
+def test_rows_of_another_gpu_are_raced_on_this_one_the_plain_ones_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Store.open(shipped_path(), writable=False) as shipped, Store.open(tmp_path / "h200.sqlite", writable=True) as some:
+        theirs = {result.problem: result for result in shipped.results() if result.problem.d == 64 and result.problem.n_kv < 2048}
+        for result in theirs.values():
+            some.save(result)
+    words = "--rows-of", "h200", "--rows", str(tmp_path / "h200.sqlite"), "--db", str(tmp_path / "h100.sqlite")
+    asked = raced(monkeypatch, H100, *words)
+    with Store.open(tmp_path / "h100.sqlite", writable=False) as store:
+        mine = list(store.results())
+    assert asked == ["check_problem"] * len(theirs) + ["race_problem"] * len(mine)
+    assert {result.gpu for result in mine} == {"h100"}
+    assert {result.problem for result in mine} == {problem for problem in theirs if problem.n_kv != 1024}, "what isn't right has no row"
+    printed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "x call" in line]
+    assert printed[:2] == ["n512-d64-bf16-causal", "n512-d64-bf16-causal"] and "-bwd" not in "".join(printed[:4])
+    assert len(theirs) > 12 and printed[-1].endswith("-bwd")
+    for result in mine:
+        best = theirs[result.problem].best
+        assert result.best is not None and best is not None and result.baseline is not None
+        assert best.variant_id in {outcome.variant_id for outcome in result.outcomes}
+        assert (
+            result.best.fate is Fate.CORRECT and result.best.variant_id == min(result.outcomes, key=lambda o: o.call_us or 0.0).variant_id
+        )
+
+
+def test_most_important_are_plain_problems_in_bf16_then_fp16_decoding_gradients_and_all_else() -> None:
+    with Store.open(shipped_path(), writable=False) as store:
+        problems = sorted((result.problem for result in store.results()), key=race_work.importance)
+    kinds = [
+        (p.dtype, p.direction, p.n_q <= DECODE_ROWS and p.n_q < p.n_kv, bool(p.features.as_json().keys() - {"causal"})) for p in problems
+    ]
+    seen = list(dict.fromkeys(kinds))
+    assert seen[:3] == [("bf16", "fwd", False, False), ("fp16", "fwd", False, False), ("bf16", "fwd", True, False)]
+    plain = [p.d for p in problems if p.direction == "fwd" and p.dtype == "bf16" and p.n_q == p.n_kv and not p.features.as_json()][:24]
+    assert plain == sorted(plain) and set(plain) == {64, 128, 256}
+
+
+def test_models_attentions_without_a_row_race_what_a_search_would_try_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    # All models take a while.
+    monkeypatch.setattr(race_work, "wanting", partial(tune.wanting, d=[72, 80, 160]))
+    work = race_again.work_of(options("--models"), H200)
+    with Store.open(shipped_path(), writable=False) as store:
+        known = {result.problem.key(result.gpu) for result in store.results()}
+    assert not {problem.key("h200") for problem, _ in work} & known
+    assert all(problem.n_q == 1 or min(problem.n_q, problem.n_kv) >= LONG for problem, _ in work)
+    problem, candidates = work[0]
+    assert callable(candidates)
+    found = candidates()
+    assert 4 < len(found) <= 8 and all(c.family.violated(c.config, problem.spec(), H200) is None for c in found)
+
+
+def options(*words: str) -> Any:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "argv", ["race_again.py", *words])
+        return race_again.arguments()
