@@ -3,9 +3,12 @@
 `--family flash_bwd_hopper_split` does so for the kernels that write the same bits every time, which are also checked for that: at head
 size 256 beside cuDNN and FlashAttention-2's deterministic backward, as torch runs it, below beside the latter and flash_bwd_hopper.
 
+`--sweep` takes the plain cells alone, and all combinations of SWEPT there in place of starts: what each axis is worth by itself.
+
 Every config compiles first, all at once. Then each is checked against the float64 oracle on ragged little problems, in a process that is
 killed when it takes too long, for a kernel whose roles wait for one another hangs. Then cells are timed, cuDNN and some configs in turns,
 three rounds: a whole backward as `triton.testing.do_bench` times it, the median. Prints a line for each.
+What was wrong or hung isn't timed.
 """
 
 import argparse
@@ -15,6 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -66,6 +70,10 @@ TIMED_SPLIT = [
     (128, 512, 1, Features()),
 ]
 """The same for the split family."""
+SWEPT = {"dq_sums": ("registers", "tma"), "dv_first": (False, True), "release": ("memory", "hardware"), "held_columns": (0, 64)}
+"""Axes of which `--sweep` takes all combinations, beside the default's other axes."""
+TIMED_SWEEP = [(d, n, 1, features) for d in (128, 64) for n in (512, 4096, 16384) for features in PLAIN]
+"""The cells of a sweep."""
 
 
 def problem(d: int, dtype: Any, features: Features, *, n: int = 512, batch: int = 2, heads: int = 4, kv_heads: int = 2) -> Problem:
@@ -84,8 +92,18 @@ def starts(chosen: Family, p: Problem) -> list[Config]:
     return chosen.starts(p.spec(), GPU)[:4] if chosen.supports(p.spec(), GPU) is None else []
 
 
-def raced(chosen: Family, p: Problem) -> Iterator[tuple[Family, Config]]:
+def swept(p: Problem) -> list[Config]:
+    """The configs of a sweep at a problem."""
+    default = FUSED.default(p.spec(), GPU)
+    found = (default.replace(**dict(zip(SWEPT, values, strict=True))) for values in product(*SWEPT.values()))
+    return [config for config in found if FUSED.violated(config, p.spec(), GPU) is None]
+
+
+def raced(chosen: Family, p: Problem, sweep: bool) -> Iterator[tuple[Family, Config]]:
     """What is timed at a problem: some starts, and beside the split family the fused one's first."""
+    if sweep:
+        yield from ((FUSED, config) for config in swept(p))
+        return
     yield from ((chosen, config) for config in starts(chosen, p)[: 4 if chosen is FUSED or p.features in PLAIN else 2])
     if chosen is SPLIT:
         yield from ((FUSED, config) for config in starts(FUSED, p)[:1])
@@ -133,7 +151,7 @@ def framework(p: Problem, inputs: Inputs, backend: SDPBackend) -> Callable[[], A
     return gradients
 
 
-def calls_of(chosen: Family, p: Problem, inputs: Inputs) -> Iterator[tuple[str, Callable[[], Any]]]:
+def calls_of(chosen: Family, p: Problem, inputs: Inputs, sweep: bool, without: list[str]) -> Iterator[tuple[str, Callable[[], Any]]]:
     """What is timed at a problem: torch's backward, some configs, and of the split family each of its kernels by itself."""
     backends = [("cudnn", SDPBackend.CUDNN_ATTENTION)] + [("flash deterministic", SDPBackend.FLASH_ATTENTION)] * (chosen is SPLIT)
     for name, backend in backends:
@@ -144,7 +162,9 @@ def calls_of(chosen: Family, p: Problem, inputs: Inputs) -> Iterator[tuple[str, 
             continue
         if call is not None:
             yield name, call
-    for by, config in raced(chosen, p):
+    for by, config in raced(chosen, p, sweep):
+        if config.label() in without:
+            continue
         launch = launcher(load_source(source(by, p, config), by.name))
         yield config.label(), partial(launch, *inputs.operands.values(), **inputs.keywords)
         if by is SPLIT and p.features in PLAIN:
@@ -152,14 +172,14 @@ def calls_of(chosen: Family, p: Problem, inputs: Inputs) -> Iterator[tuple[str, 
             yield f"{config.label()} dQ", partial(launch, *{**inputs.operands, "dk": None, "dv": None}.values(), **inputs.keywords)
 
 
-def time_one(chosen: Family, p: Problem) -> None:
+def time_one(chosen: Family, p: Problem, sweep: bool, without: list[str]) -> None:
     """One line for each of `calls_of`. O and the LSE are random: no kernel's time depends on them."""
     # The forward's oracle would take longer than all that is timed.
     inputs = make_inputs(replace(p, direction="fwd"), device="cuda", seed=0)
     shapes = {operand.name: (operand.shape(p), TORCH_DTYPES[operand.dtype(p)]) for operand in p.contract.operands}
     operands = {name: torch.randn(shape, device="cuda").to(dtype) for name, (shape, dtype) in shapes.items()}
     operands["lse"] = operands["lse"].abs() + 9.0
-    calls = dict(calls_of(chosen, p, replace(inputs, problem=p, operands=operands)))
+    calls = dict(calls_of(chosen, p, replace(inputs, problem=p, operands=operands), sweep, without))
     found: dict[str, list[float]] = {}
     for _ in range(3):
         for name, call in calls.items():
@@ -179,9 +199,9 @@ def in_child(words: list[str], limit_s: float) -> str:
         return f"{child.communicate()[0]}{' '.join(words)}: killed after {limit_s:g} s\n"
 
 
-def timed(chosen: Family, heads: list[int]) -> Iterator[Problem]:
+def timed(chosen: Family, heads: list[int], sweep: bool) -> Iterator[Problem]:
     """16384 tokens, 2048 columns; of some head sizes where there are any."""
-    for d, n, ratio, features in TIMED_SPLIT if chosen is SPLIT else TIMED:
+    for d, n, ratio, features in TIMED_SWEEP if sweep else TIMED_SPLIT if chosen is SPLIT else TIMED:
         if heads and d not in heads:
             continue
         p = problem(d, "bf16", features, n=n, batch=16384 // n, heads=2048 // d, kv_heads=2048 // d // ratio)
@@ -189,15 +209,20 @@ def timed(chosen: Family, heads: list[int]) -> Iterator[Problem]:
             yield p
 
 
-def checked(chosen: Family, heads: list[int]) -> Iterator[tuple[Problem, int]]:
-    """Each spec with the place of a config among its starts, another one each time; of some head sizes where there are any."""
+def checked(chosen: Family, heads: list[int], sweep: bool) -> Iterator[tuple[Problem, Config]]:
+    """Each spec with a config of its starts, another one each time; of some head sizes where there are any. Of a sweep each config."""
+    if sweep:
+        for d in (64, 128):
+            for index, config in enumerate(swept(problem(d, "bf16", CAUSAL))[1:] if not heads or d in heads else []):
+                yield problem(d, *CHECKED[index % 3]), config
+        return
     wanted = [(d, *one) for d in (64, 128) for one in CHECKED]
     if chosen is SPLIT:
         wanted = [(256, *one) for one in CHECKED] + wanted[::3]
     for index, (d, dtype, features) in enumerate(wanted):
         p = problem(d, dtype, features)
         if starts(chosen, p) and (not heads or d in heads):
-            yield p, index % len(starts(chosen, p))
+            yield p, starts(chosen, p)[index % len(starts(chosen, p))]
 
 
 def main() -> None:
@@ -205,6 +230,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", default=FUSED.name, choices=(FUSED.name, SPLIT.name))
     parser.add_argument("--d", type=int, nargs="*", default=[], help="these head sizes alone (default: all)")
+    parser.add_argument("--sweep", action="store_true", help="plain cells and all combinations of some axes")
+    parser.add_argument("--without", nargs="*", default=[], help="configs that aren't timed")
     parser.add_argument("--only", help="the part of one child process")
     parser.add_argument("--limit", type=float, default=40.0, help="seconds after which a child is killed (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=12)
@@ -213,25 +240,32 @@ def main() -> None:
     if options.only:
         if options.only == "time":
             torch.utils.deterministic.fill_uninitialized_memory = False
-            for p in timed(chosen, options.d):
-                time_one(chosen, p)
+            for p in timed(chosen, options.d, options.sweep):
+                time_one(chosen, p, options.sweep, options.without)
         else:
-            p, place = list(checked(chosen, options.d))[int(options.only)]
-            check_one(chosen, p, starts(chosen, p)[place])
+            check_one(chosen, *list(checked(chosen, options.d, options.sweep))[int(options.only)])
         return
-    jobs = [(chosen, p, starts(chosen, p)[place]) for p, place in checked(chosen, options.d)]
-    jobs += [(by, p, config) for p in timed(chosen, options.d) for by, config in raced(chosen, p)]
+    looked_at = list(checked(chosen, options.d, options.sweep))
+    jobs = [(chosen, p, config) for p, config in looked_at]
+    jobs += [(by, p, config) for p in timed(chosen, options.d, options.sweep) for by, config in raced(chosen, p, options.sweep)]
     unique = list({(p.spec(), config): (by.name, p, config) for by, p, config in jobs}.values())
     with ProcessPoolExecutor(options.jobs) as pool:
         for (_, p, config), why in zip(unique, pool.map(compile_one, *zip(*unique, strict=True)), strict=True):
             if why:
                 print(f"compile {config.label()} {p.label()}: {why}", flush=True)
-    words = ["--family", chosen.name, "--d", *map(str, options.d), "--only"]
-    with ThreadPoolExecutor(8) as threads:
-        places = [[*words, str(place)] for place, _ in enumerate(checked(chosen, options.d))]
-        for text in threads.map(in_child, places, [options.limit] * len(places)):
+    words = ["--family", chosen.name, "--d", *map(str, options.d), *["--sweep"] * options.sweep]
+    without = []
+    with ThreadPoolExecutor(options.jobs) as threads:
+        places = [[*words, "--only", str(place)] for place, _ in enumerate(looked_at)]
+        for (_, config), text in zip(looked_at, threads.map(in_child, places, [options.limit] * len(places)), strict=True):
             print(text, end="", flush=True)
-    print(in_child([*words, "time"], 3 * options.limit), end="", flush=True)
+            if (
+                any(": right {" not in line for line in text.splitlines() if line.startswith("check "))
+                or "check " not in text
+                or "killed" in text
+            ):
+                without.append(config.label())
+    print(in_child([*words, "--only", "time", "--without", *without], 3 * options.limit), end="", flush=True)
 
 
 if __name__ == "__main__":

@@ -370,6 +370,7 @@ class Machine:
             "warpgroup_mma": self._multiply,
             "warpgroup_mma_wait": self._products_left,
             "fence_async_shared": lambda: None,
+            "thread_barrier": lambda: None,
             "keeps": keeps,
             "keeps_of_rows": keeps_of_rows,
             "range": lambda *ends: map(Number, range(*ends)),

@@ -36,15 +36,23 @@ CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
     # More queries than keys: the first rows see nothing.
     "causal": (
         problem(Features(causal=True, alignment="bottom_right"), n_q=270, n_kv=130, d=128, d_v=72),
-        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "tma", "section": 4},
+        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "tma", "section": 4, "dv_first": True, "release": "hardware"},
     ),
     "window": (
         problem(Features(window=(70, 30), sinks=True), n_q=190, n_kv=260, d=40, d_v=40, heads=4, kv_heads=2),
-        {"BLOCK_M": 64, "num_stages": 3, "dq_sums": "registers", "section": 2},
+        {
+            "BLOCK_M": 64,
+            "num_stages": 3,
+            "dq_sums": "registers",
+            "section": 2,
+            "dv_first": True,
+            "release": "hardware",
+            "held_columns": 64,
+        },
     ),
     "everything": (
         problem(Features(window=(70, 30), mask="bool", dropout=True, softcap=True, alibi=True), n_q=150, n_kv=140),
-        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "section": 1},
+        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "section": 1, "dv_first": True},
     ),
     "bias": (problem(Features(causal=True, mask="bias"), heads=4, kv_heads=2), {"BLOCK_M": 128, "num_stages": 1, "dq_sums": "registers"}),
     "left": (

@@ -15,6 +15,27 @@ AXES = (
     Axis(name="BLOCK_N", values=(128,), why="keys of a program, 64 for each of its warpgroups"),
     Axis(name="num_stages", values=(1, 2, 3), why="blocks of Q and dO in flight: latency hidden against shared memory"),
     Axis(name="dq_sums", values=("registers", "tma"), why="who adds dQ up in memory: threads at once, or the copy engine by shared memory"),
+    Axis(
+        name="dv_first",
+        values=(False, True),
+        why="whether dV runs under the arithmetic of dS, against registers",
+        absent=False,
+        unsaid=True,
+    ),
+    Axis(
+        name="release",
+        values=("memory", "hardware"),
+        why="who says that a stage is read: a warpgroup whose warps have met, or each warp by itself at one of few hardware barriers",
+        absent="memory",
+        unsaid=True,
+    ),
+    Axis(
+        name="held_columns",
+        values=(0, 64),
+        why="columns of K and V that stay in registers, against reads of shared memory",
+        absent=0,
+        unsaid=True,
+    ),
     Axis(name="section", values=(1, 2, 4, 8, 16), why="heads that run side by side: a triangle's balance against queries that stay in L2"),
 )
 
@@ -30,7 +51,21 @@ CONSTRAINTS = (
         name="registers",
         holds=lambda c, s, t: BackwardLayout.of(s, c).live_registers <= BackwardLayout.of(s, c).consumer_registers - 16,
         why="both scores and the sums of dK and dV live in a warpgroup's registers",
-        axes=("BLOCK_M", "BLOCK_N"),
+        axes=("BLOCK_M", "BLOCK_N", "dv_first", "held_columns"),
+    ),
+    Constraint(
+        name="hardware barriers",
+        holds=lambda c, s, t: (
+            not BackwardLayout.of(s, c).hardware_release or BackwardLayout.of(s, c).empty_barriers[1] + c.number("num_stages") <= 16
+        ),
+        why="a program has sixteen of them",
+        axes=("num_stages", "dq_sums", "release"),
+    ),
+    Constraint(
+        name="held columns",
+        holds=lambda c, s, t: c.get("held_columns", 0) in (0, padded(s.d)) and c.get("held_columns", 0) in (0, padded(s.d_v)),
+        why="keys and values are held whole",
+        axes=("held_columns",),
     ),
     Constraint(
         name="parts of dQ",
@@ -57,14 +92,30 @@ def supports(spec: KernelSpec, target: Target) -> str | None:
 
 
 def starts(spec: KernelSpec, target: Target) -> list[Config]:
-    """The tiles that fit, with both ways for dQ, as far as they keep the constraints."""
-    tiles = [(64, 2, "registers"), (64, 2, "tma"), (64, 3, "registers")]
+    """The tiles that fit, with both ways for dQ and both orders of dV, as far as they keep the constraints."""
+    # BLOCK_M, num_stages, dq_sums, dv_first, release, held_columns.
+    tiles: list[tuple[int, int, str, bool, str, int]] = [
+        (64, 2, "registers", False, "memory", 0),
+        (64, 2, "registers", True, "hardware", 0),
+        (64, 2, "tma", True, "hardware", 0),
+        (64, 2, "tma", False, "memory", 0),
+        (64, 3, "registers", False, "memory", 0),
+    ]
     if padded(spec.d) == 64:
-        tiles = [(64, 2, "registers"), (64, 3, "registers"), (128, 2, "tma"), (64, 3, "tma"), (128, 2, "registers")]
+        tiles = [
+            (64, 2, "registers", False, "memory", 0),
+            (64, 2, "registers", True, "hardware", 64),
+            (64, 3, "registers", True, "hardware", 64),
+            (64, 3, "registers", False, "memory", 0),
+            (128, 2, "tma", False, "memory", 0),
+            (64, 3, "tma", False, "memory", 0),
+            (128, 2, "registers", False, "memory", 0),
+        ]
+    names = ("BLOCK_M", "num_stages", "dq_sums", "dv_first", "release", "held_columns")
     found = [
-        Config.of(BLOCK_M=block_m, BLOCK_N=128, num_stages=stages, dq_sums=dq_sums, section=section)
+        Config.of(dict(zip(names, tile, strict=True)), BLOCK_N=128, section=section)
         for section in ((4, 16) if spec.causal else (2, 1))
-        for block_m, stages, dq_sums in tiles
+        for tile in tiles
     ]
     return [config for config in found if FAMILY.violated(config, spec, target) is None]
 
@@ -97,7 +148,7 @@ FAMILY = Family(
     expected=expected,
     interpretable=False,
     layout=BackwardLayout.of,
-    path_axes=("BLOCK_M", "num_stages", "dq_sums"),
+    path_axes=("BLOCK_M", "num_stages", "dq_sums", "dv_first", "release", "held_columns"),
     repeatable=False,
 )
 """Attention backward for Hopper."""

@@ -98,10 +98,32 @@ class BackwardLayout(HopperBackward):
         return self.config["dq_sums"] == "tma"
 
     @property
+    def dv_first(self) -> bool:
+        """Whether dV begins before the scores' gradients are computed."""
+        return bool(self.config.get("dv_first", False))
+
+    @property
+    def held(self) -> bool:
+        """Whether keys and values are in registers, too, from which scores and their gradients take them."""
+        return self.config.get("held_columns", 0) != 0
+
+    @property
+    def hardware_release(self) -> bool:
+        """Whether warps say at hardware barriers that a stage is read, and not all together at one in memory."""
+        return self.config.get("release", "memory") == "hardware"
+
+    @property
+    def empty_barriers(self) -> tuple[int, int]:
+        """The first of these of Q and of dO, one for each stage; the copy engine's adder has four from 8 on."""
+        first = 12 if self.by_tma else 8
+        return first, first + self.config.number("num_stages")
+
+    @property
     def live_registers(self) -> int:
-        """Accumulators and operands that a consumer thread holds at once: both scores, one of them as an operand, and dK and dV."""
+        """Accumulators and operands that a consumer thread holds at once: both scores, them as operands, dK and dV, and what is held."""
         m = self.config.number("BLOCK_M")
-        return m + m // 4 + (self.block_d + self.block_dv) // 2
+        operands = m // 4 * (2 if self.dv_first else 1)
+        return m + operands + (self.block_d + self.block_dv) // 2 + ((self.block_d + self.block_dv) // 4 if self.held else 0)
 
     @property
     def shared_bytes(self) -> int:
