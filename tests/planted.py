@@ -155,6 +155,9 @@ class HereAndNow:
         reply = task(*arguments)
         return SimpleNamespace(reply=lambda: reply)
 
+    def free_compilers(self) -> int:
+        return 0
+
 
 class Listener:
     """A listener that keeps what it hears; `stop_after` trials it interrupts the search as Ctrl-C does."""

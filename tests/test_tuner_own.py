@@ -1,5 +1,7 @@
 """What a user's own search finds is compiled into the user's cache, once, and served from there."""
 
+import gzip
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,9 @@ from flashtune.db.library import Library, shipped_path
 from flashtune.dispatch.launch import kernels
 from flashtune.tuner import own
 from flashtune.tuner.generated import arrange
+from flashtune.tuner.machine_code import Built, triton_version
 from flashtune.tuner.publish import variant_for
+from flashtune.tuner.replies import Failed, Kept
 
 H200 = find_target("h200")
 ROW = next(record for record in Library.of(shipped_path()).records() if record.outcome.template == "flash_decode")
@@ -71,6 +75,36 @@ def test_a_cache_that_others_can_write_to_serves_nothing(cache: Path) -> None:
     assert kernels.manifest(VARIANT, "90") is not None
     cache.chmod(0o777)
     assert kernels.manifest(VARIANT, "90") is None
+
+
+@pytest.mark.usefixtures("nothing_shipped")
+def test_a_winner_that_a_search_kept_meanwhile_is_not_compiled_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped = read_manifest(PACKAGE / arrange([ROW])[0].kernel.manifest)
+    files = [(PACKAGE / arrange([ROW])[0].kernel.path).with_name(binary.file).read_bytes() for binary in shipped.binaries]
+    binaries = tuple(replace(binary, triton=triton_version()) for binary in shipped.binaries)
+    built = Built(manifest=replace(shipped, binaries=binaries), codes=tuple(map(gzip.decompress, files)))
+    monkeypatch.setattr(own, "build", lambda order: built)
+    assert own.keep_winner(ROW, H200) == Kept(variant_id=VARIANT.id)
+    found = kernels.manifest(VARIANT, "90")
+    assert found is not None and found.folder is not None and found.folder.is_relative_to(cache)
+    monkeypatch.setattr(own, "build_all", lambda orders, *, jobs: iter([(order, "again") for order in orders]))
+    assert own.compile_winners([ROW], H200, jobs=1) == {}
+    monkeypatch.setattr(own, "build", lambda order: 1 / 0)
+    assert own.keep_winner(ROW, H200) == Kept(variant_id=VARIANT.id)
+
+
+@pytest.mark.usefixtures("nothing_shipped")
+def test_a_winner_that_cannot_be_kept_meanwhile_is_left_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHTUNE_CACHE", str(tmp_path / "file" / "cache"))
+    (tmp_path / "file").touch()
+    failed = own.keep_winner(ROW, H200)
+    assert isinstance(failed, Failed) and "can't be used" in failed.reason
+    monkeypatch.setenv("FLASHTUNE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(own, "build", lambda order: 1 / 0)
+    failed = own.keep_winner(ROW, H200)
+    assert isinstance(failed, Failed) and failed.reason.startswith("ZeroDivisionError")
+    monkeypatch.setattr(own, "build_all", lambda orders, *, jobs: iter([(order, "again") for order in orders]))
+    assert list(own.compile_winners([ROW], H200, jobs=1).values()) == ["again"]
 
 
 def test_a_search_whose_code_cannot_be_kept_says_so_and_goes_on(

@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -403,3 +404,31 @@ def test_a_candidates_text_is_rendered_once_however_often_it_is_asked_for(monkey
     variant = variant_of(chosen, spec, chosen.default(spec, target))
     sources = {tasks.Source.of(chosen, variant) for _ in range(3)}
     assert rendered == [variant.id] and sources == {tasks.Source(text=render(chosen, variant), stem=f"flash_fwd_{variant.id}")}
+
+
+def test_the_framework_is_met_once_in_a_process_and_beside_nothing_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While inputs are made, and by the time that they are said to be ready; whether or not it can be had."""
+    problem = Problem(batch=1, heads=1, kv_heads=1, n_q=64, n_kv=64, d=64, d_v=64, dtype="fp16")
+    target, making, met = find_target("h200"), threading.Event(), list[bool]()
+    monkeypatch.setattr(tasks, "_bench", [])
+
+    def ready(*_: Any) -> None:
+        making.set()
+
+    def meet() -> None:
+        met.append(making.wait(600))
+
+    monkeypatch.setattr(tasks, "_ready", ready)
+    monkeypatch.setattr(tasks, "_meet_framework", meet)
+    assert isinstance(tasks.prepare_device(problem, target, 0), Ready) and met == [True]
+    monkeypatch.setattr(tasks, "_bench", [object()])
+    assert isinstance(tasks.prepare_device(problem, target, 0), Ready) and met == [True]
+
+
+def test_a_framework_that_cannot_be_met_fails_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(call: Any) -> str:
+        raise RuntimeError("no profiler here")
+
+    monkeypatch.setattr(tasks, "_backend_name", none)
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: torch.empty(1, 1, 1, 1))
+    tasks._meet_framework()

@@ -15,15 +15,15 @@ from planted import PATIENT, PLANTED_PROBLEM, HereAndNow, Listener, planted_fami
 
 from flashtune.core.errors import EnvironmentProblem, NoKernelFound
 from flashtune.core.problem import Problem
-from flashtune.core.results import Conditions, Fate, Outcome, Provenance, SearchResult
+from flashtune.core.results import Conditions, Fate, Outcome, Provenance, SearchResult, TuningRecord
 from flashtune.tuner import evaluation, problem_search, searching, tasks
 from flashtune.tuner.compile import code_hash, compiled_kernels, launch_hash
 from flashtune.tuner.proposing import OVERTAKEN, Proposals
-from flashtune.tuner.replies import Called, Failed, Launched, Ready
+from flashtune.tuner.replies import Called, Failed, Kept, Launched, Ready
 from flashtune.tuner.searching import Search, SearchPlan
 from flashtune.tuner.space import Candidate
 from flashtune.tuner.study import Study
-from flashtune.tuner.workers import Pending
+from flashtune.tuner.workers import Pending, Workers
 
 PROVENANCE = Provenance(flashtune="0", torch="0", triton="0")
 RIGHT = planted_family("right", 40)
@@ -407,6 +407,87 @@ def test_what_would_be_proposed_next_is_compiled_and_given_up_with_the_rest() ->
     proposals = Proposals(study, compiling, ahead=8, limit=None, beside=True, foresee=True)
     proposals.close()
     assert sorted(futures) == list(range(8 + 2)) and all(future.cancelled() for future in futures.values())
+
+
+def test_free_compilers_take_more_of_what_would_be_proposed_next() -> None:
+    """As many as are free, and no more than half of those ahead; what is under way counts."""
+    for free, most in ((0, 4), (6, 6), (99, 8)):
+        futures: dict[int, Future[Any]] = {}
+        workers: Any = None
+
+        def compiling(candidate: Any, futures: dict[int, Future[Any]] = futures, workers: Any = workers) -> Any:
+            return Pending(workers, "compile", 0, futures.setdefault(candidate, Future()), 1.0)
+
+        study: Any = Asked()
+        study.foreseen = lambda count, study=study: list(range(study.claimed, study.claimed + count))
+        Proposals(study, compiling, ahead=16, limit=None, beside=True, foresee=True, free=lambda free=free: free).close()
+        assert sorted(futures) == list(range(16 + most))
+
+
+def test_compilers_are_free_when_their_tasks_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    futures: list[Future[Any]] = []
+
+    class Pool:
+        def schedule(self, *_: Any, **__: Any) -> Future[Any]:
+            futures.append(Future())
+            return futures[-1]
+
+    monkeypatch.setattr(Workers, "_pool", lambda *_: Pool())
+    workers = Workers(jobs=2)
+    for crew, free in (("compile", 1), ("device", 1), ("compile", 0), ("compile", 0)):
+        workers.submit(crew, simulated.ready, limit_s=1.0)  # type: ignore[arg-type]
+        assert workers.free_compilers() == free
+    for future, free in zip(futures, (0, 0, 1, 2), strict=True):
+        future.set_result(Ready())
+        assert workers.free_compilers() == free
+
+
+def test_winners_are_compiled_for_later_while_others_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each once, before the next problem's race ends; one that fails ends nothing, and the search doesn't end before they do."""
+    first, second = problems(2)
+    kept: list[tuple[int, str]] = []
+    events, go = staged(monkeypatch, held=lambda task, problem: task is simulated.raced and problem == second)
+
+    def keep(row: TuningRecord, target: Any) -> Kept | Failed:
+        kept.append((row.problem.n_kv, row.outcome.variant_id))
+        go.set()
+        return Failed(fate=Fate.COMPILE, reason="no") if len(kept) == 1 else Kept(variant_id=row.outcome.variant_id)
+
+    made = vars(searching)["Workers"]
+    submit = made.submit
+
+    def submitted(self: Any, crew: str, task: Callable[..., Any], *arguments: Any, limit_s: float, device: int = 0) -> Any:
+        if task is not keep:
+            return submit(self, crew, task, *arguments, limit_s=limit_s, device=device)
+        reply = task(*arguments)
+        return SimpleNamespace(reply=lambda: (events.append("kept"), reply)[1], forget=lambda: None)
+
+    monkeypatch.setattr(made, "submit", submitted)
+    results = run(plan(3, keep=keep))
+    winners = [result.best.variant_id for result in results if result.best is not None]
+    assert len(winners) == 3 and kept == [(first.n_kv, winners[0])], "one config wins all, and is compiled once"
+    assert events.index("raced 128 is done") < events.index("kept") and events[-1] == "kept"
+
+
+def test_searches_may_share_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are given go on running when a search ends."""
+    ended: list[object] = []
+    made = type("Kept", (HereAndNow,), {"__exit__": lambda self, *_: ended.append(self), "preparing": Staged.preparing})
+    made.prepared = Staged.prepared  # type: ignore[attr-defined]
+    workers: Any = made(jobs=1)
+    for _ in range(2):
+        Search(
+            plan(1),
+            storage=optuna.storages.InMemoryStorage(),
+            provenance=PROVENANCE,
+            save=lambda _: None,
+            listener=Listener(),
+            workers=workers,
+        ).run()
+    assert not ended
+    monkeypatch.setattr(searching, "Workers", made)
+    run(plan(1))
+    assert len(ended) == 1 and ended != [workers]
 
 
 def test_a_task_that_two_wait_for_is_given_up_by_both_or_not_at_all() -> None:

@@ -194,15 +194,17 @@ def run_search(
     from flashtune.db.store import Store
     from flashtune.templates import families, family
     from flashtune.tuner.machine import devices_of, provenance, require_interpreter
+    from flashtune.tuner.own import keep_winner
     from flashtune.tuner.searching import Search, SearchPlan
     from flashtune.tuner.space import SearchSpace
     from flashtune.tuner.workers import start_server
 
     trace_times()
+    # What it imports takes as long as what this process imports to look for GPUs: side by side.
+    start_server()
     source = choose_source(target, options.predict)
     if source == "predicted":
         require_interpreter()
-    start_server()
     location = options.location or overlay_path()
     known = Library([Layer(location=path, optional=True) for path in (location, shipped_path())]).winners()
     devices = devices_of(options.gpus, target) if source == "measured" else ()
@@ -223,6 +225,7 @@ def run_search(
         known=tuple(known),
         devices=devices,
         calls=_calls_task() if source == "measured" else None,
+        keep=keep_winner if source == "measured" else None,
     )
     for problem in problems:
         # What no template serves is refused before anything is written.

@@ -1,14 +1,21 @@
-"""The winners of a user's own search, compiled into the user's cache, so that serving them compiles nothing."""
+"""The winners of a user's own search, compiled into the user's cache, so that serving them compiles nothing.
+
+A search has each compiled by `keep_winner` while it goes on with others, and makes up at its end for what wasn't, and says why.
+"""
 
 from collections.abc import Iterable
 
 from flashtune.core import kernel_cache
 from flashtune.core.binaries import machine_arch
-from flashtune.core.results import TuningRecord
+from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.folders import refused, wanted_cache_dir
+from flashtune.core.results import Fate, TuningRecord
 from flashtune.core.target import Target
 from flashtune.templates import unservable
-from flashtune.tuner.machine_code import Order, build_all, can_have_binaries, triton_version, with_files
+from flashtune.tuner.machine_code import Order, build, build_all, can_have_binaries, triton_version, with_files
 from flashtune.tuner.publish import source_for, variant_for
+from flashtune.tuner.replies import Failed, Kept
+from flashtune.tuner.tasks import one_line
 
 
 def compile_winners(records: Iterable[TuningRecord], target: Target, *, jobs: int) -> dict[str, str]:
@@ -16,19 +23,35 @@ def compile_winners(records: Iterable[TuningRecord], target: Target, *, jobs: in
 
     Raises EnvironmentProblem where the cache can't be written.
     """
-    if not can_have_binaries(target):
-        return {}
-    orders = {}
-    for record in records:
-        if unservable(record) is not None:
-            continue
-        variant, source = variant_for(record), source_for(record)
-        if kernel_cache.find(variant.id, machine_arch(int(target.arch)), triton_version()) is None:
-            orders[variant.id] = Order(text=source.text, stem=source.stem, variant_id=variant.id, spec=variant.spec, target=target)
     failures = {}
-    for order, built in build_all(list(orders.values()), jobs=jobs):
+    for order, built in build_all(_missing(records, target), jobs=jobs):
         if isinstance(built, str):
             failures[order.stem] = built
         else:
             kernel_cache.keep(order.text, *with_files(built, order.stem))
     return failures
+
+
+def keep_winner(record: TuningRecord, target: Target) -> Kept | Failed:
+    """In a child process: the same for one row. Where it fails, `compile_winners` tries again and says why."""
+    try:
+        # A folder of this process's own would go with it.
+        if (why := refused(wanted_cache_dir())) is not None:
+            raise EnvironmentProblem(why)
+        for order in _missing([record], target):
+            kernel_cache.keep(order.text, *with_files(build(order), order.stem))
+    except Exception as error:
+        return Failed(fate=Fate.COMPILE, reason=one_line(error))
+    return Kept(variant_id=record.outcome.variant_id)
+
+
+def _missing(records: Iterable[TuningRecord], target: Target) -> list[Order]:
+    """What to compile: the kernels that these rows name and the cache lacks, each once."""
+    orders: dict[str, Order] = {}
+    for record in records if can_have_binaries(target) else ():
+        if unservable(record) is not None:
+            continue
+        variant, source = variant_for(record), source_for(record)
+        if kernel_cache.find(variant.id, machine_arch(int(target.arch)), triton_version()) is None:
+            orders[variant.id] = Order(text=source.text, stem=source.stem, variant_id=variant.id, spec=variant.spec, target=target)
+    return list(orders.values())

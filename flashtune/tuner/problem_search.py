@@ -99,6 +99,7 @@ class ProblemSearch:
                 limit=limit,
                 beside=beside,
                 foresee=self.plan.sampler == "gp",
+                free=self.workers.free_compilers,
             )
 
     def foresee(self) -> None:
@@ -145,6 +146,8 @@ class ProblemSearch:
         with search.lock:
             if not search._end(self.index, result):
                 return result
+            if row is not None and not known:
+                search._keep(row, self.workers)
             if known:
                 search._listener.problem_known(result, self.index, total)
             else:

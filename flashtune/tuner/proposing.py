@@ -38,8 +38,9 @@ class Proposals:
     """Candidates of one study, in the order of asking; up to `ahead` of them are being compiled or tried at a time.
 
     With `beside`, asking and keeping happen in a thread, whose errors are raised by whatever is called next, and who is compiled needn't
-    wait for who isn't; with `foresee` what the sampler would propose next is compiled, too. `left` is what the sampler expected the next
-    candidates to gain when it was last asked.
+    wait for who isn't; with `foresee` what the sampler would propose next is compiled, too: as many as are asked for at a time, and more
+    while compilers are `free`, as far as that tells how many. `left` is what the sampler expected the next candidates to gain when it was
+    last asked.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Proposals:
         limit: int | None,
         beside: bool,
         foresee: bool = False,
+        free: Callable[[], int] = lambda: 0,
     ) -> None:
         self._study, self._compile, self._limit = study, compile_one, limit
         self._ahead, self._stride = ahead, max(1, ahead // 4)
@@ -61,7 +63,7 @@ class Proposals:
         self._out: SimpleQueue[Proposal | Literal["compiled"] | None] = SimpleQueue()
         self._waiting: list[Proposal] = []
         self._overtaken: dict[Candidate, int] = {}
-        self._foresee = foresee and beside
+        self._foresee, self._free = foresee and beside, free
         self._foreseen: dict[Candidate, Pending[Compiled]] = {}
         self.left = math.inf
         self._told: SimpleQueue[tuple[Candidate, Outcome | None] | None] = SimpleQueue()
@@ -185,7 +187,9 @@ class Proposals:
 
     def _compile_foreseen(self) -> None:
         """Have compiled what may be asked for next, a few at a time: by the time that it is, it may be done."""
-        room = self._stride - sum(not compiling.done for compiling in self._foreseen.values())
+        # Those that are free take half of what is compiled ahead at most: the later ones are seldom asked for.
+        most = max(self._stride, min(self._free(), self._ahead // 2))
+        room = most - sum(not compiling.done for compiling in self._foreseen.values())
         for candidate in self._study.foreseen(room) if room > 0 else []:
             if candidate not in self._foreseen and isinstance(compiling := self._compile(candidate), Pending):
                 self._foreseen[candidate] = compiling

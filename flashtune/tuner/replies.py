@@ -27,6 +27,13 @@ class Compiled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """The machine code of a variant is in the user's cache."""
+
+    variant_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
     """How a candidate's kernels are launched; equal `launches` are launched alike."""
 
@@ -105,4 +112,4 @@ class Compared:
     left_out: Mapping[str, str]
 
 
-Answer = Compiled | Launched | Ready | Checked | Timed | Rounds | Called | Compared
+Answer = Compiled | Kept | Launched | Ready | Checked | Timed | Rounds | Called | Compared

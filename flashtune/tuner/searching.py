@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -23,10 +24,14 @@ from flashtune.core.target import Target
 from flashtune.templates.family import Family
 from flashtune.tuner.evaluation import CallsTask, Evaluation, MeasuredEvaluation, PredictedEvaluation
 from flashtune.tuner.problem_search import ProblemSearch, SpecState
+from flashtune.tuner.replies import Failed, Kept
 from flashtune.tuner.sampling import Sampler
 from flashtune.tuner.space import SearchSpace
 from flashtune.tuner.study import Plan, fingerprint
-from flashtune.tuner.workers import Limits, Workers
+from flashtune.tuner.workers import Limits, Pending, Workers
+
+KeepTask = Callable[[TuningRecord, Target], Kept | Failed]
+"""Compiles a row's kernel for later calls, in a process of the compilers."""
 
 POLL_S = 1.0
 """How often a search that has nothing left to do looks whether other processes are done."""
@@ -60,6 +65,8 @@ class SearchPlan:
     """The GPUs that measure, as CUDA_VISIBLE_DEVICES names them; without any, the one that torch takes by itself."""
     calls: CallsTask | None = None
     """Times whole calls of the best."""
+    keep: KeepTask | None = None
+    """Compiles each problem's winner while others are searched. A failure is no more than a reason to do it later."""
 
 
 Stage = Literal["preparing", "compiling", "checking", "measuring", "racing", "waiting"]
@@ -103,12 +110,15 @@ class Search:
         provenance: Provenance,
         save: Callable[[SearchResult], None],
         listener: SearchListener,
+        workers: Workers | None = None,
     ) -> None:
+        """`workers` are taken where the plan's would be started, and go on running."""
         self._plan, self._storage, self._provenance = plan, storage, provenance
         self._save, self._listener = save, listener
         self._states: dict[KernelSpec, SpecState] = {}
         self._rows = list(plan.known)
         self._found: dict[int, SearchResult] = {}
+        self._given, self._keeping = workers, dict[str, Pending[Kept]]()
         self._begun, self._started = 0, 0.0
         self._after_trials: list[float] = []
         self.lock, self.stopping = threading.RLock(), threading.Event()
@@ -123,12 +133,15 @@ class Search:
         plan = self._plan
         run = Plan(self._storage, self._words())
         self._started = time.monotonic()
-        with Workers(jobs=plan.jobs, limits=plan.limits, devices=plan.devices) as workers:
+        with ExitStack() as stack:
+            workers = self._given or stack.enter_context(Workers(jobs=plan.jobs, limits=plan.limits, devices=plan.devices))
             lanes = [_Lane(self, device, workers, run.suffix) for device in range(max(1, len(plan.devices)))]
             if len(lanes) == 1:
                 lanes[0].run()
             else:
                 self._run_all(lanes)
+            for keeping in self._keeping.values():
+                keeping.reply()
         if len(self._found) == len(plan.problems):
             run.finish()
         results = [self._found[index] for index in sorted(self._found)]
@@ -198,6 +211,14 @@ class Search:
             first = index not in self._found
             self._found.setdefault(index, result)
             return first
+
+    def _keep(self, row: TuningRecord, workers: Workers) -> None:
+        """Have a winner compiled for later calls, each once."""
+        with self.lock:
+            if self._plan.keep is not None and row.outcome.variant_id not in self._keeping:
+                limit_s = self._plan.limits.compile_s
+                keeping = workers.submit("compile", self._plan.keep, row, self._plan.target, limit_s=limit_s)
+                self._keeping[row.outcome.variant_id] = keeping
 
     def _words(self) -> list[object]:
         """What makes two plans the same: GPU, problems, families as they are, trials, sampler, seed, and who measures or predicts."""

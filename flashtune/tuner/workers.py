@@ -124,6 +124,7 @@ class Workers:
         self._jobs, self._devices = jobs, tuple(devices)
         self.limits = limits or Limits()
         self._pools: dict[tuple[Crew, int], ProcessPool] = {}
+        self._compiling: list[ProcessFuture[Any]] = []
         self._lock = threading.Lock()
 
     def __enter__(self) -> "Workers":
@@ -144,7 +145,14 @@ class Workers:
         pool = self._pool(crew, device)
         with _serving():
             future = pool.schedule(task, args=arguments, timeout=limit_s)
+        if crew == "compile":
+            self._compiling = [*(one for one in self._compiling if not one.done()), future]
         return Pending(self, crew, device, future, limit_s)
+
+    def free_compilers(self) -> int:
+        """How many compilers have nothing to do."""
+        with self._lock:
+            return max(0, self._jobs - sum(not one.done() for one in self._compiling))
 
     def _pool(self, crew: Crew, device: int) -> ProcessPool:
         if (crew, device) not in self._pools:
