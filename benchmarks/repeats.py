@@ -1,8 +1,9 @@
 """Whether repeated searches pick alike on this machine's GPU: `python benchmarks/repeats.py --budget-s 150`.
 
 Three problems are searched again and again, each time with another seed, as if for the first time: with the shipped rows of all other
-problems, but none of their own, whose config would win ties. What was compiled once is not compiled again, so later searches are shorter.
-At the end all that was picked of a problem races, interleaved, in one process.
+problems, but none of their own, whose config would win ties. It is the pick that is repeated and not the compiler: what was compiled
+once is not compiled again, and all searches share their processes. At the end all that was picked of a problem races, interleaved, in one
+process.
 
 Prints a line for each problem and writes repeats.json, after each round of searches, to the folder named by OUT (default: the current one).
 `spread` is how much slower the slowest pick is than the fastest; `alike` how often the most frequent config was picked.
@@ -30,6 +31,7 @@ from flashtune.core.target import Target
 from flashtune.tuner import tasks
 from flashtune.tuner.machine import local_gpu, provenance
 from flashtune.tuner.replies import Rounds
+from flashtune.tuner.workers import Workers
 
 RACING = 0.85
 """Where in the time the searches end."""
@@ -68,18 +70,20 @@ def run(
         found = {"provenance": made_by.as_json(), "seconds": spent, "rows": rows}
         (folder / "repeats.json").write_text(json.dumps(found, indent=1, allow_nan=False))
 
-    for number in range(times):
-        left = began + RACING * budget_s - time.monotonic()
-        # A round that is cut short would pick differently for that.
-        if spent and left < spent[-1]:
-            break
-        start = time.monotonic()
-        results = searched(problems, target, made_by=made_by, known=known, trials=trials, seed=seed + number, jobs=jobs)
-        spent.append(round(time.monotonic() - start, 1))
-        for result in results:
-            picks[result.problem].append(result)
-        rows = [row_of(problem, picks[problem], {}) for problem in problems]
-        keep()
+    with Workers(jobs=jobs) as workers:
+        for number in range(times):
+            left = began + RACING * budget_s - time.monotonic()
+            # A round that is cut short would pick differently for that.
+            if spent and left < spent[-1]:
+                break
+            start = time.monotonic()
+            how: dict[str, Any] = {"trials": trials, "seed": seed + number, "jobs": jobs, "workers": workers}
+            results = searched(problems, target, made_by=made_by, known=known, **how)
+            spent.append(round(time.monotonic() - start, 1))
+            for result in results:
+                picks[result.problem].append(result)
+            rows = [row_of(problem, picks[problem], {}) for problem in problems]
+            keep()
     sources = {problem: {result.best.variant_id: source_of(result) for result in picks[problem] if result.best} for problem in problems}
     races = [(tasks.race_finalists, (list(found.values()), problem, target, seed, seconds)) for problem, found in sources.items() if found]
     raced = in_children(races, start=tasks.withdraw, limit_s=60.0 + 20 * seconds)
@@ -120,7 +124,7 @@ def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=10, help="searches of each problem (default: %(default)s)")
-    parser.add_argument("--trials", type=int, default=30, help="candidates of a search at most (default: %(default)s)")
+    parser.add_argument("--trials", type=int, default=60, help="candidates of a search at most (default: %(default)s)")
     parser.add_argument("--problems", type=int, default=3, help="only so many of the three (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=1.5, help="of the last race of each problem (default: %(default)s)")
     parser.add_argument("--budget-s", type=float, default=math.inf, help="seconds for everything; the rounds that fit are made")

@@ -14,12 +14,14 @@ from flashtune.core.results import Provenance, SearchResult, TuningRecord
 from flashtune.core.target import Target
 from flashtune.db.library import Library, shipped_path
 from flashtune.templates import families
+from flashtune.templates.family import Family
 from flashtune.tuner import tasks
 from flashtune.tuner.carrying import carried
 from flashtune.tuner.replies import Failed
-from flashtune.tuner.sampling import ByExpectedImprovement
+from flashtune.tuner.sampling import ByExpectedImprovement, Sampler
 from flashtune.tuner.searching import Search, SearchPlan
 from flashtune.tuner.space import Candidate, SearchSpace
+from flashtune.tuner.workers import Workers
 
 
 def source_of(result: SearchResult) -> tasks.Source | None:
@@ -73,25 +75,38 @@ def searched(
     trials: int,
     seed: int,
     jobs: int,
+    budget_s: float | None = None,
+    sampler: Sampler = "gp",
+    until: float | None = 0.005,
+    only: Mapping[str, Family] | None = None,
+    race_s: float = 0.6,
+    workers: Workers | None = None,
 ) -> list[SearchResult]:
-    """What short searches of these problems find, one by one; those that fail are missing."""
+    """What short searches of these problems find, within `budget_s` seconds if that is given, one by one; those that fail are missing.
+
+    `only` are the families to try, where it isn't all of them; `workers` processes that go on running afterwards.
+    """
     found: list[SearchResult] = []
     plan = SearchPlan(
         target=target,
         problems=tuple(problems),
-        families=families(),
+        families=only or families(),
         source="measured",
         trials=trials,
-        until=0.005,
+        budget_s=budget_s,
+        until=until,
+        sampler=sampler,
         seed=seed,
         jobs=jobs,
         known=tuple(known),
+        race_s=race_s,
     )
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     storage = optuna.storages.InMemoryStorage()
-    with SearchProgress(messages(), problems=problems, trials=trials, budget_s=None, quiet=False) as progress:
+    shown = None if sampler == "exhaustive" else trials
+    with SearchProgress(messages(), problems=problems, trials=shown, budget_s=budget_s, quiet=False) as progress:
         try:
-            Search(plan, storage=storage, provenance=made_by, save=found.append, listener=progress).run()
+            Search(plan, storage=storage, provenance=made_by, save=found.append, listener=progress, workers=workers).run()
         except NoKernelFound as error:
             print(error, file=sys.stderr, flush=True)
     return found

@@ -192,6 +192,7 @@ class NoWatch:
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Searches measure on a simulated GPU, whose times the text decides."""
     monkeypatch.setattr(searching, "Workers", Workers)
+    monkeypatch.setattr(repeats, "Workers", Workers)
     for name, stand_in_for in (
         ("prepare_device", simulated.ready),
         ("evaluate_candidate", simulated.timed),

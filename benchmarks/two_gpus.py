@@ -1,0 +1,103 @@
+"""How much faster `flashtune search --gpus all` is than one GPU of the same machine: `python benchmarks/two_gpus.py --runs all,one`.
+
+Each run is the command as a user runs it, in a process of its own with empty caches and a database of its own. `one` is given one GPU and
+the cores that fall to it, `all` every GPU and every core, as if a second machine were added. `--words` are the command's.
+
+Prints the seconds of each run and their ratio, and writes two_gpus.json, after each run, to the folder named by OUT (default: the current
+one), and beside it what each run said with FLASHTUNE_TRACE=1. A run that is there already is not made again, so that `--runs one` and
+`--runs all` may be two calls.
+"""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from flashtune.tuner.machine import local_gpu, provenance
+
+RUNS = ("one", "all")
+
+
+def cores_of(run: str, gpus: int, first: int) -> list[int]:
+    """The cores of a run, of those that this process may use: all of them, or the part of the GPU `first`."""
+    mine = sorted(os.sched_getaffinity(0))
+    share = len(mine) // gpus
+    return mine if run == "all" else mine[first * share : (first + 1) * share]
+
+
+def searched(run: str, words: list[str], folder: Path, *, gpus: int, first: int, limit_s: float) -> dict[str, Any]:
+    """Run the command; its seconds from start to end, those of the search in it, and how many problems have a row."""
+    cores = cores_of(run, gpus, first)
+    with tempfile.TemporaryDirectory(prefix="flashtune-gpus-") as name:
+        scratch = Path(name)
+        empty = {key: str(scratch / key.lower()) for key in ("TRITON_CACHE_DIR", "FLASHTUNE_CACHE", "XDG_DATA_HOME")}
+        environment = {**os.environ, **empty, "FLASHTUNE_TRACE": "1"} | ({} if run == "all" else {"CUDA_VISIBLE_DEVICES": str(first)})
+        lanes = ["--gpus", "all"] if run == "all" else []
+        # A machine's count of cores is what the command would go by; it has to be told of those that it may use.
+        jobs = ["--jobs", str(max(1, len(cores) - (gpus if run == "all" else 1)))]
+        command = [sys.executable, "-m", "flashtune", "search", *words, *lanes, *jobs, "--db", str(scratch / "found.sqlite")]
+        began = time.monotonic()
+        ended: int | None = None
+        with (folder / f"{run}.txt").open("w") as log, suppress(subprocess.TimeoutExpired):
+            ended = subprocess.run(
+                ["taskset", "-c", ",".join(map(str, cores)), *command],
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                timeout=limit_s,
+                check=False,
+            ).returncode
+        took = time.monotonic() - began
+    said = (folder / f"{run}.txt").read_text()
+    at = {
+        word: int(found[1]) / 1000 for word in ("planned", "searched") if (found := re.search(rf"^(\d+) ms: {word}$", said, re.MULTILINE))
+    }
+    return {
+        "command": shlex.join(["flashtune", *command[3:-2]]),
+        "cores": len(cores),
+        "rc": ended,
+        "seconds": round(took, 1),
+        "search_s": round(at["searched"] - at["planned"], 1) if len(at) == 2 else None,
+        "problems": len(re.findall(r"^\d+ ms: \S+: \d+ trials", said, re.MULTILINE)),
+    }
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", default="all,one", help="which to make, in this order (default: %(default)s)")
+    parser.add_argument("--words", default="--gpu-name h200 --d 64", help="of the command (default: %(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="the GPU of the run of one (default: %(default)s)")
+    parser.add_argument("--limit-s", type=float, default=300.0, help="seconds after which a run is given up (default: %(default)s)")
+    options = parser.parse_args()
+    if local_gpu() is None:
+        raise SystemExit("two_gpus.py measures kernels and found no GPU: run it on the GPUs' machine")
+    import torch
+
+    gpus = torch.cuda.device_count()
+    folder = Path(os.environ.get("OUT", "."))
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = folder / "two_gpus.json"
+    found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
+    found["provenance"] = provenance(command=shlex.join(["python", *sys.argv]), seed=None, measured=True).as_json()
+    found["gpus"] = gpus
+    for run in options.runs.split(","):
+        if run not in RUNS:
+            parser.error(f"--runs {run!r} is none of {', '.join(RUNS)}")
+        found[run] = searched(run, shlex.split(options.words), folder, gpus=gpus, first=options.first, limit_s=options.limit_s)
+        kept.write_text(json.dumps(found, indent=1))
+        print(run, json.dumps(found[run]), flush=True)
+    if all(run in found for run in RUNS):
+        print(f"{gpus} GPUs: {found['one']['seconds'] / found['all']['seconds']:.2f} times as fast as one")
+
+
+if __name__ == "__main__":
+    main()
