@@ -380,6 +380,34 @@ def test_what_wins_by_its_calls_at_a_few_hundred_keys_serves_every_shorter_step(
         assert (found.kind == "near_n") is serves, (n, found.note)
 
 
+def test_a_row_far_in_keys_gives_a_decoding_step_to_torch_only_with_one_that_is_near_in_them() -> None:
+    """The row of 512 keys has the head size and the config; of as many keys there are only those of other head sizes."""
+
+    def row(n: int, d: int, gpu_us: float) -> TuningRecord:
+        """Where torch takes 10 us."""
+        return record(replace(step, n_kv=n, d=d, d_v=d), time_us=gpu_us, framework_us=10.0)
+
+    step = replace(PROBLEM, n_q=1, n_kv=8192, features=Features())
+    for little, much, kind in ((9.9, 8.0, "near_n"), (8.0, 10.5, "near_n"), (8.0, 8.0, "near_n"), (9.9, 10.5, "framework")):
+        # What torch takes for large heads says nothing of what it takes for these.
+        rows = [row(512, 128, little), row(8192, 64, much), row(8192, 256, 18.0 - much)]
+        found = policy.choose(step, H200, rows, FAMILIES)
+        assert (found.kind, found.record) == (kind, rows[0]), found.note
+        assert ("told by a row of 8192 keys, d=64" in found.note) is (little > 9)
+    # Near its own keys the row is asked alone.
+    found = policy.choose(replace(step, n_kv=600), H200, [row(512, 128, 10.5), row(8192, 64, 8.0), row(600, 64, 8.0)], FAMILIES)
+    assert found.kind == "framework" and "told by" not in found.note
+    assert policy.choose(step, H200, [row(512, 128, 9.9), row(8192, 256, 8.0)], FAMILIES).kind == "framework", "no row is near"
+
+
+def test_a_long_step_of_few_heads_is_not_judged_by_what_torch_takes_for_a_short_one() -> None:
+    """Torch took 31 us for it (benchmarks/results/2026-11-22-h200-calls/grid.json), three times what it takes where its row is of."""
+    step = Problem(batch=1, heads=12, kv_heads=12, n_q=1, n_kv=8192, d=64, d_v=64, dtype="bf16")
+    rows = [row for row in SHIPPED if row.key.gpu == "h200" and (row.key.n < 8192 or row.key.d != 64)]
+    found = policy.choose(step, H200, rows, families())
+    assert found.family is not None and found.record is not None and found.record.key.d == 64, found.note
+
+
 def test_what_torch_was_given_a_mask_for_says_nothing_of_what_it_takes_without() -> None:
     window = record(replace(PROBLEM, features=Features(causal=True, window=(1024, 0))), time_us=300.0, framework_us=200.0)
     assert policy.choose(PROBLEM, H200, [window], FAMILIES).kind == "stand_in"

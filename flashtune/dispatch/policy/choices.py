@@ -95,6 +95,20 @@ class Pool:
         found.sort(key=lambda one: one[:2])
         return [record for *_, record in found]
 
+    def near_in_keys(self, problem: Problem, key: ProblemKey) -> TuningRecord | None:
+        """Of a decoding step, the measured record that tells most of what torch takes for it, whatever config it has; None where all are
+        far in keys."""
+        found = [
+            (apart, entry.ties, entry.record)
+            for entry in self._entries
+            if not losses.far_in_keys(entry.record.key, key)
+            and (apart := losses.step_distance(entry.record.key, key)) < math.inf
+            and entry.record.outcome.source == "measured"
+            and entry.record.framework_us is not None
+            and _torch_runs_alike(entry.record.problem, problem)
+        ]
+        return min(found, key=lambda one: one[:2])[2] if found else None
+
     @property
     def lengths(self) -> frozenset[int]:
         """The numbers of keys that its records are of."""
@@ -176,7 +190,8 @@ def rank(
     a decoding step and more rows, between passes, and between element types of other sizes nothing is near.
 
     A record that says that the framework was faster makes it the choice, provided that `framework_serves`. For its own key a record says
-    so by its whole calls where they were measured, host included; for another by `losses.expected_ratio`. A record is never served when
+    so by its whole calls where they were measured, host included; for another by `losses.expected_ratio`, and of a decoding step far from
+    its keys only if the record says so, too, that is near in these (`Pool.near_in_keys`). A record is never served when
     its config, completed by axes that came later, is outside the family's declared space or breaks a constraint on this target; the next
     one may serve. In another kernel's place a config is first moved to the nearest one that keeps the constraints (`Family.refitted`).
     Which sizes suit a family is a rule of thumb, which gives way to measurements: step 1 doesn't ask for it. A record of any other step
@@ -269,6 +284,12 @@ def _from_record(record: TuningRecord, context: _Context) -> Choice | Refusal:
     if not losses.same_features(record.key, key):
         note += "; what the features that differ cost is in none of these times"
     ratio = losses.expected_ratio(record, key, loss) if _torch_runs_alike(record.problem, problem) else None
+    if ratio is not None and ratio > 1.0 and losses.far_in_keys(record.key, key):
+        # What torch gained so far off it needn't gain here.
+        telling = context.pool.near_in_keys(problem, key)
+        if telling is not None:
+            ratio = losses.expected_ratio(telling, key, loss)
+            note += f"; what torch takes is told by a row of {telling.key.n} keys, d={telling.key.d}"
     if ratio is not None and ratio > 1.0 and context.framework_serves:
         note += f"; by that the framework would take {1 / ratio:.2f} times as long, so it serves"
         return Choice(kind="framework", spec=spec, note=note, record=record, differences=differing, estimate=loss)

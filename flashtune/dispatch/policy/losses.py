@@ -44,6 +44,13 @@ SHORT_STEP = 1024
 """Up to so many keys torch's calls of a decoding step cost the host the least that they do, 15.0 to 16.4 us on an H200; from 2048 on some
 cost 21 to 22 (benchmarks/results/2026-11-22-h200-steps/steps.json)."""
 
+FAR = 2.0
+"""From so many octaves of keys on, a row tells little of what torch takes for a decoding step: with 12 heads of D = 64 its calls took 31.0
+us for a sequence of 8192 keys, and 15.9 for 16 of 1024, twice as much to read (benchmarks/results/2026-11-22-h200-calls/grid.json)."""
+
+FAST_HEADS = 128
+"""Torch has faster kernels for heads up to this size than for larger ones."""
+
 FULL = 2.0
 """From so many tiles of 128 query rows to an SM on, a GPU counts as full: fewer leave SMs idle, for which other configs are good."""
 
@@ -164,6 +171,23 @@ def expected_ratio(record: TuningRecord, ours: ProblemKey, loss: Estimate) -> fl
     return found
 
 
+def far_in_keys(theirs: ProblemKey, ours: ProblemKey) -> bool:
+    """Whether a decoding step has so many more or fewer keys than a row that the row tells little of what torch takes for it."""
+    return ours.n_q <= DECODE_ROWS and octaves(theirs.n, ours.n) >= FAR
+
+
+def step_distance(theirs: ProblemKey, ours: ProblemKey) -> float:
+    """How far what torch takes for two decoding steps is apart, in octaves of keys and of bytes; infinite where the kernels are others."""
+    if theirs.n_q != ours.n_q or (max(theirs.d, theirs.d_v) > FAST_HEADS) != (max(ours.d, ours.d_v) > FAST_HEADS):
+        return math.inf
+    return octaves(theirs.n, ours.n) + abs(math.log2(_read(theirs) / _read(ours)))
+
+
+def _read(key: ProblemKey) -> float:
+    """Elements of K and V in all heads."""
+    return key.n * key.bh_bucket / key.gqa_ratio * (key.d + key.d_v)
+
+
 def _waits(record: TuningRecord, ours: ProblemKey) -> bool:
     """Whether in calls of a decoding step like `ours` the GPU waits for the host, with our kernel and with the framework's: it did in the
     record's own, and there is no more for it to do than leaves it so. Far fewer keys may take another path through the framework, but for
@@ -172,5 +196,5 @@ def _waits(record: TuningRecord, ours: ProblemKey) -> bool:
     if ours.n_q > DECODE_ROWS or ours.n_q != key.n_q or (2 * ours.n < key.n and key.n > SHORT_STEP):
         return False
     assert call_us is not None and framework_call_us is not None and record.framework_us is not None, "only they are compared"
-    grown = max(1.0, ours.n / key.n) * max(1.0, ours.bh_bucket / key.bh_bucket)
+    grown = max(1.0, _read(ours) / _read(key))
     return grown * record.median_us < call_us and grown * record.framework_us < framework_call_us
