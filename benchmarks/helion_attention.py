@@ -28,7 +28,7 @@ from flashtune.core.config import Config
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target
 from flashtune.templates import families
-from flashtune.tuner.machine import local_gpu, provenance
+from flashtune.tuner.machine import cores, local_gpu, provenance
 from flashtune.tuner.space import Candidate
 
 PROBLEM = Problem(batch=4, heads=16, kv_heads=16, n_q=4096, n_kv=4096, d=128, d_v=128, dtype="bf16")
@@ -191,7 +191,7 @@ def main() -> None:
     parser.add_argument("--helion-s", type=float, default=90.0, help="seconds that Helion is given (default: %(default)s)")
     parser.add_argument("--effort", choices=("quick", "full"), default="full", help="Helion's own setting (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=2.0, help="of the race (default: %(default)s)")
-    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) - 1), help="our compilers (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=max(1, cores() - 1), help="our compilers (default: %(default)s)")
     parser.add_argument("--stage", choices=STAGES, help=argparse.SUPPRESS)
     parser.add_argument("--given", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)

@@ -29,7 +29,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import Measurement, SearchResult
 from flashtune.core.target import Target
 from flashtune.tuner import tasks
-from flashtune.tuner.machine import local_gpu, provenance
+from flashtune.tuner.machine import cores, local_gpu, provenance
 from flashtune.tuner.replies import Rounds
 from flashtune.tuner.workers import Workers
 
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=3, help="only so many of the three (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=1.5, help="of the last race of each problem (default: %(default)s)")
     parser.add_argument("--budget-s", type=float, default=math.inf, help="seconds for everything; the rounds that fit are made")
-    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) - 1), help="compilers (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=max(1, cores() - 1), help="compilers (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the first search; the others count on from it")
     options = parser.parse_args()
     gpu = local_gpu()

@@ -41,9 +41,7 @@ def searched(run: str, words: list[str], folder: Path, *, gpus: int, first: int,
         empty = {key: str(scratch / key.lower()) for key in ("TRITON_CACHE_DIR", "FLASHTUNE_CACHE", "XDG_DATA_HOME")}
         environment = {**os.environ, **empty, "FLASHTUNE_TRACE": "1"} | ({} if run == "all" else {"CUDA_VISIBLE_DEVICES": str(first)})
         lanes = ["--gpus", "all"] if run == "all" else []
-        # A machine's count of cores is what the command would go by; it has to be told of those that it may use.
-        jobs = ["--jobs", str(max(1, len(cores) - (gpus if run == "all" else 1)))]
-        command = [sys.executable, "-m", "flashtune", "search", *words, *lanes, *jobs, "--db", str(scratch / "found.sqlite")]
+        command = [sys.executable, "-m", "flashtune", "search", *words, *lanes, "--db", str(scratch / "found.sqlite")]
         began = time.monotonic()
         ended: int | None = None
         with (folder / f"{run}.txt").open("w") as log, suppress(subprocess.TimeoutExpired):

@@ -40,7 +40,7 @@ from flashtune.core.results import Measurement
 from flashtune.core.target import Target
 from flashtune.tuner import tasks
 from flashtune.tuner.inputs import Inputs
-from flashtune.tuner.machine import local_gpu, provenance
+from flashtune.tuner.machine import cores, local_gpu, provenance
 from flashtune.tuner.replies import Failed
 from flashtune.tuner.space import Candidate
 from flashtune.tuner.stopwatch import Run
@@ -349,9 +349,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=0.25, help="timing per cell (default: %(default)s)")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds after which a cell is given up (default: %(default)s)")
     parser.add_argument("--budget-s", type=float, default=math.inf, help="seconds for everything; what doesn't fit is left out")
-    parser.add_argument(
-        "--jobs", type=int, default=max(1, (os.cpu_count() or 1) - 1), help="checks, or compilers, at once (default: %(default)s)"
-    )
+    parser.add_argument("--jobs", type=int, default=max(1, cores() - 1), help="checks, or compilers, at once (default: %(default)s)")
     parser.add_argument("--list", action="store_true", help="print the shapes and end; needs no GPU")
     return parser.parse_args()
 

@@ -31,7 +31,7 @@ from flashtune.core.target import Target
 from flashtune.db.store import Store
 from flashtune.templates import families
 from flashtune.tuner import tasks
-from flashtune.tuner.machine import local_gpu, provenance
+from flashtune.tuner.machine import cores, local_gpu, provenance
 from flashtune.tuner.racing import Contest
 from flashtune.tuner.replies import Rounds
 from flashtune.tuner.space import Candidate, SearchSpace
@@ -184,7 +184,7 @@ def main() -> None:
     parser.add_argument("--search-s", type=float, default=60.0, help="seconds after which the search is given up (default: %(default)s)")
     parser.add_argument("--sweep-s", type=float, default=60.0, help="seconds for the sweep (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=0.6, help="of each closing race (default: %(default)s)")
-    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) - 1), help="the sweep's compilers (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=max(1, cores() - 1), help="the sweep's compilers (default: %(default)s)")
     options = parser.parse_args()
     gpu = local_gpu()
     if gpu is None or gpu.target is None:

@@ -1,11 +1,13 @@
 """Which GPUs of a machine measure: by number, by index, or all of them, each of the kind that was asked for."""
 
+import os
+
 import pytest
 import torch
 
 from flashtune.core.errors import EnvironmentProblem, FlashtuneError, InputError
 from flashtune.core.target import find_target
-from flashtune.tuner.machine import devices_of
+from flashtune.tuner.machine import cores, devices_of
 
 H200 = find_target("h200")
 
@@ -54,3 +56,13 @@ def test_all_gpus_of_one_kind_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert devices_of("all", H200) == ("0", "1")
+
+
+def test_cores_are_those_that_a_job_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 32)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 3, 5}, raising=False)
+    assert cores() == 3
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert cores() == 32
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert cores() == 1

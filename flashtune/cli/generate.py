@@ -1,6 +1,5 @@
 """`flashtune generate`: the winners of a database as source files and machine code."""
 
-import os
 import random
 import re
 from collections.abc import Sequence
@@ -49,6 +48,7 @@ def generate(
     from flashtune.db.library import Library, shipped_path
     from flashtune.templates import unservable
     from flashtune.tuner.generated import arrange, differing, index_text, text_files, write
+    from flashtune.tuner.machine import cores
 
     package = shipped_folder()
     if out is None and not check and not in_a_checkout(package):
@@ -70,7 +70,7 @@ def generate(
     anew = set(kernels) if rebuild or check else set()
     if sample is not None:
         anew = set(random.Random(index_text(arranged, files)).sample(kernels, min(sample, len(kernels))))
-    files |= _machine_code(arranged, anew, folder, jobs or os.cpu_count() or 1)
+    files |= _machine_code(arranged, anew, folder, jobs or cores())
     files[INDEX] = index_text(arranged, files).encode()
     if check:
         other = differing(files, folder)

@@ -193,7 +193,7 @@ def run_search(
     from flashtune.db.library import Layer, Library, overlay_path, shipped_path
     from flashtune.db.store import Store
     from flashtune.templates import families, family
-    from flashtune.tuner.machine import devices_of, provenance, require_interpreter
+    from flashtune.tuner.machine import cores, devices_of, provenance, require_interpreter
     from flashtune.tuner.own import keep_winner
     from flashtune.tuner.searching import Search, SearchPlan
     from flashtune.tuner.space import SearchSpace
@@ -219,7 +219,7 @@ def run_search(
         sampler=options.sampler,
         seed=options.seed,
         # A core stays free for each process that launches what is timed.
-        jobs=options.jobs or max(1, (os.cpu_count() or 1) - (max(1, len(devices)) if source == "measured" else 0)),
+        jobs=options.jobs or max(1, cores() - (max(1, len(devices)) if source == "measured" else 0)),
         # Whoever names a family wants to know what it is worth, there too where it isn't thought to be good.
         only_suited=not options.templates,
         known=tuple(known),

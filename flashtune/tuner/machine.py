@@ -21,6 +21,12 @@ class LocalGpu:
     target: Target | None
 
 
+def cores() -> int:
+    """How many cores this process may run on: jobs and containers are often given some of a machine's."""
+    known = getattr(os, "sched_getaffinity", None)
+    return (os.cpu_count() or 1) if known is None else len(known(0))
+
+
 def local_gpu() -> LocalGpu | None:
     """The GPU of this machine, or None where there is none (or torch was built without GPU support)."""
     import torch
