@@ -70,9 +70,15 @@ TIMED_SPLIT = [
     (128, 512, 1, Features()),
 ]
 """The same for the split family."""
-SWEPT = {"dq_sums": ("registers", "tma"), "dv_first": (False, True), "release": ("memory", "hardware"), "held_columns": (0, 64)}
+SWEPT: dict[str, tuple[Any, ...]] = {
+    "dq_sums": ("registers", "tma"),
+    "dv_first": (False, True),
+    "ahead": (False, True),
+    "release": ("memory", "hardware"),
+    "held_columns": (0, 64),
+}
 """Axes of which `--sweep` takes all combinations, beside the default's other axes."""
-TIMED_SWEEP = [(d, n, 1, features) for d in (128, 64) for n in (512, 4096, 16384) for features in PLAIN]
+TIMED_SWEEP = [(d, n, 1, features) for d in (128, 64) for n in (1024, 16384) for features in PLAIN]
 """The cells of a sweep."""
 
 

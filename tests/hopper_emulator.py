@@ -284,6 +284,9 @@ class Machine:
             held = [tensor.numpy().astype(kinds[tensor.dtype]) for tensor in tensors]
             found = assembly(text, constraints, held, **keywords | {"dtype": kinds[keywords["dtype"]]})
             return array(torch.from_numpy(np.asarray(found)))
+        if "nanosleep" in text:
+            assert arguments[0] >= 0, "sleeps for ever"
+            return Number(0)
         if "bar." not in text:
             assert text == "mov.b32 $0, $1;"
             return Number(arguments[0])

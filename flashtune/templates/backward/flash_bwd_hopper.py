@@ -23,6 +23,13 @@ AXES = (
         unsaid=True,
     ),
     Axis(
+        name="ahead",
+        values=(False, True),
+        why="whether exponentials of a block run under products of the one before, against registers and a product for nothing at the end",
+        absent=False,
+        unsaid=True,
+    ),
+    Axis(
         name="release",
         values=("memory", "hardware"),
         why="who says that a stage is read: a warpgroup whose warps have met, or each warp by itself at one of few hardware barriers",
@@ -51,7 +58,7 @@ CONSTRAINTS = (
         name="registers",
         holds=lambda c, s, t: BackwardLayout.of(s, c).live_registers <= BackwardLayout.of(s, c).consumer_registers - 16,
         why="both scores and the sums of dK and dV live in a warpgroup's registers",
-        axes=("BLOCK_M", "BLOCK_N", "dv_first", "held_columns"),
+        axes=("BLOCK_M", "BLOCK_N", "dv_first", "ahead", "held_columns"),
     ),
     Constraint(
         name="hardware barriers",
@@ -60,6 +67,12 @@ CONSTRAINTS = (
         ),
         why="a program has sixteen of them",
         axes=("num_stages", "dq_sums", "release"),
+    ),
+    Constraint(
+        name="ahead",
+        holds=lambda c, s, t: not c.get("ahead", False) or (bool(c.get("dv_first", False)) and c.number("num_stages") > 1 and plain(s)),
+        why="its order has dV first and two blocks of queries at once, and no registers for features",
+        axes=("num_stages", "dv_first", "ahead"),
     ),
     Constraint(
         name="held columns",
@@ -74,6 +87,11 @@ CONSTRAINTS = (
         axes=("BLOCK_M", "BLOCK_N"),
     ),
 )
+
+
+def plain(spec: KernelSpec) -> bool:
+    """Whether scores are hidden by nothing but their places, and turned into probabilities by nothing but an exponential."""
+    return spec.mask == "none" and not (spec.dropout or spec.softcap or spec.alibi)
 
 
 def supports(spec: KernelSpec, target: Target) -> str | None:
@@ -93,25 +111,25 @@ def supports(spec: KernelSpec, target: Target) -> str | None:
 
 def starts(spec: KernelSpec, target: Target) -> list[Config]:
     """The tiles that fit, with both ways for dQ and both orders of dV, as far as they keep the constraints."""
-    # BLOCK_M, num_stages, dq_sums, dv_first, release, held_columns.
-    tiles: list[tuple[int, int, str, bool, str, int]] = [
-        (64, 2, "registers", False, "memory", 0),
-        (64, 2, "registers", True, "hardware", 0),
-        (64, 2, "tma", True, "hardware", 0),
-        (64, 2, "tma", False, "memory", 0),
-        (64, 3, "registers", False, "memory", 0),
+    # BLOCK_M, num_stages, dq_sums, dv_first, ahead, release, held_columns.
+    tiles: list[tuple[int, int, str, bool, bool, str, int]] = [
+        (64, 2, "registers", False, False, "memory", 0),
+        (64, 2, "registers", True, False, "hardware", 0),
+        (64, 2, "tma", True, False, "hardware", 0),
+        (64, 2, "tma", False, False, "memory", 0),
+        (64, 3, "registers", False, False, "memory", 0),
     ]
     if padded(spec.d) == 64:
         tiles = [
-            (64, 2, "registers", False, "memory", 0),
-            (64, 2, "registers", True, "hardware", 64),
-            (64, 3, "registers", True, "hardware", 64),
-            (64, 3, "registers", False, "memory", 0),
-            (128, 2, "tma", False, "memory", 0),
-            (64, 3, "tma", False, "memory", 0),
-            (128, 2, "registers", False, "memory", 0),
+            (64, 2, "registers", False, False, "memory", 0),
+            (64, 2, "registers", True, False, "hardware", 64),
+            (64, 3, "registers", True, True, "hardware", 64),
+            (64, 3, "registers", False, False, "memory", 0),
+            (128, 2, "tma", False, False, "memory", 0),
+            (64, 3, "tma", False, False, "memory", 0),
+            (128, 2, "registers", False, False, "memory", 0),
         ]
-    names = ("BLOCK_M", "num_stages", "dq_sums", "dv_first", "release", "held_columns")
+    names = ("BLOCK_M", "num_stages", "dq_sums", "dv_first", "ahead", "release", "held_columns")
     found = [
         Config.of(dict(zip(names, tile, strict=True)), BLOCK_N=128, section=section)
         for section in ((4, 16) if spec.causal else (2, 1))
@@ -148,7 +166,7 @@ FAMILY = Family(
     expected=expected,
     interpretable=False,
     layout=BackwardLayout.of,
-    path_axes=("BLOCK_M", "num_stages", "dq_sums", "dv_first", "release", "held_columns"),
+    path_axes=("BLOCK_M", "num_stages", "dq_sums", "dv_first", "ahead", "release", "held_columns"),
     repeatable=False,
 )
 """Attention backward for Hopper."""

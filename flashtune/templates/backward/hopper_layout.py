@@ -103,6 +103,11 @@ class BackwardLayout(HopperBackward):
         return bool(self.config.get("dv_first", False))
 
     @property
+    def ahead(self) -> bool:
+        """Whether a block's probabilities are computed beside the products of the block before."""
+        return bool(self.config.get("ahead", False))
+
+    @property
     def held(self) -> bool:
         """Whether keys and values are in registers, too, from which scores and their gradients take them."""
         return self.config.get("held_columns", 0) != 0
@@ -122,7 +127,7 @@ class BackwardLayout(HopperBackward):
     def live_registers(self) -> int:
         """Accumulators and operands that a consumer thread holds at once: both scores, them as operands, dK and dV, and what is held."""
         m = self.config.number("BLOCK_M")
-        operands = m // 4 * (2 if self.dv_first else 1)
+        operands = m // 4 * (2 if self.dv_first else 1) + (m // 2 if self.ahead else 0)
         return m + operands + (self.block_d + self.block_dv) // 2 + ((self.block_d + self.block_dv) // 4 if self.held else 0)
 
     @property
