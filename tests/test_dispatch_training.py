@@ -152,6 +152,30 @@ def test_a_deterministic_call_takes_the_row_of_a_search_among_repeatable_kernels
     assert choosing.gradient_choice(memo, PROBLEM, H200, repeatable=True)[0] is None
 
 
+def test_a_row_for_the_same_bits_hides_no_row_of_faster_kernels_below_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that was asked for may hold only what deterministic calls take, which raced against no framework."""
+    trained = replace(PROBLEM, direction="bwd")
+    fast, slow = (
+        record(trained, template=name, config=family(name).default(trained.spec(), H200), framework_us=3e4)
+        for name in ("flash_bwd_hopper", "flash_bwd_hopper_split")
+    )
+    slow = replace(slow, outcome=replace(slow.outcome, measurement=Measurement.of([2e4])))
+    above = replace(slow, baseline=None, precedence=1)
+    memo = Memo()
+    monkeypatch.setattr(memo, "pool", lambda key, target: [fast, above])
+    longer = replace(PROBLEM, n_q=8192, n_kv=8192)
+    for problem in (PROBLEM, longer):
+        for repeatable, wanted in ((False, fast), (True, above)):
+            found, _ = choosing.gradient_choice(memo, problem, H200, repeatable=repeatable)
+            assert found is not None and found.record is wanted
+    # One that raced against it was meant to serve, and one alone does.
+    for rows in ([fast, replace(slow, precedence=1)], [above]):
+        memo = Memo()
+        monkeypatch.setattr(memo, "pool", lambda key, target, rows=rows: rows)
+        found, _ = choosing.gradient_choice(memo, PROBLEM, H200)
+        assert found is not None and found.record is rows[-1]
+
+
 def test_a_row_with_another_feature_says_nothing_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have gained much over a torch that has no windows, where a plain backward of torch's is the faster one."""
     windowed = replace(PROBLEM, features=Features(causal=True, window=(1024, 0)))

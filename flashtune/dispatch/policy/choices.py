@@ -48,13 +48,14 @@ class Refusal:
 class Pool:
     """The records that may serve problems of one kind on a GPU, with all of their order that sizes have no say in."""
 
-    __slots__ = ("_entries", "_exact", "_refits", "_target")
+    __slots__ = ("_entries", "_exact", "_refits", "_target", "_varying")
 
     def __init__(self, key: ProblemKey, target: Target, records: Iterable[TuningRecord], families: Mapping[str, Family]) -> None:
         """`key` is that of any problem of the kind."""
         kind = kind_of(key)
         self._target = target
         self._refits: dict[tuple[str, Config, KernelSpec], Config | None] = {}
+        self._varying = frozenset(name for name, family in families.items() if not family.repeatable)
         found = [record for record in records if comparable(record.key, key) and _alike(record.key.gpu, target)]
         places = _places(found)
         self._entries: list[_Entry] = []
@@ -66,19 +67,26 @@ class Pool:
                 places=losses.places(record.key),
                 ties=(record.key.features != key.features, *_ties(record, places.get(id(record), 0))),
                 tried=_tried(record, target, families),
+                same_bits=record.framework_us is None and record.outcome.template not in self._varying,
             )
             self._entries.append(entry)
             self._exact.setdefault(record.key, []).append(entry)
         for same in self._exact.values():
             same.sort(key=lambda entry: entry.ties)
 
-    def exact(self, key: ProblemKey) -> list[TuningRecord]:
-        """The records of this very key, the preferred one first."""
-        return [entry.record for entry in self._exact.get(key, ())]
+    def exact(self, key: ProblemKey, suited: frozenset[str]) -> list[TuningRecord]:
+        """The records of this very key, the preferred one first.
+
+        Where a `suited` family's bits vary, those that raced for calls that want the same bits every time come last: they met no framework
+        and, in a layer of their own, none of the faster kernels.
+        """
+        same = self._exact.get(key, ())
+        return [entry.record for entry in (sorted(same, key=lambda entry: entry.same_bits) if suited & self._varying else same)]
 
     def near(self, key: ProblemKey, suited: frozenset[str]) -> list[TuningRecord]:
-        """The records of other keys for which all `suited` families were tried, the nearest first."""
+        """The records of other keys for which all `suited` families were tried, the nearest first, and of one key as in `exact`."""
         n, n_q, heads, work = losses.places(key)
+        may_vary = bool(suited & self._varying)
         found = [
             (
                 entry.apart
@@ -86,7 +94,7 @@ class Pool:
                 + abs(entry.places[1] - n_q)
                 + abs(entry.places[2] - heads)
                 + abs(entry.places[3] - work),
-                entry.ties,
+                (entry.ties[0], may_vary and entry.same_bits, *entry.ties[1:]),
                 entry.record,
             )
             for entry in self._entries
@@ -129,13 +137,15 @@ class Pool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
-    """A record of a pool: how far its kind is apart, where it lies by its sizes, what sorts equals, and the families that were tried."""
+    """A record of a pool: how far its kind is apart, where it lies by its sizes, what sorts equals, the families that were tried, and
+    whether it raced among kernels alone that write the same bits every time."""
 
     record: TuningRecord
     apart: float
     places: tuple[float, float, float, float]
     ties: tuple[object, ...]
     tried: frozenset[str]
+    same_bits: bool
 
 
 def _ties(record: TuningRecord, place: int) -> tuple[object, ...]:
@@ -235,7 +245,7 @@ class _Context:
 
 def _steps(context: _Context, suited: frozenset[str], source: Source) -> Iterator[Choice | Refusal]:
     """Records of the key itself first, then the others."""
-    for record in context.pool.exact(context.key):
+    for record in context.pool.exact(context.key, suited):
         if record.outcome.source == source:
             yield _from_record(record, context)
     for record in context.pool.near(context.key, suited):
