@@ -14,6 +14,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import shlex
 import sys
 import time
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import backward_training
-from backward_cells import FA4_REPEATABLE, OURS, Cell, Checked, cells, check_cell, start, time_cell
+from backward_cells import DETERMINISTIC, FA2_REPEATABLE, FA4_REPEATABLE, OURS, Cell, Checked, cells, check_cell, start, time_cell
 from children import in_children
 from forward import until
 from forward_report import NO_TIME
@@ -30,7 +31,7 @@ from forward_report import NO_TIME
 from flashtune.core.results import Measurement
 from flashtune.tuner.machine import local_gpu, provenance
 
-GROUPS = ("plain", "features", "scores")
+GROUPS = ("plain", "deterministic", "features", "scores")
 PARTS: dict[str, Callable[..., Any]] = {
     "nan": backward_training.masked_nan,
     "memory": backward_training.memory,
@@ -46,7 +47,9 @@ def wrong(checked: Checked) -> str:
     if not all(map(math.isfinite, ours)):
         return "not finite"
     theirs = [
-        errors for name, errors in checked.errors.items() if name in ("cudnn", "flash", "efficient") and all(map(math.isfinite, errors))
+        errors
+        for name, errors in checked.errors.items()
+        if name in ("cudnn", "flash", "efficient", FA2_REPEATABLE) and all(map(math.isfinite, errors))
     ]
     if theirs and any(mine > 2 * max(best) for mine, best in zip(ours, zip(*theirs, strict=True), strict=True)):
         return "more than twice the framework's error"
@@ -56,7 +59,11 @@ def wrong(checked: Checked) -> str:
 def row_of(cell: Cell, checked: Checked, times: dict[str, Measurement], failed: str) -> dict[str, Any]:
     """A cell's JSON."""
     us = {name: time.median_us for name, time in times.items()}
-    peers = {name: time for name, time in us.items() if name not in (OURS, FA4_REPEATABLE)}
+    peers = {
+        name: time
+        for name, time in us.items()
+        if name not in (OURS, FA4_REPEATABLE) or (cell.group, name) == (DETERMINISTIC, FA4_REPEATABLE)
+    }
     return {
         "cell": cell.name,
         "problem": cell.problem.label(),
@@ -67,22 +74,35 @@ def row_of(cell: Cell, checked: Checked, times: dict[str, Measurement], failed: 
         "noise": {name: time.noise for name, time in times.items()},
         "best_peer": min(peers, key=lambda name: peers[name]) if peers else None,
         "over_best": min(peers.values()) / us[OURS] if peers and OURS in us else None,
+        "over": {name: time / us[OURS] for name, time in us.items() if name != OURS and OURS in us},
         "wrong": wrong(checked),
         "failed": failed,
     }
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """A line for each cell: rates in TFLOP/s, and ours over the best peer's."""
+    """A line for each cell: rates in TFLOP/s, and ours over the best peer's; of deterministic cells, in a table of their own, over each."""
+    groups = [[row for row in rows if row["cell"].startswith(DETERMINISTIC) == deterministic] for deterministic in (False, True)]
+    return "\n\n".join(_table(group, OVER_EACH if group is groups[1] else OVER_BEST) for group in groups if group)
+
+
+OVER_BEST: dict[str, Callable[[dict[str, Any]], float | None]] = {"the best": lambda row: row["over_best"]}
+OVER_EACH = {name: lambda row, name=name: row["over"].get(name) for name in (FA2_REPEATABLE, FA4_REPEATABLE)}
+
+
+def _table(rows: list[dict[str, Any]], over: dict[str, Callable[[dict[str, Any]], float | None]]) -> str:
     names = list(dict.fromkeys(name for row in rows for name in row["tflops"]))
-    lines = ["| cell | served | " + " | ".join(names) + " | over the best | remark |", "|---" * (len(names) + 4) + "|"]
+    titles = ["cell", "served", *names, *(f"over {name}" for name in over), "remark"]
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for row in rows:
         rates = [f"{row['tflops'][name]:.0f}" if name in row["tflops"] else "-" for name in names]
-        ratio = "-" if row["over_best"] is None else f"{row['over_best']:.2f}x"
-        lines.append(f"| {row['cell']} | {row['kind']} | {' | '.join(rates)} | {ratio} | {row['wrong'] or row['failed']} |")
-    ratios = [row["over_best"] for row in rows if row["over_best"]]
-    if ratios:
-        lines.append(f"\ngeometric mean over the best peer: {math.exp(sum(map(math.log, ratios)) / len(ratios)):.2f}x")
+        ratios = ["-" if ratio is None else f"{ratio:.2f}x" for ratio in (of(row) for of in over.values())]
+        lines.append(f"| {' | '.join([row['cell'], row['kind'], *rates, *ratios, row['wrong'] or row['failed']])} |")
+    for name, of in over.items():
+        found = [ratio for ratio in map(of, rows) if ratio]
+        if found:
+            which = "the best peer" if of is OVER_BEST["the best"] else name
+            lines.append(f"\ngeometric mean over {which}: {math.exp(sum(map(math.log, found)) / len(found)):.2f}x")
     return "\n".join(lines)
 
 
@@ -93,6 +113,7 @@ def main() -> None:
     parser.add_argument("--parts", default=",".join(PARTS), help="the other parts, or nothing (default: %(default)s)")
     parser.add_argument("--d", type=int, help="only cells of this head size")
     parser.add_argument("--n", type=int, help="only cells of this length")
+    parser.add_argument("--only", default="", help="only cells whose name this regular expression finds")
     parser.add_argument("--seconds", type=float, default=0.5, help="timing per cell (default: %(default)s)")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds after which a cell or part is given up (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=4, help="cells that are checked at the same time (default: %(default)s)")
@@ -106,7 +127,7 @@ def main() -> None:
     chosen = [
         cell
         for cell in cells(tuple(options.cells.split(",")))
-        if options.d in (None, cell.problem.d) and options.n in (None, cell.problem.n_kv)
+        if options.d in (None, cell.problem.d) and options.n in (None, cell.problem.n_kv) and re.search(options.only, cell.name)
     ]
     began = time.monotonic()
     made_by = provenance(command=shlex.join(["python", *sys.argv]), seed=options.seed, measured=True).as_json()

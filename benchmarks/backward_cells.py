@@ -1,7 +1,8 @@
 """What backward.py runs on the GPU, in child processes: its cells, everything that computes their gradients, errors and times."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -27,8 +28,11 @@ from flashtune.tuner.machine import local_gpu
 from flashtune.tuner.stopwatch import Stopwatch
 from flashtune.tuner.tasks import Source, one_line, withdraw
 
-OURS, FA4, FA4_REPEATABLE = "flashtune", "fa4", "fa4 deterministic"
+OURS, FA4, FA2_REPEATABLE, FA4_REPEATABLE = "flashtune", "fa4", "fa2 deterministic", "fa4 deterministic"
 LENGTHS = (512, 1024, 4096, 16384)
+DETERMINISTIC = "deterministic"
+"""The group of plain cells whose every call must write the same bits."""
+
 FEATURES: dict[str, Features] = {
     "mask": Features(mask="bool"),
     "bias": Features(mask="bias"),
@@ -73,12 +77,13 @@ class Checked:
 
 
 def cells(groups: tuple[str, ...]) -> list[Cell]:
-    """The cells of these groups: plain, features, scores."""
+    """The cells of these groups: plain, deterministic, features, scores."""
     found = []
     for causal in (False, True):
         case = "causal" if causal else "full"
         for d in (64, 128, 256):
-            found += [Cell(group="plain", case=case, problem=_trained(d, n, Features(causal=causal))) for n in LENGTHS]
+            for group, lengths in (("plain", LENGTHS), (DETERMINISTIC, LENGTHS[1:])):
+                found += [Cell(group=group, case=case, problem=_trained(d, n, Features(causal=causal))) for n in lengths]
     for d in (64, 128):
         for case, features in FEATURES.items():
             found.append(Cell(group="features", case=case, problem=_trained(d, 4096, features, sharing=4 if case == "gqa" else 1)))
@@ -107,11 +112,13 @@ def inputs_of(cell: Cell, seed: int) -> Inputs:
 
 def runs_of(cell: Cell, inputs: Inputs) -> tuple[dict[str, Run], dict[str, str], Explanation]:
     """Ours and the peers that ran once, by name; why the others did not; and what serves ours."""
-    served = dispatch.explain_problem(cell.problem, _here())
+    served = served_by(cell)
     runs: dict[str, Run] = {}
     notes: dict[str, str] = {}
     makers = {OURS: partial(ours, served, inputs), FA4: partial(fa4, inputs, False), FA4_REPEATABLE: partial(fa4, inputs, True)}
     makers |= {name: partial(framework_call, inputs, name) for name in ("cudnn", "flash", "efficient")}
+    if cell.group == DETERMINISTIC:
+        makers = {name: makers[name] for name in (OURS, FA4_REPEATABLE)} | {FA2_REPEATABLE: partial(fa2_repeatable, inputs)}
     for name, make in makers.items():
         try:
             run = make()
@@ -126,6 +133,35 @@ def runs_of(cell: Cell, inputs: Inputs) -> tuple[dict[str, Run], dict[str, str],
                 raise
             notes[name] = one_line(error)
     return runs, notes, served
+
+
+@contextmanager
+def same_bits() -> Iterator[None]:
+    """Torch's deterministic mode, without the filling of new tensors that it brings."""
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def served_by(cell: Cell) -> Explanation:
+    """What serves ours."""
+    with same_bits() if cell.group == DETERMINISTIC else nullcontext():
+        return dispatch.explain_problem(cell.problem, _here())
+
+
+def fa2_repeatable(inputs: Inputs) -> Run | None:
+    """FlashAttention-2's gradients as torch runs it in its deterministic mode."""
+    call = framework_call(inputs, "flash")
+
+    def run() -> object:
+        assert call is not None
+        with same_bits():
+            return call()
+
+    return None if call is None else run
 
 
 def _here() -> str:

@@ -16,7 +16,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from statistics import median
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from random_inputs import random_inputs
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench
 
@@ -32,14 +32,13 @@ from flashtune.core.launching import launcher
 from flashtune.core.modules import load_source
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
-from flashtune.core.torch_dtypes import TORCH_DTYPES
 from flashtune.templates import family
 from flashtune.templates.family import Family
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.cases import cases
 from flashtune.tuner.compile import compiled_kernels
 from flashtune.tuner.correctness import check, differs, everywhere, oracle
-from flashtune.tuner.inputs import Inputs, make_inputs
+from flashtune.tuner.inputs import Inputs
 
 FUSED, SPLIT, GPU = family("flash_bwd_hopper"), family("flash_bwd_hopper_split"), find_target("h200")
 CAUSAL = Features(causal=True)
@@ -180,12 +179,7 @@ def calls_of(chosen: Family, p: Problem, inputs: Inputs, sweep: bool, without: l
 
 def time_one(chosen: Family, p: Problem, sweep: bool, without: list[str]) -> None:
     """One line for each of `calls_of`. O and the LSE are random: no kernel's time depends on them."""
-    # The forward's oracle would take longer than all that is timed.
-    inputs = make_inputs(replace(p, direction="fwd"), device="cuda", seed=0)
-    shapes = {operand.name: (operand.shape(p), TORCH_DTYPES[operand.dtype(p)]) for operand in p.contract.operands}
-    operands = {name: torch.randn(shape, device="cuda").to(dtype) for name, (shape, dtype) in shapes.items()}
-    operands["lse"] = operands["lse"].abs() + 9.0
-    calls = dict(calls_of(chosen, p, replace(inputs, problem=p, operands=operands), sweep, without))
+    calls = dict(calls_of(chosen, p, random_inputs(p, seed=0), sweep, without))
     found: dict[str, list[float]] = {}
     for _ in range(3):
         for name, call in calls.items():

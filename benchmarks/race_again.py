@@ -15,12 +15,14 @@ first problems that fit are checked and raced:
 import argparse
 import math
 import os
+import re
 import shlex
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from children import Children
@@ -28,8 +30,9 @@ from forward import until
 from forward_cells import problem_of
 from forward_report import NO_TIME
 from race_work import Candidates, Work, of_another_gpu, of_models
+from random_inputs import random_inputs
 
-from flashtune.core.config import Config
+from flashtune.core.config import Config, KernelSpec
 from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Baseline, CompileFacts, Fate, Measurement, Outcome, SearchResult
 from flashtune.core.target import Target, find_target
@@ -77,6 +80,10 @@ TRAINED = (
 """Features of the backward problems that `--backward` races, beside plain and causal ones."""
 
 
+BACKENDS: dict[KernelSpec, str] = {}
+"""Which of torch's backends serves a spec, of those that this process has raced."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
     """A candidate that may race: its error in tolerances and what the compiler made of it."""
@@ -102,6 +109,11 @@ def candidates_of(result: SearchResult, target: Target, *, most: int) -> list[Ca
         for twin in twins:
             if kind.violated(twin, spec, target) is None:
                 found[Candidate(family=kind, config=twin)] = None
+    if result.problem.direction == "bwd":
+        # Few were tried of each, and what was best may not fit the kernel of today.
+        for kind in {family(outcome.template) for outcome in known[:most]}:
+            found |= {Candidate(family=kind, config=config): None for config in kind.starts(spec, target)[:3]}
+        return list(found)[: most + 3]
     # Decoding kernels are checked and timed in no time, and each way to add up has configs that suit it.
     return list(found)[: 3 * most if any("combine" in candidate.config for candidate in found) else most + 1]
 
@@ -165,8 +177,25 @@ def check_problem(problem: Problem, candidates: Candidates, target: Target, seed
             print(f"{problem.label()} {candidate.config.label()}: {reply.fate} {reply.reason}", file=sys.stderr, flush=True)
             continue
         facts = tasks.compile_candidate(source, problem, target).facts
+        if problem.features.dropout:
+            compile_as_called(source, problem, target)
         found.append(Checked(candidate=candidate, error=reply.error, facts=facts))
     return found
+
+
+def compile_as_called(source: tasks.Source, problem: Problem, target: Target) -> None:
+    """Compiles for the wide seeds and offsets that calls draw, another type than a check's: here, where many processes do, and not in
+    the one that times, of which it took 20 seconds for each problem."""
+    from flashtune.core.launching import compiler_options, provided
+    from flashtune.core.modules import load_source
+    from flashtune.tuner.compile import compiling_for
+    from flashtune.tuner.inputs import make_inputs
+
+    module, inputs = load_source(source.text, source.stem), make_inputs(problem, device="meta", seed=0)
+    words = inputs.keywords | provided(module, inputs.q, inputs.k) | {"sms": target.sms, "seed": 2**64 - 1, "offset": 2**32 - 1}
+    with compiling_for(target):
+        for kernel, grid, args, options in module.launches(*inputs.arguments, **words):
+            kernel.warmup(*args, grid=grid, **compiler_options(options))
 
 
 def race_problem(problem: Problem, checked: list[Checked], target: Target, seed: int, seconds: float) -> dict[str, Any]:
@@ -177,9 +206,10 @@ def race_problem(problem: Problem, checked: list[Checked], target: Target, seed:
     from flashtune.core.modules import load_source
     from flashtune.profiler.whole_calls import call_times
     from flashtune.tuner.baseline import framework_call
-    from flashtune.tuner.inputs import make_inputs
 
-    inputs = make_inputs(problem, device="cuda", seed=seed)
+    marks = [time.perf_counter()]
+    inputs = random_inputs(problem, seed=seed)
+    marks.append(time.perf_counter())
     stopwatch = tasks._stopwatch(target.l2_bytes)
     modules = []
     for one in checked:
@@ -193,11 +223,23 @@ def race_problem(problem: Problem, checked: list[Checked], target: Target, seed:
     backend = None
     if framework is not None:
         runs.append(framework)
-        backend = tasks._backend_name(framework)
+        # A profiler takes a second or more. Torch chooses by what is asked of it far more than by sizes.
+        if problem.spec() not in BACKENDS:
+            BACKENDS[problem.spec()] = tasks._backend_name(framework)
+        backend = BACKENDS[problem.spec()]
+    for run in runs:
+        run()
+    torch.cuda.synchronize()
+    marks.append(time.perf_counter())
     began = time.time()
     times = stopwatch.race(runs, budget_s=seconds, least=15)
     ended = time.time()
-    calls = call_times(modules, inputs, budget_s=seconds / 9 * max(3, len(modules)))
+    marks.append(time.perf_counter())
+    # Three rounds at least: of whole training steps, that is what there is time for.
+    calls = call_times(modules, inputs, budget_s=0.0 if problem.direction == "bwd" else seconds / 9 * max(3, len(modules)))
+    marks.append(time.perf_counter())
+    spent = "inputs {:.1f} s, until the race {:.1f}, race {:.1f}, calls {:.1f}".format(*(b - a for a, b in pairwise(marks)))
+    print(f"{problem.label()}: {spent}", file=sys.stderr, flush=True)
     del inputs
     torch.cuda.empty_cache()
     return {"times": times, "calls": calls, "backend": backend, "began": began, "ended": ended, "pid": os.getpid()}
@@ -248,6 +290,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--models", action="store_true", help="race attentions of models that no row is of, instead of rows")
     parser.add_argument("--backward", action="store_true", help="race backward problems that no row is of, instead of rows")
     parser.add_argument("--rows-of", metavar="GPU", help="race the rows of this GPU that this machine's has none of, instead of its own")
+    parser.add_argument("--only", default="", help="of all these problems those whose label this regular expression finds")
     parser.add_argument("--most", type=int, default=2, help="stored configs of each problem (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=8, help="processes that check (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=0.4, help="of timing for each problem (default: %(default)s)")
@@ -260,6 +303,11 @@ def arguments() -> argparse.Namespace:
 
 def work_of(options: argparse.Namespace, target: Target) -> Work:
     """What is asked for, in its order."""
+    return [(problem, found) for problem, found in all_work(options, target) if re.search(options.only, problem.label())]
+
+
+def all_work(options: argparse.Namespace, target: Target) -> Work:
+    """The same, whatever its labels."""
     with Store.open(options.rows, writable=False) as store:
         results = store.results()
     mine = [result for result in results if result.gpu == target.slug]

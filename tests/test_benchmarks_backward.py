@@ -21,6 +21,7 @@ import backward
 import backward_cells
 import backward_training
 from forward_report import NO_TIME
+from random_inputs import random_inputs
 
 
 def test_the_cells_are_backwards_of_every_size_and_feature() -> None:
@@ -29,6 +30,8 @@ def test_the_cells_are_backwards_of_every_size_and_feature() -> None:
     plain = {(cell.problem.d, cell.problem.n_kv, cell.case) for cell in found if cell.group == "plain"}
     assert plain == {(d, n, case) for d in (64, 128, 256) for n in (512, 1024, 4096, 16384) for case in ("full", "causal")}
     assert {cell.case for cell in found if cell.group == "features"} == set(backward_cells.FEATURES)
+    repeatable = {(cell.problem.d, cell.problem.n_kv, cell.case) for cell in found if cell.group == "deterministic"}
+    assert repeatable == {(d, n, case) for d, n, case in plain if n > 512}
     assert all(cell.problem.direction == "bwd" for cell in found)
     assert {cell.group for cell in backward_cells.cells(("scores",))} == {"scores"}
 
@@ -51,6 +54,32 @@ def test_the_table_holds_ours_against_the_best_peer() -> None:
     assert (row["best_peer"], row["over_best"]) == ("cudnn", pytest.approx(1.2))
     shown = backward.table([row, backward.row_of(cell, backward_cells.Checked(), {}, "killed after 3 s")])
     assert "1.20x" in shown and "killed after 3 s" in shown and "geometric mean" in shown
+
+
+def test_deterministic_cells_are_held_against_each_peer_that_writes_the_same_bits() -> None:
+    plain, repeatable = backward_cells.cells(("plain",))[0], backward_cells.cells(("deterministic",))[0]
+    times = {name: Measurement.of([us]) for name, us in (("flashtune", 100.0), ("fa4 deterministic", 105.0), ("fa2 deterministic", 130.0))}
+    row = backward.row_of(repeatable, backward_cells.Checked(kind="exact"), times, "")
+    shown = backward.table([row, backward.row_of(plain, backward_cells.Checked(), {"flashtune": Measurement.of([50.0])}, "")])
+    last = shown.split("\n\n| cell")[-1]
+    assert "| 1.30x | 1.05x |" in last and "geometric mean over fa4 deterministic: 1.05x" in last and plain.name not in last
+    assert "over the best" in shown and row["over"] == {"fa4 deterministic": 1.05, "fa2 deterministic": 1.3}
+
+
+def test_what_serves_deterministic_cells_writes_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward_cells, "_here", lambda: "h200")
+    [cell] = [c for c in backward_cells.cells(("deterministic",)) if c.name == "deterministic full D=64 N=4096"]
+    served = backward_cells.served_by(cell)
+    assert served.template == "flash_bwd_hopper_split"
+    assert backward_cells.served_by(replace(cell, group="plain")).template == "flash_bwd_hopper"
+
+
+def test_inputs_for_timing_are_a_backwards_operands_without_its_forward() -> None:
+    problem = replace(backward_cells.cells(("features",))[1].problem, batch=1, heads=2, kv_heads=2, n_q=24, n_kv=24)
+    inputs = random_inputs(problem, seed=0, device="cpu")
+    assert list(inputs.operands) == [operand.name for operand in problem.contract.operands]
+    assert all(inputs.operands[operand.name].shape == operand.shape(problem) for operand in problem.contract.operands)
+    assert inputs.keywords["mask"] is not None and bool((inputs.lse >= 9.0).all())
 
 
 def test_cells_for_which_there_is_no_time_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,6 +204,8 @@ def explain(*arguments: Any, **keywords: Any) -> Explanation:
 def explain_problem(problem: Problem, gpu: str) -> Explanation:
     """What would serve `problem` on the GPU of this name, by the records alone; needs neither tensors nor a GPU.
 
+    Of a backward under torch's deterministic mode it is what writes the same bits every time.
+
     Raises InputError for an unknown GPU.
     """
     target, memo = find_target(gpu), current()

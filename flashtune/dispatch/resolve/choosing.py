@@ -267,7 +267,7 @@ def explain_problem(memo: Memo, problem: Problem, target: Target) -> Explanation
     """What the policy says of `problem` on `target`, without tensors: strides and compilers have no say."""
     refused: list[str] = []
     if problem.direction == "bwd":
-        chosen, why = gradient_choice(memo, problem, target)
+        chosen, why = gradient_choice(memo, problem, target, repeatable=same_bits_asked(deterministic=False))
         if chosen is None or chosen.family is None:
             reason = f"{why}, so torch's own attention serves the gradient"
             return Explanation(kind="framework", reason=reason, gpu=target.slug, key=problem.key(target.slug))

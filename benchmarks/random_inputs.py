@@ -1,0 +1,27 @@
+"""Inputs for timing alone, without the float64 forward that a backward's inputs take: at N = 4096 that is seconds for each problem."""
+
+from dataclasses import replace
+
+import torch
+
+from flashtune.core.problem import Problem
+from flashtune.core.torch_dtypes import TORCH_DTYPES
+from flashtune.tuner.inputs import Inputs, make_inputs
+
+
+def random_inputs(problem: Problem, *, seed: int, device: str = "cuda") -> Inputs:
+    """A problem's inputs. A backward's O, LSE and gradients are random like the rest: no kernel's time depends on them.
+
+    The LSE is above 9, so that probabilities are below 1 and nothing becomes infinite.
+    """
+    inputs = make_inputs(replace(problem, direction="fwd"), device=device, seed=seed)
+    if problem.direction == "fwd":
+        return inputs
+    generator = torch.Generator(device).manual_seed(seed)
+    operands = {}
+    for operand in problem.contract.operands:
+        kind = TORCH_DTYPES[operand.dtype(problem)]
+        operands[operand.name] = torch.randn(operand.shape(problem), device=device, generator=generator).to(kind)
+    operands |= {name: getattr(inputs, name) for name in ("q", "k", "v")}
+    operands["lse"] = operands["lse"].abs() + 9.0
+    return replace(inputs, problem=problem, operands=operands)
