@@ -3,7 +3,7 @@
 `--family flash_bwd_hopper_split` does so for the kernels that write the same bits every time, which are also checked for that: at head
 size 256 beside cuDNN and FlashAttention-2's deterministic backward, as torch runs it, below beside the latter and flash_bwd_hopper.
 
-`--sweep` takes the plain cells alone, and all combinations of SWEPT there in place of starts: what each axis is worth by itself.
+`--sweep` takes the plain cells alone, and the configs of SWEPT there in place of starts: what each axis is worth.
 
 Every config compiles first, all at once. Then each is checked against the float64 oracle on ragged little problems, in a process that is
 killed when it takes too long, for a kernel whose roles wait for one another hangs. Then cells are timed, cuDNN and some configs in turns,
@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
-from itertools import product
 from statistics import median
 from typing import Any
 
@@ -27,7 +26,7 @@ from random_inputs import random_inputs
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench
 
-from flashtune.core.config import Config
+from flashtune.core.config import Config, Value
 from flashtune.core.launching import launcher
 from flashtune.core.modules import load_source
 from flashtune.core.problem import Features, Problem
@@ -69,15 +68,38 @@ TIMED_SPLIT = [
     (128, 512, 1, Features()),
 ]
 """The same for the split family."""
-SWEPT: dict[str, tuple[Any, ...]] = {
-    "dq_sums": ("registers", "tma"),
-    "dv_first": (False, True),
-    "ahead": (False, True),
-    "release": ("memory", "hardware"),
-    "held_columns": (0, 64),
+SWEPT: dict[int, list[dict[str, Value]]] = {
+    128: [
+        {},
+        {"exp_early": True},
+        {"persistent": True},
+        {"persistent": True, "exp_early": True},
+        {"num_stages": 3},
+        {"dq_sums": "tma"},
+        {"dq_sums": "tma", "release": "hardware"},
+        {"dq_sums": "tma", "exp_early": True},
+        {"dq_sums": "tma", "release": "hardware", "exp_early": True},
+    ],
+    64: [
+        {},
+        {"held": "k"},
+        {"held": "v"},
+        {"held": "both"},
+        {"held": "both", "num_stages": 3},
+        {"held": "both", "persistent": True},
+        {"exp_early": True},
+        {"held": "k", "exp_early": True},
+        {"ahead": True, "num_stages": 3},
+        {"ahead": True, "num_stages": 3, "held": "v"},
+        {"ahead": True, "num_stages": 3, "held": "both"},
+        {"ahead": True, "num_stages": 3, "held": "v", "persistent": True},
+        {"ahead": True, "num_stages": 3, "held": "v", "release": "hardware"},
+        {"BLOCK_M": 128, "dq_sums": "tma"},
+        {"BLOCK_M": 128, "dq_sums": "tma", "exp_early": True},
+    ],
 }
-"""Axes of which `--sweep` takes all combinations, beside the default's other axes."""
-TIMED_SWEEP = [(d, n, 1, features) for d in (128, 64) for n in (1024, 16384) for features in PLAIN]
+"""What `--sweep` changes of the default, by head size."""
+TIMED_SWEEP = [(d, n, 1, features) for d in (128, 64) for n in (512, 4096, 16384) for features in PLAIN]
 """The cells of a sweep."""
 
 
@@ -100,7 +122,7 @@ def starts(chosen: Family, p: Problem) -> list[Config]:
 def swept(p: Problem) -> list[Config]:
     """The configs of a sweep at a problem."""
     default = FUSED.default(p.spec(), GPU)
-    found = (default.replace(**dict(zip(SWEPT, values, strict=True))) for values in product(*SWEPT.values()))
+    found = [default.replace(**changes) for changes in SWEPT[p.d]]
     return [config for config in found if FUSED.violated(config, p.spec(), GPU) is None]
 
 
@@ -230,7 +252,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", default=FUSED.name, choices=(FUSED.name, SPLIT.name))
     parser.add_argument("--d", type=int, nargs="*", default=[], help="these head sizes alone (default: all)")
-    parser.add_argument("--sweep", action="store_true", help="plain cells and all combinations of some axes")
+    parser.add_argument("--sweep", action="store_true", help="plain cells, and the configs of SWEPT")
     parser.add_argument("--without", nargs="*", default=[], help="configs that aren't timed")
     parser.add_argument("--only", help="the part of one child process")
     parser.add_argument("--limit", type=float, default=40.0, help="seconds after which a child is killed (default: %(default)s)")

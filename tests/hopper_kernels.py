@@ -117,6 +117,8 @@ def key_loops(code: list[str]) -> list[Counter[str]]:
     labels = {line[:-1]: place for place, line in enumerate(code) if line.endswith(":")}
     jumps = ((place, re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)) for place, line in enumerate(code))
     loops = [range(labels[jump[1]], place + 1) for place, jump in jumps if jump and labels[jump[1]] <= place]
+    # A loop that only sleeps holds a place.
+    loops = [loop for loop in loops if not (any("NANOSLEEP" in code[at] for at in loop) and not any("GMMA" in code[at] for at in loop))]
     inner = (loop for loop in loops if not any(other != loop and other[0] in loop and other[-1] in loop for other in loops))
     counts = (count(code[loop.start : loop.stop]) for loop in inner)
     return [found for found in counts if found["HGMMA"] + found["QGMMA"]]

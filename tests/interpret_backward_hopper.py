@@ -36,7 +36,7 @@ CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
     # More queries than keys: the first rows see nothing.
     "causal": (
         problem(Features(causal=True, alignment="bottom_right"), n_q=270, n_kv=130, d=128, d_v=72),
-        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "tma", "section": 4, "dv_first": True, "release": "hardware"},
+        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "tma", "section": 4, "exp_early": True, "release": "hardware"},
     ),
     "window": (
         problem(Features(window=(70, 30), sinks=True), n_q=190, n_kv=260, d=40, d_v=40, heads=4, kv_heads=2),
@@ -45,9 +45,9 @@ CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
             "num_stages": 3,
             "dq_sums": "registers",
             "section": 2,
-            "dv_first": True,
+            "exp_early": True,
             "release": "hardware",
-            "held_columns": 64,
+            "held": "both",
         },
     ),
     "ahead": (
@@ -56,20 +56,20 @@ CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
             "BLOCK_M": 64,
             "num_stages": 2,
             "dq_sums": "tma",
-            "dv_first": True,
             "ahead": True,
+            "persistent": True,
             "release": "hardware",
-            "held_columns": 64,
+            "held": "v",
         },
     ),
     "everything": (
         problem(Features(window=(70, 30), mask="bool", dropout=True, softcap=True, alibi=True), n_q=150, n_kv=140),
-        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "section": 1, "dv_first": True},
+        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "section": 1, "held": "k"},
     ),
     "bias": (problem(Features(causal=True, mask="bias"), heads=4, kv_heads=2), {"BLOCK_M": 128, "num_stages": 1, "dq_sums": "registers"}),
     "left": (
         problem(Features(causal=True, window=(40, 0)), d=96, d_v=96, dtype="bf16", kv_heads=2),
-        {"BLOCK_M": 64, "num_stages": 1, "dq_sums": "registers", "section": 16},
+        {"BLOCK_M": 64, "num_stages": 1, "dq_sums": "registers", "section": 16, "persistent": True},
     ),
 }
 
@@ -81,9 +81,12 @@ def launcher_of(p: Problem, changes: dict[str, Any], seed: int, chosen: Family =
     assert broken is None, broken
     module = load_source(render(chosen, variant_of(chosen, p.spec(), config)), chosen.name)
 
+    # Fewer multiprocessors than tiles, so that persistent programs have several, and not all as many.
+    sms = max(1, -(-p.n_kv // 128) * p.batch * p.kv_heads - 1)
+
     def launch(q: torch.Tensor, k: torch.Tensor, *tensors: torch.Tensor | None, **settings: Any) -> None:
         assert module.accepts(q, k, tensors[0], settings["mask"])
-        for kernel, grid, args, options in module.launches(q, k, *tensors, **provided(module, q, k), **settings):
+        for kernel, grid, args, options in module.launches(q, k, *tensors, **provided(module, q, k) | {"sms": sms}, **settings):
             if isinstance(kernel, GluonJITFunction):
                 Machine(module, (kernel, grid, args, options), seed=seed).run()
             else:

@@ -16,9 +16,9 @@ AXES = (
     Axis(name="num_stages", values=(1, 2, 3), why="blocks of Q and dO in flight: latency hidden against shared memory"),
     Axis(name="dq_sums", values=("registers", "tma"), why="who adds dQ up in memory: threads at once, or the copy engine by shared memory"),
     Axis(
-        name="dv_first",
+        name="exp_early",
         values=(False, True),
-        why="whether dV runs under the arithmetic of dS, against registers",
+        why="whether all exponentials run under dP, or the compiler leaves most for after it, against a branch",
         absent=False,
         unsaid=True,
     ),
@@ -30,6 +30,13 @@ AXES = (
         unsaid=True,
     ),
     Axis(
+        name="persistent",
+        values=(False, True),
+        why="whether programs take tile after tile, so that copies and stores hide, against shared memory and a fixed share of tiles",
+        absent=False,
+        unsaid=True,
+    ),
+    Axis(
         name="release",
         values=("memory", "hardware"),
         why="who says that a stage is read: a warpgroup whose warps have met, or each warp by itself at one of few hardware barriers",
@@ -37,10 +44,10 @@ AXES = (
         unsaid=True,
     ),
     Axis(
-        name="held_columns",
-        values=(0, 64),
-        why="columns of K and V that stay in registers, against reads of shared memory",
-        absent=0,
+        name="held",
+        values=("none", "k", "v", "both"),
+        why="keys and values that stay in registers: fewer reads of shared memory against products that the issuing warps wait for",
+        absent="none",
         unsaid=True,
     ),
     Axis(name="section", values=(1, 2, 4, 8, 16), why="heads that run side by side: a triangle's balance against queries that stay in L2"),
@@ -52,13 +59,13 @@ CONSTRAINTS = (
         name="shared memory",
         holds=lambda c, s, t: BackwardLayout.of(s, c).shared_bytes <= t.shared_bytes_per_block,
         why="keys, values, the stages of queries and dO, and dS live in shared memory",
-        axes=("BLOCK_M", "BLOCK_N", "num_stages", "dq_sums"),
+        axes=("BLOCK_M", "BLOCK_N", "num_stages", "dq_sums", "persistent"),
     ),
     Constraint(
         name="registers",
         holds=lambda c, s, t: BackwardLayout.of(s, c).live_registers <= BackwardLayout.of(s, c).consumer_registers - 16,
         why="both scores and the sums of dK and dV live in a warpgroup's registers",
-        axes=("BLOCK_M", "BLOCK_N", "dv_first", "ahead", "held_columns"),
+        axes=("BLOCK_M", "BLOCK_N", "ahead", "held"),
     ),
     Constraint(
         name="hardware barriers",
@@ -70,15 +77,9 @@ CONSTRAINTS = (
     ),
     Constraint(
         name="ahead",
-        holds=lambda c, s, t: not c.get("ahead", False) or (bool(c.get("dv_first", False)) and c.number("num_stages") > 1 and plain(s)),
-        why="its order has dV first and two blocks of queries at once, and no registers for features",
-        axes=("num_stages", "dv_first", "ahead"),
-    ),
-    Constraint(
-        name="held columns",
-        holds=lambda c, s, t: c.get("held_columns", 0) in (0, padded(s.d)) and c.get("held_columns", 0) in (0, padded(s.d_v)),
-        why="keys and values are held whole",
-        axes=("held_columns",),
+        holds=lambda c, s, t: not c.get("ahead", False) or (c.number("num_stages") > 1 and not c.get("exp_early", False) and plain(s)),
+        why="its order has two blocks of queries at once, its own place for exponentials, and no registers for features",
+        axes=("num_stages", "ahead", "exp_early"),
     ),
     Constraint(
         name="parts of dQ",
@@ -110,28 +111,27 @@ def supports(spec: KernelSpec, target: Target) -> str | None:
 
 
 def starts(spec: KernelSpec, target: Target) -> list[Config]:
-    """The tiles that fit, with both ways for dQ and both orders of dV, as far as they keep the constraints."""
-    # BLOCK_M, num_stages, dq_sums, dv_first, ahead, release, held_columns.
-    tiles: list[tuple[int, int, str, bool, bool, str, int]] = [
-        (64, 2, "registers", False, False, "memory", 0),
-        (64, 2, "registers", True, False, "hardware", 0),
-        (64, 2, "tma", True, False, "hardware", 0),
-        (64, 2, "tma", False, False, "memory", 0),
-        (64, 3, "registers", False, False, "memory", 0),
+    """The tiles that fit, with both ways for dQ, as far as they keep the constraints."""
+    # BLOCK_M, num_stages, dq_sums, held, ahead.
+    tiles: list[tuple[int, int, str, str, bool]] = [
+        (64, 2, "registers", "none", False),
+        (64, 2, "tma", "none", False),
+        (64, 3, "registers", "none", False),
     ]
     if padded(spec.d) == 64:
         tiles = [
-            (64, 2, "registers", False, False, "memory", 0),
-            (64, 2, "registers", True, False, "hardware", 64),
-            (64, 3, "registers", True, True, "hardware", 64),
-            (64, 3, "registers", False, False, "memory", 0),
-            (128, 2, "tma", False, False, "memory", 0),
-            (64, 3, "tma", False, False, "memory", 0),
-            (128, 2, "registers", False, False, "memory", 0),
+            (64, 2, "registers", "none", False),
+            (64, 2, "registers", "both", False),
+            (64, 3, "registers", "v", True),
+            (64, 3, "registers", "none", False),
+            (128, 2, "tma", "none", False),
+            (64, 3, "tma", "none", False),
+            (128, 2, "registers", "none", False),
         ]
-    names = ("BLOCK_M", "num_stages", "dq_sums", "dv_first", "ahead", "release", "held_columns")
+    names = ("BLOCK_M", "num_stages", "dq_sums", "held", "ahead")
+    others = {"BLOCK_N": 128, "exp_early": False, "persistent": False, "release": "memory"}
     found = [
-        Config.of(dict(zip(names, tile, strict=True)), BLOCK_N=128, section=section)
+        Config.of(others | dict(zip(names, tile, strict=True)), section=section)
         for section in ((4, 16) if spec.causal else (2, 1))
         for tile in tiles
     ]
@@ -166,7 +166,7 @@ FAMILY = Family(
     expected=expected,
     interpretable=False,
     layout=BackwardLayout.of,
-    path_axes=("BLOCK_M", "num_stages", "dq_sums", "dv_first", "ahead", "release", "held_columns"),
+    path_axes=("BLOCK_M", "num_stages", "dq_sums", "exp_early", "ahead", "persistent", "release", "held"),
     repeatable=False,
 )
 """Attention backward for Hopper."""

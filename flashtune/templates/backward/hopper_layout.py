@@ -37,7 +37,7 @@ class HopperBackward:
     def sizes(self) -> list[str]:
         """The kernel's parameters that are sizes, which travel through it as `Sizes`."""
         s = self.spec
-        found = ["n_q", "n_kv", "kv_heads", "group", "m_tiles", "n_tiles"]
+        found = ["n_q", "n_kv", "kv_heads", "group", "m_tiles", "n_tiles"] + ["tiles"] * (self.config.get("persistent", False) is True)
         return found + ["diagonal"] * (s.banded or s.alibi) + ["window_left"] * s.window + ["window_right"] * (s.window and not s.causal)
 
     @property
@@ -98,9 +98,9 @@ class BackwardLayout(HopperBackward):
         return self.config["dq_sums"] == "tma"
 
     @property
-    def dv_first(self) -> bool:
-        """Whether dV begins before the scores' gradients are computed."""
-        return bool(self.config.get("dv_first", False))
+    def exp_early(self) -> bool:
+        """Whether all exponentials of a block end before dP is waited for."""
+        return bool(self.config.get("exp_early", False))
 
     @property
     def ahead(self) -> bool:
@@ -108,9 +108,14 @@ class BackwardLayout(HopperBackward):
         return bool(self.config.get("ahead", False))
 
     @property
-    def held(self) -> bool:
-        """Whether keys and values are in registers, too, from which scores and their gradients take them."""
-        return self.config.get("held_columns", 0) != 0
+    def persistent(self) -> bool:
+        """Whether a program takes one tile of keys after another, and copies the next one's keys and values ahead."""
+        return bool(self.config.get("persistent", False))
+
+    @property
+    def held_tiles(self) -> list[str]:
+        """What a warpgroup has of its keys and values in registers, too, from which scores and their gradients take it."""
+        return {"none": [], "k": ["k_tile"], "v": ["v_tile"], "both": ["k_tile", "v_tile"]}[str(self.config.get("held", "none"))]
 
     @property
     def hardware_release(self) -> bool:
@@ -125,19 +130,21 @@ class BackwardLayout(HopperBackward):
 
     @property
     def live_registers(self) -> int:
-        """Accumulators and operands that a consumer thread holds at once: both scores, them as operands, dK and dV, and what is held."""
+        """Accumulators and operands that a consumer thread holds at once: both scores, one as an operand, dK and dV, what is held."""
         m = self.config.number("BLOCK_M")
-        operands = m // 4 * (2 if self.dv_first else 1) + (m // 2 if self.ahead else 0)
-        return m + operands + (self.block_d + self.block_dv) // 2 + ((self.block_d + self.block_dv) // 4 if self.held else 0)
+        sums, next_scores = (self.block_d + self.block_dv) // 2, m // 2 if self.ahead else 0
+        held = sum(self.block_d if name == "k_tile" else self.block_dv for name in self.held_tiles) // 4
+        return m + m // 4 + sums + next_scores + held
 
     @property
     def shared_bytes(self) -> int:
-        """Keys and values, stages of queries and dO with their numbers, dS twice, parts of dQ, and a KiB for barriers."""
+        """Keys and values (persistent: twice), stages of queries and dO with their numbers, dS twice, parts of dQ, a KiB for barriers."""
         size, block_m, block_n = ITEMSIZE[self.spec.dtype], self.config.number("BLOCK_M"), self.config.number("BLOCK_N")
         row = size * (self.block_d + self.block_dv)
         stages = self.config.number("num_stages") * block_m * (row + 8)
         parts = 4 * self.consumers * self.part_m * self.part_d if self.by_tma else 0
-        return block_n * row + stages + 2 * size * block_n * block_m + parts + 1024
+        keys = block_n * row * (2 if self.persistent else 1)
+        return keys + stages + 2 * size * block_n * block_m + parts + 1024
 
 
 @dataclass(frozen=True, slots=True)
