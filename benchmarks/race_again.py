@@ -5,9 +5,9 @@ splits. They are checked
 against the float64 oracle in several processes at once, then one process alone times them, as a search's closing race does: interleaved, L2
 flushed, the framework's attention among them, the GPU's state read meanwhile, and whole calls in an eager loop. A tenth of a search's time.
 
-`--steps`, `--models` and `--backward` race problems without rows, whose candidates are other rows' configs, what the cost model thinks
-best, and the family's starts. `--rows-of h200` races the rows of that GPU on this one, the most important first. With `--budget-s` the
-first problems that fit are checked and raced:
+`--steps`, `--sizes`, `--models` and `--backward` race problems without rows, whose candidates are other rows' configs, what the cost model
+thinks best, and the family's starts. `--rows-of h200` races the rows of that GPU on this one, the most important first. With `--budget-s`
+the first problems that fit are checked and raced:
 
     python benchmarks/race_again.py --rows-of h200 --db h100.sqlite --budget-s 150           # on an H100
 """
@@ -29,7 +29,7 @@ from children import Children
 from forward import until
 from forward_cells import problem_of
 from forward_report import NO_TIME
-from race_work import Candidates, Work, of_another_gpu, of_models
+from race_work import Candidates, Work, of_another_gpu, of_models, of_sizes
 from random_inputs import random_inputs
 
 from flashtune.core.config import Config, KernelSpec
@@ -288,6 +288,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rows", default=str(shipped_path()), help="the database whose rows are raced (default: the shipped one)")
     parser.add_argument("--steps", action="store_true", help="also race decoding steps that no row is of (STEPS)")
     parser.add_argument("--models", action="store_true", help="race attentions of models that no row is of, instead of rows")
+    parser.add_argument("--sizes", action="store_true", help="race head sizes that few rows are of, instead of rows")
     parser.add_argument("--backward", action="store_true", help="race backward problems that no row is of, instead of rows")
     parser.add_argument("--rows-of", metavar="GPU", help="race the rows of this GPU that this machine's has none of, instead of its own")
     parser.add_argument("--only", default="", help="of all these problems those whose label this regular expression finds")
@@ -314,10 +315,11 @@ def all_work(options: argparse.Namespace, target: Target) -> Work:
     choose = partial(candidates_of, target=target, most=options.most)
     if options.rows_of:
         return of_another_gpu(results, find_target(options.rows_of).slug, target, choose)
-    own = not (options.models or options.backward)
+    own = not (options.models or options.sizes or options.backward)
     work: Work = [(result.problem, choose(result)) for result in mine if own]
     work += backwards_of(mine, target) if options.backward else []
     work += steps_of(mine, target) if options.steps else []
+    work += of_sizes(target, mine, most=4 * options.most, seed=options.seed) if options.sizes else []
     return work + (of_models(target, most=4 * options.most, seed=options.seed) if options.models else [])
 
 

@@ -161,11 +161,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="a folder for losses.json, cases.json and losses.txt")
     out = parser.parse_args().out
-    shipped = Library.of(shipped_path()).records()
+    shipped = Library.of(shipped_path()).records(gpu=GPU.slug)
     tables, cases = {}, {}
     for name, path in (("archived", ARCHIVED), ("shipped", shipped_path())):
         with Store.open(path, writable=False) as store:
-            cases[name] = replayed(store.results())
+            cases[name] = replayed(result for result in store.results() if result.gpu == GPU.slug)
         tables[name] = summary(cases[name])
     served = decisions(shipped)
     lines: list[str] = []

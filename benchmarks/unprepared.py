@@ -76,7 +76,7 @@ FROM_US, TO_US = 20.0, 2000.0
 MOST_BYTES = 1 << 30
 """Of a mask, and of all else."""
 
-SHARES = {"checking": 0.45, "looking": 0.65}
+SHARES = {"checking": 0.5, "looking": 0.78}
 """Where in the time the checks and the first looks end."""
 
 AT_ONCE = 3
@@ -314,6 +314,8 @@ def run(
                         yield propose, (cell.problem, target, seed, looked[cell], math.ceil(trials / MORE))
 
             more = many.by(deadline, proposing(), late=NO_TIME)
+            for why in sorted({why for _, why in [*answers[len(cells) :], *more] if why and why != NO_TIME}):
+                say(f"candidates were lost: {why},")
         proposed = {cell: found or [] for cell, (found, _) in zip(looked, more, strict=True)}
         say(f"{len(looked)} looked at, with {sum(map(len, proposed.values()))} candidates more,")
 
@@ -350,7 +352,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=60.0, help="seconds after which a cell is given up (default: %(default)s)")
     parser.add_argument("--budget-s", type=float, default=math.inf, help="seconds for everything; what doesn't fit is left out")
     parser.add_argument("--jobs", type=int, default=max(1, cores() - 1), help="checks, or compilers, at once (default: %(default)s)")
-    parser.add_argument("--list", action="store_true", help="print the shapes and end; needs no GPU")
+    parser.add_argument("--list", action="store_true", help="print the shapes and end; without a GPU, those of an H200")
     return parser.parse_args()
 
 
@@ -361,11 +363,13 @@ def main() -> None:
     target: Target | None = gpu.target if gpu is not None else None
     known = [record.key for record in shipped()]
     if options.list:
-        for cell in drawn(options.count, seed=options.seed, gpu=known[0].gpu if target is None else target.slug, known=known):
+        for cell in drawn(options.count, seed=options.seed, gpu="h200" if target is None else target.slug, known=known):
             print(f"{cell.name}: about {guess_us(cell.problem):.0f} us")
         return
     if target is None:
         raise SystemExit("unprepared.py times kernels and found no GPU that flashtune knows: run it on the GPU's machine, or add --list")
+    # Children fit surrogates side by side, each of which would take all cores.
+    os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     folder = Path(os.environ.get("OUT", "."))
     folder.mkdir(parents=True, exist_ok=True)
     rows = run(

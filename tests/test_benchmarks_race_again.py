@@ -127,6 +127,17 @@ def test_models_attentions_without_a_row_race_what_a_search_would_try_first(monk
     assert 4 < len(found) <= 8 and all(c.family.violated(c.config, problem.spec(), H200) is None for c in found)
 
 
+def test_other_head_sizes_race_full_and_causal_first_then_features_and_decoding() -> None:
+    work = race_again.work_of(options("--sizes"), H200)
+    problems = [problem for problem, _ in work]
+    with Store.open(shipped_path(), writable=False) as store:
+        known = {result.problem.key(result.gpu) for result in store.results()}
+    assert not {problem.key("h200") for problem in problems} & known
+    prefill = [problem.features.label() for problem in problems if problem.n_q > 1]
+    assert list(dict.fromkeys(prefill)) == ["full", "causal", "causal+window1024", "full+mask"]
+    assert all(problem.n_q == 1 for problem in problems[len(prefill) :])
+
+
 def options(*words: str) -> Any:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sys, "argv", ["race_again.py", *words])

@@ -3,6 +3,7 @@
 import inspect
 import json
 import re
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -12,6 +13,8 @@ from flashtune.cli.options import ProblemOptions
 from flashtune.cli.search import problems_of, search
 from flashtune.core.errors import InputError
 from flashtune.core.models import Model, find_model, models
+from flashtune.db.library import shipped_path
+from flashtune.db.store import Store
 
 ASKED = {
     *("gpt2", "bert-base", "vit-b-16", "vit-l-16", "siglip-so400m-14", "clip-vit-l-14", "whisper-large-v3", "sd-1.5", "sdxl", "flux.1"),
@@ -82,6 +85,24 @@ def test_show_lists_them_and_profile_takes_one() -> None:
     assert counted.exit_code == 0, counted.output
     problem = json.loads(counted.output[counted.output.index("{") :])["problem"]
     assert (problem["heads"], problem["kv_heads"], problem["n"], problem["d"]) == (32, 8, 1024, 128)
+
+
+def test_show_says_which_attentions_are_measured_and_what_serves_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "some.sqlite"
+    with Store.open(shipped_path(), writable=False) as shipped, Store.open(path, writable=True) as some:
+        for result in shipped.results():
+            if result.gpu == "h200" and (result.problem.d, result.problem.n_q, result.problem.n_kv) == (96, 1, 4096):
+                some.save(result)
+    words = ("show", "--models", "--gpu-name", "h200", "--db", str(path))
+    found = {row["slug"]: row["attentions"] for row in json.loads(CliRunner().invoke(main, [*words, "--json"]).output)}
+    prefill, step = found["phi-3-mini"][0]["served"]
+    assert (prefill["n_q"], prefill["kind"]) == (4096, "default"), "torch has no windows"
+    assert (step["n"], step["n_q"], step["kind"], step["estimated_loss"]) == (4096, 1, "exact", None)
+    assert [one["n_q"] for one in found["whisper-tiny"][2]["served"]] == [448], "crossing takes no step"
+    assert found["bert-base"][0]["served"][0]["kind"] == "framework"
+    table = CliRunner().invoke(main, list(words)).output
+    assert "measured" in table and "torch" in table and "untuned" in table
+    assert "served" not in json.loads(CliRunner().invoke(main, ["show", "--models", "--json"]).output)[0]["attentions"][0]
 
 
 def of_class(name: str) -> list[tuple[object, ...]]:

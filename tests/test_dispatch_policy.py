@@ -380,6 +380,18 @@ def test_what_wins_by_its_calls_at_a_few_hundred_keys_serves_every_shorter_step(
         assert (found.kind == "near_n") is serves, (n, found.note)
 
 
+def test_rows_of_the_very_head_size_go_before_those_that_are_only_padded_to_the_same() -> None:
+    def heads_of(d: int, n: int, features: Features = PROBLEM.features) -> Problem:
+        return replace(sized(n), d=d, d_v=d, features=features)
+
+    own, padded, near = record(heads_of(40, 4096)), record(heads_of(64, 2048)), record(heads_of(64, 256))
+    assert choose(heads_of(40, 2048), H200, [padded, own], FAMILIES).record is own
+    assert choose(heads_of(40, 256), H200, [near, own], FAMILIES).record is near, "N counts, too"
+    # Rather than those of another size that have the feature.
+    window = Features(causal=True, window=(1024, 0))
+    assert choose(heads_of(40, 4096, window), H200, [record(heads_of(64, 4096, window)), own], FAMILIES).record is own
+
+
 def test_a_row_far_in_keys_gives_a_decoding_step_to_torch_only_with_one_that_is_near_in_them() -> None:
     """The row of 512 keys has the head size and the config; of as many keys there are only those of other head sizes."""
 

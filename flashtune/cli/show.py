@@ -1,6 +1,8 @@
 """`flashtune show`: the best known configuration of every problem."""
 
+from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 
 import click
 from rich.table import Table
@@ -8,7 +10,9 @@ from rich.table import Table
 from flashtune.cli.console import console, print_json
 from flashtune.cli.options import DTYPE, GPU, db_option, filters_of, json_option
 from flashtune.cli.records import print_records, record_row
-from flashtune.core.models import models
+from flashtune.core.models import ModelAttention, models
+from flashtune.core.problem import Problem
+from flashtune.core.target import find_target
 
 
 @click.command()
@@ -18,7 +22,12 @@ from flashtune.core.models import models
 @click.option("--n", type=int, help="Only this sequence length.")
 @click.option("--dtype", type=DTYPE, help="Only this element type.")
 @click.option("--source", type=click.Choice(["measured", "predicted"]), help="Only rows of this kind.")
-@click.option("--models", "list_models", is_flag=True, help="The models that --model knows and their attentions, in place of rows.")
+@click.option(
+    "--models",
+    "list_models",
+    is_flag=True,
+    help="The models that --model knows, in place of rows; with --gpu-name, what is measured there.",
+)
 @click.option("--wide", is_flag=True, help="All columns, the config among them, however long the lines become.")
 @json_option
 def show(
@@ -38,9 +47,10 @@ def show(
     flashtune show
     flashtune show --db my-model.sqlite --gpu-name h200 --json
     flashtune show --models
+    flashtune show --models --gpu-name h200
     """
     if list_models:
-        show_models(as_json)
+        show_models(as_json, None if gpu_name is None else standing_on(gpu_name, location))
         return
     from flashtune.db.library import Library
     from flashtune.templates import unservable
@@ -60,18 +70,92 @@ def show(
     print_records(records, wide=wide)
 
 
-def show_models(as_json: bool) -> None:
-    """The models of the table, a line for each kind of attention."""
+STANDING = {
+    "exact": "measured",
+    "near_n": "near",
+    "stand_in": "stand-in",
+    "near_gpu": "other GPU",
+    "predicted": "predicted",
+    "default": "untuned",
+    "framework": "torch",
+}
+"""What tables say of the steps of the policy (flashtune.dispatch.policy.rank)."""
+
+Standing = Callable[[Problem], dict[str, Any]]
+"""What serves a problem: `kind` of choice, and `estimated_loss` against a search of its own, where another problem's row serves."""
+
+
+def standing_on(gpu_name: str, location: str | None) -> Standing:
+    """What the rows in use, or those of a database, mean for problems on this GPU."""
+    from flashtune.db.library import Library
+    from flashtune.dispatch.policy import Pool, choose, group_of, torch_has
+    from flashtune.templates import families, unservable
+
+    target, known = find_target(gpu_name), families()
+    library = Library.of(location) if location else Library.default()
+    records = library.records(passed_over=unservable)
+    pools: dict[object, Pool] = {}
+
+    def standing(problem: Problem) -> dict[str, Any]:
+        key = problem.key(target.slug)
+        if (group := group_of(key)) not in pools:
+            pools[group] = Pool(key, target, records, known)
+        choice = choose(problem, target, pools[group], known, framework_serves=torch_has(problem))
+        return {"kind": choice.kind, "estimated_loss": None if choice.estimate is None else round(choice.estimate.median, 4)}
+
+    return standing
+
+
+def show_models(as_json: bool, standing: Standing | None) -> None:
+    """The models of the table, a line for each kind of attention, with what serves each where that is asked for."""
     if as_json:
-        print_json([asdict(model) for model in models().values()])
+        print_json([_model_json(model.slug, standing) for model in models().values()])
         return
-    table = Table(title="Models by their attentions (sources: --json)", title_justify="left")
-    for heading in ("model", "attention", "heads", "D", "N", "features"):
+    title = "Models by their attentions (sources: --json)"
+    if standing is not None:
+        title += "; in brackets what a stand-in is estimated to lose"
+    table = Table(title=title, title_justify="left")
+    for heading in ("model", "attention", "heads", "D", "N", "features", *(("prefill", "one step") if standing is not None else ())):
         table.add_column(heading)
     for model in models().values():
         for kind in model.attentions:
             heads = str(kind.heads) if kind.heads == kind.kv_heads else f"{kind.heads}/{kind.kv_heads}"
             lengths = ", ".join(str(n) if kind.n_q is None else f"{kind.n_q} x {n}" for n in kind.n)
             features = kind.problem(n=kind.n[0], dtype="bf16").features.label()
-            table.add_row(model.slug, kind.what, heads, str(kind.d) if kind.d_v is None else f"{kind.d}/{kind.d_v}", lengths, features)
+            cells = [model.slug, kind.what, heads, str(kind.d) if kind.d_v is None else f"{kind.d}/{kind.d_v}", lengths, features]
+            if standing is not None:
+                found = _served(kind, standing)
+                prefill, step = (", ".join(_words(one) for one in found if (one["n_q"] == 1) is step) for step in (False, True))
+                cells += [prefill, step]
+            table.add_row(*cells)
     console().print(table)
+
+
+def _model_json(slug: str, standing: Standing | None) -> dict[str, Any]:
+    """A model's facts, and of each attention what serves it."""
+    model = models()[slug]
+    found = asdict(model)
+    if standing is not None:
+        for kind, fields in zip(model.attentions, found["attentions"], strict=True):
+            fields["served"] = _served(kind, standing)
+    return found
+
+
+WORTH_SAYING = 0.005
+"""Estimated losses below it are left out."""
+
+STEP_BATCH = 8
+"""Sequences of the decoding steps that are asked about."""
+
+
+def _served(kind: ModelAttention, standing: Standing) -> list[dict[str, Any]]:
+    """What serves an attention in bf16 at its usual lengths; where it is causal and over itself, a decoding step of that many keys, too."""
+    problems = [kind.problem(n=n, dtype="bf16") for n in kind.n]
+    if kind.causal and kind.n_q is None:
+        problems += [kind.problem(n=n, dtype="bf16", batch=STEP_BATCH, n_q=1) for n in kind.n]
+    return [{"n": p.n_kv, "n_q": p.n_q, "batch": p.batch, **standing(p)} for p in problems]
+
+
+def _words(served: dict[str, Any]) -> str:
+    loss = served["estimated_loss"]
+    return STANDING[served["kind"]] + (f" ({loss:.0%})" if loss and loss >= WORTH_SAYING and served["kind"] != "framework" else "")

@@ -54,6 +54,11 @@ FAST_HEADS = 128
 FULL = 2.0
 """From so many tiles of 128 query rows to an SM on, a GPU counts as full: fewer leave SMs idle, for which other configs are good."""
 
+OTHER_SIZE = 8.0
+"""What another real head size counts beside `nearness.distance`, also where kernels pad both to the same: two octaves of N, or a feature.
+Tiles that suit D = 64 took 1.1 to 1.5 times as long as the best in four of five calls of D = 40
+(benchmarks/results/2026-11-22-h200-unprepared/unprepared.json)."""
+
 OTHER_GPU = 8.0
 """What another GPU of the architecture counts beside `nearness.distance`: two octaves of N."""
 
@@ -85,9 +90,11 @@ def comparable(theirs: ProblemKey, ours: ProblemKey) -> bool:
 
 @lru_cache(maxsize=65536)
 def kinds_apart(theirs: ProblemKey, ours: ProblemKey) -> float:
-    """`nearness.distance` of two kinds (`kind_of`), with head sizes as kernels pad them; among equals the nearer real size."""
+    """`nearness.distance` of two kinds (`kind_of`), with head sizes as kernels pad them, and OTHER_SIZE where the real ones differ; among
+    equals the nearer real size."""
     rounded = [replace(key, d=padded(key.d), d_v=padded(key.d_v)) for key in (theirs, ours)]
-    return distance(*rounded) + octaves(theirs.d, ours.d) + octaves(theirs.d_v, ours.d_v)
+    other = OTHER_SIZE if (theirs.d, theirs.d_v) != (ours.d, ours.d_v) else 0.0
+    return distance(*rounded) + other + octaves(theirs.d, ours.d) + octaves(theirs.d_v, ours.d_v)
 
 
 def places(key: ProblemKey) -> tuple[float, float, float, float]:
