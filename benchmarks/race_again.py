@@ -343,32 +343,31 @@ def main() -> None:
     origin = provenance(command=shlex.join(["python", *sys.argv]), seed=options.seed, measured=True)
     jobs = [(check_problem, (problem, found, target, options.seed)) for problem, found in work]
     ready: list[tuple[Problem, list[Checked]]] = []
-    with Children(count=options.jobs, limit_s=options.limit_s) as many:
-        answers = many.by(started + CHECKING * options.budget_s, jobs, late=NO_TIME)
-    for (problem, _), (checked, failed) in zip(work, answers, strict=True):
-        if failed:
-            print(f"{problem.label()}: {failed}", file=sys.stderr, flush=True)
-        elif checked:
-            ready.append((problem, checked))
-    print(f"checked {len(ready)} of {len(work)} problems in {time.monotonic() - started:.0f} s", flush=True)
-    saved = 0
-    with (
-        Children(limit_s=options.limit_s) as alone,
-        Store.open(options.db, writable=True) as store,
-        GpuWatch(gpu_id()) as watch,
-    ):
-        races = alone.each([(race_problem, (problem, checked, target, options.seed, options.seconds)) for problem, checked in ready])
-        for (problem, checked), (raced, failed) in until(started + options.budget_s, zip(ready, races, strict=True)):
+    with Children(limit_s=options.limit_s) as alone:
+        # It takes seconds to start, in which the others have enough to do.
+        alone.begin((local_gpu, ()))
+        with Children(count=options.jobs, limit_s=options.limit_s) as many:
+            answers = many.by(started + CHECKING * options.budget_s, jobs, late=NO_TIME)
+        for (problem, _), (checked, failed) in zip(work, answers, strict=True):
             if failed:
                 print(f"{problem.label()}: {failed}", file=sys.stderr, flush=True)
-                continue
-            result = result_of(problem, checked, raced, target.slug, watch, origin)
-            store.save(result)
-            saved += 1
-            best = result.outcomes[0]
-            us = best.measurement.median_us if best.measurement else 0.0
-            gain = f"{result.baseline.measurement.median_us / us:.3f}x" if result.baseline else "-"
-            print(f"{problem.label():60s} {us:8.1f} us {gain} call {best.call_us or math.nan:8.1f} {best.config.label()}", flush=True)
+            elif checked:
+                ready.append((problem, checked))
+        print(f"checked {len(ready)} of {len(work)} problems in {time.monotonic() - started:.0f} s", flush=True)
+        saved = 0
+        with Store.open(options.db, writable=True) as store, GpuWatch(gpu_id()) as watch:
+            races = alone.each([(race_problem, (problem, checked, target, options.seed, options.seconds)) for problem, checked in ready])
+            for (problem, checked), (raced, failed) in until(started + options.budget_s, zip(ready, races, strict=True)):
+                if failed:
+                    print(f"{problem.label()}: {failed}", file=sys.stderr, flush=True)
+                    continue
+                result = result_of(problem, checked, raced, target.slug, watch, origin)
+                store.save(result)
+                saved += 1
+                best = result.outcomes[0]
+                us = best.measurement.median_us if best.measurement else 0.0
+                gain = f"{result.baseline.measurement.median_us / us:.3f}x" if result.baseline else "-"
+                print(f"{problem.label():60s} {us:8.1f} us {gain} call {best.call_us or math.nan:8.1f} {best.config.label()}", flush=True)
     print(f"raced {saved} of {len(ready)} problems in {time.monotonic() - started:.0f} s", flush=True)
 
 
