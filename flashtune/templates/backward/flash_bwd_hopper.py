@@ -4,7 +4,7 @@ Tiles and roles are those of FlashAttention-3's backward (Shah et al., 2024) as 
 tile of keys and two warpgroups of 64 of them, is in `_hopper_roles.jinja`.
 """
 
-from flashtune.core.config import Config, KernelSpec
+from flashtune.core.config import Config, KernelSpec, Value
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.backward.hopper_layout import BackwardLayout
@@ -129,7 +129,7 @@ def starts(spec: KernelSpec, target: Target) -> list[Config]:
             (128, 2, "registers", "none", False),
         ]
     names = ("BLOCK_M", "num_stages", "dq_sums", "held", "ahead")
-    others = {"BLOCK_N": 128, "exp_early": False, "persistent": False, "release": "memory"}
+    others: dict[str, Value] = {"BLOCK_N": 128, "exp_early": False, "persistent": False, "release": "memory"}
     found = [
         Config.of(others | dict(zip(names, tile, strict=True)), section=section)
         for section in ((4, 16) if spec.causal else (2, 1))
