@@ -36,6 +36,9 @@ from flashtune.tuner.racing import Contest
 from flashtune.tuner.replies import Rounds
 from flashtune.tuner.space import Candidate, SearchSpace
 
+FEW_S = 15.0
+"""With less time than this no other families are begun with."""
+
 RACERS = 12
 """Of all that was tried, so many of the fastest race against the pick."""
 
@@ -87,7 +90,7 @@ def swept(
     groups = [{name: family for name, family in space.families.items() if (name in wholly) == first} for first in (True, False)]
     for number, group in enumerate(groups):
         left = began + budget_s - time.monotonic()
-        if not group or left < 5:
+        if not group or left < FEW_S:
             continue
         kinds: dict[str, Any] = {"sampler": "exhaustive"} if number == 0 else {"sampler": "gp"}
         found += searched(

@@ -3,7 +3,6 @@
 import math
 import os
 import signal
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,17 +14,19 @@ import torch
 from attention_cases import band_of, by_the_book
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashtune.core import reference
 from flashtune.core.config import Config
 from flashtune.core.dtypes import DType
 from flashtune.core.errors import InputError
-from flashtune.core.problem import Features, Problem
+from flashtune.core.problem import DIRECTIONS, Features, Problem
 from flashtune.core.results import CompileFacts, Fate, Measurement, Outcome
 from flashtune.core.target import find_target
 from flashtune.templates import families, family
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner import correctness, tasks
+from flashtune.tuner.baseline import framework_call
 from flashtune.tuner.compile import cross_compile
 from flashtune.tuner.cost import key_blocks, predict_us
 from flashtune.tuner.inputs import make_inputs
@@ -406,29 +407,13 @@ def test_a_candidates_text_is_rendered_once_however_often_it_is_asked_for(monkey
     assert rendered == [variant.id] and sources == {tasks.Source(text=render(chosen, variant), stem=f"flash_fwd_{variant.id}")}
 
 
-def test_the_framework_is_met_once_in_a_process_and_beside_nothing_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While inputs are made, and by the time that they are said to be ready; whether or not it can be had."""
-    problem = Problem(batch=1, heads=1, kv_heads=1, n_q=64, n_kv=64, d=64, d_v=64, dtype="fp16")
-    target, making, met = find_target("h200"), threading.Event(), list[bool]()
-    monkeypatch.setattr(tasks, "_bench", [])
-
-    def ready(*_: Any) -> None:
-        making.set()
-
-    def meet() -> None:
-        met.append(making.wait(600))
-
-    monkeypatch.setattr(tasks, "_ready", ready)
-    monkeypatch.setattr(tasks, "_meet_framework", meet)
-    assert isinstance(tasks.prepare_device(problem, target, 0), Ready) and met == [True]
-    monkeypatch.setattr(tasks, "_bench", [object()])
-    assert isinstance(tasks.prepare_device(problem, target, 0), Ready) and met == [True]
-
-
-def test_a_framework_that_cannot_be_met_fails_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(call: Any) -> str:
-        raise RuntimeError("no profiler here")
-
-    monkeypatch.setattr(tasks, "_backend_name", none)
-    monkeypatch.setattr(torch, "zeros", lambda *_, **__: torch.empty(1, 1, 1, 1))
-    tasks._meet_framework()
+def test_the_frameworks_backend_is_told_by_what_it_runs() -> None:
+    """A CPU has two; of a gradient both passes are seen."""
+    problem = Problem(batch=1, heads=2, kv_heads=2, n_q=64, n_kv=64, d=64, d_v=64, dtype="fp16", features=Features(causal=True))
+    for direction in DIRECTIONS:
+        inputs = make_inputs(replace(problem, direction=direction), device="cpu", seed=0)
+        for backend, name in ((SDPBackend.FLASH_ATTENTION, "flash"), (SDPBackend.MATH, "math")):
+            call = framework_call(inputs)
+            assert call is not None
+            with sdpa_kernel(backend):
+                assert tasks._backend_name(call) == name

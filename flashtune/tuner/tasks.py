@@ -8,7 +8,6 @@ import ctypes
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
@@ -207,28 +206,11 @@ def _stopwatch(l2_bytes: int) -> "Stopwatch":
 
 def prepare_device(problem: Problem, target: Target, seed: int) -> Ready | Failed:
     """Start the GPU and make the inputs and oracles of `problem`, so that no candidate's time limit pays for it."""
-    meeting = None if _bench else threading.Thread(target=_meet_framework, name="framework", daemon=True)
-    if meeting is not None:
-        meeting.start()
     try:
         _ready(problem, target, seed)
     except Exception as error:
         return _failed(error)
-    finally:
-        if meeting is not None:
-            # Nothing is to be timed beside it.
-            with _spent.on("wait for the framework"):
-                meeting.join()
     return Ready(spent=_spent.take())
-
-
-def _meet_framework() -> None:
-    """Have the framework's attention and the profiler load what they take seconds for at their first call in a process."""
-    import torch
-
-    with suppress(Exception):
-        x = torch.zeros((1, 1, 64, 64), dtype=torch.float16, device="cuda")
-        _backend_name(lambda: torch.nn.functional.scaled_dot_product_attention(x, x, x))
 
 
 def inputs_on_device(problem: Problem, target: Target, seed: int) -> "Inputs":
@@ -311,19 +293,22 @@ def _failed(error: Exception) -> Failed:
     return Failed(fate=Fate.COMPILE if compiling else Fate.RUNTIME, reason=one_line(error), poisoned=sticky)
 
 
-_KERNEL_NAMES = {"cudnn": "cudnn", "flash": "flash", "fmha_cutlass": "efficient", "efficient": "efficient"}
-
-
 def _backend_name(call: Callable[[], object]) -> str:
-    """Which of the framework's backends ran, from the names of the kernels that it launched."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
+    """Which of the framework's backends serves a call, from the operators that it runs: a profiler takes seconds to start."""
+    from torch.utils._python_dispatch import TorchDispatchMode
 
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+    class Named(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        """Notes the operators of a block."""
+
+        names = ""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names += f" {func}"
+            return func(*args, **(kwargs or {}))
+
+    with Named() as ran:  # type: ignore[no-untyped-call]
         call()
-        torch.cuda.synchronize()
-    names = " ".join(event.key.lower() for event in recorded.key_averages())
-    return next((name for part, name in _KERNEL_NAMES.items() if part in names), "math")
+    return next((name for name in ("cudnn", "flash", "efficient") if f"_scaled_dot_product_{name}_attention" in ran.names), "math")
 
 
 def bench_problem(source: Source, problem: Problem, target: Target, seed: int, budget_s: float) -> Compared | Failed:
