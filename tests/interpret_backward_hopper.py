@@ -69,7 +69,7 @@ CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
     "bias": (problem(Features(causal=True, mask="bias"), heads=4, kv_heads=2), {"BLOCK_M": 128, "num_stages": 1, "dq_sums": "registers"}),
     "left": (
         problem(Features(causal=True, window=(40, 0)), d=96, d_v=96, dtype="bf16", kv_heads=2),
-        {"BLOCK_M": 64, "num_stages": 1, "dq_sums": "registers", "section": 16, "persistent": True},
+        {"BLOCK_M": 64, "num_stages": 1, "dq_sums": "registers", "section": 16, "persistent": True, "held": "v"},
     ),
 }
 

@@ -113,9 +113,19 @@ class BackwardLayout(HopperBackward):
         return bool(self.config.get("persistent", False))
 
     @property
+    def k_held(self) -> int:
+        """The columns of its keys that a warpgroup has in registers, too, from which scores take them."""
+        return 64 if self.config.get("held", "none") in ("k", "both") else 0
+
+    @property
+    def v_held(self) -> int:
+        """The same of values, for the gradients of probabilities."""
+        return 64 if self.config.get("held", "none") in ("v", "both") else 0
+
+    @property
     def held_tiles(self) -> list[str]:
-        """What a warpgroup has of its keys and values in registers, too, from which scores and their gradients take it."""
-        return {"none": [], "k": ["k_tile"], "v": ["v_tile"], "both": ["k_tile", "v_tile"]}[str(self.config.get("held", "none"))]
+        """The names of what is held."""
+        return ["k_held"] * (self.k_held > 0) + ["v_held"] * (self.v_held > 0)
 
     @property
     def hardware_release(self) -> bool:
@@ -133,8 +143,7 @@ class BackwardLayout(HopperBackward):
         """Accumulators and operands that a consumer thread holds at once: both scores, one as an operand, dK and dV, what is held."""
         m = self.config.number("BLOCK_M")
         sums, next_scores = (self.block_d + self.block_dv) // 2, m // 2 if self.ahead else 0
-        held = sum(self.block_d if name == "k_tile" else self.block_dv for name in self.held_tiles) // 4
-        return m + m // 4 + sums + next_scores + held
+        return m + m // 4 + sums + next_scores + (self.k_held + self.v_held) // 4
 
     @property
     def shared_bytes(self) -> int:
