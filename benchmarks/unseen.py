@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from children import in_children
 from searches import searched, shipped
 
 from flashtune.core.problem import Features, Problem
@@ -33,8 +32,9 @@ from flashtune.templates import families
 from flashtune.tuner import tasks
 from flashtune.tuner.machine import cores, local_gpu, provenance
 from flashtune.tuner.racing import Contest
-from flashtune.tuner.replies import Rounds
+from flashtune.tuner.replies import Failed
 from flashtune.tuner.space import Candidate, SearchSpace
+from flashtune.tuner.workers import Workers
 
 FEW_S = 15.0
 """With less time than this no other families are begun with."""
@@ -81,7 +81,7 @@ def search(problem: Problem, target: Target, scratch: Path, extra: Sequence[str]
 
 
 def swept(
-    problem: Problem, target: Target, wholly: Sequence[str], budget_s: float, *, jobs: int, command: str
+    problem: Problem, target: Target, wholly: Sequence[str], budget_s: float, *, workers: Workers, jobs: int, command: str
 ) -> tuple[list[SearchResult], dict[str, tuple[int, int]]]:
     """What became of every candidate of `wholly` and of some of the rest; of each family how many were tried, of how many."""
     began, found = time.monotonic(), list[SearchResult]()
@@ -106,6 +106,7 @@ def swept(
             budget_s=left - 2,
             until=None,
             only=group,
+            workers=workers,
             **kinds,
         )
     tried = [(outcome.template, outcome.config) for result in found for outcome in result.outcomes]
@@ -114,17 +115,18 @@ def swept(
     return found, counts
 
 
-def raced(problem: Problem, target: Target, outcomes: Sequence[Outcome], seconds: float) -> tuple[list[float], str]:
+def raced(problem: Problem, target: Target, outcomes: Sequence[Outcome], seconds: float, workers: Workers) -> tuple[list[float], str]:
     """By how much each is behind the fastest in races of all of them, until it is decided; nothing, and why, where they couldn't race."""
     known = families()
     candidates = [Candidate(family=known[outcome.template], config=outcome.config) for outcome in outcomes]
     sources = [tasks.Source.of(candidate.family, candidate.variant(problem.spec())) for candidate in candidates]
     contest = Contest(len(sources))
     while racers := contest.racers():
-        job = (tasks.race_finalists, ([sources[place] for place in racers], problem, target, 0, seconds))
-        [(answer, failed)] = list(in_children([job], start=tasks.withdraw, limit_s=60.0 + 20 * seconds))
-        if not isinstance(answer, Rounds):
-            return [], failed or answer.reason
+        racing = [sources[place] for place in racers]
+        # In the process that has the inputs already.
+        answer = workers.submit("device", tasks.race_finalists, racing, problem, target, 0, seconds, limit_s=60.0 + 20 * seconds).reply()
+        if isinstance(answer, Failed):
+            return [], answer.reason
         contest.add(racers, answer.times[: len(racers)])
     return list(contest.standing().behind), ""
 
@@ -154,12 +156,14 @@ def run(problem: Problem, target: Target, folder: Path, options: argparse.Namesp
         # What the search compiled needn't be compiled again: the sweep tests the pick.
         os.environ["TRITON_CACHE_DIR"] = str(scratch / "triton_cache_dir")
         began = time.monotonic()
-        results, counts = swept(problem, target, options.all.split(","), options.sweep_s, jobs=options.jobs, command=command)
-        found["sweep"] = {"seconds": round(time.monotonic() - began, 1), "tried_of": counts}
-        every = [outcome for one in results for outcome in one.outcomes if outcome.fate.timed and outcome.measurement is not None]
-        every.sort(key=lambda outcome: outcome.measurement.median_us if outcome.measurement else 0.0)
-        others = [outcome for outcome in every if outcome.variant_id != pick.variant_id][:RACERS]
-        behind, failed = raced(problem, target, [pick, *others], options.seconds)
+        with Workers(jobs=options.jobs) as workers:
+            how: dict[str, Any] = {"workers": workers, "jobs": options.jobs, "command": command}
+            results, counts = swept(problem, target, options.all.split(","), options.sweep_s, **how)
+            found["sweep"] = {"seconds": round(time.monotonic() - began, 1), "tried_of": counts}
+            every = [outcome for one in results for outcome in one.outcomes if outcome.fate.timed and outcome.measurement is not None]
+            every.sort(key=lambda outcome: outcome.measurement.median_us if outcome.measurement else 0.0)
+            others = [outcome for outcome in every if outcome.variant_id != pick.variant_id][:RACERS]
+            behind, failed = raced(problem, target, [pick, *others], options.seconds, workers)
     found["failed"] = failed
     if behind:
         best = [pick, *others][behind.index(0.0)]
