@@ -21,7 +21,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from children import in_children
 from forward_cells import Cell, cells
 from searches import searched, shipped, source_of
 
@@ -30,7 +29,7 @@ from flashtune.core.results import Measurement, SearchResult
 from flashtune.core.target import Target
 from flashtune.tuner import tasks
 from flashtune.tuner.machine import cores, local_gpu, provenance
-from flashtune.tuner.replies import Rounds
+from flashtune.tuner.replies import Failed
 from flashtune.tuner.workers import Workers
 
 RACING = 0.85
@@ -84,16 +83,19 @@ def run(
                 picks[result.problem].append(result)
             rows = [row_of(problem, picks[problem], {}) for problem in problems]
             keep()
-    sources = {problem: {result.best.variant_id: source_of(result) for result in picks[problem] if result.best} for problem in problems}
-    races = [(tasks.race_finalists, (list(found.values()), problem, target, seed, seconds)) for problem, found in sources.items() if found]
-    raced = in_children(races, start=tasks.withdraw, limit_s=60.0 + 20 * seconds)
-    for (problem, found), (answer, failed) in zip([pair for pair in sources.items() if pair[1]], raced, strict=True):
-        medians = {}
-        if isinstance(answer, Rounds):
-            medians = {name: Measurement.of(list(row)).median_us for name, row in zip(found, answer.times, strict=False)}
-        place = problems.index(problem)
-        rows[place] = row_of(problem, picks[problem], medians) | {"failed": failed or getattr(answer, "reason", "")}
-        keep()
+        sources = {problem: {r.best.variant_id: source_of(r) for r in picks[problem] if r.best} for problem in problems}
+        for place, (problem, found) in enumerate(sources.items()):
+            if not found:
+                continue
+            fixed = (list(found.values()), problem, target, seed, seconds)
+            answer = workers.submit("device", tasks.race_finalists, *fixed, limit_s=60.0 + 20 * seconds).reply()
+            medians, failed = {}, ""
+            if isinstance(answer, Failed):
+                failed = answer.reason
+            else:
+                medians = {name: Measurement.of(list(row)).median_us for name, row in zip(found, answer.times, strict=False)}
+            rows[place] = row_of(problem, picks[problem], medians) | {"failed": failed}
+            keep()
     return rows
 
 

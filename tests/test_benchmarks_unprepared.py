@@ -106,8 +106,7 @@ def test_the_verdict_counts_how_near_ours_comes_to_the_search_and_the_best_peer(
 def here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Jobs of benchmarks run in this process; what was asked for, in order."""
     asked: list[str] = []
-    for module in (forward, repeats):
-        monkeypatch.setattr(module, "in_children", lambda jobs, **_: in_this_process(jobs, asked))
+    monkeypatch.setattr(forward, "in_children", lambda jobs, **_: in_this_process(jobs, asked))
     monkeypatch.setattr(unprepared, "Children", lambda **_: Here(asked))
     return asked
 
