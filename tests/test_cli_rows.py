@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from flashtune.cli.main import main
 from flashtune.core.target import find_target
 from flashtune.db.library import Library, shipped_path
+from flashtune.db.store import Store
 from flashtune.templates import family
 from flashtune.tuner import machine
 
@@ -107,9 +108,11 @@ def test_a_row_is_one_line_of_a_terminal(columns: int) -> None:
     assert max(len(line) for line in lines) <= columns
     filled = [line for line in lines if line.strip()]
     throttled = [record for record in records if record.provenance.conditions and record.provenance.conditions.throttled_by]
-    # A title and the columns' names stand before the rows, and what throttled means after them, if any row is.
+    # For each GPU its name and the columns' names stand before the rows, and at the end what throttled means, if any row is.
     legend = next((place for place, line in enumerate(filled) if line.startswith("throttled: ")), len(filled))
-    measured = filled[2:legend]
+    names = {record.key.gpu for record in records}
+    measured = [line for line in filled[:legend] if line.strip() not in names and "B x H" not in line]
+    assert len(filled[:legend]) == len(measured) + 2 * len(names)
     assert len(measured) == len(records)
     assert all(line.rstrip().endswith((" measured", " throttled")) for line in measured)
     assert len([line for line in measured if line.rstrip().endswith(" throttled")]) == len(throttled)
@@ -119,9 +122,20 @@ def test_a_row_is_one_line_of_a_terminal(columns: int) -> None:
 
 
 def test_wide_rows_hold_the_config_and_are_broken_by_the_terminal_alone() -> None:
-    record = Library.of(shipped_path()).records(d=64, n=4096)[0]
-    lines = on_a_terminal(80, "show", "--db", str(shipped_path()), "--d", "64", "--n", "4096", "--wide")
+    record = Library.of(shipped_path()).records(gpu="h200", d=64, n=4096)[0]
+    lines = on_a_terminal(80, "show", "--db", str(shipped_path()), "--gpu-name", "h200", "--d", "64", "--n", "4096", "--wide")
     [row] = [line for line in lines if record.problem.label() + " " in line and f"{record.median_us:.1f}" in line]
     assert all(
         f"{axis}={value}" in row or axis in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages") for axis, value in record.outcome.config.items
     )
+
+
+def test_rows_of_each_gpu_have_a_table_of_their_own(tmp_path: Path) -> None:
+    with Store.open(shipped_path(), writable=False) as shipped, Store.open(tmp_path / "two.sqlite", writable=True) as two:
+        result = next(result for result in shipped.results() if result.gpu == "h200" and result.baseline is not None)
+        for gpu in ("h200", "h100"):
+            two.save(replace(result, gpu=gpu))
+    lines = [line.strip() for line in on_a_terminal(80, "show", "--db", str(tmp_path / "two.sqlite")) if line.strip()]
+    assert [line for line in lines if line in ("h100", "h200")] == ["h100", "h200"]
+    rows = [line for line in lines if line.startswith(result.problem.label()[:12])]
+    assert len(rows) == 2 and rows[0] == rows[1] and "…" not in rows[0].removeprefix(result.problem.label()[:12])[1:]

@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,10 @@ from flashtune.dispatch import policy
 from flashtune.dispatch.policy import Choice, Refusal, losses
 from flashtune.templates import families
 from flashtune.templates.family import Axis, Constraint, Family
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+from forward_cells import cells
 
 H200, H100, A100 = find_target("h200"), find_target("h100"), find_target("a100")
 PROBLEM = Problem(batch=4, heads=16, kv_heads=16, n_q=4096, n_kv=4096, d=128, d_v=128, dtype="bf16", features=Features(causal=True))
@@ -156,7 +161,7 @@ def test_near_is_what_a_search_takes_for_near(n: int) -> None:
     """One distance for both (flashtune.core.nearness), which counts how full the GPU is, too."""
     wanted = Problem(batch=8, heads=8, kv_heads=4, n_q=1024, n_kv=n, d=128, d_v=128, dtype="bf16", features=Features(causal=True))
     key = wanted.key("h200")
-    pool = policy.Pool(key, H200, [row for row in SHIPPED if row.key.d == 128], families())
+    pool = policy.Pool(key, H200, [row for row in SHIPPED if row.key.gpu == "h200" and row.key.d == 128], families())
     apart = [distance(key, row.key) for row in pool.near(key, frozenset())]
     assert apart == pytest.approx(sorted(apart)) and len(set(apart)) > 20
 
@@ -276,8 +281,9 @@ def of(batch: int, heads: int, n: int, d: int, **changes: Any) -> Problem:
 
 
 SHIPPED = Library.of(shipped_path()).records()
-ONE_HEAD_SIZE = [row for row in SHIPPED if row.key.d == row.key.d_v]
-"""Without the rows of values of another size, which stand for such calls themselves."""
+USUAL = {replace(cell.problem, dtype=dtype) for cell in cells() for dtype in (cell.problem.dtype, "fp16")}
+ONE_HEAD_SIZE = [row for row in SHIPPED if row.key.gpu == "h200" and row.problem in USUAL]
+"""Rows of an H200 of D = 64, 128 and 256: those of other head sizes stand for such calls themselves."""
 
 
 @pytest.mark.parametrize(
@@ -353,7 +359,7 @@ def test_a_stand_in_serves_only_where_its_rows_tell_of_a_gain() -> None:
 
 def test_a_short_decoding_step_is_not_served_by_what_won_at_sixteen_times_its_keys() -> None:
     """Measured: 20.2 us where torch takes 15.3 (benchmarks/results/2026-11-22-h200-calls/grid.json), by the row of 8192 keys."""
-    long = [row for row in SHIPPED if row.key.n >= 4096]
+    long = [row for row in SHIPPED if row.key.n >= 8192 and row.key == decoding(1, row.key.n).key("h200")]
     assert policy.choose(decoding(1, 500), H200, long, families()).kind == "framework"
     assert policy.choose(decoding(1, 8192), H200, long, families()).kind == "exact"
     assert policy.choose(decoding(1, 4096), H200, long, families()).kind == "near_n"
@@ -415,7 +421,8 @@ def test_a_row_far_in_keys_gives_a_decoding_step_to_torch_only_with_one_that_is_
 def test_a_long_step_of_few_heads_is_not_judged_by_what_torch_takes_for_a_short_one() -> None:
     """Torch took 31 us for it (benchmarks/results/2026-11-22-h200-calls/grid.json), three times what it takes where its row is of."""
     step = Problem(batch=1, heads=12, kv_heads=12, n_q=1, n_kv=8192, d=64, d_v=64, dtype="bf16")
-    rows = [row for row in SHIPPED if row.key.gpu == "h200" and (row.key.n < 8192 or row.key.d != 64)]
+    known = {replace(step, batch=4, n_kv=512).key("h200"), decoding(1, 8192).key("h200")}
+    rows = [row for row in SHIPPED if row.key in known]
     found = policy.choose(step, H200, rows, families())
     assert found.family is not None and found.record is not None and found.record.key.d == 64, found.note
 

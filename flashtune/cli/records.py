@@ -74,18 +74,17 @@ def print_records(records: Sequence[TuningRecord], *, title: str | None = None, 
     The ratios are the framework's time over ours: on the GPU alone, and as whole calls, host included.
     """
     rows = [(record, unservable(record)) for record in records]
-    gpus = {record.key.gpu for record in records}
-    calls = any(record.outcome.call_us is not None for record in records)
-    table = Table(
-        title=title or " ".join(gpus if len(gpus) == 1 else ()),
-        title_justify="left",
-        header_style="bold",
-        box=None,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
+    for gpu in dict.fromkeys(record.key.gpu for record in records):
+        _print_table([row for row in rows if row[0].key.gpu == gpu], title=title or gpu, wide=wide)
+    if notes := _notes(rows):
+        console().print(notes)
+
+
+def _print_table(rows: Sequence[tuple[TuningRecord, str | None]], *, title: str, wide: bool) -> None:
+    """The records of one GPU, each with why it can't be served, if it can't."""
+    calls = any(record.outcome.call_us is not None for record, _ in rows)
+    table = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     columns: dict[str, Literal["left", "right"]] = {
-        **({"gpu": "left"} if len(gpus) > 1 else {}),
         **{"problem": "left", "B x H": "left"},
         **({"template": "left"} if wide else {}),
         **{"us": "right"},
@@ -107,8 +106,6 @@ def print_records(records: Sequence[TuningRecord], *, title: str | None = None, 
         plain = line["source"] == "measured"
         table.add_row(*(Text(line[name], "yellow") if name == "source" and not plain else line[name] for name in columns))
     out.print(table)
-    if notes := _notes(rows):
-        console().print(notes)
 
 
 def _cells(r: TuningRecord, why: str | None, wide: bool) -> dict[str, str]:
@@ -116,7 +113,6 @@ def _cells(r: TuningRecord, why: str | None, wide: bool) -> dict[str, str]:
     measured = r.outcome.source == "measured"
     doubts = doubts_of(r, why)
     return {
-        "gpu": r.key.gpu,
         "problem": r.problem.label(),
         "B x H": f"{r.problem.batch}x{r.problem.heads}",
         "template": r.outcome.template,
