@@ -5,7 +5,7 @@ splits. They are checked
 against the float64 oracle in several processes at once, then one process alone times them, as a search's closing race does: interleaved, L2
 flushed, the framework's attention among them, the GPU's state read meanwhile, and whole calls in an eager loop. A tenth of a search's time.
 
-`--steps`, `--sizes`, `--models` and `--backward` race problems without rows, whose candidates are other rows' configs, what the cost model
+`--sizes`, `--models` and `--backward` race problems without rows, whose candidates are other rows' configs, what the cost model
 thinks best, and the family's starts. `--rows-of h200` races the rows of that GPU on this one, the most important first. With `--budget-s`
 the first problems that fit are checked and raced:
 
@@ -50,10 +50,6 @@ from flashtune.tuner.space import Candidate
 
 TWINS = {"maximum": ("first", "running"), "combine": ("kernel", "last", "rows")}
 """Axes whose every value races."""
-
-STEPS = ((1, 32, 8, 512, 128), (1, 32, 8, 2048, 128), (8, 32, 8, 2048, 128), (64, 32, 8, 1024, 128), (4, 16, 8, 512, 128))
-STEPS += ((1, 12, 12, 1024, 64), (16, 12, 12, 1024, 64), (1, 12, 12, 8192, 64))
-"""Batch, query heads, key heads, keys and head size of decoding steps without a row: with `--steps` other steps' configs race there."""
 
 CHECKING = 0.5
 """The share of a run's time after which no more problems are checked."""
@@ -116,26 +112,6 @@ def candidates_of(result: SearchResult, target: Target, *, most: int) -> list[Ca
         return list(found)[: most + 3]
     # Decoding kernels are checked and timed in no time, and each way to add up has configs that suit it.
     return list(found)[: 3 * most if any("combine" in candidate.config for candidate in found) else most + 1]
-
-
-def steps_of(results: Sequence[SearchResult], target: Target) -> Work:
-    """The steps of STEPS that have no result yet, and for each the best configs of all decoding rows, moved and with twins."""
-    known = {result.problem.key(target.slug) for result in results}
-    kind = family("flash_decode")
-    configs = [o.config for r in results for o in r.outcomes if o.template == kind.name and o.rank == 1 and r.problem.dtype == "bf16"]
-    found = []
-    for batch, heads, kv_heads, n, d in STEPS:
-        problem = Problem(batch=batch, heads=heads, kv_heads=kv_heads, n_q=1, n_kv=n, d=d, d_v=d, dtype="bf16")
-        if problem.key(target.slug) in known:
-            continue
-        candidates: dict[Candidate, None] = {}
-        for config in configs:
-            moved = kind.refitted(kind.completed(config), problem.spec(), target)
-            for twin in [moved.replace(combine=combine) for combine in TWINS["combine"]] if moved is not None else []:
-                if kind.violated(twin, problem.spec(), target) is None:
-                    candidates[Candidate(family=kind, config=twin)] = None
-        found.append((problem, list(candidates)))
-    return found
 
 
 def backwards_of(results: Sequence[SearchResult], target: Target) -> Work:
@@ -286,7 +262,6 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--db", help="the database to write")
     parser.add_argument("--rows", default=str(shipped_path()), help="the database whose rows are raced (default: the shipped one)")
-    parser.add_argument("--steps", action="store_true", help="also race decoding steps that no row is of (STEPS)")
     parser.add_argument("--models", action="store_true", help="race attentions of models that no row is of, instead of rows")
     parser.add_argument("--sizes", action="store_true", help="race head sizes that few rows are of, instead of rows")
     parser.add_argument("--backward", action="store_true", help="race backward problems that no row is of, instead of rows")
@@ -318,7 +293,6 @@ def all_work(options: argparse.Namespace, target: Target) -> Work:
     own = not (options.models or options.sizes or options.backward)
     work: Work = [(result.problem, choose(result)) for result in mine if own]
     work += backwards_of(mine, target) if options.backward else []
-    work += steps_of(mine, target) if options.steps else []
     work += of_sizes(target, mine, most=4 * options.most, seed=options.seed) if options.sizes else []
     return work + (of_models(target, most=4 * options.most, seed=options.seed) if options.models else [])
 

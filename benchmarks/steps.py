@@ -41,6 +41,7 @@ STEPS = [
     (4, 16, 8, 32768, 128),
     (1, 32, 8, 131072, 128),
     (64, 32, 8, 4096, 128),
+    (1, 12, 12, 8192, 64),
 ]
 """Batch, query heads, key heads, keys, head size: the models' and the grid's of calls.py, those whose host time shows first."""
 
