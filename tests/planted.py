@@ -116,8 +116,7 @@ def planted_family(kind: str, choices: int = 1, *, paths: bool = True) -> Family
         ),
         constraints=(),
         supports=lambda spec, target: None,
-        default=lambda spec, target: Config.of(CHOICE=0, BLOCK_M=1, BLOCK_N=64),
-        starts=lambda spec, target: [],
+        tried_first=lambda spec, target: [Config.of(CHOICE=0, BLOCK_M=1, BLOCK_N=64)],
         interpretable=True,
         path_axes=("CHOICE",) if paths else (),
     )

@@ -50,8 +50,7 @@ def family(name: str, *, unsupported: str | None = None, most_rows: int | None =
             ),
         ),
         supports=lambda spec, target: unsupported,
-        default=lambda spec, target: Config.of(BLOCK_M=32, SHARED=0),
-        starts=lambda spec, target: [],
+        tried_first=lambda spec, target: [Config.of(BLOCK_M=32, SHARED=0)],
         interpretable=True,
         suits=lambda problem, target: None if most_rows is None or problem.n_q <= most_rows else f"{problem.n_q} rows are too many",
     )

@@ -24,8 +24,7 @@ ROWS = Family(
     ),
     constraints=(Constraint(name="rows_for_warps", holds=lambda c, *_: c.number("BLOCK_M") >= 16 * c.number("num_warps"), why="16 each"),),
     supports=lambda spec, gpu: None if spec == PLAIN.spec() else "only full attention, fp16, D = 64",
-    default=lambda spec, gpu: Config.of(BLOCK_M=64, BLOCK_N=32, num_warps=4),
-    starts=lambda spec, gpu: [],
+    tried_first=lambda spec, gpu: [Config.of(BLOCK_M=64, BLOCK_N=32, num_warps=4)],
     interpretable=True,
 )  # fmt: skip
 PLAIN = Problem(batch=4, heads=16, kv_heads=16, n_q=4096, n_kv=4096, d=64, d_v=64, dtype="fp16")

@@ -90,6 +90,11 @@ def no_layout(spec: KernelSpec, config: Config) -> None:
     """What `Family.layout` is for a family whose template needs to know nothing but its spec and config."""
 
 
+def the_first(starts: list[Config], spec: KernelSpec, target: Target) -> Config:
+    """What `Family.pick` is for a family whose default is the first of its starts."""
+    return starts[0]
+
+
 def nothing_expected(config: Config, spec: KernelSpec, target: Target) -> None:
     """What `Family.expected` is for a family of which nothing is known before it is compiled."""
 
@@ -102,8 +107,9 @@ class Family:
     `suits` returns why a problem's sizes are better left to other families, or None where this one competes. It is a rule of thumb for
     what nobody measured: it says which families a search tries unless they are named, whose default is offered and which records of
     other sizes stand in. A measured record of exactly the problem's key is served whatever it says.
-    `default` is a sound config for when nothing was ever tuned. `starts` are configs worth trying first (the field's published
-    tiles). `interpretable` says whether Triton's interpreter runs it. `folder` is where its template lies.
+    `tried_first` are configs worth trying first (the field's published tiles, say), in or out of the constraints; of those that keep them
+    `pick` takes a sound one for when nothing was ever tuned. `interpretable` says whether Triton's interpreter runs it. `folder` is where
+    its template lies.
     `layout` is what follows from a spec and a config; the template knows it as `layout`.
     `path_axes` are the axes that change which code is rendered, so that two configs that agree in them share a code path.
     `repeatable` says whether launches on the same inputs write the same bits, wherever scores are within float32 of one another (decision
@@ -116,9 +122,9 @@ class Family:
     axes: tuple[Axis, ...]
     constraints: tuple[Constraint, ...]
     supports: Callable[[KernelSpec, Target], str | None]
-    default: Callable[[KernelSpec, Target], Config]
-    starts: Callable[[KernelSpec, Target], list[Config]]
+    tried_first: Callable[[KernelSpec, Target], list[Config]]
     interpretable: bool
+    pick: Callable[[list[Config], KernelSpec, Target], Config] = the_first
     direction: Direction = "fwd"
     suits: Callable[[Problem, Target], str | None] = any_sizes
     layout: Callable[[KernelSpec, Config], object] = no_layout
@@ -134,6 +140,14 @@ class Family:
     def template_file(self) -> str:
         """The Jinja file, relative to the templates folder."""
         return f"{self.folder}/{self.name}.py.jinja" if self.folder else f"{self.name}.py.jinja"
+
+    def starts(self, spec: KernelSpec, target: Target) -> list[Config]:
+        """Configs worth trying first, those that keep the constraints."""
+        return [config for config in self.tried_first(spec, target) if self.violated(config, spec, target) is None]
+
+    def default(self, spec: KernelSpec, target: Target) -> Config:
+        """A sound config for when nothing was ever tuned, one of `starts`."""
+        return self.pick(self.starts(spec, target), spec, target)
 
     def violated(self, config: Config, spec: KernelSpec, target: Target) -> Constraint | None:
         """The first constraint that this config breaks on this target, or None."""

@@ -177,7 +177,7 @@ def supports(spec: KernelSpec, target: Target) -> str | None:
         return "fp8 inputs have no gradients: train in bf16 or fp16"
     if spec.tf32 and target.vendor == "amd" and target.arch != "gfx942":
         return f"{target.name} has no TF32 products"
-    if not starts(spec, target):
+    if not FAMILY.starts(spec, target):
         return f"no tile of flash_bwd fits into {target.name}'s registers and shared memory at the head sizes {spec.d} and {spec.d_v}"
     return None
 
@@ -203,28 +203,26 @@ def _tiles(spec: KernelSpec, target: Target) -> list[tuple[Tile, Tile]]:
     return [*large, ((64, 64, 4, 2), (64, 64, 4, 2)), *small, *last, *tiny]
 
 
-def starts(spec: KernelSpec, target: Target) -> list[Config]:
-    """Tiles of the field's backward kernels, as far as they keep this target's constraints."""
+def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
+    """Tiles of the field's backward kernels."""
     order = "longest_first" if spec.causal else "rows"
-    found = [
+    return [
         Config.of(
             dict(zip(_TILE, keys, strict=True)) | {f"DQ_{name}": value for name, value in zip(_TILE, queries, strict=True)}, ORDER=order
         )
         for keys, queries in _tiles(spec, target)
     ]
-    return [config for config in found if FAMILY.violated(config, spec, target) is None]
 
 
-def default(spec: KernelSpec, target: Target) -> Config:
-    """The first of `starts` that leaves a quarter of the shared memory free: the estimate of it is rough."""
+def pick(starts: list[Config], spec: KernelSpec, target: Target) -> Config:
+    """The first that leaves a quarter of the shared memory free: the estimate of it is rough."""
 
     def fits(config: Config) -> bool:
         keys, queries = key_config(config), query_config(config)
         most = max(key_shared_bytes(keys, spec, target), query_shared_bytes(queries, spec, target))
         return most <= 0.75 * target.shared_bytes_per_block
 
-    found = starts(spec, target)
-    return next(filter(fits, found), found[-1])
+    return next(filter(fits, starts), starts[-1])
 
 
 def expected(config: Config, spec: KernelSpec, target: Target) -> CompileFacts:
@@ -258,8 +256,8 @@ FAMILY = Family(
     axes=AXES,
     constraints=CONSTRAINTS,
     supports=supports,
-    default=default,
-    starts=starts,
+    tried_first=tried_first,
+    pick=pick,
     expected=expected,
     interpretable=True,
     path_axes=("ORDER",),

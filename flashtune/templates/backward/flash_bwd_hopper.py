@@ -110,8 +110,8 @@ def supports(spec: KernelSpec, target: Target) -> str | None:
     return None
 
 
-def starts(spec: KernelSpec, target: Target) -> list[Config]:
-    """The tiles that fit, with both ways for dQ, as far as they keep the constraints."""
+def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
+    """The tiles that fit, with both ways for dQ."""
     # BLOCK_M, num_stages, dq_sums, held, ahead.
     tiles: list[tuple[int, int, str, str, bool]] = [
         (64, 2, "registers", "none", False),
@@ -130,17 +130,11 @@ def starts(spec: KernelSpec, target: Target) -> list[Config]:
         ]
     names = ("BLOCK_M", "num_stages", "dq_sums", "held", "ahead")
     others: dict[str, Value] = {"BLOCK_N": 128, "exp_early": False, "persistent": False, "release": "memory"}
-    found = [
+    return [
         Config.of(others | dict(zip(names, tile, strict=True)), section=section)
         for section in ((4, 16) if spec.causal else (2, 1))
         for tile in tiles
     ]
-    return [config for config in found if FAMILY.violated(config, spec, target) is None]
-
-
-def default(spec: KernelSpec, target: Target) -> Config:
-    """The first of `starts`."""
-    return starts(spec, target)[0]
 
 
 def expected(config: Config, spec: KernelSpec, target: Target) -> CompileFacts:
@@ -161,8 +155,7 @@ FAMILY = Family(
     axes=AXES,
     constraints=CONSTRAINTS,
     supports=supports,
-    default=default,
-    starts=starts,
+    tried_first=tried_first,
     expected=expected,
     interpretable=False,
     layout=BackwardLayout.of,

@@ -77,7 +77,7 @@ def supports(spec: KernelSpec, target: Target) -> str | None:
     return None
 
 
-def starts(spec: KernelSpec, target: Target) -> list[Config]:
+def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
     """What was the fastest on an H200 without columns in registers, then the same with them, and other depths and tiles."""
     keys, queries = [(64, 64, 2, 0), (64, 64, 2, 128)], [(128, 64, 2, 0)]
     if padded(spec.d) == 128:
@@ -87,17 +87,11 @@ def starts(spec: KernelSpec, target: Target) -> list[Config]:
     pairs = [(keys[0], queries[0]), (keys[1], queries[-1]), *((keys[0], one) for one in queries[1:])]
     names = ("BLOCK_M", "BLOCK_N", "num_stages", "held_columns")
     dq_names = ("DQ_BLOCK_M", "DQ_BLOCK_N", "DQ_num_stages", "DQ_held_columns")
-    found = [
+    return [
         Config.of({name: value for name, value in zip(names + dq_names, of_keys + of_queries, strict=True)}, section=section)
         for section in ((4, 16) if spec.causal else (2, 1))
         for of_keys, of_queries in pairs
     ]
-    return [config for config in found if FAMILY.violated(config, spec, target) is None]
-
-
-def default(spec: KernelSpec, target: Target) -> Config:
-    """The first of `starts`."""
-    return starts(spec, target)[0]
 
 
 def expected(config: Config, spec: KernelSpec, target: Target) -> CompileFacts:
@@ -113,8 +107,7 @@ FAMILY = Family(
     axes=AXES,
     constraints=CONSTRAINTS,
     supports=supports,
-    default=default,
-    starts=starts,
+    tried_first=tried_first,
     expected=expected,
     interpretable=False,
     layout=SplitLayout.of,

@@ -149,7 +149,7 @@ def _tiles(spec: KernelSpec, target: Target) -> list[tuple[int, int, int, int]]:
     return [(64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), *small]
 
 
-def starts(spec: KernelSpec, target: Target) -> list[Config]:
+def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
     """Plain loads in tiles of several sizes, then what else keeps enough of K and V in flight: few deep programs, or many small ones."""
     plain = [(*tile, 2, "kernel", "pointer") for tile in _tiles(spec, target)]
     others = [
@@ -161,13 +161,12 @@ def starts(spec: KernelSpec, target: Target) -> list[Config]:
         (16, 32, 1, 4, 4, "kernel", "tma"),
     ]
     names = [axis.name for axis in AXES]
-    found = [Config.of(dict(zip(names, values, strict=True))) for values in [*plain[:2], *others, *plain[2:]]]
-    return [config for config in found if FAMILY.violated(config, spec, target) is None]
+    return [Config.of(dict(zip(names, values, strict=True))) for values in [*plain[:2], *others, *plain[2:]]]
 
 
-def default(spec: KernelSpec, target: Target) -> Config:
-    """The first of the plain `starts`, which take any strides, that leaves some shared memory free."""
-    plain = [config for config in starts(spec, target) if config["loads"] == "pointer" and config["combine"] == "kernel"]
+def pick(starts: list[Config], spec: KernelSpec, target: Target) -> Config:
+    """The first of the plain ones, which take any strides, that leaves some shared memory free."""
+    plain = [config for config in starts if config["loads"] == "pointer" and config["combine"] == "kernel"]
     return first_with_room(plain, spec, target)
 
 
@@ -183,8 +182,8 @@ FAMILY = Family(
     constraints=CONSTRAINTS,
     supports=supports,
     suits=suits,
-    default=default,
-    starts=starts,
+    tried_first=tried_first,
+    pick=pick,
     expected=expected,
     interpretable=True,
     layout=lambda spec, config: {

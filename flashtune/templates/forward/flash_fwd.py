@@ -73,9 +73,9 @@ def _tiles(spec: KernelSpec, target: Target) -> list[tuple[int, int, int, int]]:
     return [(128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 4, 3), (128, 32, 8, 2), *small]
 
 
-def starts(spec: KernelSpec, target: Target) -> list[Config]:
-    """The field's published tiles, as far as they keep this target's constraints."""
-    found = [
+def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
+    """The field's published tiles."""
+    return [
         Config.of(
             BLOCK_M=block_m,
             BLOCK_N=block_n,
@@ -87,12 +87,6 @@ def starts(spec: KernelSpec, target: Target) -> list[Config]:
         )
         for block_m, block_n, num_warps, num_stages in _tiles(spec, target)
     ]
-    return [config for config in found if FAMILY.violated(config, spec, target) is None]
-
-
-def default(spec: KernelSpec, target: Target) -> Config:
-    """The first of `starts` that leaves some shared memory free."""
-    return first_with_room(starts(spec, target), spec, target)
 
 
 def expected(config: Config, spec: KernelSpec, target: Target) -> CompileFacts:
@@ -106,8 +100,8 @@ FAMILY = Family(
     axes=AXES,
     constraints=CONSTRAINTS,
     supports=supports,
-    default=default,
-    starts=starts,
+    tried_first=tried_first,
+    pick=first_with_room,
     expected=expected,
     interpretable=True,
     path_axes=("ORDER", "LOAD_V_EARLY"),

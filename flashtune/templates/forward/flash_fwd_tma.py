@@ -50,8 +50,8 @@ def supports(spec: KernelSpec, target: Target) -> str | None:
     return None
 
 
-def starts(spec: KernelSpec, target: Target) -> list[Config]:
-    """The field's published tiles, as far as they keep this target's constraints."""
+def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
+    """The field's published tiles."""
     tiles = [
         (128, 128, 8, 2),
         (128, 64, 8, 3),
@@ -62,7 +62,7 @@ def starts(spec: KernelSpec, target: Target) -> list[Config]:
         (64, 32, 4, 2),
         (64, 32, 4, 1),
     ]
-    found = [
+    return [
         Config.of(
             BLOCK_M=block_m,
             BLOCK_N=block_n,
@@ -73,12 +73,6 @@ def starts(spec: KernelSpec, target: Target) -> list[Config]:
         )
         for block_m, block_n, num_warps, num_stages in tiles
     ]
-    return [config for config in found if FAMILY.violated(config, spec, target) is None]
-
-
-def default(spec: KernelSpec, target: Target) -> Config:
-    """The first of `starts` that leaves some shared memory free."""
-    return first_with_room(starts(spec, target), spec, target)
 
 
 def expected(config: Config, spec: KernelSpec, target: Target) -> CompileFacts:
@@ -92,8 +86,8 @@ FAMILY = Family(
     axes=AXES,
     constraints=CONSTRAINTS,
     supports=supports,
-    default=default,
-    starts=starts,
+    tried_first=tried_first,
+    pick=first_with_room,
     expected=expected,
     interpretable=True,
     path_axes=("ORDER",),

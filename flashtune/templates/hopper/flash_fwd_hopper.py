@@ -178,8 +178,8 @@ def _config(block_m: int, block_n: int, num_stages: int, tiles: str, spec: Kerne
     return Config.of(values)
 
 
-def starts(spec: KernelSpec, target: Target) -> list[Config]:
-    """Tiles that the field's fastest Hopper kernels use, and what won searches on an H200; those that fit, the most general first."""
+def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
+    """Tiles that the field's fastest Hopper kernels use, and what won searches on an H200, the most general first."""
     wide = max(padded(spec.d), padded(spec.d_v))
     found = []
     if spec.dtype == "fp8":
@@ -217,13 +217,12 @@ def starts(spec: KernelSpec, target: Target) -> list[Config]:
     usual = [config for config in found if config["maximum"] == "first"][:4]
     found += [config.replace(v_columns="pieces") for config in usual]
     found += [_config(192, 64, 2, "one", spec, intra_wg_overlap=overlap, v_columns="pieces") for overlap in (1, 0)]
-    unique = dict.fromkeys(found)
-    return [config for config in unique if FAMILY.violated(config, spec, target) is None]
+    return list(dict.fromkeys(found))
 
 
-def default(spec: KernelSpec, target: Target) -> Config:
-    """The first of `starts` with running maxima: where nothing was measured, nothing was checked either, and that is the simpler kernel."""
-    return next(config for config in starts(spec, target) if config["maximum"] == "running")
+def pick(starts: list[Config], spec: KernelSpec, target: Target) -> Config:
+    """The first with running maxima: where nothing was measured, nothing was checked either, and that is the simpler kernel."""
+    return next(config for config in starts if config["maximum"] == "running")
 
 
 def expected(config: Config, spec: KernelSpec, target: Target) -> CompileFacts:
@@ -243,8 +242,8 @@ FAMILY = Family(
     axes=AXES,
     constraints=CONSTRAINTS,
     supports=supports,
-    default=default,
-    starts=starts,
+    tried_first=tried_first,
+    pick=pick,
     expected=expected,
     interpretable=False,
     layout=HopperLayout.of,
