@@ -17,9 +17,9 @@ from tempfile import TemporaryDirectory
 
 import flashtune.kernels_generated
 from flashtune.core.config import Variant
+from flashtune.core.kernel_index import read_index
 from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts, SearchResult, TuningRecord
-from flashtune.core.shipped import read_index
 from flashtune.core.target import Target, find_target
 from flashtune.db.library import shipped_path
 from flashtune.db.store import Store

@@ -14,8 +14,8 @@ from click.testing import CliRunner, Result
 from flashtune import dispatch
 from flashtune.cli.main import COMMANDS, main
 from flashtune.core.config import Config
+from flashtune.core.kernel_index import read_index
 from flashtune.core.results import Fate
-from flashtune.core.shipped import read_index
 from flashtune.db.store import Store
 from flashtune.tuner import machine_code
 

@@ -12,8 +12,8 @@ from click.testing import CliRunner, Result
 from flashtune.cli.generate import in_a_checkout
 from flashtune.cli.main import main
 from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.kernel_index import INDEX, read_index
 from flashtune.core.results import TuningRecord
-from flashtune.core.shipped import INDEX, read_index
 from flashtune.db.library import Library, shipped_path
 from flashtune.templates import family
 from flashtune.tuner.generated import arrange, differing, index_text, text_files, write

@@ -16,10 +16,10 @@ from click.testing import CliRunner
 
 from flashtune.cli.main import main
 from flashtune.core.binaries import Binary, Manifest, read_manifest
+from flashtune.core.kernel_index import read_index
 from flashtune.core.launching import provided
 from flashtune.core.modules import load_source
 from flashtune.core.problem import Problem
-from flashtune.core.shipped import read_index
 from flashtune.db.library import Library, shipped_path
 from flashtune.tuner.compile import compiling_for
 from flashtune.tuner.generated import Arranged, arrange, kept_machine_files, machine_files, order_of, write

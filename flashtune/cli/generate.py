@@ -44,7 +44,7 @@ def generate(
     same text and the same machine code. Rows that this version can't serve are named and left out. Machine code is compiled where the
     folder has none of the same text and Triton; --check compiles all of it, or a --sample.
     """
-    from flashtune.core.shipped import INDEX
+    from flashtune.core.kernel_index import INDEX
     from flashtune.db.library import Library, shipped_path
     from flashtune.templates import unservable
     from flashtune.tuner.generated import arrange, differing, index_text, text_files, write

@@ -14,8 +14,8 @@ from typing import Any
 from flashtune.core.binaries import read_manifest
 from flashtune.core.config import KernelSpec, Value, Variant
 from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.kernel_index import FORMAT, INDEX, GeneratedKernel, digest, read_index
 from flashtune.core.results import Fate, TuningRecord
-from flashtune.core.shipped import FORMAT, INDEX, GeneratedKernel, digest, read_index
 from flashtune.core.target import Target, find_target
 from flashtune.templates import family
 from flashtune.templates.rendering import render

@@ -11,7 +11,7 @@ from flashtune.core import modules
 from flashtune.core.binaries import Manifest, machine_arch, read_manifest
 from flashtune.core.config import Config, KernelSpec, Variant
 from flashtune.core.errors import EnvironmentProblem
-from flashtune.core.shipped import Index, read_index
+from flashtune.core.kernel_index import Index, read_index
 from flashtune.dispatch.launch.hostcode import load_host_code
 from flashtune.templates.family import Family
 
