@@ -152,8 +152,8 @@ def test_negated_memory_is_looked_at(plans: Plans, monkeypatch: pytest.MonkeyPat
     attend()
     attend()
     met: list[torch.Tensor] = []
-    real = api._prepared
-    monkeypatch.setattr(api, "_prepared", lambda *tensors: (met.append(tensors[0]), real(*tensors))[1])
+    real = api.prepared
+    monkeypatch.setattr(api, "prepared", lambda *tensors: (met.append(tensors[0]), real(*tensors))[1])
     attend(torch.ops.aten._neg_view(Q), K, V)
     assert len(met) == 1 and met[0].is_neg()
 

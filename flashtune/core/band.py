@@ -2,7 +2,7 @@
 
 import numbers
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from flashtune.core.errors import InputError, InputTypeError
 
@@ -84,6 +84,25 @@ class Band:
         """As arguments of a rendered module's `launch`."""
         left, right = (UNBOUNDED if side is None else side for side in (self.left, self.right))
         return {"diagonal": self.diagonal, "window_left": left, "window_right": right}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sides:
+    """The band that a call asks for, before sizes say where its diagonal lies and what it hides."""
+
+    window: Window
+    alignment: Alignment
+
+    @classmethod
+    def of(cls, window: object, is_causal: bool, alignment: str) -> "Sides":
+        """As callers write them; `alignment` is one of ALIGNMENTS."""
+        left, right = parse_window(window)
+        return cls(window=(left, 0 if is_causal else right), alignment=cast(Alignment, alignment))
+
+    def band(self, n_q: int, n_kv: int) -> Band:
+        """The band at these sizes, without sides that hide nothing."""
+        left, right = self.window
+        return Band(left=left, right=right, diagonal=diagonal_of(self.alignment, n_q, n_kv)).trimmed(n_q, n_kv)
 
 
 def _pairs_up_to(n_q: int, n_kv: int, shift: int) -> int:

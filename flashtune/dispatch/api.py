@@ -1,7 +1,8 @@
 """`attention`: torch's F.scaled_dot_product_attention, served by the best kernel known for the GPU and the sizes."""
 
 import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -15,23 +16,19 @@ from flashtune.core.passes import PER_HEAD
 from flashtune.core.problem import FLAGS, Features, MaskKind, Problem
 from flashtune.core.target import find_target
 from flashtune.core.torch_attention import autocasting
-from flashtune.dispatch.call import Call, PerHead, parse
+from flashtune.dispatch.call import Call, Options, PerHead, parse
 from flashtune.dispatch.launch import devices
 from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan, Outputs
 from flashtune.dispatch.plans.known import Plan
 from flashtune.dispatch.policy import growing
 from flashtune.dispatch.resolve import choosing
 from flashtune.dispatch.resolve.explanation import Explanation
+from flashtune.dispatch.resolve.given import GRADIENT, autocast, places_in_memory, prepared, transformed, why_torch_ever, why_torch_now
 from flashtune.dispatch.resolve.layers import SERVING, current
 from flashtune.dispatch.torch_ops import tracing, training
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-
-_peek = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
-
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
-"""Subclasses (fake, distributed, ...) have their own dispatch, which only torch's operations reach."""
 
 
 def attention(
@@ -105,9 +102,10 @@ def attention(
     per_head = None
     if alibi_slopes is not None or sinks is not None or q_descale is not None or k_descale is not None or v_descale is not None:
         per_head = PerHead(alibi_slopes, q_descale, k_descale, v_descale, sinks)
+    # Plain: a named one takes several times as long to make.
     options = (dropout_p, is_causal, scale, enable_gqa, window, softcap, causal_alignment, return_lse, allow_tf32, deterministic)
     if torch.compiler.is_compiling():
-        return _traced(query, key, value, attn_mask, options, seed, per_head)
+        return _traced(query, key, value, attn_mask, Options(*options), seed, per_head)
     signature: tuple[Any, ...] | None = None
     plans = SERVING.plans
     try:
@@ -130,13 +128,13 @@ def attention(
             # Without an argument it asks for CUDA, at a quarter of the time.
             cast = torch.is_autocast_enabled() if query.is_cuda else autocasting(query.device.type)
             if cast or query.is_neg() or key.is_neg() or value.is_neg() or (attn_mask is not None and attn_mask.is_neg()):
-                query, key, value, attn_mask = _prepared(query, key, value, attn_mask)
+                query, key, value, attn_mask = prepared(query, key, value, attn_mask)
             if per_head is not None:
                 per_head = per_head.resolved()
             memory = None
             if attn_mask is not None or (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16:
-                memory = _memory(query, key, value, attn_mask)
-            why_torch = _why_torch(query, key, value, attn_mask, per_head)
+                memory = places_in_memory(query, key, value, attn_mask)
+            why_torch = why_torch_now(query, key, value, attn_mask, per_head)
             signature = (
                 query.shape,
                 key.shape,
@@ -157,14 +155,14 @@ def attention(
                 None if per_head is None else per_head.signature(),
             )
             plan = plans.get(signature)
-            if plan is not None and memory is None and per_head is None and (why_torch is None or why_torch is choosing.GRADIENT):
+            if plan is not None and memory is None and per_head is None and (why_torch is None or why_torch is GRADIENT):
                 cast_to = torch.get_autocast_dtype(query.device.type) if cast else None
                 plans.served(signature, plan, options, unseeded=seed is None, cast_to=cast_to, tensors=(query, key, value))
     except (AttributeError, TypeError, ValueError, RuntimeError):
         # Something isn't a tensor, is one without sizes or memory, or can't be hashed or compared; parsing says what.
         signature, plan = None, None
     if plan is None:
-        out, lse = _first_call(signature, query, key, value, attn_mask, options, seed, per_head)
+        out, lse = _first_call(signature, query, key, value, attn_mask, Options(*options), seed, per_head)
     else:
         out, lse = plan.run(query, key, value, attn_mask, seed, per_head)
     return (out, lse) if return_lse else out
@@ -193,11 +191,11 @@ def explain(*arguments: Any, **keywords: Any) -> Explanation:
     query, key, value, mask = (words.pop(name) for name in ("query", "key", "value", "attn_mask"))
     per_head = PerHead(*(words.pop(name) for name in PER_HEAD))
     if all(isinstance(x, torch.Tensor) for x in (query, key, value)) and (mask is None or isinstance(mask, torch.Tensor)):
-        query, key, value, mask = _prepared(query, key, value, mask)
+        query, key, value, mask = prepared(query, key, value, mask)
     call = parse(query, key, value, mask, **words, per_head=per_head)
     memo = current()
     with memo.lock:
-        why_torch = _why_torch(query, key, value, mask, per_head)
+        why_torch = why_torch_now(query, key, value, mask, per_head)
         return next(choosing.candidates(memo, call, query, key, value, mask, why_torch)).explanation
 
 
@@ -219,7 +217,7 @@ def _first_call(
     key: torch.Tensor,
     value: torch.Tensor,
     attn_mask: torch.Tensor | None,
-    options: tuple[Any, ...],
+    options: Options,
     seed: int | None,
     per_head: PerHead | None,
 ) -> Outputs:
@@ -228,7 +226,7 @@ def _first_call(
     if span is not None and (around := memo.spans.get(span)) is not None:
         with memo.lock:
             try:
-                grown = around.grown(query, key, value, per_head, _sides(options))
+                grown = around.grown(query, key, value, per_head, options.sides())
             except Exception:
                 # Deciding anew says what fails, and whose fault that is.
                 grown = None
@@ -241,36 +239,27 @@ def _first_call(
         if signature is not None and (decided := memo.plans.get(signature)) is not None:
             # Another thread decided while this one waited.
             return decided.run(query, key, value, attn_mask, seed, per_head)
-        why_torch = _why_torch(query, key, value, attn_mask, per_head)
+        why_torch = why_torch_now(query, key, value, attn_mask, per_head)
         for candidate in choosing.candidates(memo, call, query, key, value, attn_mask, why_torch):
             if candidate.kind == "framework":
                 if span is not None and span not in memo.spans:
-                    around = plan if plan.words is not None and choosing.serves_span(memo, call, None, _sides(options)) else None
+                    around = plan if plan.words is not None and choosing.serves_span(memo, call, None, options.sides()) else None
                     memo.spans[span] = around
                 break
             chosen = training.TrainingPlan(memo, call, candidate.plan) if candidate.trains else candidate.plan
-            built = False
-            try:
-                chosen.build(query, key, value, attn_mask, per_head)
-                built = True
-                outputs = chosen.run(query, key, value, attn_mask, seed, per_head)
-            except Exception as error:
-                if candidate.variant is None or not (choosing.uncompilable(error) if built else choosing.unbuildable(error)):
-                    raise
-                choosing.report_failure(memo, candidate.variant, call.device, error)
+            build = partial(chosen.build, query, key, value, attn_mask, per_head)
+            run = partial(chosen.run, query, key, value, attn_mask, seed, per_head)
+            outputs = choosing.tried(memo, candidate.variant, call.device, build, run)
+            if outputs is None:
                 continue
             if signature is not None:
                 memo.keep(signature, chosen)
             if span is not None and span not in memo.spans and isinstance(chosen, KernelPlan):
-                memo.spans[span] = chosen if choosing.serves_span(memo, call, candidate.variant, _sides(options)) else None
+                memo.spans[span] = chosen if choosing.serves_span(memo, call, candidate.variant, options.sides()) else None
             return outputs
     if signature is not None:
         memo.keep(signature, plan)
     return plan.run(query, key, value, attn_mask, seed, per_head)
-
-
-def _sides(options: tuple[Any, ...]) -> growing.Sides:
-    return growing.Sides.of(options[4], options[1], options[6])
 
 
 def _parsed(
@@ -278,30 +267,12 @@ def _parsed(
     key: torch.Tensor,
     value: torch.Tensor,
     attn_mask: torch.Tensor | None,
-    options: tuple[Any, ...],
+    options: Options,
     seed: int | None,
     per_head: PerHead | None,
 ) -> Call:
-    """The checked call; `options` as `attention` puts them together."""
-    dropout_p, is_causal, scale, enable_gqa, window, softcap, causal_alignment, return_lse, allow_tf32, deterministic = options
-    return parse(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale,
-        enable_gqa,
-        window=window,
-        softcap=softcap,
-        causal_alignment=causal_alignment,
-        return_lse=return_lse,
-        seed=seed,
-        allow_tf32=allow_tf32,
-        per_head=per_head,
-        deterministic=deterministic,
-    )
+    """The checked call."""
+    return parse(query, key, value, attn_mask, seed=seed, per_head=per_head, **options._asdict())
 
 
 def _traced(
@@ -309,16 +280,16 @@ def _traced(
     key: torch.Tensor,
     value: torch.Tensor,
     attn_mask: torch.Tensor | None,
-    options: tuple[Any, ...],
+    options: Options,
     seed: int | None,
     per_head: PerHead | None,
 ) -> Any:
     """`attention` as torch.compile sees it."""
-    query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
+    query, key, value, attn_mask = autocast(query, key, value, attn_mask)
     call = _parsed(query, key, value, attn_mask, options, seed, per_head)
-    why_torch = "transformed" if _transformed() else _why_torch_of(query, key, value, attn_mask, per_head)
+    why_torch = "transformed" if transformed() else why_torch_ever(query, key, value, attn_mask, per_head)
     problem, trains = call.problem, False
-    if why_torch == choosing.GRADIENT and problem is not None:
+    if why_torch == GRADIENT and problem is not None:
         # What is known of other sizes would do: only whether anything was measured counts.
         features, place = problem.features, -1 if query.device.index is None else query.device.index
         window = (False, None, None) if features.window is None else (True, *features.window)
@@ -336,9 +307,9 @@ def _traced(
         attn_mask,
         seed,
         per_head,
-        enable_gqa=options[3],
-        causal_alignment=options[6],
-        allow_tf32=options[8],
+        enable_gqa=options.enable_gqa,
+        causal_alignment=options.causal_alignment,
+        allow_tf32=options.allow_tf32,
         kernels=why_torch is None,
         trains=trains,
     )
@@ -395,88 +366,6 @@ def _causal(bias: Any, query: torch.Tensor, key: torch.Tensor, is_causal: bool) 
 def _overridden(query: Any, key: Any, value: Any, **words: Any) -> Any:
     """The call for torch's protocol of overrides: tracers' proxies, subclasses and function modes see it as one of torch's own."""
     return handle_torch_function(attention, (query, key, value), query, key, value, **words)
-
-
-def _prepared(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The tensors in the dtype that autocast asks for, and with what is only marked as negative negated in memory."""
-    query, key, value = query.resolve_neg(), key.resolve_neg(), value.resolve_neg()
-    return _autocast(query, key, value, None if attn_mask is None else attn_mask.resolve_neg())
-
-
-def _why_torch(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, per_head: PerHead | None
-) -> str | None:
-    """Why only torch's own operations can serve these tensors now, or None where a kernel may."""
-    if forward_ad._current_level >= 0 or _peek() is not None:
-        return "a torch.func or forward-mode transform is active"
-    if torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
-        return "a mode or a tracer watches torch's operations"
-    return _why_torch_of(query, key, value, attn_mask, per_head)
-
-
-def _transformed() -> bool:
-    """Whether a transform of torch.func is active."""
-    return _peek() is not None
-
-
-# What torch.compiler.assume_constant_result sets, which would import the compiler here: dynamo then asks while it traces.
-_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _why_torch_of(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, per_head: PerHead | None
-) -> str | None:
-    """Why only torch's own operations can serve these tensors at any time, or None."""
-    if not query.is_cuda and not (devices.INTERPRETING and query.is_cpu):
-        return "kernels run on GPUs (or on the CPU with TRITON_INTERPRET=1 set at import)"
-    if (
-        type(query) not in _PLAIN_TYPES
-        or type(key) not in _PLAIN_TYPES
-        or type(value) not in _PLAIN_TYPES
-        or (attn_mask is not None and type(attn_mask) not in _PLAIN_TYPES)
-        or (per_head is not None and any(type(x) not in _PLAIN_TYPES for x in per_head.tensors()))
-    ):
-        return "tensor subclasses have their own dispatch"
-    if torch.is_grad_enabled() and (
-        query.requires_grad
-        or key.requires_grad
-        or value.requires_grad
-        or (attn_mask is not None and attn_mask.requires_grad)
-        or (per_head is not None and any(x.requires_grad for x in per_head.tensors()))
-    ):
-        wanted = [] if attn_mask is None or not attn_mask.requires_grad else ["attn_mask"]
-        wanted += [] if per_head is None else [name for name, x in zip(PER_HEAD, per_head, strict=True) if _differentiable(x)]
-        return f"a gradient of {' and '.join(wanted)} is needed, which kernels don't compute" if wanted else choosing.GRADIENT
-    return None
-
-
-def _differentiable(x: torch.Tensor | float | None) -> bool:
-    return isinstance(x, torch.Tensor) and x.requires_grad
-
-
-def _memory(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None) -> Hashable:
-    """What a kernel's `accepts` may depend on beyond sizes and strides: each address modulo 16, and the mask's sizes, strides and type."""
-    places = tuple(x.data_ptr() % 16 for x in (query, key, value))
-    if attn_mask is None:
-        return places
-    return places, attn_mask.data_ptr() % 16, attn_mask.shape, attn_mask.stride(), attn_mask.dtype, attn_mask.device
-
-
-def _autocast(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The tensors as autocast, where it is on, hands them to F.scaled_dot_product_attention: floating ones in its dtype, but float64 and
-    fp8, which is no number without its factor."""
-    if not autocasting(query.device.type):
-        return query, key, value, attn_mask
-    dtype = torch.get_autocast_dtype(query.device.type)
-
-    def cast(x: torch.Tensor) -> torch.Tensor:
-        return x.to(dtype) if x.is_floating_point() and x.dtype not in (torch.float64, torch.float8_e4m3fn) else x
-
-    return cast(query), cast(key), cast(value), None if attn_mask is None else cast(attn_mask)
 
 
 tracing.define(attention)

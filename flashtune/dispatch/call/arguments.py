@@ -3,15 +3,35 @@
 import math
 import numbers
 from itertools import zip_longest
+from typing import NamedTuple
 
 import torch
 
-from flashtune.core.band import ALIGNMENTS, Band, Window, diagonal_of, parse_window
+from flashtune.core.band import ALIGNMENTS, Sides, Window
 from flashtune.core.errors import InputError, InputTypeError
 from flashtune.core.passes import FACTORS, PER_HEAD, PER_HEAD_FLAGS
 from flashtune.core.problem import MAX_HEAD_DIM, Features, MaskKind, Problem
 from flashtune.core.torch_dtypes import KERNEL_DTYPES, output_torch_dtype
 from flashtune.dispatch.call.checked import Call, PerHead
+
+
+class Options(NamedTuple):
+    """What `attention` takes beside tensors and seed, as it was given."""
+
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+    window: int | Window | None
+    softcap: float
+    causal_alignment: str
+    return_lse: bool
+    allow_tf32: bool
+    deterministic: bool
+
+    def sides(self) -> Sides:
+        """The band that is asked for, whatever the sizes."""
+        return Sides.of(self.window, self.is_causal, self.causal_alignment)
 
 
 def parse(
@@ -51,9 +71,8 @@ def parse(
         mask_kind = _mask_kind(attn_mask, query, (*batch_dims, *((heads,) if rank > 2 else ()), n_q, n_kv))
     if causal_alignment not in ALIGNMENTS:
         raise InputError(f"unknown causal_alignment {causal_alignment!r}: use one of {', '.join(ALIGNMENTS)}")
-    left, right = parse_window(window)
     # A side that hides no pair at these sizes would only cost a slower kernel: decoding one token isn't causal.
-    band = Band(left=left, right=0 if is_causal else right, diagonal=diagonal_of(causal_alignment, n_q, n_kv)).trimmed(n_q, n_kv)
+    band = Sides.of(window, is_causal, causal_alignment).band(n_q, n_kv)
     dropout_p = _number("dropout_p", dropout_p)
     if not 0.0 <= dropout_p <= 1.0:
         raise InputError(f"dropout_p={dropout_p} is not a probability: give a rate between 0 and 1")

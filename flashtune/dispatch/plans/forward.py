@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from flashtune.core import launching, reference
+from flashtune.core.band import Sides
 from flashtune.core.binaries import Manifest
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.passes import PER_HEAD, CallParameters
@@ -20,7 +21,6 @@ from flashtune.dispatch import framework
 from flashtune.dispatch.call import Call, PerHead, seed_bits, signed
 from flashtune.dispatch.launch import driver, prepared
 from flashtune.dispatch.launch.program import Program
-from flashtune.dispatch.policy.growing import Sides
 
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
 

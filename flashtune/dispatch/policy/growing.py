@@ -4,34 +4,15 @@ Each number of keys is a signature of its own, and to decide takes longer than a
 """
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from flashtune.core.band import Alignment, Band, Window, diagonal_of, parse_window
+from flashtune.core.band import Sides
 from flashtune.core.problem import DECODE_ROWS, Problem
 from flashtune.dispatch.policy.choices import Choice, Pool
 
 SPAN = 64
 """Numbers of keys that are decided on at once."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sides:
-    """The band that a call asks for, before sizes say where its diagonal lies and what it hides."""
-
-    window: Window
-    alignment: Alignment
-
-    @classmethod
-    def of(cls, window: object, is_causal: bool, alignment: Alignment) -> "Sides":
-        """As `attention` takes them."""
-        left, right = parse_window(window)
-        return cls(window=(left, 0 if is_causal else right), alignment=alignment)
-
-    def band(self, n_q: int, n_kv: int) -> Band:
-        """The band at these sizes, without sides that hide nothing."""
-        left, right = self.window
-        return Band(left=left, right=right, diagonal=diagonal_of(self.alignment, n_q, n_kv)).trimmed(n_q, n_kv)
 
 
 def span_of(signature: tuple[Any, ...] | None) -> Hashable | None:

@@ -4,9 +4,11 @@ import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
+from typing import TypeVar
 
 import torch
 
+from flashtune.core.band import Sides
 from flashtune.core.binaries import Manifest
 from flashtune.core.config import Variant
 from flashtune.core.errors import FlashtuneError
@@ -21,16 +23,17 @@ from flashtune.dispatch.plans.gradients import Backward, FormulaPlan, Given, Gra
 from flashtune.dispatch.policy import Choice, Kind, Pool, Refusal, growing, rank, torch_has
 from flashtune.dispatch.policy.ready import ready_first
 from flashtune.dispatch.resolve.explanation import Explanation, described, explained
+from flashtune.dispatch.resolve.given import GRADIENT
 from flashtune.dispatch.resolve.memo import MOST_PLANS, Memo
 from flashtune.templates import families
 from flashtune.templates.family import Family
 
-GRADIENT = "a gradient is needed"
-"""Why torch's own operations serve, unless a backward kernel does."""
-
 SHORTEST_BACKWARD_US = 120.0
 """Where torch's own is shorter, the host decides, and a step of ours costs it a little more than torch's: the shortest gradients in
 benchmarks/results/2026-11-22-h200-training whose whole steps ours were the faster at take torch about so long."""
+
+
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +198,7 @@ def _repeatable(found: Mapping[str, Family]) -> dict[str, Family]:
     return {name: family for name, family in found.items() if family.repeatable}
 
 
-def serves_span(memo: Memo, call: Call, variant: Variant | None, sides: growing.Sides) -> bool:
+def serves_span(memo: Memo, call: Call, variant: Variant | None, sides: Sides) -> bool:
     """Whether this kernel (None: torch) is what the policy chooses for all decoding steps of the span that this call lies in."""
     if call.problem is None or memo.pinned:
         return False
@@ -250,15 +253,9 @@ def _first_gradients(memo: Memo, call: Call, given: Given) -> tuple[GradientPlan
     with memo.lock:
         # What failed before isn't offered again.
         for variant, plan in gradient_kernels(memo, call, given):
-            built = False
-            try:
-                plan.build(given)
-                built = True
-                return plan, plan.run(given)
-            except Exception as error:
-                if variant is None or not (uncompilable(error) if built else unbuildable(error)):
-                    raise
-                report_failure(memo, variant, call.device, error)
+            found = tried(memo, variant, call.device, functools.partial(plan.build, given), functools.partial(plan.run, given))
+            if found is not None:
+                return plan, found
     formula = FormulaPlan(call, given)
     return formula, formula.run(given)
 
@@ -298,6 +295,21 @@ def _ranked(
     return ready_first(rank(problem, target, records, known, **words), ready)
 
 
+def tried(memo: Memo, variant: Variant | None, device: torch.device, build: Callable[[], None], run: Callable[[], _Found]) -> _Found | None:
+    """What a plan gives at its first call, built and run; None where its kernel failed for its own sake, which is remembered and warned
+    of. What has no `variant`, a pinned kernel or torch's own, raises whatever it meets."""
+    built = False
+    try:
+        build()
+        built = True
+        return run()
+    except Exception as error:
+        if variant is None or not (_uncompilable(error) if built else _unbuildable(error)):
+            raise
+        report_failure(memo, variant, device, error)
+        return None
+
+
 def report_failure(memo: Memo, variant: Variant, device: torch.device, error: BaseException) -> str:
     """Remember that a kernel failed on a device, warn once, and return the reason in a line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -307,7 +319,7 @@ def report_failure(memo: Memo, variant: Variant, device: torch.device, error: Ba
     return why
 
 
-def unbuildable(error: Exception) -> bool:
+def _unbuildable(error: Exception) -> bool:
     """Whether taking or compiling a kernel failed for its own sake: compilers fail in many ways, but a GPU that is lost or full is
     nobody's config."""
     if isinstance(error, DriverError):
@@ -315,7 +327,7 @@ def unbuildable(error: Exception) -> bool:
     return not isinstance(error, (FlashtuneError, torch.OutOfMemoryError)) and not str(error).startswith(("CUDA error", "HIP error"))
 
 
-def uncompilable(error: Exception) -> bool:
+def _uncompilable(error: Exception) -> bool:
     """Whether a launch by Triton failed because the kernel doesn't compile or fit; anything else says nothing of the kernel."""
     return type(error).__module__.startswith("triton.") or str(error).startswith("PassManager::run failed")
 

@@ -1,0 +1,102 @@
+"""What the tensors of a call say before it is parsed: what autocast makes of them, how they lie in memory, and why only torch's own
+operations can serve them."""
+
+from collections.abc import Hashable
+
+import torch
+from torch.autograd import forward_ad
+
+from flashtune.core.passes import PER_HEAD
+from flashtune.core.torch_attention import autocasting
+from flashtune.dispatch.call import PerHead
+from flashtune.dispatch.launch import devices
+
+GRADIENT = "a gradient is needed"
+"""Why torch's own operations serve, unless a backward kernel does."""
+
+_peek = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
+
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+"""Subclasses (fake, distributed, ...) have their own dispatch, which only torch's operations reach."""
+
+
+def prepared(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The tensors in the dtype that autocast asks for, and with what is only marked as negative negated in memory."""
+    query, key, value = query.resolve_neg(), key.resolve_neg(), value.resolve_neg()
+    return autocast(query, key, value, None if attn_mask is None else attn_mask.resolve_neg())
+
+
+def why_torch_now(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, per_head: PerHead | None
+) -> str | None:
+    """Why only torch's own operations can serve these tensors now, or None where a kernel may."""
+    if forward_ad._current_level >= 0 or _peek() is not None:
+        return "a torch.func or forward-mode transform is active"
+    if torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
+        return "a mode or a tracer watches torch's operations"
+    return why_torch_ever(query, key, value, attn_mask, per_head)
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func is active."""
+    return _peek() is not None
+
+
+# What torch.compiler.assume_constant_result sets, which would import the compiler here: dynamo then asks while it traces.
+transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def why_torch_ever(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, per_head: PerHead | None
+) -> str | None:
+    """Why only torch's own operations can serve these tensors at any time, or None."""
+    if not query.is_cuda and not (devices.INTERPRETING and query.is_cpu):
+        return "kernels run on GPUs (or on the CPU with TRITON_INTERPRET=1 set at import)"
+    if (
+        type(query) not in _PLAIN_TYPES
+        or type(key) not in _PLAIN_TYPES
+        or type(value) not in _PLAIN_TYPES
+        or (attn_mask is not None and type(attn_mask) not in _PLAIN_TYPES)
+        or (per_head is not None and any(type(x) not in _PLAIN_TYPES for x in per_head.tensors()))
+    ):
+        return "tensor subclasses have their own dispatch"
+    if torch.is_grad_enabled() and (
+        query.requires_grad
+        or key.requires_grad
+        or value.requires_grad
+        or (attn_mask is not None and attn_mask.requires_grad)
+        or (per_head is not None and any(x.requires_grad for x in per_head.tensors()))
+    ):
+        wanted = [] if attn_mask is None or not attn_mask.requires_grad else ["attn_mask"]
+        wanted += [] if per_head is None else [name for name, x in zip(PER_HEAD, per_head, strict=True) if _differentiable(x)]
+        return f"a gradient of {' and '.join(wanted)} is needed, which kernels don't compute" if wanted else GRADIENT
+    return None
+
+
+def _differentiable(x: torch.Tensor | float | None) -> bool:
+    return isinstance(x, torch.Tensor) and x.requires_grad
+
+
+def places_in_memory(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None) -> Hashable:
+    """What a kernel's `accepts` may depend on beyond sizes and strides: each address modulo 16, and the mask's sizes, strides and type."""
+    places = tuple(x.data_ptr() % 16 for x in (query, key, value))
+    if attn_mask is None:
+        return places
+    return places, attn_mask.data_ptr() % 16, attn_mask.shape, attn_mask.stride(), attn_mask.dtype, attn_mask.device
+
+
+def autocast(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The tensors as autocast, where it is on, hands them to F.scaled_dot_product_attention: floating ones in its dtype, but float64 and
+    fp8, which is no number without its factor."""
+    if not autocasting(query.device.type):
+        return query, key, value, attn_mask
+    dtype = torch.get_autocast_dtype(query.device.type)
+
+    def cast(x: torch.Tensor) -> torch.Tensor:
+        return x.to(dtype) if x.is_floating_point() and x.dtype not in (torch.float64, torch.float8_e4m3fn) else x
+
+    return cast(query), cast(key), cast(value), None if attn_mask is None else cast(attn_mask)
