@@ -1,6 +1,7 @@
 """Databases from strangers, and odd paths, before every command that reads one: one line and an exit code, nothing forged, nothing run."""
 
 import json
+import os
 import sqlite3
 import subprocess
 import sys
@@ -128,3 +129,25 @@ def test_a_hostile_database_never_shows_a_traceback_in_a_terminal(tmp_path: Path
     words = [sys.executable, "-m", "flashtune.cli.main", "show", "--db", str(path)]
     told = subprocess.run(words, capture_output=True, text=True, timeout=600)
     assert (told.returncode, told.stdout) == (3, "") and "Traceback" not in told.stderr
+
+
+def test_links_in_a_circle_are_no_database_to_merge(tmp_path: Path) -> None:
+    circle = tmp_path / "circle.sqlite"
+    circle.symlink_to(circle)
+    result = flashtune("merge", str(circle), "--out", str(tmp_path / "out.sqlite"))
+    assert result.exit_code == 4 and "symbolic links" in result.stderr, result.exception
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_folder_that_is_gone_is_one_line(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    before = os.getcwd()
+    os.chdir(gone)
+    gone.rmdir()
+    try:
+        result = flashtune("show", "--db", "a.sqlite")
+    finally:
+        os.chdir(before)
+    assert result.exit_code == 4 and "folder" in result.stderr, result.exception
+    assert len(result.stderr.strip().splitlines()) == 1

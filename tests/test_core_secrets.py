@@ -2,6 +2,8 @@
 
 import shlex
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 
 import db_samples as samples
@@ -57,6 +59,28 @@ def test_urls_without_a_password_are_left_as_they_are() -> None:
         "a 'cut",
     ):
         assert mask_command_line(text) == text
+
+
+LONG = 200_000
+SLOW = {
+    "one word": "M" * LONG,
+    "question marks": "?" * LONG,
+    "names of options": "?pass" * (LONG // 5) + "@",
+    "beginnings of URLs": "@ " + "x:/y:" * (LONG // 5),
+    "slashes": "x:" + "/" * LONG,
+    "semicolons": ";a=b" * (LONG // 4),
+}
+
+
+@pytest.mark.parametrize("text", SLOW)
+def test_long_texts_are_masked_in_time_that_grows_as_they_do(text: str) -> None:
+    """In a process with a limit of processor time that only a square of the length reaches."""
+    masking = (
+        "import resource; resource.setrlimit(resource.RLIMIT_CPU, (20, 20))\n"
+        "from flashtune.core.secrets import mask_command_line, mask_secrets\n"
+        "import sys; text = sys.stdin.read(); mask_secrets(text); mask_command_line(text + '@')"
+    )
+    assert subprocess.run([sys.executable, "-c", masking], input=SLOW[text], text=True).returncode == 0
 
 
 @pytest.mark.parametrize("winners_only", [True, False])

@@ -11,7 +11,7 @@ import click
 
 import flashtune
 from flashtune.cli.interrupts import INTERRUPTED, Interrupts, interruptible
-from flashtune.core.errors import FlashtuneError
+from flashtune.core.errors import EnvironmentProblem, FlashtuneError
 from flashtune.core.secrets import mask_secrets
 
 COMMANDS = {
@@ -63,6 +63,7 @@ class LazyGroup(click.Group):
         interrupts = Interrupts()
         try:
             with interruptible(interrupts):
+                _require_folder()
                 found = super().invoke(ctx)
                 sys.stdout.flush()
                 return found
@@ -93,6 +94,14 @@ class LazyGroup(click.Group):
                 raise
             click.echo("flashtune: interrupted", err=True)
             ctx.exit(INTERRUPTED)
+
+
+def _require_folder() -> None:
+    """Raise EnvironmentProblem where the folder that the command runs in was removed: no path can be told from there."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise EnvironmentProblem("the folder that this command runs in was removed: change to one that is there") from error
 
 
 def _report(error: click.UsageError) -> None:

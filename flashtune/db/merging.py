@@ -1,5 +1,6 @@
 """Several databases into one that holds the best row of every key."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +45,8 @@ def merge(
     if target is None:
         raise DatabaseError("databases can be merged into a SQLite file only: give the path of a file")
     sources = [path for path in map(sqlite_path, locations) if path is not None]
-    if any(path.resolve() == target.resolve() for path in sources):
+    # Not Path.resolve, which raises for links in a circle.
+    if any(os.path.realpath(path) == os.path.realpath(target) for path in sources):
         raise DatabaseError(f"{target} is one of the databases to merge: write to another path")
     kept, lost, refused = [], [], []
     found = by_key(record for location in locations for record in Library([Layer(location=location)]).winners())
