@@ -17,7 +17,7 @@ from flashtune.tuner import own
 from flashtune.tuner.generated import arrange
 from flashtune.tuner.machine_code import Built, triton_version
 from flashtune.tuner.publish import variant_for
-from flashtune.tuner.replies import Failed, Kept
+from flashtune.tuner.replies import Failed, MachineCode
 
 H200 = find_target("h200")
 ROW = next(record for record in Library.of(shipped_path()).records() if record.outcome.template == "flash_decode")
@@ -84,25 +84,30 @@ def test_a_winner_that_a_search_kept_meanwhile_is_not_compiled_again(cache: Path
     binaries = tuple(replace(binary, triton=triton_version()) for binary in shipped.binaries)
     built = Built(manifest=replace(shipped, binaries=binaries), codes=tuple(map(gzip.decompress, files)))
     monkeypatch.setattr(own, "build", lambda order: built)
-    assert own.keep_winner(ROW, H200) == Kept(variant_id=VARIANT.id)
+    code = own.compile_winner(ROW, H200)
+    assert isinstance(code, MachineCode) and kernels.manifest(VARIANT, "90") is None
+    own.keep(code)
     found = kernels.manifest(VARIANT, "90")
     assert found is not None and found.folder is not None and found.folder.is_relative_to(cache)
+    assert [found.code(binary) for binary in found.binaries] == list(built.codes)
     monkeypatch.setattr(own, "build_all", lambda orders, *, jobs: iter([(order, "again") for order in orders]))
     assert own.compile_winners([ROW], H200, jobs=1) == {}
     monkeypatch.setattr(own, "build", lambda order: 1 / 0)
-    assert own.keep_winner(ROW, H200) == Kept(variant_id=VARIANT.id)
+    assert own.compile_winner(ROW, H200) == MachineCode()
+    own.keep(MachineCode())
 
 
-@pytest.mark.usefixtures("nothing_shipped")
-def test_a_winner_that_cannot_be_kept_meanwhile_is_left_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASHTUNE_CACHE", str(tmp_path / "file" / "cache"))
-    (tmp_path / "file").touch()
-    failed = own.keep_winner(ROW, H200)
-    assert isinstance(failed, Failed) and "can't be used" in failed.reason
-    monkeypatch.setenv("FLASHTUNE_CACHE", str(tmp_path / "cache"))
+@pytest.mark.usefixtures("nothing_shipped", "cache")
+def test_a_winner_that_cannot_be_kept_meanwhile_is_left_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own, "build", lambda order: 1 / 0)
-    failed = own.keep_winner(ROW, H200)
+    failed = own.compile_winner(ROW, H200)
     assert isinstance(failed, Failed) and failed.reason.startswith("ZeroDivisionError")
+
+    def full(*_: object) -> None:
+        raise EnvironmentProblem("no space left: free some")
+
+    monkeypatch.setattr(kernel_cache, "keep", full)
+    own.keep(MachineCode(text="", manifest=read_manifest(PACKAGE / arrange([ROW])[0].kernel.manifest)))
     monkeypatch.setattr(own, "build_all", lambda orders, *, jobs: iter([(order, "again") for order in orders]))
     assert list(own.compile_winners([ROW], H200, jobs=1).values()) == ["again"]
 

@@ -19,8 +19,8 @@ from flashtune.core.results import Conditions, Fate, Outcome, Provenance, Search
 from flashtune.tuner import evaluation, problem_search, searching, tasks
 from flashtune.tuner.compile import code_hash, compiled_kernels, launch_hash
 from flashtune.tuner.proposing import OVERTAKEN, Proposals
-from flashtune.tuner.replies import Called, Failed, Kept, Launched, Ready
-from flashtune.tuner.searching import Search, SearchPlan
+from flashtune.tuner.replies import Called, Failed, Launched, MachineCode, Ready
+from flashtune.tuner.searching import Keeping, Search, SearchPlan
 from flashtune.tuner.space import Candidate
 from flashtune.tuner.study import Study
 from flashtune.tuner.workers import Pending, Workers
@@ -443,30 +443,37 @@ def test_compilers_are_free_when_their_tasks_are_done(monkeypatch: pytest.Monkey
 
 
 def test_winners_are_compiled_for_later_while_others_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each once, before the next problem's race ends; one that fails ends nothing, and the search doesn't end before they do."""
+    """Each once, before the next problem's race ends, and during the last race what may win; what won alone is kept. One that can't be
+    compiled ends nothing."""
     first, second = problems(2)
-    kept: list[tuple[int, str]] = []
-    events, go = staged(monkeypatch, held=lambda task, problem: task is simulated.raced and problem == second)
+    for fails in (False, True):
+        asked: list[tuple[int, str]] = []
+        put: list[str] = []
+        _, go = staged(monkeypatch, held=lambda task, problem: task is simulated.raced and problem == second)
 
-    def keep(row: TuningRecord, target: Any) -> Kept | Failed:
-        kept.append((row.problem.n_kv, row.outcome.variant_id))
-        go.set()
-        return Failed(fate=Fate.COMPILE, reason="no") if len(kept) == 1 else Kept(variant_id=row.outcome.variant_id)
+        def compiling(
+            row: TuningRecord, target: Any, asked: list[tuple[int, str]] = asked, go: threading.Event = go, fails: bool = fails
+        ) -> MachineCode | Failed:
+            asked.append((row.problem.n_kv, row.outcome.variant_id))
+            if row.problem == second:
+                go.set()
+            return Failed(fate=Fate.COMPILE, reason="no") if fails else MachineCode(text=row.outcome.variant_id)
 
-    made = vars(searching)["Workers"]
-    submit = made.submit
+        made = vars(searching)["Workers"]
+        submit = made.submit
 
-    def submitted(self: Any, crew: str, task: Callable[..., Any], *arguments: Any, limit_s: float, device: int = 0) -> Any:
-        if task is not keep:
-            return submit(self, crew, task, *arguments, limit_s=limit_s, device=device)
-        reply = task(*arguments)
-        return SimpleNamespace(reply=lambda: (events.append("kept"), reply)[1], forget=lambda: None)
+        def submitted(self: Any, crew: str, task: Any, *words: Any, _tasks: Any = (compiling, submit), **others: Any) -> Any:
+            reply = task(*words) if task is _tasks[0] else None
+            return SimpleNamespace(reply=lambda: reply, forget=lambda: None) if reply else _tasks[1](self, crew, task, *words, **others)
 
-    monkeypatch.setattr(made, "submit", submitted)
-    results = run(plan(3, keep=keep))
-    winners = [result.best.variant_id for result in results if result.best is not None]
-    assert len(winners) == 3 and kept == [(first.n_kv, winners[0])], "one config wins all, and is compiled once"
-    assert events.index("raced 128 is done") < events.index("kept") and events[-1] == "kept"
+        monkeypatch.setattr(made, "submit", submitted)
+        monkeypatch.setattr(made, "free_compilers", lambda self: 3)
+        results = run(plan(2, keep=Keeping(compile=compiling, put=lambda code, put=put: put.append(code.text))))
+        winners = [result.best.variant_id for result in results if result.best is not None]
+        fastest = sorted(results[1].outcomes, key=lambda o: o.trial.median_us if o.trial else 0.0)[:3]
+        assert asked[0] == (first.n_kv, winners[0])
+        assert asked[1:] == [(second.n_kv, o.variant_id) for o in fastest if o.variant_id != winners[0]] and len(asked) >= 3
+        assert put == ([] if fails else list(dict.fromkeys(winners)))
 
 
 def test_searches_may_share_workers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,8 +194,8 @@ def run_search(
     from flashtune.db.store import Store
     from flashtune.templates import families, family
     from flashtune.tuner.machine import cores, devices_of, provenance, require_interpreter
-    from flashtune.tuner.own import keep_winner
-    from flashtune.tuner.searching import Search, SearchPlan
+    from flashtune.tuner.own import compile_winner, keep
+    from flashtune.tuner.searching import Keeping, Search, SearchPlan
     from flashtune.tuner.space import SearchSpace
     from flashtune.tuner.workers import start_server
 
@@ -225,7 +225,7 @@ def run_search(
         known=tuple(known),
         devices=devices,
         calls=_calls_task() if source == "measured" else None,
-        keep=keep_winner if source == "measured" else None,
+        keep=Keeping(compile=compile_winner, put=keep) if source == "measured" else None,
     )
     for problem in problems:
         # What no template serves is refused before anything is written.

@@ -1,20 +1,20 @@
 """The winners of a user's own search, compiled into the user's cache, so that serving them compiles nothing.
 
-A search has each compiled by `keep_winner` while it goes on with others, and makes up at its end for what wasn't, and says why.
+A search has each compiled by `compile_winner` while it goes on with others, and makes up at its end for what wasn't, and says why.
 """
 
 from collections.abc import Iterable
+from contextlib import suppress
 
 from flashtune.core import kernel_cache
 from flashtune.core.binaries import machine_arch
 from flashtune.core.errors import EnvironmentProblem
-from flashtune.core.folders import refused, wanted_cache_dir
 from flashtune.core.results import Fate, TuningRecord
 from flashtune.core.target import Target
 from flashtune.templates import unservable
 from flashtune.tuner.machine_code import Order, build, build_all, can_have_binaries, triton_version, with_files
 from flashtune.tuner.publish import source_for, variant_for
-from flashtune.tuner.replies import Failed, Kept
+from flashtune.tuner.replies import Failed, MachineCode
 from flashtune.tuner.tasks import one_line
 
 
@@ -32,17 +32,22 @@ def compile_winners(records: Iterable[TuningRecord], target: Target, *, jobs: in
     return failures
 
 
-def keep_winner(record: TuningRecord, target: Target) -> Kept | Failed:
-    """In a child process: the same for one row. Where it fails, `compile_winners` tries again and says why."""
+def compile_winner(record: TuningRecord, target: Target) -> MachineCode | Failed:
+    """In a child process: what `keep` puts into the cache of one row. Where it fails, `compile_winners` tries again and says why."""
     try:
-        # A folder of this process's own would go with it.
-        if (why := refused(wanted_cache_dir())) is not None:
-            raise EnvironmentProblem(why)
         for order in _missing([record], target):
-            kernel_cache.keep(order.text, *with_files(build(order), order.stem))
+            manifest, files = with_files(build(order), order.stem)
+            return MachineCode(text=order.text, manifest=manifest, files=files)
     except Exception as error:
         return Failed(fate=Fate.COMPILE, reason=one_line(error))
-    return Kept(variant_id=record.outcome.variant_id)
+    return MachineCode()
+
+
+def keep(code: MachineCode) -> None:
+    """Put machine code into the user's cache; where it can't be, `compile_winners` says so."""
+    if code.manifest is not None:
+        with suppress(EnvironmentProblem):
+            kernel_cache.keep(code.text, code.manifest, code.files)
 
 
 def _missing(records: Iterable[TuningRecord], target: Target) -> list[Order]:

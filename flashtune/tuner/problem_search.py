@@ -37,6 +37,9 @@ HOST_US = 15.0
 CALLED = 3
 """So many of the first, the race's winner among them, have whole calls timed (see `to_call`)."""
 
+LIKELY = 6
+"""So many of the fastest in trials are compiled for later calls before the last race is decided."""
+
 AHEAD = 12
 """Candidates of a measured search that are compiled before they are timed, at most: what is proposed early is proposed knowing little."""
 
@@ -201,7 +204,16 @@ class ProblemSearch:
             if (row := record_of(self._result(tuple(self.study.in_order().values()), None))) is not None:
                 self.search._rows.insert(0, row)
             meanwhile()
+        if self.plan.keep is not None and self.index == len(self.plan.problems) - 1:
+            self._foresee_winners()
         return self._ending()
+
+    def _foresee_winners(self) -> None:
+        """Nothing follows for the compilers: let them begin with what may win, for later calls."""
+        result = self._result(tuple(self.study.in_order().values()), None)
+        timed = sorted((o for o in result.outcomes if o.fate.timed and o.measurement is not None), key=lambda o: _time(o).median_us)
+        best = (record_of(replace(result, outcomes=(outcome,))) for outcome in timed[: min(LIKELY, self.workers.free_compilers())])
+        self.search._foresee_winners([row for row in best if row is not None], self.workers)
 
     def _publish(self, result: SearchResult, *, final: bool) -> bool:
         """Whether the result was saved; a fault passes through when it is `final`."""

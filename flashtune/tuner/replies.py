@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from flashtune.core.binaries import Manifest
 from flashtune.core.results import Baseline, CompileFacts, Fate, Measurement
 from flashtune.tuner.racing import Standing
 
@@ -27,10 +28,13 @@ class Compiled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """The machine code of a variant is in the user's cache."""
+class MachineCode:
+    """What later calls take of a kernel: its text, and machine code as files with their manifest; no manifest where the user's cache has
+    them already."""
 
-    variant_id: str
+    text: str = ""
+    manifest: Manifest | None = None
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,4 +116,4 @@ class Compared:
     left_out: Mapping[str, str]
 
 
-Answer = Compiled | Kept | Launched | Ready | Checked | Timed | Rounds | Called | Compared
+Answer = Compiled | MachineCode | Launched | Ready | Checked | Timed | Rounds | Called | Compared

@@ -24,17 +24,23 @@ from flashtune.core.target import Target
 from flashtune.templates.family import Family
 from flashtune.tuner.evaluation import CallsTask, Evaluation, MeasuredEvaluation, PredictedEvaluation
 from flashtune.tuner.problem_search import ProblemSearch, SpecState
-from flashtune.tuner.replies import Failed, Kept
+from flashtune.tuner.replies import Failed, MachineCode
 from flashtune.tuner.sampling import Sampler
 from flashtune.tuner.space import SearchSpace
 from flashtune.tuner.study import Plan, fingerprint
 from flashtune.tuner.workers import Limits, Pending, Workers
 
-KeepTask = Callable[[TuningRecord, Target], Kept | Failed]
-"""Compiles a row's kernel for later calls, in a process of the compilers."""
-
 POLL_S = 1.0
 """How often a search that has nothing left to do looks whether other processes are done."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keeping:
+    """How winners are made ready for later calls: `compile` is a task for the compilers, whose answer `put` keeps. A failure is no more
+    than a reason to do it later."""
+
+    compile: Callable[[TuningRecord, Target], MachineCode | Failed]
+    put: Callable[[MachineCode], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +71,8 @@ class SearchPlan:
     """The GPUs that measure, as CUDA_VISIBLE_DEVICES names them; without any, the one that torch takes by itself."""
     calls: CallsTask | None = None
     """Times whole calls of the best."""
-    keep: KeepTask | None = None
-    """Compiles each problem's winner while others are searched. A failure is no more than a reason to do it later."""
+    keep: Keeping | None = None
+    """Compiles each problem's winner while others are searched."""
 
 
 Stage = Literal["preparing", "compiling", "checking", "measuring", "racing", "waiting"]
@@ -118,7 +124,7 @@ class Search:
         self._states: dict[KernelSpec, SpecState] = {}
         self._rows = list(plan.known)
         self._found: dict[int, SearchResult] = {}
-        self._given, self._keeping = workers, dict[str, Pending[Kept]]()
+        self._given, self._codes, self._winners = workers, dict[str, Pending[MachineCode]](), set[str]()
         self._begun, self._started = 0, 0.0
         self._after_trials: list[float] = []
         self.lock, self.stopping = threading.RLock(), threading.Event()
@@ -140,8 +146,7 @@ class Search:
                 lanes[0].run()
             else:
                 self._run_all(lanes)
-            for keeping in self._keeping.values():
-                keeping.reply()
+            self._put_codes()
         if len(self._found) == len(plan.problems):
             run.finish()
         results = [self._found[index] for index in sorted(self._found)]
@@ -212,13 +217,29 @@ class Search:
             self._found.setdefault(index, result)
             return first
 
-    def _keep(self, row: TuningRecord, workers: Workers) -> None:
-        """Have a winner compiled for later calls, each once."""
+    def _foresee_winners(self, rows: Sequence[TuningRecord], workers: Workers) -> None:
+        """Have compiled for later calls what may win, each once."""
+        keep, target = self._plan.keep, self._plan.target
         with self.lock:
-            if self._plan.keep is not None and row.outcome.variant_id not in self._keeping:
-                limit_s = self._plan.limits.compile_s
-                keeping = workers.submit("compile", self._plan.keep, row, self._plan.target, limit_s=limit_s)
-                self._keeping[row.outcome.variant_id] = keeping
+            for row in rows:
+                if keep is not None and row.outcome.variant_id not in self._codes:
+                    pending = workers.submit("compile", keep.compile, row, target, limit_s=self._plan.limits.compile_s)
+                    self._codes[row.outcome.variant_id] = pending
+
+    def _keep(self, row: TuningRecord, workers: Workers) -> None:
+        """Have a winner compiled for later calls; it is kept at the end."""
+        self._foresee_winners([row], workers)
+        with self.lock:
+            self._winners.add(row.outcome.variant_id)
+
+    def _put_codes(self) -> None:
+        """Keep what was compiled of winners; nobody waits for the others."""
+        for variant_id, pending in self._codes.items():
+            if variant_id not in self._winners:
+                pending.forget()
+        for variant_id, pending in self._codes.items():
+            if variant_id in self._winners and self._plan.keep is not None and isinstance(code := pending.reply(), MachineCode):
+                self._plan.keep.put(code)
 
     def _words(self) -> list[object]:
         """What makes two plans the same: GPU, problems, families as they are, trials, sampler, seed, and who measures or predicts."""
