@@ -48,7 +48,13 @@ from flashtune.tuner.racing import first_by_calls
 from flashtune.tuner.replies import Failed
 from flashtune.tuner.space import Candidate
 
-TWINS = {"maximum": ("first", "running"), "combine": ("kernel", "last", "rows")}
+TWINS: dict[str, tuple[Value, ...]] = {
+    "maximum": ("first", "running"),
+    "combine": ("kernel", "last", "rows"),
+    "held": ("none", "both"),
+    "exp_early": (False, True),
+    "persistent": (False, True),
+}
 """Axes whose every value races."""
 
 CHECKING = 0.5
@@ -109,7 +115,7 @@ def candidates_of(result: SearchResult, target: Target, *, most: int) -> list[Ca
         # Few were tried of each, and what was best may not fit the kernel of today.
         for kind in {family(outcome.template) for outcome in known[:most]}:
             found |= {Candidate(family=kind, config=config): None for config in kind.starts(spec, target)[:3]}
-        return list(found)[: most + 3]
+        return list(found)[: 4 * most + 3]
     # Decoding kernels are checked and timed in no time, and each way to add up has configs that suit it.
     return list(found)[: 3 * most if any("combine" in candidate.config for candidate in found) else most + 1]
 

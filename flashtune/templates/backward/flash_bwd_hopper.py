@@ -112,24 +112,25 @@ def supports(spec: KernelSpec, target: Target) -> str | None:
 
 def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
     """The tiles that fit, with both ways for dQ."""
-    # BLOCK_M, num_stages, dq_sums, held, ahead.
-    tiles: list[tuple[int, int, str, str, bool]] = [
-        (64, 2, "registers", "none", False),
-        (64, 2, "tma", "none", False),
-        (64, 3, "registers", "none", False),
+    # BLOCK_M, num_stages, dq_sums, held, ahead, exp_early.
+    tiles: list[tuple[int, int, str, str, bool, bool]] = [
+        (64, 2, "registers", "none", False, False),
+        (64, 2, "registers", "none", False, True),
+        (64, 3, "registers", "none", False, False),
+        (64, 2, "tma", "none", False, False),
     ]
     if padded(spec.d) == 64:
         tiles = [
-            (64, 2, "registers", "none", False),
-            (64, 2, "registers", "both", False),
-            (64, 3, "registers", "v", True),
-            (64, 3, "registers", "none", False),
-            (128, 2, "tma", "none", False),
-            (64, 3, "tma", "none", False),
-            (128, 2, "registers", "none", False),
+            (64, 2, "registers", "none", False, False),
+            (64, 2, "registers", "both", False, False),
+            (64, 3, "registers", "v", True, False),
+            (64, 3, "registers", "both", False, False),
+            (128, 2, "tma", "none", False, False),
+            (64, 3, "tma", "both", False, False),
+            (128, 2, "registers", "none", False, False),
         ]
-    names = ("BLOCK_M", "num_stages", "dq_sums", "held", "ahead")
-    others: dict[str, Value] = {"BLOCK_N": 128, "exp_early": False, "persistent": False, "release": "memory"}
+    names = ("BLOCK_M", "num_stages", "dq_sums", "held", "ahead", "exp_early")
+    others: dict[str, Value] = {"BLOCK_N": 128, "persistent": False, "release": "memory"}
     return [
         Config.of(others | dict(zip(names, tile, strict=True)), section=section)
         for section in ((4, 16) if spec.causal else (2, 1))
