@@ -32,7 +32,7 @@ from forward_report import NO_TIME
 from race_work import Candidates, Work, of_another_gpu, of_models, of_sizes
 from random_inputs import random_inputs
 
-from flashtune.core.config import Config, KernelSpec
+from flashtune.core.config import Config, KernelSpec, Value
 from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Baseline, CompileFacts, Fate, Measurement, Outcome, SearchResult
 from flashtune.core.target import Target, find_target
