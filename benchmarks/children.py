@@ -4,7 +4,7 @@ import math
 import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from concurrent.futures import TimeoutError as Overdue
 from types import TracebackType
 from typing import Any
@@ -48,11 +48,14 @@ class Children:
         finally:
             self._end(futures)
 
-    def by(self, deadline: float, jobs: Iterable[Job], *, late: str) -> list[Answer]:
+    def by(self, deadline: float, jobs: Iterable[Job], *, late: str, enough: Callable[[int], bool] | None = None) -> list[Answer]:
         """The answers that there are by `deadline` (time.monotonic), in the order of the jobs, which may be made one after another. What
-        has not ended by then is ended, and `late` is why there is no answer of it."""
+        has not ended by then, or when so many have that it is `enough`, is ended, and `late` is why there is no answer of it."""
         futures = self._begun(jobs)
-        wait(futures, timeout=None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
+        going: set[Future[Any]] = set(futures)
+        while going and time.monotonic() < deadline and not (enough is not None and enough(len(futures) - len(going))):
+            left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+            going = wait(going, timeout=left, return_when=ALL_COMPLETED if enough is None else FIRST_COMPLETED).not_done
         ended = [future.done() for future in futures]
         self._end(futures)
         return [self._answer(future) if done else (None, late) for future, done in zip(futures, ended, strict=True)]

@@ -57,8 +57,11 @@ TWINS: dict[str, tuple[Value, ...]] = {
 }
 """Axes whose every value races."""
 
-CHECKING = 0.5
-"""The share of a run's time after which no more problems are checked."""
+CHECKING = 0.9
+"""The share of a run's time after which no more problems are checked in any case."""
+
+BESIDE_S = 1.1
+"""What a race takes beside its timing: inputs, loading, whole calls."""
 
 CAUSAL = Features(causal=True)
 PLAIN_LENGTHS = (4096, 1024, 16384, 512, 2048)
@@ -327,7 +330,13 @@ def main() -> None:
         # It takes seconds to start, in which the others have enough to do.
         alone.begin((local_gpu, ()))
         with Children(count=options.jobs, limit_s=options.limit_s) as many:
-            answers = many.by(started + CHECKING * options.budget_s, jobs, late=NO_TIME)
+            ends = started + options.budget_s
+
+            def enough(checked: int) -> bool:
+                """Whether to race these takes all the time that is left."""
+                return time.monotonic() + checked * (options.seconds + BESIDE_S) > ends
+
+            answers = many.by(started + CHECKING * options.budget_s, jobs, late=NO_TIME, enough=enough)
         for (problem, _), (checked, failed) in zip(work, answers, strict=True):
             if failed:
                 print(f"{problem.label()}: {failed}", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
 """Benchmarks' child processes for tests: everything runs in this process, and nothing is ever late."""
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -34,5 +34,5 @@ class Here:
     def each(self, jobs: Iterable[Job]) -> Iterator[Answer]:
         return in_this_process(list(jobs), self._asked)
 
-    def by(self, deadline: float, jobs: Iterable[Job], *, late: str) -> list[Answer]:
+    def by(self, deadline: float, jobs: Iterable[Job], *, late: str, enough: Callable[[int], bool] | None = None) -> list[Answer]:
         return list(in_this_process(jobs, self._asked))

@@ -255,6 +255,8 @@ def test_children_answer_in_order_cost_themselves_alone_and_end_in_time() -> Non
         assert (two, fine) == (2, "")
         assert children.by(0.0, [(time.sleep, (600.0,))] * 2, late="late") == [(None, "late")] * 2
         assert list(children.each([(abs, (-3,))])) == [(3, "")], "what sleeps was ended"
+        some: list[Job] = [(abs, (-4,)), (time.sleep, (600.0,)), (time.sleep, (600.0,))]
+        assert children.by(math.inf, some, late="late", enough=lambda ended: ended > 0) == [(4, ""), (None, "late"), (None, "late")]
 
 
 @pytest.mark.usefixtures("gpu", "here")

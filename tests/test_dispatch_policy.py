@@ -130,7 +130,8 @@ def test_a_full_ranking_ends_with_each_default_and_the_framework() -> None:
 
 
 def test_the_nearest_n_is_nearest_by_ratio() -> None:
-    records = [record(sized(n), variant_id=f"{n:016x}") for n in (512, 1024, 4096, 16384)]
+    # All of them fill the GPU.
+    records = [record(sized(n, batch=64), variant_id=f"{n:016x}") for n in (512, 1024, 4096, 16384)]
     for n, nearest in [
         (1, 512),
         (600, 512),
@@ -142,7 +143,7 @@ def test_the_nearest_n_is_nearest_by_ratio() -> None:
         (9000, 16384),
         (99999, 16384),
     ]:
-        served = choose(sized(n), H200, records, FAMILIES)
+        served = choose(sized(n, batch=64), H200, records, FAMILIES)
         # Few rows are decoding, for which nothing of these stands.
         assert served.kind == ("near_n" if n > 16 else "default")
         assert served.record is None if n <= 16 else served.record is not None and served.record.key.n == nearest

@@ -17,6 +17,9 @@ PER_OCTAVE = {"n": 2.0, "n_q": 1.0, "bh_bucket": 1.0, "gqa_ratio": 1.0, "d": 16.
 PER_WORK_OCTAVE = 2.0
 """What a factor of two in the number of all query rows (batch * heads * N_q) counts, which says how full the GPU is."""
 
+MUCH_WORK = 1 << 17
+"""Query rows in all heads, from which on more of them make no difference: every SM of the largest GPUs has several tiles."""
+
 SIXTEEN_BITS = frozenset(("bf16", "fp16"))
 TWIN = 1.0
 """What the other 16-bit type counts: winners are nearly the same."""
@@ -40,7 +43,7 @@ def distance(a: ProblemKey, b: ProblemKey) -> float:
         return math.inf
     apart = _gpus(a.gpu, b.gpu) + _dtypes(a.dtype, b.dtype) + _features(json.loads(a.features), json.loads(b.features))
     apart += DECODING * ((a.n_q <= DECODE_ROWS) != (b.n_q <= DECODE_ROWS))
-    apart += PER_WORK_OCTAVE * octaves(a.n_q * a.bh_bucket, b.n_q * b.bh_bucket)
+    apart += PER_WORK_OCTAVE * octaves(work_of(a), work_of(b))
     return apart + sum(weight * octaves(getattr(a, name), getattr(b, name)) for name, weight in PER_OCTAVE.items())
 
 
@@ -48,6 +51,11 @@ def nearest(key: ProblemKey, records: Iterable[TuningRecord]) -> list[tuple[floa
     """Records by their distance from `key`, which comes with each; those infinitely far are left out, and equals stay in their order."""
     found = [(distance(key, record.key), record) for record in records]
     return sorted((pair for pair in found if pair[0] < math.inf), key=lambda pair: pair[0])
+
+
+def work_of(key: ProblemKey) -> int:
+    """How many query rows all heads have, as far as that tells how full a GPU is."""
+    return min(key.n_q * key.bh_bucket, MUCH_WORK)
 
 
 def octaves(a: int, b: int) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from flashtune.core.nearness import PER_OCTAVE, PER_WORK_OCTAVE, SIXTEEN_BITS, distance, octaves
+from flashtune.core.nearness import PER_OCTAVE, PER_WORK_OCTAVE, SIXTEEN_BITS, distance, octaves, work_of
 from flashtune.core.problem import DECODE_ROWS, Features, ProblemKey
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import targets
@@ -100,7 +100,7 @@ def kinds_apart(theirs: ProblemKey, ours: ProblemKey) -> float:
 def places(key: ProblemKey) -> tuple[float, float, float, float]:
     """Where a key lies by N, rows, heads and rows of all heads: the differences of two add to the distance of their kinds."""
     n, n_q, heads = (PER_OCTAVE[name] * math.log2(getattr(key, name)) for name in ("n", "n_q", "bh_bucket"))
-    return n, n_q, heads, PER_WORK_OCTAVE * math.log2(key.n_q * key.bh_bucket)
+    return n, n_q, heads, PER_WORK_OCTAVE * math.log2(work_of(key))
 
 
 def differences(record: TuningRecord, ours: ProblemKey) -> tuple[str, ...]:
