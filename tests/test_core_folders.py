@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flashtune.core.folders import cache_dir
+from flashtune.core.folders import cache_dir, refused, wanted_cache_dir
 
 ASK = "from flashtune.core.folders import cache_dir; print(cache_dir()); print(cache_dir())"
 
@@ -61,3 +61,17 @@ def test_studies_are_never_in_a_predictable_file_of_the_temporary_folder(tmp_pat
     path = Path(url.removeprefix("sqlite:///"))
     assert path.name == "studies.sqlite" and path.parent.parent == tmp_path
     assert not (Path(tempfile.gettempdir()) / "studies.sqlite").exists()
+
+
+def test_a_folder_that_all_users_share_is_refused_and_stays_shared(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    assert "shared by all users" in (refused(shared) or "")
+    assert stat.S_IMODE(shared.stat().st_mode) == 0o1777
+
+
+def test_the_home_folder_is_meant_by_its_sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("FLASHTUNE_CACHE", "~/cache")
+    assert wanted_cache_dir() == tmp_path / "cache"

@@ -17,19 +17,22 @@ def cache_dir() -> Path:
 
 def wanted_cache_dir() -> Path:
     """The folder that `cache_dir` uses if it can."""
-    return Path(os.environ.get("FLASHTUNE_CACHE") or platformdirs.user_cache_dir("flashtune"))
+    return Path(os.path.expanduser(os.environ.get("FLASHTUNE_CACHE") or platformdirs.user_cache_dir("flashtune")))
 
 
 def refused(folder: Path) -> str | None:
     """Why `folder` can't be used, None where it can: it can be written, belongs to this user, and is closed to other writers.
 
-    It is created where it is missing; one of this user's that others could write to is closed to them.
+    It is created where it is missing; one of this user's that others could write to is closed to them, but for one that is made to be
+    shared, as the system's temporary folder is: that one is root's, too.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
         if status.st_uid != os.geteuid():
             return f"{folder} belongs to another user"
+        if status.st_mode & stat.S_ISVTX and status.st_mode & stat.S_IWOTH:
+            return f"{folder} is shared by all users"
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             folder.chmod(stat.S_IMODE(status.st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH))
     except OSError as error:
