@@ -1,9 +1,10 @@
 """Races stored rows' configs again on this machine's GPU, after their kernels' text changed: `python benchmarks/race_again.py --db FILE`.
 
 For every problem of a database: the best configs that were found for it, and each with the other ways to hold row maxima or to add up
-splits. They are checked
-against the float64 oracle in several processes at once, then one process alone times them, as a search's closing race does: interleaved, L2
-flushed, the framework's attention among them, the GPU's state read meanwhile, and whole calls in an eager loop. A tenth of a search's time.
+splits; beside kernels that settle maxima also the best with running ones (race_twins.py), which serve where scores mislead the winner.
+They are checked against the float64 oracle in several processes at once, then one process alone times them, as a search's closing race
+does: interleaved, L2 flushed, the framework's attention among them, the GPU's state read meanwhile, and whole calls in an eager loop. A
+tenth of a search's time.
 
 `--sizes`, `--models` and `--backward` race problems without rows, whose candidates are other rows' configs, what the cost model
 thinks best, and the family's starts. `--rows-of h200` races the rows of that GPU on this one, the most important first. With `--budget-s`
@@ -29,6 +30,7 @@ from children import Children
 from forward import until
 from forward_cells import problem_of
 from forward_report import NO_TIME
+from race_twins import ARCHIVED, Archive, has_settling_winner, measured, read_archive, with_twins
 from race_work import Candidates, Work, of_another_gpu, of_models, of_sizes
 from random_inputs import random_inputs
 
@@ -98,11 +100,10 @@ class Checked:
     facts: CompileFacts | None
 
 
-def candidates_of(result: SearchResult, target: Target, *, most: int) -> list[Candidate]:
-    """The stored configs to race, the best first, completed and valid today."""
+def candidates_of(result: SearchResult, target: Target, *, most: int, archive: Archive) -> list[Candidate]:
+    """The stored configs to race, the best first, completed and valid today; beside those that settle maxima the best that don't."""
     spec = result.problem.spec()
-    known = [o for o in result.outcomes if o.measurement is not None and o.fate is Fate.CORRECT]
-    known.sort(key=lambda o: (o.rank or 99, o.measurement.median_us if o.measurement else 0.0))
+    known = measured([result])
     found: dict[Candidate, None] = {}
     for outcome in known[:most]:
         kind = family(outcome.template)
@@ -120,7 +121,8 @@ def candidates_of(result: SearchResult, target: Target, *, most: int) -> list[Ca
             found |= {Candidate(family=kind, config=config): None for config in kind.starts(spec, target)[:3]}
         return list(found)[: 4 * most + 3]
     # Decoding kernels are checked and timed in no time, and each way to add up has configs that suit it.
-    return list(found)[: 3 * most if any("combine" in candidate.config for candidate in found) else most + 1]
+    chosen = list(found)[: 3 * most if any("combine" in candidate.config for candidate in found) else most + 1]
+    return with_twins(chosen, result, archive, target)
 
 
 def backwards_of(results: Sequence[SearchResult], target: Target) -> Work:
@@ -282,6 +284,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=90.0, help="for each problem (default: %(default)s)")
     parser.add_argument("--budget-s", type=float, default=math.inf, help="seconds for everything; what doesn't fit is left out")
     parser.add_argument("--list", action="store_true", help="print the problems in their order, with how many race, and end; needs no GPU")
+    parser.add_argument("--archived", default=str(ARCHIVED), help="a database of trials whose best configs with running maxima race, too")
+    parser.add_argument("--settling", action="store_true", help="only rows whose winner settles row maxima")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
@@ -296,11 +300,14 @@ def all_work(options: argparse.Namespace, target: Target) -> Work:
     with Store.open(options.rows, writable=False) as store:
         results = store.results()
     mine = [result for result in results if result.gpu == target.slug]
-    choose = partial(candidates_of, target=target, most=options.most)
+    asked = [result for result in results if not options.settling or has_settling_winner(result)]
+    measured_on = find_target(options.rows_of) if options.rows_of else target
+    choose = partial(candidates_of, target=target, most=options.most, archive=read_archive(options.archived, measured_on))
     if options.rows_of:
-        return of_another_gpu(results, find_target(options.rows_of).slug, target, choose)
-    own = not (options.models or options.sizes or options.backward)
-    work: Work = [(result.problem, choose(result)) for result in mine if own]
+        return of_another_gpu(asked, find_target(options.rows_of).slug, target, choose)
+    elsewhere = options.models or options.sizes or options.backward
+    own = [] if elsewhere else [result for result in asked if result.gpu == target.slug]
+    work: Work = [(result.problem, choose(result)) for result in own]
     work += backwards_of(mine, target) if options.backward else []
     work += of_sizes(target, mine, most=4 * options.most, seed=options.seed) if options.sizes else []
     return work + (of_models(target, most=4 * options.most, seed=options.seed) if options.models else [])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from children_here import Here
 
+from flashtune.core.config import settles
 from flashtune.core.problem import DECODE_ROWS, Problem
 from flashtune.core.results import Conditions, Fate, Measurement, Provenance
 from flashtune.core.target import Target, find_target
@@ -115,6 +116,20 @@ def test_most_important_are_plain_problems_in_bf16_then_fp16_decoding_gradients_
     assert seen[:3] == [("bf16", "fwd", False, False), ("fp16", "fwd", False, False), ("bf16", "fwd", True, False)]
     plain = [p.d for p in problems if p.direction == "fwd" and p.dtype == "bf16" and p.n_q == p.n_kv and not p.features.as_json()][:24]
     assert plain == sorted(plain) and plain[0] == 64
+
+
+def test_beside_winners_that_settle_maxima_the_best_that_do_not_race() -> None:
+    work = race_again.work_of(options("--settling"), H200)
+    assert work
+    for _, candidates in work:
+        assert not callable(candidates)
+        assert {settles(candidate.config) for candidate in candidates} == {True, False}
+        assert len(candidates) <= 6
+    plain = next(found for problem, found in work if problem.label() == "n4096-d128-bf16-full")
+    assert not callable(plain)
+    # What a long search found best, where the winner's own tiles with running maxima are far behind.
+    best = {"BLOCK_N": 128, "tiles": "chained", "pingpong": True, "intra_wg_overlap": 1, "maximum": "running"}
+    assert any(best.items() <= candidate.config.as_dict().items() for candidate in plain)
 
 
 def test_models_attentions_without_a_row_race_what_a_search_would_try_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import math
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,19 @@ def test_where_the_gpu_would_wait_for_the_host_every_way_to_add_up_splits_races(
     assert racing(6.0, 6.5, 7.0, 7.5, 8.0, 9.0) == [0, 1, 3, 5]
     assert racing(60.0, 65.0, 70.0, 75.0, 80.0, 90.0) == [0, 1]
     assert racing(60.0, 61.0, 62.0, 62.0, 63.0, 64.0) == [0, 1, 2, 3, 4, 5]
+
+
+def test_beside_kernels_that_settle_maxima_the_fastest_that_does_not_races() -> None:
+    chosen, target = family("flash_fwd_hopper"), find_target("h200")
+    config = chosen.default(replace(STEP, n_q=4096).spec(), target)
+
+    def racing(*maxima: str) -> list[int]:
+        found = [Candidate(family=chosen, config=config.replace(maximum=word, section=place)) for place, word in enumerate(maxima)]
+        return [found.index(candidate) for candidate in to_race(found, [60.0 + 50 * place for place in range(len(found))])]
+
+    assert racing("first", "first", "running", "running") == [0, 2], "however far behind"
+    assert racing("first", "first") == [0]
+    assert racing("running", "first", "running") == [0]
 
 
 def test_only_those_that_are_not_decided_race_again_and_not_for_ever() -> None:

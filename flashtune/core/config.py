@@ -65,6 +65,15 @@ class Config:
         return " ".join(f"{name}={value}" for name, value in self.items)
 
 
+RUNNING = Config.of(maximum="running")
+"""What the twin of a config that `settles` has in its place."""
+
+
+def settles(config: Config) -> bool:
+    """Whether row maxima settle on those of a tile's first blocks, so that a kernel's time depends on its scores (decision 0014)."""
+    return config.get("maximum", "running") == "first"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSpec:
     """What of a problem is compiled into its kernel. Sizes N, batch and heads, the scale, the width of a window, the

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from flashtune.core.config import settles
 from flashtune.core.errors import FlashtuneError
 from flashtune.core.results import Baseline, Conditions, Ending, Fate, Measurement, Outcome, SearchResult
 from flashtune.tuner import tasks
@@ -418,13 +419,16 @@ def _time(outcome: Outcome) -> Measurement:
 
 
 def to_race(correct: Sequence[Candidate], times: Sequence[float]) -> list[Candidate]:
-    """Of candidates, the fastest first, those that race: the first few that are within reach, and where the GPU would wait for the host
-    the fastest of each other way to add up splits, for whole calls decide there."""
+    """Of candidates, the fastest first, those that race: the first few that are within reach, where the GPU would wait for the host the
+    fastest of each other way to add up splits, for whole calls decide there, and beside kernels that settle row maxima the fastest that
+    doesn't, which serves where scores mislead them."""
     found = [candidate for candidate, us in zip(correct[:FINALISTS], times, strict=False) if us <= (1 + WITHIN) * times[0]]
     for candidate, us in zip(correct, times, strict=True):
         if us <= HOST_US and all(candidate.config.get("combine", "") != other.config.get("combine", "") for other in found):
             found.append(candidate)
-    return found
+    settling = {candidate.family for candidate in found if settles(candidate.config)}
+    running = [candidate for candidate in correct if candidate.family in settling and not settles(candidate.config)]
+    return found + [candidate for candidate in running[:1] if candidate not in found]
 
 
 def to_call(ranks: Sequence[Candidate]) -> list[Candidate]:
