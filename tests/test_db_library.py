@@ -10,8 +10,9 @@ from pathlib import Path
 import db_samples as samples
 import pytest
 
+from flashtune.core.config import Config
 from flashtune.core.errors import DatabaseError
-from flashtune.core.results import Fate, SearchResult
+from flashtune.core.results import Fate, Outcome, SearchResult
 from flashtune.db import library
 from flashtune.db import shipped as package
 from flashtune.db.library import Library, shipped_path
@@ -82,6 +83,42 @@ def test_a_record_that_is_passed_over_gives_way_to_the_next_of_its_key(own_datab
     assert [r.outcome.variant_id for r in found.records()] == ["old"]
     assert [r.outcome.variant_id for r in found.records(passed_over=lambda r: r.outcome.variant_id == "old")] == ["shipped"]
     assert [r.outcome.variant_id for r in found.records(passed_over=lambda r: True)] == ["old"]
+
+
+def settling(variant: str, time: float, maximum: str, **changes: object) -> Outcome:
+    return samples.outcome(variant, time, config=Config.of(BLOCK_M=128, maximum=maximum), **changes)
+
+
+@pytest.mark.parametrize(
+    ("others", "twin"),
+    [
+        ((settling("slow", 140.0, "running"), settling("fast", 130.0, "running"), settling("settles", 110.0, "first")), "fast"),
+        ((settling("fast", 130.0, "running", rank=3), settling("raced", 131.0, "running", rank=2)), "raced"),
+        ((settling("other", 130.0, "running", template="flash_decode"),), None),
+        ((settling("predicted", 130.0, "running", source="predicted"),), None),
+        ((samples.outcome("silent", 130.0),), None),
+        ((), None),
+    ],
+    ids=["the fastest", "by the race", "of another family", "not measured", "without the axis", "nothing"],
+)
+def test_a_row_that_settles_has_the_best_measured_trial_that_does_not_as_its_twin(
+    tmp_path: Path, others: tuple[Outcome, ...], twin: str | None
+) -> None:
+    winner = settling("winner", 100.0, "first", rank=1)
+    samples.write(tmp_path / "a.sqlite", (samples.result(*others, winner),))
+    with Store.open(tmp_path / "a.sqlite", writable=False) as store:
+        [record] = store.winners()
+        store.export(tmp_path / "b.sqlite", winners_only=True)
+    assert record.outcome.variant_id == "winner"
+    assert (record.twin.variant_id if record.twin else None) == twin
+    # Where only the best is exported, its twin comes along.
+    assert Library.of(tmp_path / "b.sqlite").best(record.key) == replace(record, origin=str(tmp_path / "b.sqlite"))
+    assert [replace(r, origin="") for r in package.winners(tmp_path / "a.sqlite")] == [replace(record, origin="")]
+
+
+def test_a_row_with_running_maxima_needs_no_twin(tmp_path: Path) -> None:
+    samples.write(tmp_path / "a.sqlite", (samples.result(settling("a", 1.0, "running", rank=1), settling("b", 2.0, "running", rank=2)),))
+    assert [record.twin for record in Library.of(tmp_path / "a.sqlite").winners()] == [None]
 
 
 def test_records_of_both_layers_are_merged_filtered_and_in_order(own_database: Path, shipped: Path) -> None:
@@ -183,6 +220,7 @@ def test_the_shipped_winners_are_the_stores_own_and_need_no_sqlalchemy() -> None
     with Store.open(shipped_path(), writable=False) as store:
         wanted = [replace(record, origin="") for record in store.winners()]
     assert [replace(record, origin="") for record in package.winners(shipped_path())] == wanted and wanted
+    assert any(record.twin is not None for record in wanted)
     code = """
 import sys
 from flashtune.db.library import Library

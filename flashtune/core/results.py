@@ -188,6 +188,8 @@ class TuningRecord:
     provenance: Provenance
     baseline: Baseline | None = None
     ending: Ending | None = None
+    twin: Outcome | None = None
+    """Where the outcome's kernel settles row maxima: the best measured trial of the same run that doesn't, for scores that mislead it."""
     origin: str = ""
     """Which database it was read from: `shipped`, `overlay` or a path."""
     precedence: int = 0

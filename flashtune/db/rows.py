@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
-from flashtune.core.config import Config
+from flashtune.core.config import RUNNING, Config, settles
 from flashtune.core.dtypes import DTYPES
 from flashtune.core.errors import InputError
 from flashtune.core.problem import DIRECTIONS, MAX_HEAD_DIM, Features, Problem, ProblemKey
@@ -41,6 +41,9 @@ REASONS_LENGTH = 255
 NAME_LENGTH = 64
 FEATURES_LENGTH = 255
 TEXT_LENGTH = 4000
+
+RUNNING_PATTERN = f"%{RUNNING.as_json()[1:-1]}%"
+"""What a config's text is like (SQL) whose kernel looks for row maxima in every block."""
 
 WordT = TypeVar("WordT", bound=str)
 
@@ -360,6 +363,14 @@ def read_outcome(row: Row) -> Outcome:
         trial=trial,
         call_us=_read_time(row, "call_us"),
     )
+
+
+def twin_of(outcome: Outcome, row: Row | None) -> Outcome | None:
+    """The outcome in a row of `trial`, the best of RUNNING_PATTERN in the same run, where it is a twin of the run's winner."""
+    if row is None or not settles(outcome.config):
+        return None
+    twin = read_outcome(row)
+    return twin if twin.template == outcome.template and twin.fate is Fate.CORRECT and twin.source == "measured" else None
 
 
 def _read_config(row: Row) -> Config:

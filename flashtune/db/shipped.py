@@ -25,6 +25,18 @@ _WINNERS = """
 """
 
 
+# What Store.twins asks for.
+_TWINS = """
+    WITH ranked AS (
+        SELECT trial.id AS id, row_number() OVER (
+            PARTITION BY run_id ORDER BY coalesce(rank, {last}), median_us, variant_id, number
+        ) AS place
+        FROM trial WHERE median_us IS NOT NULL AND config LIKE '{pattern}'
+    )
+    SELECT {columns} FROM ranked JOIN trial ON trial.id = ranked.id WHERE place = 1
+"""
+
+
 def winners(path: Path) -> list[TuningRecord]:
     """The candidate of every run in the package's own database, newest run first, each value checked as always.
 
@@ -34,19 +46,24 @@ def winners(path: Path) -> list[TuningRecord]:
         names = {table: [row[1] for row in connection.execute(f"PRAGMA table_info({table})")] for table in _TABLES}
         columns = ", ".join(f"{table}.{name}" for table in _TABLES for name in names[table])
         found = connection.execute(_WINNERS.format(last=rows.LARGEST, columns=columns)).fetchall()
+        trial_columns = ", ".join(f"trial.{name}" for name in names["trial"])
+        asked = _TWINS.format(last=rows.LARGEST, columns=trial_columns, pattern=rows.RUNNING_PATTERN)
+        running = [dict(zip(names["trial"], values, strict=True)) for values in connection.execute(asked)]
+    twins = {fields["run_id"]: Row(fields) for fields in running}
     records = []
     for values in found:
         rest = iter(values)
         problem_row, run, trial = (Row({name: next(rest) for name in names[table]}) for table in _TABLES)
-        key = rows.read_key(problem_row)
+        key, outcome = rows.read_key(problem_row), rows.read_outcome(trial)
         records.append(
             TuningRecord(
                 key=key,
                 problem=rows.read_problem(run, key),
-                outcome=rows.read_outcome(trial),
+                outcome=outcome,
                 provenance=rows.read_provenance(run),
                 baseline=rows.read_baseline(run),
                 ending=rows.read_ending(run),
+                twin=rows.twin_of(outcome, twins.get(trial.values["run_id"])),
                 origin=str(path),
             )
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, TypedDict, TypeVar, Unpack
 
-from sqlalchemy import ColumnElement, Connection, Executable, Select, func, make_url, or_, select
+from sqlalchemy import ColumnElement, Connection, Executable, Select, Subquery, func, make_url, or_, select
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.sql.selectable import FromClause
 
@@ -216,30 +216,34 @@ class Store:
 
     def _winners(self, where: list[ColumnElement[bool]]) -> list[TuningRecord]:
         """The candidate of every run that has one, newest run first."""
-        place = func.row_number().over(
-            partition_by=_TRIAL.c.run_id,
-            order_by=(func.coalesce(_TRIAL.c.rank, rows.LARGEST), _TRIAL.c.median_us, _TRIAL.c.variant_id, _TRIAL.c.number),
-        )
         # Whatever has a time or a rank, not whatever says that it is correct: so an impossible fate is read, and refused.
         timed = or_(_TRIAL.c.median_us.is_not(None), _TRIAL.c.rank.is_not(None))
-        ranked = select(_TRIAL.c.id, place.label("place")).select_from(_TRIAL.join(_RUN).join(_PROBLEM)).where(timed, *where).subquery()
+        first = _first_of_each_run(timed, *where)
         query = (
             select(*_labelled(_PROBLEM), *_labelled(_RUN), *_labelled(_TRIAL))
-            .select_from(ranked.join(_TRIAL, _TRIAL.c.id == ranked.c.id).join(_RUN).join(_PROBLEM))
-            .where(ranked.c.place == 1)
+            .select_from(first.join(_TRIAL, _TRIAL.c.id == first.c.id).join(_RUN).join(_PROBLEM))
+            .where(first.c.place == 1)
             .order_by(_RUN.c.id.desc())
         )
-        return [self._record(found) for found in self._fetch(query)]
+        running = _first_of_each_run(_TRIAL.c.median_us.is_not(None), _TRIAL.c.config.like(rows.RUNNING_PATTERN), *where)
+        twin_query = select(*_labelled(_TRIAL)).select_from(running.join(_TRIAL, _TRIAL.c.id == running.c.id)).where(running.c.place == 1)
+        found_winners, found_twins = self._access.read(lambda connection: (_all(connection, query), _all(connection, twin_query)))
+        twins = {found["trial.run_id"]: found for found in found_twins}
+        return [self._record(found, twins.get(found["run.id"])) for found in found_winners]
 
-    def _record(self, found: dict[str, Any]) -> TuningRecord:
+    def _record(self, found: dict[str, Any], twin: dict[str, Any] | None) -> TuningRecord:
         key, problem, provenance, baseline, ending = self._run(found)
+        outcome = self._outcome(found)
+        with self._naming("trial", "" if twin is None else twin["trial.id"]):
+            twin_outcome = rows.twin_of(outcome, None if twin is None else _part(twin, "trial"))
         return TuningRecord(
             key=key,
             problem=problem,
-            outcome=self._outcome(found),
+            outcome=outcome,
             provenance=provenance,
             baseline=baseline,
             ending=ending,
+            twin=twin_outcome,
             origin=self.name,
         )
 
@@ -274,9 +278,6 @@ class Store:
                 SearchResult(gpu=key.gpu, problem=problem, outcomes=own, provenance=provenance, baseline=baseline, ending=ending)
             )
         return results
-
-    def _fetch(self, query: Executable) -> list[dict[str, Any]]:
-        return self._access.read(lambda connection: _all(connection, query))
 
     @contextmanager
     def _naming(self, table: str, number: object) -> Iterator[None]:
@@ -321,15 +322,24 @@ def sqlite_path(location: str | Path) -> Path | None:
 
 
 def _alone(record: TuningRecord) -> SearchResult:
-    """A run that holds the record and nothing else."""
+    """A run that holds the record and its twin, and nothing else."""
     return SearchResult(
         gpu=record.key.gpu,
         problem=record.problem,
-        outcomes=(record.outcome,),
+        outcomes=(record.outcome,) if record.twin is None else (record.outcome, record.twin),
         provenance=record.provenance,
         baseline=record.baseline,
         ending=record.ending,
     )
+
+
+def _first_of_each_run(*where: ColumnElement[bool]) -> Subquery:
+    """Of the trials that pass the filter their ids, and each one's `place` among those of its run, the best first."""
+    place = func.row_number().over(
+        partition_by=_TRIAL.c.run_id,
+        order_by=(func.coalesce(_TRIAL.c.rank, rows.LARGEST), _TRIAL.c.median_us, _TRIAL.c.variant_id, _TRIAL.c.number),
+    )
+    return select(_TRIAL.c.id, place.label("place")).select_from(_TRIAL.join(_RUN).join(_PROBLEM)).where(*where).subquery()
 
 
 def _all(connection: Connection, query: Executable) -> list[dict[str, Any]]:
