@@ -18,7 +18,7 @@ from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.passes import PER_HEAD, CallParameters
 from flashtune.core.torch_attention import sdpa
 from flashtune.dispatch import framework
-from flashtune.dispatch.call import Call, PerHead, seed_bits, signed
+from flashtune.dispatch.call import Call, PerHead, seed_bits
 from flashtune.dispatch.launch import driver, prepared
 from flashtune.dispatch.launch.program import Program
 
@@ -289,31 +289,6 @@ class KernelPlan(ModulePlan):
         out = torch.empty_strided(shape, stride, dtype=call.out_dtype, device=call.device)
         lse = torch.empty_strided(lse_shape, lse_stride, dtype=torch.float32, device=call.device)
         return (q, k, v, out, lse), call.parameters(call.full_mask(attn_mask), per_head)
-
-
-def trained(
-    call: Call,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    seed: int | None,
-    per_head: PerHead | None,
-    *,
-    causal_alignment: str,
-    allow_tf32: bool,
-) -> Outputs:
-    """Output and, when asked for, LSE by the operator with gradients that compilers trace."""
-    q, k, v = call.views(query, key, value)
-    given = dict(zip(PER_HEAD, (per_head or PerHead()).views(call), strict=True))
-    bits = None if seed is None else signed(seed_bits(seed))
-    sides = call.band.keywords()
-    numbers = (call.dropout_p, call.scale, sides["window_left"], sides["window_right"], call.softcap, causal_alignment)
-    flags = allow_tf32, call.deterministic
-    out, lse, _ = torch.ops.flashtune.attention_training(
-        q, k, v, call.small_mask(attn_mask), given["alibi_slopes"], given["sinks"], bits, *numbers, *flags
-    )
-    return call.restored(out), call.restored(lse) if call.return_lse else None
 
 
 def draws_in_a_capture(call: Call, seed: int | None) -> bool:

@@ -10,7 +10,7 @@ from flashtune.core.passes import PER_HEAD
 from flashtune.core.torch_dtypes import output_torch_dtype
 from flashtune.dispatch import framework
 from flashtune.dispatch.call import Call, PerHead, parse, seed_bits, signed
-from flashtune.dispatch.plans.forward import out_strides, trained
+from flashtune.dispatch.plans.forward import Outputs, out_strides
 
 _SCHEMA = (
     "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, float scale, bool enable_gqa, "
@@ -39,7 +39,7 @@ def traced(
     """The call while a compiler traces it, without a graph break. `kernels` says whether a kernel may serve, `trains` whether kernels
     may serve it with its gradient."""
     if trains:
-        out, lse = trained(call, query, key, value, attn_mask, seed, per_head, causal_alignment=causal_alignment, allow_tf32=allow_tf32)
+        out, lse = _trained(call, query, key, value, attn_mask, seed, per_head, causal_alignment=causal_alignment, allow_tf32=allow_tf32)
         return (out, lse) if call.return_lse else out
     bits = None if seed is None else signed(seed_bits(seed))
     if kernels:
@@ -71,6 +71,31 @@ def traced(
             keep = torch.ops.flashtune.dropout_keep(query, bits, *sizes, call.dropout_p)
     out, lse = framework.attention(call, query, key, value, attn_mask, keep, per_head)
     return (out, lse) if call.return_lse else out
+
+
+def _trained(
+    call: Call,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    seed: int | None,
+    per_head: PerHead | None,
+    *,
+    causal_alignment: str,
+    allow_tf32: bool,
+) -> Outputs:
+    """Output and, when asked for, LSE by the operator with gradients that compilers trace."""
+    q, k, v = call.views(query, key, value)
+    given = dict(zip(PER_HEAD, (per_head or PerHead()).views(call), strict=True))
+    bits = None if seed is None else signed(seed_bits(seed))
+    sides = call.band.keywords()
+    numbers = (call.dropout_p, call.scale, sides["window_left"], sides["window_right"], call.softcap, causal_alignment)
+    flags = allow_tf32, call.deterministic
+    out, lse, _ = torch.ops.flashtune.attention_training(
+        q, k, v, call.small_mask(attn_mask), given["alibi_slopes"], given["sinks"], bits, *numbers, *flags
+    )
+    return call.restored(out), call.restored(lse) if call.return_lse else None
 
 
 def _tensors(per_head: PerHead, device: torch.device) -> list[torch.Tensor | None]:
