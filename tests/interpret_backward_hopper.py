@@ -51,7 +51,7 @@ CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
         },
     ),
     "ahead": (
-        problem(Features(causal=True), n_q=270, n_kv=150, heads=2, kv_heads=1),
+        problem(Features(causal=True), n_q=140),
         {
             "BLOCK_M": 64,
             "num_stages": 2,
