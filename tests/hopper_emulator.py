@@ -24,6 +24,10 @@ class Array(torch.Tensor):
 
     type = SimpleNamespace(layout=None)  # type: ignore[assignment]
 
+    def __or__(self, other: Any) -> Any:
+        # Of words that nobody has drawn yet, with those that somebody has.
+        return torch.maximum(self, other) if self.is_floating_point() else super().__or__(other)
+
     def expand_dims(self, axis: int) -> "Array":
         return array(self.unsqueeze(axis))
 
@@ -196,7 +200,9 @@ class Machine:
         if hasattr(value, "block_shape"):
             nbytes = value.base.element_size() * torch.Size(value.block_shape).numel()
             memory = value.base.as_strided(value.shape, value.strides)
-            return SimpleNamespace(memory=memory, block=value.block_shape, layout=None, block_type=SimpleNamespace(nbytes=nbytes))
+            return SimpleNamespace(
+                memory=memory, block=value.block_shape, layout=None, block_type=SimpleNamespace(nbytes=nbytes), dtype=value.base.dtype
+            )
         if isinstance(value, torch.Tensor):
             # All of its memory from its first element on, however it is strided.
             size = 1 + sum((extent - 1) * stride for extent, stride in zip(value.shape, value.stride(), strict=True))
@@ -322,15 +328,31 @@ class Machine:
         def load(place: Pointer) -> Array:
             return array(torch.as_tensor(place.memory[place.offset]))
 
-        def keeps(key: int, row: int, head: Any, params: Any) -> torch.Tensor:
-            p = params.threshold / 32768
-            found = dropout_keep_rows(params.seed, params.offset, head.index, row, self._module.BLOCK_M.value, key + 64, p, "cpu")
-            return found[:, key:].T
+        def philox(c0: Any, c1: Any, _zero: Any, head: Any, _params: Any) -> list[torch.Tensor]:
+            # Not bits, but what they would be drawn for.
+            return [((head.index * 2.0**14 + c0) * 2**14 + c1) * 4 + word for word in range(4)]
 
-        def keeps_of_rows(key: int, row: int, head: Any, params: Any) -> torch.Tensor:
-            p = params.threshold / 32768
-            end = key + self._module.DQ_BLOCK_N.value
-            return dropout_keep_rows(params.seed, params.offset, head.index, row, 64, end, p, "cpu")[:, key:]
+        def draw_of_rows(key: int, row: int, head: Any, _params: Any) -> torch.Tensor:
+            column = torch.arange(key, key + self._module.DQ_BLOCK_N.value)[None, :]
+            query = torch.arange(row, row + 64)[:, None]
+            words = philox(column // 32 * 4 + column // 2 % 4, query // 16 * 8 + query % 8, None, head, None)
+            return words[0] + column // 8 % 4
+
+        def thin(probs: torch.Tensor, words: torch.Tensor, turned: bool, params: Any) -> torch.Tensor:
+            """Reads what a pair's word is for and checks nothing: another pair's word drops other pairs than the reference."""
+            code = words.long()
+            head, group, rows, word = code // 2**30, code // 2**16 % 2**14, code // 4 % 2**14, code % 4
+            key, query = (torch.arange(size) for size in (probs.shape if turned else probs.shape[::-1]))
+            places = (key[:, None], query[None, :]) if turned else (key[None, :], query[:, None])
+            column = group // 4 * 32 + word * 8 + group % 4 * 2 + places[0] % 2
+            row = rows // 8 * 16 + places[1] // 8 % 2 * 8 + rows % 8
+            kept = torch.zeros_like(probs, dtype=torch.bool)
+            for index in head.unique().tolist():
+                wanted = dropout_keep_rows(
+                    params.seed, params.offset, index, 0, int(row.max()) + 1, int(column.max()) + 1, params.threshold / 32768, "cpu"
+                )
+                kept |= (head == index) & wanted[row, column]
+            return torch.where(kept, probs, 0.0)
 
         def add(place: Pointer, values: torch.Tensor, sem: str) -> None:
             place.memory.index_add_(0, place.offset.as_subclass(torch.Tensor), values.as_subclass(torch.Tensor))
@@ -341,7 +363,10 @@ class Machine:
 
         gl: Any = SimpleNamespace(
             **{name: getattr(torch, name) for name in ("int32", "int64", "float32", "exp2", "abs")},
+            # Wide enough for what stands for random bits, and with a NaN for memory that nobody has written.
+            uint32=torch.float64,
             SliceLayout=lambda *_: None,
+            join=lambda one, other: array(torch.stack((one, other), -1)),
             arange=lambda first, end, layout: array(torch.arange(first, end)),
             zeros=lambda shape, dtype, _layout: array(torch.zeros([int(size) for size in shape], dtype=dtype)),
             minimum=least(min, torch.minimum),
@@ -374,8 +399,11 @@ class Machine:
             "warpgroup_mma_wait": self._products_left,
             "fence_async_shared": lambda: None,
             "thread_barrier": lambda: None,
-            "keeps": keeps,
-            "keeps_of_rows": keeps_of_rows,
+            "philox": philox,
+            "draw_of_rows": draw_of_rows,
+            "draw_bytes": lambda: True,
+            "draw_bytes_of_rows": lambda: False,
+            "thin": thin,
             "range": lambda *ends: map(Number, range(*ends)),
             # Of tensors only places are divided, which aren't negative.
             "quotient": lambda a, b: a // b if isinstance(a, torch.Tensor) else Number(abs(a) // b * (-1 if a < 0 else 1)),

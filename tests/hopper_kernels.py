@@ -190,12 +190,28 @@ class Array(np.ndarray):
     def expand_dims(self, axis: int) -> "Array":
         return np.expand_dims(self, axis).view(Array)
 
+    def permute(self, order: tuple[int, ...]) -> "Array":
+        return self.transpose(order)
+
 
 def _set_geu(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Half a register of ones where a half word is at least the other one's, or either is NaN."""
     a, b = (np.stack((x & 0xFFFF, x >> 16)).astype(np.uint16).view(np.float16) for x in (a, b))
     low, high = np.where(a < b, 0, 0xFFFF).astype(np.uint64)
     return low | high << 16
+
+
+def _setp_geu(a: np.ndarray, b: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """For each half word whether it is at least the other one's, or either is NaN, unless `other` is true: bit 0 and bit 1."""
+    halves = _set_geu(a, b) & 0x10001
+    return (halves & 1 | halves >> 15) ^ np.where(other != 0, 3, 0).astype(np.uint64)
+
+
+def _permuted(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
+    both, found = (a & 0xFFFFFFFF) | b << 32, np.zeros_like(a)
+    for byte in range(4):
+        found |= (both >> (selector >> 4 * byte & 7) * 8 & 0xFF) << 8 * byte
+    return found
 
 
 def _shifted(bits: int) -> Callable[..., np.ndarray]:
@@ -226,6 +242,8 @@ INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "setp.ge.s32": lambda x, y: (_signed(x) >= _signed(y)).astype(np.uint64),
     "setp.le.s32": lambda x, y: (_signed(x) <= _signed(y)).astype(np.uint64),
     "selp.f32": lambda x, y, chosen: np.where(chosen != 0, x, y),
+    "prmt.b32": _permuted,
+    "setp.geu.xor.f16x2": _setp_geu,
     "abs.f16x2": lambda x: x & 0x7FFF7FFF,
     "set.geu.u32.f16x2": _set_geu,
     "abs.ftz.f32": _of_floats(np.abs),
@@ -236,11 +254,12 @@ INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
 """What of PTX the kernels' assembly needs, over registers as 64 bits of which those past an instruction's width are dropped."""
 
 
-def assembly(text: str, _constraints: str, arguments: list[np.ndarray], *, dtype: Any, is_pure: bool, pack: int) -> Array:
+def assembly(text: str, _constraints: str, arguments: list[np.ndarray], *, dtype: Any, is_pure: bool, pack: int) -> Any:
     """What `gl.inline_asm_elementwise` computes, an element at a time."""
     assert pack == 1
+    kinds = dtype if isinstance(dtype, tuple) else (dtype,)
     arguments = [np.ascontiguousarray(argument) for argument in np.broadcast_arrays(*arguments)]
-    held = {f"${place}": argument.view(f"u{argument.itemsize}").astype(np.uint64) for place, argument in enumerate(arguments, 1)}
+    held = {f"${place}": argument.view(f"u{argument.itemsize}").astype(np.uint64) for place, argument in enumerate(arguments, len(kinds))}
     for line in re.sub(r"[{}]|\.reg[^;]*;", "", text).split(";"):
         if line.strip():
             name, target, *places = line.replace(",", " ").split()
@@ -249,8 +268,11 @@ def assembly(text: str, _constraints: str, arguments: list[np.ndarray], *, dtype
                 np.uint64(int(place[2:], 16) if place.startswith("0f") else int(place) % 2**64) for place in places if place not in held
             )
             sources = [held[place] if place in held else next(numbers) for place in places]
-            held[target] = INSTRUCTIONS[name](*sources) & mask
-    return held["$0"].astype(f"u{np.dtype(dtype).itemsize}").view(dtype).view(Array)
+            found = INSTRUCTIONS[name](*sources) & mask
+            # Two predicates are a bit each.
+            held |= {one: found >> bit & 1 for bit, one in enumerate(target.split("|"))} if "|" in target else {target: found}
+    results = [held[f"${place}"].astype(f"u{np.dtype(kind).itemsize}").view(kind).view(Array) for place, kind in enumerate(kinds)]
+    return results if isinstance(dtype, tuple) else results[0]
 
 
 def _scalar(number: float) -> Array:
@@ -279,6 +301,7 @@ def on_numpy(module: ModuleType, *names: str) -> Any:
         convert_layout=lambda array, layout: array,
         where=lambda *arguments: np.where(*arguments).view(Array),
         split=lambda array: (array[..., 0], array[..., 1]),
+        join=lambda one, other: np.stack((one, other), -1).view(Array),
         to_tensor=_scalar,
         static_range=range,
         SliceLayout=lambda axis, parent: None,

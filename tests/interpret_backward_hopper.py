@@ -20,7 +20,7 @@ from flashtune.templates.family import Family
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.cases import make_extreme
 from flashtune.tuner.correctness import check, everywhere, oracle
-from flashtune.tuner.inputs import make_inputs
+from flashtune.tuner.inputs import Inputs, make_inputs
 
 FAMILY, GPU = family("flash_bwd_hopper"), find_target("h200")
 
@@ -95,6 +95,24 @@ def launcher_of(p: Problem, changes: dict[str, Any], seed: int, chosen: Family =
     return launch
 
 
+def strided(bias: torch.Tensor) -> list[torch.Tensor]:
+    """Biases of the same shape that the copy engine can't take as they are: repeated rows, repeated columns, turned, odd strides."""
+    batch, heads, n_q, n_kv = bias.shape
+    odd = torch.empty(batch, heads, n_q, n_kv + 1, dtype=bias.dtype)[..., :n_kv].copy_(bias)
+    turned = bias.transpose(2, 3).contiguous().transpose(2, 3)
+    return [bias[:, :, 3:4].expand_as(bias), bias[..., 5:6].expand_as(bias), bias[:1, :1, :1].expand_as(bias), turned, odd]
+
+
+def same_of_strides(launch: Callable[..., None], inputs: Inputs, mask: torch.Tensor) -> bool:
+    """Whether a bias gives the gradients of a contiguous one."""
+    found = []
+    for one in (mask, mask.contiguous()):
+        inputs.poison()
+        launch(*inputs.operands.values(), **inputs.keywords | {"mask": one})
+        found.append([inputs.operands[name].clone() for name in ("dq", "dk", "dv")])
+    return all(torch.allclose(*pair, atol=1e-3) for pair in zip(*found, strict=True))
+
+
 def main() -> None:
     """Check the cases, then what they can't show, and print what was found."""
     report: dict[str, object] = {}
@@ -102,6 +120,8 @@ def main() -> None:
         launch = launcher_of(p, changes, seed)
         inputs = make_inputs(p, device="cpu", seed=seed, heads_inside=seed % 2 == 1)
         report[name] = check(launch, inputs, oracle(inputs, everywhere(p))).reason
+        if name == "bias":
+            report["strided bias"] = [same_of_strides(launch, inputs, mask) for mask in strided(inputs.keywords["mask"])]
         if name in ("full", "ahead"):
             before = {written.name: inputs.operands[written.name].clone() for written in p.contract.written}
             inputs.poison()

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections import Counter
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hopper_kernels import H200, count, key_loops, machine_code, on_numpy
+from hopper_kernels import H200, Array, count, key_loops, machine_code, on_numpy
 from interpreting import interpreted
 
 from flashtune.core.modules import load_source
@@ -44,6 +45,10 @@ def test_only_the_gradients_that_are_asked_for_are_made(report: dict[str, Any], 
 @pytest.mark.parametrize("case", ["full", "ahead"])
 def test_large_scores_leave_no_nan(report: dict[str, Any], case: str) -> None:
     assert report[f"{case}: extreme"] == ""
+
+
+def test_a_bias_may_have_any_strides(report: dict[str, Any]) -> None:
+    assert report["strided bias"] == [True] * 5
 
 
 def problem(features: Features, **changes: Any) -> Problem:
@@ -95,16 +100,33 @@ def test_it_compiles_to_products_in_flight_without_spills(d: int, changes: dict[
     assert sum("WARPGROUP.DEPBAR" in line for line in code) <= count(code)["HGMMA"] / 3
 
 
-@pytest.mark.parametrize(("row", "key", "p"), [(0, 0, 0.1), (192, 1088, 0.7), (64, 64, 0.5)])
+def test_dropout_takes_few_instructions_for_each_pair() -> None:
+    wanted = problem(Features(dropout=True), d=64, d_v=64)
+    config = FAMILY.default(wanted.spec(), H200)
+    source = render(FAMILY, variant_of(FAMILY, wanted.spec(), config))
+    kernel = dict(compiled_kernels(source, "backward", wanted, H200))["flash_bwd_hopper"]
+    assert read_facts(kernel, H200).shared_bytes <= BackwardLayout.of(wanted.spec(), config).shared_bytes
+    # Of a block's 32 pairs: two comparisons at once, a choice each, and seven rounds of two wide products for each of two calls.
+    loop = min(key_loops(machine_code(kernel)), key=Counter.total)
+    assert (loop["HSETP2"], loop["FSEL"]) == (16, 32) and loop["IMAD"] <= 2 * 14 + 16
+    assert loop.total() <= 490
+
+
+@pytest.mark.parametrize(("row", "key", "p"), [(0, 0, 0.1), (192, 1088, 0.7), (64, 64, 0.5), (64, 0, 0.99), (0, 64, 1.0)])
 def test_dropout_keeps_what_the_forward_kept(row: int, key: int, p: float) -> None:
     spec = problem(Features(dropout=True)).spec()
     module = load_source(render(FAMILY, variant_of(FAMILY, spec, FAMILY.default(spec, H200))), "flash_bwd_hopper")
-    parts = on_numpy(module, "keeps")
+    parts = on_numpy(module, "philox", "draw_bytes", "thin")
     seed, offset, index = 2**63 + 12345, 7, 5
     params = {name: 0 for name in module.Params._fields} | {"seed": seed, "offset": offset, "threshold": round(p * 32768)}
-    found = parts.keeps(parts.scalar(key), parts.scalar(row), parts.scalars(module.Head(index)), parts.scalars(module.Params(**params)))
+    numbers, zero = parts.scalars(module.Params(**params)), np.zeros((64, 64), np.uint32).view(Array)
+    # The pairs that each call draws for are the emulator's to check.
+    column, query = (zero + np.arange(key, key + 64)[:, None]).view(Array), (zero + np.arange(row, row + 64)[None, :]).view(Array)
+    counters = (column // 32 * 4 + column // 2 % 4).to(np.uint32), (query // 16 * 8 + query % 8).to(np.uint32)
+    words = np.choose(column // 8 % 4, parts.philox(*counters, zero, parts.scalars(module.Head(index)), numbers)).view(Array)
+    found = parts.thin(np.full(words.shape, 0.25, np.float32).view(Array), words, parts.draw_bytes(), numbers)
     wanted = dropout_keep_rows(seed, offset, index, row, 64, key + 64, p)[:, key:].T
-    assert torch.equal(torch.from_numpy(np.array(found)), wanted)
+    assert torch.equal(torch.from_numpy(np.array(found)), wanted * 0.25)
 
 
 def test_it_says_what_it_cant_serve() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hopper_kernels import H200, key_loops, machine_code, on_numpy
+from hopper_kernels import H200, Array, key_loops, machine_code, on_numpy
 from interpreting import interpreted
 from test_templates_backward_hopper import problem
 
@@ -62,18 +62,19 @@ def test_it_compiles_to_products_in_flight_without_spills() -> None:
     assert not any(loop["STL"] + loop["LDL"] + loop["R2UR"] for loop in [*keys, *queries])
 
 
-@pytest.mark.parametrize(("row", "key", "p"), [(0, 0, 0.1), (192, 1088, 0.7)])
+@pytest.mark.parametrize(("row", "key", "p"), [(0, 0, 0.1), (192, 1088, 0.7), (64, 0, 1.0)])
 def test_dropout_keeps_what_the_forward_kept(row: int, key: int, p: float) -> None:
     spec = problem(Features(dropout=True), d=256, d_v=256).spec()
     module = load_source(render(FAMILY, variant_of(FAMILY, spec, FAMILY.default(spec, H200))), "flash_bwd_hopper_split")
-    parts = on_numpy(module, "keeps_of_rows")
+    parts = on_numpy(module, "philox", "draw_of_rows", "draw_bytes_of_rows", "thin")
     seed, offset, index = 2**63 + 12345, 7, 5
     params = {name: 0 for name in module.Params._fields} | {"seed": seed, "offset": offset, "threshold": round(p * 32768)}
-    found = parts.keeps_of_rows(
-        parts.scalar(key), parts.scalar(row), parts.scalars(module.Head(index)), parts.scalars(module.Params(**params))
-    )
+    numbers = parts.scalars(module.Params(**params))
+    words = parts.draw_of_rows(parts.scalar(key), parts.scalar(row), parts.scalars(module.Head(index)), numbers)
+    probs = np.full(words.shape, 0.25, np.float32).view(Array)
+    found = parts.thin(probs, words, parts.draw_bytes_of_rows(), numbers)
     wanted = dropout_keep_rows(seed, offset, index, row, 64, key + 64, p)[:, key:]
-    assert torch.equal(torch.from_numpy(np.array(found)), wanted)
+    assert torch.equal(torch.from_numpy(np.array(found)), wanted * 0.25)
 
 
 def test_it_says_what_it_cant_serve() -> None:

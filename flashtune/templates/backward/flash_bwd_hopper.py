@@ -82,6 +82,12 @@ CONSTRAINTS = (
         axes=("num_stages", "ahead", "exp_early"),
     ),
     Constraint(
+        name="tile after tile",
+        holds=lambda c, s, t: not BackwardLayout.of(s, c).persistent or s.mask != "bias",
+        why="a bias's tiles come for one tile of keys",
+        axes=("persistent",),
+    ),
+    Constraint(
         name="parts of dQ",
         holds=lambda c, s, t: BackwardLayout.of(s, c).part_d >= 32,
         why="a tile of keys can be divided by no fewer columns",

@@ -85,6 +85,9 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
     elif padded(spec.d) == 64:
         keys, queries = [(64, 128, 3, 0), (64, 128, 3, 64)], [(128, 128, 2, 0), (128, 128, 2, 64), (192, 64, 3, 64)]
     pairs = [(keys[0], queries[0]), (keys[1], queries[-1]), *((keys[0], one) for one in queries[1:])]
+    if padded(spec.d) == 256:
+        # With a bias and dropout there is shared memory for no more.
+        pairs.append(((64, 64, 1, 0), queries[0]))
     names = ("BLOCK_M", "BLOCK_N", "num_stages", "held_columns")
     dq_names = ("DQ_BLOCK_M", "DQ_BLOCK_N", "DQ_num_stages", "DQ_held_columns")
     return [

@@ -38,6 +38,7 @@ class HopperBackward:
         """The kernel's parameters that are sizes, which travel through it as `Sizes`."""
         s = self.spec
         found = ["n_q", "n_kv", "kv_heads", "group", "m_tiles", "n_tiles"] + ["tiles"] * (self.config.get("persistent", False) is True)
+        found += [f"bias_by_{part}" for part in ("batch", "head", "row", "column")] * (s.mask == "bias")
         return found + ["diagonal"] * (s.banded or s.alibi) + ["window_left"] * s.window + ["window_right"] * (s.window and not s.causal)
 
     @property
@@ -48,19 +49,24 @@ class HopperBackward:
         found += ["seed", "offset", "threshold", "keep_scale"] * s.dropout + ["slopes_ptr", "slopes_by_batch", "slopes_by_head"] * s.alibi
         if s.mask == "bool":
             return [*found, "mask_bits_ptr", "mask_by_batch", "mask_by_head"]
-        return found + [f"bias_{part}" for part in ("ptr", "by_batch", "by_head", "by_row", "by_column")] * (s.mask == "bias")
+        return found + [f"bias_{part}" for part in ("ptr", "stride_b", "stride_h", "stride_m", "stride_n")] * self.bias_by_pointer
+
+    @property
+    def bias_by_pointer(self) -> bool:
+        """Whether a kernel reads a bias from where it is, not as tiles in shared memory."""
+        return False
 
     @property
     def unspecialized(self) -> list[str]:
         """Those of `params` that are integers, of which each value would be compiled for."""
-        return [name for name in self.params if "_by_" in name or name in ("seed", "offset", "threshold")]
+        return [name for name in self.params if "_by_" in name or "_stride_" in name or name in ("seed", "offset", "threshold")]
 
     @property
     def head_params(self) -> list[str]:
         """What the blocks of a head work with beside `params`, of which each head has its own."""
         s = self.spec
         found = ["index"] * s.dropout + ["slope"] * s.alibi
-        return found + {"none": [], "bool": ["matrix"], "bias": ["bias_ptr"]}[s.mask]
+        return found + ["matrix"] * (s.mask == "bool") + ["bias_ptr"] * self.bias_by_pointer
 
     @property
     def consumer_registers(self) -> int:
@@ -147,18 +153,25 @@ class BackwardLayout(HopperBackward):
 
     @property
     def shared_bytes(self) -> int:
-        """Keys and values (persistent: twice), stages of queries and dO with their numbers, dS twice, parts of dQ, a KiB for barriers."""
+        """Keys, values (persistent: twice), stages of queries, dO, numbers and a bias, dS twice, parts of dQ, random words, barriers."""
         size, block_m, block_n = ITEMSIZE[self.spec.dtype], self.config.number("BLOCK_M"), self.config.number("BLOCK_N")
         row = size * (self.block_d + self.block_dv)
         stages = self.config.number("num_stages") * block_m * (row + 8)
         parts = 4 * self.consumers * self.part_m * self.part_d if self.by_tma else 0
         keys = block_n * row * (2 if self.persistent else 1)
-        return keys + stages + 2 * size * block_n * block_m + parts + 1024
+        bias = self.config.number("num_stages") * 2 * block_m * block_n if self.spec.mask == "bias" else 0
+        words = 64 * block_m * self.consumers if self.spec.dropout else 0
+        return keys + stages + 2 * size * block_n * block_m + parts + bias + words + 1024
 
 
 @dataclass(frozen=True, slots=True)
 class SplitLayout(HopperBackward):
     """The same of the two kernels of `flash_bwd_hopper_split`: that of dK and dV, then that of dQ."""
+
+    @property
+    def bias_by_pointer(self) -> bool:
+        """That of dQ does, which has no room left for tiles of a bias at head size 256."""
+        return self.spec.mask == "bias"
 
     @property
     def wide(self) -> bool:
@@ -228,11 +241,13 @@ class SplitLayout(HopperBackward):
 
     @property
     def key_shared_bytes(self) -> int:
-        """Keys and values, stages of queries and dO with their numbers and of probabilities that cross, and a KiB for barriers."""
+        """Keys, values, stages of queries, dO, their numbers, a bias and probabilities that cross, random words, a KiB for barriers."""
         size, block_m, block_n = ITEMSIZE[self.spec.dtype], self.config.number("BLOCK_M"), self.config.number("BLOCK_N")
         row = size * (self.block_d + self.block_dv)
         crossing = size * block_n if self.wide else 0
-        return block_n * row + self.config.number("num_stages") * block_m * (row + 8 + crossing) + 1024
+        bias = 2 * block_n if self.spec.mask == "bias" else 0
+        words = 64 * block_m * (1 if self.wide else self.key_tiles) if self.spec.dropout else 0
+        return block_n * row + self.config.number("num_stages") * block_m * (row + 8 + crossing + bias) + words + 1024
 
     @property
     def query_shared_bytes(self) -> int:

@@ -4,9 +4,9 @@ A program holds a tile of keys and walks over the queries of its whole group tha
 memory, from registers, in an order that no two launches share: its last bits vary.
 
 Compiled in: bwd-bf16-d128-bias
-Template: flash_bwd_hopper d8354071dc42b9dc
-Variant: f2c5bcd2bdf6168a
-Config: BLOCK_M=64 BLOCK_N=128 dq_sums=registers num_stages=3 section=2
+Template: flash_bwd_hopper 30b1b117af5f416a
+Variant: 670490dc3960888d
+Config: BLOCK_M=64 BLOCK_N=128 dq_sums=registers num_stages=2 section=2
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
@@ -32,7 +32,7 @@ BLOCK_D = gl.constexpr(128)
 BLOCK_DV = gl.constexpr(128)
 CONSUMERS = gl.constexpr(2)
 KEYS = gl.constexpr(64)
-STAGES = gl.constexpr(3)
+STAGES = gl.constexpr(2)
 SECTION = gl.constexpr(2)
 # What each warpgroup makes of a tile of dQ.
 PART_M = gl.constexpr(64)
@@ -58,6 +58,10 @@ class Sizes(NamedTuple):
     group: gl.tensor
     m_tiles: gl.tensor
     n_tiles: gl.tensor
+    bias_by_batch: gl.tensor
+    bias_by_head: gl.tensor
+    bias_by_row: gl.tensor
+    bias_by_column: gl.tensor
 
 
 class Params(NamedTuple):
@@ -65,17 +69,6 @@ class Params(NamedTuple):
 
     scale: gl.tensor
     score_scale: gl.tensor
-    bias_ptr: gl.tensor
-    bias_by_batch: gl.tensor
-    bias_by_head: gl.tensor
-    bias_by_row: gl.tensor
-    bias_by_column: gl.tensor
-
-
-class Head(NamedTuple):
-    """What is a query head's own."""
-
-    bias_ptr: gl.tensor
 
 
 class TileCoord(NamedTuple):
@@ -111,6 +104,7 @@ class SharedStorage(NamedTuple):
     v: gl.shared_memory_descriptor
     kv_full: gl.shared_memory_descriptor
     dscores: gl.shared_memory_descriptor
+    bias: gl.shared_memory_descriptor
     sums: gl.tensor
 
 
@@ -228,11 +222,11 @@ def release(pipeline, number):
 
 
 @gluon.jit
-def load_rows(desc, corner, numbers_desc, place, pipeline, number):
-    """Starts the copy of a block of rows and of their numbers as soon as its stage is empty."""
+def load_rows(desc, corner, numbers_desc, place, pipeline, number, BESIDE: gl.constexpr = 0):
+    """Starts the copy of a block of rows and of their numbers as soon as its stage is empty, which waits for BESIDE bytes more."""
     stage = number % STAGES
     mbarrier.wait(pipeline.empty.index(stage), number // STAGES & 1 ^ 1)
-    mbarrier.expect(pipeline.full.index(stage), desc.block_type.nbytes + numbers_desc.block_type.nbytes)
+    mbarrier.expect(pipeline.full.index(stage), desc.block_type.nbytes + numbers_desc.block_type.nbytes + BESIDE)
     async_load(desc, corner, pipeline.full.index(stage), pipeline.smem.index(stage))
     async_load(numbers_desc, [place], pipeline.full.index(stage), pipeline.numbers.index(stage))
 
@@ -278,16 +272,6 @@ def tile_at(program, sizes):
 
 
 @gluon.jit
-def load_bias(key, row, head, sizes, params):
-    """The bias of a block with keys as rows; past the ends that of the last query or key, whose scores are hidden or meet zeros."""
-    offs_n = gl.minimum(gl.arange(0, KEYS, layout=KEY_LAYOUT), gl.maximum(sizes.n_kv - 1 - key, 0)) * params.bias_by_column  # [KEYS]
-    offs_m = gl.minimum(gl.arange(0, BLOCK_M, layout=QUERY_LAYOUT), sizes.n_q - 1 - row) * params.bias_by_row  # [BLOCK_M]
-    first_key = gl.minimum(key, sizes.n_kv - 1)
-    start = head.bias_ptr + row.to(gl.int64) * params.bias_by_row + first_key.to(gl.int64) * params.bias_by_column
-    return gl.load(start + offs_n[:, None] + offs_m[None, :])  # [KEYS, BLOCK_M]
-
-
-@gluon.jit
 def hide(probs, key, row, sizes):
     """0 where a query (from `row` on) doesn't see a key (from `key` on). Selected, for what is hidden may be infinite."""
     keys = key + gl.arange(0, KEYS, layout=KEY_LAYOUT)  # [KEYS]
@@ -301,17 +285,9 @@ def hide(probs, key, row, sizes):
 
 
 @gluon.jit
-def head_at(tile, member, sizes, params):
-    """What is a query head's own."""
-    head = tile.kv_head * sizes.group + member
-    bias_ptr = params.bias_ptr + tile.batch.to(gl.int64) * params.bias_by_batch + head.to(gl.int64) * params.bias_by_head
-    return Head(bias_ptr)
-
-
-@gluon.jit
 def producer(descs, smem, sizes):
     """The copying warp: runs ahead of the consumers as far as the stages allow."""
-    q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc = descs
+    q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, bias_desc = descs
     tile = tile_at(gl.program_id(0), sizes)
     kv_full = smem.kv_full.index(0)
     mbarrier.expect(kv_full, CONSUMERS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
@@ -324,7 +300,12 @@ def producer(descs, smem, sizes):
         place = (tile.batch * sizes.kv_heads * sizes.group + head) * sizes.m_tiles
         for block in range(tile.first, tile.end):
             corner = [tile.batch, head, block * BLOCK_M, 0]
-            load_rows(q_desc, corner, lse_desc, (place + block) * BLOCK_M, smem.q, number)
+            load_rows(q_desc, corner, lse_desc, (place + block) * BLOCK_M, smem.q, number, CONSUMERS * bias_desc.block_type.nbytes)
+            bias_corner = tile.batch * sizes.bias_by_batch, head * sizes.bias_by_head, block * BLOCK_M * sizes.bias_by_row
+            for w in gl.static_range(CONSUMERS):
+                corner_of_w = [bias_corner[0], bias_corner[1], bias_corner[2], (tile.key + w * KEYS) * sizes.bias_by_column]
+                stage = number % STAGES
+                async_load(bias_desc, corner_of_w, smem.q.full.index(stage), smem.bias.index(stage * CONSUMERS + w))
             load_rows(dout_desc, corner, delta_desc, (place + block) * BLOCK_M, smem.dout, number)
             number += 1
 
@@ -359,7 +340,6 @@ def walk(
     dk,
     dv,
     place,
-    head,
     key,
     smem,
     sizes,
@@ -382,11 +362,13 @@ def walk(
         wait_full(smem.dout, number)
         dprobs = warpgroup_mma(v_tile, dout_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
         lse = smem.q.numbers.index(number % STAGES).load(QUERY_LAYOUT)  # [BLOCK_M]
-        bias = load_bias(key, block * BLOCK_M, head, sizes, params)  # [KEYS, BLOCK_M]
+        # Of queries and keys past the ends it is 0: their scores are hidden or meet an LSE of +inf.
+        bias_tile = smem.bias.index(number % STAGES * CONSUMERS + W).reshape([BLOCK_M, KEYS])
+        bias = bias_tile.permute((1, 0)).load(SCORES_LAYOUT)  # [KEYS, BLOCK_M]
         scores = warpgroup_mma_wait(1, deps=[scores])
         scores = scores * params.score_scale  # [KEYS, BLOCK_M]
-        scores = scores + bias.to(gl.float32) * 1.4426950408889634  # [KEYS, BLOCK_M]
-        probs = gl.exp2(scores - lse[None, :])  # [KEYS, BLOCK_M]
+        # Two multiplications with an addition each, for one that waits for the product.
+        probs = gl.exp2(scores + (bias.to(gl.float32) * 1.4426950408889634 - lse[None, :]))  # [KEYS, BLOCK_M]
         if MASKED:
             probs = hide(probs, key, block * BLOCK_M, sizes)
         delta = smem.dout.numbers.index(number % STAGES).load(QUERY_LAYOUT)  # [BLOCK_M]
@@ -433,12 +415,11 @@ def consumer(dk_desc, dv_desc, smem, sizes, params, OF_QUERIES: gl.constexpr, OF
     mbarrier.wait(smem.kv_full.index(0), 0)
     number = gl.to_tensor(0)
     head_place = (tile.batch * sizes.kv_heads + tile.kv_head) * sizes.group * sizes.m_tiles
-    for member in range(sizes.group):
-        head = head_at(tile, member, sizes, params)
+    for _ in range(sizes.group):
         blocks = tile.first, tile.unmasked_first
-        number, dk, dv = walk(blocks, number, dk, dv, head_place, head, key, smem, sizes, params, OF_QUERIES, OF_KEYS, True, W)
+        number, dk, dv = walk(blocks, number, dk, dv, head_place, key, smem, sizes, params, OF_QUERIES, OF_KEYS, True, W)
         blocks = tile.unmasked_first, tile.unmasked_end
-        number, dk, dv = walk(blocks, number, dk, dv, head_place, head, key, smem, sizes, params, OF_QUERIES, OF_KEYS, False, W)
+        number, dk, dv = walk(blocks, number, dk, dv, head_place, key, smem, sizes, params, OF_QUERIES, OF_KEYS, False, W)
         head_place += sizes.m_tiles
     if OF_KEYS:
         # The gradients leave through the memory of their keys and values, once nobody reads these.
@@ -475,6 +456,7 @@ def flash_bwd_hopper(
     delta_desc,
     dk_desc,
     dv_desc,
+    bias_desc,
     sums_ptr,
     n_q,
     n_kv,
@@ -482,13 +464,12 @@ def flash_bwd_hopper(
     group,
     m_tiles,
     n_tiles,
-    scale,
-    score_scale,
-    bias_ptr,
     bias_by_batch,
     bias_by_head,
     bias_by_row,
     bias_by_column,
+    scale,
+    score_scale,
     OF_QUERIES: gl.constexpr,
     OF_KEYS: gl.constexpr,
 ):
@@ -505,12 +486,13 @@ def flash_bwd_hopper(
         kv_full=make_barriers(1, 1),
         # Two slots, so that one barrier a block is enough.
         dscores=gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, KEYS, BLOCK_M], DSCORES_SHARED),
+        bias=gl.allocate_shared_memory(bias_desc.dtype, [STAGES * CONSUMERS, 1, 1, BLOCK_M, KEYS], bias_desc.layout),
         sums=sums_ptr,
     )
     fence_async_shared()
-    sizes = Sizes(n_q, n_kv, kv_heads, group, m_tiles, n_tiles)
-    params = Params(scale, score_scale, bias_ptr, bias_by_batch, bias_by_head, bias_by_row, bias_by_column)
-    descs = q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc
+    sizes = Sizes(n_q, n_kv, kv_heads, group, m_tiles, n_tiles, bias_by_batch, bias_by_head, bias_by_row, bias_by_column)
+    params = Params(scale, score_scale)
+    descs = q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, bias_desc
     gl.warp_specialize(
         [
             (consumer, (dk_desc, dv_desc, smem, sizes, params, OF_QUERIES, OF_KEYS, 0)),
@@ -524,13 +506,31 @@ def flash_bwd_hopper(
 
 def accepts(q, k, v, mask):
     """Whether the copy engine can take these tensors: aligned, unit stride along D, other strides multiples of 16 bytes."""
-    return all(
+    fits = all(
         t.data_ptr() % 16 == 0
         and t.stride(3) == 1
         and t.shape[3] % 8 == 0
         and all(size == 1 or (stride > 0 and stride % 8 == 0) for size, stride in zip(t.shape[:3], t.stride()[:3], strict=True))
         for t in (q, k, v)
     )
+    return fits and mask.element_size() <= 2
+
+
+def in_place(bias):
+    """Whether the copy engine can take the bias from where it is."""
+    rows = all(size == 1 or (step > 0 and step % 8 == 0) for size, step in zip(bias.shape[:3], bias.stride()[:3], strict=True))
+    return rows and bias.data_ptr() % 16 == 0 and bias.stride(3) == 1
+
+
+def without_repeats(bias):
+    """The bias with one of each batch and head that it repeats and a tile of repeated rows or columns, as the copy engine can take it."""
+    bias = bias[tuple(slice(None if stride else most) for stride, most in zip(bias.stride(), (1, 1, 128, 128), strict=True))]
+    if not in_place(bias):
+        room = torch.empty(*bias.shape[:3], -(-bias.shape[3] // 8) * 8, dtype=bias.dtype, device=bias.device)
+        room[..., : bias.shape[3]] = bias
+        # What is past the bias's columns is past the last key, which no query sees.
+        bias = room
+    return bias
 
 
 def counts_needed(q, k):
@@ -540,13 +540,14 @@ def counts_needed(q, k):
 
 def records(q, k, v, mask, scale):
     """Whether `launches` computes nothing from tensors like these, so that what it makes of them on the meta device can be replayed."""
-    return True
+    return in_place(without_repeats(mask))
 
 
 def descriptor(tensor, rows, columns):
     """A TMA descriptor over (B, H, N, D) with tiles of `rows` rows of one head; the copy engine fills what is outside with zeros."""
     strides = [stride if size > 1 else 16 for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)]
     block = [1, 1, rows, columns]
+    # Only the width counts, which a bias of the other type shares.
     return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16))
 
 
@@ -603,6 +604,7 @@ def launches(
         numbers_of(deltas),
         descriptor(k if dk is None else dk, 64, 128),
         descriptor(v if dv is None else dv, 64, 128),
+        descriptor(without_repeats(mask), 64, 64),
         sums,
         n_q,
         n_kv,
@@ -610,10 +612,10 @@ def launches(
         heads // kv_heads,
         m_tiles,
         n_tiles,
+        # 0 where the same one is meant for all.
+        *(int(stride > 0) for stride in mask.stride()),
         scale,
         scale * 1.4426950408889634,
-        mask,
-        *mask.stride(),
         dq is not None,
         dk is not None,
     )

@@ -4,8 +4,8 @@ A program holds a tile of keys and walks over the queries of its whole group tha
 memory, by the copy engine, in an order that no two launches share: its last bits vary.
 
 Compiled in: bwd-bf16-d128-dropout-bool
-Template: flash_bwd_hopper f6522dd2660a634a
-Variant: 87733a35f13a312f
+Template: flash_bwd_hopper 5e0707c06569351c
+Variant: 75444171eaac8d1b
 Config: BLOCK_M=64 BLOCK_N=128 dq_sums=tma num_stages=2 section=2
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -66,6 +66,16 @@ MASK_BITS_LAYOUT = gl.constexpr(
         warp_bases=[[16, 0], [32, 0]],
         block_bases=[],
         shape=[64, 4],
+    )
+)
+# Each of the four threads that share the pairs of four calls makes one of them.
+CALLS_LAYOUT = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1]],
+        lane_bases=[[0, 2], [0, 4], [0, 16], [1, 0], [2, 0]],
+        warp_bases=[[0, 8], [4, 0]],
+        block_bases=[],
+        shape=[8, 32],
     )
 )
 
@@ -158,10 +168,11 @@ def prepare_rows(
     heads,
     n_q,
     rows,
+    keep,
     HAS_DLSE: tl.constexpr,
     OF_QUERIES: tl.constexpr,
 ):
-    """What the products need of 64 of a head's `rows`: rowsum(dO * O) - dLSE, the LSE in units of log 2, and zeroed sums of dQ.
+    """What the products need of 64 of a head's `rows`: keep * (rowsum(dO * O) - dLSE), the LSE in units of log 2, and zeroed sums of dQ.
 
     Rows past the end, and those that see no key, have the LSE +inf, by which they have no probabilities.
     """
@@ -192,7 +203,7 @@ def prepare_rows(
         delta -= tl.where(lse == float("-inf"), 0.0, dlse)  # [ROWS]
     place = head_index.to(tl.int64) * rows + start
     tl.store(lse_2_ptr + place + tl.arange(0, ROWS), tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634))
-    tl.store(delta_ptr + place + tl.arange(0, ROWS), delta)
+    tl.store(delta_ptr + place + tl.arange(0, ROWS), delta * keep)
     if OF_QUERIES:
         tl.store(sums_ptr + place * BLOCK_D + tl.arange(0, ROWS * BLOCK_D), tl.zeros([ROWS * BLOCK_D], tl.float32))
 
@@ -334,40 +345,91 @@ def hide_bits(probs, key, block, head, sizes, params):
 
 
 @gluon.jit
-def keeps(key, row, head, params):
-    """Which pairs dropout keeps: Philox4x32-7 (Salmon et al., SC 2011) of absolute query, key and head, the draws of the forward.
-
-    A call draws for the pairs (query, query + 8) x (key, key + 1) x (keys + 0, 8, 16, 24), of which one thread holds four here.
-    """
-    query = gl.arange(0, BLOCK_M, layout=QUERY_LAYOUT)[None, :]  # [1, BLOCK_M]
-    column = gl.arange(0, KEYS, layout=KEY_LAYOUT)[:, None]  # [KEYS, 1]
-    zero = gl.zeros([KEYS, BLOCK_M], gl.uint32, SCORES_LAYOUT)
-    # `row` and `key` are multiples of 64, so nothing carries from them into the block's own bits.
-    c0 = zero + (key // 8 + (column // 32 * 4 + column // 2 % 4)).to(gl.uint32)  # [KEYS, BLOCK_M]
-    c1 = zero + (row // 2 + (query // 16 * 8 + query % 8)).to(gl.uint32)  # [KEYS, BLOCK_M]
-    c2 = zero + head.index.to(gl.uint32)  # [KEYS, BLOCK_M]
-    c3 = zero + params.offset.to(gl.uint32)  # [KEYS, BLOCK_M]
+def philox(c0, c1, zero, head, params):
+    """Four words of random bits for each pair of counters: Philox4x32-7 (Salmon et al., SC 2011), as the forward draws them for a head."""
+    c2 = zero + head.index.to(gl.uint32)
+    c3 = zero + params.offset.to(gl.uint32)
     k0 = params.seed.to(gl.uint32)
     k1 = (params.seed.to(gl.int64) >> 32).to(gl.uint32)
     for _ in gl.static_range(7):
-        a = c0.to(gl.uint64) * 0xD2511F53  # [KEYS, BLOCK_M]
-        b = c2.to(gl.uint64) * 0xCD9E8D57  # [KEYS, BLOCK_M]
-        c0 = (b >> 32).to(gl.uint32) ^ c1 ^ k0  # [KEYS, BLOCK_M]
-        c2 = (a >> 32).to(gl.uint32) ^ c3 ^ k1  # [KEYS, BLOCK_M]
-        c1 = b.to(gl.uint32)  # [KEYS, BLOCK_M]
-        c3 = a.to(gl.uint32)  # [KEYS, BLOCK_M]
+        a = c0.to(gl.uint64) * 0xD2511F53
+        b = c2.to(gl.uint64) * 0xCD9E8D57
+        c0 = (b >> 32).to(gl.uint32) ^ c1 ^ k0
+        c2 = (a >> 32).to(gl.uint32) ^ c3 ^ k1
+        c1 = b.to(gl.uint32)
+        c3 = a.to(gl.uint32)
         k0 += gl.to_tensor(0x9E3779B9).to(gl.uint32)
         k1 += gl.to_tensor(0xBB67AE85).to(gl.uint32)
-    low = gl.where(column // 8 % 2 == 0, c0, c1)  # [KEYS, BLOCK_M]
-    high = gl.where(column // 8 % 2 == 0, c2, c3)  # [KEYS, BLOCK_M]
-    word = gl.where(column // 16 % 2 == 0, low, high)  # [KEYS, BLOCK_M]
-    # Above a rate of one half the bits' complement is what draws.
-    word = word ^ ((16384 - params.threshold) >> 31).to(gl.uint32)
-    turned = gl.inline_asm_elementwise("shf.l.wrap.b32 $0, $1, $1, 8;", "=r,r", [word], dtype=gl.uint32, is_pure=True, pack=1)
-    word = gl.where(query // 8 % 2 == 0, word, turned)  # [KEYS, BLOCK_M]
-    # The 15 bits of a draw are compared at the top of a register; what stands below them can't change the outcome.
-    word = gl.where(column % 2 == 0, word << 17, word << 1)  # [KEYS, BLOCK_M]
-    return word >= (params.threshold.to(gl.uint32) << 17)  # [KEYS, BLOCK_M]
+    return c0, c1, c2, c3
+
+
+@gluon.jit
+def thin(probs, words, bytes, params):
+    """Probabilities (rows, columns), 0 where dropout drops them.
+
+    A pair's draw is two bytes of its word, which `bytes` picks for a pair and its right neighbour. Their lower fifteen bits read as fp16
+    are in the order of the integers that they are up to infinity; past it they are NaN, for which `geu` holds. So the bound must stay
+    below: above a rate of one half it is what the rate leaves, and the two sides change places.
+    """
+    shape: gl.constexpr = probs.shape
+    pairs: gl.constexpr = (shape[0], shape[1] // 2, 2)
+    even, odd = gl.split(probs.reshape(pairs))  # [rows, columns // 2]
+    even_word, odd_word = gl.split(words.reshape(pairs))  # [rows, columns // 2]
+    of_both, _ = gl.split(bytes.reshape(pairs))  # [rows, columns // 2]
+    sides = (16384 - params.threshold) >> 31
+    bounds = gl.where(sides < 0, 32768 - params.threshold, params.threshold) * 0x10001
+    # Two comparisons and both choices by their predicates, which the compiler would make one after the other.
+    choose: gl.constexpr = """
+    {
+        .reg .pred above, first, second;
+        .reg .b32 draw;
+        prmt.b32 draw, $4, $5, $6;
+        abs.f16x2 draw, draw;
+        setp.ne.u32 above, $8, 0;
+        setp.geu.xor.f16x2 first|second, draw, $7, above;
+        selp.f32 $0, $2, 0f00000000, first;
+        selp.f32 $1, $3, 0f00000000, second;
+    }
+    """
+    parts = [even, odd, even_word, odd_word, of_both, bounds, sides]
+    even, odd = gl.inline_asm_elementwise(choose, "=f,=f,f,f,r,r,r,r,r", parts, dtype=(gl.float32, gl.float32), is_pure=True, pack=1)
+    layout: gl.constexpr = probs.type.layout
+    return gl.convert_layout(gl.join(even, odd).reshape(shape), layout)  # [rows, columns]
+
+
+@gluon.jit
+def draw(key, row, head, params):
+    """Four words of random bits for each of a block's calls (KEYS // 8, BLOCK_M // 2, 2, 2), the forward's.
+
+    A call draws for the pairs (query, query + 8) x (key, key + 1) x (keys + 0, 8, 16, 24). They lie in four threads of two warps here, each
+    of which makes a quarter of the calls.
+    """
+    # `row` and `key` are multiples of 64, so nothing carries from them into the block's own bits.
+    c0 = (key // 8 + gl.arange(0, KEYS // 8, layout=gl.SliceLayout(1, CALLS_LAYOUT))).to(gl.uint32)  # [KEYS // 8]
+    c1 = (row // 2 + gl.arange(0, BLOCK_M // 2, layout=gl.SliceLayout(0, CALLS_LAYOUT))).to(gl.uint32)  # [BLOCK_M // 2]
+    zero = gl.zeros([KEYS // 8, BLOCK_M // 2], gl.uint32, CALLS_LAYOUT)
+    first, second, third, fourth = philox(zero + c0[:, None], zero + c1[None, :], zero, head, params)
+    return gl.join(gl.join(first, second), gl.join(third, fourth))
+
+
+@gluon.jit
+def hand_out(words):
+    """The word of each pair (KEYS, BLOCK_M), through shared memory: late, for it takes twice the registers of the calls."""
+    # A key is 32 h + 16 w + 8 v + 2 l + p, of which p isn't drawn for, and a query 16 a + 8 b + m, of which b isn't.
+    words = words.reshape([KEYS // 32, 4, BLOCK_M // 16, 8, 2, 2]).permute((0, 5, 4, 1, 2, 3))  # [h, w, v, l, a, m]
+    places = gl.zeros([KEYS, BLOCK_M], gl.uint32, SCORES_LAYOUT).reshape([KEYS // 32, 2, 2, 4, 2, BLOCK_M // 16, 2, 8])
+    layout: gl.constexpr = gl.SliceLayout(4, gl.SliceLayout(6, places.type.layout))
+    words = gl.convert_layout(words, layout)
+    words = (places | words.expand_dims(4).expand_dims(6)).reshape([KEYS, BLOCK_M])
+    return gl.convert_layout(words, SCORES_LAYOUT)
+
+
+@gluon.jit
+def draw_bytes():
+    """What `thin` takes of its words: the lower half for an even key, after a rotation by 8 for the second eight of sixteen queries."""
+    even = gl.arange(0, KEYS, layout=KEY_LAYOUT)[:, None] % 2 == 0  # [KEYS, 1]
+    first = gl.arange(0, BLOCK_M, layout=QUERY_LAYOUT)[None, :] // 8 % 2 == 0  # [1, BLOCK_M]
+    return gl.where(first, gl.where(even, 0x5410, 0x7632), gl.where(even, 0x4703, 0x6521))  # [KEYS, BLOCK_M]
 
 
 @gluon.jit
@@ -488,7 +550,7 @@ def walk(
         wait_full(smem.dout, number)
         dprobs = warpgroup_mma(v_tile, dout_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
         lse = smem.q.numbers.index(number % STAGES).load(QUERY_LAYOUT)  # [BLOCK_M]
-        kept = keeps(key, block * BLOCK_M, head, params)  # [KEYS, BLOCK_M]
+        words = draw(key, block * BLOCK_M, head, params)
         scores = warpgroup_mma_wait(1, deps=[scores])
         probs = gl.exp2(scores * params.score_scale - lse[None, :])  # [KEYS, BLOCK_M]
         probs = hide_bits(probs, key, block, head, sizes, params)  # [KEYS, BLOCK_M]
@@ -496,11 +558,10 @@ def walk(
             probs = hide(probs, key, block * BLOCK_M, sizes)
         delta = smem.dout.numbers.index(number % STAGES).load(QUERY_LAYOUT)  # [BLOCK_M]
         dprobs = warpgroup_mma_wait(0, deps=[dprobs])
-        dprobs = gl.where(kept, dprobs * params.keep_scale, 0.0)  # [KEYS, BLOCK_M]
-        dscores = (probs * (dprobs - delta[None, :])).to(DTYPE)  # [KEYS, BLOCK_M]
         # What is kept grows by `keep_scale` once, in the end.
-        probs = gl.where(kept, probs, 0.0)  # [KEYS, BLOCK_M]
-        probs = gl.convert_layout(probs.to(DTYPE), PROBS_LAYOUT)
+        thinned = thin(probs, hand_out(words), draw_bytes(), params)  # [KEYS, BLOCK_M]
+        dscores = (thinned * dprobs - probs * delta[None, :]).to(DTYPE)  # [KEYS, BLOCK_M]
+        probs = gl.convert_layout(thinned.to(DTYPE), PROBS_LAYOUT)
         if OF_QUERIES:
             smem.dscores.index(number % 2 * CONSUMERS + W + zero).store(dscores)
         dscores = gl.convert_layout(dscores, DSCORES_LAYOUT)
@@ -554,7 +615,7 @@ def consumer(dk_desc, dv_desc, smem, sizes, params, OF_QUERIES: gl.constexpr, OF
     if OF_KEYS:
         # The gradients leave through the memory of their keys and values, once nobody reads these.
         meet(7, 128 * CONSUMERS)
-        smem.k.index(W).reshape([KEYS, BLOCK_D]).store((dk * params.scale).to(DTYPE))
+        smem.k.index(W).reshape([KEYS, BLOCK_D]).store((dk * (params.scale * params.keep_scale)).to(DTYPE))
         smem.v.index(W).reshape([KEYS, BLOCK_DV]).store((dv * params.keep_scale).to(DTYPE))
         fence_async_shared()
         async_store(dk_desc, [tile.batch, tile.kv_head, key, 0], smem.k.index(W))
@@ -724,13 +785,15 @@ def launches(
     rows = m_tiles * 64
     lse_2 = torch.empty(batches * heads * rows, dtype=torch.float32, device=q.device)
     deltas = torch.empty_like(lse_2)
+    # Scores' gradients are made of probabilities that were kept but haven't grown yet, and grow with what is made of them.
+    keep = 1 - dropout_p if round(dropout_p * 32768) < 32768 else 1.0
     # Nothing is written to those of a call without dQ.
     sums = torch.empty((batches * heads * rows * 128 // 256 if dq is not None else 16, 256), dtype=torch.float32, device=q.device)
 
     def numbers_of(tensor):
         return TensorDescriptor(tensor, list(tensor.shape), [1], [64], gl.NVMMASharedLayout(0, 32, 1))
 
-    args = (out, dout, lse, lse if dlse is None else dlse, lse_2, deltas, sums, *out.stride(), *dout.stride(), heads, n_q, rows)
+    args = (out, dout, lse, lse if dlse is None else dlse, lse_2, deltas, sums, *out.stride(), *dout.stride(), heads, n_q, rows, keep)
     args = (*args, dlse is not None, dq is not None)
     found = [(prepare_rows, (rows // 64 * batches * heads,), args, {"num_warps": 4, "enable_fp_fusion": True})]
     # Keys as rows.
@@ -761,8 +824,7 @@ def launches(
         seed,
         offset,
         round(dropout_p * 32768),
-        # Shifted to the top of a register, a threshold of 32768 is 0: then this factor drops everything.
-        1 / (1 - dropout_p) if round(dropout_p * 32768) < 32768 else 0.0,
+        1 / keep,
         mask_bits,
         # Matrices to the next batch and to the next head.
         matrices.shape[1] if matrices.shape[0] > 1 else 0,
@@ -772,7 +834,7 @@ def launches(
     )
     found.append((flash_bwd_hopper, (n_tiles * batches * kv_heads,), args, {"num_warps": 4, "enable_fp_fusion": True}))
     if dq is not None:
-        args = (sums, dq, *dq.stride(), heads, n_q, m_tiles, scale)
+        args = (sums, dq, *dq.stride(), heads, n_q, m_tiles, scale / keep)
         found.append((finish_queries, (m_tiles * batches * heads,), args, {"num_warps": 4, "enable_fp_fusion": True}))
     return found
 
