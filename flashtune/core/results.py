@@ -195,6 +195,10 @@ class TuningRecord:
     precedence: int = 0
     """How far up the layer lies that it was read from, of those that were asked for; 0 for the user's own results and the shipped ones."""
 
+    def as_twin(self) -> "TuningRecord | None":
+        """The record with its twin in its place; None where it has none."""
+        return None if self.twin is None else replace(self, outcome=self.twin, twin=None)
+
     @property
     def median_us(self) -> float:
         """The recorded time, in microseconds."""
