@@ -175,7 +175,7 @@ def test_every_distribution_is_about_as_exact_as_with_running_maxima(name: str, 
     ours, theirs = ((found.out.double() - exact).norm() for found in (settled, running))
     assert ours <= 1.5 * theirs + 1e-6
     assert torch.allclose(settled.lse, running.lse, atol=1e-4, rtol=1e-6)
-    # Sinks and needles are fast as they are; of keys that rise so fast nearly every block raises a maximum.
+    # Sinks and needles are fast as they are; where keys rise so fast nearly every block raises a maximum.
     assert told(settled, 1024 // BLOCK_N, dtype) == (name == "drift-60")
 
 
