@@ -249,6 +249,56 @@ def other_devices_and_streams() -> None:
     close(out, sdpa(q * 2, k, v))
 
 
+@check
+def misled_calls_go_over_to_the_twin_and_come_back() -> None:
+    """calls whose scores mislead a kernel that settles maxima are served by its twin, without waiting, and its own again later"""
+    from flashtune.core.problem import Features, Problem
+    from flashtune.dispatch.plans.misled import LONGEST_PERIOD
+    from flashtune.tuner.distributions import redistribute
+    from flashtune.tuner.inputs import make_inputs
+
+    dispatch.reload()
+    problem = Problem(batch=4, heads=16, kv_heads=16, n_q=4096, n_kv=4096, d=128, d_v=128, dtype="bf16", features=Features(causal=True))
+    normal, misled = (make_inputs(problem, device="cuda", seed=0) for _ in range(2))
+    redistribute(misled, "misled-100%")
+    data = {name: (x.q, x.k, x.v) for name, x in (("normal", normal), ("misled", misled))}
+    expected = {name: sdpa(*tensors, is_causal=True) for name, tensors in data.items()}
+
+    def call(name: str, count: int) -> None:
+        for _ in range(count):
+            out = dispatch.attention(*data[name], is_causal=True)
+        close(out, expected[name])
+
+    def told() -> dispatch.Explanation:
+        torch.cuda.synchronize()
+        return dispatch.explain(*data["normal"], is_causal=True)
+
+    call("normal", 50)
+    assert told().twin is not None, "the row that serves has no twin"
+    assert (told().misled_programs, told().went_over, told().twin_serves) == (0, 0, False), "random numbers mislead nothing"
+    call("misled", 1)
+    assert told().misled_programs > 0
+    call("misled", 50)
+    assert (told().went_over, told().twin_serves) == (1, True)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    counted = told().misled_programs
+    call("misled", 2)
+    torch.use_deterministic_algorithms(before)
+    assert told().misled_programs > counted, "in deterministic mode one kernel serves"
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = dispatch.attention(*data["misled"], is_causal=True)
+    counted = told().misled_programs
+    graph.replay()
+    assert told().misled_programs == counted, "the graph has the twin"
+    close(out, expected["misled"])
+    in_threads(4, lambda place: call("misled" if place % 2 else "normal", 100))
+    call("normal", 5 * LONGEST_PERIOD)
+    assert not told().twin_serves, "it came back"
+    assert "again" in told().reason
+
+
 def gradients(attend: Callable[..., Any], leaves: list[torch.Tensor], grad: torch.Tensor, **words: Any) -> tuple[torch.Tensor, ...]:
     """The output of a call and its gradients by q, k and v."""
     out = attend(*leaves, **words)

@@ -8,8 +8,9 @@ ours at all.
 
 `--cells models` are the attentions of the models that flashtune knows (`flashtune show --models`), prefill and a decoding step, beside
 torch's default and FlashAttention-4 itself, where it is installed. `--cells scores` are the plain cells in bf16 and fp16 on the scores that
-models make (flashtune.tuner.distributions), some with half of the keys hidden by a mask, beside cuDNN and beside the same kernel on random
-numbers, with errors of output and LSE; those without which a run says least come first, so that it may be cut short.
+models make (flashtune.tuner.distributions), some with half of the keys hidden by a mask, beside cuDNN and beside the kernel of the same
+plan on random numbers, with errors of output and LSE; calls before the timing let the plan remember that scores mislead it. Those without
+which a run says least come first, so that it may be cut short.
 
 Prints tables (of rates, and of microseconds for models and for small cells, which latency limits), writes forward.json to the folder named
 by OUT (default: the current one) after each cell, but only every WRITING_S, and exits with 1 where a result is wrong (its error more than

@@ -5,6 +5,10 @@ generate`. Both texts are compiled for the row's GPU, and PTX without line numbe
 (docs/decisions/0013-hash-of-the-text.md). With `--same-work`, code is also taken for the same where only its bookkeeping differs: equal
 registers, spills and shared memory, and as many instructions of every kind that computes, moves or waits for tiles; such kernels are named,
 for a race. Rows whose machine code has changed are named and left alone: they need a search. Exits with 1 where there are any.
+
+With `--raced FILE` results of race_again.py take the place of those rows of the same problems whose winners' text has changed, before that:
+
+    python benchmarks/rehash.py --raced settled.sqlite
 """
 
 import argparse
@@ -23,6 +27,8 @@ from flashtune.core.results import CompileFacts, SearchResult, TuningRecord
 from flashtune.core.target import Target, find_target
 from flashtune.db.library import shipped_path
 from flashtune.db.store import Store
+from flashtune.templates import family
+from flashtune.templates.rendering import variant_of
 from flashtune.tuner.compile import compiled_kernels, cuobjdump, read_facts
 from flashtune.tuner.publish import source_for, variant_for
 
@@ -70,6 +76,30 @@ def same_code(
     return same, changed
 
 
+def replaced(results: Collection[SearchResult], raced: Iterable[SearchResult]) -> list[SearchResult]:
+    """The results with raced ones in the place of those of the same key whose winner's text isn't what its template makes today."""
+    newer = {result.problem.key(result.gpu): result for result in raced}
+    kept = [result for result in results if result.problem.key(result.gpu) not in newer or is_current(result)]
+    return kept + list(newer.values())
+
+
+def is_current(result: SearchResult) -> bool:
+    """Whether a result's winner was measured with the text that its template makes today; True where it has none."""
+    best = result.best
+    if best is None:
+        return True
+    kind = family(best.template)
+    return best.template_hash == variant_of(kind, result.problem.spec(), kind.completed(best.config)).template_hash
+
+
+def winners_of(results: Collection[SearchResult]) -> list[TuningRecord]:
+    """The records of results as they would be read again."""
+    with TemporaryDirectory() as folder, Store.open(Path(folder) / "results.sqlite", writable=True) as store:
+        for result in results:
+            store.save(result)
+        return store.winners()
+
+
 def renamed(results: Collection[SearchResult], same: dict[str, Variant]) -> list[SearchResult]:
     """The results with the ids, hashes and axis names of these new variants in place of the old ones."""
     return [
@@ -90,16 +120,23 @@ def main() -> None:
     """Compare, rewrite the shipped database, and say what needs a search."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--same-work", action="store_true", help="take code for the same where only its bookkeeping differs")
+    parser.add_argument("--raced", metavar="FILE", help="results of race_again.py that take the place of rows with another text")
     options = parser.parse_args()
     with Store.open(shipped_path(), writable=False) as shipped:
         results, records = list(shipped.results()), list(shipped.winners())
+    if options.raced:
+        with Store.open(options.raced, writable=False) as store:
+            raced = store.results()
+        results = replaced(results, raced)
+        records = winners_of(results)
+        print(f"{len(raced)} results of {options.raced} are among {len(results)}")
     same, changed = same_code(records)
     if options.same_work:
         alike, changed = same_code(changed, measure=work_of)
         for old, new in alike.items():
             print(f"{new.spec.label()} {new.config.label()}, once {old}: other bookkeeping, worth a race", flush=True)
         same |= alike
-    if same:
+    if same or options.raced:
         with TemporaryDirectory() as folder:
             with Store.open(Path(folder) / "renamed.sqlite", writable=True) as store:
                 for result in renamed(results, same):

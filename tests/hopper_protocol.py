@@ -167,7 +167,7 @@ class Role:
 class Machine:
     """All programs of a launch, in an order of events that `seed` draws."""
 
-    def __init__(self, module: ModuleType, launch: Launch, *, programs: int, kv_group: int, seed: int) -> None:
+    def __init__(self, module: ModuleType, launch: Launch, *, programs: int, kv_group: int, seed: int, raises: float = 0.3) -> None:
         self._random = random.Random(seed)
         self._programs, self._kv_group = programs, kv_group
         self._roles: list[Role] = []
@@ -181,6 +181,12 @@ class Machine:
         # How many tiles warpgroups missed; none in every other launch.
         self.missed = 0
         self._share_missed = 0.3 * (seed % 2)
+        # How often warps are outgrown, the programs with a warpgroup that missed a tile, how many more blocks of a program's first one
+        # raised maxima than didn't, and the programs that said that they were misled.
+        self._share_raised = raises
+        self.missing: set[int] = set()
+        self.raised: dict[int, int] = {}
+        self.told: list[int] = []
         self.written: dict[tuple[int, ...], Value] = {}
         kernel, _, arguments, _ = launch
         self._given = [self._argument(name, value) for name, value in zip(kernel.arg_names, arguments, strict=True)]
@@ -316,8 +322,10 @@ class Machine:
         return deps[0] if len(deps) == 1 else deps
 
     def _assembly(self, text: str, _constraints: str, arguments: list[Any], **_keywords: Any) -> Any:
+        assert self._role
+        if "atom." in text and arguments[2]:
+            self.told.append(self._role.program)
         if "bar." in text:
-            assert self._role
             state = self._named.setdefault((self._role.program, int(arguments[0])), [0, 0, 0])
             self._meet(state, waits="bar.sync" in text)
         return arguments[0]
@@ -337,9 +345,24 @@ class Machine:
     def _vote(self, *_arguments: Any) -> Number:
         return Number(self._random.random() < 0.3)
 
+    def _outgrown(self, *_arguments: Any) -> Number:
+        return Number(self._random.random() < self._share_raised)
+
+    def _count_raised(self, number: int) -> None:
+        assert self._role
+        assert self._role.name.startswith("consumer0"), "one warpgroup speaks for all"
+        self.raised[self._role.program] = self.raised.get(self._role.program, 0) + number
+
+    def _read_raised(self) -> Number:
+        assert self._role
+        return Number(self.raised[self._role.program])
+
     def _miss(self, *_arguments: Any) -> Number:
+        assert self._role
         wrong = self._random.random() < self._share_missed
         self.missed += wrong
+        if wrong:
+            self.missing.add(self._role.program)
         return Number(wrong)
 
     def _stand_ins(self) -> dict[str, Any]:
@@ -407,7 +430,11 @@ class Machine:
             "draw": nothing,
             # Votes on numbers: any answer may come.
             "declare_answer": nothing,
-            "vote_outgrown": self._vote,
+            "vote_outgrown": self._outgrown,
+            "declare_raised": nothing,
+            "count_raised": lambda: self._count_raised(2),
+            "count_blocks": lambda number: self._count_raised(-number),
+            "read_raised": self._read_raised,
             "vote_unseen": self._vote,
             "vote_peaked": self._vote,
             "vote_unsound": self._miss,

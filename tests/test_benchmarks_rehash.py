@@ -15,7 +15,7 @@ from flashtune.tuner.publish import source_for, variant_for
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
-from rehash import renamed, same_code, work_of
+from rehash import is_current, renamed, replaced, same_code, winners_of, work_of
 
 DIVIDED = "    batch = program // tiles // kv_heads\n"
 
@@ -74,6 +74,22 @@ def test_other_bookkeeping_is_the_same_work_and_another_product_is_not(today: Tu
     assert (list(same), changed) == (["0" * 16], [])
     keep(tmp_path, before, text.replace("rescale = tl.exp2(", "rescale = 1.5 * tl.exp2("))
     assert same_code([before], tmp_path, measure=work_of) == ({}, [before])
+
+
+def test_raced_results_take_the_place_of_those_whose_text_is_another(today: TuningRecord) -> None:
+    with Store.open(shipped_path(), writable=False) as store:
+        mine = [result for result in store.results() if result.problem == today.problem]
+        others = [result for result in store.results(gpu="h200", d=64, n=512) if result.problem != today.problem]
+    [raced] = mine
+    assert is_current(raced)
+    stale = replace(raced, outcomes=(earlier(today).outcome,))
+    assert not is_current(stale)
+    assert replaced([*others, stale], [raced]) == [*others, raced]
+    # One that is current, such as another family's, stays beside it.
+    assert replaced([*others, raced], [raced]) == [*others, raced, raced]
+    assert sorted(record.outcome.variant_id for record in winners_of([raced, *others])) == sorted(
+        result.best.variant_id for result in [raced, *others] if result.best
+    )
 
 
 def test_every_trial_of_a_renamed_kernel_is_renamed_and_no_other(today: TuningRecord) -> None:

@@ -110,6 +110,8 @@ def test_a_row_that_settles_has_the_best_measured_trial_that_does_not_as_its_twi
         [record] = store.winners()
         store.export(tmp_path / "b.sqlite", winners_only=True)
     assert record.outcome.variant_id == "winner"
+    # A search knows it before its result is read again.
+    assert record.twin == samples.result(*others, winner).twin
     assert (record.twin.variant_id if record.twin else None) == twin
     # Where only the best is exported, its twin comes along.
     assert Library.of(tmp_path / "b.sqlite").best(record.key) == replace(record, origin=str(tmp_path / "b.sqlite"))

@@ -11,7 +11,7 @@ from hopper_kernels import PLAIN
 from flashtune.core import launching
 from flashtune.core.config import Config, Direction
 from flashtune.core.dtypes import DType
-from flashtune.core.launching import counts_of, launcher, provided, sms_of
+from flashtune.core.launching import counts_of, launcher, provided, sms_of, tells_misled
 from flashtune.core.modules import load_source
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
@@ -46,6 +46,9 @@ def module_of(name: str, features: Features, dtype: DType, changes: dict[str, An
     return load_source(render(chosen, variant_of(chosen, problem.spec(), config)), "contract"), problem
 
 
+MISLED = (torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
+
+
 def described(argument: Any, inputs: Inputs) -> Any:
     """An argument without its memory: what it is a view of, its sizes and strides, or its value."""
     if not isinstance(argument, torch.Tensor):
@@ -62,9 +65,11 @@ def described(argument: Any, inputs: Inputs) -> Any:
 
 
 def taken(module: Any, inputs: Inputs, counts: torch.Tensor | None, **changes: Any) -> list[Any]:
-    found = module.launches(*inputs.arguments, **inputs.keywords | {"sms": 7, "counts": counts} | changes)
+    misled = {"misled": MISLED} if tells_misled(module) else {}
+    found = module.launches(*inputs.arguments, **inputs.keywords | {"sms": 7, "counts": counts} | misled | changes)
+    names = {id(counts): "counts", id(MISLED[0]): "misled", id(MISLED[1]): "told"} if counts is not None else {}
     return [
-        (kernel, grid, ["counts" if x is counts and counts is not None else described(x, inputs) for x in arguments], options)
+        (kernel, grid, [names[id(x)] if id(x) in names else described(x, inputs) for x in arguments], options)
         for kernel, grid, arguments, options in found
     ]
 
@@ -88,6 +93,7 @@ def test_meta_tensors_make_the_launches_that_others_make(
     found = taken(module, recorded, counts)
     assert found == taken(module, real, counts) == taken(module, recorded, counts)
     assert ("counts" in str(found)) == (module.counts_needed(real.q, real.k) > 0)
+    assert ("'misled', 'told'" in str(found)) == (changes.get("maximum") == "first")
 
 
 def shifted(tensor: torch.Tensor) -> torch.Tensor:
@@ -153,6 +159,16 @@ def test_the_device_provides_multiprocessors_and_zero_counts() -> None:
     assert found["counts"].numel() >= module.counts_needed(inputs.q, inputs.k)
     assert not found["counts"].any()
     assert counts_of(torch.device("cpu"), 0) is None
+
+
+def test_misled_programs_are_counted_in_memory_of_the_device_where_nobody_reads_it() -> None:
+    settling, problem = module_of("flash_fwd_hopper", Features(), "bf16", {"maximum": "first"})
+    running, _ = module_of("flash_fwd_hopper", Features(), "bf16", {"maximum": "running"})
+    inputs = make_inputs(problem, device="cpu", seed=0)
+    counted, told = provided(settling, inputs.q, inputs.k)["misled"]
+    assert counted is not told and counted.dtype == told.dtype == torch.int32
+    assert provided(settling, inputs.q, inputs.k)["misled"][0] is counted, "one for all"
+    assert "misled" not in provided(running, inputs.q, inputs.k)
 
 
 def test_launches_on_one_stream_share_counts_and_a_captured_graph_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

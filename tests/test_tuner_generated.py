@@ -11,12 +11,14 @@ from click.testing import CliRunner, Result
 
 from flashtune.cli.generate import in_a_checkout
 from flashtune.cli.main import main
+from flashtune.core.config import settles
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.kernel_index import INDEX, read_index
 from flashtune.core.results import TuningRecord
 from flashtune.db.library import Library, shipped_path
 from flashtune.templates import family
 from flashtune.tuner.generated import arrange, differing, index_text, text_files, write
+from flashtune.tuner.publish import variant_for
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "flashtune" / "kernels_generated"
@@ -51,6 +53,30 @@ def test_every_distinct_winner_has_one_path_of_its_own_and_all_its_rows() -> Non
     arranged = arrange(SHIPPED)
     assert len({one.kernel.path for one in arranged}) == len({one.kernel.variant_id for one in arranged}) == len(arranged)
     assert sum(len(one.records) for one in arranged) == len(SHIPPED)
+
+
+def test_each_shipped_row_that_settles_maxima_has_its_twin_shipped() -> None:
+    index = read_index(PACKAGE)
+    settling = [record for record in SHIPPED if settles(record.outcome.config)]
+    twins = [twin for record in settling if (twin := record.as_twin()) is not None]
+    assert len(twins) > len(settling) // 2
+    for twin in twins:
+        assert not settles(twin.outcome.config)
+        kernel = index.find(variant_for(twin).id)
+        assert kernel is not None and (PACKAGE / kernel.path).is_file() and (PACKAGE / kernel.manifest).is_file()
+    of_twins = {(one.variant.id, twin.key) for one in arrange(SHIPPED) for twin in one.twins}
+    assert of_twins == {(variant_for(twin).id, twin.key) for twin in twins}
+
+
+def test_a_kernel_that_is_only_a_twin_is_listed_as_one(tmp_path: Path) -> None:
+    record = next(record for record in SHIPPED if record.twin is not None)
+    arranged = arrange([record])
+    assert sorted((len(one.records), len(one.twins)) for one in arranged) == [(0, 1), (1, 0)]
+    assert [one.twins[0].outcome for one in arranged if one.twins] == [record.twin]
+    write(generated([record]), tmp_path)
+    listed = {kernel["variant_id"]: len(kernel["twins"]) for kernel in json.loads((tmp_path / INDEX).read_text())["kernels"]}
+    assert sorted(listed.values()) == [0, 1]
+    assert "measured, twin |" in (tmp_path / "README.md").read_text()
 
 
 def test_names_do_not_depend_on_the_order_of_the_rows() -> None:

@@ -61,6 +61,14 @@ def test_a_winner_is_compiled_once_and_found_by_dispatch(cache: Path) -> None:
         assert [binary.sha256 for binary in found.binaries] == [binary.sha256 for binary in shipped.binaries]
 
 
+@pytest.mark.usefixtures("nothing_shipped", "cache")
+def test_a_winners_twin_is_compiled_with_it() -> None:
+    row = next(record for record in Library.of(shipped_path()).records() if record.twin is not None)
+    twin = row.as_twin()
+    assert twin is not None
+    assert [order.variant_id for order in own._missing([row, row], H200)] == [variant_for(row).id, variant_for(twin).id]
+
+
 def test_what_is_shipped_comes_first(cache: Path) -> None:
     shipped = kernels.manifest(VARIANT, "90")
     assert shipped is not None and shipped.folder is not None and shipped.folder.is_relative_to(PACKAGE)

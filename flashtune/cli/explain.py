@@ -39,6 +39,7 @@ def explain(*, asked: ProblemOptions, gpu_name: str | None, causal: bool, locati
     if as_json:
         row = asdict(found)
         row["config"] = None if found.config is None else found.config.as_dict()
+        row["twin"] = None if found.twin is None else found.twin.as_dict()
         print_json(row)
         return
     console().print(f"{problem.label()} on {target.slug}: {found.kind}", style="bold")
@@ -46,3 +47,5 @@ def explain(*, asked: ProblemOptions, gpu_name: str | None, causal: bool, locati
     if found.template is not None:
         config = "" if found.config is None else found.config.label()
         console().print(f"{found.template} {found.variant_id or ''}\n  {config}")
+    if found.twin is not None:
+        console().print(f"where scores mislead it:\n  {found.twin.label()}")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 _COUNTS: dict[tuple[torch.device, int], torch.Tensor] = {}
+_UNREAD: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
 
 @functools.cache
@@ -32,9 +33,24 @@ def counts_of(device: torch.device, size: int) -> torch.Tensor | None:
     return _COUNTS[place]
 
 
+def tells_misled(module: ModuleType) -> bool:
+    """Whether launches of a rendered module count programs that their scores misled (`misled`)."""
+    return "misled" in (module.launches.__kwdefaults__ or ())
+
+
+def unread(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where misled programs are counted if nobody reads it: two int32 on the device."""
+    if device not in _UNREAD:
+        _UNREAD[device] = torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+    return _UNREAD[device]
+
+
 def provided(module: ModuleType, q: torch.Tensor, k: torch.Tensor) -> dict[str, Any]:
-    """The keyword arguments `sms` and `counts` for a launch of a rendered module with these, on the current stream."""
-    return {"sms": sms_of(q.device), "counts": counts_of(q.device, module.counts_needed(q, k))}
+    """The keyword arguments `sms`, `counts` and `misled` for a launch of a rendered module with these, on the current stream."""
+    found: dict[str, Any] = {"sms": sms_of(q.device), "counts": counts_of(q.device, module.counts_needed(q, k))}
+    if tells_misled(module):
+        found["misled"] = unread(q.device)
+    return found
 
 
 def compiler_options(options: Mapping[str, Any]) -> dict[str, Any]:

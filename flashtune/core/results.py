@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any, Literal, get_args
 
-from flashtune.core.config import Config
+from flashtune.core.config import Config, settles
 from flashtune.core.problem import Problem, ProblemKey
 from flashtune.core.secrets import mask_command_line
 
@@ -195,6 +195,10 @@ class TuningRecord:
     precedence: int = 0
     """How far up the layer lies that it was read from, of those that were asked for; 0 for the user's own results and the shipped ones."""
 
+    def as_twin(self) -> "TuningRecord | None":
+        """The record with its twin in its place; None where it has none."""
+        return None if self.twin is None else replace(self, outcome=self.twin, twin=None)
+
     @property
     def median_us(self) -> float:
         """The recorded time, in microseconds."""
@@ -242,3 +246,13 @@ class SearchResult:
         """The winner: rank 1 of the closing race, else the fastest outcome with a time (ties by variant id)."""
         timed = [o for o in self.outcomes if o.fate.timed and o.measurement is not None]
         return min(timed, key=lambda o: (o.rank or 10**9, o.measurement.median_us if o.measurement else 0.0, o.variant_id), default=None)
+
+    @property
+    def twin(self) -> Outcome | None:
+        """Where the winner settles row maxima: the best measured outcome of its family that is right and doesn't (TuningRecord.twin)."""
+        best = self.best
+        if best is None or not settles(best.config):
+            return None
+        right = [o for o in self.outcomes if o.template == best.template and o.fate is Fate.CORRECT and o.source == "measured"]
+        running = tuple(o for o in right if "maximum" in o.config and not settles(o.config))
+        return replace(self, outcomes=running).best

@@ -25,6 +25,7 @@ from flashtune.dispatch.resolve import choosing
 from flashtune.dispatch.resolve.explanation import Explanation
 from flashtune.dispatch.resolve.given import GRADIENT, autocast, places_in_memory, prepared, transformed, why_torch_ever, why_torch_now
 from flashtune.dispatch.resolve.layers import SERVING, current
+from flashtune.dispatch.resolve.memo import Memo
 from flashtune.dispatch.torch_ops import tracing, training
 
 _P = ParamSpec("_P")
@@ -196,7 +197,20 @@ def explain(*arguments: Any, **keywords: Any) -> Explanation:
     memo = current()
     with memo.lock:
         why_torch = why_torch_now(query, key, value, mask, per_head)
-        return next(choosing.candidates(memo, call, query, key, value, mask, why_torch)).explanation
+        chosen = next(choosing.candidates(memo, call, query, key, value, mask, why_torch))
+        plan = _in_force(memo, chosen.plan)
+        return chosen.explanation if plan is None else chosen.explanation.remembering(plan)
+
+
+def _in_force(memo: Memo, chosen: FrameworkPlan | KernelPlan) -> KernelPlan | None:
+    """The plan that serves calls as the chosen one would: what it remembers began with the first of them."""
+    if not isinstance(chosen, KernelPlan) or chosen.twin is None:
+        return None
+    for plan in list(memo.plans.values()):
+        forward = plan.forward if isinstance(plan, training.TrainingPlan) else plan
+        if isinstance(forward, KernelPlan) and forward.call == chosen.call and forward.module is chosen.module:
+            return forward
+    return None
 
 
 def explain_problem(problem: Problem, gpu: str) -> Explanation:

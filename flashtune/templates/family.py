@@ -24,7 +24,9 @@ contiguous, natural log; mask None or a view expanded to (B, Hq, N_q, N_kv), wit
 strides. fp8 inputs stand for value * descale: `descale` is a tuple of three float32 tensors with any strides, q (B, Hq), k (B, Hkv),
 v (B, Hkv); their `out` is bf16. `sinks` (B, Hq), of any float type and strides, are logits of the softmax's denominator, and in the LSE;
 only modules of a spec that has them take the argument. Callers leave out what the spec lacks of these three. `sms` is the device's number
-of multiprocessors and `counts` int32 that are zero before and after every launch; flashtune.core.launching provides both.
+of multiprocessors and `counts` int32 that are zero before and after every launch. Modules of kernels that settle row maxima also take
+`misled`, two int32 with addresses that are multiples of 16: programs whose scores misled them count themselves in the first, on the device,
+and write the new count to the second, which may be the host's own memory; it is never zeroed. flashtune.core.launching provides all three.
 flashtune.core.reference defines the numbers.
 """
 

@@ -17,7 +17,7 @@ from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.kernel_index import FORMAT, INDEX, GeneratedKernel, digest, read_index
 from flashtune.core.results import Fate, TuningRecord
 from flashtune.core.target import Target, find_target
-from flashtune.templates import family
+from flashtune.templates import family, unservable
 from flashtune.templates.rendering import render
 from flashtune.tuner.machine_code import Built, Order, can_have_binaries, source_digest, with_files
 from flashtune.tuner.publish import variant_for
@@ -32,18 +32,20 @@ pass, what is compiled in (head size, element type, features) and the tile, with
 `index.json` says the same for programs, with the full keys of the rows.
 
 Times are medians in microseconds, of the kernel and of the framework's own attention in the same run. A row's label starts with N
-(queries x keys where they differ); `gqa4` means four query heads to a key head.
+(queries x keys where they differ); `gqa4` means four query heads to a key head. A twin serves in place of its row's winner, a kernel that
+settles row maxima, while scores mislead that.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arranged:
-    """A kernel with its place in the folder and the rows that it serves."""
+    """A kernel with its place in the folder, the rows that it serves, and those in which it is the winner's twin (as its own records)."""
 
     kernel: GeneratedKernel
     variant: Variant
     target: Target
     records: tuple[TuningRecord, ...]
+    twins: tuple[TuningRecord, ...] = ()
 
     @property
     def text(self) -> str:
@@ -66,22 +68,26 @@ class Changes:
 
 
 def arrange(records: Sequence[TuningRecord]) -> list[Arranged]:
-    """The distinct winners of these records, each for the architectures of its rows, in the order of their paths."""
+    """The distinct winners of these records and their twins, each for the architectures of its rows, in the order of their paths."""
     rows: dict[tuple[str, Variant], list[TuningRecord]] = defaultdict(list)
+    twins: dict[tuple[str, Variant], list[TuningRecord]] = defaultdict(list)
     for record in records:
         rows[find_target(record.key.gpu).arch, variant_for(record)].append(record)
+        if (twin := record.as_twin()) is not None and not unservable(twin):
+            twins[find_target(twin.key.gpu).arch, variant_for(twin)].append(twin)
     groups: dict[str, list[tuple[str, Variant]]] = defaultdict(list)
-    for arch, variant in rows:
+    for arch, variant in dict.fromkeys([*rows, *twins]):
         groups[f"{_folder(arch, variant)}/{_tile(variant)}"].append((arch, variant))
-    found = []
+    arranged = []
     for start, members in groups.items():
         told = _telling_axes([variant for _, variant in members])
         for arch, variant in members:
             path = "_".join([start, *(_word(axis, variant.config[axis]) for axis in told if axis in variant.config)]) + ".py"
             kernel = GeneratedKernel(variant_id=variant.id, template=variant.template, arch=arch, path=path)
-            served = tuple(sorted(rows[arch, variant], key=_row_order))
-            found.append(Arranged(kernel=kernel, variant=variant, target=find_target(served[0].key.gpu), records=served))
-    return sorted(found, key=lambda arranged: arranged.kernel.path)
+            served, beside = (tuple(sorted(found[arch, variant], key=_row_order)) for found in (rows, twins))
+            target = find_target((*served, *beside)[0].key.gpu)
+            arranged.append(Arranged(kernel=kernel, variant=variant, target=target, records=served, twins=beside))
+    return sorted(arranged, key=lambda one: one.kernel.path)
 
 
 def _row_order(record: TuningRecord) -> tuple[Any, ...]:
@@ -167,10 +173,10 @@ def _readme(arranged: Sequence[Arranged]) -> str:
         ]
         for one in members:
             name, variant = f"[{Path(one.kernel.path).stem}]({one.kernel.path})", f"`{one.kernel.variant_id}`"
-            for record in one.records:
+            for record, twin in [*((record, "") for record in one.records), *((record, ", twin") for record in one.twins)]:
                 framework = "" if record.framework_us is None else f"{record.framework_us:.1f}"
                 p, ours = record.problem, f"{record.median_us:.1f}"
-                cells = [name, variant, record.key.gpu, p.label(), f"{p.batch} x {p.heads}", ours, framework, _standing(record)]
+                cells = [name, variant, record.key.gpu, p.label(), f"{p.batch} x {p.heads}", ours, framework, _standing(record) + twin]
                 lines.append(f"| {' | '.join(cells)} |")
                 name = variant = ""
         parts.append("\n".join(lines) + "\n")
@@ -186,7 +192,10 @@ def index_text(arranged: Iterable[Arranged], files: Mapping[str, bytes]) -> str:
     """The index of these kernels and files."""
     fields = {
         "format": FORMAT,
-        "kernels": [{**asdict(one.kernel), "rows": [_row(record) for record in one.records]} for one in arranged],
+        "kernels": [
+            {**asdict(one.kernel), "rows": [_row(record) for record in one.records], "twins": [_row(record) for record in one.twins]}
+            for one in arranged
+        ],
         "files": {name: digest(name, content) for name, content in sorted(files.items())},
     }
     return json.dumps(fields, indent=1) + "\n"

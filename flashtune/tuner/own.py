@@ -51,9 +51,10 @@ def keep(code: MachineCode) -> None:
 
 
 def _missing(records: Iterable[TuningRecord], target: Target) -> list[Order]:
-    """What to compile: the kernels that these rows name and the cache lacks, each once."""
+    """What to compile: the kernels that these rows name, and their twins, where the cache lacks them, each once."""
     orders: dict[str, Order] = {}
-    for record in records if can_have_binaries(target) else ():
+    records = list(records) if can_have_binaries(target) else []
+    for record in [*records, *(twin for record in records if (twin := record.as_twin()) is not None)]:
         if unservable(record) is not None:
             continue
         variant, source = variant_for(record), source_for(record)

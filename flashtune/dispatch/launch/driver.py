@@ -3,7 +3,7 @@
 import ctypes
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,8 @@ _RELAXED_CAPTURE = 2
 _PROGRAMMATIC_SERIALIZATION = 6
 _COOPERATIVE = 2
 _CLUSTER_DIMENSION = 4
+_PORTABLE = 1
+_MAPPED = 2
 
 
 class LaunchConfig(ctypes.Structure):
@@ -196,6 +198,56 @@ def resident(device: int, data: bytes) -> int:
 
 
 STREAM_MEMORY = StreamMemory()
+
+
+class ToldCount:
+    """A count that kernels keep in a GPU's memory and write to the host's as they go; what is read of it may be older than what is counted.
+
+    `addresses` are both as the GPU knows them. It stays for as long as the process runs, for a captured graph may still write to it.
+    """
+
+    __slots__ = ("addresses", "word")
+
+    def __init__(self, counted: int, told: int) -> None:
+        self.addresses = counted, told
+        self.word = ctypes.c_uint32.from_address(told)
+
+
+class ToldCounts:
+    """Counts by what they are of: decided again, a plan goes on with the one that it had."""
+
+    _ROOM = 64
+    _CHUNK = 4096
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[tuple[int, Hashable], ToldCount] = {}
+        self._free: dict[int, list[tuple[int, int]]] = {}
+
+    def of(self, device: int, what: Hashable) -> ToldCount:
+        """The count of `what` on a GPU, 0 where it is new. Raises DriverError."""
+        with self._lock:
+            if (device, what) not in self._counts:
+                free = self._free.setdefault(device, [])
+                if not free:
+                    counted, told = resident(device, bytes(self._CHUNK)), host_memory(device, self._CHUNK)
+                    free += [(counted + place, told + place) for place in range(0, self._CHUNK, self._ROOM)]
+                self._counts[device, what] = ToldCount(*free.pop())
+            return self._counts[device, what]
+
+
+def host_memory(device: int, size: int) -> int:
+    """The address of zeros of the host's that every GPU reads and writes by the same address, for as long as the process runs."""
+    use_context(device)
+    address = ctypes.c_void_p()
+    with relaxed_capture():
+        checked("cuMemHostAlloc", ctypes.byref(address), ctypes.c_size_t(size), _PORTABLE | _MAPPED)
+    assert address.value is not None
+    ctypes.memset(address.value, 0, size)
+    return address.value
+
+
+TOLD_COUNTS = ToldCounts()
 
 
 def _error_text(code: int) -> str:

@@ -14,7 +14,7 @@ from flashtune.core.binaries import Binary, Manifest
 from flashtune.core.passes import PASSES, PER_HEAD, CallParameters, per_head_words
 from flashtune.dispatch.launch import driver
 from flashtune.dispatch.launch.program import Program
-from flashtune.dispatch.launch.recording import Drawn, Recording, Tensor, record
+from flashtune.dispatch.launch.recording import Drawn, Recording, Resident, Tensor, record
 
 Q, K, V, OUT, LSE, COUNTS, MASK, HEADS = range(8)
 """The order of a forward's addresses: from HEADS on those of `PER_HEAD`, then its temporary tensors. A backward has its operands in the
@@ -35,9 +35,12 @@ _NAMES = {len(one.operands): tuple(operand.name for operand in one.operands) for
 
 
 def launches(
-    module: ModuleType, operands: Operands, parameters: CallParameters
+    module: ModuleType, operands: Operands, parameters: CallParameters, told: tuple[int, int] | None = None
 ) -> tuple[list[Any], list[torch.Tensor | None], Recording | None]:
-    """The launches of a module, its tensors in the order of their addresses, and the launches recorded where they can be."""
+    """The launches of a module, its tensors in the order of their addresses, and the launches recorded where they can be.
+
+    `told` are the addresses where recorded ones count misled programs, where somebody reads that.
+    """
     q, k, v, *_ = operands
     names, mask, heads = _NAMES[len(operands)], parameters.mask, parameters.per_head()
     words = replace(parameters, seed=Drawn.of(SEED, 2**64 - 1), offset=Drawn.of(OFFSET, 2**32 - 1)).keywords()
@@ -50,20 +53,28 @@ def launches(
         name: None if x is None else Tensor(place) for place, (name, x) in enumerate(zip(names, operands, strict=True))
     }
     places |= {name: Tensor(place) for place, name in enumerate(("counts", "mask"), len(names)) if words[name] is not None}
+    if "misled" in words:
+        places["misled"] = tuple(map(Resident, told or (x.data_ptr() for x in words["misled"])))
     places |= per_head_words({name: Tensor(place) for place, name in enumerate(PER_HEAD, len(names) + 2) if name in heads})
     return steps, tensors, record(module.launches, tensors, words | places)
 
 
 def program(
-    module: ModuleType, manifest: Manifest | None, operands: Operands, parameters: CallParameters, *, compiles: bool
+    module: ModuleType,
+    manifest: Manifest | None,
+    operands: Operands,
+    parameters: CallParameters,
+    *,
+    compiles: bool,
+    told: tuple[int, int] | None = None,
 ) -> Program | None:
     """The prepared launches of a module for calls like this one; None where its host code can't be recorded.
 
-    Kernels without fitting machine code in `manifest` are compiled by Triton, which may raise
-    anything; None where one would be, and the module is host code alone (not `compiles`). Raises DriverError where the GPU or its driver
-    refuses a kernel or a tensor map.
+    Kernels without fitting machine code in `manifest` are compiled by Triton, which may raise anything; None where one would be, and the
+    module is host code alone (not `compiles`). `told` is as in `launches`. Raises DriverError where the GPU or its driver refuses a kernel
+    or a tensor map.
     """
-    steps, tensors, recording = launches(module, operands, parameters)
+    steps, tensors, recording = launches(module, operands, parameters, told)
     if recording is None:
         return None
     index = operands[Q].device.index

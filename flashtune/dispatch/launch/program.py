@@ -5,6 +5,7 @@ in blocks of parameters that are taken from a pool, one for each call under way:
 """
 
 import ctypes
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -129,6 +130,11 @@ class Program:
         self._device = device
         driver.use_context(device)
         self._pool.append(_Block(self, addresses))
+
+    @property
+    def programs(self) -> int:
+        """Programs of the largest launch."""
+        return max(math.prod(recorded.grid) for recorded in self.recorded)
 
     def run(self, addresses: Sequence[int], stream: int, numbers: Sequence[int] = ()) -> None:
         """Launch on a stream. `addresses` are those of the call's tensors, temporaries last; `numbers` those that change.

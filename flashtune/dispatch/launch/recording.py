@@ -82,6 +82,13 @@ class Tensor:
     index: int
 
 
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """In the keywords of `record`: memory at the same address at every call."""
+
+    address: int
+
+
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes whether an operation ran that would have to run again at the next call."""
 
@@ -105,7 +112,7 @@ def record(launches: Callable[..., Sequence[Any]], tensors: Sequence[torch.Tenso
     """What `launches` does for tensors of these sizes and strides; None where it computes something with torch's operations.
 
     `tensors` are the call's own, in the order of their addresses; `keywords` maps the parameters of `launches` to places in `tensors` (as
-    `Tensor`), or to what is passed as it is.
+    `Tensor`), to memory whose address becomes a number of the recording (as `Resident`), or to what is passed as it is.
     """
     stand_ins = [None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in tensors]
     sources = {x.untyped_storage()._cdata: index for index, x in enumerate(stand_ins) if x is not None}
@@ -123,6 +130,8 @@ def record(launches: Callable[..., Sequence[Any]], tensors: Sequence[torch.Tenso
     def argument(x: Any) -> Any:
         if isinstance(x, torch.Tensor):
             return address(x)
+        if isinstance(x, Resident):
+            return x.address
         if hasattr(x, "base"):
             return Descriptor(address(x.base), tuple(x.shape), tuple(x.strides))
         return x

@@ -14,6 +14,7 @@ import torch
 from flashtune.core import launching, reference
 from flashtune.core.band import Sides
 from flashtune.core.binaries import Manifest
+from flashtune.core.config import Config
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.passes import PER_HEAD, CallParameters
 from flashtune.core.torch_attention import sdpa
@@ -21,6 +22,7 @@ from flashtune.dispatch import framework
 from flashtune.dispatch.call import Call, PerHead, seed_bits
 from flashtune.dispatch.launch import driver, prepared
 from flashtune.dispatch.launch.program import Program
+from flashtune.dispatch.plans.misled import Misled
 
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -96,30 +98,43 @@ class ModulePlan:
         self.call, self.module, self.manifest, self._whole, self._warn = call, module, manifest, whole, warn
         self.program: Program | None = None
 
-    def _prepared(self, operands: prepared.Operands, parameters: CallParameters, *, compiles: bool) -> Program | None:
+    def _prepared(
+        self, operands: prepared.Operands, parameters: CallParameters, *, compiles: bool, told: tuple[int, int] | None = None
+    ) -> Program | None:
         """The program; what is damaged of the machine code is passed over for what Triton compiles."""
         try:
-            return prepared.program(self.module, self.manifest, operands, parameters, compiles=compiles)
+            return prepared.program(self.module, self.manifest, operands, parameters, compiles=compiles, told=told)
         except EnvironmentProblem as error:
             if self.manifest is None:
                 raise
             self._warn(f"flashtune: {error}; until then Triton compiles it")
             self.manifest = None
-            return prepared.program(self.module, None, operands, parameters, compiles=compiles)
+            return prepared.program(self.module, None, operands, parameters, compiles=compiles, told=told)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Twin:
+    """What serves where scores mislead a plan's kernel: one of the same family, and what makes its plan, which may fail or find none."""
+
+    config: Config
+    plan: Callable[[], "KernelPlan | None"]
 
 
 class KernelPlan(ModulePlan):
-    """Launches a forward's kernel."""
+    """Launches a forward's kernel, or for a while that of its twin, where scores mislead this one (`misled`)."""
 
     __slots__ = (
-        "_counters", "_framework", "_heads", "_layout", "_like_query", "_lse_offset", "_memory", "_plain", "_rest", "_scratch",
-        "_temporaries",
+        "_counters", "_framework", "_heads", "_layout", "_like_query", "_lse_offset", "_memory", "_other", "_plain", "_rest", "_scratch",
+        "_temporaries", "misled", "twin",
     )  # fmt: skip
 
-    def __init__(self, call: Call, module: ModuleType, q: torch.Tensor, **others: Any) -> None:
+    def __init__(self, call: Call, module: ModuleType, q: torch.Tensor, *, twin: Twin | None = None, **others: Any) -> None:
         """`q` (B, Hq, N_q, D) as the kernel takes it: the output's dimensions lie in memory as its do, as in torch. `others` are those of
         ModulePlan."""
         super().__init__(call, module, **others)
+        self.twin = twin
+        self._other: KernelPlan | None = None
+        self.misled: Misled | None = None
         shape = (call.batch, call.heads, call.n_q, call.d_v)
         self._layout = (shape, out_strides(shape, q.stride()), shape[:3], (call.heads * call.n_q, call.n_q, 1))
         self._framework = FrameworkPlan(call=call)
@@ -151,11 +166,15 @@ class KernelPlan(ModulePlan):
                 resident: dict[str, int] = dict(zip(("q_descale", "k_descale", "v_descale"), factors, strict=True))
                 self._heads = [resident.get(name, 0) for name in PER_HEAD]
                 self._rest = (0, *self._heads)
-            self.program = self._prepared(operands, parameters, compiles=self._whole is None)
+            count = self._count(q.device.index)
+            told = None if count is None else count.addresses
+            self.program = self._prepared(operands, parameters, compiles=self._whole is None, told=told)
             if self.program is None and self._whole is not None:
                 self.module = self._whole()
-                self.program = self._prepared(operands, parameters, compiles=True)
+                self.program = self._prepared(operands, parameters, compiles=True, told=told)
             if self.program is not None:
+                if count is not None:
+                    self.misled = Misled(count.word, self.program.programs)
                 self._plain = self.program.last_source <= prepared.COUNTS
                 self._like_query = self._layout[1] == q.stride() and call.d == call.d_v and call.out_dtype == call.dtype
                 self._temporaries, self._scratch = placed(self.program.temporaries)
@@ -163,6 +182,39 @@ class KernelPlan(ModulePlan):
                     # Kernels write it anyway.
                     self._lse_offset = self._scratch
                     self._scratch += padded(lse.numel() * 4)
+
+    def _count(self, device: int) -> driver.ToldCount | None:
+        """Where the kernel counts its misled programs; None where nothing would follow from it."""
+        # What is to be the same bits every time is served by one kernel.
+        if self.twin is None or self.call.deterministic or not launching.tells_misled(self.module):
+            return None
+        return driver.TOLD_COUNTS.of(device, (self.twin.config, self.call))
+
+    def _instead(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, per_head: PerHead | None
+    ) -> "KernelPlan | None":
+        """The twin's plan, where that serves this call; None where this plan does, as ever."""
+        misled, twin = self.misled, self.twin
+        if misled is None or twin is None or torch.are_deterministic_algorithms_enabled():
+            return None
+        if torch._C._cuda_isCurrentStreamCapturing():
+            # A graph keeps what serves while it is captured, and its calls decide nothing.
+            return self._other if misled.away else None
+        if not misled.twin_serves():
+            return None
+        if self._other is None:
+            try:
+                other = twin.plan()
+                if other is not None:
+                    other.build(query, key, value, attn_mask, per_head)
+                if other is None or other.program is None:
+                    raise EnvironmentProblem("its launches can't be prepared here")
+                self._other = other
+            except Exception as error:
+                # A kernel that is slower than it might be is right all the same.
+                self._warn(f"flashtune: scores mislead a kernel, and that with {twin.config.label()} can't take its place: {error}")
+                self.misled = None
+        return self._other
 
     def grown(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, per_head: PerHead | None, sides: Sides
@@ -190,6 +242,11 @@ class KernelPlan(ModulePlan):
         per_head: PerHead | None,
     ) -> Outputs:
         """Output and, when asked for, LSE; on the tensors' device and its current stream."""
+        misled = self.misled
+        if misled is not None and (misled.away or misled.word.value != misled.seen):
+            other = self._instead(query, key, value, attn_mask, per_head)
+            if other is not None:
+                return other.run(query, key, value, attn_mask, seed, per_head)
         call, program = self.call, self.program
         bits: tuple[int, ...] = ()
         if call.dropout_p:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from flashtune.core.config import Config, KernelSpec
+from flashtune.core.config import Config, KernelSpec, settles
 from flashtune.core.errors import InputError
 from flashtune.core.nearness import octaves
 from flashtune.core.problem import DECODE_ROWS, Problem, ProblemKey
@@ -23,7 +23,8 @@ Kind = Literal["exact", "near_n", "stand_in", "near_gpu", "predicted", "default"
 class Choice:
     """One way to serve a problem: a family with a config, or the framework (no family). `note` says in a sentence why.
 
-    Where the record is of another key, `differences` are what differs, and `estimate` what that is thought to lose.
+    Where the record is of another key, `differences` are what differs, and `estimate` what that is thought to lose. `twin` is the config
+    that serves in the place of one that settles row maxima while scores mislead that, where the record's run measured such a one.
     """
 
     kind: Kind
@@ -34,6 +35,7 @@ class Choice:
     config: Config | None = None
     differences: tuple[str, ...] = ()
     estimate: Estimate | None = None
+    twin: Config | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,7 +305,23 @@ def _from_record(record: TuningRecord, context: _Context) -> Choice | Refusal:
     if ratio is not None and ratio > 1.0 and context.framework_serves:
         note += f"; by that the framework would take {1 / ratio:.2f} times as long, so it serves"
         return Choice(kind="framework", spec=spec, note=note, record=record, differences=differing, estimate=loss)
-    return Choice(kind=kind, spec=spec, note=note, record=record, family=family, config=config, differences=differing, estimate=loss)
+    twin = _twin(record, context, family, config)
+    return Choice(
+        kind=kind, spec=spec, note=note, record=record, family=family, config=config, differences=differing, estimate=loss, twin=twin
+    )
+
+
+def _twin(record: TuningRecord, context: _Context, family: Family, config: Config) -> Config | None:
+    """The config of a record's twin, where `config` settles row maxima, moved like that where it has to be; None where it can't serve."""
+    if record.twin is None or record.twin.template != family.name or not settles(config):
+        return None
+    twin, spec = family.completed(record.twin.config), context.problem.spec()
+    try:
+        family.validate(twin)
+    except InputError:
+        return None
+    moved = context.pool.refitted(family, twin, spec)
+    return moved if moved is not None and not settles(moved) else None
 
 
 def _exact(record: TuningRecord, context: _Context, family: Family, config: Config, note: str) -> Choice:
@@ -317,7 +335,8 @@ def _exact(record: TuningRecord, context: _Context, family: Family, config: Conf
             note = f"{note}, and there whole calls of the framework were faster: {calls[1]:.1f} us, and ours {calls[0]:.1f} us"
         return Choice(kind="framework", spec=spec, note=note, record=record)
     kind: Kind = "exact" if record.outcome.source == "measured" else "predicted"
-    return Choice(kind=kind, spec=spec, note=note, record=record, family=family, config=config)
+    twin = _twin(record, context, family, config)
+    return Choice(kind=kind, spec=spec, note=note, record=record, family=family, config=config, twin=twin)
 
 
 def _from_default(family: Family, problem: Problem, target: Target) -> Choice | Refusal:

@@ -18,7 +18,7 @@ from flashtune.core.target import Target
 from flashtune.dispatch.call import Call
 from flashtune.dispatch.launch import devices, kernels
 from flashtune.dispatch.launch.driver import NO_RESOURCES, DriverError
-from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan
+from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan, Twin
 from flashtune.dispatch.plans.gradients import Backward, FormulaPlan, Given, GradientPlan, Gradients
 from flashtune.dispatch.policy import Choice, Kind, Pool, Refusal, growing, rank, torch_has
 from flashtune.dispatch.policy.ready import ready_first
@@ -133,11 +133,29 @@ def candidates(
             said = functools.partial(explained, choice, problem, target, tuple(refused), variant, interpreted=call.device.type == "cpu")
             if choice.record is not None and call.device.type == "cuda":
                 memo.warn_of_elsewhere(choice.record, call.device)
-            plan = KernelPlan(call, module, q, manifest=manifest, whole=whole, warn=memo.warn_once)
+            twin = _twin(memo, call, choice, target, q)
+            plan = KernelPlan(call, module, q, twin=twin, manifest=manifest, whole=whole, warn=memo.warn_once)
             yield Candidate(plan=plan, kind=choice.kind, said=said, variant=variant)
             # The caller comes back only when this one failed.
             refused.append(f"{name}: {memo.broken.get((variant.id, str(call.device)), 'it failed')}")
             failed.add(family.name)
+
+
+def _twin(memo: Memo, call: Call, choice: Choice, target: Target, q: torch.Tensor) -> Twin | None:
+    """What serves in a choice's place while scores mislead it; its code is looked for when that happens."""
+    family, config, record = choice.family, choice.twin, choice.record
+    if family is None or config is None or record is None or record.twin is None:
+        return None
+    known_hash = record.twin.template_hash
+    like = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device="meta")
+
+    def plan() -> KernelPlan | None:
+        with memo.lock:
+            variant = kernels.variant(family, choice.spec, config, known_hash)
+            module, manifest, whole, _ = _code(memo, family, variant, call.device, target)
+            return None if module is None else KernelPlan(call, module, like, manifest=manifest, whole=whole, warn=memo.warn_once)
+
+    return Twin(config=config, plan=plan)
 
 
 def forward_of(call: Call) -> Call:

@@ -1,7 +1,7 @@
 """What is said of a choice: which kernel serves, by which record, and why others don't."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashtune.core.config import Config, Variant
 from flashtune.core.errors import EnvironmentProblem
@@ -9,6 +9,7 @@ from flashtune.core.problem import Problem, ProblemKey
 from flashtune.core.results import Source
 from flashtune.core.target import Target
 from flashtune.dispatch.launch import kernels
+from flashtune.dispatch.plans.forward import KernelPlan
 from flashtune.dispatch.policy import Choice, Kind, Refusal
 
 
@@ -23,6 +24,9 @@ class Explanation:
     Where the record is of another key, `differences` says what is theirs for what (`d=128 for 80`), and `estimated_loss` which share of
     time the kernel is thought to lose against a search of its own: an estimate from other rows, never measured.
     `backward` is what computes the gradients of a call that needs them by kernels; where it is None, torch's own attention does.
+    `twin` is the config that serves in the place of one that settles row maxima while scores mislead that, None where none is known. Of
+    calls like this one that were made, `misled_programs` says how many programs were misled so far, `went_over` how often calls went over
+    to the twin, and `twin_serves` whether it serves the next one.
     """
 
     kind: Kind
@@ -41,6 +45,21 @@ class Explanation:
     differences: tuple[str, ...] = ()
     estimated_loss: float | None = None
     backward: "Explanation | None" = None
+    twin: Config | None = None
+    misled_programs: int = 0
+    went_over: int = 0
+    twin_serves: bool = False
+
+    def remembering(self, plan: KernelPlan) -> "Explanation":
+        """The same with what the plan that serves such calls remembers of being misled."""
+        misled = plan.misled
+        if misled is None:
+            return self
+        reason = self.reason
+        if misled.times:
+            place = "now that serves" if misled.away else "now it serves again"
+            reason += f"; scores misled it, so that calls went over to its twin {misled.times} time{'s' * (misled.times > 1)}; {place}"
+        return replace(self, reason=reason, misled_programs=misled.word.value, went_over=misled.times, twin_serves=misled.away)
 
 
 def explained(
@@ -73,6 +92,7 @@ def explained(
         refused=tuple(refused),
         differences=choice.differences,
         estimated_loss=None if choice.estimate is None else choice.estimate.median,
+        twin=choice.twin,
     )
 
 

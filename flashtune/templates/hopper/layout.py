@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from flashtune.core.config import Config, KernelSpec
+from flashtune.core.config import Config, KernelSpec, settles
 from flashtune.core.dtypes import ITEMSIZE
 from flashtune.templates.family import padded
 
@@ -78,7 +78,7 @@ class HopperLayout:
     @property
     def settles(self) -> bool:
         """Whether row maxima settle on those of a tile's first blocks, and are raised where a block outgrows them."""
-        return self.config["maximum"] == "first"
+        return settles(self.config)
 
     @property
     def own_out(self) -> bool:

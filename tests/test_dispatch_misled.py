@@ -1,0 +1,275 @@
+"""A plan that scores mislead goes over to its twin, asks whether they still do, and comes back; explain tells of it."""
+
+import ctypes
+import itertools
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import hopper_kernels
+import pytest
+import torch
+
+from flashtune import dispatch
+from flashtune.core.config import Config, settles
+from flashtune.core.passes import CallParameters
+from flashtune.core.target import find_target
+from flashtune.db.library import Library, shipped_path
+from flashtune.dispatch import api
+from flashtune.dispatch.call import parse
+from flashtune.dispatch.launch import driver, prepared
+from flashtune.dispatch.plans.forward import KernelPlan, Twin
+from flashtune.dispatch.plans.misled import FIRST_PERIOD, LONGEST_PERIOD, SHARE, Misled
+from flashtune.dispatch.policy import choose
+from flashtune.dispatch.resolve.memo import Memo
+from flashtune.templates import families
+
+PROGRAMS = 132
+MANY = PROGRAMS // SHARE
+CONFIG = Config.of(maximum="running")
+
+
+class Calls:
+    """Calls of a plan, each of which is misled or not; the GPU answers `behind` calls later."""
+
+    def __init__(self, *, behind: int = 0, programs: int = PROGRAMS) -> None:
+        self.word = SimpleNamespace(value=2**32 - 5)
+        self.misled = Misled(self.word, programs)
+        self._behind, self._queue = behind, [0] * behind
+
+    def make(self, count: int, misled: int) -> str:
+        """So many calls with so many misled programs where the settled kernel serves; which kernel served each: s or t."""
+        served = ""
+        for _ in range(count):
+            state = self.misled
+            twin = (state.away or self.word.value != state.seen) and state.twin_serves()
+            served += "t" if twin else "s"
+            self._queue.append(0 if twin else misled)
+            self.word.value = (self.word.value + self._queue.pop(0)) % 2**32
+        return served
+
+
+def test_what_is_never_misled_is_served_as_ever_and_asks_nothing() -> None:
+    calls = Calls()
+    assert set(calls.make(100, 0)) == {"s"}
+    assert (calls.misled.times, calls.misled.away, calls.misled.seen) == (0, False, calls.word.value)
+
+
+def test_a_few_misled_programs_change_nothing_and_a_quarter_of_a_launch_does() -> None:
+    calls = Calls()
+    assert set(calls.make(500, MANY - 1)) == {"s"}
+    assert calls.make(3, MANY) == "stt"
+    assert Calls(programs=1).make(2, 1) == "st"
+
+
+def test_while_scores_mislead_one_call_in_ever_more_is_settled() -> None:
+    served = Calls().make(20 * LONGEST_PERIOD, PROGRAMS)
+    questions = [place for place, kernel in enumerate(served) if kernel == "s"]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(questions)]
+    # The first call is misled; each question then waits for its answer, and a period more.
+    assert questions[0] == 0 and gaps[0] == FIRST_PERIOD + 1
+    assert gaps == sorted(gaps)
+    assert gaps[-1] == 2 * LONGEST_PERIOD + 1
+
+
+@pytest.mark.parametrize("behind", [0, 40, 1000])
+def test_it_comes_back_once_scores_no_longer_mislead_however_far_the_gpu_is_behind(behind: int) -> None:
+    calls = Calls(behind=behind)
+    calls.make(6000, PROGRAMS)
+    assert calls.misled.away
+    times = calls.misled.times
+    served = calls.make(5 * LONGEST_PERIOD, 0)
+    assert served[-LONGEST_PERIOD:] == "s" * LONGEST_PERIOD
+    assert not calls.misled.away and calls.misled.times <= times + 1
+
+
+def test_where_the_gpu_is_far_behind_calls_are_misled_ever_less() -> None:
+    served = Calls(behind=1000).make(60 * LONGEST_PERIOD, PROGRAMS)
+    assert served[-20 * LONGEST_PERIOD :].count("s") < 20
+
+
+def test_any_number_of_threads_may_share_one() -> None:
+    calls = Calls()
+    served: list[str] = []
+    threads = [threading.Thread(target=lambda: served.append(calls.make(500, PROGRAMS))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert "".join(served).count("t") > 1500
+    # Whatever they left behind, it comes back.
+    assert calls.make(5 * LONGEST_PERIOD, 0).endswith("s")
+
+
+class Settled(KernelPlan):
+    """A plan whose launches say that they were made; everything before them is a plan's own."""
+
+    def _through_triton(self, *_: object) -> Any:
+        return "settled", None
+
+
+class Other:
+    """A twin's plan."""
+
+    def __init__(self, *, fails: bool = False, program: object = True) -> None:
+        self.fails, self.program, self.built = fails, program, 0
+
+    def build(self, *_: object) -> None:
+        self.built += 1
+        if self.fails:
+            raise RuntimeError("ptxas: out of registers")
+
+    def run(self, *_: object) -> Any:
+        return "twin", None
+
+
+def planned(plan: Callable[[], Any], warned: list[str] | None = None) -> tuple[Settled, Any]:
+    """A plan and the number that its kernel counts in."""
+    q = torch.zeros(1, 1, 64, 64)
+    found = Settled(
+        parse(q, q, q), SimpleNamespace(), q, twin=Twin(config=CONFIG, plan=plan), warn=([] if warned is None else warned).append
+    )  # type: ignore[arg-type]
+    word = SimpleNamespace(value=0)
+    found.misled = Misled(word, PROGRAMS)
+    return found, word
+
+
+def served(plan: KernelPlan, count: int = 1) -> list[Any]:
+    q = torch.zeros(1, 1, 64, 64)
+    return [plan.run(q, q, q, None, None, None)[0] for _ in range(count)]
+
+
+@pytest.fixture
+def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether the current stream is captured into a graph."""
+    found = [False]
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: found[0], raising=False)
+    return found
+
+
+def test_a_plan_makes_its_twin_when_it_is_first_misled(capturing: list[bool]) -> None:
+    other = Other()
+    plan, word = planned(lambda: other)
+    assert served(plan, 3) == ["settled"] * 3 and not other.built
+    word.value += MANY
+    assert served(plan, 3) == ["twin"] * 3
+    assert other.built == 1
+
+
+@pytest.mark.parametrize("other", [None, Other(fails=True), Other(program=None)], ids=["none", "unbuildable", "unprepared"])
+def test_without_a_twin_that_runs_the_plan_serves_on_and_warns_once(other: Other | None, capturing: list[bool]) -> None:
+    warned: list[str] = []
+    plan, word = planned(lambda: other, warned)
+    word.value += MANY
+    assert served(plan, 3) == ["settled"] * 3
+    word.value += MANY
+    assert served(plan, 3) == ["settled"] * 3
+    assert len(warned) == 1 and "scores mislead" in warned[0]
+
+
+def test_while_a_graph_is_captured_nothing_changes(capturing: list[bool]) -> None:
+    plan, word = planned(Other)
+    word.value += MANY
+    capturing[0] = True
+    assert served(plan, 200) == ["settled"] * 200
+    capturing[0] = False
+    assert served(plan) == ["twin"]
+    capturing[0] = True
+    # A graph keeps what serves while it is captured.
+    assert served(plan, 500) == ["twin"] * 500
+    assert plan.misled is not None and plan.misled.times == 1
+
+
+def test_in_deterministic_mode_one_kernel_serves(capturing: list[bool]) -> None:
+    plan, word = planned(Other)
+    word.value += MANY
+    assert served(plan) == ["twin"]
+    before = torch.are_deterministic_algorithms_enabled()
+    # As torch.use_deterministic_algorithms does, which imports its compiler.
+    torch._C._set_deterministic_algorithms(True)
+    try:
+        assert served(plan, 200) == ["settled"] * 200
+    finally:
+        torch._C._set_deterministic_algorithms(before)
+    assert served(plan) == ["twin"]
+
+
+def test_a_call_that_asks_for_the_same_bits_has_no_count() -> None:
+    settling = SimpleNamespace(launches=hopper_kernels.rendered(hopper_kernels.problem(64).spec(), maximum="first").launches)
+    q, twin = torch.zeros(1, 1, 64, 64), Twin(config=CONFIG, plan=lambda: None)
+    call = parse(q, q, q)
+    assert KernelPlan(replace(call, deterministic=True), settling, q, twin=twin)._count(0) is None  # type: ignore[arg-type]
+    assert KernelPlan(call, settling, q)._count(0) is None  # type: ignore[arg-type]
+
+
+def test_counts_are_a_plans_own_and_decided_again_it_goes_on_with_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    rooms: list[Any] = []
+
+    def host_memory(device: int, size: int) -> int:
+        rooms.append(ctypes.create_string_buffer(size))
+        return ctypes.addressof(rooms[-1])
+
+    monkeypatch.setattr(driver, "host_memory", host_memory)
+    monkeypatch.setattr(driver, "resident", lambda device, data: (device + 1) << 40)
+    counts = driver.ToldCounts()
+    found = [counts.of(device, what) for device in (0, 1) for what in range(100)]
+    assert len({count.addresses for count in found}) == 200
+    found[0].word.value = 7
+    assert counts.of(0, 0) is found[0] and [count.word.value for count in found[:3]] == [7, 0, 0]
+
+
+def test_recorded_launches_count_at_their_plans_own_addresses() -> None:
+    wanted = hopper_kernels.problem(64)
+    module = hopper_kernels.rendered(wanted.spec(), maximum="first")
+    inputs = hopper_kernels.make_inputs(wanted, device="cpu", seed=0)
+    parameters = CallParameters(scale=0.125, band=wanted.band)
+    for told in ((1 << 40, 1 << 41), None):
+        steps, _, recording = prepared.launches(module, inputs.arguments, parameters, told)
+        assert recording is not None and not recording.temporaries
+        kernel, _, arguments, _ = steps[-1]
+        places = [kernel.arg_names.index(name) for name in ("misled_ptr", "told_ptr")]
+        recorded = [recording.launches[-1].arguments[place] for place in places]
+        assert recorded == list(told or (arguments[place].data_ptr() for place in places))
+
+
+RECORDS = [record for record in Library.of(shipped_path()).records(gpu="h200") if record.twin is not None]
+
+
+def test_the_policy_names_the_twin_of_the_row_that_serves() -> None:
+    record, target = RECORDS[0], find_target("h200")
+    chosen = choose(record.problem, target, [record], families())
+    assert record.twin is not None and chosen.config is not None and chosen.twin is not None
+    assert settles(chosen.config) and chosen.twin == families()[record.twin.template].completed(record.twin.config)
+    # One that stands in has it moved like its config, and one that is none any more is left out.
+    wider = replace(record.problem, n_kv=record.problem.n_kv + 64)
+    assert choose(wider, target, [record], families()).twin == chosen.twin
+    for other in (replace(record.twin, config=Config.of(maximum="running")), replace(record.twin, template="flash_decode"), None):
+        assert choose(record.problem, target, [replace(record, twin=other)], families()).twin is None
+
+
+def test_explain_names_the_twin_and_what_the_plan_remembers(capturing: list[bool]) -> None:
+    problem = next(record for record in RECORDS if settles(record.outcome.config)).problem
+    found = dispatch.explain_problem(problem, "h200")
+    assert found.twin is not None and not settles(found.twin)
+    assert (found.misled_programs, found.went_over, found.twin_serves) == (0, 0, False)
+    plan, word = planned(Other)
+    assert found.remembering(plan).reason == found.reason
+    word.value += MANY
+    served(plan)
+    told = found.remembering(plan)
+    assert (told.misled_programs, told.went_over, told.twin_serves) == (MANY, 1, True)
+    assert "went over to its twin 1 time; now that serves" in told.reason
+    served(plan, 5 * LONGEST_PERIOD)
+    assert "1 time; now it serves again" in found.remembering(plan).reason
+
+
+def test_what_explain_tells_is_that_of_the_plan_in_force() -> None:
+    memo = Memo()
+    plan, _ = planned(Other)
+    again = Settled(plan.call, plan.module, torch.zeros(1, 1, 64, 64), twin=plan.twin)
+    assert api._in_force(memo, again) is None
+    memo.keep("signature", plan)
+    assert api._in_force(memo, again) is plan
+    assert api._in_force(memo, Settled(plan.call, plan.module, torch.zeros(1, 1, 64, 64))) is None
