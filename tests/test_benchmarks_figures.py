@@ -85,7 +85,7 @@ def test_readmes_figures_of_calls_are_those_of_the_committed_runs() -> None:
         ratios = [one[figure] for one in results("models") if figure in one]
         assert words.format(f"{min(ratios):.2f} to {max(ratios):.2f}") in said
     plain = [one["ratio"] for one in results("host") if one["case"] in ("plain", "causal", "gqa")]
-    assert {f"A call costs the host {ratio:.1f} times what torch's costs" in said for ratio in plain} == {True}
+    assert f"A call costs the host {min(plain):.1f} to {max(plain):.1f} times what torch's costs" in said
 
 
 def test_readmes_figures_of_backwards_are_those_of_the_rows() -> None:
@@ -138,5 +138,5 @@ class Faulty:
 
 def test_readmes_tables_of_forwards_are_what_one_run_wrote() -> None:
     said = (ROOT / "README.md").read_text()
-    rows = readme_table.rows_of([ROOT / "benchmarks" / "results" / "2026-11-22-h200-forward" / "forward_plain_features_fp8.json"])
+    rows = readme_table.rows_of([ROOT / "benchmarks" / "results" / "2026-11-22-h200-forward" / "forward_plain_features.json"])
     assert readme_table.rewritten(said, [readme_table.plain_table(rows), readme_table.feature_table(rows)]) == said

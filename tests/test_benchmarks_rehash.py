@@ -25,7 +25,7 @@ def today() -> TuningRecord:
     """A shipped row of a family that compiles in a second."""
     with Store.open(shipped_path(), writable=False) as store:
         decoding = [record for record in store.winners() if record.outcome.template == "flash_decode"]
-    plain = (record for record in decoding if record.outcome.config["loads"] == "tma" and record.key.n_q == 1)
+    plain = (record for record in decoding if record.outcome.config["loads"] == "tma" and record.outcome.config["combine"] == "kernel")
     return next(record for record in plain if record.outcome.config["programs"] == 1 and record.problem.features == Features())
 
 

@@ -61,7 +61,8 @@ COLUMNS = ("h200", "h100", "b200", "rtx5090", "l4", "l40s", "rtx4090", "mi250x",
 BF16 = Problem(batch=4, heads=16, kv_heads=16, n_q=4096, n_kv=4096, d=128, d_v=128, dtype="bf16")
 WORDS: list[dict[str, Any]] = [{"window": (1024, 0)}, {"softcap": True}, {"alibi": True}, {"sinks": True}]
 MEANT = {
-    "full, causal; bf16, fp16": [BF16, replace(BF16, dtype="fp16"), replace(BF16, features=Features(causal=True))],
+    "full, causal; bf16": [BF16, replace(BF16, features=Features(causal=True))],
+    "full, causal; fp16": [replace(BF16, dtype="fp16")],
     "mask, bias, window, ALiBi, soft cap, dropout": [
         *(replace(BF16, features=Features(mask=mask)) for mask in ("bool", "bias")),
         replace(BF16, features=Features(causal=True, window=(1024, 0))),

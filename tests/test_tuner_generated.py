@@ -135,8 +135,8 @@ def test_what_no_longer_wins_goes_and_with_it_its_folders(tmp_path: Path) -> Non
 
 def test_a_strangers_files_stay_whatever_their_names(tmp_path: Path) -> None:
     write(generated(DECODES), tmp_path)
-    [stale] = {one.kernel.path for one in arrange(DECODES)} - {one.kernel.path for one in arrange(DECODES[1:])} or {""}
-    assert stale
+    # Another kernel's name may be shorter without it.
+    stale, *_ = sorted({one.kernel.path for one in arrange(DECODES)} - {one.kernel.path for one in arrange(DECODES[1:])})
     mine = {
         f"flash_decode_{'0' * 16}.py": "mine",
         "sm90/decode/notes.txt": "mine",

@@ -145,7 +145,7 @@ def test_a_kernel_that_a_call_launches_again_with_other_constants_has_a_binary_f
 def test_machine_code_stays_small() -> None:
     packed = [path.stat().st_size for path in PACKAGE.rglob("*.gz")]
     assert len(packed) == sum(len(manifest.binaries) for _, manifest in manifests())
-    assert sum(packed) < 4_000_000
+    assert sum(packed) < 8_000_000
     assert max(packed) < 100_000
 
 
@@ -158,7 +158,7 @@ def shaped(problem: Problem, n_kv: int) -> Problem:
 @pytest.mark.parametrize("n_kv", [1, 77, 197, 512, 4096])
 def test_usual_calls_meet_the_conditions_of_a_shipped_binary(n_kv: int, heads_inside: bool) -> None:
     for one, manifest in manifests():
-        inputs = make_inputs(shaped(one.records[0].problem, n_kv), device="meta", seed=2**64 - 1, heads_inside=heads_inside)
+        inputs = make_inputs(shaped((one.records or one.twins)[0].problem, n_kv), device="meta", seed=2**64 - 1, heads_inside=heads_inside)
         module = load_source(one.text, one.stem)
         if not module.accepts(inputs.q, inputs.k, inputs.v, inputs.keywords["mask"]):
             continue
