@@ -227,7 +227,10 @@ def test_host_code_that_computes_is_not_recorded() -> None:
 
 
 SHIPPED = read_index(Path(kernels_generated.__file__).parent).kernels
-PROBLEMS = {record.outcome.variant_id: record.problem for record in databases.Library.of(databases.shipped_path()).winners()}
+# Host code differs by what is compiled in, which a folder is of, and by whether kernels count misled programs.
+FOLDERS = list({(Path(kernel.path).parent, "maximum_running" in kernel.path): kernel for kernel in SHIPPED}.values())
+WINNERS = databases.Library.of(databases.shipped_path()).winners()
+PROBLEMS = {one.outcome.variant_id: one.problem for record in WINNERS for one in (record.as_twin(), record) if one is not None}
 
 
 def given_of(problem: Problem) -> tuple[prepared.Operands, CallParameters]:
@@ -257,7 +260,7 @@ def given_of(problem: Problem) -> tuple[prepared.Operands, CallParameters]:
     return operands, parameters
 
 
-@pytest.mark.parametrize("kernel", SHIPPED, ids=lambda kernel: kernel.path)
+@pytest.mark.parametrize("kernel", FOLDERS, ids=lambda kernel: kernel.path)
 def test_what_is_recorded_of_a_shipped_kernel_is_what_it_launches(kernel: GeneratedKernel) -> None:
     compare(importlib.import_module(f"flashtune.kernels_generated.{kernel.module}"), PROBLEMS[kernel.variant_id])
 
@@ -305,7 +308,7 @@ def compare(module: Any, problem: Problem) -> None:
                 assert_at(kept.address, real.base)
                 assert (kept.shape, kept.strides) == (tuple(real.shape), tuple(real.strides))
             else:
-                assert kept == real and type(kept) is type(real)
+                assert kept == (address := real.data_ptr() if isinstance(real, torch.Tensor) else real) and type(kept) is type(address)
     drawn = {x.source for recorded in recording.launches for x in recorded.arguments if isinstance(x, Drawn)}
     assert drawn == ({prepared.SEED, prepared.OFFSET} if problem.features.dropout else set())
 
@@ -349,7 +352,7 @@ def test_a_plan_hands_over_the_memory_of_the_stream_that_it_is_on(monkeypatch: p
             assert runs[-1][prepared.LSE :] == [place + 768, 1000 * stream, *[0] * (1 + len(PER_HEAD)), place, place + 512]
 
 
-@pytest.mark.parametrize("kernel", SHIPPED, ids=lambda kernel: kernel.path)
+@pytest.mark.parametrize("kernel", FOLDERS, ids=lambda kernel: kernel.path)
 def test_host_code_without_triton_says_what_the_module_says(kernel: GeneratedKernel) -> None:
     module = importlib.import_module(f"flashtune.kernels_generated.{kernel.module}")
     path = Path(kernels_generated.__file__).parent / kernel.path

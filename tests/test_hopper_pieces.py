@@ -56,6 +56,9 @@ class Forward(Machine):
             "unpack": lambda probs: array(probs.to(self._dtype)),
             "declare_answer": lambda *_: None,
             "vote_unsound": lambda *_: Number(0),
+            # What is counted of votes is tests/test_hopper_protocol.py's.
+            **{name: lambda *_: None for name in ("declare_raised", "count_raised", "count_blocks", "tell_misled")},
+            "read_raised": lambda: Number(-1),
             **{name: lambda *_: Number(self._random.random() < 0.4) for name in votes},
         }
 

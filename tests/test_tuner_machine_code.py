@@ -155,7 +155,7 @@ def shaped(problem: Problem, n_kv: int) -> Problem:
 
 
 @pytest.mark.parametrize("heads_inside", [False, True], ids=["BHND", "BNHD"])
-@pytest.mark.parametrize("n_kv", [1, 77, 197, 512, 4096])
+@pytest.mark.parametrize("n_kv", [1, 197, 4096])
 def test_usual_calls_meet_the_conditions_of_a_shipped_binary(n_kv: int, heads_inside: bool) -> None:
     for one, manifest in manifests():
         inputs = make_inputs(shaped((one.records or one.twins)[0].problem, n_kv), device="meta", seed=2**64 - 1, heads_inside=heads_inside)

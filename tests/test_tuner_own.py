@@ -10,11 +10,11 @@ from flashtune.cli import search
 from flashtune.core import kernel_cache
 from flashtune.core.binaries import read_manifest
 from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.kernel_index import read_index
 from flashtune.core.target import find_target
 from flashtune.db.library import Library, shipped_path
 from flashtune.dispatch.launch import kernels
 from flashtune.tuner import own
-from flashtune.tuner.generated import arrange
 from flashtune.tuner.machine_code import Built, triton_version
 from flashtune.tuner.publish import variant_for
 from flashtune.tuner.replies import Failed, MachineCode
@@ -23,6 +23,7 @@ H200 = find_target("h200")
 ROW = next(record for record in Library.of(shipped_path()).records() if record.outcome.template == "flash_decode")
 VARIANT = variant_for(ROW)
 PACKAGE = Path(__file__).resolve().parent.parent / "flashtune" / "kernels_generated"
+[SHIPPED] = [kernel for kernel in read_index(PACKAGE).kernels if kernel.variant_id == VARIANT.id]
 
 
 @pytest.fixture
@@ -55,9 +56,8 @@ def test_a_winner_is_compiled_once_and_found_by_dispatch(cache: Path) -> None:
     before = found.folder.stat().st_mtime_ns
     assert own.compile_winners([ROW], H200, jobs=1) == {}
     assert found.folder.stat().st_mtime_ns == before
-    [one] = arrange([ROW])
     if {binary.triton for binary in found.binaries} == {"3.6.0"}:
-        shipped = read_manifest(PACKAGE / one.kernel.manifest)
+        shipped = read_manifest(PACKAGE / SHIPPED.manifest)
         assert [binary.sha256 for binary in found.binaries] == [binary.sha256 for binary in shipped.binaries]
 
 
@@ -77,8 +77,8 @@ def test_what_is_shipped_comes_first(cache: Path) -> None:
 
 @pytest.mark.usefixtures("nothing_shipped")
 def test_a_cache_that_others_can_write_to_serves_nothing(cache: Path) -> None:
-    shipped = read_manifest(PACKAGE / arrange([ROW])[0].kernel.manifest)
-    files = {binary.file: (PACKAGE / arrange([ROW])[0].kernel.path).with_name(binary.file).read_bytes() for binary in shipped.binaries}
+    shipped = read_manifest(PACKAGE / SHIPPED.manifest)
+    files = {binary.file: (PACKAGE / SHIPPED.path).with_name(binary.file).read_bytes() for binary in shipped.binaries}
     kernel_cache.keep("", shipped, files)
     assert kernels.manifest(VARIANT, "90") is not None
     cache.chmod(0o777)
@@ -87,8 +87,8 @@ def test_a_cache_that_others_can_write_to_serves_nothing(cache: Path) -> None:
 
 @pytest.mark.usefixtures("nothing_shipped")
 def test_a_winner_that_a_search_kept_meanwhile_is_not_compiled_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shipped = read_manifest(PACKAGE / arrange([ROW])[0].kernel.manifest)
-    files = [(PACKAGE / arrange([ROW])[0].kernel.path).with_name(binary.file).read_bytes() for binary in shipped.binaries]
+    shipped = read_manifest(PACKAGE / SHIPPED.manifest)
+    files = [(PACKAGE / SHIPPED.path).with_name(binary.file).read_bytes() for binary in shipped.binaries]
     binaries = tuple(replace(binary, triton=triton_version()) for binary in shipped.binaries)
     built = Built(manifest=replace(shipped, binaries=binaries), codes=tuple(map(gzip.decompress, files)))
     monkeypatch.setattr(own, "build", lambda order: built)
@@ -115,7 +115,7 @@ def test_a_winner_that_cannot_be_kept_meanwhile_is_left_to_the_end(monkeypatch: 
         raise EnvironmentProblem("no space left: free some")
 
     monkeypatch.setattr(kernel_cache, "keep", full)
-    own.keep(MachineCode(text="", manifest=read_manifest(PACKAGE / arrange([ROW])[0].kernel.manifest)))
+    own.keep(MachineCode(text="", manifest=read_manifest(PACKAGE / SHIPPED.manifest)))
     monkeypatch.setattr(own, "build_all", lambda orders, *, jobs: iter([(order, "again") for order in orders]))
     assert list(own.compile_winners([ROW], H200, jobs=1).values()) == ["again"]
 

@@ -5,8 +5,8 @@ Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
 Compiled in: fwd-bf16-d128-causal
-Template: flash_fwd_hopper 0b9d0357a5e3733a
-Variant: 24dd873a75125893
+Template: flash_fwd_hopper 940f53aead8e17d5
+Variant: 91b548e6f8d56f9c
 Config: BLOCK_M=128 BLOCK_N=128 ctas_per_sm=1 intra_wg_overlap=1 maximum=first num_stages=2 order=drawn pingpong=True section=8
 tiles=chained
 
@@ -109,10 +109,13 @@ class Pipeline(NamedTuple):
 
 
 class Redo(NamedTuple):
-    """The tile that each warpgroup missed, and the barrier at which they end a pass over their tiles."""
+    """The tile that each warpgroup missed, the barrier at which they end a pass over their tiles, and where misled programs are counted:
+    in the GPU's memory, and for the host in its own."""
 
     missed: gl.shared_memory_descriptor
     ended: gl.shared_memory_descriptor
+    misled_ptr: gl.tensor
+    told_ptr: gl.tensor
 
 
 class SharedStorage(NamedTuple):
@@ -280,6 +283,32 @@ def judge(row_sum, work_index, missed, passes, tiles, W: gl.constexpr):
         wrong = vote_unsound(row_sum, W) != 0
     writes = gl.where(passes == 0, wrong == 0, missed == work_index)
     return writes, gl.where(wrong, work_index, missed)
+
+
+@gluon.jit
+def tell_misled(redo, missed):
+    """Counts this program, and tells the host how many there were so far, where it was misled about its scores.
+
+    That is where a tile was missed, or where the first warp, which speaks for all, raised its maxima in more than half of the blocks: then
+    maxima that are looked for in every block cost less.
+    """
+    misled = gl.where(missed | (read_raised() > 0), 1, 0)
+    # Warps may differ here, so only the first thread's own instructions: what Triton makes of an atomic has all of them meet.
+    count: gl.constexpr = """
+    {
+        .reg .pred first;
+        .reg .b32 number;
+        mov.u32 number, %tid.x;
+        setp.eq.u32 first, number, 0;
+        setp.ne.and.b32 first, $3, 0, first;
+        @first atom.relaxed.gpu.global.add.u32 number, [$1], 1;
+        @first add.u32 number, number, 1;
+        @first st.relaxed.sys.global.u32 [$2], number;
+        mov.b32 $0, 0;
+    }
+    """
+    where = [redo.misled_ptr.to(gl.int64), redo.told_ptr.to(gl.int64), misled]
+    gl.inline_asm_elementwise(count, "=r,l,l,r", where, dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -453,6 +482,31 @@ def declare_answer(W: gl.constexpr):
 
 
 @gluon.jit
+def declare_raised():
+    """Declares by how much the blocks in which a warp raised its maxima outnumber those in which it didn't: a register of its own, so that
+    no loop carries anything more from block to block."""
+    gl.inline_asm_elementwise(".reg .s32 raised; mov.b32 raised, 0; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def count_raised():
+    """Counts a block in which this warp raises its maxima, twice, for `count_blocks` counts it as one in which it didn't."""
+    gl.inline_asm_elementwise("add.s32 raised, raised, 2; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def count_blocks(number):
+    """Counts the blocks of a tile."""
+    gl.inline_asm_elementwise("sub.s32 raised, raised, $1; mov.b32 $0, 0;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def read_raised():
+    """By how many blocks those in which this warp raised its maxima are more than the others; negative where they are fewer."""
+    return gl.inline_asm_elementwise("add.s32 $0, raised, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def read_answer(W: gl.constexpr):
     """What the last vote said: 1 or 0, the same for all threads of a warp."""
     read: gl.constexpr = f"selp.b32 $0, 1, $1, answer{W};"
@@ -612,6 +666,8 @@ def attend(block, q_tile, acc, state, coord, column, unmasked, smem, sizes, para
     p_tile = pack(probs)
     if SETTLED:
         if vote_outgrown(part, row_sum, W) != 0:
+            if W == 0:
+                count_raised()
             probs, acc, row_max, row_sum = raise_maxima(probs, acc, row_max, row_sum)
             part = quarter_sums(probs)
             p_tile = pack(probs)
@@ -648,6 +704,8 @@ def attend_blocks(block, slot, settling, acc, state, coord, blocks, smem, sizes,
     """The blocks of a tile after its first, right to left; maxima settle where `settling` is true."""
     q_tile = smem.q.smem.index(slot)
     number = blocks.end - blocks.first
+    if W == 0:
+        count_blocks(number)
     # Where the first row's last key is: each row that sees a key has seen one by then.
     edge = gl.maximum(coord.row + sizes.diagonal, 0) // BLOCK_N
     settled = gl.minimum(gl.maximum(blocks.end - gl.minimum(blocks.unmasked_end, edge), 1), number)
@@ -693,6 +751,8 @@ def consumer(out_desc, lse_ptr, smem, sizes, params, W: gl.constexpr):
         scheduler_barrier_arrive(W)
     block = gl.to_tensor(0)
     declare_answer(W)
+    if W == 0:
+        declare_raised()
     tiles = sizes.m_tiles * sizes.batches * sizes.heads
     iteration = gl.to_tensor(0)
     # The tile that this warpgroup missed; the program's tiles are the first pass, each that some warpgroup missed is one more.
@@ -743,6 +803,9 @@ def consumer(out_desc, lse_ptr, smem, sizes, params, W: gl.constexpr):
             passes += 1
             work_index, after = next_missed(smem.redo, passes, after, tiles, 4)
     tma.store_wait(0)
+    if W == 0:
+        # Each pass after the first is over tiles that were missed.
+        tell_misled(smem.redo, passes > 1)
 
 
 # Nothing is specialized on sizes, so one compiled kernel serves them all.
@@ -770,6 +833,8 @@ def flash_fwd_hopper(
     out_desc,
     lse_ptr,
     counter_ptr,
+    misled_ptr,
+    told_ptr,
     n_q,
     n_kv,
     batches,
@@ -797,7 +862,7 @@ def flash_fwd_hopper(
         k=make_pipeline(k_smem, STAGES, CONSUMERS),
         v=make_pipeline(v_smem, STAGES, CONSUMERS),
         work=make_pipeline(work_smem, 2, CONSUMERS),
-        redo=Redo(missed_smem, make_barriers(1, CONSUMERS)),
+        redo=Redo(missed_smem, make_barriers(1, CONSUMERS), misled_ptr, told_ptr),
         out=out_smem,
     )
     fence_async_shared()
@@ -882,6 +947,7 @@ def launches(
     counts,
     slopes=None,
     descale=None,
+    misled=None,
 ):
     """The launches of one call: (kernel, grid, args, options) each."""
     if scale <= 0.0:
@@ -899,6 +965,7 @@ def launches(
         descriptor(out, 64, 128),
         lse,
         counts,
+        *misled,
         n_q,
         k.shape[2],
         batches,

@@ -5,8 +5,8 @@ Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
 Compiled in: fwd-bf16-d64-causal-window-sinks
-Template: flash_fwd_hopper 1e7b9da360b93406
-Variant: d46d467cce261864
+Template: flash_fwd_hopper 398fc00c3542c7e5
+Variant: bea5d9abc7d3d576
 Config: BLOCK_M=128 BLOCK_N=128 ctas_per_sm=1 intra_wg_overlap=1 maximum=first num_stages=2 order=fixed pingpong=False section=1 tiles=one
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -123,10 +123,13 @@ class Pipeline(NamedTuple):
 
 
 class Redo(NamedTuple):
-    """The tile that each warpgroup missed, and the barrier at which they end a pass over their tiles."""
+    """The tile that each warpgroup missed, the barrier at which they end a pass over their tiles, and where misled programs are counted:
+    in the GPU's memory, and for the host in its own."""
 
     missed: gl.shared_memory_descriptor
     ended: gl.shared_memory_descriptor
+    misled_ptr: gl.tensor
+    told_ptr: gl.tensor
 
 
 class SharedStorage(NamedTuple):
@@ -251,6 +254,32 @@ def judge(row_sum, work_index, missed, passes, tiles, W: gl.constexpr):
         wrong = vote_unsound(row_sum, W) != 0
     writes = gl.where(passes == 0, wrong == 0, missed == work_index)
     return writes, gl.where(wrong, work_index, missed)
+
+
+@gluon.jit
+def tell_misled(redo, missed):
+    """Counts this program, and tells the host how many there were so far, where it was misled about its scores.
+
+    That is where a tile was missed, or where the first warp, which speaks for all, raised its maxima in more than half of the blocks: then
+    maxima that are looked for in every block cost less.
+    """
+    misled = gl.where(missed | (read_raised() > 0), 1, 0)
+    # Warps may differ here, so only the first thread's own instructions: what Triton makes of an atomic has all of them meet.
+    count: gl.constexpr = """
+    {
+        .reg .pred first;
+        .reg .b32 number;
+        mov.u32 number, %tid.x;
+        setp.eq.u32 first, number, 0;
+        setp.ne.and.b32 first, $3, 0, first;
+        @first atom.relaxed.gpu.global.add.u32 number, [$1], 1;
+        @first add.u32 number, number, 1;
+        @first st.relaxed.sys.global.u32 [$2], number;
+        mov.b32 $0, 0;
+    }
+    """
+    where = [redo.misled_ptr.to(gl.int64), redo.told_ptr.to(gl.int64), misled]
+    gl.inline_asm_elementwise(count, "=r,l,l,r", where, dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -416,6 +445,31 @@ def declare_answer(W: gl.constexpr):
 
 
 @gluon.jit
+def declare_raised():
+    """Declares by how much the blocks in which a warp raised its maxima outnumber those in which it didn't: a register of its own, so that
+    no loop carries anything more from block to block."""
+    gl.inline_asm_elementwise(".reg .s32 raised; mov.b32 raised, 0; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def count_raised():
+    """Counts a block in which this warp raises its maxima, twice, for `count_blocks` counts it as one in which it didn't."""
+    gl.inline_asm_elementwise("add.s32 raised, raised, 2; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def count_blocks(number):
+    """Counts the blocks of a tile."""
+    gl.inline_asm_elementwise("sub.s32 raised, raised, $1; mov.b32 $0, 0;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def read_raised():
+    """By how many blocks those in which this warp raised its maxima are more than the others; negative where they are fewer."""
+    return gl.inline_asm_elementwise("add.s32 $0, raised, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def read_answer(W: gl.constexpr):
     """What the last vote said: 1 or 0, the same for all threads of a warp."""
     read: gl.constexpr = f"selp.b32 $0, 1, $1, answer{W};"
@@ -571,6 +625,8 @@ def attend(block, q_tile, acc, state, coord, column, unmasked, smem, sizes, para
     p_tile = pack(probs)
     if SETTLED:
         if vote_outgrown(part, row_sum, W) != 0:
+            if W == 0:
+                count_raised()
             probs, acc, row_max, row_sum = raise_maxima(probs, acc, row_max, row_sum)
             part = quarter_sums(probs)
             p_tile = pack(probs)
@@ -585,6 +641,8 @@ def attend_blocks(block, slot, settling, acc, state, coord, blocks, smem, sizes,
     """The blocks of a tile after its first, right to left; maxima settle where `settling` is true."""
     q_tile = smem.q.smem.index(slot)
     number = blocks.end - blocks.first
+    if W == 0:
+        count_blocks(number)
     # Where the first row's last key is: each row that sees a key has seen one by then.
     edge = gl.maximum(coord.row + sizes.diagonal, 0) // BLOCK_N
     settled = gl.minimum(gl.maximum(blocks.end - gl.minimum(blocks.unmasked_end, edge), 1), number)
@@ -698,6 +756,8 @@ def consumer(out_desc, lse_ptr, smem, sizes, call_params, W: gl.constexpr):
     """One warpgroup: rows W * ROWS .. W * ROWS + ROWS - 1 of every tile of this program."""
     block = gl.to_tensor(0)
     declare_answer(W)
+    if W == 0:
+        declare_raised()
     tiles = sizes.m_tiles * sizes.batches * sizes.heads
     iteration = gl.to_tensor(0)
     # The tile that this warpgroup missed; the program's tiles are the first pass, each that some warpgroup missed is one more.
@@ -714,6 +774,9 @@ def consumer(out_desc, lse_ptr, smem, sizes, call_params, W: gl.constexpr):
             passes += 1
             work_index, after = next_missed(smem.redo, passes, after, tiles, 4)
     tma.store_wait(0)
+    if W == 0:
+        # Each pass after the first is over tiles that were missed.
+        tell_misled(smem.redo, passes > 1)
 
 
 # Nothing is specialized on sizes, so one compiled kernel serves them all.
@@ -741,6 +804,8 @@ def flash_fwd_hopper(
     v_desc,
     out_desc,
     lse_ptr,
+    misled_ptr,
+    told_ptr,
     n_q,
     n_kv,
     batches,
@@ -770,7 +835,7 @@ def flash_fwd_hopper(
         q=Pipeline(q_smem, make_barriers(Q_SLOTS, 1), None),
         k=make_pipeline(k_smem, STAGES, CONSUMERS),
         v=make_pipeline(v_smem, STAGES, CONSUMERS),
-        redo=Redo(missed_smem, make_barriers(1, CONSUMERS)),
+        redo=Redo(missed_smem, make_barriers(1, CONSUMERS), misled_ptr, told_ptr),
         out=out_smem,
     )
     fence_async_shared()
@@ -856,6 +921,7 @@ def launches(
     counts,
     slopes=None,
     descale=None,
+    misled=None,
     sinks=None,
 ):
     """The launches of one call: (kernel, grid, args, options) each."""
@@ -872,6 +938,7 @@ def launches(
         descriptor(v, 128, 64),
         descriptor(out, 64, 64),
         lse,
+        *misled,
         n_q,
         k.shape[2],
         batches,
