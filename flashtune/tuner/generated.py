@@ -146,10 +146,13 @@ def kept_machine_files(one: Arranged, folder: Path, triton: str) -> dict[str, by
         named = {manifest.variant_id, manifest.source_sha256, *(binary.triton for binary in manifest.binaries)}
         if named != {one.variant.id, source_digest(one.text), triton}:
             return None
-        codes = tuple(manifest.code(binary) for binary in manifest.binaries)
-        return machine_files(one, Built(manifest=manifest, codes=codes))
+        for binary in manifest.binaries:
+            manifest.code(binary)
     except EnvironmentProblem:
         return None
+    beside = PurePosixPath(one.kernel.path).parent
+    codes = present(folder, [f"{beside}/{binary.file}" for binary in manifest.binaries])
+    return {one.kernel.manifest: manifest.as_json().encode()} | codes
 
 
 def text_files(arranged: Sequence[Arranged]) -> dict[str, bytes]:
