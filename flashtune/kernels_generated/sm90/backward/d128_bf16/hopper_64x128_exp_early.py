@@ -3,10 +3,10 @@
 A program holds a tile of keys and walks over the queries of its whole group that see it, in five products. dQ is added up in float32 in
 memory, from registers, in an order that no two launches share: its last bits vary.
 
-Compiled in: bwd-bf16-d64-causal
-Template: flash_bwd_hopper 0a2b99a7c4ef1851
-Variant: 0a1349d83fbeb46e
-Config: BLOCK_M=64 BLOCK_N=128 dq_sums=registers num_stages=2 section=16
+Compiled in: bwd-bf16-d128
+Template: flash_bwd_hopper f2464f564ec3cc40
+Variant: dbf22a349dde3e8c
+Config: BLOCK_M=64 BLOCK_N=128 dq_sums=registers exp_early=True num_stages=2 section=2
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
@@ -28,20 +28,20 @@ async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_glob
 DTYPE = gl.constexpr(gl.bfloat16)
 BLOCK_M = gl.constexpr(64)
 BLOCK_N = gl.constexpr(128)
-BLOCK_D = gl.constexpr(64)
-BLOCK_DV = gl.constexpr(64)
+BLOCK_D = gl.constexpr(128)
+BLOCK_DV = gl.constexpr(128)
 CONSUMERS = gl.constexpr(2)
 KEYS = gl.constexpr(64)
 STAGES = gl.constexpr(2)
-SECTION = gl.constexpr(16)
+SECTION = gl.constexpr(2)
 # What each warpgroup makes of a tile of dQ.
 PART_M = gl.constexpr(64)
-PART_D = gl.constexpr(32)
+PART_D = gl.constexpr(64)
 # Scores have keys as rows, so that they and their gradients leave a product as the left operand of the next.
 SCORES_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
-DK_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
-DV_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
-DQ_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16]))
+DK_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
+DV_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
+DQ_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 PROBS_LAYOUT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=DV_LAYOUT, k_width=2))
 DSCORES_LAYOUT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=DK_LAYOUT, k_width=2))
 KEY_LAYOUT = gl.constexpr(gl.SliceLayout(1, SCORES_LAYOUT))
@@ -58,7 +58,6 @@ class Sizes(NamedTuple):
     group: gl.tensor
     m_tiles: gl.tensor
     n_tiles: gl.tensor
-    diagonal: gl.tensor
 
 
 class Params(NamedTuple):
@@ -132,8 +131,8 @@ def prepare_rows(
     Rows past the end, and those that see no key, have the LSE +inf, by which they have no probabilities.
     """
     ROWS: tl.constexpr = 64
-    BLOCK_D: tl.constexpr = 64
-    BLOCK_DV: tl.constexpr = 64
+    BLOCK_D: tl.constexpr = 128
+    BLOCK_DV: tl.constexpr = 128
 
     tiles = rows // ROWS
     head_index = tl.program_id(0) // tiles
@@ -178,7 +177,7 @@ def finish_queries(
 ):
     """dQ of one block of rows from its sums, which lie in the order of `in_thread_order`."""
     PART_M: tl.constexpr = 64
-    PART_D: tl.constexpr = 32
+    PART_D: tl.constexpr = 64
     PARTS: tl.constexpr = 2
 
     head_index = tl.program_id(0) // m_tiles
@@ -241,6 +240,13 @@ def opaque_zero():
 
 
 @gluon.jit
+def hold(number):
+    """Ends a piece of straight code, for ptxas moves exponentials past the waits that they should come before. `number` isn't negative."""
+    text: gl.constexpr = "{ .reg .pred below; again: setp.lt.s32 below, $1, 0; @below nanosleep.u32 20; @below bra again; mov.b32 $0, 0; }"
+    gl.inline_asm_elementwise(text, "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def in_thread_order(part):
     """A part of dQ (PART_M, PART_D) as rows of 256, in which the four values that a thread holds of a corner lie side by side."""
     corners = part.reshape([PART_M // 16, 2, 8, PART_D // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
@@ -250,7 +256,7 @@ def in_thread_order(part):
 @gluon.jit
 def tile_at(program, sizes):
     """The tile of a program."""
-    # A section of heads goes tile by tile, the longest first; the last one has the heads that are left.
+    # A section of heads goes tile by tile, so that its queries stay in L2; the last one has the heads that are left.
     section = program // (sizes.n_tiles * SECTION)
     within = program - section * (sizes.n_tiles * SECTION)
     width = gl.minimum(gl.num_programs(0) // sizes.n_tiles - section * SECTION, SECTION)
@@ -261,10 +267,6 @@ def tile_at(program, sizes):
     first = 0
     end = sizes.m_tiles
     unmasked_first = 0
-    last_key = gl.minimum(key + BLOCK_N, sizes.n_kv) - 1 - sizes.diagonal
-    first_key = key - sizes.diagonal
-    first = gl.maximum(first_key, 0) // BLOCK_M
-    unmasked_first = (gl.maximum(last_key, 0) + BLOCK_M - 1) // BLOCK_M
     # Zeros stand for keys past the end, and the exponential of a score of 0 may be infinite.
     unmasked_first = gl.where(key + BLOCK_N > sizes.n_kv, end, gl.minimum(unmasked_first, end))
     unmasked_end = end
@@ -276,7 +278,7 @@ def hide(probs, key, row, sizes):
     """0 where a query (from `row` on) doesn't see a key (from `key` on). Selected, for what is hidden may be infinite."""
     keys = key + gl.arange(0, KEYS, layout=KEY_LAYOUT)  # [KEYS]
     columns = gl.arange(0, BLOCK_M, layout=QUERY_LAYOUT)[None, :]  # [1, BLOCK_M]
-    first = keys - (row + sizes.diagonal)  # [KEYS]
+    first = gl.zeros([KEYS], gl.int32, KEY_LAYOUT)  # [KEYS]
     first = gl.where(keys < sizes.n_kv, first, BLOCK_M)  # [KEYS]
     # In assembly, or the compiler gathers predicates in registers of their own.
     from_first: gl.constexpr = "{ .reg .pred sees; setp.ge.s32 sees, $2, $3; selp.f32 $0, $1, 0f00000000, sees; }"
@@ -362,6 +364,7 @@ def walk(
         if MASKED:
             probs = hide(probs, key, block * BLOCK_M, sizes)
         delta = smem.dout.numbers.index(number % STAGES).load(QUERY_LAYOUT)  # [BLOCK_M]
+        hold(sizes.n_q)
         dprobs = warpgroup_mma_wait(0, deps=[dprobs])
         dscores = (probs * (dprobs - delta[None, :])).to(DTYPE)  # [KEYS, BLOCK_M]
         probs = gl.convert_layout(probs.to(DTYPE), PROBS_LAYOUT)
@@ -431,7 +434,6 @@ def consumer(dk_desc, dv_desc, smem, sizes, params, OF_QUERIES: gl.constexpr, OF
         "group",
         "m_tiles",
         "n_tiles",
-        "diagonal",
     ]
 )
 def flash_bwd_hopper(
@@ -450,7 +452,6 @@ def flash_bwd_hopper(
     group,
     m_tiles,
     n_tiles,
-    diagonal,
     scale,
     score_scale,
     OF_QUERIES: gl.constexpr,
@@ -472,7 +473,7 @@ def flash_bwd_hopper(
         sums=sums_ptr,
     )
     fence_async_shared()
-    sizes = Sizes(n_q, n_kv, kv_heads, group, m_tiles, n_tiles, diagonal)
+    sizes = Sizes(n_q, n_kv, kv_heads, group, m_tiles, n_tiles)
     params = Params(scale, score_scale)
     descs = q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc
     gl.warp_specialize(
@@ -550,7 +551,7 @@ def launches(
     lse_2 = torch.empty(batches * heads * rows, dtype=torch.float32, device=q.device)
     deltas = torch.empty_like(lse_2)
     # Nothing is written to those of a call without dQ.
-    sums = torch.empty((batches * heads * rows * 64 // 256 if dq is not None else 8, 256), dtype=torch.float32, device=q.device)
+    sums = torch.empty((batches * heads * rows * 128 // 256 if dq is not None else 16, 256), dtype=torch.float32, device=q.device)
 
     def numbers_of(tensor):
         return TensorDescriptor(tensor, list(tensor.shape), [1], [64], gl.NVMMASharedLayout(0, 32, 1))
@@ -559,14 +560,14 @@ def launches(
     args = (*args, dlse is not None, dq is not None)
     found = [(prepare_rows, (rows // 64 * batches * heads,), args, {"num_warps": 4, "enable_fp_fusion": True})]
     args = (
-        descriptor(q, 64, 64),
-        descriptor(k, 64, 64),
-        descriptor(v, 64, 64),
-        descriptor(dout, 64, 64),
+        descriptor(q, 64, 128),
+        descriptor(k, 64, 128),
+        descriptor(v, 64, 128),
+        descriptor(dout, 64, 128),
         numbers_of(lse_2),
         numbers_of(deltas),
-        descriptor(k if dk is None else dk, 64, 64),
-        descriptor(v if dv is None else dv, 64, 64),
+        descriptor(k if dk is None else dk, 64, 128),
+        descriptor(v if dv is None else dv, 64, 128),
         sums,
         n_q,
         n_kv,
@@ -574,7 +575,6 @@ def launches(
         heads // kv_heads,
         m_tiles,
         n_tiles,
-        diagonal,
         scale,
         scale * 1.4426950408889634,
         dq is not None,

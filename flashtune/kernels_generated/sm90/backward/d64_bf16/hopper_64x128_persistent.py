@@ -4,9 +4,9 @@ A program holds a tile of keys and walks over the queries of its whole group tha
 memory, from registers, in an order that no two launches share: its last bits vary.
 
 Compiled in: bwd-bf16-d64
-Template: flash_bwd_hopper 152e77855a66ab32
-Variant: 3d8b5f3021f0472d
-Config: BLOCK_M=64 BLOCK_N=128 dq_sums=registers num_stages=2 section=2
+Template: flash_bwd_hopper c5c05e322ab85093
+Variant: 79eba016b4e8dc4d
+Config: BLOCK_M=64 BLOCK_N=128 dq_sums=registers num_stages=2 persistent=True section=2
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
@@ -58,6 +58,7 @@ class Sizes(NamedTuple):
     group: gl.tensor
     m_tiles: gl.tensor
     n_tiles: gl.tensor
+    tiles: gl.tensor
 
 
 class Params(NamedTuple):
@@ -99,6 +100,8 @@ class SharedStorage(NamedTuple):
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
     kv_full: gl.shared_memory_descriptor
+    kv_empty: gl.shared_memory_descriptor
+    first_key: gl.tensor
     dscores: gl.shared_memory_descriptor
     sums: gl.tensor
 
@@ -247,12 +250,41 @@ def in_thread_order(part):
 
 
 @gluon.jit
+def turns_of(sizes):
+    """How many tiles a program has at most."""
+    return (sizes.tiles + gl.num_programs(0) - 1) // gl.num_programs(0)
+
+
+@gluon.jit
+def place_of(turn):
+    """The place of a turn's tile among all: forth and back, for tiles grow shorter from place to place."""
+    within = gl.where(turn % 2 == 0, gl.program_id(0), gl.num_programs(0) - 1 - gl.program_id(0))
+    return turn * gl.num_programs(0) + within
+
+
+@gluon.jit
+def at_keys(smem, first_key):
+    """What the roles share, with the place of a tile's first keys and values."""
+    return SharedStorage(
+        q=smem.q,
+        dout=smem.dout,
+        k=smem.k,
+        v=smem.v,
+        kv_full=smem.kv_full,
+        kv_empty=smem.kv_empty,
+        first_key=first_key,
+        dscores=smem.dscores,
+        sums=smem.sums,
+    )
+
+
+@gluon.jit
 def tile_at(program, sizes):
     """The tile of a program."""
     # A section of heads goes tile by tile, so that its queries stay in L2; the last one has the heads that are left.
     section = program // (sizes.n_tiles * SECTION)
     within = program - section * (sizes.n_tiles * SECTION)
-    width = gl.minimum(gl.num_programs(0) // sizes.n_tiles - section * SECTION, SECTION)
+    width = gl.minimum(sizes.tiles // sizes.n_tiles - section * SECTION, SECTION)
     n_tile = within // width
     place = section * SECTION + within - n_tile * width
     batch = place // sizes.kv_heads
@@ -280,16 +312,16 @@ def hide(probs, key, row, sizes):
 
 
 @gluon.jit
-def producer(descs, smem, sizes):
-    """The copying warp: runs ahead of the consumers as far as the stages allow."""
+def load_tile(turn, number, descs, smem, sizes):
+    """Copies what the tile of a turn takes."""
     q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc = descs
-    tile = tile_at(gl.program_id(0), sizes)
-    kv_full = smem.kv_full.index(0)
+    tile = tile_at(place_of(turn), sizes)
+    kv_full = smem.kv_full.index(turn % 2)
+    mbarrier.wait(smem.kv_empty.index(turn % 2), turn // 2 & 1 ^ 1)
     mbarrier.expect(kv_full, CONSUMERS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
     for w in gl.static_range(CONSUMERS):
-        async_load(k_desc, [tile.batch, tile.kv_head, tile.key + w * KEYS, 0], kv_full, smem.k.index(w))
-        async_load(v_desc, [tile.batch, tile.kv_head, tile.key + w * KEYS, 0], kv_full, smem.v.index(w))
-    number = gl.to_tensor(0)
+        async_load(k_desc, [tile.batch, tile.kv_head, tile.key + w * KEYS, 0], kv_full, smem.k.index(turn % 2 * CONSUMERS + w))
+        async_load(v_desc, [tile.batch, tile.kv_head, tile.key + w * KEYS, 0], kv_full, smem.v.index(turn % 2 * CONSUMERS + w))
     for member in range(sizes.group):
         head = tile.kv_head * sizes.group + member
         place = (tile.batch * sizes.kv_heads * sizes.group + head) * sizes.m_tiles
@@ -298,6 +330,16 @@ def producer(descs, smem, sizes):
             load_rows(q_desc, corner, lse_desc, (place + block) * BLOCK_M, smem.q, number)
             load_rows(dout_desc, corner, delta_desc, (place + block) * BLOCK_M, smem.dout, number)
             number += 1
+    return number
+
+
+@gluon.jit
+def producer(descs, smem, sizes):
+    """The copying warp: runs ahead of the consumers as far as the stages allow, into the next tile, too."""
+    number = gl.to_tensor(0)
+    for turn in range(turns_of(sizes)):
+        if place_of(turn) < sizes.tiles:
+            number = load_tile(turn, number, descs, smem, sizes)
 
 
 @gluon.jit
@@ -306,7 +348,7 @@ def start_queries(number, smem, zero, W: gl.constexpr):
     part = gl.zeros([PART_M, PART_D], gl.float32, DQ_LAYOUT)
     for w in gl.static_range(CONSUMERS):
         dscores = smem.dscores.index(number % 2 * CONSUMERS + w + zero).permute((1, 0))
-        keys = smem.k.index(w + zero).reshape([KEYS, BLOCK_D])
+        keys = smem.k.index(smem.first_key + w + zero).reshape([KEYS, BLOCK_D])
         keys = keys.slice(W * PART_D, PART_D, 1)
         if w == 0:
             part = warpgroup_mma(dscores, keys, part, use_acc=False, is_async=True)  # [PART_M, PART_D]
@@ -345,8 +387,8 @@ def walk(
         zero = opaque_zero()
         q_tile = smem.q.smem.index(number % STAGES).reshape([BLOCK_M, BLOCK_D])
         dout_tile = smem.dout.smem.index(number % STAGES).reshape([BLOCK_M, BLOCK_DV])
-        k_tile = smem.k.index(W + zero).reshape([KEYS, BLOCK_D])
-        v_tile = smem.v.index(W + zero).reshape([KEYS, BLOCK_DV])
+        k_tile = smem.k.index(smem.first_key + W + zero).reshape([KEYS, BLOCK_D])
+        v_tile = smem.v.index(smem.first_key + W + zero).reshape([KEYS, BLOCK_DV])
         wait_full(smem.q, number)
         scores = warpgroup_mma(k_tile, q_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
         wait_full(smem.dout, number)
@@ -391,14 +433,14 @@ def walk(
 
 
 @gluon.jit
-def consumer(dk_desc, dv_desc, smem, sizes, params, OF_QUERIES: gl.constexpr, OF_KEYS: gl.constexpr, W: gl.constexpr):
-    """One warpgroup: keys W * KEYS .. W * KEYS + KEYS - 1 of the program's tile."""
-    tile = tile_at(gl.program_id(0), sizes)
+def consume_tile(turn, number, dk_desc, dv_desc, smem, sizes, params, OF_QUERIES: gl.constexpr, OF_KEYS: gl.constexpr, W: gl.constexpr):
+    """The tile of a turn: keys W * KEYS .. W * KEYS + KEYS - 1 of it."""
+    tile = tile_at(place_of(turn), sizes)
     key = tile.key + W * KEYS
     dk = gl.zeros([KEYS, BLOCK_D], gl.float32, DK_LAYOUT)
     dv = gl.zeros([KEYS, BLOCK_DV], gl.float32, DV_LAYOUT)
-    mbarrier.wait(smem.kv_full.index(0), 0)
-    number = gl.to_tensor(0)
+    mbarrier.wait(smem.kv_full.index(turn % 2), turn // 2 & 1)
+    k_own, v_own = smem.k.index(smem.first_key + W), smem.v.index(smem.first_key + W)
     head_place = (tile.batch * sizes.kv_heads + tile.kv_head) * sizes.group * sizes.m_tiles
     for _ in range(sizes.group):
         blocks = tile.first, tile.unmasked_first
@@ -409,12 +451,24 @@ def consumer(dk_desc, dv_desc, smem, sizes, params, OF_QUERIES: gl.constexpr, OF
     if OF_KEYS:
         # The gradients leave through the memory of their keys and values, once nobody reads these.
         meet(7, 128 * CONSUMERS)
-        smem.k.index(W).reshape([KEYS, BLOCK_D]).store((dk * params.scale).to(DTYPE))
-        smem.v.index(W).reshape([KEYS, BLOCK_DV]).store(dv.to(DTYPE))
+        k_own.reshape([KEYS, BLOCK_D]).store((dk * params.scale).to(DTYPE))
+        v_own.reshape([KEYS, BLOCK_DV]).store(dv.to(DTYPE))
         fence_async_shared()
-        async_store(dk_desc, [tile.batch, tile.kv_head, key, 0], smem.k.index(W))
-        async_store(dv_desc, [tile.batch, tile.kv_head, key, 0], smem.v.index(W))
+        async_store(dk_desc, [tile.batch, tile.kv_head, key, 0], k_own)
+        async_store(dv_desc, [tile.batch, tile.kv_head, key, 0], v_own)
         tma.store_wait(0)
+    mbarrier.arrive(smem.kv_empty.index(turn % 2), count=1)
+    return number
+
+
+@gluon.jit
+def consumer(dk_desc, dv_desc, smem, sizes, params, OF_QUERIES: gl.constexpr, OF_KEYS: gl.constexpr, W: gl.constexpr):
+    """One warpgroup, which walks over the tiles of the program."""
+    number = gl.to_tensor(0)
+    for turn in range(turns_of(sizes)):
+        if place_of(turn) < sizes.tiles:
+            here = at_keys(smem, turn % 2 * CONSUMERS)
+            number = consume_tile(turn, number, dk_desc, dv_desc, here, sizes, params, OF_QUERIES, OF_KEYS, W)
 
 
 # Nothing is specialized on sizes, so one compiled kernel serves them all.
@@ -426,6 +480,7 @@ def consumer(dk_desc, dv_desc, smem, sizes, params, OF_QUERIES: gl.constexpr, OF
         "group",
         "m_tiles",
         "n_tiles",
+        "tiles",
     ]
 )
 def flash_bwd_hopper(
@@ -444,6 +499,7 @@ def flash_bwd_hopper(
     group,
     m_tiles,
     n_tiles,
+    tiles,
     scale,
     score_scale,
     OF_QUERIES: gl.constexpr,
@@ -457,15 +513,17 @@ def flash_bwd_hopper(
     smem = SharedStorage(
         q=Pipeline(q_smem, lse_smem, make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS)),
         dout=Pipeline(dout_smem, delta_smem, make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS)),
-        k=gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, KEYS, BLOCK_D], k_desc.layout),
-        v=gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, KEYS, BLOCK_DV], v_desc.layout),
-        kv_full=make_barriers(1, 1),
+        k=gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, 1, 1, KEYS, BLOCK_D], k_desc.layout),
+        v=gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, 1, 1, KEYS, BLOCK_DV], v_desc.layout),
+        kv_full=make_barriers(2, 1),
+        kv_empty=make_barriers(2, CONSUMERS),
+        first_key=gl.to_tensor(0),
         # Two slots, so that one barrier a block is enough.
         dscores=gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, KEYS, BLOCK_M], DSCORES_SHARED),
         sums=sums_ptr,
     )
     fence_async_shared()
-    sizes = Sizes(n_q, n_kv, kv_heads, group, m_tiles, n_tiles)
+    sizes = Sizes(n_q, n_kv, kv_heads, group, m_tiles, n_tiles, tiles)
     params = Params(scale, score_scale)
     descs = q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc
     gl.warp_specialize(
@@ -567,12 +625,13 @@ def launches(
         heads // kv_heads,
         m_tiles,
         n_tiles,
+        n_tiles * batches * kv_heads,
         scale,
         scale * 1.4426950408889634,
         dq is not None,
         dk is not None,
     )
-    found.append((flash_bwd_hopper, (n_tiles * batches * kv_heads,), args, {"num_warps": 4, "enable_fp_fusion": True}))
+    found.append((flash_bwd_hopper, (min(n_tiles * batches * kv_heads, sms),), args, {"num_warps": 4, "enable_fp_fusion": True}))
     if dq is not None:
         args = (sums, dq, *dq.stride(), heads, n_q, m_tiles, scale)
         found.append((finish_queries, (m_tiles * batches * heads,), args, {"num_warps": 4, "enable_fp_fusion": True}))
