@@ -6,8 +6,9 @@ They are checked against the float64 oracle in several processes at once, then o
 does: interleaved, L2 flushed, the framework's attention among them, the GPU's state read meanwhile, and whole calls in an eager loop. A
 tenth of a search's time.
 
-`--sizes`, `--models` and `--backward` race problems without rows, whose candidates are other rows' configs, what the cost model
-thinks best, and the family's starts. `--rows-of h200` races the rows of that GPU on this one, the most important first. With `--budget-s`
+`--sizes`, `--models`, `--short` and `--backward` race problems without rows, whose candidates are other rows' configs, what the cost model
+thinks best, and the family's starts; `--twins` races rows whose twin is far behind. A kernel that already ships wins over others that
+are hardly faster (race_twins.py). `--rows-of h200` races the rows of that GPU on this one, the most important first. With `--budget-s`
 the first problems that fit are checked and raced:
 
     python benchmarks/race_again.py --rows-of h200 --db h100.sqlite --budget-s 150           # on an H100
@@ -30,8 +31,8 @@ from children import Children
 from forward import until
 from forward_cells import problem_of
 from forward_report import NO_TIME
-from race_twins import ARCHIVED, Archive, has_settling_winner, measured, read_archive, with_twins
-from race_work import Candidates, Work, of_another_gpu, of_models, of_sizes
+from race_twins import ARCHIVED, Archive, has_settling_winner, measured, read_archive, shipped_first, with_twins
+from race_work import Candidates, Work, of_another_gpu, of_models, of_short, of_sizes, of_twins
 from random_inputs import random_inputs
 
 from flashtune.core.config import Config, KernelSpec, Value
@@ -40,6 +41,8 @@ from flashtune.core.results import Baseline, CompileFacts, Fate, Measurement, Ou
 from flashtune.core.target import Target, find_target
 from flashtune.db.library import shipped_path
 from flashtune.db.store import Store
+from flashtune.dispatch.launch import kernels
+from flashtune.dispatch.launch.kernels import shipped_index
 from flashtune.templates import family
 from flashtune.templates.rendering import variant_of
 from flashtune.tuner import tasks
@@ -253,6 +256,9 @@ def result_of(problem: Problem, checked: list[Checked], raced: dict[str, Any], g
         )
     ranks = ranked(list(outcomes.items()))
     ranks.insert(0, ranks.pop(first_by_calls([outcomes[candidate].call_us for candidate in ranks])))
+    spec, index = problem.spec(), shipped_index(kernels.PACKAGE)
+    medians = {candidate: outcome.measurement.median_us for candidate, outcome in outcomes.items() if outcome.measurement is not None}
+    ranks = shipped_first(ranks, medians, lambda one: index.find(one.variant(spec).id) is not None)
     for rank, candidate in enumerate(ranks, start=1):
         outcomes[candidate] = replace(outcomes[candidate], rank=rank)
     baseline = None
@@ -275,6 +281,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rows", default=str(shipped_path()), help="the database whose rows are raced (default: the shipped one)")
     parser.add_argument("--models", action="store_true", help="race attentions of models that no row is of, instead of rows")
     parser.add_argument("--sizes", action="store_true", help="race head sizes that few rows are of, instead of rows")
+    parser.add_argument("--short", action="store_true", help="race shapes near which drawn ones were served worst, instead of rows")
+    parser.add_argument(
+        "--twins", action="store_true", help="race rows whose best kernel with running maxima is far behind, instead of rows"
+    )
     parser.add_argument("--backward", action="store_true", help="race backward problems that no row is of, instead of rows")
     parser.add_argument("--rows-of", metavar="GPU", help="race the rows of this GPU that this machine's has none of, instead of its own")
     parser.add_argument("--only", default="", help="of all these problems those whose label this regular expression finds")
@@ -305,10 +315,12 @@ def all_work(options: argparse.Namespace, target: Target) -> Work:
     choose = partial(candidates_of, target=target, most=options.most, archive=read_archive(options.archived, measured_on))
     if options.rows_of:
         return of_another_gpu(asked, find_target(options.rows_of).slug, target, choose)
-    elsewhere = options.models or options.sizes or options.backward
+    elsewhere = options.models or options.sizes or options.backward or options.short or options.twins
     own = [] if elsewhere else [result for result in asked if result.gpu == target.slug]
     work: Work = [(result.problem, choose(result)) for result in own]
     work += backwards_of(mine, target) if options.backward else []
+    work += of_twins(mine, target) if options.twins else []
+    work += of_short(target, mine, most=4 * options.most, seed=options.seed) if options.short else []
     work += of_sizes(target, mine, most=4 * options.most, seed=options.seed) if options.sizes else []
     return work + (of_models(target, most=4 * options.most, seed=options.seed) if options.models else [])
 

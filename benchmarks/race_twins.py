@@ -1,9 +1,10 @@
-"""Beside kernels that settle row maxima, the configs that race so that a row has a twin: the best with running maxima.
+"""Beside kernels that settle row maxima, the configs that race so that a row has a twin: the best with running maxima; and which of
+kernels that are nearly as fast becomes a row's winner or twin.
 
 A winner's own tiles with running maxima may be far from the best that there are, and what serves where scores mislead the winner shall be.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,9 @@ from flashtune.tuner.space import Candidate
 
 ARCHIVED = Path(__file__).parent / "results" / "2026-11-21-h200-forward" / "tuned.sqlite"
 """Trials of searches from before maxima settled everywhere, among them the best configs whose maxima run."""
+
+SHIPPED_GAIN = 0.01
+"""What a kernel that doesn't ship yet must gain over one that does, to be worth its machine code and the time that compiling it takes."""
 
 Archive = Mapping[ProblemKey, Sequence[SearchResult]]
 
@@ -71,3 +75,19 @@ def _running(outcome: Outcome, problem: Problem, target: Target) -> Candidate | 
     if "maximum" not in config or settles(config) or kind.violated(config, problem.spec(), target) is not None:
         return None
     return Candidate(family=kind, config=config)
+
+
+def shipped_first(ranks: Sequence[Candidate], times: Mapping[Candidate, float], ships: Callable[[Candidate], bool]) -> list[Candidate]:
+    """`ranks`, the first of which gives way to one that already ships where that costs no more than SHIPPED_GAIN, of several to one whose
+    time is the same for all scores; and so does the first with running maxima, which is the row's twin."""
+
+    def among(some: Sequence[Candidate]) -> Candidate:
+        near = [one for one in some if times[one] <= (1 + SHIPPED_GAIN) * times[some[0]]]
+        return min(near, key=lambda one: (not ships(one), settles(one.config)))
+
+    winner = among(ranks)
+    others = [one for one in ranks if one != winner]
+    if running := [one for one in others if not settles(one.config)]:
+        first, twin = others.index(running[0]), others.index(among(running))
+        others[first], others[twin] = others[twin], others[first]
+    return [winner, *others]

@@ -1,16 +1,22 @@
-"""What race_again.py races beside the rows of this GPU: another GPU's rows here, and attentions of models that no row is of."""
+"""What race_again.py races beside the rows of this GPU: another GPU's rows here, attentions of models that no row is of, other head sizes,
+short calls, and kernels with running maxima for rows whose twin is far behind."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from forward_cells import TOKENS
 from forward_report import LONG
+from race_twins import measured
 from searches import first_candidates, shipped
 from tune import wanting
 
-from flashtune.core.problem import Features, Problem
-from flashtune.core.results import SearchResult
+from flashtune.core.config import settles
+from flashtune.core.dtypes import DType
+from flashtune.core.nearness import nearest
+from flashtune.core.problem import Features, Problem, ProblemKey
+from flashtune.core.results import Outcome, SearchResult
 from flashtune.core.target import Target
 from flashtune.dispatch.policy import choose, torch_has
 from flashtune.templates import families
@@ -63,7 +69,108 @@ def of_models(target: Target, *, most: int, seed: int) -> Work:
             gain = 1.0 if row is None or row.relative_time is None else 1 / row.relative_time
             found.append((-round(worth, 2), gain, problem))
     found.sort(key=lambda one: one[:2])
-    return [(problem, partial(first_candidates, problem, target, count=most, seed=seed)) for *_, problem in found]
+    return [(problem, partial(first_to_race, problem, target, most=most, seed=seed)) for *_, problem in found]
+
+
+TWINS_OF_NEAR_ROWS = 2
+"""So many kernels with running maxima race beside those that settle them, of the nearest rows that have such a twin."""
+
+
+def first_to_race(problem: Problem, target: Target, stored: Sequence[Candidate] = (), *, most: int, seed: int) -> list[Candidate]:
+    """What is `stored` of a problem, then what a search of it would try first, `most` in all; where some of these settle maxima, also
+    twins of near rows, for the row shall have a good one."""
+    found = list(dict.fromkeys([*stored, *first_candidates(problem, target, count=most, seed=seed)]))[:most]
+    return beside_settled(found, problem, target)
+
+
+def beside_settled(found: Sequence[Candidate], problem: Problem, target: Target) -> list[Candidate]:
+    """`found`, and where some of them settle maxima, the twins of the nearest rows, or of the first itself where there are none."""
+    first = next((candidate for candidate in found if settles(candidate.config)), None)
+    if first is None:
+        return list(found)
+    spec, kind, twins = problem.spec(), first.family, dict[Candidate, None]()
+    for _, record in nearest(problem.key(target.slug), shipped()):
+        if record.twin is not None and record.twin.template == kind.name and len(twins) < TWINS_OF_NEAR_ROWS:
+            moved = kind.refitted(kind.completed(record.twin.config), spec, target)
+            if moved is not None and not settles(moved):
+                twins[Candidate(family=kind, config=moved)] = None
+    own = first.config.replace(maximum="running")
+    if not twins and kind.violated(own, spec, target) is None:
+        twins[Candidate(family=kind, config=own)] = None
+    return list(dict.fromkeys([*found, *twins]))
+
+
+LEAST_TWIN = 0.86
+"""A twin should reach this share of its row's rate: the best that long searches found do so for most plain problems."""
+
+
+def of_twins(results: Sequence[SearchResult], target: Target) -> Work:
+    """Rows whose winner settles maxima while the best measured kernel that doesn't is far behind, or was never measured: those that lose
+    most first, with both of these, twins of near rows, and the family's starts with running maxima."""
+    found: list[tuple[float, Problem, Candidates]] = []
+    for result in results:
+        known = measured([result])
+        if result.gpu != target.slug or not known or not settles(known[0].config):
+            continue
+        winner, twin = known[0], next((outcome for outcome in known if not settles(outcome.config)), None)
+        assert winner.measurement is not None
+        share = 0.0 if twin is None or twin.measurement is None else winner.measurement.median_us / twin.measurement.median_us
+        if share < LEAST_TWIN:
+            stored = [_valid(outcome, result.problem, target) for outcome in (winner, twin) if outcome is not None]
+            racing = beside_settled([one for one in stored if one is not None], result.problem, target)
+            kind, spec = families()[winner.template], result.problem.spec()
+            starts = [config for config in kind.starts(spec, target) if not settles(config)][:2]
+            racing += [Candidate(family=kind, config=config) for config in starts]
+            found.append((share, result.problem, list(dict.fromkeys(racing))))
+    found.sort(key=lambda one: one[0])
+    return [(problem, racing) for _, problem, racing in found]
+
+
+def _valid(outcome: Outcome, problem: Problem, target: Target) -> Candidate | None:
+    """The candidate of a stored outcome, completed, where it is valid today."""
+    kind = families()[outcome.template]
+    config = kind.completed(outcome.config)
+    return None if kind.violated(config, problem.spec(), target) is not None else Candidate(family=kind, config=config)
+
+
+def _shape(
+    batch: int, heads: int, n: int, d: int, *, d_v: int = 0, sharing: int = 1, n_q: int = 0, dtype: DType = "bf16", **features: Any
+) -> Problem:
+    sizes = {"batch": batch, "heads": heads, "kv_heads": heads // sharing, "n_q": n_q or n, "n_kv": n, "d": d, "d_v": d_v or d}
+    return Problem(**sizes, dtype=dtype, features=Features(**features))
+
+
+def short_shapes() -> list[Problem]:
+    """Shapes near which drawn ones were served worst (unprepared.py): few keys, which tiles of other sizes fit; features at few keys, whose
+    rows are of many; steps of all heads over few keys; biases whose rows of N aren't aligned; and head sizes whose rows were tried of few
+    configs."""
+    window = {"causal": True, "window": (300, 0)}
+    found = [_shape(16, 16, 1024, 160), _shape(16, 16, 1024, 40), _shape(2, 8, 4096, 40), _shape(16, 16, 1024, 192, d_v=128)]
+    found += [_shape(1, 16, 2001, d, mask="bias") for d in (128, 64)]
+    found += [_shape(64, 16, 256, d, causal=causal) for d in (128, 64) for causal in (False, True)]
+    found += [_shape(96, 16, 192, d, causal=causal) for d in (128, 64) for causal in (False, True)]
+    found += [_shape(32, 16, 512, d, causal=True, alibi=True) for d in (128, 64)]
+    found += [_shape(32, 16, 512, d, mask=mask) for mask in ("bool", "bias") for d in (128, 64)]
+    found += [_shape(64, 32, n, d, n_q=1) for d in (128, 64) for n in (256, 1024)]
+    found += [_shape(2, 16, 1536, d, causal=True, dropout=True) for d in (64, 128)]
+    found += [_shape(16, 16, 1024, d, **window) for d in (128, 64)]
+    found += [_shape(6, 8, 2048, 64, causal=True), _shape(6, 8, 2048, 128, causal=True)]
+    found += [_shape(32, 16, 512, d, causal=True) for d in (112, 80, 160, 96)]
+    found += [_shape(64, 16, 256, d) for d in (256, 80, 40)] + [_shape(64, 16, 192, 192, d_v=128, mask="bool")]
+    found += [_shape(4, 16, 4096, d, causal=True, softcap=True) for d in (40, 80)]
+    found += [_shape(16, 16, 1024, d, mask="bias") for d in (80, 160)] + [_shape(64, 32, n, 112, n_q=1) for n in (256, 1024)]
+    found += [_shape(32, 40, 640, 64, sharing=8, causal=True), _shape(16, 16, 1024, 256, causal=True, dropout=True)]
+    return found
+
+
+def of_short(target: Target, results: Sequence[SearchResult], *, most: int, seed: int) -> Work:
+    """All of `short_shapes`; what is stored of those that have a row races again beside what a search of today would try first."""
+    known: dict[ProblemKey, list[Candidate]] = {}
+    for result in results:
+        best = [one for outcome in measured([result])[:2] if (one := _valid(outcome, result.problem, target)) is not None]
+        known[result.problem.key(target.slug)] = best
+    problems = short_shapes()
+    return [(p, partial(first_to_race, p, target, tuple(known.get(p.key(target.slug), ())), most=most, seed=seed)) for p in problems]
 
 
 SIZES = ((40, 40), (72, 72), (80, 80), (96, 96), (192, 128), (160, 160), (192, 192), (112, 112))
@@ -83,7 +190,7 @@ def of_sizes(target: Target, results: Sequence[SearchResult], *, most: int, seed
         for d, d_v, sharing in steps
         for n in (512, 4096)
     ]
-    return [(p, partial(first_candidates, p, target, count=most, seed=seed)) for p in wanted if p.key(target.slug) not in known]
+    return [(p, partial(first_to_race, p, target, most=most, seed=seed)) for p in wanted if p.key(target.slug) not in known]
 
 
 def _of_size(d: int, d_v: int, n: int, features: Features) -> Problem:
