@@ -243,7 +243,7 @@ class KernelPlan(ModulePlan):
     ) -> Outputs:
         """Output and, when asked for, LSE; on the tensors' device and its current stream."""
         misled = self.misled
-        if misled is not None and (misled.away or misled.word.value != misled.seen):
+        if misled is not None and (misled.busy or misled.word.value != misled.seen):
             other = self._instead(query, key, value, attn_mask, per_head)
             if other is not None:
                 return other.run(query, key, value, attn_mask, seed, per_head)

@@ -19,6 +19,15 @@ SHARE = 4
 some 10 % slower than those that aren't."""
 
 
+FEW = 32
+"""So many launches at least the share is of. The host runs ahead of the GPU, so that counts of launches that nobody watched come with those
+of the first that are: of 128 in which the same 16th of the programs is misled, as near the top of a causal mask, they say nothing yet.
+What misleads all programs is told by the eighth launch."""
+
+WATCHED = 256
+"""After so many launches each counts half as much."""
+
+
 class Word(Protocol):
     """A number that changes by itself: how many programs were misled so far, modulo 2^32."""
 
@@ -28,16 +37,21 @@ class Word(Protocol):
 class Misled:
     """Which of a plan's two kernels serves. Threads share one without a lock: they may choose differently, and any choice is right."""
 
-    __slots__ = ("_asked", "_left", "_limit", "_period", "away", "seen", "times", "word")
+    __slots__ = ("_asked", "_few", "_launches", "_left", "_limit", "_period", "_programs", "_sum", "away", "busy", "seen", "times", "word")
 
     def __init__(self, word: Word, programs: int) -> None:
         """`programs` are those of a launch."""
         self.word, self.seen = word, word.value
         self.away = False
-        """Whether the twin serves but for questions. A call is served as ever while this is False and `word.value` is `seen`."""
+        """Whether the twin serves but for questions."""
+        self.busy = False
+        """Whether each call asks. A call is served as ever, and asks nothing, while this is False and `word.value` is `seen`."""
         self.times = 0
         """How often calls went over to the twin."""
-        self._limit = -(-programs // SHARE)
+        self._programs, self._limit = programs, -(-programs // SHARE)
+        self._few = FEW
+        # Launches that were watched, and how many programs of theirs were misled.
+        self._launches = self._sum = 0
         self._period = FIRST_PERIOD
         self._left = 0
         self._asked = False
@@ -45,9 +59,7 @@ class Misled:
     def twin_serves(self) -> bool:
         """Whether the twin serves this call; each call that isn't served as ever asks once."""
         if not self.away:
-            if self._grown() >= self._limit:
-                self.times += 1
-                self._go()
+            self._watch()
         elif self._left > 0:
             self._left -= 1
         elif not self._asked:
@@ -56,17 +68,32 @@ class Misled:
             self._asked, self._left = True, self._period
             return False
         elif self._grown() >= self._limit:
+            self._few = FEW
             self._go()
         else:
             # What is counted from now on says more than whether the answer was in time: if it wasn't, the next period is longer.
-            self.away = False
+            self.away = self.busy = False
+            self._few = min(4 * self._few, 2 * WATCHED)
         return self.away
+
+    def _watch(self) -> None:
+        """Adds up what was counted since the last look, and goes over where a share of the launches' programs was misled."""
+        self._launches += 1
+        self._sum += self._grown()
+        self.busy = True
+        if SHARE * self._sum >= self._programs * max(self._launches, self._few):
+            self.times += 1
+            self._go()
+        elif self._launches >= WATCHED:
+            self._launches, self._sum = self._launches // 2, self._sum // 2
+            self.busy = self._sum > 0
 
     def _go(self) -> None:
         """To the twin, each time for longer."""
         self._left = self._period - 1
         self._period = min(2 * self._period, LONGEST_PERIOD)
-        self._asked, self.away = False, True
+        self._launches = self._sum = 0
+        self._asked, self.away, self.busy = False, True, True
 
     def _grown(self) -> int:
         """How many programs were misled since this was last asked."""
