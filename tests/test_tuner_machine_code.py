@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from flashtune.core.launching import provided
 from flashtune.core.modules import load_source
 from flashtune.core.problem import Problem
 from flashtune.db.library import Library, shipped_path
+from flashtune.dispatch.launch.hostcode import load_host_code
 from flashtune.tuner.compile import compiling_for
 from flashtune.tuner.generated import Arranged, arrange, kept_machine_files, machine_files, order_of, write
 from flashtune.tuner.inputs import make_inputs
@@ -154,12 +156,17 @@ def shaped(problem: Problem, n_kv: int) -> Problem:
     return replace(problem, batch=2, heads=2 * problem.gqa_ratio, kv_heads=2, n_q=n_q, n_kv=n_kv)
 
 
+@cache
+def host_codes() -> list[tuple[Arranged, Manifest, ModuleType]]:
+    """What a call runs of each shipped kernel's module, beside its machine code."""
+    return [(one, manifest, load_host_code(one.text, one.stem)) for one, manifest in manifests()]
+
+
 @pytest.mark.parametrize("heads_inside", [False, True], ids=["BHND", "BNHD"])
 @pytest.mark.parametrize("n_kv", [1, 197, 4096])
 def test_usual_calls_meet_the_conditions_of_a_shipped_binary(n_kv: int, heads_inside: bool) -> None:
-    for one, manifest in manifests():
+    for one, manifest, module in host_codes():
         inputs = make_inputs(shaped((one.records or one.twins)[0].problem, n_kv), device="meta", seed=2**64 - 1, heads_inside=heads_inside)
-        module = load_source(one.text, one.stem)
         if not module.accepts(inputs.q, inputs.k, inputs.v, inputs.keywords["mask"]):
             continue
         words = inputs.keywords | provided(module, inputs.q, inputs.k) | {"sms": one.target.sms}
