@@ -73,8 +73,10 @@ def test_of_predictions_the_newest_run_wins_whatever_the_order_of_saving(store: 
 def test_a_run_without_a_correct_outcome_has_no_best(store: Store) -> None:
     store.save(samples.result(samples.outcome("x", None), samples.outcome("y", None, fate=Fate.CORRECTNESS, max_error=math.nan)))
     assert best_id(store) is None
-    assert [outcome.max_error for outcome in store.outcomes(KEY)] == [None, math.inf]
-    assert store.runs()[0].fates == {Fate.COMPILE: 1, Fate.CORRECTNESS: 1}
+    assert [(outcome.fate, outcome.max_error) for outcome in store.results()[0].outcomes] == [
+        (Fate.COMPILE, None),
+        (Fate.CORRECTNESS, math.inf),
+    ]
 
 
 def test_records_are_filtered_and_in_order_of_keys(store: Store) -> None:
@@ -87,7 +89,7 @@ def test_records_are_filtered_and_in_order_of_keys(store: Store) -> None:
     assert [r.key.n for r in store.records(gpu="a100", dtype="bf16", d=None)] == [512, 4096]
     assert store.records(gpu="h200", n=512, d=64, dtype="fp16", direction="fwd", d_v=64, n_q=512, gqa_ratio=4, bh_bucket=32)
     assert store.records(d=65) == []
-    assert len(store.runs(gpu="h200")) == 4
+    assert len(store.results(gpu="h200")) == 4
 
 
 def test_keys_that_differ_in_any_column_are_kept_apart(store: Store) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from flashtune.core.config import Config
 from flashtune.core.errors import DatabaseError
-from flashtune.core.results import Fate, Outcome, SearchResult
+from flashtune.core.results import Outcome, SearchResult
 from flashtune.db import library
 from flashtune.db import shipped as package
 from flashtune.db.library import Library, shipped_path
@@ -41,7 +41,7 @@ def served() -> tuple[str, str]:
 
 def test_a_machine_without_any_database_has_an_empty_library(own_database: Path, shipped: Path) -> None:
     found = Library.default()
-    assert found.records() == [] and found.best(KEY) is None and found.fates(KEY) == {}
+    assert found.records() == [] and found.best(KEY) is None
     assert not own_database.exists() and not shipped.parent.exists()
 
 
@@ -195,13 +195,6 @@ def test_the_topmost_layer_goes_first_and_measured_rows_before_predicted_ones(ow
     assert [record.outcome.variant_id for record in found.winners() if record.key == KEY] == ["top", "low", "mine", "guess"]
     assert [record.key.n for record in found.records()] == [512, 1024]
     assert [record.outcome.variant_id for record in Library.over([low], alone=True).winners()] == ["other", "low"]
-
-
-def test_fates_count_each_variant_once_by_its_latest_outcome(own_database: Path, shipped: Path) -> None:
-    interrupted = samples.result(samples.outcome("a"), samples.outcome("b", None), samples.outcome("c", None), framework_us=None)
-    samples.write(shipped, (interrupted,))
-    samples.write(own_database, (interrupted, samples.result(samples.outcome("a"), samples.outcome("b"), samples.outcome("d"))))
-    assert Library.default().fates(KEY) == {Fate.COMPILE: 1, Fate.CORRECT: 3}
 
 
 def test_importing_the_library_loads_neither_torch_nor_sql() -> None:

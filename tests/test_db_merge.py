@@ -14,7 +14,7 @@ from flashtune import dispatch
 from flashtune.cli.main import main
 from flashtune.core.config import Config
 from flashtune.core.errors import DatabaseError, InputError, NoKernelFound
-from flashtune.core.results import SearchResult, TuningRecord
+from flashtune.core.results import Ending, SearchResult, TuningRecord
 from flashtune.core.target import find_target
 from flashtune.db.card import card_path, check_card, checked_licence
 from flashtune.db.library import Library
@@ -65,6 +65,16 @@ def test_a_merge_of_three_databases_loses_no_best_row_and_says_what_gave_way(thr
         ("a2", "b2"), ("a4", "c4"), ("b1", "a1"), ("b3", "c3"), ("c1", "a1"),
     ]  # fmt: skip
     assert {Path(lost.origin).stem for lost, _ in merged.lost} == {"a", "b", "c"}
+
+
+def test_a_merged_row_keeps_its_twin_and_how_its_search_ended(tmp_path: Path) -> None:
+    first, running = (replace(CONFIG, items=(*CONFIG.items, ("maximum", value))) for value in ("first", "running"))
+    searched = samples.result(samples.outcome("settles", 100.0, config=first, rank=1), samples.outcome("runs", 110.0, config=running))
+    path = samples.write(tmp_path / "a.sqlite", (replace(searched, ending=Ending(reason="gain", regret=0.01)),))
+    merge([path], tmp_path / "b.sqlite")
+    [record], [merged] = (Library.of(one).records() for one in (path, tmp_path / "b.sqlite"))
+    assert record.twin is not None and record.ending is not None
+    assert replace(merged, origin="") == replace(record, origin="")
 
 
 def test_the_order_of_the_databases_does_not_matter(three: list[Path], tmp_path: Path) -> None:

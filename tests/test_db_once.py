@@ -23,7 +23,7 @@ def test_the_very_same_run_is_kept_once_and_any_other_is_kept(tmp_path: Path) ->
     ]
     for store in (Store.open(tmp_path / "x.sqlite", writable=True), Store(access, writable=True)):
         for result in (first, *others, first, *others, *samples.FIXTURE_RESULTS, *samples.FIXTURE_RESULTS):
-            store.save_once(result)
+            store.save(result, once=True)
         assert store.results() == [first, *others, *samples.FIXTURE_RESULTS]
         store.save(first)
         assert len(store.results()) == 3 + len(others) + 1

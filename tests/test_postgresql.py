@@ -32,7 +32,7 @@ def test_results_come_back_equal_and_are_kept_once(server: PostgresServer) -> No
     url = server.create("results")
     with Store.open(url, writable=True) as store:
         for result in (*samples.FIXTURE_RESULTS, *samples.FIXTURE_RESULTS):
-            store.save_once(result)
+            store.save(result, once=True)
         assert tuple(store.results()) == samples.FIXTURE_RESULTS
         assert "hunter2" not in store.name
     with Store.open(url, writable=False) as store:

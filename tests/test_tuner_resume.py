@@ -3,6 +3,7 @@
 import sqlite3
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import optuna
@@ -39,7 +40,7 @@ def run(
 ) -> None:
     storage = optuna.storages.RDBStorage(f"sqlite:///{folder}/study.sqlite", engine_kwargs={"connect_args": {"timeout": lock_s}})
     with Store.open(folder / "tuned.sqlite", writable=True) as store:
-        Search(plan, storage=storage, provenance=PROVENANCE, save=save or store.save_once, listener=listener).run()
+        Search(plan, storage=storage, provenance=PROVENANCE, save=save or partial(store.save, once=True), listener=listener).run()
 
 
 def saved(folder: Path) -> list[SearchResult]:
@@ -185,7 +186,7 @@ def test_a_run_that_was_saved_just_before_its_writer_died_is_there_once(tmp_path
 
     def save_and_die(result: SearchResult) -> None:
         with Store.open(tmp_path / "tuned.sqlite", writable=True) as store:
-            store.save_once(result)
+            store.save(result, once=True)
         raise Dies
 
     for _ in range(3):

@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import click
@@ -242,7 +243,7 @@ def run_search(
             plan,
             storage=storage,
             provenance=provenance(command=command, seed=plan.seed, measured=source == "measured"),
-            save=store.save_once,
+            save=partial(store.save, once=True),
             listener=progress,
         ).run()
         found = (store.best(problem.key(target.slug)) for problem in problems)

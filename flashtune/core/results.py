@@ -199,6 +199,17 @@ class TuningRecord:
         """The record with its twin in its place; None where it has none."""
         return None if self.twin is None else replace(self, outcome=self.twin, twin=None)
 
+    def as_result(self) -> "SearchResult":
+        """The result of a search that found the record and its twin, and nothing else."""
+        return SearchResult(
+            gpu=self.key.gpu,
+            problem=self.problem,
+            outcomes=(self.outcome,) if self.twin is None else (self.outcome, self.twin),
+            provenance=self.provenance,
+            baseline=self.baseline,
+            ending=self.ending,
+        )
+
     @property
     def median_us(self) -> float:
         """The recorded time, in microseconds."""

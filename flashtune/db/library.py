@@ -5,24 +5,21 @@ The best records are loaded into memory once, so that no SQL is on the hot path.
 
 import os
 import sqlite3
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Self, Unpack
 
 import platformdirs
 
 from flashtune.core.problem import ProblemKey
-from flashtune.core.results import Fate, TuningRecord
+from flashtune.core.results import TuningRecord
 from flashtune.db import shipped
 from flashtune.db.card import check_card
 from flashtune.db.ranking import by_key, foremost, key_order, serve_all
 
 if TYPE_CHECKING:
-    from flashtune.db.store import KeyFilter, Store
-
-T = TypeVar("T")
+    from flashtune.db.store import KeyFilter
 
 
 def shipped_path() -> Path:
@@ -111,15 +108,6 @@ class Library:
         """What every search found best, in order of keys and of preference: where a record can't be served, the next one may."""
         return [record for same in self._records.values() for record in same]
 
-    def fates(self, key: ProblemKey) -> dict[Fate, int]:
-        """How many variants of this key ended in which way; a variant that was tried again counts once, by its latest outcome."""
-        fates: dict[str, Fate] = {}
-        for layer in reversed(self.layers):
-            for outcome in _read(layer, lambda store: store.outcomes(key)):
-                fates[outcome.variant_id] = outcome.fate
-        counts = Counter(fates.values())
-        return {fate: counts[fate] for fate in Fate if counts[fate]}
-
 
 def _winners(layer: Layer) -> list[TuningRecord]:
     """What every search of a layer found best. The two layers that every process has are read without SQLAlchemy: the package's own
@@ -134,17 +122,12 @@ def _winners(layer: Layer) -> list[TuningRecord]:
         except (sqlite3.Error, ValueError):
             # Whatever is wrong with it, the store says it best.
             pass
-    return _read(layer, lambda store: store.winners())
-
-
-def _read(layer: Layer, work: Callable[["Store"], list[T]]) -> list[T]:
-    """What `work` finds in a layer; nothing where an optional layer is missing."""
     from flashtune.db.inspection import MissingDatabaseError
     from flashtune.db.store import Store
 
     try:
         with Store.open(layer.location, writable=False) as store:
-            return work(store)
+            return store.winners()
     except MissingDatabaseError:
         if layer.optional:
             return []

@@ -5,15 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy import Connection
-
 from flashtune.core.errors import DatabaseError, NoKernelFound
-from flashtune.core.results import SearchResult, TuningRecord
+from flashtune.core.results import TuningRecord
 from flashtune.db.library import Layer, Library
 from flashtune.db.ranking import by_key, foremost, key_order, serve_all
-from flashtune.db.sqlite_file import export_file
 from flashtune.db.store import sqlite_path
-from flashtune.db.writing import ResultRows
+from flashtune.db.writing import write_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,22 +56,10 @@ def merge(
         lost += [(record, best) for record in found[key] if _run(record) != _run(best)]
     if not kept:
         raise NoKernelFound("these databases hold no row that could be served: search first, or name others")
-    rows = [ResultRows.of(_alone(record)) for record in kept]
-
-    def write(connection: Connection) -> None:
-        for one in rows:
-            one.insert(connection)
-
-    export_file(target, write, replace=replace)
+    write_file(target, [record.as_result() for record in kept], replace=replace)
     return Merged(kept=tuple(kept), lost=tuple(lost), passed_over=tuple(refused))
 
 
 def _run(record: TuningRecord) -> tuple[object, ...]:
     """What tells a row: the same one may be in several databases."""
     return record.problem, record.outcome, record.provenance, record.baseline
-
-
-def _alone(record: TuningRecord) -> SearchResult:
-    return SearchResult(
-        gpu=record.key.gpu, problem=record.problem, outcomes=(record.outcome,), provenance=record.provenance, baseline=record.baseline
-    )

@@ -12,29 +12,18 @@ from flashtune.db.rows import Row
 _TABLES = ("problem", "run", "trial")
 
 # What Store.winners asks for; a test compares the two.
-_WINNERS = """
+_FIRST_OF_EACH_RUN = f"""
     WITH ranked AS (
-        SELECT trial.id AS id, row_number() OVER (
-            PARTITION BY run_id ORDER BY coalesce(rank, {last}), median_us, variant_id, number
-        ) AS place
-        FROM trial WHERE median_us IS NOT NULL OR rank IS NOT NULL
+        SELECT id, row_number() OVER (PARTITION BY run_id ORDER BY coalesce(rank, {rows.LARGEST}), median_us, variant_id, number) AS place
+        FROM trial WHERE {{which}}
     )
-    SELECT {columns} FROM ranked
-    JOIN trial ON trial.id = ranked.id JOIN run ON run.id = trial.run_id JOIN problem ON problem.id = run.problem_id
+    SELECT {{columns}} FROM ranked JOIN trial ON trial.id = ranked.id
+"""
+_WINNERS = f"""
+    {_FIRST_OF_EACH_RUN} JOIN run ON run.id = trial.run_id JOIN problem ON problem.id = run.problem_id
     WHERE place = 1 ORDER BY run.id DESC
 """
-
-
-# What Store.twins asks for.
-_TWINS = """
-    WITH ranked AS (
-        SELECT trial.id AS id, row_number() OVER (
-            PARTITION BY run_id ORDER BY coalesce(rank, {last}), median_us, variant_id, number
-        ) AS place
-        FROM trial WHERE median_us IS NOT NULL AND config LIKE '{pattern}'
-    )
-    SELECT {columns} FROM ranked JOIN trial ON trial.id = ranked.id WHERE place = 1
-"""
+_TWINS = f"{_FIRST_OF_EACH_RUN} WHERE place = 1"
 
 
 def winners(path: Path) -> list[TuningRecord]:
@@ -45,9 +34,9 @@ def winners(path: Path) -> list[TuningRecord]:
     with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro&immutable=1", uri=True)) as connection:
         names = {table: [row[1] for row in connection.execute(f"PRAGMA table_info({table})")] for table in _TABLES}
         columns = ", ".join(f"{table}.{name}" for table in _TABLES for name in names[table])
-        found = connection.execute(_WINNERS.format(last=rows.LARGEST, columns=columns)).fetchall()
+        found = connection.execute(_WINNERS.format(which="median_us IS NOT NULL OR rank IS NOT NULL", columns=columns)).fetchall()
         trial_columns = ", ".join(f"trial.{name}" for name in names["trial"])
-        asked = _TWINS.format(last=rows.LARGEST, columns=trial_columns, pattern=rows.RUNNING_PATTERN)
+        asked = _TWINS.format(which=f"median_us IS NOT NULL AND config LIKE '{rows.RUNNING_PATTERN}'", columns=trial_columns)
         running = [dict(zip(names["trial"], values, strict=True)) for values in connection.execute(asked)]
     twins = {fields["run_id"]: Row(fields) for fields in running}
     records = []

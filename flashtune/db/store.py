@@ -3,12 +3,11 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self, TypedDict, TypeVar, Unpack
+from typing import Any, Protocol, Self, TypedDict, TypeVar, Unpack, cast
 
-from sqlalchemy import ColumnElement, Connection, Executable, Select, Subquery, func, make_url, or_, select
+from sqlalchemy import ColumnElement, Connection, Executable, Subquery, func, make_url, or_, select
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.sql.selectable import FromClause
 
@@ -16,15 +15,15 @@ from flashtune.core.config import Direction
 from flashtune.core.dtypes import DType
 from flashtune.core.errors import DatabaseError, NoKernelFound
 from flashtune.core.problem import Problem, ProblemKey
-from flashtune.core.results import Baseline, Ending, Fate, Outcome, Provenance, SearchResult, TuningRecord
+from flashtune.core.results import Baseline, Ending, Outcome, Provenance, SearchResult, TuningRecord
 from flashtune.core.secrets import mask_secrets
 from flashtune.db import rows
 from flashtune.db.ranking import by_key, foremost, key_order, serve_all
 from flashtune.db.rows import Row, RowError
 from flashtune.db.schema import ProblemRow, RunRow, TrialRow
 from flashtune.db.server import Server
-from flashtune.db.sqlite_file import SqliteFile, export_file
-from flashtune.db.writing import ResultRows
+from flashtune.db.sqlite_file import SqliteFile
+from flashtune.db.writing import ResultRows, write_file
 
 T = TypeVar("T")
 
@@ -44,23 +43,6 @@ class KeyFilter(TypedDict, total=False):
     features: str | None
     gqa_ratio: int | None
     bh_bucket: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSummary:
-    """One search as `flashtune show` lists it; `fates` counts the trials by what became of them."""
-
-    number: int
-    key: ProblemKey
-    problem: Problem
-    provenance: Provenance
-    baseline: Baseline | None
-    fates: dict[Fate, int]
-
-    @property
-    def trials(self) -> int:
-        """How many candidates were tried."""
-        return sum(self.fates.values())
 
 
 class _Access(Protocol):
@@ -110,25 +92,20 @@ class Store:
         """Release what reading needed; the store can't be used afterwards."""
         self._access.close()
 
-    def save(self, result: SearchResult) -> None:
+    def save(self, result: SearchResult, *, once: bool = False) -> None:
         """Keep all of `result` in one transaction; any number of processes may save at once.
 
+        With `once` it is of no effect where the very same run is there already: it was saved, and its writer died before it could tell.
         Free texts are tidied (see `rows.tidy`). Raises InputError where the result could not be read back, such as a time of zero.
         """
         if not self._writable:
             raise DatabaseError(f"{self.name} is open for reading only: open it for writing to save results")
-        self._access.write(ResultRows.of(result).insert)
-
-    def save_once(self, result: SearchResult) -> None:
-        """The same, but of no effect where the very same run is there already: it was saved, and its writer died before it could tell."""
-        if not self._writable:
-            raise DatabaseError(f"{self.name} is open for reading only: open it for writing to save results")
         rows_of_result = ResultRows.of(result)
-        self._access.write(lambda connection: rows_of_result.insert(connection, once=True))
+        self._access.write(lambda connection: rows_of_result.insert(connection, once=once))
 
     def best(self, key: ProblemKey) -> TuningRecord | None:
         """The best record of exactly this key, or None."""
-        return next(iter(by_key(self._winners(_where_key(key))).get(key, [])), None)
+        return next(iter(by_key(self.winners(**cast(KeyFilter, rows.key_row(key)))).get(key, [])), None)
 
     def records(self, *, passed_over: Callable[[TuningRecord], object] = serve_all, **where: Unpack[KeyFilter]) -> list[TuningRecord]:
         """The best record of every key that passes the filter, in order of keys.
@@ -136,45 +113,49 @@ class Store:
         Each run's candidate is rank 1 of its closing race, or else its fastest correct outcome (ties by variant id);
         `ranking.preference` chooses between runs. One that is `passed_over` gives way to the next of its key, where there is one.
         """
-        found = by_key(self._winners(_filtered(where)))
+        found = by_key(self.winners(**where))
         return [foremost(found[key], passed_over) for key in sorted(found, key=key_order)]
 
     def winners(self, **where: Unpack[KeyFilter]) -> list[TuningRecord]:
         """The candidate of every run that passes the filter (see `records`), newest run first."""
-        return self._winners(_filtered(where))
-
-    def outcomes(self, key: ProblemKey) -> list[Outcome]:
-        """Every trial of this key, in the order in which they were saved."""
-        return [outcome for result in self._results(_where_key(key)) for outcome in result.outcomes]
+        condition = _filtered(where)
+        # Whatever has a time or a rank, not whatever says that it is correct: so an impossible fate is read, and refused.
+        timed = or_(_TRIAL.c.median_us.is_not(None), _TRIAL.c.rank.is_not(None))
+        first = _first_of_each_run(timed, *condition)
+        query = (
+            select(*_labelled(_PROBLEM), *_labelled(_RUN), *_labelled(_TRIAL))
+            .select_from(first.join(_TRIAL, _TRIAL.c.id == first.c.id).join(_RUN).join(_PROBLEM))
+            .where(first.c.place == 1)
+            .order_by(_RUN.c.id.desc())
+        )
+        running = _first_of_each_run(_TRIAL.c.median_us.is_not(None), _TRIAL.c.config.like(rows.RUNNING_PATTERN), *condition)
+        twin_query = select(*_labelled(_TRIAL)).select_from(running.join(_TRIAL, _TRIAL.c.id == running.c.id)).where(running.c.place == 1)
+        found_winners, found_twins = self._access.read(lambda connection: (_all(connection, query), _all(connection, twin_query)))
+        twins = {found["trial.run_id"]: found for found in found_twins}
+        return [self._record(found, twins.get(found["run.id"])) for found in found_winners]
 
     def results(self, **where: Unpack[KeyFilter]) -> list[SearchResult]:
         """Everything, as it was saved: one SearchResult for each run, oldest first."""
-        return self._results(_filtered(where))
-
-    def runs(self, **where: Unpack[KeyFilter]) -> list[RunSummary]:
-        """A summary of every search, oldest first."""
         condition = _filtered(where)
-        run_query = _run_query(condition)
-        fate_query = (
-            select(_TRIAL.c.run_id, _TRIAL.c.fate, func.count().label("trials"))
+        run_query = select(*_labelled(_PROBLEM), *_labelled(_RUN)).select_from(_RUN.join(_PROBLEM)).where(*condition).order_by(_RUN.c.id)
+        trial_query = (
+            select(*_labelled(_TRIAL))
             .select_from(_TRIAL.join(_RUN).join(_PROBLEM))
             .where(*condition)
-            .group_by(_TRIAL.c.run_id, _TRIAL.c.fate)
-            .order_by(_TRIAL.c.run_id, _TRIAL.c.fate)
+            .order_by(_TRIAL.c.run_id, _TRIAL.c.number)
         )
-        found_runs, found_fates = self._access.read(lambda connection: (_all(connection, run_query), _all(connection, fate_query)))
-        fates: dict[int, dict[Fate, int]] = {}
-        for found in found_fates:
-            with self._naming("trial", f"(of run {found['run_id']})"):
-                fates.setdefault(found["run_id"], {})[rows.read_fate(Row(found))] = found["trials"]
-        summaries = []
+        found_runs, found_trials = self._access.read(lambda connection: (_all(connection, run_query), _all(connection, trial_query)))
+        outcomes: dict[int, list[Outcome]] = {}
+        for found in found_trials:
+            outcomes.setdefault(found["trial.run_id"], []).append(self._outcome(found))
+        results = []
         for found in found_runs:
-            number = found["run.id"]
-            key, problem, provenance, baseline, _ = self._run(found)
-            summaries.append(
-                RunSummary(number=number, key=key, problem=problem, provenance=provenance, baseline=baseline, fates=fates.get(number, {}))
+            key, problem, provenance, baseline, ending = self._run(found)
+            own = tuple(outcomes.get(found["run.id"], ()))
+            results.append(
+                SearchResult(gpu=key.gpu, problem=problem, outcomes=own, provenance=provenance, baseline=baseline, ending=ending)
             )
-        return summaries
+        return results
 
     def export(
         self,
@@ -194,42 +175,19 @@ class Store:
         Raises NoKernelFound where nothing passes the filter.
         """
         if winners_only:
-            results = [_alone(record) for record in self.records(passed_over=passed_over, **where) if not passed_over(record)]
+            results = [record.as_result() for record in self.records(passed_over=passed_over, **where) if not passed_over(record)]
         else:
             results = sorted(self.results(**where), key=lambda result: key_order(result.problem.key(result.gpu)))
         if not results:
             wanted = f" of {', '.join(f'{name} {value}' for name, value in where.items())}" if where else ""
             raise NoKernelFound(f"{self._access.name} holds nothing{wanted} to export: search for it first, or loosen the filters")
-        prepared = [ResultRows.of(result) for result in results]
-
-        def work(connection: Connection) -> None:
-            for result in prepared:
-                result.insert(connection)
-
         target = sqlite_path(destination)
         if target is None:
             raise DatabaseError(f"{self._access.name} can be exported to a SQLite file only: give the path of a file")
         if isinstance(self._access, SqliteFile) and self._access.is_at(target):
             raise DatabaseError(f"{self._access.name} can't be exported to itself: give another path")
-        export_file(target, work, replace=replace)
-        return len(prepared)
-
-    def _winners(self, where: list[ColumnElement[bool]]) -> list[TuningRecord]:
-        """The candidate of every run that has one, newest run first."""
-        # Whatever has a time or a rank, not whatever says that it is correct: so an impossible fate is read, and refused.
-        timed = or_(_TRIAL.c.median_us.is_not(None), _TRIAL.c.rank.is_not(None))
-        first = _first_of_each_run(timed, *where)
-        query = (
-            select(*_labelled(_PROBLEM), *_labelled(_RUN), *_labelled(_TRIAL))
-            .select_from(first.join(_TRIAL, _TRIAL.c.id == first.c.id).join(_RUN).join(_PROBLEM))
-            .where(first.c.place == 1)
-            .order_by(_RUN.c.id.desc())
-        )
-        running = _first_of_each_run(_TRIAL.c.median_us.is_not(None), _TRIAL.c.config.like(rows.RUNNING_PATTERN), *where)
-        twin_query = select(*_labelled(_TRIAL)).select_from(running.join(_TRIAL, _TRIAL.c.id == running.c.id)).where(running.c.place == 1)
-        found_winners, found_twins = self._access.read(lambda connection: (_all(connection, query), _all(connection, twin_query)))
-        twins = {found["trial.run_id"]: found for found in found_twins}
-        return [self._record(found, twins.get(found["run.id"])) for found in found_winners]
+        write_file(target, results, replace=replace)
+        return len(results)
 
     def _record(self, found: dict[str, Any], twin: dict[str, Any] | None) -> TuningRecord:
         key, problem, provenance, baseline, ending = self._run(found)
@@ -257,27 +215,6 @@ class Store:
     def _outcome(self, found: dict[str, Any]) -> Outcome:
         with self._naming("trial", found["trial.id"]):
             return rows.read_outcome(_part(found, "trial"))
-
-    def _results(self, where: list[ColumnElement[bool]]) -> list[SearchResult]:
-        run_query = _run_query(where)
-        trial_query = (
-            select(*_labelled(_TRIAL))
-            .select_from(_TRIAL.join(_RUN).join(_PROBLEM))
-            .where(*where)
-            .order_by(_TRIAL.c.run_id, _TRIAL.c.number)
-        )
-        found_runs, found_trials = self._access.read(lambda connection: (_all(connection, run_query), _all(connection, trial_query)))
-        outcomes: dict[int, list[Outcome]] = {}
-        for found in found_trials:
-            outcomes.setdefault(found["trial.run_id"], []).append(self._outcome(found))
-        results = []
-        for found in found_runs:
-            key, problem, provenance, baseline, ending = self._run(found)
-            own = tuple(outcomes.get(found["run.id"], ()))
-            results.append(
-                SearchResult(gpu=key.gpu, problem=problem, outcomes=own, provenance=provenance, baseline=baseline, ending=ending)
-            )
-        return results
 
     @contextmanager
     def _naming(self, table: str, number: object) -> Iterator[None]:
@@ -321,18 +258,6 @@ def sqlite_path(location: str | Path) -> Path | None:
     return Path(os.path.expanduser(text))
 
 
-def _alone(record: TuningRecord) -> SearchResult:
-    """A run that holds the record and its twin, and nothing else."""
-    return SearchResult(
-        gpu=record.key.gpu,
-        problem=record.problem,
-        outcomes=(record.outcome,) if record.twin is None else (record.outcome, record.twin),
-        provenance=record.provenance,
-        baseline=record.baseline,
-        ending=record.ending,
-    )
-
-
 def _first_of_each_run(*where: ColumnElement[bool]) -> Subquery:
     """Of the trials that pass the filter their ids, and each one's `place` among those of its run, the best first."""
     place = func.row_number().over(
@@ -356,14 +281,5 @@ def _part(found: dict[str, Any], table: str) -> Row:
     return Row({name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)})
 
 
-def _run_query(where: list[ColumnElement[bool]]) -> Select[Any]:
-    """Every run with its problem, oldest first."""
-    return select(*_labelled(_PROBLEM), *_labelled(_RUN)).select_from(_RUN.join(_PROBLEM)).where(*where).order_by(_RUN.c.id)
-
-
 def _filtered(where: KeyFilter) -> list[ColumnElement[bool]]:
     return [_PROBLEM.c[name] == value for name, value in where.items() if value is not None]
-
-
-def _where_key(key: ProblemKey) -> list[ColumnElement[bool]]:
-    return [_PROBLEM.c[name] == value for name, value in rows.key_row(key).items()]

@@ -1,6 +1,8 @@
-"""Search results as checked rows, and their insertion: shared by `Store.save` and `Store.export`."""
+"""Search results as checked rows, and their insertion, into a store or a file of their own."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, Insert, insert, select
@@ -10,6 +12,7 @@ from flashtune.core.results import SearchResult
 from flashtune.db import rows
 from flashtune.db.rows import Row, RowError
 from flashtune.db.schema import ProblemRow, RunRow, TrialRow
+from flashtune.db.sqlite_file import export_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +64,17 @@ class ResultRows:
             if trials == self.trials:
                 return True
         return False
+
+
+def write_file(path: Path, results: Sequence[SearchResult], *, replace: bool) -> None:
+    """A compact database that holds these results, in one file that needs no other beside it; `replace` lets it take another's place."""
+    prepared = [ResultRows.of(result) for result in results]
+
+    def work(connection: Connection) -> None:
+        for one in prepared:
+            one.insert(connection)
+
+    export_file(path, work, replace=replace)
 
 
 def _inserted(connection: Connection, statement: Insert) -> int:
