@@ -14,8 +14,8 @@ from flashtune.core.config import Config
 from flashtune.core.errors import DatabaseError
 from flashtune.core.results import Outcome, SearchResult
 from flashtune.db import library
-from flashtune.db import shipped as package
 from flashtune.db.library import Library, shipped_path
+from flashtune.db.shipped import Shipped
 from flashtune.db.store import Store
 
 KEY = samples.PROBLEM.key("h200")
@@ -115,7 +115,7 @@ def test_a_row_that_settles_has_the_best_measured_trial_that_does_not_as_its_twi
     assert (record.twin.variant_id if record.twin else None) == twin
     # Where only the best is exported, its twin comes along.
     assert Library.of(tmp_path / "b.sqlite").best(record.key) == replace(record, origin=str(tmp_path / "b.sqlite"))
-    assert [replace(r, origin="") for r in package.winners(tmp_path / "a.sqlite")] == [replace(record, origin="")]
+    assert [replace(r, origin="") for r in Shipped(tmp_path / "a.sqlite").winners()] == [replace(record, origin="")]
 
 
 def test_a_row_with_running_maxima_needs_no_twin(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_reading_a_database_loads_neither_torch_nor_alembic(own_database: Path) 
 def test_the_shipped_winners_are_the_stores_own_and_need_no_sqlalchemy() -> None:
     with Store.open(shipped_path(), writable=False) as store:
         wanted = [replace(record, origin="") for record in store.winners()]
-    assert [replace(record, origin="") for record in package.winners(shipped_path())] == wanted and wanted
+    assert [replace(record, origin="") for record in Shipped(shipped_path()).winners()] == wanted and wanted
     assert any(record.twin is not None for record in wanted)
     code = """
 import sys

@@ -1,5 +1,7 @@
 """`attention` amid torch's own machinery: autocast, torch.compile, generators, subclasses, other devices; and what importing it costs."""
 
+import gc
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from flashtune import dispatch
+from flashtune.core.collector import held_off
 from flashtune.core.errors import InputError
 from flashtune.core.target import find_target
 from flashtune.dispatch import framework
@@ -159,12 +162,16 @@ def test_without_triton_the_framework_serves(monkeypatch: pytest.MonkeyPatch) ->
     torch.testing.assert_close(dispatch.attention(Q, Q, Q), F.scaled_dot_product_attention(Q, Q, Q))
 
 
-def test_what_a_first_call_needs_is_all_that_is_imported_even_in_torchs_place_before_the_import() -> None:
-    """A new process waits for every import: neither the tuner and what it takes, nor any compiler, nor what measures."""
+def test_what_a_first_call_needs_is_all_that_is_imported_and_read_even_in_torchs_place_before_the_import() -> None:
+    """A new process waits for every import: neither the tuner and what it takes, nor any compiler, nor what measures. It reads the few rows
+    that decide, and Python's collector doesn't walk torch's objects meanwhile."""
     code = """
-import sys, torch
+import gc, sys, torch
 import torch.nn.functional as F
 before = set(sys.modules)
+collected = []
+gc.set_threshold(700, 10, 10)
+gc.callbacks.append(lambda phase, what: collected.append(what["generation"]) if phase == "start" else None)
 own, q = F.scaled_dot_product_attention, torch.randn(1, 2, 8, 16)
 def ours(*arguments, **words):
     from flashtune import dispatch
@@ -176,16 +183,41 @@ from flashtune import dispatch
 from flashtune.core.problem import Problem
 from flashtune.dispatch.launch.recording import Tensor, record
 dispatch.explain(q, q, q)
-dispatch.explain_problem(Problem(batch=1, heads=16, kv_heads=16, n_q=512, n_kv=512, d=128, d_v=128, dtype="bf16"), "h200")
+collected.clear()
+from flashtune.db import rows
+from flashtune.db.library import shipped_path
+from flashtune.db.shipped import Shipped
+read, outcome = [], rows.read_outcome
+rows.read_outcome = lambda row: read.append(row) or outcome(row)
+found = dispatch.explain_problem(Problem(batch=1, heads=16, kv_heads=16, n_q=512, n_kv=512, d=128, d_v=128, dtype="bf16"), "h200")
+decided = len(collected)
+assert found.kind != "framework" and 0 < len(read) < 16 < len(Shipped(shipped_path())), len(read)
 assert record(lambda q: [(lambda: None, (1,), (q[1:],), {})], [q], {"q": Tensor(0)}) is not None
 new = set(sys.modules) - before
 tools = {"optuna", "sqlalchemy", "alembic", "jinja2", "click", "rich", "triton", "sympy", "statistics"}
 print(sorted({name.split(".")[0] for name in new} & tools))
 rooms = ("flashtune.tuner", "flashtune.profiler", "flashtune.cli", "flashtune.db.store", "flashtune.templates.rendering")
 print([name for name in new if name.startswith((*rooms, "torch._dynamo", "torch._inductor"))])
+print(decided)
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.split("\n")[:2] == ["[]", "[]"], run.stdout
+    environment = {**os.environ, "FLASHTUNE_OWN_DB": "/nowhere/tuned.sqlite"}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    compilers, rooms, collections = run.stdout.splitlines()
+    assert (compilers, rooms) == ("[]", "[]"), run.stdout
+    # With all rows there were more than twenty.
+    assert int(collections) < 12
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_the_collector_is_held_off_and_then_as_it_was(on: bool) -> None:
+    was_on = gc.isenabled()
+    (gc.enable if on else gc.disable)()
+    try:
+        with held_off():
+            assert not gc.isenabled()
+        assert gc.isenabled() is on
+    finally:
+        (gc.enable if was_on else gc.disable)()
 
 
 class OnGpu(torch.Tensor):

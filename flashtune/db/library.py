@@ -1,11 +1,12 @@
 """What dispatch and `flashtune show` read: databases that were asked for, the user's own results below them, then the shipped ones.
 
-The best records are loaded into memory once, so that no SQL is on the hot path. Importing this module loads neither torch nor SQLAlchemy.
+Records are loaded into memory once, so that no SQL is on the hot path; the shipped ones key by key, as they are asked for. Importing this
+module loads neither torch nor SQLAlchemy.
 """
 
 import os
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, Unpack
@@ -14,9 +15,9 @@ import platformdirs
 
 from flashtune.core.problem import ProblemKey
 from flashtune.core.results import TuningRecord
-from flashtune.db import shipped
 from flashtune.db.card import check_card
-from flashtune.db.ranking import by_key, foremost, key_order, serve_all
+from flashtune.db.ranking import by_key, foremost, key_order, preference, serve_all
+from flashtune.db.shipped import Shipped
 
 if TYPE_CHECKING:
     from flashtune.db.store import KeyFilter
@@ -49,7 +50,7 @@ class Layer:
     """That of its records (TuningRecord.precedence)."""
 
 
-class Library:
+class Library(Mapping[ProblemKey, list[TuningRecord]]):
     """The records of every key over some layers, the best first; the earlier layer wins a tie.
 
     Raises DatabaseError where a layer is broken, or is missing and not optional.
@@ -57,14 +58,33 @@ class Library:
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.layers = tuple(layers)
-        found: list[TuningRecord] = []
-        for layer in self.layers:
-            records = _winners(layer)
-            if layer.origin or layer.precedence:
-                records = [replace(r, origin=layer.origin or r.origin, precedence=layer.precedence) for r in records]
-            found += records
-        records_of = by_key(found)
-        self._records = {key: records_of[key] for key in sorted(records_of, key=key_order)}
+        self._rows = [_rows(layer) for layer in self.layers]
+        self._known: dict[ProblemKey, list[TuningRecord]] = {}
+        self._keys = dict.fromkeys(sorted({key for found in self._rows for key in found}, key=key_order))
+
+    def __getitem__(self, key: ProblemKey) -> list[TuningRecord]:
+        if key not in self._known:
+            if key not in self._keys:
+                raise KeyError(key)
+            found: list[TuningRecord] = []
+            for place, layer in enumerate(self.layers):
+                found += _labelled(layer, self._of(place, key))
+            self._known[key] = sorted(found, key=preference)
+        return self._known[key]
+
+    def __iter__(self) -> Iterator[ProblemKey]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def _of(self, place: int, key: ProblemKey) -> list[TuningRecord]:
+        try:
+            return self._rows[place].get(key, [])
+        except (sqlite3.Error, ValueError):
+            # Whatever is wrong with it, the store says it best.
+            self._rows[place] = by_key(_through_store(self.layers[place]))
+            return self._rows[place].get(key, [])
 
     @classmethod
     def default(cls) -> Self:
@@ -93,7 +113,7 @@ class Library:
 
     def best(self, key: ProblemKey) -> TuningRecord | None:
         """The best record of exactly this key, or None."""
-        return next(iter(self._records.get(key, [])), None)
+        return next(iter(self.get(key, [])), None)
 
     def records(self, *, passed_over: Callable[[TuningRecord], object] = serve_all, **where: Unpack["KeyFilter"]) -> list[TuningRecord]:
         """The best record of every key that passes the filter, in order of keys.
@@ -101,27 +121,39 @@ class Library:
         One that is `passed_over` gives way to the next of its key, where there is one that is not.
         """
         wanted = {name: value for name, value in where.items() if value is not None}
-        chosen = (same for key, same in self._records.items() if all(getattr(key, name) == value for name, value in wanted.items()))
-        return [foremost(same, passed_over) for same in chosen]
+        chosen = (self[key] for key in self if all(getattr(key, name) == value for name, value in wanted.items()))
+        return [foremost(same, passed_over) for same in chosen if same]
 
     def winners(self) -> list[TuningRecord]:
         """What every search found best, in order of keys and of preference: where a record can't be served, the next one may."""
-        return [record for same in self._records.values() for record in same]
+        return [record for same in self.values() for record in same]
 
 
-def _winners(layer: Layer) -> list[TuningRecord]:
+def _rows(layer: Layer) -> Mapping[ProblemKey, list[TuningRecord]]:
     """What every search of a layer found best. The two layers that every process has are read without SQLAlchemy: the package's own
     database, and the user's while there is none."""
     if layer.precedence and "://" not in str(layer.location) and os.path.isfile(path := os.path.expanduser(layer.location)):
         check_card(Path(path))
     if layer.optional and "://" not in str(layer.location) and not os.path.lexists(layer.location):
-        return []
+        return {}
     if layer.location == shipped_path() and not shipped_path().with_name(f"{shipped_path().name}-wal").exists():
         try:
-            return shipped.winners(shipped_path())
+            return Shipped(shipped_path())
         except (sqlite3.Error, ValueError):
             # Whatever is wrong with it, the store says it best.
             pass
+    return by_key(_through_store(layer))
+
+
+def _labelled(layer: Layer, records: list[TuningRecord]) -> list[TuningRecord]:
+    """The records, with what the layer says of them."""
+    if not layer.origin and not layer.precedence:
+        return records
+    return [replace(record, origin=layer.origin or record.origin, precedence=layer.precedence) for record in records]
+
+
+def _through_store(layer: Layer) -> list[TuningRecord]:
+    """What every search of a layer found best; nothing where an optional layer is missing."""
     from flashtune.db.inspection import MissingDatabaseError
     from flashtune.db.store import Store
 

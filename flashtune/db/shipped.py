@@ -1,12 +1,16 @@
-"""The winners of the database inside the package, read with sqlite3 alone: a new process's first call doesn't wait for SQLAlchemy."""
+"""The database inside the package, read with sqlite3 alone, and of its rows those that are asked for: a new process's first call waits
+neither for SQLAlchemy nor for rows that have no say in it."""
 
 import sqlite3
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from urllib.parse import quote
 
+from flashtune.core.problem import ProblemKey
 from flashtune.core.results import TuningRecord
 from flashtune.db import rows
+from flashtune.db.ranking import by_key
 from flashtune.db.rows import Row
 
 _TABLES = ("problem", "run", "trial")
@@ -15,7 +19,7 @@ _TABLES = ("problem", "run", "trial")
 _FIRST_OF_EACH_RUN = f"""
     WITH ranked AS (
         SELECT id, row_number() OVER (PARTITION BY run_id ORDER BY coalesce(rank, {rows.LARGEST}), median_us, variant_id, number) AS place
-        FROM trial WHERE {{which}}
+        FROM trial WHERE ({{which}}) {{only}}
     )
     SELECT {{columns}} FROM ranked JOIN trial ON trial.id = ranked.id
 """
@@ -25,35 +29,67 @@ _WINNERS = f"""
 """
 _TWINS = f"{_FIRST_OF_EACH_RUN} WHERE place = 1"
 
+_OF_ONE_KEY = "AND run_id IN (SELECT id FROM run WHERE problem_id = ?)"
 
-def winners(path: Path) -> list[TuningRecord]:
-    """The candidate of every run in the package's own database, newest run first, each value checked as always.
+
+class Shipped(Mapping[ProblemKey, list[TuningRecord]]):
+    """The records of each key in the package's own database, the best first (flashtune.db.ranking); a key's are read when they are asked
+    for, each value checked as always.
 
     Raises sqlite3.Error or RowError where the file isn't what was shipped.
     """
-    with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro&immutable=1", uri=True)) as connection:
-        names = {table: [row[1] for row in connection.execute(f"PRAGMA table_info({table})")] for table in _TABLES}
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with closing(self._connected()) as connection:
+            self._names = {table: [row[1] for row in connection.execute(f"PRAGMA table_info({table})")] for table in _TABLES}
+            names = self._names["problem"]
+            found = [dict(zip(names, values, strict=True)) for values in connection.execute(f"SELECT {', '.join(names)} FROM problem")]
+        self._ids = {rows.read_key(Row(fields)): fields["id"] for fields in found}
+
+    def __getitem__(self, key: ProblemKey) -> list[TuningRecord]:
+        return by_key(self._read(self._ids[key])).get(key, [])
+
+    def __iter__(self) -> Iterator[ProblemKey]:
+        return iter(self._ids)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def winners(self) -> list[TuningRecord]:
+        """The candidate of every run, newest run first."""
+        return self._read(None)
+
+    def _connected(self) -> sqlite3.Connection:
+        return sqlite3.connect(f"file:{quote(str(self._path))}?mode=ro&immutable=1", uri=True)
+
+    def _read(self, problem: int | None) -> list[TuningRecord]:
+        """The candidates of the runs of one row of `problem`, or of all."""
+        names, only, asked = self._names, "" if problem is None else _OF_ONE_KEY, () if problem is None else (problem,)
         columns = ", ".join(f"{table}.{name}" for table in _TABLES for name in names[table])
-        found = connection.execute(_WINNERS.format(which="median_us IS NOT NULL OR rank IS NOT NULL", columns=columns)).fetchall()
         trial_columns = ", ".join(f"trial.{name}" for name in names["trial"])
-        asked = _TWINS.format(which=f"median_us IS NOT NULL AND config LIKE '{rows.RUNNING_PATTERN}'", columns=trial_columns)
-        running = [dict(zip(names["trial"], values, strict=True)) for values in connection.execute(asked)]
-    twins = {fields["run_id"]: Row(fields) for fields in running}
-    records = []
-    for values in found:
-        rest = iter(values)
-        problem_row, run, trial = (Row({name: next(rest) for name in names[table]}) for table in _TABLES)
-        key, outcome = rows.read_key(problem_row), rows.read_outcome(trial)
-        records.append(
-            TuningRecord(
-                key=key,
-                problem=rows.read_problem(run, key),
-                outcome=outcome,
-                provenance=rows.read_provenance(run),
-                baseline=rows.read_baseline(run),
-                ending=rows.read_ending(run),
-                twin=rows.twin_of(outcome, twins.get(trial.values["run_id"])),
-                origin=str(path),
+        winners = _WINNERS.format(which="median_us IS NOT NULL OR rank IS NOT NULL", columns=columns, only=only)
+        twin_trials = f"median_us IS NOT NULL AND config LIKE '{rows.RUNNING_PATTERN}'"
+        with closing(self._connected()) as connection:
+            found = connection.execute(winners, asked).fetchall()
+            others = connection.execute(_TWINS.format(which=twin_trials, columns=trial_columns, only=only), asked)
+            running = [dict(zip(names["trial"], values, strict=True)) for values in others]
+        twins = {fields["run_id"]: Row(fields) for fields in running}
+        records = []
+        for values in found:
+            rest = iter(values)
+            problem_row, run, trial = (Row({name: next(rest) for name in names[table]}) for table in _TABLES)
+            key, outcome = rows.read_key(problem_row), rows.read_outcome(trial)
+            records.append(
+                TuningRecord(
+                    key=key,
+                    problem=rows.read_problem(run, key),
+                    outcome=outcome,
+                    provenance=rows.read_provenance(run),
+                    baseline=rows.read_baseline(run),
+                    ending=rows.read_ending(run),
+                    twin=rows.twin_of(outcome, twins.get(trial.values["run_id"])),
+                    origin=str(self._path),
+                )
             )
-        )
-    return records
+        return records

@@ -1,7 +1,10 @@
 """Run time: `attention` by the best kernel that is known for this GPU and these sizes, and `explain` for why it is that one."""
 
-from flashtune.dispatch.api import attention, explain, explain_problem
-from flashtune.dispatch.resolve.explanation import Explanation
-from flashtune.dispatch.resolve.layers import Use, reload, use
+from flashtune.core.collector import held_off
+
+with held_off():
+    from flashtune.dispatch.api import attention, explain, explain_problem
+    from flashtune.dispatch.resolve.explanation import Explanation
+    from flashtune.dispatch.resolve.layers import Use, reload, use
 
 __all__ = ["Explanation", "Use", "attention", "explain", "explain_problem", "reload", "use"]

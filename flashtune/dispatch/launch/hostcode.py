@@ -4,7 +4,7 @@ a first call waits for, and there may be none."""
 import builtins
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 
@@ -53,13 +53,14 @@ class _Triton:
 _TRITON = _Triton()
 
 
-def load_host_code(text: str, stem: str) -> ModuleType:
-    """The module of a rendered text with its host functions (accepts, records, counts_needed, launches); its kernels are only named."""
+def load_host_code(text: str | CodeType, stem: str) -> ModuleType:
+    """The module of a rendered text, which may be compiled to bytecode, with its host functions (accepts, records, counts_needed,
+    launches); its kernels are only named."""
 
     def imported(name: str, given: Mapping[str, Any] | None = None, local: Any = None, names: Sequence[str] = (), level: int = 0) -> Any:
         return _TRITON if name.split(".")[0] == "triton" else builtins.__import__(name, given, local, names, level)
 
     module = ModuleType(f"flashtune_host_{stem}", "Host code of a kernel.")
     module.__dict__["__builtins__"] = {**vars(builtins), "__import__": imported}
-    exec(compile(text, f"<host code of {stem}>", "exec"), module.__dict__)
+    exec(compile(text, f"<host code of {stem}>", "exec") if isinstance(text, str) else text, module.__dict__)
     return module

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import importlib
 from importlib import resources
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
@@ -62,7 +63,10 @@ def host_code(family: Family, chosen: Variant, machine_code: Manifest) -> Module
     found = shipped_index(PACKAGE).find(chosen.id)
     if found is not None and found.template == chosen.template:
         path = Path(str(resources.files(PACKAGE))) / found.path
-        return load_host_code(path.read_text(encoding="utf-8"), path.stem)
+        # By Python's own loader: its bytecode lies beside an installed module.
+        code = SourceFileLoader(f"{PACKAGE}.{found.module}", str(path)).get_code(f"{PACKAGE}.{found.module}")
+        assert code is not None, "a source file has code"
+        return load_host_code(code, path.stem)
     from flashtune.templates import rendering
 
     text = rendering.render(family, chosen)

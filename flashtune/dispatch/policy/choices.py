@@ -1,5 +1,6 @@
 """Which kernel serves a problem: a pure function of the problem, the GPU and the records; no tensors, no I/O, no clock."""
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,34 +48,31 @@ class Refusal:
     record: TuningRecord | None = None
 
 
+Rows = Mapping[ProblemKey, Sequence[TuningRecord]]
+"""The records of each key, the best first; what is asked for a key may be read then."""
+
+
 class Pool:
-    """The records that may serve problems of one kind on a GPU, with all of their order that sizes have no say in."""
+    """The records that may serve problems of one kind on a GPU, with all of their order that sizes have no say in.
 
-    __slots__ = ("_entries", "_exact", "_refits", "_target", "_varying")
+    Keys are sorted first, and the records of one are looked at when its turn comes: hardly any call looks beyond the nearest.
+    """
 
-    def __init__(self, key: ProblemKey, target: Target, records: Iterable[TuningRecord], families: Mapping[str, Family]) -> None:
+    __slots__ = ("_families", "_features", "_known", "_places", "_refits", "_rows", "_target", "_varying")
+
+    def __init__(self, key: ProblemKey, target: Target, records: Rows | Sequence[TuningRecord], families: Mapping[str, Family]) -> None:
         """`key` is that of any problem of the kind."""
         kind = kind_of(key)
-        self._target = target
+        self._target, self._families, self._features = target, families, key.features
         self._refits: dict[tuple[str, Config, KernelSpec], Config | None] = {}
         self._varying = frozenset(name for name, family in families.items() if not family.repeatable)
-        found = [record for record in records if comparable(record.key, key) and _alike(record.key.gpu, target)]
-        places = _places(found)
-        self._entries: list[_Entry] = []
-        self._exact: dict[ProblemKey, list[_Entry]] = {}
-        for record in found:
-            entry = _Entry(
-                record=record,
-                apart=kinds_apart(kind_of(record.key), kind) + self._gpu(record),
-                places=losses.places(record.key),
-                ties=(record.key.features != key.features, *_ties(record, places.get(id(record), 0))),
-                tried=_tried(record, target, families),
-                same_bits=record.framework_us is None and record.outcome.template not in self._varying,
-            )
-            self._entries.append(entry)
-            self._exact.setdefault(record.key, []).append(entry)
-        for same in self._exact.values():
-            same.sort(key=lambda entry: entry.ties)
+        self._rows = _by_key(records) if isinstance(records, Sequence) else records
+        self._known: dict[ProblemKey, list[_Entry]] = {}
+        self._places = {
+            known: (kinds_apart(kind_of(known), kind) + self._gpu(known), losses.places(known))
+            for known in self._rows
+            if comparable(known, key) and _alike(known.gpu, target)
+        }
 
     def exact(self, key: ProblemKey, suited: frozenset[str]) -> list[TuningRecord]:
         """The records of this very key, the preferred one first.
@@ -82,47 +80,48 @@ class Pool:
         Where a `suited` family's bits vary, those that raced for calls that want the same bits every time come last: they met no framework
         and, in a layer of their own, none of the faster kernels.
         """
-        same = self._exact.get(key, ())
+        same = self._of(key)
         return [entry.record for entry in (sorted(same, key=lambda entry: entry.same_bits) if suited & self._varying else same)]
 
-    def near(self, key: ProblemKey, suited: frozenset[str]) -> list[TuningRecord]:
+    def near(self, key: ProblemKey, suited: frozenset[str]) -> Iterator[TuningRecord]:
         """The records of other keys for which all `suited` families were tried, the nearest first, and of one key as in `exact`."""
         n, n_q, heads, work = losses.places(key)
         may_vary = bool(suited & self._varying)
         found = [
-            (
-                entry.apart
-                + abs(entry.places[0] - n)
-                + abs(entry.places[1] - n_q)
-                + abs(entry.places[2] - heads)
-                + abs(entry.places[3] - work),
-                (entry.ties[0], may_vary and entry.same_bits, *entry.ties[1:]),
-                entry.record,
-            )
-            for entry in self._entries
-            if suited <= entry.tried and entry.record.key != key
+            (apart + abs(places[0] - n) + abs(places[1] - n_q) + abs(places[2] - heads) + abs(places[3] - work), other)
+            for other, (apart, places) in self._places.items()
+            if other != key
         ]
-        found.sort(key=lambda one: one[:2])
-        return [record for *_, record in found]
+        for _, others in _nearest_first(found):
+            entries = [entry for other in others for entry in self._of(other) if suited <= entry.tried]
+            entries.sort(key=lambda entry: (entry.ties[0], may_vary and entry.same_bits, *entry.ties[1:]))
+            yield from (entry.record for entry in entries)
 
     def near_in_keys(self, problem: Problem, key: ProblemKey) -> TuningRecord | None:
         """Of a decoding step, the measured record that tells most of what torch takes for it, whatever config it has; None where all are
         far in keys."""
         found = [
-            (apart, entry.ties, entry.record)
-            for entry in self._entries
-            if not losses.far_in_keys(entry.record.key, key)
-            and (apart := losses.step_distance(entry.record.key, key)) < math.inf
-            and entry.record.outcome.source == "measured"
-            and entry.record.framework_us is not None
-            and _torch_runs_alike(entry.record.problem, problem)
+            (apart, other)
+            for other in self._places
+            if not losses.far_in_keys(other, key) and (apart := losses.step_distance(other, key)) < math.inf
         ]
-        return min(found, key=lambda one: one[:2])[2] if found else None
+        for _, others in _nearest_first(found):
+            telling = [
+                entry
+                for other in others
+                for entry in self._of(other)
+                if entry.record.outcome.source == "measured"
+                and entry.record.framework_us is not None
+                and _torch_runs_alike(entry.record.problem, problem)
+            ]
+            if telling:
+                return min(telling, key=lambda entry: entry.ties).record
+        return None
 
     @property
     def lengths(self) -> frozenset[int]:
         """The numbers of keys that its records are of."""
-        return frozenset(key.n for key in self._exact)
+        return frozenset(key.n for key in self._places)
 
     def refitted(self, family: Family, config: Config, spec: KernelSpec) -> Config | None:
         """`Family.refitted` on the pool's GPU, which takes a while, once."""
@@ -131,20 +130,51 @@ class Pool:
             self._refits[known] = family.refitted(config, spec, self._target)
         return self._refits[known]
 
-    def _gpu(self, record: TuningRecord) -> float:
-        if record.key.gpu == self._target.slug:
+    def _of(self, key: ProblemKey) -> list["_Entry"]:
+        """The records of a key, sorted as equals are."""
+        if key not in self._places:
+            return []
+        if key not in self._known:
+            records = self._rows[key]
+            places = _places(records)
+            entries = [
+                _Entry(
+                    record=record,
+                    ties=(key.features != self._features, *_ties(record, places.get(id(record), 0))),
+                    tried=_tried(record, self._target, self._families),
+                    same_bits=record.framework_us is None and record.outcome.template not in self._varying,
+                )
+                for record in records
+            ]
+            self._known[key] = sorted(entries, key=lambda entry: entry.ties)
+        return self._known[key]
+
+    def _gpu(self, key: ProblemKey) -> float:
+        if key.gpu == self._target.slug:
             return 0.0
-        return losses.OTHER_GPU + octaves(targets()[record.key.gpu].sms, self._target.sms)
+        return losses.OTHER_GPU + octaves(targets()[key.gpu].sms, self._target.sms)
+
+
+def _nearest_first(found: list[tuple[float, ProblemKey]]) -> Iterator[tuple[float, list[ProblemKey]]]:
+    """Keys by how far each is apart, those that are as far together."""
+    found.sort(key=lambda one: one[0])
+    for apart, same in itertools.groupby(found, key=lambda one: one[0]):
+        yield apart, [key for _, key in same]
+
+
+def _by_key(records: Iterable[TuningRecord]) -> Rows:
+    found: dict[ProblemKey, list[TuningRecord]] = {}
+    for record in records:
+        found.setdefault(record.key, []).append(record)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
-    """A record of a pool: how far its kind is apart, where it lies by its sizes, what sorts equals, the families that were tried, and
-    whether it raced among kernels alone that write the same bits every time."""
+    """A record of a pool: what sorts equals, the families that were tried, and whether it raced among kernels alone that write the same
+    bits every time."""
 
     record: TuningRecord
-    apart: float
-    places: tuple[float, float, float, float]
     ties: tuple[object, ...]
     tried: frozenset[str]
     same_bits: bool

@@ -7,10 +7,12 @@ import warnings
 from collections.abc import Hashable
 from dataclasses import dataclass
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 
 from flashtune.core.binaries import Manifest
+from flashtune.core.collector import held_off
 from flashtune.core.config import Direction, Variant
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.problem import ProblemKey
@@ -23,6 +25,9 @@ from flashtune.dispatch.plans.known import Plan, Plans
 from flashtune.dispatch.policy import Pool, group_of
 from flashtune.templates import families
 from flashtune.templates.family import Family
+
+if TYPE_CHECKING:
+    from flashtune.db.library import Library
 
 MOST_PLANS = 8192
 """Growing sequences make a new signature with each token; beyond so many, all are forgotten and decided anew."""
@@ -54,7 +59,7 @@ class Memo:
         self.broken: dict[tuple[str, str], str] = {}
         self.settings = settings
         self.pinned: dict[Direction, ModuleType] = {} if pinned is None else dict([pinned])
-        self._records: list[TuningRecord] | None = None
+        self._library: Library | None = None
         self._pools: dict[tuple[object, ...], Pool] = {}
         self._code: dict[tuple[str, str], tuple[Manifest, ModuleType | None]] = {}
         self._warned: set[str] = set()
@@ -82,20 +87,21 @@ class Memo:
 
     def read(self) -> None:
         """Read the library, where that wasn't done; raises DatabaseError where a database is missing or damaged."""
-        with self.lock:
-            if self._records is None:
-                # SQLAlchemy takes a while to import: only those who need records pay for it.
+        with self.lock, held_off():
+            if self._library is None:
+                # Databases take a while to import: only those who need records pay for it.
                 from flashtune.db.library import Library
 
-                self._records = Library.over(self.settings.databases, alone=self.settings.alone).winners()
+                self._library = Library.over(self.settings.databases, alone=self.settings.alone)
 
     def pool(self, key: ProblemKey, target: Target) -> Pool:
         """The records that may serve `key` on this GPU; the library is read when this is first called."""
         self.read()
         group = group_of(key)
         if group not in self._pools:
-            assert self._records is not None, "they were just read"
-            self._pools[group] = Pool(key, target, self._records, families())
+            assert self._library is not None, "it was just read"
+            with held_off():
+                self._pools[group] = Pool(key, target, self._library, families())
         return self._pools[group]
 
     def machine_code(self, family: Family, variant: Variant, target: Target) -> tuple[Manifest | None, ModuleType | None]:
@@ -104,10 +110,11 @@ class Memo:
         name = (variant.id, target.arch)
         if name not in self._code:
             try:
-                manifest = kernels.manifest(variant, target.arch)
-                if manifest is None:
-                    return None, None
-                self._code[name] = manifest, kernels.host_code(family, variant, manifest)
+                with held_off():
+                    manifest = kernels.manifest(variant, target.arch)
+                    if manifest is None:
+                        return None, None
+                    self._code[name] = manifest, kernels.host_code(family, variant, manifest)
             except (EnvironmentProblem, OSError) as error:
                 self.warn_once(f"flashtune: {error}; until then Triton compiles {variant.template} {variant.id}")
                 return None, None
