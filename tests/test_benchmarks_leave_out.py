@@ -4,11 +4,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from compiling import cross_compile
 
 from flashtune.core.dtypes import DType
 from flashtune.core.problem import Features
 from flashtune.core.target import find_target
-from flashtune.tuner.compile import cross_compile
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 

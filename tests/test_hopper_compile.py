@@ -6,11 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from compiling import cross_compile
 from hopper_kernels import H200, compiled, count, key_loops, launch_of, machine_code, problem, source
 
 from flashtune.core.dtypes import DType
 from flashtune.core.problem import Features
-from flashtune.tuner.compile import cross_compile, read_facts
+from flashtune.tuner.compile import read_facts
 
 CAUSAL = Features(causal=True)
 EVERYTHING = Features(causal=True, window=(100, 0), mask="bias", dropout=True, softcap=True, alibi=True, sinks=True)

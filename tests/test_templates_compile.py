@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from compiling import cross_compile
 
 from flashtune.core.launching import provided
 from flashtune.core.modules import load_source
@@ -13,7 +14,7 @@ from flashtune.core.target import Target, find_target
 from flashtune.templates import family
 from flashtune.templates.predicates import shared_bytes
 from flashtune.templates.rendering import render, variant_of
-from flashtune.tuner.compile import compiling_for, cross_compile
+from flashtune.tuner.compile import compiling_for
 from flashtune.tuner.inputs import make_inputs
 
 

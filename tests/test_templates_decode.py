@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiling import cross_compile
 from hopper_kernels import launches
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +19,7 @@ from flashtune.core.problem import DECODE_ROWS, Features, Problem
 from flashtune.core.target import find_target, targets
 from flashtune.templates.decode.flash_decode import FAMILY, wave_efficiency
 from flashtune.templates.rendering import render, variant_of
-from flashtune.tuner.compile import compiling_for, cross_compile, read_facts
+from flashtune.tuner.compile import compiling_for, read_facts
 from flashtune.tuner.inputs import make_inputs
 
 H200 = find_target("h200")

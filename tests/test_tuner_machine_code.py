@@ -264,4 +264,4 @@ def test_threads_of_a_warp_specialised_kernel_are_all_of_its_warps() -> None:
     hopper: list[Binary] = [binary for _, manifest in manifests() for binary in manifest.of("flash_fwd_hopper")]
     assert hopper
     # A producer's warpgroup beside each consumer's, where num_warps of the launch is 4.
-    assert {binary.warps for binary in hopper} <= {8, 12, 16, 20}
+    assert {binary.threads // 32 for binary in hopper} <= {8, 12, 16, 20}

@@ -12,6 +12,7 @@ import optuna
 import pytest
 import torch
 from attention_cases import band_of, by_the_book
+from compiling import cross_compile
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -27,7 +28,6 @@ from flashtune.templates import families, family
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner import correctness, tasks
 from flashtune.tuner.baseline import framework_call
-from flashtune.tuner.compile import cross_compile
 from flashtune.tuner.cost import key_blocks, predict_us
 from flashtune.tuner.inputs import make_inputs
 from flashtune.tuner.problem_search import ranked

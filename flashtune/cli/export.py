@@ -1,9 +1,12 @@
 """`flashtune export`: a compact database to ship with a model."""
 
+from typing import Any
+
 import click
 
-from flashtune.cli.console import console, messages, print_json
+from flashtune.cli.console import console, print_json
 from flashtune.cli.options import DTYPE, GPU, db_option, filters_of, json_option
+from flashtune.cli.records import servable
 
 
 @click.command()
@@ -32,24 +35,33 @@ def export(
     Users lay it over their own with dispatch.use(PATH) or FLASHTUNE_DB=PATH; it holds values only, nothing that is executed. Winners that
     this version can't serve are named and left out.
     """
-    from flashtune.db.card import checked_licence, digest, write_card
-    from flashtune.db.library import Library, overlay_path
-    from flashtune.db.store import Store, sqlite_path
+    from flashtune.db.card import checked_licence
+    from flashtune.db.library import overlay_path
+    from flashtune.db.store import Store
     from flashtune.templates import unservable
 
     wanted = None if licence is None else checked_licence(licence)
     with Store.open(location or overlay_path(), writable=False) as store:
         filters = filters_of(gpu_name=gpu_name, d=d, dtype=dtype)
         if not all_trials:
-            for record in store.records(passed_over=unservable, **filters):
-                if why := unservable(record):
-                    messages().print(f"left out: {record.key.gpu} {record.problem.label()}: {why}")
+            servable(store.records(passed_over=unservable, **filters))
         rows = store.export(destination, winners_only=not all_trials, replace=force, passed_over=unservable, **filters)
+    found, words = written(destination, wanted, rows)
+    if as_json:
+        print_json(found)
+    else:
+        console().print(f"{rows} rows in {words}")
+
+
+def written(destination: str, licence: str | None, rows: int) -> tuple[dict[str, Any], str]:
+    """What is said of a file of so many rows that was just written, as JSON and in words; with a licence its card is written now."""
+    from flashtune.db.card import digest, write_card
+    from flashtune.db.library import Library
+    from flashtune.db.store import sqlite_path
+
     path = sqlite_path(destination)
     assert path is not None, "a server is no destination, and was refused"
-    card = None if wanted is None else write_card(path, wanted, Library.of(path).records())
+    card = None if licence is None else write_card(path, licence, Library.of(path).records())
     size = path.stat().st_size
-    if as_json:
-        print_json({"path": str(path), "rows": rows, "bytes": size, "sha256": digest(path), "card": None if card is None else str(card)})
-    else:
-        console().print(f"{rows} rows in {path} ({size / 1024:.0f} KiB)" + ("" if card is None else f", card in {card.name}"))
+    found = {"path": str(path), "rows": rows, "bytes": size, "sha256": digest(path), "card": None if card is None else str(card)}
+    return found, f"{path} ({size / 1024:.0f} KiB)" + ("" if card is None else f", card in {card.name}")

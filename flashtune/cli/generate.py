@@ -11,6 +11,7 @@ import click
 
 from flashtune.cli.console import console, messages, print_json
 from flashtune.cli.options import GPU, db_option, filters_of, json_option
+from flashtune.cli.records import servable
 from flashtune.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -58,13 +59,7 @@ def generate(
     folder = out or package
     library = Library.of(location or shipped_path())
     records = library.records(passed_over=unservable, **filters_of(gpu_name=gpu_name))
-    servable = []
-    for record in records:
-        if why := unservable(record):
-            messages().print(f"left out: {record.key.gpu} {record.problem.label()}: {why}")
-        else:
-            servable.append(record)
-    arranged = arrange(servable)
+    arranged = arrange(servable(records))
     files = text_files(arranged)
     kernels = [one.kernel.path for one in arranged]
     anew = set(kernels) if rebuild or check else set()

@@ -4,8 +4,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flashtune.cli.console import console, messages, print_json
+from flashtune.cli.console import console, print_json
+from flashtune.cli.export import written
 from flashtune.cli.options import json_option
+from flashtune.cli.records import servable
 
 if TYPE_CHECKING:
     from flashtune.core.results import TuningRecord
@@ -26,36 +28,22 @@ def merge(locations: tuple[str, ...], destination: str, licence: str | None, for
     \b
     flashtune merge alice.sqlite bob.sqlite --out model/tuned.sqlite --licence Apache-2.0
     """
-    from flashtune.db.card import checked_licence, digest, write_card
+    from flashtune.db.card import checked_licence
     from flashtune.db.merging import merge as merged_into
-    from flashtune.db.store import sqlite_path
     from flashtune.templates import unservable
 
     wanted = None if licence is None else checked_licence(licence)
     merged = merged_into(locations, destination, replace=force, passed_over=unservable)
-    path = sqlite_path(destination)
-    assert path is not None, "a server is no destination, and was refused"
-    card = None if wanted is None else write_card(path, wanted, merged.kept)
-    size = path.stat().st_size
+    found, words = written(destination, wanted, len(merged.kept))
     if as_json:
-        print_json(
-            {
-                "path": str(path),
-                "rows": len(merged.kept),
-                "bytes": size,
-                "sha256": digest(path),
-                "card": None if card is None else str(card),
-                "lost": [{"lost": _row(record), "kept": _row(best)} for record, best in merged.lost],
-                "left_out": [{**_row(record), "why": unservable(record)} for record in merged.passed_over],
-            }
-        )
+        lost = [{"lost": _row(record), "kept": _row(best)} for record, best in merged.lost]
+        left_out = [{**_row(record), "why": unservable(record)} for record in merged.passed_over]
+        print_json({**found, "lost": lost, "left_out": left_out})
         return
     for record, best in merged.lost:
         console().print(f"lost: {record.key.gpu} {record.problem.label()}: {_told(record)} to {_told(best)}", soft_wrap=True)
-    for record in merged.passed_over:
-        messages().print(f"left out: {record.key.gpu} {record.problem.label()}: {unservable(record)}")
-    beside = "" if card is None else f", card in {card.name}"
-    console().print(f"{len(merged.kept)} rows of {len(locations)} databases in {path} ({size / 1024:.0f} KiB){beside}")
+    servable(merged.passed_over)
+    console().print(f"{len(merged.kept)} rows of {len(locations)} databases in {words}")
 
 
 def _told(record: "TuningRecord") -> str:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from rich.table import Table
 from rich.text import Text
 
-from flashtune.cli.console import console
+from flashtune.cli.console import console, messages
 from flashtune.core.results import Fate, TuningRecord
 from flashtune.templates import unservable
 
@@ -62,6 +62,14 @@ def record_row(record: TuningRecord) -> dict[str, Any]:
         "ended_by": record.ending.reason if record.ending else None,
         "expected_regret": record.ending.regret if record.ending else None,
     }
+
+
+def servable(records: Sequence[TuningRecord]) -> list[TuningRecord]:
+    """Those that this version can serve; the others are named, with the reason."""
+    for record in records:
+        if why := unservable(record):
+            messages().print(f"left out: {record.key.gpu} {record.problem.label()}: {why}")
+    return [record for record in records if not unservable(record)]
 
 
 def _rounded(time_us: float | None) -> float | None:

@@ -20,6 +20,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import Source, TuningRecord
 from flashtune.core.secrets import command_line
 from flashtune.core.target import Target, find_target
+from flashtune.tuner.stopping import UNTIL
 
 logger = logging.getLogger("flashtune.search")
 
@@ -31,7 +32,6 @@ GRID = (512, 1024, 2048, 4096, 8192, 16384)
 """Sequence lengths that are searched when none is given; dispatch serves what lies between from the nearest."""
 
 DEFAULT_TRIALS = 60
-DEFAULT_UNTIL = 0.005
 
 Bands = Literal["causal", "full"]
 
@@ -42,7 +42,7 @@ class SearchOptions:
 
     trials: int = DEFAULT_TRIALS
     budget_s: float | None = None
-    until: float = DEFAULT_UNTIL
+    until: float = UNTIL
     sampler: "Sampler" = "gp"
     templates: tuple[str, ...] = ()
     seed: int | None = None

@@ -83,14 +83,6 @@ class Parameter:
         bits = int(self.kind[1:])
         return (0, 2**bits - 1) if self.kind[0] == "u" else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
 
-    @property
-    def layout(self) -> tuple[str, ...]:
-        """The kernel parameters that this one becomes: itself, and after a 128-byte tensor map the shape as i32 and the strides as i64."""
-        if self.tensor_map is None:
-            return (self.kind,)
-        rank = self.tensor_map.rank
-        return ("tensor_map", *["i32"] * rank, *["i64"] * rank)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
@@ -136,11 +128,6 @@ class Binary:
     conditions: tuple[Condition, ...]
     sha256: str
     file: str = ""
-
-    @property
-    def warps(self) -> int:
-        """All warps of a block."""
-        return self.threads // 32
 
     def refusal(self, arguments: Sequence[Any]) -> str | None:
         """Why these arguments of a launch (as `launches` gives them) can't go to this binary, or None where they can.

@@ -1,5 +1,8 @@
 """Errors a user can act on: one sentence with the cause, the offending value and the remedy."""
 
+import difflib
+from collections.abc import Mapping
+
 
 class FlashtuneError(Exception):
     """Base of every error that flashtune raises on purpose; the CLI prints it without a traceback.
@@ -38,3 +41,9 @@ class NoKernelFound(FlashtuneError):
     """A search ended without one correct candidate, or a database has none of those that were asked for."""
 
     exit_code = 5
+
+
+def did_you_mean(name: str, known: Mapping[str, str], *, cutoff: float) -> str:
+    """`did you mean a100, h200?`: the values of the nearest of the names that are known; empty where none is near."""
+    near = dict.fromkeys(known[match] for match in difflib.get_close_matches(name, known, n=8, cutoff=cutoff))
+    return f"did you mean {', '.join(list(near)[:3])}?" if near else ""

@@ -1,6 +1,5 @@
 """Models that people run, by the attentions in them: a table of facts with sources (`models.toml`) and the look-up by name."""
 
-import difflib
 import tomllib
 from dataclasses import dataclass
 from functools import cache
@@ -9,7 +8,7 @@ from importlib import resources
 from flashtune.core.band import Band, diagonal_of
 from flashtune.core.config import Direction
 from flashtune.core.dtypes import DType
-from flashtune.core.errors import InputError
+from flashtune.core.errors import InputError, did_you_mean
 from flashtune.core.problem import Features, Problem
 
 TOKENS = 16384
@@ -82,13 +81,12 @@ def models() -> dict[str, Model]:
 
 def find_model(name: str) -> Model:
     """The model of this slug or name (case and punctuation don't matter); raises InputError with the nearest names."""
-    known = {_plain(word): model for model in models().values() for word in (model.slug, model.name)}
-    found = known.get(_plain(name))
-    if found is None:
-        near = {known[match].slug: None for match in difflib.get_close_matches(_plain(name), known, n=6, cutoff=0.5)}
-        hint = f"did you mean {', '.join(list(near)[:3])}?" if near else "flashtune show --models lists them"
+    slugs = {_plain(word): model.slug for model in models().values() for word in (model.slug, model.name)}
+    slug = slugs.get(_plain(name))
+    if slug is None:
+        hint = did_you_mean(_plain(name), slugs, cutoff=0.5) or "flashtune show --models lists them"
         raise InputError(f"unknown model {name!r}: {hint}")
-    return found
+    return models()[slug]
 
 
 def _plain(name: str) -> str:

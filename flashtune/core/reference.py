@@ -103,6 +103,13 @@ def joined(bias: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     return bias.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else bias + mask
 
 
+def hidden_outside(seen: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """A mask or bias, where there is one, that leaves of all pairs only those `seen` (bool)."""
+    if mask is None:
+        return seen
+    return mask & seen if mask.dtype == torch.bool else joined(mask, seen)
+
+
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,

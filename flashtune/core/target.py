@@ -1,13 +1,12 @@
 """GPUs as the tuner sees them: a table of facts with sources (`targets.toml`) and the look-up by any of their names."""
 
-import difflib
 import tomllib
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Any, Literal
 
-from flashtune.core.errors import InputError
+from flashtune.core.errors import InputError, did_you_mean
 
 Vendor = Literal["nvidia", "amd"]
 
@@ -89,13 +88,12 @@ def _plain(name: str) -> str:
 
 def find_target(name: str) -> Target:
     """The GPU with this slug, alias or driver name (case and punctuation don't matter); raises InputError with the nearest names."""
-    known: dict[str, Target] = {}
+    slugs: dict[str, str] = {}
     for target in targets().values():
         for alias in (target.slug, target.name, *target.aliases, *target.driver_names):
-            known.setdefault(_plain(alias), target)
-    found = known.get(_plain(name))
-    if found is None:
-        near = {known[match].slug: None for match in difflib.get_close_matches(_plain(name), known, n=8, cutoff=0.4)}
-        hint = f"did you mean {', '.join(list(near)[:3])}?" if near else f"use one of {', '.join(targets())}"
+            slugs.setdefault(_plain(alias), target.slug)
+    slug = slugs.get(_plain(name))
+    if slug is None:
+        hint = did_you_mean(_plain(name), slugs, cutoff=0.4) or f"use one of {', '.join(targets())}"
         raise InputError(f"unknown GPU {name!r}: {hint} (flashtune doctor lists them all)")
-    return found
+    return targets()[slug]

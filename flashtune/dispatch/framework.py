@@ -75,7 +75,8 @@ def attention(
         # Torch's fused backends assume a positive one; its CPU's gives NaN in causal rows otherwise.
         q, scale = (-q, -scale) if scale < 0.0 else (q * 0.0, 1.0)
     if call.band.bounded and not causal:
-        mask = _with_band(call, mask)
+        seen = reference.visible(call.band, call.n_q, call.n_kv, call.device)
+        mask = reference.hidden_outside(seen[None, None], mask)
     if given.sinks is not None:
         q, k, v, mask = _with_sinks(q, k, v, mask, given.sinks.to(_wide(call)) / scale, causal)
     if mask is not None and mask.dtype != torch.bool and q.dtype == torch.float64:
@@ -96,14 +97,6 @@ def attention(
     if given.sinks is not None:
         out = out[:, :, -call.n_q :, : call.d_v]
     return call.restored(out), None
-
-
-def _with_band(call: Call, mask: torch.Tensor | None) -> torch.Tensor:
-    """The mask or bias with the band put into it; (1, 1, N_q, N_kv) when there was none."""
-    visible = reference.visible(call.band, call.n_q, call.n_kv, call.device)[None, None]
-    if mask is None:
-        return visible
-    return mask & visible if mask.dtype == torch.bool else reference.joined(mask, visible)
 
 
 _SINK_KEY = 256.0

@@ -162,10 +162,8 @@ def _with_window(
     if window is None:
         return mask
     n_q, n_kv = query.shape[2], key.shape[2]
-    seen = reference.visible(Band(left=window[0], right=window[1], diagonal=n_kv - n_q), n_q, n_kv, query.device)
-    if mask is None:
-        return seen
-    return mask & seen if mask.dtype == torch.bool else reference.joined(mask, seen)
+    band = Band(left=window[0], right=window[1], diagonal=n_kv - n_q)
+    return reference.hidden_outside(reference.visible(band, n_q, n_kv, query.device), mask)
 
 
 def _left_to_the_kernel(mask_function: Any, local_size: int | None, kv_length: int, config: Any) -> bool:

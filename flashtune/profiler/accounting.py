@@ -15,6 +15,7 @@ What is counted, so that the figures can be checked by hand:
   exponential, dropout 4 (of P and of dP), and 2 for dS.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -101,68 +102,51 @@ def standard_steps(problem: Problem, elementwise: Elementwise) -> tuple[Step, ..
     """
     if problem.direction == "bwd":
         return _backward_steps(problem, elementwise)
-    p, size, scores = problem, tensor_bytes(problem), _scores(problem)
-    s = size["S"]
-    qk = Step(
-        name="qk",
-        read_bytes=size["Q"] + size["K"],
-        write_bytes=s,
-        score_bytes=s,
-        matmul_flops=2 * scores * p.d,
-        vector_flops=0,
-        exps=0,
+    p, size, s = problem, tensor_bytes(problem), tensor_bytes(problem)["S"]
+    passes = {name: (1, *ops) for name, ops in ELEMENTWISE_OPS.items()}
+    return (
+        _product(p, "qk", size["Q"] + size["K"], s, p.d),
+        *_elementwise(p, passes, elementwise),
+        _product(p, "pv", s + size["V"], size["O"], p.d_v),
     )
-    passes = tuple(
-        Step(name=name, read_bytes=s, write_bytes=s, score_bytes=2 * s, matmul_flops=0, vector_flops=ordinary * scores, exps=exps * scores)
-        for name, (ordinary, exps) in ELEMENTWISE_OPS.items()
-    )
-    if elementwise == "fused":
-        together = total("elementwise", passes)
-        passes = (
-            Step(
-                name="elementwise",
-                read_bytes=s,
-                write_bytes=s,
-                score_bytes=2 * s,
-                matmul_flops=0,
-                vector_flops=together.vector_flops,
-                exps=together.exps,
-            ),
-        )
-    pv = Step(
-        name="pv",
-        read_bytes=s + size["V"],
-        write_bytes=size["O"],
-        score_bytes=s,
-        matmul_flops=2 * scores * p.d_v,
-        vector_flops=0,
-        exps=0,
-    )
-    return (qk, *passes, pv)
 
 
 def _backward_steps(problem: Problem, elementwise: Elementwise) -> tuple[Step, ...]:
-    p, size, scores = problem, tensor_bytes(problem), _scores(problem)
-    s = size["S"]
-
-    def product(name: str, read: int, write: int, of_scores: int, width: int) -> Step:
-        flops = 2 * scores * width
-        return Step(name=name, read_bytes=read, write_bytes=write, score_bytes=of_scores, matmul_flops=flops, vector_flops=0, exps=0)
-
-    def vector(name: str, reads: int, ops: int) -> Step:
-        moved, flops = (reads + 1) * s, ops * scores
-        return Step(name=name, read_bytes=reads * s, write_bytes=s, score_bytes=moved, matmul_flops=0, vector_flops=flops, exps=0)
-
+    p, size, s = problem, tensor_bytes(problem), tensor_bytes(problem)["S"]
     # The softmax's step reads P beside dP.
-    passes = tuple(vector(name, 2 if name == "softmax" else 1, ops) for name, ops in BACKWARD_OPS.items())
-    if elementwise == "fused":
-        passes = (vector("elementwise", 2, sum(BACKWARD_OPS.values())),)
+    passes = {name: (2 if name == "softmax" else 1, ops, 0) for name, ops in BACKWARD_OPS.items()}
     return (
-        product("dv", s + size["O"], size["V"], s, p.d_v),
-        product("dp", size["O"] + size["V"], s, s, p.d_v),
-        *passes,
-        product("dq", s + size["K"], size["Q"], s, p.d),
-        product("dk", s + size["Q"], size["K"], s, p.d),
+        _product(p, "dv", s + size["O"], size["V"], p.d_v),
+        _product(p, "dp", size["O"] + size["V"], s, p.d_v),
+        *_elementwise(p, passes, elementwise),
+        _product(p, "dq", s + size["K"], size["Q"], p.d),
+        _product(p, "dk", s + size["Q"], size["K"], p.d),
+    )
+
+
+def _product(problem: Problem, name: str, read: int, write: int, width: int) -> Step:
+    """A product with scores on one side, whose rows or sums have `width` places."""
+    s, flops = tensor_bytes(problem)["S"], 2 * _scores(problem) * width
+    return Step(name=name, read_bytes=read, write_bytes=write, score_bytes=s, matmul_flops=flops, vector_flops=0, exps=0)
+
+
+def _elementwise(problem: Problem, passes: Mapping[str, tuple[int, int, int]], elementwise: Elementwise) -> tuple[Step, ...]:
+    """Passes over scores by what each reads (tensors of scores), and its ordinary operations and exponentials for each of them."""
+    if elementwise == "fused":
+        reads, ops, exps = zip(*passes.values(), strict=True)
+        passes = {"elementwise": (max(reads), sum(ops), sum(exps))}
+    s, scores = tensor_bytes(problem)["S"], _scores(problem)
+    return tuple(
+        Step(
+            name=name,
+            read_bytes=reads * s,
+            write_bytes=s,
+            score_bytes=(reads + 1) * s,
+            matmul_flops=0,
+            vector_flops=ops * scores,
+            exps=exps * scores,
+        )
+        for name, (reads, ops, exps) in passes.items()
     )
 
 

@@ -49,13 +49,7 @@ def framework_call(inputs: Inputs, backend: str | None = None, *, step: bool = F
     if mask is None and backend in (None, "flash") and _flash_takes_lower_right(inputs):
         mask = causal_lower_right(p.n_q, p.n_kv)
     elif given.band.bounded and not causal:
-        band = reference.visible(given.band, p.n_q, p.n_kv, inputs.q.device)
-        if mask is None:
-            mask = band
-        elif mask.dtype == torch.bool:
-            mask = mask & band
-        else:
-            mask = reference.joined(mask, band)
+        mask = reference.hidden_outside(reference.visible(given.band, p.n_q, p.n_kv, inputs.q.device), mask)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         # It knows torch's function by its place in torch.nn.functional, where anything may stand.

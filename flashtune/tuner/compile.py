@@ -68,17 +68,12 @@ def compiling_for(target: Target) -> Iterator[None]:
         triton_driver._active = before
 
 
-def cross_compile(source: str, stem: str, problem: Problem, target: Target) -> CompileFacts:
-    """Compile every kernel that a launch of `problem` takes for `target`; the facts are those of the one that computes.
+def facts_of(kernels: Sequence[tuple[str, Any]], target: Target) -> CompileFacts:
+    """The facts of the one of some compiled kernels that computes.
 
     That is the first with matrix instructions: what goes before it only prepares, and what comes after has little to do. Where products
-    take none (fp32) it is the one that takes the most shared memory. Raises what the compiler raises.
+    take none (fp32) it is the one that takes the most shared memory.
     """
-    return facts_of(compiled_kernels(source, stem, problem, target), target)
-
-
-def facts_of(kernels: Sequence[tuple[str, Any]], target: Target) -> CompileFacts:
-    """The facts of the one of some compiled kernels that computes."""
     found = [read_facts(compiled, target) for _, compiled in kernels]
     hungriest = max(found, key=lambda facts: (facts.shared_bytes, facts.registers))
     return next((facts for facts in found if facts.tensor_core_ops), hungriest)

@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 from flashtune.core.band import Band
-from flashtune.core.config import Config
+from flashtune.core.config import Config, settles
 from flashtune.core.dtypes import ITEMSIZE
 from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts
@@ -289,11 +289,6 @@ def _kind(problem: Problem) -> str:
     return "tf32" if problem.features.tf32 else problem.dtype
 
 
-def _settles(config: Config) -> bool:
-    """Whether row maxima are left as they are after a tile's first blocks."""
-    return config.get("maximum", "") == "first"
-
-
 def _split_us(config: Config, facts: CompileFacts, problem: Problem, target: Target, resident: int, c: Constants) -> float:
     """Microseconds of a kernel whose programs share the keys of a tile, with heads packed into its rows, beyond its launch.
 
@@ -369,7 +364,7 @@ class _Block:
             products, d_v = sum(width for _, width in hopper.pieces) + hopper.v_columns, hopper.v_columns
         matrix = 2 * scores * products / peak_per_clock / (c.narrow_efficiency if narrow else c.matrix_efficiency)
         # Where no maximum changes, nothing is rescaled.
-        ops_per_score, rescaling = (c.vector_ops_per_score - c.maxima_ops_per_score, 0) if _settles(config) else (c.vector_ops_per_score, 2)
+        ops_per_score, rescaling = (c.vector_ops_per_score - c.maxima_ops_per_score, 0) if settles(config) else (c.vector_ops_per_score, 2)
         more_ops, more_functions = _score_ops(problem, c)
         ops_per_score += more_ops
         softmax = (1 + more_functions) * scores / target.exp_per_clock + (
@@ -385,5 +380,5 @@ class _Block:
         busy = max(matrix + softmax - overlap * min(matrix, softmax), memory) + c.spill_clocks_per_byte * facts.spills * facts.threads
         # Kernels with a copying warp have no loads of their own to wait for.
         latency = 0.0 if hopper else c.load_latency / max(1, int(config.get("num_stages", 1))) ** 2
-        clocks = busy + (c.block_overhead - c.maxima_wait * _settles(config) + latency) / active
+        clocks = busy + (c.block_overhead - c.maxima_wait * settles(config) + latency) / active
         return cls(clocks, matrix, hopper.overlap if hopper else 0)

@@ -6,7 +6,7 @@ import random
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import optuna
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from flashtune.tuner.surrogate import Surrogate
 
 Sampler = Literal["gp", "tpe", "random", "exhaustive"]
-SAMPLERS: tuple[Sampler, ...] = get_args(Sampler)
 
 Told = Mapping[Candidate, float | None]
 """Times in microseconds of the candidates that were tried; None for one that failed."""

@@ -185,7 +185,7 @@ def _ready(problem: Problem, target: Target, seed: int) -> _Bench:
 
 
 def _framework(bench: _Bench) -> tuple[Callable[[], object], str] | None:
-    """The framework's default call on these inputs and what serves it, found out once: a profiler takes its time."""
+    """The framework's default call on these inputs and what serves it, found out once."""
     from flashtune.tuner.baseline import framework_call
 
     if not bench.framework_known:

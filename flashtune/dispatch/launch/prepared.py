@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flashtune.core import launching
-from flashtune.core.binaries import Binary, Manifest
+from flashtune.core.binaries import Binary, Manifest, machine_arch
 from flashtune.core.passes import PASSES, PER_HEAD, CallParameters, per_head_words
 from flashtune.dispatch.launch import driver
 from flashtune.dispatch.launch.program import Program
@@ -79,7 +79,7 @@ def program(
         return None
     index = operands[Q].device.index
     major, minor = torch.cuda.get_device_capability(index)
-    arch = f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+    arch = machine_arch(10 * major + minor)
     binaries: list[Binary] = []
     functions: list[int] = []
     for kernel, grid, arguments, options in steps:

@@ -1,6 +1,6 @@
 """The family `flash_fwd`: attention forward with plain pointers, for every GPU that Triton compiles for."""
 
-from flashtune.core.config import Config, KernelSpec
+from flashtune.core.config import Config, KernelSpec, Value
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.family import Axis, Family
@@ -75,18 +75,9 @@ def _tiles(spec: KernelSpec, target: Target) -> list[tuple[int, int, int, int]]:
 
 def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
     """The field's published tiles."""
-    return [
-        Config.of(
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            num_warps=num_warps,
-            num_stages=num_stages,
-            maxnreg=0,
-            ORDER="longest_first" if spec.causal else "rows",
-            LOAD_V_EARLY=False,
-        )
-        for block_m, block_n, num_warps, num_stages in _tiles(spec, target)
-    ]
+    names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
+    others: dict[str, Value] = {"maxnreg": 0, "ORDER": "longest_first" if spec.causal else "rows", "LOAD_V_EARLY": False}
+    return [Config.of(others | dict(zip(names, tile, strict=True))) for tile in _tiles(spec, target)]
 
 
 def expected(config: Config, spec: KernelSpec, target: Target) -> CompileFacts:

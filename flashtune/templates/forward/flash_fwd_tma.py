@@ -1,6 +1,6 @@
 """The family `flash_fwd_tma`: attention forward whose tiles come through Hopper's bulk tensor copy engine, for sm_90 and later."""
 
-from flashtune.core.config import Config, KernelSpec
+from flashtune.core.config import Config, KernelSpec, Value
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.family import Axis, Family
@@ -62,17 +62,9 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
         (64, 32, 4, 2),
         (64, 32, 4, 1),
     ]
-    return [
-        Config.of(
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            num_warps=num_warps,
-            num_stages=num_stages,
-            maxnreg=0,
-            ORDER="longest_first" if spec.causal else "rows",
-        )
-        for block_m, block_n, num_warps, num_stages in tiles
-    ]
+    names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
+    others: dict[str, Value] = {"maxnreg": 0, "ORDER": "longest_first" if spec.causal else "rows"}
+    return [Config.of(others | dict(zip(names, tile, strict=True))) for tile in tiles]
 
 
 def expected(config: Config, spec: KernelSpec, target: Target) -> CompileFacts:
