@@ -202,7 +202,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # It draws from a Gaussian process, which takes seconds.
     monkeypatch.setattr(Study, "expected_regret", lambda self: 0.0)
     monkeypatch.setattr(evaluation, "GpuWatch", NoWatch)
-    monkeypatch.setattr(evaluation, "gpu_id", str)
     monkeypatch.setenv("FLASHTUNE_TEST_CLOCKS", str(tmp_path))
     monkeypatch.setenv("FLASHTUNE_TEST_DEVICES", "")
     monkeypatch.setattr(repeats, "provenance", lambda **_: MADE_BY)

@@ -250,7 +250,7 @@ class _Staged:
         return 0
 
     def preparing(self, *_: object, device: int) -> Any:
-        return SimpleNamespace(reply=Ready)
+        return SimpleNamespace(reply=lambda: Ready(gpu="GPU-7"))
 
     def prepared(self, problem: Problem, pending: Any) -> Ready:
         ready: Ready = pending.reply()
@@ -272,8 +272,8 @@ class _Staged:
 
 def test_a_measured_search_keeps_the_race_apart_from_the_trials_and_says_what_the_gpu_did(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(searching, "Workers", _Staged)
-    monkeypatch.setattr(evaluation, "GpuWatch", lambda gpu: told(FREE))
-    monkeypatch.setattr(evaluation, "gpu_id", lambda device: f"GPU-{device}")
+    watched: list[str] = []
+    monkeypatch.setattr(evaluation, "GpuWatch", lambda gpu: (watched.append(gpu), told(FREE))[1])
     target = find_target("a100")
     plan = searching.SearchPlan(
         target=target,
@@ -290,6 +290,7 @@ def test_a_measured_search_keeps_the_race_apart_from_the_trials_and_says_what_th
     searching.Search(plan, storage=storage, provenance=made_by, save=saved.append, listener=deaf).run()
     [result] = saved
     assert result.provenance == replace(made_by, conditions=FREE)
+    assert watched == ["GPU-7"], "the one that its own process sees"
     raced = {o.measurement.median_us: o.trial.median_us for o in result.outcomes if o.measurement and o.trial and o.finalist}
     assert raced == {90.0: 101.0, 85.0: 102.0, 80.0: 103.0}
     assert result.best is not None and result.best.measurement == Measurement.of([80.0] * 9)

@@ -16,6 +16,7 @@ from compiling import cross_compile
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from triton import knobs
 
 from flashtune.core import reference
 from flashtune.core.config import Config
@@ -26,12 +27,12 @@ from flashtune.core.results import CompileFacts, Fate, Measurement, Outcome
 from flashtune.core.target import find_target
 from flashtune.templates import families, family
 from flashtune.templates.rendering import render, variant_of
-from flashtune.tuner import correctness, tasks
+from flashtune.tuner import compile, correctness, tasks
 from flashtune.tuner.baseline import framework_call
 from flashtune.tuner.cost import key_blocks, predict_us
 from flashtune.tuner.inputs import make_inputs
 from flashtune.tuner.problem_search import ranked
-from flashtune.tuner.replies import Checked, Failed, Ready
+from flashtune.tuner.replies import Checked, Compiled, Failed, Ready
 from flashtune.tuner.space import Candidate, SearchSpace
 from flashtune.tuner.study import Study, outcome_from_json, outcome_to_json
 from flashtune.tuner.workers import Workers
@@ -168,6 +169,28 @@ def test_a_variant_compiles_for_every_architecture_without_a_gpu(slug: str) -> N
     assert facts.tensor_core_ops > 0
     assert 0 < facts.shared_bytes <= target.shared_bytes_per_block
     assert facts.threads == variant.config.number("num_warps") * target.warp_size
+
+
+def test_compilers_build_what_launches_a_kernel_where_there_is_a_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A C compiler is asked for the launcher by the process that compiles; that it fails costs nothing. Without a driver it isn't asked."""
+    target, chosen = find_target("h200"), family("flash_fwd")
+    problem = Problem(batch=1, heads=4, kv_heads=2, n_q=512, n_kv=512, d=64, d_v=64, dtype="bf16", features=Features(causal=True))
+    source = tasks.Source.of(chosen, variant_of(chosen, problem.spec(), chosen.default(problem.spec(), target)))
+    asked: list[str] = []
+
+    def fails(name: str, src: str, *_: Any) -> str:
+        asked.append(name)
+        raise RuntimeError("no C compiler")
+
+    monkeypatch.setattr(knobs.build, "impl", fails)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(tmp_path))
+    for here in (False, True):
+        if here:
+            monkeypatch.setattr(compile.ctypes, "CDLL", str)
+        reply = tasks.compile_candidate(source, problem, target)
+        assert isinstance(reply, Compiled) and reply.facts.registers
+        assert asked == (["__triton_launcher"] if here else [])
 
 
 def test_a_variant_that_cannot_compile_is_a_reply() -> None:

@@ -16,6 +16,7 @@ from planted import PATIENT, PLANTED_PROBLEM, HereAndNow, Listener, planted_fami
 from flashtune.core.errors import EnvironmentProblem, NoKernelFound
 from flashtune.core.problem import Problem
 from flashtune.core.results import Conditions, Fate, Outcome, Provenance, SearchResult, TuningRecord
+from flashtune.db.library import Library, shipped_path
 from flashtune.tuner import evaluation, problem_search, searching, tasks
 from flashtune.tuner.compile import code_hash, compiled_kernels, launch_hash
 from flashtune.tuner.proposing import OVERTAKEN, Proposals
@@ -67,7 +68,6 @@ def devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     ):
         monkeypatch.setattr(tasks, name, stand_in)
     monkeypatch.setattr(evaluation, "GpuWatch", NoWatch)
-    monkeypatch.setattr(evaluation, "gpu_id", str)
     monkeypatch.setenv("FLASHTUNE_TEST_CLOCKS", str(tmp_path))
     monkeypatch.setenv("FLASHTUNE_TEST_DEVICES", "")
     return tmp_path
@@ -353,6 +353,7 @@ class Asked:
     def __init__(self) -> None:
         self.outcomes: dict[Any, Any] = {}
         self.claimed = self.elsewhere = 0
+        self.sampler = SimpleNamespace(warm_up=lambda: None)
 
     def ask(self, count: int, *, limit: int | None) -> list[Any]:
         self.claimed += count
@@ -409,6 +410,27 @@ def test_what_would_be_proposed_next_is_compiled_and_given_up_with_the_rest() ->
     assert sorted(futures) == list(range(8 + 2)) and all(future.cancelled() for future in futures.values())
 
 
+def test_nothing_is_asked_for_in_the_end() -> None:
+    """What was told is kept before `close` returns; that it would be time to ask for more changes nothing any more."""
+    study: Any = Asked()
+    closing = threading.Event()
+    tell = study.tell
+    study.tell = lambda *words: (closing.wait(600), tell(*words))
+
+    class Closed(Proposals):
+        def close(self) -> None:
+            threading.Timer(0.02, closing.set).start()
+            super().close()
+
+    nothing: Any = None
+    proposals = Closed(study, lambda candidate: nothing, ahead=4, limit=None, beside=True)
+    for _ in range(3):
+        found: Any = proposals.next()
+        proposals.tell(found.candidate, found)
+    proposals.close()
+    assert len(study.outcomes) == 3 and study.claimed == 4
+
+
 def test_free_compilers_take_more_of_what_would_be_proposed_next() -> None:
     """As many as are free, and no more than half of those ahead; what is under way counts."""
     for free, most in ((0, 4), (6, 6), (99, 8)):
@@ -443,8 +465,8 @@ def test_compilers_are_free_when_their_tasks_are_done(monkeypatch: pytest.Monkey
 
 
 def test_winners_are_compiled_for_later_while_others_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each once, before the next problem's race ends, and during the last race what may win; what won alone is kept. One that can't be
-    compiled ends nothing."""
+    """Each once: whoever is the fastest so far, and during the last race what may win; what won alone is kept. One that can't be compiled
+    ends nothing."""
     first, second = problems(2)
     for fails in (False, True):
         asked: list[tuple[int, str]] = []
@@ -471,9 +493,25 @@ def test_winners_are_compiled_for_later_while_others_are_searched(monkeypatch: p
         results = run(plan(2, keep=Keeping(compile=compiling, put=lambda code, put=put: put.append(code.text))))
         winners = [result.best.variant_id for result in results if result.best is not None]
         fastest = sorted(results[1].outcomes, key=lambda o: o.trial.median_us if o.trial else 0.0)[:3]
-        assert asked[0] == (first.n_kv, winners[0])
-        assert asked[1:] == [(second.n_kv, o.variant_id) for o in fastest if o.variant_id != winners[0]] and len(asked) >= 3
+        assert len({variant_id for _, variant_id in asked}) == len(asked)
+        assert [place for place, _ in asked] == sorted(place for place, _ in asked)
+        assert (first.n_kv, winners[0]) in asked
+        assert {o.variant_id for o in fastest} <= {variant_id for _, variant_id in asked}
         assert put == ([] if fails else list(dict.fromkeys(winners)))
+
+
+def test_a_winners_twin_is_compiled_and_kept_with_it() -> None:
+    row = next(record for record in Library.of(shipped_path()).records() if record.twin is not None)
+    put: list[str] = []
+    keeping = Keeping(
+        compile=lambda one, target: MachineCode(text=f"{one.outcome.variant_id} {one.twin}"), put=lambda code: put.append(code.text)
+    )
+    quiet: dict[str, Any] = {"save": lambda _: None, "listener": Listener()}
+    search = Search(plan(1, keep=keeping), storage=optuna.storages.InMemoryStorage(), provenance=PROVENANCE, **quiet)
+    workers: Any = HereAndNow(jobs=1)
+    search._keep(row, workers)
+    search._put_codes()
+    assert row.twin is not None and put == [f"{row.outcome.variant_id} None", f"{row.twin.variant_id} None"]
 
 
 def test_searches_may_share_workers(monkeypatch: pytest.MonkeyPatch) -> None:

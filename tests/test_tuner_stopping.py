@@ -1,6 +1,7 @@
 """When a search has tried enough, in words that say why."""
 
 import math
+from typing import get_args
 
 import pytest
 from click.testing import CliRunner
@@ -10,7 +11,7 @@ from flashtune.cli.main import main
 from flashtune.cli.options import share_of
 from flashtune.core.errors import InputError
 from flashtune.core.results import Ending
-from flashtune.tuner.stopping import PATIENCE, REASONS, StoppingRule, sentence
+from flashtune.tuner.stopping import PATIENCE, Reason, StoppingRule, sentence
 
 
 def after(times: list[float | None], until: float | None = 0.005, left: float = math.inf) -> list[str | None]:
@@ -60,7 +61,7 @@ def test_without_a_share_to_gain_it_never_ends(until: float | None) -> None:
     assert set(after([100.0] * 50, until, left=0.0)) == {None}
 
 
-@pytest.mark.parametrize("reason", REASONS)
+@pytest.mark.parametrize("reason", get_args(Reason))
 def test_every_reason_is_told_in_words_with_what_may_be_left(reason: str) -> None:
     said = sentence(Ending(reason=reason, regret=0.0123))
     assert said.endswith("; 1.2% expected to be left") and said != sentence(Ending(reason="else", regret=0.0123))

@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -191,19 +192,22 @@ def run_search(
     target: Target, problems: list[Problem], options: SearchOptions, *, quiet: bool, command: str | None = None
 ) -> list[TuningRecord]:
     """Search these problems and return the rows that the database then serves for them; `command` is kept as what was typed."""
-    from flashtune.db.library import Layer, Library, overlay_path, shipped_path
-    from flashtune.db.store import Store
-    from flashtune.templates import families, family
-    from flashtune.tuner.machine import cores, devices_of, provenance, require_interpreter
-    from flashtune.tuner.own import compile_winner, keep
-    from flashtune.tuner.searching import Keeping, Search, SearchPlan
-    from flashtune.tuner.space import SearchSpace
     from flashtune.tuner.workers import start_server
 
     trace_times()
-    # What it imports takes as long as what this process imports to look for GPUs: side by side.
+    # It imports torch, this process the rest, and a thread looks for GPUs: side by side.
     start_server()
-    source = choose_source(target, options.predict)
+    with ThreadPoolExecutor(1) as beside:
+        looking = beside.submit(choose_source, target, options.predict)
+        from flashtune.db.library import Layer, Library, overlay_path, shipped_path
+        from flashtune.db.store import Store
+        from flashtune.templates import families, family
+        from flashtune.tuner.machine import cores, devices_of, provenance, require_interpreter
+        from flashtune.tuner.own import compile_winner, keep
+        from flashtune.tuner.searching import Keeping, Search, SearchPlan
+        from flashtune.tuner.space import SearchSpace
+
+        source = looking.result()
     if source == "predicted":
         require_interpreter()
     location = options.location or overlay_path()

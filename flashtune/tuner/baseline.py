@@ -6,7 +6,6 @@ from contextlib import nullcontext
 import torch
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from flashtune.core import reference
 from flashtune.core.torch_attention import sdpa, sound_backends
@@ -46,15 +45,19 @@ def framework_call(inputs: Inputs, backend: str | None = None, *, step: bool = F
         except torch.OutOfMemoryError:
             return None
     causal = given.band.torch_causal and mask is None
+    called: Callable[..., torch.Tensor] = sdpa
     if mask is None and backend in (None, "flash") and _flash_takes_lower_right(inputs):
+        # Imports torch's compiler, for seconds, which other problems shouldn't wait for.
+        from torch.nn.attention.bias import causal_lower_right
+
         mask = causal_lower_right(p.n_q, p.n_kv)
+        # It knows torch's function by its place in torch.nn.functional, where anything may stand.
+        called = type(mask)._dispatch
     elif given.band.bounded and not causal:
         mask = reference.hidden_outside(reference.visible(given.band, p.n_q, p.n_kv, inputs.q.device), mask)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        # It knows torch's function by its place in torch.nn.functional, where anything may stand.
-        own: Callable[..., torch.Tensor] = type(mask)._dispatch if isinstance(mask, CausalBias) else sdpa
-        return own(
+        return called(
             q,
             k,
             v,

@@ -4,12 +4,13 @@ The launch of a rendered module is taken with meta tensors under a driver that o
 path as a real launch, so the machine code lands in Triton's disk cache under the key that the launch on the GPU will look up.
 """
 
+import ctypes
 import hashlib
 import re
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,20 @@ def compiled_kernels(source: str, stem: str, problem: Problem, target: Target) -
             (kernel.__name__, kernel.warmup(*args, grid=grid, **compiler_options(options)))
             for kernel, grid, args, options in module.launches(*inputs.arguments, **words)
         ]
+
+
+def build_launchers(kernels: Sequence[tuple[str, Any]], target: Target) -> None:
+    """Have Triton build what launches these kernels into its cache: a C compiler takes half a second for each kind of arguments, for which
+    the process that times them would otherwise wait. Where that fails nothing is lost but this time."""
+    if target.vendor != "nvidia":
+        return
+    with suppress(Exception):
+        from triton.backends.nvidia.driver import CudaLauncher
+
+        # Where there is no driver a compiler would run for nothing.
+        ctypes.CDLL("libcuda.so.1")
+        for _, compiled in kernels:
+            CudaLauncher(compiled.src, compiled.metadata)
 
 
 def read_facts(compiled: Any, target: Target) -> CompileFacts:

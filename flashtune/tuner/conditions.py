@@ -178,9 +178,9 @@ def _doubts(found: Conditions | None) -> tuple[str, ...]:
     return found.doubts if found is not None else ()
 
 
-def gpu_id(device: int = 0) -> str:
-    """The GPU that torch sees as this device, as the driver's tool takes it."""
+def gpu_id() -> str:
+    """This process's GPU, the one that torch sees as device 0, as the driver's tool takes it."""
     import torch
 
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    return f"GPU-{uuid}" if uuid is not None else str(device)
+    uuid = getattr(torch.cuda.get_device_properties(0), "uuid", None)
+    return f"GPU-{uuid}" if uuid is not None else "0"

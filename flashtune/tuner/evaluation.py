@@ -11,7 +11,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import Baseline, CompileFacts, Conditions, Fate, Measurement, Outcome
 from flashtune.core.target import Target
 from flashtune.tuner import tasks
-from flashtune.tuner.conditions import GpuWatch, gpu_id, race_undisturbed
+from flashtune.tuner.conditions import GpuWatch, race_undisturbed
 from flashtune.tuner.cost import predict_us
 from flashtune.tuner.racing import RACES, TIE, Contest, Standing
 from flashtune.tuner.replies import Called, Checked, Failed, Raced, Ready, Rounds, Timed
@@ -82,7 +82,7 @@ class MeasuredEvaluation:
     calls: CallsTask | None = None
     spent: Spent = field(default_factory=Spent)
     _preparing: Pending[Ready] | None = None
-    _ready: bool = False
+    _ready: Ready | None = None
     _watch: "_Early | None" = None
 
     def prepare(self) -> None:
@@ -92,17 +92,17 @@ class MeasuredEvaluation:
 
     def _wait(self) -> None:
         self.prepare()
-        if not self._ready and self._preparing is not None:
+        if self._ready is None and self._preparing is not None:
             ready = self.workers.prepared(self.problem, self._preparing)
             if isinstance(ready, Failed):
                 raise EnvironmentProblem(ready.reason)
             self.spent.add(ready.spent)
-            self._ready = True
+            self._ready = ready
 
     def _doubt(self, reply: Failed) -> None:
         """The process may have ended with its inputs and oracles: no later task's time limit is to pay for new ones."""
         if reply.fate in (Fate.RUNTIME, Fate.TIMEOUT):
-            self._preparing, self._ready = None, False
+            self._preparing, self._ready = None, None
 
     def learn(self, candidate: Candidate, outcome: Outcome) -> None:
         """Nothing: every candidate is measured itself."""
@@ -129,14 +129,15 @@ class MeasuredEvaluation:
         return race_undisturbed(lambda before: self._raced(sources, before), self._watching())
 
     def expect_race(self) -> None:
-        """Start the tool that watches the GPU: it takes as long as some trials."""
-        if self._watch is None:
-            self._watch = _Early(lambda: GpuWatch(gpu_id(self.device)))
+        """Start the tool that watches the GPU: it takes as long as some trials. Which GPU that is, its own process says."""
+        if self._watch is None and self._ready is not None:
+            gpu = self._ready.gpu
+            self._watch = _Early(lambda: GpuWatch(gpu))
 
     def close(self) -> None:
         """Stop that tool; by the time that this problem is gone on with, another's inputs may have taken the place of its own."""
         self._unwatch()
-        self._preparing, self._ready = None, False
+        self._preparing, self._ready = None, None
 
     def _unwatch(self) -> None:
         watch, self._watch = self._watch, None

@@ -4,8 +4,10 @@ import importlib.metadata
 import os
 import shutil
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 
 import flashtune
 from flashtune.core.errors import EnvironmentProblem, InputError
@@ -29,12 +31,34 @@ def cores() -> int:
 
 def local_gpu() -> LocalGpu | None:
     """The GPU of this machine, or None where there is none (or torch was built without GPU support)."""
+    names = gpu_names()
+    return LocalGpu(name=names[0], target=_target_of(names[0])) if names else None
+
+
+def gpu_names() -> tuple[str, ...]:
+    """The GPUs that torch sees, in its order.
+
+    The driver's tool says them, as long as torch could only say the same; torch itself takes seconds to be imported and to start a GPU.
+    """
+    if (told := _told_names()) is not None:
+        return told
     import torch
 
-    if not torch.cuda.is_available():
+    return tuple(map(torch.cuda.get_device_name, range(torch.cuda.device_count())))
+
+
+def _told_names() -> tuple[str, ...] | None:
+    """What the driver's tool says of them; None where torch may say otherwise: built for no CUDA, GPUs of several kinds or in slices (whose
+    order and names are torch's own), and a choice of GPUs in words."""
+    gpus = driver_facts()
+    built_for = _version("torch").partition("+")[2] or "cuda"
+    if not built_for.startswith("cu") or len({gpu["name"] for gpu in gpus}) != 1:
         return None
-    name = torch.cuda.get_device_name(0)
-    return LocalGpu(name=name, target=_target_of(name))
+    if any(gpu.get("mig.mode.current") == "Enabled" for gpu in gpus):
+        return None
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    indices = range(len(gpus)) if chosen is None else [int(word) if word.strip().isdecimal() else -1 for word in chosen.split(",")]
+    return tuple(gpus[0]["name"] for _ in indices) if all(0 <= index < len(gpus) for index in indices) else None
 
 
 def _target_of(name: str) -> Target | None:
@@ -50,9 +74,8 @@ def devices_of(which: str, target: Target) -> tuple[str, ...]:
     no `target`."""
     if which == "1":
         return ()
-    import torch
-
-    count = torch.cuda.device_count()
+    found = gpu_names()
+    count = len(found)
     if which == "all":
         chosen = list(range(count))
     elif "," in which and all(part.isdecimal() for part in which.split(",")):
@@ -64,9 +87,8 @@ def devices_of(which: str, target: Target) -> tuple[str, ...]:
     if missing := [index for index in chosen if index >= count]:
         raise InputError(f"--gpus {which} asks for GPU {missing[0]}, and this machine has {count}, counted from 0: ask for fewer")
     for index in chosen:
-        name = torch.cuda.get_device_name(index)
-        if _target_of(name) != target:
-            raise EnvironmentProblem(f"GPU {index} of this machine is {name}, not {target.name}: name those that are with --gpus")
+        if _target_of(found[index]) != target:
+            raise EnvironmentProblem(f"GPU {index} of this machine is {found[index]}, not {target.name}: name those that are with --gpus")
     # Inside a container or a job some may be hidden; those that remain keep their names.
     names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     return tuple(names[index] if index < len(names) else str(index) for index in chosen)
@@ -96,7 +118,7 @@ def provenance(*, command: str, seed: int | None, measured: bool) -> Provenance:
 
     Clocks under load are what `flashtune.tuner.conditions` reads while finalists race: a GPU that waits for a search to start is idle.
     """
-    facts = _nvidia_smi() if measured else {}
+    facts = next(iter(driver_facts()), {}) if measured else {}
     return Provenance(
         flashtune=flashtune.__version__,
         torch=_version("torch"),
@@ -117,13 +139,14 @@ def _version(package: str) -> str:
         return ""
 
 
-def _nvidia_smi() -> dict[str, str]:
+@cache
+def driver_facts() -> tuple[Mapping[str, str], ...]:
+    """What NVIDIA's tool says of each GPU of the machine, by its own words; nothing where there is no such tool, or no GPU."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
-        return {}
-    names = ["name", "driver_version", "clocks.max.sm", "power.limit"]
+        return ()
+    names = ["name", "driver_version", "clocks.max.sm", "power.limit", "mig.mode.current"]
     asked = subprocess.run([tool, f"--query-gpu={','.join(names)}", "--format=csv,noheader"], capture_output=True, text=True, timeout=30)
     if asked.returncode != 0:
-        return {}
-    values = [value.strip() for value in asked.stdout.splitlines()[0].split(",")]
-    return dict(zip(names, values, strict=False))
+        return ()
+    return tuple(dict(zip(names, map(str.strip, line.split(",")), strict=False)) for line in asked.stdout.splitlines())

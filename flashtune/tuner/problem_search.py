@@ -76,6 +76,7 @@ class ProblemSearch:
         self.stored = stored(self.space, problem, search._rows)
         self.deadline: float | None = None
         self.incumbent: tuple[Candidate, Outcome] | None = None
+        self.timed: list[Outcome] = []
         self.stopped: Reason = "trials"
         # What runs the very same is timed once: what was said of each machine code, and how candidates are launched.
         self.by_code: dict[str, list[tuple[Candidate, Timed]]] = {}
@@ -92,8 +93,12 @@ class ProblemSearch:
         if self.decided is None and self.proposals is None:
             # A measured search must not keep its GPU waiting; a predicted one has none, and repeats itself to the letter.
             beside = self.plan.source == "measured"
-            self.study.enqueue(carried(self.space, self.problem, self.search._rows, self.plan.source))
+            wishes = carried(self.space, self.problem, self.search._rows, self.plan.source)
+            self.study.enqueue(wishes)
             self._catch_up()
+            if beside:
+                # Claims take a while to be kept; whoever is claimed finds its compilation begun.
+                self.foresee(wishes)
             limit = None if self.plan.sampler == "exhaustive" else self.plan.trials
             ahead = max(4, 2 * self.plan.jobs)
             self.proposals = Proposals(
@@ -106,11 +111,12 @@ class ProblemSearch:
                 free=self.workers.free_compilers,
             )
 
-    def foresee(self) -> None:
+    def foresee(self, wishes: Sequence[Candidate] = ()) -> None:
         """Start compiling what `begin` will ask for, as far as it can be told; nothing is claimed."""
         if self.decided is None:
-            for candidate in self.study.sampler.opening[:AHEAD]:
-                self._compile(candidate)
+            for candidate in [*wishes, *self.study.sampler.opening][:AHEAD]:
+                if candidate not in self.study.outcomes:
+                    self._compile(candidate)
 
     def abandon(self) -> None:
         """Give back what `begin` asked for."""
@@ -205,16 +211,20 @@ class ProblemSearch:
             if (row := record_of(self._result(tuple(self.study.in_order().values()), None))) is not None:
                 self.search._rows.insert(0, row)
             meanwhile()
-        if self.plan.keep is not None and self.index == len(self.plan.problems) - 1:
-            self._foresee_winners()
+        if self.index == len(self.plan.problems) - 1:
+            # Nothing follows for the compilers.
+            self._foresee_winners(LIKELY)
         return self._ending()
 
-    def _foresee_winners(self) -> None:
-        """Nothing follows for the compilers: let them begin with what may win, for later calls."""
-        result = self._result(tuple(self.study.in_order().values()), None)
-        timed = sorted((o for o in result.outcomes if o.fate.timed and o.measurement is not None), key=lambda o: _time(o).median_us)
-        best = (record_of(replace(result, outcomes=(outcome,))) for outcome in timed[: min(LIKELY, self.workers.free_compilers())])
-        self.search._foresee_winners([row for row in best if row is not None], self.workers)
+    def _foresee_winners(self, most: int = 1) -> None:
+        """Have compiled for later calls, by compilers that have nothing else to do, what may win: `most` of the fastest trials so far,
+        and the fastest of the first one's family that settles no row maxima, its twin."""
+        free = self.workers.free_compilers() if self.plan.keep is not None else 0
+        timed = sorted(self.timed, key=lambda outcome: _time(outcome).median_us)
+        if free and timed:
+            running = [outcome for outcome in timed if outcome.template == timed[0].template and not settles(outcome.config)]
+            rows = (record_of(self._result((outcome,), None)) for outcome in [*timed[: min(most, free)], *running[:1]])
+            self.search._foresee_winners([row for row in rows if row is not None], self.workers)
 
     def _publish(self, result: SearchResult, *, final: bool) -> bool:
         """Whether the result was saved; a fault passes through when it is `final`."""
@@ -275,6 +285,8 @@ class ProblemSearch:
         self.heard.add(proposal.candidate)
         self._consider(proposal.candidate, outcome)
         self.rule.add(outcome)
+        if self.plan.source == "measured":
+            self._foresee_winners()
         with self.search.lock:
             self.search._listener.trial_finished(outcome, self.incumbent[1] if self.incumbent else None)
         return None
@@ -295,6 +307,7 @@ class ProblemSearch:
     def _consider(self, candidate: Candidate, outcome: Outcome) -> None:
         if not outcome.fate.timed or outcome.measurement is None:
             return
+        self.timed.append(outcome)
         best = self.incumbent[1].measurement if self.incumbent else None
         if best is None or outcome.measurement.median_us < best.median_us:
             self.incumbent = candidate, outcome

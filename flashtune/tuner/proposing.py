@@ -59,7 +59,7 @@ class Proposals:
         self._seen = len(study.outcomes)
         self._own: set[Candidate] = set()
         self._mine = 0
-        self._more = True
+        self._more, self._closing = True, False
         self._out: SimpleQueue[Proposal | Literal["compiled"] | None] = SimpleQueue()
         self._waiting: list[Proposal] = []
         self._overtaken: dict[Candidate, int] = {}
@@ -126,6 +126,7 @@ class Proposals:
     def close(self) -> None:
         """End the thread, after it has kept all that it was told; what nobody took stays claimed, and isn't compiled any more."""
         if self._thread is not None:
+            self._closing = True
             self._told.put(None)
             self._thread.join()
         while not self._out.empty():
@@ -147,6 +148,8 @@ class Proposals:
     def _run(self) -> None:
         try:
             self._ask()
+            if self._foresee:
+                self._study.sampler.warm_up()
             while (told := self._told.get()) is not None:
                 self._take(*told)
         except BaseException as error:
@@ -160,7 +163,9 @@ class Proposals:
         self._own.add(candidate)
         self._study.tell(candidate, outcome)
         self._mine -= 1
-        self._ask()
+        # In the end nobody would take what is asked for.
+        if not self._closing:
+            self._ask()
 
     def _ask(self) -> None:
         """Give out as many candidates as are due by now, and at the end None."""

@@ -46,8 +46,10 @@ class Launched:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """The GPU's process has a problem's inputs and oracles; `spent` are the seconds that its parts took."""
+    """The GPU's process has a problem's inputs and oracles; `gpu` is what the driver's tool calls this GPU, `spent` are the seconds that
+    its parts took."""
 
+    gpu: str = "0"
     spent: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import optuna
@@ -63,7 +63,7 @@ class SearchPlan:
     """Rows of other searches, the preferred first; the winners of those nearest to a problem are tried first."""
     only_suited: bool = True
     """Whether families sit out the problems whose sizes don't suit them (see `Family`)."""
-    measure_s: float = 0.06
+    measure_s: float = 0.03
     """Seconds of timing that one candidate gets."""
     race_s: float = 0.6
     """Seconds of timing that each closing race gets."""
@@ -227,10 +227,12 @@ class Search:
                     self._codes[row.outcome.variant_id] = pending
 
     def _keep(self, row: TuningRecord, workers: Workers) -> None:
-        """Have a winner compiled for later calls; it is kept at the end."""
-        self._foresee_winners([row], workers)
+        """Have a winner, and its twin, compiled for later calls; they are kept at the end."""
+        twin = row.as_twin()
+        rows = [replace(row, twin=None), *([] if twin is None else [twin])]
+        self._foresee_winners(rows, workers)
         with self.lock:
-            self._winners.add(row.outcome.variant_id)
+            self._winners.update(one.outcome.variant_id for one in rows)
 
     def _put_codes(self) -> None:
         """Keep what was compiled of winners; nobody waits for the others."""

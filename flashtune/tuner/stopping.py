@@ -2,12 +2,11 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from flashtune.core.results import Ending, Outcome
 
 Reason = Literal["trials", "budget", "space", "gain", "patience"]
-REASONS: tuple[Reason, ...] = get_args(Reason)
 
 UNTIL = 0.005
 """What a further candidate must be expected to gain, as a share of the best time, unless the user says otherwise."""

@@ -8,6 +8,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
@@ -104,11 +105,12 @@ def start_interpreter(environment: Mapping[str, str]) -> None:
 
 def compile_candidate(source: Source, problem: Problem, target: Target) -> Compiled | Failed:
     """Cross-compile for the target; the facts tell what the compiler made of it."""
-    from flashtune.tuner.compile import code_hash, compiled_kernels, facts_of
+    from flashtune.tuner.compile import build_launchers, code_hash, compiled_kernels, facts_of
 
     try:
         kernels = compiled_kernels(source.text, source.stem, problem, target)
         facts, code = facts_of(kernels, target), code_hash(kernels)
+        build_launchers(kernels, target)
     except Exception as error:
         return Failed(fate=Fate.COMPILE, reason=one_line(error))
     if facts.shared_bytes > target.shared_bytes_per_block:
@@ -205,12 +207,34 @@ def _stopwatch(l2_bytes: int) -> "Stopwatch":
 
 
 def prepare_device(problem: Problem, target: Target, seed: int) -> Ready | Failed:
-    """Start the GPU and make the inputs and oracles of `problem`, so that no candidate's time limit pays for it."""
+    """Start the GPU and make the inputs and oracles of `problem`, so that no candidate's time limit pays for it.
+
+    Triton's driver and the framework are made ready, too: the first candidates are still being compiled. What fails there fails again, and
+    is told, when it is wanted.
+    """
+    from flashtune.tuner.conditions import gpu_id
+
+    driver = threading.Thread(target=_start_triton, name="triton", daemon=True)
+    driver.start()
     try:
-        _ready(problem, target, seed)
+        bench = _ready(problem, target, seed)
     except Exception as error:
         return _failed(error)
-    return Ready(spent=_spent.take())
+    with suppress(Exception), _spent.on("framework"):
+        _framework(bench)
+    with _spent.on("wait for triton"):
+        driver.join()
+    return Ready(gpu=gpu_id(), spent=_spent.take())
+
+
+@cache
+def _start_triton() -> None:
+    """Have Triton compile and load its part of the driver, which takes a C compiler a second."""
+    from triton.runtime import driver
+
+    triton_driver: Any = driver
+    with suppress(Exception):
+        assert triton_driver.active
 
 
 def inputs_on_device(problem: Problem, target: Target, seed: int) -> "Inputs":
@@ -301,6 +325,11 @@ def _backend_name(call: Callable[[], object]) -> str:
         """Notes the operators of a block."""
 
         names = ""
+
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            # Or torch would import its whole compiler (seconds) to keep it out of here.
+            return False
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             self.names += f" {func}"
