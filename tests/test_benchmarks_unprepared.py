@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -165,7 +166,7 @@ class Workers(HereAndNow):
         return pending
 
     def preparing(self, problem: Any, target: Any, seed: int, *, device: int) -> Any:
-        return None
+        return Future()
 
     def prepared(self, problem: Any, pending: Any) -> Ready:
         return Ready()

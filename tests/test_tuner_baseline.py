@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import bias
 
 from flashtune.core.problem import Features, Problem
 from flashtune.core.torch_attention import sdpa
@@ -88,8 +89,8 @@ def test_a_diagonal_at_the_last_key_is_torchs_own_where_flash_attention_takes_it
         made.append((n_q, n_kv))
         return diagonal(n_q, n_kv)
 
-    diagonal = baseline.causal_lower_right
-    monkeypatch.setattr(baseline, "causal_lower_right", recorded)
+    diagonal = bias.causal_lower_right
+    monkeypatch.setattr(bias, "causal_lower_right", recorded)
     monkeypatch.setattr(baseline, "can_use_flash_attention", lambda params: flash)
     compare(make_inputs(replace(PROBLEM, n_q=n_q, features=features), device="cpu", seed=3), backend)
     assert made == ([(100, 140)] if native and flash else [])
