@@ -315,6 +315,7 @@ def in_float32(
     hidden: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention by its definition, in 16 bits at the end alone."""
     k, v = (x.float().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -322,7 +323,9 @@ def in_float32(
     scores = softcap * torch.tanh(scores / softcap) if softcap else scores
     scores = scores if bias is None else scores + bias
     scores = scores if hidden is None else scores.masked_fill(hidden, float("-inf"))
-    return (scores.softmax(-1) @ v).to(q.dtype)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    return (scores.softmax(-1)[..., : v.shape[2]] @ v).to(q.dtype)
 
 
 def alike(ours: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...]) -> None:
@@ -393,6 +396,40 @@ def some_gradients_and_that_of_the_lse() -> None:
         # Sums in memory have no order, so that the last bits vary.
         drops = [gradients(dispatch.attention, leaves, grad, dropout_p=0.3, seed=5) for _ in range(2)]
         alike(*drops)
+
+
+@check
+def gradients_of_bias_slopes_and_sinks() -> None:
+    """gradients of a bias of its own sizes or repeated, of ALiBi slopes and of sinks, beside those of q, k and v, twice the same"""
+    row = torch.arange(384, device="cuda")
+    ahead = row[:, None] - row
+    grad = torch.randn(2, 8, 384, 128, device="cuda", dtype=torch.bfloat16)
+    with dispatch.use(unmeasured=True):
+        dispatch.reload()
+        for dtype in (torch.bfloat16, torch.float32):
+            for shape in ((2, 8, 384, 384), (1, 8, 384, 384), (384, 384), (2, 1, 1, 384), (8, 384, 1), (8, 1, 1)):
+                leaves = [*inputs(requires_grad=True), torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True)]
+                # Of a number for each row or head nothing is left but for sinks: a softmax doesn't see it.
+                sinks = torch.randn(8, device="cuda", requires_grad=True)
+                served = dispatch.explain(*leaves, sinks=sinks)
+                assert served.backward is not None, served.reason
+                ours, theirs = (
+                    torch.autograd.grad(attend(*leaves[:3], **{name: leaves[3]}, sinks=sinks), [*leaves, sinks], grad)
+                    for attend, name in ((dispatch.attention, "attn_mask"), (in_float32, "bias"))
+                )
+                assert ours[3].shape == shape and ours[3].dtype == dtype
+                alike(ours, theirs)
+        leaves, slopes = inputs(requires_grad=True), torch.rand(8, device="cuda", requires_grad=True)
+        for words, hidden in (({}, None), ({"is_causal": True}, ahead < 0)):
+            ours = [
+                torch.autograd.grad(dispatch.attention(*leaves, alibi_slopes=slopes, **words), [*leaves, slopes], grad) for _ in range(2)
+            ]
+            bias = -slopes[:, None, None] * ahead.abs()
+            theirs = torch.autograd.grad(in_float32(*leaves, bias=bias, hidden=hidden), [*leaves, slopes], grad)
+            alike(ours[0], theirs)
+            assert torch.equal(ours[0][3], ours[1][3]), "the slopes' gradient is added up in one order"
+        found = prepared_backwards()
+        assert found and any(found), "no backward is launched through the driver"
 
 
 @check

@@ -42,10 +42,15 @@ FEATURES = [
     Features(causal=True, alibi=True, mask="bool", softcap=True),
     Features(sinks=True),
     Features(causal=True, window=(100, 0), sinks=True),
+    Features(mask="bias", dbias=True),
+    Features(causal=True, alibi=True, dslopes=True),
+    Features(causal=True, window=(100, 0), mask="bias", dropout=True, softcap=True, alibi=True, dbias=True, dslopes=True),
 ]
 SPECS: list[dict[str, Any]] = [
     *({"d": 64, "dtype": dtype, "features": features} for features in FEATURES for dtype in ("bf16", "fp16")),
     *({"d": 128, "dtype": "bf16", "features": features} for features in (Features(), CAUSAL)),
+    *({"d": d, "dtype": "bf16", "features": Features(mask="bias", dbias=True)} for d in (96, 128, 256)),
+    {"d": 64, "dtype": "fp32", "features": Features(mask="bias", dbias=True)},
     *(
         {"d": d, "d_v": d_v, "dtype": "bf16", "features": CAUSAL}
         for d, d_v in ((96, 96), (160, 160), (192, 192), (192, 128), (256, 256), (64, 128), (40, 72))
@@ -68,7 +73,8 @@ def every_problem() -> Iterator[Problem]:
     """All specs of all passes."""
     for direction in DIRECTIONS:
         for words in SPECS:
-            yield problem_of(**words, direction=direction)
+            if direction == "bwd" or not words["features"].asked:
+                yield problem_of(**words, direction=direction)
 
 
 def paths(family: Family, problem: Problem, target: Target) -> list[Config]:

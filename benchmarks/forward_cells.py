@@ -148,10 +148,11 @@ def cells(
 
 
 def problem_of(d: int, n: int, features: Features, *, sharing: int = 1, dtype: DType = "bf16") -> Problem:
-    """N queries and keys of head size `d`, TOKENS of them in all batches together, with `sharing` query heads to a key head."""
+    """N queries and keys of head size `d`, TOKENS of them in all batches together, with `sharing` query heads to a key head; a backward
+    where the features ask for gradients."""
     heads = WIDTH // d
     sizes = {"batch": TOKENS // n, "heads": heads, "kv_heads": heads // sharing, "n_q": n, "n_kv": n, "d": d, "d_v": d}
-    return Problem(**sizes, dtype=dtype, features=features)
+    return Problem(**sizes, dtype=dtype, features=features, direction="bwd" if features.asked else "fwd")
 
 
 def _bands() -> Iterator[tuple[str, Features]]:

@@ -86,6 +86,9 @@ TRAINED = (
     Features(causal=True, window=(1024, 0), sinks=True),
     Features(causal=True, window=(1024, 0), softcap=True),
     Features(mask="bool", dropout=True),
+    Features(mask="bias", dbias=True),
+    Features(causal=True, mask="bias", dbias=True),
+    Features(causal=True, alibi=True, dslopes=True),
 )
 """Features of the backward problems that `--backward` races, beside plain and causal ones."""
 
@@ -142,9 +145,9 @@ def backwards_of(results: Sequence[SearchResult], target: Target) -> Work:
     atomic += [problem_of(d, n, features) for n in (4096, 1024) for d in (128, 64) for features in TRAINED]
     split = [problem_of(256, n, features) for n in PLAIN_LENGTHS for features in plain]
     split += [problem_of(256, 4096, features, dtype="fp16") for features in plain]
-    split += [problem_of(256, 4096, CAUSAL, sharing=4), *(problem_of(256, 4096, features) for features in TRAINED[:7])]
+    split += [problem_of(256, 4096, CAUSAL, sharing=4), *(problem_of(256, 4096, features) for features in (*TRAINED[:7], TRAINED[-3]))]
     split += [problem_of(d, n, features) for n in PLAIN_LENGTHS[:3] for d in (128, 64) for features in plain]
-    split += [problem_of(d, 4096, features) for d in (128, 64) for features in TRAINED[:5]]
+    split += [problem_of(d, 4096, features) for d in (128, 64) for features in (*TRAINED[:5], *TRAINED[-3:])]
     found = []
     for name, problems in (("flash_bwd_hopper", atomic), (REPEATABLE, split)):
         kind = family(name)

@@ -6,7 +6,7 @@ import torch
 
 from flashtune.core.problem import Problem
 from flashtune.core.torch_dtypes import TORCH_DTYPES
-from flashtune.tuner.inputs import Inputs, make_inputs
+from flashtune.tuner.inputs import Inputs, make_inputs, without_repeats
 
 
 def random_inputs(problem: Problem, *, seed: int, device: str = "cuda") -> Inputs:
@@ -14,14 +14,19 @@ def random_inputs(problem: Problem, *, seed: int, device: str = "cuda") -> Input
 
     The LSE is above 9, so that probabilities are below 1 and nothing becomes infinite.
     """
-    inputs = make_inputs(replace(problem, direction="fwd"), device=device, seed=seed)
+    inputs = make_inputs(problem.forward(), device=device, seed=seed)
     if problem.direction == "fwd":
         return inputs
     generator = torch.Generator(device).manual_seed(seed)
     operands = {}
     for operand in problem.contract.operands:
-        kind = TORCH_DTYPES[operand.dtype(problem)]
-        operands[operand.name] = torch.randn(operand.shape(problem), device=device, generator=generator).to(kind)
+        kind, shape = TORCH_DTYPES[operand.dtype(problem)], operand.shape(problem)
+        if operand.name == "dbias" and inputs.parameters.mask is not None:
+            # The bias's own sizes, from which it is expanded.
+            own = torch.empty(without_repeats(inputs.parameters.mask).shape, device=device, dtype=kind)
+            operands[operand.name] = own.expand(shape)
+        else:
+            operands[operand.name] = torch.randn(shape, device=device, generator=generator).to(kind)
     operands |= {name: getattr(inputs, name) for name in ("q", "k", "v")}
     operands["lse"] = operands["lse"].abs() + 9.0
     return replace(inputs, problem=problem, operands=operands)

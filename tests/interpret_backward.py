@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
+from flashtune.core import reference
 from flashtune.core.launching import launcher
 from flashtune.core.modules import load_source
 from flashtune.core.problem import Features, Problem
@@ -13,7 +14,7 @@ from flashtune.core.target import find_target
 from flashtune.templates import family
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.correctness import check, everywhere, oracle
-from flashtune.tuner.inputs import Inputs, make_inputs, run_forward
+from flashtune.tuner.inputs import Inputs, make_inputs, run_forward, without_repeats
 
 BWD, GPU = family("flash_bwd"), find_target("h200")
 TILES = {"BLOCK_M": 16, "BLOCK_N": 32, "DQ_BLOCK_M": 16, "DQ_BLOCK_N": 32, "num_warps": 4, "DQ_num_warps": 4}
@@ -27,8 +28,10 @@ def problem(features: Features, **changes: int | str) -> Problem:
 CASES = {
     # More queries than keys: the first rows see nothing.
     "causal": problem(Features(causal=True, alignment="bottom_right"), n_q=45, n_kv=33),
-    "everything": problem(Features(window=(14, 7), mask="bool", dropout=True, softcap=True, alibi=True, sinks=True), d=24, d_v=16),
-    "left": problem(Features(causal=True, window=(18, 0), mask="bias"), dtype="fp16"),
+    "everything": problem(
+        Features(window=(14, 7), mask="bias", dropout=True, softcap=True, alibi=True, sinks=True, dbias=True, dslopes=True), d=24, d_v=16
+    ),
+    "left": problem(Features(causal=True, window=(18, 0), mask="bool"), dtype="fp16"),
     "full": problem(Features(), n_kv=33, batch=2, dtype="fp16"),
 }
 
@@ -66,6 +69,35 @@ def framework_errors(inputs: Inputs) -> tuple[list[float], list[float]]:
     return found
 
 
+REPEATS = {"batches": (0,), "heads": (1,), "rows of all batches": (0, 2), "columns": (3,), "all": (0, 1, 2, 3)}
+"""Axes that a bias repeats over."""
+
+
+def repeated_bias_errors() -> dict[str, float]:
+    """How far the gradients of biases are off in the norm, by what these repeat over; infinite where two launches differ in a bit."""
+    p = problem(Features(mask="bias", dbias=True, causal=True, alignment="bottom_right"), n_q=37, n_kv=35, d_v=16, batch=2)
+    launch, errors = launcher(module_of(p, "rows")), {}  # type: ignore[arg-type]
+    for name, axes in REPEATS.items():
+        own = [1 if axis in axes else size for axis, size in enumerate((p.batch, p.heads, p.n_q, p.n_kv))]
+        inputs = make_inputs(p, device="cpu", seed=len(axes))
+        bias = torch.randn(own, generator=torch.Generator().manual_seed(1)).expand(p.batch, p.heads, p.n_q, p.n_kv)
+        operands = inputs.operands | {"dbias": torch.full(own, float("nan")).expand(bias.shape)}
+        inputs = replace(inputs, operands=operands, parameters=replace(inputs.parameters, mask=bias))
+        run_forward(inputs)
+        found = []
+        for _ in range(2):
+            inputs.poison()
+            launch(*{**operands, "dq": None, "dk": None, "dv": None}.values(), **inputs.keywords)
+            found.append(without_repeats(operands["dbias"]).clone())
+        leaf = without_repeats(bias).double().requires_grad_()
+        q, k, v, dout = (operands[place].double() for place in ("q", "k", "v", "dout"))
+        out, lse = reference.attention(q, k, v, mask=leaf, scale=inputs.parameters.scale, band=p.band)
+        loss = (out * dout).sum() + (lse * operands["dlse"])[torch.isfinite(lse)].sum()
+        [wanted] = torch.autograd.grad(loss, leaf)
+        errors[name] = float((found[0] - wanted).norm() / wanted.norm()) if torch.equal(*found) else float("inf")
+    return errors
+
+
 def main() -> None:
     """Check the cases, then what the cases can't show, and print what was found."""
     report: dict[str, object] = {}
@@ -91,6 +123,7 @@ def main() -> None:
             gentle.operands["dout"].zero_()
             gentle.operands["dlse"].fill_(1.0)
             report["lse"] = check(launch, gentle, oracle(gentle, everywhere(gentle.problem))).reason
+    report["repeated biases"] = repeated_bias_errors()
     inputs = very_negative()
     launch = launcher(module_of(inputs.problem, "rows"))  # type: ignore[arg-type]
     report["very negative"] = check(launch, inputs, oracle(inputs, everywhere(inputs.problem))).reason

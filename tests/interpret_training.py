@@ -48,6 +48,68 @@ def gap(ours: list[torch.Tensor], given: dict[str, Any], *, with_lse: bool = Fal
     return max(float((x.grad - y.grad).abs().max()) for x, y in zip(ours, theirs, strict=True) if x.grad is not None and y.grad is not None)
 
 
+def others_of(n_q: int, n_kv: int) -> list[torch.Tensor]:
+    """A bias that repeats over heads, slopes and sinks, all of which ask for a gradient."""
+    bias = torch.randn(1, 1, n_q, n_kv, generator=torch.Generator().manual_seed(4))
+    return [x.requires_grad_() for x in (bias, torch.tensor([0.3, 0.1]), torch.tensor([0.5, -1.0]))]
+
+
+def everything(bias: torch.Tensor, slopes: torch.Tensor, sinks: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+    words: dict[str, Any] = {"window": (9, 5), "softcap": 1.5, "dropout_p": 0.25, "seed": 11, "enable_gqa": True, "return_lse": True}
+    out, lse = dispatch.attention(*tensors, attn_mask=bias, alibi_slopes=slopes, sinks=sinks, **words)
+    return loss(out, lse)
+
+
+def of_everything(*x: torch.Tensor) -> float:
+    """The largest difference of gradients, those of bias, slopes and sinks among them, from the reference's, over the largest number."""
+    everything(*x).backward()
+    bias, slopes, sinks, *tensors = theirs = [t.detach().double().requires_grad_() for t in x]
+    n_q, n_kv = bias.shape[2:]
+    keep = reference.dropout_keep(11, 0, 1, 2, n_q, n_kv, 0.25)
+    given: dict[str, Any] = {"mask": bias, "softcap": 1.5, "keep": keep, "dropout_p": 0.25, "slopes": slopes[None], "sinks": sinks[None]}
+    out, lse = reference.attention(*tensors, scale=0.25, band=Band(left=9, right=5), **given)
+    loss(out, lse).backward()
+    gaps = [float((a.grad - b.grad).abs().max() / b.grad.abs().max()) for a, b in zip(x, theirs, strict=True)]  # type: ignore[operator, union-attr]
+    return max(gaps)
+
+
+def more_gradients() -> dict[str, Any]:
+    """Gradients of a bias, of slopes and of sinks by kernels, in all the ways in which others are computed."""
+    found: dict[str, Any] = {}
+
+    def inputs() -> list[torch.Tensor]:
+        made = [torch.randn(shape, generator=torch.Generator().manual_seed(3)) for shape in ((1, 2, 5, 16), (1, 1, 7, 16), (1, 1, 7, 16))]
+        return [*others_of(5, 7), *(x.requires_grad_() for x in made)]
+
+    x = inputs()
+    words = {"attn_mask": x[0], "alibi_slopes": x[1], "sinks": x[2], "enable_gqa": True}
+    explained = dispatch.explain(*x[3:], **words).backward  # type: ignore[arg-type]
+    found["explained"] = "" if explained is None else str(explained.template)
+    found["gap"] = of_everything(*x)
+    eager = [t.grad for t in x]
+    x = inputs()
+    torch.compile(everything, backend="aot_eager", fullgraph=True)(*x).backward()
+    found["compiled"] = all(torch.equal(t.grad, w) for t, w in zip(x, eager, strict=True))  # type: ignore[arg-type]
+    x = inputs()
+    checkpoint(everything, *x, use_reentrant=False).backward()
+    found["checkpointed"] = all(torch.equal(t.grad, w) for t, w in zip(x, eager, strict=True))  # type: ignore[arg-type]
+    func = torch.func.grad(everything, argnums=tuple(range(6)))(*(t.detach() for t in x))
+    found["torch.func.grad"] = all(torch.allclose(t, w, rtol=1e-4, atol=1e-5) for t, w in zip(func, eager, strict=True))  # type: ignore[arg-type]
+    for place, name in enumerate(("bias", "slopes", "sinks")):
+        x = inputs()
+        alone = torch.autograd.grad(everything(*x), x[place])
+        by_itself = [t if t is x[place] else t.detach() for t in x]
+        again = torch.autograd.grad(everything(*by_itself), x[place])
+        found[f"{name} alone"] = torch.equal(alone[0], eager[place]) and torch.equal(again[0], eager[place])  # type: ignore[arg-type]
+    x = inputs()
+    words = {"eps": 1e-2, "atol": 2e-2, "rtol": 2e-2, "fast_mode": True}
+    found["gradcheck"] = torch.autograd.gradcheck(everything, x, **words)  # type: ignore[arg-type]
+    _, _, sinks, *others = (t.detach().half() for t in inputs())
+    given = torch.autograd.grad(dispatch.attention(*others, sinks=sinks.requires_grad_(), enable_gqa=True).sum(), sinks)
+    found["type"] = given[0].dtype == torch.float16 and given[0].shape == sinks.shape
+    return found
+
+
 def causal(*tensors: torch.Tensor, **words: Any) -> torch.Tensor:
     found: torch.Tensor = dispatch.attention(*tensors, is_causal=True, causal_alignment="bottom_right", enable_gqa=True, **words)
     return found
@@ -82,11 +144,11 @@ def main() -> None:
     x = leaves()
     report["unasked"] = dispatch.explain(*x, is_causal=True, enable_gqa=True).reason
     report["dropout checkpointed reentrantly where torch trains"] = same_when_checkpointed()
+    report["of a mask"] = dispatch.explain(*x, attn_mask=torch.zeros(20, 24, requires_grad=True), enable_gqa=True).reason
     dispatch.use(unmeasured=True)
     band = Band(right=0, diagonal=4)
     explained = dispatch.explain(*x, is_causal=True, causal_alignment="bottom_right", enable_gqa=True)
     report["explained"] = [explained.template, explained.backward.template if explained.backward else None]
-    report["of a mask"] = dispatch.explain(*x, attn_mask=torch.zeros(20, 24, requires_grad=True), enable_gqa=True).reason
 
     saved: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
@@ -159,6 +221,7 @@ def main() -> None:
     report["unpacked with gaps"] = max(float((t.grad - wanted).abs().max()) for t, wanted in zip(x, eager, strict=True))  # type: ignore[operator]
 
     report["whole steps"] = whole_steps()
+    report["more"] = more_gradients()
 
     asked: list[object] = []
     choose = choosing.gradient_kernels
@@ -180,11 +243,7 @@ def main() -> None:
     report["by the formula under autocast"] = max(float((t.grad - w).abs().max()) for t, w in zip(x_cast, eager, strict=True))  # type: ignore[operator]
     report["by the formula"] = max(float((t.grad - wanted).abs().max()) for t, wanted in zip(x, eager, strict=True))  # type: ignore[operator]
     x = leaves()
-    words = {"attn_mask": torch.randn(20, 24, generator=torch.Generator().manual_seed(4)), "softcap": 1.5, "dropout_p": 0.25, "seed": 11}
-    slopes, sinks = torch.tensor([0.3, 0.1]), torch.tensor([0.5, -1.0])
-    loss(dispatch.attention(*x, **words, alibi_slopes=slopes, sinks=sinks, enable_gqa=True)).backward()  # type: ignore[arg-type]
-    given = {"mask": words["attn_mask"], "softcap": 1.5, "keep": keep, "dropout_p": 0.25, "slopes": slopes[None], "sinks": sinks[None]}
-    report["everything by the formula"] = gap(x, given)
+    report["everything by the formula"] = of_everything(*others_of(20, 24), *x)
     print(re.sub(r"NaN", "null", json.dumps(report)))
 
 

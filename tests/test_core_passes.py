@@ -8,11 +8,12 @@ import torch
 from attention_cases import band_of
 
 from flashtune.core import reference
+from flashtune.core.errors import InputError
 from flashtune.core.passes import BACKWARD, FORWARD, PER_HEAD, PER_HEAD_FLAGS, per_head_words
 from flashtune.core.problem import Features, Problem
 from flashtune.tuner.correctness import Verifier, check, everywhere, oracle
 from flashtune.tuner.distributions import redistribute
-from flashtune.tuner.inputs import make_inputs
+from flashtune.tuner.inputs import make_inputs, without_repeats
 
 PROBLEM = Problem(batch=2, heads=4, kv_heads=2, n_q=100, n_kv=140, d=16, d_v=24, dtype="fp32", features=Features(causal=True))
 TRAINED = replace(PROBLEM, direction="bwd")
@@ -74,6 +75,41 @@ def test_a_wrong_gradient_is_named(name: str) -> None:
     inputs = make_inputs(TRAINED, device="cpu", seed=1)
     verdict = check(lambda *operands, **words: launch(*operands, spoil=name, **words), inputs, oracle(inputs, everywhere(TRAINED)))
     assert {"dq": "query's", "dk": "key's", "dv": "value's"}[name] in verdict.reason and verdict.error > 1
+
+
+def test_gradients_that_are_asked_for_are_written_and_checked_too() -> None:
+    features = Features(mask="bias", alibi=True, dbias=True, dslopes=True)
+    p = replace(TRAINED, n_q=20, n_kv=28, features=features)
+    assert [operand.name for operand in p.contract.written] == ["dq", "dk", "dv", "dbias", "dslopes"]
+    assert p.forward().features == Features(mask="bias", alibi=True) and p.key("h200") != replace(p, features=p.forward().features).key(
+        "h200"
+    )
+    inputs = make_inputs(p, device="cpu", seed=1)
+    # The bias is one for both batches, and so is its gradient.
+    assert inputs.operands["dbias"].stride(0) == 0
+    expected = oracle(inputs, everywhere(p))
+    leaves = [x.double().requires_grad_() for x in (without_repeats(inputs.parameters.mask), inputs.parameters.slopes)]  # type: ignore[arg-type]
+    q, k, v, dout = (inputs.operands[name].double() for name in ("q", "k", "v", "dout"))
+    out, lse = reference.attention(q, k, v, mask=leaves[0], slopes=leaves[1], scale=inputs.parameters.scale)
+    dbias, dslopes = torch.autograd.grad((out * dout).sum() + (lse * inputs.operands["dlse"]).sum(), leaves)
+
+    def write(*operands: torch.Tensor, spoil: bool = False, **_: Any) -> None:
+        for one in expected:
+            for operand, tensor in zip(p.contract.written, operands[7:], strict=True):
+                without_repeats(tensor)[operand.at(replace(one.place, batch=0) if operand.name == "dbias" else one.place, p)] = one.values[
+                    operand.name
+                ].to(tensor.dtype)
+        without_repeats(operands[10])[0, 1, 5] *= 1 + 0.1 * spoil
+
+    assert check(write, inputs, expected).reason == ""
+    torch.testing.assert_close(inputs.operands["dbias"][1].double(), dbias[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(inputs.operands["dslopes"].double().sum(-1), dslopes, atol=1e-4, rtol=1e-5)
+    assert "bias's gradient" in check(lambda *x, **w: write(*x, spoil=True, **w), inputs, expected).reason
+    for features in ({"dbias": True}, {"mask": "bool", "dbias": True}, {"dslopes": True}):
+        with pytest.raises(InputError, match="asks for the gradient"):
+            Features(**features)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="can't be asked of a forward"):
+        replace(p, direction="fwd")
 
 
 def test_a_changed_input_changes_what_the_forward_wrote() -> None:

@@ -5,6 +5,7 @@ import ctypes
 import struct
 import threading
 import time
+import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,16 @@ from test_dispatch_launch import PROBLEMS, SHIPPED, Library
 
 from flashtune import kernels_generated
 from flashtune.core.binaries import STRUCT_FORMATS, Binary, Manifest, read_manifest
-from flashtune.dispatch.call import parse
+from flashtune.core.modules import load_source
+from flashtune.core.problem import Features, Problem
+from flashtune.core.target import find_target
+from flashtune.dispatch.call import PerHead, parse
 from flashtune.dispatch.launch import devices, driver, prepared
 from flashtune.dispatch.launch.hostcode import load_host_code
+from flashtune.dispatch.launch.recording import Address
 from flashtune.dispatch.plans.gradients import Given, GradientPlan
+from flashtune.templates import family
+from flashtune.templates.rendering import render, variant_of
 
 ROOT = Path(kernels_generated.__file__).parent
 HOPPER = next(kernel for kernel in SHIPPED if PROBLEMS[kernel.variant_id].direction == "bwd" and kernel.template == "flash_bwd_hopper")
@@ -115,7 +122,7 @@ def test_a_backward_is_launched_with_its_calls_tensors_and_scratch_of_its_own(li
         launches = library.calls[thread]
         assert [name for name, _ in launches] == ["prepare_rows", "flash_bwd_hopper", "finish_queries"] * len(calls)
         for (one, grads), (prepare, main, finish) in zip(calls, zip(*[iter(at for _, at in launches)] * 3, strict=True), strict=True):
-            dq, dk, dv = (grad.data_ptr() for grad in grads)
+            dq, dk, dv = (grad.data_ptr() for grad in grads[:3])
             inputs = {name: getattr(one, name).data_ptr() for name in ("query", "key", "value", "out", "lse", "dout")}
             assert [prepare[f"{name}_ptr"] for name in ("out", "dout", "lse")] == [inputs[name] for name in ("out", "dout", "lse")]
             assert [main[f"{name[0]}_desc"] for name in ("query", "key", "value")] == [inputs[name] for name in ("query", "key", "value")]
@@ -125,14 +132,43 @@ def test_a_backward_is_launched_with_its_calls_tensors_and_scratch_of_its_own(li
             assert prepare["sums_ptr"] == main["sums_ptr"] == finish["sums_ptr"]
             scratch = {prepare["lse_2_ptr"], prepare["delta_ptr"], prepare["sums_ptr"]}
             assert {main["lse_desc"], main["delta_desc"]} < scratch and len(scratch) == 3
-            assert all(grad.stride() == x.stride() for grad, x in zip(grads, one[:3], strict=True))
+            assert all(grad.stride() == x.stride() for grad, x in zip(grads[:3], one[:3], strict=True))
+
+
+def test_gradients_of_a_bias_and_of_slopes_lie_where_the_recorded_launches_write_them() -> None:
+    features = Features(mask="bias", alibi=True, dbias=True, dslopes=True)
+    problem = Problem(batch=2, heads=3, kv_heads=3, n_q=200, n_kv=200, d=64, d_v=64, dtype="bf16", features=features, direction="bwd")
+    chosen, spec = family("flash_bwd"), problem.spec()
+    module = load_source(render(chosen, variant_of(chosen, spec, chosen.default(spec, find_target("h200")))), "asked")
+    bias, slopes = torch.zeros(2, 3, 200, 200, dtype=torch.bfloat16), torch.zeros(2, 3)
+    one = given()._replace(mask=bias, slopes=slopes, of_mask=True, of_slopes=True)
+    call = parse(one.query, one.key, one.value, bias, per_head=PerHead(alibi_slopes=slopes))
+    plan = GradientPlan(call, module)
+    plan.build(one)
+    met: list[list[int]] = []
+    plan.program = types.SimpleNamespace(run=lambda addresses, *_: met.append(addresses))  # type: ignore[assignment]
+    plan._temporaries, plan._scratch = (0,), 1
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("_cuda_getDevice", None), ("_cuda_getCurrentRawStream", 5)):
+            patch.setattr(torch._C, name, lambda *_, value=value: value, raising=False)
+        *_, dbias, dslopes = plan.run(one)
+    _, tensors, recording = prepared.launches(module, plan._operands(one), one.parameters(call))
+    assert recording is not None and dbias is not None and dslopes is not None
+    assert dbias.shape == bias.shape and dslopes.shape == slopes.shape and len(met[0]) == len(tensors) + 1
+    of_bias, of_slopes = (step for step in recording.launches if step.kernel == "score_gradients")
+    place = prepared.operand_names(module).index("dbias")
+    places = [[x.source for x in step.arguments if isinstance(x, Address)] for step in (of_bias, of_slopes)]
+    assert place in places[0] and place + 1 not in places[0] and place + 1 in places[1] and place not in places[1]
+    assert met[0][place] == dbias.data_ptr()
+    # What the kernels read besides: the bias and the slopes themselves.
+    assert {met[0][source] for source in places[0]} >= {bias.data_ptr(), slopes.data_ptr(), one.lse.data_ptr(), one.dout.data_ptr()}
 
 
 def test_without_triton_all_gradients_are_computed_where_machine_code_is_of_all(library: Decoding, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "TRITON", False)
     one = given(of_keys=False)
     plan = built(one)
-    dq, dk, dv = plan.run(one)
+    dq, dk, dv, *_ = plan.run(one)
     assert dq is not None and dk is dv is None
     [main] = [at for name, at in library.calls[threading.get_ident()] if name == "flash_bwd_hopper"]
     places = {x.data_ptr() for x in (one.key, one.value, dq)}

@@ -53,7 +53,15 @@ def test_it_composes_with_what_trains_models(report: dict[str, Any], case: str) 
 def test_explain_names_both_kernels_and_says_why_torch_serves_where_it_does(report: dict[str, Any]) -> None:
     assert report["explained"] == ["flash_fwd", "flash_bwd"]
     assert "no backward kernel was measured" in report["unasked"] and "torch's own attention" in report["unasked"]
-    assert "gradient of attn_mask" in report["of a mask"]
+    assert report["of a mask"].startswith("a gradient of attn_mask is needed, and no backward kernel with dbias was measured")
+
+
+@pytest.mark.parametrize("case", [
+    "compiled", "checkpointed", "torch.func.grad", "bias alone", "slopes alone", "sinks alone", "gradcheck", "type",
+])  # fmt: skip
+def test_bias_slopes_and_sinks_get_their_gradients_from_kernels(report: dict[str, Any], case: str) -> None:
+    assert report["more"]["explained"] == "flash_bwd" and report["more"]["gap"] < 1e-5
+    assert report["more"][case]
 
 
 def test_only_inputs_that_ask_get_gradients_and_nothing_of_the_scores_size_is_kept(report: dict[str, Any]) -> None:

@@ -37,6 +37,11 @@ def test_only_the_gradients_that_are_asked_for_are_made_and_always_of_the_same_b
     assert report["repeated"] and report["dq alone"] and report["dk and dv alone"]
 
 
+@pytest.mark.parametrize("over", ["batches", "heads", "rows of all batches", "columns", "all"])
+def test_a_bias_gets_the_sum_of_what_it_repeats_over_alone_and_always_of_the_same_bits(report: dict[str, Any], over: str) -> None:
+    assert report["repeated biases"][over] < 1e-5
+
+
 def problem(features: Features, d: int = 32) -> Problem:
     return Problem(batch=1, heads=2, kv_heads=1, n_q=512, n_kv=512, d=d, d_v=d, dtype="bf16", features=features, direction="bwd")
 

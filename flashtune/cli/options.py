@@ -31,6 +31,8 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON f
 SWITCHES = {
     "alibi": "ALiBi: a bias by distance with a slope per head; one tuning serves all slopes.",
     "sinks": "Attention sinks: a logit per head in each softmax's denominator; one tuning serves all logits.",
+    "dbias": "A backward whose bias (--mask bias) gets its gradient, too.",
+    "dslopes": "A backward whose ALiBi slopes (--alibi) get their gradient, too.",
     "tf32": "Allow TF32 products for fp32 inputs (IEEE otherwise).",
 }
 """Features that an option of their name switches on, and its help."""

@@ -95,6 +95,8 @@ class KernelSpec:
     # What came after the first databases has a default.
     alibi: bool = False
     sinks: bool = False
+    dbias: bool = False
+    dslopes: bool = False
 
     @property
     def banded(self) -> bool:

@@ -4,9 +4,11 @@ The forward is the value `FORWARD`, the gradients of its inputs are `BACKWARD`. 
 model) looks it up by a problem's direction (decision 0016). Nothing here needs torch but to run.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise
+from functools import lru_cache
+from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from flashtune.core.band import Band
@@ -189,8 +191,12 @@ def _attended(
     head: int,
     first: int,
     dtype: "torch.dtype | None" = None,
+    score_leaf: "torch.Tensor | None" = None,
 ) -> "tuple[torch.Tensor, torch.Tensor]":
-    """Output and LSE of one head's rows from `first` on, by the reference; `tensors` are these rows of q, and the head's k and v."""
+    """Output and LSE of one head's rows from `first` on, by the reference; `tensors` are these rows of q, and the head's k and v.
+
+    `score_leaf` (rows, N_kv), all 0, is added to the scores, and gets the gradient that a bias has.
+    """
     import torch
 
     from flashtune.core import reference
@@ -207,11 +213,14 @@ def _attended(
     mask = parameters.mask
     indices = {"heads": head_index, "kv_heads": kv_index}
     per_head = {name: x[batch_index, indices[PER_HEAD[name]]] for name, x in parameters.per_head().items()}
+    here = None if mask is None else mask[batch_index, head_index, rows]
+    if score_leaf is not None:
+        here = reference.joined(score_leaf, here)
     out, lse = reference.attention(
         q,
         k,
         v,
-        mask=None if mask is None else mask[batch_index, head_index, rows],
+        mask=here,
         scale=parameters.scale,
         band=parameters.band.from_row(first),
         softcap=parameters.softcap,
@@ -313,13 +322,65 @@ def _backward_oracle(
             rows = add(head, start, end)
             if head == place.head and first <= start < stop:
                 dq.append(rows)
-    return {"dq": torch.cat(dq), "dk": dk[place.keys], "dv": dv[place.keys]}
+    found = {"dq": torch.cat(dq), "dk": dk[place.keys], "dv": dv[place.keys]}
+    if "dslopes" in operands:
+        found["dslopes"] = torch.cat([_slope_parts(*part) for part in _score_gradients(problem, operands, parameters, place, kind)])
+    if "dbias" in operands:
+        found["dbias"] = _bias_gradient(problem, operands, parameters, place, kind)
+    return found
+
+
+def _score_gradients(
+    problem: "Problem", operands: "Mapping[str, torch.Tensor]", parameters: CallParameters, place: Place, kind: "torch.dtype"
+) -> "Iterator[tuple[torch.Tensor, torch.Tensor]]":
+    """Gradients of what is added to the scores of these rows, and how far each key is from the diagonal, some rows at a time."""
+    import torch
+
+    from flashtune.core import reference
+
+    batch, head, n_kv = place.batch, place.head, problem.n_kv
+    first, stop, _ = place.queries.indices(problem.n_q)
+    k, v = (operands[name][batch, head // problem.gqa_ratio].to(kind) for name in ("k", "v"))
+    for start in range(first, stop, ORACLE_ROWS):
+        rows = batch, head, slice(start, min(start + ORACLE_ROWS, stop))
+        q, dout = (operands[name][rows].to(kind) for name in ("q", "dout"))
+        leaf = q.new_zeros((len(q), n_kv)).requires_grad_()
+        with torch.enable_grad():
+            out, lse = _attended(problem, (q, k, v), parameters, batch, head, start, kind, leaf)
+            dlse = operands["dlse"][rows] + ((out.detach() - operands["out"][rows]) * dout).sum(-1)
+            loss = (out * dout).sum() + (lse * dlse)[torch.isfinite(lse)].sum()
+        yield torch.autograd.grad(loss, leaf)[0], reference.distances(len(q), n_kv, parameters.band.diagonal + start, q.device).abs()
+
+
+def _slope_parts(gradients: "torch.Tensor", distances: "torch.Tensor") -> "torch.Tensor":
+    return -(gradients * distances).sum(-1)
+
+
+def _bias_gradient(
+    problem: "Problem", operands: "Mapping[str, torch.Tensor]", parameters: CallParameters, place: Place, kind: "torch.dtype"
+) -> "torch.Tensor":
+    """The gradient of the bias at these rows, summed over the batches, heads, rows and columns that it repeats over."""
+    import torch
+
+    over = [stride == 0 and size > 1 for stride, size in zip(operands["dbias"].stride(), operands["dbias"].shape, strict=True)]
+    batches = range(problem.batch) if over[0] else (place.batch,)
+    heads = range(problem.heads) if over[1] else (place.head,)
+    first, stop, _ = place.queries.indices(problem.n_q)
+    total = torch.zeros(1 if over[2] else stop - first, problem.n_kv, dtype=kind, device=operands["q"].device)
+    for batch, head in product(batches, heads):
+        there = replace(place, batch=batch, head=head, queries=slice(None) if over[2] else place.queries)
+        parts = (part for part, _ in _score_gradients(problem, operands, parameters, there, kind))
+        total += sum(part.sum(0, keepdim=True) for part in parts) if over[2] else torch.cat(list(parts))
+    if over[3]:
+        total = total.sum(1, keepdim=True)
+    return total.expand(stop - first, problem.n_kv)
 
 
 def _backward_bounds(spec: KernelSpec) -> dict[str, Bound]:
     found = tolerance(spec)
     bound = Bound(atol=found.atol, rtol=found.rtol, relative_norm=found.gradient_norm)
-    return dict.fromkeys(("dq", "dk", "dv"), bound)
+    # Distances weigh what belongs to slopes, so that no number of its own says what is small.
+    return dict.fromkeys(("dq", "dk", "dv", "dbias"), bound) | {"dslopes": Bound(atol=math.inf, relative_norm=found.gradient_norm)}
 
 
 def _read(operand: Operand) -> Operand:
@@ -342,6 +403,23 @@ BACKWARD = Pass(
     oracle=_backward_oracle,
     bounds=_backward_bounds,
 )
+
+MORE_GRADIENTS = (
+    Operand(name="dbias", title="bias's gradient", axes=("batch", "heads", "n_q", "n_kv"), element="output", written=True),
+    Operand(name="dslopes", title="rows' parts of the slopes' gradient", axes=("batch", "heads", "n_q"), element="fp32", written=True),
+)
+"""What a backward writes beside that where it is asked to, by the feature that asks (`flashtune.core.problem.ASKED`).
+
+`dbias` is a view expanded to its sizes, as masks are: with stride 0 where the bias repeats, over which it is the sum. A slope's gradient is
+the sum of its rows' parts, which a launch leaves to the caller.
+"""
+
+
+@lru_cache
+def backward_with(asked: tuple[str, ...]) -> Pass:
+    """`BACKWARD`, with the gradients of `MORE_GRADIENTS` that are asked for."""
+    return replace(BACKWARD, operands=(*BACKWARD.operands, *(operand for operand in MORE_GRADIENTS if operand.name in asked)))
+
 
 PASSES: dict[Direction, Pass] = {"fwd": FORWARD, "bwd": BACKWARD}
 """Every pass by the direction that problems and keys name it with."""

@@ -1,6 +1,7 @@
 """What is asked of a kernel (`Problem`) and the part of it that the database is keyed by (`ProblemKey`)."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
@@ -8,7 +9,7 @@ from flashtune.core.band import ALIGNMENTS, Alignment, Band, Window, diagonal_of
 from flashtune.core.config import Direction, KernelSpec
 from flashtune.core.dtypes import DTYPES, DType
 from flashtune.core.errors import InputError
-from flashtune.core.passes import PASSES, Pass
+from flashtune.core.passes import PASSES, Pass, backward_with
 
 DIRECTIONS: tuple[Direction, ...] = tuple(PASSES)
 MaskKind = Literal["none", "bool", "bias"]
@@ -34,6 +35,7 @@ class Features:
     a slope per head times the distance from the diagonal (Press et al., "Train Short, Test Long", ICLR 2022).
     `tf32` allows TF32 products for fp32 inputs (IEEE otherwise). `sinks` adds a logit per head to each softmax's denominator, with no
     value of its own (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024; learned in GPT-OSS).
+    `dbias` and `dslopes` ask a backward for the gradient of the bias and of ALiBi's slopes, too.
     """
 
     causal: bool = False
@@ -45,8 +47,14 @@ class Features:
     tf32: bool = False
     alibi: bool = False
     sinks: bool = False
+    dbias: bool = False
+    dslopes: bool = False
 
     def __post_init__(self) -> None:
+        if self.dbias and self.mask != "bias":
+            raise InputError(f"dbias asks for the gradient of a bias, and the mask is {self.mask!r}: give mask='bias' or drop dbias")
+        if self.dslopes and not self.alibi:
+            raise InputError("dslopes asks for the gradient of ALiBi's slopes, and there are none: switch alibi on or drop dslopes")
         if self.alignment not in ALIGNMENTS:
             raise InputError(f"unknown causal alignment {self.alignment!r}: use one of {', '.join(ALIGNMENTS)}")
         if self.mask not in MASK_KINDS:
@@ -78,6 +86,15 @@ class Features:
         return self.causal or self.window is not None
 
     @property
+    def asked(self) -> tuple[str, ...]:
+        """Those of `ASKED` that are on."""
+        return tuple(name for name in ASKED if getattr(self, name))
+
+    def asking(self, names: Sequence[str]) -> "Features":
+        """The same with these of `ASKED` on, and no others."""
+        return replace(self, dbias="dbias" in names, dslopes="dslopes" in names)
+
+    @property
     def has_diagonal(self) -> bool:
         """Whether anything is counted from the diagonal, so that `alignment` has a meaning."""
         return self.banded or self.alibi
@@ -99,7 +116,7 @@ class Features:
             found["alignment"] = self.alignment
         if self.mask != "none":
             found["mask"] = self.mask
-        found |= {name: True for name in FLAGS if getattr(self, name)}
+        found |= {name: True for name in (*FLAGS, *ASKED) if getattr(self, name)}
         return found
 
     @classmethod
@@ -128,16 +145,19 @@ class Features:
             left, right = ("inf" if side is None else str(side) for side in self.window)
             words.append(f"window{left}" if self.causal or left == right else f"window{left},{right}")
         words += [{"bool": "mask", "bias": "bias"}[self.mask]] if self.mask != "none" else []
-        words += [name for name in FLAGS if getattr(self, name)]
+        words += [name for name in (*FLAGS, *ASKED) if getattr(self, name)]
         if self.has_diagonal and self.alignment == "bottom_right":
             words.append("bottom_right")
         return "+".join(words)
 
 
-FLAGS = tuple(sorted(field.name for field in fields(Features) if field.type is bool and field.name != "causal"))
+ASKED = ("dbias", "dslopes")
+"""What a backward may be asked for beside dQ, dK and dV, at the cost of products of its own: part of its key, and of no forward's."""
+
+FLAGS = tuple(sorted(field.name for field in fields(Features) if field.type is bool and field.name not in ("causal", *ASKED)))
 """Features that are on or off, beside `causal`, in the order of labels."""
 
-COMPILED_AS_THEY_ARE = ("causal", "mask", *FLAGS)
+COMPILED_AS_THEY_ARE = ("causal", "mask", *FLAGS, *ASKED)
 """Features that `KernelSpec` has under the same names."""
 
 
@@ -195,6 +215,8 @@ class Problem:
             raise InputError(f"{self.heads} query heads can't share {self.kv_heads} key heads: make heads a multiple of kv_heads")
         if self.features.tf32 and self.dtype != "fp32":
             raise InputError(f"tf32 needs fp32 inputs, not {self.dtype}: drop tf32 or change the dtype")
+        if self.direction == "fwd" and (asked := self.features.asked):
+            raise InputError(f"{' and '.join(asked)} can't be asked of a forward: take the direction bwd")
 
     @property
     def gqa_ratio(self) -> int:
@@ -240,7 +262,11 @@ class Problem:
     @property
     def contract(self) -> Pass:
         """The pass that this problem is of."""
-        return PASSES[self.direction]
+        return PASSES[self.direction] if self.direction == "fwd" else backward_with(self.features.asked)
+
+    def forward(self) -> "Problem":
+        """The forward of the same call."""
+        return replace(self, direction="fwd", features=self.features.asking(()))
 
     def flops(self) -> int:
         """The pass's matrix products over the visible pairs, see `Pass.flops`."""

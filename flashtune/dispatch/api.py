@@ -13,7 +13,7 @@ from flashtune.core.band import Window
 from flashtune.core.dtypes import DType
 from flashtune.core.errors import InputError
 from flashtune.core.passes import PER_HEAD
-from flashtune.core.problem import FLAGS, Features, MaskKind, Problem
+from flashtune.core.problem import ASKED, FLAGS, Features, MaskKind, Problem
 from flashtune.core.target import find_target
 from flashtune.core.torch_attention import autocasting
 from flashtune.dispatch.call import Call, Options, PerHead, parse
@@ -23,7 +23,16 @@ from flashtune.dispatch.plans.known import Plan
 from flashtune.dispatch.policy import growing
 from flashtune.dispatch.resolve import choosing
 from flashtune.dispatch.resolve.explanation import Explanation
-from flashtune.dispatch.resolve.given import GRADIENT, autocast, places_in_memory, prepared, transformed, why_torch_ever, why_torch_now
+from flashtune.dispatch.resolve.given import (
+    GRADIENT,
+    GRADIENTS,
+    autocast,
+    places_in_memory,
+    prepared,
+    transformed,
+    why_torch_ever,
+    why_torch_now,
+)
 from flashtune.dispatch.resolve.layers import SERVING, current
 from flashtune.dispatch.resolve.memo import Memo
 from flashtune.dispatch.torch_ops import tracing, training
@@ -89,7 +98,8 @@ def attention(
     on the CPU, for float64, for unseeded dropout while a CUDA graph is captured, and wherever no kernel does. A call whose gradient is
     needed is served by kernels, forward and backward, where a backward row (`flashtune search --direction bwd`) was measured on the GPU's
     architecture, or where `use(unmeasured=True)` allows what wasn't; else torch serves it, without cuDNN where there is a mask, since its
-    gradients can be NaN there. `explain` says which. Gradients of masks, slopes and sinks are torch's. Kernels have first derivatives
+    gradients can be NaN there. `explain` says which. A bias, slopes and sinks get gradients where they ask, of their own sizes, summed in
+    float32 over what repeats; those of a bias or of slopes by rows of backwards that make them, too. Kernels have first derivatives
     alone. Features that torch lacks (softcap, return_lse, seed) then take memory for all scores; ALiBi and sinks have paths of their own
     (flashtune.dispatch.framework).
 
@@ -303,11 +313,11 @@ def _traced(
     call = _parsed(query, key, value, attn_mask, options, seed, per_head)
     why_torch = "transformed" if transformed() else why_torch_ever(query, key, value, attn_mask, per_head)
     problem, trains = call.problem, False
-    if why_torch == GRADIENT and problem is not None:
+    if why_torch in GRADIENTS and problem is not None:
         # What is known of other sizes would do: only whether anything was measured counts.
         features, place = problem.features, -1 if query.device.index is None else query.device.index
         window = (False, None, None) if features.window is None else (True, *features.window)
-        flags = [getattr(features, name) for name in FLAGS]
+        flags = [getattr(features, name) for name in FLAGS] + [name in GRADIENTS[why_torch] for name in ASKED]
         ratio = int(problem.heads) // int(problem.kv_heads)
         sizes = (problem.d, problem.d_v, ratio)
         trains = _trainable(
@@ -344,15 +354,16 @@ def _trainable(
     deterministic: bool,
     *flags: bool,
 ) -> bool:
-    """Whether backward kernels are trusted with problems like this one, of usual sizes; `flags` are those of FLAGS.
+    """Whether backward kernels are trusted with problems like this one, of usual sizes; `flags` are those of FLAGS and ASKED.
 
     A compiler that traces takes the answer for a constant, and gives nothing but plain values.
     """
     target = devices.target_of(torch.device(device, index) if index >= 0 else torch.device(device))
     window = (left, right) if windowed else None
-    words: dict[str, Any] = dict(zip(FLAGS, flags, strict=True))
+    words: dict[str, Any] = dict(zip((*FLAGS, *ASKED), flags, strict=True))
     features = Features(causal=causal, mask=mask, window=window, **words)
-    problem = Problem(batch=8, heads=16 * ratio, kv_heads=16, n_q=2048, n_kv=2048, d=d, d_v=d_v, dtype=dtype, features=features)
+    sizes = {"batch": 8, "heads": 16 * ratio, "kv_heads": 16, "n_q": 2048, "n_kv": 2048, "d": d, "d_v": d_v}
+    problem = Problem(**sizes, dtype=dtype, features=features, direction="bwd")
     memo = current()
     with memo.lock:
         repeatable = choosing.same_bits_asked(deterministic)

@@ -16,6 +16,9 @@ Outputs = tuple[torch.Tensor, torch.Tensor | None]
 ROWS = 256
 """Query rows whose scores are held at a time where gradients are computed by the formula."""
 
+SINK_ELEMENTS = 2**23
+"""Elements of the output that are widened to float32 at a time for the gradient of sinks."""
+
 
 def takes_as_it_is(call: Call) -> bool:
     """Whether torch's function serves a call with the very arguments of `attention`, but for a mask that needs a gradient."""
@@ -197,12 +200,18 @@ def gradients(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
     given: CallParameters,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dQ, dK and dV in their inputs' types, of the output and LSE (None: of the output alone) that a forward left.
+    *,
+    bias: torch.Tensor | None = None,
+    of_slopes: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """dQ, dK and dV in their inputs' types, of the output and LSE (None: of the output alone) that a forward left; then the gradient of
+    `bias`, of its own sizes and type, if it is given, and that of slopes (B, Hq), if asked for.
 
     Shapes as in flashtune.templates.family; `given` with its mask expanded. FlashAttention-2 (arXiv 2307.08691), section 2.3.2, in float32.
     """
     ratio = q.shape[1] // k.shape[1]
+    dbias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32, memory_format=torch.contiguous_format)
+    dslopes = torch.zeros(q.shape[:2], device=q.device) if of_slopes else None
     wide_k, wide_v = (x.float().repeat_interleave(ratio, 1) for x in (k, v))
     dq, dk, dv = torch.zeros_like(q, dtype=torch.float32), torch.zeros_like(wide_k), torch.zeros_like(wide_v)
     for first in range(0, q.shape[2], ROWS):
@@ -220,13 +229,44 @@ def gradients(
             kept = _kept(given, q.shape, first, rows.stop - first, k.shape[2], q.device)
             dropped, dprobs = probs * kept, dprobs * kept
         dv += dropped.mT @ dout_rows
-        dscores = probs * (dprobs - delta[..., None]) * given.scale
+        dscores = probs * (dprobs - delta[..., None])
+        if dbias is not None:
+            part = dbias[:, :, rows] if dbias.shape[2] > 1 else dbias
+            part += dscores.sum_to_size(part.shape)
+        if dslopes is not None:
+            dslopes -= (dscores * reference.distances(rows.stop - first, k.shape[2], given.band.diagonal + first, q.device).abs()).sum(
+                (2, 3)
+            )
+        dscores = dscores * given.scale
         if slope is not None:
             dscores = dscores * slope
         dq[:, :, rows] = dscores @ wide_k
         dk += dscores.mT @ q_rows
     dk, dv = (x.view(k.shape[0], -1, ratio, *x.shape[2:]).sum(2) for x in (dk, dv))
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    if dbias is not None and bias is not None:
+        dbias = dbias.to(bias.dtype)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dbias, dslopes
+
+
+def sink_gradients(
+    sinks: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None
+) -> torch.Tensor:
+    """The gradient of `sinks` (B, Hq), float32, of the output and LSE (None: of the output alone) that a forward left.
+
+    A sink's probability in a row is exp(sink - LSE), and its value is 0, so that -exp(sink - LSE) (rowsum(dO * O) - dLSE) is what the row
+    gives.
+    """
+    found = torch.zeros(sinks.shape, dtype=torch.float32, device=sinks.device)
+    step = max(1, SINK_ELEMENTS // max(1, out.numel() // max(1, out.shape[2])))
+    for first in range(0, out.shape[2], step):
+        rows = slice(first, first + step)
+        delta = (out[:, :, rows].float() * dout[:, :, rows].float()).sum(-1)
+        if dlse is not None:
+            delta -= dlse[:, :, rows]
+        # A row that has nothing, not even a sink, gives nothing.
+        probs = torch.exp(sinks.float()[..., None] - lse[:, :, rows]).masked_fill(lse[:, :, rows] == float("-inf"), 0.0)
+        found -= (probs * delta).masked_fill(probs == 0.0, 0.0).sum(-1)
+    return found
 
 
 def _probabilities(

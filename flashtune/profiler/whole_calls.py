@@ -43,12 +43,18 @@ def attention_call(inputs: Inputs) -> Call:
     }
     if inputs.problem.direction == "fwd":
         return lambda: api.attention(inputs.q, inputs.k, inputs.v, mask, given.dropout_p, **words)
-    q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+    q, k, v = leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    if mask is not None and inputs.problem.features.dbias:
+        mask = mask.detach().requires_grad_()
+        leaves = [*leaves, mask]
+    if inputs.problem.features.dslopes:
+        words["alibi_slopes"] = words["alibi_slopes"].detach().requires_grad_()
+        leaves = [*leaves, words["alibi_slopes"]]
 
     def step() -> object:
         with torch.enable_grad():
             out = api.attention(q, k, v, mask, given.dropout_p, **words)
-        return torch.autograd.grad(out, (q, k, v), inputs.operands["dout"])
+        return torch.autograd.grad(out, leaves, inputs.operands["dout"])
 
     return step
 

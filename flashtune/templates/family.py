@@ -1,8 +1,8 @@
 """What a template family declares: its axes as data, its constraints as named predicates, and what it can serve.
 
 The rendered file of every family is an ordinary module with the same functions, which the tuner and dispatch call alike (given here for
-the forward; a backward's `launches` takes the operands of flashtune.core.passes.BACKWARD in their place, and may be given None for `dlse`
-and for gradients that nobody asked for):
+the forward; a backward's `launches` takes the operands of its contract in flashtune.core.passes in their place, with `dbias` and `dslopes`
+where its spec asks for these, and may be given None for `dlse` and for gradients that nobody asked for):
 
     accepts(q, k, v, mask) -> bool
         whether these strides and pointers can be taken (descriptor kernels need 16-byte alignment);

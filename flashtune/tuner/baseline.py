@@ -23,8 +23,9 @@ BACKENDS = {
 def framework_call(inputs: Inputs, backend: str | None = None, *, step: bool = False) -> Callable[[], object] | None:
     """The framework's pass on these inputs (its default choice, or one of `BACKENDS`); None where it can't express the problem.
 
-    Of a backward it is the gradients alone: the forward that they need runs at the first call, and is kept; in a training `step` it runs
-    each time. The default choice leaves out cuDNN where its gradients aren't to be trusted (flashtune.core.torch_attention).
+    Of a backward it is the gradients alone, those of the bias and of slopes behind dQ, dK and dV where they are asked for: the forward that
+    they need runs at the first call, and is kept; in a training `step` it runs each time. The default choice leaves out cuDNN where its
+    gradients aren't to be trusted (flashtune.core.torch_attention).
 
     A diagonal at the last key is torch's `causal_lower_right`, where that reaches FlashAttention. Other bands that are not torch's own
     causal become a boolean mask, and ALiBi a bias in the inputs' dtype (the one that every backend takes), made once and outside of what
@@ -33,30 +34,44 @@ def framework_call(inputs: Inputs, backend: str | None = None, *, step: bool = F
     p, given = inputs.problem, inputs.parameters
     if p.features.softcap or p.features.sinks or p.dtype == "fp8":
         return None
-    mask = given.mask
-    if mask is not None:
+    own = given.mask
+    if own is not None:
         # As a caller has it: torch writes a boolean mask out as a bias of the shape that it is given in.
-        mask = mask[: None if mask.stride(0) else 1, : None if mask.stride(1) else 1]
-    if given.slopes is not None:
-        try:
-            # Generated slopes are the same in every batch.
-            bias = reference.alibi(given.slopes[:1], p.n_q, p.n_kv, given.band.diagonal)
-            mask = reference.joined(bias.to(inputs.q.dtype), mask)
-        except torch.OutOfMemoryError:
-            return None
-    causal = given.band.torch_causal and mask is None
+        own = own[: None if own.stride(0) else 1, : None if own.stride(1) else 1]
+    # Generated slopes are the same in every batch.
+    slopes = None if given.slopes is None else given.slopes[:1]
+    if own is not None and p.features.dbias:
+        own = own.detach().requires_grad_()
+    if slopes is not None and p.features.dslopes:
+        slopes = slopes.detach().requires_grad_()
+    causal = given.band.torch_causal and own is None and slopes is None
+    lower_right = own is None and slopes is None and backend in (None, "flash") and _flash_takes_lower_right(inputs)
+
+    def joined() -> torch.Tensor | None:
+        """The bias or mask that has all that torch lacks."""
+        mask = own
+        if slopes is not None:
+            mask = reference.joined(reference.alibi(slopes, p.n_q, p.n_kv, given.band.diagonal).to(inputs.q.dtype), mask)
+        if not given.band.bounded or causal:
+            return mask
+        return reference.hidden_outside(reference.visible(given.band, p.n_q, p.n_kv, inputs.q.device), mask)
+
     called: Callable[..., torch.Tensor] = sdpa
-    if mask is None and backend in (None, "flash") and _flash_takes_lower_right(inputs):
+    if lower_right:
         # Imports torch's compiler, for seconds, which other problems shouldn't wait for.
         from torch.nn.attention.bias import causal_lower_right
 
-        mask = causal_lower_right(p.n_q, p.n_kv)
+        mask: torch.Tensor | None = causal_lower_right(p.n_q, p.n_kv)
         # It knows torch's function by its place in torch.nn.functional, where anything may stand.
-        called = type(mask)._dispatch
-    elif given.band.bounded and not causal:
-        mask = reference.hidden_outside(reference.visible(given.band, p.n_q, p.n_kv, inputs.q.device), mask)
+        called = type(mask)._dispatch  # type: ignore[union-attr]
+    else:
+        try:
+            with torch.enable_grad():
+                mask = joined()
+        except torch.OutOfMemoryError:
+            return None
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         return called(
             q,
             k,
@@ -72,19 +87,21 @@ def framework_call(inputs: Inputs, backend: str | None = None, *, step: bool = F
     if backend is not None:
         backends = [BACKENDS[backend]]
 
-    def chosen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def chosen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         with nullcontext() if backends is None else sdpa_kernel(backends):
-            return attend(q, k, v)
+            return attend(q, k, v, mask)
 
     if p.direction == "fwd":
-        return lambda: chosen(inputs.q, inputs.k, inputs.v)
-    leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+        return lambda: chosen(inputs.q, inputs.k, inputs.v, mask)
+    q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+    leaves = [q, k, v, *(x for x in (own, slopes) if x is not None and x.requires_grad)]
     kept: list[torch.Tensor] = []
 
     def gradients() -> tuple[torch.Tensor, ...]:
         if not kept or step:
             with torch.enable_grad():
-                kept[:] = [chosen(*leaves)]
+                # Where a gradient goes through it, it is made anew with each forward.
+                kept[:] = [chosen(q, k, v, joined() if kept and p.features.asked else mask)]
         return torch.autograd.grad(kept[0], leaves, inputs.operands["dout"], retain_graph=not step)
 
     return gradients

@@ -16,7 +16,7 @@ from flashtune.core.passes import Operand, Place
 from flashtune.core.problem import Problem
 from flashtune.core.tolerances import Bound
 from flashtune.tuner.cases import Case, cases, small_problems
-from flashtune.tuner.inputs import Inputs
+from flashtune.tuner.inputs import Inputs, without_repeats
 
 Launch = Callable[..., None]
 """A rendered module's `launch`."""
@@ -89,8 +89,8 @@ class Wanted:
         return ratios
 
     def _norms(self, x: torch.Tensor) -> torch.Tensor:
-        """Norms of rows (places, rows, D) taken together: (places, blocks); the last block has the rows that are left over."""
-        squares = x.square().sum(-1)
+        """Norms of rows (places, rows, D), or (places, rows), taken together: (places, blocks); the last block has the rows left over."""
+        squares = x.square().sum(-1) if x.dim() == 3 else x.square()
         rows = squares.shape[1]
         block = min(self.block or rows, rows)
         whole = rows // block * block
@@ -196,7 +196,7 @@ def compare(inputs: Inputs, wanted: Iterable[Wanted], titles: tuple[str, ...] = 
     """
     p = inputs.problem
     label, written = p.label(), p.contract.written
-    unwritten = torch.stack([torch.isnan(inputs.operands[operand.name]).any() for operand in written]).double()
+    unwritten = torch.stack([torch.isnan(without_repeats(inputs.operands[operand.name])).any() for operand in written]).double()
     made = [(want, name, ratio) for want in wanted for name, ratio in want.ratios(inputs.operands[want.operand.name]).items()]
     numbers = torch.cat([unwritten, *(ratio.double() for _, _, ratio in made)]).tolist()
     for operand, nan in zip(written, numbers, strict=False):
@@ -233,11 +233,11 @@ def check(launch: Launch, inputs: Inputs, expected: Iterable[Expected]) -> Verdi
 def differs(launch: Launch, inputs: Inputs, sms: int | None = None) -> str:
     """Why another launch isn't as the one before it to the bit, or nothing."""
     written = inputs.problem.contract.written
-    before = [inputs.operands[operand.name].clone() for operand in written]
+    before = [without_repeats(inputs.operands[operand.name]).clone() for operand in written]
     run(launch, inputs, sms)
     for operand, once in zip(written, before, strict=True):
         kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[once.element_size()]
-        if not torch.equal(inputs.operands[operand.name].view(kind), once.view(kind)):
+        if not torch.equal(without_repeats(inputs.operands[operand.name]).view(kind), once.view(kind)):
             return f"{inputs.problem.label()}: two launches on the same inputs differ in the {operand.title}"
     return ""
 

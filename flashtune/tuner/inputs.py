@@ -85,7 +85,12 @@ class Inputs:
     def poison(self) -> None:
         """Fill what a launch writes with NaN, so that an element that isn't written can't pass."""
         for operand in self.problem.contract.written:
-            self.operands[operand.name].fill_(float("nan"))
+            without_repeats(self.operands[operand.name]).fill_(float("nan"))
+
+
+def without_repeats(x: torch.Tensor) -> torch.Tensor:
+    """What an expanded tensor holds, each number once."""
+    return x[tuple(slice(None if stride else 1) for stride in x.stride())]
 
 
 def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
@@ -187,7 +192,11 @@ def make_inputs(problem: Problem, *, device: torch.device | str, seed: int, head
         descale=(factor(p.heads), factor(p.kv_heads), factor(p.kv_heads)) if p.dtype == "fp8" else None,
         sinks=sink_logits() if f.sinks else None,
     )
-    operands = {o.name: allocated(o.shape(p), o.dtype(p), drawn=not o.written and not o.from_forward) for o in p.contract.operands}
+    operands = {}
+    for o in p.contract.operands:
+        # The bias's own sizes, from which it is expanded as the mask is.
+        shape = tuple(mask.shape) if o.name == "dbias" and mask is not None else o.shape(p)
+        operands[o.name] = allocated(shape, o.dtype(p), drawn=not o.written and not o.from_forward).expand(o.shape(p))
     inputs = Inputs(problem=p, operands=operands, parameters=parameters)
     if not meta:
         run_forward(inputs)

@@ -135,6 +135,10 @@ def _typical_call(module: ModuleType, spec: KernelSpec, target: Target, n_kv: in
         mask=None if given.mask is None else torch.empty((p.batch, p.heads, p.n_q, p.n_kv), dtype=given.mask.dtype, device="meta"),
         **per_head_words({name: torch.empty(x.shape, device="meta") for name, x in given.per_head().items()}),
     )
+    if "dbias" in inputs.operands:
+        # Nothing repeats, as in the mask.
+        full = torch.empty((p.batch, p.heads, p.n_q, p.n_kv), dtype=inputs.operands["dbias"].dtype, device="meta")
+        inputs = replace(inputs, operands=inputs.operands | {"dbias": full})
     return inputs.arguments, parameters.keywords() | provided(module, inputs.q, inputs.k) | {"sms": target.sms}
 
 

@@ -11,7 +11,7 @@ import torch
 
 from flashtune.core import launching
 from flashtune.core.binaries import Binary, Manifest, machine_arch
-from flashtune.core.passes import PASSES, PER_HEAD, CallParameters, per_head_words
+from flashtune.core.passes import PER_HEAD, CallParameters, per_head_words
 from flashtune.dispatch.launch import driver
 from flashtune.dispatch.launch.program import Program
 from flashtune.dispatch.launch.recording import Drawn, Recording, Resident, Tensor, record
@@ -30,8 +30,12 @@ _functions: dict[tuple[str, int], int] = {}
 Operands = Sequence[Any]
 """The tensors that a pass of flashtune.core.passes names, in its order; None for those that a launch does without."""
 
-_NAMES = {len(one.operands): tuple(operand.name for operand in one.operands) for one in PASSES.values()}
-"""The names of a pass's operands, by how many they are."""
+
+def operand_names(module: ModuleType) -> tuple[str, ...]:
+    """The names of what a module's `launches` takes by place: the operands of its pass."""
+    code = module.launches.__code__
+    names: tuple[str, ...] = code.co_varnames[: code.co_argcount]
+    return names
 
 
 def launches(
@@ -42,7 +46,7 @@ def launches(
     `told` are the addresses where recorded ones count misled programs, where somebody reads that.
     """
     q, k, v, *_ = operands
-    names, mask, heads = _NAMES[len(operands)], parameters.mask, parameters.per_head()
+    names, mask, heads = operand_names(module), parameters.mask, parameters.per_head()
     words = replace(parameters, seed=Drawn.of(SEED, 2**64 - 1), offset=Drawn.of(OFFSET, 2**32 - 1)).keywords()
     words |= launching.provided(module, q, k)
     tensors = [*operands, words["counts"], mask, *(heads.get(name) for name in PER_HEAD)]

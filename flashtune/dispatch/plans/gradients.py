@@ -14,8 +14,11 @@ from flashtune.dispatch.call import Call
 from flashtune.dispatch.launch import devices, prepared
 from flashtune.dispatch.plans.forward import ModulePlan, out_strides, placed
 
-Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-"""Those of query, key and value, each laid out as its input; None for those that nobody asked for."""
+_Maybe = torch.Tensor | None
+
+Gradients = tuple[_Maybe, _Maybe, _Maybe, _Maybe, _Maybe]
+"""Those of query, key, value, each laid out as its input, of the bias, of its own sizes, and of slopes; None for those that nobody asked
+for."""
 
 MOST_LAYOUTS = 256
 """Tensors of one call that lie in memory in more ways than these are decided on anew."""
@@ -25,7 +28,8 @@ class Given(NamedTuple):
     """The tensors of a backward and what it takes beside them.
 
     `query`, `key`, `value` and `out` are 4-D, as the forward had them, `lse` (B, Hq, N_q) float32, `dout` is like `out`, `dlse` (None: 0)
-    like `lse`. The mask broadcasts to the scores; `slopes` and `sinks` are (B, Hq). `seed` is that of dropout's mask.
+    like `lse`. The mask broadcasts to the scores; `slopes` and `sinks` are (B, Hq). `seed` is that of dropout's mask. The rest says which
+    gradients are asked for.
     """
 
     query: torch.Tensor
@@ -41,6 +45,14 @@ class Given(NamedTuple):
     seed: int
     of_query: bool
     of_keys: bool
+    of_mask: bool = False
+    of_slopes: bool = False
+    of_sinks: bool = False
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """What is asked of a backward beside dQ, dK and dV (`flashtune.core.problem.ASKED`)."""
+        return ("dbias",) * self.of_mask + ("dslopes",) * self.of_slopes
 
     def parameters(self, call: Call) -> CallParameters:
         """What a launch takes beside its operands."""
@@ -112,22 +124,13 @@ class GradientPlan(ModulePlan):
         if torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
                 return self.run(given)
-        query, key, value, out, lse, dout, dlse, dq, dk, dv = self._operands(given)
+        operands = self._operands(given)
         mask, slopes, sinks = given.mask, given.slopes, given.sinks
         # Its own in each call, and a graph's pool has it for a graph: nothing is shared, and nothing outlives the call.
         scratch = torch.empty(self._scratch, dtype=torch.uint8, device=call.device)
         start = scratch.data_ptr()
-        addresses = [
-            query.data_ptr(),
-            key.data_ptr(),
-            value.data_ptr(),
-            out.data_ptr(),
-            lse.data_ptr(),
-            dout.data_ptr(),
-            0 if dlse is None else dlse.data_ptr(),
-            0 if dq is None else dq.data_ptr(),
-            0 if dk is None else dk.data_ptr(),
-            0 if dv is None else dv.data_ptr(),
+        addresses = [0 if x is None else x.data_ptr() for x in operands]
+        addresses += [
             # Counts, which backwards have none of.
             0,
             0 if mask is None else mask.data_ptr(),
@@ -141,7 +144,7 @@ class GradientPlan(ModulePlan):
         for offset in self._temporaries:
             addresses.append(start + offset)
         program.run(addresses, torch._C._cuda_getCurrentRawStream(index), (given.seed, 0))
-        return dq if given.of_query else None, dk if given.of_keys else None, dv if given.of_keys else None
+        return self._asked(given, operands)
 
     def _operands(self, given: Given) -> tuple[Any, ...]:
         """The operands of a launch, the gradients newly allocated."""
@@ -151,11 +154,25 @@ class GradientPlan(ModulePlan):
             dlse = torch.zeros_like(given.lse)
         dq = made(0, query) if of_query else None
         dk, dv = (made(1, key), made(2, value)) if of_keys else (None, None)
-        return query, key, value, given.out, given.lse, given.dout, dlse, dq, dk, dv
+        operands = query, key, value, given.out, given.lse, given.dout, dlse, dq, dk, dv
+        if not (given.of_mask or given.of_slopes):
+            return operands
+        more = []
+        if given.of_mask and given.mask is not None:
+            own = torch.empty(given.mask.shape, dtype=given.mask.dtype, device=given.mask.device)
+            more.append(own.expand(self.call.batch, self.call.heads, self.call.n_q, self.call.n_kv))
+        if given.of_slopes:
+            more.append(torch.empty_like(given.lse))
+        return *operands, *more
 
     def _asked(self, given: Given, operands: prepared.Operands) -> Gradients:
-        dq, dk, dv = operands[-3:]
-        return dq if given.of_query else None, dk if given.of_keys else None, dv if given.of_keys else None
+        dq, dk, dv, *more = operands[7:]
+        dbias = dslopes = None
+        if given.of_mask and given.mask is not None:
+            dbias = more[0][tuple(slice(size) for size in given.mask.shape)]
+        if given.of_slopes:
+            dslopes = more[-1].sum(-1)
+        return dq if given.of_query else None, dk if given.of_keys else None, dv if given.of_keys else None, dbias, dslopes
 
     def _through_triton(self, given: Given) -> Gradients:
         """The launches as the module itself makes them."""
@@ -178,12 +195,21 @@ class FormulaPlan:
         inputs, asked = (given.query, given.key, given.value), (given.of_query, given.of_keys, given.of_keys)
         # Autocast, where a backward runs inside of it, would round the formula's float32 products.
         with framework.no_autocast(self.call.device.type):
-            found = framework.gradients(*inputs, given.out, given.lse, given.dout, given.dlse, given.parameters(self.call))
+            found = framework.gradients(
+                *inputs,
+                given.out,
+                given.lse,
+                given.dout,
+                given.dlse,
+                given.parameters(self.call),
+                bias=given.mask if given.of_mask else None,
+                of_slopes=given.of_slopes,
+            )
         dq, dk, dv = (
             self._layout.made(which, like).copy_(values) if wanted else None
-            for which, (like, values, wanted) in enumerate(zip(inputs, found, asked, strict=True))
+            for which, (like, values, wanted) in enumerate(zip(inputs, found[:3], asked, strict=True))
         )
-        return dq, dk, dv
+        return dq, dk, dv, found[3], found[4]
 
 
 Choose = Callable[[Call, Given], tuple[GradientPlan | FormulaPlan, Gradients]]
@@ -199,9 +225,17 @@ class Backward:
         self.call, self._choose = call, choose
         self._plans: dict[Hashable, tuple[GradientPlan | FormulaPlan, bool]] = {}
 
-    def gradients(self, given: Given) -> Gradients:
-        """Those that are asked for. Any strides will do: hooks on saved tensors may have changed them."""
-        query, key, value, out, lse, dout, dlse, mask, slopes, sinks, _, of_query, of_keys = given
+    def gradients(self, given: Given) -> tuple[_Maybe, _Maybe, _Maybe, _Maybe, _Maybe, _Maybe]:
+        """Those that are asked for, and that of sinks. Any strides will do: hooks on saved tensors may have changed them."""
+        if not given.of_sinks or given.sinks is None:
+            return *self._of_kernels(given), None
+        dsinks = framework.sink_gradients(given.sinks, given.out, given.lse, given.dout, given.dlse)
+        if not (given.of_query or given.of_keys or given.asked):
+            return None, None, None, None, None, dsinks
+        return *self._of_kernels(given), dsinks
+
+    def _of_kernels(self, given: Given) -> Gradients:
+        query, key, value, out, lse, dout, dlse, mask, slopes, sinks, _, of_query, of_keys, of_mask, of_slopes, _ = given
         addresses = query.data_ptr() | key.data_ptr() | value.data_ptr() | out.data_ptr() | lse.data_ptr() | dout.data_ptr()
         layout = (
             query.stride(),
@@ -214,6 +248,8 @@ class Backward:
             None if dlse is None else (dlse.stride(), dlse.data_ptr() % 16),
             of_query,
             of_keys,
+            of_mask,
+            of_slopes,
             None if mask is None and slopes is None and sinks is None else _places(mask, slopes, sinks),
             torch.are_deterministic_algorithms_enabled(),
         )

@@ -12,18 +12,20 @@ from flashtune.core.band import Sides
 from flashtune.core.binaries import Manifest
 from flashtune.core.config import Variant
 from flashtune.core.errors import FlashtuneError
-from flashtune.core.problem import FLAGS, Problem
+from flashtune.core.passes import BACKWARD
+from flashtune.core.problem import ASKED, FLAGS, Problem
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target
 from flashtune.dispatch.call import Call
 from flashtune.dispatch.launch import devices, kernels
 from flashtune.dispatch.launch.driver import NO_RESOURCES, DriverError
+from flashtune.dispatch.launch.prepared import operand_names
 from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan, Twin
 from flashtune.dispatch.plans.gradients import Backward, FormulaPlan, Given, GradientPlan, Gradients
 from flashtune.dispatch.policy import Choice, Kind, Pool, Refusal, growing, rank, torch_has
 from flashtune.dispatch.policy.ready import ready_first
 from flashtune.dispatch.resolve.explanation import Explanation, described, explained
-from flashtune.dispatch.resolve.given import GRADIENT
+from flashtune.dispatch.resolve.given import GRADIENTS
 from flashtune.dispatch.resolve.memo import MOST_PLANS, Memo
 from flashtune.templates import families
 from flashtune.templates.family import Family
@@ -74,23 +76,25 @@ def candidates(
         torch_only = "there is nothing to compute"
     elif torch_only is None and problem is None:
         torch_only = f"kernels take float16, bfloat16, float32 and float8_e4m3fn, not {str(call.dtype).removeprefix('torch.')}"
-    if torch_only == GRADIENT and problem is not None:
+    if torch_only in GRADIENTS and problem is not None:
         target = devices.target_of(call.device)
-        chosen, why = gradient_choice(memo, problem, target, repeatable=same_bits_asked(call.deterministic))
+        trained = trained_as(problem, GRADIENTS[torch_only])
+        chosen, why = gradient_choice(memo, trained, target, repeatable=same_bits_asked(call.deterministic))
         if chosen is not None:
             inner = forward_of(call)
             for forward in candidates(memo, inner, *call.views(q, k, v), call.small_mask(mask), None):
                 if forward.kind == "framework":
                     why = f"no kernel serves the forward ({forward.explanation.reason})"
                     break
-                said = functools.partial(_explained_both, forward, chosen, replace(problem, direction="bwd"), target)
+                said = functools.partial(_explained_both, forward, chosen, trained, target)
                 yield replace(forward, said=said, trains=True)
-        torch_only = f"{GRADIENT}, and {why}"
+        torch_only = f"{torch_only}, and {why}"
         if call.mask_kind != "none" and call.device.type == "cuda":
             torch_only += " (without cuDNN, whose gradients can be NaN under a mask)"
     if torch_only is None and problem is not None and not memo.pinned and call.torch_draws:
         # A checkpoint's first forward runs without gradients, and its second has to drop what the first one dropped.
-        chosen, why = gradient_choice(memo, problem, devices.target_of(call.device), repeatable=same_bits_asked(call.deterministic))
+        trained, target = trained_as(problem), devices.target_of(call.device)
+        chosen, why = gradient_choice(memo, trained, target, repeatable=same_bits_asked(call.deterministic))
         if chosen is None:
             torch_only = f"unseeded dropout drops what it would drop in training, and there {why}"
     if torch_only is not None or problem is None:
@@ -163,8 +167,13 @@ def forward_of(call: Call) -> Call:
     return replace(call, return_lse=True, rank=4, batch_dims=(call.batch,), identity=True)
 
 
+def trained_as(problem: Problem, asked: Sequence[str] = ()) -> Problem:
+    """The backward of a forward, `asked` for more than dQ, dK and dV (`flashtune.core.problem.ASKED`)."""
+    return replace(problem, direction="bwd", features=problem.features.asking(asked))
+
+
 def gradient_choice(memo: Memo, problem: Problem, target: Target, *, repeatable: bool = False) -> tuple[Choice | None, str]:
-    """The backward kernel that is trusted with `problem` on `target`, or None and why torch is; `repeatable` asks for the same bits
+    """The kernel that is trusted with the backward of `problem` on `target`, or None and why torch is; `repeatable` asks for the same bits
     every time.
 
     What was never raced on the GPU's architecture serves only those who allow what is unmeasured, in the interpreter, too; so does what
@@ -189,7 +198,9 @@ def gradient_choice(memo: Memo, problem: Problem, target: Target, *, repeatable:
         return chosen, ""
     if chosen.record is not None:
         return None, chosen.note
-    return None, f"no backward kernel was measured on GPUs like {target.name} (FLASHTUNE_UNMEASURED=1 lets those serve that weren't)"
+    with_more = f" with {' and '.join(trained.features.asked)}" if trained.features.asked else ""
+    why = f"no backward kernel{with_more} was measured on GPUs like {target.name}"
+    return None, f"{why} (FLASHTUNE_UNMEASURED=1 lets those serve that weren't)"
 
 
 def _gradient_choices(
@@ -204,7 +215,7 @@ def _gradient_choices(
 
 def _kind(problem: Problem) -> tuple[object, ...]:
     f = problem.features
-    return f.window is None, f.mask, *(getattr(f, name) for name in FLAGS)
+    return f.window is None, f.mask, *(getattr(f, name) for name in (*FLAGS, *ASKED))
 
 
 def same_bits_asked(deterministic: bool) -> bool:
@@ -237,12 +248,14 @@ def gradient_kernels(memo: Memo, call: Call, given: Given) -> Iterator[tuple[Var
     """Backward kernels that take these tensors, best first; a pinned one has no variant."""
     if call.problem is None:
         return
-    problem = replace(call.problem, direction="bwd")
+    problem = trained_as(call.problem, given.asked)
     target, known, records = _surroundings(memo, call, problem)
     if same_bits_asked(call.deterministic):
         known = _repeatable(known)
     mask = call.full_mask(given.mask)
-    if (pinned := memo.pinned.get("bwd")) is not None and pinned.accepts(given.query, given.key, given.value, mask):
+    pinned = memo.pinned.get("bwd")
+    writes_all = pinned is not None and operand_names(pinned)[len(BACKWARD.operands) :] == given.asked
+    if pinned is not None and writes_all and pinned.accepts(given.query, given.key, given.value, mask):
         yield None, GradientPlan(call, pinned)
     for choice in _gradient_choices(problem, target, records, known, framework_serves=False):
         if choice.family is not None:

@@ -2,6 +2,7 @@
 operations can serve them."""
 
 from collections.abc import Hashable
+from itertools import combinations
 
 import torch
 from torch.autograd import forward_ad
@@ -13,6 +14,16 @@ from flashtune.dispatch.launch import devices
 
 GRADIENT = "a gradient is needed"
 """Why torch's own operations serve, unless a backward kernel does."""
+
+_WITH_GRADIENTS = {"attn_mask": "dbias", "alibi_slopes": "dslopes", "sinks": None}
+"""What beside query, key and value kernels have gradients of, and what a backward is asked for then; a sink's takes no kernel."""
+
+GRADIENTS: dict[str, tuple[str, ...]] = {GRADIENT: ()} | {
+    f"a gradient of {' and '.join(names)} is needed": tuple(asked for name in names if (asked := _WITH_GRADIENTS[name]))
+    for count in range(1, len(_WITH_GRADIENTS) + 1)
+    for names in combinations(_WITH_GRADIENTS, count)
+}
+"""Every reason of this kind, and what it asks of a backward beside dQ, dK and dV (`flashtune.core.problem.ASKED`)."""
 
 _peek = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -71,7 +82,10 @@ def why_torch_ever(
     ):
         wanted = [] if attn_mask is None or not attn_mask.requires_grad else ["attn_mask"]
         wanted += [] if per_head is None else [name for name, x in zip(PER_HEAD, per_head, strict=True) if _differentiable(x)]
-        return f"a gradient of {' and '.join(wanted)} is needed, which kernels don't compute" if wanted else GRADIENT
+        if not wanted:
+            return GRADIENT
+        why = f"a gradient of {' and '.join(wanted)} is needed"
+        return why if all(name in _WITH_GRADIENTS for name in wanted) else f"{why}, which kernels don't compute"
     return None
 
 

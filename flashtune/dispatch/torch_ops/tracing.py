@@ -87,7 +87,11 @@ def _trained(
 ) -> Outputs:
     """Output and, when asked for, LSE by the operator with gradients that compilers trace."""
     q, k, v = call.views(query, key, value)
-    given = dict(zip(PER_HEAD, (per_head or PerHead()).views(call), strict=True))
+    per_head = per_head or PerHead()
+    if per_head.sinks is not None:
+        # Their gradient is summed over batches before it is rounded.
+        per_head = per_head._replace(sinks=per_head.sinks.float())
+    given = dict(zip(PER_HEAD, per_head.views(call), strict=True))
     bits = None if seed is None else signed(seed_bits(seed))
     sides = call.band.keywords()
     numbers = (call.dropout_p, call.scale, sides["window_left"], sides["window_right"], call.softcap, causal_alignment)

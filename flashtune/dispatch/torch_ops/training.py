@@ -24,7 +24,8 @@ _PER_HEAD = "Tensor? alibi_slopes, Tensor? sinks"
 _FORWARD = f"(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, {_PER_HEAD}, int? seed, {_NUMBERS}) -> (Tensor, Tensor, Tensor)"
 _BACKWARD = (
     "(Tensor dout, Tensor? dlse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, Tensor state, Tensor? attn_mask, "
-    f"{_PER_HEAD}, bool of_query, bool of_keys, {_NUMBERS}) -> (Tensor, Tensor, Tensor)"
+    f"{_PER_HEAD}, bool of_query, bool of_keys, bool of_mask, bool of_slopes, bool of_sinks, {_NUMBERS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 _forwards = threading.local()
@@ -92,8 +93,12 @@ def define(eager: Callable[..., Any]) -> None:
 
     @backward.register_fake
     def _(dout: torch.Tensor, dlse: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any) -> Any:
-        of_query, of_keys = others[6], others[7]
-        return _written(query, key, value, of_query, of_keys)
+        _, _, _, attn_mask, slopes, sinks, of_query, of_keys, of_mask, of_slopes, of_sinks, *_ = others
+        more = [
+            query.new_empty(0) if x is None or not asked else x.new_empty(x.shape)
+            for x, asked in ((attn_mask, of_mask), (slopes, of_slopes), (sinks, of_sinks))
+        ]
+        return *_written(query, key, value, of_query, of_keys), *more
 
     training.register_autograd(_differentiated, setup_context=_keep)
     backward.register_autograd(_twice, setup_context=lambda ctx, inputs, output: None)
@@ -122,7 +127,7 @@ class TrainingPlan:
     ) -> None:
         """Take or compile machine code for the forward; what fails here is its kernel's own fault."""
         call = self.call
-        given = None if per_head is None else PerHead(*per_head.views(call))
+        given = None if per_head is None else PerHead(*_summed_wide(per_head).views(call))
         with torch.no_grad():
             self.forward.build(*call.views(query, key, value), call.small_mask(attn_mask), given)
 
@@ -147,18 +152,18 @@ class TrainingPlan:
             query, key, value = call.views(query, key, value)
         if attn_mask is not None:
             attn_mask = call.small_mask(attn_mask)
-        others = None
-        if attn_mask is not None or per_head is not None:
-            views = PerHead(*(per_head or PerHead()).views(call))
-            others = attn_mask, views.alibi_slopes, views.sinks
-        out, lse = _apply(query, key, value, others, bits, self)
+        slopes = sinks = None
+        if per_head is not None:
+            views = PerHead(*_summed_wide(per_head).views(call))
+            slopes, sinks = views.alibi_slopes, views.sinks
+        out, lse = _apply(query, key, value, attn_mask, slopes, sinks, bits, self)
         if call.rank == 4:
             return out, lse
         return call.restored(out), call.restored(lse) if call.return_lse else None
 
 
 class _Attention(torch.autograd.Function):
-    """Output and LSE (None where nobody asks for it) of a plan's forward; `others` are a mask, slopes and sinks, where any is given."""
+    """Output and LSE (None where nobody asks for it) of a plan's forward."""
 
     @staticmethod
     def forward(
@@ -166,19 +171,20 @@ class _Attention(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        others: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] | None,
+        attn_mask: torch.Tensor | None,
+        slopes: torch.Tensor | None,
+        sinks: torch.Tensor | None,
         bits: int | None,
         plan: TrainingPlan,
     ) -> Outputs:
         # The inputs exist anyway.
-        if others is None:
+        if attn_mask is None and slopes is None and sinks is None:
             out, lse = plan.forward.run(query, key, value, None, bits, None)
             ctx.save_for_backward(query, key, value, out, lse)
         else:
-            attn_mask, slopes, sinks = others
             per_head = None if slopes is None and sinks is None else PerHead(alibi_slopes=slopes, sinks=sinks)
             out, lse = plan.forward.run(query, key, value, attn_mask, bits, per_head)
-            ctx.save_for_backward(query, key, value, out, lse, *others)
+            ctx.save_for_backward(query, key, value, out, lse, attn_mask, slopes, sinks)
         ctx.given = plan, bits or 0
         ctx.set_materialize_grads(False)
         return out, lse if plan.call.return_lse else None
@@ -188,26 +194,32 @@ class _Attention(torch.autograd.Function):
         ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         if dout is None and dlse is None:
-            return None, None, None, None, None, None
+            return None, None, None, None, None, None, None, None
         query, key, value, out, lse, *others = ctx.saved_tensors
         attn_mask, slopes, sinks = others or _NOTHING
-        of_query, of_key, of_value, *_ = ctx.needs_input_grad
+        of_query, of_key, of_value, of_mask, of_slopes, of_sinks, *_ = ctx.needs_input_grad
         dout = torch.zeros_like(out) if dout is None else dout
         plan, bits = ctx.given
         # Where a graph of the gradients is made, the operator is in it and says that there are no second ones.
         if torch.is_grad_enabled() or not _untraced(dout) or not (dlse is None or _untraced(dlse)):
-            state, asked = torch.tensor([signed(bits)]), (of_query, of_key, of_value)
+            state, asked = torch.tensor([signed(bits)]), ctx.needs_input_grad[:6]
             tensors = dout, dlse, query, key, value, out, lse, state, attn_mask, slopes, sinks
-            return *_by_operator(plan.memo, asked, *tensors, numbers=plan.numbers), None, None, None
-        given = Given(query, key, value, out, lse, dout, dlse, attn_mask, slopes, sinks, bits, of_query, of_key or of_value)
-        dq, dk, dv = plan.backward.gradients(given)
-        return dq, dk if of_key else None, dv if of_value else None, None, None, None
+            return *_by_operator(plan.memo, asked, *tensors, numbers=plan.numbers), None, None
+        asked = of_query, of_key or of_value, of_mask, of_slopes, of_sinks
+        dq, dk, dv, *more = plan.backward.gradients(Given(query, key, value, out, lse, dout, dlse, attn_mask, slopes, sinks, bits, *asked))
+        return dq, dk if of_key else None, dv if of_value else None, *more, None, None
 
 
 _NOTHING = None, None, None
 
 _apply: Callable[..., Any] = super(torch.autograd.Function, _Attention).apply  # pyright: ignore[reportAttributeAccessIssue]
 """What `_Attention.apply` calls after it has looked for transforms of torch.func, under which plans don't serve."""
+
+
+def _summed_wide(per_head: PerHead) -> PerHead:
+    """The same with sinks as float32 where their gradient is needed: it is summed over batches before it is rounded."""
+    sinks = per_head.sinks
+    return per_head if sinks is None or not sinks.requires_grad else per_head._replace(sinks=sinks.float())
 
 
 def _untraced(x: torch.Tensor) -> bool:
@@ -249,24 +261,24 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 def _differentiated(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: object) -> tuple[torch.Tensor | None, ...]:
     """The gradients that are asked for."""
     query, key, value, *others = ctx.saved_tensors
-    nothing = (None,) * (4 + len(ctx.numbers))
+    nothing = (None,) * (1 + len(ctx.numbers))
+    asked = ctx.needs_input_grad[:6]
     if dout is None and dlse is None:
-        return (None, None, None, *nothing)
-    asked = ctx.needs_input_grad[:3]
+        return *(None for _ in asked), *nothing
     dout = torch.zeros_like(others[0]) if dout is None else dout
     return *_by_operator(ctx.memo, asked, dout, dlse, query, key, value, *others, numbers=ctx.numbers), *nothing
 
 
 def _by_operator(memo: Memo, asked: Sequence[bool], *tensors: torch.Tensor | None, numbers: Sequence[Any]) -> Any:
-    """The gradients of query, key and value that are asked for; `tensors` as the operator takes them."""
-    of_query, of_key, of_value = asked
+    """The gradients of query, key, value, mask, slopes and sinks that are asked for; `tensors` as the operator takes them."""
+    of_query, of_key, of_value, *of_others = asked
     # Threads of autograd have no layers of their own.
     _forwards.memo = memo
     try:
-        dq, dk, dv = torch.ops.flashtune.attention_gradients(*tensors, of_query, of_key or of_value, *numbers)
+        found = torch.ops.flashtune.attention_gradients(*tensors, of_query, of_key or of_value, *of_others, *numbers)
     finally:
         _forwards.memo = None
-    return dq if of_query else None, dk if of_key else None, dv if of_value else None
+    return tuple(grad if wanted else None for grad, wanted in zip(found, asked, strict=True))
 
 
 def _twice(ctx: Any, *_: object) -> None:
@@ -290,6 +302,9 @@ def _gradients(
     sinks: torch.Tensor | None,
     of_query: bool,
     of_keys: bool,
+    of_mask: bool,
+    of_slopes: bool,
+    of_sinks: bool,
     dropout_p: float,
     scale: float,
     left: int,
@@ -298,7 +313,7 @@ def _gradients(
     causal_alignment: str,
     allow_tf32: bool,
     deterministic: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """The gradients by the best backward kernel that takes the call, else by the formula."""
     memo = getattr(_forwards, "memo", None) or layers.current()
     tensors = query, key, value, attn_mask, alibi_slopes, sinks
@@ -324,6 +339,6 @@ def _gradients(
         ),
     )
     seed = int(state.item()) % 2**64 if dropout_p else 0
-    given = Given(query, key, value, out, lse, dout, dlse, attn_mask, alibi_slopes, sinks, seed, of_query, of_keys)
-    dq, dk, dv = (query.new_empty(0) if grad is None else grad for grad in backward.gradients(given))
-    return dq, dk, dv
+    asked = of_query, of_keys, of_mask, of_slopes, of_sinks
+    given = Given(query, key, value, out, lse, dout, dlse, attn_mask, alibi_slopes, sinks, seed, *asked)
+    return tuple(query.new_empty(0) if grad is None else grad for grad in backward.gradients(given))

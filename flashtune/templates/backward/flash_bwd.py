@@ -150,6 +150,21 @@ def scalar_products_are_short(config: Config, spec: KernelSpec, target: Target, 
 
 
 @constraint()
+def tile_of_scores_fits(config: Config, spec: KernelSpec, target: Target) -> bool:
+    """what the gradient of a bias or of slopes adds up, and all that it multiplies, fit beside each other"""
+    if not (spec.dbias or spec.dslopes):
+        return True
+    queries = query_config(config)
+    block_m, block_n, stages = (queries.number(name) for name in ("BLOCK_M", "BLOCK_N", "num_stages"))
+    size = ITEMSIZE[spec.dtype]
+    registers = block_m * block_n / (queries.number("num_warps") * target.warp_size) * (3 + size / 4)
+    # Nothing stays from step to step: a stage has Q, dO, K and V.
+    stage = (block_m + block_n) * (padded(spec.d) + padded(spec.d_v)) * size * (1 + spec.tf32)
+    limit = 448 if target.vendor == "amd" else 200
+    return registers <= limit and stages * stage + block_m * block_n * size <= target.shared_bytes_per_block
+
+
+@constraint()
 def order_matters(config: Config, spec: KernelSpec, target: Target) -> bool:
     """only a causal triangle has long tiles to begin with"""
     return config["ORDER"] == "rows" or spec.causal
@@ -163,6 +178,7 @@ CONSTRAINTS = (
     narrow_block_is_needed,
     dropout_block_is_whole,
     scalar_products_are_short,
+    tile_of_scores_fits,
     order_matters,
 )
 
