@@ -79,6 +79,8 @@ def test_a_backward_is_predicted_as_a_whole() -> None:
     assert full > 7 / 5 * BIG.flops() / H200.peak_tflops["bf16"] / 1e6
     assert 0.4 * full < predicted(replace(BIG, features=Features(causal=True))) < 0.75 * full
     assert predicted(replace(BIG, batch=8)) > 1.8 * full
+    with_bias = predicted(replace(BIG, features=Features(mask="bias")))
+    assert predicted(replace(BIG, features=Features(mask="bias", dbias=True))) > 1.2 * with_bias
     # Either kernel's own axes count, and so do the heads that share keys only where programs grow few.
     assert predicted(BIG, DQ_num_stages=1) > full and predicted(BIG, num_stages=1) > full
     assert predicted(replace(BIG, kv_heads=4)) < 1.2 * full

@@ -129,7 +129,7 @@ def predict_us(config: Config, facts: CompileFacts, problem: Problem, target: Ta
     c = constants
     if problem.direction == "bwd":
         found = _fused_backward_us if "dq_sums" in config else _backward_us if "ORDER" in config else _split_backward_us
-        return found(config, facts, problem, target, c)
+        return found(config, facts, problem, target, c) + len(problem.features.asked) * _score_gradients_us(config, problem, target, c)
     resident = programs_per_sm(facts, target)
     if resident == 0:
         return math.inf
@@ -161,6 +161,21 @@ def predict_us(config: Config, facts: CompileFacts, problem: Problem, target: Ta
     clocks = (blocks * block.clocks + tiles * per_tile) / target.sms * uneven
     memory_us = problem.io_bytes() / (target.bandwidth_gbs * 1e3)
     return c.launch_us + max(clocks / target.boost_mhz, memory_us)
+
+
+def _score_gradients_us(config: Config, problem: Problem, target: Target, c: Constants) -> float:
+    """Microseconds of the kernel of a bias's or of slopes' gradient: S and dP anew, from tiles that come anew, too."""
+    p, size = problem, ITEMSIZE[problem.dtype]
+    d, d_v = padded(p.d), padded(p.d_v)
+    block_m, block_n = (64, 64) if d + d_v > 256 else (128, 64)
+    if "ORDER" in config:
+        block_m, block_n = config.number("DQ_BLOCK_M"), config.number("DQ_BLOCK_N")
+    blocks = _blocks(p.band, p.n_q, p.n_kv, block_m, block_n) * p.batch * p.heads
+    peak_per_clock = target.peak_tflops.get(_kind(p), target.peak_tflops["fp32"]) * 1e6 / target.sms / target.boost_mhz
+    matrix = 2 * block_m * block_n * (d + d_v) / peak_per_clock / c.matrix_efficiency
+    memory = (block_m + block_n) * (d + d_v) * size / c.l2_bytes_per_clock
+    clocks = blocks * (max(matrix, memory) + c.block_overhead) / target.sms
+    return c.second_launch_us + clocks / target.boost_mhz
 
 
 def _backward_us(config: Config, facts: CompileFacts, problem: Problem, target: Target, c: Constants) -> float:
