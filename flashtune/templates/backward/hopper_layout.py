@@ -1,37 +1,13 @@
 """What follows from a spec and a config of the backward families for Hopper, stated once for templates, constraints and the cost model."""
 
 from dataclasses import dataclass
-from typing import Self
 
-from flashtune.core.config import Config, KernelSpec
-from flashtune.core.dtypes import ITEMSIZE
-from flashtune.templates.family import padded
-
-KEYS = 64
-"""Keys of a warpgroup: the rows of its matrix instructions."""
+from flashtune.templates.hopper.layout import ROWS, HopperTiles
 
 
 @dataclass(frozen=True, slots=True)
-class HopperBackward:
-    """What both families have in common: tiles' columns, and what their kernels take."""
-
-    spec: KernelSpec
-    config: Config
-
-    @classmethod
-    def of(cls, spec: KernelSpec, config: Config) -> Self:
-        """The layout of any config of the declared space, whether or not it keeps the constraints."""
-        return cls(spec, config)
-
-    @property
-    def block_d(self) -> int:
-        """Columns of a tile of q, k and their gradients."""
-        return padded(self.spec.d)
-
-    @property
-    def block_dv(self) -> int:
-        """Columns of a tile of v and dO."""
-        return padded(self.spec.d_v)
+class HopperBackward(HopperTiles):
+    """What both families have in common: what their kernels take."""
 
     @property
     def sizes(self) -> list[str]:
@@ -39,14 +15,13 @@ class HopperBackward:
         s = self.spec
         found = ["n_q", "n_kv", "kv_heads", "group", "m_tiles", "n_tiles"] + ["tiles"] * (self.config.get("persistent", False) is True)
         found += [f"bias_by_{part}" for part in ("batch", "head", "row", "column")] * (s.mask == "bias")
-        return found + ["diagonal"] * (s.banded or s.alibi) + ["window_left"] * s.window + ["window_right"] * (s.window and not s.causal)
+        return found + self.band_sizes
 
     @property
     def params(self) -> list[str]:
         """The kernel's parameters that are numbers for scores and gradients, and what each head has of its own in memory."""
         s = self.spec
-        found = ["scale", "score_scale"] + ["inner_scale"] * s.softcap
-        found += ["seed", "offset", "threshold", "keep_scale"] * s.dropout + ["slopes_ptr", "slopes_by_batch", "slopes_by_head"] * s.alibi
+        found = ["scale", "score_scale", *self.score_params] + ["slopes_ptr", "slopes_by_batch", "slopes_by_head"] * s.alibi
         if s.mask == "bool":
             return [*found, "mask_bits_ptr", "mask_by_batch", "mask_by_head"]
         return found + [f"bias_{part}" for part in ("ptr", "stride_b", "stride_h", "stride_m", "stride_n")] * self.bias_by_pointer
@@ -80,13 +55,13 @@ class BackwardLayout(HopperBackward):
 
     @property
     def consumers(self) -> int:
-        """Warpgroups that compute, of KEYS keys each."""
-        return self.config.number("BLOCK_N") // KEYS
+        """Warpgroups that compute, of ROWS keys each."""
+        return self.config.number("BLOCK_N") // ROWS
 
     @property
     def by_columns(self) -> bool:
         """Whether warpgroups share a tile of dQ by columns: 64 rows can't be divided, matrix instructions have as many."""
-        return self.config.number("BLOCK_M") < KEYS * self.consumers
+        return self.config.number("BLOCK_M") < ROWS * self.consumers
 
     @property
     def part_m(self) -> int:
@@ -154,7 +129,7 @@ class BackwardLayout(HopperBackward):
     @property
     def shared_bytes(self) -> int:
         """Keys, values (persistent: twice), stages of queries, dO, numbers and a bias, dS twice, parts of dQ, random words, barriers."""
-        size, block_m, block_n = ITEMSIZE[self.spec.dtype], self.config.number("BLOCK_M"), self.config.number("BLOCK_N")
+        size, block_m, block_n = self.size, self.config.number("BLOCK_M"), self.config.number("BLOCK_N")
         row = size * (self.block_d + self.block_dv)
         stages = self.config.number("num_stages") * block_m * (row + 8)
         parts = 4 * self.consumers * self.part_m * self.part_d if self.by_tma else 0
@@ -180,13 +155,13 @@ class SplitLayout(HopperBackward):
 
     @property
     def key_tiles(self) -> int:
-        """Tiles of KEYS keys that a program holds."""
-        return self.config.number("BLOCK_N") // KEYS
+        """Tiles of ROWS keys that a program holds."""
+        return self.config.number("BLOCK_N") // ROWS
 
     @property
     def row_tiles(self) -> int:
         """Warpgroups of a program of dQ, of 64 queries each."""
-        return self.config.number("DQ_BLOCK_M") // KEYS
+        return self.config.number("DQ_BLOCK_M") // ROWS
 
     @property
     def query_consumer_registers(self) -> int:
@@ -242,7 +217,7 @@ class SplitLayout(HopperBackward):
     @property
     def key_shared_bytes(self) -> int:
         """Keys, values, stages of queries, dO, their numbers, a bias and probabilities that cross, random words, a KiB for barriers."""
-        size, block_m, block_n = ITEMSIZE[self.spec.dtype], self.config.number("BLOCK_M"), self.config.number("BLOCK_N")
+        size, block_m, block_n = self.size, self.config.number("BLOCK_M"), self.config.number("BLOCK_N")
         row = size * (self.block_d + self.block_dv)
         crossing = size * block_n if self.wide else 0
         bias = 2 * block_n if self.spec.mask == "bias" else 0
@@ -252,6 +227,6 @@ class SplitLayout(HopperBackward):
     @property
     def query_shared_bytes(self) -> int:
         """Queries and dO, stages of keys and of values, and a KiB for barriers."""
-        size, block_m, block_n = ITEMSIZE[self.spec.dtype], self.config.number("DQ_BLOCK_M"), self.config.number("DQ_BLOCK_N")
+        size, block_m, block_n = self.size, self.config.number("DQ_BLOCK_M"), self.config.number("DQ_BLOCK_N")
         stages = self.config.number("DQ_num_stages") * self.block_d + self.v_stages * self.block_dv
         return size * (block_m * (self.block_d + self.block_dv) + block_n * stages) + 1024

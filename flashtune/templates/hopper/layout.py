@@ -1,27 +1,31 @@
-"""What follows from a spec and a config of `flash_fwd_hopper`, stated once for its template, its constraints and the cost model."""
+"""What follows from a spec and a config of the families for Hopper, stated once for templates, constraints and the cost model.
+
+Those of the backward pass add theirs in flashtune.templates.backward.hopper_layout.
+"""
 
 from dataclasses import dataclass
+from typing import Self
 
 from flashtune.core.config import Config, KernelSpec, settles
 from flashtune.core.dtypes import ITEMSIZE
 from flashtune.templates.family import padded
 
 ROWS = 64
-"""Query rows of a warpgroup: those of its matrix instructions."""
+"""Rows of a warpgroup, those of its matrix instructions: queries, or keys in the backward pass."""
 
 CONSUMER_REGISTERS = {(1, 1): 248, (2, 1): 240, (3, 1): 160, (4, 1): 120, (1, 2): 232, (2, 2): 104, (1, 3): 136, (1, 4): 104}
 """What a consumer thread may hold, by (warpgroups, programs on an SM): the register file less the producer's share."""
 
 
 @dataclass(frozen=True, slots=True)
-class HopperLayout:
-    """How a program of this config is divided among warpgroups, and where its tiles live."""
+class HopperTiles:
+    """What kernels of both passes have in common: tiles' columns, and what they take for a spec's features."""
 
     spec: KernelSpec
     config: Config
 
     @classmethod
-    def of(cls, spec: KernelSpec, config: Config) -> "HopperLayout":
+    def of(cls, spec: KernelSpec, config: Config) -> Self:
         """The layout of any config of the declared space, whether or not it keeps the constraints."""
         return cls(spec, config)
 
@@ -29,11 +33,6 @@ class HopperLayout:
     def size(self) -> int:
         """Bytes of an element of q, k and v."""
         return ITEMSIZE[self.spec.dtype]
-
-    @property
-    def fp8(self) -> bool:
-        """Whether q, k and v are e4m3: products take the keys innermost, and have accumulators of their own."""
-        return self.size == 1
 
     @property
     def block_d(self) -> int:
@@ -44,6 +43,27 @@ class HopperLayout:
     def block_dv(self) -> int:
         """Columns of a tile of v and of the output."""
         return padded(self.spec.d_v)
+
+    @property
+    def band_sizes(self) -> list[str]:
+        """The sizes that say which keys a query sees, and how far it is from them."""
+        s = self.spec
+        return ["diagonal"] * (s.banded or s.alibi) + ["window_left"] * s.window + ["window_right"] * (s.window and not s.causal)
+
+    @property
+    def score_params(self) -> list[str]:
+        """The numbers that a soft cap and dropout take."""
+        return ["inner_scale"] * self.spec.softcap + ["seed", "offset", "threshold", "keep_scale"] * self.spec.dropout
+
+
+@dataclass(frozen=True, slots=True)
+class HopperLayout(HopperTiles):
+    """How a program of `flash_fwd_hopper` is divided among warpgroups, and where its tiles live."""
+
+    @property
+    def fp8(self) -> bool:
+        """Whether q, k and v are e4m3: products take the keys innermost, and have accumulators of their own."""
+        return self.size == 1
 
     @property
     def consumers(self) -> int:
@@ -126,8 +146,7 @@ class HopperLayout:
         """The kernel's parameters that are sizes, which travel through it as `Sizes`."""
         s = self.spec
         found = ["n_q", "n_kv", "batches", "heads", "kv_group", "m_tiles"]
-        found += ["diagonal"] * (s.banded or s.alibi) + ["window_left"] * s.window + ["window_right"] * (s.window and not s.causal)
-        return found + ["mask_per_batch", "mask_per_head"] * (s.mask != "none")
+        return found + self.band_sizes + ["mask_per_batch", "mask_per_head"] * (s.mask != "none")
 
     @property
     def divisors(self) -> list[str]:
@@ -138,8 +157,7 @@ class HopperLayout:
     def params(self) -> list[str]:
         """The kernel's parameters that are numbers for the scores, and where the packed mask is."""
         s = self.spec
-        found = ["scale"] + ["bias_scale"] * (s.mask == "bias" or s.alibi) + ["inner_scale"] * s.softcap
-        return found + ["seed", "offset", "threshold", "keep_scale"] * s.dropout + ["mask_bits_ptr"] * (s.mask == "bool")
+        return ["scale"] + ["bias_scale"] * (s.mask == "bias" or s.alibi) + self.score_params + ["mask_bits_ptr"] * (s.mask == "bool")
 
     @property
     def per_head(self) -> list[str]:
