@@ -69,6 +69,11 @@ class Band:
         """The same band for rows counted from `first`."""
         return replace(self, diagonal=self.diagonal + first)
 
+    @property
+    def turned(self) -> "Band":
+        """Which queries a key is seen by: the same band with rows and columns exchanged."""
+        return Band(left=self.right, right=self.left, diagonal=-self.diagonal)
+
     def keys(self, first: int, last: int, n_kv: int) -> range:
         """The keys that any of the queries first .. last sees."""
         start = 0 if self.left is None else max(0, first + self.diagonal - self.left)

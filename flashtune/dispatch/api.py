@@ -16,7 +16,7 @@ from flashtune.core.passes import PER_HEAD
 from flashtune.core.problem import ASKED, FLAGS, Features, MaskKind, Problem
 from flashtune.core.target import find_target
 from flashtune.core.torch_attention import autocasting
-from flashtune.dispatch.call import Call, Options, PerHead, parse
+from flashtune.dispatch.call import Options, PerHead, parse
 from flashtune.dispatch.launch import devices
 from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan, Outputs
 from flashtune.dispatch.plans.known import Plan
@@ -257,7 +257,7 @@ def _first_call(
         if grown is not None:
             memo.keep(signature, grown)
             return grown.run(query, key, value, attn_mask, seed, per_head)
-    call = _parsed(query, key, value, attn_mask, options, seed, per_head)
+    call = parse(query, key, value, attn_mask, seed=seed, per_head=per_head, **options._asdict())
     plan = FrameworkPlan.of(call, query, key, value, attn_mask)
     with memo.lock:
         if signature is not None and (decided := memo.plans.get(signature)) is not None:
@@ -286,19 +286,6 @@ def _first_call(
     return plan.run(query, key, value, attn_mask, seed, per_head)
 
 
-def _parsed(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    options: Options,
-    seed: int | None,
-    per_head: PerHead | None,
-) -> Call:
-    """The checked call."""
-    return parse(query, key, value, attn_mask, seed=seed, per_head=per_head, **options._asdict())
-
-
 def _traced(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -310,7 +297,7 @@ def _traced(
 ) -> Any:
     """`attention` as torch.compile sees it."""
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)
-    call = _parsed(query, key, value, attn_mask, options, seed, per_head)
+    call = parse(query, key, value, attn_mask, seed=seed, per_head=per_head, **options._asdict())
     why_torch = "transformed" if transformed() else why_torch_ever(query, key, value, attn_mask, per_head)
     problem, trains = call.problem, False
     if why_torch in GRADIENTS and problem is not None:

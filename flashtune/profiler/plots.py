@@ -20,7 +20,7 @@ from matplotlib.ticker import FuncFormatter
 from flashtune.profiler.accounting import Step
 from flashtune.profiler.measured import Series
 from flashtune.profiler.strategies import at_length
-from flashtune.profiler.summary import Profile, profile
+from flashtune.profiler.summary import Profile
 from flashtune.profiler.tables import heading
 
 SCORES, OTHER, FUSED, FRAMEWORK, PROJECTIONS, GREY = "#d1495b", "#30638e", "#2a9d62", "#edae49", "#7d5ba6", "#6b7280"
@@ -132,15 +132,7 @@ def _times(found: Profile) -> tuple[list[str], list[float], list[float], list[st
 
 def with_separate_steps(found: Profile) -> Profile:
     """The same profile counted with one pass per elementwise step, which is how they are measured."""
-    return profile(
-        found.problem,
-        found.target,
-        chosen_by=found.chosen_by,
-        elementwise="separate",
-        window=found.window,
-        rank=found.rank,
-        not_measured="",
-    )
+    return found.recounted(found.problem, elementwise="separate", rank=found.rank)
 
 
 def draw_roofline(found: Profile, ax: Axes) -> None:
@@ -213,12 +205,8 @@ def draw_latency(found: Profile, ax: Axes) -> None:
             _curve(ax, series, STRATEGY_COLOURS[series.name], series.name)
         ax.set_title("Latency against N, floor (not measured)")
         ax.set_ylabel(f"least time on {found.target.slug}, microseconds")
-    ax.axvline(found.problem.n_kv, color=GREY, linewidth=1, linestyle=":")
-    ax.set_xscale("log", base=2)
     ax.set_yscale("log")
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n:g}"))
-    ax.minorticks_off()
-    ax.grid(True, which="major")
+    _along_n(ax, found)
     ax.set_xlabel(f"N (B={found.problem.batch}, H={found.problem.heads}, D={found.problem.d}; dotted: this profile's)")
     ax.legend(loc="upper left")
 
@@ -247,13 +235,18 @@ def draw_ratio(found: Profile, ax: Axes) -> None:
             ax.annotate(f"{ratio:.2f}", (n, ratio), xytext=(0, 7), textcoords="offset points", ha="center", fontsize=9)
         ax.set_ylim(min(0.9, *ratios.values()) * 0.97, max(1.1, *ratios.values()) * 1.06)
         ax.legend(loc="upper left")
+    _along_n(ax, found)
+    ax.set_xlabel("N (above 1: the second is faster)")
+    ax.set_ylabel("ratio of times")
+
+
+def _along_n(ax: Axes, found: Profile) -> None:
+    """An axis of sequence lengths, the profiled one dotted."""
     ax.axvline(found.problem.n_kv, color=GREY, linewidth=1, linestyle=":")
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n:g}"))
     ax.minorticks_off()
     ax.grid(True, which="major")
-    ax.set_xlabel("N (above 1: the second is faster)")
-    ax.set_ylabel("ratio of times")
 
 
 def floors_against_n(found: Profile) -> list[Series]:
@@ -265,16 +258,7 @@ def floors_against_n(found: Profile) -> list[Series]:
         n *= 2
     points: dict[str, list[tuple[int, float]]] = {}
     for n in sorted(size for size in sizes if size >= found.problem.n_q or found.problem.n_q == found.problem.n_kv):
-        problem = at_length(found.problem, n)
-        at_n = profile(
-            problem,
-            found.target,
-            chosen_by=found.chosen_by,
-            elementwise=found.elementwise,
-            window=found.window,
-            rank=min(found.rank, n),
-            not_measured="",
-        )
+        at_n = found.recounted(at_length(found.problem, n), elementwise=found.elementwise, rank=min(found.rank, n))
         for strategy in at_n.strategies:
             points.setdefault(strategy.name, []).append((n, at_n.row(strategy).floor_us))
     return [Series(name=name, points=tuple(found)) for name, found in points.items()]

@@ -101,6 +101,12 @@ class Profile:
         """This profile with what a GPU said."""
         return replace(self, measured=measured, not_measured="")
 
+    def recounted(self, problem: Problem, *, elementwise: Elementwise, rank: int) -> "Profile":
+        """The same of another problem, or of other passes, counted alone."""
+        return profile(
+            problem, self.target, chosen_by=self.chosen_by, elementwise=elementwise, window=self.window, rank=rank, not_measured=""
+        )
+
     def _row(self, steps: tuple[Step, ...], whole: Step) -> Row:
         time_us, bound = serial(tuple(floor(step, self.target, self.problem.dtype) for step in steps))
         return Row(step=whole, floor_us=time_us, bound=bound)

@@ -6,7 +6,7 @@ The constants are fitted to the committed sweeps (benchmarks/sweeps), which a te
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -18,7 +18,6 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.backward import flash_bwd
-from flashtune.templates.backward.hopper_layout import BackwardLayout, SplitLayout
 from flashtune.templates.decode.flash_decode import few_rows, row_splits, split_count
 from flashtune.templates.family import padded
 from flashtune.templates.hopper.layout import HopperLayout
@@ -179,113 +178,96 @@ def _score_gradients_us(config: Config, problem: Problem, target: Target, c: Con
 
 
 def _backward_us(config: Config, facts: CompileFacts, problem: Problem, target: Target, c: Constants) -> float:
-    """Microseconds of a whole backward of two kernels: delta, dK with dV, dQ. `facts` are of the second; the third's are estimated.
-
-    The forward's constants, at other products; nothing of it was fitted to measured backward kernels yet.
-    """
-    p, band, size = problem, problem.band, ITEMSIZE[problem.dtype]
-    keys, queries = flash_bwd.key_config(config), flash_bwd.query_config(config)
-    # Which queries see a key is the same band, seen from the other side.
-    turned = Band(left=band.right, right=band.left, diagonal=-band.diagonal)
-    key_blocks = _blocks(turned, p.n_kv, p.n_q, keys.number("BLOCK_N"), keys.number("BLOCK_M")) * p.gqa_ratio
-    query_blocks = _blocks(band, p.n_q, p.n_kv, queries.number("BLOCK_M"), queries.number("BLOCK_N"))
-    d, d_v = padded(p.d), padded(p.d_v)
-    both = (
-        # dV and dK beside S and dP, then dQ beside them.
-        (keys, facts, p.kv_heads * math.ceil(p.n_kv / keys.number("BLOCK_N")), key_blocks * p.kv_heads, 2 * (d + d_v), "BLOCK_M"),
-        (
-            queries,
-            flash_bwd.expected_of_queries(config, p.spec(), target),
-            p.heads * math.ceil(p.n_q / queries.number("BLOCK_M")),
-            query_blocks * p.heads,
-            2 * d + d_v,
-            "BLOCK_N",
-        ),
+    """Microseconds of a whole backward of two kernels: delta, dK with dV, dQ. `facts` are of the second; the third's are estimated."""
+    p = problem
+    kernels = (
+        (flash_bwd.key_config(config), facts),
+        (flash_bwd.query_config(config), flash_bwd.expected_of_queries(config, p.spec(), target)),
     )
-    deltas_us = p.batch * p.heads * p.n_q * (2 * p.d_v * size + 12) / (target.bandwidth_gbs * 1e3)
-    total = c.launch_us + 2 * c.second_launch_us + deltas_us
-    for tile, seen, tiles, blocks, products, passes in both:
+    total = _rows_us(p, target, 2 * p.d_v * ITEMSIZE[p.dtype] + 12, c)
+    for (tile, seen), of_keys in zip(kernels, (True, False), strict=True):
         resident = programs_per_sm(seen, target)
         if resident == 0:
             return math.inf
-        active = max(1, min(resident, math.ceil(p.batch * tiles / target.sms)))
-        scores = tile.number("BLOCK_M") * tile.number("BLOCK_N")
-        peak_per_clock = target.peak_tflops.get(_kind(p), target.peak_tflops["fp32"]) * 1e6 / target.sms / target.boost_mhz
-        matrix = 2 * scores * products / peak_per_clock / c.matrix_efficiency
-        softmax = scores / target.exp_per_clock + c.vector_ops_per_score * scores / c.vector_lanes
-        memory = tile.number(passes) * (d + d_v) * size / c.l2_bytes_per_clock
+        programs = p.batch * _tiles_of_gradients(p, tile, of_keys)
+        active = max(1, min(resident, math.ceil(programs / target.sms)))
         overlap = c.overlap_shared if active * max(1, seen.threads // 128) > 1 else c.overlap_alone
-        busy = max(matrix + softmax - overlap * min(matrix, softmax), memory) + c.spill_clocks_per_byte * seen.spills * seen.threads
-        per_block = busy + (c.block_overhead + c.load_latency / tile.number("num_stages") ** 2) / active
-        slots, programs = target.sms * active, p.batch * tiles
-        balanced = p.features.banded and config["ORDER"] == "longest_first"
-        uneven = 1.0 if balanced else math.ceil(programs / slots) * slots / programs
-        total += (p.batch * blocks * per_block + programs * c.tile_overhead / active) / target.sms * uneven / target.boost_mhz
+        latency, balanced = c.load_latency / tile.number("num_stages") ** 2, config["ORDER"] == "longest_first"
+        total += _gradients_us(tile, of_keys, seen, p, target, c, latency=latency, overlap=overlap, balanced=balanced, active=active)
     return total
 
 
 def _fused_backward_us(config: Config, facts: CompileFacts, problem: Problem, target: Target, c: Constants) -> float:
-    """Microseconds of a whole backward of one kernel, with what prepares its rows and what converts the sums of dQ.
-
-    The forward's constants, at other products; nothing of it was fitted to measured backward kernels yet.
-    """
+    """Microseconds of a whole backward of one kernel, with what prepares its rows and what converts the sums of dQ."""
     if programs_per_sm(facts, target) == 0:
         return math.inf
-    p, size, layout = problem, ITEMSIZE[problem.dtype], BackwardLayout.of(problem.spec(), config)
-    block_m, block_n = config.number("BLOCK_M"), config.number("BLOCK_N")
-    turned = Band(left=p.band.right, right=p.band.left, diagonal=-p.band.diagonal)
-    blocks = _blocks(turned, p.n_kv, p.n_q, block_n, block_m) * p.heads * p.batch
-    scores, d, d_v = block_m * block_n, layout.block_d, layout.block_dv
-    peak_per_clock = target.peak_tflops[p.dtype] * 1e6 / target.sms / target.boost_mhz
-    matrix = 2 * scores * (3 * d + 2 * d_v) / peak_per_clock / c.matrix_efficiency
-    softmax = scores / target.exp_per_clock + c.vector_ops_per_score * scores / c.vector_lanes
-    sums = 4 * block_m * d / c.sum_bytes_per_clock
-    memory = block_m * (d + d_v) * size / c.l2_bytes_per_clock
-    busy = max(matrix + softmax - c.overlap_shared * min(matrix, softmax), sums + memory)
-    latency = c.load_latency if config.number("num_stages") == 1 else 0.0
-    per_block = busy + c.spill_clocks_per_byte * facts.spills * facts.threads + c.block_overhead + latency
-    programs = p.batch * p.kv_heads * math.ceil(p.n_kv / block_n)
-    uneven = 1.0 if p.features.banded and config["section"] != 1 else math.ceil(programs / target.sms) * target.sms / programs
-    clocks = (blocks * per_block + programs * c.tile_overhead) / target.sms * uneven
+    size, d, d_v = ITEMSIZE[problem.dtype], padded(problem.d), padded(problem.d_v)
+    latency, balanced = c.load_latency if config.number("num_stages") == 1 else 0.0, config["section"] != 1
     # O and dO are read and sums zeroed, then these are read and dQ is written.
-    rows_us = p.batch * p.heads * p.n_q * (2 * d_v * size + 8 * d + d * size) / (target.bandwidth_gbs * 1e3)
-    return c.launch_us + 2 * c.second_launch_us + rows_us + clocks / target.boost_mhz
+    total = _rows_us(problem, target, 2 * d_v * size + 8 * d + d * size, c)
+    return total + _gradients_us(
+        config, True, facts, problem, target, c, latency=latency, overlap=c.overlap_shared, balanced=balanced, adds_queries=True
+    )
 
 
 def _split_backward_us(config: Config, facts: CompileFacts, problem: Problem, target: Target, c: Constants) -> float:
-    """Microseconds of a whole backward of Hopper's two kernels, with what prepares their rows. `facts` are of that of dK and dV.
-
-    The forward's constants, at other products; nothing of it was fitted to measured backward kernels yet.
-    """
+    """Microseconds of a whole backward of Hopper's two kernels, with what prepares their rows. `facts` are of that of dK and dV."""
     if programs_per_sm(facts, target) == 0:
         return math.inf
-    p, size, layout = problem, ITEMSIZE[problem.dtype], SplitLayout.of(problem.spec(), config)
-    d, d_v = layout.block_d, layout.block_dv
-    turned = Band(left=p.band.right, right=p.band.left, diagonal=-p.band.diagonal)
-    block_m, block_n = config.number("BLOCK_M"), config.number("BLOCK_N")
-    dq_m, dq_n = config.number("DQ_BLOCK_M"), config.number("DQ_BLOCK_N")
-    key_blocks = _blocks(turned, p.n_kv, p.n_q, block_n, block_m) * p.heads
-    query_blocks = _blocks(p.band, p.n_q, p.n_kv, dq_m, dq_n) * p.heads
-    kernels = (
-        # dV and dK beside S and dP, then dQ beside them.
-        (block_m, block_n, key_blocks, p.kv_heads * math.ceil(p.n_kv / block_n), 2 * (d + d_v), block_m, "num_stages", facts),
-        (dq_m, dq_n, query_blocks, p.heads * math.ceil(p.n_q / dq_m), 2 * d + d_v, dq_n, "DQ_num_stages", None),
-    )
-    peak_per_clock = target.peak_tflops[p.dtype] * 1e6 / target.sms / target.boost_mhz
-    rows_us = p.batch * p.heads * p.n_q * (2 * d_v * size + 12) / (target.bandwidth_gbs * 1e3)
-    total = c.launch_us + 2 * c.second_launch_us + rows_us
-    for m, n, blocks, tiles, products, passes, stages, seen in kernels:
-        matrix = 2 * m * n * products / peak_per_clock / c.matrix_efficiency
-        softmax = m * n / target.exp_per_clock + c.vector_ops_per_score * m * n / c.vector_lanes
-        memory = passes * (d + d_v) * size / c.l2_bytes_per_clock
-        latency = c.load_latency if config.number(stages) == 1 else 0.0
-        spilled = c.spill_clocks_per_byte * seen.spills * seen.threads if seen else 0.0
-        per_block = max(matrix + softmax - c.overlap_shared * min(matrix, softmax), memory) + c.block_overhead + latency + spilled
-        programs = p.batch * tiles
-        balanced = p.features.banded and config["section"] != 1
-        uneven = 1.0 if balanced else math.ceil(programs / target.sms) * target.sms / programs
-        total += (p.batch * blocks * per_block + programs * c.tile_overhead) / target.sms * uneven / target.boost_mhz
+    total = _rows_us(problem, target, 2 * padded(problem.d_v) * ITEMSIZE[problem.dtype] + 12, c)
+    for prefix, seen in (("", facts), ("DQ_", replace(facts, spills=0))):
+        tile = Config.of({name: config[f"{prefix}{name}"] for name in ("BLOCK_M", "BLOCK_N", "num_stages")})
+        latency, balanced = c.load_latency if tile["num_stages"] == 1 else 0.0, config["section"] != 1
+        total += _gradients_us(tile, not prefix, seen, problem, target, c, latency=latency, overlap=c.overlap_shared, balanced=balanced)
     return total
+
+
+def _rows_us(problem: Problem, target: Target, row_bytes: int, c: Constants) -> float:
+    """Microseconds of a backward's launches, and of what prepares its rows and moves so many bytes for each."""
+    rows = problem.batch * problem.heads * problem.n_q
+    return c.launch_us + 2 * c.second_launch_us + rows * row_bytes / (target.bandwidth_gbs * 1e3)
+
+
+def _tiles_of_gradients(problem: Problem, tile: Config, of_keys: bool) -> int:
+    """Programs to a batch of a backward's kernel that holds the keys of a tile, or its queries."""
+    p = problem
+    return p.kv_heads * math.ceil(p.n_kv / tile.number("BLOCK_N")) if of_keys else p.heads * math.ceil(p.n_q / tile.number("BLOCK_M"))
+
+
+def _gradients_us(
+    tile: Config,
+    of_keys: bool,
+    facts: CompileFacts,
+    problem: Problem,
+    target: Target,
+    c: Constants,
+    *,
+    latency: float,
+    overlap: float,
+    balanced: bool,
+    active: int = 1,
+    adds_queries: bool = False,
+) -> float:
+    """Microseconds of a backward's kernel that holds the keys of a tile, and adds up dQ in memory or not, or that holds its queries.
+
+    `latency` are clocks that a block waits for its loads; `balanced` says that a band's long tiles come first. The forward's constants, at
+    other products; nothing of it was fitted to measured backward kernels yet.
+    """
+    p, m, n, d, d_v = problem, tile.number("BLOCK_M"), tile.number("BLOCK_N"), padded(problem.d), padded(problem.d_v)
+    blocks = p.heads * (_blocks(p.band.turned, p.n_kv, p.n_q, n, m) if of_keys else _blocks(p.band, p.n_q, p.n_kv, m, n))
+    # dV and dK beside S and dP, or dQ beside them.
+    products = 2 * (d + d_v) + adds_queries * d if of_keys else 2 * d + d_v
+    scores = m * n
+    peak_per_clock = target.peak_tflops.get(_kind(p), target.peak_tflops["fp32"]) * 1e6 / target.sms / target.boost_mhz
+    matrix = 2 * scores * products / peak_per_clock / c.matrix_efficiency
+    softmax = scores / target.exp_per_clock + c.vector_ops_per_score * scores / c.vector_lanes
+    memory = (m if of_keys else n) * (d + d_v) * ITEMSIZE[p.dtype] / c.l2_bytes_per_clock
+    memory += adds_queries * 4 * m * d / c.sum_bytes_per_clock
+    busy = max(matrix + softmax - overlap * min(matrix, softmax), memory) + c.spill_clocks_per_byte * facts.spills * facts.threads
+    per_block = busy + (c.block_overhead + latency) / active
+    slots, programs = target.sms * active, p.batch * _tiles_of_gradients(p, tile, of_keys)
+    uneven = 1.0 if p.features.banded and balanced else math.ceil(programs / slots) * slots / programs
+    return (p.batch * blocks * per_block + programs * c.tile_overhead / active) / target.sms * uneven / target.boost_mhz
 
 
 def _blocks(band: Band, rows: int, columns: int, block_rows: int, block_columns: int) -> int:
