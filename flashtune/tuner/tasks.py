@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flashtune.core.config import Variant
@@ -133,15 +134,12 @@ def interpret_candidate(source: Source, problem: Problem, seed: int) -> Checked 
     """Check the numerics on ragged little problems with Triton's interpreter, on the CPU."""
     import torch
 
-    from flashtune.core.launching import launcher
-    from flashtune.core.modules import load_source
     from flashtune.tuner.correctness import Verifier
 
     # The tiles are tiny: more threads would only wait for each other, and for the compilers.
     torch.set_num_threads(1)
     try:
-        module = load_source(source.text, source.stem)
-        verdict = Verifier(problem, device="cpu", seed=seed).verdict(launcher(module))
+        verdict = Verifier(problem, device="cpu", seed=seed).verdict(_loaded(source)[1])
     except Exception as error:
         return Failed(fate=Fate.RUNTIME, reason=one_line(error))
     return _judged(verdict)
@@ -242,15 +240,20 @@ def inputs_on_device(problem: Problem, target: Target, seed: int) -> "Inputs":
     return _ready(problem, target, seed).inputs
 
 
-def launch_of(source: Source, inputs: "Inputs") -> Callable[[], object]:
-    """The launch of a candidate on these inputs, without what dispatch does around it; raises ValueError where it doesn't take them."""
+def _loaded(source: Source) -> tuple[ModuleType, Callable[..., None]]:
+    """A candidate's module, and what launches it."""
     from flashtune.core.launching import launcher
     from flashtune.core.modules import load_source
 
     module = load_source(source.text, source.stem)
+    return module, launcher(module)
+
+
+def launch_of(source: Source, inputs: "Inputs") -> Callable[[], object]:
+    """The launch of a candidate on these inputs, without what dispatch does around it; raises ValueError where it doesn't take them."""
+    module, launch = _loaded(source)
     if not module.accepts(inputs.q, inputs.k, inputs.v, inputs.parameters.mask):
         raise ValueError("the kernel doesn't accept these inputs")
-    launch = launcher(module)
     return lambda: launch(*inputs.arguments, **inputs.keywords)
 
 
@@ -261,15 +264,13 @@ def evaluate_candidate(
 
     A first look of three launches stops those slower than `patience` times the incumbent.
     """
-    from flashtune.core.launching import launcher
-    from flashtune.core.modules import load_source
 
     bench = _ready(problem, target, seed)
     _spent.take()
     try:
         with _spent.on("load"):
             run = launch_of(source, bench.inputs)
-            launch = launcher(load_source(source.text, source.stem))
+            _, launch = _loaded(source)
         with _spent.on("check"):
             checked = _judged(bench.verifier.verdict(launch, repeats=source.repeats, text=source.text))
         if isinstance(checked, Failed):
@@ -367,12 +368,10 @@ def bench_problem(source: Source, problem: Problem, target: Target, seed: int, b
 
 def recheck_on_device(source: Source, problem: Problem, target: Target, seed: int) -> Checked | Failed:
     """Check a stored variant on the GPU: ragged little problems and the record's own size."""
-    from flashtune.core.launching import launcher
-    from flashtune.core.modules import load_source
 
     bench = _ready(problem, target, seed)
     try:
-        verdict = bench.verifier.verdict(launcher(load_source(source.text, source.stem)), repeats=source.repeats)
+        verdict = bench.verifier.verdict(_loaded(source)[1], repeats=source.repeats)
     except Exception as error:
         return _failed(error)
     return _judged(verdict)
