@@ -1,6 +1,8 @@
 """The policy as a pure function: the order of its steps, ties, rows that can't serve."""
 
+import itertools
 import json
+import math
 import random
 import sys
 from dataclasses import replace
@@ -21,6 +23,7 @@ from flashtune.core.target import Target, find_target
 from flashtune.db.library import Library, shipped_path
 from flashtune.dispatch import policy
 from flashtune.dispatch.policy import Choice, Refusal, losses
+from flashtune.dispatch.policy.fitting import Tile, excess
 from flashtune.templates import families
 from flashtune.templates.family import Axis, Constraint, Family
 
@@ -158,12 +161,58 @@ def test_how_full_the_gpu_is_weighs_more_than_how_the_rows_come_about() -> None:
 
 @pytest.mark.parametrize("n", [100, 1500])
 def test_near_is_what_a_search_takes_for_near(n: int) -> None:
-    """One distance for both (flashtune.core.nearness), which counts how full the GPU is, too."""
+    """One distance for both (flashtune.core.nearness), which counts how full the GPU is, too; but for tiles that fit ill."""
     wanted = Problem(batch=8, heads=8, kv_heads=4, n_q=1024, n_kv=n, d=128, d_v=128, dtype="bf16", features=Features(causal=True))
     key = wanted.key("h200")
     pool = policy.Pool(key, H200, [row for row in SHIPPED if row.key.gpu == "h200" and row.key.d == 128], families())
-    apart = [distance(key, row.key) for row in pool.near(key, frozenset())]
-    assert apart == pytest.approx(sorted(apart)) and len(set(apart)) > 20
+    found = list(pool.near(wanted, key, frozenset()))
+    apart = [distance(key, row.key) for row in found]
+    assert max(first - second for first, second in itertools.pairwise(apart)) < losses.MOST_MISFIT + 1e-9
+    fitting = [distance(key, row.key) for row in found if misfit(row, wanted) == 0]
+    assert fitting == pytest.approx(sorted(fitting)) and len(set(fitting)) > 5
+
+
+def misfit(row: TuningRecord, wanted: Problem) -> float:
+    tile = Tile.of(row.outcome.config)
+    assert tile is not None
+    return losses.misfit(excess(tile, wanted, H200.sms) - excess(tile, row.problem, H200.sms))
+
+
+def test_tiles_that_fit_go_before_nearer_ones_that_dont_unless_they_are_much_farther() -> None:
+    def row(n: int, rows: int, **others: Any) -> TuningRecord:
+        full = replace(sized(n, batch=64), features=Features(), **others)
+        return record(full, config=Config.of(BLOCK_M=rows, SHARED=0, BLOCK_N=64))
+
+    known = {"first": replace(FAMILIES["first"], axes=(*FAMILIES["first"].axes, Axis(name="BLOCK_N", values=(64,), why="keys")))}
+    wanted = replace(sized(192, batch=64), features=Features())
+    near, fits = row(256, 128), row(512, 32)
+    assert misfit(near, wanted) > 0 == misfit(fits, wanted)
+    assert choose(wanted, H200, [near, fits], known).record is fits
+    assert choose(replace(wanted, n_q=256, n_kv=256), H200, [row(160, 128), fits], known).record is not fits
+    assert choose(wanted, H200, [near, row(4096, 32, d=64, d_v=64)], known).record is near
+
+
+def test_what_tiles_lose_is_padding_and_a_last_round_that_is_hardly_filled() -> None:
+    whole = replace(PROBLEM, batch=33, heads=4, kv_heads=4, n_q=128, n_kv=128, features=Features())
+    assert excess(Tile(128, 128, 1), whole, H200.sms) == 0.0
+    # One more tile than SMs, and a SM's worth of keys and rows too many.
+    assert excess(Tile(128, 128, 1), replace(whole, batch=67, heads=2, kv_heads=2), H200.sms) == pytest.approx(math.log(264 / 134))
+    assert excess(Tile(128, 128, 1), replace(whole, n_q=96, n_kv=192), H200.sms) == pytest.approx(math.log(4 / 3 * 4 / 3))
+    # A diagonal: of four blocks in two rows of tiles three are worked through, and half of all pairs are seen.
+    causal = replace(whole, n_q=256, n_kv=256, features=Features(causal=True))
+    assert excess(Tile(128, 128, 1), causal, H200.sms) == pytest.approx(math.log(3 * 128 * 128 / (256 * 257 / 2)))
+    alone = replace(causal, batch=1, heads=1, kv_heads=1)
+    assert excess(Tile(64, 64, 1), alone, H200.sms) > 3
+    assert excess(Tile(64, 64, 1), replace(whole, n_q=1), H200.sms) == 0.0
+    hidden = replace(whole, features=Features(causal=True, alignment="bottom_right"), n_q=1024, n_kv=16)
+    assert math.isfinite(excess(Tile(128, 128, 1), hidden, H200.sms))
+
+
+def test_a_bias_with_rows_that_the_copy_engine_takes_stands_for_such_a_one() -> None:
+    biased = replace(PROBLEM, features=Features(mask="bias"))
+    ragged, even = record(replace(biased, n_q=2001, n_kv=2001)), record(biased)
+    assert choose(replace(biased, n_q=2048, n_kv=2048), H200, [ragged, even], FAMILIES).record is even
+    assert choose(replace(biased, n_q=3001, n_kv=3001), H200, [ragged, even], FAMILIES).record is ragged
 
 
 def test_decoding_is_never_served_by_what_was_tuned_for_many_rows() -> None:

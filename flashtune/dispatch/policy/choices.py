@@ -1,5 +1,6 @@
 """Which kernel serves a problem: a pure function of the problem, the GPU and the records; no tensors, no I/O, no clock."""
 
+import heapq
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from flashtune.core.results import Fate, Source, TuningRecord
 from flashtune.core.target import Target, targets
 from flashtune.db.ranking import by_key, preference
 from flashtune.dispatch.policy import losses
+from flashtune.dispatch.policy.fitting import Tile, excess
 from flashtune.dispatch.policy.losses import Estimate, comparable, kind_of, kinds_apart
 from flashtune.templates.family import Family
 
@@ -83,19 +85,41 @@ class Pool:
         same = self._of(key)
         return [entry.record for entry in (sorted(same, key=lambda entry: entry.same_bits) if suited & self._varying else same)]
 
-    def near(self, key: ProblemKey, suited: frozenset[str]) -> Iterator[TuningRecord]:
-        """The records of other keys for which all `suited` families were tried, the nearest first, and of one key as in `exact`."""
+    def near(self, problem: Problem, key: ProblemKey, suited: frozenset[str]) -> Iterator[TuningRecord]:
+        """The records of other keys for which all `suited` families were tried, the nearest first, and of one key as in `exact`.
+
+        What a record's tiles lose at the problem's sizes and not at its own (`losses.misfit`) counts like a distance.
+        """
         n, n_q, heads, work = losses.places(key)
         may_vary = bool(suited & self._varying)
         found = [
-            (apart + abs(places[0] - n) + abs(places[1] - n_q) + abs(places[2] - heads) + abs(places[3] - work), other)
+            (
+                apart
+                + abs(places[0] - n)
+                + abs(places[1] - n_q)
+                + abs(places[2] - heads)
+                + abs(places[3] - work)
+                + losses.RAGGED_BIAS * (losses.ragged(other) != losses.ragged(key)),
+                other,
+            )
             for other, (apart, places) in self._places.items()
             if other != key
         ]
-        for _, others in _nearest_first(found):
-            entries = [entry for other in others for entry in self._of(other) if suited <= entry.tried]
-            entries.sort(key=lambda entry: (entry.ties[0], may_vary and entry.same_bits, *entry.ties[1:]))
-            yield from (entry.record for entry in entries)
+        here: dict[Tile, float] = {}
+        waiting: list[tuple[float, tuple[object, ...], int, TuningRecord]] = []
+        numbers = itertools.count()
+        for apart, others in _nearest_first(found):
+            while waiting and waiting[0][0] < apart:
+                yield heapq.heappop(waiting)[-1]
+            for entry in (entry for other in others for entry in self._of(other) if suited <= entry.tried):
+                tile = entry.tile
+                if tile is not None and tile not in here:
+                    here[tile] = excess(tile, problem, self._target.sms)
+                misfit = 0.0 if tile is None else losses.misfit(here[tile] - entry.excess)
+                ties = (entry.ties[0], may_vary and entry.same_bits, *entry.ties[1:])
+                heapq.heappush(waiting, (apart + misfit, ties, next(numbers), entry.record))
+        while waiting:
+            yield heapq.heappop(waiting)[-1]
 
     def near_in_keys(self, problem: Problem, key: ProblemKey) -> TuningRecord | None:
         """Of a decoding step, the measured record that tells most of what torch takes for it, whatever config it has; None where all are
@@ -137,12 +161,15 @@ class Pool:
         if key not in self._known:
             records = self._rows[key]
             places = _places(records)
+            sms = targets()[key.gpu].sms if key.gpu in targets() else self._target.sms
             entries = [
                 _Entry(
                     record=record,
                     ties=(key.features != self._features, *_ties(record, places.get(id(record), 0))),
                     tried=_tried(record, self._target, self._families),
                     same_bits=record.framework_us is None and record.outcome.template not in self._varying,
+                    tile=(tile := Tile.of(record.outcome.config)),
+                    excess=0.0 if tile is None else excess(tile, record.problem, sms),
                 )
                 for record in records
             ]
@@ -171,13 +198,15 @@ def _by_key(records: Iterable[TuningRecord]) -> Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
-    """A record of a pool: what sorts equals, the families that were tried, and whether it raced among kernels alone that write the same
-    bits every time."""
+    """A record of a pool: what sorts equals, the families that were tried, whether it raced among kernels alone that write the same bits
+    every time, and its tile with what that loses at the record's own sizes."""
 
     record: TuningRecord
     ties: tuple[object, ...]
     tried: frozenset[str]
     same_bits: bool
+    tile: Tile | None
+    excess: float
 
 
 def _ties(record: TuningRecord, place: int) -> tuple[object, ...]:
@@ -280,7 +309,7 @@ def _steps(context: _Context, suited: frozenset[str], source: Source) -> Iterato
     for record in context.pool.exact(context.key, suited):
         if record.outcome.source == source:
             yield _from_record(record, context)
-    for record in context.pool.near(context.key, suited):
+    for record in context.pool.near(context.problem, context.key, suited):
         if record.outcome.source == source:
             yield _from_record(record, context)
 

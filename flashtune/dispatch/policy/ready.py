@@ -9,7 +9,7 @@ NEAR_EQUAL = 0.05
 """So much more may a choice be estimated to lose than one that has to be compiled: the estimates are medians, whose 90th percentiles lie
 further apart (flashtune.dispatch.policy.losses.LOSSES), and compiling takes seconds."""
 
-AHEAD = 12
+AHEAD = 24
 """So many choices are looked at for one with machine code."""
 
 
