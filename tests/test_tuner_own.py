@@ -3,18 +3,22 @@
 import gzip
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from triton import knobs
 
 from flashtune.cli import search
 from flashtune.core import kernel_cache
 from flashtune.core.binaries import read_manifest
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.kernel_index import read_index
+from flashtune.core.launching import compiler_options
 from flashtune.core.target import find_target
 from flashtune.db.library import Library, shipped_path
 from flashtune.dispatch.launch import kernels
-from flashtune.tuner import own
+from flashtune.tuner import machine_code, own
 from flashtune.tuner.machine_code import Built, triton_version
 from flashtune.tuner.publish import variant_for
 from flashtune.tuner.replies import Failed, MachineCode
@@ -91,7 +95,7 @@ def test_a_winner_that_a_search_kept_meanwhile_is_not_compiled_again(cache: Path
     files = [(PACKAGE / SHIPPED.path).with_name(binary.file).read_bytes() for binary in shipped.binaries]
     binaries = tuple(replace(binary, triton=triton_version()) for binary in shipped.binaries)
     built = Built(manifest=replace(shipped, binaries=binaries), codes=tuple(map(gzip.decompress, files)))
-    monkeypatch.setattr(own, "build", lambda order: built)
+    monkeypatch.setattr(own, "build", lambda order, **_: built)
     code = own.compile_winner(ROW, H200)
     assert isinstance(code, MachineCode) and kernels.manifest(VARIANT, "90") is None
     own.keep(code)
@@ -100,14 +104,35 @@ def test_a_winner_that_a_search_kept_meanwhile_is_not_compiled_again(cache: Path
     assert [found.code(binary) for binary in found.binaries] == list(built.codes)
     monkeypatch.setattr(own, "build_all", lambda orders, *, jobs: iter([(order, "again") for order in orders]))
     assert own.compile_winners([ROW], H200, jobs=1) == {}
-    monkeypatch.setattr(own, "build", lambda order: 1 / 0)
+    monkeypatch.setattr(own, "build", lambda order, **_: 1 / 0)
     assert own.compile_winner(ROW, H200) == MachineCode()
     own.keep(MachineCode())
 
 
+def test_a_search_keeps_what_its_trials_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's cache is asked for just what a trial's launch asks for; what ships is compiled anew."""
+    asked: list[tuple[dict[str, Any], bool]] = []
+    here: Any = knobs.cache
+
+    def warmup(*_: object, grid: object, **words: Any) -> None:
+        asked.append((words, here.dir == before))
+
+    before, kernel = here.dir, SimpleNamespace(__name__="k", warmup=warmup)
+    module = SimpleNamespace(launches=lambda: [(kernel, (1,), (), {"num_warps": 4})])
+    binary = SimpleNamespace(kernel="k", specialization="any_size", sha256="s")
+    monkeypatch.setattr("flashtune.core.modules.load_source", lambda *_: module)
+    monkeypatch.setattr("flashtune.core.compiled.from_compiled", lambda *_, **__: (binary, b""))
+    monkeypatch.setattr(machine_code, "_typical_calls", lambda *_: iter([("any_size", (), {})]))
+    order = machine_code.Order(text="", stem="s", variant_id="v", spec=VARIANT.spec, target=H200)
+    for fresh in (False, True):
+        machine_code.build(order, fresh=fresh)
+    launched = compiler_options({"num_warps": 4})
+    assert asked == [(launched, True), ({**launched, "ptx_options": "-suppress-debug-info"}, False)]
+
+
 @pytest.mark.usefixtures("nothing_shipped", "cache")
 def test_a_winner_that_cannot_be_kept_meanwhile_is_left_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own, "build", lambda order: 1 / 0)
+    monkeypatch.setattr(own, "build", lambda order, **_: 1 / 0)
     failed = own.compile_winner(ROW, H200)
     assert isinstance(failed, Failed) and failed.reason.startswith("ZeroDivisionError")
 

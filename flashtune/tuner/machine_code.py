@@ -73,7 +73,8 @@ def triton_version() -> str:
 def build(order: Order, *, fresh: bool = True) -> Built:
     """Every kernel that a launch of the module takes, in each of its specialisations; raises what the compiler raises.
 
-    Triton's disk cache is left out of it where `fresh`.
+    Where it isn't `fresh`, what Triton's disk cache has of a search's candidates is taken: the very code that was raced, without lines too,
+    but for some bytes beside its instructions not what a fresh build gives.
     """
     from triton import knobs
 
@@ -83,6 +84,7 @@ def build(order: Order, *, fresh: bool = True) -> Built:
     from flashtune.tuner.compile import compiling_for
 
     found: dict[tuple[str, str], tuple[Binary, bytes]] = {}
+    without_lines = {"ptx_options": _NO_DEBUG} if fresh else {}
     with ExitStack() as stack:
         triton_knobs: Any = knobs
         if fresh:
@@ -93,7 +95,7 @@ def build(order: Order, *, fresh: bool = True) -> Built:
         for name, arguments, words in _typical_calls(module, order.spec, order.target):
             made: dict[tuple[str, str], tuple[Binary, bytes]] = {}
             for kernel, grid, args, options in module.launches(*arguments, **words):
-                compiled = kernel.warmup(*args, grid=grid, ptx_options=_NO_DEBUG, **compiler_options(options))
+                compiled = kernel.warmup(*args, grid=grid, **without_lines, **compiler_options(options))
                 # A call may launch a kernel again with other constants.
                 again = sum(kernel.__name__ == one for one, _ in made)
                 binary, code = from_compiled(compiled, specialization=f"{name}_{again + 1}" if again else name)

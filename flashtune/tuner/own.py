@@ -33,10 +33,11 @@ def compile_winners(records: Iterable[TuningRecord], target: Target, *, jobs: in
 
 
 def compile_winner(record: TuningRecord, target: Target) -> MachineCode | Failed:
-    """In a child process: what `keep` puts into the cache of one row. Where it fails, `compile_winners` tries again and says why."""
+    """In a child process of a search: what `keep` puts into the cache of one row, as it was raced. Where it fails, `compile_winners` tries
+    again and says why."""
     try:
         for order in _missing([record], target):
-            manifest, files = with_files(build(order), order.stem)
+            manifest, files = with_files(build(order, fresh=False), order.stem)
             return MachineCode(text=order.text, manifest=manifest, files=files)
     except Exception as error:
         return Failed(fate=Fate.COMPILE, reason=one_line(error))

@@ -217,11 +217,14 @@ class ProblemSearch:
         return self._ending()
 
     def _foresee_winners(self, most: int = 1) -> None:
-        """Have compiled for later calls, by compilers that have nothing else to do, what may win: `most` of the fastest trials so far,
-        and the fastest of the first one's family that settles no row maxima, its twin."""
-        free = self.workers.free_compilers() if self.plan.keep is not None else 0
+        """Have compiled for later calls what may win: `most` of the fastest trials so far, as many as there are free compilers, and the
+        fastest of the first one's family that settles no row maxima, its twin.
+
+        In the end the first one and its twin don't wait for compilers to be free.
+        """
+        free = self.workers.free_compilers() or int(self.rule.nearly)
         timed = sorted(self.timed, key=lambda outcome: _time(outcome).median_us)
-        if free and timed:
+        if free and timed and self.plan.keep is not None:
             running = [outcome for outcome in timed if outcome.template == timed[0].template and not settles(outcome.config)]
             rows = (record_of(self._result((outcome,), None)) for outcome in [*timed[: min(most, free)], *running[:1]])
             self.search._foresee_winners([row for row in rows if row is not None], self.workers)

@@ -32,6 +32,9 @@ _START: dict[Crew, Callable[[dict[str, str]], None]] = {
 PRELOADED = ["torch"]
 """What the server has imported that children are forked off."""
 
+WITHOUT_LINES = {"TRITON_DISABLE_LINE_INFO": "1"}
+"""In the environment of all children, since Triton's cache tells kernels apart by it: what was raced can then be kept as it is."""
+
 Found = TypeVar("Found", bound=Answer)
 
 
@@ -161,7 +164,7 @@ class Workers:
             # imported what takes a child the longest.
             context = multiprocessing.get_context("forkserver")
             start: Callable[..., None] = _START[crew]
-            arguments: tuple[Any, ...] = (dict(os.environ),)
+            arguments: tuple[Any, ...] = (os.environ | WITHOUT_LINES,)
             if crew == "device" and self._devices:
                 start, arguments = tasks.start_device, (*arguments, self._devices[device])
             self._pools[crew, device] = ProcessPool(max_workers=count, context=context, initializer=start, initargs=arguments)
