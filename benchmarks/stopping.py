@@ -26,9 +26,9 @@ def run(sweep: SearchResult, trials: int, until: float, seed: int) -> str:
     space = SearchSpace(replay._as_swept(sweep), sweep.problem, find_target(sweep.gpu))
     best_five = {(o.template, o.config) for o in timed[:5]}
     starts = [c for c in space.starts() if (c.family.name, c.config) not in best_five]
-    study = Study(
-        space, sweep.problem, sampler="gp", seed=seed, source="measured", storage=optuna.storages.InMemoryStorage(), starts=starts
-    )
+    sampler = replay.KINDS["gp"](space, sweep.problem, seed=seed, starts=starts)
+    memory = optuna.storages.InMemoryStorage()
+    study = Study(space, sweep.problem, sampler="gp", seed=seed, source="measured", storage=memory, by=sampler)
     rule, waiting, told = StoppingRule(until), list[Candidate](), 0
     best, left, ended = math.inf, math.inf, ""
     while told < trials:
