@@ -113,43 +113,12 @@ def define(eager: Callable[..., Any]) -> None:
     `left` and `right` say all that `is_causal` would. Without `return_lse` the second output is empty.
     """
 
-    def attention(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None,
-        dropout_p: float,
-        scale: float,
-        enable_gqa: bool,
-        left: int,
-        right: int,
-        softcap: float,
-        causal_alignment: str,
-        return_lse: bool,
-        seed: int | None,
-        allow_tf32: bool,
-        *per_head: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        served = eager(
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            False,
-            scale,
-            enable_gqa,
-            window=(left, right),
-            softcap=softcap,
-            causal_alignment=causal_alignment,
-            return_lse=return_lse,
-            seed=seed,
-            allow_tf32=allow_tf32,
-            **dict(zip(PER_HEAD, per_head, strict=True)),
-        )
-        out, lse = served if return_lse else (served, query.new_empty(0, dtype=torch.float32))
+    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        given = dict(zip(_OTHERS, others, strict=True))
+        served = eager(query, key, value, window=(given.pop("left"), given.pop("right")), **given)
+        out, lse = served if given["return_lse"] else (served, query.new_empty(0, dtype=torch.float32))
         # What the graph was promised; the framework's own backends choose otherwise.
-        shape, strides = _promised(query, key, value, enable_gqa)
+        shape, strides = _promised(query, key, value, given["enable_gqa"])
         return out if out.stride() == strides else query.new_empty_strided(shape, strides, dtype=out.dtype).copy_(out), lse
 
     operator = torch.library.custom_op(

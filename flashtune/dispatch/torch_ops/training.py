@@ -7,7 +7,7 @@ bits every time, only families serve that add up in a fixed order.
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,7 +19,26 @@ from flashtune.dispatch.plans.gradients import Given
 from flashtune.dispatch.resolve import choosing, layers
 from flashtune.dispatch.resolve.memo import Memo
 
-_NUMBERS = "float dropout_p, float scale, int left, int right, float softcap, str causal_alignment, bool allow_tf32, bool deterministic"
+
+class Numbers(NamedTuple):
+    """What an operator takes beside tensors and the seed."""
+
+    dropout_p: float
+    scale: float
+    left: int
+    right: int
+    softcap: float
+    causal_alignment: str
+    allow_tf32: bool
+    deterministic: bool
+
+    def words(self) -> dict[str, Any]:
+        """The same as `attention` takes it."""
+        found = self._asdict()
+        return {"window": (found.pop("left"), found.pop("right")), **found}
+
+
+_NUMBERS = ", ".join(f"{kind.__name__} {name}" for name, kind in Numbers.__annotations__.items())
 _PER_HEAD = "Tensor? alibi_slopes, Tensor? sinks"
 _FORWARD = f"(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, {_PER_HEAD}, int? seed, {_NUMBERS}) -> (Tensor, Tensor, Tensor)"
 _BACKWARD = (
@@ -43,17 +62,12 @@ def define(eager: Callable[..., Any]) -> None:
         alibi_slopes: torch.Tensor | None,
         sinks: torch.Tensor | None,
         seed: int | None,
-        dropout_p: float,
-        scale: float,
-        left: int,
-        right: int,
-        softcap: float,
-        causal_alignment: str,
-        allow_tf32: bool,
-        deterministic: bool,
+        *numbers: Any,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        # What the gradients are to be is no matter of the forward.
+        given = Numbers(*numbers)._replace(deterministic=False)
         bits = 0
-        if dropout_p:
+        if given.dropout_p:
             # As calls without gradients draw them: a checkpoint that is recomputed goes from one to the other.
             bits = random_bits(seed, query.device)[0]
         with torch.no_grad():
@@ -62,18 +76,12 @@ def define(eager: Callable[..., Any]) -> None:
                 key.detach(),
                 value.detach(),
                 attn_mask,
-                dropout_p,
-                False,
-                scale,
-                query.shape[1] != key.shape[1],
-                window=(left, right),
-                softcap=softcap,
-                causal_alignment=causal_alignment,
+                enable_gqa=query.shape[1] != key.shape[1],
                 return_lse=True,
-                seed=bits if dropout_p else None,
-                allow_tf32=allow_tf32,
+                seed=bits if given.dropout_p else None,
                 alibi_slopes=alibi_slopes,
                 sinks=sinks,
+                **given.words(),
             )
         promised = _like_query(query, value.shape[3])
         if out.stride() != promised.stride():
@@ -120,7 +128,7 @@ class TrainingPlan:
         sides, alignment = call.band.keywords(), "bottom_right" if call.band.diagonal else "top_left"
         tf32 = call.problem is not None and call.problem.features.tf32
         numbers = call.dropout_p, call.scale, sides["window_left"], sides["window_right"], call.softcap
-        self.numbers = (*numbers, alignment, tf32, call.deterministic)
+        self.numbers = Numbers(*numbers, alignment, tf32, call.deterministic)
 
     def build(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, per_head: PerHead | None
@@ -300,25 +308,13 @@ def _gradients(
     attn_mask: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
-    of_query: bool,
-    of_keys: bool,
-    of_mask: bool,
-    of_slopes: bool,
-    of_sinks: bool,
-    dropout_p: float,
-    scale: float,
-    left: int,
-    right: int,
-    softcap: float,
-    causal_alignment: str,
-    allow_tf32: bool,
-    deterministic: bool,
+    *others: Any,
 ) -> tuple[torch.Tensor, ...]:
     """The gradients by the best backward kernel that takes the call, else by the formula."""
     memo = getattr(_forwards, "memo", None) or layers.current()
     tensors = query, key, value, attn_mask, alibi_slopes, sinks
     kinds = tuple(None if x is None else (x.shape, x.dtype) for x in tensors)
-    numbers = (dropout_p, scale, left, right, softcap, causal_alignment, allow_tf32, deterministic)
+    asked, numbers = others[:5], Numbers(*others[5:])
     backward = choosing.backward_of(
         memo,
         (kinds, query.device, numbers),
@@ -327,18 +323,11 @@ def _gradients(
             key,
             value,
             attn_mask,
-            dropout_p,
-            scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
-            window=(left, right),
-            softcap=softcap,
-            causal_alignment=causal_alignment,
-            allow_tf32=allow_tf32,
-            deterministic=deterministic,
             per_head=PerHead(alibi_slopes=alibi_slopes, sinks=sinks),
+            **numbers.words(),
         ),
     )
-    seed = int(state.item()) % 2**64 if dropout_p else 0
-    asked = of_query, of_keys, of_mask, of_slopes, of_sinks
+    seed = int(state.item()) % 2**64 if numbers.dropout_p else 0
     given = Given(query, key, value, out, lse, dout, dlse, attn_mask, alibi_slopes, sinks, seed, *asked)
     return tuple(query.new_empty(0) if grad is None else grad for grad in backward.gradients(given))
