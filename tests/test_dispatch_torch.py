@@ -18,7 +18,8 @@ from flashtune.core.errors import InputError
 from flashtune.core.target import find_target
 from flashtune.dispatch import framework
 from flashtune.dispatch.launch import devices
-from flashtune.dispatch.plans.forward import out_strides, random_bits
+from flashtune.dispatch.plans.drawing import random_bits
+from flashtune.dispatch.plans.memory import out_strides
 
 Q = torch.randn(2, 4, 24, 16, generator=torch.Generator().manual_seed(2))
 

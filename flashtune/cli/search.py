@@ -26,7 +26,6 @@ from flashtune.tuner.stopping import UNTIL
 logger = logging.getLogger("flashtune.search")
 
 if TYPE_CHECKING:
-    from flashtune.tuner.evaluation import CallsTask
     from flashtune.tuner.sampling import Sampler
 
 GRID = (512, 1024, 2048, 4096, 8192, 16384)
@@ -201,6 +200,7 @@ def run_search(
         looking = beside.submit(choose_source, target, options.predict)
         from flashtune.db.library import Layer, Library, overlay_path, shipped_path
         from flashtune.db.store import Store
+        from flashtune.profiler.calls_task import time_calls
         from flashtune.templates import families, family
         from flashtune.tuner.machine import cores, devices_of, provenance, require_interpreter
         from flashtune.tuner.own import compile_winner, keep
@@ -229,7 +229,7 @@ def run_search(
         only_suited=not options.templates,
         known=tuple(known),
         devices=devices,
-        calls=_calls_task() if source == "measured" else None,
+        calls=time_calls if source == "measured" else None,
         keep=Keeping(compile=compile_winner, put=keep) if source == "measured" else None,
     )
     for problem in problems:
@@ -266,12 +266,6 @@ def trace_times() -> None:
         handler.setFormatter(logging.Formatter("%(relativeCreated)d ms: %(message)s"))
         logger.addHandler(handler)
         logger.setLevel(logging.DEBUG)
-
-
-def _calls_task() -> "CallsTask":
-    from flashtune.profiler.calls_task import time_calls
-
-    return time_calls
 
 
 def keep_machine_code(records: list[TuningRecord], target: Target, *, jobs: int) -> None:

@@ -209,15 +209,18 @@ class Study:
 
     def foreseen(self, count: int) -> list[Candidate]:
         """What the sampler would propose now; it isn't claimed, and the next outcome may change it."""
-        return self.sampler.propose(count, {candidate: _value(outcome) for candidate, outcome in self.outcomes.items()}, self.pending)
+        return self.sampler.propose(count, self._told(), self.pending)
 
     def left_to_gain(self) -> float:
         """The greatest expected improvement that one untried candidate is worth, as a share of the best time (see `CandidateSampler`)."""
-        return self.sampler.left_to_gain({candidate: _value(outcome) for candidate, outcome in self.outcomes.items()}, self.pending)
+        return self.sampler.left_to_gain(self._told(), self.pending)
 
     def expected_regret(self) -> float:
         """How much slower the best time so far is than the best of all candidates, expected, as a share (see `CandidateSampler`)."""
-        return self.sampler.expected_regret({candidate: _value(outcome) for candidate, outcome in self.outcomes.items()}, self.pending)
+        return self.sampler.expected_regret(self._told(), self.pending)
+
+    def _told(self) -> dict[Candidate, float | None]:
+        return {candidate: _value(outcome) for candidate, outcome in self.outcomes.items()}
 
     @property
     def pending(self) -> list[Candidate]:

@@ -1,10 +1,9 @@
 """What a call's signature is bound to after its first call: everything decided, ready to run."""
 
 import contextlib
-import itertools
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -19,14 +18,14 @@ from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.passes import PER_HEAD, CallParameters
 from flashtune.core.torch_attention import sdpa
 from flashtune.dispatch import framework
-from flashtune.dispatch.call import Call, PerHead, seed_bits
+from flashtune.dispatch.call import Call, PerHead
 from flashtune.dispatch.launch import driver, prepared
 from flashtune.dispatch.launch.program import Program
+from flashtune.dispatch.plans.drawing import draws_in_a_capture, random_bits
+from flashtune.dispatch.plans.memory import out_strides, padded, placed
 from flashtune.dispatch.plans.misled import Misled
 
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
-
-_MASK64 = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -346,55 +345,3 @@ class KernelPlan(ModulePlan):
         out = torch.empty_strided(shape, stride, dtype=call.out_dtype, device=call.device)
         lse = torch.empty_strided(lse_shape, lse_stride, dtype=torch.float32, device=call.device)
         return (q, k, v, out, lse), call.parameters(call.full_mask(attn_mask), per_head)
-
-
-def draws_in_a_capture(call: Call, seed: int | None) -> bool:
-    """Whether dropout without a seed is to be captured in a CUDA graph, where the generator's position can't be read."""
-    return seed is None and call.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def padded(size: int) -> int:
-    """Up to a multiple of 256 bytes, as torch's allocator aligns."""
-    return -(-size // 256) * 256
-
-
-def placed(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """Where in one piece of memory tensors of these bytes begin, and how large it is."""
-    ends = tuple(itertools.accumulate(map(padded, sizes), initial=0))
-    return ends[:-1], ends[-1]
-
-
-def out_strides(shape: tuple[int, int, int, int], q_strides: tuple[int, ...]) -> tuple[int, int, int, int]:
-    """Dense strides for an output whose batch, heads and rows lie in memory in the order of the query's, the head size innermost."""
-    # Broadcast dimensions (stride 0) go outermost.
-    outer = sorted(range(3), key=lambda dim: -q_strides[dim] if q_strides[dim] else -(2**62))
-    strides, step = [0, 0, 0], shape[3]
-    for dim in reversed(outer):
-        strides[dim] = step
-        step *= shape[dim]
-    return strides[0], strides[1], strides[2], 1
-
-
-def random_bits(seed: int | None, device: torch.device) -> tuple[int, int]:
-    """(seed, offset) of one call's dropout: the caller's seed with offset 0, else drawn from torch's default generator of the device.
-
-    On a GPU it follows from the generator's own seed and position, which then moves on: nothing waits for the GPU, and torch.manual_seed,
-    checkpointing and torch.random.fork_rng work as for torch's own dropout. All fits into the seed, which is what a backward is told.
-    """
-    if seed is not None:
-        return seed_bits(seed), 0
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generator = torch.cuda.default_generators[index]
-        position = generator.get_offset()
-        generator.set_offset(position + 4)
-        return _mixed(generator.initial_seed() % 2**64, position // 4 % 2**32), 0
-    return int(torch.randint(2**63 - 1, ()).item()), 0
-
-
-def _mixed(seed: int, offset: int) -> int:
-    """64 bits of a generator's seed and position: SplitMix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014)."""
-    x = (seed + (offset + 1) * 0x9E3779B97F4A7C15) & _MASK64
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _MASK64
-    x = (x ^ x >> 27) * 0x94D049BB133111EB & _MASK64
-    return x ^ x >> 31

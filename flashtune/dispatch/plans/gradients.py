@@ -12,7 +12,8 @@ from flashtune.core.passes import CallParameters
 from flashtune.dispatch import framework
 from flashtune.dispatch.call import Call
 from flashtune.dispatch.launch import devices, prepared
-from flashtune.dispatch.plans.forward import ModulePlan, out_strides, placed
+from flashtune.dispatch.plans.forward import ModulePlan
+from flashtune.dispatch.plans.memory import out_strides, placed
 
 _Maybe = torch.Tensor | None
 

@@ -10,7 +10,8 @@ from flashtune.core.passes import PER_HEAD
 from flashtune.core.torch_dtypes import output_torch_dtype
 from flashtune.dispatch import framework
 from flashtune.dispatch.call import Call, PerHead, parse, seed_bits, signed
-from flashtune.dispatch.plans.forward import Outputs, out_strides
+from flashtune.dispatch.plans.forward import Outputs
+from flashtune.dispatch.plans.memory import out_strides
 
 _SCHEMA = (
     "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, float scale, bool enable_gqa, "

@@ -14,8 +14,10 @@ import torch
 from flashtune.core.errors import InputError
 from flashtune.core.torch_dtypes import output_torch_dtype
 from flashtune.dispatch.call import Call, PerHead, parse, signed
-from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan, Outputs, draws_in_a_capture, out_strides, random_bits
+from flashtune.dispatch.plans.drawing import draws_in_a_capture, random_bits
+from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan, Outputs
 from flashtune.dispatch.plans.gradients import Given
+from flashtune.dispatch.plans.memory import out_strides
 from flashtune.dispatch.resolve import choosing, layers
 from flashtune.dispatch.resolve.memo import Memo
 

@@ -1,0 +1,37 @@
+"""What fixes dropout's mask of a call: the caller's seed, or what follows from torch's generator."""
+
+import torch
+
+from flashtune.dispatch.call import Call, seed_bits
+
+_MASK64 = 2**64 - 1
+
+
+def draws_in_a_capture(call: Call, seed: int | None) -> bool:
+    """Whether dropout without a seed is to be captured in a CUDA graph, where the generator's position can't be read."""
+    return seed is None and call.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def random_bits(seed: int | None, device: torch.device) -> tuple[int, int]:
+    """(seed, offset) of one call's dropout: the caller's seed with offset 0, else drawn from torch's default generator of the device.
+
+    On a GPU it follows from the generator's own seed and position, which then moves on: nothing waits for the GPU, and torch.manual_seed,
+    checkpointing and torch.random.fork_rng work as for torch's own dropout. All fits into the seed, which is what a backward is told.
+    """
+    if seed is not None:
+        return seed_bits(seed), 0
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generator = torch.cuda.default_generators[index]
+        position = generator.get_offset()
+        generator.set_offset(position + 4)
+        return _mixed(generator.initial_seed() % 2**64, position // 4 % 2**32), 0
+    return int(torch.randint(2**63 - 1, ()).item()), 0
+
+
+def _mixed(seed: int, offset: int) -> int:
+    """64 bits of a generator's seed and position: SplitMix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014)."""
+    x = (seed + (offset + 1) * 0x9E3779B97F4A7C15) & _MASK64
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _MASK64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & _MASK64
+    return x ^ x >> 31
