@@ -63,7 +63,7 @@ CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
         },
     ),
     "everything": (
-        problem(Features(window=(70, 30), mask="bool", dropout=True, softcap=True, alibi=True), n_q=150, n_kv=140),
+        problem(Features(window=(70, 30), mask="bool", dropout=True, softcap=True, alibi=True, dslopes=True), n_q=150, n_kv=140),
         {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "section": 1, "held": "k"},
     ),
     "bias": (problem(Features(causal=True, mask="bias"), heads=4, kv_heads=2), {"BLOCK_M": 128, "num_stages": 1, "dq_sums": "registers"}),

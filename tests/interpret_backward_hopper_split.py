@@ -47,7 +47,7 @@ CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
         {**NARROW, "BLOCK_M": 64, "DQ_BLOCK_N": 128, "num_stages": 2, "section": 16},
     ),
     "bias": (
-        problem(Features(causal=True, mask="bias"), n_q=70, n_kv=90, kv_heads=2, d=136, d_v=72),
+        problem(Features(causal=True, mask="bias", dbias=True), n_q=70, n_kv=90, kv_heads=2, d=136, d_v=72),
         {**WIDE, "num_stages": 1, "held_columns": 128},
     ),
 }

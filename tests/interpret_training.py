@@ -54,15 +54,17 @@ def others_of(n_q: int, n_kv: int) -> list[torch.Tensor]:
     return [x.requires_grad_() for x in (bias, torch.tensor([0.3, 0.1]), torch.tensor([0.5, -1.0]))]
 
 
-def everything(bias: torch.Tensor, slopes: torch.Tensor, sinks: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-    words: dict[str, Any] = {"window": (9, 5), "softcap": 1.5, "dropout_p": 0.25, "seed": 11, "enable_gqa": True, "return_lse": True}
+def everything(
+    bias: torch.Tensor, slopes: torch.Tensor, sinks: torch.Tensor, *tensors: torch.Tensor, dropout_p: float = 0.0
+) -> torch.Tensor:
+    words: dict[str, Any] = {"window": (9, 5), "softcap": 1.5, "dropout_p": dropout_p, "seed": 11, "enable_gqa": True, "return_lse": True}
     out, lse = dispatch.attention(*tensors, attn_mask=bias, alibi_slopes=slopes, sinks=sinks, **words)
     return loss(out, lse)
 
 
 def of_everything(*x: torch.Tensor) -> float:
     """The largest difference of gradients, those of bias, slopes and sinks among them, from the reference's, over the largest number."""
-    everything(*x).backward()
+    everything(*x, dropout_p=0.25).backward()
     bias, slopes, sinks, *tensors = theirs = [t.detach().double().requires_grad_() for t in x]
     n_q, n_kv = bias.shape[2:]
     keep = reference.dropout_keep(11, 0, 1, 2, n_q, n_kv, 0.25)
@@ -86,6 +88,8 @@ def more_gradients() -> dict[str, Any]:
     explained = dispatch.explain(*x[3:], **words).backward  # type: ignore[arg-type]
     found["explained"] = "" if explained is None else str(explained.template)
     found["gap"] = of_everything(*x)
+    x = inputs()
+    everything(*x).backward()
     eager = [t.grad for t in x]
     x = inputs()
     torch.compile(everything, backend="aot_eager", fullgraph=True)(*x).backward()
@@ -97,10 +101,8 @@ def more_gradients() -> dict[str, Any]:
     found["torch.func.grad"] = all(torch.allclose(t, w, rtol=1e-4, atol=1e-5) for t, w in zip(func, eager, strict=True))  # type: ignore[arg-type]
     for place, name in enumerate(("bias", "slopes", "sinks")):
         x = inputs()
-        alone = torch.autograd.grad(everything(*x), x[place])
-        by_itself = [t if t is x[place] else t.detach() for t in x]
-        again = torch.autograd.grad(everything(*by_itself), x[place])
-        found[f"{name} alone"] = torch.equal(alone[0], eager[place]) and torch.equal(again[0], eager[place])  # type: ignore[arg-type]
+        alone = torch.autograd.grad(everything(*(t if t is x[place] else t.detach() for t in x)), x[place])
+        found[f"{name} alone"] = torch.equal(alone[0], eager[place])  # type: ignore[arg-type]
     x = inputs()
     words = {"eps": 1e-2, "atol": 2e-2, "rtol": 2e-2, "fast_mode": True}
     found["gradcheck"] = torch.autograd.gradcheck(everything, x, **words)  # type: ignore[arg-type]
@@ -173,15 +175,6 @@ def main() -> None:
     def step(*tensors: torch.Tensor) -> torch.Tensor:
         out, lse = causal(*tensors, return_lse=True)
         return loss(out, lse)
-
-    x = leaves()
-    torch.compile(step, backend="aot_eager", fullgraph=True)(*x).backward()
-    report["compiled"] = all(torch.equal(t.grad, wanted) for t, wanted in zip(x, eager, strict=True))  # type: ignore[arg-type]
-    x = leaves()
-    checkpoint(step, *x, use_reentrant=False).backward()
-    report["checkpointed"] = all(torch.equal(t.grad, wanted) for t, wanted in zip(x, eager, strict=True))  # type: ignore[arg-type]
-    found = torch.func.grad(lambda q, k, v: step(q, k, v), argnums=(0, 1, 2))(*(t.detach() for t in x))
-    report["torch.func.grad"] = max(float((t - wanted).abs().max()) for t, wanted in zip(found, eager, strict=True))  # type: ignore[operator]
 
     x = leaves()
     torch.manual_seed(1)
