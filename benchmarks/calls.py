@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -176,6 +176,8 @@ def host_cases() -> dict[str, tuple[Call, Call | None]]:
         "window": (lambda: attend(q, k, v, is_causal=True, window=128), lambda: sdpa(q, k, v, window)),
         "softcap": (lambda: attend(q, k, v, softcap=30.0), lambda: sdpa(q, k, v)),
         "dropout": (lambda: attend(q, k, v, dropout_p=0.1), lambda: sdpa(q, k, v, dropout_p=0.1)),
+        "dropout, inference mode": (lambda: attend(q, k, v, dropout_p=0.1), lambda: sdpa(q, k, v, dropout_p=0.1)),
+        "dropout, seeded": (lambda: attend(q, k, v, dropout_p=0.1, seed=7), lambda: sdpa(q, k, v, dropout_p=0.1)),
         "decoding": (lambda: attend(dq, dk, dv, enable_gqa=True), lambda: sdpa(dq, dk, dv, enable_gqa=True)),
     }
 
@@ -188,8 +190,8 @@ def host_part() -> Iterator[dict[str, Any]]:
         row = {"case": name, "ours_us": times["ours"], "torch_us": times["torch"], "ratio": times["ours"] / times["torch"]}
         return row | {"served_by": served_by(ours)}
 
-    with torch.no_grad():
-        for name, (ours, theirs) in host_cases().items():
+    for name, (ours, theirs) in host_cases().items():
+        with torch.inference_mode() if name.endswith("inference mode") else torch.no_grad():
             yield from guarded({"case": name}, partial(measured, name, ours, theirs))
 
 
@@ -280,15 +282,21 @@ NEW_TOKENS_FROM = {"mistral": 566}
 """Where the prompts of `new_tokens` begin, but for 170: Mistral's shapes are Llama's, and torch keeps what it builds for a shape."""
 
 
-def models_part() -> Iterator[dict[str, Any]]:
-    """Forward and 64 greedy tokens of 4-layer models of random weights, the shipped integration and sdpa in turns.
+def models_part(names: Collection[str] = ()) -> Iterator[dict[str, Any]]:
+    """Forward and 64 greedy tokens of 4-layer models of random weights (of these `names`, if there are any), the shipped integration and
+    sdpa in turns.
 
-    `tokens_ms` is of a prompt that both had before; `new_tokens_ms` of prompts whose numbers of keys nobody in this process had met, each
-    way its own, so that every step has its first call in it: who comes second would find what torch has built for a number of keys.
+    `tokens_ms` is of a prompt that both had before, and `tokens_ratio_of_rounds` the median of its rounds' ratios; `new_tokens_ms` is of
+    prompts whose numbers of keys nobody in this process had met, each way its own, so that every step has its first call in it: who comes
+    second would find what torch has built for a number of keys.
     `slow_calls` and `slow_s` are of the calls of attention in `new_tokens` that took the host 20 ms or more. `steps` and `prefill` say what
     serves how many of our signatures.
     """
-    for name, config in model_configs().items():
+    configs = model_configs()
+    if strange := set(names) - configs.keys():
+        raise SystemExit(f"unknown model {sorted(strange)[0]!r}: use {', '.join(configs)}")
+    for name in names or configs:
+        config = configs[name]
         yield from guarded({"model": name}, partial(model_row, name, config))
 
 
@@ -313,8 +321,7 @@ def model_row(name: str, config: Any) -> dict[str, Any]:
     with torch.no_grad():
         logits = {way: model(ids).logits.float() for way, model in models.items()}
         row["difference"] = float((logits["tuned"] - logits["sdpa"]).abs().max() / logits["sdpa"].abs().max())
-        times = medians(timed_in_turns({way: partial(model, ids) for way, model in models.items()}, rounds=15, repeats=8))
-        row |= pair("forward", times)
+        row |= paired("forward", timed_in_turns({way: partial(model, ids) for way, model in models.items()}, rounds=15, repeats=8))
         if name == "bert":
             return row
         words = {"max_new_tokens": 64, "min_new_tokens": 64, "do_sample": False, "pad_token_id": 0}
@@ -323,7 +330,7 @@ def model_row(name: str, config: Any) -> dict[str, Any]:
             return {way: partial(model.generate, ids[:, :prompt], **words) for way, model in models.items()}
 
         ids = torch.randint(5, 1000, (4, 1000), device=DEVICE)
-        row |= pair("tokens", medians(timed_in_turns(tokens(100), rounds=9, repeats=1)))
+        row |= paired("tokens", timed_in_turns(tokens(100), rounds=15, repeats=1))
         # Each prompt's 64 steps lie beyond those of the one before.
         start = NEW_TOKENS_FROM.get(name, 170)
         news: dict[str, list[float]] = {way: [] for way in models}
@@ -338,6 +345,12 @@ def model_row(name: str, config: Any) -> dict[str, Any]:
         row["steps"] = dict(Counter(described(plan) for plan in plans if plan.call.n_q == 1))
         row["prefill"] = dict(Counter(described(plan) for plan in plans if plan.call.n_q > 1))
     return row
+
+
+def paired(what: str, rounds: dict[str, list[float]]) -> dict[str, float]:
+    """`pair` of the medians, and the median of the ratios of each round, which a machine whose speed drifts disturbs least."""
+    ratios = [ours / theirs for ours, theirs in zip(rounds["tuned"], rounds["sdpa"], strict=True)]
+    return pair(what, medians(rounds)) | {f"{what}_ratio_of_rounds": statistics.median(ratios)}
 
 
 def pair(what: str, times: dict[str, float]) -> dict[str, float]:
@@ -483,11 +496,19 @@ PARTS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
 }
 
 
+def started_part(part: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The rows of a part, as the options want it."""
+    if part == "training":
+        return training_part(profiled=options.profile)
+    return models_part(options.models.split(",") if options.models else ()) if part == "models" else PARTS[part]()
+
+
 def main() -> None:
     """Run the parts that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     usual = ",".join(part for part in PARTS if part != "decoding")
     parser.add_argument("--parts", default=usual, help="comma-separated, of: " + ", ".join(PARTS) + " (%(default)s)")
+    parser.add_argument("--models", help="comma-separated, of the models part: gpt2, bert, llama, mistral, qwen3, gemma2 (all)")
     parser.add_argument("--profile", action="store_true", help="say of training steps where the host time goes")
     parser.add_argument("--out", type=Path, help="write all figures here as JSON")
     options = parser.parse_args()
@@ -500,7 +521,7 @@ def main() -> None:
         started = time.perf_counter()
         rows = results[part] = []
         print(part, flush=True)
-        for row in training_part(profiled=True) if part == "training" and options.profile else PARTS[part]():
+        for row in started_part(part, options):
             rows.append(row)
             failed += "failed" in row
             said = "  ".join(f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items())

@@ -3,6 +3,8 @@
 import json
 import re
 import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -128,6 +130,18 @@ def same_when_checkpointed() -> bool:
     return all(torch.allclose(t.grad, w, atol=1e-5) for t, w in zip(x, wanted, strict=True))  # type: ignore[arg-type]
 
 
+def of_dropout(mode: Callable[[], AbstractContextManager[object]]) -> list[object]:
+    """What serves unseeded dropout in a mode, whether torch's seed repeats it, and whether two calls in a row drop the same."""
+    x = [t.detach() for t in leaves()]
+    found = []
+    with mode():
+        kind = dispatch.explain(*x, dropout_p=0.5, enable_gqa=True).kind
+        for _ in range(2):
+            torch.manual_seed(1)
+            found += [dispatch.attention(*x, dropout_p=0.5, enable_gqa=True) for _ in range(2)]
+    return [kind, torch.equal(found[0], found[2]) and torch.equal(found[1], found[3]), torch.equal(found[0], found[1])]
+
+
 def whole_steps() -> list[object]:
     """How many ways of a training step are timed, and whether a backward kernel that is pinned is among those that run."""
     problem = Problem(batch=1, heads=2, kv_heads=1, n_q=20, n_kv=24, d=16, d_v=16, dtype="fp32", direction="bwd")
@@ -147,6 +161,7 @@ def main() -> None:
     report["unasked"] = dispatch.explain(*x, is_causal=True, enable_gqa=True).reason
     report["dropout checkpointed reentrantly where torch trains"] = same_when_checkpointed()
     report["of a mask"] = dispatch.explain(*x, attn_mask=torch.zeros(20, 24, requires_grad=True), enable_gqa=True).reason
+    report["of dropout"] = [of_dropout(mode) for mode in (torch.no_grad, torch.inference_mode, torch.no_grad)]
     dispatch.use(unmeasured=True)
     band = Band(right=0, diagonal=4)
     explained = dispatch.explain(*x, is_causal=True, causal_alignment="bottom_right", enable_gqa=True)

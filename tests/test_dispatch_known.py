@@ -14,7 +14,7 @@ from flashtune.dispatch import api
 from flashtune.dispatch.call import parse
 from flashtune.dispatch.launch import devices
 from flashtune.dispatch.plans.forward import FrameworkPlan
-from flashtune.dispatch.plans.known import Plans
+from flashtune.dispatch.plans.known import UNSEEDED, Plans
 
 Q, K, V = torch.zeros(2, 4, 1, 16), torch.zeros(2, 2, 40, 16), torch.zeros(2, 2, 40, 16)
 
@@ -214,7 +214,7 @@ def test_a_dict_that_another_thread_emptied_stays_empty(plans: Plans) -> None:
     thread = threading.Thread(target=plans.clear)
     thread.start()
     thread.join()
-    plans.served(signature, plan, signature[12], unseeded=True, tensors=(Q, K, V))  # type: ignore[index]
+    plans.served(signature, plan, signature[12], draws=UNSEEDED, tensors=(Q, K, V))  # type: ignore[index]
     assert plans.recent is None
 
 
@@ -232,3 +232,31 @@ def test_torch_is_told_of_nothing_that_it_would_take_anyway() -> None:
     assert told() == told(scale=0.25) == {"enable_gqa": True}
     assert told(scale=0.5, dropout_p=0.1) == {"enable_gqa": True, "scale": 0.5, "dropout_p": 0.1}
     assert FrameworkPlan.of(parse(K, K, K, None, 0.0, True), K, K, K, None).words == {"is_causal": True}
+
+
+def test_dropout_in_inference_mode_is_decided_by_itself(plans: Plans) -> None:
+    with torch.no_grad():
+        first = attend(dropout_p=0.5)
+        assert attend(dropout_p=0.5) is first and attend(dropout_p=0.5) is first
+    # No tensor of inference mode is among these, so that nothing else tells the calls apart.
+    with torch.inference_mode():
+        other = attend(dropout_p=0.5)
+        assert other is not first and attend(dropout_p=0.5) is other and attend(dropout_p=0.5) is other
+        assert attend(dropout_p=0.5, seed=3) == attend(dropout_p=0.5, seed=4) != other
+    with torch.no_grad():
+        assert attend(dropout_p=0.5) is first
+
+
+def test_torchs_own_function_is_called_with_all_that_its_plan_would_tell_it(plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
+    def first_call(signature: Any, q: Any, k: Any, v: Any, *_: object) -> tuple[Any, None]:
+        plans[signature] = plan = FrameworkPlan.of(parse(q, k, v, enable_gqa=True, scale=0.7), q, k, v)
+        return plan.run(q, k, v, None, None, None)
+
+    monkeypatch.setattr(api, "_first_call", first_call)
+    q, k, v = torch.randn_like(Q), torch.randn_like(K), torch.randn_like(V)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=0.7, enable_gqa=True)
+    for _ in range(3):
+        assert torch.equal(attend(q, k, v, scale=0.7), wanted)
+    assert plans.recent is not None and plans.recent.direct is not None
+    monkeypatch.setattr(FrameworkPlan, "run", lambda *_: pytest.fail("ran"))
+    assert torch.equal(attend(q, k, v, scale=0.7), wanted)

@@ -64,6 +64,10 @@ def test_bias_slopes_and_sinks_get_their_gradients_from_kernels(report: dict[str
     assert report["more"][case]
 
 
+def test_kernels_draw_dropouts_mask_where_torch_trains_in_inference_mode_alone(report: dict[str, Any]) -> None:
+    assert report["of dropout"] == [["framework", True, False], ["default", True, False], ["framework", True, False]]
+
+
 def test_only_inputs_that_ask_get_gradients_and_nothing_of_the_scores_size_is_kept(report: dict[str, Any]) -> None:
     assert report["of the query alone"] == [True, False, False]
     largest, query = report["saved"]

@@ -191,9 +191,9 @@ def test_dropout_is_torchs_own_in_training(model: "PreTrainedModel") -> None:
 def test_kernels_get_windows_padding_and_key_heads_as_they_are(model: "PreTrainedModel", monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[tuple[Any, ...]] = []
 
-    def recorded(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **words: Any) -> Any:
+    def recorded(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *others: Any, **words: Any) -> Any:
         given.append((key.shape[1], None if mask is None else tuple(mask.shape), words["window"]))
-        return attention(query, key, value, mask, **words)
+        return attention(query, key, value, mask, *others, **words)
 
     attention = dispatch.attention
     monkeypatch.setattr(dispatch, "attention", recorded)

@@ -19,7 +19,7 @@ from flashtune.core.torch_attention import autocasting
 from flashtune.dispatch.call import Options, PerHead, parse
 from flashtune.dispatch.launch import devices
 from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan, Outputs
-from flashtune.dispatch.plans.known import Plan
+from flashtune.dispatch.plans.known import IN_INFERENCE, SEEDED, UNSEEDED, Plan
 from flashtune.dispatch.policy import growing
 from flashtune.dispatch.resolve import choosing
 from flashtune.dispatch.resolve.explanation import Explanation
@@ -80,7 +80,8 @@ def attention(
         return_lse: return (output, lse) with lse the natural logarithm of the softmax's denominator, float32 (..., Hq, N_q), -inf for
             rows with nothing to attend to; dropout doesn't enter it.
         seed: 64 bits that fix dropout's mask as a function of absolute indices (flashtune.core.reference.dropout_keep with
-            offset 0); None draws from torch's generator.
+            offset 0); None draws from torch's generator. Torch then serves what it would serve with a gradient, so that both drop the same;
+            in inference mode kernels may.
         allow_tf32: let float32 inputs be multiplied as TF32 by kernels.
         alibi_slopes: float32 (Hq,) or (B, Hq), as in flash-attn: the score of query i and key j loses slope |i + shift - j|, after
             softcap and before masks; the shift is that of `causal_alignment`.
@@ -117,7 +118,10 @@ def attention(
     options = (dropout_p, is_causal, scale, enable_gqa, window, softcap, causal_alignment, return_lse, allow_tf32, deterministic)
     if torch.compiler.is_compiling():
         return _traced(query, key, value, attn_mask, Options(*options), seed, per_head)
+    # What is computed in inference mode is never part of a training step, so that other kernels may draw dropout's mask there.
+    draws = SEEDED if seed is not None else IN_INFERENCE if dropout_p and torch.is_inference_mode_enabled() else UNSEEDED
     signature: tuple[Any, ...] | None = None
+    direct: Callable[..., torch.Tensor] | None = None
     plans = SERVING.plans
     try:
         recent = plans.recent
@@ -125,7 +129,7 @@ def attention(
             recent is not None
             and attn_mask is None
             and per_head is None
-            and recent.unseeded is (seed is None)
+            and recent.draws == draws
             and recent.options == options
             and recent.check(query, key, value)
             and (recent.grad_mode is None or recent.grad_mode is torch.is_grad_enabled())
@@ -135,6 +139,7 @@ def attention(
             and (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16 == 0
         ):
             plan: Plan | None = recent.plan
+            direct = recent.direct
         else:
             # Without an argument it asks for CUDA, at a quarter of the time.
             cast = torch.is_autocast_enabled() if query.is_cuda else autocasting(query.device.type)
@@ -160,7 +165,7 @@ def attention(
                 key.device,
                 value.device,
                 options,
-                seed is None,
+                draws,
                 memory,
                 why_torch,
                 None if per_head is None else per_head.signature(),
@@ -168,10 +173,12 @@ def attention(
             plan = plans.get(signature)
             if plan is not None and memory is None and per_head is None and (why_torch is None or why_torch is GRADIENT):
                 cast_to = torch.get_autocast_dtype(query.device.type) if cast else None
-                plans.served(signature, plan, options, unseeded=seed is None, cast_to=cast_to, tensors=(query, key, value))
+                plans.served(signature, plan, options, draws=draws, cast_to=cast_to, tensors=(query, key, value))
     except (AttributeError, TypeError, ValueError, RuntimeError):
         # Something isn't a tensor, is one without sizes or memory, or can't be hashed or compared; parsing says what.
         signature, plan = None, None
+    if direct is not None:
+        return direct(query, key, value)
     if plan is None:
         out, lse = _first_call(signature, query, key, value, attn_mask, Options(*options), seed, per_head)
     else:

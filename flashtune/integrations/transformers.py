@@ -94,7 +94,8 @@ def attention_mask(
         return everything()
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
-        padding = padding[:, kv_offset : kv_offset + seen]
+        if kv_offset or padding.shape[1] != seen:
+            padding = padding[:, kv_offset : kv_offset + seen]
         if is_tracing(padding) or not padding.all():
             # A model may hand the mask back to be made again, and wouldn't say where the keys begin.
             return everything() if kv_offset else padding
@@ -146,12 +147,16 @@ def attention_forward(
         mask = mask if mask.dtype == torch.bool else mask.to(query.dtype)
     if position_bias is not None:
         mask = reference.joined(position_bias.to(query.dtype), mask)
-    words: dict[str, Any] = {"dropout_p": dropout, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
-    if max(query.shape[-1], value.shape[-1]) > MAX_HEAD_DIM and not softcap and s_aux is None:
-        out = sdpa(query, key, value, _with_window(window, mask, query, key), **words)
+    shared = query.shape[1] != key.shape[1]
+    if max(query.shape[3], value.shape[3]) > MAX_HEAD_DIM and not softcap and s_aux is None:
+        out = sdpa(query, key, value, _with_window(window, mask, query, key), dropout_p=dropout, scale=scaling, enable_gqa=shared)
     else:
-        words |= {"window": window, "softcap": softcap or 0.0, "causal_alignment": "bottom_right"}
-        out = dispatch.attention(query, key, value, mask, **words, sinks=None if s_aux is None else s_aux.float())
+        sinks = None if s_aux is None else s_aux.float()
+        # What has a place goes by it: a call with words costs the host more.
+        out = dispatch.attention(
+            query, key, value, mask, dropout, False, scaling, shared, window=window, softcap=softcap or 0.0,
+            causal_alignment="bottom_right", sinks=sinks,
+        )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
 
 

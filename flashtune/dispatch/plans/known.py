@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
+from flashtune.core.torch_attention import sdpa
 from flashtune.dispatch.call import PerHead
-from flashtune.dispatch.plans.forward import Outputs
+from flashtune.dispatch.plans.forward import FrameworkPlan, Outputs
 
 
 class Plan(Protocol):
@@ -31,6 +33,10 @@ _guards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", Non
 versions need have it."""
 
 
+SEEDED, UNSEEDED, IN_INFERENCE = range(3)
+"""Where a call's dropout has its mask from: the caller's seed; torch's generator; that in inference mode, if there is dropout."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Recent:
     """The plan of calls without a mask and without anything per head.
@@ -38,15 +44,17 @@ class Recent:
     `check` says whether three tensors agree in type, dtype, device, sizes, strides, requires_grad and dispatch keys with those that the
     plan served: with what torch's modes, transforms and autocast make of them in this thread. Whether a gradient is needed hangs on the
     grad mode, too: `grad_mode` is the one in which the plan served, None where no tensor asks for a gradient. What autocast, where it is
-    on, casts to is no part of what `check` sees: `cast_to` is the dtype under which the plan served, None without autocast.
+    on, casts to is no part of what `check` sees: `cast_to` is the dtype under which the plan served, None without autocast. `direct` is
+    torch's function with all that the plan would tell it, where the plan does nothing else.
     """
 
     options: tuple[Any, ...]
-    unseeded: bool
+    draws: int
     grad_mode: bool | None
     cast_to: torch.dtype | None
     check: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], bool]
     plan: Plan
+    direct: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
 
 class Plans(dict[Hashable, Plan]):
@@ -71,7 +79,7 @@ class Plans(dict[Hashable, Plan]):
         plan: Plan,
         options: tuple[Any, ...],
         *,
-        unseeded: bool,
+        draws: int,
         cast_to: torch.dtype | None = None,
         tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> None:
@@ -85,7 +93,8 @@ class Plans(dict[Hashable, Plan]):
             # What was made of this signature, and doesn't know its tensors again, is of another mode.
             check = _guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
             grad_mode = torch.is_grad_enabled() if any(x.requires_grad for x in tensors) else None
-            made = self._made[signature] = Recent(options, unseeded, grad_mode, cast_to, check, plan)
+            direct = partial(sdpa, **plan.words) if isinstance(plan, FrameworkPlan) and plan.words is not None else None
+            made = self._made[signature] = Recent(options, draws, grad_mode, cast_to, check, plan, direct)
         self.recent = made
         if signature not in self:
             # It was forgotten meanwhile, by another thread.

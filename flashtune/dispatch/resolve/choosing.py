@@ -91,8 +91,9 @@ def candidates(
         torch_only = f"{torch_only}, and {why}"
         if call.mask_kind != "none" and call.device.type == "cuda":
             torch_only += " (without cuDNN, whose gradients can be NaN under a mask)"
-    if torch_only is None and problem is not None and not memo.pinned and call.torch_draws:
-        # A checkpoint's first forward runs without gradients, and its second has to drop what the first one dropped.
+    if torch_only is None and problem is not None and not memo.pinned and call.torch_draws and not torch.is_inference_mode_enabled():
+        # A checkpoint's first forward runs without gradients, and its second has to drop what the first one dropped. Of what is computed in
+        # inference mode nothing can be differentiated.
         trained, target = trained_as(problem), devices.target_of(call.device)
         chosen, why = gradient_choice(memo, trained, target, repeatable=same_bits_asked(call.deterministic))
         if chosen is None:
