@@ -69,40 +69,16 @@ TIMED_SPLIT = [
 ]
 """The same for the split family."""
 SWEPT: dict[int, list[dict[str, Value]]] = {
-    128: [
-        {},
-        {"exp_early": True},
-        {"persistent": True},
-        {"persistent": True, "exp_early": True},
-        {"held": "k"},
-        {"held": "v"},
-        {"held": "k", "persistent": True},
-        {"num_stages": 3},
-        {"dq_sums": "tma"},
-        {"dq_sums": "tma", "release": "hardware"},
-        {"dq_sums": "tma", "exp_early": True},
-        {"dq_sums": "tma", "release": "hardware", "exp_early": True},
-    ],
+    128: [{}, {"exp_early": True}, {"held": "k"}, {"held": "v"}, {"persistent": True, "held": "v"}],
     64: [
-        {},
-        {"held": "k"},
-        {"held": "v"},
         {"held": "both"},
-        {"held": "both", "num_stages": 3},
-        {"held": "both", "persistent": True},
-        {"exp_early": True},
-        {"held": "k", "exp_early": True},
-        {"ahead": True, "num_stages": 3},
-        {"ahead": True, "num_stages": 3, "held": "v"},
-        {"ahead": True, "num_stages": 3, "held": "both"},
-        {"ahead": True, "num_stages": 3, "held": "v", "persistent": True},
-        {"ahead": True, "num_stages": 3, "held": "v", "release": "hardware"},
-        {"BLOCK_M": 128, "dq_sums": "tma"},
-        {"BLOCK_M": 128, "dq_sums": "tma", "exp_early": True},
+        {"persistent": True, "held": "both"},
+        {"persistent": "drawn", "held": "both"},
+        {"persistent": "drawn", "held": "both", "num_stages": 3},
     ],
 }
 """What `--sweep` changes of the default, by head size."""
-TIMED_SWEEP = [(d, n, 1, features) for d in (128, 64) for n in (512, 4096, 16384) for features in PLAIN]
+TIMED_SWEEP = [(d, n, 1, features) for d in (128, 64) for n in (512, 1024, 4096, 16384) for features in PLAIN]
 """The cells of a sweep."""
 
 

@@ -58,7 +58,7 @@ TWINS: dict[str, tuple[Value, ...]] = {
     "combine": ("kernel", "last", "rows"),
     "held": ("none", "both"),
     "exp_early": (False, True),
-    "persistent": (False, True),
+    "persistent": (False, True, "drawn"),
 }
 """Axes whose every value races."""
 

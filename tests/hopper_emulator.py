@@ -145,7 +145,7 @@ class Role:
 
 
 class Machine:
-    """One program of a launch at a time, in an order of events that `seed` draws."""
+    """The programs of a launch, in an order of events that `seed` draws."""
 
     def __init__(self, module: ModuleType, launch: Launch, *, seed: int) -> None:
         self._random = random.Random(seed)
@@ -312,7 +312,7 @@ class Machine:
     def _allocate(self, dtype: Any, shape: list[int], _layout: Any) -> Any:
         if dtype is torch.int64:
             return Barriers(Barrier() for _ in range(shape[0]))
-        return Tile(torch.full([int(size) for size in shape], float("nan"), dtype=dtype))
+        return Tile(torch.full([int(size) for size in shape], float("nan") if dtype.is_floating_point else 2**30, dtype=dtype))
 
     def _stand_ins(self) -> dict[str, Any]:
         def least(choose: Callable[..., int], of_tensors: Callable[..., Any]) -> Callable[..., Any]:
@@ -354,8 +354,18 @@ class Machine:
                 kept |= (head == index) & wanted[row, column]
             return torch.where(kept, probs, 0.0)
 
-        def add(place: Pointer, values: torch.Tensor, sem: str) -> None:
-            place.memory.index_add_(0, place.offset.as_subclass(torch.Tensor), values.as_subclass(torch.Tensor))
+        def add(place: Pointer, values: Any, sem: str) -> Any:
+            if isinstance(values, torch.Tensor):
+                place.memory.index_add_(0, place.offset.as_subclass(torch.Tensor), values.as_subclass(torch.Tensor))
+                return None
+            self._pause()
+            found = Number(place.memory[place.offset])
+            place.memory[place.offset] += values
+            return found
+
+        def store(place: Pointer, values: torch.Tensor, mask: Any = True) -> None:
+            inside = torch.as_tensor(mask).expand_as(values)
+            place.memory[place.offset[inside]] = values[inside].as_subclass(torch.Tensor)
 
         def start(roles: list[tuple[Callable[..., None], tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
             assert len(roles) == len(warps) + 1 == len(registers) + 1
@@ -377,6 +387,10 @@ class Machine:
             static_range=range,
             full=lambda shape, value, dtype, _layout: array(torch.full(shape, value, dtype=dtype)),
             load=load,
+            store=store,
+            max=lambda values, _axis: Number(values.max()),
+            BlockedLayout=lambda *_: None,
+            SwizzledSharedLayout=lambda *_: None,
             program_id=lambda _axis: Number(self._program),
             num_programs=lambda _axis: Number(self._programs),
             atomic_add=add,

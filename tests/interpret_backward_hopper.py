@@ -36,31 +36,15 @@ CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
     # More queries than keys: the first rows see nothing.
     "causal": (
         problem(Features(causal=True, alignment="bottom_right"), n_q=270, n_kv=130, d=128, d_v=72),
-        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "tma", "section": 4, "exp_early": True, "release": "hardware"},
+        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "tma", "section": 4, "exp_early": True},
     ),
     "window": (
         problem(Features(window=(70, 30), sinks=True), n_q=190, n_kv=260, d=40, d_v=40, heads=4, kv_heads=2),
-        {
-            "BLOCK_M": 64,
-            "num_stages": 3,
-            "dq_sums": "registers",
-            "section": 2,
-            "exp_early": True,
-            "release": "hardware",
-            "held": "both",
-        },
+        {"BLOCK_M": 64, "num_stages": 3, "dq_sums": "registers", "section": 2, "exp_early": True, "held": "both"},
     ),
-    "ahead": (
-        problem(Features(causal=True), n_q=140),
-        {
-            "BLOCK_M": 64,
-            "num_stages": 2,
-            "dq_sums": "tma",
-            "ahead": True,
-            "persistent": True,
-            "release": "hardware",
-            "held": "v",
-        },
+    "drawn": (
+        problem(Features(dropout=True), n_q=140),
+        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "persistent": "drawn", "held": "both"},
     ),
     "everything": (
         problem(Features(window=(70, 30), mask="bool", dropout=True, softcap=True, alibi=True, dslopes=True), n_q=150, n_kv=140),
@@ -122,7 +106,7 @@ def main() -> None:
         report[name] = check(launch, inputs, oracle(inputs, everywhere(p))).reason
         if name == "bias":
             report["strided bias"] = [same_of_strides(launch, inputs, mask) for mask in strided(inputs.keywords["mask"])]
-        if name in ("full", "ahead"):
+        if name in ("full", "drawn"):
             before = {written.name: inputs.operands[written.name].clone() for written in p.contract.written}
             inputs.poison()
             launch(*{**inputs.operands, "dk": None, "dv": None}.values(), **inputs.keywords)

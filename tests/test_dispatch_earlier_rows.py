@@ -75,6 +75,17 @@ def test_a_config_is_completed_by_axes_that_came_later_and_by_no_others(name: st
                 chosen.validate(found)
 
 
+@pytest.mark.parametrize("name", [name for name in families() if family(name).gone])
+def test_an_axis_that_is_gone_is_dropped_where_it_did_what_is_left(name: str) -> None:
+    chosen = family(name)
+    default = chosen.default(replace(PROBLEM, direction="bwd" if "_bwd" in name else "fwd").spec(), H200)
+    assert chosen.completed(default.replace(**chosen.gone)) == default
+    for axis, value in chosen.gone.items():
+        other = chosen.completed(default.replace(**{axis: not value}))
+        with pytest.raises(InputError, match=f"undeclared axis '{axis}'"):
+            chosen.validate(other)
+
+
 def test_an_absent_value_may_be_false_or_zero() -> None:
     early = Axis(name="early", values=(1, 2), why="was there")
     late = (Axis(name="on", values=(False, True), why="came", absent=False), Axis(name="count", values=(0, 1), why="came", absent=0))

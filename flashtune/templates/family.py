@@ -30,7 +30,7 @@ and write the new count to the second, which may be the host's own memory; it is
 flashtune.core.reference defines the numbers.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations, product
 from typing import TYPE_CHECKING
@@ -113,6 +113,7 @@ class Family:
     `pick` takes a sound one for when nothing was ever tuned. `interpretable` says whether Triton's interpreter runs it. `folder` is where
     its template lies.
     `layout` is what follows from a spec and a config; the template knows it as `layout`.
+    `gone` are axes of earlier versions, with the value at which they did what kernels do without them.
     `path_axes` are the axes that change which code is rendered, so that two configs that agree in them share a code path.
     `repeatable` says whether launches on the same inputs write the same bits, wherever scores are within float32 of one another (decision
     0014): not with sums in memory, whose order is left to chance. The gate holds a family to it, and deterministic calls ask for it.
@@ -130,6 +131,7 @@ class Family:
     direction: Direction = "fwd"
     suits: Callable[[Problem, Target], str | None] = any_sizes
     layout: Callable[[KernelSpec, Config], object] = no_layout
+    gone: Mapping[str, Value] = field(default_factory=dict)
     path_axes: tuple[str, ...] = field(default=())
     repeatable: bool = True
     expected: Callable[[Config, KernelSpec, Target], CompileFacts | None] = nothing_expected
@@ -163,7 +165,13 @@ class Family:
         return None if broken is None else f"{config.label()} breaks {broken.name}: {broken.why}"
 
     def completed(self, config: Config) -> Config:
-        """A config that an earlier version wrote, under today's names and with the axes that came later at what it did without them."""
+        """A config that an earlier version wrote, under today's names and with the axes that came later at what it did without them.
+
+        It loses axes that are gone where it did what is left; where it did anything else it stays outside the declared space.
+        """
+        left_over = {name for name, value in self.gone.items() if name in config and config[name] == value}
+        if left_over:
+            config = Config.of({name: value for name, value in config.items if name not in left_over})
         today = {axis.formerly: axis.name for axis in self.axes if axis.formerly is not None and axis.name not in config}
         if not today.keys().isdisjoint(config):
             config = Config.of({today.get(name, name): value for name, value in config.items})

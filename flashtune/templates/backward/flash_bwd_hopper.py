@@ -23,24 +23,10 @@ AXES = (
         unsaid=True,
     ),
     Axis(
-        name="ahead",
-        values=(False, True),
-        why="whether exponentials of a block run under products of the one before, against registers and a product for nothing at the end",
-        absent=False,
-        unsaid=True,
-    ),
-    Axis(
         name="persistent",
-        values=(False, True),
-        why="whether programs take tile after tile, so that copies and stores hide, against shared memory and a fixed share of tiles",
+        values=(False, True, "drawn"),
+        why="whether programs take tile after tile, in fixed shares or drawn (two more warps then finish dQ), against shared memory",
         absent=False,
-        unsaid=True,
-    ),
-    Axis(
-        name="release",
-        values=("memory", "hardware"),
-        why="who says that a stage is read: a warpgroup whose warps have met, or each warp by itself at one of few hardware barriers",
-        absent="memory",
         unsaid=True,
     ),
     Axis(
@@ -65,21 +51,7 @@ CONSTRAINTS = (
         name="registers",
         holds=lambda c, s, t: BackwardLayout.of(s, c).live_registers <= BackwardLayout.of(s, c).consumer_registers - 16,
         why="both scores and the sums of dK and dV live in a warpgroup's registers",
-        axes=("BLOCK_M", "BLOCK_N", "ahead", "held"),
-    ),
-    Constraint(
-        name="hardware barriers",
-        holds=lambda c, s, t: (
-            not BackwardLayout.of(s, c).hardware_release or BackwardLayout.of(s, c).empty_barriers[1] + c.number("num_stages") <= 16
-        ),
-        why="a program has sixteen of them",
-        axes=("num_stages", "dq_sums", "release"),
-    ),
-    Constraint(
-        name="ahead",
-        holds=lambda c, s, t: not c.get("ahead", False) or (c.number("num_stages") > 1 and not c.get("exp_early", False) and plain(s)),
-        why="its order has two blocks of queries at once, its own place for exponentials, and no registers for features",
-        axes=("num_stages", "ahead", "exp_early"),
+        axes=("BLOCK_M", "BLOCK_N", "held"),
     ),
     Constraint(
         name="tile after tile",
@@ -88,17 +60,18 @@ CONSTRAINTS = (
         axes=("persistent",),
     ),
     Constraint(
+        name="finished dQ",
+        holds=lambda c, s, t: not BackwardLayout.of(s, c).drawn or c["dq_sums"] == "registers",
+        why="nothing says when what the copy engine adds has arrived",
+        axes=("dq_sums", "persistent"),
+    ),
+    Constraint(
         name="parts of dQ",
         holds=lambda c, s, t: BackwardLayout.of(s, c).part_d >= 32,
         why="a tile of keys can be divided by no fewer columns",
         axes=("BLOCK_M", "BLOCK_N"),
     ),
 )
-
-
-def plain(spec: KernelSpec) -> bool:
-    """Whether scores are hidden by nothing but their places, and turned into probabilities by nothing but an exponential."""
-    return spec.mask == "none" and not (spec.dropout or spec.softcap or spec.alibi)
 
 
 def supports(spec: KernelSpec, target: Target) -> str | None:
@@ -118,25 +91,25 @@ def supports(spec: KernelSpec, target: Target) -> str | None:
 
 def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
     """The tiles that fit, with both ways for dQ."""
-    # BLOCK_M, num_stages, dq_sums, held, ahead, exp_early.
-    tiles: list[tuple[int, int, str, str, bool, bool]] = [
-        (64, 2, "registers", "none", False, False),
-        (64, 2, "registers", "none", False, True),
-        (64, 3, "registers", "none", False, False),
-        (64, 2, "tma", "none", False, False),
+    # num_stages, dq_sums, held, exp_early, persistent.
+    tiles: list[tuple[int, str, str, bool, bool | str]] = [
+        (2, "registers", "none", False, False),
+        (2, "registers", "k", False, False),
+        (2, "registers", "v", False, False),
+        (2, "registers", "none", True, False),
+        (2, "tma", "none", False, False),
+        (2, "registers", "none", False, True),
     ]
     if padded(spec.d) == 64:
         tiles = [
-            (64, 2, "registers", "none", False, False),
-            (64, 2, "registers", "both", False, False),
-            (64, 3, "registers", "v", True, False),
-            (64, 3, "registers", "both", False, False),
-            (128, 2, "tma", "none", False, False),
-            (64, 3, "tma", "both", False, False),
-            (128, 2, "registers", "none", False, False),
+            (2, "registers", "none", False, False),
+            (2, "registers", "both", False, False),
+            (2, "registers", "both", False, True),
+            (3, "registers", "both", False, "drawn"),
+            (3, "tma", "both", False, False),
         ]
-    names = ("BLOCK_M", "num_stages", "dq_sums", "held", "ahead", "exp_early")
-    others: dict[str, Value] = {"BLOCK_N": 128, "persistent": False, "release": "memory"}
+    names = ("num_stages", "dq_sums", "held", "exp_early", "persistent")
+    others: dict[str, Value] = {"BLOCK_M": 64, "BLOCK_N": 128}
     return [
         Config.of(others | dict(zip(names, tile, strict=True)), section=section)
         for section in ((4, 16) if spec.causal else (2, 1))
@@ -166,7 +139,8 @@ FAMILY = Family(
     expected=expected,
     interpretable=False,
     layout=BackwardLayout.of,
-    path_axes=("BLOCK_M", "num_stages", "dq_sums", "exp_early", "ahead", "persistent", "release", "held"),
+    path_axes=("BLOCK_M", "num_stages", "dq_sums", "exp_early", "persistent", "held"),
+    gone={"ahead": False, "release": "memory"},
     repeatable=False,
 )
 """Attention backward for Hopper."""

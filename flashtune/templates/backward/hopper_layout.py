@@ -13,7 +13,7 @@ class HopperBackward(HopperTiles):
     def sizes(self) -> list[str]:
         """The kernel's parameters that are sizes, which travel through it as `Sizes`."""
         s = self.spec
-        found = ["n_q", "n_kv", "kv_heads", "group", "m_tiles", "n_tiles"] + ["tiles"] * (self.config.get("persistent", False) is True)
+        found = ["n_q", "n_kv", "kv_heads", "group", "m_tiles", "n_tiles"] + ["tiles"] * self.persistent
         found += [f"bias_by_{part}" for part in ("batch", "head", "row", "column")] * (s.mask == "bias")
         return found + self.band_sizes
 
@@ -23,8 +23,19 @@ class HopperBackward(HopperTiles):
         s = self.spec
         found = ["scale", "score_scale", *self.score_params] + ["slopes_ptr", "slopes_by_batch", "slopes_by_head"] * s.alibi
         if s.mask == "bool":
-            return [*found, "mask_bits_ptr", "mask_by_batch", "mask_by_head"]
-        return found + [f"bias_{part}" for part in ("ptr", "stride_b", "stride_h", "stride_m", "stride_n")] * self.bias_by_pointer
+            found += ["mask_bits_ptr", "mask_by_batch", "mask_by_head"]
+        found += [f"bias_{part}" for part in ("ptr", "stride_b", "stride_h", "stride_m", "stride_n")] * self.bias_by_pointer
+        return found + [f"dq_{part}" for part in ("ptr", "step_b", "step_h", "step_m")] * self.drawn
+
+    @property
+    def persistent(self) -> bool:
+        """Whether a program takes one tile of keys after another, and copies the next one's keys and values ahead."""
+        return bool(self.config.get("persistent", False))
+
+    @property
+    def drawn(self) -> bool:
+        """Whether it draws them, and finishes dQ of heads that are done."""
+        return self.config.get("persistent", False) == "drawn"
 
     @property
     def bias_by_pointer(self) -> bool:
@@ -84,16 +95,6 @@ class BackwardLayout(HopperBackward):
         return bool(self.config.get("exp_early", False))
 
     @property
-    def ahead(self) -> bool:
-        """Whether a block's probabilities are computed beside the products of the block before."""
-        return bool(self.config.get("ahead", False))
-
-    @property
-    def persistent(self) -> bool:
-        """Whether a program takes one tile of keys after another, and copies the next one's keys and values ahead."""
-        return bool(self.config.get("persistent", False))
-
-    @property
     def k_held(self) -> int:
         """The columns of its keys that a warpgroup has in registers, too, from which scores take them."""
         return 64 if self.config.get("held", "none") in ("k", "both") else 0
@@ -109,22 +110,10 @@ class BackwardLayout(HopperBackward):
         return ["k_held"] * (self.k_held > 0) + ["v_held"] * (self.v_held > 0)
 
     @property
-    def hardware_release(self) -> bool:
-        """Whether warps say at hardware barriers that a stage is read, and not all together at one in memory."""
-        return self.config.get("release", "memory") == "hardware"
-
-    @property
-    def empty_barriers(self) -> tuple[int, int]:
-        """The first of these of Q and of dO, one for each stage; the copy engine's adder has four from 8 on."""
-        first = 12 if self.by_tma else 8
-        return first, first + self.config.number("num_stages")
-
-    @property
     def live_registers(self) -> int:
         """Accumulators and operands that a consumer thread holds at once: both scores, one as an operand, dK and dV, what is held."""
         m = self.config.number("BLOCK_M")
-        sums, next_scores = (self.block_d + self.block_dv) // 2, m // 2 if self.ahead else 0
-        return m + m // 4 + sums + next_scores + (self.k_held + self.v_held) // 4
+        return m + m // 4 + (self.block_d + self.block_dv) // 2 + (self.k_held + self.v_held) // 4
 
     @property
     def shared_bytes(self) -> int:
