@@ -28,11 +28,7 @@ Call = Callable[[], object]
 
 def attention_call(inputs: Inputs) -> Call:
     """`dispatch.attention` on these inputs, with the arguments that mean the same as theirs, and its gradients where the pass is theirs."""
-    given = inputs.parameters
-    mask = given.mask
-    if mask is not None:
-        # As a caller has it.
-        mask = mask[: None if mask.stride(0) else 1, : None if mask.stride(1) else 1]
+    given, mask = inputs.parameters, inputs.mask
     words: dict[str, Any] = {
         "scale": given.scale,
         "enable_gqa": inputs.problem.gqa_ratio > 1,

@@ -34,10 +34,7 @@ def framework_call(inputs: Inputs, backend: str | None = None, *, step: bool = F
     p, given = inputs.problem, inputs.parameters
     if p.features.softcap or p.features.sinks or p.dtype == "fp8":
         return None
-    own = given.mask
-    if own is not None:
-        # As a caller has it: torch writes a boolean mask out as a bias of the shape that it is given in.
-        own = own[: None if own.stride(0) else 1, : None if own.stride(1) else 1]
+    own = inputs.mask
     # Generated slopes are the same in every batch.
     slopes = None if given.slopes is None else given.slopes[:1]
     if own is not None and p.features.dbias:
@@ -71,25 +68,14 @@ def framework_call(inputs: Inputs, backend: str | None = None, *, step: bool = F
         except torch.OutOfMemoryError:
             return None
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        return called(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            dropout_p=given.dropout_p,
-            is_causal=causal,
-            scale=given.scale,
-            enable_gqa=p.gqa_ratio > 1,
-        )
-
     backends = sound_backends(mask) if p.direction == "bwd" else None
     if backend is not None:
         backends = [BACKENDS[backend]]
 
     def chosen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         with nullcontext() if backends is None else sdpa_kernel(backends):
-            return attend(q, k, v, mask)
+            words = {"dropout_p": given.dropout_p, "is_causal": causal, "scale": given.scale, "enable_gqa": p.gqa_ratio > 1}
+            return called(q, k, v, attn_mask=mask, **words)
 
     if p.direction == "fwd":
         return lambda: chosen(inputs.q, inputs.k, inputs.v, mask)

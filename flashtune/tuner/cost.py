@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from flashtune.core.band import Band
+from flashtune.core.band import Band, blocks_of_tiles
 from flashtune.core.config import Config, settles
 from flashtune.core.dtypes import ITEMSIZE
 from flashtune.core.problem import Problem
@@ -106,7 +106,7 @@ def _unevenness(problem: Problem, block_m: int, block_n: int, section: int, sms:
     Work indices are those of the Hopper family: sections of heads, in each the row tiles of all its heads, the longest first. A tile costs
     its blocks and `tile_blocks` more. Programs that share an SM make up for each other in part.
     """
-    blocks = np.array(_blocks_of_tiles(problem.band, problem.n_q, problem.n_kv, block_m, block_n)[::-1]) + tile_blocks
+    blocks = np.array(blocks_of_tiles(problem.band, problem.n_q, problem.n_kv, block_m, block_n)[::-1]) + tile_blocks
     heads = problem.batch * problem.heads
     work = np.concatenate([np.tile(np.repeat(blocks, section), heads // section), np.repeat(blocks, heads % section)])
     slots = sms * active
@@ -272,14 +272,7 @@ def _gradients_us(
 
 def _blocks(band: Band, rows: int, columns: int, block_rows: int, block_columns: int) -> int:
     """Blocks of columns that the tiles of rows of one head visit in all."""
-    return sum(_blocks_of_tiles(band, rows, columns, block_rows, block_columns))
-
-
-@lru_cache(maxsize=1024)
-def _blocks_of_tiles(band: Band, rows: int, columns: int, block_rows: int, block_columns: int) -> tuple[int, ...]:
-    """The same of each tile."""
-    seen = (band.keys(start, min(start + block_rows, rows) - 1, columns) for start in range(0, rows, block_rows))
-    return tuple(found[-1] // block_columns - found[0] // block_columns + 1 if found else 0 for found in seen)
+    return sum(blocks_of_tiles(band, rows, columns, block_rows, block_columns))
 
 
 def _kind(problem: Problem) -> str:

@@ -57,6 +57,12 @@ class Inputs:
         return self.operands["lse"]
 
     @property
+    def mask(self) -> torch.Tensor | None:
+        """The mask as a caller has it, of one batch and head where it repeats: torch writes a boolean one out as a bias of its shape."""
+        mask = self.parameters.mask
+        return None if mask is None else mask[: None if mask.stride(0) else 1, : None if mask.stride(1) else 1]
+
+    @property
     def arguments(self) -> tuple[torch.Tensor, ...]:
         """The positional arguments of `launch`."""
         return tuple(self.operands.values())

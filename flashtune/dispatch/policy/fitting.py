@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from flashtune.core.band import blocks_of_tiles
 from flashtune.core.config import Config
 from flashtune.core.problem import DECODE_ROWS, Problem
 
@@ -37,8 +38,7 @@ def excess(tile: Tile, problem: Problem, sms: int) -> float:
     band = problem.band.trimmed(problem.n_q, problem.n_kv)
     if band.bounded and tiles <= MOST_TILES:
         pairs = band.pairs(problem.n_q, problem.n_kv)
-        seen = (band.keys(first, min(first + tile.rows, problem.n_q) - 1, problem.n_kv) for first in range(0, problem.n_q, tile.rows))
-        work = [(-(-keys.stop // tile.keys) - keys.start // tile.keys) * tile.keys * tile.rows for keys in seen if keys]
+        work = [count * tile.keys * tile.rows for count in blocks_of_tiles(band, problem.n_q, problem.n_kv, tile.rows, tile.keys)]
         if not pairs:
             return 0.0
         # The longest begin first, so that little is left at the end, unless there are hardly more tiles than SMs.
