@@ -431,6 +431,25 @@ def test_nothing_is_asked_for_in_the_end() -> None:
     assert len(study.outcomes) == 3 and study.claimed == 4
 
 
+def test_what_was_foreseen_and_nobody_took_is_given_up() -> None:
+    """Compilations that begin before their candidates are claimed, too."""
+    futures: list[Future[Any]] = []
+
+    class Slow(HereAndNow):
+        def submit(self, *_: Any, **__: Any) -> Any:
+            futures.append(Future())
+            future: Any = futures[-1]
+            return Pending(self, "compile", 0, future, 1.0)  # type: ignore[arg-type]
+
+    quiet: dict[str, Any] = {"save": lambda _: None, "listener": Listener()}
+    search = Search(plan(1), storage=optuna.storages.InMemoryStorage(), provenance=PROVENANCE, **quiet)
+    slow: Any = Slow(jobs=1)
+    one = problem_search.ProblemSearch(search, 0, slow, "suffix", 0)
+    one.begin()
+    one.abandon()
+    assert futures and all(future.cancelled() for future in futures)
+
+
 def test_free_compilers_take_more_of_what_would_be_proposed_next() -> None:
     """As many as are free, and no more than half of those ahead; what is under way counts."""
     for free, most in ((0, 4), (6, 6), (99, 8)):

@@ -83,6 +83,7 @@ class ProblemSearch:
         self.launches: dict[Candidate, str | None] = {}
         self.twins: set[Candidate] = set()
         self.proposals: Proposals | None = None
+        self.foreseen: list[Pending[Compiled]] = []
         self.decided = self.study.decided(problem)
         self.heard: set[Candidate] = set()
         self.spent = Spent()
@@ -114,9 +115,8 @@ class ProblemSearch:
     def foresee(self, wishes: Sequence[Candidate] = ()) -> None:
         """Start compiling what `begin` will ask for, as far as it can be told; nothing is claimed."""
         if self.decided is None:
-            for candidate in [*wishes, *self.study.sampler.opening][:AHEAD]:
-                if candidate not in self.study.outcomes:
-                    self._compile(candidate)
+            first = [candidate for candidate in [*wishes, *self.study.sampler.opening][:AHEAD] if candidate not in self.study.outcomes]
+            self.foreseen += [found for candidate in first if isinstance(found := self._compile(candidate), Pending)]
 
     def abandon(self) -> None:
         """Give back what `begin` asked for."""
@@ -124,6 +124,7 @@ class ProblemSearch:
         if proposals is not None:
             with suppress(FlashtuneError):
                 proposals.close()
+        self._forget_foreseen()
         self.evaluation.close()
         self.study.leave()
 
@@ -265,6 +266,13 @@ class ProblemSearch:
                 proposals.close()
             raise
         proposals.close()
+        self._forget_foreseen()
+
+    def _forget_foreseen(self) -> None:
+        """What was foreseen and nobody took isn't compiled any more."""
+        found, self.foreseen = self.foreseen, []
+        for compiling in found:
+            compiling.forget()
 
     def _tried(self, proposals: Proposals) -> Reason | None:
         """One trial; why there is none, or None."""
