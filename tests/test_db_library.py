@@ -1,9 +1,11 @@
 """The library serves the best record of each key over the user's overlay and the shipped database."""
 
 import os
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -149,6 +151,16 @@ def test_a_broken_layer_is_an_error_not_a_silence(own_database: Path, shipped: P
     damage(path)
     with pytest.raises(DatabaseError, match=str(path)):
         Library.default()
+
+
+def test_a_damaged_shipped_row_is_an_error_of_the_calls_that_read_it(own_database: Path, shipped: Path) -> None:
+    samples.write(shipped, (one("theirs"), samples.result(samples.outcome("other"), of=samples.problem(512))))
+    with closing(sqlite3.connect(shipped)) as connection, connection:
+        connection.execute("UPDATE trial SET fate = 'lucky' WHERE variant_id = 'theirs'")
+    found = Library.default()
+    assert [record.outcome.variant_id for record in found[samples.problem(512).key("h200")]] == ["other"]
+    with pytest.raises(DatabaseError, match=f"{shipped}.*lucky"):
+        found.best(KEY)
 
 
 def test_a_named_database_stands_alone_and_must_exist(own_database: Path, shipped: Path, tmp_path: Path) -> None:
