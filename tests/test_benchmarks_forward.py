@@ -381,6 +381,20 @@ def test_a_cell_of_scores_is_compared_in_output_and_lse_and_timed_beside_random_
     assert found.as_json(KNOWN)["scores"] == cell.scores
 
 
+@pytest.mark.usefixtures("on_cpu")
+def test_errors_that_are_large_beside_a_peers_are_told_by_more_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def counted(*words: Any) -> dict[str, forward_peers.Error]:
+        asked.append(words[-1])
+        return {OURS: replace(GOOD, max_abs=1.9e-3), "cudnn": replace(GOOD, max_abs=1e-3 * len(asked))}
+
+    monkeypatch.setattr(forward_peers, "_errors", counted)
+    checked = forward_peers.check_cell(scores_cell("full bf16 sink+8"), "cpu", 0)
+    assert asked == [forward_peers.DRAWS, forward_peers.MORE_DRAWS] and checked.errors["cudnn"].max_abs == 2e-3
+    assert forward_peers.check_cell(scores_cell("full bf16 sink+8"), "cpu", 0).errors and len(asked) == 3
+
+
 def test_padding_hides_half_of_the_keys_from_every_peer() -> None:
     data = forward_peers.data_of(scores_cell("full bf16 padded sink+8"), "cpu", 0)
     assert data.words["attn_mask"].shape == (1, 1, 1, 80)
