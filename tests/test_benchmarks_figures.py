@@ -91,16 +91,19 @@ def test_readmes_figures_of_calls_are_those_of_the_committed_runs() -> None:
 def test_readmes_figures_of_backwards_are_those_of_the_rows() -> None:
     gains: dict[bool, list[float]] = {True: [], False: []}
     dropped: list[float] = []
+    asked: list[float] = []
     for row in shipped():
         features = row.problem.features
         if row.problem.direction == "bwd" and row.problem.d <= 128 and row.framework_us is not None:
             group = gains[features.label() in ("full", "causal")] if not features.dropout else dropped if features.mask == "none" else []
+            group = asked if features.dbias or features.dslopes else group
             group.append(row.framework_us / row.median_us)
     said = one_line(ROOT / "README.md")
     assert f"are {min(gains[True]):.2f} to {max(gains[True]):.2f} times as fast as cuDNN's for full and causal attention" in said
     assert (
         f"{min(gains[False]):.1f} to {max(gains[False]):.1f} times as fast as torch's choice with a mask, a bias, ALiBi or a window" in said
     )
+    assert f"{min(asked):.1f} to {max(asked):.1f} times where a bias or slopes get gradients" in said
     assert f"and {min(dropped):.1f} to {max(dropped):.1f} times with dropout" in said
 
 

@@ -257,6 +257,8 @@ def given_of(problem: Problem) -> tuple[prepared.Operands, CallParameters]:
     if p.direction == "bwd":
         # Without a gradient of the LSE.
         operands += [torch.zeros_like(out), None, *map(torch.zeros_like, (q, k, v))]
+        operands += [torch.zeros(1, h, n_q, n_kv, dtype=out_dtype).expand(b, h, n_q, n_kv)] if p.features.dbias else []
+        operands += [torch.zeros_like(lse)] if p.features.dslopes else []
     return operands, parameters
 
 

@@ -125,13 +125,17 @@ def _cells(r: TuningRecord, why: str | None, wide: bool) -> dict[str, str]:
         "B x H": f"{r.problem.batch}x{r.problem.heads}",
         "template": r.outcome.template,
         "us": f"{r.median_us:.1f}" if measured else f"~{r.median_us:.0f}",
-        "call us": "" if r.outcome.call_us is None else f"{r.outcome.call_us:.1f}",
+        "call us": "" if r.outcome.call_us is None else f"{r.outcome.call_us:.{1 if r.outcome.call_us < 100 else 0}f}",
         "TFLOP/s": f"{r.tflops:.0f}",
-        "vs framework": "" if r.baseline is None else f"{r.baseline.measurement.median_us / r.median_us:.2f}x {r.baseline.backend}",
-        "as calls": f"{r.framework_call_us / r.outcome.call_us:.2f}x" if r.framework_call_us and r.outcome.call_us else "",
+        "vs framework": "" if r.baseline is None else f"{_times(r.baseline.measurement.median_us / r.median_us)} {r.baseline.backend}",
+        "as calls": _times(r.framework_call_us / r.outcome.call_us) if r.framework_call_us and r.outcome.call_us else "",
         "source": ", ".join((r.outcome.source, *doubts)) if wide or not doubts else doubts[0],
         "config": short_config(r.outcome.config.as_dict()),
     }
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.{2 if ratio < 9.995 else 1}f}x"
 
 
 def _notes(rows: Sequence[tuple[TuningRecord, str | None]]) -> str:

@@ -92,7 +92,7 @@ def arrange(records: Sequence[TuningRecord]) -> list[Arranged]:
 
 def _row_order(record: TuningRecord) -> tuple[Any, ...]:
     p = record.problem
-    return record.key.gpu, p.n_kv, p.n_q, p.batch * p.heads, p.label()
+    return record.key.gpu, p.n_kv, p.n_q, p.batch * p.heads, p.label(), p.batch, record.median_us
 
 
 def _folder(arch: str, variant: Variant) -> str:
@@ -114,8 +114,9 @@ def _tile(variant: Variant) -> str:
 
 
 def _telling_axes(variants: Sequence[Variant]) -> list[str]:
-    """The axes in which these differ."""
-    said = dict.fromkeys(axis for variant in variants for axis in variant.config)
+    """The axes in which these differ, in the order of the config that names most of them."""
+    longest_first = sorted(variants, key=lambda variant: (-len(list(variant.config)), variant.config.label()))
+    said = dict.fromkeys(axis for variant in longest_first for axis in variant.config)
     return [axis for axis in said if len({repr(variant.config.as_dict().get(axis)) for variant in variants}) > 1]
 
 

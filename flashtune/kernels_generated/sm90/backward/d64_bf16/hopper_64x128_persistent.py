@@ -4,9 +4,9 @@ A program holds a tile of keys and walks over the queries of its whole group tha
 memory, from registers, in an order that no two launches share: its last bits vary.
 
 Compiled in: bwd-bf16-d64
-Template: flash_bwd_hopper c5c05e322ab85093
-Variant: 79eba016b4e8dc4d
-Config: BLOCK_M=64 BLOCK_N=128 dq_sums=registers num_stages=2 persistent=True section=2
+Template: flash_bwd_hopper 29730365a1eac3bf
+Variant: 8e4e9bcd5af035e2
+Config: BLOCK_M=64 BLOCK_N=128 dq_sums=registers held=both num_stages=2 persistent=True section=2
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
@@ -46,6 +46,8 @@ PROBS_LAYOUT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=DV_LAYOU
 DSCORES_LAYOUT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=DK_LAYOUT, k_width=2))
 KEY_LAYOUT = gl.constexpr(gl.SliceLayout(1, SCORES_LAYOUT))
 QUERY_LAYOUT = gl.constexpr(gl.SliceLayout(0, SCORES_LAYOUT))
+# Keys and values as the left operands of scores and of their gradients.
+HELD_LAYOUT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=SCORES_LAYOUT, k_width=2))
 DSCORES_SHARED = gl.constexpr(gl.NVMMASharedLayout.get_default_for([KEYS.value, BLOCK_M.value], DTYPE.value))
 
 
@@ -371,6 +373,8 @@ def walk(
     number,
     dk,
     dv,
+    k_held,
+    v_held,
     place,
     key,
     smem,
@@ -387,12 +391,10 @@ def walk(
         zero = opaque_zero()
         q_tile = smem.q.smem.index(number % STAGES).reshape([BLOCK_M, BLOCK_D])
         dout_tile = smem.dout.smem.index(number % STAGES).reshape([BLOCK_M, BLOCK_DV])
-        k_tile = smem.k.index(smem.first_key + W + zero).reshape([KEYS, BLOCK_D])
-        v_tile = smem.v.index(smem.first_key + W + zero).reshape([KEYS, BLOCK_DV])
         wait_full(smem.q, number)
-        scores = warpgroup_mma(k_tile, q_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
+        scores = warpgroup_mma(k_held, q_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
         wait_full(smem.dout, number)
-        dprobs = warpgroup_mma(v_tile, dout_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
+        dprobs = warpgroup_mma(v_held, dout_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
         lse = smem.q.numbers.index(number % STAGES).load(QUERY_LAYOUT)  # [BLOCK_M]
         scores = warpgroup_mma_wait(1, deps=[scores])
         probs = gl.exp2(scores * params.score_scale - lse[None, :])  # [KEYS, BLOCK_M]
@@ -441,12 +443,14 @@ def consume_tile(turn, number, dk_desc, dv_desc, smem, sizes, params, OF_QUERIES
     dv = gl.zeros([KEYS, BLOCK_DV], gl.float32, DV_LAYOUT)
     mbarrier.wait(smem.kv_full.index(turn % 2), turn // 2 & 1)
     k_own, v_own = smem.k.index(smem.first_key + W), smem.v.index(smem.first_key + W)
+    k_held = k_own.reshape([KEYS, BLOCK_D]).load(HELD_LAYOUT)
+    v_held = v_own.reshape([KEYS, BLOCK_DV]).load(HELD_LAYOUT)
     head_place = (tile.batch * sizes.kv_heads + tile.kv_head) * sizes.group * sizes.m_tiles
     for _ in range(sizes.group):
         blocks = tile.first, tile.unmasked_first
-        number, dk, dv = walk(blocks, number, dk, dv, head_place, key, smem, sizes, params, OF_QUERIES, OF_KEYS, True, W)
+        number, dk, dv = walk(blocks, number, dk, dv, k_held, v_held, head_place, key, smem, sizes, params, OF_QUERIES, OF_KEYS, True, W)
         blocks = tile.unmasked_first, tile.unmasked_end
-        number, dk, dv = walk(blocks, number, dk, dv, head_place, key, smem, sizes, params, OF_QUERIES, OF_KEYS, False, W)
+        number, dk, dv = walk(blocks, number, dk, dv, k_held, v_held, head_place, key, smem, sizes, params, OF_QUERIES, OF_KEYS, False, W)
         head_place += sizes.m_tiles
     if OF_KEYS:
         # The gradients leave through the memory of their keys and values, once nobody reads these.
