@@ -108,9 +108,10 @@ def of_twins(results: Sequence[SearchResult], target: Target) -> Work:
     """Rows whose winner settles maxima while the best measured kernel that doesn't is far behind, or was never measured: those that lose
     most first, with both of these, twins of near rows, and the family's starts with running maxima."""
     found: list[tuple[float, Problem, Candidates]] = []
-    for result in results:
+    # Of a key that was raced again the later result serves.
+    for result in {result.problem.key(target.slug): result for result in results if result.gpu == target.slug}.values():
         known = measured([result])
-        if result.gpu != target.slug or not known or not settles(known[0].config):
+        if not known or not settles(known[0].config):
             continue
         winner, twin = known[0], next((outcome for outcome in known if not settles(outcome.config)), None)
         assert winner.measurement is not None
