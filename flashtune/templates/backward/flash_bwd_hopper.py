@@ -7,7 +7,7 @@ tile of keys and two warpgroups of 64 of them, is in `_hopper_roles.jinja`.
 from flashtune.core.config import Config, KernelSpec, Value
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
-from flashtune.templates.backward.hopper_layout import BackwardLayout
+from flashtune.templates.backward.hopper_layout import BackwardLayout, refusal
 from flashtune.templates.family import Axis, Constraint, Family, padded
 
 AXES = (
@@ -76,17 +76,7 @@ CONSTRAINTS = (
 
 def supports(spec: KernelSpec, target: Target) -> str | None:
     """Why this family can't serve `spec` on `target`, or None."""
-    if spec.direction != "bwd":
-        return f"flash_bwd_hopper computes the backward pass, not {spec.direction!r}"
-    if not target.is_hopper:
-        return f"flash_bwd_hopper needs compute capability 9.0, which {target.name} is not"
-    if spec.dtype not in ("fp16", "bf16"):
-        return f"flash_bwd_hopper takes fp16 and bf16, not {spec.dtype}"
-    if spec.d % 8 or spec.d_v % 8:
-        return f"flash_bwd_hopper needs head sizes that are multiples of 8 (TMA), not {spec.d} and {spec.d_v}"
-    if padded(spec.d) not in (64, 128) or padded(spec.d_v) not in (64, 128) or padded(spec.d_v) > padded(spec.d):
-        return f"flash_bwd_hopper has registers for head sizes from 33 to 128, those of v no larger, not {spec.d} and {spec.d_v}"
-    return None
+    return refusal("flash_bwd_hopper", 128, spec, target)
 
 
 def tried_first(spec: KernelSpec, target: Target) -> list[Config]:

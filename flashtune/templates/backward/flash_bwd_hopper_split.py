@@ -7,7 +7,7 @@ so that there is no order to vary; and head sizes above 128, whose programs hold
 from flashtune.core.config import Config, KernelSpec
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
-from flashtune.templates.backward.hopper_layout import SplitLayout
+from flashtune.templates.backward.hopper_layout import SplitLayout, refusal
 from flashtune.templates.family import Axis, Constraint, Family, padded
 
 AXES = (
@@ -64,17 +64,7 @@ CONSTRAINTS = (
 
 def supports(spec: KernelSpec, target: Target) -> str | None:
     """Why this family can't serve `spec` on `target`, or None."""
-    if spec.direction != "bwd":
-        return f"flash_bwd_hopper_split computes the backward pass, not {spec.direction!r}"
-    if not target.is_hopper:
-        return f"flash_bwd_hopper_split needs compute capability 9.0, which {target.name} is not"
-    if spec.dtype not in ("fp16", "bf16"):
-        return f"flash_bwd_hopper_split takes fp16 and bf16, not {spec.dtype}"
-    if spec.d % 8 or spec.d_v % 8:
-        return f"flash_bwd_hopper_split needs head sizes that are multiples of 8 (TMA), not {spec.d} and {spec.d_v}"
-    if not 64 <= padded(spec.d_v) <= padded(spec.d) <= 256:
-        return f"flash_bwd_hopper_split has tiles for head sizes from 33 to 256, those of v no larger, not {spec.d} and {spec.d_v}"
-    return None
+    return refusal("flash_bwd_hopper_split", 256, spec, target)
 
 
 def tried_first(spec: KernelSpec, target: Target) -> list[Config]:

@@ -2,7 +2,25 @@
 
 from dataclasses import dataclass
 
+from flashtune.core.config import KernelSpec
+from flashtune.core.target import Target
+from flashtune.templates.family import padded
 from flashtune.templates.hopper.layout import ROWS, HopperTiles
+
+
+def refusal(name: str, widest: int, spec: KernelSpec, target: Target) -> str | None:
+    """Why the family of this name, whose tiles take head sizes up to `widest`, can't serve `spec` on `target`, or None."""
+    if spec.direction != "bwd":
+        return f"{name} computes the backward pass, not {spec.direction!r}"
+    if not target.is_hopper:
+        return f"{name} needs compute capability 9.0, which {target.name} is not"
+    if spec.dtype not in ("fp16", "bf16"):
+        return f"{name} takes fp16 and bf16, not {spec.dtype}"
+    if spec.d % 8 or spec.d_v % 8:
+        return f"{name} needs head sizes that are multiples of 8 (TMA), not {spec.d} and {spec.d_v}"
+    if not 64 <= padded(spec.d_v) <= padded(spec.d) <= widest:
+        return f"{name} has tiles for head sizes from 33 to {widest}, those of v no larger, not {spec.d} and {spec.d_v}"
+    return None
 
 
 @dataclass(frozen=True, slots=True)
