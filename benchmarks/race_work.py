@@ -161,6 +161,9 @@ def short_shapes() -> list[Problem]:
     found += [_shape(4, 16, 4096, d, causal=True, softcap=True) for d in (40, 80)]
     found += [_shape(16, 16, 1024, d, mask="bias") for d in (80, 160)] + [_shape(64, 32, n, 112, n_q=1) for n in (256, 1024)]
     found += [_shape(32, 40, 640, 64, sharing=8, causal=True), _shape(16, 16, 1024, 256, causal=True, dropout=True)]
+    # Whose bf16 winners never raced in fp16.
+    found += [_shape(TOKENS // n, 32, n, 64, dtype="fp16") for n in (4096, 16384, 8192, 2048)]
+    found += [_shape(TOKENS // n, 32, n, 64, dtype="fp16", causal=True) for n in (2048, 16384)]
     return found
 
 
