@@ -47,7 +47,8 @@ class Decoding(Library):
 
     def cuLaunchKernelEx(self, config: int, function: int, parameters: int, extra: None) -> int:
         binary, found = self.binaries[function], {}
-        sizes = [len(parameter.layout) for parameter in binary.parameters]
+        # A tensor map is followed by its shape and strides.
+        sizes = [1 if parameter.tensor_map is None else 1 + 2 * parameter.tensor_map.rank for parameter in binary.parameters]
         places = (ctypes.c_void_p * sum(sizes)).from_address(parameters)
         for index, parameter in enumerate(binary.parameters):
             place = places[sum(sizes[:index])]
