@@ -86,6 +86,7 @@ def test_gradients_that_are_asked_for_are_written_and_checked_too() -> None:
     )
     inputs = make_inputs(p, device="cpu", seed=1)
     # The bias is one for both batches, and so is its gradient.
+    assert p.io_bytes() - replace(p, features=p.forward().features).io_bytes() == 4 * (4 * 20 * 28 + 2 * 4 * 20)
     assert inputs.operands["dbias"].stride(0) == 0
     expected = oracle(inputs, everywhere(p))
     leaves = [x.double().requires_grad_() for x in (without_repeats(inputs.parameters.mask), inputs.parameters.slopes)]  # type: ignore[arg-type]

@@ -54,7 +54,8 @@ class Place:
 class Operand:
     """A tensor that every launch of a pass takes. `axes` are the fields of `Problem` that hold its sizes; `title` is for messages.
 
-    `from_forward` marks what the forward wrote of the same problem, and an earlier launch hands on.
+    `from_forward` marks what the forward wrote of the same problem, and an earlier launch hands on. `repeats` are axes over which it may be
+    an expanded view, so that the fewest bytes are those of one.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Operand:
     element: Element
     written: bool = False
     from_forward: bool = False
+    repeats: tuple[str, ...] = ()
 
     def shape(self, problem: "Problem") -> tuple[int, ...]:
         """Its sizes."""
@@ -76,8 +78,8 @@ class Operand:
     def nbytes(self, problem: "Problem") -> int:
         """What reading or writing all of it once moves."""
         count = ITEMSIZE[self.dtype(problem)]
-        for extent in self.shape(problem):
-            count *= extent
+        for axis, extent in zip(self.axes, self.shape(problem), strict=True):
+            count *= 1 if axis in self.repeats else extent
         return count
 
     def at(self, place: Place, problem: "Problem") -> tuple[int | slice, ...]:
@@ -405,7 +407,9 @@ BACKWARD = Pass(
 )
 
 MORE_GRADIENTS = (
-    Operand(name="dbias", title="bias's gradient", axes=("batch", "heads", "n_q", "n_kv"), element="output", written=True),
+    Operand(
+        name="dbias", title="bias's gradient", axes=("batch", "heads", "n_q", "n_kv"), element="output", written=True, repeats=("batch",)
+    ),
     Operand(name="dslopes", title="rows' parts of the slopes' gradient", axes=("batch", "heads", "n_q"), element="fp32", written=True),
 )
 """What a backward writes beside that where it is asked to, by the feature that asks (`flashtune.core.problem.ASKED`).
