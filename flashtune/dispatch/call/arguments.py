@@ -84,16 +84,12 @@ def parse(
     per_head = per_head or PerHead()
     _check_per_head(per_head, query, batch_dims, {"heads": heads, "kv_heads": kv_heads})
     identity = rank == len(q) == len(k) == len(v) == 4 and q[0] == k[0] == v[0] and q[1] == heads and k[1] == v[1] == kv_heads
+    sizes = {"batch": math.prod(batch_dims), "heads": heads, "kv_heads": kv_heads, "n_q": n_q, "n_kv": n_kv, "d": d, "d_v": d_v}
     problem = None
     if query.dtype in KERNEL_DTYPES and 0 not in (*batch_dims, heads, n_q, n_kv):
         problem = Problem(
-            batch=math.prod(batch_dims),
-            heads=heads,
-            kv_heads=kv_heads,
-            n_q=n_q,
-            n_kv=n_kv,
-            d=d,
-            d_v=d_v,
+            **sizes,
+            direction="fwd",
             dtype=KERNEL_DTYPES[query.dtype],
             features=Features.within(
                 band,
@@ -121,14 +117,8 @@ def parse(
         mask_kind=mask_kind,
         rank=rank,
         batch_dims=batch_dims,
-        batch=math.prod(batch_dims),
-        heads=heads,
-        kv_heads=kv_heads,
-        n_q=n_q,
-        n_kv=n_kv,
-        d=d,
-        d_v=d_v,
         identity=identity,
+        **sizes,
     )
 
 

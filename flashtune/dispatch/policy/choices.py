@@ -218,17 +218,10 @@ def _ties(record: TuningRecord, place: int) -> tuple[object, ...]:
 
 
 def choose(
-    problem: Problem,
-    target: Target,
-    records: Sequence[TuningRecord] | Pool,
-    families: Mapping[str, Family],
-    *,
-    framework_serves: bool = True,
-    unmeasured: bool = False,
+    problem: Problem, target: Target, records: Sequence[TuningRecord] | Pool, families: Mapping[str, Family], **words: bool
 ) -> Choice:
-    """The best choice that `rank` finds; the framework where nothing else serves."""
-    ranked = rank(problem, target, records, families, framework_serves=framework_serves, unmeasured=unmeasured)
-    return next(choice for choice in ranked if isinstance(choice, Choice))
+    """The best choice that `rank` finds, which takes the same; the framework where nothing else serves."""
+    return next(choice for choice in rank(problem, target, records, families, **words) if isinstance(choice, Choice))
 
 
 def rank(
