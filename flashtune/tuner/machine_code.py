@@ -30,6 +30,9 @@ where that is. With `aligned` sizes the strides of masks are, too. A kernel for 
 OUTPUT_ALONE = "output_alone"
 """The specialisation, tried last, of what a backward launches without a gradient of the LSE; other kernels are the same without it."""
 
+IN_PARTS = "in_parts"
+"""The specialisation, tried last, of what computes the gradient of a bias that batches share: few tiles, whose sums are taken in parts."""
+
 _NO_DEBUG = "-suppress-debug-info"
 """Lines and PTX stay out of the code: they are most of it, and name the file that it came from. Instructions are the same."""
 
@@ -101,7 +104,7 @@ def build(order: Order, *, fresh: bool = True) -> Built:
                 binary, code = from_compiled(compiled, specialization=f"{name}_{again + 1}" if again else name)
                 made.setdefault((binary.kernel, binary.sha256), (binary, code))
             # The same code under fewer conditions takes the place of what was found for more.
-            found |= made if name != OUTPUT_ALONE else {place: one for place, one in made.items() if place not in found}
+            found |= made if name in SIZES else {place: one for place, one in made.items() if place not in found}
     binaries = tuple(binary for binary, _ in found.values())
     assert len({(binary.kernel, binary.specialization) for binary in binaries}) == len(binaries), "names tell binaries apart"
     manifest = Manifest(variant_id=order.variant_id, binaries=binaries, source_sha256=source_digest(order.text))
@@ -116,6 +119,11 @@ def _typical_calls(module: ModuleType, spec: KernelSpec, target: Target) -> Iter
         arguments, words = _typical_call(module, spec, target, SIZES["any_size"])
         place = [operand.name for operand in PASSES["bwd"].operands].index("dlse")
         yield OUTPUT_ALONE, (*arguments[:place], None, *arguments[place + 1 :]), words
+    if spec.dbias:
+        arguments, words = _typical_call(module, spec, target, SIZES["any_size"])
+        place = [operand.name for operand in _problem(spec, SIZES["any_size"]).contract.operands].index("dbias")
+        shared = arguments[place][:1].expand(arguments[place].shape)
+        yield IN_PARTS, (*arguments[:place], shared, *arguments[place + 1 :]), words
 
 
 def _typical_call(module: ModuleType, spec: KernelSpec, target: Target, n_kv: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
