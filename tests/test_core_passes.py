@@ -9,7 +9,7 @@ from attention_cases import band_of
 
 from flashtune.core import reference
 from flashtune.core.errors import InputError
-from flashtune.core.passes import BACKWARD, FORWARD, PER_HEAD, PER_HEAD_FLAGS, per_head_words
+from flashtune.core.passes import BACKWARD, FORWARD, PER_HEAD, PER_HEAD_FLAGS, Place, per_head_words
 from flashtune.core.problem import Features, Problem
 from flashtune.tuner.correctness import Verifier, check, everywhere, oracle
 from flashtune.tuner.distributions import redistribute
@@ -85,6 +85,10 @@ def test_gradients_that_are_asked_for_are_written_and_checked_too() -> None:
         "h200"
     )
     inputs = make_inputs(p, device="cpu", seed=1)
+    # Some rows of a bias have all of its columns, whatever keys are asked for.
+    some = Place(batch=1, head=2, queries=slice(3, 9), keys=slice(5, 8))
+    values = p.contract.oracle(p, inputs.operands, inputs.parameters, some)
+    assert {o.name: inputs.operands[o.name][o.at(some, p)].shape for o in p.contract.written} == {n: x.shape for n, x in values.items()}
     # The bias is one for both batches, and so is its gradient.
     assert p.io_bytes() - replace(p, features=p.forward().features).io_bytes() == 4 * (4 * 20 * 28 + 2 * 4 * 20)
     assert inputs.operands["dbias"].stride(0) == 0

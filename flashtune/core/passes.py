@@ -83,13 +83,13 @@ class Operand:
         return count
 
     def at(self, place: Place, problem: "Problem") -> tuple[int | slice, ...]:
-        """The index of this place's rows in the tensor."""
+        """The index of this place's rows in the tensor; what has rows for queries has them whole."""
         index: dict[str, int | slice] = {
             "batch": place.batch,
             "heads": place.head,
             "kv_heads": place.head // problem.gqa_ratio,
             "n_q": place.queries,
-            "n_kv": place.keys,
+            "n_kv": slice(None) if "n_q" in self.axes else place.keys,
         }
         return tuple(index.get(axis, slice(None)) for axis in self.axes)
 
