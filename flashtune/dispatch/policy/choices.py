@@ -1,22 +1,18 @@
 """Which kernel serves a problem: a pure function of the problem, the GPU and the records; no tensors, no I/O, no clock."""
 
-import heapq
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from flashtune.core.config import Config, KernelSpec, settles
 from flashtune.core.errors import InputError
-from flashtune.core.nearness import octaves
-from flashtune.core.problem import DECODE_ROWS, Problem, ProblemKey
+from flashtune.core.problem import Problem, ProblemKey
 from flashtune.core.results import Fate, Source, TuningRecord
-from flashtune.core.target import Target, targets
-from flashtune.db.ranking import by_key, preference
+from flashtune.core.target import Target
 from flashtune.dispatch.policy import losses
-from flashtune.dispatch.policy.fitting import Tile, excess
-from flashtune.dispatch.policy.losses import Estimate, comparable, kind_of, kinds_apart
+from flashtune.dispatch.policy.losses import Estimate, torch_runs_alike
+from flashtune.dispatch.policy.pool import Pool
 from flashtune.templates.family import Family
 
 Kind = Literal["exact", "near_n", "stand_in", "near_gpu", "predicted", "default", "framework"]
@@ -48,173 +44,6 @@ class Refusal:
     reason: str
     invalid: bool = False
     record: TuningRecord | None = None
-
-
-Rows = Mapping[ProblemKey, Sequence[TuningRecord]]
-"""The records of each key, the best first; what is asked for a key may be read then."""
-
-
-class Pool:
-    """The records that may serve problems of one kind on a GPU, with all of their order that sizes have no say in.
-
-    Keys are sorted first, and the records of one are looked at when its turn comes: hardly any call looks beyond the nearest.
-    """
-
-    __slots__ = ("_families", "_features", "_known", "_places", "_refits", "_rows", "_target", "_varying")
-
-    def __init__(self, key: ProblemKey, target: Target, records: Rows | Sequence[TuningRecord], families: Mapping[str, Family]) -> None:
-        """`key` is that of any problem of the kind."""
-        kind = kind_of(key)
-        self._target, self._families, self._features = target, families, key.features
-        self._refits: dict[tuple[str, Config, KernelSpec], Config | None] = {}
-        self._varying = frozenset(name for name, family in families.items() if not family.repeatable)
-        self._rows = _by_key(records) if isinstance(records, Sequence) else records
-        self._known: dict[ProblemKey, list[_Entry]] = {}
-        self._places = {
-            known: (kinds_apart(kind_of(known), kind) + self._gpu(known), losses.places(known))
-            for known in self._rows
-            if comparable(known, key) and _alike(known.gpu, target)
-        }
-
-    def exact(self, key: ProblemKey, suited: frozenset[str]) -> list[TuningRecord]:
-        """The records of this very key, the preferred one first.
-
-        Where a `suited` family's bits vary, those that raced for calls that want the same bits every time come last: they met no framework
-        and, in a layer of their own, none of the faster kernels.
-        """
-        same = self._of(key)
-        return [entry.record for entry in (sorted(same, key=lambda entry: entry.same_bits) if suited & self._varying else same)]
-
-    def near(self, problem: Problem, key: ProblemKey, suited: frozenset[str]) -> Iterator[TuningRecord]:
-        """The records of other keys for which all `suited` families were tried, the nearest first, and of one key as in `exact`.
-
-        What a record's tiles lose at the problem's sizes and not at its own (`losses.misfit`) counts like a distance.
-        """
-        n, n_q, heads, work = losses.places(key)
-        may_vary = bool(suited & self._varying)
-        found = [
-            (
-                apart
-                + abs(places[0] - n)
-                + abs(places[1] - n_q)
-                + abs(places[2] - heads)
-                + abs(places[3] - work)
-                + losses.RAGGED_BIAS * (losses.ragged(other) != losses.ragged(key)),
-                other,
-            )
-            for other, (apart, places) in self._places.items()
-            if other != key
-        ]
-        here: dict[Tile, float] = {}
-        waiting: list[tuple[float, tuple[object, ...], int, TuningRecord]] = []
-        numbers = itertools.count()
-        for apart, others in _nearest_first(found):
-            while waiting and waiting[0][0] < apart:
-                yield heapq.heappop(waiting)[-1]
-            for entry in (entry for other in others for entry in self._of(other) if suited <= entry.tried):
-                tile = entry.tile
-                if tile is not None and tile not in here:
-                    here[tile] = excess(tile, problem, self._target.sms)
-                misfit = 0.0 if tile is None else losses.misfit(here[tile] - entry.excess)
-                ties = (entry.ties[0], may_vary and entry.same_bits, *entry.ties[1:])
-                heapq.heappush(waiting, (apart + misfit, ties, next(numbers), entry.record))
-        while waiting:
-            yield heapq.heappop(waiting)[-1]
-
-    def near_in_keys(self, problem: Problem, key: ProblemKey) -> TuningRecord | None:
-        """Of a decoding step, the measured record that tells most of what torch takes for it, whatever config it has; None where all are
-        far in keys."""
-        found = [
-            (apart, other)
-            for other in self._places
-            if not losses.far_in_keys(other, key) and (apart := losses.step_distance(other, key)) < math.inf
-        ]
-        for _, others in _nearest_first(found):
-            telling = [
-                entry
-                for other in others
-                for entry in self._of(other)
-                if entry.record.outcome.source == "measured"
-                and entry.record.framework_us is not None
-                and _torch_runs_alike(entry.record.problem, problem)
-            ]
-            if telling:
-                return min(telling, key=lambda entry: entry.ties).record
-        return None
-
-    @property
-    def lengths(self) -> frozenset[int]:
-        """The numbers of keys that its records are of."""
-        return frozenset(key.n for key in self._places)
-
-    def refitted(self, family: Family, config: Config, spec: KernelSpec) -> Config | None:
-        """`Family.refitted` on the pool's GPU, which takes a while, once."""
-        known = (family.name, config, spec)
-        if known not in self._refits:
-            self._refits[known] = family.refitted(config, spec, self._target)
-        return self._refits[known]
-
-    def _of(self, key: ProblemKey) -> list["_Entry"]:
-        """The records of a key, sorted as equals are."""
-        if key not in self._places:
-            return []
-        if key not in self._known:
-            records = self._rows[key]
-            places = _places(records)
-            sms = targets()[key.gpu].sms if key.gpu in targets() else self._target.sms
-            entries = [
-                _Entry(
-                    record=record,
-                    ties=(key.features != self._features, *_ties(record, places.get(id(record), 0))),
-                    tried=_tried(record, self._target, self._families),
-                    same_bits=record.framework_us is None and record.outcome.template not in self._varying,
-                    tile=(tile := Tile.of(record.outcome.config)),
-                    excess=0.0 if tile is None else excess(tile, record.problem, sms),
-                )
-                for record in records
-            ]
-            self._known[key] = sorted(entries, key=lambda entry: entry.ties)
-        return self._known[key]
-
-    def _gpu(self, key: ProblemKey) -> float:
-        if key.gpu == self._target.slug:
-            return 0.0
-        return losses.OTHER_GPU + octaves(targets()[key.gpu].sms, self._target.sms)
-
-
-def _nearest_first(found: list[tuple[float, ProblemKey]]) -> Iterator[tuple[float, list[ProblemKey]]]:
-    """Keys by how far each is apart, those that are as far together."""
-    found.sort(key=lambda one: one[0])
-    for apart, same in itertools.groupby(found, key=lambda one: one[0]):
-        yield apart, [key for _, key in same]
-
-
-def _by_key(records: Iterable[TuningRecord]) -> Rows:
-    found: dict[ProblemKey, list[TuningRecord]] = {}
-    for record in records:
-        found.setdefault(record.key, []).append(record)
-    return found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
-    """A record of a pool: what sorts equals, the families that were tried, whether it raced among kernels alone that write the same bits
-    every time, and its tile with what that loses at the record's own sizes."""
-
-    record: TuningRecord
-    ties: tuple[object, ...]
-    tried: frozenset[str]
-    same_bits: bool
-    tile: Tile | None
-    excess: float
-
-
-def _ties(record: TuningRecord, place: int) -> tuple[object, ...]:
-    """Sorts records that are equally near; `place` counts the records of its key that are preferred to it."""
-    other, outcome = record.key, record.outcome
-    time_us = outcome.measurement.median_us if outcome.measurement is not None else math.inf
-    sizes = (-other.n, -other.n_q, -other.bh_bucket)
-    return (place, record.origin == "shipped", *sizes, time_us, outcome.variant_id, other.gpu, record.origin, outcome.config.as_json())
 
 
 def choose(
@@ -282,11 +111,6 @@ def rank(
     yield Choice(kind="framework", spec=spec, note="no template serves this problem here, torch's own attention does")
 
 
-def group_of(key: ProblemKey) -> tuple[object, ...]:
-    """What problems share that have one `Pool`: all of the key but the sizes."""
-    return key.gpu, kind_of(key)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Context:
     problem: Problem
@@ -347,7 +171,7 @@ def _from_record(record: TuningRecord, context: _Context) -> Choice | Refusal:
     note = f"{note}; {loss.label()}"
     if not losses.same_features(record.key, key):
         note += "; what the features that differ cost is in none of these times"
-    ratio = losses.expected_ratio(record, key, loss) if _torch_runs_alike(record.problem, problem) else None
+    ratio = losses.expected_ratio(record, key, loss) if torch_runs_alike(record.problem, problem) else None
     if ratio is not None and ratio > 1.0 and losses.far_in_keys(record.key, key):
         # What torch gained so far off it needn't gain here.
         telling = context.pool.near_in_keys(problem, key)
@@ -400,48 +224,6 @@ def _from_default(family: Family, problem: Problem, target: Target) -> Choice | 
         return Refusal(reason=f"the default of {family.name} breaks {broken.name}: {broken.why}")
     note = f"no record stands for this problem, so the default config of {family.name} serves it, which nothing was measured of"
     return Choice(kind="default", spec=spec, note=note, family=family, config=config)
-
-
-def torch_has(problem: Problem) -> bool:
-    """Whether one call of torch's attention serves the features of a problem."""
-    f = problem.features
-    if f.as_json().keys() - {"causal", "alignment", "mask", "dropout", "tf32"} or problem.dtype == "fp8":
-        return False
-    return not f.causal or (problem.band.diagonal == 0 and f.mask == "none")
-
-
-def _torch_runs_alike(theirs: Problem, ours: Problem) -> bool:
-    """Whether what torch took for one problem tells of the other: it was given no mask for what it lacks, and runs the same kind of kernel.
-
-    With a mask or dropout that is another one, about half as fast. A decoding step is bound by launches and by reading K and V anyway.
-    """
-    if not torch_has(theirs):
-        return False
-    alike = theirs.features.mask == ours.features.mask and theirs.features.dropout == ours.features.dropout
-    return alike or ours.n_q <= DECODE_ROWS
-
-
-def _tried(record: TuningRecord, target: Target, families: Mapping[str, Family]) -> frozenset[str]:
-    """The families that a search of this record's problem tries."""
-    spec = record.problem.spec()
-    return frozenset(
-        name for name, family in families.items() if (family.supports(spec, target) or family.suits(record.problem, target)) is None
-    )
-
-
-def _places(records: Iterable[TuningRecord]) -> dict[int, int]:
-    """How many records of its key are preferred to each record that has a time, by its id()."""
-    found: dict[int, int] = {}
-    for known in by_key(record for record in records if record.outcome.measurement is not None).values():
-        ranks = [preference(record) for record in known]
-        found |= {id(record): ranks.index(rank) for record, rank in zip(known, ranks, strict=True)}
-    return found
-
-
-def _alike(gpu: str, target: Target) -> bool:
-    """Whether it is this GPU or another of its architecture."""
-    known = targets().get(gpu)
-    return gpu == target.slug or (known is not None and known.arch == target.arch)
 
 
 def _note(record: TuningRecord, key: ProblemKey) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 
 from flashtune.core.band import Sides
 from flashtune.core.problem import DECODE_ROWS, Problem
-from flashtune.dispatch.policy.choices import Choice, Pool
+from flashtune.dispatch.policy.choices import Choice
+from flashtune.dispatch.policy.pool import Pool
 
 SPAN = 64
 """Numbers of keys that are decided on at once."""

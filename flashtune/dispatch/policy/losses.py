@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from flashtune.core.dtypes import ITEMSIZE
 from flashtune.core.nearness import PER_OCTAVE, PER_WORK_OCTAVE, SIXTEEN_BITS, distance, octaves, work_of
-from flashtune.core.problem import DECODE_ROWS, Features, ProblemKey
+from flashtune.core.problem import DECODE_ROWS, Features, Problem, ProblemKey
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import targets
 from flashtune.templates.family import padded
@@ -226,3 +226,22 @@ def _waits(record: TuningRecord, ours: ProblemKey) -> bool:
     assert call_us is not None and framework_call_us is not None and record.framework_us is not None, "only they are compared"
     grown = max(1.0, _read(ours) / _read(key))
     return grown * record.median_us < call_us and grown * record.framework_us < framework_call_us
+
+
+def torch_has(problem: Problem) -> bool:
+    """Whether one call of torch's attention serves the features of a problem."""
+    f = problem.features
+    if f.as_json().keys() - {"causal", "alignment", "mask", "dropout", "tf32"} or problem.dtype == "fp8":
+        return False
+    return not f.causal or (problem.band.diagonal == 0 and f.mask == "none")
+
+
+def torch_runs_alike(theirs: Problem, ours: Problem) -> bool:
+    """Whether what torch took for one problem tells of the other: it was given no mask for what it lacks, and runs the same kind of kernel.
+
+    With a mask or dropout that is another one, about half as fast. A decoding step is bound by launches and by reading K and V anyway.
+    """
+    if not torch_has(theirs):
+        return False
+    alike = theirs.features.mask == ours.features.mask and theirs.features.dropout == ours.features.dropout
+    return alike or ours.n_q <= DECODE_ROWS

@@ -1,0 +1,212 @@
+"""The records that may serve problems of one kind, the nearest first."""
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from flashtune.core.config import Config, KernelSpec
+from flashtune.core.nearness import octaves
+from flashtune.core.problem import Problem, ProblemKey
+from flashtune.core.results import TuningRecord
+from flashtune.core.target import Target, targets
+from flashtune.db.ranking import by_key, preference
+from flashtune.dispatch.policy import losses
+from flashtune.dispatch.policy.fitting import Tile, excess
+from flashtune.dispatch.policy.losses import comparable, kind_of, kinds_apart, torch_runs_alike
+from flashtune.templates.family import Family
+
+Rows = Mapping[ProblemKey, Sequence[TuningRecord]]
+"""The records of each key, the best first; what is asked for a key may be read then."""
+
+
+class Pool:
+    """The records that may serve problems of one kind on a GPU, with all of their order that sizes have no say in.
+
+    Keys are sorted first, and the records of one are looked at when its turn comes: hardly any call looks beyond the nearest.
+    """
+
+    __slots__ = ("_families", "_features", "_known", "_places", "_refits", "_rows", "_target", "_varying")
+
+    def __init__(self, key: ProblemKey, target: Target, records: Rows | Sequence[TuningRecord], families: Mapping[str, Family]) -> None:
+        """`key` is that of any problem of the kind."""
+        kind = kind_of(key)
+        self._target, self._families, self._features = target, families, key.features
+        self._refits: dict[tuple[str, Config, KernelSpec], Config | None] = {}
+        self._varying = frozenset(name for name, family in families.items() if not family.repeatable)
+        self._rows = _by_key(records) if isinstance(records, Sequence) else records
+        self._known: dict[ProblemKey, list[_Entry]] = {}
+        self._places = {
+            known: (kinds_apart(kind_of(known), kind) + self._gpu(known), losses.places(known))
+            for known in self._rows
+            if comparable(known, key) and _alike(known.gpu, target)
+        }
+
+    def exact(self, key: ProblemKey, suited: frozenset[str]) -> list[TuningRecord]:
+        """The records of this very key, the preferred one first.
+
+        Where a `suited` family's bits vary, those that raced for calls that want the same bits every time come last: they met no framework
+        and, in a layer of their own, none of the faster kernels.
+        """
+        same = self._of(key)
+        return [entry.record for entry in (sorted(same, key=lambda entry: entry.same_bits) if suited & self._varying else same)]
+
+    def near(self, problem: Problem, key: ProblemKey, suited: frozenset[str]) -> Iterator[TuningRecord]:
+        """The records of other keys for which all `suited` families were tried, the nearest first, and of one key as in `exact`.
+
+        What a record's tiles lose at the problem's sizes and not at its own (`losses.misfit`) counts like a distance.
+        """
+        n, n_q, heads, work = losses.places(key)
+        may_vary = bool(suited & self._varying)
+        found = [
+            (
+                apart
+                + abs(places[0] - n)
+                + abs(places[1] - n_q)
+                + abs(places[2] - heads)
+                + abs(places[3] - work)
+                + losses.RAGGED_BIAS * (losses.ragged(other) != losses.ragged(key)),
+                other,
+            )
+            for other, (apart, places) in self._places.items()
+            if other != key
+        ]
+        here: dict[Tile, float] = {}
+        waiting: list[tuple[float, tuple[object, ...], int, TuningRecord]] = []
+        numbers = itertools.count()
+        for apart, others in _nearest_first(found):
+            while waiting and waiting[0][0] < apart:
+                yield heapq.heappop(waiting)[-1]
+            for entry in (entry for other in others for entry in self._of(other) if suited <= entry.tried):
+                tile = entry.tile
+                if tile is not None and tile not in here:
+                    here[tile] = excess(tile, problem, self._target.sms)
+                misfit = 0.0 if tile is None else losses.misfit(here[tile] - entry.excess)
+                ties = (entry.ties[0], may_vary and entry.same_bits, *entry.ties[1:])
+                heapq.heappush(waiting, (apart + misfit, ties, next(numbers), entry.record))
+        while waiting:
+            yield heapq.heappop(waiting)[-1]
+
+    def near_in_keys(self, problem: Problem, key: ProblemKey) -> TuningRecord | None:
+        """Of a decoding step, the measured record that tells most of what torch takes for it, whatever config it has; None where all are
+        far in keys."""
+        found = [
+            (apart, other)
+            for other in self._places
+            if not losses.far_in_keys(other, key) and (apart := losses.step_distance(other, key)) < math.inf
+        ]
+        for _, others in _nearest_first(found):
+            telling = [
+                entry
+                for other in others
+                for entry in self._of(other)
+                if entry.record.outcome.source == "measured"
+                and entry.record.framework_us is not None
+                and torch_runs_alike(entry.record.problem, problem)
+            ]
+            if telling:
+                return min(telling, key=lambda entry: entry.ties).record
+        return None
+
+    @property
+    def lengths(self) -> frozenset[int]:
+        """The numbers of keys that its records are of."""
+        return frozenset(key.n for key in self._places)
+
+    def refitted(self, family: Family, config: Config, spec: KernelSpec) -> Config | None:
+        """`Family.refitted` on the pool's GPU, which takes a while, once."""
+        known = (family.name, config, spec)
+        if known not in self._refits:
+            self._refits[known] = family.refitted(config, spec, self._target)
+        return self._refits[known]
+
+    def _of(self, key: ProblemKey) -> list["_Entry"]:
+        """The records of a key, sorted as equals are."""
+        if key not in self._places:
+            return []
+        if key not in self._known:
+            records = self._rows[key]
+            places = _places(records)
+            sms = targets()[key.gpu].sms if key.gpu in targets() else self._target.sms
+            entries = [
+                _Entry(
+                    record=record,
+                    ties=(key.features != self._features, *_ties(record, places.get(id(record), 0))),
+                    tried=_tried(record, self._target, self._families),
+                    same_bits=record.framework_us is None and record.outcome.template not in self._varying,
+                    tile=(tile := Tile.of(record.outcome.config)),
+                    excess=0.0 if tile is None else excess(tile, record.problem, sms),
+                )
+                for record in records
+            ]
+            self._known[key] = sorted(entries, key=lambda entry: entry.ties)
+        return self._known[key]
+
+    def _gpu(self, key: ProblemKey) -> float:
+        if key.gpu == self._target.slug:
+            return 0.0
+        return losses.OTHER_GPU + octaves(targets()[key.gpu].sms, self._target.sms)
+
+
+def _nearest_first(found: list[tuple[float, ProblemKey]]) -> Iterator[tuple[float, list[ProblemKey]]]:
+    """Keys by how far each is apart, those that are as far together."""
+    found.sort(key=lambda one: one[0])
+    for apart, same in itertools.groupby(found, key=lambda one: one[0]):
+        yield apart, [key for _, key in same]
+
+
+def _by_key(records: Iterable[TuningRecord]) -> Rows:
+    found: dict[ProblemKey, list[TuningRecord]] = {}
+    for record in records:
+        found.setdefault(record.key, []).append(record)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """A record of a pool: what sorts equals, the families that were tried, whether it raced among kernels alone that write the same bits
+    every time, and its tile with what that loses at the record's own sizes."""
+
+    record: TuningRecord
+    ties: tuple[object, ...]
+    tried: frozenset[str]
+    same_bits: bool
+    tile: Tile | None
+    excess: float
+
+
+def _ties(record: TuningRecord, place: int) -> tuple[object, ...]:
+    """Sorts records that are equally near; `place` counts the records of its key that are preferred to it."""
+    other, outcome = record.key, record.outcome
+    time_us = outcome.measurement.median_us if outcome.measurement is not None else math.inf
+    sizes = (-other.n, -other.n_q, -other.bh_bucket)
+    return (place, record.origin == "shipped", *sizes, time_us, outcome.variant_id, other.gpu, record.origin, outcome.config.as_json())
+
+
+def group_of(key: ProblemKey) -> tuple[object, ...]:
+    """What problems share that have one `Pool`: all of the key but the sizes."""
+    return key.gpu, kind_of(key)
+
+
+def _tried(record: TuningRecord, target: Target, families: Mapping[str, Family]) -> frozenset[str]:
+    """The families that a search of this record's problem tries."""
+    spec = record.problem.spec()
+    return frozenset(
+        name for name, family in families.items() if (family.supports(spec, target) or family.suits(record.problem, target)) is None
+    )
+
+
+def _places(records: Iterable[TuningRecord]) -> dict[int, int]:
+    """How many records of its key are preferred to each record that has a time, by its id()."""
+    found: dict[int, int] = {}
+    for known in by_key(record for record in records if record.outcome.measurement is not None).values():
+        ranks = [preference(record) for record in known]
+        found |= {id(record): ranks.index(rank) for record, rank in zip(known, ranks, strict=True)}
+    return found
+
+
+def _alike(gpu: str, target: Target) -> bool:
+    """Whether it is this GPU or another of its architecture."""
+    known = targets().get(gpu)
+    return gpu == target.slug or (known is not None and known.arch == target.arch)
