@@ -55,8 +55,8 @@ def choice(name: str, loss: float | None, kind: Kind = "stand_in") -> Choice:
     return Choice(kind=kind, spec=PLAIN.spec(), note=name, family=made, config=config, estimate=estimate)
 
 
-def order(*choices: Choice | Refusal, ready: str) -> list[str]:
-    found = ready_first(choices, lambda one: one.note in ready.split())
+def order(*choices: Choice | Refusal, ready: str, idle: str = "") -> list[str]:
+    found = ready_first(choices, lambda one: one.note in ready.split(), lambda one: 0.3 * (one.note in idle.split()))
     return [one.reason if isinstance(one, Refusal) else one.note.split(";")[0] for one in found]
 
 
@@ -70,6 +70,18 @@ def test_the_first_with_machine_code_goes_before_those_without_and_all_others_st
     assert order(A, B, C, FRAMEWORK, ready="a b") == ["a", "b", "c", "torch"]
     assert order(A, B, C, FRAMEWORK, ready="b c") == ["b", "a", "c", "torch"]
     assert order(A, Refusal(reason="no"), B, C, FRAMEWORK, ready="c") == ["c", "a", "no", "b", "torch"]
+
+
+def test_tiles_that_leave_the_gpu_idle_or_are_padding_stay_behind_those_that_fit() -> None:
+    assert order(A, B, C, FRAMEWORK, ready="b c", idle="b") == ["c", "a", "b", "torch"]
+    assert order(A, B, C, FRAMEWORK, ready="b c", idle="a b c") == ["b", "a", "c", "torch"]
+
+
+def test_a_short_call_is_not_served_by_the_tiles_of_a_long_one_for_their_machine_code() -> None:
+    features = Features(causal=True, window=(300, 0))
+    short = Problem(batch=56, heads=40, kv_heads=40, n_q=623, n_kv=623, d=40, d_v=40, dtype="bf16", features=features)
+    found = dispatch.explain_problem(short, "h200")
+    assert found.config is not None and found.config["BLOCK_M"] <= 128, found.reason
 
 
 def test_what_is_estimated_to_lose_far_more_what_is_of_this_key_and_torch_keep_their_places() -> None:

@@ -9,13 +9,20 @@ NEAR_EQUAL = 0.05
 """So much more may a choice be estimated to lose than one that has to be compiled: the estimates are medians, whose 90th percentiles lie
 further apart (flashtune.dispatch.policy.losses.LOSSES), and compiling takes seconds."""
 
+LITTLE_IDLE = 0.2
+"""So much more may its tiles lose (`fitting.excess`, a logarithm): of 21 random shapes two were served at 0.64 and 0.79 of their own search
+by tiles that lost 0.5 more than the nearest row's (benchmarks/results/2026-11-22-h200-unprepared/seed23.json)."""
+
 AHEAD = 24
 """So many choices are looked at for one with machine code."""
 
 
-def ready_first(choices: Iterable[Choice | Refusal], ready: Callable[[Choice], bool]) -> Iterator[Choice | Refusal]:
+def ready_first(
+    choices: Iterable[Choice | Refusal], ready: Callable[[Choice], bool], idle: Callable[[Choice], float]
+) -> Iterator[Choice | Refusal]:
     """A ranking (flashtune.dispatch.policy.rank), in which stand-ins without machine code wait behind the first of those that follow
-    that is `ready` and estimated to lose little more. Nothing passes a row of the problem's own key, or the framework."""
+    that is `ready`, estimated to lose little more, and of tiles that are hardly more `idle` at the problem's sizes. Nothing passes a row of
+    the problem's own key, or the framework."""
     ranking = iter(choices)
     for one in ranking:
         if isinstance(one, Refusal) or not _waits(one) or ready(one):
@@ -23,7 +30,13 @@ def ready_first(choices: Iterable[Choice | Refusal], ready: Callable[[Choice], b
             continue
         waiting: list[Choice | Refusal] = [one]
         for other in ranking:
-            if isinstance(other, Choice) and _waits(other) and _near(other, one) and ready(other):
+            if (
+                isinstance(other, Choice)
+                and _waits(other)
+                and _near(other, one)
+                and idle(other) <= idle(one) + LITTLE_IDLE
+                and ready(other)
+            ):
                 yield replace(other, note=f"{other.note}; nearer rows have no machine code for these features")
                 break
             waiting.append(other)
