@@ -2,6 +2,8 @@
 
 import os
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 
 import optuna
@@ -79,3 +81,25 @@ def test_a_file_of_another_kind_is_left_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(FlashtuneError, match="not a database"), study_storage(f"sqlite:///{path}"):
         pass
     assert path.read_bytes() == before
+
+
+def test_what_a_search_lacks_is_not_laid_to_the_storage(tmp_path: Path) -> None:
+    with pytest.raises(ModuleNotFoundError, match="triton"), study_storage(f"sqlite:///{tmp_path}/studies.sqlite"):
+        raise ModuleNotFoundError("No module named 'triton'", name="triton")
+
+
+@pytest.mark.parametrize("command", ["verify --gpu-name h100 --d 64", "generate --gpu-name h100 --out kernels"])
+def test_a_triton_that_cannot_be_imported_is_told_in_one_line(command: str, tmp_path: Path) -> None:
+    broken = tmp_path / "broken" / "triton"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise ImportError('libtriton.so: cannot open shared object file')\n")
+    path = os.pathsep.join([str(broken.parent), *filter(None, [os.environ.get("PYTHONPATH"), str(Path(__file__).parent.parent)])])
+    ran = subprocess.run(
+        [sys.executable, "-m", "flashtune", *command.split()],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == EnvironmentProblem.exit_code, ran.stderr
+    assert ran.stderr.splitlines()[-1].startswith("flashtune: Triton can't be imported (libtriton.so") and "Traceback" not in ran.stderr

@@ -5,7 +5,7 @@ import errno
 import importlib
 import os
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -27,6 +27,13 @@ COMMANDS = {
     "doctor": "Say what this machine has and what is missing.",
 }
 """Command to its line in `flashtune --help`; the module of the same name in flashtune.cli holds it."""
+
+
+def _say(ctx: click.Context, error: FlashtuneError) -> NoReturn:
+    from flashtune.cli.console import one_line
+
+    click.echo(f"flashtune: {one_line(mask_secrets(str(error)))}", err=True)
+    ctx.exit(error.exit_code)
 
 
 class LazyGroup(click.Group):
@@ -71,10 +78,15 @@ class LazyGroup(click.Group):
             click.echo("flashtune: interrupted", err=True)
             ctx.exit(INTERRUPTED)
         except FlashtuneError as error:
-            from flashtune.cli.console import one_line
+            _say(ctx, error)
+        except ImportError:
+            from flashtune.tuner.machine import require_triton
 
-            click.echo(f"flashtune: {one_line(mask_secrets(str(error)))}", err=True)
-            ctx.exit(error.exit_code)
+            try:
+                require_triton()
+            except FlashtuneError as missing:
+                _say(ctx, missing)
+            raise
         except click.UsageError as error:
             _report(error)
             ctx.exit(error.exit_code)

@@ -31,13 +31,15 @@ def study_storage(url: str | None) -> Iterator[Any]:
     where = url or f"sqlite:///{cache_dir() / 'studies.sqlite'}"
     shown = mask_secrets(where)
     try:
-        yield _opened(where)
-    except ModuleNotFoundError as error:
-        raise _missing(shown, error.name or str(error)) from error
-    except ImportError as error:
-        # Optuna's own, without the name of what is missing.
-        cause = error.__cause__
-        raise _missing(shown, (cause.name if isinstance(cause, ImportError) else None) or mask_secrets(str(error))) from error
+        try:
+            storage = _opened(where)
+        except ModuleNotFoundError as error:
+            raise _missing(shown, error.name or str(error)) from error
+        except ImportError as error:
+            # Optuna's own, without the name of what is missing.
+            cause = error.__cause__
+            raise _missing(shown, (cause.name if isinstance(cause, ImportError) else None) or mask_secrets(str(error))) from error
+        yield storage
     except SQLAlchemyError as error:
         raise storage_fault(shown, error) from error
     except optuna.exceptions.StorageInternalError as error:

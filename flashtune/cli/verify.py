@@ -22,12 +22,13 @@ def verify(location: str | None, gpu_name: str | None, d: int | None, seed: int,
     """
     from flashtune.db.library import Library
     from flashtune.templates import unservable
-    from flashtune.tuner.machine import local_gpu
+    from flashtune.tuner.machine import local_gpu, require_triton
     from flashtune.tuner.publish import recheck
     from flashtune.tuner.replies import Failed
 
     library = Library.of(location) if location else Library.default()
     records = library.records(passed_over=unservable, **filters_of(gpu_name=gpu_name, d=d))
+    require_triton()
     gpu = local_gpu()
     rows = []
     counts = {"correct": 0, "wrong": 0, "skipped": 0}

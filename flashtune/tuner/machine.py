@@ -94,6 +94,14 @@ def devices_of(which: str, target: Target) -> tuple[str, ...]:
     return tuple(names[index] if index < len(names) else str(index) for index in chosen)
 
 
+def require_triton() -> None:
+    """Raise EnvironmentProblem where Triton is missing, or can't be imported."""
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise EnvironmentProblem(f"Triton can't be imported ({error}): pip install triton, and see `flashtune doctor`") from error
+
+
 def require_interpreter() -> None:
     """Raise EnvironmentProblem where Triton's interpreter can't run here: Triton 3.6's fails under NumPy 2.4 and later."""
     triton, numpy = (_release(_version(package)) for package in ("triton", "numpy"))

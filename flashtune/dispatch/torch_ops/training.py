@@ -294,7 +294,7 @@ def _by_operator(memo: Memo, asked: Sequence[bool], *tensors: torch.Tensor | Non
 def _twice(ctx: Any, *_: object) -> None:
     raise InputError(
         "attention was differentiated twice, and kernels have first derivatives alone: "
-        "for second ones call F.scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH)"
+        "for second ones call F.scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH), or write out what torch lacks"
     )
 
 
