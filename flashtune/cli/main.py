@@ -36,6 +36,15 @@ def _say(ctx: click.Context, error: FlashtuneError) -> NoReturn:
     ctx.exit(error.exit_code)
 
 
+def _say_if_triton_is_missing(ctx: click.Context) -> None:
+    from flashtune.tuner.machine import require_triton
+
+    try:
+        require_triton()
+    except FlashtuneError as missing:
+        _say(ctx, missing)
+
+
 class LazyGroup(click.Group):
     """Imports a command's module only when it is used, so that `flashtune --help` answers at once."""
 
@@ -79,14 +88,6 @@ class LazyGroup(click.Group):
             ctx.exit(INTERRUPTED)
         except FlashtuneError as error:
             _say(ctx, error)
-        except ImportError:
-            from flashtune.tuner.machine import require_triton
-
-            try:
-                require_triton()
-            except FlashtuneError as missing:
-                _say(ctx, missing)
-            raise
         except click.UsageError as error:
             _report(error)
             ctx.exit(error.exit_code)
@@ -101,8 +102,10 @@ class LazyGroup(click.Group):
             # What is left in the buffer has nowhere to go; without this the interpreter would complain at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             ctx.exit(4)
-        except Exception:
+        except Exception as error:
             if not interrupts.came:
+                if isinstance(error, ImportError):
+                    _say_if_triton_is_missing(ctx)
                 raise
             click.echo("flashtune: interrupted", err=True)
             ctx.exit(INTERRUPTED)
