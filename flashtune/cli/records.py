@@ -66,10 +66,13 @@ def record_row(record: TuningRecord) -> dict[str, Any]:
 
 def servable(records: Sequence[TuningRecord]) -> list[TuningRecord]:
     """Those that this version can serve; the others are named, with the reason."""
+    found = []
     for record in records:
         if why := unservable(record):
             messages().print(f"left out: {record.key.gpu} {record.problem.label()}: {why}")
-    return [record for record in records if not unservable(record)]
+        else:
+            found.append(record)
+    return found
 
 
 def _rounded(time_us: float | None) -> float | None:

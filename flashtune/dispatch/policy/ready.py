@@ -29,14 +29,9 @@ def ready_first(
             yield one
             continue
         waiting: list[Choice | Refusal] = [one]
+        most_idle = idle(one) + LITTLE_IDLE
         for other in ranking:
-            if (
-                isinstance(other, Choice)
-                and _waits(other)
-                and _near(other, one)
-                and idle(other) <= idle(one) + LITTLE_IDLE
-                and ready(other)
-            ):
+            if isinstance(other, Choice) and _waits(other) and _near(other, one) and idle(other) <= most_idle and ready(other):
                 yield replace(other, note=f"{other.note}; nearer rows have no machine code for these features")
                 break
             waiting.append(other)
