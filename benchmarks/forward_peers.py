@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from flashtune import dispatch
 from flashtune.core import reference
+from flashtune.core.config import Config
 from flashtune.core.results import Measurement
 from flashtune.core.tolerances import Tolerance, tolerance
 from flashtune.tuner import tasks
@@ -68,6 +69,7 @@ class Checked:
     kind: str = ""
     template: str | None = None
     variant: str | None = None
+    config: Config | None = None
     reason: str = ""
     errors: dict[str, Error] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
@@ -330,6 +332,7 @@ def check_cell(cell: Cell, device: str, seed: int) -> Checked:
         kind=chosen.kind,
         template=chosen.template,
         variant=chosen.variant_id,
+        config=chosen.config,
         reason=chosen.reason,
         errors=errors,
         notes=notes,

@@ -141,7 +141,10 @@ class Row:
             "problem": {name: getattr(p, name) for name in ("batch", "heads", "kv_heads", "n_q", "n_kv", "d", "d_v", "dtype")},
             "features": p.features.as_json(),
             "scores": self.cell.scores,
-            "served": {name: getattr(self.checked, name) for name in ("kind", "template", "variant", "reason")},
+            "served": {
+                **{name: getattr(self.checked, name) for name in ("kind", "template", "variant", "reason")},
+                "config": None if self.checked.config is None else self.checked.config.as_dict(),
+            },
             "times": {name: asdict(time) for name, time in self.times.items()},
             "rates": {name: self.rate(name) for name in self.times},
             "ratio_to": {name: self.ratio(name) for name in self.times if name not in NO_PEERS},

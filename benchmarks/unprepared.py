@@ -330,7 +330,7 @@ def run(
 
 
 def _said(cell: Cell, shape: Shape) -> dict[str, Any]:
-    """What a search tried and found."""
+    """What a search tried and found; `tried` are all its candidates with the last time of each, from looks or the race of finalists."""
     best, default = shape.own, shape.times.get("default")
     return {
         "trials": len(shape.told),
@@ -339,6 +339,10 @@ def _said(cell: Cell, shape: Shape) -> dict[str, Any]:
         "config": None if best is None else best.config.as_dict(),
         "us": None if best is None else shape.times[OWN].median_us,
         "framework_us": None if default is None else default.median_us,
+        "tried": [
+            {"template": one.family.name, "config": one.config.as_dict(), "us": us}
+            for one, us in sorted(shape.told.items(), key=lambda item: item[1])
+        ],
     }
 
 

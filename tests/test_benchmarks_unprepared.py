@@ -224,6 +224,8 @@ def test_each_shape_is_checked_searched_and_raced_with_what_its_search_found(her
         best = min(tried, key=lambda candidate: simulated.time_us(searches.text_of(candidate, cell.problem)))
         found = kept["searches"][cell.problem.label()]
         assert found["trials"] == 6 and found["variant"] == best.variant(cell.problem.spec()).id and found["framework_us"] == 300.0
+        every = sorted(simulated.time_us(searches.text_of(candidate, cell.problem)) for candidate in tried)
+        assert [one["us"] for one in found["tried"]] == pytest.approx(every) and found["tried"][0]["config"] == best.config.as_dict()
         assert row.ratio(OWN) == pytest.approx(found["us"] / 150.0) and row.best_ratio == pytest.approx(2.0)
     assert [row["over_own"] for row in kept["rows"]] == [row.ratio(OWN) for row in rows]
 
