@@ -47,9 +47,8 @@ from flashtune.templates import family
 from flashtune.templates.rendering import variant_of
 from flashtune.tuner import tasks
 from flashtune.tuner.conditions import GpuWatch, gpu_id
+from flashtune.tuner.finalists import first_by_calls, ranked
 from flashtune.tuner.machine import local_gpu, provenance
-from flashtune.tuner.problem_search import ranked
-from flashtune.tuner.racing import first_by_calls
 from flashtune.tuner.replies import Failed
 from flashtune.tuner.space import Candidate
 

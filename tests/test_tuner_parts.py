@@ -30,8 +30,8 @@ from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner import compile, correctness, tasks
 from flashtune.tuner.baseline import framework_call
 from flashtune.tuner.cost import key_blocks, predict_us
+from flashtune.tuner.finalists import ranked
 from flashtune.tuner.inputs import make_inputs
-from flashtune.tuner.problem_search import ranked
 from flashtune.tuner.replies import Checked, Compiled, Failed, Ready
 from flashtune.tuner.space import Candidate, SearchSpace
 from flashtune.tuner.study import Study, outcome_from_json, outcome_to_json

@@ -14,8 +14,8 @@ from flashtune.core.results import CompileFacts, Measurement, Outcome
 from flashtune.core.target import find_target
 from flashtune.db.store import Store
 from flashtune.templates import family
-from flashtune.tuner.problem_search import to_call, to_race
-from flashtune.tuner.racing import RACES, TIE, Contest, first_by_calls, placed, trimmed_mean
+from flashtune.tuner.finalists import first_by_calls, placed, to_call, to_race
+from flashtune.tuner.racing import RACES, TIE, Contest, trimmed_mean
 from flashtune.tuner.space import Candidate
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))

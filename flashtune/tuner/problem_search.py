@@ -10,33 +10,21 @@ from typing import TYPE_CHECKING
 
 from flashtune.core.config import settles
 from flashtune.core.errors import FlashtuneError
-from flashtune.core.results import Baseline, Conditions, Ending, Fate, Measurement, Outcome, SearchResult
-from flashtune.tuner import tasks
+from flashtune.core.results import Baseline, Conditions, Ending, Measurement, Outcome, SearchResult
 from flashtune.tuner.carrying import carried, record_of, stored
 from flashtune.tuner.evaluation import Verdicts
+from flashtune.tuner.finalists import first_by_calls, ranked, to_call, to_race
 from flashtune.tuner.proposing import Compiling, Proposals
-from flashtune.tuner.racing import behind_by_times, first_by_calls, placed
-from flashtune.tuner.replies import Compiled, Failed, Raced, Timed
+from flashtune.tuner.replies import Compiled, Raced
 from flashtune.tuner.space import Candidate, SearchSpace
 from flashtune.tuner.spent import Spent, logger
 from flashtune.tuner.stopping import Reason, StoppingRule
 from flashtune.tuner.study import Study
+from flashtune.tuner.trials import Trials
 from flashtune.tuner.workers import Pending, Workers
 
 if TYPE_CHECKING:
     from flashtune.tuner.searching import Search, Stage
-
-FINALISTS = 12
-"""Candidates in the closing races; their neighbours' times are noise apart."""
-
-WITHIN = 0.1
-"""Who was slower than the best trial by more than this doesn't race."""
-
-HOST_US = 15.0
-"""What the host needs for a call, or so: kernels that take the GPU less are told apart by how often they launch."""
-
-CALLED = 3
-"""So many of the first, the race's winner among them, have whole calls timed (see `to_call`)."""
 
 LIKELY = 6
 """So many of the fastest in trials are compiled for later calls before the last race is decided."""
@@ -61,7 +49,6 @@ class ProblemSearch:
         self.plan = search._plan
         self.problem = problem = self.plan.problems[index]
         self.space = SearchSpace(self.plan.families, problem, self.plan.target, only_suited=self.plan.only_suited)
-        self.state = search._state(problem.spec())
         self.study = Study(
             self.space,
             problem,
@@ -78,15 +65,13 @@ class ProblemSearch:
         self.incumbent: tuple[Candidate, Outcome] | None = None
         self.timed: list[Outcome] = []
         self.stopped: Reason = "trials"
-        # What runs the very same is timed once: what was said of each machine code, and how candidates are launched.
-        self.by_code: dict[str, list[tuple[Candidate, Timed]]] = {}
-        self.launches: dict[Candidate, str | None] = {}
-        self.twins: set[Candidate] = set()
         self.proposals: Proposals | None = None
         self.foreseen: list[Pending[Compiled]] = []
         self.decided = self.study.decided(problem)
         self.heard: set[Candidate] = set()
         self.spent = Spent()
+        compiled = search._state(problem.spec()).compiled
+        self.trials = Trials(self.plan, problem, workers, compiled, self.evaluation, self.spent, self.at)
         self._catch_up()
 
     def begin(self) -> None:
@@ -104,7 +89,7 @@ class ProblemSearch:
             ahead = max(4, 2 * self.plan.jobs)
             self.proposals = Proposals(
                 self.study,
-                self._compile,
+                self.trials.compile,
                 ahead=min(ahead, AHEAD) if beside else ahead,
                 limit=limit,
                 beside=beside,
@@ -116,7 +101,7 @@ class ProblemSearch:
         """Start compiling what `begin` will ask for, as far as it can be told; nothing is claimed."""
         if self.decided is None:
             first = [candidate for candidate in [*wishes, *self.study.sampler.opening][:AHEAD] if candidate not in self.study.outcomes]
-            self.foreseen += [found for candidate in first if isinstance(found := self._compile(candidate), Pending)]
+            self.foreseen += [found for candidate in first if isinstance(found := self.trials.compile(candidate), Pending)]
 
     def abandon(self) -> None:
         """Give back what `begin` asked for."""
@@ -291,7 +276,8 @@ class ProblemSearch:
         if self.rule.nearly:
             self.evaluation.expect_race()
         proposals.begin(proposal.candidate)
-        outcome = self._outcome(proposal.candidate, proposal.compiling)
+        incumbent = (self.incumbent[0], _time(self.incumbent[1])) if self.incumbent else None
+        outcome = self.trials.outcome(proposal.candidate, proposal.compiling, incumbent)
         proposals.tell(proposal.candidate, outcome)
         self.heard.add(proposal.candidate)
         self._consider(proposal.candidate, outcome)
@@ -323,76 +309,10 @@ class ProblemSearch:
         if best is None or outcome.measurement.median_us < best.median_us:
             self.incumbent = candidate, outcome
 
-    def _compile(self, candidate: Candidate) -> Compiling:
-        variant = candidate.variant(self.space.spec)
-        known = self.state.compiled.get(variant.id)
-        if known is not None and (not isinstance(known, Pending) or known.shared()):
-            return known
-        try:
-            source = tasks.Source.of(candidate.family, variant)
-        except Exception as error:
-            return Failed(fate=Fate.COMPILE, reason=tasks.one_line(error))
-        limit_s = self.plan.limits.compile_s
-        found = self.workers.submit("compile", tasks.compile_candidate, source, self.problem, self.plan.target, limit_s=limit_s)
-        if self.plan.source == "measured":
-            self.state.compiled[variant.id] = found
-        return found
-
-    def _outcome(self, candidate: Candidate, compiling: Compiling) -> Outcome:
-        """Take one candidate through the stages; each can end it."""
-        variant = candidate.variant(self.space.spec)
-        self.at("compiling")
-        compiled = compiling if isinstance(compiling, Compiled | Failed) else compiling.reply()
-        self.state.compiled[variant.id] = compiled
-        reply: Timed | Failed
-        if isinstance(compiled, Failed):
-            reply = compiled
-        elif (twin := self._twin(candidate, compiled)) is not None:
-            reply = twin
-        else:
-            self.at("measuring" if self.plan.source == "measured" else "checking")
-            incumbent = (self.incumbent[0], _time(self.incumbent[1])) if self.incumbent else None
-            with self.spent.on("trials"):
-                reply = self.evaluation.evaluate(candidate, compiled.facts, incumbent)
-            if compiled.code and isinstance(reply, Timed):
-                self.by_code.setdefault(compiled.code, []).append((candidate, reply))
-        return Outcome(
-            template=variant.template,
-            template_hash=variant.template_hash,
-            variant_id=variant.id,
-            config=candidate.config,
-            fate=reply.fate,
-            source=self.plan.source,
-            reason=reply.reason if isinstance(reply, Failed) else "",
-            measurement=None if isinstance(reply, Failed) else reply.time,
-            trial=None if isinstance(reply, Failed) or self.plan.source == "predicted" else reply.time,
-            facts=compiled.facts,
-            max_error=reply.error,
-        )
-
-    def _twin(self, candidate: Candidate, compiled: Compiled) -> Timed | None:
-        """The time of a candidate that runs the very same: equal machine code, launched alike. Only on a GPU is it the same."""
-        if self.plan.source != "measured" or not compiled.code:
-            return None
-        for other, reply in self.by_code.get(compiled.code, []):
-            if (launches := self._launches(candidate)) is not None and launches == self._launches(other):
-                self.twins.add(candidate)
-                return reply
-        return None
-
-    def _launches(self, candidate: Candidate) -> str | None:
-        """How a candidate's kernels are launched; None where that can't be told."""
-        if candidate not in self.launches:
-            source = tasks.Source.of(candidate.family, candidate.variant(self.space.spec))
-            fixed = (source, self.problem, self.plan.target)
-            reply = self.workers.submit("compile", tasks.describe_launches, *fixed, limit_s=self.plan.limits.compile_s).reply()
-            self.launches[candidate] = None if isinstance(reply, Failed) else reply.launches
-        return self.launches[candidate]
-
     def _race(self) -> SearchResult:
         """Time the best few and the framework once more, all interleaved, and rank them."""
         outcomes = self.study.in_order()
-        correct = [c for c, o in outcomes.items() if o.measurement is not None and o.fate.timed and c not in self.twins]
+        correct = [c for c, o in outcomes.items() if o.measurement is not None and o.fate.timed and c not in self.trials.twins]
         correct.sort(key=lambda c: (_time(outcomes[c]).median_us, outcomes[c].variant_id))
         finalists = to_race(correct, [_time(outcomes[c]).median_us for c in correct])
         with self.spent.on("race"):
@@ -440,37 +360,3 @@ class ProblemSearch:
 def _time(outcome: Outcome) -> Measurement:
     assert outcome.measurement is not None, "only outcomes with a time are ranked"
     return outcome.measurement
-
-
-def to_race(correct: Sequence[Candidate], times: Sequence[float]) -> list[Candidate]:
-    """Of candidates, the fastest first, those that race: the first few that are within reach, where the GPU would wait for the host the
-    fastest of each other way to add up splits, for whole calls decide there, and beside kernels that settle row maxima the fastest that
-    doesn't, which serves where scores mislead them."""
-    found = [candidate for candidate, us in zip(correct[:FINALISTS], times, strict=False) if us <= (1 + WITHIN) * times[0]]
-    for candidate, us in zip(correct, times, strict=True):
-        if us <= HOST_US and all(candidate.config.get("combine", "") != other.config.get("combine", "") for other in found):
-            found.append(candidate)
-    settling = {candidate.family for candidate in found if settles(candidate.config)}
-    running = [candidate for candidate in correct if candidate.family in settling and not settles(candidate.config)]
-    return found + [candidate for candidate in running[:1] if candidate not in found]
-
-
-def to_call(ranks: Sequence[Candidate]) -> list[Candidate]:
-    """Of finalists, the best first, those whose whole calls are timed: the first few, and the first that adds up splits in each other way,
-    since a second launch costs the host what no race sees."""
-    found = list(ranks[:CALLED])
-    for candidate in ranks[CALLED:]:
-        if all(candidate.config.get("combine", "") != other.config.get("combine", "") for other in found):
-            found.append(candidate)
-    return found
-
-
-def ranked(
-    finalists: Sequence[tuple[Candidate, Outcome]], *, behind: Sequence[float] | None = None, known: Candidate | None = None
-) -> list[Candidate]:
-    """The winner first (see `placed`): by how far each is `behind` the fastest, or by their times alone; `known` is the stored row's."""
-    outcomes = [outcome for _, outcome in finalists]
-    behind = behind_by_times(outcomes) if behind is None else behind
-    is_known = {outcome.variant_id for candidate, outcome in finalists if candidate == known}
-    order = placed(outcomes, behind, is_stored=lambda outcome: outcome.variant_id in is_known)
-    return [finalists[place][0] for place in order]

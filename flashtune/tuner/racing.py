@@ -7,10 +7,10 @@ A finalist is decided when its interval lies on one side of `TIE`; who isn't rac
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from flashtune.core.results import Measurement, Outcome
+from flashtune.core.results import Measurement
 
 TIE = 0.005
 """Who is no more than half a percent slower than the fastest is tied with it; a fixed rule then chooses, so that runs and ranks agree."""
@@ -20,10 +20,6 @@ CONFIDENCE = 0.99
 
 RACES = 5
 """Races in all; what is open after the last is decided by its estimate."""
-
-CALL_GAIN = 0.1
-"""A whole call that is shorter by more than this is worth more than a lead on the GPU: what callers see is the slower of host and GPU, and
-a second launch takes host time that no race sees. Less than this may be noise: calls' times are the host's."""
 
 _TRIMMED = 0.1
 """What is left out at each end of the ratios: a host that is held up, a clock that changes between two launches."""
@@ -122,36 +118,3 @@ def _student(p: float, freedom: int) -> float:
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
     )
     return float(z + sum(term / freedom**power for power, term in enumerate(terms, start=1)))
-
-
-def placed(outcomes: Sequence[Outcome], behind: Sequence[float], *, is_stored: Callable[[Outcome], bool]) -> list[int]:
-    """The order of finalists: those tied with the fastest first, of them the stored row's, then the simplest; the rest by their times.
-
-    Simple is what takes fewer threads (warps), then less shared memory (stages, tiles), then fewer registers; the variant id comes last.
-    """
-
-    def place(index: int) -> tuple[object, ...]:
-        outcome, log = outcomes[index], behind[index]
-        if log > TIE:
-            return True, log, outcome.variant_id
-        facts = outcome.facts
-        size = (facts.threads, facts.shared_bytes, facts.registers) if facts is not None else (math.inf,) * 3
-        return False, not is_stored(outcome), size, outcome.variant_id
-
-    return sorted(range(len(outcomes)), key=place)
-
-
-def first_by_calls(calls: Sequence[float | None]) -> int:
-    """Which of some finalists wins, by what whole calls of each take (microseconds, the race's winner first): the race's winner, unless
-    another's calls are shorter by more than `CALL_GAIN`."""
-    known = {place: call for place, call in enumerate(calls) if call is not None}
-    if 0 not in known:
-        return 0
-    shortest = min(known, key=lambda place: known[place])
-    return shortest if known[shortest] < (1 - CALL_GAIN) * known[0] else 0
-
-
-def behind_by_times(outcomes: Sequence[Outcome]) -> list[float]:
-    """How far outcomes with a time are behind the fastest, by their medians alone: predictions, and races of other ways."""
-    times = [outcome.measurement.median_us for outcome in outcomes if outcome.measurement is not None]
-    return [time / min(times) - 1 for time in times]
