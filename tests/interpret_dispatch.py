@@ -10,7 +10,8 @@ def main() -> None:
     found = dispatch.explain(q, q, q, is_causal=True)
     print(found.kind, found.template, found.gpu, found.key, "interpreter" in found.reason)
     half = q.bfloat16()
-    print(dispatch.explain(half, half, half).kind)
+    found = dispatch.explain(half, half, half)
+    print(found.kind, found.gpu, found.reason)
     compiled = torch.compile(lambda x: dispatch.attention(x, x, x, is_causal=True), backend="aot_eager", fullgraph=True)
     rows_first = q.transpose(1, 2).contiguous().transpose(1, 2)
     for x in (q, rows_first):

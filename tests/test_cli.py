@@ -209,9 +209,13 @@ def test_rows_that_this_version_cannot_serve_give_way_or_are_named(
     newest = replace(results[0], outcomes=(replace(stale, fate=rank.fate, measurement=rank.measurement, reason=""),))
     with Store.open(path, writable=True) as store:
         store.save(newest)
-    alone = flashtune("generate", "--db", str(path), "--out", str(tmp_path / "alone"))
-    assert alone.exit_code == 0 and "left out" in alone.stderr and "'GONE'" in alone.stderr
-    assert not list((tmp_path / "alone").rglob("*.py"))
+    (written := tmp_path / "written" / "index.json").parent.mkdir()
+    written.write_text('{"format": 1, "kernels": [], "files": {}}')
+    for words in ((), ("--check",), ("--json",)):
+        alone = flashtune("generate", "--db", str(path), "--out", str(written.parent), *words)
+        assert alone.exit_code == 5 and alone.stdout == "" and "left out" in alone.stderr and "'GONE'" in alone.stderr
+        assert alone.stderr.strip().splitlines()[-1].endswith("holds no row that could be served: search first, or name another database")
+    assert [path.name for path in written.parent.rglob("*")] == ["index.json"]
     with Store.open(path, writable=True) as store:
         for result in results:
             store.save(result)

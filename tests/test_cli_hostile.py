@@ -124,6 +124,18 @@ def test_rows_that_cannot_be_served_are_marked_where_they_are_listed_and_left_ou
         assert len(store.results()) == 2
 
 
+def test_where_no_row_can_be_served_explain_names_the_one_that_was_asked_for(tmp_path: Path) -> None:
+    refused = [replace(OUTSIDE["a value outside the space"], variant_id=f"aaaa00000000{n:04}") for n in (512, 1024, 4096)]
+    path = file_of(
+        tmp_path / "a.sqlite", *(samples.result(one, of=samples.problem(n)) for one, n in zip(refused, (512, 1024, 4096), strict=True))
+    )
+    for n in ("512", "1024", "4096"):
+        words = ("--heads", "16", "--kv-heads", "4", "--batch", "2", "--d", "64", "--n", n, "--causal", "--gpu-name", "h200")
+        result = flashtune("explain", *words, "--db", str(path))
+        assert result.exit_code == 0, result.output
+        assert f"(gpu h200, n {n}, d 64, bf16): BLOCK_M=12345" in " ".join(result.stdout.split())
+
+
 def test_a_hostile_database_never_shows_a_traceback_in_a_terminal(tmp_path: Path) -> None:
     path = edited(file_of(tmp_path / "a.sqlite", samples.FIXTURE_RESULTS[0]), "UPDATE flashtune_schema SET version_num = '0000'")
     words = [sys.executable, "-m", "flashtune.cli.main", "show", "--db", str(path)]

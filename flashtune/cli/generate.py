@@ -12,7 +12,8 @@ import click
 from flashtune.cli.console import console, messages, print_json
 from flashtune.cli.options import GPU, db_option, filters_of, json_option
 from flashtune.cli.records import servable
-from flashtune.core.errors import InputError
+from flashtune.core.errors import InputError, NoKernelFound
+from flashtune.core.target import find_target
 
 if TYPE_CHECKING:
     from flashtune.tuner.generated import Arranged
@@ -42,8 +43,8 @@ def generate(
     """Write the winners of a database (default: the shipped one) as source and as machine code, one module per distinct variant.
 
     An index names what was written; of that, what no longer belongs is removed, and nothing else is touched. Generating twice gives the
-    same text and the same machine code. Rows that this version can't serve are named and left out. Machine code is compiled where the
-    folder has none of the same text and Triton; --check compiles all of it, or a --sample.
+    same text and the same machine code. Rows that this version can't serve are named and left out; where none is left, nothing is touched.
+    Machine code is compiled where the folder has none of the same text and Triton; --check compiles all of it, or a --sample.
     """
     from flashtune.core.kernel_index import INDEX
     from flashtune.db.library import Library, shipped_path
@@ -60,6 +61,9 @@ def generate(
     library = Library.of(location or shipped_path())
     records = library.records(passed_over=unservable, **filters_of(gpu_name=gpu_name))
     arranged = arrange(servable(records))
+    if not arranged:
+        wanted = "no row" if gpu_name is None else f"no row of gpu {find_target(gpu_name).slug}"
+        raise NoKernelFound(f"{location or shipped_path()} holds {wanted} that could be served: search first, or name another database")
     files = text_files(arranged)
     kernels = [one.kernel.path for one in arranged]
     anew = set(kernels) if rebuild or check else set()

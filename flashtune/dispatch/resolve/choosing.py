@@ -77,6 +77,8 @@ def candidates(
         torch_only = "there is nothing to compute"
     elif torch_only is None and problem is None:
         torch_only = f"kernels take float16, bfloat16, float32 and float8_e4m3fn, not {str(call.dtype).removeprefix('torch.')}"
+    elif torch_only is None and problem is not None and problem.dtype == "bf16" and call.device.type == "cpu":
+        torch_only = "Triton's interpreter can't multiply bfloat16"
     if torch_only in GRADIENTS and problem is not None:
         target = devices.target_of(call.device)
         trained = trained_as(problem, GRADIENTS[torch_only])

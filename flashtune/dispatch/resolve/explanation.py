@@ -73,7 +73,7 @@ def explained(
     if variant is not None and not interpreted and target.arch.isdigit() and not _compiled(variant, target):
         reason += "; there is no machine code of it, so Triton compiles it at the first call"
     if choice.kind == "framework" and record is None and refused:
-        reason += f" ({refused[-1]})"
+        reason += f" ({refused[0]})"
     if interpreted:
         reason += ", in Triton's interpreter"
     return Explanation(
