@@ -15,8 +15,8 @@ from flashtune.core.dtypes import DTYPES
 from flashtune.core.errors import InputError
 from flashtune.core.problem import FLAGS, MASK_KINDS, Features, Problem
 from flashtune.core.results import SOURCES, Baseline, CompileFacts, Conditions, Ending, Fate, Measurement, Outcome, Provenance, SearchResult
-from flashtune.db.rows import LARGEST, TEXT_LENGTH, tidy
 from flashtune.db.store import Store
+from flashtune.db.values import LARGEST, TEXT_LENGTH, tidy
 
 sides = st.none() | st.integers(0, 2**30)
 counts = st.integers(0, LARGEST)

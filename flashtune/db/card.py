@@ -10,7 +10,7 @@ from pathlib import Path
 
 from flashtune.core.errors import DatabaseError, InputError
 from flashtune.core.results import TuningRecord
-from flashtune.db.rows import tidy
+from flashtune.db.values import tidy
 
 FORMAT = 1
 LICENCE_LENGTH = 255

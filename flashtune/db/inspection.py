@@ -10,7 +10,7 @@ from sqlalchemy.exc import DBAPIError
 
 from flashtune.core.errors import DatabaseError, EnvironmentProblem, FlashtuneError
 from flashtune.db import schema
-from flashtune.db.rows import tidy
+from flashtune.db.values import tidy
 
 AGAIN = "restore a copy of it, or delete it and search again"
 FAULTS = (DBAPIError, sqlite3.Error, UnicodeDecodeError, OSError)

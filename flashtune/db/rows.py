@@ -5,13 +5,9 @@ driver names) is tidied on the way in: control characters become blanks and what
 """
 
 import functools
-import json
 import math
-import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import fields
 from datetime import UTC, datetime
-from typing import Any, TypeVar
 
 from flashtune.core.config import RUNNING, Config, settles
 from flashtune.core.dtypes import DTYPES
@@ -30,123 +26,20 @@ from flashtune.core.results import (
     SearchResult,
     Source,
 )
+from flashtune.db.values import IDENTIFIER, LARGEST, NAME_LENGTH, TEXT_LENGTH, UNPRINTABLE, Row, RowError, canonical, shown, tidy
 
-LARGEST = 2**31 - 1
-"""The largest whole number that every database's INTEGER holds."""
 SHORTEST_TIME_US = 1e-3
 """A nanosecond: a clock of a GPU takes half of one. A ratio of two times that rows may hold is always finite."""
 LONGEST_TIME_US = 1e12
 MOST_WATTS = 1e6
 COLDEST_C = -273
 REASONS_LENGTH = 255
-NAME_LENGTH = 64
 FEATURES_LENGTH = 255
-TEXT_LENGTH = 4000
 
 RUNNING_PATTERN = f"%{RUNNING.as_json()[1:-1]}%"
 """What a config's text is like (SQL) whose kernel looks for row maxima in every block."""
 
-WordT = TypeVar("WordT", bound=str)
-
-_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
-# Control characters, lone surrogates, line separators and the marks that reorder text: none may reach a terminal.
-_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _QUANTILES = ("min_us", "q10_us", "median_us", "q90_us")
-
-
-class RowError(ValueError):
-    """A row holds what flashtune would not write; `column` says where."""
-
-    def __init__(self, column: str, why: str) -> None:
-        super().__init__(f"{column} {why}")
-        self.column = column
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """The raw values of one row by column; each method returns one of them, checked, or raises RowError."""
-
-    values: Mapping[str, object]
-
-    def missing(self, column: str) -> bool:
-        """Whether the value is NULL."""
-        return self.values[column] is None
-
-    def text(self, column: str, *, limit: int, pattern: re.Pattern[str] | None = None, empty: bool = False) -> str:
-        """A printable text of at most `limit` characters that matches all of `pattern`."""
-        value = self.values[column]
-        if not isinstance(value, str):
-            raise RowError(column, f"is {_shown(value)}, not a text")
-        if len(value) > limit:
-            raise RowError(column, f"has {len(value)} characters, more than {limit}")
-        if _UNPRINTABLE.search(value):
-            raise RowError(column, f"is {_shown(value)}, which holds control characters")
-        if (not value and not empty) or (value and pattern is not None and not pattern.fullmatch(value)):
-            raise RowError(column, f"is {_shown(value)}, which is no name")
-        return value
-
-    def word(self, column: str) -> str:
-        """A slug or a hash."""
-        return self.text(column, limit=NAME_LENGTH, pattern=_WORD)
-
-    def one_of(self, column: str, known: tuple[WordT, ...]) -> WordT:
-        """One of the known words."""
-        value = self.values[column]
-        for word in known:
-            if isinstance(value, str) and value == word:
-                return word
-        raise RowError(column, f"is {_shown(value)}, not one of {', '.join(known)}")
-
-    def integer(self, column: str, low: int, high: int = LARGEST) -> int:
-        """A whole number in low .. high."""
-        value = self.values[column]
-        if type(value) is not int or not low <= value <= high:
-            raise RowError(column, f"is {_shown(value)}, not a whole number from {low} to {high}")
-        return value
-
-    def real(self, column: str, *, zero: bool = False, infinite: bool = False, most: float = math.inf) -> float:
-        """A positive finite number; zero or infinity only where they are allowed."""
-        value = self.values[column]
-        number = float(value) if type(value) in (int, float) and isinstance(value, int | float) else math.nan
-        if not (0 < number <= most or (zero and number == 0)) or (math.isinf(number) and not infinite):
-            raise RowError(column, f"is {_shown(value)}, not a positive finite number")
-        return number
-
-    def json(self, column: str, limit: int) -> dict[str, Any]:
-        """A JSON object in canonical form (sorted keys, no blanks), so that equal values are equal texts."""
-        text = self.text(column, limit=limit)
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise RowError(column, f"is {_shown(text)}, which is no JSON") from error
-        if not isinstance(value, dict) or canonical(value) != text:
-            raise RowError(column, f"is {_shown(text)}, not a JSON object in canonical form")
-        return value
-
-
-def canonical(value: Mapping[str, object]) -> str:
-    """The one JSON text of `value`."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))
-
-
-def tidy(text: str, limit: int = TEXT_LENGTH) -> str:
-    """One printable line of at most `limit` characters."""
-    plain = _UNPRINTABLE.sub(" ", text)
-    return plain if len(plain) <= limit else plain[: limit - 1] + "…"
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-# --- problem and run ------------------------------------------------------------------------------------------------------------
-
-
-def key_row(key: ProblemKey) -> dict[str, object]:
-    """The columns of `problem` (without id)."""
-    return asdict(key)
 
 
 def read_key(row: Row) -> ProblemKey:
@@ -233,7 +126,7 @@ def read_problem(row: Row, key: ProblemKey) -> Problem:
     for field in fields(ProblemKey):
         if getattr(expected, field.name) != getattr(key, field.name):
             found, right = getattr(key, field.name), getattr(expected, field.name)
-            raise RowError(field.name, f"of the problem is {_shown(found)}, but the run's sizes and features give {_shown(right)}")
+            raise RowError(field.name, f"of the problem is {shown(found)}, but the run's sizes and features give {shown(right)}")
     return problem
 
 
@@ -244,7 +137,7 @@ def read_provenance(row: Row) -> Provenance:
         try:
             datetime.fromisoformat(created_at)
         except ValueError as error:
-            raise RowError("created_at", f"is {_shown(created_at)}, not a time in ISO 8601") from error
+            raise RowError("created_at", f"is {shown(created_at)}, not a time in ISO 8601") from error
     return Provenance(
         flashtune=row.text("flashtune", limit=NAME_LENGTH, empty=True),
         torch=row.text("torch", limit=NAME_LENGTH, empty=True),
@@ -315,9 +208,6 @@ def read_ending(row: Row) -> Ending | None:
     return Ending(reason=row.word("ended_by"), regret=regret)
 
 
-# --- trial ----------------------------------------------------------------------------------------------------------------------
-
-
 def trial_row(outcome: Outcome, number: int) -> dict[str, object]:
     """The columns of `trial` (without ids). An error that is not a number is kept as infinite: databases have no NaN."""
     facts, error = outcome.facts, outcome.max_error
@@ -340,14 +230,9 @@ def trial_row(outcome: Outcome, number: int) -> dict[str, object]:
     }
 
 
-def read_fate(row: Row) -> Fate:
-    """What became of a trial."""
-    return Fate(row.one_of("fate", tuple(str(fate) for fate in Fate)))
-
-
 def read_outcome(row: Row) -> Outcome:
     """The outcome in a row of `trial`."""
-    fate = read_fate(row)
+    fate = Fate(row.one_of("fate", tuple(str(fate) for fate in Fate)))
     source: Source = row.one_of("source", SOURCES)
     measurement = _read_measurement(row)
     trial = _read_measurement(row, "trial_")
@@ -365,7 +250,7 @@ def read_outcome(row: Row) -> Outcome:
     if not row.missing("call_us") and source != "measured":
         raise RowError("call_us", f"is set, but the trial's source is {source}")
     return Outcome(
-        template=row.text("template", limit=NAME_LENGTH, pattern=_IDENTIFIER),
+        template=row.text("template", limit=NAME_LENGTH, pattern=IDENTIFIER),
         template_hash=row.word("template_hash"),
         variant_id=row.word("variant_id"),
         config=_read_config(row),
@@ -393,16 +278,16 @@ def twin_of(outcome: Outcome, row: Row | None) -> Outcome | None:
 def _read_config(row: Row) -> Config:
     values = row.json("config", TEXT_LENGTH)
     for axis, value in values.items():
-        if not _IDENTIFIER.fullmatch(axis) or len(axis) > NAME_LENGTH:
-            raise RowError("config", f"has the impossible axis {_shown(axis)}")
+        if not IDENTIFIER.fullmatch(axis) or len(axis) > NAME_LENGTH:
+            raise RowError("config", f"has the impossible axis {shown(axis)}")
         if type(value) is str:
-            if len(value) > NAME_LENGTH or _UNPRINTABLE.search(value):
-                raise RowError("config", f"has {axis}={_shown(value)}, which is no axis value")
+            if len(value) > NAME_LENGTH or UNPRINTABLE.search(value):
+                raise RowError("config", f"has {axis}={shown(value)}, which is no axis value")
         elif type(value) is int:
             if abs(value) > LARGEST:
-                raise RowError("config", f"has {axis}={_shown(value)}, which is too large")
+                raise RowError("config", f"has {axis}={shown(value)}, which is too large")
         elif type(value) is not bool:
-            raise RowError("config", f"has {axis}={_shown(value)}, not a number, text or flag")
+            raise RowError("config", f"has {axis}={shown(value)}, not a number, text or flag")
     return Config.of(values)
 
 

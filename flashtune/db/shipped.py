@@ -11,14 +11,14 @@ from flashtune.core.problem import ProblemKey
 from flashtune.core.results import TuningRecord
 from flashtune.db import rows
 from flashtune.db.ranking import by_key
-from flashtune.db.rows import Row
+from flashtune.db.values import LARGEST, Row
 
 _TABLES = ("problem", "run", "trial")
 
 # What Store.winners asks for; a test compares the two.
 _FIRST_OF_EACH_RUN = f"""
     WITH ranked AS (
-        SELECT id, row_number() OVER (PARTITION BY run_id ORDER BY coalesce(rank, {rows.LARGEST}), median_us, variant_id, number) AS place
+        SELECT id, row_number() OVER (PARTITION BY run_id ORDER BY coalesce(rank, {LARGEST}), median_us, variant_id, number) AS place
         FROM trial WHERE ({{which}}) {{only}}
     )
     SELECT {{columns}} FROM ranked JOIN trial ON trial.id = ranked.id

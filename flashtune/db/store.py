@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, TypedDict, TypeVar, Unpack, cast
@@ -19,10 +20,10 @@ from flashtune.core.results import Baseline, Ending, Outcome, Provenance, Search
 from flashtune.core.secrets import mask_secrets
 from flashtune.db import rows
 from flashtune.db.ranking import by_key, foremost, key_order, serve_all
-from flashtune.db.rows import Row, RowError
 from flashtune.db.schema import ProblemRow, RunRow, TrialRow
 from flashtune.db.server import Server
 from flashtune.db.sqlite_file import SqliteFile
+from flashtune.db.values import LARGEST, Row, RowError
 from flashtune.db.writing import ResultRows, write_file
 
 T = TypeVar("T")
@@ -96,7 +97,7 @@ class Store:
         """Keep all of `result` in one transaction; any number of processes may save at once.
 
         With `once` it is of no effect where the very same run is there already: it was saved, and its writer died before it could tell.
-        Free texts are tidied (see `rows.tidy`). Raises InputError where the result could not be read back, such as a time of zero.
+        Free texts are tidied (see `values.tidy`). Raises InputError where the result could not be read back, such as a time of zero.
         """
         if not self._writable:
             raise DatabaseError(f"{self.name} is open for reading only: open it for writing to save results")
@@ -105,7 +106,7 @@ class Store:
 
     def best(self, key: ProblemKey) -> TuningRecord | None:
         """The best record of exactly this key, or None."""
-        return next(iter(by_key(self.winners(**cast(KeyFilter, rows.key_row(key)))).get(key, [])), None)
+        return next(iter(by_key(self.winners(**cast(KeyFilter, asdict(key)))).get(key, [])), None)
 
     def records(self, *, passed_over: Callable[[TuningRecord], object] = serve_all, **where: Unpack[KeyFilter]) -> list[TuningRecord]:
         """The best record of every key that passes the filter, in order of keys.
@@ -262,7 +263,7 @@ def _first_of_each_run(*where: ColumnElement[bool]) -> Subquery:
     """Of the trials that pass the filter their ids, and each one's `place` among those of its run, the best first."""
     place = func.row_number().over(
         partition_by=_TRIAL.c.run_id,
-        order_by=(func.coalesce(_TRIAL.c.rank, rows.LARGEST), _TRIAL.c.median_us, _TRIAL.c.variant_id, _TRIAL.c.number),
+        order_by=(func.coalesce(_TRIAL.c.rank, LARGEST), _TRIAL.c.median_us, _TRIAL.c.variant_id, _TRIAL.c.number),
     )
     return select(_TRIAL.c.id, place.label("place")).select_from(_TRIAL.join(_RUN).join(_PROBLEM)).where(*where).subquery()
 

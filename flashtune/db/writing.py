@@ -1,7 +1,7 @@
 """Search results as checked rows, and their insertion, into a store or a file of their own."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,9 @@ from sqlalchemy import Connection, Insert, insert, select
 from flashtune.core.errors import InputError
 from flashtune.core.results import SearchResult
 from flashtune.db import rows
-from flashtune.db.rows import Row, RowError
 from flashtune.db.schema import ProblemRow, RunRow, TrialRow
 from flashtune.db.sqlite_file import export_file
+from flashtune.db.values import Row, RowError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class ResultRows:
     @classmethod
     def of(cls, result: SearchResult) -> "ResultRows":
         """The rows of `result`; raises InputError where they could not be read back, such as a time of zero."""
-        key = rows.key_row(result.problem.key(result.gpu))
+        key = asdict(result.problem.key(result.gpu))
         run = rows.run_row(result)
         trials = [rows.trial_row(outcome, number) for number, outcome in enumerate(result.outcomes)]
         try:
