@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from flashtune.core.passes import CallParameters
+from flashtune.core.parameters import CallParameters
 from flashtune.core.problem import Problem
 
 KEPT = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"

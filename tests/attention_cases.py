@@ -13,7 +13,7 @@ import torch
 from flashtune.core import reference
 from flashtune.core.band import Alignment, Band
 from flashtune.core.dtypes import DType, output_dtype
-from flashtune.core.passes import PER_HEAD, PER_HEAD_FLAGS, CallParameters, per_head_words
+from flashtune.core.parameters import PER_HEAD, PER_HEAD_FLAGS, CallParameters, per_head_words
 from flashtune.core.problem import Features, Problem
 from flashtune.core.torch_dtypes import TORCH_DTYPES
 from flashtune.tuner.inputs import Inputs

@@ -9,7 +9,9 @@ from attention_cases import band_of
 
 from flashtune.core import reference
 from flashtune.core.errors import InputError
-from flashtune.core.passes import BACKWARD, FORWARD, PER_HEAD, PER_HEAD_FLAGS, Place, per_head_words
+from flashtune.core.oracles import Place
+from flashtune.core.parameters import PER_HEAD, PER_HEAD_FLAGS, per_head_words
+from flashtune.core.passes import BACKWARD, FORWARD
 from flashtune.core.problem import Features, Problem
 from flashtune.tuner.correctness import Verifier, check, everywhere, oracle
 from flashtune.tuner.distributions import redistribute

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from flashtune import dispatch
 from flashtune.core import reference
 from flashtune.core.band import Band
-from flashtune.core.passes import PER_HEAD_FLAGS, per_head_words
+from flashtune.core.parameters import PER_HEAD_FLAGS, per_head_words
 from flashtune.core.problem import Problem
 from flashtune.core.target import find_target
 from flashtune.dispatch import framework

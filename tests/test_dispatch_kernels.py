@@ -15,7 +15,7 @@ from flashtune.core.band import Band
 from flashtune.core.binaries import Manifest
 from flashtune.core.config import Variant
 from flashtune.core.errors import EnvironmentProblem, InputError
-from flashtune.core.passes import CallParameters
+from flashtune.core.parameters import CallParameters
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
 from flashtune.dispatch.launch import kernels, prepared

@@ -19,7 +19,7 @@ from flashtune.core.binaries import Binary, Manifest, Parameter, TensorMap, read
 from flashtune.core.dtypes import output_dtype
 from flashtune.core.kernel_index import GeneratedKernel, read_index
 from flashtune.core.modules import load_source
-from flashtune.core.passes import PER_HEAD, CallParameters
+from flashtune.core.parameters import PER_HEAD, CallParameters
 from flashtune.core.problem import Features, MaskKind, Problem
 from flashtune.core.target import find_target
 from flashtune.core.torch_dtypes import TORCH_DTYPES

@@ -14,7 +14,7 @@ import torch
 
 from flashtune import dispatch
 from flashtune.core.config import Config, settles
-from flashtune.core.passes import CallParameters
+from flashtune.core.parameters import CallParameters
 from flashtune.core.target import find_target
 from flashtune.db.library import Library, shipped_path
 from flashtune.dispatch import api

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend
 from flashtune import dispatch
 from flashtune.core import reference
 from flashtune.core.config import Config
-from flashtune.core.passes import CallParameters
+from flashtune.core.parameters import CallParameters
 from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Baseline, Fate, Measurement, Outcome, Provenance, TuningRecord
 from flashtune.core.target import find_target

@@ -12,7 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 from flashtune.core.band import Window
 from flashtune.core.dtypes import DType
 from flashtune.core.errors import InputError
-from flashtune.core.passes import PER_HEAD
+from flashtune.core.parameters import PER_HEAD
 from flashtune.core.problem import ASKED, FLAGS, Features, MaskKind, Problem
 from flashtune.core.target import find_target
 from flashtune.core.torch_attention import autocasting
@@ -22,6 +22,7 @@ from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan, Outputs
 from flashtune.dispatch.plans.known import IN_INFERENCE, SEEDED, UNSEEDED, Plan
 from flashtune.dispatch.policy import growing
 from flashtune.dispatch.resolve import choosing
+from flashtune.dispatch.resolve.code import tried
 from flashtune.dispatch.resolve.explanation import Explanation
 from flashtune.dispatch.resolve.given import (
     GRADIENT,
@@ -280,7 +281,7 @@ def _first_call(
             chosen = training.TrainingPlan(memo, call, candidate.plan) if candidate.trains else candidate.plan
             build = partial(chosen.build, query, key, value, attn_mask, per_head)
             run = partial(chosen.run, query, key, value, attn_mask, seed, per_head)
-            outputs = choosing.tried(memo, candidate.variant, call.device, build, run)
+            outputs = tried(memo, candidate.variant, call.device, build, run)
             if outputs is None:
                 continue
             if signature is not None:

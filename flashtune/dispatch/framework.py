@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashtune.core import reference
-from flashtune.core.passes import CallParameters, per_head_words
+from flashtune.core.parameters import CallParameters, per_head_words
 from flashtune.core.torch_attention import autocasting, sdpa, sound_backends
 from flashtune.dispatch.call import Call, PerHead
 

@@ -12,7 +12,8 @@ from itertools import groupby
 
 import torch
 
-from flashtune.core.passes import Operand, Place
+from flashtune.core.oracles import Place
+from flashtune.core.passes import Operand
 from flashtune.core.problem import Problem
 from flashtune.core.tolerances import Bound
 from flashtune.tuner.cases import Case, cases, small_problems

@@ -10,7 +10,9 @@ import torch
 
 from flashtune.core import reference
 from flashtune.core.dtypes import DType, output_dtype
-from flashtune.core.passes import FORWARD, PER_HEAD, CallParameters, Place, per_head_words
+from flashtune.core.oracles import Place
+from flashtune.core.parameters import PER_HEAD, CallParameters, per_head_words
+from flashtune.core.passes import FORWARD
 from flashtune.core.problem import Problem
 from flashtune.core.torch_dtypes import TORCH_DTYPES
 

@@ -15,7 +15,8 @@ from typing import Any
 from flashtune.core.binaries import Binary, Manifest
 from flashtune.core.config import KernelSpec
 from flashtune.core.errors import EnvironmentProblem
-from flashtune.core.passes import PASSES, per_head_words
+from flashtune.core.parameters import per_head_words
+from flashtune.core.passes import PASSES
 from flashtune.core.problem import COMPILED_AS_THEY_ARE, Features, Problem
 from flashtune.core.target import Target
 from flashtune.tuner import tasks

@@ -9,7 +9,7 @@ import torch
 
 from flashtune.core.band import ALIGNMENTS, Sides, Window
 from flashtune.core.errors import InputError, InputTypeError
-from flashtune.core.passes import FACTORS, PER_HEAD, PER_HEAD_FLAGS
+from flashtune.core.parameters import FACTORS, PER_HEAD, PER_HEAD_FLAGS
 from flashtune.core.problem import MAX_HEAD_DIM, Features, MaskKind, Problem
 from flashtune.core.torch_dtypes import KERNEL_DTYPES, output_torch_dtype
 from flashtune.dispatch.call.checked import Call, PerHead

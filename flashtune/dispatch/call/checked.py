@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from flashtune.core.band import Band
-from flashtune.core.passes import FACTORS, PER_HEAD, CallParameters, per_head_words
+from flashtune.core.parameters import FACTORS, PER_HEAD, CallParameters, per_head_words
 from flashtune.core.problem import MaskKind, Problem
 
 

@@ -11,7 +11,7 @@ import torch
 
 from flashtune.core import launching
 from flashtune.core.binaries import Binary, Manifest, machine_arch
-from flashtune.core.passes import PER_HEAD, CallParameters, per_head_words
+from flashtune.core.parameters import PER_HEAD, CallParameters, per_head_words
 from flashtune.dispatch.launch import driver
 from flashtune.dispatch.launch.program import Program
 from flashtune.dispatch.launch.recording import Drawn, Recording, Resident, Tensor, record

@@ -15,7 +15,7 @@ from flashtune.core.band import Sides
 from flashtune.core.binaries import Manifest
 from flashtune.core.config import Config
 from flashtune.core.errors import EnvironmentProblem
-from flashtune.core.passes import PER_HEAD, CallParameters
+from flashtune.core.parameters import PER_HEAD, CallParameters
 from flashtune.core.torch_attention import sdpa
 from flashtune.dispatch import framework
 from flashtune.dispatch.call import Call, PerHead

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flashtune.core import launching
-from flashtune.core.passes import CallParameters
+from flashtune.core.parameters import CallParameters
 from flashtune.dispatch import framework
 from flashtune.dispatch.call import Call
 from flashtune.dispatch.launch import devices, prepared

@@ -3,28 +3,24 @@
 import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import ModuleType
-from typing import TypeVar
 
 import torch
 
 from flashtune.core.band import Sides
-from flashtune.core.binaries import Manifest
 from flashtune.core.config import Variant
-from flashtune.core.errors import FlashtuneError
 from flashtune.core.passes import BACKWARD
 from flashtune.core.problem import ASKED, FLAGS, Problem
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target
 from flashtune.dispatch.call import Call
 from flashtune.dispatch.launch import devices, kernels
-from flashtune.dispatch.launch.driver import NO_RESOURCES, DriverError
 from flashtune.dispatch.launch.prepared import operand_names
 from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan, Twin
 from flashtune.dispatch.plans.gradients import Backward, FormulaPlan, Given, GradientPlan, Gradients
 from flashtune.dispatch.policy import Choice, Kind, Pool, Refusal, growing, rank, torch_has
 from flashtune.dispatch.policy.fitting import Tile, excess
 from flashtune.dispatch.policy.ready import ready_first
+from flashtune.dispatch.resolve.code import code_of, tried, variant_of
 from flashtune.dispatch.resolve.explanation import Explanation, described, explained
 from flashtune.dispatch.resolve.given import GRADIENTS
 from flashtune.dispatch.resolve.memo import MOST_PLANS, Memo
@@ -34,9 +30,6 @@ from flashtune.templates.family import Family
 SHORTEST_BACKWARD_US = 120.0
 """Where torch's own is shorter, the host decides, and a step of ours costs it a little more than torch's: the shortest gradients in
 benchmarks/results/2026-11-22-h200-training whose whole steps ours were the faster at take torch about so long."""
-
-
-_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,9 +121,9 @@ def candidates(
             continue
         if family.name in failed and choice.record is not None:
             continue
-        variant = _variant(choice, family)
+        variant = variant_of(choice, family)
         name = f"{variant.template} {variant.id}"
-        module, manifest, whole, why = _code(memo, family, variant, call.device, target)
+        module, manifest, whole, why = code_of(memo, family, variant, call.device, target)
         if module is None:
             refused.append(f"{name}: {why}")
             failed.add(family.name)
@@ -160,7 +153,7 @@ def _twin(memo: Memo, call: Call, choice: Choice, target: Target, q: torch.Tenso
     def plan() -> KernelPlan | None:
         with memo.lock:
             variant = kernels.variant(family, choice.spec, config, known_hash)
-            module, manifest, whole, _ = _code(memo, family, variant, call.device, target)
+            module, manifest, whole, _ = code_of(memo, family, variant, call.device, target)
             return None if module is None else KernelPlan(call, module, like, manifest=manifest, whole=whole, warn=memo.warn_once)
 
     return Twin(config=config, plan=plan)
@@ -245,7 +238,7 @@ def serves_span(memo: Memo, call: Call, variant: Variant | None, sides: Sides) -
         return next(choice for choice in ranked if isinstance(choice, Choice))
 
     choice = growing.choice_of_span(call.problem, sides, records, chosen)
-    return choice is not None and (None if choice.family is None else _variant(choice, choice.family)) == variant
+    return choice is not None and (None if choice.family is None else variant_of(choice, choice.family)) == variant
 
 
 def gradient_kernels(memo: Memo, call: Call, given: Given) -> Iterator[tuple[Variant | None, GradientPlan]]:
@@ -263,8 +256,8 @@ def gradient_kernels(memo: Memo, call: Call, given: Given) -> Iterator[tuple[Var
         yield None, GradientPlan(call, pinned)
     for choice in _gradient_choices(problem, target, records, known, framework_serves=False):
         if choice.family is not None:
-            variant = _variant(choice, choice.family)
-            module, manifest, whole, _ = _code(memo, choice.family, variant, call.device, target)
+            variant = variant_of(choice, choice.family)
+            module, manifest, whole, _ = code_of(memo, choice.family, variant, call.device, target)
             if module is not None and module.accepts(given.query, given.key, given.value, mask):
                 yield variant, GradientPlan(call, module, manifest=manifest, whole=whole, warn=memo.warn_once)
 
@@ -303,11 +296,11 @@ def explain_problem(memo: Memo, problem: Problem, target: Target) -> Explanation
         if chosen is None or chosen.family is None:
             reason = f"{why}, so torch's own attention serves the gradient"
             return Explanation(kind="framework", reason=reason, gpu=target.slug, key=problem.key(target.slug))
-        return explained(chosen, problem, target, refused, _variant(chosen, chosen.family))
+        return explained(chosen, problem, target, refused, variant_of(chosen, chosen.family))
     pool = memo.pool(problem.key(target.slug), target)
     for choice in _ranked(memo, problem, target, pool, families(), framework_serves=torch_has(problem), unmeasured=memo.unmeasured):
         if isinstance(choice, Choice):
-            variant = None if choice.family is None else _variant(choice, choice.family)
+            variant = None if choice.family is None else variant_of(choice, choice.family)
             return explained(choice, problem, target, refused, variant)
         refused.append(described(choice))
     raise AssertionError("the ranking ends with the framework")
@@ -315,7 +308,7 @@ def explain_problem(memo: Memo, problem: Problem, target: Target) -> Explanation
 
 def _explained_both(forward: Candidate, chosen: Choice, problem: Problem, target: Target) -> Explanation:
     """The explanation of a forward by kernels, and of the backward's kernel that was `chosen`."""
-    variant = None if chosen.family is None else _variant(chosen, chosen.family)
+    variant = None if chosen.family is None else variant_of(chosen, chosen.family)
     return replace(forward.explanation, backward=explained(chosen, problem, target, (), variant))
 
 
@@ -325,7 +318,7 @@ def _ranked(
     """The policy's order, save that what is compiled goes before near-equal stand-ins that aren't and whose tiles fit no better."""
 
     def ready(choice: Choice) -> bool:
-        return choice.family is not None and memo.machine_code(choice.family, _variant(choice, choice.family), target)[0] is not None
+        return choice.family is not None and memo.machine_code(choice.family, variant_of(choice, choice.family), target)[0] is not None
 
     def idle(choice: Choice) -> float:
         tile = None if choice.config is None else Tile.of(choice.config)
@@ -334,81 +327,12 @@ def _ranked(
     return ready_first(rank(problem, target, records, known, **words), ready, idle)
 
 
-def tried(memo: Memo, variant: Variant | None, device: torch.device, build: Callable[[], None], run: Callable[[], _Found]) -> _Found | None:
-    """What a plan gives at its first call, built and run; None where its kernel failed for its own sake, which is remembered and warned
-    of. What has no `variant`, a pinned kernel or torch's own, raises whatever it meets."""
-    built = False
-    try:
-        build()
-        built = True
-        return run()
-    except Exception as error:
-        if variant is None or not (_uncompilable(error) if built else _unbuildable(error)):
-            raise
-        report_failure(memo, variant, device, error)
-        return None
-
-
-def report_failure(memo: Memo, variant: Variant, device: torch.device, error: BaseException) -> str:
-    """Remember that a kernel failed on a device, warn once, and return the reason in a line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    why = f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
-    memo.broken[variant.id, str(device)] = why
-    memo.warn_once(f"flashtune: {variant.template} with {variant.config.label()} failed on {device} and is skipped from now on: {why}")
-    return why
-
-
-def _unbuildable(error: Exception) -> bool:
-    """Whether taking or compiling a kernel failed for its own sake: compilers fail in many ways, but a GPU that is lost or full is
-    nobody's config."""
-    if isinstance(error, DriverError):
-        return error.code in NO_RESOURCES
-    return not isinstance(error, (FlashtuneError, torch.OutOfMemoryError)) and not str(error).startswith(("CUDA error", "HIP error"))
-
-
-def _uncompilable(error: Exception) -> bool:
-    """Whether a launch by Triton failed because the kernel doesn't compile or fit; anything else says nothing of the kernel."""
-    return type(error).__module__.startswith("triton.") or str(error).startswith("PassManager::run failed")
-
-
 def _surroundings(memo: Memo, call: Call, problem: Problem) -> tuple[Target, Mapping[str, Family], Pool | Sequence[TuningRecord]]:
     """The target, the families that run there and the records; the interpreter runs defaults alone, since times mean nothing to it."""
     target = devices.target_of(call.device)
     if call.device.type == "cpu":
         return target, {name: family for name, family in families().items() if family.interpretable}, []
     return target, families(), memo.pool(problem.key(target.slug), target)
-
-
-def _code(
-    memo: Memo, family: Family, variant: Variant, device: torch.device, target: Target
-) -> tuple[ModuleType | None, Manifest | None, Callable[[], ModuleType] | None, str]:
-    """A kernel's module, its machine code, and where the module is host code alone what loads all of it; no module, and why, where it
-    can't be had."""
-    whole = functools.partial(kernels.load, family, variant)
-    manifest, host = memo.machine_code(family, variant, target) if device.type == "cuda" and torch.version.cuda else (None, None)
-    module, why = _loaded(memo, variant, device, whole if host is None else host)
-    return module, manifest, None if host is None else whole, why
-
-
-def _loaded(
-    memo: Memo, variant: Variant, device: torch.device, load: Callable[[], ModuleType] | ModuleType
-) -> tuple[ModuleType | None, str]:
-    """The kernel's module, which may be given itself, or None and why it can't be had."""
-    why = memo.broken.get((variant.id, str(device)))
-    if why is not None:
-        return None, why
-    try:
-        return load if isinstance(load, ModuleType) else load(), ""
-    except (OSError, ImportError) as error:
-        if not devices.TRITON:
-            return None, "Triton is not installed, and no machine code was shipped for it"
-        return None, report_failure(memo, variant, device, error)
-
-
-def _variant(choice: Choice, family: Family) -> Variant:
-    assert choice.config is not None, "a choice with a family has a config"
-    known_hash = choice.record.outcome.template_hash if choice.record is not None else None
-    return kernels.variant(family, choice.spec, choice.config, known_hash)
 
 
 def _refusal(memo: Memo, refusal: Refusal) -> str:

@@ -7,7 +7,7 @@ from itertools import combinations
 import torch
 from torch.autograd import forward_ad
 
-from flashtune.core.passes import PER_HEAD
+from flashtune.core.parameters import PER_HEAD
 from flashtune.core.torch_attention import autocasting
 from flashtune.dispatch.call import PerHead
 from flashtune.dispatch.launch import devices

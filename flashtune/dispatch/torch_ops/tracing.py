@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from flashtune.core import reference
-from flashtune.core.passes import PER_HEAD
+from flashtune.core.parameters import PER_HEAD
 from flashtune.core.torch_dtypes import output_torch_dtype
 from flashtune.dispatch import framework
 from flashtune.dispatch.call import Call, PerHead, parse, seed_bits, signed

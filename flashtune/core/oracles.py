@@ -1,0 +1,193 @@
+"""What the written operands of each pass should hold at a place, by the reference; torch is imported by whoever asks."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise, product
+from typing import TYPE_CHECKING
+
+from flashtune.core.parameters import PER_HEAD, CallParameters, per_head_words
+
+if TYPE_CHECKING:
+    import torch
+
+    from flashtune.core.problem import Problem
+
+ORACLE_SCORES = 2**25
+"""Scores that a forward's oracle holds at a time, in some ten tensors."""
+
+ORACLE_ROWS = 512
+"""Query rows whose scores a backward's oracle holds at a time, in some ten tensors of float64."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Rows of one head: some of its queries, and for what has a row for each key some of its keys."""
+
+    batch: int
+    head: int
+    queries: slice = field(default_factory=lambda: slice(None))
+    keys: slice = field(default_factory=lambda: slice(None))
+
+
+def _attended(
+    problem: "Problem",
+    tensors: "tuple[torch.Tensor, torch.Tensor, torch.Tensor]",
+    parameters: CallParameters,
+    batch: int,
+    head: int,
+    first: int,
+    dtype: "torch.dtype | None" = None,
+    score_leaf: "torch.Tensor | None" = None,
+) -> "tuple[torch.Tensor, torch.Tensor]":
+    """Output and LSE of one head's rows from `first` on, by the reference; `tensors` are these rows of q, and the head's k and v.
+
+    `score_leaf` (rows, N_kv), all 0, is added to the scores, and gets the gradient that a bias has.
+    """
+    import torch
+
+    from flashtune.core import reference
+
+    q, k, v = (x[None, None] for x in tensors)
+    rows = slice(first, first + q.shape[2])
+    head_index, kv_index = (slice(i, i + 1) for i in (head, head // problem.gqa_ratio))
+    batch_index = slice(batch, batch + 1)
+    keep = None
+    if problem.features.dropout:
+        index = batch * problem.heads + head
+        seed, offset, p = parameters.seed, parameters.offset, parameters.dropout_p
+        keep = reference.dropout_keep_rows(seed, offset, index, first, q.shape[2], problem.n_kv, p, q.device)
+    mask = parameters.mask
+    indices = {"heads": head_index, "kv_heads": kv_index}
+    per_head = {name: x[batch_index, indices[PER_HEAD[name]]] for name, x in parameters.per_head().items()}
+    here = None if mask is None else mask[batch_index, head_index, rows]
+    if score_leaf is not None:
+        here = reference.joined(score_leaf, here)
+    out, lse = reference.attention(
+        q,
+        k,
+        v,
+        mask=here,
+        scale=parameters.scale,
+        band=parameters.band.from_row(first),
+        softcap=parameters.softcap,
+        keep=keep,
+        dropout_p=parameters.dropout_p,
+        dtype=dtype or torch.float64,
+        **per_head_words(per_head),
+    )
+    return out[0, 0], lse[0, 0]
+
+
+def forward_oracle(
+    problem: "Problem",
+    operands: "Mapping[str, torch.Tensor]",
+    parameters: CallParameters,
+    place: Place,
+    dtype: "torch.dtype | None" = None,
+) -> "dict[str, torch.Tensor]":
+    """Output and LSE by the reference, some rows at a time."""
+    import torch
+
+    batch, head, kv_head = place.batch, place.head, place.head // problem.gqa_ratio
+    first, stop, _ = place.queries.indices(problem.n_q)
+    k, v = (operands[name][batch, kv_head] for name in ("k", "v"))
+    step = max(1, ORACLE_SCORES // problem.n_kv)
+    parts = [
+        _attended(problem, (operands["q"][batch, head, start : min(start + step, stop)], k, v), parameters, batch, head, start, dtype)
+        for start in range(first, stop, step)
+    ]
+    return {name: torch.cat(rows) for name, rows in zip(("out", "lse"), zip(*parts, strict=True), strict=True)}
+
+
+def backward_oracle(
+    problem: "Problem",
+    operands: "Mapping[str, torch.Tensor]",
+    parameters: CallParameters,
+    place: Place,
+    dtype: "torch.dtype | None" = None,
+) -> "dict[str, torch.Tensor]":
+    """Gradients by torch's autograd through the reference, some rows at a time; those of keys add up all rows of all heads of a group.
+
+    They are those at the output that was handed on: rounded by the forward, it moves delta = rowsum(dO * O) as a gradient of the LSE would,
+    which is as much as the tolerances allow where scores are large (BACKWARD reads O, so that this is no error of its own).
+    """
+    import torch
+
+    batch, kv_head, ratio = place.batch, place.head // problem.gqa_ratio, problem.gqa_ratio
+    first, stop, _ = place.queries.indices(problem.n_q)
+    kind = dtype or torch.float64
+    k, v = (operands[name][batch, kv_head].to(kind) for name in ("k", "v"))
+    dq, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
+
+    def add(head: int, start: int, end: int) -> "torch.Tensor":
+        """Adds what these rows give to the keys; returns the gradient of the rows themselves."""
+        rows = batch, head, slice(start, end)
+        leaves = [x.detach().requires_grad_() for x in (operands["q"][rows].to(kind), k, v)]
+        with torch.enable_grad():
+            out, lse = _attended(problem, (leaves[0], leaves[1], leaves[2]), parameters, batch, head, start, dtype)
+            found = torch.autograd.grad(_loss(operands, rows, out, lse), leaves)
+        dk.add_(found[1])
+        dv.add_(found[2])
+        return found[0]
+
+    edges = sorted({0, first, stop, problem.n_q, *range(0, problem.n_q, ORACLE_ROWS)})
+    for head in range(kv_head * ratio, (kv_head + 1) * ratio):
+        for start, end in pairwise(edges):
+            rows = add(head, start, end)
+            if head == place.head and first <= start < stop:
+                dq.append(rows)
+    found = {"dq": torch.cat(dq), "dk": dk[place.keys], "dv": dv[place.keys]}
+    if "dslopes" in operands:
+        parts = _score_gradients(problem, operands, parameters, place, kind)
+        found["dslopes"] = torch.cat([-(gradients * far).sum(-1) for gradients, far in parts])
+    if "dbias" in operands:
+        found["dbias"] = _bias_gradient(problem, operands, parameters, place, kind)
+    return found
+
+
+def _loss(operands: "Mapping[str, torch.Tensor]", rows: tuple[int, int, slice], out: "torch.Tensor", lse: "torch.Tensor") -> "torch.Tensor":
+    """What has the gradients that are handed on of these rows' output and LSE; that of a row that sees nothing is a constant."""
+    dout = operands["dout"][rows].to(out.dtype)
+    dlse = operands["dlse"][rows] + ((out.detach() - operands["out"][rows]) * dout).sum(-1)
+    return (out * dout).sum() + (lse * dlse)[lse.isfinite()].sum()
+
+
+def _score_gradients(
+    problem: "Problem", operands: "Mapping[str, torch.Tensor]", parameters: CallParameters, place: Place, kind: "torch.dtype"
+) -> "Iterator[tuple[torch.Tensor, torch.Tensor]]":
+    """Gradients of what is added to the scores of these rows, and how far each key is from the diagonal, some rows at a time."""
+    import torch
+
+    from flashtune.core import reference
+
+    batch, head, n_kv = place.batch, place.head, problem.n_kv
+    first, stop, _ = place.queries.indices(problem.n_q)
+    k, v = (operands[name][batch, head // problem.gqa_ratio].to(kind) for name in ("k", "v"))
+    for start in range(first, stop, ORACLE_ROWS):
+        rows = batch, head, slice(start, min(start + ORACLE_ROWS, stop))
+        q = operands["q"][rows].to(kind)
+        leaf = q.new_zeros((len(q), n_kv)).requires_grad_()
+        with torch.enable_grad():
+            out, lse = _attended(problem, (q, k, v), parameters, batch, head, start, kind, leaf)
+            [gradient] = torch.autograd.grad(_loss(operands, rows, out, lse), leaf)
+        yield gradient, reference.distances(len(q), n_kv, parameters.band.diagonal + start, q.device).abs()
+
+
+def _bias_gradient(
+    problem: "Problem", operands: "Mapping[str, torch.Tensor]", parameters: CallParameters, place: Place, kind: "torch.dtype"
+) -> "torch.Tensor":
+    """The gradient of the bias at these rows, summed over the batches, heads, rows and columns that it repeats over."""
+    import torch
+
+    over = [stride == 0 and size > 1 for stride, size in zip(operands["dbias"].stride(), operands["dbias"].shape, strict=True)]
+    batches = range(problem.batch) if over[0] else (place.batch,)
+    heads = range(problem.heads) if over[1] else (place.head,)
+    first, stop, _ = place.queries.indices(problem.n_q)
+    total = torch.zeros(1 if over[2] else stop - first, problem.n_kv, dtype=kind, device=operands["q"].device)
+    for batch, head in product(batches, heads):
+        there = replace(place, batch=batch, head=head, queries=slice(None) if over[2] else place.queries)
+        parts = (part for part, _ in _score_gradients(problem, operands, parameters, there, kind))
+        total += sum(part.sum(0, keepdim=True) for part in parts) if over[2] else torch.cat(list(parts))
+    if over[3]:
+        total = total.sum(1, keepdim=True)
+    return total.expand(stop - first, problem.n_kv)

@@ -1,0 +1,67 @@
+"""What a launch takes beside its operands, for every pass alike, and what of it each head has its own of. Needs torch only to be used."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+from flashtune.core.band import Band
+
+if TYPE_CHECKING:
+    import torch
+
+PER_HEAD: dict[str, Literal["heads", "kv_heads"]] = {
+    "alibi_slopes": "heads",
+    "q_descale": "heads",
+    "k_descale": "kv_heads",
+    "v_descale": "kv_heads",
+    "sinks": "heads",
+}
+"""What callers give per head, by their name for it, and the field of a problem that counts those heads."""
+
+FACTORS = ("q_descale", "k_descale", "v_descale")
+"""Those that belong to fp8 inputs; a launch takes them together, as `descale`."""
+
+PER_HEAD_FLAGS = {"alibi_slopes": "alibi"} | {name: name for name in PER_HEAD if name not in (*FACTORS, "alibi_slopes")}
+"""The feature that each of the others asks for; a launch calls them as callers do, but for `slopes`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CallParameters:
+    """What a launch takes beside its operands, the same for every pass.
+
+    `mask` is a view expanded to (B, Hq, N_q, N_kv); `slopes` (B, Hq) are ALiBi's; `descale` are the factors of q (B, Hq), k and v
+    (B, Hkv) that fp8 inputs stand for a multiple of; `sinks` (B, Hq) are logits. `seed` (64 bits) and `offset` fix dropout's mask.
+    """
+
+    scale: float
+    band: Band
+    mask: "torch.Tensor | None" = None
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    seed: int = 0
+    offset: int = 0
+    slopes: "torch.Tensor | None" = None
+    descale: "tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None" = None
+    sinks: "torch.Tensor | None" = None
+
+    def per_head(self) -> "dict[str, torch.Tensor]":
+        """What is given per head, by the names of `PER_HEAD`."""
+        given = dict(zip(FACTORS, self.descale or (), strict=False))
+        given |= {name: getattr(self, _keyword(name)) for name in PER_HEAD_FLAGS}
+        return {name: given[name] for name in PER_HEAD if given.get(name) is not None}
+
+    def keywords(self) -> dict[str, Any]:
+        """The keyword arguments of a rendered module's `launch`, which may leave out what is given per head."""
+        found = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "band"}
+        return {name: value for name, value in found.items() if value is not None or name == "mask"} | self.band.keywords()
+
+
+def per_head_words(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `CallParameters.per_head`: what is given per head, by the names of `CallParameters`."""
+    found = {_keyword(name): given[name] for name in PER_HEAD_FLAGS if name in given}
+    factors = tuple(given[name] for name in FACTORS if name in given)
+    return found | {"descale": factors} if factors else found
+
+
+def _keyword(name: str) -> str:
+    return "slopes" if name == "alibi_slopes" else name

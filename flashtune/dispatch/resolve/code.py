@@ -1,0 +1,90 @@
+"""From a choice to what runs: the kernel's module and machine code, and what is remembered of those that failed."""
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import TypeVar
+
+import torch
+
+from flashtune.core.binaries import Manifest
+from flashtune.core.config import Variant
+from flashtune.core.errors import FlashtuneError
+from flashtune.core.target import Target
+from flashtune.dispatch.launch import devices, kernels
+from flashtune.dispatch.launch.driver import NO_RESOURCES, DriverError
+from flashtune.dispatch.policy import Choice
+from flashtune.dispatch.resolve.memo import Memo
+from flashtune.templates.family import Family
+
+_Found = TypeVar("_Found")
+
+
+def variant_of(choice: Choice, family: Family) -> Variant:
+    """The kernel that a choice of this family names."""
+    assert choice.config is not None, "a choice with a family has a config"
+    known_hash = choice.record.outcome.template_hash if choice.record is not None else None
+    return kernels.variant(family, choice.spec, choice.config, known_hash)
+
+
+def code_of(
+    memo: Memo, family: Family, variant: Variant, device: torch.device, target: Target
+) -> tuple[ModuleType | None, Manifest | None, Callable[[], ModuleType] | None, str]:
+    """A kernel's module, its machine code, and where the module is host code alone what loads all of it; no module, and why, where it
+    can't be had."""
+    whole = functools.partial(kernels.load, family, variant)
+    manifest, host = memo.machine_code(family, variant, target) if device.type == "cuda" and torch.version.cuda else (None, None)
+    module, why = _loaded(memo, variant, device, whole if host is None else host)
+    return module, manifest, None if host is None else whole, why
+
+
+def _loaded(
+    memo: Memo, variant: Variant, device: torch.device, load: Callable[[], ModuleType] | ModuleType
+) -> tuple[ModuleType | None, str]:
+    """The kernel's module, which may be given itself, or None and why it can't be had."""
+    why = memo.broken.get((variant.id, str(device)))
+    if why is not None:
+        return None, why
+    try:
+        return load if isinstance(load, ModuleType) else load(), ""
+    except (OSError, ImportError) as error:
+        if not devices.TRITON:
+            return None, "Triton is not installed, and no machine code was shipped for it"
+        return None, report_failure(memo, variant, device, error)
+
+
+def tried(memo: Memo, variant: Variant | None, device: torch.device, build: Callable[[], None], run: Callable[[], _Found]) -> _Found | None:
+    """What a plan gives at its first call, built and run; None where its kernel failed for its own sake, which is remembered and warned
+    of. What has no `variant`, a pinned kernel or torch's own, raises whatever it meets."""
+    built = False
+    try:
+        build()
+        built = True
+        return run()
+    except Exception as error:
+        if variant is None or not (_uncompilable(error) if built else _unbuildable(error)):
+            raise
+        report_failure(memo, variant, device, error)
+        return None
+
+
+def report_failure(memo: Memo, variant: Variant, device: torch.device, error: BaseException) -> str:
+    """Remember that a kernel failed on a device, warn once, and return the reason in a line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    why = f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+    memo.broken[variant.id, str(device)] = why
+    memo.warn_once(f"flashtune: {variant.template} with {variant.config.label()} failed on {device} and is skipped from now on: {why}")
+    return why
+
+
+def _unbuildable(error: Exception) -> bool:
+    """Whether taking or compiling a kernel failed for its own sake: compilers fail in many ways, but a GPU that is lost or full is
+    nobody's config."""
+    if isinstance(error, DriverError):
+        return error.code in NO_RESOURCES
+    return not isinstance(error, (FlashtuneError, torch.OutOfMemoryError)) and not str(error).startswith(("CUDA error", "HIP error"))
+
+
+def _uncompilable(error: Exception) -> bool:
+    """Whether a launch by Triton failed because the kernel doesn't compile or fit; anything else says nothing of the kernel."""
+    return type(error).__module__.startswith("triton.") or str(error).startswith("PassManager::run failed")
