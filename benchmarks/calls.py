@@ -443,29 +443,38 @@ STEPS = [
 
 
 def training_part(*, profiled: bool = False) -> Iterator[dict[str, Any]]:
-    """A causal forward and its gradients, back to back: by our kernels, whether they would serve or not, and by torch's."""
-    for sizes in STEPS:
-        cell = dict(zip(("b", "h", "n", "d"), sizes, strict=True))
-        yield from guarded(cell, partial(training_row, cell, profiled=profiled))
+    """A causal forward and its gradients, with dropout and without, back to back: by our kernels, whether they would serve or not, and by
+    torch's."""
+    for dropout_p in (0.1, 0.0):
+        for sizes in STEPS:
+            cell = dict(zip(("b", "h", "n", "d"), sizes, strict=True))
+            yield from guarded(cell | {"dropout_p": dropout_p}, partial(training_row, cell, dropout_p, profiled=profiled))
 
 
-def training_row(cell: dict[str, Any], *, profiled: bool) -> dict[str, Any]:
-    """One size: both ways compared, then timed in turns; where it is `profiled`, with where our host time goes."""
+def training_row(cell: dict[str, Any], dropout_p: float, *, profiled: bool) -> dict[str, Any]:
+    """One size: both ways compared, then timed in turns; where it is `profiled`, with where our host time goes. What torch drops isn't what
+    ours do, so that with dropout sizes of gradients are compared and not the gradients."""
     q, k, v = (x.requires_grad_() for x in tensors(**cell))
     grad = torch.randn_like(q)
 
     def step(attend: Callable[..., Any]) -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(attend(q, k, v, is_causal=True), (q, k, v), grad)
+        return torch.autograd.grad(attend(q, k, v, dropout_p=dropout_p, is_causal=True), (q, k, v), grad)
 
-    serves = dispatch.explain(q, k, v, is_causal=True).backward is not None
+    def gap(ours: torch.Tensor, of_torch: torch.Tensor) -> float:
+        if dropout_p:
+            return (ours.float().norm() / of_torch.float().norm() - 1).abs().item()
+        return (ours.float() - of_torch.float()).abs().max().item()
+
+    serves = dispatch.explain(q, k, v, dropout_p=dropout_p, is_causal=True).backward is not None
     with dispatch.use(unmeasured=True):
-        gaps = [(a.float() - b.float()).abs().max().item() for a, b in zip(step(dispatch.attention), step(sdpa), strict=True)]
+        gaps = [gap(a, b) for a, b in zip(step(dispatch.attention), step(sdpa), strict=True)]
         calls = {"ours": partial(step, dispatch.attention), "torch": partial(step, sdpa)}
         host = medians(host_in_turns(calls, rounds=12, repeats=8))
         times = medians(timed_in_turns(calls, rounds=8, repeats=30))
         more = {"profile": host_profile(calls["ours"])} if profiled else {}
     words = {"serves": serves, "difference": max(gaps), "speedup": times["torch"] / times["ours"]}
-    return cell | words | {f"{name}_us": us for name, us in times.items()} | {f"{name}_host_us": us for name, us in host.items()} | more
+    timed = {f"{name}_us": us for name, us in times.items()} | {f"{name}_host_us": us for name, us in host.items()}
+    return cell | {"dropout_p": dropout_p} | words | timed | more
 
 
 def host_profile(call: Call, *, repeats: int = 200, most: int = 16) -> dict[str, float]:
