@@ -104,6 +104,15 @@ class KernelSpec:
         return self.causal or self.window
 
     @property
+    def band_sizes(self) -> list[str]:
+        """The kernel's sizes that say which keys a query sees, and how far it is from them, in the order of its parameters."""
+        return (
+            ["diagonal"] * (self.banded or self.alibi)
+            + ["window_left"] * self.window
+            + ["window_right"] * (self.window and not self.causal)
+        )
+
+    @property
     def per_head(self) -> list[str]:
         """The kernel's tensors with a number per head, in the order of its parameters."""
         factors = ["q_descale", "k_descale", "v_descale"] * (self.dtype == "fp8")

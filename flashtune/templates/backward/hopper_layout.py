@@ -33,7 +33,7 @@ class HopperBackward(HopperTiles):
         s = self.spec
         found = ["n_q", "n_kv", "kv_heads", "group", "m_tiles", "n_tiles"] + ["tiles"] * self.persistent
         found += [f"bias_by_{part}" for part in ("batch", "head", "row", "column")] * (s.mask == "bias")
-        return found + self.band_sizes
+        return found + s.band_sizes
 
     @property
     def params(self) -> list[str]:

@@ -45,12 +45,6 @@ class HopperTiles:
         return padded(self.spec.d_v)
 
     @property
-    def band_sizes(self) -> list[str]:
-        """The sizes that say which keys a query sees, and how far it is from them."""
-        s = self.spec
-        return ["diagonal"] * (s.banded or s.alibi) + ["window_left"] * s.window + ["window_right"] * (s.window and not s.causal)
-
-    @property
     def score_params(self) -> list[str]:
         """The numbers that a soft cap and dropout take."""
         return ["inner_scale"] * self.spec.softcap + ["seed", "offset", "threshold", "keep_scale"] * self.spec.dropout
@@ -146,7 +140,7 @@ class HopperLayout(HopperTiles):
         """The kernel's parameters that are sizes, which travel through it as `Sizes`."""
         s = self.spec
         found = ["n_q", "n_kv", "batches", "heads", "kv_group", "m_tiles"]
-        return found + self.band_sizes + ["mask_per_batch", "mask_per_head"] * (s.mask != "none")
+        return found + s.band_sizes + ["mask_per_batch", "mask_per_head"] * (s.mask != "none")
 
     @property
     def divisors(self) -> list[str]:
