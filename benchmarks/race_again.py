@@ -6,9 +6,9 @@ They are checked against the float64 oracle in several processes at once, then o
 does: interleaved, L2 flushed, the framework's attention among them, the GPU's state read meanwhile, and whole calls in an eager loop. A
 tenth of a search's time.
 
-`--sizes`, `--models`, `--short` and `--backward` race problems without rows, whose candidates are other rows' configs, what the cost model
-thinks best, and the family's starts; `--twins` races rows whose twin is far behind. A kernel that already ships wins over others that
-are hardly faster (race_twins.py). `--rows-of h200` races the rows of that GPU on this one, the most important first. With `--budget-s`
+`--sizes`, `--models`, `--short`, `--sparse` and `--backward` race problems without rows, whose candidates are other rows' configs, what the
+cost model thinks best, and the family's starts; `--twins` races rows whose twin is far behind. A kernel that already ships wins over others
+that are hardly faster (race_twins.py). `--rows-of h200` races the rows of that GPU on this one, the most important first. With `--budget-s`
 the first problems that fit are checked and raced:
 
     python benchmarks/race_again.py --rows-of h200 --db h100.sqlite --budget-s 150           # on an H100
@@ -32,7 +32,7 @@ from forward import until
 from forward_cells import problem_of
 from forward_report import NO_TIME
 from race_twins import ARCHIVED, Archive, has_settling_winner, measured, read_archive, shipped_first, with_twins
-from race_work import Candidates, Work, of_another_gpu, of_models, of_short, of_sizes, of_twins
+from race_work import Candidates, Work, of_another_gpu, of_models, of_short, of_sizes, of_sparse, of_twins
 from random_inputs import random_inputs
 
 from flashtune.core.config import Config, KernelSpec, Value
@@ -284,6 +284,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--models", action="store_true", help="race attentions of models that no row is of, instead of rows")
     parser.add_argument("--sizes", action="store_true", help="race head sizes that few rows are of, instead of rows")
     parser.add_argument("--short", action="store_true", help="race shapes near which drawn ones were served worst, instead of rows")
+    parser.add_argument("--sparse", action="store_true", help="race shapes of kinds that few rows are of, instead of rows")
     parser.add_argument(
         "--twins", action="store_true", help="race rows whose best kernel with running maxima is far behind, instead of rows"
     )
@@ -317,11 +318,12 @@ def all_work(options: argparse.Namespace, target: Target) -> Work:
     choose = partial(candidates_of, target=target, most=options.most, archive=read_archive(options.archived, measured_on))
     if options.rows_of:
         return of_another_gpu(asked, find_target(options.rows_of).slug, target, choose)
-    elsewhere = options.models or options.sizes or options.backward or options.short or options.twins
+    elsewhere = options.models or options.sizes or options.backward or options.short or options.sparse or options.twins
     own = [] if elsewhere else [result for result in asked if result.gpu == target.slug]
     work: Work = [(result.problem, choose(result)) for result in own]
     work += backwards_of(mine, target) if options.backward else []
     work += of_twins(mine, target) if options.twins else []
+    work += of_sparse(target, mine, most=4 * options.most, seed=options.seed) if options.sparse else []
     work += of_short(target, mine, most=4 * options.most, seed=options.seed) if options.short else []
     work += of_sizes(target, mine, most=4 * options.most, seed=options.seed) if options.sizes else []
     return work + (of_models(target, most=4 * options.most, seed=options.seed) if options.models else [])

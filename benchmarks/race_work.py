@@ -1,9 +1,11 @@
 """What race_again.py races beside the rows of this GPU: another GPU's rows here, attentions of models that no row is of, other head sizes,
-short calls, and kernels with running maxima for rows whose twin is far behind."""
+short calls, features at head sizes that have them without a row, and kernels with running maxima for rows whose twin is far behind."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 from forward_cells import TOKENS
@@ -12,10 +14,10 @@ from race_twins import measured
 from searches import first_candidates, shipped
 from tune import wanting
 
-from flashtune.core.config import settles
+from flashtune.core.config import Config, settles
 from flashtune.core.dtypes import DType
-from flashtune.core.nearness import nearest
-from flashtune.core.problem import Features, Problem, ProblemKey
+from flashtune.core.nearness import distance, nearest
+from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Outcome, SearchResult
 from flashtune.core.target import Target
 from flashtune.dispatch.policy import choose, torch_has
@@ -169,12 +171,87 @@ def short_shapes() -> list[Problem]:
 
 def of_short(target: Target, results: Sequence[SearchResult], *, most: int, seed: int) -> Work:
     """All of `short_shapes`; what is stored of those that have a row races again beside what a search of today would try first."""
-    known: dict[ProblemKey, list[Candidate]] = {}
-    for result in results:
-        best = [one for outcome in measured([result])[:2] if (one := _valid(outcome, result.problem, target)) is not None]
-        known[result.problem.key(target.slug)] = best
+    known = {result.problem.key(target.slug): _stored(result, target) for result in results}
     problems = short_shapes()
     return [(p, partial(first_to_race, p, target, tuple(known.get(p.key(target.slug), ())), most=most, seed=seed)) for p in problems]
+
+
+def _stored(result: SearchResult, target: Target) -> list[Candidate]:
+    """The best two of what is stored."""
+    return [one for outcome in measured([result])[:2] if (one := _valid(outcome, result.problem, target)) is not None]
+
+
+UNPREPARED = "*-h200-unprepared/*.json"
+"""Where in benchmarks/results it is kept what searches of drawn shapes found (unprepared.py)."""
+
+FOUND_NEAR = 4
+"""So many of their winners race, those of the nearest problems."""
+
+
+def sparse_shapes() -> list[Problem]:
+    """Shapes of kinds that few rows are of, near which drawn ones were served worst or by moved configs, those first that most others are
+    near to: D = 40, whose rows were tried of few configs; features and short calls at sizes between powers of two; few rows over many
+    keys; calls that hardly fill the GPU; and steps of head sizes without any."""
+    causal, window = {"causal": True}, {"causal": True, "window": (300, 0)}
+    mask, dropout, alibi = {"mask": "bool"}, {"causal": True, "dropout": True}, {"causal": True, "alibi": True}
+    found = [_shape(16, 16, 1024, 40, **features) for features in ({}, causal, window, dropout, mask, alibi)]
+    found += [_shape(4, 16, 4096, 40, **features) for features in ({}, causal)]
+    found += [_shape(16, 16, 1024, d, **window) for d in (96, 80, 160)] + [_shape(16, 16, 1024, d, mask="bool") for d in (80, 96, 160)]
+    found += [_shape(16, 16, 1024, d, **dropout) for d in (96, 80, 160)] + [_shape(8, 16, 2048, 160, causal=True)]
+    found += [_shape(32, 16, 512, d) for d in (96, 80, 192, 160, 112)] + [_shape(32, 16, 512, 192, causal=True)]
+    found += [_shape(8, 16, 2048, 96, causal=True), _shape(2, 16, 2048, 80, causal=True, window=(1024, 0))]
+    found += [_shape(16, 16, n, d, n_q=256) for n, d in ((4096, 64), (4096, 96), (4096, 128))]
+    found += [_shape(16, 16, 1024, 96, mask="bias"), _shape(16, 16, 1024, 112, mask="bool"), _shape(4, 16, 4096, 72, mask="bool")]
+    found += [_shape(16, 8, 1024, 256, **features) for features in (mask, {"mask": "bias"}, window)]
+    found += [_shape(32, 16, 512, d, **alibi) for d in (96, 160)] + [_shape(32, 16, 512, 112, **window)]
+    found += [_shape(16, 16, 1024, 192, **features) for features in (mask, dropout)] + [_shape(32, 16, 512, 192, d_v=128)]
+    found += [_shape(64, 32, 1024, d, n_q=1) for d in (80, 160, 40)] + [_shape(32, 16, 1024, 256, n_q=1)]
+    found += [
+        _shape(32, 16, 512, 40, causal=True),
+        _shape(16, 16, 1024, 40, causal=True, softcap=True),
+        _shape(16, 16, 1024, 256, **dropout),
+    ]
+    return found
+
+
+def of_sparse(target: Target, results: Sequence[SearchResult], *, most: int, seed: int) -> Work:
+    """All of `sparse_shapes`: what is stored of those that have a row and what searches found for drawn shapes near them race beside what
+    a search of today would try first."""
+    known = {result.problem.key(target.slug): _stored(result, target) for result in results}
+
+    def racing(problem: Problem) -> Candidates:
+        stored = known.get(problem.key(target.slug), [])
+        beside = tuple(dict.fromkeys([*stored, *found_near(problem, target)]))
+        return partial(first_to_race, problem, target, beside, most=most + len(beside) // 2, seed=seed)
+
+    return [(problem, racing(problem)) for problem in sparse_shapes()]
+
+
+def found_near(problem: Problem, target: Target) -> list[Candidate]:
+    """What searches found for the drawn shapes that are nearest to `problem`, moved to its constraints where it has to be."""
+    found: dict[Candidate, None] = {}
+    key, spec = problem.key(target.slug), problem.spec()
+    for other, template, config in sorted(_drawn_and_found(), key=lambda one: distance(key, one[0].key(target.slug))):
+        kind = families()[template]
+        if other.n_q > 1 and problem.n_q > 1 and kind.supports(spec, target) is None and len(found) < FOUND_NEAR:
+            moved = kind.refitted(kind.completed(config), spec, target)
+            if moved is not None:
+                found[Candidate(family=kind, config=moved)] = None
+    return list(found)
+
+
+@cache
+def _drawn_and_found() -> tuple[tuple[Problem, str, Config], ...]:
+    """Each drawn shape with what its search found."""
+    found = []
+    for path in sorted((Path(__file__).parent / "results").glob(UNPREPARED)):
+        kept = json.loads(path.read_text())
+        for row in kept["rows"]:
+            problem = Problem(**row["problem"], features=Features.from_json(row["features"]))
+            search = kept["searches"].get(problem.label(), {})
+            if search.get("config"):
+                found.append((problem, search["template"], Config.of(search["config"])))
+    return tuple(found)
 
 
 SIZES = ((40, 40), (72, 72), (80, 80), (96, 96), (192, 128), (160, 160), (192, 192), (112, 112))

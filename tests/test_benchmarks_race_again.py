@@ -165,8 +165,9 @@ def test_what_ships_already_wins_over_what_is_hardly_faster_and_a_row_keeps_a_tw
     assert race_twins.shipped_first([new, run, *runs], times, set(runs).__contains__) == [new, runs[0], run, runs[1]]
 
 
-def test_short_shapes_race_with_twins_of_near_rows_and_rows_of_them_again() -> None:
-    work = race_again.work_of(options("--short", "--only", "n1024-d40-bf16-full"), H200)
+@pytest.mark.parametrize("shapes", ["--short", "--sparse"])
+def test_drawn_shapes_race_with_twins_of_near_rows_and_rows_of_them_again(shapes: str) -> None:
+    work = race_again.work_of(options(shapes, "--only", "n1024-d40-bf16-full$"), H200)
     ((problem, candidates),) = work
     assert callable(candidates)
     found = candidates()
@@ -174,7 +175,9 @@ def test_short_shapes_race_with_twins_of_near_rows_and_rows_of_them_again() -> N
         best = next(result.best for result in store.results() if result.problem == problem)
     assert best is not None and found[0].config == found[0].family.completed(best.config)
     assert {settles(candidate.config) for candidate in found} == {True, False}
-    assert 4 < len(found) <= 10 and all(c.family.violated(c.config, problem.spec(), H200) is None for c in found)
+    near = race_work.found_near(problem, H200) if shapes == "--sparse" else []
+    assert set(near) <= set(found) and len(near) in (0, race_work.FOUND_NEAR)
+    assert 4 < len(found) <= 10 + len(near) and all(c.family.violated(c.config, problem.spec(), H200) is None for c in found)
 
 
 def test_models_attentions_without_a_row_race_what_a_search_would_try_first(monkeypatch: pytest.MonkeyPatch) -> None:
