@@ -113,10 +113,12 @@ def test_the_command_reports_what_lost_and_what_cannot_be_served(three: list[Pat
     assert [(x["variant_id"], x["why"] is not None) for x in found["left_out"]] == [("s2", True)]
     assert {x["lost"]["variant_id"] for x in found["lost"]} == {"a2", "a4", "b1", "b3", "c1", "s1"}
     assert {x["kept"]["variant_id"] for x in found["lost"]} == {"a1", "b2", "c3", "c4"}
-    again = flashtune(*words, "--force")
+    stays = flashtune(*words, "--force")
+    assert stays.exit_code == 2 and "tuned.sqlite.json is the card of another file" in stays.stderr, "what is written would be refused"
+    again = flashtune(*words, "--force", "--licence", "Apache-2.0")
     assert again.exit_code == 0 and "lost: h200 n2048-d64-bf16-causal-gqa4: 1.33x" in again.stdout and "to 1.71x" in again.stdout
     assert "left out: h200 n32768" in again.stderr
-    assert flashtune(*words).exit_code == 3
+    assert flashtune(*words, "--licence", "Apache-2.0").exit_code == 3
 
 
 def test_an_export_beside_weights_has_a_card_with_licence_and_hash_that_use_checks(three: list[Path], tmp_path: Path) -> None:
@@ -134,6 +136,8 @@ def test_an_export_beside_weights_has_a_card_with_licence_and_hash_that_use_chec
     assert not card_path(again).exists()
     out.write_bytes(out.read_bytes() + b"\0")
     dispatch.reload()
+    forced = flashtune("export", str(out), "--db", str(three[1]), "--force")
+    assert forced.exit_code == 2 and "give --licence for a new card" in forced.stderr
     with pytest.raises(DatabaseError, match=r"isn't the file that .* beside it names"):
         dispatch.use(out)
     card_path(out).write_text("[]")

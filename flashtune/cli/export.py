@@ -35,12 +35,11 @@ def export(
     Users lay it over their own with dispatch.use(PATH) or FLASHTUNE_DB=PATH; it holds values only, nothing that is executed. Winners that
     this version can't serve are named and left out.
     """
-    from flashtune.db.card import checked_licence
     from flashtune.db.library import overlay_path
     from flashtune.db.store import Store
     from flashtune.templates import unservable
 
-    wanted = None if licence is None else checked_licence(licence)
+    wanted = licence_for(destination, licence)
     with Store.open(location or overlay_path(), writable=False) as store:
         filters = filters_of(gpu_name=gpu_name, d=d, dtype=dtype)
         if not all_trials:
@@ -51,6 +50,16 @@ def export(
         print_json(found)
     else:
         console().print(f"{rows} rows in {words}")
+
+
+def licence_for(destination: str, licence: str | None) -> str | None:
+    """The licence of the card to write beside a file, checked; raises InputError where there is none and an older card would stay."""
+    from flashtune.db.card import checked_licence, refuse_stale_card
+    from flashtune.db.store import sqlite_path
+
+    if licence is None and (path := sqlite_path(destination)) is not None:
+        refuse_stale_card(path)
+    return None if licence is None else checked_licence(licence)
 
 
 def written(destination: str, licence: str | None, rows: int) -> tuple[dict[str, Any], str]:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flashtune.cli.console import console, print_json
-from flashtune.cli.export import written
+from flashtune.cli.export import licence_for, written
 from flashtune.cli.options import json_option
 from flashtune.cli.records import servable
 
@@ -28,11 +28,10 @@ def merge(locations: tuple[str, ...], destination: str, licence: str | None, for
     \b
     flashtune merge alice.sqlite bob.sqlite --out model/tuned.sqlite --licence Apache-2.0
     """
-    from flashtune.db.card import checked_licence
     from flashtune.db.merging import merge as merged_into
     from flashtune.templates import unservable
 
-    wanted = None if licence is None else checked_licence(licence)
+    wanted = licence_for(destination, licence)
     merged = merged_into(locations, destination, replace=force, passed_over=unservable)
     found, words = written(destination, wanted, len(merged.kept))
     if as_json:

@@ -34,6 +34,12 @@ def checked_licence(text: str) -> str:
     return found
 
 
+def refuse_stale_card(database: Path) -> None:
+    """Raise InputError where a card lies beside this place: it would name another file than the one to be written there without one."""
+    if (path := card_path(database)).exists():
+        raise InputError(f"{path} is the card of another file than this one would be: give --licence for a new card, or remove it")
+
+
 def write_card(database: Path, licence: str, records: Iterable[TuningRecord]) -> Path:
     """Put a card beside a database whose best rows are these; returns its path."""
     records = list(records)
