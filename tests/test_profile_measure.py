@@ -17,7 +17,7 @@ from flashtune.core.results import Measurement
 from flashtune.core.target import find_target
 from flashtune.profiler import tables
 from flashtune.profiler.measured import Measured
-from flashtune.profiler.summary import Profile, profile
+from flashtune.profiler.summary import Profile
 from flashtune.profiler.timing import Bench, averaging, eager, measure, scaling_grid
 
 
@@ -35,7 +35,9 @@ class WallClock:
 
 def small(n: int = 96, window: int = 16, rank: int = 12) -> Profile:
     problem = Problem(batch=1, heads=2, kv_heads=2, n_q=n, n_kv=n, d=32, d_v=32, dtype="fp32")
-    return profile(problem, find_target("l4"), chosen_by="name", elementwise="fused", window=window, rank=rank, not_measured="")
+    return Profile(
+        problem=problem, target=find_target("l4"), chosen_by="name", elementwise="fused", window=window, rank=rank, not_measured=""
+    )
 
 
 def measured_with(free_bytes: int, monkeypatch: pytest.MonkeyPatch, found: Profile | None = None) -> Measured:
@@ -137,7 +139,7 @@ def test_latency_is_measured_around_the_profiled_n(n: int) -> None:
 
 def test_sizes_that_would_take_too_long_are_not_reached() -> None:
     problem = Problem(batch=8, heads=64, kv_heads=64, n_q=16384, n_kv=16384, d=128, d_v=128, dtype="fp16")
-    slow = profile(problem, find_target("l4"), chosen_by="name", elementwise="fused", window=1, rank=1, not_measured="")
+    slow = Profile(problem=problem, target=find_target("l4"), chosen_by="name", elementwise="fused", window=1, rank=1, not_measured="")
     assert max(scaling_grid(slow)) == 16384
 
 
@@ -148,7 +150,7 @@ def test_causal_shared_heads_and_decoding_are_measured_and_exact(
     features = Features(causal=causal, alignment="top_left" if n_q == 96 else "bottom_right")
     problem = Problem(batch=1, heads=2, kv_heads=kv_heads, n_q=n_q, n_kv=96, d=32, d_v=32, dtype="fp32", features=features)
     words = {"chosen_by": "name", "elementwise": "fused", "window": 16, "rank": 12, "not_measured": ""}
-    found = measured_with(1 << 30, monkeypatch, profile(problem, find_target("l4"), **words))  # type: ignore[arg-type]
+    found = measured_with(1 << 30, monkeypatch, Profile(problem=problem, target=find_target("l4"), **words))  # type: ignore[arg-type]
     errors = {run.name: run.relative_error for run in found.strategies}
     assert errors["standard"] < 1e-5 and errors["fused"] < 1e-5 and errors["window"] > 0.01
     assert ("low_rank" in errors) is not causal

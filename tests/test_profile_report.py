@@ -27,7 +27,7 @@ from flashtune.profiler import plots, report
 from flashtune.profiler.accounting import fused_step, standard_steps, total
 from flashtune.profiler.measured import Layer, Measured, Series, StrategyRun, Timed
 from flashtune.profiler.paths import write_whole
-from flashtune.profiler.summary import Profile, profile
+from flashtune.profiler.summary import Profile
 
 DRAWINGS = ("bytes", "time", "roofline", "latency", "ratio")
 FLAGS = (
@@ -40,7 +40,15 @@ WIDTH, HEIGHT = 1280, 3200
 
 def counted() -> Profile:
     problem = Problem(batch=1, heads=12, kv_heads=12, n_q=1024, n_kv=1024, d=64, d_v=64, dtype="fp16")
-    return profile(problem, find_target("v100"), chosen_by="name", elementwise="fused", window=128, rank=64, not_measured="no <GPU> here")
+    return Profile(
+        problem=problem,
+        target=find_target("v100"),
+        chosen_by="name",
+        elementwise="fused",
+        window=128,
+        rank=64,
+        not_measured="no <GPU> here",
+    )
 
 
 def with_figures() -> Profile:
@@ -276,7 +284,9 @@ def test_the_command_writes_every_kind_of_picture(tmp_path: Path) -> None:
 def test_huge_and_tiny_problems_can_be_drawn() -> None:
     for batch, n, d in ((1, 1, 1), (64, 131072, 256)):
         problem = Problem(batch=batch, heads=64, kv_heads=64, n_q=n, n_kv=n, d=d, d_v=d, dtype="fp32")
-        found = profile(problem, find_target("mi300x"), chosen_by="name", elementwise="separate", window=0, rank=1, not_measured="no GPU")
+        found = Profile(
+            problem=problem, target=find_target("mi300x"), chosen_by="name", elementwise="separate", window=0, rank=1, not_measured="no GPU"
+        )
         assert plots.figure_of(found, "svg").startswith(b"<?xml")
 
 

@@ -8,9 +8,9 @@ from flashtune.core.errors import InputError
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target, find_target, targets
 from flashtune.profiler.accounting import Step, fused_step, standard_steps
-from flashtune.profiler.measured import FITTED_POINTS, Layer, Series, fitted_exponent
+from flashtune.profiler.measured import FITTED_POINTS, Layer, Series
 from flashtune.profiler.roofline import Floor, crossover, floor, serial
-from flashtune.profiler.summary import profile
+from flashtune.profiler.summary import Profile
 
 each_target = pytest.mark.parametrize("target", list(targets().values()), ids=lambda target: target.slug)
 
@@ -72,10 +72,10 @@ def test_steps_in_a_row_take_the_sum_of_their_floors(found: list[Floor]) -> None
     assert parts[bound] == max(parts.values())
 
 
-@given(st.floats(0.2, 3), st.floats(1e-6, 1e3), st.lists(st.integers(5, 16), min_size=2, max_size=6, unique=True))
+@given(st.floats(0.2, 3), st.floats(1e-6, 1e3), st.lists(st.integers(5, 16), min_size=FITTED_POINTS, max_size=6, unique=True))
 def test_the_fit_finds_the_exponent_of_a_power_law(exponent: float, factor: float, powers: list[int]) -> None:
-    points = [(2**power, factor * (2**power) ** exponent) for power in powers]
-    assert fitted_exponent(points) == pytest.approx(exponent, abs=1e-6)
+    points = tuple((2**power, factor * (2**power) ** exponent) for power in powers)
+    assert Series(name="eager", points=points).exponent == pytest.approx(exponent, abs=1e-6)
 
 
 def test_the_exponent_is_fitted_to_the_largest_n_alone() -> None:
@@ -92,7 +92,9 @@ def test_attentions_share_of_a_layer_counts_projections_and_mlp() -> None:
 
 @each_target
 def test_a_profile_holds_for_every_target(target: Target) -> None:
-    found = profile(plain(1024, 64), target, chosen_by="name", elementwise="fused", window=128, rank=64, not_measured="no GPU").as_json()
+    found = Profile(
+        problem=plain(1024, 64), target=target, chosen_by="name", elementwise="fused", window=128, rank=64, not_measured="no GPU"
+    ).as_json()
     assert found["target"]["slug"] == target.slug
     assert found["fused"]["floor_us"] < found["standard"]["floor_us"]
     assert found["standard"]["floor_us"] == pytest.approx(sum(step["floor_us"] for step in found["steps"]))

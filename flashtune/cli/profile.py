@@ -21,8 +21,7 @@ from flashtune.profiler.accounting import ELEMENTWISE, Elementwise
 from flashtune.profiler.device import gpu_may_be_present
 from flashtune.profiler.paths import check_plot_path, require_matplotlib
 from flashtune.profiler.strategies import DEFAULT_RANK, DEFAULT_WINDOW, check_rank, check_window
-from flashtune.profiler.summary import ChosenBy
-from flashtune.profiler.summary import profile as count
+from flashtune.profiler.summary import ChosenBy, Profile
 
 DEFAULT_GPU = "h200"
 """Whose roofline is shown where no GPU was named and none is here: the one that the shipped kernels were tuned on."""
@@ -123,9 +122,9 @@ def profile(
     elif direction == "bwd":
         why_not = "a backward's steps aren't timed one by one; `flashtune bench --direction bwd` times it whole"
     target, chosen_by = _choose(named, here)
-    found = count(
-        problem,
-        target,
+    found = Profile(
+        problem=problem,
+        target=target,
         chosen_by=chosen_by,
         elementwise=elementwise,
         window=check_window(window),

@@ -1,7 +1,7 @@
 """What was measured on a GPU, as plain values: made by `timing`, shown by the command line and the report."""
 
 import math
-from collections.abc import Sequence
+import statistics
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,18 +50,14 @@ class Series:
     @property
     def exponent(self) -> float | None:
         """p of time ~ N^p over the largest N; None with fewer than `FITTED_POINTS` points."""
-        return fitted_exponent(self.points[-FITTED_POINTS:]) if len(self.points) >= FITTED_POINTS else None
+        if len(self.points) < FITTED_POINTS:
+            return None
+        sizes, times = ([math.log(number) for number in numbers] for numbers in zip(*self.points[-FITTED_POINTS:], strict=True))
+        return statistics.linear_regression(sizes, times).slope
 
     def as_json(self) -> dict[str, Any]:
         """Name, points and the fitted exponent."""
         return {"name": self.name, "points": [{"n": n, "time_us": us} for n, us in self.points], "exponent": self.exponent}
-
-
-def fitted_exponent(points: Sequence[tuple[int, float]]) -> float:
-    """The slope of log time over log N by least squares, for two or more different N."""
-    xs, ys = [math.log(n) for n, _ in points], [math.log(us) for _, us in points]
-    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
-    return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / sum((x - mean_x) ** 2 for x in xs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

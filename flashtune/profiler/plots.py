@@ -8,6 +8,7 @@ import io
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from html import escape, unescape
 from typing import Any
 
@@ -132,7 +133,7 @@ def _times(found: Profile) -> tuple[list[str], list[float], list[float], list[st
 
 def with_separate_steps(found: Profile) -> Profile:
     """The same profile counted with one pass per elementwise step, which is how they are measured."""
-    return found.recounted(found.problem, elementwise="separate", rank=found.rank)
+    return replace(found, elementwise="separate")
 
 
 def draw_roofline(found: Profile, ax: Axes) -> None:
@@ -258,7 +259,7 @@ def floors_against_n(found: Profile) -> list[Series]:
         n *= 2
     points: dict[str, list[tuple[int, float]]] = {}
     for n in sorted(size for size in sizes if size >= found.problem.n_q or found.problem.n_q == found.problem.n_kv):
-        at_n = found.recounted(at_length(found.problem, n), elementwise=found.elementwise, rank=min(found.rank, n))
+        at_n = replace(found, problem=at_length(found.problem, n), rank=min(found.rank, n))
         for strategy in at_n.strategies:
             points.setdefault(strategy.name, []).append((n, at_n.row(strategy).floor_us))
     return [Series(name=name, points=tuple(found)) for name, found in points.items()]

@@ -45,7 +45,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What `flashtune profile` knows: made by `profile`, completed by `with_measured`."""
+    """What `flashtune profile` knows of a plain problem on a target, counted and bounded; completed by `with_measured`.
+
+    Raises InputError where the target has no matrix products in the problem's dtype.
+    """
 
     problem: Problem
     target: Target
@@ -53,10 +56,17 @@ class Profile:
     elementwise: Elementwise
     window: int
     rank: int
-    strategies: tuple[Strategy, ...]
     measured: Measured | None = None
     not_measured: str = ""
     """Why `measured` is None."""
+
+    def __post_init__(self) -> None:
+        peak_tflops(self.target, self.problem.dtype)
+
+    @property
+    def strategies(self) -> tuple[Strategy, ...]:
+        """The ways to attend, the standard pipeline and the fused kernel first."""
+        return strategies(self.problem, self.elementwise, self.window, self.rank)
 
     @property
     def tensors(self) -> dict[str, int]:
@@ -100,12 +110,6 @@ class Profile:
     def with_measured(self, measured: Measured) -> "Profile":
         """This profile with what a GPU said."""
         return replace(self, measured=measured, not_measured="")
-
-    def recounted(self, problem: Problem, *, elementwise: Elementwise, rank: int) -> "Profile":
-        """The same of another problem, or of other passes, counted alone."""
-        return profile(
-            problem, self.target, chosen_by=self.chosen_by, elementwise=elementwise, window=self.window, rank=rank, not_measured=""
-        )
 
     def _row(self, steps: tuple[Step, ...], whole: Step) -> Row:
         time_us, bound = serial(tuple(floor(step, self.target, self.problem.dtype) for step in steps))
@@ -156,20 +160,3 @@ class Profile:
         measured = run.as_json() if run else {}
         names = ("time_us", "q10_us", "q90_us", "samples", "relative_error")
         return {**row, "what": strategy.what, "exact": strategy.exact, **{name: measured.get(name) for name in names}}
-
-
-def profile(
-    problem: Problem, target: Target, *, chosen_by: ChosenBy, elementwise: Elementwise, window: int, rank: int, not_measured: str
-) -> Profile:
-    """Count and bound a plain problem on `target`; raises InputError where the target has no matrix products in its dtype."""
-    peak_tflops(target, problem.dtype)
-    return Profile(
-        problem=problem,
-        target=target,
-        chosen_by=chosen_by,
-        elementwise=elementwise,
-        window=window,
-        rank=rank,
-        strategies=strategies(problem, elementwise, window, rank),
-        not_measured=not_measured,
-    )

@@ -83,24 +83,6 @@ def constraint(*axes: str) -> Callable[[Callable[[Config, KernelSpec, Target], b
     return lambda holds: Constraint(name=holds.__name__, holds=holds, why=holds.__doc__ or "", axes=axes or None)
 
 
-def any_sizes(problem: Problem, target: Target) -> str | None:
-    """What `Family.suits` is for a family that serves all sizes alike."""
-    return None
-
-
-def no_layout(spec: KernelSpec, config: Config) -> None:
-    """What `Family.layout` is for a family whose template needs to know nothing but its spec and config."""
-
-
-def the_first(starts: list[Config], spec: KernelSpec, target: Target) -> Config:
-    """What `Family.pick` is for a family whose default is the first of its starts."""
-    return starts[0]
-
-
-def nothing_expected(config: Config, spec: KernelSpec, target: Target) -> None:
-    """What `Family.expected` is for a family of which nothing is known before it is compiled."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Family:
     """A template with its search space.
@@ -127,14 +109,14 @@ class Family:
     supports: Callable[[KernelSpec, Target], str | None]
     tried_first: Callable[[KernelSpec, Target], list[Config]]
     interpretable: bool
-    pick: Callable[[list[Config], KernelSpec, Target], Config] = the_first
+    pick: Callable[[list[Config], KernelSpec, Target], Config] = lambda starts, spec, target: starts[0]
     direction: Direction = "fwd"
-    suits: Callable[[Problem, Target], str | None] = any_sizes
-    layout: Callable[[KernelSpec, Config], object] = no_layout
+    suits: Callable[[Problem, Target], str | None] = lambda problem, target: None
+    layout: Callable[[KernelSpec, Config], object] = lambda spec, config: None
     gone: Mapping[str, Value] = field(default_factory=dict)
     path_axes: tuple[str, ...] = field(default=())
     repeatable: bool = True
-    expected: Callable[[Config, KernelSpec, Target], CompileFacts | None] = nothing_expected
+    expected: Callable[[Config, KernelSpec, Target], CompileFacts | None] = lambda config, spec, target: None
 
     def __reduce__(self) -> tuple[Callable[[str], "Family"], tuple[str]]:
         """Families travel to other processes by their names: what they are made of is code."""

@@ -98,6 +98,9 @@ class Contest:
 
 def trimmed_mean(values: Sequence[float]) -> tuple[float, float]:
     """The trimmed mean of some numbers and half the width of its confidence interval (infinite for fewer than three)."""
+    # Imported where finalists have raced.
+    from scipy.special import stdtrit
+
     ordered = sorted(values)
     count, cut = len(ordered), int(_TRIMMED * len(ordered))
     kept = ordered[cut : count - cut]
@@ -106,15 +109,4 @@ def trimmed_mean(values: Sequence[float]) -> tuple[float, float]:
         return middle, math.inf
     winsorised = [kept[0]] * cut + kept + [kept[-1]] * cut
     error = statistics.stdev(winsorised) / ((1 - 2 * cut / count) * math.sqrt(count))
-    return middle, _student(0.5 + CONFIDENCE / 2, len(kept) - 1) * error
-
-
-def _student(p: float, freedom: int) -> float:
-    """The quantile of Student's t (Abramowitz and Stegun, 26.7.5)."""
-    z = statistics.NormalDist().inv_cdf(p)
-    terms: tuple[float, ...] = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-    )
-    return float(z + sum(term / freedom**power for power, term in enumerate(terms, start=1)))
+    return middle, float(stdtrit(len(kept) - 1, 0.5 + CONFIDENCE / 2)) * error
