@@ -8,6 +8,7 @@ import functools
 import math
 from dataclasses import fields
 from datetime import UTC, datetime
+from typing import Any
 
 from flashtune.core.config import RUNNING, Config, settles
 from flashtune.core.dtypes import DTYPES
@@ -96,6 +97,16 @@ def run_row(result: SearchResult) -> dict[str, object]:
         **_conditions_columns(provenance.conditions),
         "ended_by": result.ending.reason if result.ending else None,
         "expected_regret": result.ending.regret if result.ending else None,
+    }
+
+
+def read_run(row: Row, key: ProblemKey) -> dict[str, Any]:
+    """All but the trials of a run whose key is `key`, by the names that `TuningRecord` and `SearchResult` have for it."""
+    return {
+        "problem": read_problem(row, key),
+        "provenance": read_provenance(row),
+        "baseline": read_baseline(row),
+        "ending": read_ending(row),
     }
 
 

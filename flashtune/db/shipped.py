@@ -80,16 +80,6 @@ class Shipped(Mapping[ProblemKey, list[TuningRecord]]):
             rest = iter(values)
             problem_row, run, trial = (Row({name: next(rest) for name in names[table]}) for table in _TABLES)
             key, outcome = rows.read_key(problem_row), rows.read_outcome(trial)
-            records.append(
-                TuningRecord(
-                    key=key,
-                    problem=rows.read_problem(run, key),
-                    outcome=outcome,
-                    provenance=rows.read_provenance(run),
-                    baseline=rows.read_baseline(run),
-                    ending=rows.read_ending(run),
-                    twin=rows.twin_of(outcome, twins.get(trial.values["run_id"])),
-                    origin=str(self._path),
-                )
-            )
+            twin = rows.twin_of(outcome, twins.get(trial.values["run_id"]))
+            records.append(TuningRecord(key=key, outcome=outcome, twin=twin, origin=str(self._path), **rows.read_run(run, key)))
         return records

@@ -15,8 +15,8 @@ from sqlalchemy.sql.selectable import FromClause
 from flashtune.core.config import Direction
 from flashtune.core.dtypes import DType
 from flashtune.core.errors import DatabaseError, NoKernelFound
-from flashtune.core.problem import Problem, ProblemKey
-from flashtune.core.results import Baseline, Ending, Outcome, Provenance, SearchResult, TuningRecord
+from flashtune.core.problem import ProblemKey
+from flashtune.core.results import Outcome, SearchResult, TuningRecord
 from flashtune.core.secrets import mask_secrets
 from flashtune.db import rows
 from flashtune.db.ranking import by_key, foremost, key_order, serve_all
@@ -151,11 +151,8 @@ class Store:
             outcomes.setdefault(found["trial.run_id"], []).append(self._outcome(found))
         results = []
         for found in found_runs:
-            key, problem, provenance, baseline, ending = self._run(found)
-            own = tuple(outcomes.get(found["run.id"], ()))
-            results.append(
-                SearchResult(gpu=key.gpu, problem=problem, outcomes=own, provenance=provenance, baseline=baseline, ending=ending)
-            )
+            key, run = self._run(found)
+            results.append(SearchResult(gpu=key.gpu, outcomes=tuple(outcomes.get(found["run.id"], ())), **run))
         return results
 
     def export(
@@ -191,27 +188,16 @@ class Store:
         return len(results)
 
     def _record(self, found: dict[str, Any], twin: dict[str, Any] | None) -> TuningRecord:
-        key, problem, provenance, baseline, ending = self._run(found)
-        outcome = self._outcome(found)
+        (key, run), outcome = self._run(found), self._outcome(found)
         with self._naming("trial", "" if twin is None else twin["trial.id"]):
             twin_outcome = rows.twin_of(outcome, None if twin is None else _part(twin, "trial"))
-        return TuningRecord(
-            key=key,
-            problem=problem,
-            outcome=outcome,
-            provenance=provenance,
-            baseline=baseline,
-            ending=ending,
-            twin=twin_outcome,
-            origin=self.name,
-        )
+        return TuningRecord(key=key, outcome=outcome, twin=twin_outcome, origin=self.name, **run)
 
-    def _run(self, found: dict[str, Any]) -> tuple[ProblemKey, Problem, Provenance, Baseline | None, Ending | None]:
-        run = _part(found, "run")
+    def _run(self, found: dict[str, Any]) -> tuple[ProblemKey, dict[str, Any]]:
         with self._naming("problem", found["problem.id"]):
             key = rows.read_key(_part(found, "problem"))
         with self._naming("run", found["run.id"]):
-            return key, rows.read_problem(run, key), rows.read_provenance(run), rows.read_baseline(run), rows.read_ending(run)
+            return key, rows.read_run(_part(found, "run"), key)
 
     def _outcome(self, found: dict[str, Any]) -> Outcome:
         with self._naming("trial", found["trial.id"]):

@@ -30,10 +30,7 @@ class ResultRows:
         run = rows.run_row(result)
         trials = [rows.trial_row(outcome, number) for number, outcome in enumerate(result.outcomes)]
         try:
-            rows.read_problem(Row(run), rows.read_key(Row(key)))
-            rows.read_provenance(Row(run))
-            rows.read_baseline(Row(run))
-            rows.read_ending(Row(run))
+            rows.read_run(Row(run), rows.read_key(Row(key)))
             for trial in trials:
                 rows.read_outcome(Row(trial))
         except RowError as error:

@@ -63,10 +63,14 @@ def expected_facts(config: Config, spec: KernelSpec, target: Target, *, shared: 
 
     `beside` is what the committed sweeps hold in the middle, by family.
     """
-    needed = live_registers(config, spec, target) + beside
-    cap = int(config.get("maxnreg", 0)) or (255 if target.vendor == "nvidia" else 512)
+    return capped_facts(config, target, needed=live_registers(config, spec, target) + beside, shared=shared)
+
+
+def capped_facts(config: Config, target: Target, *, needed: float, shared: int) -> CompileFacts:
+    """The same of one whose threads need so many registers: what a thread can't have is spilled."""
     threads = config.number("num_warps") * target.warp_size
-    cap = min(cap, target.registers_per_sm // threads)
+    most = int(config.get("maxnreg", 0)) or (255 if target.vendor == "nvidia" else 512)
+    cap = min(most, target.registers_per_sm // threads)
     return CompileFacts(
         registers=int(min(needed, cap)),
         spills=int(4 * max(0.0, needed - cap)),

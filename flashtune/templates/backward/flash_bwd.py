@@ -8,7 +8,7 @@ from flashtune.core.dtypes import ITEMSIZE
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.family import Axis, Family, constraint, padded
-from flashtune.templates.predicates import has_scalar_products
+from flashtune.templates.predicates import capped_facts, has_scalar_products
 
 AXES = (
     Axis(name="BLOCK_M", values=(16, 32, 64, 128), why="query rows of a step of dK and dV: larger products against registers"),
@@ -255,14 +255,7 @@ def expected_of_queries(config: Config, spec: KernelSpec, target: Target) -> Com
 
 def _expected(config: Config, target: Target, registers: float, shared: int) -> CompileFacts:
     # Addresses, and what the compiler loads ahead, by a look at what it made of the published tiles.
-    needed, threads = registers + 70, config.number("num_warps") * target.warp_size
-    cap = min(255 if target.vendor == "nvidia" else 512, target.registers_per_sm // threads)
-    return CompileFacts(
-        registers=int(min(needed, cap)),
-        spills=int(4 * max(0.0, needed - cap)),
-        shared_bytes=min(shared, target.shared_bytes_per_block),
-        threads=threads,
-    )
+    return capped_facts(config, target, needed=registers + 70, shared=shared)
 
 
 FAMILY = Family(
