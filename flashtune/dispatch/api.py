@@ -16,7 +16,7 @@ from flashtune.core.parameters import PER_HEAD
 from flashtune.core.problem import ASKED, FLAGS, Features, MaskKind, Problem
 from flashtune.core.target import find_target
 from flashtune.core.torch_attention import autocasting
-from flashtune.dispatch.call import Options, PerHead, parse
+from flashtune.dispatch.call import Arguments, Options, PerHead, parse
 from flashtune.dispatch.launch import devices
 from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan, Outputs
 from flashtune.dispatch.plans.known import IN_INFERENCE, SEEDED, UNSEEDED, Plan
@@ -118,7 +118,7 @@ def attention(
     # Plain: a named one takes several times as long to make.
     options = (dropout_p, is_causal, scale, enable_gqa, window, softcap, causal_alignment, return_lse, allow_tf32, deterministic)
     if torch.compiler.is_compiling():
-        return _traced(query, key, value, attn_mask, Options(*options), seed, per_head)
+        return _traced(Arguments(query, key, value, attn_mask, seed, per_head), Options(*options))
     # What is computed in inference mode is never part of a training step, so that other kernels may draw dropout's mask there.
     draws = SEEDED if seed is not None else IN_INFERENCE if dropout_p and torch.is_inference_mode_enabled() else UNSEEDED
     signature: tuple[Any, ...] | None = None
@@ -181,7 +181,7 @@ def attention(
     if direct is not None:
         return direct(query, key, value)
     if plan is None:
-        out, lse = _first_call(signature, query, key, value, attn_mask, Options(*options), seed, per_head)
+        out, lse = _first_call(signature, Arguments(query, key, value, attn_mask, seed, per_head), Options(*options))
     else:
         out, lse = plan.run(query, key, value, attn_mask, seed, per_head)
     return (out, lse) if return_lse else out
@@ -243,45 +243,35 @@ def explain_problem(problem: Problem, gpu: str) -> Explanation:
         return choosing.explain_problem(memo, problem, target)
 
 
-def _first_call(
-    signature: tuple[Any, ...] | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    options: Options,
-    seed: int | None,
-    per_head: PerHead | None,
-) -> Outputs:
+def _first_call(signature: tuple[Any, ...] | None, given: Arguments, options: Options) -> Outputs:
     """Check, choose, run and remember; a kernel that can't be built here gives way to the next choice."""
     memo, span = current(), growing.span_of(signature)
     if span is not None and (around := memo.spans.get(span)) is not None:
         with memo.lock:
             try:
-                grown = around.grown(query, key, value, per_head, options.sides())
+                grown = around.grown(*given[:3], given.per_head, options.sides())
             except Exception:
                 # Deciding anew says what fails, and whose fault that is.
                 grown = None
         if grown is not None:
             memo.keep(signature, grown)
-            return grown.run(query, key, value, attn_mask, seed, per_head)
-    call = parse(query, key, value, attn_mask, seed=seed, per_head=per_head, **options._asdict())
-    plan = FrameworkPlan.of(call, query, key, value, attn_mask)
+            return grown.run(*given)
+    call = given.parsed(options)
+    plan = FrameworkPlan.of(call, *given[:4])
     with memo.lock:
         if signature is not None and (decided := memo.plans.get(signature)) is not None:
             # Another thread decided while this one waited.
-            return decided.run(query, key, value, attn_mask, seed, per_head)
-        why_torch = why_torch_now(query, key, value, attn_mask, per_head)
-        for candidate in choosing.candidates(memo, call, query, key, value, attn_mask, why_torch):
+            return decided.run(*given)
+        why_torch = why_torch_now(*given[:4], given.per_head)
+        for candidate in choosing.candidates(memo, call, *given[:4], why_torch):
             if candidate.kind == "framework":
                 if span is not None and span not in memo.spans:
                     around = plan if plan.words is not None and choosing.serves_span(memo, call, None, options.sides()) else None
                     memo.spans[span] = around
                 break
             chosen = training.TrainingPlan(memo, call, candidate.plan) if candidate.trains else candidate.plan
-            build = partial(chosen.build, query, key, value, attn_mask, per_head)
-            run = partial(chosen.run, query, key, value, attn_mask, seed, per_head)
-            outputs = tried(memo, candidate.variant, call.device, build, run)
+            build = partial(chosen.build, *given[:4], given.per_head)
+            outputs = tried(memo, candidate.variant, call.device, build, partial(chosen.run, *given))
             if outputs is None:
                 continue
             if signature is not None:
@@ -291,47 +281,26 @@ def _first_call(
             return outputs
     if signature is not None:
         memo.keep(signature, plan)
-    return plan.run(query, key, value, attn_mask, seed, per_head)
+    return plan.run(*given)
 
 
-def _traced(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    options: Options,
-    seed: int | None,
-    per_head: PerHead | None,
-) -> Any:
+def _traced(given: Arguments, options: Options) -> Any:
     """`attention` as torch.compile sees it."""
-    query, key, value, attn_mask = autocast(query, key, value, attn_mask)
-    call = parse(query, key, value, attn_mask, seed=seed, per_head=per_head, **options._asdict())
-    why_torch = "transformed" if transformed() else why_torch_ever(query, key, value, attn_mask, per_head)
+    given = Arguments(*autocast(*given[:4]), given.seed, given.per_head)
+    call = given.parsed(options)
+    why_torch = "transformed" if transformed() else why_torch_ever(*given[:4], given.per_head)
     problem, trains = call.problem, False
     if why_torch in GRADIENTS and problem is not None:
         # What is known of other sizes would do: only whether anything was measured counts.
-        features, place = problem.features, -1 if query.device.index is None else query.device.index
+        features, place = problem.features, -1 if call.device.index is None else call.device.index
         window = (False, None, None) if features.window is None else (True, *features.window)
         flags = [getattr(features, name) for name in FLAGS] + [name in GRADIENTS[why_torch] for name in ASKED]
         ratio = int(problem.heads) // int(problem.kv_heads)
         sizes = (problem.d, problem.d_v, ratio)
         trains = _trainable(
-            query.device.type, place, problem.dtype, *sizes, features.causal, features.mask, *window, call.deterministic, *flags
+            call.device.type, place, problem.dtype, *sizes, features.causal, features.mask, *window, call.deterministic, *flags
         )
-    return tracing.traced(
-        call,
-        query,
-        key,
-        value,
-        attn_mask,
-        seed,
-        per_head,
-        enable_gqa=options.enable_gqa,
-        causal_alignment=options.causal_alignment,
-        allow_tf32=options.allow_tf32,
-        kernels=why_torch is None,
-        trains=trains,
-    )
+    return tracing.traced(call, given, options, kernels=why_torch is None, trains=trains)
 
 
 def _trainable(

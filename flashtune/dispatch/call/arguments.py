@@ -15,8 +15,23 @@ from flashtune.core.torch_dtypes import KERNEL_DTYPES, output_torch_dtype
 from flashtune.dispatch.call.checked import Call, PerHead
 
 
+class Arguments(NamedTuple):
+    """The tensors of a call, its seed and what it gives per head, in the order in which plans take them."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    attn_mask: torch.Tensor | None
+    seed: int | None
+    per_head: PerHead | None
+
+    def parsed(self, options: "Options") -> Call:
+        """The checked call, see `parse`."""
+        return parse(*self[:4], seed=self.seed, per_head=self.per_head, **options._asdict())
+
+
 class Options(NamedTuple):
-    """What `attention` takes beside tensors and seed, as it was given."""
+    """What `attention` takes beside these, as it was given."""
 
     dropout_p: float
     is_causal: bool

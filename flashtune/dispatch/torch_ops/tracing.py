@@ -9,7 +9,7 @@ from flashtune.core import reference
 from flashtune.core.parameters import PER_HEAD
 from flashtune.core.torch_dtypes import output_torch_dtype
 from flashtune.dispatch import framework
-from flashtune.dispatch.call import Call, PerHead, parse, seed_bits, signed
+from flashtune.dispatch.call import Arguments, Call, Options, PerHead, parse, seed_bits, signed
 from flashtune.dispatch.plans.forward import Outputs
 from flashtune.dispatch.plans.memory import out_strides
 
@@ -22,29 +22,15 @@ _SCHEMA = (
 _OTHERS = tuple(parameter.split()[1] for parameter in _SCHEMA[1 : _SCHEMA.index(")")].split(", "))[3:]
 
 
-def traced(
-    call: Call,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    seed: int | None,
-    per_head: PerHead | None,
-    *,
-    enable_gqa: bool,
-    causal_alignment: str,
-    allow_tf32: bool,
-    kernels: bool,
-    trains: bool,
-) -> Any:
+def traced(call: Call, given: Arguments, options: Options, *, kernels: bool, trains: bool) -> Any:
     """The call while a compiler traces it, without a graph break. `kernels` says whether a kernel may serve, `trains` whether kernels
     may serve it with its gradient."""
-    if trains:
-        out, lse = _trained(call, query, key, value, attn_mask, seed, per_head, causal_alignment=causal_alignment, allow_tf32=allow_tf32)
-        return (out, lse) if call.return_lse else out
+    query, key, value, attn_mask, seed, per_head = given
     bits = None if seed is None else signed(seed_bits(seed))
-    if kernels:
-        sides = call.band.keywords()
+    sides = call.band.keywords()
+    if trains:
+        out, lse = _trained(call, given, (sides["window_left"], sides["window_right"]), bits, options)
+    elif kernels:
         out, lse = torch.ops.flashtune.attention(
             query,
             key,
@@ -52,53 +38,39 @@ def traced(
             attn_mask,
             call.dropout_p,
             call.scale,
-            enable_gqa,
+            options.enable_gqa,
             sides["window_left"],
             sides["window_right"],
             call.softcap,
-            causal_alignment,
+            options.causal_alignment,
             call.return_lse,
             bits,
-            allow_tf32,
+            options.allow_tf32,
             *_tensors(per_head or PerHead(), query.device),
         )
-        return (out, lse) if call.return_lse else out
-    keep = None
-    if call.dropout_p and not call.fused_by_torch:
-        sizes = (call.batch, call.heads, call.n_q, call.n_kv)
-        if bits is None:
-            keep = torch.rand(sizes, device=call.device) >= call.dropout_p
-        else:
-            keep = torch.ops.flashtune.dropout_keep(query, bits, *sizes, call.dropout_p)
-    out, lse = framework.attention(call, query, key, value, attn_mask, keep, per_head)
+    else:
+        keep = None
+        if call.dropout_p and not call.fused_by_torch:
+            sizes = (call.batch, call.heads, call.n_q, call.n_kv)
+            if bits is None:
+                keep = torch.rand(sizes, device=call.device) >= call.dropout_p
+            else:
+                keep = torch.ops.flashtune.dropout_keep(query, bits, *sizes, call.dropout_p)
+        out, lse = framework.attention(call, query, key, value, attn_mask, keep, per_head)
     return (out, lse) if call.return_lse else out
 
 
-def _trained(
-    call: Call,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    seed: int | None,
-    per_head: PerHead | None,
-    *,
-    causal_alignment: str,
-    allow_tf32: bool,
-) -> Outputs:
+def _trained(call: Call, given: Arguments, sides: tuple[int, int], bits: int | None, options: Options) -> Outputs:
     """Output and, when asked for, LSE by the operator with gradients that compilers trace."""
-    q, k, v = call.views(query, key, value)
-    per_head = per_head or PerHead()
+    q, k, v = call.views(*given[:3])
+    per_head = given.per_head or PerHead()
     if per_head.sinks is not None:
         # Their gradient is summed over batches before it is rounded.
         per_head = per_head._replace(sinks=per_head.sinks.float())
-    given = dict(zip(PER_HEAD, per_head.views(call), strict=True))
-    bits = None if seed is None else signed(seed_bits(seed))
-    sides = call.band.keywords()
-    numbers = (call.dropout_p, call.scale, sides["window_left"], sides["window_right"], call.softcap, causal_alignment)
-    flags = allow_tf32, call.deterministic
+    views = dict(zip(PER_HEAD, per_head.views(call), strict=True))
+    numbers = (call.dropout_p, call.scale, *sides, call.softcap, options.causal_alignment, options.allow_tf32, call.deterministic)
     out, lse, _ = torch.ops.flashtune.attention_training(
-        q, k, v, call.small_mask(attn_mask), given["alibi_slopes"], given["sinks"], bits, *numbers, *flags
+        q, k, v, call.small_mask(given.attn_mask), views["alibi_slopes"], views["sinks"], bits, *numbers
     )
     return call.restored(out), call.restored(lse) if call.return_lse else None
 
