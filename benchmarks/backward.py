@@ -6,7 +6,7 @@ whether gradients under a mask are finite, the peak memory of a long call, the l
 framework's math backend, and whole training steps of a larger one. Every part runs in a process that is killed when it takes too long.
 
 Prints tables, writes backward.json to the folder named by OUT (default: the current one), and exits with 1 where a part failed, a gradient
-isn't finite, or an error is more than twice the framework's.
+isn't finite, or an error is more than twice the framework's (beyond its tolerance, where the framework has no such gradient).
 """
 
 import argparse
@@ -29,6 +29,7 @@ from forward import until
 from forward_report import NO_TIME
 
 from flashtune.core.results import Measurement
+from flashtune.core.tolerances import tolerance
 from flashtune.tuner.machine import local_gpu, provenance
 
 GROUPS = ("plain", "deterministic", "features", "scores")
@@ -41,8 +42,9 @@ PARTS: dict[str, Callable[..., Any]] = {
 }
 
 
-def wrong(checked: Checked) -> str:
-    """What is wrong with our gradients, empty where nothing is: not finite, or more than twice as far off as torch's best."""
+def wrong(checked: Checked, bound: float) -> str:
+    """What is wrong with our gradients, empty where nothing is: not finite, more than twice as far off as torch's best, or of those that no
+    backend of torch's gives, as with dropout, beyond this bound on the norm."""
     ours = checked.errors.get(OURS, [])
     if not all(map(math.isfinite, ours)):
         return "not finite"
@@ -52,19 +54,16 @@ def wrong(checked: Checked) -> str:
         if name in ("cudnn", "flash", "efficient", FA2_REPEATABLE) and all(map(math.isfinite, errors))
     ]
     # What peers lack stands last.
-    if theirs and any(mine > 2 * max(best) for mine, best in zip(ours, zip(*theirs, strict=True), strict=False)):
+    limits = [2 * max(best) for best in zip(*theirs, strict=True)]
+    if any(mine > limit for mine, limit in zip(ours, limits, strict=False)):
         return "more than twice the framework's error"
-    return ""
+    return "beyond its tolerance" if any(mine > bound for mine in ours[len(limits) :]) else ""
 
 
 def row_of(cell: Cell, checked: Checked, times: dict[str, Measurement], failed: str) -> dict[str, Any]:
     """A cell's JSON."""
     us = {name: time.median_us for name, time in times.items()}
-    peers = {
-        name: time
-        for name, time in us.items()
-        if name not in (OURS, FA4_REPEATABLE) or (cell.group, name) == (DETERMINISTIC, FA4_REPEATABLE)
-    }
+    peers = {name: time for name, time in us.items() if name != OURS}
     return {
         "cell": cell.name,
         "problem": cell.problem.label(),
@@ -76,7 +75,7 @@ def row_of(cell: Cell, checked: Checked, times: dict[str, Measurement], failed: 
         "best_peer": min(peers, key=lambda name: peers[name]) if peers else None,
         "over_best": min(peers.values()) / us[OURS] if peers and OURS in us else None,
         "over": {name: time / us[OURS] for name, time in us.items() if name != OURS and OURS in us},
-        "wrong": wrong(checked),
+        "wrong": wrong(checked, tolerance(cell.problem.spec()).gradient_norm),
         "failed": failed,
     }
 

@@ -38,20 +38,26 @@ def test_the_cells_are_backwards_of_every_size_and_feature() -> None:
 
 def test_an_error_twice_the_frameworks_or_not_finite_is_wrong() -> None:
     def said(ours: list[float], theirs: list[float]) -> str:
-        return backward.wrong(backward_cells.Checked(errors={"flashtune": ours, "cudnn": theirs}))
+        return backward.wrong(backward_cells.Checked(errors={"flashtune": ours, "cudnn": theirs}), 0.04)
 
     assert said([0.01, 0.01, 0.01], [0.006, 0.006, 0.006]) == ""
     assert "twice" in said([0.01, 0.01, 0.02], [0.006, 0.006, 0.006])
     assert said([float("nan"), 0.0, 0.0], [1.0, 1.0, 1.0]) == "not finite"
     both = {"flashtune": [0.5] * 3, "cudnn": [float("nan")] * 3, "flash": [0.01] * 3}
-    assert "twice" in backward.wrong(backward_cells.Checked(errors=both)), "a peer without numbers is no yardstick"
+    assert "twice" in backward.wrong(backward_cells.Checked(errors=both), 0.04), "a peer without numbers is no yardstick"
+    assert said([0.01, 0.01, 0.01, 0.03], [0.006, 0.006, 0.006]) == "", "torch's sum over rows isn't ours"
+    assert "tolerance" in said([0.01, 0.01, 0.01, 0.05], [0.006, 0.006, 0.006])
+    alone = backward_cells.Checked(errors={"flashtune": [0.05] * 3, "fa4": [0.0] * 3})
+    assert "tolerance" in backward.wrong(alone, 0.04), "no backend of torch's to hold them against"
 
 
 def test_the_table_holds_ours_against_the_best_peer() -> None:
     cell = backward_cells.cells(("plain",))[0]
-    times = {name: Measurement.of([us]) for name, us in (("flashtune", 100.0), ("cudnn", 120.0), ("fa4 deterministic", 50.0))}
+    times = {name: Measurement.of([us]) for name, us in (("flashtune", 100.0), ("cudnn", 120.0), ("fa4", 130.0))}
     row = backward.row_of(cell, backward_cells.Checked(kind="default"), times, "")
     assert (row["best_peer"], row["over_best"]) == ("cudnn", pytest.approx(1.2))
+    ahead = backward.row_of(cell, backward_cells.Checked(), times | {"fa4 deterministic": Measurement.of([50.0])}, "")
+    assert (ahead["best_peer"], ahead["over_best"]) == ("fa4 deterministic", 0.5), "its other mode may be its faster one"
     shown = backward.table([row, backward.row_of(cell, backward_cells.Checked(), {}, "killed after 3 s")])
     assert "1.20x" in shown and "killed after 3 s" in shown and "geometric mean" in shown
 
