@@ -284,16 +284,8 @@ def problem_options(*, many: bool) -> Callable[[Callable[..., None]], Callable[.
 
 def filters_of(*, gpu_name: str | None = None, d: int | None = None, n: int | None = None, dtype: str | None = None) -> "KeyFilter":
     """The database's filter for the options that were given."""
-    found: KeyFilter = {}
-    if gpu_name is not None:
-        found["gpu"] = find_target(gpu_name).slug
-    if d is not None:
-        found["d"] = d
-    if n is not None:
-        found["n"] = n
-    if dtype is not None:
-        found["dtype"] = parse_dtype(dtype)
-    return found
+    slug = None if gpu_name is None else find_target(gpu_name).slug
+    return {"gpu": slug, "d": d, "n": n, "dtype": None if dtype is None else parse_dtype(dtype)}
 
 
 def share_of(option: str, text: str) -> float:

@@ -10,21 +10,13 @@ DTYPES: tuple[DType, ...] = get_args(DType)
 ITEMSIZE: dict[DType, int] = {"fp16": 2, "bf16": 2, "fp32": 4, "fp8": 1}
 """Bytes per element. fp8 is e4m3: four bits of exponent, three of mantissa, no infinities (torch.float8_e4m3fn)."""
 
-_ALIASES: dict[str, DType] = {
-    "fp16": "fp16",
-    "float16": "fp16",
-    "half": "fp16",
-    "f16": "fp16",
-    "bf16": "bf16",
-    "bfloat16": "bf16",
-    "fp32": "fp32",
-    "float32": "fp32",
-    "float": "fp32",
-    "f32": "fp32",
-    "fp8": "fp8",
-    "e4m3": "fp8",
-    "float8_e4m3fn": "fp8",
+_OTHER_NAMES: dict[DType, tuple[str, ...]] = {
+    "fp16": ("float16", "half", "f16"),
+    "bf16": ("bfloat16",),
+    "fp32": ("float32", "float", "f32"),
+    "fp8": ("e4m3", "float8_e4m3fn"),
 }
+_ALIASES: dict[str, DType] = {alias: name for name, others in _OTHER_NAMES.items() for alias in (name, *others)}
 
 
 def parse_dtype(name: str) -> DType:

@@ -110,6 +110,33 @@ def hidden_outside(seen: torch.Tensor, mask: torch.Tensor | None) -> torch.Tenso
     return mask & seen if mask.dtype == torch.bool else joined(mask, seen)
 
 
+def scores_of(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    mask: torch.Tensor | None,
+    scale: float,
+    band: Band,
+    softcap: float,
+    slopes: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What the softmax is taken of, in the dtype of q and k, which have equally many heads (see `attention`); -inf where a pair is hidden.
+    Then what the soft cap, if there is one, multiplies the gradient of a score by."""
+    scores, slope = scale * (q @ k.transpose(-1, -2)), None
+    if softcap:
+        capped = torch.tanh(scores / softcap)
+        scores, slope = softcap * capped, 1.0 - capped * capped
+    if slopes is not None:
+        scores = scores + alibi(slopes.to(scores.dtype), q.shape[2], k.shape[2], band.diagonal)
+    seen = visible(band, q.shape[2], k.shape[2], q.device)
+    if mask is not None and mask.dtype == torch.bool:
+        seen = seen & mask
+    elif mask is not None:
+        scores = scores + mask.to(scores.dtype)
+    # A bias of -inf hides a pair like a mask does; filled in again, so that no gradient flows through -inf - -inf.
+    return scores.masked_fill(~seen | (scores == float("-inf")), float("-inf")), slope
+
+
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -136,24 +163,12 @@ def attention(
     which quantised inputs stand for a multiple of. `sinks` (B, Hq) are logits of one more key for every row, whose value is 0: neither
     scaled nor masked, and in the LSE, so that rows with nothing else to attend to have the sink as theirs. Differentiable.
     """
-    band = band or Band()
     ratio = q.shape[1] // max(1, k.shape[1])
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if descale is not None:
         q, k, v = (x * factor.to(dtype)[..., None, None] for x, factor in zip((q, k, v), descale, strict=True))
     k, v = k.repeat_interleave(ratio, 1), v.repeat_interleave(ratio, 1)
-    scores = scale * (q @ k.transpose(-1, -2))
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    if slopes is not None:
-        scores = scores + alibi(slopes.to(dtype), q.shape[2], k.shape[2], band.diagonal)
-    seen = visible(band, q.shape[2], k.shape[2], q.device)
-    if mask is not None and mask.dtype == torch.bool:
-        seen = seen & mask
-    elif mask is not None:
-        scores = scores + mask.to(dtype)
-    # A bias of -inf hides a pair like a mask does; filled in again, so that no gradient flows through -inf - -inf.
-    scores = scores.masked_fill(~seen | (scores == float("-inf")), float("-inf"))
+    scores, _ = scores_of(q, k, mask=mask, scale=scale, band=band or Band(), softcap=softcap, slopes=slopes)
     beside = []
     if sinks is not None:
         # Filled in again for the same reason.

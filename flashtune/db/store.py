@@ -177,8 +177,9 @@ class Store:
         else:
             results = sorted(self.results(**where), key=lambda result: key_order(result.problem.key(result.gpu)))
         if not results:
-            wanted = f" of {', '.join(f'{name} {value}' for name, value in where.items())}" if where else ""
-            raise NoKernelFound(f"{self._access.name} holds nothing{wanted} to export: search for it first, or loosen the filters")
+            wanted = ", ".join(f"{name} {value}" for name, value in where.items() if value is not None)
+            of = f" of {wanted}" if wanted else ""
+            raise NoKernelFound(f"{self._access.name} holds nothing{of} to export: search for it first, or loosen the filters")
         target = sqlite_path(destination)
         if target is None:
             raise DatabaseError(f"{self._access.name} can be exported to a SQLite file only: give the path of a file")

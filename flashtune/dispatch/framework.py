@@ -222,7 +222,11 @@ def gradients(
         empty = row_lse == float("-inf")
         if dlse is not None:
             delta = delta - dlse[:, :, rows].masked_fill(empty, 0.0)
-        probs, slope = _probabilities(q_rows, wide_k, row_lse.masked_fill(empty, float("inf")), given, first)
+        mask, band = None if given.mask is None else given.mask[:, :, rows], given.band.from_row(first)
+        scores, slope = reference.scores_of(
+            q_rows, wide_k, mask=mask, scale=given.scale, band=band, softcap=given.softcap, slopes=given.slopes
+        )
+        probs = torch.exp(scores - row_lse.masked_fill(empty, float("inf"))[..., None])
         dprobs = dout_rows @ wide_v.mT
         dropped = probs
         if given.dropout_p:
@@ -267,28 +271,6 @@ def sink_gradients(
         probs = torch.exp(sinks.float()[..., None] - lse[:, :, rows]).masked_fill(lse[:, :, rows] == float("-inf"), 0.0)
         found -= (probs * delta).masked_fill(probs == 0.0, 0.0).sum(-1)
     return found
-
-
-def _probabilities(
-    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, given: CallParameters, first: int
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The softmax's probabilities of rows from `first` on, and what a soft cap multiplies a score's gradient by."""
-    n_q, n_kv, slope = q.shape[2], k.shape[2], None
-    band = given.band.from_row(first)
-    scores = given.scale * (q @ k.mT)
-    if given.softcap:
-        capped = torch.tanh(scores / given.softcap)
-        scores, slope = given.softcap * capped, 1.0 - capped * capped
-    if given.slopes is not None:
-        scores = scores + reference.alibi(given.slopes, n_q, n_kv, band.diagonal)
-    hidden = ~reference.visible(band, n_q, n_kv, q.device)
-    if given.mask is not None:
-        mask = given.mask[:, :, first : first + n_q]
-        if mask.dtype == torch.bool:
-            hidden = hidden | ~mask
-        else:
-            scores = scores + mask.float()
-    return torch.exp(scores - lse[..., None]).masked_fill(hidden, 0.0), slope
 
 
 def _kept(given: CallParameters, shape: torch.Size, first: int, count: int, n_kv: int, device: torch.device) -> torch.Tensor:

@@ -9,6 +9,7 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -60,40 +61,32 @@ def described(name: str, properties: object, *, amd: bool) -> Target:
 
     arch = str(getattr(properties, "gcnArchName", "")).split(":")[0] if amd else f"{number('major')}{number('minor')}"
     sms = number("multi_processor_count", 1)
-    blank = Target(
-        slug=name,
-        name=name,
+    told: dict[str, Any] = {
+        "slug": "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split()),
+        "name": name,
+        "sms": sms,
+        "shared_bytes_per_block": number("shared_memory_per_block_optin", number("shared_memory_per_block", 49152)),
+        "memory_bytes": number("total_memory"),
+        "driver_names": (name,),
+        "aliases": (),
+        "sources": ("the driver",),
+    }
+    if alike := [target for target in targets().values() if target.arch == arch]:
+        return replace(min(alike, key=lambda target: (abs(target.sms - sms), target.slug)), **told)
+    return Target(
+        **told,
         vendor="amd" if amd else "nvidia",
         arch=arch,
-        sms=sms,
-        shared_bytes_per_block=0,
         shared_bytes_per_sm=number("shared_memory_per_multiprocessor", number("shared_memory_per_block", 49152)),
         registers_per_sm=number("regs_per_multiprocessor", 65536),
         max_threads_per_sm=number("max_threads_per_multi_processor", 1024),
         warp_size=number("warp_size", 64 if amd else 32),
         l2_bytes=number("L2_cache_size"),
-        memory_bytes=0,
         bandwidth_gbs=0.0,
         boost_mhz=0,
         exp_per_clock=16,
         peak_tflops={},
         compilable=amd or number("major") >= 8,
-        driver_names=(),
-        aliases=(),
-        sources=(),
-    )
-    alike = [target for target in targets().values() if target.arch == arch]
-    nearest = min(alike, key=lambda target: (abs(target.sms - sms), target.slug), default=blank)
-    return replace(
-        nearest,
-        slug="-".join("".join(c if c.isalnum() else " " for c in name.lower()).split()),
-        name=name,
-        sms=sms,
-        shared_bytes_per_block=number("shared_memory_per_block_optin", number("shared_memory_per_block", 49152)),
-        memory_bytes=number("total_memory"),
-        driver_names=(name,),
-        aliases=(),
-        sources=("the driver",),
     )
 
 

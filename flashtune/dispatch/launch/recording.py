@@ -7,21 +7,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_HARMLESS = frozenset(
-    {
-        "aten::empty",
-        "aten::empty_like",
-        "aten::empty_strided",
-        "aten::view",
-        "aten::_unsafe_view",
-        "aten::slice",
-        "aten::select",
-        "aten::expand",
-        "aten::detach",
-    }
-    | {"aten::permute", "aten::transpose", "aten::as_strided", "aten::unsqueeze", "aten::squeeze", "aten::alias", "aten::reshape"}
-)
-"""Operations of host code that leave nothing to be done again at the next call but, for the first three, an allocation."""
+_ALLOCATIONS = "empty empty_like empty_strided"
+_VIEWS = "view _unsafe_view slice select expand detach permute transpose as_strided unsqueeze squeeze alias reshape"
+_HARMLESS = frozenset(f"aten::{name}" for name in f"{_ALLOCATIONS} {_VIEWS}".split())
+"""Operations of host code that leave nothing to be done again at the next call but an allocation."""
 
 
 @dataclass(frozen=True, slots=True)
