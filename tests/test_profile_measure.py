@@ -4,6 +4,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -96,7 +97,7 @@ def test_shares_of_the_steps_add_up_to_one(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_measured_profile_is_shown_in_json_and_in_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = small().with_measured(measured_with(1 << 30, monkeypatch))
+    found = replace(small(), measured=measured_with(1 << 30, monkeypatch))
     data = json.loads(json.dumps(found.as_json(), allow_nan=False))
     assert data["not_measured"] is None
     assert [kind["name"] for kind in data["measured"]["attention"]] == ["eager", "framework", "tuned"]
@@ -108,7 +109,7 @@ def test_a_measured_profile_is_shown_in_json_and_in_text(monkeypatch: pytest.Mon
 
 
 def test_what_was_left_out_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = render(small().with_measured(measured_with(1000, monkeypatch)))
+    text = render(replace(small(), measured=measured_with(1000, monkeypatch)))
     assert "Left out: eager attention: S doesn't fit into the GPU's memory." in text
 
 

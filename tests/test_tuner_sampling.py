@@ -17,7 +17,7 @@ from flashtune.core.target import find_target
 from flashtune.templates import families, family
 from flashtune.templates.family import Family
 from flashtune.tuner.pool import Pool
-from flashtune.tuner.sampling import KINDS, Sampler, candidate_of, parameters, sampler_of
+from flashtune.tuner.sampling import KINDS, Sampler, candidate_of, parameters
 from flashtune.tuner.space import Candidate, SearchSpace
 from flashtune.tuner.surrogate import Surrogate
 
@@ -62,7 +62,7 @@ def test_a_sampler_proposes_each_valid_candidate_once_and_then_nothing(kind: Sam
     small = SearchSpace(
         {"flash_fwd_tma": replace(family("flash_fwd_tma"), axes=family("flash_fwd_tma").axes[:4] + fixed())}, PROBLEM, TARGET
     )
-    sampler = sampler_of(kind, small, PROBLEM, seed=3)
+    sampler = KINDS[kind](small, PROBLEM, seed=3)
     answers = times(sampler.pool)
     told: dict[Candidate, float | None] = {}
     while batch := sampler.propose(7, told, ()):
@@ -79,14 +79,14 @@ def fixed() -> tuple[object, ...]:  # type: ignore[type-arg]
 
 
 def test_random_draws_are_even() -> None:
-    sampler = sampler_of("random", SPACE, PROBLEM, seed=None, starts=())
+    sampler = KINDS["random"](SPACE, PROBLEM, seed=None, starts=())
     drawn = Counter(sampler.propose(1, {}, ())[0] for _ in range(20 * len(sampler.pool)))
     # With 124 candidates and a mean of 20, a fair draw leaves none below 2 in a million runs.
     assert len(drawn) == len(sampler.pool) and min(drawn.values()) >= 2
 
 
 def test_what_is_left_to_gain_is_unknown_at_first_and_shrinks() -> None:
-    sampler = sampler_of("gp", SPACE, PROBLEM, seed=0, starts=())
+    sampler = KINDS["gp"](SPACE, PROBLEM, seed=0, starts=())
     answers = times(sampler.pool)
     assert sampler.left_to_gain({}) == sampler.expected_regret({}) == math.inf
     told: dict[Candidate, float | None] = {}
@@ -104,7 +104,7 @@ def test_what_is_left_to_gain_is_unknown_at_first_and_shrinks() -> None:
 
 def test_an_error_that_all_candidates_share_changes_no_proposal() -> None:
     """The GPU is twice as slow as predicted."""
-    sampler, slower = (sampler_of("gp", SPACE, PROBLEM, seed=0) for _ in range(2))
+    sampler, slower = (KINDS["gp"](SPACE, PROBLEM, seed=0) for _ in range(2))
     answers = times(sampler.pool)
     first = sampler.propose(14, {}, ())
     assert sampler.propose(3, {c: answers[c] for c in first}, ()) == slower.propose(3, {c: 2 * answers[c] for c in first}, ())
@@ -126,7 +126,7 @@ def test_draws_are_spread_as_the_surrogate_says_and_hang_together_as_their_place
 
 
 def test_a_study_of_optunas_own_asks_the_sampler() -> None:
-    sampler = sampler_of("gp", SPACE, PROBLEM, seed=0)
+    sampler = KINDS["gp"](SPACE, PROBLEM, seed=0)
     answers = times(sampler.pool)
     study = optuna.create_study(sampler=sampler)
     kinds = sampler.infer_relative_search_space(study, study.trials)  # type: ignore[arg-type]
@@ -145,7 +145,7 @@ def test_a_study_of_optunas_own_asks_the_sampler() -> None:
 
 def test_tpe_is_heeded_in_a_space_of_one_family() -> None:
     def proposed(kind: Sampler) -> list[dict[str, object]]:
-        sampler = sampler_of(kind, SPACE, PROBLEM, seed=0, starts=())
+        sampler = KINDS[kind](SPACE, PROBLEM, seed=0, starts=())
         study, answers = optuna.create_study(sampler=sampler), times(sampler.pool)
         kinds = sampler.infer_relative_search_space(study, study.trials)  # type: ignore[arg-type]
         for _ in range(24):

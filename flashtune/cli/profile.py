@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,7 @@ def profile(
         from flashtune.profiler.timing import Bench, measure
 
         messages().print(f"measuring on {target.name}, under a minute")
-        found = found.with_measured(measure(found, Bench.on_gpu(found)))
+        found = replace(found, measured=measure(found, Bench.on_gpu(found)))
     for path in files:
         from flashtune.profiler.report import write
 

@@ -1,6 +1,6 @@
 """One profile: a problem on a target, counted, held against the roofline, and measured where a GPU allows it."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import flashtune
@@ -45,7 +45,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What `flashtune profile` knows of a plain problem on a target, counted and bounded; completed by `with_measured`.
+    """What `flashtune profile` knows of a plain problem on a target, counted and bounded, and measured where a GPU allows it.
 
     Raises InputError where the target has no matrix products in the problem's dtype.
     """
@@ -106,10 +106,6 @@ class Profile:
         """What was measured of a strategy, or None."""
         runs = self.measured.strategies if self.measured else ()
         return next((run for run in runs if run.name == strategy.name), None)
-
-    def with_measured(self, measured: Measured) -> "Profile":
-        """This profile with what a GPU said."""
-        return replace(self, measured=measured, not_measured="")
 
     def _row(self, steps: tuple[Step, ...], whole: Step) -> Row:
         time_us, bound = serial(tuple(floor(step, self.target, self.problem.dtype) for step in steps))

@@ -316,15 +316,11 @@ def _strategies(profile: Profile, bench: Bench, skipped: list[str]) -> tuple[Str
     if problem.features.causal:
         seen = (torch.arange(problem.n_kv, device=bench.device) <= rows[:, None] + (problem.n_kv - problem.n_q))[None, None]
     exact, _ = reference.attention(q[:1, :1, rows], k[:1, :1], v[:1, :1], scale=problem.d**-0.5, mask=seen)
-    errors = [_relative_error(run()[:1, :1, rows], exact) for run in runs.values()]
+    errors = [float((run()[:1, :1, rows].double() - exact).norm() / exact.norm()) for run in runs.values()]
     times = bench.clock.race(list(runs.values()), budget_s=STRATEGY_BUDGET_S)
     return tuple(
         StrategyRun(name=name, measurement=time, relative_error=error) for name, time, error in zip(runs, times, errors, strict=True)
     )
-
-
-def _relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((found.double() - exact).norm() / exact.norm())
 
 
 def _fits(problem: Problem, bench: Bench, *, copies_of_s: float) -> bool:

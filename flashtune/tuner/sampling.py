@@ -274,13 +274,7 @@ class ByExpectedImprovement(CandidateSampler):
 
 
 KINDS: dict[Sampler, type[CandidateSampler]] = {"gp": ByExpectedImprovement, "tpe": NearTpe, "random": Evenly, "exhaustive": InOrder}
-
-
-def sampler_of(
-    kind: Sampler, space: SearchSpace, problem: Problem, *, seed: int | None, starts: Sequence[Candidate] | None = None
-) -> CandidateSampler:
-    """The sampler of that name; `starts` are the space's own where none are given."""
-    return KINDS[kind](space, problem, seed=seed, starts=starts)
+"""Every sampler by its name."""
 
 
 def derived(seed: int, number: int) -> int:

@@ -14,7 +14,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import Baseline, CompileFacts, Conditions, Ending, Fate, Measurement, Outcome, Provenance, SearchResult
 from flashtune.templates.rendering import sources_hash
 from flashtune.tuner.record import Entry, Record, key_of, newest_unfinished
-from flashtune.tuner.sampling import CandidateSampler, Sampler, candidate_of, distributions, parameters, sampler_of
+from flashtune.tuner.sampling import KINDS, CandidateSampler, Sampler, candidate_of, distributions, parameters
 from flashtune.tuner.space import Candidate, SearchSpace
 
 
@@ -32,16 +32,6 @@ def outcome_from_json(text: str) -> Outcome:
         row[name] = Measurement(**row[name]) if row.get(name) else None
     row["facts"] = CompileFacts(**row["facts"]) if row["facts"] else None
     return Outcome(**row)
-
-
-def baseline_from_json(row: dict[str, Any]) -> Baseline:
-    """The inverse of `asdict`."""
-    return Baseline(**{**row, "measurement": Measurement(**row["measurement"])})
-
-
-def provenance_from_json(row: dict[str, Any]) -> Provenance:
-    """The inverse of `Provenance.as_json`."""
-    return Provenance(**{**row, "conditions": Conditions(**row["conditions"]) if row["conditions"] else None})
 
 
 class Study:
@@ -65,7 +55,7 @@ class Study:
         by: CandidateSampler | None = None,
     ) -> None:
         self._space = space
-        self.sampler = by or sampler_of(sampler, space, problem, seed=seed)
+        self.sampler = by or KINDS[sampler](space, problem, seed=seed)
         label = f"{space.target.slug}-{problem.label()}-b{problem.batch}h{problem.heads}-{source}-{sampler}-{seed}"
         self._record = Record(storage, "-".join(filter(None, (label, fingerprint(space, problem), plan))))
         self._record.describe(
@@ -250,12 +240,14 @@ class Study:
             return None
         self.refresh()
         raced = {outcome.variant_id: outcome for outcome in map(outcome_from_json, kept["raced"])}
+        baseline, provenance = kept["baseline"], kept["provenance"]
+        conditions = Conditions(**provenance["conditions"]) if provenance["conditions"] else None
         return SearchResult(
             gpu=self._space.target.slug,
             problem=problem,
             outcomes=tuple(raced.get(outcome.variant_id, outcome) for outcome in self.in_order().values()),
-            provenance=provenance_from_json(kept["provenance"]),
-            baseline=baseline_from_json(kept["baseline"]) if kept["baseline"] else None,
+            provenance=Provenance(**{**provenance, "conditions": conditions}),
+            baseline=Baseline(**{**baseline, "measurement": Measurement(**baseline["measurement"])}) if baseline else None,
             ending=Ending(**kept["ending"]) if kept.get("ending") else None,
         )
 
