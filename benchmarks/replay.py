@@ -28,9 +28,9 @@ from flashtune.core.results import Fate, Outcome, SearchResult
 from flashtune.core.target import find_target
 from flashtune.db.store import Store
 from flashtune.templates import families
+from flashtune.templates.cost import predict_us
 from flashtune.templates.family import Constraint, Family
 from flashtune.tuner import sampling
-from flashtune.tuner.cost import predict_us
 from flashtune.tuner.sampling import CandidateSampler, Told
 from flashtune.tuner.space import Candidate, SearchSpace
 from flashtune.tuner.study import Study

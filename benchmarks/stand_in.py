@@ -1,4 +1,4 @@
-"""What rows lose that stand in for others, without a GPU: `python benchmarks/stand_in.py --out benchmarks/results/2026-11-22-stand-in`.
+"""What rows lose that stand in for others, without a GPU: `python benchmarks/stand_in.py --out benchmarks/results/2026-11-23-stand-in`.
 
 Each row of a database in turn is left out and its key is served by the rest, in the policy's own order. The config that would serve is
 looked up among the trials of the left-out row: its time over the best of these, less 1, is the loss. A config that was never tried

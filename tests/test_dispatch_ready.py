@@ -11,7 +11,7 @@ from flashtune.core.target import find_target
 from flashtune.dispatch.launch import kernels
 from flashtune.dispatch.policy import Choice, Kind, Refusal
 from flashtune.dispatch.policy.losses import Estimate
-from flashtune.dispatch.policy.ready import NEAR_EQUAL, ready_first
+from flashtune.dispatch.policy.ready import LITTLE_BEHIND, NEAR_EQUAL, ready_first
 from flashtune.templates import family
 
 H200 = find_target("h200")
@@ -55,8 +55,8 @@ def choice(name: str, loss: float | None, kind: Kind = "stand_in") -> Choice:
     return Choice(kind=kind, spec=PLAIN.spec(), note=name, family=made, config=config, estimate=estimate)
 
 
-def order(*choices: Choice | Refusal, ready: str, idle: str = "") -> list[str]:
-    found = ready_first(choices, lambda one: one.note in ready.split(), lambda one: 0.3 * (one.note in idle.split()))
+def order(*choices: Choice | Refusal, ready: str) -> list[str]:
+    found = ready_first(choices, lambda one: one.note in ready.split())
     return [one.reason if isinstance(one, Refusal) else one.note.split(";")[0] for one in found]
 
 
@@ -72,9 +72,13 @@ def test_the_first_with_machine_code_goes_before_those_without_and_all_others_st
     assert order(A, Refusal(reason="no"), B, C, FRAMEWORK, ready="c") == ["c", "a", "no", "b", "torch"]
 
 
-def test_tiles_that_leave_the_gpu_idle_or_are_padding_stay_behind_those_that_fit() -> None:
-    assert order(A, B, C, FRAMEWORK, ready="b c", idle="b") == ["c", "a", "b", "torch"]
-    assert order(A, B, C, FRAMEWORK, ready="b c", idle="a b c") == ["b", "a", "c", "torch"]
+def test_what_the_cost_model_expects_to_be_slower_stays_behind_what_has_to_be_compiled() -> None:
+    first, slow, near = (replace(one, behind=behind) for one, behind in ((A, 0.01), (B, 0.02 + LITTLE_BEHIND), (C, 0.02)))
+    assert order(first, slow, near, FRAMEWORK, ready="b c") == ["c", "a", "b", "torch"]
+    assert order(first, slow, FRAMEWORK, ready="b") == ["a", "b", "torch"]
+    # Nothing is said of what wasn't compared, which may be as bad; or of any.
+    assert order(first, C, FRAMEWORK, ready="c") == ["a", "c", "torch"]
+    assert order(A, slow, FRAMEWORK, ready="b") == ["b", "a", "torch"]
 
 
 def test_a_short_call_is_not_served_by_the_tiles_of_a_long_one_for_their_machine_code() -> None:

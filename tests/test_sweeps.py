@@ -11,7 +11,7 @@ from flashtune.core.target import find_target
 from flashtune.db.library import shipped_path
 from flashtune.db.store import Store
 from flashtune.templates import family
-from flashtune.tuner.cost import predict_us
+from flashtune.templates.cost import predict_us
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 

@@ -12,12 +12,12 @@ from flashtune.core.results import CompileFacts
 from flashtune.core.target import find_target
 from flashtune.core.torch_dtypes import TORCH_DTYPES
 from flashtune.templates import families, family
+from flashtune.templates.cost import predict_us
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner import generated, machine_code
 from flashtune.tuner.baseline import framework_call
 from flashtune.tuner.cases import make_extreme, small_problems
 from flashtune.tuner.correctness import check, everywhere, oracle
-from flashtune.tuner.cost import predict_us
 from flashtune.tuner.inputs import make_inputs
 from flashtune.tuner.space import SearchSpace
 

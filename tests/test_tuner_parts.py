@@ -26,10 +26,10 @@ from flashtune.core.problem import DIRECTIONS, Features, Problem
 from flashtune.core.results import CompileFacts, Fate, Measurement, Outcome
 from flashtune.core.target import find_target
 from flashtune.templates import families, family
+from flashtune.templates.cost import key_blocks, predict_us
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner import compile, correctness, tasks
 from flashtune.tuner.baseline import framework_call
-from flashtune.tuner.cost import key_blocks, predict_us
 from flashtune.tuner.finalists import ranked
 from flashtune.tuner.inputs import make_inputs
 from flashtune.tuner.replies import Checked, Compiled, Failed, Ready

@@ -8,10 +8,10 @@ from pathlib import Path
 from flashtune.core.config import Config
 from flashtune.core.problem import Problem
 from flashtune.core.target import find_target
+from flashtune.templates.cost import predict_us
 from flashtune.templates.family import Axis, Constraint, Family
 from flashtune.templates.rendering import add_folder, variant_of
 from flashtune.tuner import tasks
-from flashtune.tuner.cost import predict_us
 from flashtune.tuner.replies import Checked, Compiled
 from flashtune.tuner.workers import Workers
 

@@ -10,9 +10,9 @@ from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.problem import Problem
 from flashtune.core.results import Baseline, CompileFacts, Conditions, Fate, Measurement, Outcome
 from flashtune.core.target import Target
+from flashtune.templates.cost import predict_us
 from flashtune.tuner import tasks
 from flashtune.tuner.conditions import GpuWatch, race_undisturbed
-from flashtune.tuner.cost import predict_us
 from flashtune.tuner.racing import RACES, TIE, Contest, Standing
 from flashtune.tuner.replies import Called, Checked, Failed, Raced, Ready, Rounds, Timed
 from flashtune.tuner.space import Candidate

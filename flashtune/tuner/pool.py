@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from flashtune.core.config import Value
 from flashtune.core.problem import Problem
-from flashtune.tuner.cost import predict_us
+from flashtune.templates.cost import predict_us
 from flashtune.tuner.space import Candidate, SearchSpace
 
 MOST = 20_000

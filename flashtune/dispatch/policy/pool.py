@@ -1,6 +1,5 @@
 """The records that may serve problems of one kind, the nearest first."""
 
-import heapq
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,7 +12,7 @@ from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target, targets
 from flashtune.db.ranking import by_key, preference
 from flashtune.dispatch.policy import losses
-from flashtune.dispatch.policy.fitting import Tile, excess
+from flashtune.dispatch.policy.expected import log_us
 from flashtune.dispatch.policy.losses import comparable, kind_of, kinds_apart, torch_runs_alike
 from flashtune.templates.family import Family
 
@@ -27,13 +26,14 @@ class Pool:
     Keys are sorted first, and the records of one are looked at when its turn comes: hardly any call looks beyond the nearest.
     """
 
-    __slots__ = ("_families", "_features", "_known", "_places", "_refits", "_rows", "_target", "_varying")
+    __slots__ = ("_expected", "_families", "_features", "_known", "_places", "_refits", "_rows", "_target", "_varying")
 
     def __init__(self, key: ProblemKey, target: Target, records: Rows | Sequence[TuningRecord], families: Mapping[str, Family]) -> None:
         """`key` is that of any problem of the kind."""
         kind = kind_of(key)
         self._target, self._families, self._features = target, families, key.features
         self._refits: dict[tuple[str, Config, KernelSpec], Config | None] = {}
+        self._expected: dict[tuple[str, Config, Problem], float | None] = {}
         self._varying = frozenset(name for name, family in families.items() if not family.repeatable)
         self._rows = _by_key(records) if isinstance(records, Sequence) else records
         self._known: dict[ProblemKey, list[_Entry]] = {}
@@ -52,11 +52,9 @@ class Pool:
         same = self._of(key)
         return [entry.record for entry in (sorted(same, key=lambda entry: entry.same_bits) if suited & self._varying else same)]
 
-    def near(self, problem: Problem, key: ProblemKey, suited: frozenset[str]) -> Iterator[TuningRecord]:
-        """The records of other keys for which all `suited` families were tried, the nearest first, and of one key as in `exact`.
-
-        What a record's tiles lose at the problem's sizes and not at its own (`losses.misfit`) counts like a distance.
-        """
+    def near(self, key: ProblemKey, suited: frozenset[str]) -> Iterator[tuple[float, TuningRecord]]:
+        """The records of other keys for which all `suited` families were tried with how far each is apart, the nearest first, and of one
+        key as in `exact`."""
         n, n_q, heads, work = losses.places(key)
         may_vary = bool(suited & self._varying)
         found = [
@@ -72,21 +70,10 @@ class Pool:
             for other, (apart, places) in self._places.items()
             if other != key
         ]
-        here: dict[Tile, float] = {}
-        waiting: list[tuple[float, tuple[object, ...], int, TuningRecord]] = []
-        numbers = itertools.count()
         for apart, others in _nearest_first(found):
-            while waiting and waiting[0][0] < apart:
-                yield heapq.heappop(waiting)[-1]
-            for entry in (entry for other in others for entry in self._of(other) if suited <= entry.tried):
-                tile = entry.tile
-                if tile is not None and tile not in here:
-                    here[tile] = excess(tile, problem, self._target.sms)
-                misfit = 0.0 if tile is None else losses.misfit(here[tile] - entry.excess)
-                ties = (entry.ties[0], may_vary and entry.same_bits, *entry.ties[1:])
-                heapq.heappush(waiting, (apart + misfit, ties, next(numbers), entry.record))
-        while waiting:
-            yield heapq.heappop(waiting)[-1]
+            entries = (entry for other in others for entry in self._of(other) if suited <= entry.tried)
+            for entry in sorted(entries, key=lambda entry: (entry.ties[0], may_vary and entry.same_bits, *entry.ties[1:])):
+                yield apart, entry.record
 
     def near_in_keys(self, problem: Problem, key: ProblemKey) -> TuningRecord | None:
         """Of a decoding step, the measured record that tells most of what torch takes for it, whatever config it has; None where all are
@@ -121,6 +108,15 @@ class Pool:
             self._refits[known] = family.refitted(config, spec, self._target)
         return self._refits[known]
 
+    def expected(self, family: Family, config: Config, record: TuningRecord) -> float | None:
+        """`expected.log_us` of a config in the place of a record's own, at its sizes; None where it can't be there either."""
+        problem, known = record.problem, (family.name, config, record.problem)
+        if known not in self._expected:
+            spec = problem.spec()
+            moved = None if family.supports(spec, self._target) is not None else self.refitted(family, config, spec)
+            self._expected[known] = None if moved is None else log_us(family, moved, problem, self._target)
+        return self._expected[known]
+
     def _of(self, key: ProblemKey) -> list["_Entry"]:
         """The records of a key, sorted as equals are."""
         if key not in self._places:
@@ -128,15 +124,12 @@ class Pool:
         if key not in self._known:
             records = self._rows[key]
             places = _places(records)
-            sms = targets()[key.gpu].sms if key.gpu in targets() else self._target.sms
             entries = [
                 _Entry(
                     record=record,
                     ties=(key.features != self._features, *_ties(record, places.get(id(record), 0))),
                     tried=_tried(record, self._target, self._families),
                     same_bits=record.framework_us is None and record.outcome.template not in self._varying,
-                    tile=(tile := Tile.of(record.outcome.config)),
-                    excess=0.0 if tile is None else excess(tile, record.problem, sms),
                 )
                 for record in records
             ]
@@ -166,14 +159,12 @@ def _by_key(records: Iterable[TuningRecord]) -> Rows:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
     """A record of a pool: what sorts equals, the families that were tried, whether it raced among kernels alone that write the same bits
-    every time, and its tile with what that loses at the record's own sizes."""
+    every time."""
 
     record: TuningRecord
     ties: tuple[object, ...]
     tried: frozenset[str]
     same_bits: bool
-    tile: Tile | None
-    excess: float
 
 
 def _ties(record: TuningRecord, place: int) -> tuple[object, ...]:

@@ -9,29 +9,26 @@ NEAR_EQUAL = 0.05
 """So much more may a choice be estimated to lose than one that has to be compiled: the estimates are medians, whose 90th percentiles lie
 further apart (flashtune.dispatch.policy.losses.LOSSES), and compiling takes seconds."""
 
-LITTLE_IDLE = 0.2
-"""So much more may its tiles lose (`fitting.excess`, a logarithm): of 21 random shapes two were served at 0.64 and 0.79 of their own search
-by tiles that lost 0.5 more than the nearest row's (benchmarks/results/2026-11-22-h200-unprepared/seed23.json)."""
+LITTLE_BEHIND = 0.05
+"""So much more time, a logarithm, may the cost model expect it to take: of 21 random shapes two were served at 0.64 and 0.79 of their own
+search by tiles of much longer sequences (benchmarks/results/2026-11-22-h200-unprepared/seed23.json)."""
 
 AHEAD = 24
 """So many choices are looked at for one with machine code."""
 
 
-def ready_first(
-    choices: Iterable[Choice | Refusal], ready: Callable[[Choice], bool], idle: Callable[[Choice], float]
-) -> Iterator[Choice | Refusal]:
+def ready_first(choices: Iterable[Choice | Refusal], ready: Callable[[Choice], bool]) -> Iterator[Choice | Refusal]:
     """A ranking (flashtune.dispatch.policy.rank), in which stand-ins without machine code wait behind the first of those that follow
-    that is `ready`, estimated to lose little more, and of tiles that are hardly more `idle` at the problem's sizes. Nothing passes a row of
-    the problem's own key, or the framework."""
+    that is `ready`, estimated to lose little more, and expected to take hardly longer. Nothing passes a row of the problem's own key, or
+    the framework."""
     ranking = iter(choices)
     for one in ranking:
         if isinstance(one, Refusal) or not _waits(one) or ready(one):
             yield one
             continue
         waiting: list[Choice | Refusal] = [one]
-        most_idle = idle(one) + LITTLE_IDLE
         for other in ranking:
-            if isinstance(other, Choice) and _waits(other) and _near(other, one) and idle(other) <= most_idle and ready(other):
+            if isinstance(other, Choice) and _waits(other) and _near(other, one) and ready(other):
                 yield replace(other, note=f"{other.note}; nearer rows have no machine code for these features")
                 break
             waiting.append(other)
@@ -46,8 +43,9 @@ def _waits(choice: Choice) -> bool:
 
 
 def _near(choice: Choice, first: Choice) -> bool:
-    """Whether it is estimated to lose little more than the first, and is of a row of the same spec: what was moved from another one is
-    hardly ever compiled, and has to be rendered to be told."""
+    """Whether it is estimated to lose little more than the first, is expected to take hardly longer, and is of a row of the same spec: what
+    was moved from another one is hardly ever compiled, and has to be rendered to be told."""
     assert choice.estimate is not None and first.estimate is not None, "they stand in"
     own = choice.record is None or choice.record.problem.spec() == choice.spec
-    return own and choice.estimate.median <= first.estimate.median + NEAR_EQUAL
+    slow = first.behind is not None and (choice.behind is None or choice.behind > first.behind + LITTLE_BEHIND)
+    return own and not slow and choice.estimate.median <= first.estimate.median + NEAR_EQUAL

@@ -18,7 +18,6 @@ from flashtune.dispatch.launch.prepared import operand_names
 from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan, Twin
 from flashtune.dispatch.plans.gradients import Backward, FormulaPlan, Given, GradientPlan, Gradients
 from flashtune.dispatch.policy import Choice, Kind, Pool, Refusal, growing, rank, torch_has
-from flashtune.dispatch.policy.fitting import Tile, excess
 from flashtune.dispatch.policy.ready import ready_first
 from flashtune.dispatch.resolve.code import code_of, tried, variant_of
 from flashtune.dispatch.resolve.explanation import Explanation, described, explained
@@ -315,16 +314,12 @@ def _explained_both(forward: Candidate, chosen: Choice, problem: Problem, target
 def _ranked(
     memo: Memo, problem: Problem, target: Target, records: Pool | Sequence[TuningRecord], known: Mapping[str, Family], **words: bool
 ) -> Iterator[Choice | Refusal]:
-    """The policy's order, save that what is compiled goes before near-equal stand-ins that aren't and whose tiles fit no better."""
+    """The policy's order, save that what is compiled goes before near-equal stand-ins that aren't."""
 
     def ready(choice: Choice) -> bool:
         return choice.family is not None and memo.machine_code(choice.family, variant_of(choice, choice.family), target)[0] is not None
 
-    def idle(choice: Choice) -> float:
-        tile = None if choice.config is None else Tile.of(choice.config)
-        return 0.0 if tile is None else excess(tile, problem, target.sms)
-
-    return ready_first(rank(problem, target, records, known, **words), ready, idle)
+    return ready_first(rank(problem, target, records, known, **words), ready)
 
 
 def _surroundings(memo: Memo, call: Call, problem: Problem) -> tuple[Target, Mapping[str, Family], Pool | Sequence[TuningRecord]]:

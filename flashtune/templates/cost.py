@@ -155,8 +155,8 @@ def predict_us(config: Config, facts: CompileFacts, problem: Problem, target: Ta
     elif persistent:
         uneven = 1.0 + c.uneven_drawn * slots / tiles
     else:
-        # A last wave that is half empty costs as much as a full one; tiles of a band, long ones first, fill it evenly.
-        uneven = 1.0 if problem.features.banded else math.ceil(tiles / slots) * slots / tiles
+        # An SM that has a tile more than others ends last, whichever share it; tiles of a band, long ones first, fill all evenly.
+        uneven = 1.0 if problem.features.banded else math.ceil(tiles / target.sms) * target.sms / tiles
     clocks = (blocks * block.clocks + tiles * per_tile) / target.sms * uneven
     memory_us = problem.io_bytes() / (target.bandwidth_gbs * 1e3)
     return c.launch_us + max(clocks / target.boost_mhz, memory_us)

@@ -1,0 +1,112 @@
+"""Fits what the cost model leaves out of a Hopper kernel's time, without a GPU: `python benchmarks/fit_expected.py`.
+
+The trials of a problem tell by how much more the model is wrong of one config than of another. Least squares over all problems, for the
+constants of flashtune/dispatch/policy/expected.py: once over the trials of an H200's rows, archived and shipped, and once over those of
+searches of random shapes (unprepared.py), which were drawn and searched independently of the rows.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+from stand_in import ARCHIVED, GPU, times_of
+
+from flashtune.core.band import blocks_of_tiles
+from flashtune.core.config import Config, settles
+from flashtune.core.problem import DECODE_ROWS, Features, Problem
+from flashtune.db.library import shipped_path
+from flashtune.db.store import Store
+from flashtune.templates import family
+from flashtune.templates.cost import predict_us
+
+DRAWN = sorted((Path(__file__).parent / "results").glob("*-h200-unprepared/*.json"))
+FAMILY = family("flash_fwd_hopper")
+NAMES = ("settling", "settling small", "settling features", "pieces", "shared", "in turns small", "in turns large")
+
+HOPELESS = 1.6
+"""What takes so many times as long as a problem's best trial says little of the others."""
+
+Trials = dict[Config, float]
+
+
+def of_rows() -> Iterator[tuple[Problem, Trials]]:
+    """The trials of rows, archived and shipped, in microseconds."""
+    for path in (shipped_path(), ARCHIVED):
+        with Store.open(path, writable=False) as store:
+            for result in store.results():
+                if result.gpu == GPU.slug:
+                    yield result.problem, {config: us for (name, config), us in times_of(result).items() if name == FAMILY.name}
+
+
+def of_drawn() -> Iterator[tuple[Problem, Trials]]:
+    """The same of random shapes, where the run kept them."""
+    for path in DRAWN:
+        kept = json.loads(path.read_text())
+        for row in kept["rows"]:
+            problem = Problem(**row["problem"], features=Features.from_json(row["features"]))
+            tried = kept["searches"].get(problem.label(), {}).get("tried", [])
+            yield problem, {FAMILY.completed(Config.of(one["config"])): one["us"] for one in tried if one["template"] == FAMILY.name}
+
+
+def row_of(config: Config, problem: Problem) -> list[float]:
+    """What `flashtune.dispatch.policy.expected.left_out` multiplies its constants with."""
+    blocks = blocks_of_tiles(problem.band, problem.n_q, problem.n_kv, config.number("BLOCK_M"), config.number("BLOCK_N"))
+    f, wide, settled = problem.features, max(problem.d, problem.d_v), settles(config)
+    in_turns = config["intra_wg_overlap"] == 0
+    return [
+        settled * len(blocks) / max(len(blocks), sum(blocks)),
+        settled and wide <= 64,
+        settled and (f.dropout or f.softcap),
+        config["v_columns"] == "pieces",
+        not f.banded and config.number("ctas_per_sm") > 2,
+        in_turns and wide <= 64,
+        in_turns and wide > 128,
+    ]
+
+
+def fitted(problems: Iterable[tuple[Problem, Trials]]) -> dict[str, float]:
+    """The constants, how far the model is off without and with them (standard deviations of logarithms), and of how many trials."""
+    rows: list[list[float]] = []
+    errors: list[float] = []
+    for problem, trials in problems:
+        spec = problem.spec()
+        if problem.direction != "fwd" or problem.n_q <= DECODE_ROWS or FAMILY.supports(spec, GPU) is not None:
+            continue
+        told = {}
+        for config, us in trials.items():
+            facts = FAMILY.expected(config, spec, GPU)
+            if us < HOPELESS * min(trials.values()) and FAMILY.violated(config, spec, GPU) is None and facts is not None:
+                told[config] = math.log(us / predict_us(config, facts, problem, GPU))
+        if len(told) > 1:
+            here = np.array([row_of(config, problem) for config in told], dtype=float)
+            rows += list(here - here.mean(0))
+            errors += list(np.array(list(told.values())) - np.mean(list(told.values())))
+    design, wrong = np.array(rows), np.array(errors)
+    constants = np.linalg.lstsq(design, wrong, rcond=None)[0]
+    left = wrong - design @ constants
+    return {
+        **dict(zip(NAMES, map(float, constants), strict=True)),
+        "without": float(wrong.std()),
+        "with": float(left.std()),
+        "trials": len(wrong),
+    }
+
+
+def main() -> None:
+    """Print both fits; with --out, keep them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="a folder for expected.json")
+    out = parser.parse_args().out
+    found = {"rows": fitted(of_rows()), "drawn": fitted(of_drawn())}
+    for name, fit in found.items():
+        print(f"{name}: " + ", ".join(f"{what} {value:.3f}" for what, value in fit.items()))
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "expected.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

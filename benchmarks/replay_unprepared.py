@@ -1,0 +1,63 @@
+"""What today's policy makes of the shapes of a run of unprepared.py, without a GPU: `python benchmarks/replay_unprepared.py FILE ...`.
+
+A run keeps every candidate of each shape's search with its time. Where what would be served now is one of them, or what was served
+then, or torch, its time is known; the share is the search's best over it. Shapes that have a row by now are left out.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from flashtune import dispatch
+from flashtune.core.config import Config
+from flashtune.core.problem import Features, Problem
+from flashtune.templates import family
+
+GPU = "h200"
+
+
+def shares(run: dict[str, Any]) -> Iterator[tuple[Problem, float, float | None]]:
+    """Each timed shape, what it was served at of its own search, and what it would be now; None where no time is known of that."""
+    for row in run["rows"]:
+        problem = Problem(**row["problem"], features=Features.from_json(row["features"]))
+        search, times = run["searches"].get(problem.label()), {name: found["median_us"] for name, found in row["times"].items()}
+        if search is None or "own search" not in times:
+            continue
+        now = dispatch.explain_problem(problem, GPU)
+        if now.kind == "exact":
+            continue
+        known = {(one["template"], _completed(one)): one["us"] for one in search.get("tried", [search]) if one["config"]}
+        then = times["own search"] / times["flashtune"]
+        if now.kind == "framework":
+            yield problem, then, times["own search"] / times["default"] if "default" in times else None
+        elif now.variant_id == row["served"]["variant"]:
+            yield problem, then, then
+        else:
+            us = known.get((now.template, now.config))
+            yield problem, then, None if us is None else min(known.values()) / us
+
+
+def _completed(one: dict[str, Any]) -> Config:
+    return family(one["template"]).completed(Config.of(one["config"]))
+
+
+def main() -> None:
+    """Print a line to each shape, then the median, the least, and how many reach 0.97 and 0.90."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="an unprepared.json")
+    dispatch.reload(alone=True)
+    for path in parser.parse_args().files:
+        found = list(shares(json.loads(path.read_text())))
+        for problem, then, now in found:
+            print(f"{problem.label():56s} {then:5.2f} then, {'no time is known' if now is None else f'{now:.2f}'} now")
+        told = [(then, now) for _, then, now in found if now is not None]
+        for word, of in (("then", [then for then, _ in told]), ("now", [now for _, now in told])):
+            reached = ", ".join(f"{sum(share >= least for share in of)} from {least:.2f}" for least in (0.97, 0.9))
+            print(f"{path.name}, {word}: median {statistics.median(of):.3f}, least {min(of):.2f}, {reached}, of {len(of)} that can be told")
+
+
+if __name__ == "__main__":
+    main()

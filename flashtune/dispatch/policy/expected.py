@@ -1,0 +1,56 @@
+"""What the cost model says of a config at sizes at which nobody measured it. Pure functions of configs and problems."""
+
+import math
+
+from flashtune.core.band import blocks_of_tiles
+from flashtune.core.config import Config, settles
+from flashtune.core.problem import Problem
+from flashtune.core.target import Target
+from flashtune.templates.cost import predict_us
+from flashtune.templates.family import Family
+
+SETTLING, SETTLING_SMALL, SETTLING_FEATURES = 0.175, 0.095, 0.05
+PIECES, SHARED, IN_TURNS_SMALL, IN_TURNS_LARGE = 0.122, -0.055, -0.085, 0.098
+"""What the model leaves out of a Hopper kernel's time, logarithms: settling a tile's row maxima, for a tile of one block of keys and as
+much less as it has more, and besides for heads of up to 64 columns, and beside dropout or a soft cap; an output in pieces; three programs
+or more on an SM without a band; products and softmax in turns, for such heads and for those above 128. From the trials of an H200's rows;
+those of searches of random shapes agree in every sign (benchmarks/results/2026-11-23-stand-in/expected.json)."""
+
+SMALL, LARGE = 64, 128
+"""Columns of heads: up to so many, and from there on."""
+
+HOST_US = 22.0
+"""Calls that take the GPU no longer wait for the host, which needs 15 to 22 us for one of torch's
+(benchmarks/results/2026-11-22-h200-steps/steps.json): of these the GPU's time tells little."""
+
+
+def log_us(family: Family, config: Config, problem: Problem, target: Target) -> float | None:
+    """The logarithm of the microseconds that the GPU is expected to take; None where nothing can be said of a family, of a config that
+    doesn't fit, or of a backward, to whose measurements the model was never fitted."""
+    if problem.direction != "fwd":
+        return None
+    facts = family.expected(config, problem.spec(), target)
+    if facts is None:
+        return None
+    found = predict_us(config, facts, problem, target)
+    return math.log(found) + left_out(config, problem) if 0.0 < found < math.inf else None
+
+
+def left_out(config: Config, problem: Problem) -> float:
+    """The logarithm of what a config takes beside what the cost model says; 0 for families other than Hopper's."""
+    if "intra_wg_overlap" not in config:
+        return 0.0
+    f, wide, more = problem.features, max(problem.d, problem.d_v), 0.0
+    if settles(config):
+        blocks = blocks_of_tiles(problem.band, problem.n_q, problem.n_kv, config.number("BLOCK_M"), config.number("BLOCK_N"))
+        more += SETTLING * len(blocks) / max(len(blocks), sum(blocks))
+        more += SETTLING_SMALL * (wide <= SMALL) + SETTLING_FEATURES * (f.dropout or f.softcap)
+    if config["intra_wg_overlap"] == 0:
+        more += IN_TURNS_SMALL * (wide <= SMALL) + IN_TURNS_LARGE * (wide > LARGE)
+    more += PIECES * (config.get("v_columns", "padded") == "pieces")
+    return more + SHARED * (not f.banded and config.number("ctas_per_sm") > 2)
+
+
+def waits_for_host(log: float) -> bool:
+    """Whether a call is over sooner than the host has made the next."""
+    return log < math.log(HOST_US)

@@ -1,0 +1,155 @@
+"""Which kernel serves a problem: a pure function of the problem, the GPU and the records; no tensors, no I/O, no clock."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from flashtune.core.config import Config
+from flashtune.core.problem import Problem
+from flashtune.core.results import Source, TuningRecord
+from flashtune.core.target import Target
+from flashtune.dispatch.policy.choices import Choice, Context, Fit, Preferred, Refusal, default_choice, exact_choice, fit_of, near_choice
+from flashtune.dispatch.policy.expected import log_us, waits_for_host
+from flashtune.dispatch.policy.pool import Pool
+from flashtune.templates.family import Family
+
+COMPARED = 16
+"""So many configs of the nearest records the cost model compares."""
+
+PER_DISTANCE = 0.005
+"""What a unit of distance counts against what the cost model expects to gain, a logarithm."""
+
+LEAST_GAIN = 0.02
+"""So much it must be expected to gain. As PER_DISTANCE from leaving rows out (benchmarks/stand_in.py) and from random shapes
+(benchmarks/results/2026-11-22-h200-unprepared), whose worst served were by configs of which the model says so; half and twice of both come
+to nearly the same."""
+
+
+def choose(
+    problem: Problem, target: Target, records: Sequence[TuningRecord] | Pool, families: Mapping[str, Family], **words: bool
+) -> Choice:
+    """The best choice that `rank` finds, which takes the same; the framework where nothing else serves."""
+    return next(choice for choice in rank(problem, target, records, families, **words) if isinstance(choice, Choice))
+
+
+def rank(
+    problem: Problem,
+    target: Target,
+    records: Sequence[TuningRecord] | Pool,
+    families: Mapping[str, Family],
+    *,
+    framework_serves: bool = True,
+    unmeasured: bool = False,
+) -> Iterator[Choice | Refusal]:
+    """Every way to serve `problem` on `target`, best first, with the refused ones where they would have stood.
+
+    The order of fallbacks, the only one there is:
+
+    1. `exact`: a measured record of exactly this key;
+    2. a measured record of another key of the architecture, the nearest first: `near_n` where only the sizes N_kv, N_q and batch * heads
+       differ, `near_gpu` where the GPU does and perhaps these, `stand_in` where the head size, the heads to a key head, the features or
+       the 16-bit type do;
+    3. `predicted`: the same two steps over records that a cost model ranked;
+    4. `default`: the default config of each family that supports the problem and suits its sizes, in the families' order;
+    5. `framework`: torch's own attention.
+
+    Steps 3 and 4 hold kernels behind which nothing was measured on this architecture. They serve where the framework can't
+    (`framework_serves` says whether torch has the features), and elsewhere only if `unmeasured` allows it.
+
+    Near is `flashtune.core.nearness.distance`, with head sizes as kernels pad them and another GPU as far as two octaves of N; ties go to
+    the same alignment, then among records of one key to the preferred one (flashtune.db.ranking), then to records of the user over
+    shipped ones, the larger sizes, the shorter time and the lower variant id, so that equal libraries choose equally everywhere. Between
+    a decoding step and more rows, between passes, and between element types of other sizes nothing is near.
+
+    A record that says that the framework was faster makes it the choice, provided that `framework_serves`. For its own key a record says
+    so by its whole calls where they were measured, host included; for another by `losses.expected_ratio`, and of a decoding step far from
+    its keys only if the record says so, too, that is near in these (`Pool.near_in_keys`). A record is never served when
+    its config, completed by axes that came later, is outside the family's declared space or breaks a constraint on this target; the next
+    one may serve. In another kernel's place a config is first moved to the nearest one that keeps the constraints (`Family.refitted`).
+    What was best at its own sizes may not be here: of the first COMPARED configs those come first that the cost model expects to be faster
+    than the nearest record's (`_gain`).
+    Which sizes suit a family is a rule of thumb, which gives way to measurements: step 1 doesn't ask for it. A record of any other step
+    is served only where the problem's sizes suit its family, and stands in for other sizes only where every family that suits these was
+    tried at its own: one that never was may be far better here.
+    """
+    spec, key = problem.spec(), problem.key(target.slug)
+    computing = [family for family in families.values() if family.direction == problem.direction]
+    suited = [family for family in computing if (family.supports(spec, target) or family.suits(problem, target)) is None]
+    pool = records if isinstance(records, Pool) else Pool(key, target, records, families)
+    context = Context(problem=problem, target=target, key=key, pool=pool, families=families, framework_serves=framework_serves)
+    names = frozenset(family.name for family in suited)
+    yield from _steps(context, names, "measured")
+    if unmeasured or not framework_serves:
+        yield from _steps(context, names, "predicted")
+        yield from (default_choice(family, problem, target) for family in computing)
+    elif suited:
+        why = f"nothing that was measured on GPUs like {target.name} stands behind a kernel for this problem"
+        note = f"{why}, so torch's own attention serves (FLASHTUNE_UNMEASURED=1 lets {suited[0].name} serve)"
+        yield Choice(kind="framework", spec=spec, note=note)
+        return
+    else:
+        yield from (default_choice(family, problem, target) for family in computing)
+    yield Choice(kind="framework", spec=spec, note="no template serves this problem here, torch's own attention does")
+
+
+def _steps(context: Context, suited: frozenset[str], source: Source) -> Iterator[Choice | Refusal]:
+    """Records of the key itself first, then the others."""
+    for record in context.pool.exact(context.key, suited):
+        if record.outcome.source == source:
+            fit = fit_of(record, context)
+            yield fit if isinstance(fit, Refusal) else exact_choice(fit, context)
+    near = ((apart, record) for apart, record in context.pool.near(context.key, suited) if record.outcome.source == source)
+    yield from _compared(near, context)
+    for _, record in near:
+        fit = fit_of(record, context)
+        yield fit if isinstance(fit, Refusal) else near_choice(fit, context)
+
+
+def _compared(near: Iterator[tuple[float, TuningRecord]], context: Context) -> Iterator[Choice | Refusal]:
+    """The first of the records that are `near`, so many that COMPARED configs are among them: those that the cost model expects to gain
+    over the nearest come first, then the nearest, all others in their order."""
+    here: dict[_Config, float | None] = {}
+    found: list[tuple[float, Fit | Refusal]] = []
+    while len(here) < COMPARED and (record := next(near, None)) is not None:
+        fit = fit_of(record[1], context)
+        found.append((record[0], fit))
+        if isinstance(fit, Fit) and (config := _config(fit)) not in here:
+            log = here[config] = log_us(fit.family, fit.config, context.problem, context.target)
+            if len(here) == 1 and (log is None or waits_for_host(log)):
+                break
+    fits = [(apart, fit) for apart, fit in found if isinstance(fit, Fit)]
+    ahead: dict[_Config, tuple[float, Fit, float]] = {}
+    for apart, fit in fits[1:]:
+        gain = _gain(fit, fits[0][1], here, context)
+        worth = gain - PER_DISTANCE * (apart - fits[0][0])
+        if worth > LEAST_GAIN and (_config(fit) not in ahead or worth > ahead[_config(fit)][0]):
+            ahead[_config(fit)] = worth, fit, gain
+    most = max((gain for _, _, gain in ahead.values()), default=0.0)
+    for _, fit, gain in sorted(ahead.values(), key=lambda one: -one[0]):
+        yield near_choice(fit, context, preferred=Preferred(nearest=fits[0][1].record, gain=gain), behind=most - gain)
+    passed = {id(fit) for _, fit, _ in ahead.values()}
+    for _, fit in found:
+        if isinstance(fit, Refusal):
+            yield fit
+        elif id(fit) not in passed:
+            said = len(here) > 1 and here[_config(fit)] is not None
+            yield near_choice(fit, context, behind=most - _gain(fit, fits[0][1], here, context) if said else None)
+
+
+_Config = tuple[str, Config]
+"""A config of the family of a name."""
+
+
+def _config(fit: Fit) -> _Config:
+    return fit.family.name, fit.config
+
+
+def _gain(fit: Fit, nearest: Fit, here: Mapping[_Config, float | None], context: Context) -> float:
+    """The logarithm of what `fit` is expected to gain over the nearest record's config, 0 where nothing is said of one of them.
+
+    At its own sizes that config was the fastest: what the model expects to gain there, too, is the model's error.
+    """
+    nearest_us, us = here[_config(nearest)], here[_config(fit)]
+    if nearest_us is None or us is None or us >= nearest_us:
+        return 0.0 if nearest_us is None or us is None else nearest_us - us
+    own = context.pool.expected(nearest.family, nearest.family.completed(nearest.record.outcome.config), nearest.record)
+    there = context.pool.expected(fit.family, fit.config, nearest.record)
+    return nearest_us - us - (0.0 if own is None or there is None else max(0.0, own - there))
