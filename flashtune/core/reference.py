@@ -121,11 +121,11 @@ def scores_of(
     slopes: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What the softmax is taken of, in the dtype of q and k, which have equally many heads (see `attention`); -inf where a pair is hidden.
-    Then what the soft cap, if there is one, multiplies the gradient of a score by."""
-    scores, slope = scale * (q @ k.transpose(-1, -2)), None
+    Then the hyperbolic tangents of the soft cap, if there is one."""
+    scores, capped = scale * (q @ k.transpose(-1, -2)), None
     if softcap:
         capped = torch.tanh(scores / softcap)
-        scores, slope = softcap * capped, 1.0 - capped * capped
+        scores = softcap * capped
     if slopes is not None:
         scores = scores + alibi(slopes.to(scores.dtype), q.shape[2], k.shape[2], band.diagonal)
     seen = visible(band, q.shape[2], k.shape[2], q.device)
@@ -134,7 +134,7 @@ def scores_of(
     elif mask is not None:
         scores = scores + mask.to(scores.dtype)
     # A bias of -inf hides a pair like a mask does; filled in again, so that no gradient flows through -inf - -inf.
-    return scores.masked_fill(~seen | (scores == float("-inf")), float("-inf")), slope
+    return scores.masked_fill(~seen | (scores == float("-inf")), float("-inf")), capped
 
 
 def attention(

@@ -223,7 +223,7 @@ def gradients(
         if dlse is not None:
             delta = delta - dlse[:, :, rows].masked_fill(empty, 0.0)
         mask, band = None if given.mask is None else given.mask[:, :, rows], given.band.from_row(first)
-        scores, slope = reference.scores_of(
+        scores, capped = reference.scores_of(
             q_rows, wide_k, mask=mask, scale=given.scale, band=band, softcap=given.softcap, slopes=given.slopes
         )
         probs = torch.exp(scores - row_lse.masked_fill(empty, float("inf"))[..., None])
@@ -242,8 +242,8 @@ def gradients(
                 (2, 3)
             )
         dscores = dscores * given.scale
-        if slope is not None:
-            dscores = dscores * slope
+        if capped is not None:
+            dscores = dscores * (1.0 - capped * capped)
         dq[:, :, rows] = dscores @ wide_k
         dk += dscores.mT @ q_rows
     dk, dv = (x.view(k.shape[0], -1, ratio, *x.shape[2:]).sum(2) for x in (dk, dv))
