@@ -1,8 +1,10 @@
 """Which GPUs of a machine measure: by number, by index, or all of them, each of the kind that was asked for."""
 
+import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,52 +15,94 @@ from flashtune.tuner import machine
 from flashtune.tuner.machine import LocalGpu, cores, devices_of, driver_facts, gpu_names, local_gpu, provenance
 
 H200 = find_target("h200")
-ONE = "NVIDIA H200, 580.1, 1980 MHz, 700.00 W, Disabled"
-SLICED = ONE.replace("Disabled", "Enabled")
-OTHER = ONE.replace("H200", "A100")
+ONE = "NVIDIA H200, 580.1, 1980 MHz, 700.00 W"
 
 
 @pytest.fixture(autouse=True)
 def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A driver's tool that fails, until a test says what it prints; the real one, if there is any, is out of reach."""
+    """A driver's tool that fails, until a test says what it prints, and no driver; the real ones, if there are any, are out of reach."""
     path = tmp_path / "nvidia-smi"
     path.write_text("#!/bin/sh\nexit 9\n")
     path.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(machine, "_driver_names", lambda: None)
     driver_facts.cache_clear()
     yield path
     driver_facts.cache_clear()
 
 
+class Driver:
+    """What a process sees of NVIDIA's driver: its version, some GPUs, and what starting it says."""
+
+    def __init__(self, version: int, names: tuple[str, ...], status: int = 0) -> None:
+        self.version, self.names, self.status = version, names, status
+
+    def cuInit(self, flags: int) -> int:
+        return self.status
+
+    def cuDriverGetVersion(self, place: Any) -> int:
+        place._obj.value = self.version
+        return 0
+
+    def cuDeviceGetCount(self, place: Any) -> int:
+        place._obj.value = len(self.names)
+        return 0
+
+    def cuDeviceGet(self, place: Any, index: int) -> int:
+        place._obj.value = index
+        return 0
+
+    def cuDeviceGetName(self, name: Any, length: int, device: Any) -> int:
+        name.value = self.names[device.value].encode()[: length - 1]
+        return 0
+
+
+TWO = ("NVIDIA H200", "NVIDIA A100-SXM4-80GB")
+
+
 @pytest.mark.parametrize(
-    ("lines", "visible", "version", "count"),
+    ("driver", "built_for", "expected"),
     [
-        ([ONE, ONE], None, "2.11.0", 2),
-        ([ONE, ONE], "1", "2.11.0+cu128", 1),
-        ([ONE, ONE], "1,0", "2.11.0", 2),
-        # What follows is for torch to say.
-        ([ONE, ONE], "0,2", "2.11.0", None),
-        ([ONE, ONE], "GPU-abc", "2.11.0", None),
-        ([ONE, ONE], "", "2.11.0", None),
-        ([ONE, OTHER], None, "2.11.0", None),
-        ([ONE, SLICED], None, "2.11.0", None),
-        ([ONE], None, "2.11.0+cpu", None),
-        ([ONE], None, "2.11.0+rocm6.4", None),
-        ([], None, "2.11.0", None),
+        (Driver(13000, TWO), 13, TWO),
+        (Driver(13020, TWO), 12, TWO),
+        (Driver(13000, ()), 13, ()),
+        # What follows is for torch to say, whatever the driver and its tool have.
+        (Driver(12080, TWO), 13, None),
+        (Driver(13000, TWO), None, None),
+        (Driver(13000, TWO, status=999), 13, None),
+        (None, 13, None),
     ],
 )
-def test_the_drivers_tool_says_the_gpus_where_torch_would_say_the_same(
-    lines: list[str], visible: str | None, version: str, count: int | None, tool: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_driver_says_the_gpus_where_torch_would_say_the_same(
+    driver: Driver | None, built_for: int | None, expected: tuple[str, ...] | None, tool: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tool.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
-    monkeypatch.setattr(machine, "_version", lambda package: version)
+    def opened(name: str) -> Driver:
+        if driver is None:
+            raise OSError(f"{name}: cannot open shared object file")
+        return driver
+
+    monkeypatch.undo()
+    monkeypatch.setattr(ctypes, "CDLL", opened)
+    monkeypatch.setattr(machine, "_built_for", lambda: built_for)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "torch's own")
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert gpu_names() == (("torch's own",) if count is None else ("NVIDIA H200",) * count)
-    assert local_gpu() == LocalGpu(name=gpu_names()[0], target=None if count is None else H200)
+    tool.write_text(f"#!/bin/sh\necho '{ONE}'\n")
+    assert gpu_names() == (("torch's own",) if expected is None else expected)
+    assert local_gpu() == (LocalGpu(name=gpu_names()[0], target=None if expected is None else H200) if gpu_names() else None)
+
+
+def test_what_torch_was_built_for_is_read_without_importing_it() -> None:
+    assert machine._built_for() == (None if torch.version.cuda is None else int(torch.version.cuda.partition(".")[0]))
+
+
+@pytest.mark.parametrize("said", ["exec sleep 60", "echo 'No devices were found'", f"echo '{ONE}'; exit 9", "echo 'GPU 0: unknown error'"])
+def test_a_tool_without_an_answer_says_nothing(said: str, tool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "sleep" in said:
+        monkeypatch.setattr(machine, "ANSWER_S", 0.2)
+    tool.write_text(f"#!/bin/sh\n{said}\n")
+    assert driver_facts() == ()
+    assert provenance(command="c", seed=1, measured=True).gpu_name == ""
 
 
 def test_a_record_says_what_the_drivers_tool_said(tool: Path) -> None:

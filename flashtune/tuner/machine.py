@@ -1,18 +1,25 @@
 """This machine as a search sees it: which GPU is here, and what goes into a record's provenance."""
 
+import ctypes
 import importlib.metadata
+import importlib.util
 import os
+import runpy
 import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
+from pathlib import Path
 
 import flashtune
 from flashtune.core.errors import EnvironmentProblem, InputError
 from flashtune.core.results import Provenance
 from flashtune.core.target import Target, find_target
+
+ANSWER_S = 30.0
+"""How long NVIDIA's tool is waited for: a GPU that has failed may keep it forever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,27 +45,41 @@ def local_gpu() -> LocalGpu | None:
 def gpu_names() -> tuple[str, ...]:
     """The GPUs that torch sees, in its order.
 
-    The driver's tool says them, as long as torch could only say the same; torch itself takes seconds to be imported and to start a GPU.
+    NVIDIA's driver is asked, as torch asks it; torch itself takes seconds to be imported and to start a GPU.
     """
-    if (told := _told_names()) is not None:
-        return told
+    if (named := _driver_names()) is not None:
+        return named
     import torch
 
     return tuple(map(torch.cuda.get_device_name, range(torch.cuda.device_count())))
 
 
-def _told_names() -> tuple[str, ...] | None:
-    """What the driver's tool says of them; None where torch may say otherwise: built for no CUDA, GPUs of several kinds or in slices (whose
-    order and names are torch's own), and a choice of GPUs in words."""
-    gpus = driver_facts()
-    built_for = _version("torch").partition("+")[2] or "cuda"
-    if not built_for.startswith("cu") or len({gpu["name"] for gpu in gpus}) != 1:
+def _driver_names() -> tuple[str, ...] | None:
+    """What the driver says of them; None where torch says otherwise: where it can't start the driver, or was built for a later one."""
+    built_for, version, count = _built_for(), ctypes.c_int(), ctypes.c_int()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
         return None
-    if any(gpu.get("mig.mode.current") == "Enabled" for gpu in gpus):
+    if built_for is None or driver.cuInit(0) or driver.cuDriverGetVersion(ctypes.byref(version)) or version.value // 1000 < built_for:
         return None
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    indices = range(len(gpus)) if chosen is None else [int(word) if word.strip().isdecimal() else -1 for word in chosen.split(",")]
-    return tuple(gpus[0]["name"] for _ in indices) if all(0 <= index < len(gpus) for index in indices) else None
+    if driver.cuDeviceGetCount(ctypes.byref(count)):
+        return None
+    names = []
+    for index in range(count.value):
+        device, name = ctypes.c_int(), ctypes.create_string_buffer(256)
+        if driver.cuDeviceGet(ctypes.byref(device), index) or driver.cuDeviceGetName(name, len(name), device):
+            return None
+        names.append(name.value.decode())
+    return tuple(names)
+
+
+def _built_for() -> int | None:
+    """The major version of CUDA that torch was built for, read without importing torch; None where it was built for none."""
+    found = importlib.util.find_spec("torch")
+    places = [] if found is None else found.submodule_search_locations or []
+    cuda = next((runpy.run_path(str(path)).get("cuda") for place in places if (path := Path(place) / "version.py").is_file()), None)
+    return int(cuda.partition(".")[0]) if cuda else None
 
 
 def _target_of(name: str) -> Target | None:
@@ -149,12 +170,17 @@ def _version(package: str) -> str:
 
 @cache
 def driver_facts() -> tuple[Mapping[str, str], ...]:
-    """What NVIDIA's tool says of each GPU of the machine, by its own words; nothing where there is no such tool, or no GPU."""
+    """What NVIDIA's tool says of each GPU of the machine, by its own words; nothing where there is no such tool, no GPU, or no answer."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ()
-    names = ["name", "driver_version", "clocks.max.sm", "power.limit", "mig.mode.current"]
-    asked = subprocess.run([tool, f"--query-gpu={','.join(names)}", "--format=csv,noheader"], capture_output=True, text=True, timeout=30)
-    if asked.returncode != 0:
+    names = ["name", "driver_version", "clocks.max.sm", "power.limit"]
+    command = [tool, f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S)
+    except (OSError, subprocess.TimeoutExpired):
         return ()
-    return tuple(dict(zip(names, map(str.strip, line.split(",")), strict=False)) for line in asked.stdout.splitlines())
+    lines = asked.stdout.splitlines() if asked.returncode == 0 else []
+    values = [[value.strip() for value in line.split(",")] for line in lines]
+    # What isn't a value for each name is no GPU, but a word about one that is lost.
+    return tuple(dict(zip(names, found, strict=True)) for found in values if len(found) == len(names))
