@@ -26,7 +26,7 @@ from flashtune.dispatch.policy import Choice, Refusal, losses
 from flashtune.dispatch.policy.expected import left_out, log_us, waits_for_host
 from flashtune.dispatch.policy.ranking import COMPARED, LEAST_GAIN
 from flashtune.templates import families
-from flashtune.templates.family import Axis, Constraint, Family, nothing_expected
+from flashtune.templates.family import Axis, Constraint, Family
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
@@ -192,7 +192,7 @@ def test_the_cost_model_prefers_a_config_that_fits_to_that_of_the_nearest_row_bu
     assert choose(replace(full, n_q=256, n_kv=250), H200, [near, fits], families()).record is near
     # Of so short a call that the GPU waits for the host, and where nothing is said of a family, the nearest serves.
     assert choose(replace(full, batch=1), H200, [near, fits], families()).record is near
-    without = {name: replace(family, expected=nothing_expected) for name, family in families().items()}
+    without = {name: replace(family, expected=lambda config, spec, target: None) for name, family in families().items()}
     unsaid = choose(full, H200, [near, fits], without)
     assert unsaid.record is near and unsaid.behind is None
     # Nor is it looked for farther than COMPARED configs.
