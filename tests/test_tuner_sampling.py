@@ -16,7 +16,7 @@ from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
 from flashtune.templates import families, family
 from flashtune.templates.family import Family
-from flashtune.tuner.pool import Pool
+from flashtune.tuner.candidates import Candidates
 from flashtune.tuner.sampling import KINDS, Sampler, candidate_of, parameters
 from flashtune.tuner.space import Candidate, SearchSpace
 from flashtune.tuner.surrogate import Surrogate
@@ -26,7 +26,7 @@ TARGET = find_target("h200")
 SPACE = SearchSpace({"flash_fwd_tma": family("flash_fwd_tma")}, PROBLEM, TARGET)
 
 
-def times(pool: Pool) -> dict[Candidate, float]:
+def times(pool: Candidates) -> dict[Candidate, float]:
     """Times that are the cost model's, off by some that nearby candidates share."""
     off = 0.1 * np.sin(pool.features.sum(axis=1)) + 0.3
     return {candidate: float(math.exp(log + error)) for candidate, log, error in zip(pool.candidates, pool.log_times, off, strict=True)}
@@ -111,7 +111,7 @@ def test_an_error_that_all_candidates_share_changes_no_proposal() -> None:
 
 
 def test_draws_are_spread_as_the_surrogate_says_and_hang_together_as_their_places_do() -> None:
-    pool = Pool(SPACE, PROBLEM)
+    pool = Candidates(SPACE, PROBLEM)
     surrogate = Surrogate(pool)
     surrogate.learn({place: pool.log_times[place] + 0.1 * math.sin(place) for place in range(0, 60, 5)})
     # One that was tried, neighbours, and some that lie apart.
@@ -161,7 +161,7 @@ def test_tpe_is_heeded_in_a_space_of_one_family() -> None:
 
 def test_a_large_space_is_drawn_from_evenly_and_its_starts_are_kept() -> None:
     starts = SPACE.starts()
-    pool = Pool(SPACE, PROBLEM, starts, most=20)
+    pool = Candidates(SPACE, PROBLEM, starts, most=20)
     assert 20 <= len(pool) <= 20 + len(starts) and set(starts) <= set(pool.candidates)
 
 
@@ -169,7 +169,7 @@ def test_many_candidates_are_as_akin_as_few() -> None:
     """Covariances with each other alone are those that rows of all candidates hold."""
     from flashtune.tuner import surrogate
 
-    pool = Pool(SPACE, PROBLEM, SPACE.starts())
+    pool = Candidates(SPACE, PROBLEM, SPACE.starts())
     kernel = surrogate._Looked(surrogate._Rows(pool))
     points = (np.arange(surrogate.MANY, dtype=float) % len(pool))[:, None]
     np.testing.assert_allclose(kernel(points)[:5, :5], kernel(points[:5]), rtol=1e-12)

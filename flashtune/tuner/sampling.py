@@ -16,7 +16,7 @@ from optuna.trial import FrozenTrial, TrialState
 from flashtune.core.config import Config
 from flashtune.core.problem import Problem
 from flashtune.templates.family import Family
-from flashtune.tuner.pool import Array, Pool
+from flashtune.tuner.candidates import Array, Candidates
 from flashtune.tuner.space import Candidate, SearchSpace
 
 if TYPE_CHECKING:
@@ -49,9 +49,9 @@ class CandidateSampler(optuna.samplers.BaseSampler):
         self._of_trial: dict[int, Candidate] = {}
 
     @cached_property
-    def pool(self) -> Pool:
+    def pool(self) -> Candidates:
         """What is proposed from."""
-        return Pool(self._space, self._problem, self._starts)
+        return Candidates(self._space, self._problem, self._starts)
 
     @cached_property
     def opening(self) -> list[Candidate]:

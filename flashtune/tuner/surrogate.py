@@ -9,7 +9,7 @@ import numpy as np
 from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import RBF, ConstantKernel, Kernel, Matern
 
-from flashtune.tuner.pool import Array, Pool
+from flashtune.tuner.candidates import Array, Candidates
 
 ERROR = 0.1
 """How far the cost model is off from candidate to candidate, as a share of the time."""
@@ -36,7 +36,7 @@ class Surrogate:
     and one that nearby candidates share (Matern's kernel).
     """
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Candidates) -> None:
         self._pool = pool
         self._kernel = _Looked(_Rows(pool))
         self._process = self._fresh()
@@ -78,7 +78,7 @@ class Surrogate:
 class _Rows:
     """How errors of candidates are akin, a row to a candidate that was tried: computed once, for a search asks for them again and again."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Candidates) -> None:
         own_family = [SAME if name else OTHER for name in pool.columns]
         self._features = pool.features
         self._kernel = (

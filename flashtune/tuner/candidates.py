@@ -19,7 +19,7 @@ MOST = 20_000
 Array = NDArray[np.float64]
 
 
-class Pool:
+class Candidates:
     """The candidates of `space` in their fixed order (an even draw of `MOST` where there are more), and those of `starts` that it lacks."""
 
     def __init__(self, space: SearchSpace, problem: Problem, starts: Sequence[Candidate] = (), *, most: int = MOST) -> None:
