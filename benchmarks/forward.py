@@ -98,6 +98,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--d", type=numbers_of, help="only these head sizes, with commas between them")
     parser.add_argument("--n", type=numbers_of, help="only these numbers of keys, with commas between them")
     parser.add_argument(
+        "--only",
+        default="",
+        metavar="PATTERN",
+        help="of all these the cells whose name this regular expression finds (see what a run prints)",
+    )
+    parser.add_argument(
         "--without", type=peers_of_text, default="", help="peers to leave out, such as flex, which takes longest to compile"
     )
     parser.add_argument("--seconds", type=float, default=0.5, help="timing per cell (default: %(default)s)")
@@ -115,7 +121,7 @@ def main() -> None:
     options = arguments()
     if local_gpu() is None:
         raise SystemExit("forward.py times kernels on a GPU and found none: run it on the GPU's machine")
-    chosen = cells(options.cells, d=options.d, n=options.n, without=options.without)
+    chosen = cells(options.cells, d=options.d, n=options.n, without=options.without, only=options.only)
     known = fa4_ratios()
     made_by = provenance(command=shlex.join(["python", *sys.argv]), seed=options.seed, measured=True).as_json()
 

@@ -1,5 +1,6 @@
 """What forward.py times: its cells as data. Nothing here needs a GPU."""
 
+import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -136,14 +137,20 @@ class Cell:
 
 
 def cells(
-    groups: tuple[Group, ...] = USUAL, *, d: Collection[int] | None = None, n: Collection[int] | None = None, without: tuple[str, ...] = ()
+    groups: tuple[Group, ...] = USUAL,
+    *,
+    d: Collection[int] | None = None,
+    n: Collection[int] | None = None,
+    without: tuple[str, ...] = (),
+    only: str = "",
 ) -> list[Cell]:
-    """The cells of these groups, less the peers `without`; of these head sizes and lengths only where they are given."""
+    """The cells of these groups, less the peers `without`; of these head sizes and lengths only where they are given, and of all these
+    those whose name the regular expression `only` finds."""
     return [
         replace(cell, peers=tuple(name for name in cell.peers if name not in without))
         for group in groups
         for cell in _EVERY[group]()
-        if (d is None or cell.problem.d in d) and (n is None or cell.problem.n_kv in n)
+        if (d is None or cell.problem.d in d) and (n is None or cell.problem.n_kv in n) and re.search(only, cell.name)
     ]
 
 

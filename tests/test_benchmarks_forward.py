@@ -101,6 +101,8 @@ def test_small_cells_are_lone_sequences_and_the_last_rows_of_long_ones() -> None
 
 
 def test_cells_can_be_chosen_and_peers_left_out() -> None:
+    named = [cell.name for cell in cells(("scores",), n=[4096], only=r"causal \w+ sink\+30 D=64")]
+    assert named == [f"scores causal {dtype} sink+30 D=64 N=4096" for dtype in ("bf16", "fp16")]
     chosen = cells(("plain", "decode"), d=[64], n=[4096], without=("flex",))
     assert [(c.group, c.case) for c in chosen] == [("plain", "full"), ("plain", "causal"), ("decode", "one row")]
     assert all("flex" not in c.peers for c in chosen)
