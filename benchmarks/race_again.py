@@ -7,8 +7,9 @@ does: interleaved, L2 flushed, the framework's attention among them, the GPU's s
 tenth of a search's time.
 
 `--sizes`, `--models`, `--short`, `--sparse` and `--backward` race problems without rows, whose candidates are other rows' configs, what the
-cost model thinks best, and the family's starts; `--twins` races rows whose twin is far behind. A kernel that already ships wins over others
-that are hardly faster (race_twins.py). `--rows-of h200` races the rows of that GPU on this one, the most important first. With `--budget-s`
+cost model thinks best, and the family's starts; `--twins` races rows whose twin is far behind, `--rescale` plain rows with both ways to
+rescale what came before a maximum that grew. A kernel that already ships wins over others that are hardly faster (race_twins.py).
+`--rows-of h200` races the rows of that GPU on this one, the most important first. With `--budget-s`
 the first problems that fit are checked and raced:
 
     python benchmarks/race_again.py --rows-of h200 --db h100.sqlite --budget-s 150           # on an H100
@@ -32,7 +33,7 @@ from forward import until
 from forward_cells import problem_of
 from forward_report import NO_TIME
 from race_twins import ARCHIVED, Archive, has_settling_winner, measured, read_archive, shipped_first, with_twins
-from race_work import Candidates, Work, of_another_gpu, of_models, of_short, of_sizes, of_sparse, of_twins
+from race_work import Candidates, Work, of_another_gpu, of_models, of_rescaled, of_short, of_sizes, of_sparse, of_twins
 from random_inputs import random_inputs
 
 from flashtune.core.config import Config, KernelSpec, Value
@@ -113,7 +114,7 @@ def candidates_of(result: SearchResult, target: Target, *, most: int, archive: A
     for outcome in known[:most]:
         kind = family(outcome.template)
         config = kind.completed(outcome.config)
-        twins: list[Config] = [config]
+        twins: list[Config] = [config, kind.successor(config)]
         for axis, values in TWINS.items():
             if axis in config.as_dict() and not (axis == "maximum" and result.problem.dtype == "fp8"):
                 twins += [config.replace(**{axis: value}) for value in values]
@@ -288,6 +289,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--twins", action="store_true", help="race rows whose best kernel with running maxima is far behind, instead of rows"
     )
+    parser.add_argument("--rescale", action="store_true", help="race plain rows with both ways to rescale, instead of all as they are")
     parser.add_argument("--backward", action="store_true", help="race backward problems that no row is of, instead of rows")
     parser.add_argument("--rows-of", metavar="GPU", help="race the rows of this GPU that this machine's has none of, instead of its own")
     parser.add_argument("--only", default="", help="of all these problems those whose label this regular expression finds")
@@ -318,11 +320,12 @@ def all_work(options: argparse.Namespace, target: Target) -> Work:
     choose = partial(candidates_of, target=target, most=options.most, archive=read_archive(options.archived, measured_on))
     if options.rows_of:
         return of_another_gpu(asked, find_target(options.rows_of).slug, target, choose)
-    elsewhere = options.models or options.sizes or options.backward or options.short or options.sparse or options.twins
+    elsewhere = options.models or options.sizes or options.backward or options.short or options.sparse or options.twins or options.rescale
     own = [] if elsewhere else [result for result in asked if result.gpu == target.slug]
     work: Work = [(result.problem, choose(result)) for result in own]
     work += backwards_of(mine, target) if options.backward else []
     work += of_twins(mine, target) if options.twins else []
+    work += of_rescaled(mine, target) if options.rescale else []
     work += of_sparse(target, mine, most=4 * options.most, seed=options.seed) if options.sparse else []
     work += of_short(target, mine, most=4 * options.most, seed=options.seed) if options.short else []
     work += of_sizes(target, mine, most=4 * options.most, seed=options.seed) if options.sizes else []

@@ -79,11 +79,12 @@ def _running(outcome: Outcome, problem: Problem, target: Target) -> Candidate | 
 
 def shipped_first(ranks: Sequence[Candidate], times: Mapping[Candidate, float], ships: Callable[[Candidate], bool]) -> list[Candidate]:
     """`ranks`, the first of which gives way to one that already ships where that costs no more than SHIPPED_GAIN, of several to one whose
-    time is the same for all scores; and so does the first with running maxima, which is the row's twin."""
+    time is the same for all scores; and so does the first with running maxima, which is the row's twin. What has a successor gives way
+    whatever ships."""
 
     def among(some: Sequence[Candidate]) -> Candidate:
         near = [one for one in some if times[one] <= (1 + SHIPPED_GAIN) * times[some[0]]]
-        return min(near, key=lambda one: (not ships(one), settles(one.config)))
+        return min(near, key=lambda one: (one.family.successor(one.config) != one.config, not ships(one), settles(one.config)))
 
     winner = among(ranks)
     others = [one for one in ranks if one != winner]

@@ -1,5 +1,6 @@
 """What race_again.py races beside the rows of this GPU: another GPU's rows here, attentions of models that no row is of, other head sizes,
-short calls, features at head sizes that have them without a row, and kernels with running maxima for rows whose twin is far behind."""
+short calls, features at head sizes that have them without a row, kernels with running maxima for rows whose twin is far behind, and plain
+rows with both ways to rescale."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -127,6 +128,32 @@ def of_twins(results: Sequence[SearchResult], target: Target) -> Work:
             found.append((share, result.problem, list(dict.fromkeys(racing))))
     found.sort(key=lambda one: one[0])
     return [(problem, racing) for _, problem, racing in found]
+
+
+RESCALED_LENGTHS = (4096, 1024, 16384, 2048, 8192, 512)
+"""Lengths of plain rows in the order in which they race with both ways to rescale."""
+
+RUNNING_ONES = 1
+"""So many of a row's kernels with running maxima race both ways."""
+
+
+def of_rescaled(results: Sequence[SearchResult], target: Target) -> Work:
+    """Plain rows in 16 bits, those of one length after those of another: winner and best kernels with running maxima, and each of them
+    with the other way to rescale what came before a maximum that grew. A kernel's successor races beside it."""
+    work: Work = []
+    for result in {result.problem.key(target.slug): result for result in results if result.gpu == target.slug}.values():
+        problem, spec = result.problem, result.problem.spec()
+        if importance(problem)[0] > 1 or problem.direction == "bwd" or problem.n_kv not in RESCALED_LENGTHS or problem.d_v != problem.d:
+            continue
+        known = measured([result])
+        chosen = known[:1] + [outcome for outcome in known if not settles(outcome.config)][:RUNNING_ONES]
+        stored = [one for outcome in chosen if (one := _valid(outcome, problem, target)) is not None and "rescale" in one.config]
+        if stored and settles(stored[0].config):
+            stored.append(Candidate(family=stored[0].family, config=stored[0].config.replace(maximum="running")))
+        ways = [replace(one, config=one.config.replace(rescale=way)) for way in ("always", "grown") for one in stored]
+        found = [one for one in dict.fromkeys(ways) if one.family.violated(one.config, spec, target) is None]
+        work.append((problem, found))
+    return sorted(work, key=lambda item: (RESCALED_LENGTHS.index(item[0].n_kv), importance(item[0])))
 
 
 def _valid(outcome: Outcome, problem: Problem, target: Target) -> Candidate | None:

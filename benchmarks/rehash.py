@@ -6,7 +6,8 @@ generate`. Both texts are compiled for the row's GPU, and PTX without line numbe
 registers, spills and shared memory, and as many instructions of every kind that computes, moves or waits for tiles; such kernels are named,
 for a race. Rows whose machine code has changed are named and left alone: they need a search. Exits with 1 where there are any.
 
-With `--raced FILE` results of race_again.py take the place of those rows of the same problems whose winners' text has changed, before that:
+With `--raced FILE` results of race_again.py take the place of those rows of the same problems whose winners' text has changed, or has
+a successor, before that:
 
     python benchmarks/rehash.py --raced settled.sqlite
 """
@@ -77,19 +78,22 @@ def same_code(
 
 
 def replaced(results: Collection[SearchResult], raced: Iterable[SearchResult]) -> list[SearchResult]:
-    """The results with raced ones in the place of those of the same key whose winner's text isn't what its template makes today."""
+    """The results with raced ones in the place of those of the same key whose winner isn't what a search of today would measure."""
     newer = {result.problem.key(result.gpu): result for result in raced}
     kept = [result for result in results if result.problem.key(result.gpu) not in newer or is_current(result)]
     return kept + list(newer.values())
 
 
 def is_current(result: SearchResult) -> bool:
-    """Whether a result's winner was measured with the text that its template makes today; True where it has none."""
+    """Whether a result's winner was measured with the text that its template makes today, and has no successor; True where it has none."""
     best = result.best
     if best is None:
         return True
     kind = family(best.template)
-    return best.template_hash == variant_of(kind, result.problem.spec(), kind.completed(best.config)).template_hash
+    config = kind.completed(best.config)
+    if kind.successor(config) != config:
+        return False
+    return best.template_hash == variant_of(kind, result.problem.spec(), config).template_hash
 
 
 def winners_of(results: Collection[SearchResult]) -> list[TuningRecord]:

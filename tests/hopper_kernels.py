@@ -43,6 +43,7 @@ PLAIN: dict[str, int | str | bool] = {
     "order": "fixed",
     "ctas_per_sm": 1,
     "maximum": "running",
+    "rescale": "always",
     "v_columns": "padded",
 }
 """The config that tests change, written out so that no better default changes what they look at."""

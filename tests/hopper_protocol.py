@@ -431,9 +431,11 @@ class Machine:
             # Votes on numbers: any answer may come.
             "declare_answer": nothing,
             "vote_outgrown": self._outgrown,
+            "vote_grown": self._vote,
             "declare_raised": nothing,
             "count_raised": lambda: self._count_raised(2),
             "count_blocks": lambda number: self._count_raised(-number),
+            "count_peaked": lambda number: self._count_raised(2 * number),
             "read_raised": self._read_raised,
             "vote_unseen": self._vote,
             "vote_peaked": self._vote,

@@ -1,6 +1,8 @@
 """benchmarks/race_again.py without a GPU: what is raced in which order, and what becomes a row."""
 
+import re
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -99,7 +101,7 @@ def test_rows_of_another_gpu_are_raced_on_this_one_the_plain_ones_first(
     assert {result.gpu for result in mine} == {"h100"}
     assert {result.problem for result in mine} == {problem for problem in theirs if problem.n_kv != 1024}, "what isn't right has no row"
     printed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if " us " in line and " call " in line]
-    assert printed[:2] == ["n512-d64-bf16-causal", "n512-d64-bf16-causal"] and "-bwd" not in "".join(printed[:4])
+    assert all(re.fullmatch(r"n\d+-d64-bf16-(causal|full)", label) for label in printed[:4])
     assert len(theirs) > 12 and "-bwd" in "".join(printed[4:])
     for result in mine:
         best = theirs[result.problem].best
@@ -163,6 +165,20 @@ def test_what_ships_already_wins_over_what_is_hardly_faster_and_a_row_keeps_a_tw
     runs = [Candidate(family=kind, config=Config.of(maximum="running", section=section)) for section in (8, 32)]
     times |= {run: 110.0, runs[0]: 110.5, runs[1]: 112.0}
     assert race_twins.shipped_first([new, run, *runs], times, set(runs).__contains__) == [new, runs[0], run, runs[1]]
+    # What counts peaked rows goes before what ships and doesn't.
+    grown = replace(old, config=old.config.replace(rescale="grown"))
+    times[grown] = 100.9
+    assert race_twins.shipped_first([new, old, grown, run], times, {old}.__contains__)[0] == grown
+    assert kind.successor(old.config) == kind.successor(grown.config) == grown.config
+
+
+def test_plain_rows_race_with_both_ways_to_rescale_those_of_one_length_together() -> None:
+    work = race_again.work_of(options("--rescale"), H200)
+    assert [problem.n_kv for problem, _ in work] == sorted((problem.n_kv for problem, _ in work), key=race_work.RESCALED_LENGTHS.index)
+    for problem, candidates in work:
+        assert not callable(candidates) and len(set(candidates)) == len(candidates) <= 8
+        assert {candidate.config["rescale"] for candidate in candidates} == {"always", "grown"}
+        assert problem.dtype in ("bf16", "fp16") and problem.features.as_json().keys() <= {"causal"}
 
 
 @pytest.mark.parametrize("shapes", ["--short", "--sparse"])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from flashtune.core.config import Config
 from flashtune.core.problem import Features
 from flashtune.core.results import TuningRecord
 from flashtune.db.library import shipped_path
@@ -87,6 +88,10 @@ def test_raced_results_take_the_place_of_those_whose_text_is_another(today: Tuni
     assert replaced([*others, stale], [raced]) == [*others, raced]
     # One that is current, such as another family's, stays beside it.
     assert replaced([*others, raced], [raced]) == [*others, raced, raced]
+    # A kernel that a search of today wouldn't try gives way, though its text is what it was.
+    config = Config.of(maximum="first")
+    older = replace(raced, outcomes=(replace(today.outcome, template="flash_fwd_hopper", config=config),))
+    assert not is_current(older) and replaced([*others, older], [raced]) == [*others, raced]
     assert sorted(record.outcome.variant_id for record in winners_of([raced, *others])) == sorted(
         result.best.variant_id for result in [raced, *others] if result.best
     )

@@ -31,7 +31,7 @@ CHAINED = {"BLOCK_N": 128, "tiles": "chained"}
         (64, Features(window=(64, 32)), {"BLOCK_M": 64}),
         (128, Features(), {**CHAINED, "pingpong": True, "maximum": "first"}),
         (64, CAUSAL, {**CHAINED, "BLOCK_M": 192, "num_stages": 3, "order": "drawn", "maximum": "first"}),
-        (256, CAUSAL, {"tiles": "loop", "order": "drawn", "maximum": "first"}),
+        (256, CAUSAL, {"tiles": "loop", "order": "drawn", "maximum": "first", "rescale": "grown"}),
         (64, CAUSAL, {"BLOCK_M": 256, "num_stages": 3, "intra_wg_overlap": 0, "maximum": "first"}),
         (64, Features(mask="bool", sinks=True), {"BLOCK_M": 64, "intra_wg_overlap": 0, "maximum": "first"}),
         (64, Features(causal=True, dropout=True), {**CHAINED, "pingpong": True}),

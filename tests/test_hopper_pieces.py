@@ -56,8 +56,9 @@ class Forward(Machine):
             "unpack": lambda probs: array(probs.to(self._dtype)),
             "declare_answer": lambda *_: None,
             "vote_unsound": lambda *_: Number(0),
+            "vote_grown": lambda growth, _warpgroup: Number(bool((growth > 0).any())),
             # What is counted of votes is tests/test_hopper_protocol.py's.
-            **{name: lambda *_: None for name in ("declare_raised", "count_raised", "count_blocks", "tell_misled")},
+            **{name: lambda *_: None for name in ("declare_raised", "count_raised", "count_blocks", "count_peaked", "tell_misled")},
             "read_raised": lambda: Number(-1),
             **{name: lambda *_: Number(self._random.random() < 0.4) for name in votes},
         }
@@ -91,7 +92,7 @@ def wanted_of(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         (64, 80, {"tiles": "chained", "maximum": "first"}),
         (64, 72, {"intra_wg_overlap": 2}),
         (64, 160, {"BLOCK_M": 64}),
-        (192, 192, {"tiles": "loop", "maximum": "first"}),
+        (192, 192, {"tiles": "loop", "maximum": "first", "rescale": "grown"}),
         (224, 224, {"tiles": "loop"}),
     ],
     ids=str,
@@ -138,15 +139,15 @@ def test_fewer_columns_leave_registers_for_larger_tiles() -> None:
     assert tiles["pieces"] - tiles["padded"] == {192}
 
 
-def test_padded_columns_are_left_unsaid_so_that_earlier_variants_keep_their_text_and_ids() -> None:
+def test_axes_that_came_later_are_left_unsaid_so_that_earlier_variants_keep_their_text_and_ids() -> None:
     spec = problem(96).spec()
     chosen = config(spec)
-    before = Config.of({name: value for name, value in chosen.items if name != "v_columns"})
+    before = Config.of({name: value for name, value in chosen.items if name not in ("v_columns", "rescale")})
     assert FAMILY.completed(before) == chosen
     variants = [variant_of(FAMILY, spec, config) for config in (before, chosen, chosen.replace(v_columns="pieces"))]
     assert variants[0] == variants[1]
     assert variants[2].id != variants[0].id
-    assert "v_columns" not in render(FAMILY, variants[1])
+    assert not {"v_columns", "rescale"} & set(variants[1].config)
     assert "v_columns=pieces" in render(FAMILY, variants[2])
     with pytest.raises(InputError, match="v_columns='other' is outside"):
         variant_of(FAMILY, spec, chosen.replace(v_columns="other"))

@@ -353,8 +353,9 @@ class _Block:
             # Its products leave out columns of padding.
             products, d_v = sum(width for _, width in hopper.pieces) + hopper.v_columns, hopper.v_columns
         matrix = 2 * scores * products / peak_per_clock / (c.narrow_efficiency if narrow else c.matrix_efficiency)
-        # Where no maximum changes, nothing is rescaled.
-        ops_per_score, rescaling = (c.vector_ops_per_score - c.maxima_ops_per_score, 0) if settles(config) else (c.vector_ops_per_score, 2)
+        ops_per_score = c.vector_ops_per_score - c.maxima_ops_per_score * settles(config)
+        # Where no maximum changes, or not by much, nothing is rescaled.
+        rescaling = 0 if settles(config) or config.get("rescale", "always") == "grown" else 2
         more_ops, more_functions = _score_ops(problem, c)
         ops_per_score += more_ops
         softmax = (1 + more_functions) * scores / target.exp_per_clock + (

@@ -96,6 +96,7 @@ class Family:
     its template lies.
     `layout` is what follows from a spec and a config; the template knows it as `layout`.
     `gone` are axes of earlier versions, with the value at which they did what kernels do without them.
+    `successor` is what searches try in place of a config that rows of earlier versions have, which are served as they are.
     `path_axes` are the axes that change which code is rendered, so that two configs that agree in them share a code path.
     `repeatable` says whether launches on the same inputs write the same bits, wherever scores are within float32 of one another (decision
     0014): not with sums in memory, whose order is left to chance. The gate holds a family to it, and deterministic calls ask for it.
@@ -114,6 +115,7 @@ class Family:
     suits: Callable[[Problem, Target], str | None] = lambda problem, target: None
     layout: Callable[[KernelSpec, Config], object] = lambda spec, config: None
     gone: Mapping[str, Value] = field(default_factory=dict)
+    successor: Callable[[Config], Config] = lambda config: config
     path_axes: tuple[str, ...] = field(default=())
     repeatable: bool = True
     expected: Callable[[Config, KernelSpec, Target], CompileFacts | None] = lambda config, spec, target: None
@@ -205,11 +207,11 @@ class Family:
         return None
 
     def configs(self, spec: KernelSpec, target: Target) -> Iterator[Config]:
-        """Every config of the space that breaks no constraint, in a fixed order."""
+        """Every config of the space that breaks no constraint and has no successor, in a fixed order."""
         whole = [constraint for constraint in self.constraints if constraint.axes is None]
         for indices in np.argwhere(self._allowed(spec, target)):
             config = Config.of({axis.name: axis.values[index] for axis, index in zip(self.axes, indices, strict=True)})
-            if all(constraint.holds(config, spec, target) for constraint in whole):
+            if self.successor(config) == config and all(constraint.holds(config, spec, target) for constraint in whole):
                 yield config
 
     def _allowed(self, spec: KernelSpec, target: Target) -> "NDArray[np.bool_]":

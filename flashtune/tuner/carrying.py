@@ -1,6 +1,7 @@
 """What is carried over from other problems: the winners of the nearest rows are tried first."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from flashtune.core.errors import InputError
 from flashtune.core.nearness import nearest
@@ -17,7 +18,8 @@ def carried(
 ) -> list[Candidate]:
     """The winners of the rows that are nearest to `problem`, the nearest first, each once.
 
-    A config that breaks a constraint of this problem is moved to the nearest that breaks none. Rows of families that don't serve it, or
+    A config that breaks a constraint of this problem is moved to the nearest that breaks none, and one of an earlier version gives way to
+    its successor. Rows of families that don't serve it, or
     whose config no version of the family declares, say nothing; nor do predictions to a search that measures.
     """
     found: dict[tuple[str, str], Candidate] = {}
@@ -25,6 +27,7 @@ def carried(
     for _, record in nearest(problem.key(space.target.slug), useful):
         candidate = _refitted(space, record)
         if candidate is not None:
+            candidate = replace(candidate, config=candidate.family.successor(candidate.config))
             found.setdefault((candidate.family.name, candidate.config.as_json()), candidate)
         if len(found) == most:
             break

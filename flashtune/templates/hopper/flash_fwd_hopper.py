@@ -4,7 +4,7 @@ One warp copies tiles with TMA, one to three warpgroups compute (Shah et al., "F
 FlashAttention-3's and -4's tile sizes for sm90 and the register arithmetic of `AI/SM90_BLOCK_SIZE_TUNING.md` in Dao-AILab/flash-attention.
 """
 
-from flashtune.core.config import Config, KernelSpec, Value
+from flashtune.core.config import Config, KernelSpec, Value, settles
 from flashtune.core.dtypes import ITEMSIZE
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
@@ -36,6 +36,13 @@ AXES = (
         values=("running", "first"),
         absent="running",
         why="row maxima of all blocks, or of a tile's first ones until a row outgrows them: no wait for maxima, against a vote",
+    ),
+    Axis(
+        name="rescale",
+        values=("always", "grown"),
+        absent="always",
+        unsaid=True,
+        why="what came before a larger maximum: multiplied always, or only where it grew past 2^2: products against a vote",
     ),
     Axis(
         name="v_columns",
@@ -133,6 +140,12 @@ CONSTRAINTS = (
         axes=("intra_wg_overlap", "maximum"),
     ),
     Constraint(
+        name="rescaled where maxima grew",
+        holds=lambda c, s, t: c.get("rescale", "always") == "always" or (c["intra_wg_overlap"] != 2 and s.dtype != "fp8"),
+        why="fp8 rescales as it adds products up, and probs that grow above 1 leave e4m3 fewer digits",
+        axes=("intra_wg_overlap", "rescale"),
+    ),
+    Constraint(
         name="loop in place of chained",
         holds=lambda c, s, t: (
             c["tiles"] != "loop" or HopperLayout.of(s, c.replace(tiles="chained")).shared_bytes > t.shared_bytes_per_block
@@ -141,6 +154,11 @@ CONSTRAINTS = (
         axes=("BLOCK_M", "BLOCK_N", "num_stages", "tiles"),
     ),
 )
+
+
+def successor(config: Config) -> Config:
+    """Kernels that settle maxima count tiles with peaked rows, too, where they rescale only what grew: those of earlier rows don't."""
+    return config.replace(rescale="grown") if settles(config) and config.get("rescale", "always") == "always" else config
 
 
 def supports(spec: KernelSpec, target: Target) -> str | None:
@@ -175,6 +193,7 @@ def _config(block_m: int, block_n: int, num_stages: int, tiles: str, spec: Kerne
         **more,
     }
     values.setdefault("maximum", "first" if _may_settle(values["intra_wg_overlap"], spec) else "running")
+    values.setdefault("rescale", "grown" if values["maximum"] == "first" else "always")
     return Config.of(values)
 
 
@@ -212,6 +231,8 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
     if wide <= 128:
         found += [_config(128, 128, 2, "chained", spec, pingpong=True, maximum="running")]
     found += [_config(128, 64, 2, "loop", spec, maximum="running"), _config(128, 64, 2, "one", spec, maximum="running")]
+    if spec.dtype != "fp8":
+        found += [_config(128, 64, 2, "loop", spec, pingpong=not spec.banded, maximum="running", rescale="grown")]
     found += [_config(64, 64, 2, "one", spec, intra_wg_overlap=0, maximum="running")]
     # No default rests on these. Fewer columns leave registers for larger tiles.
     usual = [config for config in found if config["maximum"] == "first"][:4]
@@ -247,5 +268,6 @@ FAMILY = Family(
     expected=expected,
     interpretable=False,
     layout=HopperLayout.of,
-    path_axes=("BLOCK_M", "intra_wg_overlap", "pingpong", "tiles", "order", "maximum", "v_columns"),
+    successor=successor,
+    path_axes=("BLOCK_M", "intra_wg_overlap", "pingpong", "tiles", "order", "maximum", "rescale", "v_columns"),
 )

@@ -95,6 +95,11 @@ class HopperLayout(HopperTiles):
         return settles(self.config)
 
     @property
+    def lazy(self) -> bool:
+        """Whether blocks that look for new maxima rescale what came before only where one grew far."""
+        return self.config.get("rescale", "always") == "grown"
+
+    @property
     def own_out(self) -> bool:
         """Whether the output has memory of its own, so that a program's next queries needn't wait for it."""
         return self.persistent or self.block_d != self.block_dv or self.fp8
