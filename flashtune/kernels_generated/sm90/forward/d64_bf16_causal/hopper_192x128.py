@@ -5,10 +5,10 @@ Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
 Compiled in: fwd-bf16-d64-causal
-Template: flash_fwd_hopper 898bc1784793750c
-Variant: 1802b797d8dd92d5
-Config: BLOCK_M=192 BLOCK_N=128 ctas_per_sm=1 intra_wg_overlap=1 maximum=running num_stages=3 order=fixed pingpong=True section=1
-tiles=chained
+Template: flash_fwd_hopper 6f1c50b3bda9f07c
+Variant: 7aa4da36a9112c43
+Config: BLOCK_M=192 BLOCK_N=128 ctas_per_sm=1 intra_wg_overlap=1 maximum=running num_stages=3 order=fixed pingpong=True rescale=grown
+section=1 tiles=chained
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
@@ -51,6 +51,7 @@ MASK_BITS_LAYOUT = gl.constexpr(
     )
 )
 LN_2 = gl.constexpr(0.6931471805599453)
+SLACK = gl.constexpr(2.0)
 
 
 class Divisor(NamedTuple):
@@ -361,6 +362,63 @@ def online_softmax(scores, row_max, row_sum, scale, GUARD: gl.constexpr):
 
 
 @gluon.jit
+def declare_answer(W: gl.constexpr):
+    """Declares the predicate in which votes leave their answer: Triton itself reduces to scalars over whole warpgroups alone."""
+    gl.inline_asm_elementwise(f".reg .pred answer{W}; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def read_answer(W: gl.constexpr):
+    """What the last vote said: 1 or 0, the same for all threads of a warp."""
+    read: gl.constexpr = f"selp.b32 $0, 1, $1, answer{W};"
+    return gl.inline_asm_elementwise(read, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def vote_grown(growth, W: gl.constexpr):
+    """Whether the maximum of a row of this warp grew; each warp asks and answers by itself, without a barrier."""
+    compare: gl.constexpr = """
+    {
+        .reg .pred upper, lower;
+        setp.gt.f32 upper, $2, 0f00000000;
+        setp.gt.f32 lower, $3, 0f00000000;
+        or.pred upper, upper, lower;
+        mov.b32 $0, 0;
+        mov.b32 $1, 0;
+    """
+    vote: gl.constexpr = compare + f"vote.sync.any.pred answer{W}" + ", upper, 0xffffffff; }"
+    gl.inline_asm_elementwise(vote, "=r,=r,f,f", [growth], dtype=gl.int32, is_pure=False, pack=2)
+    return read_answer(W)
+
+
+@gluon.jit
+def lazy_softmax(scores, row_max, scale, W: gl.constexpr, GUARD: gl.constexpr):
+    """One block of the online softmax in base 2, in which a row's maximum stays as it is until a score is more than 2^SLACK times as heavy.
+
+    Returns its probs, their sums, by how much maxima grew, whether one of this warp did, and the maxima. The threshold is FlashAttention-4's
+    idea, for which 2^8 is enough; a smaller one keeps keys that take most of a row at weights that are rounded little or not at all.
+    """
+    block_max = gl.max(scores, 1) * scale  # [ROWS]
+    new_max = gl.where(block_max > row_max + SLACK, block_max, row_max)  # [ROWS]
+    centre = new_max
+    if GUARD:
+        # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
+        centre = gl.where(new_max == float("-inf"), 0.0, new_max)
+    growth = centre - row_max  # [ROWS], infinite where a row sees its first key
+    grown = vote_grown(growth, W)
+    probs = gl.exp2(scores * scale - centre[:, None])  # [ROWS, BLOCK_N]
+    return probs, quarter_sums(probs), growth, grown, new_max
+
+
+@gluon.jit
+def catch_up(acc, row_sum, growth):
+    """The output and the sums so far relative to maxima that grew."""
+    rescale = gl.exp2(-growth)  # [ROWS]
+    acc = acc * gl.convert_layout(rescale, OUT_ROW_LAYOUT)[:, None]
+    return acc, row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None]
+
+
+@gluon.jit
 def pack(probs):
     """Probs by twos, which is how they wait for their product: else the compiler splits pairs that wait from one loop to the next."""
     even, odd = gl.split(probs.reshape([ROWS, BLOCK_N // 2, 2]))
@@ -414,11 +472,14 @@ def attend(block, q_tile, acc, state, coord, column, unmasked, smem, sizes, para
     scores = warpgroup_mma_wait(1, deps=[scores])
     release(smem.k, block)
     scores = shape_scores(scores, coord, column, unmasked, sizes, params)
-    probs, rescale, row_max, row_sum = online_softmax(scores, state.row_max, state.row_sum, params.scale, True)
+    row_sum = state.row_sum
+    probs, part, growth, grown, row_max = lazy_softmax(scores, state.row_max, params.scale, W, True)
     acc = warpgroup_mma_wait(0, deps=[product])
     release(smem.v, block - 1)
-    acc = acc * gl.convert_layout(rescale, OUT_ROW_LAYOUT)[:, None]
     p_tile = pack(probs)
+    if grown != 0:
+        acc, row_sum = catch_up(acc, row_sum, growth)
+    row_sum += part
     return acc, SoftmaxState(p_tile, row_max, row_sum)
 
 
@@ -476,6 +537,7 @@ def consumer(out_desc, lse_ptr, smem, sizes, params, W: gl.constexpr):
     if W == CONSUMERS - 1:
         scheduler_barrier_arrive(W)
     block = gl.to_tensor(0)
+    declare_answer(W)
     tiles = sizes.m_tiles * sizes.batches * sizes.heads
     iteration = gl.to_tensor(0)
     work_index = fixed_work_index(0)
