@@ -197,8 +197,8 @@ def test_an_installed_package_is_never_written_without_out(tmp_path: Path, monke
         assert refused.exit_code == 2, refused.output
         assert "--out" in refused.stderr and len(refused.stderr.strip().splitlines()) == 1
         assert snapshot(tmp_path) == before
-    # No kernel is of a GPU that Triton doesn't compile for.
-    assert run_generate("--gpu-name", "v100", "--check").exit_code == 1
+    # No row is of a GPU that Triton doesn't compile for.
+    assert run_generate("--gpu-name", "v100", "--check").exit_code == 5
     assert snapshot(tmp_path) == before
 
 
