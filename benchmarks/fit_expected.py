@@ -12,10 +12,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from stand_in import ARCHIVED, GPU, times_of
 
 from flashtune.core.band import blocks_of_tiles
 from flashtune.core.config import Config, settles
+from flashtune.core.dtypes import ITEMSIZE
 from flashtune.core.problem import DECODE_ROWS, Features, Problem
 from flashtune.db.library import shipped_path
 from flashtune.db.store import Store
@@ -24,7 +26,7 @@ from flashtune.templates.cost import predict_us
 
 DRAWN = sorted((Path(__file__).parent / "results").glob("*-h200-unprepared/*.json"))
 FAMILY = family("flash_fwd_hopper")
-NAMES = ("settling", "settling small", "settling features", "pieces", "shared", "in turns small", "in turns large")
+NAMES = ("settling", "settling small", "settling features", "pieces", "shared", "in turns small", "in turns large", "odd rows")
 
 HOPELESS = 1.6
 """What takes so many times as long as a problem's best trial says little of the others."""
@@ -64,13 +66,14 @@ def row_of(config: Config, problem: Problem) -> list[float]:
         not f.banded and config.number("ctas_per_sm") > 2,
         in_turns and wide <= 64,
         in_turns and wide > 128,
+        config.number("BLOCK_M") == 64 and problem.d * ITEMSIZE[problem.dtype] % 32 != 0,
     ]
 
 
-def fitted(problems: Iterable[tuple[Problem, Trials]]) -> dict[str, float]:
-    """The constants, how far the model is off without and with them (standard deviations of logarithms), and of how many trials."""
-    rows: list[list[float]] = []
-    errors: list[float] = []
+def measured(problems: Iterable[tuple[Problem, Trials]]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """What the constants are multiplied with, and what the model is wrong by, in each trial; less the mean of the problem's."""
+    rows: list[NDArray[np.float64]] = []
+    errors: list[NDArray[np.float64]] = []
     for problem, trials in problems:
         spec = problem.spec()
         if problem.direction != "fwd" or problem.n_q <= DECODE_ROWS or FAMILY.supports(spec, GPU) is not None:
@@ -81,18 +84,23 @@ def fitted(problems: Iterable[tuple[Problem, Trials]]) -> dict[str, float]:
             if us < HOPELESS * min(trials.values()) and FAMILY.violated(config, spec, GPU) is None and facts is not None:
                 told[config] = math.log(us / predict_us(config, facts, problem, GPU))
         if len(told) > 1:
-            here = np.array([row_of(config, problem) for config in told], dtype=float)
-            rows += list(here - here.mean(0))
-            errors += list(np.array(list(told.values())) - np.mean(list(told.values())))
-    design, wrong = np.array(rows), np.array(errors)
-    constants = np.linalg.lstsq(design, wrong, rcond=None)[0]
-    left = wrong - design @ constants
-    return {
-        **dict(zip(NAMES, map(float, constants), strict=True)),
-        "without": float(wrong.std()),
-        "with": float(left.std()),
-        "trials": len(wrong),
-    }
+            here, wrong = np.array([row_of(config, problem) for config in told], dtype=float), np.array(list(told.values()))
+            rows.append(here - here.mean(0))
+            errors.append(wrong - wrong.mean())
+    return np.concatenate(rows), np.concatenate(errors)
+
+
+def report() -> dict[str, dict[str, float]]:
+    """The constants by rows and by random shapes, and how far the model is off in each (a standard deviation of logarithms): without any,
+    with its own, and with those of the rows."""
+    found = {}
+    known = {"rows": measured(of_rows()), "drawn": measured(of_drawn())}
+    constants = {name: np.linalg.lstsq(*of, rcond=None)[0] for name, of in known.items()}
+    for name, (design, wrong) in known.items():
+        off = {"without": wrong, "with its own": wrong - design @ constants[name], "with the rows'": wrong - design @ constants["rows"]}
+        said = dict(zip(NAMES, map(float, constants[name]), strict=True)) | {word: float(of.std()) for word, of in off.items()}
+        found[name] = {**said, "trials": len(wrong)}
+    return found
 
 
 def main() -> None:
@@ -100,7 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="a folder for expected.json")
     out = parser.parse_args().out
-    found = {"rows": fitted(of_rows()), "drawn": fitted(of_drawn())}
+    found = report()
     for name, fit in found.items():
         print(f"{name}: " + ", ".join(f"{what} {value:.3f}" for what, value in fit.items()))
     if out is not None:

@@ -4,17 +4,19 @@ import math
 
 from flashtune.core.band import blocks_of_tiles
 from flashtune.core.config import Config, settles
+from flashtune.core.dtypes import ITEMSIZE
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target
 from flashtune.templates.cost import predict_us
 from flashtune.templates.family import Family
 
-SETTLING, SETTLING_SMALL, SETTLING_FEATURES = 0.175, 0.095, 0.05
-PIECES, SHARED, IN_TURNS_SMALL, IN_TURNS_LARGE = 0.122, -0.055, -0.085, 0.098
+SETTLING, SETTLING_SMALL, SETTLING_FEATURES = 0.175, 0.098, 0.053
+PIECES, SHARED, IN_TURNS_SMALL, IN_TURNS_LARGE, ODD_ROWS = 0.124, -0.051, -0.089, 0.105, 0.172
 """What the model leaves out of a Hopper kernel's time, logarithms: settling a tile's row maxima, for a tile of one block of keys and as
 much less as it has more, and besides for heads of up to 64 columns, and beside dropout or a soft cap; an output in pieces; three programs
-or more on an SM without a band; products and softmax in turns, for such heads and for those above 128. From the trials of an H200's rows;
-those of searches of random shapes agree in every sign (benchmarks/results/2026-11-23-stand-in/expected.json)."""
+or more on an SM without a band; products and softmax in turns, for such heads and for those above 128; and tiles of 64 rows where a row of
+Q is an odd number of 16 bytes (D = 40 and 72). From the trials of an H200's rows; those of searches of random shapes agree in every sign
+(benchmarks/results/2026-11-23-stand-in/expected.json)."""
 
 SMALL, LARGE = 64, 128
 """Columns of heads: up to so many, and from there on."""
@@ -47,6 +49,7 @@ def left_out(config: Config, problem: Problem) -> float:
         more += SETTLING_SMALL * (wide <= SMALL) + SETTLING_FEATURES * (f.dropout or f.softcap)
     if config["intra_wg_overlap"] == 0:
         more += IN_TURNS_SMALL * (wide <= SMALL) + IN_TURNS_LARGE * (wide > LARGE)
+    more += ODD_ROWS * (config["BLOCK_M"] == 64 and problem.d * ITEMSIZE[problem.dtype] % 32 != 0)
     more += PIECES * (config.get("v_columns", "padded") == "pieces")
     return more + SHARED * (not f.banded and config.number("ctas_per_sm") > 2)
 

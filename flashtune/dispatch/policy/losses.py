@@ -25,12 +25,12 @@ class Loss:
 
 
 LOSSES: Mapping[str, Loss] = {
-    "head size": Loss(median=0.03, worst=0.195, cases=49),
+    "head size": Loss(median=0.02, worst=0.12, cases=46),
     "shared heads": Loss(median=0.003, worst=0.1, cases=36),
-    "features": Loss(median=0.037, worst=0.124, cases=26),
+    "features": Loss(median=0.036, worst=0.096, cases=30),
     "dtype": Loss(median=0.002, worst=0.075, cases=77),
     "a full GPU": Loss(median=0.089, worst=0.359, cases=20),
-    "n, 1 octaves": Loss(median=0.001, worst=0.037, cases=86),
+    "n, 1 octaves": Loss(median=0.002, worst=0.035, cases=86),
     "n, 2 octaves": Loss(median=0.005, worst=0.113, cases=86),
     "n, 3 octaves": Loss(median=0.023, worst=0.218, cases=85),
     "n, 4 octaves": Loss(median=0.039, worst=0.359, cases=61),
