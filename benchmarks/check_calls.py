@@ -283,11 +283,12 @@ def misled_calls_go_over_to_the_twin_and_come_back() -> None:
     call("misled", 50)
     call("misled", 50)
     assert (told().went_over, told().twin_serves) == (1, True)
-    before = torch.are_deterministic_algorithms_enabled()
+    before, counted = torch.are_deterministic_algorithms_enabled(), told().misled_programs
     torch.use_deterministic_algorithms(True)
-    counted = told().misled_programs
-    call("misled", 2)
-    torch.use_deterministic_algorithms(before)
+    try:
+        call("misled", 2)
+    finally:
+        torch.use_deterministic_algorithms(before)
     assert told().misled_programs > counted, "in deterministic mode one kernel serves"
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
