@@ -215,6 +215,20 @@ def test_a_read_only_folder_refuses_writers_at_once_in_one_line(locked_folder: P
     assert folder_bytes(locked_folder) == before
 
 
+@pytest.mark.parametrize(("file", "folder"), [(0o444, 0o777), (0o666, 0o555)])
+def test_an_export_that_may_not_be_written_is_refused_before_a_search(locked_folder: Path, file: int, folder: int) -> None:
+    """Its file has no log beside it (no WAL), in whose folder SQLite would miss the permission at once."""
+    locked_folder.chmod(0o755)
+    with Store.open(locked_folder / "a.sqlite", writable=False) as store:
+        store.export(locked_folder / "out.sqlite", winners_only=True)
+    (locked_folder / "out.sqlite").chmod(file)
+    locked_folder.chmod(folder)
+    before = folder_bytes(locked_folder)
+    found = unprivileged(lambda: Store.open(locked_folder / "out.sqlite", writable=True).name)
+    assert isinstance(found, tuple) and found[0] == "EnvironmentProblem"
+    assert folder_bytes(locked_folder) == before
+
+
 def test_an_export_into_a_read_only_folder_is_refused(locked_folder: Path) -> None:
     def work() -> object:
         with Store.open(locked_folder / "a.sqlite", writable=False) as store:

@@ -9,6 +9,7 @@ Writing. WAL, a busy timeout with retries, one `BEGIN IMMEDIATE` transaction for
 file is whole (no `-wal` beside it) whenever nobody is writing. A new file is built aside and linked into place.
 """
 
+import errno
 import os
 import secrets
 import shutil
@@ -83,8 +84,10 @@ class SqliteFile:
         check = size <= CHECKED_BYTES
         version = self.read(lambda connection: examine(connection, self.name, thorough=check))
         if self._writable:
-            # An empty transaction where nothing needs a migration: a read-only file must be refused now, not after a long search.
-            self.write(_upgrade if version != schema.SCHEMA_VERSION else _nothing)
+            # What can't be written must be refused now, not after a long search.
+            self.write(_upgrade if version != schema.SCHEMA_VERSION else _change_no_row)
+            if not os.access(self._path.parent, os.W_OK):
+                raise explain(PermissionError(errno.EACCES, os.strerror(errno.EACCES)), self.name)
 
     def close(self) -> None:
         """Remove the private copy, if there is one."""
@@ -211,6 +214,11 @@ def _upgrade(connection: Connection) -> None:
 
 def _nothing(connection: Connection) -> None:
     """Write nothing."""
+
+
+def _change_no_row(connection: Connection) -> None:
+    """Write nothing, by a statement that a read-only file refuses: outside of WAL mode SQLite lets a writing transaction begin there."""
+    connection.exec_driver_sql(f"UPDATE {schema.VERSION_TABLE} SET version_num = version_num WHERE 0")
 
 
 def _is_older(connection: Connection) -> bool:
