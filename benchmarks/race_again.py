@@ -58,6 +58,8 @@ TWINS: dict[str, tuple[Value, ...]] = {
     "combine": ("kernel", "last", "rows"),
     "held": ("none", "both"),
     "exp_early": (False, True),
+    "exp_poly": (False, True),
+    "wait_early": (False, True),
     "persistent": (False, True, "drawn"),
 }
 """Axes whose every value races."""
@@ -123,9 +125,9 @@ def candidates_of(result: SearchResult, target: Target, *, most: int, archive: A
                 found[Candidate(family=kind, config=twin)] = None
     if result.problem.direction == "bwd":
         # Few were tried of each, and what was best may not fit the kernel of today.
-        for kind in {family(outcome.template) for outcome in known[:most]}:
-            found |= {Candidate(family=kind, config=config): None for config in kind.starts(spec, target)[:3]}
-        return list(found)[: 4 * most + 3]
+        kinds = {family(outcome.template) for outcome in known[:most]}
+        starts = [Candidate(family=kind, config=config) for kind in kinds for config in kind.starts(spec, target)[:7]]
+        return list(dict.fromkeys([*list(found)[: 4 * most + 3], *starts]))
     # Decoding kernels are checked and timed in no time, and each way to add up has configs that suit it.
     chosen = list(found)[: 3 * most if any("combine" in candidate.config for candidate in found) else most + 1]
     return with_twins(chosen, result, archive, target)

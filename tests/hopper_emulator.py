@@ -246,8 +246,9 @@ class Machine:
         while len(self._role.leaving) > number:
             self._role.leaving.pop(0)()
 
-    def _wait(self, barrier: Barrier, phase: int) -> None:
-        self._pause(lambda: barrier.phase % 2 != phase)
+    def _wait(self, barrier: Barrier, phase: int, pred: bool = True) -> None:
+        if pred:
+            self._pause(lambda: barrier.phase % 2 != phase)
 
     def _arrive(self, barrier: Barrier, count: int = 1) -> None:
         self._pause()

@@ -249,6 +249,10 @@ INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "set.geu.u32.f16x2": _set_geu,
     "abs.ftz.f32": _of_floats(np.abs),
     "mul.ftz.f32": _of_floats(np.multiply),
+    "max.f32": _of_floats(np.maximum),
+    "add.rn.f32": _of_floats(np.add),
+    "sub.rn.f32": _of_floats(np.subtract),
+    "fma.rn.f32": _of_floats(lambda x, y, z: x.astype(np.float64) * y + z),
     "ex2.approx.ftz.f32": _of_floats(np.exp2),
     "copysign.f32": _of_floats(lambda sign, number: np.copysign(number, sign)),
 }
@@ -256,8 +260,12 @@ INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
 
 
 def assembly(text: str, _constraints: str, arguments: list[np.ndarray], *, dtype: Any, is_pure: bool, pack: int) -> Any:
-    """What `gl.inline_asm_elementwise` computes, an element at a time."""
-    assert pack == 1
+    """What `gl.inline_asm_elementwise` computes, an element at a time, or `pack` of one argument that follow one another in a row."""
+    if pack > 1:
+        [rows] = arguments
+        groups = [rows[..., place::pack] for place in range(pack)]
+        found = assembly(text, _constraints, groups, dtype=(dtype,) * pack, is_pure=is_pure, pack=1)
+        return np.stack(found, -1).reshape(rows.shape).view(Array)
     kinds = dtype if isinstance(dtype, tuple) else (dtype,)
     arguments = [np.ascontiguousarray(argument) for argument in np.broadcast_arrays(*arguments)]
     held = {f"${place}": argument.view(f"u{argument.itemsize}").astype(np.uint64) for place, argument in enumerate(arguments, len(kinds))}

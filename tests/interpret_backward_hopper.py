@@ -36,7 +36,7 @@ CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
     # More queries than keys: the first rows see nothing.
     "causal": (
         problem(Features(causal=True, alignment="bottom_right"), n_q=270, n_kv=130, d=128, d_v=72),
-        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "tma", "section": 4, "exp_early": True},
+        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "tma", "section": 4, "exp_early": True, "wait_early": True},
     ),
     "window": (
         problem(Features(window=(70, 30), sinks=True), n_q=190, n_kv=260, d=40, d_v=40, heads=4, kv_heads=2),
@@ -44,11 +44,11 @@ CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
     ),
     "drawn": (
         problem(Features(dropout=True), n_q=140),
-        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "persistent": "drawn", "held": "both"},
+        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "persistent": "drawn", "held": "both", "exp_poly": True},
     ),
     "everything": (
         problem(Features(window=(70, 30), mask="bool", dropout=True, softcap=True, alibi=True, dslopes=True), n_q=150, n_kv=140),
-        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "section": 1, "held": "k"},
+        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "section": 1, "held": "k", "exp_poly": True, "wait_early": True},
     ),
     "bias": (problem(Features(causal=True, mask="bias"), heads=4, kv_heads=2), {"BLOCK_M": 128, "num_stages": 1, "dq_sums": "registers"}),
     "left": (

@@ -59,8 +59,8 @@ def problem(features: Features, **changes: Any) -> Problem:
 @pytest.mark.parametrize(
     ("d", "changes", "adds"),
     [
-        (128, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "tma"}, 0),
-        (64, {"BLOCK_M": 64, "num_stages": 3, "dq_sums": "registers"}, 4),
+        (128, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "tma", "wait_early": True}, 0),
+        (64, {"BLOCK_M": 64, "num_stages": 3, "dq_sums": "registers", "exp_poly": True, "wait_early": True}, 4),
         (128, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "exp_early": True}, 8),
         (64, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "persistent": "drawn", "held": "both"}, 4),
     ],
@@ -88,13 +88,25 @@ def test_it_compiles_to_products_in_flight_without_spills(d: int, changes: dict[
         # An instruction takes 16 columns or keys: S, dP, dV, dK, and 128 keys for this warpgroup's part of dQ.
         assert loop["HGMMA"] == 2 * d // 16 + 2 * 64 // 16 + 128 // 16
         assert loop["REDG"] == adds
-        assert loop["MUFU"] == 64 // 2
+        assert loop["MUFU"] == (64 // 2 if config.get("exp_poly", False) is False else 24)
     if config["exp_early"]:
         # Exponentials stay ahead of the wait that follows them, as they stand in the text.
         order = "".join("E" if "MUFU.EX2" in line else "W" for line in code if "MUFU.EX2" in line or "WARPGROUP.DEPBAR" in line)
         assert order.count(f"W{'E' * 32}W") >= 4
     # ptxas waits after each product where it can't prove that they may overlap.
     assert sum("WARPGROUP.DEPBAR" in line for line in code) <= count(code)["HGMMA"] / 3
+
+
+def test_exponentials_by_a_polynomial_are_exact_to_bf16_and_fp16() -> None:
+    spec = problem(Features()).spec()
+    config = FAMILY.default(spec, H200).replace(exp_poly=True)
+    parts = on_numpy(load_source(render(FAMILY, variant_of(FAMILY, spec, config)), "flash_bwd_hopper"), "exp2")
+    x = np.linspace(-126, 2, 4 * 10_001, dtype=np.float32)
+    found = parts.exp2(x.view(Array)).astype(np.float64)
+    assert abs(found / np.exp2(x.astype(np.float64)) - 1).max() < 8e-5
+    # Three of four are the special unit's, and the fourth ends where normal numbers do.
+    lowest = parts.exp2(np.full(4, -np.inf, np.float32).view(Array))
+    assert lowest[:3].tolist() == [0, 0, 0] and 0 < lowest[3] < 1.2e-38
 
 
 def test_dropout_takes_few_instructions_for_each_pair() -> None:

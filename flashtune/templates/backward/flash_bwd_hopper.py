@@ -23,6 +23,20 @@ AXES = (
         unsaid=True,
     ),
     Axis(
+        name="exp_poly",
+        values=(False, True),
+        why="whether a quarter of exponentials is made of multiply-adds, which spares the special unit, against instructions",
+        absent=False,
+        unsaid=True,
+    ),
+    Axis(
+        name="wait_early",
+        values=(False, True),
+        why="whether a block is waited for and its LSE read before dQ of the one before is added up, which holds registers for long",
+        absent=False,
+        unsaid=True,
+    ),
+    Axis(
         name="persistent",
         values=(False, True, "drawn"),
         why="whether programs take tile after tile, in fixed shares or drawn (two more warps then finish dQ), against shared memory",
@@ -54,6 +68,12 @@ CONSTRAINTS = (
         axes=("BLOCK_M", "BLOCK_N", "held"),
     ),
     Constraint(
+        name="blocks ahead",
+        holds=lambda c, s, t: c["num_stages"] != 1 or not BackwardLayout.of(s, c).wait_early,
+        why="a block can't be waited for while the one before has the only stage",
+        axes=("num_stages", "wait_early"),
+    ),
+    Constraint(
         name="tile after tile",
         holds=lambda c, s, t: not BackwardLayout.of(s, c).persistent or s.mask != "bias",
         why="a bias's tiles come for one tile of keys",
@@ -81,30 +101,29 @@ def supports(spec: KernelSpec, target: Target) -> str | None:
 
 def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
     """The tiles that fit, with both ways for dQ."""
-    # num_stages, dq_sums, held, exp_early, persistent.
-    tiles: list[tuple[int, str, str, bool, bool | str]] = [
-        (2, "registers", "none", False, False),
-        (2, "registers", "k", False, False),
-        (2, "registers", "v", False, False),
-        (2, "registers", "none", True, False),
-        (2, "tma", "none", False, False),
-        (2, "registers", "none", False, True),
+    # What is changed of the first.
+    tiles: list[dict[str, Value]] = [
+        {},
+        {"held": "k"},
+        {"held": "k", "wait_early": True},
+        {"held": "v"},
+        {"exp_early": True},
+        {"dq_sums": "tma"},
+        {"persistent": True},
     ]
     if padded(spec.d) == 64:
         tiles = [
-            (2, "registers", "none", False, False),
-            (2, "registers", "both", False, False),
-            (2, "registers", "both", False, True),
-            (3, "registers", "both", False, "drawn"),
-            (3, "tma", "both", False, False),
+            {},
+            {"held": "both"},
+            {"held": "both", "exp_poly": True},
+            {"held": "both", "persistent": "drawn"},
+            {"held": "both", "persistent": "drawn", "num_stages": 3, "exp_poly": True},
+            {"held": "both", "persistent": True},
+            {"held": "both", "dq_sums": "tma", "num_stages": 3},
         ]
-    names = ("num_stages", "dq_sums", "held", "exp_early", "persistent")
-    others: dict[str, Value] = {"BLOCK_M": 64, "BLOCK_N": 128}
-    return [
-        Config.of(others | dict(zip(names, tile, strict=True)), section=section)
-        for section in ((4, 16) if spec.causal else (2, 1))
-        for tile in tiles
-    ]
+    first: dict[str, Value] = {"BLOCK_M": 64, "BLOCK_N": 128, "num_stages": 2, "dq_sums": "registers"}
+    first |= {"held": "none", "exp_early": False, "persistent": False}
+    return [Config.of(first | tile, section=section) for section in ((4, 16) if spec.causal else (2, 1)) for tile in tiles]
 
 
 def expected(config: Config, spec: KernelSpec, target: Target) -> CompileFacts:
@@ -129,7 +148,7 @@ FAMILY = Family(
     expected=expected,
     interpretable=False,
     layout=BackwardLayout.of,
-    path_axes=("BLOCK_M", "num_stages", "dq_sums", "exp_early", "persistent", "held"),
+    path_axes=("BLOCK_M", "num_stages", "dq_sums", "exp_early", "exp_poly", "wait_early", "persistent", "held"),
     gone={"ahead": False, "release": "memory"},
     repeatable=False,
 )

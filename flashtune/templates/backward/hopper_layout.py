@@ -113,6 +113,16 @@ class BackwardLayout(HopperBackward):
         return bool(self.config.get("exp_early", False))
 
     @property
+    def exp_poly(self) -> bool:
+        """Whether a quarter of exponentials is made by a polynomial."""
+        return bool(self.config.get("exp_poly", False))
+
+    @property
+    def wait_early(self) -> bool:
+        """Whether a block is waited for before dQ of the block before is added up."""
+        return bool(self.config.get("wait_early", False))
+
+    @property
     def k_held(self) -> int:
         """The columns of its keys that a warpgroup has in registers, too, from which scores take them."""
         return 64 if self.config.get("held", "none") in ("k", "both") else 0
