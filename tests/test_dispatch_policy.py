@@ -250,6 +250,13 @@ def test_a_bias_with_rows_that_the_copy_engine_takes_stands_for_such_a_one() -> 
     assert choose(replace(biased, n_q=3001, n_kv=3001), H200, [ragged, even], FAMILIES).record is ragged
 
 
+def test_a_pool_remembers_nothing_of_the_families_that_it_was_asked_for() -> None:
+    first, second = record(sized(2048)), record(sized(1024), template="second")
+    pool = policy.Pool(PROBLEM.key("h200"), H200, [first, second], FAMILIES)
+    for known, served in ((FAMILIES, first), ({"second": FAMILIES["second"]}, second), (FAMILIES, first)):
+        assert choose(PROBLEM, H200, pool, known).record is served
+
+
 def test_decoding_is_never_served_by_what_was_tuned_for_many_rows() -> None:
     decode, prefill = sized(4096, n_q=1), record(sized(4096))
     assert choose(decode, H200, [prefill], FAMILIES).kind == "default"

@@ -62,12 +62,12 @@ class Context:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """A record that may serve, with its config as it would here."""
+    """A record that may serve, with its config as it would here; `changed` says what of that keeps the constraints of another kernel."""
 
     record: TuningRecord
     family: Family
     config: Config
-    note: str
+    changed: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +81,21 @@ class Preferred:
 def fit_of(record: TuningRecord, context: Context) -> Fit | Refusal:
     """A record as it would serve, or why it can't."""
     problem, target, key = context.problem, context.target, context.key
-    spec, outcome = problem.spec(), record.outcome
-    family = context.families.get(outcome.template)
+    family = context.families.get(record.outcome.template)
     if family is None:
-        return Refusal(reason=f"there is no template {outcome.template!r} here", record=record)
+        return Refusal(reason=f"there is no template {record.outcome.template!r} here", record=record)
+    found = context.pool.asked(record, problem.spec(), lambda: _configured(record, family, context))
+    if isinstance(found, Refusal):
+        return found
+    if not (record.key == key and record.outcome.source == "measured") and (why := found.family.suits(problem, target)) is not None:
+        return Refusal(reason=why, record=record)
+    return found
+
+
+def _configured(record: TuningRecord, family: Family, context: Context) -> Fit | Refusal:
+    """The same, as far as sizes have no say in it."""
+    target, key = context.target, context.key
+    spec, outcome = context.problem.spec(), record.outcome
     time_us = outcome.measurement.median_us if outcome.measurement is not None else math.nan
     if not outcome.fate.timed or not 0.0 < time_us < math.inf:
         return Refusal(reason=f"its fate is {outcome.fate} with a time of {time_us} us", invalid=True, record=record)
@@ -93,9 +104,7 @@ def fit_of(record: TuningRecord, context: Context) -> Fit | Refusal:
         family.validate(config)
     except InputError as error:
         return Refusal(reason=str(error), invalid=True, record=record)
-    if not (record.key == key and outcome.source == "measured") and (why := family.suits(problem, target)) is not None:
-        return Refusal(reason=why, record=record)
-    note = _note(record, key)
+    changed: list[str] = []
     if (own := record.problem.spec()) != spec:
         if (why := family.supports(spec, target) or (family.unfit(config, own, target) if record.key.gpu == key.gpu else None)) is not None:
             return Refusal(reason=why, record=record)
@@ -103,16 +112,15 @@ def fit_of(record: TuningRecord, context: Context) -> Fit | Refusal:
         if moved is None:
             return Refusal(reason=f"no config of {family.name} keeps the constraints here", record=record)
         changed = [f"{name} {config[name]} to {moved[name]}" for name in config if config[name] != moved[name]]
-        note += f", with {', '.join(changed)} to keep the constraints" if changed else ""
         config = moved
     elif (why := family.unfit(config, spec, target)) is not None:
         return Refusal(reason=why, invalid=record.key.gpu == key.gpu, record=record)
-    return Fit(record=record, family=family, config=config, note=note)
+    return Fit(record=record, family=family, config=config, changed=", ".join(changed))
 
 
 def near_choice(fit: Fit, context: Context, *, preferred: Preferred | None = None, behind: float | None = None) -> Choice:
     """The choice by a record of another key: its kernel, or the framework where that is expected to be faster."""
-    problem, key, record, note = context.problem, context.key, fit.record, fit.note
+    problem, key, record, note = context.problem, context.key, fit.record, _note(fit, context.key)
     differing, loss = losses.differences(record, key), losses.estimate(record.key, key)
     kind: Kind = "near_gpu" if record.key.gpu != key.gpu else "near_n"
     if record.problem.spec() != problem.spec() or record.key.gqa_ratio != key.gqa_ratio or not losses.same_features(record.key, key):
@@ -181,7 +189,7 @@ def _twin(record: TuningRecord, context: Context, family: Family, config: Config
 
 def exact_choice(fit: Fit, context: Context) -> Choice:
     """The choice by a record of this very key."""
-    record, note, family, config = fit.record, fit.note, fit.family, fit.config
+    record, note, family, config = fit.record, _note(fit, context.key), fit.family, fit.config
     spec, relative = context.problem.spec(), record.relative_time
     if relative is not None and relative > 1.0 and context.framework_serves:
         calls = (record.outcome.call_us, record.framework_call_us)
@@ -207,7 +215,8 @@ def default_choice(family: Family, problem: Problem, target: Target) -> Choice |
     return Choice(kind="default", spec=spec, note=note, family=family, config=config)
 
 
-def _note(record: TuningRecord, key: ProblemKey) -> str:
+def _note(fit: Fit, key: ProblemKey) -> str:
+    record = fit.record
     other = record.key
     verb = "measured" if record.outcome.source == "measured" else "predicted, not measured,"
     if record.outcome.fate is Fate.UNCHECKED:
@@ -217,4 +226,4 @@ def _note(record: TuningRecord, key: ProblemKey) -> str:
     else:
         differing = ", ".join(losses.differences(record, key)) or "the same sizes"
         place = f"on {other.gpu}" + (f" in place of {key.gpu}" if other.gpu != key.gpu else "") + f", the nearest there is ({differing})"
-    return f"{verb} {place}: {record.median_us:.1f} us"
+    return f"{verb} {place}: {record.median_us:.1f} us" + (f", with {fit.changed} to keep the constraints" if fit.changed else "")

@@ -2,8 +2,9 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from flashtune.core.config import Config, KernelSpec
 from flashtune.core.nearness import octaves
@@ -19,6 +20,8 @@ from flashtune.templates.family import Family
 Rows = Mapping[ProblemKey, Sequence[TuningRecord]]
 """The records of each key, the best first; what is asked for a key may be read then."""
 
+_Answer = TypeVar("_Answer")
+
 
 class Pool:
     """The records that may serve problems of one kind on a GPU, with all of their order that sizes have no say in.
@@ -26,13 +29,14 @@ class Pool:
     Keys are sorted first, and the records of one are looked at when its turn comes: hardly any call looks beyond the nearest.
     """
 
-    __slots__ = ("_expected", "_families", "_features", "_known", "_places", "_refits", "_rows", "_target", "_varying")
+    __slots__ = ("_asked", "_expected", "_families", "_features", "_known", "_places", "_refits", "_rows", "_target", "_varying")
 
     def __init__(self, key: ProblemKey, target: Target, records: Rows | Sequence[TuningRecord], families: Mapping[str, Family]) -> None:
         """`key` is that of any problem of the kind."""
         kind = kind_of(key)
         self._target, self._families, self._features = target, families, key.features
         self._refits: dict[tuple[str, Config, KernelSpec], Config | None] = {}
+        self._asked: dict[tuple[int, KernelSpec], tuple[TuningRecord, Any]] = {}
         self._expected: dict[tuple[str, Config, Problem], float | None] = {}
         self._varying = frozenset(name for name, family in families.items() if not family.repeatable)
         self._rows = _by_key(records) if isinstance(records, Sequence) else records
@@ -107,6 +111,15 @@ class Pool:
         if known not in self._refits:
             self._refits[known] = family.refitted(config, spec, self._target)
         return self._refits[known]
+
+    def asked(self, record: TuningRecord, spec: KernelSpec, answer: Callable[[], _Answer]) -> _Answer:
+        """What is answered of a record in a kernel's place, which takes a while, once."""
+        known = self._asked.get((id(record), spec))
+        if known is None:
+            # The record is kept, so that no other has its id.
+            known = self._asked[id(record), spec] = (record, answer())
+        found: _Answer = known[1]
+        return found
 
     def expected(self, family: Family, config: Config, record: TuningRecord) -> float | None:
         """`expected.log_us` of a config in the place of a record's own, at its sizes; None where it can't be there either."""
