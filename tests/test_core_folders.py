@@ -55,7 +55,7 @@ def test_where_it_cannot_be_used_there_is_one_private_folder_with_a_name_that_no
 
 def test_studies_are_never_in_a_predictable_file_of_the_temporary_folder(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file, not a folder")
-    words = [sys.executable, "-c", "from flashtune.cli.search import study_storage\nwith study_storage(None) as s: print(s.url)"]
+    words = [sys.executable, "-c", "from flashtune.cli.storage import study_storage\nwith study_storage(None) as s: print(s.url)"]
     environment = {**os.environ, "FLASHTUNE_CACHE": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
     url = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600, check=True).stdout.strip()
     path = Path(url.removeprefix("sqlite:///"))

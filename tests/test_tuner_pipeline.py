@@ -451,8 +451,8 @@ def test_what_was_foreseen_and_nobody_took_is_given_up() -> None:
 
 
 def test_free_compilers_take_more_of_what_would_be_proposed_next() -> None:
-    """As many as are free, and no more than half of those ahead; what is under way counts."""
-    for free, most in ((0, 4), (6, 6), (99, 8)):
+    """As many as are free beside those that the next ones take, and no more than are ahead; what is under way counts."""
+    for free, most in ((0, 4), (6, 4), (11, 7), (99, 16)):
         futures: dict[int, Future[Any]] = {}
         workers: Any = None
 

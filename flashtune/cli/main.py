@@ -1,7 +1,9 @@
 """The `flashtune` command: a group of thin commands with one way to report errors."""
 
+import atexit
 import difflib
 import errno
+import gc
 import importlib
 import os
 import sys
@@ -27,6 +29,9 @@ COMMANDS = {
     "doctor": "Say what this machine has and what is missing.",
 }
 """Command to its line in `flashtune --help`; the module of the same name in flashtune.cli holds it."""
+
+# What a command leaves to the end of its process isn't searched for cycles: after a search that takes up to a second.
+atexit.register(gc.freeze)
 
 
 def _say(ctx: click.Context, error: FlashtuneError) -> NoReturn:

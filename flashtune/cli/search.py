@@ -13,9 +13,6 @@ import click
 from flashtune.cli.console import messages, print_json
 from flashtune.cli.interrupts import INTERRUPTED
 from flashtune.cli.options import GPU, TEMPLATE, ListCommand, ProblemOptions, json_option, problem_options, seconds_of, share_of
-from flashtune.cli.progress import SearchProgress
-from flashtune.cli.records import print_records, record_row
-from flashtune.cli.storage import study_storage
 from flashtune.core.errors import EnvironmentProblem, InputError
 from flashtune.core.problem import Problem
 from flashtune.core.results import Source, TuningRecord
@@ -32,6 +29,9 @@ GRID = (512, 1024, 2048, 4096, 8192, 16384)
 """Sequence lengths that are searched when none is given; dispatch serves what lies between from the nearest."""
 
 DEFAULT_TRIALS = 60
+
+SWITCH_S = 5e-4
+"""How long one thread of a search may keep others from running."""
 
 Bands = Literal["causal", "full"]
 
@@ -161,6 +161,8 @@ def search(
         # Here, where the live display has ended and can't hide it.
         click.echo("flashtune: interrupted; what was found is kept, and the same command goes on from here", err=True)
         raise SystemExit(INTERRUPTED) from None
+    from flashtune.cli.records import print_records, record_row
+
     if as_json:
         print_json([record_row(record) for record in records])
         return
@@ -191,13 +193,15 @@ def run_search(
     target: Target, problems: list[Problem], options: SearchOptions, *, quiet: bool, command: str | None = None
 ) -> list[TuningRecord]:
     """Search these problems and return the rows that the database then serves for them; `command` is kept as what was typed."""
-    from flashtune.tuner.workers import start_server
+    from flashtune.tuner.server import start_server
 
     trace_times()
     # It imports torch, this process the rest, and a thread looks for GPUs: side by side.
     start_server()
     with ThreadPoolExecutor(1) as beside:
         looking = beside.submit(choose_source, target, options.predict)
+        from flashtune.cli.progress import SearchProgress
+        from flashtune.cli.storage import study_storage
         from flashtune.db.library import Layer, Library, overlay_path, shipped_path
         from flashtune.db.store import Store
         from flashtune.profiler.calls_task import time_calls
@@ -237,6 +241,8 @@ def run_search(
         SearchSpace(plan.families, problem, target, only_suited=plan.only_suited)
     command = command or command_line(["flashtune", *sys.argv[1:]])
     logger.debug("planned")
+    # The thread that feeds a GPU waits for others at each trial, and five milliseconds for each of them are a tenth of a trial.
+    sys.setswitchinterval(SWITCH_S)
     trials = None if plan.sampler == "exhaustive" else plan.trials
     with (
         Store.open(location, writable=True) as store,

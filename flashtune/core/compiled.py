@@ -6,7 +6,7 @@ from typing import Any
 from flashtune.core.binaries import Binary, Condition, Parameter, TensorMap, machine_arch
 from flashtune.core.errors import EnvironmentProblem
 
-_HOST_TYPES = {8: 10, 9: 8, 10: 9}
+HOST_TYPES = {8: 10, 9: 8, 10: 9}
 """Triton's codes of element types that differ from CUtensorMapDataType (its TMA_DTYPE_DEVICE_TO_HOST)."""
 
 
@@ -19,7 +19,7 @@ def from_compiled(compiled: Any, *, specialization: str = "", file: str = "") ->
     source, metadata, code = compiled.src, compiled.metadata, compiled.asm["cubin"]
     if metadata.global_scratch_size or metadata.profile_scratch_size:
         raise EnvironmentProblem(f"{metadata.name} takes scratch memory, which only Triton's own launcher provides: launch it with that")
-    parameters, conditions = _signature(source, list(getattr(metadata, "tensordesc_meta", None) or []))
+    parameters, conditions = signature_of(source, list(getattr(metadata, "tensordesc_meta", None) or []))
     binary = Binary(
         kernel=source.fn.__name__,
         specialization=specialization,
@@ -42,8 +42,11 @@ def from_compiled(compiled: Any, *, specialization: str = "", file: str = "") ->
     return binary, code
 
 
-def _signature(source: Any, maps: list[dict[str, Any]]) -> tuple[list[Parameter], list[Condition]]:
-    """Parameters in order, and what the code takes for granted of arguments: constants and divisibility."""
+def signature_of(source: Any, maps: list[dict[str, Any]]) -> tuple[list[Parameter], list[Condition]]:
+    """Parameters of Triton's ASTSource in order, and what the code takes for granted of arguments: constants and divisibility.
+
+    Its descriptors become the tensor maps that `maps` describes, as Triton's metadata does.
+    """
     parameters: list[Parameter] = []
     conditions: list[Condition] = []
     # Keys are paths into nested arguments; ours are flat.
@@ -60,7 +63,7 @@ def _signature(source: Any, maps: list[dict[str, Any]]) -> tuple[list[Parameter]
             meta = maps.pop(0)
             code: int = meta["elem_type"]
             tensor_map = TensorMap(
-                element_type=_HOST_TYPES.get(code, code),
+                element_type=HOST_TYPES.get(code, code),
                 element_bytes=meta["elem_size"],
                 box=tuple(meta["block_size"]),
                 swizzle=meta["swizzle"],

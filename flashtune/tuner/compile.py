@@ -20,12 +20,14 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from flashtune.core.binaries import Manifest
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.launching import compiler_options, provided
 from flashtune.core.modules import load_source
 from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target, targets
+from flashtune.tuner.at_hand import taking
 from flashtune.tuner.inputs import make_inputs
 
 
@@ -81,13 +83,16 @@ def facts_of(kernels: Sequence[tuple[str, Any]], target: Target) -> CompileFacts
 
 
 def code_hash(kernels: Sequence[tuple[str, Any]]) -> str:
-    """Equal for kernels of equal machine code that are launched with as many warps and as much shared memory.
+    """Equal for kernels of equal machine code that are launched with as many warps and as much shared memory; empty where no more than
+    machine code is at hand.
 
     It is taken of what the assembler gets, without names, comments and what belongs to debuggers: these differ with the text's lines.
     """
     parts = []
     for name, compiled in kernels:
-        text = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
+        text = compiled.asm.get("ptx") or compiled.asm.get("amdgcn")
+        if text is None:
+            return ""
         code = re.sub(rf"^\s*\.(loc|file)\b.*$|//.*$|\b{name}\b", "", text.split(".section")[0], flags=re.MULTILINE)
         parts.append((" ".join(code.split()), compiled.metadata.num_warps, compiled.metadata.shared))
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
@@ -115,19 +120,20 @@ def _shown(value: Any) -> object:
     return value if fields is None else (type(value).__name__, [(name, _shown(fields[name])) for name in sorted(fields)])
 
 
-def compiled_kernels(source: str, stem: str, problem: Problem, target: Target) -> list[tuple[str, Any]]:
+def compiled_kernels(source: str, stem: str, problem: Problem, target: Target, manifest: Manifest | None = None) -> list[tuple[str, Any]]:
     """Name and Triton's compiled kernel of every launch that `problem` takes, in their order; raises what the compiler raises.
 
-    Sizes are cut to one batch and head: kernels take them at run time.
+    Sizes are cut to one batch and head: kernels take them at run time. What `manifest` has machine code of isn't compiled.
     """
     module = load_source(source, stem)
     inputs = make_inputs(replace(problem, batch=1, heads=problem.gqa_ratio, kv_heads=1), device="meta", seed=0)
     words = inputs.keywords | provided(module, inputs.q, inputs.k) | {"sms": target.sms}
+    found = []
     with compiling_for(target):
-        return [
-            (kernel.__name__, kernel.warmup(*args, grid=grid, **compiler_options(options)))
-            for kernel, grid, args, options in module.launches(*inputs.arguments, **words)
-        ]
+        for kernel, grid, args, options in module.launches(*inputs.arguments, **words):
+            with taking(kernel, manifest):
+                found.append((kernel.__name__, kernel.warmup(*args, grid=grid, **compiler_options(options))))
+    return found
 
 
 def build_launchers(kernels: Sequence[tuple[str, Any]], target: Target) -> None:

@@ -24,6 +24,9 @@ RACES = 3
 PAUSE_S = 0.5
 """Wait before another race: the GPU cools, or another's process ends."""
 
+POWER_PAUSE_S = 0.1
+"""The same where the power cap alone held it back: what a GPU draws falls as soon as it rests."""
+
 _READINGS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "clocks_throttle_reasons.active")
 _EVERY_MS = 20
 _START_S = 10.0
@@ -157,7 +160,8 @@ def race_undisturbed(
     with watch as watched:
         for attempt in range(RACES):
             if attempt:
-                time.sleep(pause_s)
+                power_alone = _doubts(before) == ("throttled",) and before is not None and before.throttled_by == THROTTLES[0x4]
+                time.sleep(min(pause_s, POWER_PAUSE_S) if power_alone else pause_s)
             reply = race(last if _doubts(before) == ("throttled",) else None)
             if isinstance(reply, Failed):
                 return best or (reply, None)

@@ -300,6 +300,14 @@ class Verifier:
         full = self._checked(launch, self._full, repeats)
         return full if full.reason else Verdict(error=max(small.error, full.error))
 
+    def rehearse(self) -> None:
+        """Compare once without a launch: what a GPU loads and allocates for that, the first candidate needn't wait for."""
+        for case, wanted in [*self._small.checks, *self._full]:
+            run(_nothing, case.inputs)
+            compare(case.inputs, wanted, case.titles)
+            if self._thorough and case.repeats:
+                differs(_nothing, case.inputs)
+
     def _checked(self, launch: Launch, checks: Checks, repeats: bool) -> Verdict:
         worst = 0.0
         for case, wanted in checks:
@@ -313,6 +321,10 @@ class Verifier:
             if self._thorough and repeats and case.repeats and (reason := differs(launch, case.inputs, grids[-1])):
                 return Verdict(error=math.inf, reason=reason + _on(grids[-1]))
         return Verdict(error=worst)
+
+
+def _nothing(*arguments: object, **settings: object) -> None:
+    """A launch that launches nothing."""
 
 
 def _on(sms: int | None) -> str:

@@ -77,17 +77,19 @@ def triton_version() -> str:
 def build(order: Order, *, fresh: bool = True) -> Built:
     """Every kernel that a launch of the module takes, in each of its specialisations; raises what the compiler raises.
 
-    Where it isn't `fresh`, what Triton's disk cache has of a search's candidates is taken: the very code that was raced, without lines too,
-    but for some bytes beside its instructions not what a fresh build gives.
+    Where it isn't `fresh`, what is at hand and what Triton's disk cache has of a search's candidates is taken: the very code that was
+    raced, without lines too, but for some bytes beside its instructions not what a fresh build gives.
     """
     from triton import knobs
 
     from flashtune.core.compiled import from_compiled
     from flashtune.core.launching import compiler_options
     from flashtune.core.modules import load_source
+    from flashtune.tuner.at_hand import machine_code_of, taking
     from flashtune.tuner.compile import compiling_for
 
     found: dict[tuple[str, str], tuple[Binary, bytes]] = {}
+    at_hand = None if fresh else machine_code_of(order.variant_id, order.text, order.target)
     without_lines = {"ptx_options": _NO_DEBUG} if fresh else {}
     with ExitStack() as stack:
         triton_knobs: Any = knobs
@@ -99,7 +101,8 @@ def build(order: Order, *, fresh: bool = True) -> Built:
         for name, arguments, words in _typical_calls(module, order.spec, order.target):
             made: dict[tuple[str, str], tuple[Binary, bytes]] = {}
             for kernel, grid, args, options in module.launches(*arguments, **words):
-                compiled = kernel.warmup(*args, grid=grid, **without_lines, **compiler_options(options))
+                with taking(kernel, at_hand):
+                    compiled = kernel.warmup(*args, grid=grid, **without_lines, **compiler_options(options))
                 # A call may launch a kernel again with other constants.
                 again = sum(kernel.__name__ == one for one, _ in made)
                 binary, code = from_compiled(compiled, specialization=f"{name}_{again + 1}" if again else name)

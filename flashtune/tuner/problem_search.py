@@ -71,7 +71,7 @@ class ProblemSearch:
         self.heard: set[Candidate] = set()
         self.spent = Spent()
         compiled = search._state(problem.spec()).compiled
-        self.trials = Trials(self.plan, problem, workers, compiled, self.evaluation, self.spent, self.at)
+        self.trials = Trials(self.plan, problem, workers, compiled, self.evaluation, self.spent, self.at, facts=search._facts)
         self._catch_up()
 
     def begin(self) -> None:

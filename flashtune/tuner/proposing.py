@@ -192,8 +192,8 @@ class Proposals:
 
     def _compile_foreseen(self) -> None:
         """Have compiled what may be asked for next, a few at a time: by the time that it is, it may be done."""
-        # Those that are free take half of what is compiled ahead at most: the later ones are seldom asked for.
-        most = max(self._stride, min(self._free(), self._ahead // 2))
+        # Those that are free, but for as many as are asked for next: a compilation takes as long as a dozen trials.
+        most = max(self._stride, min(self._free() - self._stride, self._ahead))
         room = most - sum(not compiling.done for compiling in self._foreseen.values())
         for candidate in self._study.foreseen(room) if room > 0 else []:
             if candidate not in self._foreseen and isinstance(compiling := self._compile(candidate), Pending):

@@ -123,6 +123,12 @@ class Search:
         self._save, self._listener = save, listener
         self._states: dict[KernelSpec, SpecState] = {}
         self._rows = list(plan.known)
+        # By variant, what the Triton of today made of it: where that is known, its machine code may be at hand.
+        self._facts = {
+            row.outcome.variant_id: row.outcome.facts
+            for row in plan.known
+            if plan.source == "measured" and row.outcome.facts is not None and row.provenance.triton == provenance.triton
+        }
         self._found: dict[int, SearchResult] = {}
         self._given, self._codes, self._winners = workers, dict[str, Pending[MachineCode]](), set[str]()
         self._begun, self._started = 0, 0.0

@@ -46,14 +46,20 @@ class Stopwatch:
         torch.cuda.synchronize(self._device)
         return [[start.elapsed_time(stop) * 1e3 for start, stop in row] for row in events]
 
-    def race(self, runs: Sequence[Run], *, budget_s: float, least: int = 7, most: int = 100) -> list[Measurement]:
+    def race(
+        self, runs: Sequence[Run], *, budget_s: float, least: int = 7, most: int = 100, seen: Sequence[Sequence[float]] = ()
+    ) -> list[Measurement]:
         """Medians of interleaved rounds, see `samples`."""
-        return [Measurement.of(times) for times in self.samples(runs, budget_s=budget_s, least=least, most=most)]
+        return [Measurement.of(times) for times in self.samples(runs, budget_s=budget_s, least=least, most=most, seen=seen)]
 
-    def samples(self, runs: Sequence[Run], *, budget_s: float, least: int = 7, most: int = 100) -> list[list[float]]:
-        """Interleaved rounds; their number fits `budget_s` (estimated from two rounds after a warm-up)."""
-        self.rounds(runs, 1)
-        estimate = self.rounds(runs, 2)
+    def samples(
+        self, runs: Sequence[Run], *, budget_s: float, least: int = 7, most: int = 100, seen: Sequence[Sequence[float]] = ()
+    ) -> list[list[float]]:
+        """Interleaved rounds; their number fits `budget_s`: estimated from what was `seen` of each of `runs` a moment ago, or else from two
+        rounds after a warm-up."""
+        if not seen:
+            self.rounds(runs, 1)
+        estimate = seen or self.rounds(runs, 2)
         # A flush and a nap are reckoned with 200 us.
         round_s = sum(min(times) + 200 for times in estimate) * 1e-6
         count = max(least, min(most, int(budget_s / round_s)))

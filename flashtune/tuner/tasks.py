@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from flashtune.core.config import Variant
 from flashtune.core.problem import Problem
-from flashtune.core.results import Fate, Measurement
+from flashtune.core.results import CompileFacts, Fate, Measurement
 from flashtune.core.target import Target
 from flashtune.templates.family import Family
 from flashtune.templates.rendering import render
 from flashtune.tuner.replies import Checked, Compared, Compiled, Failed, Launched, Ready, Rounds, Timed
+from flashtune.tuner.server import HELD_BACK
 from flashtune.tuner.spent import Spent
 
 if TYPE_CHECKING:
@@ -39,11 +40,13 @@ class Source:
     text: str
     stem: str
     repeats: bool = True
+    variant_id: str = ""
 
     @classmethod
     def of(cls, family: Family, variant: Variant) -> "Source":
         """The source of a variant, rendered by its template."""
-        return cls(text=_text(family, variant), stem=f"{variant.template}_{variant.id}", repeats=family.repeatable)
+        stem = f"{variant.template}_{variant.id}"
+        return cls(text=_text(family, variant), stem=stem, repeats=family.repeatable, variant_id=variant.id)
 
 
 @lru_cache(maxsize=64)
@@ -62,9 +65,6 @@ def one_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]
 
-
-HELD_BACK = (signal.SIGINT, signal.SIGTERM)
-"""The signals that interrupt a search, which its children are started without."""
 
 _PR_SET_PDEATHSIG = 1
 """From <sys/prctl.h>: the signal that a process gets when its parent ends."""
@@ -100,17 +100,31 @@ def start_device(environment: Mapping[str, str], name: str) -> None:
 
 
 def start_interpreter(environment: Mapping[str, str]) -> None:
-    """Prepare a process in which kernels are interpreted on the CPU; must run before Triton is imported."""
+    """Prepare a process in which kernels are interpreted on the CPU; Triton is imported anew where the server had it."""
     withdraw({**environment, "TRITON_INTERPRET": "1"})
+    forget_triton()
 
 
-def compile_candidate(source: Source, problem: Problem, target: Target) -> Compiled | Failed:
-    """Cross-compile for the target; the facts tell what the compiler made of it."""
+def forget_triton() -> None:
+    """Have Triton's Python imported again when it is wanted next: what its language is made of, it decides by TRITON_INTERPRET then."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "triton" and not name.startswith("triton._C")]:
+        del sys.modules[name]
+
+
+def compile_candidate(source: Source, problem: Problem, target: Target, known: CompileFacts | None = None) -> Compiled | Failed:
+    """Cross-compile for the target; the facts tell what the compiler made of it.
+
+    Where they are `known` of this very text, machine code that is at hand is taken in place of the compiler's.
+    """
+    from flashtune.tuner.at_hand import machine_code_of
     from flashtune.tuner.compile import build_launchers, code_hash, compiled_kernels, facts_of
 
     try:
-        kernels = compiled_kernels(source.text, source.stem, problem, target)
-        facts, code = facts_of(kernels, target), code_hash(kernels)
+        manifest = None if known is None else machine_code_of(source.variant_id, source.text, target)
+        kernels = compiled_kernels(source.text, source.stem, problem, target, manifest)
+        # Without the compiler's own text only what was known can be said.
+        code = code_hash(kernels)
+        facts = facts_of(kernels, target) if code or known is None else known
         build_launchers(kernels, target)
     except Exception as error:
         return Failed(fate=Fate.COMPILE, reason=one_line(error))
@@ -147,23 +161,30 @@ def interpret_candidate(source: Source, problem: Problem, seed: int) -> Checked 
 
 @dataclass
 class _Bench:
-    """What this process keeps between tasks of one problem: inputs, oracles, the stopwatch, the framework's call and what serves it."""
+    """What this process keeps between tasks of one problem: inputs, oracles and the stopwatch."""
 
     problem: Problem
     inputs: "Inputs"
     verifier: "Verifier"
     stopwatch: "Stopwatch"
-    framework: tuple[Callable[[], object], str] | None = None
-    framework_known: bool = False
 
+
+CLEAR = 0.03
+"""Who is ahead of the fastest so far by more than this is so by no luck: a median's noise is a tenth of it."""
+
+_Called = tuple[Callable[[], object], str] | None
+"""The framework's call and what serves it; None where it can't express a problem."""
 
 _bench: list[_Bench] = []
+_framework_of: list[tuple["Inputs", _Called]] = []
 _small: dict[Hashable, "SmallCases"] = {}
 """Those of the last problem's spec, which the next one mostly has, too."""
 _spent = Spent()
+_rehearsed: list[bool] = []
 
 
-def _ready(problem: Problem, target: Target, seed: int) -> _Bench:
+def _ready(problem: Problem, target: Target, seed: int, meanwhile: Callable[["Inputs"], None] | None = None) -> _Bench:
+    """What is kept for this problem, made where another's is kept; `meanwhile` is begun when there are inputs, before the oracles."""
     import torch
 
     from flashtune.tuner.correctness import SmallCases, Verifier
@@ -171,28 +192,31 @@ def _ready(problem: Problem, target: Target, seed: int) -> _Bench:
 
     if not _bench or _bench[0].problem != problem:
         _bench.clear()
+        _framework_of.clear()
+        with _spent.on("inputs"):
+            inputs = make_inputs(problem, device="cuda", seed=seed)
+        if meanwhile is not None:
+            meanwhile(inputs)
         serving = SmallCases.serving(problem, seed)
         with _spent.on("small oracles"):
             if serving not in _small:
                 _small.clear()
                 _small[serving] = SmallCases(problem, device="cuda", seed=seed, thorough=True)
         with _spent.on("oracles"):
-            inputs = make_inputs(problem, device="cuda", seed=seed)
             verifier = Verifier(problem, device="cuda", seed=seed, full_size=inputs, small=_small[serving])
             _bench.append(_Bench(problem, inputs, verifier, _stopwatch(target.l2_bytes)))
             torch.cuda.synchronize()
     return _bench[0]
 
 
-def _framework(bench: _Bench) -> tuple[Callable[[], object], str] | None:
+def _framework(inputs: "Inputs") -> _Called:
     """The framework's default call on these inputs and what serves it, found out once."""
     from flashtune.tuner.baseline import framework_call
 
-    if not bench.framework_known:
-        call = framework_call(bench.inputs)
-        bench.framework = None if call is None else (call, _backend_name(call))
-        bench.framework_known = True
-    return bench.framework
+    if not _framework_of or _framework_of[0][0] is not inputs:
+        call = framework_call(inputs)
+        _framework_of[:] = [(inputs, None if call is None else (call, _backend_name(call)))]
+    return _framework_of[0][1]
 
 
 @cache
@@ -207,22 +231,43 @@ def _stopwatch(l2_bytes: int) -> "Stopwatch":
 def prepare_device(problem: Problem, target: Target, seed: int) -> Ready | Failed:
     """Start the GPU and make the inputs and oracles of `problem`, so that no candidate's time limit pays for it.
 
-    Triton's driver and the framework are made ready, too: the first candidates are still being compiled. What fails there fails again, and
-    is told, when it is wanted.
+    Triton's driver and the framework are made ready, too, by threads of their own: the first candidates are still being compiled. What
+    fails there fails again, and is told, when it is wanted.
     """
     from flashtune.tuner.conditions import gpu_id
 
-    driver = threading.Thread(target=_start_triton, name="triton", daemon=True)
-    driver.start()
+    threads = [_begun(_start_triton)]
     try:
-        bench = _ready(problem, target, seed)
+        bench = _ready(problem, target, seed, lambda inputs: threads.append(_begun(_framework, inputs)))
+        with suppress(Exception), _spent.on("rehearsal"):
+            _rehearse(bench)
     except Exception as error:
         return _failed(error)
-    with suppress(Exception), _spent.on("framework"):
-        _framework(bench)
-    with _spent.on("wait for triton"):
-        driver.join()
+    finally:
+        with _spent.on("wait for triton and the framework"):
+            for thread in threads:
+                thread.join()
     return Ready(gpu=gpu_id(), spent=_spent.take())
+
+
+def _begun(call: Callable[..., object], *arguments: object) -> threading.Thread:
+    """A thread that makes this call; what it raises is dropped."""
+
+    def run() -> None:
+        with suppress(Exception):
+            call(*arguments)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+def _rehearse(bench: _Bench) -> None:
+    """Once in a process, check and time a launch of nothing."""
+    if not _rehearsed:
+        _rehearsed.append(True)
+        bench.verifier.rehearse()
+        bench.stopwatch.rounds([lambda: None], 1)
 
 
 @cache
@@ -231,8 +276,7 @@ def _start_triton() -> None:
     from triton.runtime import driver
 
     triton_driver: Any = driver
-    with suppress(Exception):
-        assert triton_driver.active
+    assert triton_driver.active
 
 
 def inputs_on_device(problem: Problem, target: Target, seed: int) -> "Inputs":
@@ -277,12 +321,13 @@ def evaluate_candidate(
             return checked
         with _spent.on("time"):
             runs = [run] if incumbent is None else [run, launch_of(incumbent, bench.inputs)]
-            times = [Measurement.of(times) for times in bench.stopwatch.rounds(runs, 3)]
+            look = bench.stopwatch.rounds(runs, 3)
+            times = [Measurement.of(times) for times in look]
             if incumbent is None or times[0].median_us <= patience * times[1].median_us:
-                times = bench.stopwatch.race(runs, budget_s=budget_s)
-                if incumbent is not None and times[0].median_us < times[1].median_us:
+                times = bench.stopwatch.race(runs, budget_s=budget_s, seen=look)
+                if incumbent is not None and (1 - CLEAR) * times[1].median_us < times[0].median_us < times[1].median_us:
                     # The luckiest of many would win: a challenger's time is taken from a second race, for which it wasn't chosen.
-                    times = bench.stopwatch.race(runs, budget_s=2 * budget_s)
+                    times = bench.stopwatch.race(runs, budget_s=2 * budget_s, seen=look)
     except Exception as error:
         return _failed(error)
     return Timed(time=times[0], error=checked.error, incumbent=None if incumbent is None else times[1], spent=_spent.take())
@@ -295,7 +340,7 @@ def race_finalists(sources: list[Source], problem: Problem, target: Target, seed
     try:
         runs: list[Any] = [launch_of(source, bench.inputs) for source in sources]
         with _spent.on("framework"):
-            framework = _framework(bench)
+            framework = _framework(bench.inputs)
         began = time.time()
         with _spent.on("rounds"):
             times = bench.stopwatch.samples([*runs, *([framework[0]] if framework else [])], budget_s=budget_s, least=15)

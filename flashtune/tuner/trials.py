@@ -1,10 +1,10 @@
 """One candidate after another through the stages: compiled, checked, and measured or predicted; each can end it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from flashtune.core.problem import Problem
-from flashtune.core.results import Fate, Measurement, Outcome
+from flashtune.core.results import CompileFacts, Fate, Measurement, Outcome
 from flashtune.tuner import tasks
 from flashtune.tuner.evaluation import Evaluation
 from flashtune.tuner.proposing import Compiling
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 class Trials:
     """The trials of one problem. `compiled` is what is known of each variant's compilation, what is under way included; `at` is told the
-    stages, and `twins` are candidates that run the very same as one that was timed: they have its time."""
+    stages, and `twins` are candidates that run the very same as one that was timed: they have its time. `facts` are those of variants that
+    the Triton of today compiled before, whose machine code may be at hand."""
 
     def __init__(
         self,
@@ -30,10 +31,12 @@ class Trials:
         evaluation: Evaluation,
         spent: Spent,
         at: "Callable[[Stage], None]",
+        *,
+        facts: Mapping[str, CompileFacts],
     ) -> None:
         self._plan, self._problem, self._spec = plan, problem, problem.spec()
         self._workers, self._compiled, self._evaluation = workers, compiled, evaluation
-        self._spent, self._at = spent, at
+        self._spent, self._at, self._facts = spent, at, facts
         self._measured = plan.source == "measured"
         self._by_code: dict[str, list[tuple[Candidate, Timed]]] = {}
         self._launched: dict[Candidate, str | None] = {}
@@ -49,8 +52,9 @@ class Trials:
             source = tasks.Source.of(candidate.family, variant)
         except Exception as error:
             return Failed(fate=Fate.COMPILE, reason=tasks.one_line(error))
-        limit_s = self._plan.limits.compile_s
-        found = self._workers.submit("compile", tasks.compile_candidate, source, self._problem, self._plan.target, limit_s=limit_s)
+        facts = self._facts.get(variant.id)
+        fixed = (source, self._problem, self._plan.target, *([] if facts is None else [facts]))
+        found = self._workers.submit("compile", tasks.compile_candidate, *fixed, limit_s=self._plan.limits.compile_s)
         if self._measured:
             self._compiled[variant.id] = found
         return found

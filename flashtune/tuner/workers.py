@@ -2,13 +2,10 @@
 
 import multiprocessing
 import os
-import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as Overdue
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from multiprocessing import forkserver, resource_tracker
 from types import TracebackType
 from typing import Any, Generic, Literal, TypeVar
 
@@ -19,6 +16,7 @@ from flashtune.core.results import Fate
 from flashtune.core.target import Target
 from flashtune.tuner import tasks
 from flashtune.tuner.replies import Answer, Failed, Ready
+from flashtune.tuner.server import serving
 
 Crew = Literal["compile", "interpret", "device"]
 """Compilers run side by side; one process interprets; one for each GPU holds it alone, so that nothing disturbs its timings."""
@@ -29,34 +27,10 @@ _START: dict[Crew, Callable[[dict[str, str]], None]] = {
     "device": tasks.withdraw,
 }
 
-PRELOADED = ["torch"]
-"""What the server has imported that children are forked off."""
-
 WITHOUT_LINES = {"TRITON_DISABLE_LINE_INFO": "1"}
 """In the environment of all children, since Triton's cache tells kernels apart by it: what was raced can then be kept as it is."""
 
 Found = TypeVar("Found", bound=Answer)
-
-
-def start_server() -> None:
-    """Begin to import in the server what children need; whoever knows that there will be some needn't wait for the first task."""
-    with _serving():
-        pass
-
-
-@contextmanager
-def _serving() -> Iterator[None]:
-    """The server runs, and within the block it may be asked for children."""
-    # The server, and through it the children until they withdraw, take over what this thread holds back; the tracker of resources,
-    # which unblocks these signals where it is started, is started before.
-    resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, tasks.HELD_BACK)
-    try:
-        multiprocessing.set_forkserver_preload(PRELOADED)
-        forkserver.ensure_running()
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +120,7 @@ class Workers:
         self, crew: Crew, task: Callable[..., Found | Failed], arguments: tuple[Any, ...], limit_s: float, device: int
     ) -> Pending[Found]:
         pool = self._pool(crew, device)
-        with _serving():
+        with serving():
             future = pool.schedule(task, args=arguments, timeout=limit_s)
         if crew == "compile":
             self._compiling = [*(one for one in self._compiling if not one.done()), future]
@@ -160,8 +134,6 @@ class Workers:
     def _pool(self, crew: Crew, device: int) -> ProcessPool:
         if (crew, device) not in self._pools:
             count = self._jobs if crew == "compile" else 1
-            # A child must not inherit a started GPU or the parent's threads, so it is forked off a server that has neither, and that has
-            # imported what takes a child the longest.
             context = multiprocessing.get_context("forkserver")
             start: Callable[..., None] = _START[crew]
             arguments: tuple[Any, ...] = (os.environ | WITHOUT_LINES,)

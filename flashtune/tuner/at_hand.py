@@ -1,0 +1,149 @@
+"""Machine code that is at hand spares a search the compiler: it goes to where Triton's JIT looks for what it compiled before.
+
+A trial then loads, checks and times it like any other. It is at hand where the package, or the user's own cache, has it of the very text,
+by the very Triton. The layout of Triton's disk cache is mirrored from triton/compiler/compiler.py of 3.6; with another nothing is taken.
+"""
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from flashtune.core import kernel_cache
+from flashtune.core.binaries import Binary, Manifest, machine_arch, read_manifest
+from flashtune.core.compiled import HOST_TYPES, signature_of
+from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.kernel_index import Index, read_index
+from flashtune.core.target import Target
+
+PACKAGE = "flashtune.kernels_generated"
+
+_MIRRORED = "3.6."
+"""The versions of Triton whose cache is known to be laid out so."""
+
+
+def machine_code_of(variant_id: str, text: str, target: Target) -> Manifest | None:
+    """The machine code of this text, by the installed Triton, for this target; None where it must be compiled."""
+    import triton
+
+    version = str(triton.__version__)
+    if target.vendor != "nvidia" or not version.startswith(_MIRRORED):
+        return None
+    arch, digest = machine_arch(int(target.arch)), hashlib.sha256(text.encode()).hexdigest()
+    for found in (_shipped(variant_id, target.arch), kernel_cache.find(variant_id, arch, version)):
+        if found is not None and found.source_sha256 == digest and {(b.arch, b.triton) for b in found.binaries} == {(arch, version)}:
+            return found
+    return None
+
+
+def _shipped(variant_id: str, arch: str) -> Manifest | None:
+    folder = Path(str(resources.files(PACKAGE)))
+    try:
+        index = _index(folder)
+        found = index.find(variant_id, arch)
+        if found is None or found.arch != arch or found.manifest not in index.files:
+            return None
+        return read_manifest(folder / found.manifest, sha256=index.files[found.manifest])
+    except EnvironmentProblem:
+        # Who is served from there is told.
+        return None
+
+
+@functools.cache
+def _index(folder: Path) -> Index:
+    return read_index(folder)
+
+
+@contextmanager
+def taking(kernel: Any, manifest: Manifest | None) -> Iterator[list[Binary]]:
+    """Within the block Triton's JIT finds compiled what `manifest` has of `kernel`, a function of its module; yields what was so taken."""
+    taken: list[Binary] = []
+    if manifest is None:
+        yield taken
+        return
+    from triton.runtime import driver
+
+    active: Any = driver.active
+    # What the JIT compiles with is known when it first looks for what it compiled for a device.
+    assert kernel.device_caches[active.get_current_device()]
+    compile_one = kernel.compile
+
+    def compiled(source: Any, target: Any = None, options: Any = None, **words: Any) -> Any:
+        binary = fitting(source, manifest.of(kernel.__name__))
+        if binary is not None:
+            _put(source, target, options, binary, manifest.code(binary))
+            taken.append(binary)
+        return compile_one(source, target=target, options=options, **words)
+
+    kernel.compile = compiled
+    try:
+        yield taken
+    finally:
+        kernel.compile = compile_one
+
+
+def fitting(source: Any, binaries: Sequence[Binary]) -> Binary | None:
+    """The first of a kernel's binaries that this source (Triton's ASTSource) would compile to: of the same constants and parameters, and
+    taking no more for granted of the others."""
+    for binary in binaries:
+        try:
+            parameters, conditions = signature_of(source, _maps(binary))
+        except EnvironmentProblem:
+            continue
+        more = set(map(repr, conditions)) - set(map(repr, binary.conditions))
+        missing = set(map(repr, binary.conditions)) - set(map(repr, conditions))
+        if tuple(parameters) == binary.parameters and not missing and all("rule='multiple_of'" in one for one in more):
+            return binary
+    return None
+
+
+def _maps(binary: Binary) -> list[dict[str, Any]]:
+    """What Triton's metadata says of a binary's tensor maps."""
+    codes = {host: code for code, host in HOST_TYPES.items()}
+    return [
+        {
+            "swizzle": one.swizzle,
+            "elem_size": one.element_bytes,
+            "elem_type": codes.get(one.element_type, one.element_type),
+            "block_size": list(one.box),
+            "fp4_padded": False,
+        }
+        for parameter in binary.parameters
+        if (one := parameter.tensor_map) is not None
+    ]
+
+
+def _put(source: Any, target: Any, options: Mapping[str, Any], binary: Binary, code: bytes) -> None:
+    """Put machine code into Triton's disk cache, as if it had been compiled there from this source."""
+    from triton import __version__
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.cache import get_cache_key, get_cache_manager
+
+    backend: Any = make_backend(target)
+    chosen = backend.parse_options({**options, **source.parse_options()})
+    environment = get_cache_invalidating_env_vars()
+    key = hashlib.sha256(get_cache_key(source, backend, chosen, env_vars=environment).encode()).hexdigest()
+    cache, name = get_cache_manager(key), source.name[:150]
+    described = f"{name}.json"
+    if described in (cache.get_group(described) or {}):
+        return
+    metadata = {"hash": key, "target": target, **chosen.__dict__, **environment, "triton_version": __version__}
+    metadata |= {"tensordesc_meta": maps} if (maps := _maps(binary)) else {}
+    metadata |= {
+        "num_warps": binary.threads // 32,
+        "shared": binary.shared_bytes,
+        "tmem_size": 0,
+        "global_scratch_size": binary.global_scratch_bytes,
+        "global_scratch_align": 1,
+        "profile_scratch_size": binary.profile_scratch_bytes,
+        "profile_scratch_align": 1,
+        "name": binary.entry,
+    }
+    files = {f"{name}.cubin": cache.put(code, f"{name}.cubin")}
+    files[described] = cache.put(json.dumps(metadata, default=vars), described, binary=False)
+    cache.put_group(described, files)

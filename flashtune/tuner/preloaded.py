@@ -1,0 +1,38 @@
+"""Imported once, by the server that a search's children are forked off: what each of them would import, and work out, anew.
+
+A dozen compilers that start side by side would take seconds for it, the more the more of them read the same files.
+"""
+
+import os
+import threading
+from contextlib import suppress
+
+from triton.runtime import cache
+
+
+def _know_triton() -> None:
+    """Have Triton hash its own compiler, which is a part of every kernel's key in its disk cache: hundreds of megabytes, read once here."""
+    # Where another version keeps it elsewhere each child does it for itself.
+    with suppress(Exception):
+        cache.triton_key()
+
+
+_hashing = threading.Thread(target=_know_triton, name="triton key")
+_hashing.start()
+
+import torch  # noqa: E402, F401
+from triton.experimental.gluon.language.nvidia import hopper  # noqa: E402, F401
+from triton.experimental.gluon.nvidia import hopper as launched  # noqa: E402, F401
+
+import flashtune.tuner.baseline  # noqa: E402
+import flashtune.tuner.compile  # noqa: E402
+import flashtune.tuner.correctness  # noqa: E402
+import flashtune.tuner.stopwatch  # noqa: E402, F401
+
+# A process with threads isn't to be forked.
+_hashing.join()
+
+# Who reads what a search prints waits until nobody may write there any more, and this process ends last.
+_nowhere = os.open(os.devnull, os.O_WRONLY)
+os.dup2(_nowhere, 1)
+os.dup2(_nowhere, 2)
