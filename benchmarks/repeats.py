@@ -25,7 +25,7 @@ from forward_cells import Cell, cells
 from searches import searched, shipped, source_of
 
 from flashtune.core.problem import Problem
-from flashtune.core.results import Measurement, SearchResult
+from flashtune.core.results import Measurement, Outcome, SearchResult
 from flashtune.core.target import Target
 from flashtune.tuner import tasks
 from flashtune.tuner.machine import cores, local_gpu, provenance
@@ -109,11 +109,21 @@ def row_of(problem: Problem, results: Sequence[SearchResult], medians: Mapping[s
         "picks": names,
         "configs": configs,
         "trials": [len(result.outcomes) for result in results],
+        "endings": [[result.ending.reason, result.ending.regret] if result.ending else None for result in results],
+        # Of the first of each search: who it is, its time in the race, and a whole call's.
+        "finalists": [
+            [[o.variant_id, o.measurement.median_us if o.measurement else None, o.call_us] for o in first_of(result)] for result in results
+        ],
         "searches": len(results),
         "alike": most[0][1] if most else 0,
         "raced_us": dict(medians),
         "spread": max(medians.values()) / min(medians.values()) - 1 if medians else None,
     }
+
+
+def first_of(result: SearchResult, count: int = 6) -> list[Outcome]:
+    """The first finalists of a search, by their ranks."""
+    return sorted((outcome for outcome in result.outcomes if outcome.rank is not None), key=lambda outcome: outcome.rank or 0)[:count]
 
 
 def said(row: Mapping[str, Any]) -> str:

@@ -30,16 +30,15 @@ def run(sweep: SearchResult, trials: int, until: float, seed: int) -> str:
     memory = optuna.storages.InMemoryStorage()
     study = Study(space, sweep.problem, sampler="gp", seed=seed, source="measured", storage=memory, by=sampler)
     rule, waiting, told = StoppingRule(until), list[Candidate](), 0
-    best, left, ended = math.inf, math.inf, ""
+    best, left, in_all, ended = math.inf, math.inf, math.inf, ""
     while told < trials:
         if len(waiting) <= AHEAD - AHEAD // 4:
             waiting += study.ask(AHEAD - len(waiting), limit=trials)
-            left = study.left_to_gain()
+            left, in_all = study.left_to_gain(), study.expected_regret()
         if not waiting:
             break
-        if not ended and (reason := rule.verdict(left)) is not None:
-            expected = study.expected_regret()
-            ended = f"{reason} after {told} trials, regret {best / _us(timed[0]) - 1:.2%}, expected {expected:.2%}"
+        if not ended and (reason := rule.verdict(left, in_all)) is not None:
+            ended = f"{reason} after {told} trials, regret {best / _us(timed[0]) - 1:.2%}, expected {study.expected_regret():.2%}"
         candidate = waiting.pop(0)
         outcome = answers[candidate.family.name, candidate.config]
         study.tell(candidate, outcome)

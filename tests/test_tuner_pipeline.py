@@ -368,6 +368,9 @@ class Asked:
     def left_to_gain(self) -> float:
         return 0.1 + len(self.outcomes)
 
+    def expected_regret(self) -> float:
+        return 0.2 + len(self.outcomes)
+
 
 def test_who_is_compiled_goes_before_who_is_not_and_nobody_is_overtaken_for_ever() -> None:
     """Only the first candidate's compiler doesn't end, until somebody waits for it."""
@@ -392,6 +395,7 @@ def test_who_is_compiled_goes_before_who_is_not_and_nobody_is_overtaken_for_ever
     proposals.close()
     assert taken == [*range(1, OVERTAKEN + 1), 0]
     assert proposals.left > 1, "what is left is what was expected when the sampler was last asked"
+    assert proposals.left_in_all == pytest.approx(proposals.left + 0.1)
 
 
 def test_what_would_be_proposed_next_is_compiled_and_given_up_with_the_rest() -> None:

@@ -14,12 +14,12 @@ from flashtune.core.results import Ending
 from flashtune.tuner.stopping import PATIENCE, Reason, StoppingRule, sentence
 
 
-def after(times: list[float | None], until: float | None = 0.005, left: float = math.inf) -> list[str | None]:
+def after(times: list[float | None], until: float | None = 0.005, left: float = math.inf, in_all: float = 0.0) -> list[str | None]:
     """What the rule says after each of these trials, None standing for one that failed."""
     rule, verdicts = StoppingRule(until), []
     for number, time in enumerate(times):
         rule.add(outcome(f"{number:016x}", time))
-        verdicts.append(rule.verdict(left))
+        verdicts.append(rule.verdict(left, in_all))
     return verdicts
 
 
@@ -54,6 +54,13 @@ def test_a_surrogate_that_expects_nothing_is_not_believed_while_trials_gain() ->
 def test_a_surrogate_that_expects_a_gain_is_believed_twice_as_long() -> None:
     flat = [100.0] * (2 * PATIENCE + 1)
     assert after(flat, left=0.006)[-2:] == [None, "patience"]
+
+
+def test_many_small_chances_are_tried_twice_as_long_and_few_are_not() -> None:
+    flat: list[float | None] = [100.0] * (2 * PATIENCE + 1)
+    assert after(flat, left=0.001, in_all=0.03)[-2:] == [None, "patience"]
+    assert after(flat, left=0.001, in_all=0.019)[PATIENCE] == "gain"
+    assert after(flat, left=0.03, in_all=0.04, until=0.05)[PATIENCE] == "gain", "who asks for less is given less"
 
 
 @pytest.mark.parametrize("until", [None, 0.0])

@@ -270,7 +270,7 @@ class ProblemSearch:
             return "trials" if limited else "space"
         for candidate, outcome in proposal.news:
             self._learn(candidate, outcome)
-        if (enough := self.rule.verdict(proposals.left)) is not None:
+        if (enough := self.rule.verdict(proposals.left, proposals.left_in_all)) is not None:
             proposals.put_back(proposal)
             return enough
         if self.rule.nearly:

@@ -40,7 +40,7 @@ class Proposals:
     With `beside`, asking and keeping happen in a thread, whose errors are raised by whatever is called next, and who is compiled needn't
     wait for who isn't; with `foresee` what the sampler would propose next is compiled, too: as many as are asked for at a time, and more
     while compilers are `free`, as far as that tells how many. `left` is what the sampler expected the next candidates to gain when it was
-    last asked.
+    last asked, and `left_in_all` what the best of all would; without a thread that is 0, for nothing is measured then.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Proposals:
         self._overtaken: dict[Candidate, int] = {}
         self._foresee, self._free = foresee and beside, free
         self._foreseen: dict[Candidate, Pending[Compiled]] = {}
-        self.left = math.inf
+        self.left, self.left_in_all = math.inf, 0.0
         self._told: SimpleQueue[tuple[Candidate, Outcome | None] | None] = SimpleQueue()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="proposals", daemon=True) if beside else None
@@ -181,6 +181,8 @@ class Proposals:
                 self._out.put(None)
             return
         self._mine += len(batch)
+        if self._thread is not None:
+            self.left_in_all = study.expected_regret()
         self.left = study.left_to_gain()
         news = tuple(pair for pair in list(study.outcomes.items())[self._seen :] if pair[0] not in self._own)
         self._seen = len(study.outcomes)

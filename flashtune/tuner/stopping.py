@@ -12,7 +12,10 @@ UNTIL = 0.005
 """What a further candidate must be expected to gain, as a share of the best time, unless the user says otherwise."""
 
 PATIENCE = 12
-"""So many trials in a row without that gain end a search, unless the surrogate expects the next one to gain it; then twice as many do."""
+"""So many trials in a row without that gain end a search; twice as many where the surrogate expects it of the next one, or much of all."""
+
+LEFT = 0.02
+"""What all candidates together may be expected to gain where none alone is worth a trial: many small chances are a good one."""
 
 NEARLY = 4
 """So many trials before that a search may begin what its end needs."""
@@ -56,13 +59,14 @@ class StoppingRule:
         """Whether a few more trials without a gain may end it."""
         return self._reference != math.inf and self._since >= self.patience - NEARLY
 
-    def verdict(self, left_to_gain: float) -> Reason | None:
-        """Why to stop before the next trial, of which the surrogate expects this gain (infinite where it can't say); None to go on.
+    def verdict(self, left_to_gain: float, left_in_all: float = 0.0) -> Reason | None:
+        """Why to stop before the next trial, of which the surrogate expects this gain (infinite where it can't say), and of the best of all
+        `left_in_all`; None to go on.
 
         Neither is believed alone: a surrogate that expects nothing, while trials still gain, nor a few trials without luck.
         """
         if not self.until or self._reference == math.inf or self._since < self.patience:
             return None
-        if left_to_gain < self.until:
+        if left_to_gain < self.until and left_in_all < max(LEFT, self.until):
             return "gain"
         return "patience" if left_to_gain == math.inf or self._since >= 2 * self.patience else None

@@ -172,6 +172,9 @@ class _Bench:
 CLEAR = 0.03
 """Who is ahead of the fastest so far by more than this is so by no luck: a median's noise is a tenth of it."""
 
+MOST_ROUNDS = 400
+"""Of one race: short kernels have time for many, and who is tied is decided by a tenth of a percent."""
+
 _Called = tuple[Callable[[], object], str] | None
 """The framework's call and what serves it; None where it can't express a problem."""
 
@@ -343,7 +346,8 @@ def race_finalists(sources: list[Source], problem: Problem, target: Target, seed
             framework = _framework(bench.inputs)
         began = time.time()
         with _spent.on("rounds"):
-            times = bench.stopwatch.samples([*runs, *([framework[0]] if framework else [])], budget_s=budget_s, least=15)
+            racers = [*runs, *([framework[0]] if framework else [])]
+            times = bench.stopwatch.samples(racers, budget_s=budget_s, least=15, most=MOST_ROUNDS)
         ended = time.time()
     except Exception as error:
         return _failed(error)
