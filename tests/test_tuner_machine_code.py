@@ -23,6 +23,7 @@ from flashtune.core.modules import load_source
 from flashtune.core.problem import Problem
 from flashtune.db.library import Library, shipped_path
 from flashtune.dispatch.launch.hostcode import load_host_code
+from flashtune.tuner.at_hand import machine_code_of, taking
 from flashtune.tuner.compile import compiling_for
 from flashtune.tuner.generated import Arranged, arrange, kept_machine_files, machine_files, order_of, write
 from flashtune.tuner.inputs import make_inputs
@@ -69,7 +70,8 @@ def test_instructions_are_those_of_a_launch_by_the_jit(built: Built, tmp_path: P
     words = inputs.keywords | provided(module, inputs.q, inputs.k) | {"sms": one.target.sms}
     compared = 0
     with compiling_for(one.target):
-        for kernel, grid, args, options in module.launches(*inputs.arguments, **words):
+        again = load_source(one.text, "again").launches(*inputs.arguments, **words)
+        for (kernel, grid, args, options), (fresh, *_) in zip(module.launches(*inputs.arguments, **words), again, strict=True):
             compiled = kernel.warmup(*args, grid=grid, **options)
             binary = built.manifest.matching(kernel.__name__, args)
             assert binary is not None
@@ -78,8 +80,25 @@ def test_instructions_are_those_of_a_launch_by_the_jit(built: Built, tmp_path: P
             assert ours == jits
             assert len(ours) > 100
             assert len(code) < len(compiled.asm["cubin"]) / 2
+            found = taken(fresh, grid, args, options, one, tmp_path)
+            assert described(found) == described(compiled), "the JIT finds it, and launches it as what it compiles"
             compared += 1
     assert compared == len(built.manifest.binaries)
+
+
+def taken(kernel: Any, grid: Any, args: Any, options: Any, one: Order, folder: Path) -> Any:
+    """What the JIT finds of a kernel that was never compiled here."""
+    triton_knobs: Any = triton.knobs
+    with triton_knobs.cache.scope(), taking(kernel, machine_code_of(one.variant_id, one.text, one.target)) as found:
+        triton_knobs.cache.dir = str(folder)
+        compiled = kernel.warmup(*args, grid=grid, **options)
+    assert found
+    return compiled
+
+
+def described(compiled: Any) -> dict[str, Any]:
+    """All that Triton knows of a kernel beside its code."""
+    return compiled.metadata._asdict() | {"launched as": compiled.packed_metadata}
 
 
 def test_code_that_serves_any_size_stands_once_and_masks_have_one_for_aligned_sizes() -> None:

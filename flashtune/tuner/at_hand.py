@@ -133,8 +133,8 @@ def _put(source: Any, target: Any, options: Mapping[str, Any], binary: Binary, c
     if described in (cache.get_group(described) or {}):
         return
     metadata = {"hash": key, "target": target, **chosen.__dict__, **environment, "triton_version": __version__}
-    metadata |= {"tensordesc_meta": maps} if (maps := _maps(binary)) else {}
     metadata |= {
+        "tensordesc_meta": _maps(binary),
         "num_warps": binary.threads // 32,
         "shared": binary.shared_bytes,
         "tmem_size": 0,
