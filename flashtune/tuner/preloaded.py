@@ -3,6 +3,7 @@
 A dozen compilers that start side by side would take seconds for it, the more the more of them read the same files.
 """
 
+import atexit
 import os
 import threading
 from contextlib import suppress
@@ -32,7 +33,6 @@ import flashtune.tuner.stopwatch  # noqa: E402, F401
 # A process with threads isn't to be forked.
 _hashing.join()
 
-# Who reads what a search prints waits until nobody may write there any more, and this process ends last.
-_nowhere = os.open(os.devnull, os.O_WRONLY)
-os.dup2(_nowhere, 1)
-os.dup2(_nowhere, 2)
+# Who reads what a search prints waits until nobody may write there any more: it isn't to wait for what torch tidies up in this process,
+# which only Python's tracker of resources would.
+atexit.register(os._exit, 0)

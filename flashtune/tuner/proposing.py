@@ -181,14 +181,15 @@ class Proposals:
                 self._out.put(None)
             return
         self._mine += len(batch)
-        if self._thread is not None:
-            self.left_in_all = study.expected_regret()
-        self.left = study.left_to_gain()
         news = tuple(pair for pair in list(study.outcomes.items())[self._seen :] if pair[0] not in self._own)
         self._seen = len(study.outcomes)
         for candidate in batch:
             self._out.put(Proposal(candidate=candidate, compiling=self._compile(candidate), news=news))
             news = ()
+        # Compilers are at work meanwhile.
+        if self._thread is not None:
+            self.left_in_all = study.expected_regret()
+        self.left = study.left_to_gain()
         if self._foresee:
             self._compile_foreseen()
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from flashtune.core.results import Measurement
 
-TIE = 0.005
-"""Who is no more than half a percent slower than the fastest is tied with it; a fixed rule then chooses, so that runs and ranks agree."""
+TIE = 0.0075
+"""Who is no slower than the fastest by more than this is tied with it; a fixed rule then chooses, so that runs and ranks agree."""
 
 CONFIDENCE = 0.99
 """Of each decision."""

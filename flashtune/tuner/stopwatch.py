@@ -19,7 +19,8 @@ Run = Callable[[], object]
 class Stopwatch:
     """Times callables with CUDA events on one device; holds the buffer that flushes L2.
 
-    It is read, not written: written lines would still be on their way to memory while a candidate runs, as many bytes as L2 holds.
+    It is read, not written: written lines would still be on their way to memory while a candidate runs, as many bytes as L2 holds. Its sum
+    is of its own type: to add up in another, torch would first write a copy.
 
     Before each start event the GPU sleeps, so that the host has enqueued the launch by the time it is reached: what the host needs
     to prepare a launch stays out of the figures.
@@ -27,8 +28,8 @@ class Stopwatch:
 
     def __init__(self, device: torch.device, l2_bytes: int) -> None:
         self._device = device
-        self._flush = torch.zeros(max(l2_bytes, 1 << 26), dtype=torch.int32, device=device)
-        self._read = torch.zeros((), dtype=torch.int64, device=device)
+        self._flush = torch.zeros(max(l2_bytes, 1 << 26), dtype=torch.float32, device=device)
+        self._read = torch.zeros((), dtype=torch.float32, device=device)
 
     def rounds(self, runs: Sequence[Run], count: int) -> list[list[float]]:
         """`count` times in microseconds for each of `runs`: every round runs all of them, in alternating order."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import RBF, ConstantKernel, Kernel, Matern
+from threadpoolctl import ThreadpoolController
 
 from flashtune.tuner.candidates import Array, Candidates
 
@@ -27,6 +28,11 @@ MANY = 128
 """Of so many candidates the covariances with each other are computed alone: rows of all of them would hardly be asked for again."""
 SAME, OTHER = 1e6, 0.3
 """Lengths on which nothing changes, and on which everything does."""
+
+
+_BLAS = ThreadpoolController()
+"""Of the libraries that numpy and scipy multiply by: where compilers have the cores, more than one thread of theirs takes five times as long
+for matrices of a few hundred rows."""
 
 
 class Surrogate:
@@ -55,21 +61,24 @@ class Surrogate:
 
     def expected(self, places: Sequence[int]) -> tuple[Array, Array]:
         """Means and standard deviations of the log times at these places."""
-        mean, deviation = self._process.predict(_column(places), return_std=True)
+        with _BLAS.limit(limits=1):
+            mean, deviation = self._process.predict(_column(places), return_std=True)
         return mean + self._pool.log_times[list(places)] + self._log_scale, deviation
 
     def draws(self, places: Sequence[int], count: int) -> Array:
         """Log times that may well be, all places together: a row to a place, a column to a draw."""
-        mean, covariance = self._process.predict(_column(places), return_cov=True)
-        # By Cholesky's factor: scikit-learn's own draws take a decomposition that costs some hundred times as much.
-        factor = np.linalg.cholesky(covariance + JITTER * np.eye(len(places)))
-        drawn = factor @ np.random.default_rng(0).standard_normal((len(places), count))
+        with _BLAS.limit(limits=1):
+            mean, covariance = self._process.predict(_column(places), return_cov=True)
+            # By Cholesky's factor: scikit-learn's own draws take a decomposition that costs some hundred times as much.
+            factor = np.linalg.cholesky(covariance + JITTER * np.eye(len(places)))
+            drawn = factor @ np.random.default_rng(0).standard_normal((len(places), count))
         return np.asarray(drawn + (mean + self._pool.log_times[list(places)] + self._log_scale)[:, None])
 
     def _fit(self, places: list[int], errors: Array) -> None:
         self._process = self._fresh()
         if places:
-            self._process.fit(_column(places), errors)
+            with _BLAS.limit(limits=1):
+                self._process.fit(_column(places), errors)
 
     def _fresh(self) -> GaussianProcessRegressor:
         return GaussianProcessRegressor(self._kernel, alpha=NOISE**2, optimizer=None)
