@@ -20,6 +20,7 @@ from flashtune.tuner.carrying import carried
 from flashtune.tuner.replies import Failed
 from flashtune.tuner.sampling import ByExpectedImprovement, Sampler
 from flashtune.tuner.searching import Search, SearchPlan
+from flashtune.tuner.server import start_server
 from flashtune.tuner.space import Candidate, SearchSpace
 from flashtune.tuner.workers import Workers
 
@@ -86,6 +87,9 @@ def searched(
 
     `only` are the families to try, where it isn't all of them; `workers` processes that go on running afterwards.
     """
+    if workers is None:
+        # As the command line does, before anything else.
+        start_server()
     found: list[SearchResult] = []
     plan = SearchPlan(
         target=target,
