@@ -31,8 +31,8 @@ SAME, OTHER = 1e6, 0.3
 
 
 _BLAS = ThreadpoolController()
-"""Of the libraries that numpy and scipy multiply by: where compilers have the cores, more than one thread of theirs takes five times as long
-for matrices of a few hundred rows."""
+"""Of the libraries that numpy and scipy multiply by: where compilers have the cores, more than one thread of theirs takes five times as
+long for matrices of a few hundred rows."""
 
 
 class Surrogate:
