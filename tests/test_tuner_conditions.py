@@ -21,7 +21,7 @@ from flashtune.core.results import Baseline, CompileFacts, Conditions, Fate, Mea
 from flashtune.core.target import find_target
 from flashtune.templates import family
 from flashtune.tuner import evaluation, searching, tasks
-from flashtune.tuner.conditions import RACES, GpuWatch, conditions_of, race_undisturbed
+from flashtune.tuner.conditions import PAUSE_S, POWER_PAUSE_S, RACES, GpuWatch, conditions_of, race_undisturbed
 from flashtune.tuner.racing import Standing
 from flashtune.tuner.replies import Compiled, Failed, Raced, Ready, Rounds, Timed
 from flashtune.tuner.space import Candidate
@@ -192,6 +192,15 @@ def test_a_disturbed_race_is_run_again_and_the_least_disturbed_counts(found: tup
     reply, kept = race_undisturbed(lambda _: next(run), told(*found), pause_s=0.0)
     assert isinstance(reply, Raced) and (reply.times[0].median_us, kept) == (chosen, found[chosen])
     assert next(run, None) is None, "no race beyond the first quiet one"
+
+
+def test_a_power_cap_alone_is_waited_for_less_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr("flashtune.tuner.conditions.time.sleep", pauses.append)
+    for found in ((THROTTLED, FREE), (conditions("SwPowerCap, HwSlowdown"), FREE), (SHARED, FREE), (BOTH, FREE)):
+        run = races(*[Fate.CORRECT] * 2)
+        race_undisturbed(lambda _, run=run: next(run), told(*found))  # type: ignore[misc]
+    assert pauses == [POWER_PAUSE_S, PAUSE_S, PAUSE_S, PAUSE_S]
 
 
 def test_only_a_race_that_was_throttled_and_not_shared_is_what_the_next_one_begins_with() -> None:
