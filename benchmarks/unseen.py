@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,7 @@ def run(problem: Problem, target: Target, folder: Path, options: argparse.Namesp
             how: dict[str, Any] = {"workers": workers, "jobs": options.jobs, "command": command}
             results, counts = swept(problem, target, options.all.split(","), options.sweep_s, **how)
             found["sweep"] = {"seconds": round(time.monotonic() - began, 1), "tried_of": counts}
+            found["untimed"] = Counter(f"{o.fate}: {o.reason}" for one in results for o in one.outcomes if not o.fate.timed)
             every = [outcome for one in results for outcome in one.outcomes if outcome.fate.timed and outcome.measurement is not None]
             every.sort(key=lambda outcome: outcome.measurement.median_us if outcome.measurement else 0.0)
             others = [outcome for outcome in every if outcome.variant_id != pick.variant_id][:RACERS]

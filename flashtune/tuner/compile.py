@@ -162,15 +162,18 @@ def read_facts(compiled: Any, target: Target) -> CompileFacts:
             threads=threads,
             tensor_core_ops=len(re.findall(r"^\s*v_mfma", text, re.MULTILINE)),
         )
-    usage = cuobjdump(compiled.asm["cubin"], "-res-usage")
+    usage, ptx = cuobjdump(compiled.asm["cubin"], "-res-usage"), compiled.asm.get("ptx")
+    # Machine code that was at hand has no other text, and its metadata all warps.
+    products = r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)" if ptx is not None else r"\b[HQID]G?MMA\b"
+    text = cuobjdump(compiled.asm["cubin"], "-sass") if ptx is None else ptx
     # With warp specialisation the machine code starts more warps than the kernel's own num_warps.
-    warps = _largest(r"\.reqntid\s+(\d+)", compiled.asm["ptx"]) or threads
+    warps = _largest(r"\.reqntid\s+(\d+)", ptx or "") or threads
     return CompileFacts(
         registers=_largest(r"REG:(\d+)", usage),
         spills=_largest(r"STACK:(\d+)", usage) + _largest(r"LOCAL:(\d+)", usage),
         shared_bytes=compiled.metadata.shared,
         threads=warps,
-        tensor_core_ops=len(re.findall(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)", compiled.asm["ptx"])),
+        tensor_core_ops=len(re.findall(products, text)),
     )
 
 
