@@ -17,7 +17,7 @@ from flashtune.core import reference
 from flashtune.core.config import Config
 from flashtune.core.results import Measurement
 from flashtune.core.tolerances import Tolerance, tolerance
-from flashtune.tuner import tasks
+from flashtune.tuner import child, tasks
 from flashtune.tuner.baseline import framework_call
 from flashtune.tuner.correctness import Expected, everywhere, oracle, places
 from flashtune.tuner.distributions import redistribute
@@ -105,7 +105,7 @@ class Data:
 
 def start() -> None:
     """Prepare a child process: silent, killable, and compiling by itself (the parent already runs several)."""
-    tasks.withdraw()
+    child.withdraw()
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     flash_attention_4.keep_compiled()
     warnings.simplefilter("ignore")

@@ -19,7 +19,7 @@ from flashtune.core.parameters import per_head_words
 from flashtune.core.passes import PASSES
 from flashtune.core.problem import COMPILED_AS_THEY_ARE, Features, Problem
 from flashtune.core.target import Target
-from flashtune.tuner import tasks
+from flashtune.tuner import child, tasks
 
 SIZES = {"aligned": 1056, "any_size": 1059}
 """Specialisations by name, in the order in which a launch tries them, with a number of keys that makes Triton's JIT choose them.
@@ -170,7 +170,7 @@ def build_all(orders: Sequence[Order], *, jobs: int) -> Iterator[tuple[Order, Bu
     """What `build` makes of each order, as they come, in so many processes; a text in its place says in one line why there is nothing."""
     if not orders:
         return
-    with ProcessPoolExecutor(max_workers=min(jobs, len(orders)), mp_context=get_context("spawn"), initializer=tasks.withdraw) as pool:
+    with ProcessPoolExecutor(max_workers=min(jobs, len(orders)), mp_context=get_context("spawn"), initializer=child.withdraw) as pool:
         waiting = {pool.submit(_attempt, order): order for order in orders}
         try:
             for done in as_completed(waiting):

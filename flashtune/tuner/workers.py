@@ -14,7 +14,7 @@ from pebble import ProcessExpired, ProcessFuture, ProcessPool
 from flashtune.core.problem import Problem
 from flashtune.core.results import Fate
 from flashtune.core.target import Target
-from flashtune.tuner import tasks
+from flashtune.tuner import child, tasks
 from flashtune.tuner.replies import Answer, Failed, Ready
 from flashtune.tuner.server import serving
 
@@ -22,9 +22,9 @@ Crew = Literal["compile", "interpret", "device"]
 """Compilers run side by side; one process interprets; one for each GPU holds it alone, so that nothing disturbs its timings."""
 
 _START: dict[Crew, Callable[[dict[str, str]], None]] = {
-    "compile": tasks.withdraw,
-    "interpret": tasks.start_interpreter,
-    "device": tasks.withdraw,
+    "compile": child.withdraw,
+    "interpret": child.start_interpreter,
+    "device": child.withdraw,
 }
 
 WITHOUT_LINES = {"TRITON_DISABLE_LINE_INFO": "1"}
@@ -138,7 +138,7 @@ class Workers:
             start: Callable[..., None] = _START[crew]
             arguments: tuple[Any, ...] = (os.environ | WITHOUT_LINES,)
             if crew == "device" and self._devices:
-                start, arguments = tasks.start_device, (*arguments, self._devices[device])
+                start, arguments = child.start_device, (*arguments, self._devices[device])
             self._pools[crew, device] = ProcessPool(max_workers=count, context=context, initializer=start, initargs=arguments)
         return self._pools[crew, device]
 
