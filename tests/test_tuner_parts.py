@@ -427,7 +427,8 @@ def test_a_candidates_text_is_rendered_once_however_often_it_is_asked_for(monkey
     spec = Problem(batch=1, heads=2, kv_heads=2, n_q=64, n_kv=64, d=64, d_v=64, dtype="fp16").spec()
     variant = variant_of(chosen, spec, chosen.default(spec, target))
     sources = {tasks.Source.of(chosen, variant) for _ in range(3)}
-    assert rendered == [variant.id] and sources == {tasks.Source(text=render(chosen, variant), stem=f"flash_fwd_{variant.id}")}
+    source = tasks.Source(text=render(chosen, variant), stem=f"flash_fwd_{variant.id}", variant_id=variant.id)
+    assert rendered == [variant.id] and sources == {source}
 
 
 def test_the_frameworks_backend_is_told_by_what_it_runs() -> None:
