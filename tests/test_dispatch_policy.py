@@ -452,7 +452,7 @@ def test_a_stand_in_serves_only_where_its_rows_tell_of_a_gain() -> None:
 
 
 def test_a_short_decoding_step_is_not_served_by_what_won_at_sixteen_times_its_keys() -> None:
-    """Measured: 20.2 us where torch takes 15.3 (benchmarks/results/2026-11-22-h200-calls/grid.json), by the row of 8192 keys."""
+    """By the row of 8192 keys it took 20.2 us where torch took 15.3, in an earlier run of benchmarks/calls.py."""
     long = [row for row in SHIPPED if row.key.n >= 8192 and row.key == decoding(1, row.key.n).key("h200")]
     assert policy.choose(decoding(1, 500), H200, long, families()).kind == "framework"
     assert policy.choose(decoding(1, 8192), H200, long, families()).kind == "exact"
@@ -513,7 +513,7 @@ def test_a_row_far_in_keys_gives_a_decoding_step_to_torch_only_with_one_that_is_
 
 
 def test_a_long_step_of_few_heads_is_not_judged_by_what_torch_takes_for_a_short_one() -> None:
-    """Torch took 31 us for it (benchmarks/results/2026-11-22-h200-calls/grid.json), three times what it takes where its row is of."""
+    """Torch took 31 us for it in an earlier run of benchmarks/calls.py, three times what it takes where its row is of."""
     step = Problem(batch=1, heads=12, kv_heads=12, n_q=1, n_kv=8192, d=64, d_v=64, dtype="bf16")
     known = {replace(step, batch=4, n_kv=512).key("h200"), decoding(1, 8192).key("h200")}
     rows = [row for row in SHIPPED if row.key in known]
