@@ -13,17 +13,21 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from flashtune.tuner.machine import local_gpu, provenance
 
 RUNS = ("one", "all")
+
+GRACE_S = 10.0
+"""How long a search that met its limit may take to end its own processes."""
 
 
 def cores_of(run: str, gpus: int, first: int) -> list[int]:
@@ -34,25 +38,19 @@ def cores_of(run: str, gpus: int, first: int) -> list[int]:
 
 
 def searched(run: str, words: list[str], folder: Path, *, gpus: int, first: int, limit_s: float) -> dict[str, Any]:
-    """Run the command; its seconds from start to end, those of the search in it, and how many problems have a row."""
+    """Run the command; its seconds from start to end, those of the search in it, and how many problems have a row. `rc` is None where
+    it met its limit."""
     cores = cores_of(run, gpus, first)
-    with tempfile.TemporaryDirectory(prefix="flashtune-gpus-") as name:
+    # A compiler that outlives its search for a moment may still write there.
+    with tempfile.TemporaryDirectory(prefix="flashtune-gpus-", ignore_cleanup_errors=True) as name:
         scratch = Path(name)
         empty = {key: str(scratch / key.lower()) for key in ("TRITON_CACHE_DIR", "FLASHTUNE_CACHE", "XDG_DATA_HOME")}
         environment = {**os.environ, **empty, "FLASHTUNE_TRACE": "1"} | ({} if run == "all" else {"CUDA_VISIBLE_DEVICES": str(first)})
         lanes = ["--gpus", "all"] if run == "all" else []
         command = [sys.executable, "-m", "flashtune", "search", *words, *lanes, "--db", str(scratch / "found.sqlite")]
         began = time.monotonic()
-        ended: int | None = None
-        with (folder / f"{run}.txt").open("w") as log, suppress(subprocess.TimeoutExpired):
-            ended = subprocess.run(
-                ["taskset", "-c", ",".join(map(str, cores)), *command],
-                env=environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                timeout=limit_s,
-                check=False,
-            ).returncode
+        with (folder / f"{run}.txt").open("w") as log:
+            ended = ended_within(limit_s, ["taskset", "-c", ",".join(map(str, cores)), *command], environment, log)
         took = time.monotonic() - began
     said = (folder / f"{run}.txt").read_text()
     at = {
@@ -66,6 +64,23 @@ def searched(run: str, words: list[str], folder: Path, *, gpus: int, first: int,
         "search_s": round(at["searched"] - at["planned"], 1) if len(at) == 2 else None,
         "problems": len(re.findall(r"^\d+ ms: \S+: \d+ trials", said, re.MULTILINE)),
     }
+
+
+def ended_within(limit_s: float, command: list[str], environment: dict[str, str], log: IO[str]) -> int | None:
+    """A command's exit status, or None where it met its limit; it and its process group are gone then."""
+    process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        # Its children are of groups of their own, which a search ends when it is asked to end.
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+        return None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def main() -> None:
