@@ -3,10 +3,10 @@
 A program holds a tile of keys and walks over the queries of its whole group that see it, in five products. dQ is added up in float32 in
 memory, from registers, in an order that no two launches share: its last bits vary.
 
-Compiled in: bwd-bf16-d64-causal
-Template: flash_bwd_hopper a1c8787e279b4337
-Variant: c600d0776df9154e
-Config: BLOCK_M=64 BLOCK_N=128 dq_sums=registers held=both num_stages=2 persistent=True section=16
+Compiled in: bwd-bf16-d128-causal
+Template: flash_bwd_hopper 72552ea115415086
+Variant: 81a2454174f503ac
+Config: BLOCK_M=64 BLOCK_N=128 dq_sums=registers held=k num_stages=2 section=4 wait_early=True
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
@@ -28,20 +28,20 @@ async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_glob
 DTYPE = gl.constexpr(gl.bfloat16)
 BLOCK_M = gl.constexpr(64)
 BLOCK_N = gl.constexpr(128)
-BLOCK_D = gl.constexpr(64)
-BLOCK_DV = gl.constexpr(64)
+BLOCK_D = gl.constexpr(128)
+BLOCK_DV = gl.constexpr(128)
 CONSUMERS = gl.constexpr(2)
 KEYS = gl.constexpr(64)
 STAGES = gl.constexpr(2)
-SECTION = gl.constexpr(16)
+SECTION = gl.constexpr(4)
 # What each warpgroup makes of a tile of dQ.
 PART_M = gl.constexpr(64)
-PART_D = gl.constexpr(32)
+PART_D = gl.constexpr(64)
 # Scores have keys as rows, so that they and their gradients leave a product as the left operand of the next.
 SCORES_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
-DK_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
-DV_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
-DQ_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16]))
+DK_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
+DV_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
+DQ_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 PROBS_LAYOUT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=DV_LAYOUT, k_width=2))
 DSCORES_LAYOUT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=DK_LAYOUT, k_width=2))
 KEY_LAYOUT = gl.constexpr(gl.SliceLayout(1, SCORES_LAYOUT))
@@ -60,7 +60,6 @@ class Sizes(NamedTuple):
     group: gl.tensor
     m_tiles: gl.tensor
     n_tiles: gl.tensor
-    tiles: gl.tensor
     diagonal: gl.tensor
 
 
@@ -103,8 +102,6 @@ class SharedStorage(NamedTuple):
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
     kv_full: gl.shared_memory_descriptor
-    kv_empty: gl.shared_memory_descriptor
-    first_key: gl.tensor
     dscores: gl.shared_memory_descriptor
     sums: gl.tensor
 
@@ -137,8 +134,8 @@ def prepare_rows(
     Rows past the end, and those that see no key, have the LSE +inf, by which they have no probabilities.
     """
     ROWS: tl.constexpr = 64
-    BLOCK_D: tl.constexpr = 64
-    BLOCK_DV: tl.constexpr = 64
+    BLOCK_D: tl.constexpr = 128
+    BLOCK_DV: tl.constexpr = 128
 
     tiles = rows // ROWS
     head_index = tl.program_id(0) // tiles
@@ -183,7 +180,7 @@ def finish_queries(
 ):
     """dQ of one block of rows from its sums, which lie in the order of `in_thread_order`."""
     PART_M: tl.constexpr = 64
-    PART_D: tl.constexpr = 32
+    PART_D: tl.constexpr = 64
     PARTS: tl.constexpr = 2
 
     head_index = tl.program_id(0) // m_tiles
@@ -208,12 +205,6 @@ def make_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
     for i in gl.static_range(NUMBER):
         mbarrier.init(barriers.index(i), count=ARRIVALS)
     return barriers
-
-
-@gluon.jit
-def wait_full(pipeline, number):
-    """Waits until the number-th filling of the pipeline has landed in its stage."""
-    mbarrier.wait(pipeline.full.index(number % STAGES), number // STAGES & 1)
 
 
 @gluon.jit
@@ -246,39 +237,17 @@ def opaque_zero():
 
 
 @gluon.jit
+def wait_block(smem, number, there):
+    """Waits for a block of queries and dO, if there is one."""
+    mbarrier.wait(smem.q.full.index(number % STAGES), number // STAGES & 1, pred=there)
+    mbarrier.wait(smem.dout.full.index(number % STAGES), number // STAGES & 1, pred=there)
+
+
+@gluon.jit
 def in_thread_order(part):
     """A part of dQ (PART_M, PART_D) as rows of 256, in which the four values that a thread holds of a corner lie side by side."""
     corners = part.reshape([PART_M // 16, 2, 8, PART_D // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
     return corners.reshape([PART_M * PART_D // 256, 256])
-
-
-@gluon.jit
-def turns_of(sizes):
-    """How many tiles a program has at most."""
-    return (sizes.tiles + gl.num_programs(0) - 1) // gl.num_programs(0)
-
-
-@gluon.jit
-def place_of(turn):
-    """The place of a turn's tile among all: forth and back, for tiles grow shorter from place to place."""
-    within = gl.where(turn % 2 == 0, gl.program_id(0), gl.num_programs(0) - 1 - gl.program_id(0))
-    return turn * gl.num_programs(0) + within
-
-
-@gluon.jit
-def at_keys(smem, first_key):
-    """What the roles share, with the place of a tile's first keys and values."""
-    return SharedStorage(
-        q=smem.q,
-        dout=smem.dout,
-        k=smem.k,
-        v=smem.v,
-        kv_full=smem.kv_full,
-        kv_empty=smem.kv_empty,
-        first_key=first_key,
-        dscores=smem.dscores,
-        sums=smem.sums,
-    )
 
 
 @gluon.jit
@@ -287,7 +256,7 @@ def tile_at(program, sizes):
     # A section of heads goes tile by tile, the longest first; the last one has the heads that are left.
     section = program // (sizes.n_tiles * SECTION)
     within = program - section * (sizes.n_tiles * SECTION)
-    width = gl.minimum(sizes.tiles // sizes.n_tiles - section * SECTION, SECTION)
+    width = gl.minimum(gl.num_programs(0) // sizes.n_tiles - section * SECTION, SECTION)
     n_tile = within // width
     place = section * SECTION + within - n_tile * width
     batch = place // sizes.kv_heads
@@ -319,16 +288,16 @@ def hide(probs, key, row, sizes):
 
 
 @gluon.jit
-def load_tile(turn, number, descs, smem, sizes):
-    """Copies what the tile of a turn takes."""
+def producer(descs, smem, sizes):
+    """The copying warp: runs ahead of the consumers as far as the stages allow."""
     q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc = descs
-    tile = tile_at(place_of(turn), sizes)
-    kv_full = smem.kv_full.index(turn % 2)
-    mbarrier.wait(smem.kv_empty.index(turn % 2), turn // 2 & 1 ^ 1)
+    tile = tile_at(gl.program_id(0), sizes)
+    kv_full = smem.kv_full.index(0)
     mbarrier.expect(kv_full, CONSUMERS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
     for w in gl.static_range(CONSUMERS):
-        async_load(k_desc, [tile.batch, tile.kv_head, tile.key + w * KEYS, 0], kv_full, smem.k.index(turn % 2 * CONSUMERS + w))
-        async_load(v_desc, [tile.batch, tile.kv_head, tile.key + w * KEYS, 0], kv_full, smem.v.index(turn % 2 * CONSUMERS + w))
+        async_load(k_desc, [tile.batch, tile.kv_head, tile.key + w * KEYS, 0], kv_full, smem.k.index(w))
+        async_load(v_desc, [tile.batch, tile.kv_head, tile.key + w * KEYS, 0], kv_full, smem.v.index(w))
+    number = gl.to_tensor(0)
     for member in range(sizes.group):
         head = tile.kv_head * sizes.group + member
         place = (tile.batch * sizes.kv_heads * sizes.group + head) * sizes.m_tiles
@@ -337,16 +306,6 @@ def load_tile(turn, number, descs, smem, sizes):
             load_rows(q_desc, corner, lse_desc, (place + block) * BLOCK_M, smem.q, number)
             load_rows(dout_desc, corner, delta_desc, (place + block) * BLOCK_M, smem.dout, number)
             number += 1
-    return number
-
-
-@gluon.jit
-def producer(descs, smem, sizes):
-    """The copying warp: runs ahead of the consumers as far as the stages allow, into the next tile, too."""
-    number = gl.to_tensor(0)
-    for turn in range(turns_of(sizes)):
-        if place_of(turn) < sizes.tiles:
-            number = load_tile(turn, number, descs, smem, sizes)
 
 
 @gluon.jit
@@ -355,7 +314,7 @@ def start_queries(number, smem, zero, W: gl.constexpr):
     part = gl.zeros([PART_M, PART_D], gl.float32, DQ_LAYOUT)
     for w in gl.static_range(CONSUMERS):
         dscores = smem.dscores.index(number % 2 * CONSUMERS + w + zero).permute((1, 0))
-        keys = smem.k.index(smem.first_key + w + zero).reshape([KEYS, BLOCK_D])
+        keys = smem.k.index(w + zero).reshape([KEYS, BLOCK_D])
         keys = keys.slice(W * PART_D, PART_D, 1)
         if w == 0:
             part = warpgroup_mma(dscores, keys, part, use_acc=False, is_async=True)  # [PART_M, PART_D]
@@ -365,11 +324,18 @@ def start_queries(number, smem, zero, W: gl.constexpr):
 
 
 @gluon.jit
-def add_queries(part, place, smem, zero, W: gl.constexpr):
+def places_of(place, smem, W: gl.constexpr):
+    """Where this warpgroup's part of dQ is added to the sums of a block."""
+    order: gl.constexpr = in_thread_order(gl.zeros([PART_M, PART_D], gl.float32, DQ_LAYOUT)).reshape([PART_M * PART_D]).type.layout
+    start = smem.sums + (place * CONSUMERS + W).to(gl.int64) * (PART_M * PART_D)
+    return start + gl.arange(0, PART_M * PART_D, layout=order)
+
+
+@gluon.jit
+def add_queries(part, places, smem, zero, W: gl.constexpr):
     """Adds this warpgroup's part of dQ to the sums of a block."""
     ordered = in_thread_order(part).reshape([PART_M * PART_D])
-    start = smem.sums + (place * CONSUMERS + W).to(gl.int64) * (PART_M * PART_D)
-    gl.atomic_add(start + gl.arange(0, PART_M * PART_D, layout=ordered.type.layout), ordered, sem="relaxed")
+    gl.atomic_add(gl.convert_layout(places, ordered.type.layout), ordered, sem="relaxed")
 
 
 @gluon.jit
@@ -379,7 +345,6 @@ def walk(
     dk,
     dv,
     k_held,
-    v_held,
     place,
     key,
     smem,
@@ -392,21 +357,26 @@ def walk(
 ):
     """Blocks blocks[0] .. blocks[1]-1 of one head's queries. Every product of a block has ended before the next block begins."""
     nothing = gl.zeros([KEYS, BLOCK_M], gl.float32, SCORES_LAYOUT)
+    wait_block(smem, number, blocks[0] < blocks[1])
+    lse = smem.q.numbers.index(number % STAGES).load(QUERY_LAYOUT)  # [BLOCK_M]
     for block in range(blocks[0], blocks[1]):
         zero = opaque_zero()
         q_tile = smem.q.smem.index(number % STAGES).reshape([BLOCK_M, BLOCK_D])
         dout_tile = smem.dout.smem.index(number % STAGES).reshape([BLOCK_M, BLOCK_DV])
-        wait_full(smem.q, number)
-        scores = warpgroup_mma(k_held, q_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
-        wait_full(smem.dout, number)
-        dprobs = warpgroup_mma(v_held, dout_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
-        lse = smem.q.numbers.index(number % STAGES).load(QUERY_LAYOUT)  # [BLOCK_M]
+        k_tile = smem.k.index(W + zero).reshape([KEYS, BLOCK_D])
+        v_tile = smem.v.index(W + zero).reshape([KEYS, BLOCK_DV])
+        half = q_tile.slice(0, 64, 1)
+        scores = warpgroup_mma(k_held, half.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
+        half = q_tile.slice(64, 64, 1)
+        scores = warpgroup_mma(k_tile.slice(64, 64, 1), half.permute((1, 0)), scores, is_async=True)  # [KEYS, BLOCK_M]
+        dprobs = warpgroup_mma(v_tile, dout_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
         scores = warpgroup_mma_wait(1, deps=[scores])
         probs = gl.exp2(scores * params.score_scale - lse[None, :])  # [KEYS, BLOCK_M]
         if MASKED:
             probs = hide(probs, key, block * BLOCK_M, sizes)
         delta = smem.dout.numbers.index(number % STAGES).load(QUERY_LAYOUT)  # [BLOCK_M]
         dprobs = warpgroup_mma_wait(0, deps=[dprobs])
+        places = places_of(place + block, smem, W)
         dscores = (probs * (dprobs - delta[None, :])).to(DTYPE)  # [KEYS, BLOCK_M]
         probs = gl.convert_layout(probs.to(DTYPE), PROBS_LAYOUT)
         if OF_QUERIES:
@@ -423,15 +393,21 @@ def walk(
                 dv = warpgroup_mma_wait(CONSUMERS, deps=[dv])
                 release(smem.dout, number)
                 dk = warpgroup_mma(dscores, q_tile, dk, is_async=True)  # [KEYS, BLOCK_D]
+                wait_block(smem, number + 1, block + 1 < blocks[1])
+                lse = smem.q.numbers.index((number + 1) % STAGES).load(QUERY_LAYOUT)  # [BLOCK_M]
                 part = warpgroup_mma_wait(1, deps=[part])
             else:
+                wait_block(smem, number + 1, block + 1 < blocks[1])
+                lse = smem.q.numbers.index((number + 1) % STAGES).load(QUERY_LAYOUT)  # [BLOCK_M]
                 part = warpgroup_mma_wait(0, deps=[part])
                 release(smem.dout, number)
-            add_queries(part, place + block, smem, zero, W)
+            add_queries(part, places, smem, zero, W)
         else:
             dk = warpgroup_mma(dscores, q_tile, dk, is_async=True)  # [KEYS, BLOCK_D]
             dv = warpgroup_mma_wait(1, deps=[dv])
             release(smem.dout, number)
+            wait_block(smem, number + 1, block + 1 < blocks[1])
+            lse = smem.q.numbers.index((number + 1) % STAGES).load(QUERY_LAYOUT)  # [BLOCK_M]
         if OF_KEYS:
             dk = warpgroup_mma_wait(0, deps=[dk])
         release(smem.q, number)
@@ -440,44 +416,31 @@ def walk(
 
 
 @gluon.jit
-def consume_tile(turn, number, dk_desc, dv_desc, smem, sizes, params, OF_QUERIES: gl.constexpr, OF_KEYS: gl.constexpr, W: gl.constexpr):
-    """The tile of a turn: keys W * KEYS .. W * KEYS + KEYS - 1 of it."""
-    tile = tile_at(place_of(turn), sizes)
+def consumer(dk_desc, dv_desc, smem, sizes, params, OF_QUERIES: gl.constexpr, OF_KEYS: gl.constexpr, W: gl.constexpr):
+    """One warpgroup: keys W * KEYS .. W * KEYS + KEYS - 1 of the program's tile."""
+    tile = tile_at(gl.program_id(0), sizes)
     key = tile.key + W * KEYS
     dk = gl.zeros([KEYS, BLOCK_D], gl.float32, DK_LAYOUT)
     dv = gl.zeros([KEYS, BLOCK_DV], gl.float32, DV_LAYOUT)
-    mbarrier.wait(smem.kv_full.index(turn % 2), turn // 2 & 1)
-    k_own, v_own = smem.k.index(smem.first_key + W), smem.v.index(smem.first_key + W)
-    k_held = k_own.reshape([KEYS, BLOCK_D]).load(HELD_LAYOUT)
-    v_held = v_own.reshape([KEYS, BLOCK_DV]).load(HELD_LAYOUT)
+    mbarrier.wait(smem.kv_full.index(0), 0)
+    k_held = smem.k.index(W).reshape([KEYS, BLOCK_D]).slice(0, 64, 1).load(HELD_LAYOUT)
+    number = gl.to_tensor(0)
     head_place = (tile.batch * sizes.kv_heads + tile.kv_head) * sizes.group * sizes.m_tiles
     for _ in range(sizes.group):
         blocks = tile.first, tile.unmasked_first
-        number, dk, dv = walk(blocks, number, dk, dv, k_held, v_held, head_place, key, smem, sizes, params, OF_QUERIES, OF_KEYS, True, W)
+        number, dk, dv = walk(blocks, number, dk, dv, k_held, head_place, key, smem, sizes, params, OF_QUERIES, OF_KEYS, True, W)
         blocks = tile.unmasked_first, tile.unmasked_end
-        number, dk, dv = walk(blocks, number, dk, dv, k_held, v_held, head_place, key, smem, sizes, params, OF_QUERIES, OF_KEYS, False, W)
+        number, dk, dv = walk(blocks, number, dk, dv, k_held, head_place, key, smem, sizes, params, OF_QUERIES, OF_KEYS, False, W)
         head_place += sizes.m_tiles
     if OF_KEYS:
         # The gradients leave through the memory of their keys and values, once nobody reads these.
         meet(7, 128 * CONSUMERS)
-        k_own.reshape([KEYS, BLOCK_D]).store((dk * params.scale).to(DTYPE))
-        v_own.reshape([KEYS, BLOCK_DV]).store(dv.to(DTYPE))
+        smem.k.index(W).reshape([KEYS, BLOCK_D]).store((dk * params.scale).to(DTYPE))
+        smem.v.index(W).reshape([KEYS, BLOCK_DV]).store(dv.to(DTYPE))
         fence_async_shared()
-        async_store(dk_desc, [tile.batch, tile.kv_head, key, 0], k_own)
-        async_store(dv_desc, [tile.batch, tile.kv_head, key, 0], v_own)
+        async_store(dk_desc, [tile.batch, tile.kv_head, key, 0], smem.k.index(W))
+        async_store(dv_desc, [tile.batch, tile.kv_head, key, 0], smem.v.index(W))
         tma.store_wait(0)
-    mbarrier.arrive(smem.kv_empty.index(turn % 2), count=1)
-    return number
-
-
-@gluon.jit
-def consumer(dk_desc, dv_desc, smem, sizes, params, OF_QUERIES: gl.constexpr, OF_KEYS: gl.constexpr, W: gl.constexpr):
-    """One warpgroup, which walks over the tiles of the program."""
-    number = gl.to_tensor(0)
-    for turn in range(turns_of(sizes)):
-        if place_of(turn) < sizes.tiles:
-            here = at_keys(smem, turn % 2 * CONSUMERS)
-            number = consume_tile(turn, number, dk_desc, dv_desc, here, sizes, params, OF_QUERIES, OF_KEYS, W)
 
 
 # Nothing is specialized on sizes, so one compiled kernel serves them all.
@@ -489,7 +452,6 @@ def consumer(dk_desc, dv_desc, smem, sizes, params, OF_QUERIES: gl.constexpr, OF
         "group",
         "m_tiles",
         "n_tiles",
-        "tiles",
         "diagonal",
     ]
 )
@@ -509,7 +471,6 @@ def flash_bwd_hopper(
     group,
     m_tiles,
     n_tiles,
-    tiles,
     diagonal,
     scale,
     score_scale,
@@ -524,17 +485,15 @@ def flash_bwd_hopper(
     smem = SharedStorage(
         q=Pipeline(q_smem, lse_smem, make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS)),
         dout=Pipeline(dout_smem, delta_smem, make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS)),
-        k=gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, 1, 1, KEYS, BLOCK_D], k_desc.layout),
-        v=gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, 1, 1, KEYS, BLOCK_DV], v_desc.layout),
-        kv_full=make_barriers(2, 1),
-        kv_empty=make_barriers(2, CONSUMERS),
-        first_key=gl.to_tensor(0),
+        k=gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, KEYS, BLOCK_D], k_desc.layout),
+        v=gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, KEYS, BLOCK_DV], v_desc.layout),
+        kv_full=make_barriers(1, 1),
         # Two slots, so that one barrier a block is enough.
         dscores=gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, KEYS, BLOCK_M], DSCORES_SHARED),
         sums=sums_ptr,
     )
     fence_async_shared()
-    sizes = Sizes(n_q, n_kv, kv_heads, group, m_tiles, n_tiles, tiles, diagonal)
+    sizes = Sizes(n_q, n_kv, kv_heads, group, m_tiles, n_tiles, diagonal)
     params = Params(scale, score_scale)
     descs = q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc
     gl.warp_specialize(
@@ -612,7 +571,7 @@ def launches(
     lse_2 = torch.empty(batches * heads * rows, dtype=torch.float32, device=q.device)
     deltas = torch.empty_like(lse_2)
     # Nothing is written to those of a call without dQ.
-    sums = torch.empty((batches * heads * rows * 64 // 256 if dq is not None else 8, 256), dtype=torch.float32, device=q.device)
+    sums = torch.empty((batches * heads * rows * 128 // 256 if dq is not None else 16, 256), dtype=torch.float32, device=q.device)
 
     def numbers_of(tensor):
         return TensorDescriptor(tensor, list(tensor.shape), [1], [64], gl.NVMMASharedLayout(0, 32, 1))
@@ -621,14 +580,14 @@ def launches(
     args = (*args, dlse is not None, dq is not None)
     found = [(prepare_rows, (rows // 64 * batches * heads,), args, {"num_warps": 4, "enable_fp_fusion": True})]
     args = (
-        descriptor(q, 64, 64),
-        descriptor(k, 64, 64),
-        descriptor(v, 64, 64),
-        descriptor(dout, 64, 64),
+        descriptor(q, 64, 128),
+        descriptor(k, 64, 128),
+        descriptor(v, 64, 128),
+        descriptor(dout, 64, 128),
         numbers_of(lse_2),
         numbers_of(deltas),
-        descriptor(k if dk is None else dk, 64, 64),
-        descriptor(v if dv is None else dv, 64, 64),
+        descriptor(k if dk is None else dk, 64, 128),
+        descriptor(v if dv is None else dv, 64, 128),
         sums,
         n_q,
         n_kv,
@@ -636,14 +595,13 @@ def launches(
         heads // kv_heads,
         m_tiles,
         n_tiles,
-        n_tiles * batches * kv_heads,
         diagonal,
         scale,
         scale * 1.4426950408889634,
         dq is not None,
         dk is not None,
     )
-    found.append((flash_bwd_hopper, (min(n_tiles * batches * kv_heads, sms),), args, {"num_warps": 4, "enable_fp_fusion": True}))
+    found.append((flash_bwd_hopper, (n_tiles * batches * kv_heads,), args, {"num_warps": 4, "enable_fp_fusion": True}))
     if dq is not None:
         args = (sums, dq, *dq.stride(), heads, n_q, m_tiles, scale)
         found.append((finish_queries, (m_tiles * batches * heads,), args, {"num_warps": 4, "enable_fp_fusion": True}))

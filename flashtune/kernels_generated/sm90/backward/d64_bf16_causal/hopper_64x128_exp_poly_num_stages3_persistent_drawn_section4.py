@@ -4,9 +4,9 @@ A program holds a tile of keys and walks over the queries of its whole group tha
 memory, from registers, in an order that no two launches share: its last bits vary.
 
 Compiled in: bwd-bf16-d64-causal
-Template: flash_bwd_hopper 48fee4a535c7fceb
-Variant: 8401cb20e2f9fb3d
-Config: BLOCK_M=64 BLOCK_N=128 dq_sums=registers held=both num_stages=2 section=4
+Template: flash_bwd_hopper eccd45180af4458c
+Variant: 490d667075363f89
+Config: BLOCK_M=64 BLOCK_N=128 dq_sums=registers exp_poly=True held=both num_stages=3 persistent=drawn section=4
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
@@ -24,6 +24,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 # Triton 3.6 has no other names for the copies than the longer ones, newer versions none but the short.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+# Newer versions call it a barrier.
+thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
 DTYPE = gl.constexpr(gl.bfloat16)
 BLOCK_M = gl.constexpr(64)
@@ -32,7 +34,7 @@ BLOCK_D = gl.constexpr(64)
 BLOCK_DV = gl.constexpr(64)
 CONSUMERS = gl.constexpr(2)
 KEYS = gl.constexpr(64)
-STAGES = gl.constexpr(2)
+STAGES = gl.constexpr(3)
 SECTION = gl.constexpr(4)
 # What each warpgroup makes of a tile of dQ.
 PART_M = gl.constexpr(64)
@@ -60,6 +62,7 @@ class Sizes(NamedTuple):
     group: gl.tensor
     m_tiles: gl.tensor
     n_tiles: gl.tensor
+    tiles: gl.tensor
     diagonal: gl.tensor
 
 
@@ -68,6 +71,10 @@ class Params(NamedTuple):
 
     scale: gl.tensor
     score_scale: gl.tensor
+    dq_ptr: gl.tensor
+    dq_step_b: gl.tensor
+    dq_step_h: gl.tensor
+    dq_step_m: gl.tensor
 
 
 class TileCoord(NamedTuple):
@@ -102,6 +109,10 @@ class SharedStorage(NamedTuple):
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
     kv_full: gl.shared_memory_descriptor
+    kv_empty: gl.shared_memory_descriptor
+    places: gl.shared_memory_descriptor
+    work: gl.tensor
+    first_key: gl.tensor
     dscores: gl.shared_memory_descriptor
     sums: gl.tensor
 
@@ -115,6 +126,7 @@ def prepare_rows(
     lse_2_ptr,
     delta_ptr,
     sums_ptr,
+    work_ptr,
     stride_pb,
     stride_ph,
     stride_pm,
@@ -163,39 +175,7 @@ def prepare_rows(
     tl.store(delta_ptr + place + tl.arange(0, ROWS), delta)
     if OF_QUERIES:
         tl.store(sums_ptr + place * BLOCK_D + tl.arange(0, ROWS * BLOCK_D), tl.zeros([ROWS * BLOCK_D], tl.float32))
-
-
-@triton.jit(do_not_specialize=["heads", "n_q", "m_tiles"])
-def finish_queries(
-    sums_ptr,
-    dq_ptr,
-    stride_dqb,
-    stride_dqh,
-    stride_dqm,
-    stride_dqd,
-    heads,
-    n_q,
-    m_tiles,
-    scale,
-):
-    """dQ of one block of rows from its sums, which lie in the order of `in_thread_order`."""
-    PART_M: tl.constexpr = 64
-    PART_D: tl.constexpr = 32
-    PARTS: tl.constexpr = 2
-
-    head_index = tl.program_id(0) // m_tiles
-    start = tl.program_id(0) % m_tiles * 64
-    dq_ptr += (head_index // heads).to(tl.int64) * stride_dqb + (head_index % heads).to(tl.int64) * stride_dqh
-    sums_ptr += tl.program_id(0).to(tl.int64) * (PARTS * PART_M * PART_D)
-    for part in tl.static_range(PARTS):
-        sums = tl.load(sums_ptr + part * (PART_M * PART_D) + tl.arange(0, PART_M * PART_D))
-        corners = sums.reshape([PART_D // 8, PART_M // 16, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5))
-        tile = corners.reshape([PART_M, PART_D]) * scale  # [PART_M, PART_D]
-        offs_m = start + tl.arange(0, PART_M)
-        offs_d = part * PART_D + tl.arange(0, PART_D)
-        dq_ptrs = dq_ptr + offs_m.to(tl.int64)[:, None] * stride_dqm + offs_d.to(tl.int64)[None, :] * stride_dqd  # [PART_M, PART_D]
-        in_tile = (offs_m < n_q)[:, None]
-        tl.store(dq_ptrs, tile.to(dq_ptr.dtype.element_ty), mask=in_tile)
+    tl.store(work_ptr + tl.program_id(0) + tl.arange(0, 2), tl.zeros([2], tl.int32))
 
 
 @gluon.jit
@@ -250,12 +230,37 @@ def in_thread_order(part):
 
 
 @gluon.jit
+def place_of(smem, turn):
+    """The place of a turn's tile among all, as the producer drew it; past the last where it drew none."""
+    mbarrier.wait(smem.kv_full.index(turn % 2), turn // 2 & 1)
+    return gl.max(smem.places.index(turn % 2).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def at_keys(smem, first_key):
+    """What the roles share, with the place of a tile's first keys and values."""
+    return SharedStorage(
+        q=smem.q,
+        dout=smem.dout,
+        k=smem.k,
+        v=smem.v,
+        kv_full=smem.kv_full,
+        kv_empty=smem.kv_empty,
+        places=smem.places,
+        work=smem.work,
+        first_key=first_key,
+        dscores=smem.dscores,
+        sums=smem.sums,
+    )
+
+
+@gluon.jit
 def tile_at(program, sizes):
     """The tile of a program."""
     # A section of heads goes tile by tile, the longest first; the last one has the heads that are left.
     section = program // (sizes.n_tiles * SECTION)
     within = program - section * (sizes.n_tiles * SECTION)
-    width = gl.minimum(gl.num_programs(0) // sizes.n_tiles - section * SECTION, SECTION)
+    width = gl.minimum(sizes.tiles // sizes.n_tiles - section * SECTION, SECTION)
     n_tile = within // width
     place = section * SECTION + within - n_tile * width
     batch = place // sizes.kv_heads
@@ -274,6 +279,37 @@ def tile_at(program, sizes):
 
 
 @gluon.jit
+def exp2(x):
+    """2 to the x. Of four in a thread, one by a polynomial of the third degree, off by 7.5e-5 at most: the special unit takes 16 a clock.
+
+    Below -126 it stays what it is there. Above 127 it is wrong, as no score is that counts.
+    """
+    # x is j plus f, which 1.5 * 2^23 rounds apart; j's bits are left in the lowest of the sum, whence they move to the exponent.
+    text: gl.constexpr = """
+    {
+        .reg .f32 x, j, f, p;
+        .reg .b32 e, b;
+        ex2.approx.ftz.f32 $0, $4;
+        ex2.approx.ftz.f32 $1, $5;
+        ex2.approx.ftz.f32 $2, $6;
+        max.f32 x, $7, 0fC2FC0000;
+        add.rn.f32 j, x, 0f4B400000;
+        sub.rn.f32 f, j, 0f4B400000;
+        sub.rn.f32 f, x, f;
+        fma.rn.f32 p, f, 0f3D61FB71, 0f3E786EF8;
+        fma.rn.f32 p, p, f, 0f3F31798D;
+        fma.rn.f32 p, p, f, 0f3F7FFB4A;
+        mov.b32 b, p;
+        mov.b32 e, j;
+        shl.b32 e, e, 23;
+        add.s32 b, b, e;
+        mov.b32 $3, b;
+    }
+    """
+    return gl.inline_asm_elementwise(text, "=f,=f,=f,=f,f,f,f,f", [x], dtype=gl.float32, is_pure=True, pack=4)
+
+
+@gluon.jit
 def hide(probs, key, row, sizes):
     """0 where a query (from `row` on) doesn't see a key (from `key` on). Selected, for what is hidden may be infinite."""
     keys = key + gl.arange(0, KEYS, layout=KEY_LAYOUT)  # [KEYS]
@@ -287,16 +323,15 @@ def hide(probs, key, row, sizes):
 
 
 @gluon.jit
-def producer(descs, smem, sizes):
-    """The copying warp: runs ahead of the consumers as far as the stages allow."""
+def load_tile(place, turn, number, descs, smem, sizes):
+    """Copies what the tile of a turn takes."""
     q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc = descs
-    tile = tile_at(gl.program_id(0), sizes)
-    kv_full = smem.kv_full.index(0)
+    tile = tile_at(place, sizes)
+    kv_full = smem.kv_full.index(turn % 2)
     mbarrier.expect(kv_full, CONSUMERS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
     for w in gl.static_range(CONSUMERS):
-        async_load(k_desc, [tile.batch, tile.kv_head, tile.key + w * KEYS, 0], kv_full, smem.k.index(w))
-        async_load(v_desc, [tile.batch, tile.kv_head, tile.key + w * KEYS, 0], kv_full, smem.v.index(w))
-    number = gl.to_tensor(0)
+        async_load(k_desc, [tile.batch, tile.kv_head, tile.key + w * KEYS, 0], kv_full, smem.k.index(turn % 2 * CONSUMERS + w))
+        async_load(v_desc, [tile.batch, tile.kv_head, tile.key + w * KEYS, 0], kv_full, smem.v.index(turn % 2 * CONSUMERS + w))
     for member in range(sizes.group):
         head = tile.kv_head * sizes.group + member
         place = (tile.batch * sizes.kv_heads * sizes.group + head) * sizes.m_tiles
@@ -305,6 +340,29 @@ def producer(descs, smem, sizes):
             load_rows(q_desc, corner, lse_desc, (place + block) * BLOCK_M, smem.q, number)
             load_rows(dout_desc, corner, delta_desc, (place + block) * BLOCK_M, smem.dout, number)
             number += 1
+    return number
+
+
+@gluon.jit
+def draw_tile(turn, smem):
+    """Draws the tile of a turn, which no other program has, and leaves its place for the consumers."""
+    place = gl.atomic_add(smem.work, 1, sem="relaxed")
+    mbarrier.wait(smem.kv_empty.index(turn % 2), turn // 2 & 1 ^ 1)
+    smem.places.index(turn % 2).store(gl.full([1], place, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    return place
+
+
+@gluon.jit
+def producer(descs, smem, sizes):
+    """The copying warp: runs ahead of the consumers as far as the stages allow, into the next tile, too."""
+    number = gl.to_tensor(0)
+    turn = gl.to_tensor(0)
+    place = draw_tile(turn, smem)
+    while place < sizes.tiles:
+        number = load_tile(place, turn, number, descs, smem, sizes)
+        turn += 1
+        place = draw_tile(turn, smem)
+    mbarrier.arrive(smem.kv_full.index(turn % 2), count=1)
 
 
 @gluon.jit
@@ -313,7 +371,7 @@ def start_queries(number, smem, zero, W: gl.constexpr):
     part = gl.zeros([PART_M, PART_D], gl.float32, DQ_LAYOUT)
     for w in gl.static_range(CONSUMERS):
         dscores = smem.dscores.index(number % 2 * CONSUMERS + w + zero).permute((1, 0))
-        keys = smem.k.index(w + zero).reshape([KEYS, BLOCK_D])
+        keys = smem.k.index(smem.first_key + w + zero).reshape([KEYS, BLOCK_D])
         keys = keys.slice(W * PART_D, PART_D, 1)
         if w == 0:
             part = warpgroup_mma(dscores, keys, part, use_acc=False, is_async=True)  # [PART_M, PART_D]
@@ -360,7 +418,7 @@ def walk(
         dprobs = warpgroup_mma(v_held, dout_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
         lse = smem.q.numbers.index(number % STAGES).load(QUERY_LAYOUT)  # [BLOCK_M]
         scores = warpgroup_mma_wait(1, deps=[scores])
-        probs = gl.exp2(scores * params.score_scale - lse[None, :])  # [KEYS, BLOCK_M]
+        probs = exp2(scores * params.score_scale - lse[None, :])  # [KEYS, BLOCK_M]
         if MASKED:
             probs = hide(probs, key, block * BLOCK_M, sizes)
         delta = smem.dout.numbers.index(number % STAGES).load(QUERY_LAYOUT)  # [BLOCK_M]
@@ -398,16 +456,15 @@ def walk(
 
 
 @gluon.jit
-def consumer(dk_desc, dv_desc, smem, sizes, params, OF_QUERIES: gl.constexpr, OF_KEYS: gl.constexpr, W: gl.constexpr):
-    """One warpgroup: keys W * KEYS .. W * KEYS + KEYS - 1 of the program's tile."""
-    tile = tile_at(gl.program_id(0), sizes)
+def consume_tile(place, number, dk_desc, dv_desc, smem, sizes, params, OF_QUERIES: gl.constexpr, OF_KEYS: gl.constexpr, W: gl.constexpr):
+    """Keys W * KEYS .. W * KEYS + KEYS - 1 of a tile."""
+    tile = tile_at(place, sizes)
     key = tile.key + W * KEYS
     dk = gl.zeros([KEYS, BLOCK_D], gl.float32, DK_LAYOUT)
     dv = gl.zeros([KEYS, BLOCK_DV], gl.float32, DV_LAYOUT)
-    mbarrier.wait(smem.kv_full.index(0), 0)
-    k_held = smem.k.index(W).reshape([KEYS, BLOCK_D]).load(HELD_LAYOUT)
-    v_held = smem.v.index(W).reshape([KEYS, BLOCK_DV]).load(HELD_LAYOUT)
-    number = gl.to_tensor(0)
+    k_own, v_own = smem.k.index(smem.first_key + W), smem.v.index(smem.first_key + W)
+    k_held = k_own.reshape([KEYS, BLOCK_D]).load(HELD_LAYOUT)
+    v_held = v_own.reshape([KEYS, BLOCK_DV]).load(HELD_LAYOUT)
     head_place = (tile.batch * sizes.kv_heads + tile.kv_head) * sizes.group * sizes.m_tiles
     for _ in range(sizes.group):
         blocks = tile.first, tile.unmasked_first
@@ -418,12 +475,71 @@ def consumer(dk_desc, dv_desc, smem, sizes, params, OF_QUERIES: gl.constexpr, OF
     if OF_KEYS:
         # The gradients leave through the memory of their keys and values, once nobody reads these.
         meet(7, 128 * CONSUMERS)
-        smem.k.index(W).reshape([KEYS, BLOCK_D]).store((dk * params.scale).to(DTYPE))
-        smem.v.index(W).reshape([KEYS, BLOCK_DV]).store(dv.to(DTYPE))
+        k_own.reshape([KEYS, BLOCK_D]).store((dk * params.scale).to(DTYPE))
+        v_own.reshape([KEYS, BLOCK_DV]).store(dv.to(DTYPE))
         fence_async_shared()
-        async_store(dk_desc, [tile.batch, tile.kv_head, key, 0], smem.k.index(W))
-        async_store(dv_desc, [tile.batch, tile.kv_head, key, 0], smem.v.index(W))
+        async_store(dk_desc, [tile.batch, tile.kv_head, key, 0], k_own)
+        async_store(dv_desc, [tile.batch, tile.kv_head, key, 0], v_own)
+    if OF_QUERIES:
+        # All warps have added before the count that says so.
+        thread_barrier()
+        gl.atomic_add(smem.work + 1 + tile.batch * sizes.kv_heads + tile.kv_head, 1, sem="release")
+    if OF_KEYS:
         tma.store_wait(0)
+    return number
+
+
+@gluon.jit
+def consumer(dk_desc, dv_desc, smem, sizes, params, OF_QUERIES: gl.constexpr, OF_KEYS: gl.constexpr, W: gl.constexpr):
+    """One warpgroup, which walks over the tiles of the program."""
+    number = gl.to_tensor(0)
+    turn = gl.to_tensor(0)
+    place = place_of(smem, turn)
+    while place < sizes.tiles:
+        here = at_keys(smem, turn % 2 * CONSUMERS)
+        number = consume_tile(place, number, dk_desc, dv_desc, here, sizes, params, OF_QUERIES, OF_KEYS, W)
+        mbarrier.arrive(smem.kv_empty.index(turn % 2), count=1)
+        turn += 1
+        place = place_of(smem, turn)
+
+
+@gluon.jit
+def doze(NANOSECONDS: gl.constexpr):
+    """Sleeps."""
+    gl.inline_asm_elementwise("nanosleep.u32 $1; mov.u32 $0, 0;", "=r,r", [NANOSECONDS], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def finisher(smem, sizes, params, OF_QUERIES: gl.constexpr):
+    """The warps that write dQ of blocks of queries as soon as all tiles of their keys are done, while others compute."""
+    if OF_QUERIES:
+        of_a_head = sizes.group * sizes.m_tiles
+        blocks = sizes.tiles // sizes.n_tiles * of_a_head
+        for unit in range(gl.program_id(0), blocks, gl.num_programs(0)):
+            while gl.atomic_add(smem.work + 1 + unit // of_a_head, 0, sem="acquire") < CONSUMERS * sizes.n_tiles:
+                doze(200)
+            finish_block(unit, smem, sizes, params)
+
+
+@gluon.jit
+def finish_block(unit, smem, sizes, params):
+    """dQ of one block of rows from its sums, which lie in the order of `in_thread_order`."""
+    head = unit // sizes.m_tiles  # of all batches
+    heads = sizes.kv_heads * sizes.group
+    row = unit % sizes.m_tiles * BLOCK_M
+    sums = smem.sums + unit.to(gl.int64) * (BLOCK_M * BLOCK_D)
+    target = params.dq_ptr + (head // heads).to(gl.int64) * params.dq_step_b + (head % heads).to(gl.int64) * params.dq_step_h
+    target += row.to(gl.int64) * params.dq_step_m
+    # Sixteen columns of a part at a time: as many loads are in flight as the role has registers for.
+    for index in range(BLOCK_M * BLOCK_D // (PART_M * 16)):
+        offs = gl.arange(0, PART_M * 16, layout=gl.BlockedLayout([4], [32], [2], [0]))
+        corners = gl.load(sums + index * (PART_M * 16) + offs).reshape([2, PART_M // 16, 8, 4, 2, 2])
+        tile = corners.permute((1, 4, 2, 0, 3, 5)).reshape([PART_M, 16]) * params.scale  # [PART_M, 16]
+        layout: gl.constexpr = tile.type.layout
+        offs_m = gl.arange(0, PART_M, layout=gl.SliceLayout(1, layout))
+        offs_d = index * 16 + gl.arange(0, 16, layout=gl.SliceLayout(0, layout))
+        within = offs_m[:, None] * params.dq_step_m + offs_d[None, :]  # [PART_M, 16]
+        gl.store(target + within, tile.to(DTYPE), mask=(offs_m < sizes.n_q - row)[:, None])
 
 
 # Nothing is specialized on sizes, so one compiled kernel serves them all.
@@ -435,6 +551,7 @@ def consumer(dk_desc, dv_desc, smem, sizes, params, OF_QUERIES: gl.constexpr, OF
         "group",
         "m_tiles",
         "n_tiles",
+        "tiles",
         "diagonal",
     ]
 )
@@ -448,19 +565,25 @@ def flash_bwd_hopper(
     dk_desc,
     dv_desc,
     sums_ptr,
+    work_ptr,
     n_q,
     n_kv,
     kv_heads,
     group,
     m_tiles,
     n_tiles,
+    tiles,
     diagonal,
     scale,
     score_scale,
+    dq_ptr,
+    dq_step_b,
+    dq_step_h,
+    dq_step_m,
     OF_QUERIES: gl.constexpr,
     OF_KEYS: gl.constexpr,
 ):
-    """Splits the program into two consumers and the producer."""
+    """Splits the program into two consumers, the producer and the finisher."""
     q_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
     dout_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_M, BLOCK_DV], dout_desc.layout)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse_desc.layout)
@@ -468,25 +591,30 @@ def flash_bwd_hopper(
     smem = SharedStorage(
         q=Pipeline(q_smem, lse_smem, make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS)),
         dout=Pipeline(dout_smem, delta_smem, make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS)),
-        k=gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, KEYS, BLOCK_D], k_desc.layout),
-        v=gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, KEYS, BLOCK_DV], v_desc.layout),
-        kv_full=make_barriers(1, 1),
+        k=gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, 1, 1, KEYS, BLOCK_D], k_desc.layout),
+        v=gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, 1, 1, KEYS, BLOCK_DV], v_desc.layout),
+        kv_full=make_barriers(2, 1),
+        kv_empty=make_barriers(2, CONSUMERS),
+        places=gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        work=work_ptr,
+        first_key=gl.to_tensor(0),
         # Two slots, so that one barrier a block is enough.
         dscores=gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, KEYS, BLOCK_M], DSCORES_SHARED),
         sums=sums_ptr,
     )
     fence_async_shared()
-    sizes = Sizes(n_q, n_kv, kv_heads, group, m_tiles, n_tiles, diagonal)
-    params = Params(scale, score_scale)
+    sizes = Sizes(n_q, n_kv, kv_heads, group, m_tiles, n_tiles, tiles, diagonal)
+    params = Params(scale, score_scale, dq_ptr, dq_step_b, dq_step_h, dq_step_m)
     descs = q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc
     gl.warp_specialize(
         [
             (consumer, (dk_desc, dv_desc, smem, sizes, params, OF_QUERIES, OF_KEYS, 0)),
             (consumer, (dk_desc, dv_desc, smem, sizes, params, OF_QUERIES, OF_KEYS, 1)),
             (producer, (descs, smem, sizes)),
+            (finisher, (smem, sizes, params, OF_QUERIES)),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 1, 2],
+        [240, 24, 24],
     )
 
 
@@ -559,7 +687,9 @@ def launches(
     def numbers_of(tensor):
         return TensorDescriptor(tensor, list(tensor.shape), [1], [64], gl.NVMMASharedLayout(0, 32, 1))
 
-    args = (out, dout, lse, lse if dlse is None else dlse, lse_2, deltas, sums, *out.stride(), *dout.stride(), heads, n_q, rows)
+    # The place of the next tile, and how often a key head's tiles were done by a warpgroup.
+    work = torch.empty(rows // 64 * batches * heads + 1, dtype=torch.int32, device=q.device)
+    args = (out, dout, lse, lse if dlse is None else dlse, lse_2, deltas, sums, work, *out.stride(), *dout.stride(), heads, n_q, rows)
     args = (*args, dlse is not None, dq is not None)
     found = [(prepare_rows, (rows // 64 * batches * heads,), args, {"num_warps": 4, "enable_fp_fusion": True})]
     args = (
@@ -572,22 +702,24 @@ def launches(
         descriptor(k if dk is None else dk, 64, 64),
         descriptor(v if dv is None else dv, 64, 64),
         sums,
+        work,
         n_q,
         n_kv,
         kv_heads,
         heads // kv_heads,
         m_tiles,
         n_tiles,
+        n_tiles * batches * kv_heads,
         diagonal,
         scale,
         scale * 1.4426950408889634,
+        # Nothing is written to what stands for a dQ that nobody asked for.
+        q if dq is None else dq,
+        *(q if dq is None else dq).stride()[:3],
         dq is not None,
         dk is not None,
     )
-    found.append((flash_bwd_hopper, (n_tiles * batches * kv_heads,), args, {"num_warps": 4, "enable_fp_fusion": True}))
-    if dq is not None:
-        args = (sums, dq, *dq.stride(), heads, n_q, m_tiles, scale)
-        found.append((finish_queries, (m_tiles * batches * heads,), args, {"num_warps": 4, "enable_fp_fusion": True}))
+    found.append((flash_bwd_hopper, (min(n_tiles * batches * kv_heads, sms),), args, {"num_warps": 4, "enable_fp_fusion": True}))
     return found
 
 
