@@ -37,6 +37,12 @@ SETTLED = {
 }
 """The same where maxima have settled."""
 
+GROWN = {
+    MAXIMUM: ("block_max = gl.max(scores, 1) * scale", "block_max = row_max"),
+    SUM: ("return probs, quarter_sums(probs), growth", "return probs, quarter_sums(gl.zeros_like(probs)), growth"),
+}
+"""The same where maxima stay as they are until one grew far."""
+
 UNASKED = (
     ("if vote_outgrown(part, row_sum, W) != 0:", "if vote_outgrown(part, row_sum, W) > 1:"),
     ("wrong = vote_unsound(row_sum, W) != 0", "wrong = vote_unsound(row_sum, W) > 1"),
@@ -61,6 +67,8 @@ def variants(spec: KernelSpec, config: Config) -> dict[str, str]:
         text = whole
         if changes and config["maximum"] == "first":
             changes = (*changes, *(SETTLED[change] for change in changes if change in SETTLED), *UNASKED)
+        if config.get("rescale", "always") == "grown":
+            changes = (*changes, *(GROWN[change] for change in changes if change in GROWN))
         for before, after in changes:
             if before not in text:
                 raise ValueError(f"{name}: the kernel has no {before!r}")

@@ -480,6 +480,19 @@ def test_what_wins_by_its_calls_at_a_few_hundred_keys_serves_every_shorter_step(
         assert (found.kind == "near_n") is serves, (n, found.note)
 
 
+def test_a_row_with_far_fewer_scores_does_not_give_a_call_to_torch_where_one_with_as_many_says_otherwise() -> None:
+    """As with a bias: few heads leave kernels waiting for it (a shipped row of 16 heads and 2001 rows), many don't."""
+    biased = Features(mask="bias")
+    few, many = replace(of(1, 16, 2048, 64), features=biased), replace(of(4, 16, 4096, 128), features=biased)
+    lost, won = record(few, time_us=211.8, framework_us=150.8), record(many, time_us=1027.5, framework_us=1816.6)
+    for batch, serves in ((1, "framework"), (4, "framework"), (40, "near_n")):
+        problem = replace(of(batch, 16, 2016, 64), features=biased)
+        found = policy.choose(problem, H200, [lost, won], FAMILIES)
+        assert found.record is lost and found.kind == serves, (batch, found.note)
+        assert policy.choose(problem, H200, [lost], FAMILIES).kind == "framework"
+    assert "told by a row of 4096 keys" in found.note
+
+
 def test_rows_of_the_very_head_size_go_before_those_that_are_only_padded_to_the_same() -> None:
     def heads_of(d: int, n: int, features: Features = PROBLEM.features) -> Problem:
         return replace(sized(n), d=d, d_v=d, features=features)

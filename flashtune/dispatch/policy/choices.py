@@ -164,14 +164,19 @@ def _ratio(record: TuningRecord, context: Context, loss: Estimate) -> tuple[floa
     if not torch_runs_alike(record.problem, context.problem):
         return None
     ratio = losses.expected_ratio(record, context.key, loss)
-    if ratio is not None and ratio > 1.0 and losses.far_in_keys(record.key, context.key):
-        # What torch gained so far off it needn't gain here.
+    if ratio is None or ratio <= 1.0:
+        return None if ratio is None else (ratio, "")
+    # What torch gained so far off it needn't gain here.
+    telling = None
+    if losses.far_in_keys(record.key, context.key):
         telling = context.pool.near_in_keys(context.problem, context.key)
-        if telling is not None:
-            ratio = losses.expected_ratio(telling, context.key, loss)
-            assert ratio is not None, "only rows that tell are found"
-            return ratio, f"; what torch takes is told by a row of {telling.key.n} keys, d={telling.key.d}"
-    return None if ratio is None else (ratio, "")
+    elif losses.far_in_work(record.key, context.key):
+        telling = context.pool.near_in_work(context.problem, context.key)
+    if telling is None:
+        return ratio, ""
+    told = losses.expected_ratio(telling, context.key, loss)
+    assert told is not None, "only rows that tell are found"
+    return told, f"; what torch takes is told by a row of {telling.key.n} keys, d={telling.key.d}"
 
 
 def _twin(record: TuningRecord, context: Context, family: Family, config: Config) -> Config | None:

@@ -49,6 +49,11 @@ FAR = 2.0
 """From so many octaves of keys on, a row tells little of what torch takes for a decoding step: with 12 heads of D = 64 its calls took 31.0
 us for a sequence of 8192 keys, and 15.9 for 16 of 1024, twice as much to read (benchmarks/results/2026-11-22-h200-calls/grid.json)."""
 
+FAR_IN_WORK = 3.0
+"""From so many octaves of scores on, a row tells little of whether torch or a kernel is the faster where the features are the same: with a
+bias and 16 heads of 2001 rows, which leave kernels waiting for it, torch takes 0.71 times as long as they do (a shipped row), and 1.86
+times as long with 648 heads of 1342 rows (benchmarks/results/2026-11-23-h200-unprepared/seed47.json)."""
+
 FAST_HEADS = 128
 """Torch has faster kernels for heads up to this size than for larger ones."""
 
@@ -198,6 +203,22 @@ def step_distance(theirs: ProblemKey, ours: ProblemKey) -> float:
     if theirs.n_q != ours.n_q or (max(theirs.d, theirs.d_v) > FAST_HEADS) != (max(ours.d, ours.d_v) > FAST_HEADS):
         return math.inf
     return octaves(theirs.n, ours.n) + abs(math.log2(_read(theirs) / _read(ours)))
+
+
+def far_in_work(theirs: ProblemKey, ours: ProblemKey) -> bool:
+    """Whether a call of many rows has so many more or fewer scores than a row that the row doesn't tell who is the faster."""
+    return ours.n_q > DECODE_ROWS and abs(math.log2(_scores(theirs) / _scores(ours))) >= FAR_IN_WORK
+
+
+def work_distance(theirs: ProblemKey, ours: ProblemKey) -> float:
+    """How far two calls of many rows are apart, in octaves of scores and of head sizes; infinite where the features are others."""
+    if theirs.n_q <= DECODE_ROWS or theirs.direction != ours.direction or not same_features(theirs, ours):
+        return math.inf
+    return abs(math.log2(_scores(theirs) / _scores(ours))) + octaves(theirs.d, ours.d)
+
+
+def _scores(key: ProblemKey) -> float:
+    return float(key.bh_bucket * key.n_q * key.n)
 
 
 def _read(key: ProblemKey) -> float:

@@ -82,17 +82,23 @@ class Pool:
     def near_in_keys(self, problem: Problem, key: ProblemKey) -> TuningRecord | None:
         """Of a decoding step, the measured record that tells most of what torch takes for it, whatever config it has; None where all are
         far in keys."""
-        found = [
-            (apart, other)
-            for other in self._places
-            if not losses.far_in_keys(other, key) and (apart := losses.step_distance(other, key)) < math.inf
-        ]
+        return self._telling(problem, lambda other: math.inf if losses.far_in_keys(other, key) else losses.step_distance(other, key))
+
+    def near_in_work(self, problem: Problem, key: ProblemKey) -> TuningRecord | None:
+        """Of more rows, the measured record of the features that has the nearest number of scores; None where all are far in it."""
+        return self._telling(problem, lambda other: math.inf if losses.far_in_work(other, key) else losses.work_distance(other, key))
+
+    def _telling(self, problem: Problem, distance: Callable[[ProblemKey], float]) -> TuningRecord | None:
+        """The measured record at the least distance that says what torch takes, which has to do with `problem` what it had to do there."""
+        found = [(apart, other) for other in self._places if (apart := distance(other)) < math.inf]
         for _, others in _nearest_first(found):
             telling = [
                 entry
                 for other in others
                 for entry in self._of(other)
                 if entry.record.outcome.source == "measured"
+                and entry.record.outcome.measurement is not None
+                and 0.0 < entry.record.median_us < math.inf
                 and entry.record.framework_us is not None
                 and torch_runs_alike(entry.record.problem, problem)
             ]
