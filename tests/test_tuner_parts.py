@@ -6,6 +6,7 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import optuna
@@ -32,7 +33,7 @@ from flashtune.tuner import compile, correctness, tasks
 from flashtune.tuner.baseline import framework_call
 from flashtune.tuner.finalists import ranked
 from flashtune.tuner.inputs import make_inputs
-from flashtune.tuner.replies import Checked, Compiled, Failed, Ready
+from flashtune.tuner.replies import Checked, Compiled, Failed, Ready, Rounds
 from flashtune.tuner.space import Candidate, SearchSpace
 from flashtune.tuner.study import Study, outcome_from_json, outcome_to_json
 from flashtune.tuner.workers import Workers
@@ -441,3 +442,22 @@ def test_the_frameworks_backend_is_told_by_what_it_runs() -> None:
             assert call is not None
             with sdpa_kernel(backend):
                 assert tasks._backend_name(call) == name
+
+
+def test_finalists_race_without_a_framework_whose_call_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its math backend holds all scores, so that memory may be too small for it alone; what broke the process is told."""
+    stopwatch = SimpleNamespace(samples=lambda runs, **_: [[1.0] * 15 for _ in runs])
+    monkeypatch.setattr(tasks, "_ready", lambda *_: SimpleNamespace(inputs=None, stopwatch=stopwatch))
+    monkeypatch.setattr(tasks, "launch_of", lambda *_: lambda: None)
+
+    def failing(error: Exception) -> Any:
+        def fail(_: object) -> None:
+            raise error
+
+        monkeypatch.setattr(tasks, "_framework", fail)
+        return tasks.race_finalists([Any, Any], PROBLEM, find_target("h200"), 0, 0.1)
+
+    raced = failing(RuntimeError("CUDA out of memory. Tried to allocate 64.00 GiB"))
+    assert isinstance(raced, Rounds) and len(raced.times) == 2 and raced.backend is None
+    broken = failing(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    assert isinstance(broken, Failed) and broken.poisoned

@@ -173,6 +173,16 @@ def _framework(inputs: "Inputs") -> _Called:
     return _framework_of[0][1]
 
 
+def _framework_if_it_runs(inputs: "Inputs") -> _Called:
+    """The same; None where the call fails, too, as of too little memory. Raises what broke the process."""
+    try:
+        return _framework(inputs)
+    except Exception as error:
+        if _failed(error).poisoned:
+            raise
+        return None
+
+
 @cache
 def _stopwatch(l2_bytes: int) -> "Stopwatch":
     import torch
@@ -294,7 +304,7 @@ def race_finalists(sources: list[Source], problem: Problem, target: Target, seed
     try:
         runs: list[Any] = [launch_of(source, bench.inputs) for source in sources]
         with _spent.on("framework"):
-            framework = _framework(bench.inputs)
+            framework = _framework_if_it_runs(bench.inputs)
         began = time.time()
         with _spent.on("rounds"):
             racers = [*runs, *([framework[0]] if framework else [])]
