@@ -143,7 +143,7 @@ def test_prepared_launches_know_the_strides_of_what_is_given_per_head(plans: Pla
 
 def test_what_is_given_per_head_is_negated_in_memory(plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
     met: list[Any] = []
-    monkeypatch.setattr(api, "_first_call", lambda *given: (met.append(given[-1]), (None, None))[1])
+    monkeypatch.setattr(api, "_first_call", lambda _, given, options: (met.append(given.per_head), (None, None))[1])
     attend(alibi_slopes=torch.ops.aten._neg_view(torch.ones(4)))
     assert not met[0].alibi_slopes.is_neg() and met[0].alibi_slopes.tolist() == [-1.0] * 4
 
@@ -248,7 +248,8 @@ def test_dropout_in_inference_mode_is_decided_by_itself(plans: Plans) -> None:
 
 
 def test_torchs_own_function_is_called_with_all_that_its_plan_would_tell_it(plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
-    def first_call(signature: Any, q: Any, k: Any, v: Any, *_: object) -> tuple[Any, None]:
+    def first_call(signature: Any, given: Any, _: object) -> tuple[Any, None]:
+        q, k, v = given[:3]
         plans[signature] = plan = FrameworkPlan.of(parse(q, k, v, enable_gqa=True, scale=0.7), q, k, v)
         return plan.run(q, k, v, None, None, None)
 

@@ -19,6 +19,7 @@ from flashtune.cli.main import main
 from flashtune.cli.profile_text import render
 from flashtune.core.problem import Problem
 from flashtune.core.target import find_target
+from flashtune.profiler.summary import Profile
 from flashtune.tuner.machine import LocalGpu
 
 EXAMPLE = ["--b", "1", "--h", "12", "--n", "1024", "--d", "64", "--dtype", "fp16"]
@@ -235,9 +236,9 @@ def test_the_text_of_what_is_not_plain_says_so() -> None:
 
 @pytest.mark.parametrize("width", [60, 80, 100, 200])
 def test_text_fits_a_terminal_of_any_width(width: int) -> None:
-    found = command.count(
-        Problem(batch=4, heads=16, kv_heads=16, n_q=16384, n_kv=16384, d=128, d_v=128, dtype="fp16"),
-        find_target("h200"),
+    found = Profile(
+        problem=Problem(batch=4, heads=16, kv_heads=16, n_q=16384, n_kv=16384, d=128, d_v=128, dtype="fp16"),
+        target=find_target("h200"),
         chosen_by="name",
         elementwise="separate",
         window=128,

@@ -97,8 +97,10 @@ def taken(kernel: Any, grid: Any, args: Any, options: Any, one: Order, folder: P
 
 
 def described(compiled: Any) -> dict[str, Any]:
-    """All that Triton knows of a kernel beside its code."""
-    return compiled.metadata._asdict() | {"launched as": compiled.packed_metadata}
+    """All that Triton knows of a kernel beside its code, but where the library lay that it was linked with: the cache may hold another
+    checkout's."""
+    known = compiled.metadata._asdict()
+    return known | {"extern_libs": [name for name, _ in known["extern_libs"]], "launched as": compiled.packed_metadata}
 
 
 def test_code_that_serves_any_size_stands_once_and_masks_have_one_for_aligned_sizes() -> None:

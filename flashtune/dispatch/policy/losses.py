@@ -47,7 +47,7 @@ cost 21 to 22 (benchmarks/results/2026-11-22-h200-steps/steps.json)."""
 
 FAR = 2.0
 """From so many octaves of keys on, a row tells little of what torch takes for a decoding step: with 12 heads of D = 64 its calls took 31.0
-us for a sequence of 8192 keys, and 15.9 for 16 of 1024, twice as much to read (benchmarks/results/2026-11-22-h200-calls/grid.json)."""
+us for a sequence of 8192 keys, and 15.9 for 16 of 1024, twice as much to read (an earlier run of `benchmarks/calls.py --parts grid`)."""
 
 FAR_IN_WORK = 3.0
 """From so many octaves of scores on, a row tells little of whether torch or a kernel is the faster where the features are the same: with a

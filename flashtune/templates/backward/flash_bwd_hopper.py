@@ -122,7 +122,7 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
             {"held": "both", "dq_sums": "tma", "num_stages": 3},
         ]
     first: dict[str, Value] = {"BLOCK_M": 64, "BLOCK_N": 128, "num_stages": 2, "dq_sums": "registers"}
-    first |= {"held": "none", "exp_early": False, "persistent": False}
+    first |= {"held": "none", "exp_early": False, "exp_poly": False, "wait_early": False, "persistent": False}
     return [Config.of(first | tile, section=section) for section in ((4, 16) if spec.causal else (2, 1)) for tile in tiles]
 
 
