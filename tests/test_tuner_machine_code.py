@@ -16,7 +16,7 @@ import triton
 from click.testing import CliRunner
 
 from flashtune.cli.main import main
-from flashtune.core.binaries import Binary, Manifest, read_manifest
+from flashtune.core.binaries import Binary, Manifest, read_manifest, source_digest
 from flashtune.core.kernel_index import read_index
 from flashtune.core.launching import provided
 from flashtune.core.modules import load_source
@@ -27,7 +27,7 @@ from flashtune.tuner.at_hand import machine_code_of, taking
 from flashtune.tuner.compile import compiling_for
 from flashtune.tuner.generated import Arranged, arrange, kept_machine_files, machine_files, order_of, write
 from flashtune.tuner.inputs import make_inputs
-from flashtune.tuner.machine_code import IN_PARTS, OUTPUT_ALONE, SIZES, Built, Order, build, build_all, source_digest, with_files
+from flashtune.tuner.machine_code import IN_PARTS, OUTPUT_ALONE, SIZES, Built, Order, build, build_all, with_files
 
 PACKAGE = Path(__file__).resolve().parent.parent / "flashtune" / "kernels_generated"
 pinned = pytest.mark.skipif(triton.__version__ != "3.6.0", reason="shipped code is compared with what Triton 3.6.0 compiles")

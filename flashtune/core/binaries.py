@@ -197,6 +197,11 @@ def machine_arch(capability: int) -> str:
     return f"sm_{capability}{'a' if capability >= 90 else ''}"
 
 
+def source_digest(text: str) -> str:
+    """What a manifest says of the text that its code was compiled from."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def read_manifest(path: Path, *, sha256: str | None = None) -> Manifest:
     """The manifest in this file; its binaries' files are looked for beside it.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flashtune.core import kernel_cache
-from flashtune.core.binaries import Binary, Manifest, machine_arch, read_manifest
+from flashtune.core.binaries import Binary, Manifest, machine_arch, read_manifest, source_digest
 from flashtune.core.compiled import HOST_TYPES, signature_of
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.kernel_index import Index, read_index
@@ -33,7 +33,7 @@ def machine_code_of(variant_id: str, text: str, target: Target) -> Manifest | No
     version = str(triton.__version__)
     if target.vendor != "nvidia" or not version.startswith(_MIRRORED):
         return None
-    arch, digest = machine_arch(int(target.arch)), hashlib.sha256(text.encode()).hexdigest()
+    arch, digest = machine_arch(int(target.arch)), source_digest(text)
     for found in (_shipped(variant_id, target.arch), kernel_cache.find(variant_id, arch, version)):
         if found is not None and found.source_sha256 == digest and {(b.arch, b.triton) for b in found.binaries} == {(arch, version)}:
             return found

@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from flashtune.core.binaries import read_manifest
+from flashtune.core.binaries import read_manifest, source_digest
 from flashtune.core.config import KernelSpec, Value, Variant
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.kernel_index import FORMAT, INDEX, GeneratedKernel, digest, read_index
@@ -19,7 +19,7 @@ from flashtune.core.results import Fate, TuningRecord
 from flashtune.core.target import Target, find_target
 from flashtune.templates import family, unservable
 from flashtune.templates.rendering import render
-from flashtune.tuner.machine_code import Built, Order, can_have_binaries, source_digest, with_files
+from flashtune.tuner.machine_code import Built, Order, can_have_binaries, with_files
 from flashtune.tuner.publish import variant_for
 
 _PASSES = {"fwd": "forward", "bwd": "backward"}

@@ -1,7 +1,6 @@
 """Machine code of a rendered module, compiled for a target without its GPU: the same bytes on every machine with the same Triton."""
 
 import gzip
-import hashlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -12,7 +11,7 @@ from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
-from flashtune.core.binaries import Binary, Manifest
+from flashtune.core.binaries import Binary, Manifest, source_digest
 from flashtune.core.config import KernelSpec
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.parameters import per_head_words
@@ -55,11 +54,6 @@ class Built:
 
     manifest: Manifest
     codes: tuple[bytes, ...]
-
-
-def source_digest(text: str) -> str:
-    """What a manifest says of the text that its code was compiled from."""
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def can_have_binaries(target: Target) -> bool:

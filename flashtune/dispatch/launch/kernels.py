@@ -1,7 +1,6 @@
 """Variant in, module out: the shipped file of `kernels_generated` where there is one, else rendered and loaded."""
 
 import functools
-import hashlib
 import importlib
 from importlib import resources
 from importlib.machinery import SourceFileLoader
@@ -9,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 from flashtune.core import modules
-from flashtune.core.binaries import Manifest, machine_arch, read_manifest
+from flashtune.core.binaries import Manifest, machine_arch, read_manifest, source_digest
 from flashtune.core.config import Config, KernelSpec, Variant
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.kernel_index import Index, read_index
@@ -71,7 +70,7 @@ def host_code(family: Family, chosen: Variant, machine_code: Manifest) -> Module
 
     text = rendering.render(family, chosen)
     # What a cache holds is told by its variant's id, which could be of any text.
-    same = hashlib.sha256(text.encode()).hexdigest() == machine_code.source_sha256
+    same = source_digest(text) == machine_code.source_sha256
     return load_host_code(text, f"{chosen.template}_{chosen.id}") if same else None
 
 
