@@ -54,19 +54,26 @@ def gpu_names() -> tuple[str, ...]:
     return tuple(map(torch.cuda.get_device_name, range(torch.cuda.device_count())))
 
 
-def _driver_names() -> tuple[str, ...] | None:
-    """What the driver says of them; None where torch says otherwise: where it can't start the driver, or was built for a later one."""
-    built_for, version, count = _built_for(), ctypes.c_int(), ctypes.c_int()
+def started_driver() -> tuple[ctypes.CDLL, int] | None:
+    """NVIDIA's driver and how many GPUs it sees (`CUDA_VISIBLE_DEVICES` counts); None where there is none that starts."""
+    count = ctypes.c_int()
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
-    if built_for is None or driver.cuInit(0) or driver.cuDriverGetVersion(ctypes.byref(version)) or version.value // 1000 < built_for:
+    return None if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) else (driver, count.value)
+
+
+def _driver_names() -> tuple[str, ...] | None:
+    """What the driver says of them; None where torch says otherwise: where it can't start the driver, or was built for a later one."""
+    built_for, version, started = _built_for(), ctypes.c_int(), started_driver()
+    if built_for is None or started is None:
         return None
-    if driver.cuDeviceGetCount(ctypes.byref(count)):
+    driver, count = started
+    if driver.cuDriverGetVersion(ctypes.byref(version)) or version.value // 1000 < built_for:
         return None
     names = []
-    for index in range(count.value):
+    for index in range(count):
         device, name = ctypes.c_int(), ctypes.create_string_buffer(256)
         if driver.cuDeviceGet(ctypes.byref(device), index) or driver.cuDeviceGetName(name, len(name), device):
             return None
