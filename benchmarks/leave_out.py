@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from forward_cells import problem_of
 
-from flashtune.core.config import Config, KernelSpec
+from flashtune.core.config import Config, KernelSpec, rescales_grown
 from flashtune.core.launching import launcher
 from flashtune.core.modules import load_source
 from flashtune.core.problem import Features
@@ -67,7 +67,7 @@ def variants(spec: KernelSpec, config: Config) -> dict[str, str]:
         text = whole
         if changes and config["maximum"] == "first":
             changes = (*changes, *(SETTLED[change] for change in changes if change in SETTLED), *UNASKED)
-        if config.get("rescale", "always") == "grown":
+        if rescales_grown(config):
             changes = (*changes, *(GROWN[change] for change in changes if change in GROWN))
         for before, after in changes:
             if before not in text:

@@ -74,6 +74,11 @@ def settles(config: Config) -> bool:
     return config.get("maximum", "running") == "first"
 
 
+def rescales_grown(config: Config) -> bool:
+    """Whether blocks that look for new row maxima rescale what came before only where one grew far (decision 0014)."""
+    return config.get("rescale", "always") == "grown"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSpec:
     """What of a problem is compiled into its kernel. Sizes N, batch and heads, the scale, the width of a window, the

@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 from flashtune.core.band import Band, blocks_of_tiles
-from flashtune.core.config import Config, settles
+from flashtune.core.config import Config, rescales_grown, settles
 from flashtune.core.dtypes import ITEMSIZE
 from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts
@@ -355,7 +355,7 @@ class _Block:
         matrix = 2 * scores * products / peak_per_clock / (c.narrow_efficiency if narrow else c.matrix_efficiency)
         ops_per_score = c.vector_ops_per_score - c.maxima_ops_per_score * settles(config)
         # Where no maximum changes, or not by much, nothing is rescaled.
-        rescaling = 0 if settles(config) or config.get("rescale", "always") == "grown" else 2
+        rescaling = 0 if settles(config) or rescales_grown(config) else 2
         more_ops, more_functions = _score_ops(problem, c)
         ops_per_score += more_ops
         softmax = (1 + more_functions) * scores / target.exp_per_clock + (

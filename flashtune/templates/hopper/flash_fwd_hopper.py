@@ -4,7 +4,7 @@ One warp copies tiles with TMA, one to three warpgroups compute (Shah et al., "F
 FlashAttention-3's and -4's tile sizes for sm90 and the register arithmetic of `AI/SM90_BLOCK_SIZE_TUNING.md` in Dao-AILab/flash-attention.
 """
 
-from flashtune.core.config import Config, KernelSpec, Value, settles
+from flashtune.core.config import Config, KernelSpec, Value, rescales_grown, settles
 from flashtune.core.dtypes import ITEMSIZE
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
@@ -141,7 +141,7 @@ CONSTRAINTS = (
     ),
     Constraint(
         name="rescaled where maxima grew",
-        holds=lambda c, s, t: c.get("rescale", "always") == "always" or (c["intra_wg_overlap"] != 2 and s.dtype != "fp8"),
+        holds=lambda c, s, t: not rescales_grown(c) or (c["intra_wg_overlap"] != 2 and s.dtype != "fp8"),
         why="fp8 rescales as it adds products up, and probs that grow above 1 leave e4m3 fewer digits",
         axes=("intra_wg_overlap", "rescale"),
     ),
@@ -158,7 +158,7 @@ CONSTRAINTS = (
 
 def successor(config: Config) -> Config:
     """Kernels that settle maxima count tiles with peaked rows, too, where they rescale only what grew: those of earlier rows don't."""
-    return config.replace(rescale="grown") if settles(config) and config.get("rescale", "always") == "always" else config
+    return config.replace(rescale="grown") if settles(config) and not rescales_grown(config) else config
 
 
 def supports(spec: KernelSpec, target: Target) -> str | None:

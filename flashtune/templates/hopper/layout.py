@@ -6,7 +6,7 @@ Those of the backward pass add theirs in flashtune.templates.backward.hopper_lay
 from dataclasses import dataclass
 from typing import Self
 
-from flashtune.core.config import Config, KernelSpec, settles
+from flashtune.core.config import Config, KernelSpec, rescales_grown, settles
 from flashtune.core.dtypes import ITEMSIZE
 from flashtune.templates.family import padded
 
@@ -97,7 +97,7 @@ class HopperLayout(HopperTiles):
     @property
     def lazy(self) -> bool:
         """Whether blocks that look for new maxima rescale what came before only where one grew far."""
-        return self.config.get("rescale", "always") == "grown"
+        return rescales_grown(self.config)
 
     @property
     def own_out(self) -> bool:
