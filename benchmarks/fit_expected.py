@@ -12,21 +12,19 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
+from drawn import DRAWN, shapes_of
 from numpy.typing import NDArray
 from stand_in import ARCHIVED, GPU, times_of
 
-from flashtune.core.band import blocks_of_tiles
-from flashtune.core.config import Config, settles
-from flashtune.core.dtypes import ITEMSIZE
-from flashtune.core.problem import DECODE_ROWS, Features, Problem
+from flashtune.core.config import Config
+from flashtune.core.problem import DECODE_ROWS, Problem
 from flashtune.db.library import shipped_path
 from flashtune.db.store import Store
+from flashtune.dispatch.policy.expected import LEFT_OUT, shares
 from flashtune.templates import family
 from flashtune.templates.cost import predict_us
 
-DRAWN = sorted((Path(__file__).parent / "results").glob("*-h200-unprepared/*.json"))
 FAMILY = family("flash_fwd_hopper")
-NAMES = ("settling", "settling small", "settling features", "pieces", "shared", "in turns small", "in turns large", "odd rows")
 
 HOPELESS = 1.6
 """What takes so many times as long as a problem's best trial says little of the others."""
@@ -46,28 +44,9 @@ def of_rows() -> Iterator[tuple[Problem, Trials]]:
 def of_drawn() -> Iterator[tuple[Problem, Trials]]:
     """The same of random shapes, where the run kept them."""
     for path in DRAWN:
-        kept = json.loads(path.read_text())
-        for row in kept["rows"]:
-            problem = Problem(**row["problem"], features=Features.from_json(row["features"]))
-            tried = kept["searches"].get(problem.label(), {}).get("tried", [])
+        for problem, _, search in shapes_of(path):
+            tried = search.get("tried", [])
             yield problem, {FAMILY.completed(Config.of(one["config"])): one["us"] for one in tried if one["template"] == FAMILY.name}
-
-
-def row_of(config: Config, problem: Problem) -> list[float]:
-    """What `flashtune.dispatch.policy.expected.left_out` multiplies its constants with."""
-    blocks = blocks_of_tiles(problem.band, problem.n_q, problem.n_kv, config.number("BLOCK_M"), config.number("BLOCK_N"))
-    f, wide, settled = problem.features, max(problem.d, problem.d_v), settles(config)
-    in_turns = config["intra_wg_overlap"] == 0
-    return [
-        settled * len(blocks) / max(len(blocks), sum(blocks)),
-        settled and wide <= 64,
-        settled and (f.dropout or f.softcap),
-        config["v_columns"] == "pieces",
-        not f.banded and config.number("ctas_per_sm") > 2,
-        in_turns and wide <= 64,
-        in_turns and wide > 128,
-        config.number("BLOCK_M") == 64 and problem.d * ITEMSIZE[problem.dtype] % 32 != 0,
-    ]
 
 
 def measured(problems: Iterable[tuple[Problem, Trials]]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -84,7 +63,7 @@ def measured(problems: Iterable[tuple[Problem, Trials]]) -> tuple[NDArray[np.flo
             if us < HOPELESS * min(trials.values()) and FAMILY.violated(config, spec, GPU) is None and facts is not None:
                 told[config] = math.log(us / predict_us(config, facts, problem, GPU))
         if len(told) > 1:
-            here, wrong = np.array([row_of(config, problem) for config in told], dtype=float), np.array(list(told.values()))
+            here, wrong = np.array([shares(config, problem) for config in told], dtype=float), np.array(list(told.values()))
             rows.append(here - here.mean(0))
             errors.append(wrong - wrong.mean())
     return np.concatenate(rows), np.concatenate(errors)
@@ -98,7 +77,7 @@ def report() -> dict[str, dict[str, float]]:
     constants = {name: np.linalg.lstsq(*of, rcond=None)[0] for name, of in known.items()}
     for name, (design, wrong) in known.items():
         off = {"without": wrong, "with its own": wrong - design @ constants[name], "with the rows'": wrong - design @ constants["rows"]}
-        said = dict(zip(NAMES, map(float, constants[name]), strict=True)) | {word: float(of.std()) for word, of in off.items()}
+        said = dict(zip(LEFT_OUT, map(float, constants[name]), strict=True)) | {word: float(of.std()) for word, of in off.items()}
         found[name] = {**said, "trials": len(wrong)}
     return found
 

@@ -2,13 +2,12 @@
 short calls, features at head sizes that have them without a row, kernels with running maxima for rows whose twin is far behind, and plain
 rows with both ways to rescale."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
+from drawn import DRAWN, shapes_of
 from forward_cells import TOKENS
 from forward_report import LONG
 from race_twins import measured
@@ -208,9 +207,6 @@ def _stored(result: SearchResult, target: Target) -> list[Candidate]:
     return [one for outcome in measured([result])[:2] if (one := _valid(outcome, result.problem, target)) is not None]
 
 
-UNPREPARED = "*-h200-unprepared/*.json"
-"""Where in benchmarks/results it is kept what searches of drawn shapes found (unprepared.py)."""
-
 FOUND_NEAR = 4
 """So many of their winners race, those of the nearest problems."""
 
@@ -270,15 +266,8 @@ def found_near(problem: Problem, target: Target) -> list[Candidate]:
 @cache
 def _drawn_and_found() -> tuple[tuple[Problem, str, Config], ...]:
     """Each drawn shape with what its search found."""
-    found = []
-    for path in sorted((Path(__file__).parent / "results").glob(UNPREPARED)):
-        kept = json.loads(path.read_text())
-        for row in kept["rows"]:
-            problem = Problem(**row["problem"], features=Features.from_json(row["features"]))
-            search = kept["searches"].get(problem.label(), {})
-            if search.get("config"):
-                found.append((problem, search["template"], Config.of(search["config"])))
-    return tuple(found)
+    kept = (one for path in DRAWN for one in shapes_of(path))
+    return tuple((problem, search["template"], Config.of(search["config"])) for problem, _, search in kept if search.get("config"))
 
 
 SIZES = ((40, 40), (72, 72), (80, 80), (96, 96), (192, 128), (160, 160), (192, 192), (112, 112))

@@ -5,26 +5,26 @@ then, or torch, its time is known; the share is the search's best over it. Shape
 """
 
 import argparse
-import json
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from drawn import shapes_of
+
 from flashtune import dispatch
 from flashtune.core.config import Config
-from flashtune.core.problem import Features, Problem
+from flashtune.core.problem import Problem
 from flashtune.templates import family
 
 GPU = "h200"
 
 
-def shares(run: dict[str, Any]) -> Iterator[tuple[Problem, float, float | None]]:
+def shares(path: Path) -> Iterator[tuple[Problem, float, float | None]]:
     """Each timed shape, what it was served at of its own search, and what it would be now; None where no time is known of that."""
-    for row in run["rows"]:
-        problem = Problem(**row["problem"], features=Features.from_json(row["features"]))
-        search, times = run["searches"].get(problem.label()), {name: found["median_us"] for name, found in row["times"].items()}
-        if search is None or "own search" not in times:
+    for problem, row, search in shapes_of(path):
+        times = {name: found["median_us"] for name, found in row["times"].items()}
+        if not search or "own search" not in times:
             continue
         now = dispatch.explain_problem(problem, GPU)
         if now.kind == "exact":
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="an unprepared.json")
     dispatch.reload(alone=True)
     for path in parser.parse_args().files:
-        found = list(shares(json.loads(path.read_text())))
+        found = list(shares(path))
         for problem, then, now in found:
             print(f"{problem.label():56s} {then:5.2f} then, {'no time is known' if now is None else f'{now:.2f}'} now")
         told = [(then, now) for _, then, now in found if now is not None]

@@ -10,13 +10,21 @@ from flashtune.core.target import Target
 from flashtune.templates.cost import predict_us
 from flashtune.templates.family import Family
 
-SETTLING, SETTLING_SMALL, SETTLING_FEATURES = 0.175, 0.098, 0.053
-PIECES, SHARED, IN_TURNS_SMALL, IN_TURNS_LARGE, ODD_ROWS = 0.124, -0.051, -0.089, 0.105, 0.172
+LEFT_OUT = {
+    "settling": 0.175,
+    "settling small": 0.098,
+    "settling features": 0.053,
+    "pieces": 0.124,
+    "shared": -0.051,
+    "in turns small": -0.089,
+    "in turns large": 0.105,
+    "odd rows": 0.172,
+}
 """What the model leaves out of a Hopper kernel's time, logarithms: settling a tile's row maxima, for a tile of one block of keys and as
 much less as it has more, and besides for heads of up to 64 columns, and beside dropout or a soft cap; an output in pieces; three programs
 or more on an SM without a band; products and softmax in turns, for such heads and for those above 128; and tiles of 64 rows where a row of
-Q is an odd number of 16 bytes (D = 40 and 72). From the trials of an H200's rows; those of searches of random shapes agree in every sign
-(benchmarks/results/2026-11-23-stand-in/expected.json)."""
+Q is an odd number of 16 bytes (D = 40 and 72). From the trials of an H200's rows (benchmarks/fit_expected.py); those of searches of random
+shapes agree in every sign (benchmarks/results/2026-11-23-stand-in/expected.json)."""
 
 SMALL, LARGE = 64, 128
 """Columns of heads: up to so many, and from there on."""
@@ -42,16 +50,26 @@ def left_out(config: Config, problem: Problem) -> float:
     """The logarithm of what a config takes beside what the cost model says; 0 for families other than Hopper's."""
     if "intra_wg_overlap" not in config:
         return 0.0
-    f, wide, more = problem.features, max(problem.d, problem.d_v), 0.0
-    if settles(config):
+    return sum(constant * share for constant, share in zip(LEFT_OUT.values(), shares(config, problem), strict=True))
+
+
+def shares(config: Config, problem: Problem) -> tuple[float, ...]:
+    """How much of each of LEFT_OUT a Hopper kernel of this config has, in their order."""
+    f, wide, settled, in_turns = problem.features, max(problem.d, problem.d_v), settles(config), config["intra_wg_overlap"] == 0
+    settling = 0.0
+    if settled:
         blocks = blocks_of_tiles(problem.band, problem.n_q, problem.n_kv, config.number("BLOCK_M"), config.number("BLOCK_N"))
-        more += SETTLING * len(blocks) / max(len(blocks), sum(blocks))
-        more += SETTLING_SMALL * (wide <= SMALL) + SETTLING_FEATURES * (f.dropout or f.softcap)
-    if config["intra_wg_overlap"] == 0:
-        more += IN_TURNS_SMALL * (wide <= SMALL) + IN_TURNS_LARGE * (wide > LARGE)
-    more += ODD_ROWS * (config["BLOCK_M"] == 64 and problem.d * ITEMSIZE[problem.dtype] % 32 != 0)
-    more += PIECES * (config.get("v_columns", "padded") == "pieces")
-    return more + SHARED * (not f.banded and config.number("ctas_per_sm") > 2)
+        settling = len(blocks) / max(len(blocks), sum(blocks))
+    return (
+        settling,
+        settled and wide <= SMALL,
+        settled and (f.dropout or f.softcap),
+        config.get("v_columns", "padded") == "pieces",
+        not f.banded and config.number("ctas_per_sm") > 2,
+        in_turns and wide <= SMALL,
+        in_turns and wide > LARGE,
+        config["BLOCK_M"] == 64 and problem.d * ITEMSIZE[problem.dtype] % 32 != 0,
+    )
 
 
 def waits_for_host(log: float) -> bool:
