@@ -6,9 +6,10 @@ They are checked against the float64 oracle in several processes at once, then o
 does: interleaved, L2 flushed, the framework's attention among them, the GPU's state read meanwhile, and whole calls in an eager loop. A
 tenth of a search's time.
 
-`--sizes`, `--models`, `--short`, `--sparse` and `--backward` race problems without rows, whose candidates are other rows' configs, what the
-cost model thinks best, and the family's starts; `--twins` races rows whose twin is far behind, `--rescale` plain rows with both ways to
-rescale what came before a maximum that grew. A kernel that already ships wins over others that are hardly faster (race_twins.py).
+`--sizes`, `--models`, `--short`, `--sparse`, `--covering` and `--backward` race problems without rows, whose candidates are other rows'
+configs, what the cost model thinks best, and the family's starts; `--twins` races rows whose twin is far behind, `--rescale` plain rows
+with both ways to rescale what came before a maximum that grew. A kernel that already ships wins over others that are hardly faster
+(race_twins.py).
 `--rows-of h200` races the rows of that GPU on this one, the most important first. With `--budget-s`
 the first problems that fit are checked and raced:
 
@@ -29,6 +30,7 @@ from itertools import pairwise
 from typing import Any
 
 from children import Children
+from covering import of_covering
 from forward import until
 from forward_cells import problem_of
 from forward_report import NO_TIME
@@ -289,6 +291,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--short", action="store_true", help="race shapes near which drawn ones were served worst, instead of rows")
     parser.add_argument("--sparse", action="store_true", help="race shapes of kinds that few rows are of, instead of rows")
     parser.add_argument(
+        "--covering", action="store_true", help="race shapes whose rows random calls are near to (covering.py), instead of rows"
+    )
+    parser.add_argument(
         "--twins", action="store_true", help="race rows whose best kernel with running maxima is far behind, instead of rows"
     )
     parser.add_argument("--rescale", action="store_true", help="race plain rows with both ways to rescale, instead of all as they are")
@@ -322,13 +327,14 @@ def all_work(options: argparse.Namespace, target: Target) -> Work:
     choose = partial(candidates_of, target=target, most=options.most, archive=read_archive(options.archived, measured_on))
     if options.rows_of:
         return of_another_gpu(asked, find_target(options.rows_of).slug, target, choose)
-    elsewhere = options.models or options.sizes or options.backward or options.short or options.sparse or options.twins or options.rescale
-    own = [] if elsewhere else [result for result in asked if result.gpu == target.slug]
+    lists = ("models", "sizes", "backward", "short", "sparse", "covering", "twins", "rescale")
+    own = [] if any(getattr(options, name) for name in lists) else [result for result in asked if result.gpu == target.slug]
     work: Work = [(result.problem, choose(result)) for result in own]
     work += backwards_of(mine, target) if options.backward else []
     work += of_twins(mine, target) if options.twins else []
     work += of_rescaled(mine, target) if options.rescale else []
     work += of_sparse(target, mine, most=4 * options.most, seed=options.seed) if options.sparse else []
+    work += of_covering(target, mine, most=4 * options.most, seed=options.seed) if options.covering else []
     work += of_short(target, mine, most=4 * options.most, seed=options.seed) if options.short else []
     work += of_sizes(target, mine, most=4 * options.most, seed=options.seed) if options.sizes else []
     return work + (of_models(target, most=4 * options.most, seed=options.seed) if options.models else [])

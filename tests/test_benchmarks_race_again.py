@@ -17,6 +17,7 @@ from flashtune.core.results import Conditions, Fate, Measurement, Provenance
 from flashtune.core.target import Target, find_target
 from flashtune.db.library import shipped_path
 from flashtune.db.store import Store
+from flashtune.dispatch.policy import choose
 from flashtune.templates import families
 from flashtune.tuner.machine import LocalGpu
 from flashtune.tuner.space import Candidate
@@ -26,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import race_again
 import race_twins
 import race_work
+import searches
 import tune
 from forward_report import LONG
 
@@ -194,6 +196,18 @@ def test_drawn_shapes_race_with_twins_of_near_rows_and_rows_of_them_again(shapes
     near = race_work.found_near(problem, H200) if shapes == "--sparse" else []
     assert set(near) <= set(found) and len(near) in (0, race_work.FOUND_NEAR)
     assert 4 < len(found) <= 10 + len(near) and all(c.family.violated(c.config, problem.spec(), H200) is None for c in found)
+
+
+def test_covering_shapes_have_no_row_and_race_what_would_be_served_first() -> None:
+    with Store.open(shipped_path(), writable=False) as store:
+        known = {result.problem.key(result.gpu) for result in store.results()}
+    work = race_again.work_of(options("--covering"), H200)
+    assert work and not {problem.key("h200") for problem, _ in work} & known
+    problem, candidates = work[-1]
+    assert callable(candidates)
+    found, served = candidates(), choose(problem, H200, searches.shipped(), families(), framework_serves=False)
+    assert (found[0].family, found[0].config) == (served.family, served.config)
+    assert len(set(found)) == len(found) and all(c.family.violated(c.config, problem.spec(), H200) is None for c in found)
 
 
 def test_models_attentions_without_a_row_race_what_a_search_would_try_first(monkeypatch: pytest.MonkeyPatch) -> None:

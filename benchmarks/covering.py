@@ -1,0 +1,118 @@
+"""Which shapes' rows would bring most random calls nearer to a row, without a GPU: `python benchmarks/covering.py`.
+
+Draws calls as unprepared.py does, and looks how far each is from the nearest row, by the distance by which stand-ins are chosen
+(flashtune.dispatch.policy). Of a lattice of shapes (head sizes, features, lengths, heads) the one is chosen that takes most off these
+distances, then the next, as if it had a row. Writes covering.json beside this file, which `race_again.py --covering` races.
+
+Dropout is left out: to check one shape of it takes compilers a minute and a half.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from forward_cells import TOKENS
+from numpy.typing import NDArray
+from race_work import Work, first_to_race, found_near
+from searches import shipped
+from unprepared import FEATURES, HEAD_SIZES, drawn, guess_us
+
+from flashtune.core.problem import Features, Problem, ProblemKey
+from flashtune.core.results import SearchResult
+from flashtune.core.target import Target
+from flashtune.dispatch.policy import choose, losses
+from flashtune.templates import families
+from flashtune.tuner.space import Candidate
+
+LIST = Path(__file__).with_suffix(".json")
+GPU = "h200"
+
+SEED, DRAWN = 1001, 1200
+"""Of the calls; no run of unprepared.py has this seed."""
+
+FAR = 24.0
+"""What lies further is no worse served than this."""
+
+LONGEST_US = 1500.0
+"""A row of more is dear to race, by unprepared's guess."""
+
+
+def lattice() -> Iterator[Problem]:
+    """Shapes that may be chosen, in bf16."""
+    kinds = [Features(**words) for words in {json.dumps(words): words for words in FEATURES}.values() if "dropout" not in words]
+    for d, d_v in HEAD_SIZES:
+
+        def shape(batch: int, heads: int, sharing: int, n_q: int, n_kv: int, features: Features, d: int = d, d_v: int = d_v) -> Problem:
+            kv_heads = heads // sharing
+            return Problem(batch=batch, heads=heads, kv_heads=kv_heads, n_q=n_q, n_kv=n_kv, d=d, d_v=d_v, dtype="bf16", features=features)
+
+        for features in kinds:
+            for n in (256, 512, 1024, 2048, 4096, 8192):
+                for tokens in (TOKENS, TOKENS // 4) if n >= 1024 else (TOKENS,):
+                    yield from (shape(max(1, tokens // n), 16, sharing, n, n, features) for sharing in (1, 4))
+            below = Features.from_json({**features.as_json(), "alignment": "bottom_right"}) if features.causal else features
+            yield from (shape(16, 16, 1, n_q, n_kv, below) for n_q, n_kv in ((256, 512), (512, 2048), (256, 4096)))
+        for n in (256, 512, 1024, 2048, 4096):
+            yield from (shape(batch, 32, sharing, 1, n, Features()) for batch, sharing in ((64, 1), (64, 4), (8, 1)))
+
+
+def distances(ours: Sequence[ProblemKey], theirs: Sequence[ProblemKey]) -> NDArray[np.float64]:
+    """How far a row of each of `theirs` is from each of `ours`, as `Pool.near` counts it."""
+    kinds, others = (list(dict.fromkeys(map(losses.kind_of, keys))) for keys in (ours, theirs))
+    apart = np.array([[losses.kinds_apart(b, a) if losses.comparable(b, a) else np.inf for b in others] for a in kinds])
+    found = apart[np.ix_([kinds.index(losses.kind_of(a)) for a in ours], [others.index(losses.kind_of(b)) for b in theirs])]
+    for place in range(4):
+        mine, other = (np.array([losses.places(key)[place] for key in keys]) for keys in (ours, theirs))
+        found += np.abs(mine[:, None] - other[None, :])
+    ragged = np.array([losses.ragged(a) for a in ours])[:, None] != np.array([losses.ragged(b) for b in theirs])[None, :]
+    return np.asarray(np.minimum(found + losses.RAGGED_BIAS * ragged, FAR))
+
+
+def chosen(count: int) -> list[tuple[Problem, float]]:
+    """The shapes that help most, the first alone most of all, each with the mean distance of the calls from then on."""
+    known = list({record.key for record in shipped() if record.key.gpu == GPU and record.key.direction == "fwd"})
+    calls = [cell.problem.key(GPU) for cell in drawn(DRAWN, seed=SEED, gpu=GPU, known=known)]
+    shapes = [problem for problem in lattice() if guess_us(problem) < LONGEST_US and problem.key(GPU) not in known]
+    near, to = distances(calls, known).min(1), distances(calls, [problem.key(GPU) for problem in shapes])
+    found = []
+    for _ in range(count):
+        best = int(np.maximum(near[:, None] - to, 0.0).sum(0).argmax())
+        near = np.minimum(near, to[:, best])
+        found.append((shapes[best], float(near.mean())))
+    return found
+
+
+def of_covering(target: Target, results: Sequence[SearchResult], *, most: int, seed: int) -> Work:
+    """The shapes of covering.json that have no row: what a search would try first, and what searches found for drawn shapes near them."""
+    known = {result.problem.key(target.slug) for result in results}
+    listed = [Problem(**row["problem"], features=Features.from_json(row["features"])) for row in json.loads(LIST.read_text())["shapes"]]
+    wanted = [problem for problem in listed if problem.key(target.slug) not in known]
+    return [(p, partial(_racing, p, target, most=most, seed=seed)) for p in wanted]
+
+
+def _racing(problem: Problem, target: Target, *, most: int, seed: int) -> list[Candidate]:
+    """In the process that checks them: what would be served, too."""
+    served = choose(problem, target, shipped(), families(), framework_serves=False)
+    own = [] if served.family is None or served.config is None else [Candidate(family=served.family, config=served.config)]
+    beside = [*own, *found_near(problem, target)[:2]]
+    return first_to_race(problem, target, beside, most=most + 1, seed=seed)
+
+
+def main() -> None:
+    """Choose, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=110, help="shapes (default: %(default)s)")
+    options = parser.parse_args()
+    rows = []
+    for problem, mean in chosen(options.count):
+        print(f"b{problem.batch} h{problem.heads}/{problem.kv_heads} {problem.label()}: {mean:.2f}")
+        sizes = {name: getattr(problem, name) for name in ("batch", "heads", "kv_heads", "n_q", "n_kv", "d", "d_v", "dtype")}
+        rows.append({"problem": sizes, "features": problem.features.as_json(), "mean_distance": round(mean, 2)})
+    LIST.write_text("\n".join(['{"shapes": [', ",\n".join(map(json.dumps, rows)), "]}"]) + "\n")
+
+
+if __name__ == "__main__":
+    main()
