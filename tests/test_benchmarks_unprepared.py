@@ -165,7 +165,7 @@ class Workers(HereAndNow):
         pending.forget = lambda: None
         return pending
 
-    def preparing(self, problem: Any, target: Any, seed: int, *, device: int) -> Any:
+    def preparing(self, problem: Any, target: Any, seed: int, *, device: int, framework: bool) -> Any:
         return Future()
 
     def prepared(self, problem: Any, pending: Any) -> Ready:

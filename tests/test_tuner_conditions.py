@@ -16,6 +16,7 @@ from typing import Any
 import optuna
 import pytest
 
+from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.problem import Problem
 from flashtune.core.results import Baseline, CompileFacts, Conditions, Fate, Measurement, Provenance, SearchResult
 from flashtune.core.target import find_target
@@ -258,7 +259,7 @@ class _Staged:
     def free_compilers(self) -> int:
         return 0
 
-    def preparing(self, *_: object, device: int) -> Any:
+    def preparing(self, *_: object, device: int, framework: bool) -> Any:
         return SimpleNamespace(reply=lambda: Ready(gpu="GPU-7"))
 
     def prepared(self, problem: Problem, pending: Any) -> Ready:
@@ -318,23 +319,56 @@ def test_after_a_process_that_ended_inputs_are_made_anew_before_the_next_candida
     asked: list[str] = []
 
     class Ends(_Staged):
-        def preparing(self, *_: object, device: int) -> Any:
+        def preparing(self, *_: object, device: int, framework: bool) -> Any:
             asked.append("inputs")
-            return super().preparing(device=device)
+            return super().preparing(device=device, framework=framework)
 
         def submit(self, crew: str, task: Callable[..., Any], *arguments: Any, limit_s: float, device: int = 0) -> Any:
             asked.append("trial")
             return SimpleNamespace(reply=lambda: Failed(fate=fate, reason="its process died"))
 
+    measured, candidate, facts = _measured(Ends())
+    for _ in range(2):
+        assert isinstance(measured.evaluate(candidate, facts, None), Failed)
+    assert asked == ["inputs", "trial"] * 2
+
+
+def _measured(workers: Any) -> tuple[evaluation.MeasuredEvaluation, Candidate, CompileFacts]:
+    """An evaluation by these workers, with a candidate that compiled."""
     problem, target, kind = (
         Problem(batch=1, heads=2, kv_heads=2, n_q=256, n_kv=256, d=64, d_v=64, dtype="fp16"),
         find_target("a100"),
         family("flash_fwd"),
     )
-    workers: Any = Ends()
     measured = evaluation.MeasuredEvaluation(problem=problem, target=target, workers=workers, seed=1, measure_s=0.1, race_s=0.1)
     candidate = Candidate(family=kind, config=kind.default(problem.spec(), target))
-    facts = CompileFacts(registers=64, spills=0, shared_bytes=1024, threads=128)
+    return measured, candidate, CompileFacts(registers=64, spills=0, shared_bytes=1024, threads=128)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_inputs_that_cant_be_made_beside_the_framework_are_made_without_it_from_then_on(
+    alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its call breaks every process in turn, and every candidate pays for it."""
+    asked: list[object] = []
+
+    class Breaks(_Staged):
+        def preparing(self, *_: object, device: int, framework: bool) -> Any:
+            asked.append(framework)
+            fails = framework or not alone
+            return SimpleNamespace(reply=lambda: Failed(fate=Fate.RUNTIME, reason="CUDA error", poisoned=True) if fails else Ready())
+
+        def submit(self, crew: str, task: Callable[..., Any], *arguments: Any, limit_s: float, device: int = 0) -> Any:
+            asked.append(arguments[-1] if task is tasks.race_finalists else "trial")
+            return SimpleNamespace(reply=lambda: Failed(fate=Fate.RUNTIME, reason="its process died"))
+
+    measured, candidate, facts = _measured(Breaks())
+    if not alone:
+        with pytest.raises(EnvironmentProblem, match="CUDA error"):
+            measured.evaluate(candidate, facts, None)
+        return
     for _ in range(2):
         assert isinstance(measured.evaluate(candidate, facts, None), Failed)
-    assert asked == ["inputs", "trial"] * 2
+    monkeypatch.setattr(evaluation, "GpuWatch", lambda gpu: told(FREE))
+    assert isinstance(measured.race([candidate])[0], Failed)
+    assert asked == [True, False, "trial", False, "trial", False, False]

@@ -4,6 +4,7 @@ import math
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,11 +26,11 @@ from flashtune.core.dtypes import DType
 from flashtune.core.errors import InputError
 from flashtune.core.problem import DIRECTIONS, Features, Problem
 from flashtune.core.results import CompileFacts, Fate, Measurement, Outcome
-from flashtune.core.target import find_target
+from flashtune.core.target import Target, find_target
 from flashtune.templates import families, family
 from flashtune.templates.cost import key_blocks, predict_us
 from flashtune.templates.rendering import render, variant_of
-from flashtune.tuner import compile, correctness, tasks
+from flashtune.tuner import compile, conditions, correctness, tasks
 from flashtune.tuner.baseline import framework_call
 from flashtune.tuner.finalists import ranked
 from flashtune.tuner.inputs import make_inputs
@@ -461,3 +462,29 @@ def test_finalists_race_without_a_framework_whose_call_fails(monkeypatch: pytest
     assert isinstance(raced, Rounds) and len(raced.times) == 2 and raced.backend is None
     broken = failing(RuntimeError("CUDA error: an illegal memory access was encountered"))
     assert isinstance(broken, Failed) and broken.poisoned
+    assert isinstance(tasks.race_finalists([Any, Any], PROBLEM, find_target("h200"), 0, 0.1, False), Rounds), "which isn't called, then"
+
+
+def test_a_framework_that_breaks_the_gpus_process_is_told_before_a_candidate_pays_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken: list[Exception] = []
+
+    def breaks(_: object) -> None:
+        broken.append(RuntimeError("CUDA error: an illegal memory access was encountered"))
+        raise broken[0]
+
+    def ready(problem: Problem, target: Target, seed: int, meanwhile: Callable[[object], None] | None) -> None:
+        if meanwhile is not None:
+            meanwhile(None)
+
+    def synchronize() -> None:
+        if broken:
+            raise broken[0]
+
+    monkeypatch.setattr(tasks, "_start_triton", lambda: None)
+    monkeypatch.setattr(tasks, "_ready", ready)
+    monkeypatch.setattr(tasks, "_framework", breaks)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(conditions, "gpu_id", lambda: "0")
+    assert isinstance(tasks.prepare_device(PROBLEM, find_target("h200"), 0, False), Ready)
+    failed = tasks.prepare_device(PROBLEM, find_target("h200"), 0)
+    assert isinstance(failed, Failed) and failed.poisoned

@@ -84,20 +84,27 @@ class MeasuredEvaluation:
     _preparing: Pending[Ready] | None = None
     _ready: Ready | None = None
     _watch: "_Early | None" = None
+    _beside_framework: bool = True
 
     def prepare(self) -> None:
         """Have the inputs and oracles made on the GPU."""
         if self._preparing is None:
-            self._preparing = self.workers.preparing(self.problem, self.target, self.seed, device=self.device)
+            fixed = self.problem, self.target, self.seed
+            self._preparing = self.workers.preparing(*fixed, device=self.device, framework=self._beside_framework)
 
     def _wait(self) -> None:
-        self.prepare()
-        if self._ready is None and self._preparing is not None:
-            ready = self.workers.prepared(self.problem, self._preparing)
-            if isinstance(ready, Failed):
-                raise EnvironmentProblem(ready.reason)
-            self.spent.add(ready.spent)
-            self._ready = ready
+        while self._ready is None:
+            self.prepare()
+            assert self._preparing is not None, "it was begun"
+            reply = self.workers.prepared(self.problem, self._preparing)
+            if isinstance(reply, Ready):
+                self.spent.add(reply.spent)
+                self._ready = reply
+            elif self._beside_framework:
+                # The framework's own call may have taken the memory, or broken the process: once more, and from now on, without it.
+                self._beside_framework, self._preparing = False, None
+            else:
+                raise EnvironmentProblem(reply.reason)
 
     def _doubt(self, reply: Failed) -> None:
         """The process may have ended with its inputs and oracles: no later task's time limit is to pay for new ones."""
@@ -174,7 +181,7 @@ class MeasuredEvaluation:
 
     def _decided(self, sources: list[tasks.Source], *, most: int, race_s: float) -> Raced | Failed:
         limit_s = self.workers.limits.device_s + 10 * race_s
-        fixed = (self.problem, self.target, self.seed, race_s)
+        fixed = (self.problem, self.target, self.seed, race_s, self._beside_framework)
         contest, framework = Contest(len(sources), most=most), len(sources)
         races: list[Rounds] = []
         while racers := contest.racers():

@@ -50,7 +50,7 @@ def recheck(
                 if find_target(record.key.gpu).arch != here.arch:
                     yield record, None
                     continue
-                ready = workers.prepare(record.problem, here, seed)
+                ready = workers.prepare(record.problem, here, seed, framework=False)
                 if isinstance(ready, Failed):
                     yield record, ready
                     continue

@@ -192,26 +192,36 @@ def _stopwatch(l2_bytes: int) -> "Stopwatch":
     return Stopwatch(torch.device("cuda"), l2_bytes)
 
 
-def prepare_device(problem: Problem, target: Target, seed: int) -> Ready | Failed:
+def prepare_device(problem: Problem, target: Target, seed: int, framework: bool = True) -> Ready | Failed:
     """Start the GPU and make the inputs and oracles of `problem`, so that no candidate's time limit pays for it.
 
-    Triton's driver and the framework are made ready, too, by threads of their own: the first candidates are still being compiled. What
-    fails there fails again, and is told, when it is wanted.
+    Triton's driver and, if wanted, the framework are made ready, too, by threads of their own: the first candidates are still being
+    compiled. What fails there fails again, and is told, when it is wanted; what broke the process is told now, or a candidate pays for it.
     """
     from flashtune.tuner.conditions import gpu_id
 
-    threads = [_begun(_start_triton)]
+    threads, failed = [_begun(_start_triton)], None
     try:
-        bench = _ready(problem, target, seed, lambda inputs: threads.append(_begun(_framework, inputs)))
+        bench = _ready(problem, target, seed, (lambda inputs: threads.append(_begun(_framework, inputs))) if framework else None)
         with suppress(Exception), _spent.on("rehearsal"):
             _rehearse(bench)
     except Exception as error:
+        failed = _failed(error)
+    with _spent.on("wait for triton and the framework"):
+        for thread in threads:
+            thread.join()
+    return failed or _broken() or Ready(gpu=gpu_id(), spent=_spent.take())
+
+
+def _broken() -> Failed | None:
+    """What has broken this process's GPU, if anything has."""
+    import torch
+
+    try:
+        torch.cuda.synchronize()
+    except Exception as error:
         return _failed(error)
-    finally:
-        with _spent.on("wait for triton and the framework"):
-            for thread in threads:
-                thread.join()
-    return Ready(gpu=gpu_id(), spent=_spent.take())
+    return None
 
 
 def _begun(call: Callable[..., object], *arguments: object) -> threading.Thread:
@@ -297,14 +307,16 @@ def evaluate_candidate(
     return Timed(time=times[0], error=checked.error, incumbent=None if incumbent is None else times[1], spent=_spent.take())
 
 
-def race_finalists(sources: list[Source], problem: Problem, target: Target, seed: int, budget_s: float) -> Rounds | Failed:
-    """Time finalists and the framework's default attention interleaved."""
+def race_finalists(
+    sources: list[Source], problem: Problem, target: Target, seed: int, budget_s: float, beside_framework: bool = True
+) -> Rounds | Failed:
+    """Time finalists, and the framework's default attention where that may be called, interleaved."""
     bench = _ready(problem, target, seed)
     _spent.take()
     try:
         runs: list[Any] = [launch_of(source, bench.inputs) for source in sources]
         with _spent.on("framework"):
-            framework = _framework_if_it_runs(bench.inputs)
+            framework = _framework_if_it_runs(bench.inputs) if beside_framework else None
         began = time.time()
         with _spent.on("rounds"):
             racers = [*runs, *([framework[0]] if framework else [])]

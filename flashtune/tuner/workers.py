@@ -142,16 +142,17 @@ class Workers:
             self._pools[crew, device] = ProcessPool(max_workers=count, context=context, initializer=start, initargs=arguments)
         return self._pools[crew, device]
 
-    def prepare(self, problem: Problem, target: Target, seed: int) -> Ready | Failed:
-        """Start the GPU's process, where there is none, and make the inputs and oracles of `problem` there.
+    def prepare(self, problem: Problem, target: Target, seed: int, *, framework: bool = True) -> Ready | Failed:
+        """Start the GPU's process, where there is none, and make the inputs and oracles of `problem` there, and the framework's call.
 
         The reason of a failure is a whole sentence.
         """
-        return self.prepared(problem, self.preparing(problem, target, seed))
+        return self.prepared(problem, self.preparing(problem, target, seed, framework=framework))
 
-    def preparing(self, problem: Problem, target: Target, seed: int, *, device: int = 0) -> Pending[Ready]:
+    def preparing(self, problem: Problem, target: Target, seed: int, *, device: int = 0, framework: bool = True) -> Pending[Ready]:
         """The same, begun: what is handed to this GPU's process afterwards waits for it there."""
-        return self.submit("device", tasks.prepare_device, problem, target, seed, limit_s=self.limits.prepare_s, device=device)
+        limit_s = self.limits.prepare_s
+        return self.submit("device", tasks.prepare_device, problem, target, seed, framework, limit_s=limit_s, device=device)
 
     def prepared(self, problem: Problem, pending: Pending[Ready]) -> Ready | Failed:
         """How `preparing` ended."""
