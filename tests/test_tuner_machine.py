@@ -96,28 +96,32 @@ def test_what_torch_was_built_for_is_read_without_importing_it() -> None:
     assert machine._built_for() == (None if torch.version.cuda is None else int(torch.version.cuda.partition(".")[0]))
 
 
-@pytest.mark.parametrize("said", ["exec sleep 60", "echo 'No devices were found'", f"echo '{ONE}'; exit 9", "echo 'GPU 0: unknown error'"])
-def test_a_tool_without_an_answer_says_nothing(said: str, tool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "sleep" in said:
-        monkeypatch.setattr(machine, "ANSWER_S", 0.2)
-    tool.write_text(f"#!/bin/sh\n{said}\n")
-    assert driver_facts() == ()
-    assert provenance(command="c", seed=1, measured=True).gpu_name == ""
-
-
-def test_a_record_says_what_the_drivers_tool_said(tool: Path) -> None:
-    tool.write_text(f"#!/bin/sh\necho '{ONE}'\n")
-    made = provenance(command="c", seed=1, measured=True)
-    assert (made.gpu_name, made.driver, made.clocks) == ("NVIDIA H200", "580.1", "clocks.max.sm 1980 MHz, power.limit 700.00 W")
-    assert provenance(command="c", seed=1, measured=False).gpu_name == ""
-
-
 @pytest.fixture
 def three(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with two H200 and an A100."""
     names = ("NVIDIA H200", "NVIDIA H200", "NVIDIA A100-SXM4-80GB")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
     monkeypatch.setattr(torch.cuda, "get_device_name", names.__getitem__)
+
+
+@pytest.mark.usefixtures("three")
+@pytest.mark.parametrize("said", ["exec sleep 60", "echo 'No devices were found'", f"echo '{ONE}'; exit 9", "echo 'GPU 0: unknown error'"])
+def test_a_tool_without_an_answer_says_nothing(said: str, tool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "sleep" in said:
+        monkeypatch.setattr(machine, "ANSWER_S", 0.2)
+    tool.write_text(f"#!/bin/sh\n{said}\n")
+    assert driver_facts() == ()
+    made = provenance(command="c", seed=1, measured=True)
+    assert (made.gpu_name, made.driver, made.clocks) == ("NVIDIA H200", "", ""), "what torch says is known"
+
+
+@pytest.mark.usefixtures("three")
+def test_a_record_says_what_the_drivers_tool_said_of_the_gpu_that_torch_takes(tool: Path) -> None:
+    """The tool counts by the bus, torch the fastest first."""
+    tool.write_text(f"#!/bin/sh\necho 'NVIDIA A100-SXM4-80GB, 580.1, 1410 MHz, 400.00 W'\necho '{ONE}'\n")
+    made = provenance(command="c", seed=1, measured=True)
+    assert (made.gpu_name, made.driver, made.clocks) == ("NVIDIA H200", "580.1", "clocks.max.sm 1980 MHz, power.limit 700.00 W")
+    assert provenance(command="c", seed=1, measured=False).gpu_name == ""
 
 
 @pytest.mark.usefixtures("three")

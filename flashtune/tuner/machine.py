@@ -154,13 +154,16 @@ def provenance(*, command: str, seed: int | None, measured: bool) -> Provenance:
 
     Clocks under load are what `flashtune.tuner.conditions` reads while finalists race: a GPU that waits for a search to start is idle.
     """
-    facts = next(iter(driver_facts()), {}) if measured else {}
+    gpu = local_gpu() if measured else None
+    known = driver_facts() if gpu is not None else ()
+    # The driver's tool counts GPUs in an order of its own, and those that are hidden from torch, too.
+    facts = next((one for one in known if gpu is not None and one["name"] == gpu.name), {})
     return Provenance(
         flashtune=flashtune.__version__,
         torch=_version("torch"),
         triton=_version("triton"),
-        driver=facts.get("driver_version", ""),
-        gpu_name=facts.get("name", ""),
+        driver=next((one["driver_version"] for one in known), ""),
+        gpu_name="" if gpu is None else gpu.name,
         clocks=", ".join(f"{name} {facts[name]}" for name in ("clocks.max.sm", "power.limit") if name in facts),
         command=command,
         seed=seed,
