@@ -202,6 +202,21 @@ def test_an_installed_package_is_never_written_without_out(tmp_path: Path, monke
     assert snapshot(tmp_path) == before
 
 
+@pytest.mark.parametrize("place", ["file/kernels", "/proc/kernels", "strangers"])
+def test_a_folder_that_cant_be_written_is_refused_before_anything_is_compiled(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "strangers").mkdir()
+    (tmp_path / "strangers" / INDEX).write_text('{"mine": true}')
+    before, compiled = snapshot(tmp_path), list[object]()
+    monkeypatch.setattr("flashtune.tuner.machine_code.build_all", lambda orders, jobs: compiled.append(orders) or ())
+    refused = run_generate("--out", str(tmp_path / place), "--rebuild", "--gpu-name", "h200")
+    assert refused.exit_code == EnvironmentProblem.exit_code, refused.output
+    assert str(tmp_path / place) in refused.stderr and len(refused.stderr.strip().splitlines()) == 1
+    assert not compiled and snapshot(tmp_path) == before
+
+
 def test_a_checkout_is_told_by_its_own_project_file(tmp_path: Path) -> None:
     assert in_a_checkout(PACKAGE)
     package = tmp_path / "flashtune" / "kernels_generated"

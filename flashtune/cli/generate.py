@@ -49,7 +49,7 @@ def generate(
     from flashtune.core.kernel_index import INDEX
     from flashtune.db.library import Library, shipped_path
     from flashtune.templates import unservable
-    from flashtune.tuner.generated import arrange, differing, index_text, text_files, write
+    from flashtune.tuner.generated import arrange, differing, index_text, require_writable, text_files, write
     from flashtune.tuner.machine import cores
 
     package = shipped_folder()
@@ -58,6 +58,8 @@ def generate(
     if sample is not None and not check:
         raise InputError("--sample says how much of a check is compiled anew: add --check, or leave it out")
     folder = out or package
+    if not check:
+        require_writable(folder)
     library = Library.of(location or shipped_path())
     records = library.records(passed_over=unservable, **filters_of(gpu_name=gpu_name))
     arranged = arrange(servable(records))

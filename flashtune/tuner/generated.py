@@ -2,6 +2,7 @@
 
 import json
 import re
+import tempfile
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -238,6 +239,17 @@ def differing(files: Mapping[str, bytes], folder: Path) -> list[str]:
     return sorted(name for name in files.keys() | found.keys() if not same(name, files.get(name), found.get(name)))
 
 
+def require_writable(folder: Path) -> None:
+    """Raise what `write` would, before work is done for it, where the folder can't be made or written, or has another's index."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    read_index(folder)
+
+
 def write(files: Mapping[str, bytes], folder: Path) -> Changes:
     """Make the folder hold these files, one of which is the index, in place of those that its present index names.
 
@@ -261,5 +273,9 @@ def write(files: Mapping[str, bytes], folder: Path) -> Changes:
             with suppress(OSError):
                 (folder / parent).rmdir()
     except OSError as error:
-        raise EnvironmentProblem(f"can't write kernels to {folder} ({error.strerror}): choose another folder with --out") from error
+        raise _unwritable(folder, error) from error
     return Changes(written=tuple(sorted(changed)), removed=tuple(sorted(ours)), left=tuple(sorted(stale.keys() - set(ours))))
+
+
+def _unwritable(folder: Path, error: OSError) -> EnvironmentProblem:
+    return EnvironmentProblem(f"can't write kernels to {folder} ({error.strerror}): choose another folder with --out")
