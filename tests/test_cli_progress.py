@@ -216,3 +216,13 @@ def test_the_live_display_tells_the_same() -> None:
     shown.problem_finished(result)
     shown.problem_known(replace(result, problem=GRID[1]), 1, 3)
     assert shown._bars.tasks[0].completed == 2
+
+
+def test_ended_problems_say_how_many_trials_they_had() -> None:
+    shown, out = drawn(Clock())
+    one = SearchResult(gpu="a100", problem=GRID[0], outcomes=(correct(1.0),), provenance=PROVENANCE)
+    shown.problem_known(one, 0, 3)
+    shown.problem_finished(replace(one, outcomes=(correct(1.0), correct(2.0))))
+    shown.problem_finished(replace(one, outcomes=()))
+    known, finished, without = out.getvalue().splitlines()
+    assert known.endswith("done before (1 trial)") and finished.endswith("(2 trials)") and without.endswith("no correct kernel in 0 trials")

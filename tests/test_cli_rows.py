@@ -65,7 +65,7 @@ def test_verify_that_checked_nothing_does_not_succeed(tmp_path: Path, shape: str
     words = ["verify", "--db", str(path), *(["--json"] if shape == "--json" else [])]
     result = CliRunner().invoke(main, words)
     assert result.exit_code == 4, result.output
-    assert "none of 1 rows could be checked" in result.stderr
+    assert "nothing of 1 row could be checked" in result.stderr
     if shape == "--json":
         assert json.loads(result.stdout)["skipped"] == 1
     assert CliRunner().invoke(main, [*words, "--d", "32"]).exit_code == 5

@@ -17,6 +17,7 @@ from flashtune.core.errors import FlashtuneError
 from flashtune.core.folders import cache_dir, refused, wanted_cache_dir
 from flashtune.core.secrets import mask_secrets
 from flashtune.core.target import targets
+from flashtune.core.words import counted
 
 
 @click.command()
@@ -115,7 +116,7 @@ def _databases() -> list[dict[str, Any]]:
             found.append(_check(name, True, f"{path} (none yet)"))
             continue
         try:
-            found.append(_check(name, True, f"{mask_secrets(str(path))} ({len(Library.of(path).records())} rows)"))
+            found.append(_check(name, True, f"{mask_secrets(str(path))} ({counted(len(Library.of(path).records()), 'row')})"))
         except FlashtuneError as error:
             found.append(_check(name, False, mask_secrets(str(path)), str(error)))
     return found

@@ -7,6 +7,7 @@ import click
 from flashtune.cli.console import console, print_json
 from flashtune.cli.options import DTYPE, GPU, db_option, filters_of, json_option
 from flashtune.cli.records import servable
+from flashtune.core.words import counted
 
 
 @click.command()
@@ -49,7 +50,7 @@ def export(
     if as_json:
         print_json(found)
     else:
-        console().print(f"{rows} rows in {words}")
+        console().print(f"{counted(rows, 'row')} in {words}")
 
 
 def licence_for(destination: str, licence: str | None) -> str | None:

@@ -14,6 +14,7 @@ from flashtune.cli.options import GPU, db_option, filters_of, json_option
 from flashtune.cli.records import servable
 from flashtune.core.errors import InputError, NoKernelFound
 from flashtune.core.target import find_target
+from flashtune.core.words import counted
 
 if TYPE_CHECKING:
     from flashtune.tuner.generated import Arranged
@@ -78,7 +79,8 @@ def generate(
         if as_json:
             print_json({"folder": str(folder), "files": kernels, "differing": other})
         else:
-            console().print(f"{len(kernels)} kernels, {len(other)} files differ from {folder}" + "".join(f"\n  {name}" for name in other))
+            said = f"{counted(len(kernels), 'kernel')}, {counted(len(other), 'file')} unlike those in {folder}"
+            console().print("\n  ".join([said, *other]))
         if other:
             raise SystemExit(1)
         return
@@ -88,7 +90,8 @@ def generate(
     if as_json:
         print_json({"folder": str(folder), "files": kernels, "written": list(changes.written), "removed": list(changes.removed)})
     else:
-        console().print(f"{len(kernels)} kernels in {folder}: {len(changes.written)} files written, {len(changes.removed)} removed")
+        written = f"{counted(len(changes.written), 'file')} written, {len(changes.removed)} removed"
+        console().print(f"{counted(len(kernels), 'kernel')} in {folder}: {written}")
 
 
 def _machine_code(arranged: Sequence["Arranged"], anew: set[str], folder: Path, jobs: int) -> dict[str, bytes]:

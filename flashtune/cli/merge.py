@@ -8,6 +8,7 @@ from flashtune.cli.console import console, print_json
 from flashtune.cli.export import licence_for, written
 from flashtune.cli.options import json_option
 from flashtune.cli.records import servable
+from flashtune.core.words import counted
 
 if TYPE_CHECKING:
     from flashtune.core.results import TuningRecord
@@ -42,7 +43,7 @@ def merge(locations: tuple[str, ...], destination: str, licence: str | None, for
     for record, best in merged.lost:
         console().print(f"lost: {record.key.gpu} {record.problem.label()}: {_told(record)} to {_told(best)}", soft_wrap=True)
     servable(merged.passed_over)
-    console().print(f"{len(merged.kept)} rows of {len(locations)} databases in {words}")
+    console().print(f"{counted(len(merged.kept), 'row')} of {counted(len(locations), 'database')} in {words}")
 
 
 def _told(record: "TuningRecord") -> str:

@@ -18,6 +18,7 @@ from flashtune.core.errors import FlashtuneError
 from flashtune.core.problem import Problem
 from flashtune.core.results import Fate, Outcome, SearchResult
 from flashtune.core.secrets import mask_secrets
+from flashtune.core.words import counted
 from flashtune.tuner.stopping import sentence
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ class SearchProgress:
             self._enter(problem, f"[{index + 1}/{total}] {problem.label()}", resumed)
             self._bars.reset(self._tries, total=self._trials, completed=resumed)
         if self._lines and resumed:
-            self._console.print(f"{self._place}: resuming after {resumed} trials")
+            self._console.print(f"{self._place}: resuming after {counted(resumed, 'trial')}")
 
     def _enter(self, problem: Problem, place: str, known: int) -> None:
         if problem != self._problem:
@@ -145,7 +146,7 @@ class SearchProgress:
         """A problem that this plan is done with."""
         self._end(result)
         if self._lines:
-            self._console.print(f"[{index + 1}/{total}] {result.problem.label()}: done before ({len(result.outcomes)} trials)")
+            self._console.print(f"[{index + 1}/{total}] {result.problem.label()}: done before ({_trials(result)})")
 
     def _end(self, result: SearchResult) -> None:
         with self._lock:
@@ -165,7 +166,7 @@ class SearchProgress:
             return
         best = result.best
         if best is None or best.measurement is None:
-            self._console.print(f"{result.problem.label()}: no correct kernel in {len(result.outcomes)} trials")
+            self._console.print(f"{result.problem.label()}: no correct kernel in {_trials(result)}")
             return
         fates = Counter(outcome.fate for outcome in result.outcomes)
         others = ", ".join(f"{count} {fate}" for fate, count in sorted(fates.items()) if fate is not Fate.CORRECT)
@@ -175,6 +176,10 @@ class SearchProgress:
         ended = f"; {sentence(result.ending)}" if result.ending is not None else ""
         self._console.print(
             f"{result.problem.label()}: {best.measurement.median_us:.1f} us {best.source}{ratio}, {best.template} "
-            f"{short_config(best.config.as_dict())} ({len(result.outcomes)} trials{', ' + others if others else ''}{ended})",
+            f"{short_config(best.config.as_dict())} ({_trials(result)}{', ' + others if others else ''}{ended})",
             soft_wrap=True,
         )
+
+
+def _trials(result: SearchResult) -> str:
+    return counted(len(result.outcomes), "trial")

@@ -6,6 +6,7 @@ from flashtune.cli.console import console, messages, print_json
 from flashtune.cli.options import GPU, db_option, filters_of, json_option
 from flashtune.core.errors import EnvironmentProblem, NoKernelFound
 from flashtune.core.results import Fate
+from flashtune.core.words import counted
 
 
 @click.command()
@@ -62,5 +63,5 @@ def verify(location: str | None, gpu_name: str | None, d: int | None, seed: int,
     if not counts["correct"]:
         machine = gpu.name if gpu else "no GPU, and no interpreter runs their templates"
         raise EnvironmentProblem(
-            f"none of {len(rows)} rows could be checked on this machine ({machine}): verify them on the GPU they are of"
+            f"nothing of {counted(len(rows), 'row')} could be checked on this machine ({machine}): verify them on the GPU they are of"
         )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from flashtune.core.config import settles
 from flashtune.core.errors import FlashtuneError
 from flashtune.core.results import Baseline, Conditions, Ending, Measurement, Outcome, SearchResult
+from flashtune.core.words import counted
 from flashtune.tuner.carrying import carried, record_of, stored
 from flashtune.tuner.evaluation import Verdicts
 from flashtune.tuner.finalists import first_by_calls, ranked, to_call, to_race
@@ -177,7 +178,7 @@ class ProblemSearch:
             with self.spent.on("keep"):
                 self.study.decide(result)
             self.search._followed(time.monotonic() - tried)
-            said = f"{len(result.outcomes)} trials, {time.monotonic() - begun:.2f} s"
+            said = f"{counted(len(result.outcomes), 'trial')}, {time.monotonic() - begun:.2f} s"
             logger.debug("%s: %s; here: %s; on the GPU: %s", self.problem.label(), said, self.spent, self.evaluation.spent)
             return result
         except BaseException as error:

@@ -8,6 +8,7 @@ from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.problem import Problem, ProblemKey
 from flashtune.core.results import Source
 from flashtune.core.target import Target
+from flashtune.core.words import counted
 from flashtune.dispatch.launch import kernels
 from flashtune.dispatch.plans.forward import KernelPlan
 from flashtune.dispatch.policy import Choice, Kind, Refusal
@@ -58,7 +59,7 @@ class Explanation:
         reason = self.reason
         if misled.times:
             place = "now that serves" if misled.away else "now it serves again"
-            reason += f"; scores misled it, so that calls went over to its twin {misled.times} time{'s' * (misled.times > 1)}; {place}"
+            reason += f"; scores misled it, so that calls went over to its twin {counted(misled.times, 'time')}; {place}"
         return replace(self, reason=reason, misled_programs=misled.word.value, went_over=misled.times, twin_serves=misled.away)
 
 
