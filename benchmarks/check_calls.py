@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
+from torch.utils.checkpoint import checkpoint
 
 from flashtune import dispatch
+from flashtune.dispatch.plans.drawing import random_bits
 
 CHECKS: list[Callable[[], None]] = []
 
@@ -177,6 +179,67 @@ def dropout_in_a_graph_draws_anew() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert not torch.equal(first, out)
+
+
+def recomputed(leaves: list[torch.Tensor], grad: torch.Tensor) -> None:
+    """Raises where dropout that is computed again at these sizes, which torch trains, has other gradients than computed once."""
+
+    def attend(*tensors: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = dispatch.attention(*tensors, dropout_p=0.1)
+        return out
+
+    def step() -> list[torch.Tensor]:
+        out, more = attend(*leaves), torch.nn.functional.dropout(grad, 0.3)
+        return [out.detach(), more, attend(*leaves).detach(), *torch.autograd.grad(out, leaves, grad)]
+
+    said = dispatch.explain(*leaves, dropout_p=0.1)
+    assert said.kind == "framework" and said.backward is None, f"torch is to train these sizes: {said.reason}"
+    with torch.no_grad():
+        said = dispatch.explain(*leaves, dropout_p=0.1)
+    assert said.kind != "framework", f"a kernel is to serve without gradients: {said.reason}"
+    device = leaves[0].device
+    torch.manual_seed(1)
+    wanted = step()
+    torch.manual_seed(1)
+    assert torch.equal(sdpa(*leaves, dropout_p=0.1), wanted[0]), "torch doesn't train these sizes"
+    torch.manual_seed(1)
+    out = checkpoint(attend, *leaves, use_reentrant=True)
+    out.backward(grad)
+    alike((out.detach(), *(x.grad for x in leaves)), (wanted[0], *wanted[3:]))  # type: ignore[arg-type]
+    # By hand: twice from the same state, in this thread and in one of its own.
+    torch.manual_seed(2)
+    state = torch.cuda.get_rng_state()
+    bits = random_bits(None, device)[0]
+    with dispatch.use(unmeasured=True):
+        seeded = gradients(dispatch.attention, leaves, grad, dropout_p=0.1, seed=bits)
+    torch.cuda.set_rng_state(state)
+    with torch.no_grad():
+        first = [attend(*leaves), torch.nn.functional.dropout(grad, 0.3), attend(*leaves)]
+    after = torch.cuda.get_rng_state()
+    assert not torch.equal(first[0], first[2])
+
+    def again(_: int) -> None:
+        torch.cuda.set_rng_state(state)
+        found = step()
+        assert torch.equal(torch.cuda.get_rng_state(), after), "the generator moved on in another way"
+        alike(tuple(found[:3]), tuple(first))
+        alike((found[0], *found[3:]), seeded)
+
+    again(0)
+    in_threads(1, again)
+    torch.manual_seed(3)
+    fresh = attend(*leaves)
+    torch.manual_seed(3)
+    assert torch.equal(fresh, sdpa(*leaves, dropout_p=0.1)), "torch no longer trains what nobody computed without gradients"
+
+
+@check
+def dropout_is_computed_again_alike_where_torch_trains() -> None:
+    """unseeded dropout at sizes that torch trains: by a reentrant checkpoint, and by hand after kernels computed it without gradients"""
+    dispatch.reload()
+    for sizes in ((1, 8, 512, 128), (4, 16, 512, 64)):
+        leaves = inputs(*sizes, requires_grad=True)
+        recomputed(leaves, torch.randn_like(leaves[0]))
 
 
 @check

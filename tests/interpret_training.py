@@ -1,15 +1,16 @@
 """Trains through dispatch with kernels in Triton's interpreter; prints one JSON report. A test starts it with TRITON_INTERPRET=1."""
 
+import concurrent.futures
 import json
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch._dynamo import compiled_autograd
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from flashtune import dispatch
 from flashtune.core import reference
@@ -18,6 +19,8 @@ from flashtune.core.errors import InputError
 from flashtune.core.modules import load_source
 from flashtune.core.problem import Problem
 from flashtune.core.target import find_target
+from flashtune.dispatch.plans import forward
+from flashtune.dispatch.plans.drawing import DRAWS
 from flashtune.dispatch.resolve import choosing
 from flashtune.profiler.whole_calls import call_times
 from flashtune.templates import family
@@ -130,6 +133,98 @@ def same_when_checkpointed() -> bool:
     return all(torch.allclose(t.grad, w, atol=1e-5) for t, w in zip(x, wanted, strict=True))  # type: ignore[arg-type]
 
 
+def attend(*tensors: torch.Tensor, **words: Any) -> torch.Tensor:
+    found: torch.Tensor = dispatch.attention(*tensors, enable_gqa=True, dropout_p=0.5, **words)
+    return found
+
+
+def sdpa(*tensors: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(*tensors, dropout_p=0.5, enable_gqa=True)
+
+
+def seeded(function: Callable[..., Any], *given: Any) -> Any:
+    torch.manual_seed(1)
+    return function(*given)
+
+
+def step_of(*x: torch.Tensor) -> list[torch.Tensor]:
+    """The outputs of two calls, something else drawn between them, and the gradients of the first."""
+    out = attend(*x)
+    torch.rand(3)
+    return [out.detach(), attend(*x).detach(), *torch.autograd.grad(out.square().sum(), x)]
+
+
+def all_equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    return len(some) == len(others) and all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+def checkpointed(x: list[torch.Tensor], reentrant: bool) -> list[list[torch.Tensor]]:
+    """For each pass of a checkpoint the outputs of a call without gradients and of one with them."""
+    seen: list[list[torch.Tensor]] = []
+
+    def function(*t: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            other = attend(*t)
+        out = attend(*t)
+        seen.append([other, out.detach()])
+        return out + other
+
+    with set_checkpoint_early_stop(False):
+        seeded(lambda: checkpoint(function, *x, use_reentrant=reentrant).sum().backward())  # type: ignore[no-untyped-call]
+    return seen
+
+
+def recomputed() -> dict[str, object]:
+    """Calls with dropout at sizes at which torch trains and kernels could: what kernels computed without gradients they compute again."""
+    found: dict[str, object] = {}
+    x = leaves()
+    by_kernels = seeded(step_of, *x)
+    choose, choosing.gradient_choice = choosing.gradient_choice, lambda *_, **__: (None, "it is faster")  # type: ignore[assignment]
+    asked: list[int] = []
+    recalled, forward.recalled = forward.recalled, lambda *given: asked.append(1) or recalled(*given)  # type: ignore[assignment, func-returns-value]
+    dispatch.reload()
+    DRAWS.clear()
+    try:
+        by_torch = seeded(step_of, *x)
+        own = seeded(lambda: sdpa(*x))
+        found["torch trains"] = torch.equal(own, by_torch[0]) and not all_equal(by_torch[:1], by_kernels[:1])
+        passes = checkpointed(x, True)
+        found["reentrant"] = torch.equal(passes[0][0], own) and all_equal(*passes) and same_when_checkpointed()
+        # What a compiler made of a call without gradients.
+        with torch.no_grad():
+            numbers = 0.5, 0.25, True, -1, -1, 0.0, "top_left", False, None, False, *[None] * 5
+            compiled = seeded(lambda: torch.ops.flashtune.attention(*x, None, *numbers)[0])
+        found["compiled"] = torch.equal(compiled, own)
+        found["nobody asked"] = not asked and not DRAWS.newer
+        with torch.no_grad():
+            found["kind"] = dispatch.explain(*x, dropout_p=0.5, enable_gqa=True).kind
+            first = seeded(lambda: [attend(*x), torch.rand(3), attend(*x)])
+        after = torch.get_rng_state()
+        found["without gradients"] = torch.equal(first[0], by_kernels[0]) and torch.equal(first[2], by_kernels[1])
+        for name in ("again", "and again"):
+            found[name] = all_equal(seeded(step_of, *x), by_kernels) and torch.equal(torch.get_rng_state(), after)
+        with dispatch.use(unmeasured=True, everywhere=True), concurrent.futures.ThreadPoolExecutor(1) as pool:
+            found["in a thread"] = all_equal(pool.submit(seeded, step_of, *x).result(), by_kernels)
+        passes = checkpointed(x, False)
+        found["not reentrant"] = torch.equal(passes[0][0], by_kernels[0]) and all_equal(*passes)
+        found["elsewhere torch trains"] = all_equal(
+            *([function(*x).detach(), torch.get_rng_state()] for function in (attend, sdpa) if torch.manual_seed(2))
+        )
+        fewer = x[0][:, :, :9]
+        shorter = [seeded(lambda: attend(fewer, *x[1:])), seeded(lambda: sdpa(fewer, *x[1:]))]
+        found["of other sizes torch trains"] = torch.equal(*shorter)
+        # A mask's gradient is the formula's, or a kernel's.
+        bias = torch.zeros(20, 24)
+        with torch.no_grad():
+            plain = seeded(lambda: attend(*x, attn_mask=bias))
+        found["of a bias"] = torch.equal(plain, seeded(lambda: attend(*x, attn_mask=bias.requires_grad_())).detach())
+    finally:
+        choosing.gradient_choice, forward.recalled = choose, recalled
+        dispatch.reload()
+        DRAWS.clear()
+    return found
+
+
 def of_dropout(mode: Callable[[], AbstractContextManager[object]]) -> list[object]:
     """What serves unseeded dropout in a mode, whether torch's seed repeats it, and whether two calls in a row drop the same."""
     x = [t.detach() for t in leaves()]
@@ -230,6 +325,7 @@ def main() -> None:
 
     report["whole steps"] = whole_steps()
     report["more"] = more_gradients()
+    report["recomputed"] = recomputed()
 
     asked: list[object] = []
     choose = choosing.gradient_kernels

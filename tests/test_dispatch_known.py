@@ -13,8 +13,9 @@ from flashtune import dispatch
 from flashtune.dispatch import api
 from flashtune.dispatch.call import parse
 from flashtune.dispatch.launch import devices
+from flashtune.dispatch.plans.drawing import UNSEEDED
 from flashtune.dispatch.plans.forward import FrameworkPlan
-from flashtune.dispatch.plans.known import UNSEEDED, Plans
+from flashtune.dispatch.plans.known import Plans
 
 Q, K, V = torch.zeros(2, 4, 1, 16), torch.zeros(2, 2, 40, 16), torch.zeros(2, 2, 40, 16)
 

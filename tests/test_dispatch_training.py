@@ -64,8 +64,16 @@ def test_bias_slopes_and_sinks_get_their_gradients_from_kernels(report: dict[str
     assert report["more"][case]
 
 
-def test_kernels_draw_dropouts_mask_where_torch_trains_in_inference_mode_alone(report: dict[str, Any]) -> None:
+def test_kernels_draw_dropouts_mask_where_torch_alone_trains_in_inference_mode_alone(report: dict[str, Any]) -> None:
     assert report["of dropout"] == [["framework", True, False], ["default", True, False], ["framework", True, False]]
+
+
+@pytest.mark.parametrize("case", [
+    "torch trains", "nobody asked", "compiled", "reentrant", "not reentrant", "without gradients", "again", "and again", "in a thread",
+    "elsewhere torch trains", "of other sizes torch trains", "of a bias",
+])  # fmt: skip
+def test_what_kernels_computed_without_gradients_they_compute_again_where_torch_trains(report: dict[str, Any], case: str) -> None:
+    assert report["recomputed"]["kind"] == "default" and report["recomputed"][case]
 
 
 def test_only_inputs_that_ask_get_gradients_and_nothing_of_the_scores_size_is_kept(report: dict[str, Any]) -> None:

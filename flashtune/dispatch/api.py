@@ -18,8 +18,9 @@ from flashtune.core.target import find_target
 from flashtune.core.torch_attention import autocasting
 from flashtune.dispatch.call import Arguments, Options, PerHead, parse
 from flashtune.dispatch.launch import devices
+from flashtune.dispatch.plans.drawing import SEEDED, UNSEEDED, unseeded
 from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan, Outputs
-from flashtune.dispatch.plans.known import IN_INFERENCE, SEEDED, UNSEEDED, Plan
+from flashtune.dispatch.plans.known import Plan
 from flashtune.dispatch.policy import growing
 from flashtune.dispatch.resolve import choosing
 from flashtune.dispatch.resolve.code import tried
@@ -81,8 +82,8 @@ def attention(
         return_lse: return (output, lse) with lse the natural logarithm of the softmax's denominator, float32 (..., Hq, N_q), -inf for
             rows with nothing to attend to; dropout doesn't enter it.
         seed: 64 bits that fix dropout's mask as a function of absolute indices (flashtune.core.reference.dropout_keep with
-            offset 0); None draws from torch's generator. Torch then serves what it would serve with a gradient, so that both drop the same;
-            in inference mode kernels may.
+            offset 0); None draws from torch's generator. What kernels drew from it without a gradient they draw again with one, from where
+            the generator stood then; torch drops other pairs.
         allow_tf32: let float32 inputs be multiplied as TF32 by kernels.
         alibi_slopes: float32 (Hq,) or (B, Hq), as in flash-attn: the score of query i and key j loses slope |i + shift - j|, after
             softcap and before masks; the shift is that of `causal_alignment`.
@@ -119,8 +120,8 @@ def attention(
     options = (dropout_p, is_causal, scale, enable_gqa, window, softcap, causal_alignment, return_lse, allow_tf32, deterministic)
     if torch.compiler.is_compiling():
         return _traced(Arguments(query, key, value, attn_mask, seed, per_head), Options(*options))
-    # What is computed in inference mode is never part of a training step, so that other kernels may draw dropout's mask there.
-    draws = SEEDED if seed is not None else IN_INFERENCE if dropout_p and torch.is_inference_mode_enabled() else UNSEEDED
+    # Who may draw dropout's mask hangs on what is to drop the same.
+    draws = SEEDED if seed is not None else unseeded() if dropout_p else UNSEEDED
     signature: tuple[Any, ...] | None = None
     direct: Callable[..., torch.Tensor] | None = None
     plans = SERVING.plans
@@ -265,7 +266,9 @@ def _first_call(signature: tuple[Any, ...] | None, given: Arguments, options: Op
         why_torch = why_torch_now(*given[:4], given.per_head)
         for candidate in choosing.candidates(memo, call, *given[:4], why_torch):
             if candidate.kind == "framework":
-                if span is not None and span not in memo.spans:
+                if candidate.recalls:
+                    plan = training.recalling(memo, plan)
+                elif span is not None and span not in memo.spans:
                     around = plan if plan.words is not None and choosing.serves_span(memo, call, None, options.sides()) else None
                     memo.spans[span] = around
                 break

@@ -133,6 +133,7 @@ def parse(
         rank=rank,
         batch_dims=batch_dims,
         identity=identity,
+        remembered=False,
         **sizes,
     )
 

@@ -50,6 +50,7 @@ class Call:
     `rank` is the output's number of dimensions, `batch_dims` those before the heads and `batch` their product. `identity` says that
     q, k and v are taken as they are: 4-D, with equal batches and heads that need no broadcasting. `per_head` says that something is given
     per head. `factors` are numbers that fp8 q, k and v are multiplied by, 1 where none or a tensor is given; None for other types.
+    `remembered` says that kernels remember what they draw for it.
     """
 
     dtype: torch.dtype
@@ -76,6 +77,7 @@ class Call:
     d: int
     d_v: int
     identity: bool
+    remembered: bool
 
     @property
     def shared(self) -> bool:

@@ -1,10 +1,28 @@
-"""What fixes dropout's mask of a call: the caller's seed, or what follows from torch's generator."""
+"""What fixes dropout's mask of a call: the caller's seed, or what follows from torch's generator; and where kernels drew from that without
+gradients, for calls that compute the same again with them."""
+
+import threading
 
 import torch
 
 from flashtune.dispatch.call import Call, seed_bits
 
 _MASK64 = 2**64 - 1
+
+SEEDED, UNSEEDED, IN_AUTOGRAD, IN_INFERENCE = range(4)
+"""Where a call's dropout has its mask from: the caller's seed; torch's generator; that, if there is dropout, inside of an autograd
+function's forward or of a backward; or in inference mode."""
+
+REMEMBERED = 2**16
+"""So many draws are remembered at the least, and fewer than twice as many."""
+
+
+def unseeded() -> int:
+    """Which of these holds now for a call with dropout and without a seed."""
+    # Forward-mode gradients are off inside of an autograd function's forward.
+    if torch._C._is_fwd_grad_enabled():
+        return UNSEEDED if torch._C._current_graph_task_id() < 0 else IN_AUTOGRAD
+    return IN_INFERENCE if torch.is_inference_mode_enabled() else IN_AUTOGRAD
 
 
 def draws_in_a_capture(call: Call, seed: int | None) -> bool:
@@ -21,12 +39,74 @@ def random_bits(seed: int | None, device: torch.device) -> tuple[int, int]:
     if seed is not None:
         return seed_bits(seed), 0
     if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generator = torch.cuda.default_generators[index]
-        position = generator.get_offset()
+        generator, bits, position = _at(device)
         generator.set_offset(position + 4)
-        return _mixed(generator.initial_seed() % 2**64, position // 4 % 2**32), 0
+        return bits, 0
     return int(torch.randint(2**63 - 1, ()).item()), 0
+
+
+def drawn_as(call: Call) -> int:
+    """What tells this call's draws from those that other calls make of the same bits: all that dropout's mask hangs on beside them."""
+    return hash((str(call.device), call.batch, call.heads, call.n_q, call.n_kv, call.dropout_p))
+
+
+class Draws:
+    """Draws of kernels without gradients, as bits xor `drawn_as`, those of long ago forgotten.
+
+    Two sets, so that to remember one is a single step which needs no lock. `newer` is empty only if nothing is remembered.
+    """
+
+    __slots__ = ("_lock", "newer", "older")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.clear()
+
+    def __contains__(self, draw: int) -> bool:
+        # In this order: another thread may make the one the other meanwhile.
+        return draw in self.newer or draw in self.older
+
+    def clear(self) -> None:
+        """Forget all."""
+        self.newer: set[int] = set()
+        self.older: set[int] = set()
+
+    def remember(self, draw: int) -> None:
+        """Add one; where they are too many, the older half is forgotten."""
+        newer = self.newer
+        newer.add(draw)
+        if len(newer) >= REMEMBERED:
+            with self._lock:
+                if self.newer is newer:
+                    self.older, self.newer = newer, {draw}
+
+
+DRAWS = Draws()
+"""Of all threads: a generator's state may be kept by one and set by another."""
+
+
+def recalled(device: torch.device, like: int) -> int | None:
+    """The bits of one call's dropout, drawn, where a kernel drew them for a call `like` this one (`drawn_as`) without gradients; None, and
+    the generator where it was, elsewhere."""
+    if device.type == "cuda":
+        generator, bits, position = _at(device)
+        if bits ^ like not in DRAWS:
+            return None
+        generator.set_offset(position + 4)
+        return bits
+    state = torch.get_rng_state()
+    bits = random_bits(None, device)[0]
+    if bits ^ like in DRAWS:
+        return bits
+    torch.set_rng_state(state)
+    return None
+
+
+def _at(device: torch.device) -> tuple[torch.Generator, int, int]:
+    """A GPU's generator, the bits that follow from where it stands, and its position."""
+    generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    position = generator.get_offset()
+    return generator, _mixed(generator.initial_seed() % 2**64, position // 4 % 2**32), position
 
 
 def _mixed(seed: int, offset: int) -> int:

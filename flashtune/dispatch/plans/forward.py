@@ -1,6 +1,7 @@
 """What a call's signature is bound to after its first call: everything decided, ready to run."""
 
 import contextlib
+import functools
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -21,7 +22,7 @@ from flashtune.dispatch import framework
 from flashtune.dispatch.call import Call, PerHead
 from flashtune.dispatch.launch import driver, prepared
 from flashtune.dispatch.launch.program import Program
-from flashtune.dispatch.plans.drawing import draws_in_a_capture, random_bits
+from flashtune.dispatch.plans.drawing import DRAWS, drawn_as, draws_in_a_capture, random_bits, recalled
 from flashtune.dispatch.plans.memory import out_strides, padded, placed
 from flashtune.dispatch.plans.misled import Misled
 
@@ -50,6 +51,10 @@ class FrameworkPlan:
     def build(self, *_: object) -> None:
         """There is nothing to be built."""
 
+    def direct(self) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
+        """What does the same for calls without a mask and anything per head; None where that is no call of torch's function alone."""
+        return None if self.words is None else functools.partial(sdpa, **self.words)
+
     def grown(self, *_: object) -> "FrameworkPlan":
         """The plan for another number of keys: torch is told of none."""
         return self
@@ -76,6 +81,45 @@ class FrameworkPlan:
             else:
                 keep = reference.dropout_keep(*random_bits(seed, call.device), *sizes, call.dropout_p, device=call.device)
         return framework.attention(call, query, key, value, attn_mask, keep, per_head)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecallingPlan(FrameworkPlan):
+    """The same for unseeded dropout, save that `kernels` serve where one of them drew for a call `like` this one, without gradients: what
+    is computed there again is to drop the same pairs."""
+
+    like: int
+    kernels: Callable[..., Outputs]
+
+    def direct(self) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
+        """As that of the framework's."""
+        words = self.words
+        if words is None:
+            return None
+
+        def direct(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            if DRAWS.newer:
+                return self.run(query, key, value, None, None, None)[0]
+            return sdpa(query, key, value, **words)
+
+        return direct
+
+    def run(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        seed: int | None,
+        per_head: PerHead | None,
+    ) -> Outputs:
+        """Output and no LSE."""
+        if DRAWS.newer and not draws_in_a_capture(self.call, seed):
+            bits = recalled(self.call.device, self.like)
+            if bits is not None:
+                return self.kernels(query, key, value, attn_mask, bits, per_head)
+        # Without an argument it looks for the class that `slots` has replaced.
+        return super(RecallingPlan, self).run(query, key, value, attn_mask, seed, per_head)
 
 
 class ModulePlan:
@@ -123,8 +167,8 @@ class KernelPlan(ModulePlan):
     """Launches a forward's kernel, or for a while that of its twin, where scores mislead this one (`misled`)."""
 
     __slots__ = (
-        "_counters", "_framework", "_heads", "_layout", "_like_query", "_lse_offset", "_memory", "_other", "_plain", "_rest", "_scratch",
-        "_temporaries", "misled", "twin",
+        "_counters", "_drawn_as", "_framework", "_heads", "_layout", "_like_query", "_lse_offset", "_memory", "_other", "_plain", "_rest",
+        "_scratch", "_temporaries", "misled", "twin",
     )  # fmt: skip
 
     def __init__(self, call: Call, module: ModuleType, q: torch.Tensor, *, twin: Twin | None = None, **others: Any) -> None:
@@ -137,6 +181,7 @@ class KernelPlan(ModulePlan):
         shape = (call.batch, call.heads, call.n_q, call.d_v)
         self._layout = (shape, out_strides(shape, q.stride()), shape[:3], (call.heads * call.n_q, call.n_q, 1))
         self._framework = FrameworkPlan(call=call)
+        self._drawn_as = drawn_as(call)
         self._counters = 0
         # Addresses of what isn't given per head as a tensor.
         self._heads = [0] * len(PER_HEAD)
@@ -247,19 +292,22 @@ class KernelPlan(ModulePlan):
             if other is not None:
                 return other.run(query, key, value, attn_mask, seed, per_head)
         call, program = self.call, self.program
+        device = call.device
+        index = device.index
+        if program is not None and torch._C._cuda_getDevice() != index:
+            # Ahead of a draw, which would move the generator on twice.
+            with torch.cuda.device(device):
+                return self.run(query, key, value, attn_mask, seed, per_head)
         bits: tuple[int, ...] = ()
         if call.dropout_p:
             if draws_in_a_capture(call, seed):
                 # Numbers that are drawn here would be the same at every replay of the graph.
                 return self._framework.run(query, key, value, attn_mask, seed, per_head)
-            bits = random_bits(seed, call.device)
+            bits = random_bits(seed, device)
+            if call.remembered:
+                DRAWS.remember(bits[0] ^ self._drawn_as)
         if program is None:
             return self._through_triton(query, key, value, attn_mask, bits, per_head)
-        device = call.device
-        index = device.index
-        if torch._C._cuda_getDevice() != index:
-            with torch.cuda.device(device):
-                return self.run(query, key, value, attn_mask, seed, per_head)
         if not call.identity:
             query, key, value = call.views(query, key, value)
         if self._like_query:

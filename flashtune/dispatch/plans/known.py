@@ -2,12 +2,10 @@
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 
-from flashtune.core.torch_attention import sdpa
 from flashtune.dispatch.call import PerHead
 from flashtune.dispatch.plans.forward import FrameworkPlan, Outputs
 
@@ -31,10 +29,6 @@ class Plan(Protocol):
 _guards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 """How torch.compile tells whether tensors are like those that it compiled for, in one call; there without its compiler. Not all of torch's
 versions need have it."""
-
-
-SEEDED, UNSEEDED, IN_INFERENCE = range(3)
-"""Where a call's dropout has its mask from: the caller's seed; torch's generator; that in inference mode, if there is dropout."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +87,7 @@ class Plans(dict[Hashable, Plan]):
             # What was made of this signature, and doesn't know its tensors again, is of another mode.
             check = _guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
             grad_mode = torch.is_grad_enabled() if any(x.requires_grad for x in tensors) else None
-            direct = partial(sdpa, **plan.words) if isinstance(plan, FrameworkPlan) and plan.words is not None else None
+            direct = plan.direct() if isinstance(plan, FrameworkPlan) else None
             made = self._made[signature] = Recent(options, draws, grad_mode, cast_to, check, plan, direct)
         self.recent = made
         if signature not in self:

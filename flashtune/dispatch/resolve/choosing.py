@@ -15,6 +15,7 @@ from flashtune.core.target import Target
 from flashtune.dispatch.call import Call
 from flashtune.dispatch.launch import devices, kernels
 from flashtune.dispatch.launch.prepared import operand_names
+from flashtune.dispatch.plans.drawing import IN_AUTOGRAD, IN_INFERENCE, unseeded
 from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan, Twin
 from flashtune.dispatch.plans.gradients import Backward, FormulaPlan, Given, GradientPlan, Gradients
 from flashtune.dispatch.policy import Choice, Kind, Pool, Refusal, growing, rank, torch_has
@@ -35,7 +36,8 @@ benchmarks/results/2026-11-22-h200-training whose whole steps ours were the fast
 class Candidate:
     """A plan that may serve, the step of the policy that chose it, and what says why; `variant` is None where it is the framework's.
 
-    Where it `trains`, kernels compute the gradients, too, and the plan is that of the forward (`forward_of`).
+    Where it `trains`, kernels compute the gradients, too, and the plan is that of the forward (`forward_of`). Where the framework's
+    `recalls`, kernels serve after all what they served before without gradients (`training.recalling`).
     """
 
     plan: FrameworkPlan | KernelPlan
@@ -43,6 +45,7 @@ class Candidate:
     said: Callable[[], Explanation]
     variant: Variant | None = None
     trains: bool = False
+    recalls: bool = False
 
     @property
     def explanation(self) -> Explanation:
@@ -71,6 +74,7 @@ def candidates(
         torch_only = f"kernels take float16, bfloat16, float32 and float8_e4m3fn, not {str(call.dtype).removeprefix('torch.')}"
     elif torch_only is None and problem is not None and problem.dtype == "bf16" and call.device.type == "cpu":
         torch_only = "Triton's interpreter can't multiply bfloat16"
+    may_train = torch_only is None or torch_only in GRADIENTS
     if torch_only in GRADIENTS and problem is not None:
         target = devices.target_of(call.device)
         trained = trained_as(problem, GRADIENTS[torch_only])
@@ -86,19 +90,25 @@ def candidates(
         torch_only = f"{torch_only}, and {why}"
         if call.mask_kind != "none" and call.device.type == "cuda":
             torch_only += " (without cuDNN, whose gradients can be NaN under a mask)"
-    if torch_only is None and problem is not None and not memo.pinned and call.torch_draws and not torch.is_inference_mode_enabled():
-        # A checkpoint's first forward runs without gradients, and its second has to drop what the first one dropped. Of what is computed in
+    recalls = trains = False
+    if may_train and problem is not None and not memo.pinned and call.torch_draws and (draws := unseeded()) != IN_INFERENCE:
+        # What is computed without gradients may be computed again with them, and has to drop the same then. Of what is computed in
         # inference mode nothing can be differentiated.
         trained, target = trained_as(problem), devices.target_of(call.device)
-        chosen, why = gradient_choice(memo, trained, target, repeatable=same_bits_asked(call.deterministic))
-        if chosen is None:
+        repeatable = same_bits_asked(call.deterministic)
+        chosen, why = gradient_choice(memo, trained, target, repeatable=repeatable)
+        trains = chosen is not None
+        recalls = trains or _has_gradients(memo, trained, target, repeatable=repeatable)
+        if torch_only is None and not trains and (draws == IN_AUTOGRAD or not recalls):
             torch_only = f"unseeded dropout drops what it would drop in training, and there {why}"
+        # Gradients of a bias and of what is given per head may be torch's where others aren't.
+        call = replace(call, remembered=recalls and (not trains or call.mask_kind == "bias" or call.per_head))
     if torch_only is not None or problem is None:
         gpu = "cpu" if call.device.type == "cpu" else _slug(call.device)
         key = problem.key(gpu) if problem is not None and call.device.type == "cuda" else None
         reason = f"{torch_only}, so torch's own attention serves it"
         said = functools.partial(Explanation, kind="framework", reason=reason, gpu=gpu, key=key)
-        yield Candidate(plan=FrameworkPlan.of(call, q, k, v, mask), kind="framework", said=said)
+        yield Candidate(plan=FrameworkPlan.of(call, q, k, v, mask), kind="framework", said=said, recalls=recalls)
         return
     target, known, records = _surroundings(memo, call, problem)
     q, k, v = call.views(q, k, v)
@@ -109,14 +119,16 @@ def candidates(
         said = functools.partial(Explanation, kind="exact", reason="its kernel is pinned", gpu=target.slug)
         yield Candidate(plan=KernelPlan(call, pinned, q), kind="exact", said=said)
     unmeasured = memo.unmeasured or call.device.type == "cpu"
-    for choice in _ranked(memo, problem, target, records, known, framework_serves=call.fused_by_torch, unmeasured=unmeasured):
+    # Where kernels draw in training, torch would drop other pairs.
+    torch_may = call.fused_by_torch and not trains
+    for choice in _ranked(memo, problem, target, records, known, framework_serves=torch_may, unmeasured=unmeasured):
         if isinstance(choice, Refusal):
             refused.append(_refusal(memo, choice))
             continue
         family, config = choice.family, choice.config
         if family is None or config is None:
             said = functools.partial(explained, choice, problem, target, tuple(refused))
-            yield Candidate(plan=FrameworkPlan.of(call, q, k, v, mask), kind=choice.kind, said=said)
+            yield Candidate(plan=FrameworkPlan.of(call, q, k, v, mask), kind=choice.kind, said=said, recalls=recalls)
             continue
         if family.name in failed and choice.record is not None:
             continue
@@ -197,6 +209,15 @@ def gradient_choice(memo: Memo, problem: Problem, target: Target, *, repeatable:
     with_more = f" with {' and '.join(trained.features.asked)}" if trained.features.asked else ""
     why = f"no backward kernel{with_more} was measured on GPUs like {target.name}"
     return None, f"{why} (FLASHTUNE_UNMEASURED=1 lets those serve that weren't)"
+
+
+def _has_gradients(memo: Memo, trained: Problem, target: Target, *, repeatable: bool) -> bool:
+    """Whether there is a backward kernel that was measured on the GPU's architecture, faster than torch's or not, or is allowed without."""
+    known = _repeatable(families()) if repeatable else families()
+    pool = memo.pool(trained.key(target.slug), target)
+    chosen = next(_gradient_choices(trained, target, pool, known, framework_serves=False, unmeasured=memo.unmeasured))
+    measured = chosen.record is not None and chosen.record.outcome.source == "measured"
+    return chosen.family is not None and (measured or memo.unmeasured)
 
 
 def _gradient_choices(

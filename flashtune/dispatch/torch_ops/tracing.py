@@ -1,9 +1,11 @@
 """`attention` under torch.compile: a kernel is one opaque operator of the graph, the framework's path is traced like any other code."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from flashtune.core import reference
 from flashtune.core.parameters import PER_HEAD
@@ -88,7 +90,11 @@ def define(eager: Callable[..., Any]) -> None:
 
     def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
         given = dict(zip(_OTHERS, others, strict=True))
-        served = eager(query, key, value, window=(given.pop("left"), given.pop("right")), **given)
+        window = given.pop("left"), given.pop("right")
+        # As inside of an autograd function: what a compiler made of a training step doesn't ask what was drawn without gradients.
+        alone = forward_ad._set_fwd_grad_enabled(False) if given["dropout_p"] and given["seed"] is None else contextlib.nullcontext()
+        with alone:
+            served = eager(query, key, value, window=window, **given)
         out, lse = served if given["return_lse"] else (served, query.new_empty(0, dtype=torch.float32))
         # What the graph was promised; the framework's own backends choose otherwise.
         shape, strides = _promised(query, key, value, given["enable_gqa"])

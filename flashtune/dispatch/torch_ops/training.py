@@ -7,6 +7,7 @@ bits every time, only families serve that add up in a fixed order.
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,11 +15,12 @@ import torch
 from flashtune.core.errors import InputError
 from flashtune.core.torch_dtypes import output_torch_dtype
 from flashtune.dispatch.call import Call, PerHead, parse, signed
-from flashtune.dispatch.plans.drawing import draws_in_a_capture, random_bits
-from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan, Outputs
+from flashtune.dispatch.plans.drawing import drawn_as, draws_in_a_capture, random_bits
+from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan, Outputs, RecallingPlan
 from flashtune.dispatch.plans.gradients import Given
 from flashtune.dispatch.plans.memory import out_strides
 from flashtune.dispatch.resolve import choosing, layers
+from flashtune.dispatch.resolve.code import tried
 from flashtune.dispatch.resolve.memo import Memo
 
 
@@ -170,6 +172,30 @@ class TrainingPlan:
         if call.rank == 4:
             return out, lse
         return call.restored(out), call.restored(lse) if call.return_lse else None
+
+
+def recalling(memo: Memo, plan: FrameworkPlan) -> RecallingPlan:
+    """The framework's plan for unseeded dropout of which kernels can compute gradients: they serve what they served before without."""
+    call = plan.call
+    chosen: list[TrainingPlan] = []
+
+    def kernels(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, *others: Any) -> Outputs:
+        given = query, key, value, attn_mask, *others
+        if chosen:
+            return chosen[0].run(*given)
+        inner = choosing.forward_of(call)
+        with memo.lock:
+            # The last is torch's operations, with the mask that kernels draw.
+            for forward in choosing.candidates(memo, inner, *call.views(query, key, value), call.small_mask(attn_mask), None):
+                made = TrainingPlan(memo, call, forward.plan)
+                build = partial(made.build, query, key, value, attn_mask, given[-1])
+                outputs = tried(memo, forward.variant, call.device, build, partial(made.run, *given))
+                if outputs is not None:
+                    chosen.append(made)
+                    return outputs
+        raise AssertionError("the candidates end with the framework")
+
+    return RecallingPlan(call=call, words=plan.words, like=drawn_as(call), kernels=kernels)
 
 
 class _Attention(torch.autograd.Function):
