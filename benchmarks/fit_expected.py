@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from drawn import DRAWN, shapes_of
@@ -20,11 +21,11 @@ from flashtune.core.config import Config
 from flashtune.core.problem import DECODE_ROWS, Problem
 from flashtune.db.library import shipped_path
 from flashtune.db.store import Store
-from flashtune.dispatch.policy.expected import LEFT_OUT, shares
+from flashtune.dispatch.policy.expected import LEFT_OUT, log_us, shares
 from flashtune.templates import family
 from flashtune.templates.cost import predict_us
 
-FAMILY = family("flash_fwd_hopper")
+FAMILY, STEPS = family("flash_fwd_hopper"), family("flash_decode")
 
 HOPELESS = 1.6
 """What takes so many times as long as a problem's best trial says little of the others."""
@@ -69,6 +70,24 @@ def measured(problems: Iterable[tuple[Problem, Trials]]) -> tuple[NDArray[np.flo
     return np.concatenate(rows), np.concatenate(errors)
 
 
+def of_steps() -> list[dict[str, Any]]:
+    """Decoding steps whose rows hold trials of flash_decode and of the family for many rows: by how much longer the best of these takes,
+    a logarithm, as measured and as the model expects, the one that it is most wrong of first."""
+    found = []
+    with Store.open(shipped_path(), writable=False) as store:
+        results = [result for result in store.results() if result.gpu == GPU.slug and result.problem.n_q <= DECODE_ROWS]
+    for result in results:
+        tried = times_of(result)
+        own, config = (min((one for one in tried if one[0] == kind.name), key=tried.__getitem__, default=None) for kind in (STEPS, FAMILY))
+        if own is None or config is None:
+            continue
+        expected, than = log_us(FAMILY, config[1], result.problem, GPU), log_us(STEPS, own[1], result.problem, GPU)
+        if expected is not None and than is not None:
+            logs = {"measured": round(math.log(tried[config] / tried[own]), 3), "expected": round(expected - than, 3)}
+            found.append({"step": result.problem.label(), "batch": result.problem.batch, "heads": result.problem.heads} | logs)
+    return sorted(found, key=lambda one: one["expected"] - one["measured"])
+
+
 def report() -> dict[str, dict[str, float]]:
     """The constants by rows and by random shapes, and how far the model is off in each (a standard deviation of logarithms): without any,
     with its own, and with those of the rows."""
@@ -83,9 +102,9 @@ def report() -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    """Print both fits; with --out, keep them."""
+    """Print both fits; with --out, keep them, and what is expected of decoding steps by two families."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="a folder for expected.json")
+    parser.add_argument("--out", type=Path, help="a folder for expected.json and steps.json")
     out = parser.parse_args().out
     found = report()
     for name, fit in found.items():
@@ -93,6 +112,7 @@ def main() -> None:
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         (out / "expected.json").write_text(json.dumps(found, indent=1) + "\n")
+        (out / "steps.json").write_text("[\n" + ",\n".join(map(json.dumps, of_steps())) + "\n]\n")
 
 
 if __name__ == "__main__":

@@ -214,6 +214,23 @@ def test_the_cost_model_prefers_a_config_that_fits_to_that_of_the_nearest_row_bu
     assert choose(full, H200, [*others, fits], families()).record is not fits
 
 
+def test_another_family_goes_before_the_nearest_row_of_a_decoding_step_only_where_that_leaves_the_gpu_idle() -> None:
+    decode = families()["flash_decode"]
+    wide = replace(PROBLEM, batch=64, heads=32, kv_heads=32, n_q=1, n_kv=1024, features=Features())
+    by_tiles = tiled(wide, 64, 64, ctas_per_sm=2, pingpong=False)
+    near = replace(wide, d=112, d_v=112)
+    config = decode.default(near.spec(), H200).replace(BLOCK_M=16, BLOCK_N=32, loads="tma", num_stages=4, num_warps=1, programs=4)
+    splits = record(near, template=decode.name, config=config)
+    # The cost model expects a gain, which comes to nothing.
+    asked = replace(near, n_kv=1216)
+    logs = [log_us(HOPPER, by_tiles.outcome.config, asked, H200), log_us(decode, splits.outcome.config, asked, H200)]
+    assert None not in logs and logs[0] < logs[1] - LEAST_GAIN  # type: ignore[operator]
+    assert choose(asked, H200, [splits, by_tiles], families()).record is splits
+    # A head to a program leaves most of the GPU idle.
+    few = replace(wide, batch=1, heads=4, kv_heads=4, n_kv=65536)
+    assert choose(few, H200, [tiled(replace(few, n_kv=32768), 64, 64, ctas_per_sm=2, pingpong=False), splits], families()).record is splits
+
+
 def test_what_torch_takes_is_told_by_the_nearest_row_where_another_goes_before_it() -> None:
     full = replace(sized(192, batch=128), features=Features())
     near, fits = (tiled(replace(full, n_q=n, n_kv=n), rows, 64, pingpong=False) for n, rows in ((256, 128), (768, 192)))

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from flashtune.core.config import Config
-from flashtune.core.problem import Problem
+from flashtune.core.problem import DECODE_ROWS, Problem
 from flashtune.core.results import Source, TuningRecord
 from flashtune.core.target import Target
 from flashtune.dispatch.policy.choices import Choice, Context, Fit, Preferred, Refusal, default_choice, exact_choice, fit_of, near_choice
@@ -26,6 +26,12 @@ fastest that was tried, and not all were.
 
 These three from leaving rows out (benchmarks/stand_in.py) and from random shapes (benchmarks/replay_unprepared.py), whose worst served were
 by configs of which the model says so; half and twice of each come to nearly the same."""
+
+
+STEP_FAMILIES = 0.35
+"""So much of what it expects a decoding step to gain by another family than the nearest row's isn't believed, a logarithm: where an H200
+reads at its memory's rate by either, it expects kernels made for many rows to gain 0.05 to 0.34 over flash_decode's, and they gained 0.04
+at most (benchmarks/results/2026-11-23-stand-in/steps.json)."""
 
 
 def choose(
@@ -152,10 +158,12 @@ def _gain(fit: Fit, nearest: Fit, here: Mapping[_Config, float | None], context:
     """The logarithm of what `fit` is expected to gain over the nearest record's config, 0 where nothing is said of one of them.
 
     At its own sizes that config was the fastest that was tried: what the model expects to gain there, too, is its error for a part (TRUST).
+    Of a decoding step it is wrong between families (STEP_FAMILIES).
     """
     nearest_us, us = here[_config(nearest)], here[_config(fit)]
     if nearest_us is None or us is None or us >= nearest_us:
         return 0.0 if nearest_us is None or us is None else nearest_us - us
     own = context.pool.expected(nearest.family, nearest.family.completed(nearest.record.outcome.config), nearest.record)
     there = context.pool.expected(fit.family, fit.config, nearest.record)
-    return nearest_us - us - (0.0 if own is None or there is None else TRUST * max(0.0, own - there))
+    doubted = STEP_FAMILIES if context.problem.n_q <= DECODE_ROWS and fit.family is not nearest.family else 0.0
+    return nearest_us - us - doubted - (0.0 if own is None or there is None else TRUST * max(0.0, own - there))
