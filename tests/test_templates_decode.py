@@ -68,7 +68,7 @@ def test_splits_are_the_fewest_with_the_shortest_longest_share_that_the_programs
 
 @given(blocks=st.integers(0, 500), splits=st.integers(1, 600))
 def test_every_block_of_keys_is_in_exactly_one_split(blocks: int, splits: int) -> None:
-    # The arithmetic of _split_range.jinja in units of blocks.
+    # The arithmetic of _key_range.jinja in units of blocks.
     share = -(-blocks // splits)
     visited = [block for split in range(splits) for block in range(split * share, min(split * share + share, blocks))]
     assert visited == list(range(blocks))
