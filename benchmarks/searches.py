@@ -17,10 +17,10 @@ from flashtune.templates import families
 from flashtune.templates.family import Family
 from flashtune.tuner import tasks
 from flashtune.tuner.carrying import carried
+from flashtune.tuner.forkserver import start_server
 from flashtune.tuner.replies import Failed
 from flashtune.tuner.sampling import ByExpectedImprovement, Sampler
 from flashtune.tuner.searching import Search, SearchPlan
-from flashtune.tuner.server import start_server
 from flashtune.tuner.space import Candidate, SearchSpace
 from flashtune.tuner.workers import Workers
 

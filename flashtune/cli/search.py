@@ -193,7 +193,7 @@ def run_search(
     target: Target, problems: list[Problem], options: SearchOptions, *, quiet: bool, command: str | None = None
 ) -> list[TuningRecord]:
     """Search these problems and return the rows that the database then serves for them; `command` is kept as what was typed."""
-    from flashtune.tuner.server import start_server
+    from flashtune.tuner.forkserver import start_server
 
     trace_times()
     # It imports torch, this process the rest, and a thread looks for GPUs: side by side.

@@ -16,7 +16,7 @@ import platformdirs
 from flashtune.core.problem import ProblemKey
 from flashtune.core.results import TuningRecord
 from flashtune.db.card import check_card
-from flashtune.db.ranking import by_key, foremost, key_order, preference, serve_all
+from flashtune.db.preference import by_key, foremost, key_order, preference, serve_all
 from flashtune.db.shipped import Shipped
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from pathlib import Path
 from flashtune.core.errors import DatabaseError, NoKernelFound
 from flashtune.core.results import TuningRecord
 from flashtune.db.library import Layer, Library
-from flashtune.db.ranking import by_key, foremost, key_order, serve_all
+from flashtune.db.preference import by_key, foremost, key_order, serve_all
 from flashtune.db.store import sqlite_path
 from flashtune.db.writing import write_file
 
@@ -32,7 +32,7 @@ def merge(
 ) -> Merged:
     """Write the best row of each key that any of these databases has to a new SQLite file, with its provenance as it was.
 
-    Of several rows of a key the one that gained most over the framework in its own run is kept: `ranking.preference`, as in a library;
+    Of several rows of a key the one that gained most over the framework in its own run is kept: `preference`, as in a library;
     equals go to the database that is named first. Those that are `passed_over` give way to the next. The file appears whole or not at all;
     `replace` allows it to take the place of another tuned database, but not of one of these.
 

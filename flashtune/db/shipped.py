@@ -10,7 +10,7 @@ from urllib.parse import quote
 from flashtune.core.problem import ProblemKey
 from flashtune.core.results import TuningRecord
 from flashtune.db import rows
-from flashtune.db.ranking import by_key
+from flashtune.db.preference import by_key
 from flashtune.db.values import LARGEST, Row
 
 _TABLES = ("problem", "run", "trial")
@@ -33,7 +33,7 @@ _OF_ONE_KEY = "AND run_id IN (SELECT id FROM run WHERE problem_id = ?)"
 
 
 class Shipped(Mapping[ProblemKey, list[TuningRecord]]):
-    """The records of each key in the package's own database, the best first (flashtune.db.ranking); a key's are read when they are asked
+    """The records of each key in the package's own database, the best first (flashtune.db.preference); a key's are read when they are asked
     for, each value checked as always.
 
     Raises sqlite3.Error or RowError where the file isn't what was shipped.

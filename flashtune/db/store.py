@@ -19,7 +19,7 @@ from flashtune.core.problem import ProblemKey
 from flashtune.core.results import Outcome, SearchResult, TuningRecord
 from flashtune.core.secrets import mask_secrets
 from flashtune.db import rows
-from flashtune.db.ranking import by_key, foremost, key_order, serve_all
+from flashtune.db.preference import by_key, foremost, key_order, serve_all
 from flashtune.db.schema import ProblemRow, RunRow, TrialRow
 from flashtune.db.server import Server
 from flashtune.db.sqlite_file import SqliteFile
@@ -112,7 +112,7 @@ class Store:
         """The best record of every key that passes the filter, in order of keys.
 
         Each run's candidate is rank 1 of its closing race, or else its fastest correct outcome (ties by variant id);
-        `ranking.preference` chooses between runs. One that is `passed_over` gives way to the next of its key, where there is one.
+        `preference` chooses between runs. One that is `passed_over` gives way to the next of its key, where there is one.
         """
         found = by_key(self.winners(**where))
         return [foremost(found[key], passed_over) for key in sorted(found, key=key_order)]

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 
-from flashtune.tuner.server import HELD_BACK
+from flashtune.tuner.forkserver import HELD_BACK
 
 _PR_SET_PDEATHSIG = 1
 """From <sys/prctl.h>: the signal that a process gets when its parent ends."""

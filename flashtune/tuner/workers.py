@@ -15,8 +15,8 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import Fate
 from flashtune.core.target import Target
 from flashtune.tuner import child, tasks
+from flashtune.tuner.forkserver import serving
 from flashtune.tuner.replies import Answer, Failed, Ready
-from flashtune.tuner.server import serving
 
 Crew = Literal["compile", "interpret", "device"]
 """Compilers run side by side; one process interprets; one for each GPU holds it alone, so that nothing disturbs its timings."""

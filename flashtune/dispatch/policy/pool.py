@@ -11,7 +11,7 @@ from flashtune.core.nearness import octaves
 from flashtune.core.problem import Problem, ProblemKey
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target, targets
-from flashtune.db.ranking import by_key, preference
+from flashtune.db.preference import by_key, preference
 from flashtune.dispatch.policy import losses
 from flashtune.dispatch.policy.expected import log_us
 from flashtune.dispatch.policy.losses import comparable, kind_of, kinds_apart, torch_runs_alike

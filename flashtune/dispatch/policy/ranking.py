@@ -66,7 +66,7 @@ def rank(
     (`framework_serves` says whether torch has the features), and elsewhere only if `unmeasured` allows it.
 
     Near is `flashtune.core.nearness.distance`, with head sizes as kernels pad them and another GPU as far as two octaves of N; ties go to
-    the same alignment, then among records of one key to the preferred one (flashtune.db.ranking), then to records of the user over
+    the same alignment, then among records of one key to the preferred one (flashtune.db.preference), then to records of the user over
     shipped ones, the larger sizes, the shorter time and the lower variant id, so that equal libraries choose equally everywhere. Between
     a decoding step and more rows, between passes, and between element types of other sizes nothing is near.
 
