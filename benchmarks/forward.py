@@ -12,6 +12,9 @@ models make (flashtune.tuner.distributions), some with half of the keys hidden b
 plan on random numbers, with errors of output and LSE; calls before the timing let the plan remember that scores mislead it. Those without
 which a run says least come first, so that it may be cut short.
 
+With `--known FILE` the cells that an earlier run's forward.json has are taken from it where the same kernels serve them still, and each
+such row says of which run it is: several runs make a whole where there is no time for one. Without a GPU only these are put together.
+
 Prints tables (of rates, and of microseconds for models and for small cells, which latency limits), writes forward.json to the folder named
 by OUT (default: the current one) after each cell, but only every WRITING_S, and exits with 1 where a result is wrong (its error more than
 twice the framework's) or a cell failed.
@@ -24,13 +27,14 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from children import in_children
 from forward_cells import USUAL, Cell, cells, groups_of, numbers_of, peers_of_text
+from forward_known import rows_of
 from forward_peers import Checked, check_cell, start, time_cell
 from forward_report import FA4, NO_TIME, Row, fa4_ratios, summary, tables
 
@@ -54,19 +58,22 @@ def run(
     limit_s: float,
     budget_s: float = math.inf,
     keep: Callable[[list[Row]], object] | None = None,
+    known: Mapping[Cell, Row] | None = None,
 ) -> list[Row]:
-    """Check all in parallel, then time those that have something to time one after another; `keep` gets the rows after each.
+    """Check all in parallel but what is `known`, then time those that have something to time one after another; `keep` gets the rows after
+    each.
 
     Of the time `budget_s` no more than CHECKING is for checks. What is left out for want of time has a row that says so.
     """
     began = time.monotonic()
-    rows = {cell: Row(cell=cell, failed=NO_TIME) for cell in chosen}
+    rows = {cell: Row(cell=cell, failed=NO_TIME) for cell in chosen} | dict(known or {})
+    chosen = [cell for cell in chosen if cell not in (known or {})]
     checks = in_children([(check_cell, (cell, DEVICE, seed)) for cell in chosen], start=start, count=jobs, limit_s=limit_s)
     for cell, (checked, failed) in until(began + CHECKING * budget_s, zip(chosen, checks, strict=True)):
         rows[cell] = Row(cell=cell, checked=checked or Checked(), failed=failed)
         print(f"checked {cell.name} {rows[cell].remark}".rstrip(), file=sys.stderr, flush=True)
     checks.close()
-    sound = [cell for cell, row in rows.items() if not row.remark]
+    sound = [cell for cell in chosen if not rows[cell].remark]
     rows |= {cell: replace(rows[cell], failed=NO_TIME) for cell in sound}
     times = in_children([(time_cell, (cell, DEVICE, seed, seconds)) for cell in sound], start=start, limit_s=limit_s)
     for cell, (found, failed) in until(began + budget_s, zip(sound, times, strict=True)):
@@ -112,6 +119,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--jobs", type=int, default=min(8, os.cpu_count() or 1), help="cells that are checked at once (default: %(default)s)"
     )
+    parser.add_argument(
+        "--known",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="an earlier run's forward.json, whose cells aren't run again",
+    )
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
@@ -119,12 +134,16 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Run, print and write."""
     options = arguments()
-    if local_gpu() is None:
+    gpu = local_gpu()
+    if gpu is None and not options.known:
         raise SystemExit("forward.py times kernels on a GPU and found none: run it on the GPU's machine")
     chosen = cells(options.cells, d=options.d, n=options.n, without=options.without, only=options.only)
     known = fa4_ratios()
     made_by = provenance(command=shlex.join(["python", *sys.argv]), seed=options.seed, measured=True).as_json()
 
+    before = {cell: row for path in options.known for cell, row in rows_of(path, chosen).items()}
+    if options.known:
+        print(f"{len(before)} of {len(chosen)} cells are known", file=sys.stderr, flush=True)
     written = -math.inf
 
     def keep(rows: list[Row], *, last: bool = False) -> None:
@@ -144,15 +163,19 @@ def main() -> None:
         (folder / "forward.json.new").write_text(json.dumps(found, indent=1, allow_nan=False))
         (folder / "forward.json.new").replace(folder / "forward.json")
 
-    rows = run(
-        chosen,
-        seed=options.seed,
-        seconds=options.seconds,
-        jobs=options.jobs,
-        limit_s=options.limit,
-        budget_s=options.budget_s,
-        keep=keep,
-    )
+    if gpu is None:
+        rows = [before.get(cell, Row(cell=cell, failed=NO_TIME)) for cell in chosen]
+    else:
+        rows = run(
+            chosen,
+            seed=options.seed,
+            seconds=options.seconds,
+            jobs=options.jobs,
+            limit_s=options.limit,
+            budget_s=options.budget_s,
+            keep=keep,
+            known=before,
+        )
     keep(rows, last=True)
     print(tables(rows, known))
     if any(row.wrong or row.failed for row in rows):

@@ -15,8 +15,11 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from flashtune import dispatch
 from flashtune.core import reference
 from flashtune.core.config import Config
+from flashtune.core.problem import Problem
 from flashtune.core.results import Measurement
 from flashtune.core.tolerances import Tolerance, tolerance
+from flashtune.templates import family
+from flashtune.templates.rendering import variant_of
 from flashtune.tuner import child, tasks
 from flashtune.tuner.baseline import framework_call
 from flashtune.tuner.correctness import Expected, everywhere, oracle, places
@@ -64,13 +67,14 @@ class Error:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """What serves our call of a cell (see dispatch.Explanation), the errors of all that ran, and why others didn't."""
+    """What serves our call of a cell (see dispatch.Explanation), the errors of all that ran, and why others didn't; `twin` is a variant."""
 
     kind: str = ""
     template: str | None = None
     variant: str | None = None
     config: Config | None = None
     reason: str = ""
+    twin: str | None = None
     errors: dict[str, Error] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
 
@@ -334,9 +338,16 @@ def check_cell(cell: Cell, device: str, seed: int) -> Checked:
         variant=chosen.variant_id,
         config=chosen.config,
         reason=chosen.reason,
+        twin=_twin_of(chosen, cell.problem),
         errors=errors,
         notes=notes,
     )
+
+
+def _twin_of(chosen: dispatch.Explanation, problem: Problem) -> str | None:
+    if chosen.template is None or chosen.twin is None:
+        return None
+    return variant_of(family(chosen.template), problem.spec(), chosen.twin).id
 
 
 def time_cell(cell: Cell, device: str, seed: int, seconds: float) -> dict[str, Measurement]:

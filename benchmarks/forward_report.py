@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,12 +61,14 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """All that is known of a cell. `failed` says why it ended early (empty when it didn't)."""
+    """All that is known of a cell. `failed` says why it ended early (empty when it didn't); `run` are command and time of the earlier run
+    that a row was taken from."""
 
     cell: Cell
     checked: Checked = field(default_factory=Checked)
     times: dict[str, Measurement] = field(default_factory=dict)
     failed: str = ""
+    run: Mapping[str, str] | None = None
 
     @property
     def wrong(self) -> str:
@@ -142,7 +145,7 @@ class Row:
             "features": p.features.as_json(),
             "scores": self.cell.scores,
             "served": {
-                **{name: getattr(self.checked, name) for name in ("kind", "template", "variant", "reason")},
+                **{name: getattr(self.checked, name) for name in ("kind", "template", "variant", "reason", "twin")},
                 "config": None if self.checked.config is None else self.checked.config.as_dict(),
             },
             "times": {name: asdict(time) for name, time in self.times.items()},
@@ -154,6 +157,7 @@ class Row:
             "notes": self.checked.notes,
             "failed": self.failed,
             "wrong": self.wrong,
+            "run": None if self.run is None else dict(self.run),
         }
 
 
@@ -189,6 +193,8 @@ def tables(rows: Sequence[Row], known: dict[tuple[int, bool, int], float]) -> st
     parts.append("\n".join(["slower than a peer:", *slower] if slower else []))
     lost = [f"{row.cell.name}: {same:.2f}" for row in rows if (same := row.ratio(RANDOM)) is not None and same < LEAST_SAME]
     parts.append("\n".join([f"below {LEAST_SAME:g} of the rate on random numbers:", *lost] if lost else []))
+    runs = Counter(f"{row.run['created_at']}, {row.run['command']}" for row in rows if row.run is not None)
+    parts.append("\n".join(["of earlier runs:", *(f"{count} of {len(rows)}: {run}" for run, count in runs.items())] if runs else []))
     notes = [f"{row.cell.name}: {name}: {why}" for row in rows for name, why in row.checked.notes.items()]
     parts.append("\n".join(["not timed:", *notes] if notes else []))
     return "\n\n".join(part for part in parts if part)

@@ -30,6 +30,7 @@ import forward_peers
 import tune
 from children import in_children
 from forward_cells import CUDNN_FP8, GROUPS, LENGTHS, RANDOM, Cell, cells
+from forward_known import serving
 from forward_peers import OURS, Checked, Error
 from forward_report import NO_TIME, Row, fa4_ratios, geometric_mean, summary, tables
 
@@ -454,6 +455,50 @@ def test_a_run_that_is_ended_leaves_a_whole_file(tmp_path: Path, monkeypatch: py
     # The second came within WRITING_S of the first.
     assert kept == [1, 1]
     assert len(json.loads((tmp_path / "forward.json").read_text())["rows"]) == len(chosen) == 2
+
+
+def test_what_an_earlier_run_found_is_taken_where_the_same_kernels_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    h200 = find_target("h200")
+    asked = "full bf16 (random|sink.8|needle.30|drift-60) D=64 N=4096"
+    chosen = cells(("scores",), only=asked)
+    timed: list[list[Cell]] = []
+
+    def run(every: list[Cell], *, keep: Callable[[list[Row]], object], known: dict[Cell, Row], **_: object) -> list[Row]:
+        mine = [cell for cell in every if cell not in known]
+        timed.append(mine)
+        own, twin = serving(mine[0].problem, h200)
+        fresh = [row(cell, {name: 1.0 for name in (OURS, *cell.peers)}) for cell in mine[:-1]]
+        fresh = [replace(one, checked=replace(one.checked, variant=own, twin=twin)) for one in fresh]
+        fresh += [Row(cell=mine[-1], failed=NO_TIME)]
+        return [*fresh, *known.values()]
+
+    def written(*words: str) -> dict[str, Any]:
+        monkeypatch.setattr(sys, "argv", ["forward.py", "--cells", "scores", "--only", asked, *words])
+        with pytest.raises(SystemExit):
+            forward.main()
+        found: dict[str, Any] = json.loads((tmp_path / "forward.json").read_text())
+        found["provenance"]["gpu_name"] = "NVIDIA H200"
+        return found
+
+    monkeypatch.setattr(forward, "run", run)
+    monkeypatch.setattr(forward, "local_gpu", lambda: LocalGpu(name="NVIDIA H200", target=h200))
+    monkeypatch.setenv("OUT", str(tmp_path))
+    first = written()
+    # A kernel of another text, whoever's twin it is, isn't the one that was timed.
+    first["rows"][0]["served"]["twin"] = "another"
+    (tmp_path / "first.json").write_text(json.dumps(first))
+    second = written("--known", str(tmp_path / "first.json"))
+    found = {one["case"]: one["run"] for one in second["rows"]}
+    assert timed == [chosen, [chosen[0], chosen[-1]]]
+    theirs = {name: first["provenance"][name] for name in ("command", "created_at")}
+    assert [found[cell.case] for cell in chosen] == [None, theirs, theirs, None]
+    # Anywhere what several runs found is put together.
+    monkeypatch.setattr(forward, "local_gpu", lambda: None)
+    monkeypatch.setattr(forward, "run", None)
+    (tmp_path / "second.json").write_text(json.dumps(second))
+    both = written("--known", str(tmp_path / "first.json"), "--known", str(tmp_path / "second.json"))
+    mine = {name: second["provenance"][name] for name in ("command", "created_at")}
+    assert {one["case"]: one["run"] for one in both["rows"]} == found | {chosen[0].case: mine}
 
 
 class Frontend:
