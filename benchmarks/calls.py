@@ -371,7 +371,7 @@ if {hidden}:
 start = time.perf_counter()
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
-q = torch.ones(4, 16, 1024, 128, device="cuda", dtype=torch.bfloat16)
+q = torch.ones({sizes}, device="cuda", dtype=torch.bfloat16)
 torch.cuda.synchronize()
 ready = time.perf_counter()
 if {ours}:
@@ -389,12 +389,24 @@ print(ready - start, imported - ready, called - imported)
 """
 
 
-WAYS = (("torch", False, False), ("ours", True, False), ("ours, no Triton, no compiler", True, True))
-"""What a new process does: its name, whether our attention serves, and whether Triton and compilers are hidden from it."""
+USUAL, OF_A_ROW, APART = "4, 16, 1024, 128", "4, 16, 2048, 128", "4, 16, 900, 80"
+"""Sizes of a new process's call: of another number of heads than the nearest row has, a row's own, and far from all rows."""
+
+WAYS = (
+    ("torch", False, False, USUAL),
+    ("ours", True, False, USUAL),
+    ("ours, no Triton, no compiler", True, True, USUAL),
+    ("torch, at a row's sizes", False, False, OF_A_ROW),
+    ("ours, at a row's sizes", True, False, OF_A_ROW),
+    ("torch, far from rows", False, False, APART),
+    ("ours, far from rows", True, False, APART),
+)
+"""What a new process does: its name, whether our attention serves, whether Triton and compilers are hidden from it, and the sizes."""
 
 
 def process_part() -> Iterator[dict[str, Any]]:
-    """Seconds of a new process beyond importing torch: importing us, and the first result; for ours also beyond torch's own first result.
+    """Seconds of a new process beyond importing torch: importing us, and the first result; for ours also beyond torch's own first result
+    of the same sizes.
 
     Bytecode is written as for an installed package, by the first run of each, which meets cold caches and is told apart.
     """
@@ -402,10 +414,10 @@ def process_part() -> Iterator[dict[str, Any]]:
     runs: dict[str, list[list[float]]] = {name: [] for name, _, _ in WAYS}
     failed: dict[str, str] = {}
     # In turns, since the machine's load drifts.
-    for _ in range(8):
-        for name, ours, hidden in WAYS:
+    for _ in range(6):
+        for name, ours, hidden, sizes in WAYS:
             if name not in failed:
-                command = [sys.executable, "-c", FIRST_CALL.format(ours=ours, hidden=hidden)]
+                command = [sys.executable, "-c", FIRST_CALL.format(ours=ours, hidden=hidden, sizes=sizes)]
                 try:
                     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
                 except subprocess.TimeoutExpired:
@@ -415,18 +427,18 @@ def process_part() -> Iterator[dict[str, Any]]:
                     failed[name] = (done.stderr.strip().splitlines() or ["no word of why"])[-1][:300]
                 else:
                     runs[name].append([float(x) for x in done.stdout.split()])
-    of_torch: dict[str, float] = {}
-    for name, ours, _ in WAYS:
+    of_torch: dict[tuple[str, str], float] = {}
+    for name, ours, _, sizes in WAYS:
         if name in failed:
             yield {"process": name, "failed": failed[name]}
         for label, some in (("first run", runs[name][:1]), ("later runs", runs[name][1:])):
             if some:
                 imported, called = (statistics.median(run[place] for run in some) for place in (1, 2))
                 row: dict[str, Any] = {"process": name, "runs": label, "import_s": round(imported, 4), "first_call_s": round(called, 4)}
-                if ours and label in of_torch:
-                    row["beyond_torch_s"] = round(imported + called - of_torch[label], 4)
+                if ours and (sizes, label) in of_torch:
+                    row["beyond_torch_s"] = round(imported + called - of_torch[sizes, label], 4)
                 elif not ours:
-                    of_torch[label] = called
+                    of_torch[sizes, label] = called
                 yield row
 
 

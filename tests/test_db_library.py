@@ -5,6 +5,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -118,6 +119,18 @@ def test_a_row_that_settles_has_the_best_measured_trial_that_does_not_as_its_twi
     # Where only the best is exported, its twin comes along.
     assert Library.of(tmp_path / "b.sqlite").best(record.key) == replace(record, origin=str(tmp_path / "b.sqlite"))
     assert [replace(r, origin="") for r in Shipped(tmp_path / "a.sqlite").winners()] == [replace(record, origin="")]
+
+
+def test_the_packages_database_is_read_by_threads_and_by_a_forked_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped = Shipped(shipped_path())
+    keys = list(shipped)[:3]
+    wanted = [shipped[key] for key in keys]
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(shipped.__getitem__, keys)) == wanted
+    connection = shipped._connection
+    assert shipped[keys[0]] == wanted[0] and shipped._connection is connection
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    assert shipped[keys[0]] == wanted[0] and shipped._connection is not connection
 
 
 def test_a_row_with_running_maxima_needs_no_twin(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +13,9 @@ from flashtune.dispatch.launch import kernels
 from flashtune.dispatch.policy import Choice, Kind, Refusal
 from flashtune.dispatch.policy.losses import Estimate
 from flashtune.dispatch.policy.ready import LITTLE_BEHIND, NEAR_EQUAL, ready_first
-from flashtune.templates import family
+from flashtune.dispatch.resolve import choosing
+from flashtune.dispatch.resolve.memo import Memo
+from flashtune.templates import family, rendering
 
 H200 = find_target("h200")
 PLAIN = Problem(batch=4, heads=16, kv_heads=4, n_q=512, n_kv=512, d=128, d_v=128, dtype="bf16")
@@ -93,6 +96,23 @@ def test_what_is_estimated_to_lose_far_more_what_is_of_this_key_and_torch_keep_t
     assert order(choice("exact", None, "exact"), B, FRAMEWORK, ready="b") == ["exact", "b", "torch"]
     assert order(A, FRAMEWORK, B, ready="b") == ["a", "torch", "b"]
     assert order(choice("default", None, "default"), B, ready="b") == ["default", "b"]
+
+
+def test_nothing_is_rendered_to_be_looked_for_in_an_empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jinja takes longer than all else of a first call."""
+    monkeypatch.setenv("FLASHTUNE_CACHE", str(tmp_path))
+    rendered: list[object] = []
+    variant_of = rendering.variant_of
+    monkeypatch.setattr(rendering, "variant_of", lambda *given: rendered.append(given) or variant_of(*given))  # type: ignore[func-returns-value]
+    spec = replace(PLAIN, d=104, d_v=104).spec()
+    unshipped = replace(A, spec=spec, config=family("flash_fwd_hopper").default(spec, H200))
+    assert not choosing._compiled(Memo(), H200, unshipped) and not rendered
+    (tmp_path / "kernels" / "sm_90a-triton-3.6.0").mkdir(parents=True)
+    assert not choosing._compiled(Memo(), H200, unshipped) and rendered
+    # Of what ships there is nothing to be rendered.
+    rendered.clear()
+    shipped = dispatch.explain_problem(replace(PLAIN, n_q=4096, n_kv=4096), "h200")
+    assert kernels.shipped_index(kernels.PACKAGE).find(str(shipped.variant_id)) is not None and not rendered
 
 
 STEPS = {"gpt2": (12, 12, 64), "llama": (16, 4, 128), "qwen3": (16, 8, 128), "gemma2": (8, 4, 256)}

@@ -70,6 +70,13 @@ def find(variant_id: str, arch: str, triton: str | None = None) -> Manifest | No
     return None
 
 
+def holds(arch: str) -> bool:
+    """Whether there is anything for an architecture (`sm_90a`) in the user's cache."""
+    with suppress(OSError):
+        return any(place.name.partition("-triton-")[0] == arch for place in (wanted_cache_dir() / "kernels").iterdir())
+    return False
+
+
 def _own(path: Path) -> bool:
     """Whether this exists and this user alone can write there; a link doesn't count as one's own."""
     try:

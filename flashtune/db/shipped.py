@@ -1,9 +1,11 @@
 """The database inside the package, read with sqlite3 alone, and of its rows those that are asked for: a new process's first call waits
 neither for SQLAlchemy nor for rows that have no say in it."""
 
+import os
 import sqlite3
+import threading
+import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import closing
 from pathlib import Path
 from urllib.parse import quote
 
@@ -41,10 +43,12 @@ class Shipped(Mapping[ProblemKey, list[TuningRecord]]):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with closing(self._connected()) as connection:
-            self._names = {table: [row[1] for row in connection.execute(f"PRAGMA table_info({table})")] for table in _TABLES}
-            names = self._names["problem"]
-            found = [dict(zip(names, values, strict=True)) for values in connection.execute(f"SELECT {', '.join(names)} FROM problem")]
+        self._lock = threading.Lock()
+        self._process, self._connection = self._connected()
+        connection = self._connection
+        self._names = {table: [row[1] for row in connection.execute(f"PRAGMA table_info({table})")] for table in _TABLES}
+        names = self._names["problem"]
+        found = [dict(zip(names, values, strict=True)) for values in connection.execute(f"SELECT {', '.join(names)} FROM problem")]
         self._ids = {rows.read_key(Row(fields)): fields["id"] for fields in found}
 
     def __getitem__(self, key: ProblemKey) -> list[TuningRecord]:
@@ -60,8 +64,11 @@ class Shipped(Mapping[ProblemKey, list[TuningRecord]]):
         """The candidate of every run, newest run first."""
         return self._read(None)
 
-    def _connected(self) -> sqlite3.Connection:
-        return sqlite3.connect(f"file:{quote(str(self._path))}?mode=ro&immutable=1", uri=True)
+    def _connected(self) -> tuple[int, sqlite3.Connection]:
+        """The process and its connection, which is kept: to open one takes longer than to ask it."""
+        connection = sqlite3.connect(f"file:{quote(str(self._path))}?mode=ro&immutable=1", uri=True, check_same_thread=False)
+        weakref.finalize(self, connection.close)
+        return os.getpid(), connection
 
     def _read(self, problem: int | None) -> list[TuningRecord]:
         """The candidates of the runs of one row of `problem`, or of all."""
@@ -70,9 +77,12 @@ class Shipped(Mapping[ProblemKey, list[TuningRecord]]):
         trial_columns = ", ".join(f"trial.{name}" for name in names["trial"])
         winners = _WINNERS.format(which="median_us IS NOT NULL OR rank IS NOT NULL", columns=columns, only=only)
         twin_trials = f"median_us IS NOT NULL AND config LIKE '{rows.RUNNING_PATTERN}'"
-        with closing(self._connected()) as connection:
-            found = connection.execute(winners, asked).fetchall()
-            others = connection.execute(_TWINS.format(which=twin_trials, columns=trial_columns, only=only), asked)
+        with self._lock:
+            if self._process != os.getpid():
+                # A connection mustn't be taken through a fork.
+                self._process, self._connection = self._connected()
+            found = self._connection.execute(winners, asked).fetchall()
+            others = self._connection.execute(_TWINS.format(which=twin_trials, columns=trial_columns, only=only), asked)
             running = [dict(zip(names["trial"], values, strict=True)) for values in others]
         twins = {fields["run_id"]: Row(fields) for fields in running}
         records = []

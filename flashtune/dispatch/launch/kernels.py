@@ -25,13 +25,21 @@ def variant(family: Family, spec: KernelSpec, config: Config, known_hash: str | 
     nor Jinja needs to be read.
     """
     family.validate(config)
-    if known_hash is not None:
-        recorded = Variant(template=family.name, template_hash=known_hash, spec=spec, config=family.said(config))
-        if _shipped_name(recorded) is not None:
-            return recorded
+    if (shipped := _shipped(family, spec, config, known_hash)) is not None:
+        return shipped
     from flashtune.templates import rendering
 
     return rendering.variant_of(family, spec, config)
+
+
+def may_be_compiled(family: Family, spec: KernelSpec, config: Config, known_hash: str | None, arch: str) -> bool:
+    """Whether there may be machine code of a variant for an architecture (Target.arch), as far as that can be told without its name, for
+    which its text has to be rendered: nothing is in the cache of who never searched."""
+    if _shipped(family, spec, config, known_hash) is not None:
+        return True
+    from flashtune.core import kernel_cache
+
+    return arch.isdigit() and kernel_cache.holds(machine_arch(int(arch)))
 
 
 def load(family: Family, chosen: Variant) -> ModuleType:
@@ -88,6 +96,14 @@ def shipped_manifest(chosen: Variant, arch: str) -> Manifest | None:
     if manifest.variant_id != chosen.id:
         raise EnvironmentProblem(f"{path} is the manifest of another kernel than its index says: install flashtune again")
     return manifest
+
+
+def _shipped(family: Family, spec: KernelSpec, config: Config, known_hash: str | None) -> Variant | None:
+    """The variant of a template's hash where a file was shipped for exactly that."""
+    if known_hash is None:
+        return None
+    recorded = Variant(template=family.name, template_hash=known_hash, spec=spec, config=family.said(config))
+    return None if _shipped_name(recorded) is None else recorded
 
 
 def _shipped_name(chosen: Variant) -> str | None:

@@ -336,11 +336,16 @@ def _ranked(
     memo: Memo, problem: Problem, target: Target, records: Pool | Sequence[TuningRecord], known: Mapping[str, Family], **words: bool
 ) -> Iterator[Choice | Refusal]:
     """The policy's order, save that what is compiled goes before near-equal stand-ins that aren't."""
+    return ready_first(rank(problem, target, records, known, **words), functools.partial(_compiled, memo, target))
 
-    def ready(choice: Choice) -> bool:
-        return choice.family is not None and memo.machine_code(choice.family, variant_of(choice, choice.family), target)[0] is not None
 
-    return ready_first(rank(problem, target, records, known, **words), ready)
+def _compiled(memo: Memo, target: Target, choice: Choice) -> bool:
+    """Whether machine code of a choice's kernel is at hand."""
+    family, config, record = choice.family, choice.config, choice.record
+    known_hash = None if record is None else record.outcome.template_hash
+    if family is None or config is None or not kernels.may_be_compiled(family, choice.spec, config, known_hash, target.arch):
+        return False
+    return memo.machine_code(family, variant_of(choice, family), target)[0] is not None
 
 
 def _surroundings(memo: Memo, call: Call, problem: Problem) -> tuple[Target, Mapping[str, Family], Pool | Sequence[TuningRecord]]:
