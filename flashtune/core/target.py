@@ -32,7 +32,6 @@ class Target:
     max_threads_per_sm: int
     warp_size: int
     l2_bytes: int
-    memory_bytes: int
     bandwidth_gbs: float
     boost_mhz: int
     exp_per_clock: int

@@ -66,7 +66,6 @@ def described(name: str, properties: object, *, amd: bool) -> Target:
         "name": name,
         "sms": sms,
         "shared_bytes_per_block": number("shared_memory_per_block_optin", number("shared_memory_per_block", 49152)),
-        "memory_bytes": number("total_memory"),
         "driver_names": (name,),
         "aliases": (),
         "sources": ("the driver",),
