@@ -103,7 +103,7 @@ def test_text_has_both_units_labelled() -> None:
 def test_another_gpu_than_the_named_one_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     here = LocalGpu(name="NVIDIA A10", target=command.find_target("a10"))
     monkeypatch.setattr(command, "gpu_may_be_present", lambda: True)
-    monkeypatch.setattr("flashtune.tuner.machine.local_gpu", lambda: here)
+    monkeypatch.setattr(command, "local_gpu", lambda: here)
     found = run_json(*EXAMPLE, "--gpu-name", "h200")
     assert found["measured"] is None
     assert found["not_measured"] == "this machine has a NVIDIA A10, not a NVIDIA H200 SXM"
@@ -111,7 +111,7 @@ def test_another_gpu_than_the_named_one_is_not_measured(monkeypatch: pytest.Monk
 
 def test_a_gpu_outside_the_table_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "gpu_may_be_present", lambda: True)
-    monkeypatch.setattr("flashtune.tuner.machine.local_gpu", lambda: LocalGpu(name="NVIDIA T4", target=None))
+    monkeypatch.setattr(command, "local_gpu", lambda: LocalGpu(name="NVIDIA T4", target=None))
     found = run_json(*EXAMPLE)
     assert (found["measured"], found["not_measured"]) == (None, "this machine's NVIDIA T4 is not in the table of GPUs")
 

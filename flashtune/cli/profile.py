@@ -4,7 +4,6 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -19,10 +18,10 @@ from flashtune.core.models import find_model
 from flashtune.core.problem import DIRECTIONS, Features, Problem
 from flashtune.core.target import Target, find_target
 from flashtune.profiler.accounting import ELEMENTWISE, Elementwise
-from flashtune.profiler.device import gpu_may_be_present
 from flashtune.profiler.paths import check_plot_path, require_matplotlib
 from flashtune.profiler.strategies import DEFAULT_RANK, DEFAULT_WINDOW, check_rank, check_window
 from flashtune.profiler.summary import ChosenBy, Profile
+from flashtune.tuner.machine import gpu_may_be_present, local_gpu
 
 DEFAULT_GPU = "h200"
 """Whose roofline is shown where no GPU was named and none is here: the one that the shipped kernels were tuned on."""
@@ -158,11 +157,7 @@ def _choose(named: Target | None, here: Target | None) -> tuple[Target, ChosenBy
 
 def _local(named: Target | None) -> tuple[Target | None, str]:
     """The GPU of this machine where the table knows it, and why nothing can be measured on it (empty when it can)."""
-    gpu: Any = None
-    if gpu_may_be_present():
-        from flashtune.tuner.machine import local_gpu
-
-        gpu = local_gpu()
+    gpu = local_gpu() if gpu_may_be_present() else None
     if gpu is None:
         return None, "this machine has no GPU that torch can use"
     if gpu.target is None:

@@ -54,7 +54,13 @@ def gpu_names() -> tuple[str, ...]:
     return tuple(map(torch.cuda.get_device_name, range(torch.cuda.device_count())))
 
 
-def started_driver() -> tuple[ctypes.CDLL, int] | None:
+def gpu_may_be_present() -> bool:
+    """False only where no NVIDIA driver sees a GPU and no AMD driver is loaded; asked without torch, which most profiles don't need."""
+    started = _started_driver()
+    return (started is not None and started[1] > 0) or Path("/dev/kfd").exists()
+
+
+def _started_driver() -> tuple[ctypes.CDLL, int] | None:
     """NVIDIA's driver and how many GPUs it sees (`CUDA_VISIBLE_DEVICES` counts); None where there is none that starts."""
     count = ctypes.c_int()
     try:
@@ -66,7 +72,7 @@ def started_driver() -> tuple[ctypes.CDLL, int] | None:
 
 def _driver_names() -> tuple[str, ...] | None:
     """What the driver says of them; None where torch says otherwise: where it can't start the driver, or was built for a later one."""
-    built_for, version, started = _built_for(), ctypes.c_int(), started_driver()
+    built_for, version, started = _built_for(), ctypes.c_int(), _started_driver()
     if built_for is None or started is None:
         return None
     driver, count = started
