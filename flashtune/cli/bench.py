@@ -1,6 +1,7 @@
 """`flashtune bench`: tuned kernels against the framework's backends on this GPU, in one run, on the same inputs."""
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.table import Table
@@ -9,6 +10,11 @@ from flashtune.cli.console import console, messages, print_json
 from flashtune.cli.options import ListCommand, ProblemOptions, json_option, problem_options
 from flashtune.cli.search import Bands, problems_of
 from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.problem import Problem
+from flashtune.core.target import Target
+
+if TYPE_CHECKING:
+    from flashtune.tuner.workers import Workers
 
 
 @click.command(cls=ListCommand)
@@ -27,13 +33,7 @@ def bench(*, asked: ProblemOptions, bands: Bands | None, seconds: float, seed: i
     flashtune bench --d 128 --dtype bf16 --n 4096 --causal
     flashtune bench --model llama-3-8b --n 8192
     """
-    from flashtune.dispatch import explain_problem
-    from flashtune.profiler.whole_calls import time_calls
-    from flashtune.templates import family
-    from flashtune.templates.rendering import variant_of
-    from flashtune.tuner import tasks
     from flashtune.tuner.machine import local_gpu, provenance
-    from flashtune.tuner.replies import Called, Compared, Failed, Ready
     from flashtune.tuner.workers import Workers
 
     gpu = local_gpu()
@@ -42,51 +42,66 @@ def bench(*, asked: ProblemOptions, bands: Bands | None, seconds: float, seed: i
     rows: list[dict[str, Any]] = []
     with Workers(jobs=1) as workers:
         for problem in problems_of(asked, bands):
-            chosen = explain_problem(problem, gpu.target.slug)
-            if chosen.template is None or chosen.config is None:
-                messages().print(f"{problem.label()}: {chosen.reason}")
-                continue
-            kernel = family(chosen.template)
-            variant = variant_of(kernel, problem.spec(), chosen.config)
-            source = tasks.Source.of(kernel, variant)
-            reply: Ready | Compared | Failed = workers.prepare(problem, gpu.target, seed)
-            limit_s = workers.limits.device_s + 20 * seconds
-            if isinstance(reply, Ready):
-                reply = workers.submit("device", tasks.bench_problem, source, problem, gpu.target, seed, seconds, limit_s=limit_s).reply()
-            if isinstance(reply, Failed):
-                messages().print(f"{problem.label()}: {reply.fate}: {reply.reason}")
-                continue
-            fixed = ([source], problem, gpu.target, seed, seconds / 3)
-            called: Called | Failed = workers.submit("device", time_calls, *fixed, limit_s=limit_s).reply()
-            if isinstance(called, Failed):
-                messages().print(f"{problem.label()}: no whole calls: {called.reason}")
-                calls = {}
+            row = _timed(problem, gpu.target, workers, seed=seed, seconds=seconds)
+            if isinstance(row, str):
+                messages().print(f"{problem.label()}: {row}")
             else:
-                calls = {"tuned": called.times[0], **({"default": called.framework} if called.framework is not None else {})}
-            times = {name: time.median_us for name, time in reply.times.items()}
-            rows.append(
-                {
-                    "problem": problem.label(),
-                    "n": problem.n_kv,
-                    "d": problem.d,
-                    "dtype": problem.dtype,
-                    "features": problem.features.as_json(),
-                    "batch": problem.batch,
-                    "heads": problem.heads,
-                    "served": chosen.kind,
-                    "template": chosen.template,
-                    "variant": variant.id,
-                    "median_us": {name: round(time_us, 3) for name, time_us in times.items()},
-                    "tflops": {name: round(problem.flops() / time_us / 1e6, 1) for name, time_us in times.items()},
-                    "left_out": {name: why for name, why in reply.left_out.items()},
-                    "call_us": {name: round(time_us, 3) for name, time_us in calls.items()},
-                }
-            )
+                rows.append(row)
     if as_json:
         print_json({"provenance": provenance(command="flashtune bench", seed=seed, measured=True).as_json(), "rows": rows})
-        return
+    else:
+        console().print(_table(rows, title=f"TFLOP/s on {gpu.name}"))
+
+
+def _timed(problem: Problem, target: Target, workers: "Workers", *, seed: int, seconds: float) -> dict[str, Any] | str:
+    """A row of `--json`, or why there is none."""
+    from flashtune.dispatch import explain_problem
+    from flashtune.profiler.whole_calls import time_calls
+    from flashtune.templates import family
+    from flashtune.templates.rendering import variant_of
+    from flashtune.tuner import tasks
+    from flashtune.tuner.replies import Called, Compared, Failed, Ready
+
+    chosen = explain_problem(problem, target.slug)
+    if chosen.template is None or chosen.config is None:
+        return chosen.reason
+    kernel = family(chosen.template)
+    variant = variant_of(kernel, problem.spec(), chosen.config)
+    source = tasks.Source.of(kernel, variant)
+    reply: Ready | Compared | Failed = workers.prepare(problem, target, seed)
+    limit_s = workers.limits.device_s + 20 * seconds
+    if isinstance(reply, Ready):
+        reply = workers.submit("device", tasks.bench_problem, source, problem, target, seed, seconds, limit_s=limit_s).reply()
+    if isinstance(reply, Failed):
+        return f"{reply.fate}: {reply.reason}"
+    called: Called | Failed = workers.submit("device", time_calls, [source], problem, target, seed, seconds / 3, limit_s=limit_s).reply()
+    calls: dict[str, float] = {}
+    if isinstance(called, Failed):
+        messages().print(f"{problem.label()}: no whole calls: {called.reason}")
+    else:
+        calls = {"tuned": called.times[0], **({"default": called.framework} if called.framework is not None else {})}
+    times = {name: time.median_us for name, time in reply.times.items()}
+    return {
+        "problem": problem.label(),
+        "n": problem.n_kv,
+        "d": problem.d,
+        "dtype": problem.dtype,
+        "features": problem.features.as_json(),
+        "batch": problem.batch,
+        "heads": problem.heads,
+        "served": chosen.kind,
+        "template": chosen.template,
+        "variant": variant.id,
+        "median_us": {name: round(time_us, 3) for name, time_us in times.items()},
+        "tflops": {name: round(problem.flops() / time_us / 1e6, 1) for name, time_us in times.items()},
+        "left_out": dict(reply.left_out),
+        "call_us": {name: round(time_us, 3) for name, time_us in calls.items()},
+    }
+
+
+def _table(rows: Sequence[Mapping[str, Any]], *, title: str) -> Table:
     names = list(dict.fromkeys(name for row in rows for name in row["median_us"]))
-    table = Table(title=f"TFLOP/s on {gpu.name}", title_justify="left")
+    table = Table(title=title, title_justify="left")
     for heading in ("problem", "served by", *names, "tuned / default", "call us", "as calls"):
         table.add_column(heading, justify="left" if heading in ("problem", "served by") else "right")
     for row in rows:
@@ -101,4 +116,4 @@ def bench(*, asked: ProblemOptions, bands: Bands | None, seconds: float, seed: i
             f"{call['tuned']:.1f}" if call else "-",
             f"{call['default'] / call['tuned']:.2f}x" if "default" in call else "",
         )
-    console().print(table)
+    return table

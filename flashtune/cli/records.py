@@ -1,7 +1,7 @@
 """Records as JSON rows and as tables; field names, once shipped, are kept."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -26,6 +26,10 @@ DOUBTS = {
 
 NAMED = 5
 """How many rows that can't be served are named with the reason."""
+
+
+COLUMNS = ("problem", "B x H", "template", "us", "call us", "TFLOP/s", "vs framework", "as calls", "source", "config")
+"""Those of a table; what is missing of some is left out where no row has it, or there is no room."""
 
 
 def record_row(record: TuningRecord) -> dict[str, Any]:
@@ -95,24 +99,17 @@ def _print_table(rows: Sequence[tuple[TuningRecord, str | None]], *, title: str,
     """The records of one GPU, each with why it can't be served, if it can't."""
     calls = any(record.outcome.call_us is not None for record, _ in rows)
     table = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    columns: dict[str, Literal["left", "right"]] = {
-        **{"problem": "left", "B x H": "left"},
-        **({"template": "left"} if wide else {}),
-        **{"us": "right"},
-        **({"call us": "right"} if calls else {}),
-        **{"TFLOP/s": "right", "vs framework": "left"},
-        **({"as calls": "right"} if calls else {}),
-        **{"source": "left"},
-        **({"config": "left"} if wide else {}),
-    }
+    left_out = {*(() if wide else ("template", "config")), *(() if calls else ("call us", "as calls"))}
+    columns = [name for name in COLUMNS if name not in left_out]
     lines = [_cells(record, why, wide) for record, why in rows]
     # What doesn't fit is wanted in full, so the terminal breaks the line where it must.
     out = console(width=1 << 16) if wide else console()
     widths = {name: max(len(text) for text in (name, *(line[name] for line in lines))) for name in columns}
     # A row is one line; where the terminal is too narrow, the problem's words end in dots, its figures never do.
     widths["problem"] = max(12, min(widths["problem"], out.width - sum(widths.values()) - len(widths) + widths["problem"]))
-    for name, justify in columns.items():
-        table.add_column(name, justify=justify, no_wrap=True, overflow="ellipsis", width=widths[name])
+    for name in columns:
+        figures = name in ("us", "call us", "TFLOP/s", "as calls")
+        table.add_column(name, justify="right" if figures else "left", no_wrap=True, overflow="ellipsis", width=widths[name])
     for line in lines:
         plain = line["source"] == "measured"
         table.add_row(*(Text(line[name], "yellow") if name == "source" and not plain else line[name] for name in columns))
