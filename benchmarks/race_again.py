@@ -41,11 +41,10 @@ from random_inputs import random_inputs
 from flashtune.core.config import Config, KernelSpec, Value
 from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Baseline, CompileFacts, Fate, Measurement, Outcome, SearchResult
+from flashtune.core.shipped_kernels import PACKAGE, shipped_index
 from flashtune.core.target import Target, find_target
 from flashtune.db.library import shipped_path
 from flashtune.db.store import Store
-from flashtune.dispatch.launch import kernels
-from flashtune.dispatch.launch.kernels import shipped_index
 from flashtune.templates import family
 from flashtune.templates.rendering import variant_of
 from flashtune.tuner import tasks
@@ -263,7 +262,7 @@ def result_of(problem: Problem, checked: list[Checked], raced: dict[str, Any], g
         )
     ranks = ranked(list(outcomes.items()))
     ranks.insert(0, ranks.pop(first_by_calls([outcomes[candidate].call_us for candidate in ranks])))
-    spec, index = problem.spec(), shipped_index(kernels.PACKAGE)
+    spec, index = problem.spec(), shipped_index(PACKAGE)
     medians = {candidate: outcome.measurement.median_us for candidate, outcome in outcomes.items() if outcome.measurement is not None}
     ranks = shipped_first(ranks, medians, lambda one: index.find(one.variant(spec).id) is not None)
     for rank, candidate in enumerate(ranks, start=1):

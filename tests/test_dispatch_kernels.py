@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from flashtune.core import shipped_kernels
 from flashtune.core.band import Band
 from flashtune.core.binaries import Manifest
 from flashtune.core.config import Variant
@@ -39,7 +40,7 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(kernels, "PACKAGE", "pretended_kernels")
     yield package
-    kernels.shipped_index.cache_clear()
+    shipped_kernels.shipped_index.cache_clear()
     for name in [name for name in sys.modules if name.startswith("pretended_kernels")]:
         del sys.modules[name]
 

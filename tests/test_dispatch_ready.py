@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from flashtune import dispatch
+from flashtune.core import shipped_kernels
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
-from flashtune.dispatch.launch import kernels
 from flashtune.dispatch.policy import Choice, Kind, Refusal
 from flashtune.dispatch.policy.losses import Estimate
 from flashtune.dispatch.policy.ready import LITTLE_BEHIND, NEAR_EQUAL, ready_first
@@ -41,7 +41,7 @@ def shipped_rows_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_feature_that_ships_compiled_is_served_compiled_at_a_few_hundred_keys(feature: str, d: int) -> None:
     problem = replace(PLAIN, d=d, d_v=d, features=WITH_ROWS[feature])
     found = dispatch.explain_problem(problem, "h200")
-    assert kernels.shipped_index(kernels.PACKAGE).find(str(found.variant_id)) is not None
+    assert shipped_kernels.shipped_index(shipped_kernels.PACKAGE).find(str(found.variant_id)) is not None
     assert "Triton compiles it" not in found.reason
 
 
@@ -112,7 +112,7 @@ def test_nothing_is_rendered_to_be_looked_for_in_an_empty_cache(tmp_path: Path, 
     # Of what ships there is nothing to be rendered.
     rendered.clear()
     shipped = dispatch.explain_problem(replace(PLAIN, n_q=4096, n_kv=4096), "h200")
-    assert kernels.shipped_index(kernels.PACKAGE).find(str(shipped.variant_id)) is not None and not rendered
+    assert shipped_kernels.shipped_index(shipped_kernels.PACKAGE).find(str(shipped.variant_id)) is not None and not rendered
 
 
 STEPS = {"gpt2": (12, 12, 64), "llama": (16, 4, 128), "qwen3": (16, 8, 128), "gemma2": (8, 4, 256)}

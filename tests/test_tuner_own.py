@@ -10,7 +10,7 @@ import pytest
 from triton import knobs
 
 from flashtune.cli import search
-from flashtune.core import kernel_cache
+from flashtune.core import kernel_cache, shipped_kernels
 from flashtune.core.binaries import read_manifest
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.kernel_index import read_index
@@ -43,7 +43,7 @@ def nothing_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "no_kernels" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(kernels, "PACKAGE", "no_kernels")
-    kernels.shipped_index.cache_clear()
+    shipped_kernels.shipped_index.cache_clear()
 
 
 @pytest.mark.usefixtures("nothing_shipped")

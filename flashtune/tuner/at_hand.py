@@ -4,23 +4,18 @@ A trial then loads, checks and times it like any other. It is at hand where the 
 by the very Triton. The layout of Triton's disk cache is mirrored from triton/compiler/compiler.py of 3.6; with another nothing is taken.
 """
 
-import functools
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from flashtune.core import kernel_cache
-from flashtune.core.binaries import Binary, Manifest, machine_arch, read_manifest, source_digest
+from flashtune.core.binaries import Binary, Manifest, machine_arch, source_digest
 from flashtune.core.compiled import HOST_TYPES, signature_of
 from flashtune.core.errors import EnvironmentProblem
-from flashtune.core.kernel_index import Index, read_index
+from flashtune.core.shipped_kernels import PACKAGE, shipped_manifest
 from flashtune.core.target import Target
-
-PACKAGE = "flashtune.kernels_generated"
 
 _MIRRORED = "3.6."
 """The versions of Triton whose cache is known to be laid out so."""
@@ -41,21 +36,11 @@ def machine_code_of(variant_id: str, text: str, target: Target) -> Manifest | No
 
 
 def _shipped(variant_id: str, arch: str) -> Manifest | None:
-    folder = Path(str(resources.files(PACKAGE)))
     try:
-        index = _index(folder)
-        found = index.find(variant_id, arch)
-        if found is None or found.arch != arch or found.manifest not in index.files:
-            return None
-        return read_manifest(folder / found.manifest, sha256=index.files[found.manifest])
+        return shipped_manifest(PACKAGE, variant_id, arch)
     except EnvironmentProblem:
         # Who is served from there is told.
         return None
-
-
-@functools.cache
-def _index(folder: Path) -> Index:
-    return read_index(folder)
 
 
 @contextmanager

@@ -1,21 +1,15 @@
 """Variant in, module out: the shipped file of `kernels_generated` where there is one, else rendered and loaded."""
 
-import functools
 import importlib
-from importlib import resources
 from importlib.machinery import SourceFileLoader
-from pathlib import Path
 from types import ModuleType
 
 from flashtune.core import modules
-from flashtune.core.binaries import Manifest, machine_arch, read_manifest, source_digest
+from flashtune.core.binaries import Manifest, machine_arch, source_digest
 from flashtune.core.config import Config, KernelSpec, Variant
-from flashtune.core.errors import EnvironmentProblem
-from flashtune.core.kernel_index import Index, read_index
+from flashtune.core.shipped_kernels import PACKAGE, folder_of, shipped_index, shipped_manifest
 from flashtune.dispatch.launch.hostcode import load_host_code
 from flashtune.templates.family import Family
-
-PACKAGE = "flashtune.kernels_generated"
 
 
 def variant(family: Family, spec: KernelSpec, config: Config, known_hash: str | None = None) -> Variant:
@@ -57,7 +51,8 @@ def manifest(chosen: Variant, arch: str) -> Manifest | None:
 
     Raises EnvironmentProblem where the package's files aren't those that its index names.
     """
-    if (shipped := shipped_manifest(chosen, arch)) is not None or not arch.isdigit():
+    shipped = None if _shipped_name(chosen) is None else shipped_manifest(PACKAGE, chosen.id, arch)
+    if shipped is not None or not arch.isdigit():
         return shipped
     from flashtune.core import kernel_cache
 
@@ -69,7 +64,7 @@ def host_code(family: Family, chosen: Variant, machine_code: Manifest) -> Module
     installed template renders to; None where the machine code is of another text than that."""
     found = shipped_index(PACKAGE).find(chosen.id)
     if found is not None and found.template == chosen.template:
-        path = Path(str(resources.files(PACKAGE))) / found.path
+        path = folder_of(PACKAGE) / found.path
         # By Python's own loader: its bytecode lies beside an installed module.
         code = SourceFileLoader(f"{PACKAGE}.{found.module}", str(path)).get_code(f"{PACKAGE}.{found.module}")
         assert code is not None, "a source file has code"
@@ -80,22 +75,6 @@ def host_code(family: Family, chosen: Variant, machine_code: Manifest) -> Module
     # What a cache holds is told by its variant's id, which could be of any text.
     same = source_digest(text) == machine_code.source_sha256
     return load_host_code(text, f"{chosen.template}_{chosen.id}") if same else None
-
-
-def shipped_manifest(chosen: Variant, arch: str) -> Manifest | None:
-    """The machine code that was shipped of this variant for an architecture (Target.arch), or None.
-
-    Raises EnvironmentProblem where the package's files aren't those that its index names.
-    """
-    index = shipped_index(PACKAGE)
-    found = index.find(chosen.id, arch)
-    if found is None or found.template != chosen.template or found.arch != arch or found.manifest not in index.files:
-        return None
-    path = Path(str(resources.files(PACKAGE))) / found.manifest
-    manifest = read_manifest(path, sha256=index.files[found.manifest])
-    if manifest.variant_id != chosen.id:
-        raise EnvironmentProblem(f"{path} is the manifest of another kernel than its index says: install flashtune again")
-    return manifest
 
 
 def _shipped(family: Family, spec: KernelSpec, config: Config, known_hash: str | None) -> Variant | None:
@@ -110,9 +89,3 @@ def _shipped_name(chosen: Variant) -> str | None:
     """The shipped module's name, or None. Only what the package's own index names can be loaded."""
     found = shipped_index(PACKAGE).find(chosen.id)
     return f"{PACKAGE}.{found.module}" if found is not None and found.template == chosen.template else None
-
-
-@functools.cache
-def shipped_index(package: str) -> Index:
-    """The index of a package of generated kernels."""
-    return read_index(Path(str(resources.files(package))))

@@ -1,0 +1,39 @@
+"""The kernels that a package ships: its index, and the machine code of a variant."""
+
+import functools
+from importlib import resources
+from pathlib import Path
+
+from flashtune.core.binaries import Manifest, read_manifest
+from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.kernel_index import Index, read_index
+
+PACKAGE = "flashtune.kernels_generated"
+"""Flashtune's own."""
+
+
+def folder_of(package: str) -> Path:
+    """Where a package of generated kernels lies."""
+    return Path(str(resources.files(package)))
+
+
+@functools.cache
+def shipped_index(package: str) -> Index:
+    """The index of a package of generated kernels."""
+    return read_index(folder_of(package))
+
+
+def shipped_manifest(package: str, variant_id: str, arch: str) -> Manifest | None:
+    """The machine code that a package has of a variant for an architecture (Target.arch), or None.
+
+    Raises EnvironmentProblem where the package's files aren't those that its index names.
+    """
+    index = shipped_index(package)
+    found = index.find(variant_id, arch)
+    if found is None or found.arch != arch or found.manifest not in index.files:
+        return None
+    path = folder_of(package) / found.manifest
+    manifest = read_manifest(path, sha256=index.files[found.manifest])
+    if manifest.variant_id != variant_id:
+        raise EnvironmentProblem(f"{path} is the manifest of another kernel than its index says: install flashtune again")
+    return manifest
