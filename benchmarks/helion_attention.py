@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,15 @@ def progress(log: Path, at_s: float) -> dict[str, Any]:
     }
 
 
+def share_of_time(ours: Mapping[str, Any], helion: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+    """What share of Helion's seconds our search took, and whether Helion ended by itself: cut off by its budget it would have taken longer,
+    and the share is no more than an upper bound."""
+    if "seconds" not in ours:
+        return {"share_of_time": None, "ended": None}
+    seconds, itself = helion.get("seconds", limit_s), helion.get("seconds", math.inf) < limit_s
+    return {"share_of_time": round(ours["seconds"] / seconds, 3), "ended": "by itself" if itself else "by its budget"}
+
+
 def run(target: Target, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """All stages; helion.json grows with each."""
     found: dict[str, Any] = {"problem": PROBLEM.label(), "b_h": [PROBLEM.batch, PROBLEM.heads]}
@@ -175,6 +185,7 @@ def run(target: Target, folder: Path, options: argparse.Namespace) -> dict[str, 
         found["helion"] = staged("helion", {}, scratch, options.helion_s + LATE_S, settings)
         found["helion"] |= progress(scratch / "trials.csv", found["ours"].get("seconds", math.inf))
         found["helion"] |= {"limit_s": options.helion_s, "effort": options.effort}
+        found |= share_of_time(found["ours"], found["helion"], options.helion_s)
         keep()
         print("helion:", json.dumps(found["helion"]), flush=True)
         given = {"ours": found["ours"], "helion": found["helion"], "seconds": options.seconds}
@@ -205,7 +216,11 @@ def main() -> None:
         return
     folder = Path(os.environ.get("OUT", "."))
     folder.mkdir(parents=True, exist_ok=True)
-    race = run(gpu.target, folder, options)["race"]
+    found = run(gpu.target, folder, options)
+    if found["share_of_time"] is not None:
+        least = "" if found["ended"] == "by itself" else "no more than "
+        print(f"our search took {least}{found['share_of_time']:.3f} of Helion's time, which ended {found['ended']}")
+    race = found["race"]
     for name, ratio in race.get("over_ours", {}).items():
         print(f"{name}: {race['median_us'][name]:.1f} us, {ratio:.3f} times ours")
 

@@ -4,8 +4,8 @@ Each run is the command as a user runs it, in a process of its own with empty ca
 the cores that fall to it, `all` every GPU and every core, as if a second machine were added. `--words` are the command's.
 
 Prints the seconds of each run and their ratio, and writes two_gpus.json, after each run, to the folder named by OUT (default: the current
-one), and beside it what each run said with FLASHTUNE_TRACE=1. A run that is there already is not made again, so that `--runs one` and
-`--runs all` may be two calls.
+one), and beside it what each run said with FLASHTUNE_TRACE=1. What is there of the other run is kept, so that `--runs one` and `--runs all`
+may be two calls. A run that meets `--limit-s` is ended; then what both took for as many problems is compared.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -53,6 +54,7 @@ def searched(run: str, words: list[str], folder: Path, *, gpus: int, first: int,
             ended = ended_within(limit_s, ["taskset", "-c", ",".join(map(str, cores)), *command], environment, log)
         took = time.monotonic() - began
     said = (folder / f"{run}.txt").read_text()
+    done = re.findall(r"^(\d+) ms: (\S+): (\d+) trials", said, re.MULTILINE)
     at = {
         word: int(found[1]) / 1000 for word in ("planned", "searched") if (found := re.search(rf"^(\d+) ms: {word}$", said, re.MULTILINE))
     }
@@ -62,8 +64,20 @@ def searched(run: str, words: list[str], folder: Path, *, gpus: int, first: int,
         "rc": ended,
         "seconds": round(took, 1),
         "search_s": round(at["searched"] - at["planned"], 1) if len(at) == 2 else None,
-        "problems": len(re.findall(r"^\d+ ms: \S+: \d+ trials", said, re.MULTILINE)),
+        "problems": len(done),
+        "trials": sum(int(trials) for _, _, trials in done),
+        "done_at_s": {label: int(at) / 1000 for at, label, _ in done},
     }
+
+
+def compared(one: Mapping[str, Any], every: Mapping[str, Any]) -> dict[str, Any]:
+    """How many times as fast all GPUs are: by the seconds of both runs, where both came to their ends; else by when each had done as many
+    problems as both did, which needn't be the same ones. What a run was at when it met its limit counts for nothing."""
+    whole, count = one["rc"] == every["rc"] == 0, min(one["problems"], every["problems"])
+    if not whole and not count:
+        return {"problems": 0, "whole": False, "one_s": None, "all_s": None, "ratio": None}
+    one_s, all_s = (run["seconds"] if whole else sorted(run["done_at_s"].values())[count - 1] for run in (one, every))
+    return {"problems": count, "whole": whole, "one_s": one_s, "all_s": all_s, "ratio": round(one_s / all_s, 3)}
 
 
 def ended_within(limit_s: float, command: list[str], environment: dict[str, str], log: IO[str]) -> int | None:
@@ -109,7 +123,10 @@ def main() -> None:
         kept.write_text(json.dumps(found, indent=1))
         print(run, json.dumps(found[run]), flush=True)
     if all(run in found for run in RUNS):
-        print(f"{gpus} GPUs: {found['one']['seconds'] / found['all']['seconds']:.2f} times as fast as one")
+        found["compared"] = told = compared(found["one"], found["all"])
+        kept.write_text(json.dumps(found, indent=1))
+        what = "the whole command" if told["whole"] else f"as many as {told['problems']} problems (not both runs came to their end)"
+        print(f"{gpus} GPUs: {what} in {told['all_s']} s, by one in {told['one_s']} s: {told['ratio']} times as fast")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""benchmarks/two_gpus.py without a GPU: a run that meets its limit is told all the same."""
+"""benchmarks/two_gpus.py and helion_attention.py without a GPU: a run that meets its limit is told all the same, and as such."""
 
 import os
 import sys
@@ -9,6 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
+import helion_attention
 import two_gpus
 
 SEARCH = """#!{python} -SE
@@ -48,3 +49,24 @@ def test_a_run_that_meets_its_limit_is_told_and_leaves_no_process_behind(tmp_pat
         while runs(pid) and time.monotonic() < until:
             time.sleep(0.01)
         assert not runs(pid)
+
+
+def test_runs_of_which_one_met_its_limit_are_compared_by_as_many_problems() -> None:
+    one = {"rc": 0, "seconds": 40.0, "problems": 3, "done_at_s": {"a": 10.0, "b": 20.0, "c": 36.0}}
+    every = {"rc": 0, "seconds": 20.0, "problems": 3, "done_at_s": {"c": 9.0, "a": 12.0, "b": 18.0}}
+    assert two_gpus.compared(one, every) == {"problems": 3, "whole": True, "one_s": 40.0, "all_s": 20.0, "ratio": 2.0}
+    cut = {"rc": None, "seconds": 15.0, "problems": 2, "done_at_s": {"c": 9.0, "a": 12.0}}
+    assert two_gpus.compared(one, cut) == {"problems": 2, "whole": False, "one_s": 20.0, "all_s": 12.0, "ratio": 1.667}
+    assert two_gpus.compared(one, cut | {"problems": 0, "done_at_s": {}})["ratio"] is None
+
+
+def test_a_share_of_helions_time_says_whether_its_budget_ended_it() -> None:
+    def share(helion: dict[str, float]) -> tuple[float, str]:
+        found = helion_attention.share_of_time({"seconds": 20.0}, helion, 240.0)
+        return found["share_of_time"], found["ended"]
+
+    assert share({"seconds": 210.0}) == (0.095, "by itself")
+    assert share({"seconds": 241.0}) == (0.083, "by its budget")
+    # Killed where it didn't heed its budget.
+    assert share({}) == (0.083, "by its budget")
+    assert helion_attention.share_of_time({"failed": "killed"}, {"seconds": 1.0}, 240.0)["share_of_time"] is None
