@@ -71,13 +71,15 @@ def search(problem: Problem, target: Target, scratch: Path, extra: Sequence[str]
     empty = {name: str(scratch / name.lower()) for name in ("TRITON_CACHE_DIR", "FLASHTUNE_CACHE")}
     environment = {**os.environ, **empty, "FLASHTUNE_TRACE": "1", "XDG_DATA_HOME": str(scratch / "data")}
     words = command_of(problem, target, scratch / "found.sqlite", extra)
-    began = time.monotonic()
-    done = subprocess.run(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=limit_s, check=False)
-    took = time.monotonic() - began
-    said = [line for line in done.stdout.splitlines() if re.match(r"\d+ ms: ", line)]
+    with (scratch / "said.txt").open("w") as log:
+        began = time.monotonic()
+        done = subprocess.run(words, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=limit_s, check=False)
+        took = time.monotonic() - began
+    text = (scratch / "said.txt").read_text()
+    said = [line for line in text.splitlines() if re.match(r"\d+ ms: ", line)]
     if done.returncode != 0:
-        raise SystemExit(f"{shlex.join(words)} ended with {done.returncode}: {done.stdout[-2000:]}")
-    at = {name: int(found[1]) / 1000 for name in ("planned", "searched", "done") if (found := re.search(rf"(\d+) ms: {name}", done.stdout))}
+        raise SystemExit(f"{shlex.join(words)} ended with {done.returncode}: {text[-2000:]}")
+    at = {name: int(found[1]) / 1000 for name in ("planned", "searched", "done") if (found := re.search(rf"(\d+) ms: {name}", text))}
     return {"seconds": round(took, 2), "at_s": at, "trace": said}
 
 

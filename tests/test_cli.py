@@ -83,6 +83,14 @@ def test_bad_input_is_one_line_and_exit_code_2(case: str) -> None:
     assert telling in lines[0]
 
 
+def test_a_command_ends_with_what_was_to_be_done_in_the_end() -> None:
+    """It leaves without taking its modules apart, but neither without what is registered for the end nor with another status."""
+    text = "import atexit; from flashtune.cli.main import main; atexit.register(print, 'in the end'); main({}, prog_name='flashtune')"
+    for words, status in ((["--version"], 0), (["shwo"], 2)):
+        done = subprocess.run([sys.executable, "-c", text.format(words)], capture_output=True, text=True)
+        assert (done.returncode, done.stdout.splitlines()[-1]) == (status, "in the end")
+
+
 def test_a_full_disk_behind_the_output_is_one_line() -> None:
     words = [sys.executable, "-m", "flashtune.cli.main", "show", "--json"]
     with open("/dev/full", "w") as full:

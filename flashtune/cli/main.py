@@ -3,10 +3,10 @@
 import atexit
 import difflib
 import errno
-import gc
 import importlib
 import os
 import sys
+import threading
 from typing import Any, NoReturn
 
 import click
@@ -30,8 +30,17 @@ COMMANDS = {
 }
 """Command to its line in `flashtune --help`; the module of the same name in flashtune.cli holds it."""
 
-# What a command leaves to the end of its process isn't searched for cycles: after a search that takes up to a second.
-atexit.register(gc.freeze)
+
+def _leave(status: int) -> NoReturn:
+    """End this process as Python would, but without taking apart all that was imported: after a search that takes up to a second."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            # As Python does where what is left can't be written.
+            status = status or 120
+    os._exit(status)
 
 
 def _say(ctx: click.Context, error: FlashtuneError) -> NoReturn:
@@ -48,6 +57,11 @@ def _say_if_triton_is_missing(ctx: click.Context) -> None:
         require_triton()
     except FlashtuneError as missing:
         _say(ctx, missing)
+
+
+def _others_running() -> bool:
+    """Whether Python would wait for a thread before it ends."""
+    return any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
 
 
 class LazyGroup(click.Group):
@@ -75,6 +89,15 @@ class LazyGroup(click.Group):
         """The list of commands, without importing any."""
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
+
+    def __call__(self, *words: Any, **settings: Any) -> Any:
+        """Be the command of this process."""
+        try:
+            return super().__call__(*words, **settings)
+        except SystemExit as end:
+            if isinstance(end.code, int | None) and not _others_running():
+                _leave(end.code or 0)
+            raise
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; what flashtune raises on purpose becomes one line and an exit code."""
