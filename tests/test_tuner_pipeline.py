@@ -398,6 +398,45 @@ def test_who_is_compiled_goes_before_who_is_not_and_nobody_is_overtaken_for_ever
     assert proposals.left_in_all == pytest.approx(proposals.left + 0.1)
 
 
+def test_nobody_waits_for_a_compiler_once_enough_is_tried() -> None:
+    """Only the first candidate's compilation ends. What is expected then may be told while the next one is waited for."""
+    workers: Any = None
+
+    def compiling(candidate: Any) -> Any:
+        future: Any = Future()
+        if candidate == 0:
+            future.set_result(Failed(fate=Fate.COMPILE, reason="no"))
+        return Pending(workers, "compile", 0, future, 1.0)
+
+    study: Any = Asked()
+    proposals = Proposals(study, compiling, ahead=1, limit=None, beside=True)
+    found: Any = proposals.next()
+    proposals.tell(found.candidate, found)
+    assert proposals.next(enough=lambda: proposals.left > 1) is None
+    proposals.close()
+
+
+def test_of_several_gpus_each_keeps_to_its_spec_and_then_takes_what_nobody_has_begun() -> None:
+    """Three specs of 3, 2 and 1 problems; letters are lanes."""
+    planned = [*problems(3), *(replace(one, d=32, d_v=32) for one in problems(2)), replace(PLANTED_PROBLEM, d=64, d_v=64)]
+    specs = [problem.spec() for problem in planned]
+
+    def order(devices: tuple[str, ...], lanes: str) -> list[int | None]:
+        what = replace(plan(1, devices=devices), problems=tuple(planned))
+        search = Search(what, storage=optuna.storages.InMemoryStorage(), provenance=PROVENANCE, save=lambda _: None, listener=Listener())
+        had: dict[str, Any] = {}
+        taken = []
+        for lane in lanes:
+            taken.append(index := search._take(had.get(lane)))
+            had[lane] = None if index is None else specs[index]
+        return taken
+
+    assert order((), "aaaaaaa") == [0, 1, 2, 3, 4, 5, None]
+    assert order(("0", "1"), "ababba") == [0, 3, 1, 4, 5, 2]
+    # Where nothing is new to all, it helps where most is left.
+    assert order(("0", "1", "2", "3"), "abcdda") == [0, 3, 5, 1, 2, 4]
+
+
 def test_what_would_be_proposed_next_is_compiled_and_given_up_with_the_rest() -> None:
     """Nothing is compiled to the end, so that no more than a quarter of those ahead is foreseen."""
     futures: dict[int, Future[Any]] = {}

@@ -4,11 +4,15 @@ A dozen compilers that start side by side would take seconds for it, the more th
 """
 
 import atexit
+import gc
 import os
 import threading
 from contextlib import suppress
 
-from triton.runtime import cache
+# What is imported stays: Python's collector would look through it again and again, which is a tenth of the time that torch takes.
+gc.disable()
+
+from triton.runtime import cache  # noqa: E402
 
 
 def _know_triton() -> None:
@@ -32,6 +36,10 @@ import flashtune.tuner.stopwatch  # noqa: E402, F401
 
 # A process with threads isn't to be forked.
 _hashing.join()
+
+# Nor do children look through it, which would copy its pages into each of them.
+gc.freeze()
+gc.enable()
 
 # Who reads what a search prints waits until nobody may write there any more: it isn't to wait for what torch tidies up in this process,
 # which only Python's tracker of resources would.

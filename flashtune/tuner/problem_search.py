@@ -265,13 +265,15 @@ class ProblemSearch:
         if self.late():
             return "budget"
         with self.spent.on("wait for compilers"):
-            proposal = proposals.next(lambda: self.at("compiling"))
+            proposal = proposals.next(lambda: self.at("compiling"), lambda: self._enough(proposals) is not None)
         if proposal is None:
+            if (enough := self._enough(proposals)) is not None:
+                return enough
             limited = self.plan.sampler != "exhaustive" and len(self.study.outcomes) + self.study.elsewhere >= self.plan.trials
             return "trials" if limited else "space"
         for candidate, outcome in proposal.news:
             self._learn(candidate, outcome)
-        if (enough := self.rule.verdict(proposals.left, proposals.left_in_all)) is not None:
+        if (enough := self._enough(proposals)) is not None:
             proposals.put_back(proposal)
             return enough
         if self.rule.nearly:
@@ -288,6 +290,10 @@ class ProblemSearch:
         with self.search.lock:
             self.search._listener.trial_finished(outcome, self.incumbent[1] if self.incumbent else None)
         return None
+
+    def _enough(self, proposals: Proposals) -> Reason | None:
+        """Why no further trial is worth it, by what is known now."""
+        return self.rule.verdict(proposals.left, proposals.left_in_all)
 
     def _catch_up(self) -> None:
         """Take over what an earlier run or other processes have found, in the order of asking; only while no proposals are made."""

@@ -60,7 +60,7 @@ class Proposals:
         self._own: set[Candidate] = set()
         self._mine = 0
         self._more, self._closing = True, False
-        self._out: SimpleQueue[Proposal | Literal["compiled"] | None] = SimpleQueue()
+        self._out: SimpleQueue[Proposal | Literal["compiled", "expected"] | None] = SimpleQueue()
         self._waiting: list[Proposal] = []
         self._overtaken: dict[Candidate, int] = {}
         self._foresee, self._free = foresee and beside, free
@@ -74,18 +74,22 @@ class Proposals:
         else:
             self._ask()
 
-    def next(self, waiting: Callable[[], None] | None = None) -> Proposal | None:
-        """The next candidate; None when there is nothing more for this process to try. `waiting` is called where it waits for compilers."""
+    def next(self, waiting: Callable[[], None] | None = None, enough: Callable[[], bool] = lambda: False) -> Proposal | None:
+        """The next candidate; None when there is nothing more for this process to try, and where it would have to wait for one although
+        `enough` were tried by now. `waiting` is called where it waits for compilers."""
         while True:
             # All that has come, and at least one thing where nobody can be taken yet.
             while not self._out.empty() or self._first() is None:
+                if self._out.empty() and enough():
+                    self._raise()
+                    return None
                 if waiting is not None and self._waiting and self._out.empty():
                     waiting()
                 came = self._out.get()
                 if came is None:
                     self._raise()
                     return None
-                if came != "compiled":
+                if isinstance(came, Proposal):
                     self._waiting.append(came)
                     if self._thread is not None and isinstance(came.compiling, Pending):
                         came.compiling.when_done(lambda: self._out.put("compiled"))
@@ -190,6 +194,7 @@ class Proposals:
         if self._thread is not None:
             self.left_in_all = study.expected_regret()
         self.left = study.left_to_gain()
+        self._out.put("expected")
         if self._foresee:
             self._compile_foreseen()
 

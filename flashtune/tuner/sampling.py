@@ -273,6 +273,13 @@ class ByExpectedImprovement(CandidateSampler):
         return np.asarray(gain * ndtr(score) + deviation * density)
 
 
+def import_surrogate() -> None:
+    """What the `gp` sampler imports when it is asked by what was told, imported beforehand."""
+    import scipy.special  # noqa: F401
+
+    import flashtune.tuner.surrogate  # noqa: F401
+
+
 KINDS: dict[Sampler, type[CandidateSampler]] = {"gp": ByExpectedImprovement, "tpe": NearTpe, "random": Evenly, "exhaustive": InOrder}
 """Every sampler by its name."""
 

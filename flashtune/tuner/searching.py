@@ -8,7 +8,7 @@ import math
 import statistics
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -25,7 +25,7 @@ from flashtune.templates.family import Family
 from flashtune.tuner.evaluation import CallsTask, Evaluation, MeasuredEvaluation, PredictedEvaluation
 from flashtune.tuner.problem_search import ProblemSearch, SpecState
 from flashtune.tuner.replies import Failed, MachineCode
-from flashtune.tuner.sampling import Sampler
+from flashtune.tuner.sampling import Sampler, import_surrogate
 from flashtune.tuner.space import SearchSpace
 from flashtune.tuner.study import Plan, fingerprint
 from flashtune.tuner.workers import Limits, Pending, Workers
@@ -131,7 +131,8 @@ class Search:
         }
         self._found: dict[int, SearchResult] = {}
         self._given, self._codes, self._winners = workers, dict[str, Pending[MachineCode]](), set[str]()
-        self._begun, self._started = 0, 0.0
+        self._taken: list[int] = []
+        self._started = 0.0
         self._after_trials: list[float] = []
         self.lock, self.stopping = threading.RLock(), threading.Event()
         self._seed = plan.seed if plan.seed is not None else time.time_ns() % (1 << 31)
@@ -145,6 +146,9 @@ class Search:
         plan = self._plan
         run = Plan(self._storage, self._words())
         self._started = time.monotonic()
+        if plan.sampler == "gp" and plan.source == "measured":
+            # Beside the start of the children; the thread that asks the sampler would take a second for it between two trials.
+            threading.Thread(target=import_surrogate, name="surrogate", daemon=True).start()
         with ExitStack() as stack:
             workers = self._given or stack.enter_context(Workers(jobs=plan.jobs, limits=plan.limits, devices=plan.devices))
             lanes = [_Lane(self, device, workers, run.suffix) for device in range(max(1, len(plan.devices)))]
@@ -189,13 +193,29 @@ class Search:
             # A lane that was only told to stop hides nothing.
             raise next((error for error in errors if not isinstance(error, KeyboardInterrupt)), errors[0])
 
-    def _take(self) -> int | None:
-        """The next problem that no lane has begun."""
+    def _take(self, spec: KernelSpec | None) -> int | None:
+        """The next problem for a lane that had one of `spec`, if it had any; each is given to one lane."""
         with self.lock:
-            if self._begun == len(self._plan.problems):
-                return None
-            self._begun += 1
-            return self._begun - 1
+            if (index := self._next(spec)) is not None:
+                self._taken.append(index)
+            return index
+
+    def _next(self, spec: KernelSpec | None) -> int | None:
+        """Which problem that would be. A GPU goes through a plan in its order; of several each keeps to its spec, of which it has verdicts
+        and near winners, then takes one that nobody has begun, and in the end helps where most is left."""
+        problems = self._plan.problems
+        left = [index for index in range(len(problems)) if index not in self._taken]
+        if not left or len(self._plan.devices) <= 1:
+            return left[0] if left else None
+        begun, counts = {problems[index].spec() for index in self._taken}, Counter(problems[index].spec() for index in left)
+        own = [index for index in left if problems[index].spec() == spec]
+        new = [index for index in left if problems[index].spec() not in begun]
+        return (own or new or sorted(left, key=lambda index: -counts[problems[index].spec()]))[0]
+
+    def _new_to_all(self, index: int) -> bool:
+        """Whether nobody has begun a problem of this one's spec."""
+        spec = self._plan.problems[index].spec()
+        return all(self._plan.problems[taken].spec() != spec for taken in self._taken)
 
     def _deadline(self, index: int) -> float | None:
         """When the trials of a problem that begins now have to end, so that those after it have their share of the time.
@@ -206,8 +226,8 @@ class Search:
             return None
         now, lanes = time.monotonic(), max(1, len(self._plan.devices))
         left = max(0.0, self._plan.budget_s - (now - self._started))
-        share = left / math.ceil((len(self._plan.problems) - index) / lanes)
         with self.lock:
+            share = left / math.ceil((len(self._plan.problems) - self._taken.index(index)) / lanes)
             after = statistics.median(self._after_trials) if self._after_trials else 0.0
         return now + max(0.0, share - after)
 
@@ -284,6 +304,7 @@ class _Lane:
         self.search, self.device, self.workers, self.suffix = search, device, workers, suffix
         self._following: ProblemSearch | None = None
         self._foreseen: ProblemSearch | None = None
+        self._spec: KernelSpec | None = None
 
     def run(self) -> None:
         """All problems that this lane can get."""
@@ -321,8 +342,11 @@ class _Lane:
         if self._foreseen is not None:
             found, self._foreseen = self._foreseen, None
             return found
-        index = self.search._take()
-        return None if index is None else self._problem(index)
+        index = self.search._take(self._spec)
+        if index is None:
+            return None
+        self._spec = self.search._plan.problems[index].spec()
+        return self._problem(index)
 
     def _begin_next(self) -> None:
         """The compilers have nothing to do while finalists race: let them begin with the next problem."""
@@ -332,10 +356,12 @@ class _Lane:
             self._foresee(self._following.problem.spec())
 
     def _foresee(self, spec: KernelSpec) -> None:
-        """Have compiled what the problem after the next begins with, where none of it was: its spec is new. Of several lanes nobody knows
-        whose it will be."""
-        search, problems = self.search, self.search._plan.problems
-        if len(search._plan.devices) <= 1 and search._begun < len(problems) and problems[search._begun].spec() != spec:
+        """Have compiled what the problem after the next begins with, where nobody has compiled any of it: its spec is new."""
+        search = self.search
+        with search.lock:
+            index = search._next(spec)
+            new = index is not None and search._new_to_all(index)
+        if new:
             self._foreseen = self._next()
             if self._foreseen is not None:
                 self._foreseen.foresee()

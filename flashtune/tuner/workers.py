@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Overdue
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -108,8 +109,9 @@ class Workers:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for crew, device in list(self._pools):
-            self.dismiss(crew, device)
+        # Side by side: a process with a GPU takes a while to be gone, and so do a dozen compilers.
+        with ThreadPoolExecutor(max(1, len(self._pools))) as beside:
+            list(beside.map(lambda pool: self.dismiss(*pool), list(self._pools)))
 
     def submit(self, crew: Crew, task: Callable[..., Found | Failed], *arguments: Any, limit_s: float, device: int = 0) -> Pending[Found]:
         """Hand `task` to a process of `crew`, which is killed after `limit_s` seconds of running it; `device` counts the GPUs."""
