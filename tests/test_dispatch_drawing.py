@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,6 +74,27 @@ def test_what_is_remembered_is_bounded_and_the_oldest_go_first(draws: drawing.Dr
     for _ in range(100):
         draws.remember(99)
     assert 98 in draws
+
+
+def test_a_call_from_before_what_is_remembered_is_warned_of_once(
+    generator: Generator, draws: drawing.Draws, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drawing, "REMEMBERED", 8)
+    like = drawn_as(parse(Q, Q, Q, dropout_p=0.5))
+    for _ in range(20):
+        draws.remember(random_bits(None, GPU)[0] ^ like)
+    # Nothing was drawn at the last of these, and nothing was forgotten of the other seed.
+    for seed, offset in ((5, 40 + 4 * 15), (6, 40), (5, generator.offset)):
+        generator.seed, generator.offset = seed, offset
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert (recalled(GPU, like) is None) == (offset != 40 + 4 * 15)
+    generator.seed, generator.offset = 5, 40
+    with pytest.warns(RuntimeWarning, match="the last 8 draws of dropout without gradients.*give such calls a seed"):
+        assert recalled(GPU, like) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert recalled(GPU, like) is None and generator.offset == 40
 
 
 def test_threads_remember_all_of_what_they_draw(draws: drawing.Draws, monkeypatch: pytest.MonkeyPatch) -> None:

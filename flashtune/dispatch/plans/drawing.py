@@ -2,6 +2,7 @@
 gradients, for calls that compute the same again with them."""
 
 import threading
+import warnings
 
 import torch
 
@@ -53,10 +54,11 @@ def drawn_as(call: Call) -> int:
 class Draws:
     """Draws of kernels without gradients, as bits xor `drawn_as`, those of long ago forgotten.
 
-    Two sets, so that to remember one is a single step which needs no lock. `newer` is empty only if nothing is remembered.
+    Two sets, so that to remember one is a single step which needs no lock. `newer` is empty only if nothing is remembered. Of each GPU's
+    generator and seed `lost` is a position behind all that was forgotten.
     """
 
-    __slots__ = ("_lock", "newer", "older")
+    __slots__ = ("_lock", "_turned", "lost", "newer", "older")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -70,6 +72,8 @@ class Draws:
         """Forget all."""
         self.newer: set[int] = set()
         self.older: set[int] = set()
+        self.lost: dict[tuple[int, int], int] = {}
+        self._turned: dict[tuple[int, int], int] = {}
 
     def remember(self, draw: int) -> None:
         """Add one; where they are too many, the older half is forgotten."""
@@ -78,7 +82,20 @@ class Draws:
         if len(newer) >= REMEMBERED:
             with self._lock:
                 if self.newer is newer:
+                    self.lost |= self._turned
+                    self._turned = {
+                        (index, one.initial_seed()): one.get_offset() for index, one in enumerate(torch.cuda.default_generators)
+                    }
                     self.older, self.newer = newer, {draw}
+
+    def warn_of_lost(self, device: torch.device, seed: int, position: int) -> None:
+        """A RuntimeWarning, once, where a draw at this position isn't remembered, and may be one that was forgotten."""
+        place = (_index(device), seed)
+        if position < self.lost.get(place, 0) and self.lost.pop(place, None) is not None:
+            said = f"flashtune remembers the last {REMEMBERED} draws of dropout without gradients, and here one is asked for of before"
+            warnings.warn(
+                f"{said}: if that is computed again here, other pairs are dropped; give such calls a seed", RuntimeWarning, stacklevel=2
+            )
 
 
 DRAWS = Draws()
@@ -91,6 +108,8 @@ def recalled(device: torch.device, like: int) -> int | None:
     if device.type == "cuda":
         generator, bits, position = _at(device)
         if bits ^ like not in DRAWS:
+            if DRAWS.lost:
+                DRAWS.warn_of_lost(device, generator.initial_seed(), position)
             return None
         generator.set_offset(position + 4)
         return bits
@@ -102,9 +121,13 @@ def recalled(device: torch.device, like: int) -> int | None:
     return None
 
 
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
 def _at(device: torch.device) -> tuple[torch.Generator, int, int]:
     """A GPU's generator, the bits that follow from where it stands, and its position."""
-    generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    generator = torch.cuda.default_generators[_index(device)]
     position = generator.get_offset()
     return generator, _mixed(generator.initial_seed() % 2**64, position // 4 % 2**32), position
 
