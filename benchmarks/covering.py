@@ -36,6 +36,9 @@ SEED, DRAWN = 1001, 1200
 FAR = 24.0
 """What lies further is no worse served than this."""
 
+IN_PLACE = 4
+"""So many configs of flash_fwd race for a bias that isn't aligned."""
+
 LONGEST_US = 1500.0
 """A row of more is dear to race, by unprepared's guess."""
 
@@ -91,6 +94,30 @@ def of_covering(target: Target, results: Sequence[SearchResult], *, most: int, s
     listed = [Problem(**row["problem"], features=Features.from_json(row["features"])) for row in json.loads(LIST.read_text())["shapes"]]
     wanted = [problem for problem in listed if problem.key(target.slug) not in known]
     return [(p, partial(_racing, p, target, most=most, seed=seed)) for p in wanted]
+
+
+def ragged_biases() -> list[Problem]:
+    """Calls with a bias whose rows the copy engine doesn't take.
+
+    Those of N = 2001 have rows, of which flash_fwd, that reads it in place, was never tried: a search of N = 2713, D = 128 found that 1.3
+    times as fast as torch, and these rows say that torch is faster (benchmarks/results/2026-11-22-h200-unprepared/seed11.json).
+    """
+    shapes = [(1, 16, 2001, 128), (1, 16, 2001, 64), (16, 12, 577, 64), (32, 16, 333, 128), (16, 16, 1023, 64), (8, 16, 1023, 96)]
+    return [
+        Problem(batch=b, heads=h, kv_heads=h, n_q=n, n_kv=n, d=d, d_v=d, dtype="bf16", features=Features(mask="bias"))
+        for b, h, n, d in shapes
+    ]
+
+
+def of_ragged(target: Target, *, most: int, seed: int) -> Work:
+    """All of `ragged_biases`, with the family that reads them in place."""
+    return [(p, partial(_in_place_too, p, target, most=most, seed=seed)) for p in ragged_biases()]
+
+
+def _in_place_too(problem: Problem, target: Target, *, most: int, seed: int) -> list[Candidate]:
+    plain = families()["flash_fwd"]
+    starts = [Candidate(family=plain, config=config) for config in plain.starts(problem.spec(), target)[:IN_PLACE]]
+    return list(dict.fromkeys([*starts, *_racing(problem, target, most=most, seed=seed)]))
 
 
 def _racing(problem: Problem, target: Target, *, most: int, seed: int) -> list[Candidate]:

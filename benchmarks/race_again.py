@@ -6,10 +6,10 @@ They are checked against the float64 oracle in several processes at once, then o
 does: interleaved, L2 flushed, the framework's attention among them, the GPU's state read meanwhile, and whole calls in an eager loop. A
 tenth of a search's time.
 
-`--sizes`, `--models`, `--short`, `--sparse`, `--covering` and `--backward` race problems without rows, whose candidates are other rows'
-configs, what the cost model thinks best, and the family's starts; `--twins` races rows whose twin is far behind, `--rescale` plain rows
-with both ways to rescale what came before a maximum that grew. A kernel that already ships wins over others that are hardly faster
-(race_twins.py).
+`--sizes`, `--models`, `--short`, `--sparse`, `--covering`, `--ragged` and `--backward` race problems without rows, whose candidates are
+other rows' configs, what the cost model thinks best, and the family's starts; `--twins` races rows whose twin is far behind, `--rescale`
+plain rows with both ways to rescale what came before a maximum that grew. A kernel that already ships wins over others that are hardly
+faster (race_twins.py).
 `--rows-of h200` races the rows of that GPU on this one, the most important first. With `--budget-s`
 the first problems that fit are checked and raced:
 
@@ -30,7 +30,7 @@ from itertools import pairwise
 from typing import Any
 
 from children import Children
-from covering import of_covering
+from covering import of_covering, of_ragged
 from forward import until
 from forward_cells import problem_of
 from forward_report import NO_TIME
@@ -289,6 +289,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sizes", action="store_true", help="race head sizes that few rows are of, instead of rows")
     parser.add_argument("--short", action="store_true", help="race shapes near which drawn ones were served worst, instead of rows")
     parser.add_argument("--sparse", action="store_true", help="race shapes of kinds that few rows are of, instead of rows")
+    parser.add_argument("--ragged", action="store_true", help="race biases that the copy engine doesn't take, instead of rows")
     parser.add_argument(
         "--covering", action="store_true", help="race shapes whose rows random calls are near to (covering.py), instead of rows"
     )
@@ -326,13 +327,14 @@ def all_work(options: argparse.Namespace, target: Target) -> Work:
     choose = partial(candidates_of, target=target, most=options.most, archive=read_archive(options.archived, measured_on))
     if options.rows_of:
         return of_another_gpu(asked, find_target(options.rows_of).slug, target, choose)
-    lists = ("models", "sizes", "backward", "short", "sparse", "covering", "twins", "rescale")
+    lists = ("models", "sizes", "backward", "short", "sparse", "covering", "ragged", "twins", "rescale")
     own = [] if any(getattr(options, name) for name in lists) else [result for result in asked if result.gpu == target.slug]
     work: Work = [(result.problem, choose(result)) for result in own]
     work += backwards_of(mine, target) if options.backward else []
     work += of_twins(mine, target) if options.twins else []
     work += of_rescaled(mine, target) if options.rescale else []
     work += of_sparse(target, mine, most=4 * options.most, seed=options.seed) if options.sparse else []
+    work += of_ragged(target, most=4 * options.most, seed=options.seed) if options.ragged else []
     work += of_covering(target, mine, most=4 * options.most, seed=options.seed) if options.covering else []
     work += of_short(target, mine, most=4 * options.most, seed=options.seed) if options.short else []
     work += of_sizes(target, mine, most=4 * options.most, seed=options.seed) if options.sizes else []
