@@ -205,6 +205,19 @@ def recomputed() -> dict[str, object]:
             found[name] = all_equal(seeded(step_of, *x), by_kernels) and torch.equal(torch.get_rng_state(), after)
         with dispatch.use(unmeasured=True, everywhere=True), concurrent.futures.ThreadPoolExecutor(1) as pool:
             found["in a thread"] = all_equal(pool.submit(seeded, step_of, *x).result(), by_kernels)
+        # As sentence-transformers' cached losses do: inside of another backward.
+        hooked: list[list[torch.Tensor]] = []
+
+        def again(_: torch.Tensor) -> None:
+            with torch.enable_grad():
+                hooked.append(seeded(step_of, *x))
+            with torch.no_grad():
+                hooked[0][1] = seeded(lambda: [attend(*x), torch.rand(3), attend(*x)])[2]
+
+        cached = first[0].clone().requires_grad_().sum()
+        cached.register_hook(again)
+        cached.backward()
+        found["in a hook"] = all_equal(hooked[0], by_kernels)
         passes = checkpointed(x, False)
         found["not reentrant"] = torch.equal(passes[0][0], by_kernels[0]) and all_equal(*passes)
         found["elsewhere torch trains"] = all_equal(
