@@ -1,7 +1,7 @@
 """From a call to plans: the policy's choices in their order, with their kernels, and what was passed over."""
 
 import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -68,89 +68,136 @@ def candidates(
     before, rules out the other tuned ones of its family; the family's default is still tried, since it may take what they don't.
     """
     problem = call.problem
-    if torch_only is None and call.empty:
-        torch_only = "there is nothing to compute"
-    elif torch_only is None and problem is None:
-        torch_only = f"kernels take float16, bfloat16, float32 and float8_e4m3fn, not {str(call.dtype).removeprefix('torch.')}"
-    elif torch_only is None and problem is not None and problem.dtype == "bf16" and call.device.type == "cpu":
-        torch_only = "Triton's interpreter can't multiply bfloat16"
+    if torch_only is None:
+        torch_only = _out_of_reach(call)
     may_train = torch_only is None or torch_only in GRADIENTS
     if torch_only in GRADIENTS and problem is not None:
-        target = devices.target_of(call.device)
-        trained = trained_as(problem, GRADIENTS[torch_only])
-        chosen, why = gradient_choice(memo, trained, target, repeatable=same_bits_asked(call.deterministic))
-        if chosen is not None:
-            inner = forward_of(call)
-            for forward in candidates(memo, inner, *call.views(q, k, v), call.small_mask(mask), None):
-                if forward.kind == "framework":
-                    why = f"no kernel serves the forward ({forward.explanation.reason})"
-                    break
-                said = functools.partial(_explained_both, forward, chosen, trained, target)
-                yield replace(forward, said=said, trains=True)
+        why = yield from _trained(memo, call, problem, q, k, v, mask, GRADIENTS[torch_only])
         torch_only = f"{torch_only}, and {why}"
         if call.mask_kind != "none" and call.device.type == "cuda":
             torch_only += " (without cuDNN, whose gradients can be NaN under a mask)"
-    recalls = trains = False
-    if may_train and problem is not None and not memo.pinned and call.torch_draws and (draws := unseeded()) != IN_INFERENCE:
-        # What is computed without gradients may be computed again with them, and has to drop the same then. Of what is computed in
-        # inference mode nothing can be differentiated.
-        trained, target = trained_as(problem), devices.target_of(call.device)
-        repeatable = same_bits_asked(call.deterministic)
-        chosen, why = gradient_choice(memo, trained, target, repeatable=repeatable)
-        trains = chosen is not None
-        recalls = trains or _has_gradients(memo, trained, target, repeatable=repeatable)
-        if torch_only is None and not trains and (draws == IN_AUTOGRAD or not recalls):
-            torch_only = f"unseeded dropout drops what it would drop in training, and there {why}"
+    drawing = _drawing(memo, call, problem) if may_train and problem is not None else None
+    if drawing is not None:
+        torch_only = drawing.torch_only if torch_only is None else torch_only
         # Gradients of a bias and of what is given per head may be torch's where others aren't.
-        call = replace(call, remembered=recalls and (not trains or call.mask_kind == "bias" or call.per_head))
-    if torch_only is not None or problem is None:
-        gpu = "cpu" if call.device.type == "cpu" else _slug(call.device)
-        key = problem.key(gpu) if problem is not None and call.device.type == "cuda" else None
-        reason = f"{torch_only}, so torch's own attention serves it"
-        said = functools.partial(Explanation, kind="framework", reason=reason, gpu=gpu, key=key)
-        yield Candidate(plan=FrameworkPlan.of(call, q, k, v, mask), kind="framework", said=said, recalls=recalls)
+        call = replace(call, remembered=drawing.recalls and (not drawing.trains or call.mask_kind == "bias" or call.per_head))
+    if torch_only is None and problem is not None:
+        yield from _by_rank(memo, call, problem, q, k, v, mask, drawing or Drawing())
         return
+    gpu = "cpu" if call.device.type == "cpu" else _slug(call.device)
+    key = problem.key(gpu) if problem is not None and call.device.type == "cuda" else None
+    said = functools.partial(Explanation, kind="framework", reason=f"{torch_only}, so torch's own attention serves it", gpu=gpu, key=key)
+    recalls = drawing is not None and drawing.recalls
+    yield Candidate(plan=FrameworkPlan.of(call, q, k, v, mask), kind="framework", said=said, recalls=recalls)
+
+
+def _out_of_reach(call: Call) -> str | None:
+    """Why no kernel can serve a call like this, whatever was measured; None where one might."""
+    if call.empty:
+        return "there is nothing to compute"
+    if call.problem is None:
+        return f"kernels take float16, bfloat16, float32 and float8_e4m3fn, not {str(call.dtype).removeprefix('torch.')}"
+    if call.problem.dtype == "bf16" and call.device.type == "cpu":
+        return "Triton's interpreter can't multiply bfloat16"
+    return None
+
+
+def _trained(
+    memo: Memo,
+    call: Call,
+    problem: Problem,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    asked: Sequence[str],
+) -> Generator[Candidate, None, str]:
+    """Plans of kernels for a call whose gradients are needed, also those that are `asked` for; returns why there are no more."""
+    target, trained = devices.target_of(call.device), trained_as(problem, asked)
+    chosen, why = gradient_choice(memo, trained, target, repeatable=same_bits_asked(call.deterministic))
+    if chosen is not None:
+        for forward in candidates(memo, forward_of(call), *call.views(q, k, v), call.small_mask(mask), None):
+            if forward.kind == "framework":
+                return f"no kernel serves the forward ({forward.explanation.reason})"
+            yield replace(forward, said=functools.partial(_explained_both, forward, chosen, trained, target), trains=True)
+    return why
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawing:
+    """What unseeded dropout makes of a call: whether kernels draw in training, whether they may draw again what was drawn without
+    gradients, and why only torch can serve it, if that is so."""
+
+    trains: bool = False
+    recalls: bool = False
+    torch_only: str | None = None
+
+
+def _drawing(memo: Memo, call: Call, problem: Problem) -> Drawing | None:
+    """The same of this call; None where nothing is drawn, or not by who serves.
+
+    What is computed without gradients may be computed again with them, and has to drop the same then. Of what is computed in inference mode
+    nothing can be differentiated.
+    """
+    if memo.pinned or not call.torch_draws or (draws := unseeded()) == IN_INFERENCE:
+        return None
+    trained, target, repeatable = trained_as(problem), devices.target_of(call.device), same_bits_asked(call.deterministic)
+    chosen, why = gradient_choice(memo, trained, target, repeatable=repeatable)
+    if chosen is not None:
+        return Drawing(trains=True, recalls=True)
+    recalls = _has_gradients(memo, trained, target, repeatable=repeatable)
+    alone = draws == IN_AUTOGRAD or not recalls
+    return Drawing(recalls=recalls, torch_only=f"unseeded dropout drops what it would drop in training, and there {why}" if alone else None)
+
+
+def _by_rank(
+    memo: Memo,
+    call: Call,
+    problem: Problem,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    drawing: Drawing,
+) -> Iterator[Candidate]:
+    """Plans in the policy's order, of kernels that can be built and take these tensors."""
     target, known, records = _surroundings(memo, call, problem)
     q, k, v = call.views(q, k, v)
     mask = call.full_mask(mask)
+    interpreted = call.device.type == "cpu"
     refused: list[str] = []
     failed: set[str] = set()
     if (pinned := memo.pinned.get("fwd")) is not None and pinned.accepts(q, k, v, mask):
         said = functools.partial(Explanation, kind="exact", reason="its kernel is pinned", gpu=target.slug)
         yield Candidate(plan=KernelPlan(call, pinned, q), kind="exact", said=said)
-    unmeasured = memo.unmeasured or call.device.type == "cpu"
     # Where kernels draw in training, torch would drop other pairs.
-    torch_may = call.fused_by_torch and not trains
-    for choice in _ranked(memo, problem, target, records, known, framework_serves=torch_may, unmeasured=unmeasured):
+    words = {"framework_serves": call.fused_by_torch and not drawing.trains, "unmeasured": memo.unmeasured or interpreted}
+    for choice in _ranked(memo, problem, target, records, known, **words):
         if isinstance(choice, Refusal):
             refused.append(_refusal(memo, choice))
             continue
         family, config = choice.family, choice.config
         if family is None or config is None:
             said = functools.partial(explained, choice, problem, target, tuple(refused))
-            yield Candidate(plan=FrameworkPlan.of(call, q, k, v, mask), kind=choice.kind, said=said, recalls=recalls)
+            yield Candidate(plan=FrameworkPlan.of(call, q, k, v, mask), kind=choice.kind, said=said, recalls=drawing.recalls)
             continue
         if family.name in failed and choice.record is not None:
             continue
         variant = variant_of(choice, family)
-        name = f"{variant.template} {variant.id}"
         module, manifest, whole, why = code_of(memo, family, variant, call.device, target)
-        if module is None:
-            refused.append(f"{name}: {why}")
-            failed.add(family.name)
-        elif not module.accepts(q, k, v, mask):
-            refused.append(f"{name}: it doesn't take these strides or addresses")
-            failed.add(family.name)
-        else:
-            said = functools.partial(explained, choice, problem, target, tuple(refused), variant, interpreted=call.device.type == "cpu")
+        if module is not None and module.accepts(q, k, v, mask):
+            said = functools.partial(explained, choice, problem, target, tuple(refused), variant, interpreted=interpreted)
             if choice.record is not None and call.device.type == "cuda":
                 memo.warn_of_elsewhere(choice.record, call.device)
             twin = _twin(memo, call, choice, target, q)
             plan = KernelPlan(call, module, q, twin=twin, manifest=manifest, whole=whole, warn=memo.warn_once)
             yield Candidate(plan=plan, kind=choice.kind, said=said, variant=variant)
             # The caller comes back only when this one failed.
-            refused.append(f"{name}: {memo.broken.get((variant.id, str(call.device)), 'it failed')}")
-            failed.add(family.name)
+            why = memo.broken.get((variant.id, str(call.device)), "it failed")
+        elif module is not None:
+            why = "it doesn't take these strides or addresses"
+        refused.append(f"{variant.template} {variant.id}: {why}")
+        failed.add(family.name)
 
 
 def _twin(memo: Memo, call: Call, choice: Choice, target: Target, q: torch.Tensor) -> Twin | None:
