@@ -214,6 +214,19 @@ def test_the_cost_model_prefers_a_config_that_fits_to_that_of_the_nearest_row_bu
     assert choose(full, H200, [*others, fits], families()).record is not fits
 
 
+def test_a_row_of_other_features_or_head_size_goes_before_the_nearest_only_for_more() -> None:
+    asked = replace(sized(700, batch=32), features=Features(softcap=True))
+    near = tiled(replace(asked, n_q=512, n_kv=512), 128, 64, pingpong=False)
+
+    def fits(**words: Any) -> TuningRecord:
+        return tiled(replace(asked, n_q=768, n_kv=768, **words), 192, 64, pingpong=False)
+
+    own, plain, small = fits(), fits(features=Features()), fits(d=96, d_v=96)
+    assert [choose(asked, H200, [near, one], families()).record is one for one in (own, plain, small)] == [True, False, False]
+    # Where the nearest isn't as asked either, nothing speaks for it.
+    assert choose(replace(asked, features=Features(dropout=True)), H200, [near, plain], families()).record is plain
+
+
 def test_another_family_goes_before_the_nearest_row_of_a_decoding_step_only_where_that_leaves_the_gpu_idle() -> None:
     decode = families()["flash_decode"]
     wide = replace(PROBLEM, batch=64, heads=32, kv_heads=32, n_q=1, n_kv=1024, features=Features())

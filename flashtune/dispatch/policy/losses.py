@@ -142,6 +142,13 @@ def _but_for_alignment(features: str) -> dict[str, object]:
     return {name: value for name, value in json.loads(features).items() if name != "alignment"}
 
 
+def strayed(theirs: ProblemKey, nearest: ProblemKey, ours: ProblemKey) -> int:
+    """In how many of features and head sizes the nearest record is as asked and another isn't."""
+    features = same_features(nearest, ours) and not same_features(theirs, ours)
+    sizes = (nearest.d, nearest.d_v) == (ours.d, ours.d_v) != (theirs.d, theirs.d_v)
+    return features + sizes
+
+
 def full(key: ProblemKey) -> bool:
     """Whether the key's problems have tiles enough for its GPU; decoding steps split their keys until they have."""
     known = targets().get(key.gpu)

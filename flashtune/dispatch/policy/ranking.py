@@ -6,6 +6,7 @@ from flashtune.core.config import Config
 from flashtune.core.problem import DECODE_ROWS, Problem
 from flashtune.core.results import Source, TuningRecord
 from flashtune.core.target import Target
+from flashtune.dispatch.policy import losses
 from flashtune.dispatch.policy.choices import Choice, Context, Fit, Preferred, Refusal, default_choice, exact_choice, fit_of, near_choice
 from flashtune.dispatch.policy.expected import log_us, waits_for_host
 from flashtune.dispatch.policy.pool import Pool
@@ -20,11 +21,14 @@ PER_DISTANCE = 0.005
 LEAST_GAIN = 0.02
 """So much it must be expected to gain."""
 
+OTHER_KIND = 0.05
+"""And so much more where the nearest record is of the call's own features, and the other isn't, and again of head sizes."""
+
 TRUST = 0.5
 """How much of what the model expects to gain at the nearest row's own sizes, too, counts for its error there: that row's config was the
 fastest that was tried, and not all were.
 
-These three from leaving rows out (benchmarks/stand_in.py) and from random shapes (benchmarks/replay_unprepared.py), whose worst served were
+These from leaving rows out (benchmarks/stand_in.py) and from random shapes (benchmarks/replay_unprepared.py), whose worst served were
 by configs of which the model says so; half and twice of each come to nearly the same."""
 
 
@@ -131,7 +135,8 @@ def _compared(near: Iterator[tuple[float, TuningRecord]], context: Context) -> I
     ahead: dict[_Config, tuple[float, Fit, float]] = {}
     for apart, fit in fits[1:]:
         gain = _gain(fit, fits[0][1], here, context)
-        worth = gain - PER_DISTANCE * (apart - fits[0][0])
+        strayed = losses.strayed(fit.record.key, fits[0][1].record.key, context.key)
+        worth = gain - PER_DISTANCE * (apart - fits[0][0]) - OTHER_KIND * strayed
         if worth > LEAST_GAIN and (_config(fit) not in ahead or worth > ahead[_config(fit)][0]):
             ahead[_config(fit)] = worth, fit, gain
     most = max((gain for _, _, gain in ahead.values()), default=0.0)
