@@ -8,8 +8,8 @@ tenth of a search's time.
 
 `--sizes`, `--models`, `--short`, `--sparse`, `--covering`, `--ragged` and `--backward` race problems without rows, whose candidates are
 other rows' configs, what the cost model thinks best, and the family's starts; `--twins` races rows whose twin is far behind, `--rescale`
-plain rows with both ways to rescale what came before a maximum that grew. A kernel that already ships wins over others that are hardly
-faster (race_twins.py).
+plain rows with both ways to rescale what came before a maximum that grew, and `--older` all other rows that were raced before that. A
+kernel that already ships wins over others that are hardly faster (race_twins.py).
 `--rows-of h200` races the rows of that GPU on this one, the most important first. With `--budget-s`
 the first problems that fit are checked and raced:
 
@@ -35,7 +35,7 @@ from forward import until
 from forward_cells import problem_of
 from forward_report import NO_TIME
 from race_twins import ARCHIVED, Archive, has_settling_winner, measured, read_archive, shipped_first, with_twins
-from race_work import Candidates, Work, of_another_gpu, of_models, of_rescaled, of_short, of_sizes, of_sparse, of_twins
+from race_work import Candidates, Work, of_another_gpu, of_models, of_older, of_rescaled, of_short, of_sizes, of_sparse, of_twins
 from random_inputs import random_inputs
 
 from flashtune.core.config import Config, KernelSpec, Value
@@ -289,6 +289,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sizes", action="store_true", help="race head sizes that few rows are of, instead of rows")
     parser.add_argument("--short", action="store_true", help="race shapes near which drawn ones were served worst, instead of rows")
     parser.add_argument("--sparse", action="store_true", help="race shapes of kinds that few rows are of, instead of rows")
+    parser.add_argument("--older", action="store_true", help="race rows that no kernel with today's ways to rescale was tried for")
     parser.add_argument("--ragged", action="store_true", help="race biases that the copy engine doesn't take, instead of rows")
     parser.add_argument(
         "--covering", action="store_true", help="race shapes whose rows random calls are near to (covering.py), instead of rows"
@@ -327,13 +328,14 @@ def all_work(options: argparse.Namespace, target: Target) -> Work:
     choose = partial(candidates_of, target=target, most=options.most, archive=read_archive(options.archived, measured_on))
     if options.rows_of:
         return of_another_gpu(asked, find_target(options.rows_of).slug, target, choose)
-    lists = ("models", "sizes", "backward", "short", "sparse", "covering", "ragged", "twins", "rescale")
+    lists = ("models", "sizes", "backward", "short", "sparse", "covering", "ragged", "older", "twins", "rescale")
     own = [] if any(getattr(options, name) for name in lists) else [result for result in asked if result.gpu == target.slug]
     work: Work = [(result.problem, choose(result)) for result in own]
     work += backwards_of(mine, target) if options.backward else []
     work += of_twins(mine, target) if options.twins else []
     work += of_rescaled(mine, target) if options.rescale else []
     work += of_sparse(target, mine, most=4 * options.most, seed=options.seed) if options.sparse else []
+    work += of_older(mine, target) if options.older else []
     work += of_ragged(target, most=4 * options.most, seed=options.seed) if options.ragged else []
     work += of_covering(target, mine, most=4 * options.most, seed=options.seed) if options.covering else []
     work += of_short(target, mine, most=4 * options.most, seed=options.seed) if options.short else []

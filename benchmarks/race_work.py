@@ -17,7 +17,7 @@ from tune import wanting
 from flashtune.core.config import Config, settles
 from flashtune.core.dtypes import DType
 from flashtune.core.nearness import distance, nearest
-from flashtune.core.problem import Features, Problem
+from flashtune.core.problem import DECODE_ROWS, Features, Problem
 from flashtune.core.results import Outcome, SearchResult
 from flashtune.core.target import Target
 from flashtune.dispatch.policy import choose, torch_has
@@ -153,6 +153,55 @@ def of_rescaled(results: Sequence[SearchResult], target: Target) -> Work:
         found = [one for one in dict.fromkeys(ways) if one.family.violated(one.config, spec, target) is None]
         work.append((problem, found))
     return sorted(work, key=lambda item: (RESCALED_LENGTHS.index(item[0].n_kv), importance(item[0])))
+
+
+NEAR_WINNERS = 2
+"""So many winners of the nearest rows of a head size race beside an older row's own."""
+
+
+def of_older(results: Sequence[SearchResult], target: Target) -> Work:
+    """Forward rows of many query rows whose kernels were raced before any could rescale only what grew, other head sizes than plain ones
+    first, those without features before others, and kernels with running maxima, which gain most, before those that settle: winner and best
+    kernel with running maxima, each both ways, and winners of near rows of the head size. Dropout is left out, whose checks compile for
+    longest."""
+    latest = {result.problem.key(target.slug): result for result in results if result.gpu == target.slug}
+    found: list[tuple[tuple[bool, bool, bool], Problem, Candidates]] = []
+    for key, result in latest.items():
+        problem, spec, known = result.problem, result.problem.spec(), measured([result])
+        new = any("rescale" in outcome.config for outcome in known)
+        if (
+            problem.direction == "bwd"
+            or problem.n_q <= DECODE_ROWS
+            or problem.dtype == "fp8"
+            or problem.features.dropout
+            or not known
+            or new
+        ):
+            continue
+        chosen = known[:1] + [outcome for outcome in known if not settles(outcome.config)][:RUNNING_ONES]
+        same = [(distance(key, k), r) for k, r in latest.items() if k != key and (k.d, k.d_v, k.direction) == (key.d, key.d_v, "fwd")]
+        near = [measured([r])[:1] for _, r in sorted(same, key=lambda one: one[0]) if r.problem.n_q > DECODE_ROWS][:NEAR_WINNERS]
+        own = [one for outcome in chosen if (one := _valid(outcome, problem, target)) is not None]
+        moved = [one for others in near for outcome in others if (one := _moved(outcome, problem, target)) is not None]
+        ways = [
+            replace(one, config=one.config.replace(rescale=way)) for way in ("always", "grown") for one in own if "rescale" in one.config
+        ]
+        ways += [replace(one, config=one.config.replace(rescale="grown")) for one in moved if "rescale" in one.config]
+        racing = [one for one in dict.fromkeys([*own, *ways]) if one.family.violated(one.config, spec, target) is None]
+        if len(racing) > len(own):
+            features = bool(problem.features.as_json().keys() - {"causal"})
+            plain = problem.d == problem.d_v and problem.d in PLAIN_SIZES
+            found.append(((plain, features, settles(known[0].config)), problem, racing))
+    return [(problem, racing) for _, problem, racing in sorted(found, key=lambda one: one[0])]
+
+
+def _moved(outcome: Outcome, problem: Problem, target: Target) -> Candidate | None:
+    """Another problem's config where this one's constraints hold."""
+    kind = families()[outcome.template]
+    if kind.supports(problem.spec(), target) is not None:
+        return None
+    config = kind.refitted(kind.completed(outcome.config), problem.spec(), target)
+    return None if config is None else Candidate(family=kind, config=config)
 
 
 def _valid(outcome: Outcome, problem: Problem, target: Target) -> Candidate | None:

@@ -183,6 +183,16 @@ def test_plain_rows_race_with_both_ways_to_rescale_those_of_one_length_together(
         assert problem.dtype in ("bf16", "fp16") and problem.features.as_json().keys() <= {"causal"}
 
 
+def test_older_rows_race_with_both_ways_to_rescale_and_winners_of_near_rows() -> None:
+    with Store.open(shipped_path(), writable=False) as store:
+        latest = {result.problem: result for result in store.results() if result.gpu == "h200"}
+    work = race_again.work_of(options("--older", "--only", "n1024-"), H200)
+    for problem, candidates in work:
+        assert not callable(candidates) and len(set(candidates)) == len(candidates) > 1
+        assert not any("rescale" in outcome.config for outcome in latest[problem].outcomes if outcome.finalist)
+        assert any(candidate.config["rescale"] == "grown" for candidate in candidates if "rescale" in candidate.config)
+
+
 @pytest.mark.parametrize("shapes", ["--short", "--sparse"])
 def test_drawn_shapes_race_with_twins_of_near_rows_and_rows_of_them_again(shapes: str) -> None:
     work = race_again.work_of(options(shapes, "--only", "n1024-d40-bf16-full$"), H200)
