@@ -411,7 +411,7 @@ def process_part() -> Iterator[dict[str, Any]]:
     Bytecode is written as for an installed package, by the first run of each, which meets cold caches and is told apart.
     """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    runs: dict[str, list[list[float]]] = {name: [] for name, _, _ in WAYS}
+    runs: dict[str, list[list[float]]] = {name: [] for name, *_ in WAYS}
     failed: dict[str, str] = {}
     # In turns, since the machine's load drifts.
     for _ in range(6):
