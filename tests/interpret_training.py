@@ -21,7 +21,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.target import find_target
 from flashtune.dispatch.plans import forward
 from flashtune.dispatch.plans.drawing import DRAWS
-from flashtune.dispatch.resolve import choosing
+from flashtune.dispatch.resolve import backwards
 from flashtune.profiler.whole_calls import call_times
 from flashtune.templates import family
 from flashtune.templates.rendering import render, variant_of
@@ -179,7 +179,7 @@ def recomputed() -> dict[str, object]:
     found: dict[str, object] = {}
     x = leaves()
     by_kernels = seeded(step_of, *x)
-    choose, choosing.gradient_choice = choosing.gradient_choice, lambda *_, **__: (None, "it is faster")  # type: ignore[assignment]
+    choose, backwards.gradient_choice = backwards.gradient_choice, lambda *_, **__: (None, "it is faster")  # type: ignore[assignment]
     asked: list[int] = []
     recalled, forward.recalled = forward.recalled, lambda *given: asked.append(1) or recalled(*given)  # type: ignore[assignment, func-returns-value]
     dispatch.reload()
@@ -232,7 +232,7 @@ def recomputed() -> dict[str, object]:
             plain = seeded(lambda: attend(*x, attn_mask=bias))
         found["of a bias"] = torch.equal(plain, seeded(lambda: attend(*x, attn_mask=bias.requires_grad_())).detach())
     finally:
-        choosing.gradient_choice, forward.recalled = choose, recalled
+        backwards.gradient_choice, forward.recalled = choose, recalled
         dispatch.reload()
         DRAWS.clear()
     return found
@@ -341,8 +341,8 @@ def main() -> None:
     report["recomputed"] = recomputed()
 
     asked: list[object] = []
-    choose = choosing.gradient_kernels
-    choosing.gradient_kernels = lambda *given: asked.append(given) or choose(*given)  # type: ignore[assignment, func-returns-value]
+    choose = backwards.gradient_kernels
+    backwards.gradient_kernels = lambda *given: asked.append(given) or choose(*given)  # type: ignore[assignment, func-returns-value]
     dispatch.reload()
     for _ in range(2):
         x = leaves(wanted=(True, True, False))
@@ -350,7 +350,7 @@ def main() -> None:
     report["asked once"] = [len(asked), all(torch.equal(t.grad, wanted) for t, wanted in zip(x[:2], eager, strict=False))]  # type: ignore[arg-type]
     dispatch.reload()
 
-    choosing.gradient_kernels = lambda *_: iter(())  # type: ignore[assignment]
+    backwards.gradient_kernels = lambda *_: iter(())  # type: ignore[assignment]
     x = leaves()
     step(*x).backward()
     x_cast = leaves()

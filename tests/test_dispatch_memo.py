@@ -24,6 +24,7 @@ from flashtune.db.store import Store
 from flashtune.dispatch import api, policy
 from flashtune.dispatch.launch import devices, kernels
 from flashtune.dispatch.resolve import choosing, layers
+from flashtune.dispatch.resolve.memo import Memo
 from flashtune.templates import families, family
 from flashtune.templates.family import Family
 from flashtune.templates.rendering import variant_of
@@ -74,7 +75,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     machine = Machine()
     monkeypatch.setattr(devices, "INTERPRETING", True)
     monkeypatch.setattr(kernels, "load", machine.load)
-    monkeypatch.setattr(choosing, "_surroundings", lambda memo, call, problem: (H200, families(), memo.pool(problem.key("h200"), H200)))
+    monkeypatch.setattr(Memo, "surroundings", lambda memo, device, problem: (H200, families(), memo.pool(problem.key("h200"), H200)))
     monkeypatch.setenv("FLASHTUNE_UNMEASURED", "1")
     dispatch.reload()
     yield machine

@@ -18,7 +18,7 @@ from flashtune.core.results import Baseline, Fate, Measurement, Outcome, Provena
 from flashtune.core.target import find_target
 from flashtune.core.torch_attention import sound_backends
 from flashtune.dispatch import framework
-from flashtune.dispatch.resolve import choosing
+from flashtune.dispatch.resolve import backwards, choosing
 from flashtune.dispatch.resolve.memo import Memo
 from flashtune.templates import family
 
@@ -117,26 +117,26 @@ def record(problem: Problem, *, template: str = "flash_fwd", config: Config | No
 def test_torch_serves_gradients_until_a_backward_was_measured_on_the_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
     memo = Memo()
     monkeypatch.setattr(memo, "pool", lambda key, target: [])
-    found, why = choosing.gradient_choice(memo, PROBLEM, H200)
+    found, why = backwards.gradient_choice(memo, PROBLEM, H200)
     assert found is None and "no backward kernel was measured on GPUs like NVIDIA H200" in why
     allowed = Memo(replace(memo.settings, unmeasured=True))
     monkeypatch.setattr(allowed, "pool", lambda key, target: [])
-    found, _ = choosing.gradient_choice(allowed, PROBLEM, H200)
+    found, _ = backwards.gradient_choice(allowed, PROBLEM, H200)
     assert found is not None and found.family is not None and found.family.name == "flash_bwd_hopper"
-    found, _ = choosing.gradient_choice(allowed, PROBLEM, H200, repeatable=True)
+    found, _ = backwards.gradient_choice(allowed, PROBLEM, H200, repeatable=True)
     assert found is not None and found.family is not None and found.family.name == "flash_bwd_hopper_split"
-    wide, _ = choosing.gradient_choice(allowed, replace(PROBLEM, d=256, d_v=256), H200)
+    wide, _ = backwards.gradient_choice(allowed, replace(PROBLEM, d=256, d_v=256), H200)
     assert wide is not None and wide.family is found.family
-    tiny, _ = choosing.gradient_choice(allowed, replace(PROBLEM, d=20, d_v=20), H200)
+    tiny, _ = backwards.gradient_choice(allowed, replace(PROBLEM, d=20, d_v=20), H200)
     assert tiny is not None and tiny.family is not None and tiny.family.name == "flash_bwd"
     # A measured backward needs no leave; one of the forward says nothing.
     measured = record(replace(PROBLEM, direction="bwd"), template="flash_bwd_hopper_split", config=found.config, framework_us=2e4)
     monkeypatch.setattr(memo, "pool", lambda key, target: [measured, record(PROBLEM)])
-    found, _ = choosing.gradient_choice(memo, replace(PROBLEM, n_q=1000, n_kv=1000), H200)
+    found, _ = backwards.gradient_choice(memo, replace(PROBLEM, n_q=1000, n_kv=1000), H200)
     assert found is not None and found.record is measured
     # What torch does sooner than the host launches ours is left to it, but for those who allow everything.
     small = replace(PROBLEM, n_q=128, n_kv=128)
-    found, why = choosing.gradient_choice(memo, small, H200)
+    found, why = backwards.gradient_choice(memo, small, H200)
     assert found is None and "less than the launches of ours take the host" in why
     # Of a key whose whole steps were measured, these say who serves.
     mine = record(replace(small, direction="bwd"), template="flash_bwd_hopper_split", config=measured.outcome.config, framework_us=100.0)
@@ -145,14 +145,14 @@ def test_torch_serves_gradients_until_a_backward_was_measured_on_the_architectur
         outcome, baseline = replace(mine.outcome, call_us=ours_us), replace(mine.baseline, call_us=300.0)
         stepped = replace(mine, outcome=outcome, baseline=baseline)
         monkeypatch.setattr(memo, "pool", lambda key, target, stepped=stepped: [stepped])
-        assert (choosing.gradient_choice(memo, small, H200)[0] is not None) == serves
+        assert (backwards.gradient_choice(memo, small, H200)[0] is not None) == serves
     monkeypatch.setattr(memo, "pool", lambda key, target: [mine])
-    assert choosing.gradient_choice(memo, small, H200)[0] is None
+    assert backwards.gradient_choice(memo, small, H200)[0] is None
     monkeypatch.setattr(allowed, "pool", lambda key, target: [measured])
-    assert choosing.gradient_choice(allowed, small, H200)[0] is not None
+    assert backwards.gradient_choice(allowed, small, H200)[0] is not None
     slower = replace(measured, baseline=Baseline(backend="cudnn", measurement=Measurement.of([1.0])))
     monkeypatch.setattr(memo, "pool", lambda key, target: [slower])
-    found, why = choosing.gradient_choice(memo, PROBLEM, H200)
+    found, why = backwards.gradient_choice(memo, PROBLEM, H200)
     assert found is None and "the framework was faster" in why
 
 
@@ -165,11 +165,11 @@ def test_a_deterministic_call_takes_the_row_of_a_search_among_repeatable_kernels
     memo = choosing.Memo()
     monkeypatch.setattr(memo, "pool", lambda key, target: rows)
     for repeatable, wanted in ((False, rows[0]), (True, rows[1])):
-        found, _ = choosing.gradient_choice(memo, PROBLEM, H200, repeatable=repeatable)
+        found, _ = backwards.gradient_choice(memo, PROBLEM, H200, repeatable=repeatable)
         assert found is not None and found.record is wanted
     memo = choosing.Memo()
     monkeypatch.setattr(memo, "pool", lambda key, target: rows[:1])
-    assert choosing.gradient_choice(memo, PROBLEM, H200, repeatable=True)[0] is None
+    assert backwards.gradient_choice(memo, PROBLEM, H200, repeatable=True)[0] is None
 
 
 def test_a_row_for_the_same_bits_hides_no_row_of_faster_kernels_below_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,13 +186,13 @@ def test_a_row_for_the_same_bits_hides_no_row_of_faster_kernels_below_it(monkeyp
     longer = replace(PROBLEM, n_q=8192, n_kv=8192)
     for problem in (PROBLEM, longer):
         for repeatable, wanted in ((False, fast), (True, above)):
-            found, _ = choosing.gradient_choice(memo, problem, H200, repeatable=repeatable)
+            found, _ = backwards.gradient_choice(memo, problem, H200, repeatable=repeatable)
             assert found is not None and found.record is wanted
     # One that raced against it was meant to serve, and one alone does.
     for rows in ([fast, replace(slow, precedence=1)], [above]):
         memo = Memo()
         monkeypatch.setattr(memo, "pool", lambda key, target, rows=rows: rows)
-        found, _ = choosing.gradient_choice(memo, PROBLEM, H200)
+        found, _ = backwards.gradient_choice(memo, PROBLEM, H200)
         assert found is not None and found.record is rows[-1]
 
 
@@ -203,10 +203,10 @@ def test_a_row_with_another_feature_says_nothing_of_gradients(monkeypatch: pytes
     row = record(replace(windowed, direction="bwd"), template="flash_bwd", config=config, framework_us=2e4)
     memo = Memo()
     monkeypatch.setattr(memo, "pool", lambda key, target: [row])
-    assert choosing.gradient_choice(memo, windowed, H200)[0] is not None
-    assert choosing.gradient_choice(memo, replace(windowed, features=Features(causal=True, window=(512, 0))), H200)[0] is not None
+    assert backwards.gradient_choice(memo, windowed, H200)[0] is not None
+    assert backwards.gradient_choice(memo, replace(windowed, features=Features(causal=True, window=(512, 0))), H200)[0] is not None
     for features in (Features(causal=True), Features(causal=True, dropout=True), Features(causal=True, softcap=True)):
-        assert choosing.gradient_choice(memo, replace(PROBLEM, features=features), H200)[0] is None
+        assert backwards.gradient_choice(memo, replace(PROBLEM, features=features), H200)[0] is None
 
 
 def test_what_explains_a_backward_problem_says_that_torch_serves_it() -> None:

@@ -17,7 +17,7 @@ from flashtune.core.problem import Features, Problem
 from flashtune.core.target import Target, find_target
 from flashtune.db.library import Library, shipped_path
 from flashtune.dispatch.policy import choose
-from flashtune.dispatch.resolve import choosing
+from flashtune.dispatch.resolve import backwards
 from flashtune.dispatch.resolve.memo import Memo, Settings
 from flashtune.templates import families
 
@@ -118,7 +118,7 @@ def test_the_readmes_snippet_about_shipping_runs(tmp_path: Path, monkeypatch: py
 
 def served_by_a_row(problem: Problem, target: Target) -> bool:
     if problem.direction == "bwd":
-        return choosing.gradient_choice(MEMO, problem, target)[0] is not None
+        return backwards.gradient_choice(MEMO, problem, target)[0] is not None
     return choose(problem, target, SHIPPED, families()).record is not None
 
 

@@ -22,7 +22,7 @@ from flashtune.dispatch.plans.drawing import SEEDED, UNSEEDED, unseeded
 from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan, Outputs
 from flashtune.dispatch.plans.known import Plan
 from flashtune.dispatch.policy import growing
-from flashtune.dispatch.resolve import choosing
+from flashtune.dispatch.resolve import backwards, choosing
 from flashtune.dispatch.resolve.code import tried
 from flashtune.dispatch.resolve.explanation import Explanation
 from flashtune.dispatch.resolve.given import (
@@ -333,8 +333,8 @@ def _trainable(
     problem = Problem(**sizes, dtype=dtype, features=features, direction="bwd")
     memo = current()
     with memo.lock:
-        repeatable = choosing.same_bits_asked(deterministic)
-        return choosing.gradient_choice(memo, problem, target, repeatable=repeatable)[0] is not None
+        repeatable = backwards.same_bits_asked(deterministic)
+        return backwards.gradient_choice(memo, problem, target, repeatable=repeatable)[0] is not None
 
 
 _trainable._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,35 +1,29 @@
 """From a call to plans: the policy's choices in their order, with their kernels, and what was passed over."""
 
 import functools
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from flashtune.core.band import Sides
 from flashtune.core.config import Variant
-from flashtune.core.passes import BACKWARD
-from flashtune.core.problem import ASKED, FLAGS, Problem
+from flashtune.core.problem import Problem
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target
 from flashtune.dispatch.call import Call
 from flashtune.dispatch.launch import devices, kernels
-from flashtune.dispatch.launch.prepared import operand_names
 from flashtune.dispatch.plans.drawing import IN_AUTOGRAD, IN_INFERENCE, unseeded
 from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan, Twin
-from flashtune.dispatch.plans.gradients import Backward, FormulaPlan, Given, GradientPlan, Gradients
 from flashtune.dispatch.policy import Choice, Kind, Pool, Refusal, growing, rank, torch_has
 from flashtune.dispatch.policy.ready import ready_first
-from flashtune.dispatch.resolve.code import code_of, tried, variant_of
+from flashtune.dispatch.resolve import backwards
+from flashtune.dispatch.resolve.code import code_of, variant_of
 from flashtune.dispatch.resolve.explanation import Explanation, described, explained
 from flashtune.dispatch.resolve.given import GRADIENTS
-from flashtune.dispatch.resolve.memo import MOST_PLANS, Memo
+from flashtune.dispatch.resolve.memo import Memo
 from flashtune.templates import families
 from flashtune.templates.family import Family
-
-SHORTEST_BACKWARD_US = 120.0
-"""Where torch's own is shorter, the host decides, and a step of ours costs it a little more than torch's: the shortest gradients in
-benchmarks/results/2026-11-22-h200-training whose whole steps ours were the faster at take torch about so long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,10 +107,10 @@ def _trained(
     asked: Sequence[str],
 ) -> Generator[Candidate, None, str]:
     """Plans of kernels for a call whose gradients are needed, also those that are `asked` for; returns why there are no more."""
-    target, trained = devices.target_of(call.device), trained_as(problem, asked)
-    chosen, why = gradient_choice(memo, trained, target, repeatable=same_bits_asked(call.deterministic))
+    target, trained = devices.target_of(call.device), backwards.trained_as(problem, asked)
+    chosen, why = backwards.gradient_choice(memo, trained, target, repeatable=backwards.same_bits_asked(call.deterministic))
     if chosen is not None:
-        for forward in candidates(memo, forward_of(call), *call.views(q, k, v), call.small_mask(mask), None):
+        for forward in candidates(memo, backwards.forward_of(call), *call.views(q, k, v), call.small_mask(mask), None):
             if forward.kind == "framework":
                 return f"no kernel serves the forward ({forward.explanation.reason})"
             yield replace(forward, said=functools.partial(_explained_both, forward, chosen, trained, target), trains=True)
@@ -141,11 +135,12 @@ def _drawing(memo: Memo, call: Call, problem: Problem) -> Drawing | None:
     """
     if memo.pinned or not call.torch_draws or (draws := unseeded()) == IN_INFERENCE:
         return None
-    trained, target, repeatable = trained_as(problem), devices.target_of(call.device), same_bits_asked(call.deterministic)
-    chosen, why = gradient_choice(memo, trained, target, repeatable=repeatable)
+    trained, target = backwards.trained_as(problem), devices.target_of(call.device)
+    repeatable = backwards.same_bits_asked(call.deterministic)
+    chosen, why = backwards.gradient_choice(memo, trained, target, repeatable=repeatable)
     if chosen is not None:
         return Drawing(trains=True, recalls=True)
-    recalls = _has_gradients(memo, trained, target, repeatable=repeatable)
+    recalls = backwards.has_gradients(memo, trained, target, repeatable=repeatable)
     alone = draws == IN_AUTOGRAD or not recalls
     return Drawing(recalls=recalls, torch_only=f"unseeded dropout drops what it would drop in training, and there {why}" if alone else None)
 
@@ -161,7 +156,7 @@ def _by_rank(
     drawing: Drawing,
 ) -> Iterator[Candidate]:
     """Plans in the policy's order, of kernels that can be built and take these tensors."""
-    target, known, records = _surroundings(memo, call, problem)
+    target, known, records = memo.surroundings(call.device, problem)
     q, k, v = call.views(q, k, v)
     mask = call.full_mask(mask)
     interpreted = call.device.type == "cpu"
@@ -217,85 +212,11 @@ def _twin(memo: Memo, call: Call, choice: Choice, target: Target, q: torch.Tenso
     return Twin(config=config, plan=plan)
 
 
-def forward_of(call: Call) -> Call:
-    """The forward of a call whose gradients are kernels': it hands on the LSE, and takes tensors as `Call.views` makes them."""
-    return replace(call, return_lse=True, rank=4, batch_dims=(call.batch,), identity=True)
-
-
-def trained_as(problem: Problem, asked: Sequence[str] = ()) -> Problem:
-    """The backward of a forward, `asked` for more than dQ, dK and dV (`flashtune.core.problem.ASKED`)."""
-    return replace(problem, direction="bwd", features=problem.features.asking(asked))
-
-
-def gradient_choice(memo: Memo, problem: Problem, target: Target, *, repeatable: bool = False) -> tuple[Choice | None, str]:
-    """The kernel that is trusted with the backward of `problem` on `target`, or None and why torch is; `repeatable` asks for the same bits
-    every time.
-
-    What was never raced on the GPU's architecture serves only those who allow what is unmeasured, in the interpreter, too; so does what
-    torch does in less than the host needs for the launches.
-    """
-    trained = replace(problem, direction="bwd")
-    if "bwd" in memo.pinned:
-        return Choice(kind="exact", spec=trained.spec(), note="its kernel is pinned"), ""
-    pool = memo.pool(trained.key(target.slug), target)
-    known = _repeatable(families()) if repeatable else families()
-    chosen = next(_gradient_choices(trained, target, pool, known, framework_serves=True, unmeasured=memo.unmeasured))
-    if chosen.family is not None:
-        record = chosen.record
-        # Where whole training steps were measured of this very key, they have decided.
-        exact = record is not None and record.key == trained.key(target.slug)
-        stepped = exact and record is not None and record.outcome.call_us is not None and record.framework_call_us is not None
-        if record is not None and not stepped and not memo.unmeasured:
-            known_us = record.median_us if record.framework_us is None else record.framework_us
-            expected_us = known_us * trained.flops() / max(1, record.problem.flops())
-            if expected_us < SHORTEST_BACKWARD_US:
-                return None, f"it takes {expected_us:.0f} us or so, less than the launches of ours take the host"
-        return chosen, ""
-    if chosen.record is not None:
-        return None, chosen.note
-    with_more = f" with {' and '.join(trained.features.asked)}" if trained.features.asked else ""
-    why = f"no backward kernel{with_more} was measured on GPUs like {target.name}"
-    return None, f"{why} (FLASHTUNE_UNMEASURED=1 lets those serve that weren't)"
-
-
-def _has_gradients(memo: Memo, trained: Problem, target: Target, *, repeatable: bool) -> bool:
-    """Whether there is a backward kernel that was measured on the GPU's architecture, faster than torch's or not, or is allowed without."""
-    known = _repeatable(families()) if repeatable else families()
-    pool = memo.pool(trained.key(target.slug), target)
-    chosen = next(_gradient_choices(trained, target, pool, known, framework_serves=False, unmeasured=memo.unmeasured))
-    measured = chosen.record is not None and chosen.record.outcome.source == "measured"
-    return chosen.family is not None and (measured or memo.unmeasured)
-
-
-def _gradient_choices(
-    problem: Problem, target: Target, records: Pool | Sequence[TuningRecord], known: Mapping[str, Family], **words: bool
-) -> Iterator[Choice]:
-    """The policy's choices without rows that have other features than `problem` beside its diagonal: torch has a gradient of everything,
-    but takes up to nine times as long for one feature as for another, so that such rows say nothing of when it is the better choice."""
-    for choice in rank(problem, target, records, known, **words):
-        if isinstance(choice, Choice) and (choice.record is None or _kind(choice.record.problem) == _kind(problem)):
-            yield choice
-
-
-def _kind(problem: Problem) -> tuple[object, ...]:
-    f = problem.features
-    return f.window is None, f.mask, *(getattr(f, name) for name in (*FLAGS, *ASKED))
-
-
-def same_bits_asked(deterministic: bool) -> bool:
-    """Whether gradients are to be the same bits every time: by the call, or by torch's deterministic mode."""
-    return deterministic or torch.are_deterministic_algorithms_enabled()
-
-
-def _repeatable(found: Mapping[str, Family]) -> dict[str, Family]:
-    return {name: family for name, family in found.items() if family.repeatable}
-
-
 def serves_span(memo: Memo, call: Call, variant: Variant | None, sides: Sides) -> bool:
     """Whether this kernel (None: torch) is what the policy chooses for all decoding steps of the span that this call lies in."""
     if call.problem is None or memo.pinned:
         return False
-    target, known, records = _surroundings(memo, call, call.problem)
+    target, known, records = memo.surroundings(call.device, call.problem)
     if not isinstance(records, Pool):
         return False
     unmeasured = memo.unmeasured or call.device.type == "cpu"
@@ -308,58 +229,11 @@ def serves_span(memo: Memo, call: Call, variant: Variant | None, sides: Sides) -
     return choice is not None and (None if choice.family is None else variant_of(choice, choice.family)) == variant
 
 
-def gradient_kernels(memo: Memo, call: Call, given: Given) -> Iterator[tuple[Variant | None, GradientPlan]]:
-    """Backward kernels that take these tensors, best first; a pinned one has no variant."""
-    if call.problem is None:
-        return
-    problem = trained_as(call.problem, given.asked)
-    target, known, records = _surroundings(memo, call, problem)
-    if same_bits_asked(call.deterministic):
-        known = _repeatable(known)
-    mask = call.full_mask(given.mask)
-    pinned = memo.pinned.get("bwd")
-    writes_all = pinned is not None and operand_names(pinned)[len(BACKWARD.operands) :] == given.asked
-    if pinned is not None and writes_all and pinned.accepts(given.query, given.key, given.value, mask):
-        yield None, GradientPlan(call, pinned)
-    for choice in _gradient_choices(problem, target, records, known, framework_serves=False):
-        if choice.family is not None:
-            variant = variant_of(choice, choice.family)
-            module, manifest, whole, _ = code_of(memo, choice.family, variant, call.device, target)
-            if module is not None and module.accepts(given.query, given.key, given.value, mask):
-                yield variant, GradientPlan(call, module, manifest=manifest, whole=whole, warn=memo.warn_once)
-
-
-def backward(memo: Memo, call: Call) -> Backward:
-    """What computes the gradients of calls like this one, by kernels that are chosen when they are needed."""
-    return Backward(call, functools.partial(_first_gradients, memo))
-
-
-def backward_of(memo: Memo, signature: Hashable, call: Callable[[], Call]) -> Backward:
-    """The same, remembered for a signature; `call` is asked where nothing is."""
-    if (known := memo.backwards.get(signature)) is not None:
-        return known
-    if len(memo.backwards) >= MOST_PLANS:
-        memo.backwards.clear()
-    return memo.backwards.setdefault(signature, backward(memo, call()))
-
-
-def _first_gradients(memo: Memo, call: Call, given: Given) -> tuple[GradientPlan | FormulaPlan, Gradients]:
-    """The plan of the best backward kernel that takes these tensors and runs, else of the formula, and what it computes."""
-    with memo.lock:
-        # What failed before isn't offered again.
-        for variant, plan in gradient_kernels(memo, call, given):
-            found = tried(memo, variant, call.device, functools.partial(plan.build, given), functools.partial(plan.run, given))
-            if found is not None:
-                return plan, found
-    formula = FormulaPlan(call, given)
-    return formula, formula.run(given)
-
-
 def explain_problem(memo: Memo, problem: Problem, target: Target) -> Explanation:
     """What the policy says of `problem` on `target`, without tensors: strides and compilers have no say."""
     refused: list[str] = []
     if problem.direction == "bwd":
-        chosen, why = gradient_choice(memo, problem, target, repeatable=same_bits_asked(deterministic=False))
+        chosen, why = backwards.gradient_choice(memo, problem, target, repeatable=backwards.same_bits_asked(deterministic=False))
         if chosen is None or chosen.family is None:
             reason = f"{why}, so torch's own attention serves the gradient"
             return Explanation(kind="framework", reason=reason, gpu=target.slug, key=problem.key(target.slug))
@@ -393,14 +267,6 @@ def _compiled(memo: Memo, target: Target, choice: Choice) -> bool:
     if family is None or config is None or not kernels.may_be_compiled(family, choice.spec, config, known_hash, target.arch):
         return False
     return memo.machine_code(family, variant_of(choice, family), target)[0] is not None
-
-
-def _surroundings(memo: Memo, call: Call, problem: Problem) -> tuple[Target, Mapping[str, Family], Pool | Sequence[TuningRecord]]:
-    """The target, the families that run there and the records; the interpreter runs defaults alone, since times mean nothing to it."""
-    target = devices.target_of(call.device)
-    if call.device.type == "cpu":
-        return target, {name: family for name, family in families().items() if family.interpretable}, []
-    return target, families(), memo.pool(problem.key(target.slug), target)
 
 
 def _refusal(memo: Memo, refusal: Refusal) -> str:

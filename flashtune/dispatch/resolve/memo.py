@@ -4,7 +4,7 @@ import functools
 import os
 import threading
 import warnings
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ from flashtune.core.binaries import Manifest
 from flashtune.core.collector import held_off
 from flashtune.core.config import Direction, Variant
 from flashtune.core.errors import EnvironmentProblem
-from flashtune.core.problem import ProblemKey
+from flashtune.core.problem import Problem, ProblemKey
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target
 from flashtune.dispatch.launch import devices, kernels
@@ -93,6 +93,13 @@ class Memo:
                 from flashtune.db.library import Library
 
                 self._library = Library.over(self.settings.databases, alone=self.settings.alone)
+
+    def surroundings(self, device: torch.device, problem: Problem) -> tuple[Target, Mapping[str, Family], Pool | Sequence[TuningRecord]]:
+        """The target, the families that run there and the records; the interpreter runs defaults alone, since times mean nothing to it."""
+        target = devices.target_of(device)
+        if device.type == "cpu":
+            return target, {name: family for name, family in families().items() if family.interpretable}, []
+        return target, families(), self.pool(problem.key(target.slug), target)
 
     def pool(self, key: ProblemKey, target: Target) -> Pool:
         """The records that may serve `key` on this GPU; the library is read when this is first called."""

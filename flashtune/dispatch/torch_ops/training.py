@@ -19,7 +19,7 @@ from flashtune.dispatch.plans.drawing import drawn_as, draws_in_a_capture, rando
 from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan, Outputs, RecallingPlan
 from flashtune.dispatch.plans.gradients import Given
 from flashtune.dispatch.plans.memory import out_strides
-from flashtune.dispatch.resolve import choosing, layers
+from flashtune.dispatch.resolve import backwards, choosing, layers
 from flashtune.dispatch.resolve.code import tried
 from flashtune.dispatch.resolve.memo import Memo
 
@@ -125,9 +125,9 @@ class TrainingPlan:
     __slots__ = ("_framework", "backward", "call", "forward", "memo", "numbers")
 
     def __init__(self, memo: Memo, call: Call, forward: FrameworkPlan | KernelPlan) -> None:
-        """`forward` serves `choosing.forward_of(call)`."""
+        """`forward` serves `backwards.forward_of(call)`."""
         self.memo, self.call, self.forward = memo, call, forward
-        self.backward = choosing.backward(memo, choosing.forward_of(call))
+        self.backward = backwards.backward(memo, backwards.forward_of(call))
         self._framework = FrameworkPlan(call=call)
         sides, alignment = call.band.keywords(), "bottom_right" if call.band.diagonal else "top_left"
         tf32 = call.problem is not None and call.problem.features.tf32
@@ -183,7 +183,7 @@ def recalling(memo: Memo, plan: FrameworkPlan) -> RecallingPlan:
         given = query, key, value, attn_mask, *others
         if chosen:
             return chosen[0].run(*given)
-        inner = choosing.forward_of(call)
+        inner = backwards.forward_of(call)
         with memo.lock:
             # The last is torch's operations, with the mask that kernels draw.
             for forward in choosing.candidates(memo, inner, *call.views(query, key, value), call.small_mask(attn_mask), None):
@@ -343,7 +343,7 @@ def _gradients(
     tensors = query, key, value, attn_mask, alibi_slopes, sinks
     kinds = tuple(None if x is None else (x.shape, x.dtype) for x in tensors)
     asked, numbers = others[:5], Numbers(*others[5:])
-    backward = choosing.backward_of(
+    backward = backwards.backward_of(
         memo,
         (kinds, query.device, numbers),
         lambda: parse(

@@ -1,0 +1,146 @@
+"""Which backward kernels are trusted with gradients, and the plans that compute them."""
+
+import functools
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from flashtune.core.config import Variant
+from flashtune.core.passes import BACKWARD
+from flashtune.core.problem import ASKED, FLAGS, Problem
+from flashtune.core.results import TuningRecord
+from flashtune.core.target import Target
+from flashtune.dispatch.call import Call
+from flashtune.dispatch.launch.prepared import operand_names
+from flashtune.dispatch.plans.gradients import Backward, FormulaPlan, Given, GradientPlan, Gradients
+from flashtune.dispatch.policy import Choice, Pool, rank
+from flashtune.dispatch.resolve.code import code_of, tried, variant_of
+from flashtune.dispatch.resolve.memo import MOST_PLANS, Memo
+from flashtune.templates import families
+from flashtune.templates.family import Family
+
+SHORTEST_BACKWARD_US = 120.0
+"""Where torch's own is shorter, the host decides, and a step of ours costs it a little more than torch's: the shortest gradients in
+benchmarks/results/2026-11-22-h200-training whose whole steps ours were the faster at take torch about so long."""
+
+
+def forward_of(call: Call) -> Call:
+    """The forward of a call whose gradients are kernels': it hands on the LSE, and takes tensors as `Call.views` makes them."""
+    return replace(call, return_lse=True, rank=4, batch_dims=(call.batch,), identity=True)
+
+
+def trained_as(problem: Problem, asked: Sequence[str] = ()) -> Problem:
+    """The backward of a forward, `asked` for more than dQ, dK and dV (`flashtune.core.problem.ASKED`)."""
+    return replace(problem, direction="bwd", features=problem.features.asking(asked))
+
+
+def gradient_choice(memo: Memo, problem: Problem, target: Target, *, repeatable: bool = False) -> tuple[Choice | None, str]:
+    """The kernel that is trusted with the backward of `problem` on `target`, or None and why torch is; `repeatable` asks for the same bits
+    every time.
+
+    What was never raced on the GPU's architecture serves only those who allow what is unmeasured, in the interpreter, too; so does what
+    torch does in less than the host needs for the launches.
+    """
+    trained = replace(problem, direction="bwd")
+    if "bwd" in memo.pinned:
+        return Choice(kind="exact", spec=trained.spec(), note="its kernel is pinned"), ""
+    pool = memo.pool(trained.key(target.slug), target)
+    known = _repeatable(families()) if repeatable else families()
+    chosen = next(_gradient_choices(trained, target, pool, known, framework_serves=True, unmeasured=memo.unmeasured))
+    if chosen.family is not None:
+        record = chosen.record
+        # Where whole training steps were measured of this very key, they have decided.
+        exact = record is not None and record.key == trained.key(target.slug)
+        stepped = exact and record is not None and record.outcome.call_us is not None and record.framework_call_us is not None
+        if record is not None and not stepped and not memo.unmeasured:
+            known_us = record.median_us if record.framework_us is None else record.framework_us
+            expected_us = known_us * trained.flops() / max(1, record.problem.flops())
+            if expected_us < SHORTEST_BACKWARD_US:
+                return None, f"it takes {expected_us:.0f} us or so, less than the launches of ours take the host"
+        return chosen, ""
+    if chosen.record is not None:
+        return None, chosen.note
+    with_more = f" with {' and '.join(trained.features.asked)}" if trained.features.asked else ""
+    why = f"no backward kernel{with_more} was measured on GPUs like {target.name}"
+    return None, f"{why} (FLASHTUNE_UNMEASURED=1 lets those serve that weren't)"
+
+
+def has_gradients(memo: Memo, trained: Problem, target: Target, *, repeatable: bool) -> bool:
+    """Whether there is a backward kernel that was measured on the GPU's architecture, faster than torch's or not, or is allowed without."""
+    known = _repeatable(families()) if repeatable else families()
+    pool = memo.pool(trained.key(target.slug), target)
+    chosen = next(_gradient_choices(trained, target, pool, known, framework_serves=False, unmeasured=memo.unmeasured))
+    measured = chosen.record is not None and chosen.record.outcome.source == "measured"
+    return chosen.family is not None and (measured or memo.unmeasured)
+
+
+def _gradient_choices(
+    problem: Problem, target: Target, records: Pool | Sequence[TuningRecord], known: Mapping[str, Family], **words: bool
+) -> Iterator[Choice]:
+    """The policy's choices without rows that have other features than `problem` beside its diagonal: torch has a gradient of everything,
+    but takes up to nine times as long for one feature as for another, so that such rows say nothing of when it is the better choice."""
+    for choice in rank(problem, target, records, known, **words):
+        if isinstance(choice, Choice) and (choice.record is None or _kind(choice.record.problem) == _kind(problem)):
+            yield choice
+
+
+def _kind(problem: Problem) -> tuple[object, ...]:
+    f = problem.features
+    return f.window is None, f.mask, *(getattr(f, name) for name in (*FLAGS, *ASKED))
+
+
+def same_bits_asked(deterministic: bool) -> bool:
+    """Whether gradients are to be the same bits every time: by the call, or by torch's deterministic mode."""
+    return deterministic or torch.are_deterministic_algorithms_enabled()
+
+
+def _repeatable(found: Mapping[str, Family]) -> dict[str, Family]:
+    return {name: family for name, family in found.items() if family.repeatable}
+
+
+def gradient_kernels(memo: Memo, call: Call, given: Given) -> Iterator[tuple[Variant | None, GradientPlan]]:
+    """Backward kernels that take these tensors, best first; a pinned one has no variant."""
+    if call.problem is None:
+        return
+    problem = trained_as(call.problem, given.asked)
+    target, known, records = memo.surroundings(call.device, problem)
+    if same_bits_asked(call.deterministic):
+        known = _repeatable(known)
+    mask = call.full_mask(given.mask)
+    pinned = memo.pinned.get("bwd")
+    writes_all = pinned is not None and operand_names(pinned)[len(BACKWARD.operands) :] == given.asked
+    if pinned is not None and writes_all and pinned.accepts(given.query, given.key, given.value, mask):
+        yield None, GradientPlan(call, pinned)
+    for choice in _gradient_choices(problem, target, records, known, framework_serves=False):
+        if choice.family is not None:
+            variant = variant_of(choice, choice.family)
+            module, manifest, whole, _ = code_of(memo, choice.family, variant, call.device, target)
+            if module is not None and module.accepts(given.query, given.key, given.value, mask):
+                yield variant, GradientPlan(call, module, manifest=manifest, whole=whole, warn=memo.warn_once)
+
+
+def backward(memo: Memo, call: Call) -> Backward:
+    """What computes the gradients of calls like this one, by kernels that are chosen when they are needed."""
+    return Backward(call, functools.partial(_first_gradients, memo))
+
+
+def backward_of(memo: Memo, signature: Hashable, call: Callable[[], Call]) -> Backward:
+    """The same, remembered for a signature; `call` is asked where nothing is."""
+    if (known := memo.backwards.get(signature)) is not None:
+        return known
+    if len(memo.backwards) >= MOST_PLANS:
+        memo.backwards.clear()
+    return memo.backwards.setdefault(signature, backward(memo, call()))
+
+
+def _first_gradients(memo: Memo, call: Call, given: Given) -> tuple[GradientPlan | FormulaPlan, Gradients]:
+    """The plan of the best backward kernel that takes these tensors and runs, else of the formula, and what it computes."""
+    with memo.lock:
+        # What failed before isn't offered again.
+        for variant, plan in gradient_kernels(memo, call, given):
+            found = tried(memo, variant, call.device, functools.partial(plan.build, given), functools.partial(plan.run, given))
+            if found is not None:
+                return plan, found
+    formula = FormulaPlan(call, given)
+    return formula, formula.run(given)
