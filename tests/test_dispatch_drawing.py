@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashtune.dispatch.call import parse
+from flashtune.dispatch.call import Arguments, Options, parse
 from flashtune.dispatch.plans import drawing
 from flashtune.dispatch.plans.drawing import drawn_as, random_bits, recalled
 from flashtune.dispatch.plans.forward import KernelPlan
@@ -49,7 +49,7 @@ def draws(monkeypatch: pytest.MonkeyPatch) -> drawing.Draws:
 
 
 def test_a_draw_is_recalled_where_the_generator_stood_before_it(generator: Generator, draws: drawing.Draws) -> None:
-    like, other = (drawn_as(parse(x, Q, Q, dropout_p=0.5)) for x in (Q, Q[:, :, :7]))
+    like, other = (drawn_as(parse(Arguments(x, Q, Q), Options(dropout_p=0.5))) for x in (Q, Q[:, :, :7]))
     first, second = (random_bits(None, GPU)[0] for _ in range(2))
     assert generator.offset == 48 and first != second
     draws.remember(first ^ like)
@@ -80,7 +80,7 @@ def test_a_call_from_before_what_is_remembered_is_warned_of_once(
     generator: Generator, draws: drawing.Draws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drawing, "REMEMBERED", 8)
-    like = drawn_as(parse(Q, Q, Q, dropout_p=0.5))
+    like = drawn_as(parse(Arguments(Q, Q, Q), Options(dropout_p=0.5)))
     for _ in range(20):
         draws.remember(random_bits(None, GPU)[0] ^ like)
     # Nothing was drawn at the last of these, and nothing was forgotten of the other seed.
@@ -126,7 +126,7 @@ def test_a_call_draws_once_wherever_its_device_is(
     for name, value in (("_cuda_getDevice", lambda: current[-1]), ("_cuda_getCurrentRawStream", lambda _: 7)):
         monkeypatch.setattr(torch._C, name, value, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    call = parse(Q, Q, Q, dropout_p=0.5)
+    call = parse(Arguments(Q, Q, Q), Options(dropout_p=0.5))
     plan = KernelPlan(call, SimpleNamespace(), Q)  # type: ignore[arg-type]
     # Tensors of the CPU stand for the GPU's.
     monkeypatch.setattr(torch, "empty_strided", lambda shape, strides, **_: torch.zeros(shape))

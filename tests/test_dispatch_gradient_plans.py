@@ -19,7 +19,7 @@ from flashtune.core.binaries import STRUCT_FORMATS, Binary, Manifest, read_manif
 from flashtune.core.modules import load_source
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
-from flashtune.dispatch.call import PerHead, parse
+from flashtune.dispatch.call import Arguments, Options, PerHead, parse
 from flashtune.dispatch.launch import devices, driver, prepared
 from flashtune.dispatch.launch.hostcode import load_host_code
 from flashtune.dispatch.launch.recording import Address
@@ -94,7 +94,7 @@ def given(n: int = 200, *, of_query: bool = True, of_keys: bool = True) -> Given
 def built(one: Given, manifest: Manifest = MANIFEST) -> GradientPlan:
     """The plan of calls like this one, with machine code for a GPU."""
     host = load_host_code((ROOT / HOPPER.path).read_text(encoding="utf-8"), "hopper")
-    call = parse(one.query, one.key, one.value, None, 0.0, PROBLEM.features.causal)
+    call = parse(Arguments(one.query, one.key, one.value), Options(is_causal=PROBLEM.features.causal))
     plan = GradientPlan(
         replace(call, device=torch.device("cuda", 0)), host, manifest=manifest, whole=lambda: pytest.fail("all of it loaded")
     )
@@ -143,7 +143,7 @@ def test_gradients_of_a_bias_and_of_slopes_lie_where_the_recorded_launches_write
     module = load_source(render(chosen, variant_of(chosen, spec, chosen.default(spec, find_target("h200")))), "asked")
     bias, slopes = torch.zeros(2, 3, 200, 200, dtype=torch.bfloat16), torch.zeros(2, 3)
     one = given()._replace(mask=bias, slopes=slopes, of_mask=True, of_slopes=True)
-    call = parse(one.query, one.key, one.value, bias, per_head=PerHead(alibi_slopes=slopes))
+    call = parse(Arguments(one.query, one.key, one.value, bias, per_head=PerHead(alibi_slopes=slopes)), Options())
     plan = GradientPlan(call, module)
     plan.build(one)
     met: list[list[int]] = []

@@ -15,7 +15,7 @@ from flashtune.core.parameters import PER_HEAD_FLAGS, per_head_words
 from flashtune.core.problem import Problem
 from flashtune.core.target import find_target
 from flashtune.dispatch import framework
-from flashtune.dispatch.call import parse
+from flashtune.dispatch.call import Arguments, Options, parse
 from flashtune.dispatch.launch import devices
 from flashtune.templates import families
 
@@ -177,7 +177,7 @@ def test_cudnn_serves_no_masked_gradient_on_a_gpu() -> None:
     q, k, v = inputs()
     mask, cuda, cpu = torch.ones(11, 13, dtype=torch.bool), torch.device("cuda", 0), torch.device("cpu")
 
-    call = parse(q, k, v)
+    call = parse(Arguments(q, k, v), Options())
 
     def cudnn(device: torch.device, *tensors: torch.Tensor | None, deterministic: bool = False) -> bool:
         with framework._sound_backends(replace(call, device=device, deterministic=deterministic), *tensors):  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashtune import dispatch
 from flashtune.dispatch import api
-from flashtune.dispatch.call import parse
+from flashtune.dispatch.call import Arguments, Options, parse
 from flashtune.dispatch.launch import devices
 from flashtune.dispatch.plans.drawing import UNSEEDED
 from flashtune.dispatch.plans.forward import FrameworkPlan
@@ -227,12 +227,12 @@ def test_torch_without_guards_looks_every_call_up(plans: Plans, monkeypatch: pyt
 
 def test_torch_is_told_of_nothing_that_it_would_take_anyway() -> None:
     def told(**words: Any) -> Any:
-        call = parse(Q, K, V, enable_gqa=True, **words)
+        call = parse(Arguments(Q, K, V), Options(enable_gqa=True, **words))
         return FrameworkPlan.of(call, Q, K, V, None).words
 
     assert told() == told(scale=0.25) == {"enable_gqa": True}
     assert told(scale=0.5, dropout_p=0.1) == {"enable_gqa": True, "scale": 0.5, "dropout_p": 0.1}
-    assert FrameworkPlan.of(parse(K, K, K, None, 0.0, True), K, K, K, None).words == {"is_causal": True}
+    assert FrameworkPlan.of(parse(Arguments(K, K, K), Options(is_causal=True)), K, K, K, None).words == {"is_causal": True}
 
 
 def test_dropout_in_inference_mode_is_decided_by_itself(plans: Plans) -> None:
@@ -251,7 +251,7 @@ def test_dropout_in_inference_mode_is_decided_by_itself(plans: Plans) -> None:
 def test_torchs_own_function_is_called_with_all_that_its_plan_would_tell_it(plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
     def first_call(signature: Any, given: Any, _: object) -> tuple[Any, None]:
         q, k, v = given[:3]
-        plans[signature] = plan = FrameworkPlan.of(parse(q, k, v, enable_gqa=True, scale=0.7), q, k, v)
+        plans[signature] = plan = FrameworkPlan.of(parse(Arguments(q, k, v), Options(enable_gqa=True, scale=0.7)), q, k, v)
         return plan.run(q, k, v, None, None, None)
 
     monkeypatch.setattr(api, "_first_call", first_call)

@@ -24,7 +24,7 @@ from flashtune.core.problem import Features, MaskKind, Problem
 from flashtune.core.target import find_target
 from flashtune.core.torch_dtypes import TORCH_DTYPES
 from flashtune.db import library as databases
-from flashtune.dispatch.call import PerHead, parse
+from flashtune.dispatch.call import Arguments, Options, PerHead, parse
 from flashtune.dispatch.launch import devices, driver, kernels, prepared
 from flashtune.dispatch.launch.hostcode import load_host_code
 from flashtune.dispatch.launch.program import Program
@@ -320,7 +320,7 @@ def test_a_plan_hands_over_the_addresses_of_what_each_call_gives_per_head(monkey
         monkeypatch.setattr(torch._C, name, lambda *_, value=value: value, raising=False)
     q = torch.zeros(2, 4, 9, 64, dtype=torch.float8_e4m3fn)
     given: dict[str, Any] = {"alibi_slopes": torch.zeros(4), "k_descale": torch.zeros(2, 4), "v_descale": 2.0, "sinks": torch.zeros(8)[::2]}
-    plan = KernelPlan(parse(q, q, q, per_head=PerHead(**given)), SimpleNamespace(), q)  # type: ignore[arg-type]
+    plan = KernelPlan(parse(Arguments(q, q, q, per_head=PerHead(**given)), Options()), SimpleNamespace(), q)  # type: ignore[arg-type]
     runs: list[list[int]] = []
     plan.program = SimpleNamespace(run=lambda addresses, stream, bits: runs.append(addresses))  # type: ignore[assignment]
     plan._plain, plan._heads = False, [0, 101, 102, 103, 0]
@@ -340,7 +340,7 @@ def test_a_plan_hands_over_the_memory_of_the_stream_that_it_is_on(monkeypatch: p
     taken = SimpleNamespace(counters=lambda _, stream, *__: 1000 * stream, scratch=lambda _, stream, __: 4096 * stream)
     monkeypatch.setattr(driver, "STREAM_MEMORY", taken)
     q, k, v = torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 9, 16), torch.zeros(1, 2, 9, 16)
-    plan = KernelPlan(parse(q, k, v, enable_gqa=True), SimpleNamespace(), q)  # type: ignore[arg-type]
+    plan = KernelPlan(parse(Arguments(q, k, v), Options(enable_gqa=True)), SimpleNamespace(), q)  # type: ignore[arg-type]
     runs: list[list[int]] = []
     plan.program = SimpleNamespace(run=lambda addresses, stream, bits: runs.append(addresses))  # type: ignore[assignment]
     plan._plain, plan._counters, plan._scratch, plan._lse_offset, plan._temporaries = False, 8, 1024, 768, (0, 512)
@@ -379,7 +379,7 @@ def test_a_sequence_that_grows_reads_no_file_and_no_host_code_anew(library: Libr
 
     def served(n: int) -> bool:
         q, k = torch.empty(1, 32, 1, 128, dtype=torch.bfloat16), torch.empty(1, 8, n, 128, dtype=torch.bfloat16)
-        call = replace(parse(q, k, k, enable_gqa=True), device=torch.device("cuda", 0))
+        call = replace(parse(Arguments(q, k, k), Options(enable_gqa=True)), device=torch.device("cuda", 0))
         [candidate] = itertools.islice(choosing.candidates(memo, call, q, k, k, None, None), 1)
         assert isinstance(candidate.plan, KernelPlan) and candidate.kind == "near_n"
         operands = (q, k, k, torch.empty_like(q), torch.empty(1, 32, 1))
@@ -411,7 +411,7 @@ def test_damaged_machine_code_is_warned_of_and_left_to_triton(library: Library, 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     q = torch.zeros(1, 2, 300, 64, dtype=torch.bfloat16)
     warned: list[str] = []
-    plan = KernelPlan(parse(q, q, q, None, 0.0, True), module, q, manifest=manifest, warn=warned.append)
+    plan = KernelPlan(parse(Arguments(q, q, q), Options(is_causal=True)), module, q, manifest=manifest, warn=warned.append)
     operands, parameters = plan._given(q, q, q, None, None)
     assert plan._prepared(operands, parameters, compiles=False) is None, "host code alone can't compile"
     assert plan._prepared(operands, parameters, compiles=True) is not None

@@ -18,7 +18,7 @@ from flashtune.core.parameters import CallParameters
 from flashtune.core.target import find_target
 from flashtune.db.library import Library, shipped_path
 from flashtune.dispatch import api
-from flashtune.dispatch.call import parse
+from flashtune.dispatch.call import Arguments, Options, parse
 from flashtune.dispatch.launch import driver, prepared
 from flashtune.dispatch.plans.forward import KernelPlan, Twin
 from flashtune.dispatch.plans.misled import FEW, FIRST_PERIOD, LONGEST_PERIOD, SHARE, WATCHED, Misled
@@ -168,9 +168,9 @@ class Other:
 def planned(plan: Callable[[], Any], warned: list[str] | None = None) -> tuple[Settled, Any]:
     """A plan and the number that its kernel counts in."""
     q = torch.zeros(1, 1, 64, 64)
-    found = Settled(
-        parse(q, q, q), SimpleNamespace(), q, twin=Twin(config=CONFIG, plan=plan), warn=([] if warned is None else warned).append
-    )  # type: ignore[arg-type]
+    warn = ([] if warned is None else warned).append
+    call, module = parse(Arguments(q, q, q), Options()), SimpleNamespace()
+    found = Settled(call, module, q, twin=Twin(config=CONFIG, plan=plan), warn=warn)  # type: ignore[arg-type]
     word = SimpleNamespace(value=0)
     found.misled = Misled(word, PROGRAMS)
     return found, word
@@ -239,7 +239,7 @@ def test_in_deterministic_mode_one_kernel_serves(capturing: list[bool]) -> None:
 def test_a_call_that_asks_for_the_same_bits_has_no_count() -> None:
     settling = SimpleNamespace(launches=hopper_kernels.rendered(hopper_kernels.problem(64).spec(), maximum="first").launches)
     q, twin = torch.zeros(1, 1, 64, 64), Twin(config=CONFIG, plan=lambda: None)
-    call = parse(q, q, q)
+    call = parse(Arguments(q, q, q), Options())
     assert KernelPlan(replace(call, deterministic=True), settling, q, twin=twin)._count(0) is None  # type: ignore[arg-type]
     assert KernelPlan(call, settling, q)._count(0) is None  # type: ignore[arg-type]
 

@@ -212,7 +212,7 @@ def explain(*arguments: Any, **keywords: Any) -> Explanation:
     per_head = PerHead(*(words.pop(name) for name in PER_HEAD))
     if all(isinstance(x, torch.Tensor) for x in (query, key, value)) and (mask is None or isinstance(mask, torch.Tensor)):
         query, key, value, mask = prepared(query, key, value, mask)
-    call = parse(query, key, value, mask, **words, per_head=per_head)
+    call = parse(Arguments(query, key, value, mask, words.pop("seed"), per_head), Options(**words))
     memo = current()
     with memo.lock:
         why_torch = why_torch_now(query, key, value, mask, per_head)
@@ -257,7 +257,7 @@ def _first_call(signature: tuple[Any, ...] | None, given: Arguments, options: Op
         if grown is not None:
             memo.keep(signature, grown)
             return grown.run(*given)
-    call = given.parsed(options)
+    call = parse(given, options)
     plan = FrameworkPlan.of(call, *given[:4])
     with memo.lock:
         if signature is not None and (decided := memo.plans.get(signature)) is not None:
@@ -290,7 +290,7 @@ def _first_call(signature: tuple[Any, ...] | None, given: Arguments, options: Op
 def _traced(given: Arguments, options: Options) -> Any:
     """`attention` as torch.compile sees it."""
     given = Arguments(*autocast(*given[:4]), given.seed, given.per_head)
-    call = given.parsed(options)
+    call = parse(given, options)
     why_torch = "transformed" if transformed() else why_torch_ever(*given[:4], given.per_head)
     problem, trains = call.problem, False
     if why_torch in GRADIENTS and problem is not None:

@@ -21,57 +21,37 @@ class Arguments(NamedTuple):
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    attn_mask: torch.Tensor | None
-    seed: int | None
-    per_head: PerHead | None
-
-    def parsed(self, options: "Options") -> Call:
-        """The checked call, see `parse`."""
-        return parse(*self[:4], seed=self.seed, per_head=self.per_head, **options._asdict())
+    attn_mask: torch.Tensor | None = None
+    seed: int | None = None
+    per_head: PerHead | None = None
 
 
 class Options(NamedTuple):
     """What `attention` takes beside these, as it was given."""
 
-    dropout_p: float
-    is_causal: bool
-    scale: float | None
-    enable_gqa: bool
-    window: int | Window | None
-    softcap: float
-    causal_alignment: str
-    return_lse: bool
-    allow_tf32: bool
-    deterministic: bool
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+    window: int | Window | None = None
+    softcap: float = 0.0
+    causal_alignment: str = "top_left"
+    return_lse: bool = False
+    allow_tf32: bool = False
+    deterministic: bool = False
 
     def sides(self) -> Sides:
         """The band that is asked for, whatever the sizes."""
         return Sides.of(self.window, self.is_causal, self.causal_alignment)
 
 
-def parse(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    window: int | Window | None = None,
-    softcap: float = 0.0,
-    causal_alignment: str = "top_left",
-    return_lse: bool = False,
-    seed: int | None = None,
-    allow_tf32: bool = False,
-    per_head: PerHead | None = None,
-    deterministic: bool = False,
-) -> Call:
-    """Check the arguments of `attention`; raises InputError or InputTypeError with the offending value and the remedy."""
+def parse(given: Arguments, options: Options) -> Call:
+    """Check what `attention` was given; raises InputError or InputTypeError with the offending value and the remedy."""
+    query, key, value, attn_mask, seed, per_head = given
     _check_tensors(query, key, value)
-    is_causal, return_lse = _flag("is_causal", is_causal), _flag("return_lse", return_lse)
-    enable_gqa, allow_tf32 = _flag("enable_gqa", enable_gqa), _flag("allow_tf32", allow_tf32)
+    is_causal, return_lse, enable_gqa, allow_tf32, deterministic = (
+        _flag(name, getattr(options, name)) for name in ("is_causal", "return_lse", "enable_gqa", "allow_tf32", "deterministic")
+    )
     q, k, v = tuple(query.shape), tuple(key.shape), tuple(value.shape)
     _check_sizes(q, k, v)
     rank = max(len(q), len(k), len(v))
@@ -84,14 +64,14 @@ def parse(
     mask_kind: MaskKind = "none"
     if attn_mask is not None:
         mask_kind = _mask_kind(attn_mask, query, (*batch_dims, *((heads,) if rank > 2 else ()), n_q, n_kv))
-    if causal_alignment not in ALIGNMENTS:
-        raise InputError(f"unknown causal_alignment {causal_alignment!r}: use one of {', '.join(ALIGNMENTS)}")
+    if options.causal_alignment not in ALIGNMENTS:
+        raise InputError(f"unknown causal_alignment {options.causal_alignment!r}: use one of {', '.join(ALIGNMENTS)}")
     # A side that hides no pair at these sizes would only cost a slower kernel: decoding one token isn't causal.
-    band = Sides.of(window, is_causal, causal_alignment).band(n_q, n_kv)
-    dropout_p = _number("dropout_p", dropout_p)
+    band = Sides.of(options.window, is_causal, options.causal_alignment).band(n_q, n_kv)
+    dropout_p = _number("dropout_p", options.dropout_p)
     if not 0.0 <= dropout_p <= 1.0:
         raise InputError(f"dropout_p={dropout_p} is not a probability: give a rate between 0 and 1")
-    softcap = _number("softcap", softcap)
+    softcap = _number("softcap", options.softcap)
     if softcap < 0.0:
         raise InputError(f"softcap={softcap} is negative: give a positive cap, or 0 for none")
     if seed is not None:
@@ -120,13 +100,13 @@ def parse(
         out_dtype=output_torch_dtype(query.dtype),
         device=query.device,
         problem=problem,
-        scale=1.0 / math.sqrt(d) if scale is None else _number("scale", scale),
+        scale=1.0 / math.sqrt(d) if options.scale is None else _number("scale", options.scale),
         band=band,
         softcap=softcap,
         per_head=any(x is not None for x in per_head),
         factors=_factors(per_head) if query.dtype == torch.float8_e4m3fn else None,
         dropout_p=dropout_p,
-        deterministic=_flag("deterministic", deterministic),
+        deterministic=deterministic,
         seeded=seed is not None,
         return_lse=return_lse,
         mask_kind=mask_kind,

@@ -114,7 +114,7 @@ def define(eager: Callable[..., Any]) -> None:
 
 def _promised(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Sizes and strides of an output as kernels lay it out."""
-    call = parse(query, key, value, enable_gqa=enable_gqa)
+    call = parse(Arguments(query, key, value), Options(enable_gqa=enable_gqa))
     q = call.views(query, key, value)[0]
     shape = (call.batch, call.heads, call.n_q, call.d_v)
     strides = out_strides(shape, q.stride())

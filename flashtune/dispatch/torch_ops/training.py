@@ -14,7 +14,7 @@ import torch
 
 from flashtune.core.errors import InputError
 from flashtune.core.torch_dtypes import output_torch_dtype
-from flashtune.dispatch.call import Call, PerHead, parse, signed
+from flashtune.dispatch.call import Arguments, Call, Options, PerHead, parse, signed
 from flashtune.dispatch.plans.drawing import drawn_as, draws_in_a_capture, random_bits
 from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan, Outputs, RecallingPlan
 from flashtune.dispatch.plans.gradients import Given
@@ -347,13 +347,8 @@ def _gradients(
         memo,
         (kinds, query.device, numbers),
         lambda: parse(
-            query,
-            key,
-            value,
-            attn_mask,
-            enable_gqa=query.shape[1] != key.shape[1],
-            per_head=PerHead(alibi_slopes=alibi_slopes, sinks=sinks),
-            **numbers.words(),
+            Arguments(query, key, value, attn_mask, per_head=PerHead(alibi_slopes=alibi_slopes, sinks=sinks)),
+            Options(enable_gqa=query.shape[1] != key.shape[1], **numbers.words()),
         ),
     )
     seed = int(state.item()) % 2**64 if numbers.dropout_p else 0
