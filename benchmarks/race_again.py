@@ -201,7 +201,7 @@ def race_problem(problem: Problem, checked: list[Checked], target: Target, seed:
     from flashtune.core.launching import launcher
     from flashtune.core.modules import load_source
     from flashtune.profiler.whole_calls import call_times
-    from flashtune.tuner.baseline import framework_call
+    from flashtune.tuner.baseline import backend_name, framework_call
 
     marks = [time.perf_counter()]
     inputs = random_inputs(problem, seed=seed)
@@ -221,7 +221,7 @@ def race_problem(problem: Problem, checked: list[Checked], target: Target, seed:
         runs.append(framework)
         # A profiler takes a second or more. Torch chooses by what is asked of it far more than by sizes.
         if problem.spec() not in BACKENDS:
-            BACKENDS[problem.spec()] = tasks._backend_name(framework)
+            BACKENDS[problem.spec()] = backend_name(framework)
         backend = BACKENDS[problem.spec()]
     for run in runs:
         run()

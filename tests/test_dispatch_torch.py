@@ -201,8 +201,8 @@ rooms = ("flashtune.tuner", "flashtune.profiler", "flashtune.cli", "flashtune.db
 print([name for name in new if name.startswith((*rooms, "torch._dynamo", "torch._inductor"))])
 print(decided)
 # Nor does a search import compilers for the framework's part of a race, which the GPU would wait for.
-from flashtune.tuner import baseline, tasks
-print(tasks._backend_name(lambda: own(q, q, q)), [name for name in sys.modules if name.startswith(("torch._dynamo", "torch._inductor"))])
+from flashtune.tuner import baseline
+print(baseline.backend_name(lambda: own(q, q, q)), [name for name in sys.modules if name.startswith(("torch._dynamo", "torch._inductor"))])
 """
     environment = {**os.environ, "FLASHTUNE_OWN_DB": "/nowhere/tuned.sqlite"}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)

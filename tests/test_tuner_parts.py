@@ -31,7 +31,7 @@ from flashtune.templates import families, family
 from flashtune.templates.cost import key_blocks, predict_us
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner import compile, conditions, correctness, tasks
-from flashtune.tuner.baseline import framework_call
+from flashtune.tuner.baseline import backend_name, framework_call
 from flashtune.tuner.finalists import ranked
 from flashtune.tuner.inputs import make_inputs
 from flashtune.tuner.replies import Checked, Compiled, Failed, Ready, Rounds
@@ -442,7 +442,7 @@ def test_the_frameworks_backend_is_told_by_what_it_runs() -> None:
             call = framework_call(inputs)
             assert call is not None
             with sdpa_kernel(backend):
-                assert tasks._backend_name(call) == name
+                assert backend_name(call) == name
 
 
 def test_finalists_race_without_a_framework_whose_call_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashtune.core import reference
 from flashtune.core.torch_attention import sdpa, sound_backends
@@ -91,6 +93,28 @@ def framework_call(inputs: Inputs, backend: str | None = None, *, step: bool = F
         return torch.autograd.grad(kept[0], leaves, inputs.operands["dout"], retain_graph=not step)
 
     return gradients
+
+
+def backend_name(call: Callable[[], object]) -> str:
+    """Which of the framework's backends serves a call, from the operators that it runs: a profiler takes seconds to start."""
+
+    class Named(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        """Notes the operators of a block."""
+
+        names = ""
+
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            # Or torch would import its whole compiler (seconds) to keep it out of here.
+            return False
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names += f" {func}"
+            return func(*args, **(kwargs or {}))
+
+    with Named() as ran:  # type: ignore[no-untyped-call]
+        call()
+    return next((name for name in ("cudnn", "flash", "efficient") if f"_scaled_dot_product_{name}_attention" in ran.names), "math")
 
 
 def _flash_takes_lower_right(inputs: Inputs) -> bool:

@@ -165,11 +165,11 @@ def _ready(problem: Problem, target: Target, seed: int, meanwhile: Callable[["In
 
 def _framework(inputs: "Inputs") -> _Called:
     """The framework's default call on these inputs and what serves it, found out once."""
-    from flashtune.tuner.baseline import framework_call
+    from flashtune.tuner.baseline import backend_name, framework_call
 
     if not _framework_of or _framework_of[0][0] is not inputs:
         call = framework_call(inputs)
-        _framework_of[:] = [(inputs, None if call is None else (call, _backend_name(call)))]
+        _framework_of[:] = [(inputs, None if call is None else (call, backend_name(call)))]
     return _framework_of[0][1]
 
 
@@ -338,29 +338,6 @@ def _failed(error: Exception) -> Failed:
     sticky = "CUDA error" in str(error) or type(error).__name__ == "AcceleratorError"
     compiling = any(base.__name__ in ("CompilationError", "PTXASError") for base in type(error).__mro__)
     return Failed(fate=Fate.COMPILE if compiling else Fate.RUNTIME, reason=one_line(error), poisoned=sticky)
-
-
-def _backend_name(call: Callable[[], object]) -> str:
-    """Which of the framework's backends serves a call, from the operators that it runs: a profiler takes seconds to start."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Named(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        """Notes the operators of a block."""
-
-        names = ""
-
-        @classmethod
-        def _should_skip_dynamo(cls) -> bool:
-            # Or torch would import its whole compiler (seconds) to keep it out of here.
-            return False
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.names += f" {func}"
-            return func(*args, **(kwargs or {}))
-
-    with Named() as ran:  # type: ignore[no-untyped-call]
-        call()
-    return next((name for name in ("cudnn", "flash", "efficient") if f"_scaled_dot_product_{name}_attention" in ran.names), "math")
 
 
 def bench_problem(source: Source, problem: Problem, target: Target, seed: int, budget_s: float) -> Compared | Failed:
