@@ -33,8 +33,8 @@ class Constants:
     """The same on Hopper for programs of fewer than four warps, which can't use its warpgroup instructions."""
     vector_ops_per_score: float = 5.5
     """FP32 instructions per score beside the exponential: scale and subtract, row max, row sum, conversion."""
-    maxima_ops_per_score: float = 1.5
-    """What of these is spared where row maxima settle; fitted to the trials of the shipped rows, as `maxima_wait`."""
+    maxima_ops_per_score: float = 0.75
+    """What of these is spared where row maxima settle; fitted to pairs of trials of the shipped rows, as `maxima_wait`."""
     vector_lanes: int = 128
     """FP32 instructions that an SM starts per clock."""
     l2_bytes_per_clock: float = 46.0
