@@ -17,13 +17,15 @@ from flashtune.core.errors import EnvironmentProblem, NoKernelFound
 from flashtune.core.problem import Problem
 from flashtune.core.results import Conditions, Fate, Outcome, Provenance, SearchResult, TuningRecord
 from flashtune.db.library import Library, shipped_path
-from flashtune.tuner import evaluation, problem_search, searching, tasks
+from flashtune.tuner import evaluation, problem_search, schedule, searching, tasks
 from flashtune.tuner.compile import code_hash, compiled_kernels, launch_hash
 from flashtune.tuner.proposing import OVERTAKEN, Proposals
 from flashtune.tuner.replies import Called, Failed, Launched, MachineCode, Ready
-from flashtune.tuner.searching import Keeping, Search, SearchPlan
+from flashtune.tuner.schedule import Schedule
+from flashtune.tuner.searching import Search, SearchPlan
 from flashtune.tuner.space import Candidate
 from flashtune.tuner.study import Study
+from flashtune.tuner.winners import Keeping, Winners
 from flashtune.tuner.workers import Pending, Workers
 
 PROVENANCE = Provenance(flashtune="0", torch="0", triton="0")
@@ -321,8 +323,8 @@ def test_what_follows_the_trials_is_taken_from_each_problems_share_of_the_time(m
     staged(monkeypatch)
     now = [1000.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], time_ns=lambda: 7, sleep=lambda seconds: None)
-    monkeypatch.setattr(searching, "time", clock)
-    monkeypatch.setattr(problem_search, "time", clock)
+    for module in (searching, schedule, problem_search):
+        monkeypatch.setattr(module, "time", clock)
 
     def taking(seconds: float, task: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
@@ -423,11 +425,11 @@ def test_of_several_gpus_each_keeps_to_its_spec_and_then_takes_what_nobody_has_b
 
     def order(devices: tuple[str, ...], lanes: str) -> list[int | None]:
         what = replace(plan(1, devices=devices), problems=tuple(planned))
-        search = Search(what, storage=optuna.storages.InMemoryStorage(), provenance=PROVENANCE, save=lambda _: None, listener=Listener())
+        turns = Schedule(what)
         had: dict[str, Any] = {}
         taken = []
         for lane in lanes:
-            taken.append(index := search._take(had.get(lane)))
+            taken.append(index := turns.take(had.get(lane)))
             had[lane] = None if index is None else specs[index]
         return taken
 
@@ -568,11 +570,10 @@ def test_a_winners_twin_is_compiled_and_kept_with_it() -> None:
     keeping = Keeping(
         compile=lambda one, target: MachineCode(text=f"{one.outcome.variant_id} {one.twin}"), put=lambda code: put.append(code.text)
     )
-    quiet: dict[str, Any] = {"save": lambda _: None, "listener": Listener()}
-    search = Search(plan(1, keep=keeping), storage=optuna.storages.InMemoryStorage(), provenance=PROVENANCE, **quiet)
+    winners = Winners(keeping, plan(1).target, 1.0)
     workers: Any = HereAndNow(jobs=1)
-    search._keep(row, workers)
-    search._put_codes()
+    winners.won(row, workers)
+    winners.put()
     assert row.twin is not None and put == [f"{row.outcome.variant_id} None", f"{row.twin.variant_id} None"]
 
 

@@ -208,8 +208,9 @@ def run_search(
         from flashtune.templates import families, family
         from flashtune.tuner.machine import cores, devices_of, provenance, require_interpreter
         from flashtune.tuner.own import compile_winner, keep
-        from flashtune.tuner.searching import Keeping, Search, SearchPlan
+        from flashtune.tuner.searching import Search, SearchPlan
         from flashtune.tuner.space import SearchSpace
+        from flashtune.tuner.winners import Keeping
 
         source = looking.result()
     if source == "predicted":

@@ -47,7 +47,7 @@ class ProblemSearch:
 
     def __init__(self, search: "Search", index: int, workers: Workers, suffix: str, device: int) -> None:
         self.search, self.index, self.workers = search, index, workers
-        self.plan = search._plan
+        self.plan = search.plan
         self.problem = problem = self.plan.problems[index]
         self.space = SearchSpace(self.plan.families, problem, self.plan.target, only_suited=self.plan.only_suited)
         self.study = Study(
@@ -56,12 +56,12 @@ class ProblemSearch:
             sampler=self.plan.sampler,
             seed=self.plan.seed,
             source=self.plan.source,
-            storage=search._storage,
+            storage=search.storage,
             plan=suffix,
         )
-        self.evaluation = search._evaluation(problem, workers, device)
+        self.evaluation = search.evaluation(problem, workers, device)
         self.rule = StoppingRule(self.plan.until if self.plan.sampler != "exhaustive" else None)
-        self.stored = stored(self.space, problem, search._rows)
+        self.stored = stored(self.space, problem, search.rows)
         self.deadline: float | None = None
         self.incumbent: tuple[Candidate, Outcome] | None = None
         self.timed: list[Outcome] = []
@@ -71,8 +71,8 @@ class ProblemSearch:
         self.decided = self.study.decided(problem)
         self.heard: set[Candidate] = set()
         self.spent = Spent()
-        compiled = search._state(problem.spec()).compiled
-        self.trials = Trials(self.plan, problem, workers, compiled, self.evaluation, self.spent, self.at, facts=search._facts)
+        compiled = search.state(problem.spec()).compiled
+        self.trials = Trials(self.plan, problem, workers, compiled, self.evaluation, self.spent, self.at, facts=search.facts)
         self._catch_up()
 
     def begin(self) -> None:
@@ -80,7 +80,7 @@ class ProblemSearch:
         if self.decided is None and self.proposals is None:
             # A measured search must not keep its GPU waiting; a predicted one has none, and repeats itself to the letter.
             beside = self.plan.source == "measured"
-            wishes = carried(self.space, self.problem, self.search._rows, self.plan.source)
+            wishes = carried(self.space, self.problem, self.search.rows, self.plan.source)
             self.study.enqueue(wishes)
             self._catch_up()
             if beside:
@@ -128,27 +128,27 @@ class ProblemSearch:
             self.abandon()
         if result is None:
             if self.deadline is None:
-                self.deadline = search._deadline(self.index)
+                self.deadline = search.schedule.deadline(self.index)
             if not again:
                 with search.lock:
-                    search._listener.problem_started(self.problem, self.index, total, len(self.study.outcomes))
+                    search.listener.problem_started(self.problem, self.index, total, len(self.study.outcomes))
             result = self.decided = self._searched(meanwhile)
         if result is None:
             return None
         # Whether or not it can be saved: what is searched next begins with it.
         if (row := record_of(result)) is not None:
-            search._rows.insert(0, row)
+            search.rows.insert(0, row)
         if not self._publish(result, final=again):
             return None
         with search.lock:
-            if not search._end(self.index, result):
+            if not search.schedule.end(self.index, result):
                 return result
             if row is not None and not known:
-                search._keep(row, self.workers)
+                search.winners.won(row, self.workers)
             if known:
-                search._listener.problem_known(result, self.index, total)
+                search.listener.problem_known(result, self.index, total)
             else:
-                search._listener.problem_finished(result)
+                search.listener.problem_finished(result)
         return result
 
     def _searched(self, meanwhile: Callable[[], None] | None) -> SearchResult | None:
@@ -177,7 +177,7 @@ class ProblemSearch:
                     result = replace(result, ending=ending.result())
             with self.spent.on("keep"):
                 self.study.decide(result)
-            self.search._followed(time.monotonic() - tried)
+            self.search.schedule.followed(time.monotonic() - tried)
             said = f"{counted(len(result.outcomes), 'trial')}, {time.monotonic() - begun:.2f} s"
             logger.debug("%s: %s; here: %s; on the GPU: %s", self.problem.label(), said, self.spent, self.evaluation.spent)
             return result
@@ -186,9 +186,9 @@ class ProblemSearch:
             if isinstance(error, KeyboardInterrupt | FlashtuneError):
                 known = self._result(tuple(self.study.in_order().values()), None)
                 if known.outcomes:
-                    self.search._save(known)
+                    self.search.save(known)
                 with self.search.lock:
-                    self.search._listener.problem_finished(known)
+                    self.search.listener.problem_finished(known)
             raise
 
     def _beside_race(self, meanwhile: Callable[[], None] | None) -> Ending:
@@ -196,7 +196,7 @@ class ProblemSearch:
         if meanwhile is not None and self.plan.source == "measured":
             # The best so far is as good a start for what follows as the winner will be.
             if (row := record_of(self._result(tuple(self.study.in_order().values()), None))) is not None:
-                self.search._rows.insert(0, row)
+                self.search.rows.insert(0, row)
             meanwhile()
         if self.index == len(self.plan.problems) - 1:
             # Nothing follows for the compilers.
@@ -214,25 +214,25 @@ class ProblemSearch:
         if free and timed and self.plan.keep is not None:
             running = [outcome for outcome in timed if outcome.template == timed[0].template and not settles(outcome.config)]
             rows = (record_of(self._result((outcome,), None)) for outcome in [*timed[: min(most, free)], *running[:1]])
-            self.search._foresee_winners([row for row in rows if row is not None], self.workers)
+            self.search.winners.foresee([row for row in rows if row is not None], self.workers)
 
     def _publish(self, result: SearchResult, *, final: bool) -> bool:
         """Whether the result was saved; a fault passes through when it is `final`."""
         try:
             if result.outcomes:
-                self.search._save(result)
+                self.search.save(result)
         except FlashtuneError as error:
             if final:
                 raise
             with self.search.lock:
-                self.search._listener.save_failed(self.problem, error)
+                self.search.listener.save_failed(self.problem, error)
             return False
         return True
 
     def at(self, stage: "Stage") -> None:
         """Tell what this problem is at."""
         with self.search.lock:
-            self.search._listener.stage_started(self.problem, stage, len(self.study.outcomes))
+            self.search.listener.stage_started(self.problem, stage, len(self.study.outcomes))
 
     def late(self) -> bool:
         """Whether the time is up. One candidate is always tried, so that a tight budget still yields a row."""
@@ -288,7 +288,7 @@ class ProblemSearch:
         if self.plan.source == "measured":
             self._foresee_winners()
         with self.search.lock:
-            self.search._listener.trial_finished(outcome, self.incumbent[1] if self.incumbent else None)
+            self.search.listener.trial_finished(outcome, self.incumbent[1] if self.incumbent else None)
         return None
 
     def _enough(self, proposals: Proposals) -> Reason | None:
@@ -359,7 +359,7 @@ class ProblemSearch:
             gpu=self.plan.target.slug,
             problem=self.problem,
             outcomes=outcomes,
-            provenance=replace(self.search._provenance, conditions=conditions),
+            provenance=replace(self.search.provenance, conditions=conditions),
             baseline=baseline,
         )
 

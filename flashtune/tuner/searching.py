@@ -4,14 +4,12 @@ Problem x Target -> SearchSpace -> Candidate -> Variant -> render -> compile -> 
 A failing candidate is an Outcome; nothing that a candidate does ends a search.
 """
 
-import math
-import statistics
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import optuna
@@ -24,23 +22,15 @@ from flashtune.core.target import Target
 from flashtune.templates.family import Family
 from flashtune.tuner.evaluation import CallsTask, Evaluation, MeasuredEvaluation, PredictedEvaluation
 from flashtune.tuner.problem_search import ProblemSearch, SpecState
-from flashtune.tuner.replies import Failed, MachineCode
 from flashtune.tuner.sampling import Sampler, import_surrogate
+from flashtune.tuner.schedule import Schedule
 from flashtune.tuner.space import SearchSpace
 from flashtune.tuner.study import Plan, fingerprint
-from flashtune.tuner.workers import Limits, Pending, Workers
+from flashtune.tuner.winners import Keeping, Winners
+from flashtune.tuner.workers import Limits, Workers
 
 POLL_S = 1.0
 """How often a search that has nothing left to do looks whether other processes are done."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Keeping:
-    """How winners are made ready for later calls: `compile` is a task for the compilers, whose answer `put` keeps. A failure is no more
-    than a reason to do it later."""
-
-    compile: Callable[[TuningRecord, Target], MachineCode | Failed]
-    put: Callable[[MachineCode], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,21 +109,18 @@ class Search:
         workers: Workers | None = None,
     ) -> None:
         """`workers` are taken where the plan's would be started, and go on running."""
-        self._plan, self._storage, self._provenance = plan, storage, provenance
-        self._save, self._listener = save, listener
+        self.plan, self.storage, self.provenance = plan, storage, provenance
+        self.save, self.listener = save, listener
         self._states: dict[KernelSpec, SpecState] = {}
-        self._rows = list(plan.known)
+        self.rows = list(plan.known)
         # By variant, what the Triton of today made of it: where that is known, its machine code may be at hand.
-        self._facts = {
+        self.facts = {
             row.outcome.variant_id: row.outcome.facts
             for row in plan.known
             if plan.source == "measured" and row.outcome.facts is not None and row.provenance.triton == provenance.triton
         }
-        self._found: dict[int, SearchResult] = {}
-        self._given, self._codes, self._winners = workers, dict[str, Pending[MachineCode]](), set[str]()
-        self._taken: list[int] = []
-        self._started = 0.0
-        self._after_trials: list[float] = []
+        self._given = workers
+        self.schedule, self.winners = Schedule(plan), Winners(plan.keep, plan.target, plan.limits.compile_s)
         self.lock, self.stopping = threading.RLock(), threading.Event()
         self._seed = plan.seed if plan.seed is not None else time.time_ns() % (1 << 31)
 
@@ -143,9 +130,9 @@ class Search:
         KeyboardInterrupt, and errors of the storage, pass through after what is known so far was saved. A result that can't be
         saved ends nothing: it is kept in the storage, saving is tried again at the end, and again by the next run of the same plan.
         """
-        plan = self._plan
-        run = Plan(self._storage, self._words())
-        self._started = time.monotonic()
+        plan = self.plan
+        run = Plan(self.storage, self._words())
+        self.schedule = Schedule(plan)
         if plan.sampler == "gp" and plan.source == "measured":
             # Beside the start of the children; the thread that asks the sampler would take a second for it between two trials.
             threading.Thread(target=import_surrogate, name="surrogate", daemon=True).start()
@@ -156,10 +143,11 @@ class Search:
                 lanes[0].run()
             else:
                 self._run_all(lanes)
-            self._put_codes()
-        if len(self._found) == len(plan.problems):
+            self.winners.put()
+        found = self.schedule.found
+        if len(found) == len(plan.problems):
             run.finish()
-        results = [self._found[index] for index in sorted(self._found)]
+        results = [found[index] for index in sorted(found)]
         failed = [result for result in results if result.best is None]
         if failed:
             why = next((o.reason for o in failed[0].outcomes if o.reason), "no candidate was tried: give more trials or a larger budget")
@@ -193,96 +181,22 @@ class Search:
             # A lane that was only told to stop hides nothing.
             raise next((error for error in errors if not isinstance(error, KeyboardInterrupt)), errors[0])
 
-    def _take(self, spec: KernelSpec | None) -> int | None:
-        """The next problem for a lane that had one of `spec`, if it had any; each is given to one lane."""
-        with self.lock:
-            if (index := self._next(spec)) is not None:
-                self._taken.append(index)
-            return index
-
-    def _next(self, spec: KernelSpec | None) -> int | None:
-        """Which problem that would be. A GPU goes through a plan in its order; of several each keeps to its spec, of which it has verdicts
-        and near winners, then takes one that nobody has begun, and in the end helps where most is left."""
-        problems = self._plan.problems
-        left = [index for index in range(len(problems)) if index not in self._taken]
-        if not left or len(self._plan.devices) <= 1:
-            return left[0] if left else None
-        begun, counts = {problems[index].spec() for index in self._taken}, Counter(problems[index].spec() for index in left)
-        own = [index for index in left if problems[index].spec() == spec]
-        new = [index for index in left if problems[index].spec() not in begun]
-        return (own or new or sorted(left, key=lambda index: -counts[problems[index].spec()]))[0]
-
-    def _new_to_all(self, index: int) -> bool:
-        """Whether nobody has begun a problem of this one's spec."""
-        spec = self._plan.problems[index].spec()
-        return all(self._plan.problems[taken].spec() != spec for taken in self._taken)
-
-    def _deadline(self, index: int) -> float | None:
-        """When the trials of a problem that begins now have to end, so that those after it have their share of the time.
-
-        Races and what else follows the trials are reckoned with what they took of the problems before.
-        """
-        if self._plan.budget_s is None:
-            return None
-        now, lanes = time.monotonic(), max(1, len(self._plan.devices))
-        left = max(0.0, self._plan.budget_s - (now - self._started))
-        with self.lock:
-            share = left / math.ceil((len(self._plan.problems) - self._taken.index(index)) / lanes)
-            after = statistics.median(self._after_trials) if self._after_trials else 0.0
-        return now + max(0.0, share - after)
-
-    def _followed(self, seconds: float) -> None:
-        """What followed a problem's trials took so long."""
-        with self.lock:
-            self._after_trials.append(seconds)
-
-    def _end(self, index: int, result: SearchResult) -> bool:
-        """Whether this is the first to end a problem; another lane may have worked on it, too."""
-        with self.lock:
-            first = index not in self._found
-            self._found.setdefault(index, result)
-            return first
-
-    def _foresee_winners(self, rows: Sequence[TuningRecord], workers: Workers) -> None:
-        """Have compiled for later calls what may win, each once."""
-        keep, target = self._plan.keep, self._plan.target
-        with self.lock:
-            for row in rows:
-                if keep is not None and row.outcome.variant_id not in self._codes:
-                    pending = workers.submit("compile", keep.compile, row, target, limit_s=self._plan.limits.compile_s)
-                    self._codes[row.outcome.variant_id] = pending
-
-    def _keep(self, row: TuningRecord, workers: Workers) -> None:
-        """Have a winner, and its twin, compiled for later calls; they are kept at the end."""
-        twin = row.as_twin()
-        rows = [replace(row, twin=None), *([] if twin is None else [twin])]
-        self._foresee_winners(rows, workers)
-        with self.lock:
-            self._winners.update(one.outcome.variant_id for one in rows)
-
-    def _put_codes(self) -> None:
-        """Keep what was compiled of winners; nobody waits for the others."""
-        for variant_id, pending in self._codes.items():
-            if variant_id not in self._winners:
-                pending.forget()
-        for variant_id, pending in self._codes.items():
-            if variant_id in self._winners and self._plan.keep is not None and isinstance(code := pending.reply(), MachineCode):
-                self._plan.keep.put(code)
-
     def _words(self) -> list[object]:
         """What makes two plans the same: GPU, problems, families as they are, trials, sampler, seed, and who measures or predicts."""
-        plan, made_by = self._plan, self._provenance
+        plan, made_by = self.plan, self.provenance
         spaces = (SearchSpace(plan.families, problem, plan.target, only_suited=plan.only_suited) for problem in plan.problems)
         problems = [fingerprint(space, problem) for space, problem in zip(spaces, plan.problems, strict=True)]
         return [plan.target.slug, problems, plan.source, plan.sampler, plan.seed, plan.trials, made_by.triton, made_by.gpu_name] + (
             [] if plan.until is None else [plan.until]
         )
 
-    def _state(self, spec: KernelSpec) -> SpecState:
+    def state(self, spec: KernelSpec) -> SpecState:
+        """What is shared by all problems of a spec."""
         return self._states.setdefault(spec, SpecState({}, {}))
 
-    def _evaluation(self, problem: Problem, workers: Workers, device: int) -> Evaluation:
-        plan, verdicts = self._plan, self._state(problem.spec()).verdicts
+    def evaluation(self, problem: Problem, workers: Workers, device: int) -> Evaluation:
+        """What gives candidates of a problem their times."""
+        plan, verdicts = self.plan, self.state(problem.spec()).verdicts
         if plan.source == "predicted":
             return PredictedEvaluation(problem=problem, target=plan.target, workers=workers, seed=self._seed, verdicts=verdicts)
         return MeasuredEvaluation(
@@ -319,16 +233,16 @@ class _Lane:
             if self._following is not None:
                 self._following.abandon()
             raise
-        total = len(search._plan.problems)
-        if len(search._plan.devices) > 1:
+        total = len(search.plan.problems)
+        if len(search.plan.devices) > 1:
             mine = {one.index for one in todo}
-            todo.extend(self._problem(index) for index in range(total) if index not in search._found and index not in mine)
+            todo.extend(self._problem(index) for index in range(total) if index not in search.schedule.found and index not in mine)
         # What others were still busy with, and what couldn't be saved.
         while todo:
             if search.stopping.is_set():
                 raise KeyboardInterrupt
             one = todo.popleft()
-            if one.index in search._found:
+            if one.index in search.schedule.found:
                 continue
             if one.run(again=True) is None and not one.late():
                 todo.append(one)
@@ -342,10 +256,10 @@ class _Lane:
         if self._foreseen is not None:
             found, self._foreseen = self._foreseen, None
             return found
-        index = self.search._take(self._spec)
+        index = self.search.schedule.take(self._spec)
         if index is None:
             return None
-        self._spec = self.search._plan.problems[index].spec()
+        self._spec = self.search.plan.problems[index].spec()
         return self._problem(index)
 
     def _begin_next(self) -> None:
@@ -357,11 +271,7 @@ class _Lane:
 
     def _foresee(self, spec: KernelSpec) -> None:
         """Have compiled what the problem after the next begins with, where nobody has compiled any of it: its spec is new."""
-        search = self.search
-        with search.lock:
-            index = search._next(spec)
-            new = index is not None and search._new_to_all(index)
-        if new:
+        if self.search.schedule.next_is_new(spec):
             self._foreseen = self._next()
             if self._foreseen is not None:
                 self._foreseen.foresee()
