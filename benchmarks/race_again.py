@@ -57,11 +57,11 @@ from flashtune.tuner.space import Candidate
 TWINS: dict[str, tuple[Value, ...]] = {
     "maximum": ("first", "running"),
     "combine": ("kernel", "last", "rows"),
-    "held": ("none", "both"),
+    "persistent": (False, True, "drawn", "taken"),
+    "held": ("none", "k", "v", "both"),
     "exp_early": (False, True),
     "exp_poly": (False, True),
     "wait_early": (False, True),
-    "persistent": (False, True, "drawn"),
 }
 """Axes whose every value races."""
 

@@ -40,7 +40,7 @@ CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
     ),
     "window": (
         problem(Features(window=(70, 30), sinks=True), n_q=190, n_kv=260, d=40, d_v=40, heads=4, kv_heads=2),
-        {"BLOCK_M": 64, "num_stages": 3, "dq_sums": "registers", "section": 2, "exp_early": True, "held": "both"},
+        {"BLOCK_M": 64, "num_stages": 3, "dq_sums": "registers", "section": 2, "exp_early": True, "held": "both", "persistent": True},
     ),
     "drawn": (
         problem(Features(dropout=True), n_q=140),
@@ -53,7 +53,7 @@ CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
     "bias": (problem(Features(causal=True, mask="bias"), heads=4, kv_heads=2), {"BLOCK_M": 128, "num_stages": 1, "dq_sums": "registers"}),
     "left": (
         problem(Features(causal=True, window=(40, 0)), d=96, d_v=96, dtype="bf16", kv_heads=2),
-        {"BLOCK_M": 64, "num_stages": 1, "dq_sums": "registers", "section": 16, "persistent": True, "held": "v"},
+        {"BLOCK_M": 64, "num_stages": 1, "dq_sums": "registers", "section": 16, "persistent": "taken", "held": "v"},
     ),
 }
 

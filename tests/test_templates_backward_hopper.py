@@ -61,7 +61,7 @@ def problem(features: Features, **changes: Any) -> Problem:
     [
         (128, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "tma", "wait_early": True}, 0),
         (64, {"BLOCK_M": 64, "num_stages": 3, "dq_sums": "registers", "exp_poly": True, "wait_early": True}, 4),
-        (128, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "exp_early": True}, 8),
+        (128, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "exp_early": True, "persistent": "taken"}, 8),
         (64, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "persistent": "drawn", "held": "both"}, 4),
     ],
     ids=str,

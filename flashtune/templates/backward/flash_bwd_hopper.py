@@ -38,8 +38,8 @@ AXES = (
     ),
     Axis(
         name="persistent",
-        values=(False, True, "drawn"),
-        why="whether programs take tile after tile, in fixed shares or drawn (two more warps then finish dQ), against shared memory",
+        values=(False, True, "drawn", "taken"),
+        why="whether programs take tile after tile, in fixed shares, drawn (two more warps then finish dQ) or taken (they don't)",
         absent=False,
         unsaid=True,
     ),
@@ -82,7 +82,7 @@ CONSTRAINTS = (
     Constraint(
         name="finished dQ",
         holds=lambda c, s, t: not BackwardLayout.of(s, c).drawn or c["dq_sums"] == "registers",
-        why="nothing says when what the copy engine adds has arrived",
+        why="nothing says when what the copy engine adds has arrived, and its warp doesn't know what was drawn",
         axes=("dq_sums", "persistent"),
     ),
     Constraint(
@@ -109,7 +109,7 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
         {"held": "v"},
         {"exp_early": True},
         {"dq_sums": "tma"},
-        {"persistent": True},
+        {"persistent": "taken"} if spec.causal else {"persistent": True},
     ]
     if padded(spec.d) == 64:
         tiles = [

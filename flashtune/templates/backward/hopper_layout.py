@@ -43,7 +43,7 @@ class HopperBackward(HopperTiles):
         if s.mask == "bool":
             found += ["mask_bits_ptr", "mask_by_batch", "mask_by_head"]
         found += [f"bias_{part}" for part in ("ptr", "stride_b", "stride_h", "stride_m", "stride_n")] * self.bias_by_pointer
-        return found + [f"dq_{part}" for part in ("ptr", "step_b", "step_h", "step_m")] * self.drawn
+        return found + [f"dq_{part}" for part in ("ptr", "step_b", "step_h", "step_m")] * self.finishes
 
     @property
     def persistent(self) -> bool:
@@ -52,7 +52,12 @@ class HopperBackward(HopperTiles):
 
     @property
     def drawn(self) -> bool:
-        """Whether it draws them, and finishes dQ of heads that are done."""
+        """Whether it draws them."""
+        return self.config.get("persistent", False) in ("drawn", "taken")
+
+    @property
+    def finishes(self) -> bool:
+        """Whether it finishes dQ of heads that are done."""
         return self.config.get("persistent", False) == "drawn"
 
     @property
