@@ -1,11 +1,12 @@
 """Times the kernels that may serve a plain row on scores as models make them: `python benchmarks/on_scores.py [--n 4096] [--d 64,128]`.
 
-Of each row of a plain problem that settles row maxima: its kernel, its twin, and both as they are with the other way to rescale what came
-before a new maximum. All are checked first as a search's candidates are, in several processes; then one process alone times them,
-interleaved, on random numbers and on a few distributions (flashtune.tuner.distributions), and compares outputs with float64.
+Of each row of a plain problem that settles row maxima: its kernel, its twin, the kernel's tiles with running maxima, and all of these with
+each of the `--ways` to rescale what came before a new maximum. All are checked first as a search's candidates are, in several processes;
+then one process alone times them, interleaved, on random numbers and on a few distributions (flashtune.tuner.distributions), and compares
+outputs with float64.
 
 One line a kernel: microseconds on each distribution, then the largest error of any of these over the online softmax's (the best of the
-kernels whose maxima run and are always rescaled).
+kernels whose maxima run and are always rescaled, or where they grew).
 """
 
 import argparse
@@ -17,7 +18,7 @@ from functools import partial
 
 from children import Children
 from forward import until
-from forward_cells import SCORE_DTYPES, dtypes_of, numbers_of, problem_of
+from forward_cells import SCORE_DTYPES, dtypes_of, names_of, numbers_of, problem_of
 from forward_peers import DRAWS, error_of, stopwatch
 from race_again import Checked, check_problem
 
@@ -39,7 +40,12 @@ from flashtune.tuner.space import Candidate
 SCORES = ("random", "sink+8", "needle+30", "deviation-3", "deviation-8", "drift-60", "misled-100%")
 """Distributions: those that settled maxima are made for, and those that mislead them most."""
 
-OTHER = {"always": "grown", "grown": "always"}
+WAYS = ("always", "grown", "outgrown")
+
+
+def ways_of(text: str) -> tuple[str, ...]:
+    """Some of WAYS from the command line (see `names_of`)."""
+    return names_of(text, WAYS, "ways to rescale")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,17 +57,17 @@ class Timed:
     errors: tuple[float, ...]
 
 
-def kernels_of(problem: Problem, target: Target) -> list[Candidate]:
-    """The row's kernel, its twin, the kernel's tiles with running maxima, and all of these rescaled the other way; none where no row is of
-    the problem, or where its kernel doesn't settle maxima."""
+def kernels_of(problem: Problem, target: Target, ways: Sequence[str]) -> list[Candidate]:
+    """The row's kernel, its twin, and with each of the `ways` to rescale these and the kernel's tiles with running maxima; none where no
+    row is of the problem, or where its kernel doesn't settle maxima."""
     row = next((row for row in Library.of(shipped_path()).winners() if row.key == problem.key(target.slug)), None)
     if row is None or not settles(row.outcome.config):
         return []
     kind = family(row.outcome.template)
     own = kind.completed(row.outcome.config)
-    configs = [own, own.replace(maximum="running")]
-    configs += [kind.completed(row.twin.config)] if row.twin is not None and row.twin.template == kind.name else []
-    configs += [config.replace(rescale=OTHER[str(config["rescale"])]) for config in configs]
+    twin = [kind.completed(row.twin.config)] if row.twin is not None and row.twin.template == kind.name else []
+    configs = [own, *twin]
+    configs += [config.replace(rescale=way) for config in (own, own.replace(maximum="running"), *twin) for way in ways]
     valid = (config for config in dict.fromkeys(configs) if kind.violated(config, problem.spec(), target) is None)
     return [Candidate(family=kind, config=config) for config in valid]
 
@@ -91,7 +97,7 @@ def time_kernels(problem: Problem, checked: Sequence[Checked], seed: int, second
 
 def lines(problem: Problem, found: Sequence[Timed]) -> Iterator[str]:
     """A heading, and a line for each kernel."""
-    plain = [one for one in found if not settles(one.candidate.config) and one.candidate.config["rescale"] == "always"]
+    plain = [one for one in found if not settles(one.candidate.config) and one.candidate.config["rescale"] != "outgrown"]
     least = [min((one.errors[place] for one in plain), default=math.nan) for place in range(len(SCORES))]
     yield problem.label()
     for one in found:
@@ -106,6 +112,7 @@ def main() -> None:
     parser.add_argument("--d", type=numbers_of, default=(64, 128, 256), help="head sizes, with commas between them (default: all three)")
     parser.add_argument("--n", type=numbers_of, default=(4096,), help="numbers of keys, with commas between them (default: 4096)")
     parser.add_argument("--dtypes", type=dtypes_of, default=SCORE_DTYPES, help="element types, with commas between them (default: both)")
+    parser.add_argument("--ways", type=ways_of, default=WAYS, help="to rescale, with commas between them (default: all)")
     parser.add_argument("--jobs", type=int, default=8, help="processes that check (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=0.1, help="of timing for each distribution (default: %(default)s)")
     parser.add_argument("--budget-s", type=float, default=math.inf, help="seconds for everything; what doesn't fit is left out")
@@ -117,7 +124,7 @@ def main() -> None:
     started = time.monotonic()
     bands = (Features(), Features(causal=True))
     problems = [problem_of(d, n, f, dtype=dtype) for n in options.n for d in options.d for dtype in options.dtypes for f in bands]
-    work = [(problem, found) for problem in problems if (found := kernels_of(problem, gpu.target))]
+    work = [(problem, found) for problem in problems if (found := kernels_of(problem, gpu.target, options.ways))]
     # One kernel a job: they are far fewer than a search's, and each takes its time to be compiled.
     jobs = [(check_problem, (problem, [one], gpu.target, options.seed)) for problem, found in work for one in found]
     with Children(count=options.jobs, limit_s=120.0) as many:

@@ -8,8 +8,9 @@ tenth of a search's time.
 
 `--sizes`, `--models`, `--short`, `--sparse`, `--covering`, `--ragged` and `--backward` race problems without rows, whose candidates are
 other rows' configs, what the cost model thinks best, and the family's starts; `--twins` races rows whose twin is far behind, `--rescale`
-plain rows with both ways to rescale what came before a maximum that grew, and `--older` all other rows that were raced before that. A
-kernel that already ships wins over others that are hardly faster (race_twins.py).
+plain and masked rows with other ways to rescale what came before a maximum that grew, and `--older` all other rows that were raced
+before there were any. Where it costs hardly anything, a kernel that has less to lose on a model's scores wins over others, and one that
+already ships (race_twins.py).
 `--rows-of h200` races the rows of that GPU on this one, the most important first. With `--budget-s`
 the first problems that fit are checked and raced:
 
@@ -297,7 +298,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--twins", action="store_true", help="race rows whose best kernel with running maxima is far behind, instead of rows"
     )
-    parser.add_argument("--rescale", action="store_true", help="race plain rows with both ways to rescale, instead of all as they are")
+    parser.add_argument("--rescale", action="store_true", help="race plain and masked rows with other ways to rescale, instead of rows")
     parser.add_argument("--backward", action="store_true", help="race backward problems that no row is of, instead of rows")
     parser.add_argument("--rows-of", metavar="GPU", help="race the rows of this GPU that this machine's has none of, instead of its own")
     parser.add_argument("--only", default="", help="of all these problems those whose label this regular expression finds")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from flashtune.core.config import settles
+from flashtune.core.config import asks_first, settles
 from flashtune.core.problem import Problem, ProblemKey
 from flashtune.core.results import Fate, Outcome, SearchResult
 from flashtune.core.target import Target
@@ -78,13 +78,21 @@ def _running(outcome: Outcome, problem: Problem, target: Target) -> Candidate | 
 
 
 def shipped_first(ranks: Sequence[Candidate], times: Mapping[Candidate, float], ships: Callable[[Candidate], bool]) -> list[Candidate]:
-    """`ranks`, the first of which gives way to one that already ships where that costs no more than SHIPPED_GAIN, of several to one whose
-    time is the same for all scores; and so does the first with running maxima, which is the row's twin. What has a successor gives way
-    whatever ships."""
+    """`ranks`, the first of which gives way, where that costs no more than SHIPPED_GAIN, to one that has less to lose on a model's scores
+    (whose maxima run, or that raises them at less cost), or else to one that already ships; and so does the first with running maxima,
+    which is the row's twin. What has a successor gives way whatever ships."""
 
     def among(some: Sequence[Candidate]) -> Candidate:
         near = [one for one in some if times[one] <= (1 + SHIPPED_GAIN) * times[some[0]]]
-        return min(near, key=lambda one: (one.family.successor(one.config) != one.config, not ships(one), settles(one.config)))
+        return min(
+            near,
+            key=lambda one: (
+                one.family.successor(one.config) != one.config,
+                settles(one.config),
+                not asks_first(one.config),
+                not ships(one),
+            ),
+        )
 
     winner = among(ranks)
     others = [one for one in ranks if one != winner]

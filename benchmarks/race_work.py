@@ -1,6 +1,6 @@
 """What race_again.py races beside the rows of this GPU: another GPU's rows here, attentions of models that no row is of, other head sizes,
 short calls, features at head sizes that have them without a row, kernels with running maxima for rows whose twin is far behind, and plain
-rows with both ways to rescale."""
+and masked rows with all ways to rescale."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -130,29 +130,40 @@ def of_twins(results: Sequence[SearchResult], target: Target) -> Work:
 
 
 RESCALED_LENGTHS = (4096, 1024, 16384, 2048, 8192, 512)
-"""Lengths of plain rows in the order in which they race with both ways to rescale."""
+"""Lengths of plain rows in the order in which they race with all ways to rescale."""
 
 RUNNING_ONES = 1
-"""So many of a row's kernels with running maxima race both ways."""
+"""So many of a row's kernels with running maxima race all ways."""
+
+MASKED = Features(mask="bool")
+"""Rows with a boolean mask race so, too, behind the plain ones."""
 
 
 def of_rescaled(results: Sequence[SearchResult], target: Target) -> Work:
-    """Plain rows in 16 bits, those of one length after those of another: winner and best kernels with running maxima, and each of them
-    with the other way to rescale what came before a maximum that grew. A kernel's successor races beside it."""
+    """Plain and MASKED rows in 16 bits, those of one length after those of another: winner and best kernels with running maxima, the latter
+    and the winner's tiles with every other way to rescale what came before a maximum that grew. A kernel's successor races beside it."""
     work: Work = []
     for result in {result.problem.key(target.slug): result for result in results if result.gpu == target.slug}.values():
         problem, spec = result.problem, result.problem.spec()
-        if importance(problem)[0] > 1 or problem.direction == "bwd" or problem.n_kv not in RESCALED_LENGTHS or problem.d_v != problem.d:
+        plain = importance(problem)[0] <= 1 and problem.n_kv in RESCALED_LENGTHS and problem.d_v == problem.d
+        if problem.direction == "bwd" or not (plain or problem.features == MASKED):
             continue
         known = measured([result])
         chosen = known[:1] + [outcome for outcome in known if not settles(outcome.config)][:RUNNING_ONES]
         stored = [one for outcome in chosen if (one := _valid(outcome, problem, target)) is not None and "rescale" in one.config]
-        if stored and settles(stored[0].config):
-            stored.append(Candidate(family=stored[0].family, config=stored[0].config.replace(maximum="running")))
-        ways = [replace(one, config=one.config.replace(rescale=way)) for way in ("always", "grown") for one in stored]
+        ways = [replace(one, config=config) for one in stored for config in (one.config, one.family.successor(one.config))]
+        for one in stored:
+            ways.append(replace(one, config=one.config.replace(rescale="outgrown")))
+            # Maxima that settle are those that rarely grow: running ones that are rescaled where they grew are hardly faster than the twin.
+            tried = ("outgrown",) if settles(one.config) else ("grown", "outgrown")
+            ways += [replace(one, config=one.config.replace(maximum="running", rescale=way)) for way in tried]
         found = [one for one in dict.fromkeys(ways) if one.family.violated(one.config, spec, target) is None]
         work.append((problem, found))
-    return sorted(work, key=lambda item: (RESCALED_LENGTHS.index(item[0].n_kv), importance(item[0])))
+    return sorted(work, key=lambda item: (item[0].features == MASKED, _place(item[0].n_kv), importance(item[0])))
+
+
+def _place(length: int) -> int:
+    return RESCALED_LENGTHS.index(length) if length in RESCALED_LENGTHS else len(RESCALED_LENGTHS)
 
 
 NEAR_WINNERS = 2

@@ -185,8 +185,8 @@ class Array(np.ndarray):
 
     type = SimpleNamespace(layout=None)
 
-    def to(self, dtype: Any) -> "Array":
-        return self.astype(dtype)
+    def to(self, dtype: Any, bitcast: bool = False) -> "Array":
+        return self.view(dtype) if bitcast else self.astype(dtype)
 
     def expand_dims(self, axis: int) -> "Array":
         return np.expand_dims(self, axis).view(Array)
@@ -250,6 +250,7 @@ INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "abs.ftz.f32": _of_floats(np.abs),
     "mul.ftz.f32": _of_floats(np.multiply),
     "max.f32": _of_floats(np.maximum),
+    "max.s32": lambda x, y: np.maximum(_signed(x), _signed(y)).view(np.uint32).astype(np.uint64),
     "add.rn.f32": _of_floats(np.add),
     "sub.rn.f32": _of_floats(np.subtract),
     "fma.rn.f32": _of_floats(lambda x, y, z: x.astype(np.float64) * y + z),
@@ -260,12 +261,11 @@ INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
 
 
 def assembly(text: str, _constraints: str, arguments: list[np.ndarray], *, dtype: Any, is_pure: bool, pack: int) -> Any:
-    """What `gl.inline_asm_elementwise` computes, an element at a time, or `pack` of one argument that follow one another in a row."""
+    """What `gl.inline_asm_elementwise` computes, an element at a time, or `pack` that follow one another in a row."""
     if pack > 1:
-        [rows] = arguments
-        groups = [rows[..., place::pack] for place in range(pack)]
+        groups = [rows[..., place::pack] for rows in arguments for place in range(pack)]
         found = assembly(text, _constraints, groups, dtype=(dtype,) * pack, is_pure=is_pure, pack=1)
-        return np.stack(found, -1).reshape(rows.shape).view(Array)
+        return np.stack(found, -1).reshape(arguments[0].shape).view(Array)
     kinds = dtype if isinstance(dtype, tuple) else (dtype,)
     arguments = [np.ascontiguousarray(argument) for argument in np.broadcast_arrays(*arguments)]
     held = {f"${place}": argument.view(f"u{argument.itemsize}").astype(np.uint64) for place, argument in enumerate(arguments, len(kinds))}
@@ -280,7 +280,11 @@ def assembly(text: str, _constraints: str, arguments: list[np.ndarray], *, dtype
             found = INSTRUCTIONS[name](*sources) & mask
             # Two predicates are a bit each.
             held |= {one: found >> bit & 1 for bit, one in enumerate(target.split("|"))} if "|" in target else {target: found}
-    results = [held[f"${place}"].astype(f"u{np.dtype(kind).itemsize}").view(kind).view(Array) for place, kind in enumerate(kinds)]
+    # A constant is the same for all elements.
+    registers = [np.broadcast_to(held[f"${place}"], arguments[0].shape) for place in range(len(kinds))]
+    results = [
+        register.astype(f"u{np.dtype(kind).itemsize}").view(kind).view(Array) for register, kind in zip(registers, kinds, strict=True)
+    ]
     return results if isinstance(dtype, tuple) else results[0]
 
 

@@ -161,9 +161,10 @@ def test_what_ships_already_wins_over_what_is_hardly_faster_and_a_row_keeps_a_tw
     times = {new: 100.0, old: 100.9, run: 101.5, other: 102.0}
     assert race_twins.shipped_first([new, old, run, other], times, {old}.__contains__) == [old, new, run, other]
     assert race_twins.shipped_first([new, old, run, other], times, {run, other}.__contains__) == [new, old, run, other]
-    # Between two that ship, and between two that don't, the one that no scores mislead.
+    # Whatever ships, the one that no scores mislead.
     times[run] = 100.5
-    assert race_twins.shipped_first([new, run, old, other], times, set().__contains__)[0] == run
+    for ships in (set(), {old}, {new, run, old}):
+        assert race_twins.shipped_first([new, run, old, other], times, ships.__contains__)[0] == run
     runs = [Candidate(family=kind, config=Config.of(maximum="running", section=section)) for section in (8, 32)]
     times |= {run: 110.0, runs[0]: 110.5, runs[1]: 112.0}
     assert race_twins.shipped_first([new, run, *runs], times, set(runs).__contains__) == [new, runs[0], run, runs[1]]
@@ -174,13 +175,17 @@ def test_what_ships_already_wins_over_what_is_hardly_faster_and_a_row_keeps_a_tw
     assert kind.successor(old.config) == kind.successor(grown.config) == grown.config
 
 
-def test_plain_rows_race_with_both_ways_to_rescale_those_of_one_length_together() -> None:
+def test_plain_and_masked_rows_race_with_all_ways_to_rescale_those_of_one_length_together() -> None:
     work = race_again.work_of(options("--rescale"), H200)
-    assert [problem.n_kv for problem, _ in work] == sorted((problem.n_kv for problem, _ in work), key=race_work.RESCALED_LENGTHS.index)
+    plain = [problem.n_kv for problem, _ in work if problem.features != race_work.MASKED]
+    assert plain == [problem.n_kv for problem, _ in work][: len(plain)] == sorted(plain, key=race_work.RESCALED_LENGTHS.index)
+    assert {p.dtype for p, _ in work if p.features != race_work.MASKED} == {"bf16", "fp16"}
+    assert len(work) > len(plain)
     for problem, candidates in work:
         assert not callable(candidates) and len(set(candidates)) == len(candidates) <= 8
-        assert {candidate.config["rescale"] for candidate in candidates} == {"always", "grown"}
-        assert problem.dtype in ("bf16", "fp16") and problem.features.as_json().keys() <= {"causal"}
+        ways = {candidate.config["rescale"] for candidate in candidates}
+        assert "outgrown" in ways and {c.family.successor(c.config) for c in candidates} <= {c.config for c in candidates}
+        assert problem.features.as_json().keys() <= {"causal", "mask"}
 
 
 def test_older_rows_race_with_both_ways_to_rescale_and_winners_of_near_rows() -> None:

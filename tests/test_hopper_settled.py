@@ -3,13 +3,14 @@
 import math
 import struct
 from dataclasses import dataclass
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hopper_kernels import Array, on_numpy, problem, rendered
+from hopper_kernels import Array, assembly, on_numpy, problem, rendered
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,17 +25,43 @@ DTYPES_HERE: tuple[DType, ...] = ("bf16", "fp16")
 BLOCK_N = 64
 
 
-def functions(dtype: DType) -> Any:
-    """The softmax's device functions over numpy; the vote is the test's, warp by warp."""
-    module = rendered(problem(64, dtype=dtype).spec(), maximum="first", rescale="grown")
-    names = ("quarter_sums", "online_softmax", "settled_softmax", "raise_maxima", "lazy_softmax", "catch_up")
-    parts = on_numpy(module, *names)
-    parts.lazy_softmax.__globals__["vote_grown"] = lambda growth, _warpgroup: None
+@cache
+def functions(dtype: DType, rescale: str) -> Any:
+    """The softmax's device functions over numpy; votes are the test's, warp by warp."""
+    module = rendered(problem(64, dtype=dtype).spec(), maximum="first", rescale=rescale)
+    others = ("peeked_softmax",) if rescale == "outgrown" else ("online_softmax", "lazy_softmax")
+    parts = on_numpy(module, "quarter_sums", "online_softmax", "settled_softmax", "raise_maxima", "catch_up", *others)
+    scope = parts.quarter_sums.__globals__
+    scope["vote_grown"] = scope["vote_outweighed"] = lambda *_: None
+    scope["highest"] = lambda powers, _sums: powers.reshape(64, BLOCK_N // 8, 4, 2).max((1, 3)).view(Array)
     axis = {"sum": np.sum, "max": np.max}
     for name, operation in axis.items():
         setattr(parts.gl, name, lambda array, axis, operation=operation: operation(array, axis).view(Array))
-    parts.gl.exp2, parts.gl.log2 = np.exp2, np.log2
+    parts.gl.exp2, parts.gl.log2, parts.gl.maximum, parts.gl.float32 = np.exp2, np.log2, np.maximum, np.float32
+    parts.gl.full = lambda shape, value, kind, _layout: np.full([int(size) for size in shape], value, kind).view(Array)
     return parts
+
+
+def peeked(parts: Any, block: Array, row_max: Array, row_sum: Array) -> tuple[Array, Array, Array, np.ndarray, Array]:
+    """`peeked_softmax` of these, each warp by what its own rows vote: bool (64, 1)."""
+    voted: list[np.ndarray] = []
+    unseen, found = np.isneginf(row_max), []
+
+    def vote(tops: np.ndarray, sums: np.ndarray, answer: int) -> int:
+        voted.append(np.repeat(outweighed(tops, sums) | unseen.reshape(4, 16).any(1), 16)[:, None])
+        return answer
+
+    for answer in (0, 1):
+        parts.peeked_softmax.__globals__["vote_outweighed"] = lambda tops, sums, *_, answer=answer: vote(tops, sums, answer)
+        probs, part, growth, _, new_max = parts.peeked_softmax(block, row_max.copy(), row_sum, np.float32(1), 0, bool(unseen.any()))
+        found.append([probs, part, growth[:, None], new_max[:, None]])
+    probs, part, growth, new_max = (np.where(voted[0], after, before).view(Array) for before, after in zip(*found, strict=True))
+    return probs, part, growth[:, 0], voted[0], new_max[:, 0]
+
+
+def outweighed(tops: np.ndarray, row_sum: np.ndarray) -> np.ndarray:
+    """bool (4,): for each warp of 16 rows what `vote_outweighed` says."""
+    return (~(np.exp2(tops) <= np.minimum(8 * row_sum + 4, 8192))).reshape(4, -1).any(1)
 
 
 def outgrown(part: np.ndarray, row_sum: np.ndarray) -> np.ndarray:
@@ -59,10 +86,10 @@ class Found:
         return sum(self.by_warp)
 
 
-def attention(scores: np.ndarray, v: torch.Tensor, dtype: DType, *, settles: bool, lazy: bool = False) -> Found:
+def attention(scores: np.ndarray, v: torch.Tensor, dtype: DType, *, settles: bool, lazy: bool = False, peeks: bool = False) -> Found:
     """What a warpgroup computes of scores (64, N) in base 2 and values (N, D), block by block as they come; with running maxima either
-    rescaling each time or, where it is `lazy`, where one grew far."""
-    parts, kind = functions(dtype), TORCH_DTYPES[dtype]
+    rescaling each time or, where it is `lazy`, where one grew far; `peeks` where a score outweighs what came before it."""
+    parts, kind = functions(dtype, "outgrown" if peeks else "grown"), TORCH_DTYPES[dtype]
     row_max = np.full(64, -np.inf, np.float32).view(Array)
     row_sum = np.zeros((64, 4), np.float32).view(Array)
     acc = np.zeros((64, v.shape[1]), np.float32).view(Array)
@@ -73,8 +100,13 @@ def attention(scores: np.ndarray, v: torch.Tensor, dtype: DType, *, settles: boo
             block = np.full((64, BLOCK_N), -np.inf, np.float32)
             block[:, : scores.shape[1] - first] = scores[:, first : first + BLOCK_N]
             block = block.view(Array)
-            if lazy:
-                probs, part, growth, _, row_max = parts.lazy_softmax(block, row_max, np.float32(1), 0, True)
+            if not settles and (lazy or peeks):
+                if peeks:
+                    probs, part, growth, grown, row_max = peeked(parts, block, row_max, row_sum)
+                    for warp in range(4):
+                        raised[warp] += int(grown[16 * warp, 0])
+                else:
+                    probs, part, growth, _, row_max = parts.lazy_softmax(block, row_max, np.float32(1), 0, True)
                 for warp in np.flatnonzero((growth > 0).reshape(4, -1).any(1)):
                     rows = slice(16 * warp, 16 * warp + 16)
                     acc[rows], row_sum[rows] = parts.catch_up(acc[rows], row_sum[rows], growth[rows])
@@ -86,6 +118,15 @@ def attention(scores: np.ndarray, v: torch.Tensor, dtype: DType, *, settles: boo
                     total = row_sum.sum(1)
                     peaked = bool(((total > 0) & (total < 3)).sum() > 32)
                     row_max = np.where(np.isneginf(row_max), np.float32(0), row_max).view(Array)
+            elif peeks:
+                probs, part, row_max, tops, _ = parts.settled_softmax(block, row_max, row_sum, np.float32(1), 0)
+                for warp in np.flatnonzero(outweighed(tops, row_sum)):
+                    rows = slice(16 * warp, 16 * warp + 16)
+                    raised[warp] += 1
+                    probs[rows], part[rows], acc[rows], row_max[rows], row_sum[rows] = parts.raise_maxima(
+                        *(x[rows] for x in (probs, part, tops, acc, row_max, row_sum))
+                    )
+                row_sum = row_sum + part
             else:
                 probs, part, row_max = parts.settled_softmax(block, row_max, np.float32(1), 0)
                 for warp in np.flatnonzero(outgrown(part, row_sum)):
@@ -151,10 +192,12 @@ def score_rows(draw: st.DrawFn) -> tuple[np.ndarray, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES_HERE)
-@given(rows=score_rows(), lazy=st.booleans())
-def test_rows_are_exact_however_late_their_largest_score_comes(dtype: DType, rows: tuple[np.ndarray, torch.Tensor], lazy: bool) -> None:
+@given(rows=score_rows(), ways=st.sampled_from([["settles"], ["lazy"], ["peeks"], ["settles", "peeks"]]))
+def test_rows_are_exact_however_late_their_largest_score_comes(
+    dtype: DType, rows: tuple[np.ndarray, torch.Tensor], ways: list[str]
+) -> None:
     scores, v = rows[0], rows[1].to(TORCH_DTYPES[dtype])
-    found = attention(scores, v, dtype, settles=not lazy, lazy=lazy)
+    found = attention(scores, v, dtype, **({"settles": False} | dict.fromkeys(ways, True)))
     assert found.sound
     assert max(errors(found, scores, v, dtype)) <= 1
 
@@ -191,9 +234,10 @@ def test_every_distribution_is_about_as_exact_as_with_running_maxima(name: str, 
     assert ours <= 1.5 * theirs + 1e-6
     assert torch.allclose(settled.lse, running.lse, atol=1e-4, rtol=1e-6)
     if name in ("random", "sink+8", "deviation-3", "drift-60"):
-        lazy = attention(scores, v, dtype, settles=False, lazy=True)
-        assert (lazy.out.double() - exact).norm() <= 1.5 * theirs + 1e-6
-        assert torch.allclose(lazy.lse, running.lse, atol=1e-4, rtol=1e-6)
+        for ways in (["lazy"], ["peeks"], ["settles", "peeks"]):
+            other = attention(scores, v, dtype, **({"settles": False} | dict.fromkeys(ways, True)))
+            assert (other.out.double() - exact).norm() <= 1.5 * theirs + 1e-6
+            assert torch.allclose(other.lse, running.lse, atol=1e-4, rtol=1e-6)
     # Sinks and needles are fast as they are; where keys rise so fast nearly every block raises a maximum.
     assert told(settled, 1024 // BLOCK_N, dtype) == (name == "drift-60")
     # So are rows of which few keys take nearly all, for kernels that count those.
@@ -207,6 +251,27 @@ def test_random_numbers_hardly_ever_raise_a_maximum_and_sinks_do_once() -> None:
     assert attention(scores, v, "bf16", settles=True).raised <= 1
     scores[:, -1] += 20 / math.log(2)
     assert attention(scores, v, "bf16", settles=True).raised <= 5
+
+
+def test_the_largest_number_that_a_thread_holds_of_a_row_is_found_where_it_is_above_0() -> None:
+    found: list[Any] = []
+    parts = on_numpy(rendered(problem(64).spec(), rescale="outgrown"), "highest")
+    parts.gl.inline_asm_elementwise = lambda text, _constraints, _arguments, **words: found.append((text, words)) or np.zeros((64, 32))
+    parts.gl.int32 = parts.gl.float32 = np.int32
+    parts.gl.sum = parts.gl.max = lambda array, axis: array.sum(axis).view(Array)
+    parts.gl.split = lambda array: (array[..., 0], array[..., 1])
+    parts.highest(np.zeros((64, 64), np.float32).view(Array), np.zeros((64, 4)).view(Array))
+    [(text, words)] = found
+    # What a thread holds of four pairs of columns: two rows in turn.
+    numbers = np.random.default_rng(0).normal(-1, 1, (2, 1000, 8)).astype(np.float32)
+    numbers[:, :9] = -np.inf
+    numbers[1, 8, 7], numbers[0, 7, 2] = np.inf, 1e-30
+    tops = assembly(text, "", list(numbers.view(np.int32).view(Array)), **words).view(np.float32)
+    right = np.stack([numbers[..., row::2].max((0, 2)) for row in (0, 1)], 1)
+    assert np.array_equal(np.where(right > 0, right, -1), np.where(tops[:, :2] > 0, tops[:, :2], -1))
+    assert (right > 0).any()
+    assert (right < 0).any()
+    assert not tops[:, 2:].any()
 
 
 def test_the_vote_in_assembly_has_the_numbers_that_these_tests_go_by() -> None:

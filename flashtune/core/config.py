@@ -76,7 +76,12 @@ def settles(config: Config) -> bool:
 
 def rescales_grown(config: Config) -> bool:
     """Whether blocks that look for new row maxima rescale what came before only where one grew far (decision 0014)."""
-    return config.get("rescale", "always") == "grown"
+    return config.get("rescale", "always") != "always"
+
+
+def asks_first(config: Config) -> bool:
+    """Whether such blocks ask whether a score outweighs all before it, and only then look for maxima."""
+    return config.get("rescale", "always") == "outgrown"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

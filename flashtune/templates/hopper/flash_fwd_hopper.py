@@ -39,10 +39,10 @@ AXES = (
     ),
     Axis(
         name="rescale",
-        values=("always", "grown"),
+        values=("always", "grown", "outgrown"),
         absent="always",
         unsaid=True,
-        why="what came before a larger maximum: multiplied always, or only where it grew past 2^2: products against a vote",
+        why="what came before a larger maximum: multiplied always, where that grew past 2^2, or where it outweighs all: work against votes",
     ),
     Axis(
         name="v_columns",

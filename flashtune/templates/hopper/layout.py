@@ -6,7 +6,7 @@ Those of the backward pass add theirs in flashtune.templates.backward.hopper_lay
 from dataclasses import dataclass
 from typing import Self
 
-from flashtune.core.config import Config, KernelSpec, rescales_grown, settles
+from flashtune.core.config import Config, KernelSpec, asks_first, rescales_grown, settles
 from flashtune.core.dtypes import ITEMSIZE
 from flashtune.templates.family import padded
 
@@ -98,6 +98,18 @@ class HopperLayout(HopperTiles):
     def lazy(self) -> bool:
         """Whether blocks that look for new maxima rescale what came before only where one grew far."""
         return rescales_grown(self.config)
+
+    @property
+    def peeks(self) -> bool:
+        """Whether such blocks ask first whether a score outweighs all before it, and only then look for maxima."""
+        return asks_first(self.config)
+
+    @property
+    def parted(self) -> bool:
+        """Whether the blocks of which every row has seen a key have a loop of their own, after those of a tile's edge: where maxima settle,
+        and where what is asked of unseen rows and what hides keys would cost most."""
+        edge = self.spec.mask == "none" and (self.spec.banded or self.overlap == 0)
+        return self.settles or (self.peeks and edge)
 
     @property
     def own_out(self) -> bool:
