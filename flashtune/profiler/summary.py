@@ -28,19 +28,8 @@ class Row:
 
     def as_json(self) -> dict[str, Any]:
         """One object of `steps`."""
-        s = self.step
-        return {
-            "name": s.name,
-            "read_bytes": s.read_bytes,
-            "write_bytes": s.write_bytes,
-            "score_bytes": s.score_bytes,
-            "flops": s.flops,
-            "matmul_flops": s.matmul_flops,
-            "exps": s.exps,
-            "intensity": s.intensity,
-            "bound": self.bound,
-            "floor_us": self.floor_us,
-        }
+        names = ("name", "read_bytes", "write_bytes", "score_bytes", "flops", "matmul_flops", "exps", "intensity")
+        return {name: getattr(self.step, name) for name in names} | {"bound": self.bound, "floor_us": self.floor_us}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

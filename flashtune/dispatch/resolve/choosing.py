@@ -25,6 +25,9 @@ from flashtune.dispatch.resolve.memo import Memo
 from flashtune.templates import families
 from flashtune.templates.family import Family
 
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Query, key, value and mask, as they were given."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
@@ -66,7 +69,7 @@ def candidates(
         torch_only = _out_of_reach(call)
     may_train = torch_only is None or torch_only in GRADIENTS
     if torch_only in GRADIENTS and problem is not None:
-        why = yield from _trained(memo, call, problem, q, k, v, mask, GRADIENTS[torch_only])
+        why = yield from _trained(memo, call, problem, (q, k, v, mask), GRADIENTS[torch_only])
         torch_only = f"{torch_only}, and {why}"
         if call.mask_kind != "none" and call.device.type == "cuda":
             torch_only += " (without cuDNN, whose gradients can be NaN under a mask)"
@@ -76,7 +79,7 @@ def candidates(
         # Gradients of a bias and of what is given per head may be torch's where others aren't.
         call = replace(call, remembered=drawing.recalls and (not drawing.trains or call.mask_kind == "bias" or call.per_head))
     if torch_only is None and problem is not None:
-        yield from _by_rank(memo, call, problem, q, k, v, mask, drawing or Drawing())
+        yield from _by_rank(memo, call, problem, (q, k, v, mask), drawing or Drawing())
         return
     gpu = "cpu" if call.device.type == "cpu" else _slug(call.device)
     key = problem.key(gpu) if problem is not None and call.device.type == "cuda" else None
@@ -96,21 +99,12 @@ def _out_of_reach(call: Call) -> str | None:
     return None
 
 
-def _trained(
-    memo: Memo,
-    call: Call,
-    problem: Problem,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    asked: Sequence[str],
-) -> Generator[Candidate, None, str]:
+def _trained(memo: Memo, call: Call, problem: Problem, given: Tensors, asked: Sequence[str]) -> Generator[Candidate, None, str]:
     """Plans of kernels for a call whose gradients are needed, also those that are `asked` for; returns why there are no more."""
     target, trained = devices.target_of(call.device), backwards.trained_as(problem, asked)
     chosen, why = backwards.gradient_choice(memo, trained, target, repeatable=backwards.same_bits_asked(call.deterministic))
     if chosen is not None:
-        for forward in candidates(memo, backwards.forward_of(call), *call.views(q, k, v), call.small_mask(mask), None):
+        for forward in candidates(memo, backwards.forward_of(call), *call.views(*given[:3]), call.small_mask(given[3]), None):
             if forward.kind == "framework":
                 return f"no kernel serves the forward ({forward.explanation.reason})"
             yield replace(forward, said=functools.partial(_explained_both, forward, chosen, trained, target), trains=True)
@@ -145,20 +139,11 @@ def _drawing(memo: Memo, call: Call, problem: Problem) -> Drawing | None:
     return Drawing(recalls=recalls, torch_only=f"unseeded dropout drops what it would drop in training, and there {why}" if alone else None)
 
 
-def _by_rank(
-    memo: Memo,
-    call: Call,
-    problem: Problem,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    drawing: Drawing,
-) -> Iterator[Candidate]:
+def _by_rank(memo: Memo, call: Call, problem: Problem, given: Tensors, drawing: Drawing) -> Iterator[Candidate]:
     """Plans in the policy's order, of kernels that can be built and take these tensors."""
     target, known, records = memo.surroundings(call.device, problem)
-    q, k, v = call.views(q, k, v)
-    mask = call.full_mask(mask)
+    q, k, v = call.views(*given[:3])
+    mask = call.full_mask(given[3])
     interpreted = call.device.type == "cpu"
     refused: list[str] = []
     failed: set[str] = set()
