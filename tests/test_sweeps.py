@@ -6,6 +6,7 @@ from statistics import geometric_mean
 
 import pytest
 
+from flashtune.core.problem import Problem
 from flashtune.core.results import Fate, SearchResult
 from flashtune.core.target import find_target
 from flashtune.db.library import shipped_path
@@ -86,3 +87,17 @@ def test_settled_maxima_are_predicted_to_gain_what_they_were_measured_to_gain() 
                 )
     assert len(measured) > 90
     assert geometric_mean(predicted) == pytest.approx(geometric_mean(measured), rel=0.03)
+
+
+@pytest.mark.parametrize(("d", "block_m", "block_n", "measured"), [(64, 192, 128, 1.10), (128, 128, 128, 0.95), (256, 128, 64, 0.99)])
+def test_asking_for_maxima_first_is_predicted_to_gain_where_products_hide_it(d: int, block_m: int, block_n: int, measured: float) -> None:
+    """Running maxima, full, N = 4096, against `grown`, as measured (benchmarks/results/2026-11-23-h200-scores/outgrown_first.txt)."""
+    target, hopper = find_target("h200"), family("flash_fwd_hopper")
+    problem = Problem(batch=4, heads=16, kv_heads=16, n_q=4096, n_kv=4096, d=d, d_v=d, dtype="bf16")
+    config = hopper.default(problem.spec(), target).replace(
+        BLOCK_M=block_m, BLOCK_N=block_n, num_stages=2, ctas_per_sm=1, maximum="running", pingpong=True, rescale="grown"
+    )
+    facts = hopper.expected(config, problem.spec(), target)
+    assert facts is not None
+    times = [predict_us(config.replace(rescale=how), facts, problem, target) for how in ("outgrown", "grown")]
+    assert times[0] / times[1] == pytest.approx(measured, abs=0.05)

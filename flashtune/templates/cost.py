@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 from flashtune.core.band import Band, blocks_of_tiles
-from flashtune.core.config import Config, rescales_grown, settles
+from flashtune.core.config import Config, asks_first, rescales_grown, settles
 from flashtune.core.dtypes import ITEMSIZE
 from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts
@@ -35,6 +35,9 @@ class Constants:
     """FP32 instructions per score beside the exponential: scale and subtract, row max, row sum, conversion."""
     maxima_ops_per_score: float = 0.75
     """What of these is spared where row maxima settle; fitted to pairs of trials of the shipped rows, as `maxima_wait`."""
+    asking_ops_per_score: float = 2.5
+    """What comes to them where blocks ask whether a score outweighs all before it, which spares the wait for row maxima; by twelve pairs of
+    times at N = 4096 (benchmarks/results/2026-11-23-h200-scores/outgrown_first.txt)."""
     vector_lanes: int = 128
     """FP32 instructions that an SM starts per clock."""
     l2_bytes_per_clock: float = 46.0
@@ -353,7 +356,8 @@ class _Block:
             # Its products leave out columns of padding.
             products, d_v = sum(width for _, width in hopper.pieces) + hopper.v_columns, hopper.v_columns
         matrix = 2 * scores * products / peak_per_clock / (c.narrow_efficiency if narrow else c.matrix_efficiency)
-        ops_per_score = c.vector_ops_per_score - c.maxima_ops_per_score * settles(config)
+        asks = asks_first(config) and not settles(config)
+        ops_per_score = c.vector_ops_per_score - c.maxima_ops_per_score * settles(config) + c.asking_ops_per_score * asks
         # Where no maximum changes, or not by much, nothing is rescaled.
         rescaling = 0 if settles(config) or rescales_grown(config) else 2
         more_ops, more_functions = _score_ops(problem, c)
@@ -371,5 +375,5 @@ class _Block:
         busy = max(matrix + softmax - overlap * min(matrix, softmax), memory) + c.spill_clocks_per_byte * facts.spills * facts.threads
         # Kernels with a copying warp have no loads of their own to wait for.
         latency = 0.0 if hopper else c.load_latency / max(1, int(config.get("num_stages", 1))) ** 2
-        clocks = busy + (c.block_overhead - c.maxima_wait * settles(config) + latency) / active
+        clocks = busy + (c.block_overhead - c.maxima_wait * (asks or settles(config)) + latency) / active
         return cls(clocks, matrix, hopper.overlap if hopper else 0)
