@@ -9,20 +9,26 @@ Dropout is left out: to check one shape of it takes compilers a minute and a hal
 
 import argparse
 import json
+import math
+import statistics
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from drawn import as_called
 from forward_cells import TOKENS
 from numpy.typing import NDArray
 from race_work import Work, first_to_race, found_near
 from searches import shipped
 from unprepared import FEATURES, HEAD_SIZES, drawn, guess_us
 
+from flashtune.core.config import Config
 from flashtune.core.problem import Features, Problem, ProblemKey
 from flashtune.core.results import SearchResult
-from flashtune.core.target import Target
+from flashtune.core.target import Target, find_target
+from flashtune.db.store import Store
 from flashtune.dispatch.policy import choose, losses
 from flashtune.templates import families
 from flashtune.tuner.space import Candidate
@@ -78,7 +84,9 @@ def chosen(count: int) -> list[tuple[Problem, float]]:
     """The shapes that help most, the first alone most of all, each with the mean distance of the calls from then on."""
     known = list({record.key for record in shipped() if record.key.gpu == GPU and record.key.direction == "fwd"})
     calls = [cell.problem.key(GPU) for cell in drawn(DRAWN, seed=SEED, gpu=GPU, known=known)]
-    shapes = [problem for problem in lattice() if guess_us(problem) < LONGEST_US and problem.key(GPU) not in known]
+    # A window that hides nothing is none to a call.
+    called = [problem for problem in lattice() if as_called(problem) == problem]
+    shapes = [problem for problem in called if guess_us(problem) < LONGEST_US and problem.key(GPU) not in known]
     near, to = distances(calls, known).min(1), distances(calls, [problem.key(GPU) for problem in shapes])
     found = []
     for _ in range(count):
@@ -128,11 +136,52 @@ def _racing(problem: Problem, target: Target, *, most: int, seed: int) -> list[C
     return first_to_race(problem, target, beside, most=most + 1, seed=seed)
 
 
+def judged(path: Path) -> list[dict[str, Any]]:
+    """Of each problem of a database of races what would serve by the shipped rows of other keys, and the share of the race's best rate that
+    this had; none where it didn't race. How a kernel rescales isn't told apart: most rows are older than that axis."""
+    with Store.open(path, writable=False) as store:
+        results = store.results()
+    target, rows, found = find_target(GPU), [record for record in shipped() if record.key.direction == "fwd"], []
+    for result in results:
+        problem, key = result.problem, result.problem.key(GPU)
+        choice = choose(problem, target, [row for row in rows if row.key != key], families(), framework_serves=False)
+        times: dict[tuple[str, Config], float] = {}
+        for outcome in result.outcomes:
+            if outcome.measurement is not None:
+                one = outcome.template, _but_for_rescaling(families()[outcome.template].completed(outcome.config))
+                times[one] = min(times.get(one, math.inf), outcome.measurement.median_us)
+        assert choice.family is not None and choice.config is not None and choice.record is not None, "kernels serve these"
+        us = times.get((choice.family.name, _but_for_rescaling(choice.config)))
+        said = {"shape": f"b{problem.batch} h{problem.heads}/{problem.kv_heads} {problem.label()}", "row": choice.record.problem.label()}
+        found.append(
+            {**said, "share": None if us is None else round(min(times.values()) / us, 3), "best_us": round(min(times.values()), 1)}
+        )
+    return found
+
+
+def _but_for_rescaling(config: Config) -> Config:
+    return config.replace(rescale="always") if "rescale" in config else config
+
+
 def main() -> None:
-    """Choose, print and write."""
+    """Choose, print and write; or judge."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=110, help="shapes (default: %(default)s)")
+    parser.add_argument("--judge", type=Path, metavar="FILE", help="instead: what stand-ins would have lost in the races of this database")
+    parser.add_argument("--out", type=Path, help="a folder for shares.json of --judge")
     options = parser.parse_args()
+    if options.judge is not None:
+        cases = judged(options.judge)
+        shares = [case["share"] for case in cases if case["share"] is not None]
+        for case in cases:
+            print(f"{case['shape']:56s} {'untried' if case['share'] is None else case['share']} by {case['row']}")
+        print(
+            f"median {statistics.median(shares):.3f}, least {min(shares):.2f}, {sum(x >= 0.9 for x in shares)} from 0.90, of {len(shares)}"
+        )
+        if options.out is not None:
+            options.out.mkdir(parents=True, exist_ok=True)
+            (options.out / "shares.json").write_text("[\n" + ",\n".join(map(json.dumps, cases)) + "\n]\n")
+        return
     rows = []
     for problem, mean in chosen(options.count):
         print(f"b{problem.batch} h{problem.heads}/{problem.kv_heads} {problem.label()}: {mean:.2f}")

@@ -162,11 +162,14 @@ def test_how_full_the_gpu_is_weighs_more_than_how_the_rows_come_about() -> None:
 
 @pytest.mark.parametrize("n", [100, 1500])
 def test_near_is_what_a_search_takes_for_near(n: int) -> None:
-    """One distance for both (flashtune.core.nearness), which counts how full the GPU is; but for ragged biases."""
+    """One distance for both (flashtune.core.nearness), which counts how full the GPU is; but for ragged biases and other scores."""
     wanted = Problem(batch=8, heads=8, kv_heads=4, n_q=1024, n_kv=n, d=128, d_v=128, dtype="bf16", features=Features(causal=True))
     key = wanted.key("h200")
     pool = policy.Pool(key, H200, [row for row in SHIPPED if row.key.gpu == "h200" and row.key.d == 128], families())
-    found = [(apart, distance(key, row.key)) for apart, row in pool.near(key, frozenset()) if not losses.ragged(row.key)]
+    near = [(apart, row) for apart, row in pool.near(key, frozenset()) if not losses.ragged(row.key)]
+    scored = [row.key.features for _, row in near if any(word in row.key.features for word in ("mask", "dropout", "softcap"))]
+    found = [(apart - losses.OTHER_SCORES * (row.key.features in scored), distance(key, row.key)) for apart, row in near]
+    found.sort()
     assert [apart for apart, _ in found] == pytest.approx([far for _, far in found]) == sorted(far for _, far in found)
     assert len(found) > 5
 
@@ -271,6 +274,15 @@ def test_the_cost_model_says_nothing_of_a_backward_and_counts_what_it_leaves_out
     trained = replace(full, direction="bwd")
     backward = families()["flash_bwd_hopper"]
     assert log_us(backward, backward.default(trained.spec(), H200), trained, H200) is None
+
+
+def test_a_row_of_the_feature_with_another_head_size_stands_in_before_one_of_the_head_size_without_it() -> None:
+    asked = replace(PROBLEM, d=112, d_v=112, features=Features(causal=True, softcap=True))
+    other, plain = record(replace(asked, d=128, d_v=128)), record(replace(asked, features=Features(causal=True)))
+    assert choose(asked, H200, [plain, other], FAMILIES).record is other
+    # A band is another matter: the block that it hides costs nothing.
+    banded = replace(asked, features=Features(causal=True, window=(300, 0)))
+    assert choose(banded, H200, [plain, record(replace(banded, d=128, d_v=128))], FAMILIES).record is plain
 
 
 def test_a_bias_with_rows_that_the_copy_engine_takes_stands_for_such_a_one() -> None:

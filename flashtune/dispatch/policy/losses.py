@@ -65,6 +65,10 @@ OTHER_SIZE = 8.0
 Tiles that suit D = 64 took 1.1 to 1.5 times as long as the best in four of five calls of D = 40
 (benchmarks/results/2026-11-22-h200-unprepared/unprepared.json)."""
 
+OTHER_SCORES = 8.0
+"""What a mask, dropout or a soft cap counts besides that only one of the two has: it changes what a block's scores cost, so that a row of
+the feature with another head size tells more than one of the head size without it (benchmarks/results/2026-11-23-h200-covering)."""
+
 RAGGED_BIAS = 8.0
 """What it counts that only one of two biases has rows of a multiple of 16 bytes, which the copy engine takes: one over N = 2713 keys was
 read at less than a third of the rate of N = 4096 (the same file)."""
@@ -100,11 +104,18 @@ def comparable(theirs: ProblemKey, ours: ProblemKey) -> bool:
 
 @lru_cache(maxsize=65536)
 def kinds_apart(theirs: ProblemKey, ours: ProblemKey) -> float:
-    """`nearness.distance` of two kinds (`kind_of`), with head sizes as kernels pad them, and OTHER_SIZE where the real ones differ; among
-    equals the nearer real size."""
+    """`nearness.distance` of two kinds (`kind_of`), with head sizes as kernels pad them, OTHER_SIZE where the real ones differ, and
+    OTHER_SCORES where what becomes of scores does; among equals the nearer real size."""
     rounded = [replace(key, d=padded(key.d), d_v=padded(key.d_v)) for key in (theirs, ours)]
     other = OTHER_SIZE if (theirs.d, theirs.d_v) != (ours.d, ours.d_v) else 0.0
+    other += OTHER_SCORES * (_of_scores(theirs.features) != _of_scores(ours.features))
     return distance(*rounded) + other + octaves(theirs.d, ours.d) + octaves(theirs.d_v, ours.d_v)
+
+
+@lru_cache(maxsize=4096)
+def _of_scores(features: str) -> tuple[object, ...]:
+    found = json.loads(features)
+    return found.get("mask"), found.get("dropout"), found.get("softcap")
 
 
 def ragged(key: ProblemKey) -> bool:
