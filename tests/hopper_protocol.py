@@ -105,8 +105,8 @@ class Shared:
         return self
 
     def check_free(self) -> None:
-        """Nothing may be written while a product or a copy still reads."""
-        assert not self.readers, f"{self.held} is written over while a product reads it"
+        """Nothing may be written while a product, a load or a copy still reads."""
+        assert not self.readers, f"{self.held} is written over while a product or a load reads it"
         assert not self.leaving, f"{self.held} is written over on its way to memory"
 
     def store(self, value: Any) -> None:
@@ -116,6 +116,8 @@ class Shared:
 
     def load(self, _layout: Any) -> Any:
         self._machine.pause()
+        if isinstance(self.held, tuple):
+            self._machine.read_late(self)
         # After the last tile of a chain a bias is read that never came.
         return Bias(self.held or NONSENSE) if isinstance(self.held, tuple | None) else self.held
 
@@ -143,6 +145,7 @@ class Role:
         self.program, self.name = program, f"{work.__name__}{arguments[-1] if isinstance(arguments[-1], int) else ''} of program {program}"
         self.ready: Callable[[], bool] = lambda: True
         self.products: list[tuple[Value, tuple[Shared, ...]]] = []
+        self.loads: list[Shared] = []
         self.leaving: list[Shared] = []
         self.done = False
         self.error: BaseException | None = None
@@ -247,6 +250,19 @@ class Machine:
             barrier.advance()
 
         self._copies.append(land)
+
+    def read_late(self, tile: Shared) -> None:
+        """A load is under way until a fence: an arrival doesn't wait for it, and so the copy engine could be ahead of it."""
+        assert self._role
+        tile.readers += 1
+        self._role.loads.append(tile)
+
+    def _fence(self) -> None:
+        # One stands before the roles begin.
+        if self._role:
+            self.pause()
+            while self._role.loads:
+                self._role.loads.pop().readers -= 1
 
     def _store(self, _desc: Any, corner: list[int], tile: Shared) -> None:
         self.pause()
@@ -421,7 +437,7 @@ class Machine:
             "async_store": self._store,
             "warpgroup_mma": self._multiply,
             "warpgroup_mma_wait": self._products_left,
-            "fence_async_shared": nothing,
+            "fence_async_shared": self._fence,
             # What is only arithmetic, or moves numbers between registers.
             "pack": lambda probs, *_dropout: probs,
             "unpack": lambda probs: probs,
