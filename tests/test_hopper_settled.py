@@ -218,14 +218,8 @@ def test_a_jump_past_what_float32_holds_is_seen_and_no_smaller_one(dtype: DType,
     assert found.sound == (jump < 125)
 
 
-LOST = pytest.mark.xfail(strict=True, reason="kernels that don't ask first lose such a row (decision 0014)")
-
-
-@pytest.mark.parametrize(
-    ("jump", "peeks"),
-    [(125.5, False), pytest.param(126.5, False, marks=LOST), pytest.param(127.9, False, marks=LOST), (128.5, False)]
-    + [(jump, True) for jump in (125.5, 126.5, 127.9, 128.5)],
-)
+@pytest.mark.parametrize("peeks", [False, True])
+@pytest.mark.parametrize("jump", [125.5, 126.5, 127.9, 128.5])
 def test_a_row_that_is_outgrown_by_as_much_as_float32_holds_is_right_or_seen_to_be_wrong(jump: float, peeks: bool) -> None:
     scores = np.zeros((64, 256), np.float32)
     scores[17, 200] = jump

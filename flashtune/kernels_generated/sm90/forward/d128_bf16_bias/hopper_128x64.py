@@ -5,8 +5,8 @@ Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
 Compiled in: fwd-bf16-d128-bias
-Template: flash_fwd_hopper 14dc8008fbd80af5
-Variant: e7fa98e1e8777ea4
+Template: flash_fwd_hopper f0aa92184209d294
+Variant: a2e79c965de4a26a
 Config: BLOCK_M=128 BLOCK_N=64 ctas_per_sm=1 intra_wg_overlap=1 maximum=running num_stages=2 order=fixed pingpong=False section=1
 tiles=chained
 
@@ -319,6 +319,8 @@ def shape_scores(scores, coord, column, unmasked, sizes, params, pipeline, block
     wait_full(pipeline, block, pred=exists)
     bias_tile = pipeline.smem.index(block % 2 * CONSUMERS + W).reshape([ROWS, BLOCK_N]).load(SCORES_LAYOUT)  # [ROWS, BLOCK_N]
     scores += bias_tile.to(gl.float32) * params.bias_scale
+    # An arrival doesn't wait for loads that are under way, which products delay: without the fence copies overtook them.
+    fence_async_shared()
     release(pipeline, block, pred=exists)
     if not unmasked:
         end = gl.zeros([ROWS], gl.int32, ROW_LAYOUT) + (sizes.n_kv - column)  # [ROWS]

@@ -5,8 +5,8 @@ Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
 Compiled in: fwd-bf16-d128-bool
-Template: flash_fwd_hopper 1c191f3f1d5e88f3
-Variant: 9b7e643f95ef6b58
+Template: flash_fwd_hopper 1411b82c86ebe8d2
+Variant: 3899d7aba657f953
 Config: BLOCK_M=128 BLOCK_N=128 ctas_per_sm=1 intra_wg_overlap=1 maximum=first num_stages=2 order=fixed pingpong=False section=1
 tiles=chained
 
@@ -558,7 +558,8 @@ def settled_softmax(scores, row_max, scale, W: gl.constexpr):
 @gluon.jit
 def raise_maxima(probs, acc, row_max, row_sum):
     """All of it relative to maxima raised to those of the block with these probs, so that the largest of them is 1, which no rounding changes."""
-    growth = gl.log2(gl.maximum(gl.max(probs, 1), 1.0))
+    # No further than exp2 has an answer other than 0: what is above is infinite then, which a row's sum tells of.
+    growth = gl.minimum(gl.log2(gl.maximum(gl.max(probs, 1), 1.0)), 126.0)
     rescale = gl.exp2(-growth)  # [ROWS]
     probs = probs * rescale[:, None]
     acc = acc * gl.convert_layout(rescale, OUT_ROW_LAYOUT)[:, None]

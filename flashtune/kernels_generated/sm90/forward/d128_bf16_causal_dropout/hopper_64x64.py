@@ -5,8 +5,8 @@ Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
 Compiled in: fwd-bf16-d128-causal-dropout
-Template: flash_fwd_hopper 78dc72ae469bb58c
-Variant: 320d312d796b2260
+Template: flash_fwd_hopper f681ca5c35ea4d05
+Variant: 99245e25a42de76e
 Config: BLOCK_M=64 BLOCK_N=64 ctas_per_sm=2 intra_wg_overlap=1 maximum=first num_stages=2 order=fixed pingpong=False section=8 tiles=one
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -540,7 +540,8 @@ def settled_softmax(scores, row_max, scale, W: gl.constexpr):
 @gluon.jit
 def raise_maxima(probs, acc, row_max, row_sum):
     """All of it relative to maxima raised to those of the block with these probs, so that the largest of them is 1, which no rounding changes."""
-    growth = gl.log2(gl.maximum(gl.max(probs, 1), 1.0))
+    # No further than exp2 has an answer other than 0: what is above is infinite then, which a row's sum tells of.
+    growth = gl.minimum(gl.log2(gl.maximum(gl.max(probs, 1), 1.0)), 126.0)
     rescale = gl.exp2(-growth)  # [ROWS]
     probs = probs * rescale[:, None]
     acc = acc * gl.convert_layout(rescale, OUT_ROW_LAYOUT)[:, None]

@@ -5,8 +5,8 @@ Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
 Compiled in: fwd-bf16-d160-causal
-Template: flash_fwd_hopper da8f0a5fe151b5df
-Variant: 83b370164403238c
+Template: flash_fwd_hopper 1ba0ab38431e6670
+Variant: 06a22a34e7bda476
 Config: BLOCK_M=192 BLOCK_N=64 ctas_per_sm=1 intra_wg_overlap=1 maximum=first num_stages=2 order=fixed pingpong=False section=8 tiles=one
 v_columns=pieces
 
@@ -575,7 +575,8 @@ def settled_softmax(scores, row_max, scale, W: gl.constexpr):
 @gluon.jit
 def raise_maxima(probs, acc, row_max, row_sum):
     """All of it relative to maxima raised to those of the block with these probs, so that the largest of them is 1, which no rounding changes."""
-    growth = gl.log2(gl.maximum(gl.max(probs, 1), 1.0))
+    # No further than exp2 has an answer other than 0: what is above is infinite then, which a row's sum tells of.
+    growth = gl.minimum(gl.log2(gl.maximum(gl.max(probs, 1), 1.0)), 126.0)
     rescale = gl.exp2(-growth)  # [ROWS]
     probs = probs * rescale[:, None]
     acc = rescale_values(acc, rescale)

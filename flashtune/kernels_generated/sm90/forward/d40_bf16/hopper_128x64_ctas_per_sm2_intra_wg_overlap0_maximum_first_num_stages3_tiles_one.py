@@ -5,8 +5,8 @@ Key blocks go from right to left.
 One block goes from scores to values.
 
 Compiled in: fwd-bf16-d40
-Template: flash_fwd_hopper e7a5b60b8a97a784
-Variant: 6e489fb4d160e2a9
+Template: flash_fwd_hopper 86b955be41ea7415
+Variant: dc2a7ebd0b1c3d37
 Config: BLOCK_M=128 BLOCK_N=64 ctas_per_sm=2 intra_wg_overlap=0 maximum=first num_stages=3 order=fixed pingpong=False section=1 tiles=one
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -521,7 +521,8 @@ def settled_softmax(scores, row_max, scale, W: gl.constexpr):
 @gluon.jit
 def raise_maxima(probs, acc, row_max, row_sum):
     """All of it relative to maxima raised to those of the block with these probs, so that the largest of them is 1, which no rounding changes."""
-    growth = gl.log2(gl.maximum(gl.max(probs, 1), 1.0))
+    # No further than exp2 has an answer other than 0: what is above is infinite then, which a row's sum tells of.
+    growth = gl.minimum(gl.log2(gl.maximum(gl.max(probs, 1), 1.0)), 126.0)
     rescale = gl.exp2(-growth)  # [ROWS]
     probs = probs * rescale[:, None]
     acc = acc * gl.convert_layout(rescale, OUT_ROW_LAYOUT)[:, None]

@@ -5,8 +5,8 @@ Key blocks go from right to left.
 One block goes from scores to values.
 
 Compiled in: fwd-bf16-d40-causal-window
-Template: flash_fwd_hopper 939d41cd8cea61be
-Variant: 7dcdb8029b7e9bdc
+Template: flash_fwd_hopper 3b935997d69ee2c3
+Variant: e3d5d02d4b0db7f6
 Config: BLOCK_M=256 BLOCK_N=64 ctas_per_sm=1 intra_wg_overlap=0 maximum=first num_stages=3 order=fixed pingpong=False section=8 tiles=one
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -552,7 +552,8 @@ def settled_softmax(scores, row_max, scale, W: gl.constexpr):
 @gluon.jit
 def raise_maxima(probs, acc, row_max, row_sum):
     """All of it relative to maxima raised to those of the block with these probs, so that the largest of them is 1, which no rounding changes."""
-    growth = gl.log2(gl.maximum(gl.max(probs, 1), 1.0))
+    # No further than exp2 has an answer other than 0: what is above is infinite then, which a row's sum tells of.
+    growth = gl.minimum(gl.log2(gl.maximum(gl.max(probs, 1), 1.0)), 126.0)
     rescale = gl.exp2(-growth)  # [ROWS]
     probs = probs * rescale[:, None]
     acc = acc * gl.convert_layout(rescale, OUT_ROW_LAYOUT)[:, None]

@@ -5,8 +5,8 @@ Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
 Compiled in: fwd-bf16-d80-bias
-Template: flash_fwd_hopper e43abe75f86d908f
-Variant: ad4fb9d9066bc997
+Template: flash_fwd_hopper 7a5c4fff64b79d4b
+Variant: 5e2ff1923cdad9ef
 Config: BLOCK_M=128 BLOCK_N=128 ctas_per_sm=1 intra_wg_overlap=1 maximum=running num_stages=2 order=fixed pingpong=False section=1 tiles=one
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -309,6 +309,8 @@ def shape_scores(scores, coord, column, unmasked, sizes, params, pipeline, block
     wait_full(pipeline, block, pred=exists)
     bias_tile = pipeline.smem.index(block % 2 * CONSUMERS + W).reshape([ROWS, BLOCK_N]).load(SCORES_LAYOUT)  # [ROWS, BLOCK_N]
     scores += bias_tile.to(gl.float32) * params.bias_scale
+    # An arrival doesn't wait for loads that are under way, which products delay: without the fence copies overtook them.
+    fence_async_shared()
     release(pipeline, block, pred=exists)
     if not unmasked:
         end = gl.zeros([ROWS], gl.int32, ROW_LAYOUT) + (sizes.n_kv - column)  # [ROWS]
