@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch._dynamo import compiled_autograd
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.flop_counter import FlopCounterMode
 
 from flashtune import dispatch
 from flashtune.core import reference
@@ -158,6 +159,11 @@ def all_equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> b
     return len(some) == len(others) and all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
+def close(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """Equal but for rounding: other pairs dropped would make differences of the numbers' own size."""
+    return len(some) == len(others) and all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in zip(some, others, strict=True))
+
+
 def checkpointed(x: list[torch.Tensor], reentrant: bool) -> list[list[torch.Tensor]]:
     """For each pass of a checkpoint the outputs of a call without gradients and of one with them."""
     seen: list[list[torch.Tensor]] = []
@@ -203,6 +209,10 @@ def recomputed() -> dict[str, object]:
         found["without gradients"] = torch.equal(first[0], by_kernels[0]) and torch.equal(first[2], by_kernels[1])
         for name in ("again", "and again"):
             found[name] = all_equal(seeded(step_of, *x), by_kernels) and torch.equal(torch.get_rng_state(), after)
+        # Only torch's operations serve under a mode and under transforms: they drop what kernels dropped.
+        with FlopCounterMode(display=False):
+            found["under a mode"] = close(seeded(step_of, *x), by_kernels)
+        found["transformed"] = close([seeded(lambda: torch.func.vjp(attend, *(one.detach() for one in x))[0])], by_kernels[:1])
         with dispatch.use(unmeasured=True, everywhere=True), concurrent.futures.ThreadPoolExecutor(1) as pool:
             found["in a thread"] = all_equal(pool.submit(seeded, step_of, *x).result(), by_kernels)
         # As sentence-transformers' cached losses do: inside of another backward.

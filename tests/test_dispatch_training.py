@@ -69,8 +69,8 @@ def test_kernels_draw_dropouts_mask_where_torch_alone_trains_in_inference_mode_a
 
 
 @pytest.mark.parametrize("case", [
-    "torch trains", "nobody asked", "compiled", "reentrant", "not reentrant", "without gradients", "again", "and again", "in a thread",
-    "in a hook", "elsewhere torch trains", "of other sizes torch trains", "of a bias",
+    "torch trains", "nobody asked", "compiled", "reentrant", "not reentrant", "without gradients", "again", "and again", "under a mode",
+    "transformed", "in a thread", "in a hook", "elsewhere torch trains", "of other sizes torch trains", "of a bias",
 ])  # fmt: skip
 def test_what_kernels_computed_without_gradients_they_compute_again_where_torch_trains(report: dict[str, Any], case: str) -> None:
     assert report["recomputed"]["kind"] == "default" and report["recomputed"][case]

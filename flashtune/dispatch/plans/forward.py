@@ -85,11 +85,11 @@ class FrameworkPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecallingPlan(FrameworkPlan):
-    """The same for unseeded dropout, save that `kernels` serve where one of them drew for a call `like` this one, without gradients: what
-    is computed there again is to drop the same pairs."""
+    """The same for unseeded dropout, save that `again` serves, with the bits for a seed, where a kernel drew them for a call `like` this
+    one without gradients: what is computed there again is to drop the same pairs."""
 
     like: int
-    kernels: Callable[..., Outputs]
+    again: Callable[..., Outputs]
 
     def direct(self) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
         """As that of the framework's."""
@@ -117,7 +117,7 @@ class RecallingPlan(FrameworkPlan):
         if DRAWS.newer and not draws_in_a_capture(self.call, seed):
             bits = recalled(self.call.device, self.like)
             if bits is not None:
-                return self.kernels(query, key, value, attn_mask, bits, per_head)
+                return self.again(query, key, value, attn_mask, bits, per_head)
         # Without an argument it looks for the class that `slots` has replaced.
         return super(RecallingPlan, self).run(query, key, value, attn_mask, seed, per_head)
 

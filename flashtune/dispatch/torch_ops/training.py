@@ -7,6 +7,7 @@ bits every time, only families serve that add up in a fixed order.
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -195,7 +196,14 @@ def recalling(memo: Memo, plan: FrameworkPlan) -> RecallingPlan:
                     return outputs
         raise AssertionError("the candidates end with the framework")
 
-    return RecallingPlan(call=call, words=plan.words, like=drawn_as(call), kernels=kernels)
+    return RecallingPlan(call=call, words=plan.words, like=drawn_as(call), again=kernels)
+
+
+def recalling_by_operations(plan: FrameworkPlan) -> RecallingPlan:
+    """The same where no kernel can serve, as under a mode, a transform or a mode of torch's that wants the same bits: torch's operations
+    then drop what kernels dropped, by a mask as large as the scores."""
+    seeded = FrameworkPlan(call=replace(plan.call, seeded=True), words=None)
+    return RecallingPlan(call=plan.call, words=plan.words, like=drawn_as(plan.call), again=seeded.run)
 
 
 class _Attention(torch.autograd.Function):
