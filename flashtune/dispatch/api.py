@@ -18,7 +18,7 @@ from flashtune.core.target import find_target
 from flashtune.core.torch_attention import autocasting
 from flashtune.dispatch.call import Arguments, Options, PerHead, parse
 from flashtune.dispatch.launch import devices
-from flashtune.dispatch.plans.drawing import IN_INFERENCE, SEEDED, UNSEEDED, unseeded
+from flashtune.dispatch.plans.drawing import SEEDED, UNSEEDED, unseeded
 from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan, Outputs
 from flashtune.dispatch.plans.known import Plan
 from flashtune.dispatch.policy import growing
@@ -266,10 +266,8 @@ def _first_call(signature: tuple[Any, ...] | None, given: Arguments, options: Op
         why_torch = why_torch_now(*given[:4], given.per_head)
         for candidate in choosing.candidates(memo, call, *given[:4], why_torch):
             if candidate.kind == "framework":
-                if candidate.recalls:
-                    plan = training.recalling(memo, plan)
-                elif call.torch_draws and call.problem is not None and unseeded() != IN_INFERENCE:
-                    plan = training.recalling_by_operations(plan)
+                if candidate.recalls is not None:
+                    plan = training.recalling(memo, plan, candidate.recalls)
                 elif span is not None and span not in memo.spans:
                     around = plan if plan.words is not None and choosing.serves_span(memo, call, None, options.sides()) else None
                     memo.spans[span] = around

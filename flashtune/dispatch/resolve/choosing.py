@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -29,12 +30,16 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Query, key, value and mask, as they were given."""
 
 
+Recalls = Literal["kernels", "operations"]
+"""Who can compute again what kernels drew without gradients: kernels, forward and backward, or torch's operations with a mask."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """A plan that may serve, the step of the policy that chose it, and what says why; `variant` is None where it is the framework's.
 
-    Where it `trains`, kernels compute the gradients, too, and the plan is that of the forward (`forward_of`). Where the framework's
-    `recalls`, kernels serve after all what they served before without gradients (`training.recalling`).
+    Where it `trains`, kernels compute the gradients, too, and the plan is that of the forward (`forward_of`). `recalls` says what drops
+    again, in the framework's place, what kernels dropped without gradients (`training.recalling`); None where nothing has to.
     """
 
     plan: FrameworkPlan | KernelPlan
@@ -42,7 +47,7 @@ class Candidate:
     said: Callable[[], Explanation]
     variant: Variant | None = None
     trains: bool = False
-    recalls: bool = False
+    recalls: Recalls | None = None
 
     @property
     def explanation(self) -> Explanation:
@@ -84,8 +89,7 @@ def candidates(
     gpu = "cpu" if call.device.type == "cpu" else _slug(call.device)
     key = problem.key(gpu) if problem is not None and call.device.type == "cuda" else None
     said = functools.partial(Explanation, kind="framework", reason=f"{torch_only}, so torch's own attention serves it", gpu=gpu, key=key)
-    recalls = drawing is not None and drawing.recalls
-    yield Candidate(plan=FrameworkPlan.of(call, q, k, v, mask), kind="framework", said=said, recalls=recalls)
+    yield Candidate(plan=FrameworkPlan.of(call, q, k, v, mask), kind="framework", said=said, recalls=_recalling(call, drawing))
 
 
 def _out_of_reach(call: Call) -> str | None:
@@ -139,6 +143,13 @@ def _drawing(memo: Memo, call: Call, problem: Problem) -> Drawing | None:
     return Drawing(recalls=recalls, torch_only=f"unseeded dropout drops what it would drop in training, and there {why}" if alone else None)
 
 
+def _recalling(call: Call, drawing: Drawing | None) -> Recalls | None:
+    """What is to compute a call of the framework's again, where a kernel drew for one like it without gradients."""
+    if drawing is not None and drawing.recalls:
+        return "kernels"
+    return "operations" if call.torch_draws and call.problem is not None and unseeded() != IN_INFERENCE else None
+
+
 def _by_rank(memo: Memo, call: Call, problem: Problem, given: Tensors, drawing: Drawing) -> Iterator[Candidate]:
     """Plans in the policy's order, of kernels that can be built and take these tensors."""
     target, known, records = memo.surroundings(call.device, problem)
@@ -159,7 +170,7 @@ def _by_rank(memo: Memo, call: Call, problem: Problem, given: Tensors, drawing: 
         family, config = choice.family, choice.config
         if family is None or config is None:
             said = functools.partial(explained, choice, problem, target, tuple(refused))
-            yield Candidate(plan=FrameworkPlan.of(call, q, k, v, mask), kind=choice.kind, said=said, recalls=drawing.recalls)
+            yield Candidate(plan=FrameworkPlan.of(call, q, k, v, mask), kind=choice.kind, said=said, recalls=_recalling(call, drawing))
             continue
         if family.name in failed and choice.record is not None:
             continue

@@ -175,9 +175,19 @@ class TrainingPlan:
         return call.restored(out), call.restored(lse) if call.return_lse else None
 
 
-def recalling(memo: Memo, plan: FrameworkPlan) -> RecallingPlan:
-    """The framework's plan for unseeded dropout of which kernels can compute gradients: they serve what they served before without."""
+def recalling(memo: Memo, plan: FrameworkPlan, by: choosing.Recalls) -> RecallingPlan:
+    """The framework's plan for unseeded dropout, save that kernels or torch's operations drop again what kernels dropped without gradients.
+
+    Operations do where no kernel can serve, as under a mode, a transform or a mode of torch's that wants the same bits; their mask is as
+    large as the scores.
+    """
     call = plan.call
+    again = _kernels(memo, call) if by == "kernels" else FrameworkPlan(call=replace(call, seeded=True)).run
+    return RecallingPlan(call=call, words=plan.words, like=drawn_as(call), again=again)
+
+
+def _kernels(memo: Memo, call: Call) -> Callable[..., Outputs]:
+    """Kernels for a call whose gradients would be the framework's, chosen when it comes."""
     chosen: list[TrainingPlan] = []
 
     def kernels(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, *others: Any) -> Outputs:
@@ -196,14 +206,7 @@ def recalling(memo: Memo, plan: FrameworkPlan) -> RecallingPlan:
                     return outputs
         raise AssertionError("the candidates end with the framework")
 
-    return RecallingPlan(call=call, words=plan.words, like=drawn_as(call), again=kernels)
-
-
-def recalling_by_operations(plan: FrameworkPlan) -> RecallingPlan:
-    """The same where no kernel can serve, as under a mode, a transform or a mode of torch's that wants the same bits: torch's operations
-    then drop what kernels dropped, by a mask as large as the scores."""
-    seeded = FrameworkPlan(call=replace(plan.call, seeded=True), words=None)
-    return RecallingPlan(call=plan.call, words=plan.words, like=drawn_as(plan.call), again=seeded.run)
+    return kernels
 
 
 class _Attention(torch.autograd.Function):
