@@ -37,27 +37,6 @@ SUSPECTS: tuple[dict[str, int | str | bool], ...] = (
 )
 
 
-LOADED = "    bias_tile = pipeline.smem.index(block % 2 * CONSUMERS + W).reshape([ROWS, BLOCK_N]).load(SCORES_LAYOUT)  # [ROWS, BLOCK_N]\n"
-RELEASED = "    release(pipeline, block, pred=exists)\n"
-KEYS_READ = "    scores = warpgroup_mma_wait(1, deps=[scores])\n"
-KEYS_RELEASED = "    release(smem.k, block)\n"
-VALUES_RELEASED = "    release(smem.v, block - 1)\n"
-OPENED = "    row_max, row_sum = nothing_seen()\n    probs, _"
-BIAS_RELEASED = "    release(smem.bias, block)\n"
-CHANGES: dict[str, tuple[tuple[str, str], ...]] = {
-    "as it is": (),
-    "values waited for before the bias": ((KEYS_READ, KEYS_READ.replace("(1", "(0")),),
-    "a fence before the bias is released": ((LOADED, LOADED + "    fence_async_shared()\n"),),
-    "bias released after the values": (
-        (RELEASED, ""),
-        (VALUES_RELEASED, VALUES_RELEASED + BIAS_RELEASED),
-        (OPENED, BIAS_RELEASED + OPENED),
-    ),
-    "keys released after the values": ((KEYS_READ + KEYS_RELEASED, KEYS_READ), (VALUES_RELEASED, VALUES_RELEASED + KEYS_RELEASED)),
-}
-"""Lines of a rendered kernel, and what takes their place, by what that tries."""
-
-
 def problems() -> list[Problem]:
     """Those that are asked about, in bf16, and the first with a boolean mask, which comes another way."""
     found = [
@@ -77,10 +56,10 @@ def candidates_of(problem: Problem, target: Target) -> list[Candidate]:
     return list(dict.fromkeys([Candidate(family=served.family, config=served.config), *suspects]))
 
 
-def repeat(problem: Problem, candidate: Candidate, target: Target, seed: int, times: int, limit_s: float, change: str) -> str:
+def repeat(problem: Problem, candidate: Candidate, target: Target, seed: int, times: int, limit_s: float) -> str:
     """In a child process: what the oracles say, twice, and how many of so many launches differ from the one before."""
     bench = tasks._ready(problem, target, seed)
-    launch = tasks._loaded(changed(tasks.Source.of(candidate.family, candidate.variant(problem.spec())), change))[1]
+    launch = tasks._loaded(tasks.Source.of(candidate.family, candidate.variant(problem.spec())))[1]
     said: Counter[str] = Counter()
     for _ in range(2):
         verdict = bench.verifier.verdict(launch)
@@ -92,44 +71,27 @@ def repeat(problem: Problem, candidate: Candidate, target: Target, seed: int, ti
     return f"{differing} of {made} launches differ; " + "; ".join(f"{reason} ({number})" for reason, number in said.items())
 
 
-def changed(source: tasks.Source, change: str) -> tasks.Source:
-    """The same kernel with the lines of a change of CHANGES; ValueError where it has no such line."""
-    text = source.text
-    for old, new in CHANGES[change]:
-        if old not in text:
-            raise ValueError(f"{source.stem} has no line {old!r} to change")
-        text = text.replace(old, new)
-    return replace(source, text=text, stem=f"{source.stem}_{list(CHANGES).index(change)}", variant_id="")
-
-
 def main() -> None:
     """Together, then alone."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--times", type=int, default=200, help="launches of each (default: %(default)s)")
     parser.add_argument("--limit-s", type=float, default=1.0, help="seconds of launches of each (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=12, help="processes at once in the second round (default: %(default)s)")
-    parser.add_argument("--changes", action="store_true", help="try CHANGES in the suspects of heads of 256 and 128, all together, and end")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     gpu = local_gpu()
     if gpu is None or gpu.target is None:
         raise SystemExit("repeat_launches.py launches kernels and found no GPU that flashtune knows: run it on the GPU's machine")
     target, wrong = gpu.target, False
-    asked = [(problem, candidate, "as it is") for problem in problems() for candidate in candidates_of(problem, target)]
-    if options.changes:
-        wrong_once = [
-            (p, one) for p, one, _ in asked if one.config["intra_wg_overlap"] == 1 and (p.d == 256 or one.config["BLOCK_M"] == 192)
-        ]
-        asked = [(p, one, change) for p, one in wrong_once if p.features.mask == "bias" and p.d in (256, 128) for change in CHANGES]
+    asked = [(problem, candidate) for problem in problems() for candidate in candidates_of(problem, target)]
     words = (target, options.seed, options.times, options.limit_s)
-    jobs = [(repeat, (problem, one, *words, change)) for problem, one, change in asked]
-    rounds = [("together", options.jobs)] if options.changes else [("together", options.jobs), ("alone", 1)]
+    jobs = [(repeat, (problem, one, *words)) for problem, one in asked]
     # Together first: what they compile is at hand then.
-    for word, count in rounds:
+    for word, count in (("together", options.jobs), ("alone", 1)):
         with Children(count=count, limit_s=120.0) as children:
-            for (problem, one, change), (found, failed) in zip(asked, children.each(jobs), strict=True):
+            for (problem, one), (found, failed) in zip(asked, children.each(jobs), strict=True):
                 wrong |= found is None or not found.startswith("0 ") or "right" not in found or "off" in found
-                print(f"{word}, {change}: {problem.label()} {one.config.label()}: {found or failed}", flush=True)
+                print(f"{word}: {problem.label()} {one.config.label()}: {found or failed}", flush=True)
     if wrong:
         raise SystemExit(1)
 
