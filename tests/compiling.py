@@ -3,7 +3,7 @@
 from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
-from flashtune.tuner.compile import compiled_kernels, facts_of
+from flashtune.tuner.children.compile import compiled_kernels, facts_of
 
 
 def cross_compile(source: str, stem: str, problem: Problem, target: Target) -> CompileFacts:

@@ -333,18 +333,18 @@ class Machine:
             # Not bits, but what they would be drawn for.
             return [((head.index * 2.0**14 + c0) * 2**14 + c1) * 4 + word for word in range(4)]
 
-        def draw_of_rows(key: int, row: int, head: Any, _params: Any) -> torch.Tensor:
+        def random_words_dq(key: int, row: int, head: Any, _params: Any) -> torch.Tensor:
             column = torch.arange(key, key + self._module.DQ_BLOCK_N.value)[None, :]
             query = torch.arange(row, row + 64)[:, None]
             words = philox(column // 32 * 4 + column // 2 % 4, query // 16 * 8 + query % 8, None, head, None)
             return words[0] + column // 8 % 4
 
-        def thin(probs: torch.Tensor, words: torch.Tensor, turned: bool, params: Any) -> torch.Tensor:
+        def apply_dropout(probs: torch.Tensor, words: torch.Tensor, transposed: bool, params: Any) -> torch.Tensor:
             """Reads what a pair's word is for and checks nothing: another pair's word drops other pairs than the reference."""
             code = words.long()
             head, group, rows, word = code // 2**30, code // 2**16 % 2**14, code // 4 % 2**14, code % 4
-            key, query = (torch.arange(size) for size in (probs.shape if turned else probs.shape[::-1]))
-            places = (key[:, None], query[None, :]) if turned else (key[None, :], query[:, None])
+            key, query = (torch.arange(size) for size in (probs.shape if transposed else probs.shape[::-1]))
+            places = (key[:, None], query[None, :]) if transposed else (key[None, :], query[:, None])
             column = group // 4 * 32 + word * 8 + group % 4 * 2 + places[0] % 2
             row = rows // 8 * 16 + places[1] // 8 % 2 * 8 + rows % 8
             kept = torch.zeros_like(probs, dtype=torch.bool)
@@ -415,10 +415,10 @@ class Machine:
             "fence_async_shared": lambda: None,
             "thread_barrier": lambda: None,
             "philox": philox,
-            "draw_of_rows": draw_of_rows,
-            "draw_bytes": lambda: True,
-            "draw_bytes_of_rows": lambda: False,
-            "thin": thin,
+            "random_words_dq": random_words_dq,
+            "byte_selectors": lambda: True,
+            "byte_selectors_dq": lambda: False,
+            "apply_dropout": apply_dropout,
             "range": lambda *ends: map(Number, range(*ends)),
             # Of tensors only places are divided, which aren't negative.
             "quotient": lambda a, b: a // b if isinstance(a, torch.Tensor) else Number(abs(a) // b * (-1 if a < 0 else 1)),

@@ -25,8 +25,8 @@ from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
 from flashtune.templates.hopper.flash_fwd_hopper import FAMILY
 from flashtune.templates.rendering import render, variant_of
-from flashtune.tuner.compile import compiling_for
-from flashtune.tuner.inputs import Inputs, make_inputs
+from flashtune.tuner.children.compile import compiling_for
+from flashtune.tuner.verify.inputs import Inputs, make_inputs
 
 Launch = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
 """Kernel, grid, arguments and options."""
@@ -82,7 +82,7 @@ def launches(module: ModuleType, inputs: Inputs, **keywords: Any) -> list[Launch
 def launches_of(wanted: Problem, **changes: int | str | bool) -> dict[str, Launch]:
     """The launches that serve `wanted`, by their kernels' names, with tensors on the meta device.
 
-    Masks are packed and e4m3 values turned before the attention kernel, and what comes after looks for rows to compute again.
+    Masks are packed and e4m3 values transposed before the attention kernel, and what comes after looks for rows to compute again.
     """
     found = launches(rendered(wanted.spec(), **changes), make_inputs(wanted, device="meta", seed=0))
     return {launch[0].__name__: launch for launch in found}

@@ -13,8 +13,8 @@ from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
 from flashtune.templates import family
 from flashtune.templates.rendering import render, variant_of
-from flashtune.tuner.correctness import check, everywhere, oracle
-from flashtune.tuner.inputs import Inputs, make_inputs, run_forward, without_repeats
+from flashtune.tuner.verify.correctness import check, everywhere, oracle
+from flashtune.tuner.verify.inputs import Inputs, make_inputs, run_forward, without_repeats
 
 BWD, GPU = family("flash_bwd"), find_target("h200")
 TILES = {"BLOCK_M": 16, "BLOCK_N": 32, "DQ_BLOCK_M": 16, "DQ_BLOCK_N": 32, "num_warps": 4, "DQ_num_warps": 4}

@@ -18,9 +18,9 @@ from flashtune.core.target import find_target
 from flashtune.templates import family
 from flashtune.templates.family import Family
 from flashtune.templates.rendering import render, variant_of
-from flashtune.tuner.cases import make_extreme
-from flashtune.tuner.correctness import check, everywhere, oracle
-from flashtune.tuner.inputs import Inputs, make_inputs
+from flashtune.tuner.verify.cases import make_extreme
+from flashtune.tuner.verify.correctness import check, everywhere, oracle
+from flashtune.tuner.verify.inputs import Inputs, make_inputs
 
 FAMILY, GPU = family("flash_bwd_hopper"), find_target("h200")
 

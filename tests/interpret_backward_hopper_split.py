@@ -11,9 +11,9 @@ from interpret_backward_hopper import launcher_of, problem
 
 from flashtune.core.problem import Features, Problem
 from flashtune.templates import family
-from flashtune.tuner.cases import make_extreme
-from flashtune.tuner.correctness import check, everywhere, oracle
-from flashtune.tuner.inputs import make_inputs
+from flashtune.tuner.verify.cases import make_extreme
+from flashtune.tuner.verify.correctness import check, everywhere, oracle
+from flashtune.tuner.verify.inputs import make_inputs
 
 FAMILY = family("flash_bwd_hopper_split")
 WIDE, NARROW = {"BLOCK_N": 64, "DQ_BLOCK_N": 64}, {"BLOCK_N": 128}

@@ -15,7 +15,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.target import find_target
 from flashtune.templates import Family, family
 from flashtune.templates.rendering import render, variant_of
-from flashtune.tuner.correctness import check, everywhere, oracle
+from flashtune.tuner.verify.correctness import check, everywhere, oracle
 
 GPU = find_target("h200")
 

@@ -19,8 +19,8 @@ from flashtune.core.problem import MASK_KINDS, Features, Problem
 from flashtune.core.target import find_target
 from flashtune.templates import family
 from flashtune.templates.rendering import render, variant_of
-from flashtune.tuner.correctness import check, everywhere, oracle
-from flashtune.tuner.inputs import make_inputs
+from flashtune.tuner.verify.correctness import check, everywhere, oracle
+from flashtune.tuner.verify.inputs import make_inputs
 
 
 class PoisonedTorch:

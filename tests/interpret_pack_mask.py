@@ -11,7 +11,7 @@ import torch
 from hopper_kernels import launches, problem, rendered, words_of
 
 from flashtune.core.problem import Features
-from flashtune.tuner.inputs import make_inputs
+from flashtune.tuner.verify.inputs import make_inputs
 
 SHAPE = (2, 2, 66, 100)
 """Batches, query heads, N_q and N_kv of the cases: tiles and blocks that end early."""

@@ -20,13 +20,14 @@ from flashtune.core.errors import InputError
 from flashtune.core.modules import load_source
 from flashtune.core.problem import Problem
 from flashtune.core.target import find_target
-from flashtune.dispatch.plans import forward
+from flashtune.dispatch.plans import recalling
 from flashtune.dispatch.plans.drawing import DRAWS
+from flashtune.dispatch.plans.forward import KernelPlan
 from flashtune.dispatch.resolve import backwards
 from flashtune.profiler.whole_calls import call_times
 from flashtune.templates import family
 from flashtune.templates.rendering import render, variant_of
-from flashtune.tuner.inputs import make_inputs
+from flashtune.tuner.verify.inputs import make_inputs
 
 warnings.filterwarnings("ignore")
 SHAPES = [(1, 2, 20, 16), (1, 1, 24, 16), (1, 1, 24, 16)]
@@ -187,7 +188,7 @@ def recomputed() -> dict[str, object]:
     by_kernels = seeded(step_of, *x)
     choose, backwards.gradient_choice = backwards.gradient_choice, lambda *_, **__: (None, "it is faster")  # type: ignore[assignment]
     asked: list[int] = []
-    recalled, forward.recalled = forward.recalled, lambda *given: asked.append(1) or recalled(*given)  # type: ignore[assignment, func-returns-value]
+    recalled, recalling.recalled = recalling.recalled, lambda *given: asked.append(1) or recalled(*given)  # type: ignore[assignment, func-returns-value]
     dispatch.reload()
     DRAWS.clear()
     try:
@@ -196,15 +197,12 @@ def recomputed() -> dict[str, object]:
         found["torch trains"] = torch.equal(own, by_torch[0]) and not all_equal(by_torch[:1], by_kernels[:1])
         passes = checkpointed(x, True)
         found["reentrant"] = torch.equal(passes[0][0], own) and all_equal(*passes) and same_when_checkpointed()
-        # What a compiler made of a call without gradients.
+        found["nobody asked"] = not asked and not DRAWS
         with torch.no_grad():
-            numbers = 0.5, 0.25, True, -1, -1, 0.0, "top_left", False, None, False, *[None] * 5
-            compiled = seeded(lambda: torch.ops.flashtune.attention(*x, None, *numbers)[0])
-        found["compiled"] = torch.equal(compiled, own)
-        found["nobody asked"] = not asked and not DRAWS.newer
-        with torch.no_grad():
-            found["kind"] = dispatch.explain(*x, dropout_p=0.5, enable_gqa=True).kind
+            explained = dispatch.explain(*x, dropout_p=0.5, enable_gqa=True)
             first = seeded(lambda: [attend(*x), torch.rand(3), attend(*x)])
+        found["kind"], of_gradients = explained.kind, dispatch.explain(*x, dropout_p=0.5, enable_gqa=True)
+        found["explained"] = "remembered" in explained.reason and "draw again" in of_gradients.reason and of_gradients.kind == "framework"
         after = torch.get_rng_state()
         found["without gradients"] = torch.equal(first[0], by_kernels[0]) and torch.equal(first[2], by_kernels[1])
         for name in ("again", "and again"):
@@ -241,11 +239,60 @@ def recomputed() -> dict[str, object]:
         with torch.no_grad():
             plain = seeded(lambda: attend(*x, attn_mask=bias))
         found["of a bias"] = torch.equal(plain, seeded(lambda: attend(*x, attn_mask=bias.requires_grad_())).detach())
+        found["compiled"] = all(all_equal(both, by_kernels[:1] * 2) for both in passes_compiled(x))
+        has, backwards.has_gradients = backwards.has_gradients, lambda *_, **__: False
+        found["compiled where torch alone trains"] = all(torch.equal(*both) for both in passes_compiled(x)[::3]) and not DRAWS
+        backwards.has_gradients = has
+        dispatch.reload()
+        DRAWS.clear()
+        with torch.inference_mode():
+            inferred = seeded(attend, *x)
+        found["in inference mode"] = all_equal([inferred, seeded(attend, *x).detach()], by_kernels[:1] * 2)
+        DRAWS.clear()
+        found["where no kernel launches"] = where_no_kernel_launches(x, own) and not DRAWS
     finally:
-        backwards.gradient_choice, forward.recalled = choose, recalled
+        backwards.gradient_choice, recalling.recalled = choose, recalled
         dispatch.reload()
         DRAWS.clear()
     return found
+
+
+def passes_compiled(x: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """What is computed without gradients and then with them, either or both by what a compiler made of it, and so in a checkpoint."""
+    torch._dynamo.reset()
+    dispatch.reload()
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    found: list[list[torch.Tensor]] = []
+    for first, second in ((compiled, compiled), (attend, compiled), (compiled, attend)):
+        DRAWS.clear()
+        with torch.no_grad():
+            out = seeded(first, *x)
+        found.append([out, seeded(second, *x).detach()])
+    again: list[torch.Tensor] = []
+    DRAWS.clear()
+
+    def function(*t: torch.Tensor) -> torch.Tensor:
+        out = compiled(*t)
+        again.append(out.detach())
+        return out
+
+    seeded(lambda: checkpoint(function, *x, use_reentrant=True).sum().backward())  # type: ignore[no-untyped-call]
+    return [*found, again]
+
+
+def where_no_kernel_launches(x: list[torch.Tensor], wanted: torch.Tensor) -> bool:
+    """Whether torch's operations serve then, from where the generator stood before kernels were tried, at the first call, too."""
+
+    def failing(*_: object) -> Any:
+        raise RuntimeError("PassManager::run failed")
+
+    launched, KernelPlan._through_triton = KernelPlan._through_triton, failing  # type: ignore[method-assign]
+    dispatch.reload()
+    try:
+        with torch.no_grad():
+            return all(torch.equal(seeded(lambda: attend(*x)), wanted) for _ in range(2))
+    finally:
+        KernelPlan._through_triton = launched  # type: ignore[method-assign]
 
 
 def of_dropout(mode: Callable[[], AbstractContextManager[object]]) -> list[object]:

@@ -21,8 +21,8 @@ from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
 from flashtune.templates import family
 from flashtune.templates.rendering import render, variant_of
-from flashtune.tuner.compile import compiling_for
-from flashtune.tuner.inputs import make_inputs
+from flashtune.tuner.children.compile import compiling_for
+from flashtune.tuner.verify.inputs import make_inputs
 
 H200 = find_target("h200")
 CODE = b"\x7fELF, said the cubin"

@@ -13,9 +13,9 @@ from flashtune.core.oracles import Place
 from flashtune.core.parameters import PER_HEAD, PER_HEAD_FLAGS, per_head_words
 from flashtune.core.passes import BACKWARD, FORWARD
 from flashtune.core.problem import Features, Problem
-from flashtune.tuner.correctness import Verifier, check, everywhere, oracle
-from flashtune.tuner.distributions import redistribute
-from flashtune.tuner.inputs import make_inputs, without_repeats
+from flashtune.tuner.verify.correctness import Verifier, check, everywhere, oracle
+from flashtune.tuner.verify.distributions import redistribute
+from flashtune.tuner.verify.inputs import make_inputs, without_repeats
 
 PROBLEM = Problem(batch=2, heads=4, kv_heads=2, n_q=100, n_kv=140, d=16, d_v=24, dtype="fp32", features=Features(causal=True))
 TRAINED = replace(PROBLEM, direction="bwd")

@@ -11,7 +11,7 @@ from hopper_kernels import H200, compiled, count, key_loops, launch_of, machine_
 
 from flashtune.core.dtypes import DType
 from flashtune.core.problem import Features
-from flashtune.tuner.compile import read_facts
+from flashtune.tuner.children.compile import read_facts
 
 CAUSAL = Features(causal=True)
 EVERYTHING = Features(causal=True, window=(100, 0), mask="bias", dropout=True, softcap=True, alibi=True, sinks=True)

@@ -19,7 +19,7 @@ from interpreting import interpreted
 
 from flashtune.core.dtypes import DType
 from flashtune.core.problem import Features
-from flashtune.tuner.inputs import make_inputs
+from flashtune.tuner.verify.inputs import make_inputs
 
 INT32 = st.integers(0, 2**31 - 1)
 CAUSAL = Features(causal=True)
@@ -33,10 +33,10 @@ CAUSAL = Features(causal=True)
 @example(0, 3)
 def test_a_product_and_a_shift_divide_exactly(number: int, divisor: int) -> None:
     module = rendered(problem(64).spec())
-    magic, shift = module.division(divisor)
+    magic, shift = module.magic_divisor(divisor)
     last_multiple = number // divisor * divisor
     for n in {number, last_multiple, max(last_multiple - 1, 0)}:
-        assert on_torch(module, "divide").divide(torch.tensor(n), module.Divisor(magic, shift)) == n // divisor
+        assert on_torch(module, "fast_divide").fast_divide(torch.tensor(n), module.Divisor(magic, shift)) == n // divisor
         assert n * magic < 2**63
     # Always too wide for 32 bits, so that Triton compiles for one type of it.
     assert 2**31 <= magic < 2**32
@@ -60,7 +60,7 @@ def test_a_product_and_a_shift_divide_exactly(number: int, divisor: int) -> None
 def test_every_tile_has_one_place_in_launch_order(features: Features, changes: dict[str, Any], batch: int, heads: int, n_q: int) -> None:
     wanted = replace(problem(64, features), batch=batch, heads=heads, kv_heads=1, n_q=n_q)
     sizes = sizes_of(launch_of(wanted, **changes))
-    parts = on_torch(rendered(wanted.spec(), **changes), "divide", "tile_at")
+    parts = on_torch(rendered(wanted.spec(), **changes), "fast_divide", "tile_at")
     m_tiles = -(-n_q // changes.get("BLOCK_M", 128))
     coords = torch.stack(parts.tile_at(torch.arange(batch * heads * m_tiles), sizes), 1).tolist()
     tiles = [[b, h, row // changes.get("BLOCK_M", 128)] for b, h, row in coords]
@@ -151,7 +151,7 @@ def test_only_tiles_that_are_drawn_need_a_counter(tiles: str) -> None:
 @cache
 def band(features: Features) -> tuple[Any, Any]:
     wanted = problem(64, features)
-    return on_torch(rendered(wanted.spec(), BLOCK_M=64), "blocks_of"), launch_of(wanted, BLOCK_M=64)
+    return on_torch(rendered(wanted.spec(), BLOCK_M=64), "block_range"), launch_of(wanted, BLOCK_M=64)
 
 
 @given(
@@ -182,7 +182,7 @@ def test_rows_visit_every_block_that_they_see_and_mask_all_that_they_must(
     blocks = -(-n_kv // 64)
     # A tile may end in warpgroups without a row.
     for row in range(0, -(-n_q // number) * number, 64):
-        first, unmasked_first, unmasked_end, end = (int(bound) for bound in parts.blocks_of(torch.tensor(row), number, sizes))
+        first, unmasked_first, unmasked_end, end = (int(bound) for bound in parts.block_range(torch.tensor(row), number, sizes))
         assert 0 <= first < end <= blocks
         assert first <= unmasked_first <= unmasked_end <= end
         for block in range(blocks):
@@ -193,7 +193,7 @@ def test_rows_visit_every_block_that_they_see_and_mask_all_that_they_must(
         # What a tile copies holds what each of its warpgroups looks at.
         if row % number == 0:
             for own in range(row, row + number, 64):
-                own_first, _, _, own_end = (int(bound) for bound in parts.blocks_of(torch.tensor(own), 64, sizes))
+                own_first, _, _, own_end = (int(bound) for bound in parts.block_range(torch.tensor(own), 64, sizes))
                 assert first <= own_first < own_end <= end
 
 
@@ -272,15 +272,15 @@ def test_e4m3_weights_are_packed_within_a_thread(block_n: int) -> None:
     assert all(key % 8 // 2 == place // 4 % 4 for place, key in enumerate(order))
 
 
-def test_values_are_turned_into_the_order_of_the_weights() -> None:
-    assert interpreted("interpret_turn_values.py", json.dumps(weights_order(64)[:16])) == []
+def test_values_are_transposed_into_the_order_of_the_weights() -> None:
+    assert interpreted("interpret_transpose_v.py", json.dumps(weights_order(64)[:16])) == []
 
 
 @pytest.mark.parametrize(("columns", "copied"), [(64, False), (24, False), (50, True), (1, True)])
 def test_a_bias_reaches_the_copy_engine_without_its_repeats(columns: int, copied: bool) -> None:
     module = rendered(problem(64, Features(mask="bias")).spec())
     bias = torch.randn(2, 1, 5, columns).bfloat16()
-    compact = module.without_repeats(bias.expand(2, 3, 5, columns))
+    compact = module.compact_bias(bias.expand(2, 3, 5, columns))
     assert compact.shape == (2, 1, 5, -(-columns // 8) * 8)
     assert torch.equal(compact[..., :columns], bias)
     assert all(stride * 2 % 16 == 0 for stride in compact.stride()[:3])
@@ -330,9 +330,9 @@ def test_a_mask_of_one_repeated_row_is_written_out_up_to_half_a_gibibyte(batch: 
 
 
 def test_the_soft_caps_tanh_is_as_exact_as_it_says() -> None:
-    parts = on_numpy(rendered(problem(64, Features(softcap=True)).spec()), "steep_tanh")
+    parts = on_numpy(rendered(problem(64, Features(softcap=True)).spec()), "scaled_tanh")
     x = np.concatenate([np.linspace(-20, 20, 100_001), np.linspace(-0.01, 0.01, 1001), [-1e30, 1e30, 0.0]]).astype(np.float32).view(Array)
-    steepness = np.array(1.7, np.float32).view(Array)
-    found = parts.steep_tanh(x, steepness)
+    scale = np.array(1.7, np.float32).view(Array)
+    found = parts.scaled_tanh(x, scale)
     assert np.abs(found - np.tanh(x.astype(np.float64) * 1.7 * np.log(2) / 2)).max() <= 3e-6
     assert np.abs(found).max() <= 1

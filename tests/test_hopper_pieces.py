@@ -15,7 +15,7 @@ from flashtune.core.modules import load_source
 from flashtune.templates.hopper.flash_fwd_hopper import FAMILY
 from flashtune.templates.hopper.layout import HopperLayout
 from flashtune.templates.rendering import render, variant_of
-from flashtune.tuner.inputs import Inputs, make_inputs
+from flashtune.tuner.verify.inputs import Inputs, make_inputs
 
 
 class Forward(Machine):
@@ -55,10 +55,10 @@ class Forward(Machine):
             "pack": lambda probs: probs,
             "unpack": lambda probs: array(probs.to(self._dtype)),
             "declare_answer": lambda *_: None,
-            "vote_unsound": lambda *_: Number(0),
+            "vote_overflowed": lambda *_: Number(0),
             "vote_grown": lambda growth, _warpgroup: Number(bool((growth > 0).any())),
             # What is counted of votes is tests/test_hopper_protocol.py's.
-            **{name: lambda *_: None for name in ("declare_raised", "count_raised", "count_blocks", "count_peaked", "tell_misled")},
+            **{name: lambda *_: None for name in ("declare_raised", "count_raised", "count_blocks", "count_peaked", "report_misled")},
             "read_raised": lambda: Number(-1),
             **{name: lambda *_: Number(self._random.random() < 0.4) for name in votes},
         }

@@ -172,8 +172,8 @@ BROKEN = {
         "following = gl.where(chosen, 1, following)",
         "work_index = tiles",
     ),
-    "misled programs are silent": (CAUSAL, {"maximum": "first"}, "tell_misled(smem.redo, passes > 1)", "pass"),
-    "all programs are misled": (CAUSAL, {"maximum": "first"}, "tell_misled(smem.redo, passes > 1", "tell_misled(smem.redo, True"),
+    "misled programs are silent": (CAUSAL, {"maximum": "first"}, "report_misled(smem.redo, passes > 1)", "pass"),
+    "all programs are misled": (CAUSAL, {"maximum": "first"}, "report_misled(smem.redo, passes > 1", "report_misled(smem.redo, True"),
     "all warpgroups count": (
         CAUSAL,
         {"maximum": "first"},

@@ -18,8 +18,8 @@ from flashtune.core.dtypes import DType
 from flashtune.core.problem import Problem
 from flashtune.core.tolerances import tolerance
 from flashtune.core.torch_dtypes import TORCH_DTYPES
-from flashtune.tuner.distributions import PRESENT, redistribute
-from flashtune.tuner.inputs import make_inputs
+from flashtune.tuner.verify.distributions import PRESENT, redistribute
+from flashtune.tuner.verify.inputs import make_inputs
 
 DTYPES_HERE: tuple[DType, ...] = ("bf16", "fp16")
 BLOCK_N = 64
@@ -35,11 +35,11 @@ def flushed_exp2(x: np.ndarray) -> np.ndarray:
 def functions(dtype: DType, rescale: str) -> Any:
     """The softmax's device functions over numpy; votes are the test's, warp by warp."""
     module = rendered(problem(64, dtype=dtype).spec(), maximum="first", rescale=rescale)
-    others = ("peeked_softmax",) if rescale == "outgrown" else ("online_softmax", "lazy_softmax")
-    parts = on_numpy(module, "quarter_sums", "online_softmax", "settled_softmax", "raise_maxima", "catch_up", *others)
+    others = ("lazy_softmax",) if rescale == "outgrown" else ("lazy_softmax", "online_softmax")
+    parts = on_numpy(module, "quarter_sums", "online_softmax", "settled_softmax", "raise_maxima", "rescale_acc_and_sum", *others)
     scope = parts.quarter_sums.__globals__
     scope["vote_grown"] = scope["vote_outweighed"] = lambda *_: None
-    scope["highest"] = lambda powers, _sums: powers.reshape(64, BLOCK_N // 8, 4, 2).max((1, 3)).view(Array)
+    scope["thread_max"] = lambda powers, _sums: powers.reshape(64, BLOCK_N // 8, 4, 2).max((1, 3)).view(Array)
     axis = {"sum": np.sum, "max": np.max}
     for name, operation in axis.items():
         setattr(parts.gl, name, lambda array, axis, operation=operation: operation(array, axis).view(Array))
@@ -49,26 +49,26 @@ def functions(dtype: DType, rescale: str) -> Any:
     return parts
 
 
-def peeked(parts: Any, block: Array, row_max: Array, row_sum: Array) -> tuple[Array, Array, Array, np.ndarray, Array]:
-    """`peeked_softmax` of these, each warp by what its own rows vote: bool (64, 1)."""
+def lazy_by_vote(parts: Any, block: Array, row_max: Array, row_sum: Array) -> tuple[Array, Array, Array, np.ndarray, Array]:
+    """`lazy_softmax` of these, each warp by what its own rows vote: bool (64, 1)."""
     voted: list[np.ndarray] = []
     unseen, found = np.isneginf(row_max), []
 
-    def vote(tops: np.ndarray, sums: np.ndarray, answer: int) -> int:
-        voted.append(np.repeat(outweighed(tops, sums) | unseen.reshape(4, 16).any(1), 16)[:, None])
+    def vote(local_max: np.ndarray, sums: np.ndarray, answer: int) -> int:
+        voted.append(np.repeat(outweighed(local_max, sums) | unseen.reshape(4, 16).any(1), 16)[:, None])
         return answer
 
     for answer in (0, 1):
-        parts.peeked_softmax.__globals__["vote_outweighed"] = lambda tops, sums, *_, answer=answer: vote(tops, sums, answer)
-        probs, part, growth, _, new_max = parts.peeked_softmax(block, row_max.copy(), row_sum, np.float32(1), 0, bool(unseen.any()))
+        parts.lazy_softmax.__globals__["vote_outweighed"] = lambda local_max, sums, *_, answer=answer: vote(local_max, sums, answer)
+        probs, part, growth, _, new_max = parts.lazy_softmax(block, row_max.copy(), row_sum, np.float32(1), 0, bool(unseen.any()))
         found.append([probs, part, growth[:, None], new_max[:, None]])
     probs, part, growth, new_max = (np.where(voted[0], after, before).view(Array) for before, after in zip(*found, strict=True))
     return probs, part, growth[:, 0], voted[0], new_max[:, 0]
 
 
-def outweighed(tops: np.ndarray, row_sum: np.ndarray) -> np.ndarray:
+def outweighed(local_max: np.ndarray, row_sum: np.ndarray) -> np.ndarray:
     """bool (4,): for each warp of 16 rows what `vote_outweighed` says."""
-    return (~(np.exp2(tops) <= np.minimum(8 * row_sum + 4, 8192))).reshape(4, -1).any(1)
+    return (~(np.exp2(local_max) <= np.minimum(8 * row_sum + 4, 8192))).reshape(4, -1).any(1)
 
 
 def outgrown(part: np.ndarray, row_sum: np.ndarray) -> np.ndarray:
@@ -93,10 +93,10 @@ class Found:
         return sum(self.by_warp)
 
 
-def attention(scores: np.ndarray, v: torch.Tensor, dtype: DType, *, settles: bool, lazy: bool = False, peeks: bool = False) -> Found:
+def attention(scores: np.ndarray, v: torch.Tensor, dtype: DType, *, settles: bool, lazy: bool = False, asks_first: bool = False) -> Found:
     """What a warpgroup computes of scores (64, N) in base 2 and values (N, D), block by block as they come; with running maxima either
-    rescaling each time or, where it is `lazy`, where one grew far; `peeks` where a score outweighs what came before it."""
-    parts, kind = functions(dtype, "outgrown" if peeks else "grown"), TORCH_DTYPES[dtype]
+    rescaling each time or, where it is `lazy`, where one grew far; `asks_first` where a score outweighs what came before it."""
+    parts, kind = functions(dtype, "outgrown" if asks_first else "grown"), TORCH_DTYPES[dtype]
     row_max = np.full(64, -np.inf, np.float32).view(Array)
     row_sum = np.zeros((64, 4), np.float32).view(Array)
     acc = np.zeros((64, v.shape[1]), np.float32).view(Array)
@@ -107,16 +107,16 @@ def attention(scores: np.ndarray, v: torch.Tensor, dtype: DType, *, settles: boo
             block = np.full((64, BLOCK_N), -np.inf, np.float32)
             block[:, : scores.shape[1] - first] = scores[:, first : first + BLOCK_N]
             block = block.view(Array)
-            if not settles and (lazy or peeks):
-                if peeks:
-                    probs, part, growth, grown, row_max = peeked(parts, block, row_max, row_sum)
+            if not settles and (lazy or asks_first):
+                if asks_first:
+                    probs, part, growth, grown, row_max = lazy_by_vote(parts, block, row_max, row_sum)
                     for warp in range(4):
                         raised[warp] += int(grown[16 * warp, 0])
                 else:
                     probs, part, growth, _, row_max = parts.lazy_softmax(block, row_max, np.float32(1), 0, True)
                 for warp in np.flatnonzero((growth > 0).reshape(4, -1).any(1)):
                     rows = slice(16 * warp, 16 * warp + 16)
-                    acc[rows], row_sum[rows] = parts.catch_up(acc[rows], row_sum[rows], growth[rows])
+                    acc[rows], row_sum[rows] = parts.rescale_acc_and_sum(acc[rows], row_sum[rows], growth[rows])
                 row_sum = row_sum + part
             elif first == 0 or not settles:
                 probs, rescale, row_max, row_sum = parts.online_softmax(block, row_max, row_sum, np.float32(1), True)
@@ -125,13 +125,13 @@ def attention(scores: np.ndarray, v: torch.Tensor, dtype: DType, *, settles: boo
                     total = row_sum.sum(1)
                     peaked = bool(((total > 0) & (total < 3)).sum() > 32)
                     row_max = np.where(np.isneginf(row_max), np.float32(0), row_max).view(Array)
-            elif peeks:
-                probs, part, row_max, tops, _ = parts.settled_softmax(block, row_max, row_sum, np.float32(1), 0)
-                for warp in np.flatnonzero(outweighed(tops, row_sum)):
+            elif asks_first:
+                probs, part, row_max, local_max, _ = parts.settled_softmax(block, row_max, row_sum, np.float32(1), 0)
+                for warp in np.flatnonzero(outweighed(local_max, row_sum)):
                     rows = slice(16 * warp, 16 * warp + 16)
                     raised[warp] += 1
                     probs[rows], part[rows], acc[rows], row_max[rows], row_sum[rows] = parts.raise_maxima(
-                        *(x[rows] for x in (probs, part, tops, acc, row_max, row_sum))
+                        *(x[rows] for x in (probs, part, local_max, acc, row_max, row_sum))
                     )
                 row_sum = row_sum + part
             else:
@@ -157,7 +157,7 @@ def attention(scores: np.ndarray, v: torch.Tensor, dtype: DType, *, settles: boo
 def told(found: Found, blocks: int, dtype: DType, *, rescale: str = "always") -> bool:
     """Whether a program with this one tile says that it was misled, by the kernel's own functions."""
     module = rendered(problem(64, dtype=dtype).spec(), maximum="first", rescale=rescale)
-    parts = on_numpy(module, "tell_misled", *(["count_peaked"] if rescale == "grown" else []))
+    parts = on_numpy(module, "report_misled", *(["count_peaked"] if rescale == "grown" else []))
     given: list[int] = []
     address = np.zeros(1, np.int64).view(Array)
     parts.gl.inline_asm_elementwise = lambda text, constraints, arguments, **_: given.append(int(arguments[-1]))
@@ -168,8 +168,8 @@ def told(found: Found, blocks: int, dtype: DType, *, rescale: str = "always") ->
     elif rescale == "grown":
         parts.count_peaked(blocks)
         raised += given[-1]
-    parts.tell_misled.__globals__["read_raised"] = lambda: raised
-    parts.tell_misled(SimpleNamespace(misled_ptr=address, told_ptr=address), not found.sound)
+    parts.report_misled.__globals__["read_raised"] = lambda: raised
+    parts.report_misled(SimpleNamespace(misled_ptr=address, host_misled_ptr=address), not found.sound)
     return bool(given[-1])
 
 
@@ -199,7 +199,7 @@ def score_rows(draw: st.DrawFn) -> tuple[np.ndarray, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES_HERE)
-@given(rows=score_rows(), ways=st.sampled_from([["settles"], ["lazy"], ["peeks"], ["settles", "peeks"]]))
+@given(rows=score_rows(), ways=st.sampled_from([["settles"], ["lazy"], ["asks_first"], ["settles", "asks_first"]]))
 def test_rows_are_exact_however_late_their_largest_score_comes(
     dtype: DType, rows: tuple[np.ndarray, torch.Tensor], ways: list[str]
 ) -> None:
@@ -218,13 +218,13 @@ def test_a_jump_past_what_float32_holds_is_seen_and_no_smaller_one(dtype: DType,
     assert found.sound == (jump < 125)
 
 
-@pytest.mark.parametrize("peeks", [False, True])
+@pytest.mark.parametrize("asks_first", [False, True])
 @pytest.mark.parametrize("jump", [125.5, 126.5, 127.9, 128.5])
-def test_a_row_that_is_outgrown_by_as_much_as_float32_holds_is_right_or_seen_to_be_wrong(jump: float, peeks: bool) -> None:
+def test_a_row_that_is_outgrown_by_as_much_as_float32_holds_is_right_or_seen_to_be_wrong(jump: float, asks_first: bool) -> None:
     scores = np.zeros((64, 256), np.float32)
     scores[17, 200] = jump
     v = torch.randn(256, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
-    found = attention(scores, v, "bf16", settles=True, peeks=peeks)
+    found = attention(scores, v, "bf16", settles=True, asks_first=asks_first)
     assert found.sound == (jump < 128)
     assert not found.sound or max(errors(found, scores, v, "bf16")) <= 1
 
@@ -252,7 +252,7 @@ def test_every_distribution_is_about_as_exact_as_with_running_maxima(name: str, 
     assert ours <= 1.5 * theirs + 1e-6
     assert torch.allclose(settled.lse, running.lse, atol=1e-4, rtol=1e-6)
     if name in ("random", "sink+8", "deviation-3", "drift-60"):
-        for ways in (["lazy"], ["peeks"], ["settles", "peeks"]):
+        for ways in (["lazy"], ["asks_first"], ["settles", "asks_first"]):
             other = attention(scores, v, dtype, **({"settles": False} | dict.fromkeys(ways, True)))
             assert (other.out.double() - exact).norm() <= 1.5 * theirs + 1e-6
             assert torch.allclose(other.lse, running.lse, atol=1e-4, rtol=1e-6)
@@ -273,23 +273,23 @@ def test_random_numbers_hardly_ever_raise_a_maximum_and_sinks_do_once() -> None:
 
 def test_the_largest_number_that_a_thread_holds_of_a_row_is_found_where_it_is_above_0() -> None:
     found: list[Any] = []
-    parts = on_numpy(rendered(problem(64).spec(), rescale="outgrown"), "highest")
+    parts = on_numpy(rendered(problem(64).spec(), rescale="outgrown"), "thread_max")
     parts.gl.inline_asm_elementwise = lambda text, _constraints, _arguments, **words: found.append((text, words)) or np.zeros((64, 32))
     parts.gl.int32 = parts.gl.float32 = np.int32
     parts.gl.sum = parts.gl.max = lambda array, axis: array.sum(axis).view(Array)
     parts.gl.split = lambda array: (array[..., 0], array[..., 1])
-    parts.highest(np.zeros((64, 64), np.float32).view(Array), np.zeros((64, 4)).view(Array))
+    parts.thread_max(np.zeros((64, 64), np.float32).view(Array), np.zeros((64, 4)).view(Array))
     [(text, words)] = found
     # What a thread holds of four pairs of columns: two rows in turn.
     numbers = np.random.default_rng(0).normal(-1, 1, (2, 1000, 8)).astype(np.float32)
     numbers[:, :9] = -np.inf
     numbers[1, 8, 7], numbers[0, 7, 2] = np.inf, 1e-30
-    tops = assembly(text, "", list(numbers.view(np.int32).view(Array)), **words).view(np.float32)
+    local_max = assembly(text, "", list(numbers.view(np.int32).view(Array)), **words).view(np.float32)
     right = np.stack([numbers[..., row::2].max((0, 2)) for row in (0, 1)], 1)
-    assert np.array_equal(np.where(right > 0, right, -1), np.where(tops[:, :2] > 0, tops[:, :2], -1))
+    assert np.array_equal(np.where(right > 0, right, -1), np.where(local_max[:, :2] > 0, local_max[:, :2], -1))
     assert (right > 0).any()
     assert (right < 0).any()
-    assert not tops[:, 2:].any()
+    assert not local_max[:, 2:].any()
 
 
 def test_the_vote_in_assembly_has_the_numbers_that_these_tests_go_by() -> None:
@@ -299,6 +299,6 @@ def test_the_vote_in_assembly_has_the_numbers_that_these_tests_go_by() -> None:
     assert all(f"0f{word}" in text for word in ("41000000", "40800000", "46000000"))
     assert "setp.gt.f32 upper, $2, 0f00000000;" in rendered(problem(64).spec(), rescale="grown").vote_grown.src
     counting = rendered(problem(64).spec(), maximum="first", rescale="grown")
-    assert "        if W == 0:\n            count_peaked(number)" in counting.attend_blocks.src
+    assert "        if W == 0:\n            count_peaked(number)" in counting.mainloop.src
     assert "add.s32 raised, raised, $1;" in counting.count_peaked.src
     assert "add.s32 raised, raised, 2;" in counting.count_raised.src and "sub.s32 raised, raised, $1;" in counting.count_blocks.src

@@ -14,7 +14,7 @@ from flashtune.core.results import TuningRecord
 from flashtune.core.target import find_target
 from flashtune.db.library import Library, shipped_path
 from flashtune.templates import family
-from flashtune.tuner.publish import variant_for
+from flashtune.tuner.publish.sources import variant_for
 
 H200 = find_target("h200")
 RECORDS = Library.of(shipped_path()).records(gpu="h200")
@@ -59,11 +59,13 @@ def test_every_promised_cell_is_measured_and_served(d: int, n: int, dtype: str, 
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.problem.label())
-def test_rows_are_of_the_installed_templates_and_inside_the_declared_space(record: TuningRecord) -> None:
-    variant = variant_for(record)
-    assert variant.id == record.outcome.variant_id
-    assert variant.template_hash == record.outcome.template_hash
-    assert family(variant.template).violated(variant.config, variant.spec, H200) is None
+def test_rows_and_their_twins_are_of_the_installed_templates_and_inside_the_declared_space(record: TuningRecord) -> None:
+    for one in (record, record.as_twin()):
+        if one is not None:
+            variant = variant_for(one)
+            assert variant.id == one.outcome.variant_id
+            assert variant.template_hash == one.outcome.template_hash
+            assert family(variant.template).violated(variant.config, variant.spec, H200) is None
 
 
 def test_the_readmes_tables_are_what_the_shipped_rows_and_results_say() -> None:

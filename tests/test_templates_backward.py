@@ -10,7 +10,7 @@ from flashtune.core.target import find_target
 from flashtune.templates import families, family
 from flashtune.templates.backward.flash_bwd import key_config, key_shared_bytes, query_config, query_shared_bytes
 from flashtune.templates.rendering import render, variant_of
-from flashtune.tuner.compile import compiled_kernels, read_facts
+from flashtune.tuner.children.compile import compiled_kernels, read_facts
 
 
 @pytest.fixture(scope="module")

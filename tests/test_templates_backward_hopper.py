@@ -18,9 +18,9 @@ from flashtune.core.problem import Features, Problem
 from flashtune.core.reference import dropout_keep_rows
 from flashtune.core.target import find_target
 from flashtune.templates import family
-from flashtune.templates.backward.hopper_layout import BackwardLayout
+from flashtune.templates.backward.hopper.layout import BackwardLayout
 from flashtune.templates.rendering import render, variant_of
-from flashtune.tuner.compile import compiled_kernels, read_facts
+from flashtune.tuner.children.compile import compiled_kernels, read_facts
 
 FAMILY = family("flash_bwd_hopper")
 
@@ -72,7 +72,7 @@ def test_it_compiles_to_products_in_flight_without_spills(d: int, changes: dict[
     config = FAMILY.default(spec, H200).replace(**changes)
     assert FAMILY.violated(config, spec, H200) is None
     kernels = dict(compiled_kernels(render(FAMILY, variant_of(FAMILY, spec, config)), "backward", wanted, H200))
-    assert list(kernels) == ["prepare_rows", "flash_bwd_hopper"] + ["finish_queries"] * (config["persistent"] != "drawn")
+    assert list(kernels) == ["preprocess", "flash_bwd_hopper"] + ["finish_dq"] * (config["persistent"] != "drawn")
     facts, layout = read_facts(kernels["flash_bwd_hopper"], H200), BackwardLayout.of(spec, config)
     assert facts.shared_bytes <= layout.shared_bytes
     expected = FAMILY.expected(config, spec, H200)
@@ -125,7 +125,7 @@ def test_dropout_takes_few_instructions_for_each_pair() -> None:
 def test_dropout_keeps_what_the_forward_kept(row: int, key: int, p: float) -> None:
     spec = problem(Features(dropout=True)).spec()
     module = load_source(render(FAMILY, variant_of(FAMILY, spec, FAMILY.default(spec, H200))), "flash_bwd_hopper")
-    parts = on_numpy(module, "philox", "draw_bytes", "thin")
+    parts = on_numpy(module, "philox", "byte_selectors", "apply_dropout")
     seed, offset, index = 2**63 + 12345, 7, 5
     params = {name: 0 for name in module.Params._fields} | {"seed": seed, "offset": offset, "threshold": round(p * 32768)}
     numbers, zero = parts.scalars(module.Params(**params)), np.zeros((64, 64), np.uint32).view(Array)
@@ -133,7 +133,7 @@ def test_dropout_keeps_what_the_forward_kept(row: int, key: int, p: float) -> No
     column, query = (zero + np.arange(key, key + 64)[:, None]).view(Array), (zero + np.arange(row, row + 64)[None, :]).view(Array)
     counters = (column // 32 * 4 + column // 2 % 4).to(np.uint32), (query // 16 * 8 + query % 8).to(np.uint32)
     words = np.choose(column // 8 % 4, parts.philox(*counters, zero, parts.scalars(module.Head(index)), numbers)).view(Array)
-    found = parts.thin(np.full(words.shape, 0.25, np.float32).view(Array), words, parts.draw_bytes(), numbers)
+    found = parts.apply_dropout(np.full(words.shape, 0.25, np.float32).view(Array), words, parts.byte_selectors(), numbers)
     wanted = dropout_keep_rows(seed, offset, index, row, 64, key + 64, p)[:, key:].T
     assert torch.equal(torch.from_numpy(np.array(found)), wanted * 0.25)
 

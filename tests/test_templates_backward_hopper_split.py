@@ -17,9 +17,9 @@ from flashtune.core.problem import Features
 from flashtune.core.reference import dropout_keep_rows
 from flashtune.core.target import find_target
 from flashtune.templates import family
-from flashtune.templates.backward.hopper_layout import SplitLayout
+from flashtune.templates.backward.hopper.layout import SplitLayout
 from flashtune.templates.rendering import render, variant_of
-from flashtune.tuner.compile import compiled_kernels, read_facts
+from flashtune.tuner.children.compile import compiled_kernels, read_facts
 
 FAMILY = family("flash_bwd_hopper_split")
 
@@ -45,7 +45,7 @@ def test_it_compiles_to_products_in_flight_without_spills() -> None:
     spec = wanted.spec()
     config = FAMILY.default(spec, H200)
     kernels = dict(compiled_kernels(render(FAMILY, variant_of(FAMILY, spec, config)), "backward", wanted, H200))
-    assert list(kernels) == ["prepare_rows", "key_gradients", "query_gradients"]
+    assert list(kernels) == ["preprocess", "key_gradients", "query_gradients"]
     layout, expected = SplitLayout.of(spec, config), FAMILY.expected(config, spec, H200)
     for name, shared_bytes in (("key_gradients", layout.key_shared_bytes), ("query_gradients", layout.query_shared_bytes)):
         facts = read_facts(kernels[name], H200)
@@ -66,13 +66,13 @@ def test_it_compiles_to_products_in_flight_without_spills() -> None:
 def test_dropout_keeps_what_the_forward_kept(row: int, key: int, p: float) -> None:
     spec = problem(Features(dropout=True), d=256, d_v=256).spec()
     module = load_source(render(FAMILY, variant_of(FAMILY, spec, FAMILY.default(spec, H200))), "flash_bwd_hopper_split")
-    parts = on_numpy(module, "philox", "draw_of_rows", "draw_bytes_of_rows", "thin")
+    parts = on_numpy(module, "philox", "random_words_dq", "byte_selectors_dq", "apply_dropout")
     seed, offset, index = 2**63 + 12345, 7, 5
     params = {name: 0 for name in module.Params._fields} | {"seed": seed, "offset": offset, "threshold": round(p * 32768)}
     numbers = parts.scalars(module.Params(**params))
-    words = parts.draw_of_rows(parts.scalar(key), parts.scalar(row), parts.scalars(module.Head(index)), numbers)
+    words = parts.random_words_dq(parts.scalar(key), parts.scalar(row), parts.scalars(module.Head(index)), numbers)
     probs = np.full(words.shape, 0.25, np.float32).view(Array)
-    found = parts.thin(probs, words, parts.draw_bytes_of_rows(), numbers)
+    found = parts.apply_dropout(probs, words, parts.byte_selectors_dq(), numbers)
     wanted = dropout_keep_rows(seed, offset, index, row, 64, key + 64, p)[:, key:]
     assert torch.equal(torch.from_numpy(np.array(found)), wanted * 0.25)
 

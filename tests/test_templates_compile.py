@@ -14,8 +14,8 @@ from flashtune.core.target import Target, find_target
 from flashtune.templates import family
 from flashtune.templates.predicates import shared_bytes
 from flashtune.templates.rendering import render, variant_of
-from flashtune.tuner.compile import compiling_for
-from flashtune.tuner.inputs import make_inputs
+from flashtune.tuner.children.compile import compiling_for
+from flashtune.tuner.verify.inputs import make_inputs
 
 
 def problem(features: Features | None = None, *, n: int = 1024, heads: int = 4, d: int = 64, d_v: int = 0) -> Problem:

@@ -17,7 +17,7 @@ from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
 from flashtune.templates import families, family
 from flashtune.templates.rendering import render, variant_of
-from flashtune.tuner.inputs import Inputs, make_inputs
+from flashtune.tuner.verify.inputs import Inputs, make_inputs
 
 H200 = find_target("h200")
 DRAWN = {"tiles": "chained", "order": "drawn"}

@@ -19,8 +19,8 @@ from flashtune.core.problem import DECODE_ROWS, Features, Problem
 from flashtune.core.target import find_target, targets
 from flashtune.templates.decode.flash_decode import FAMILY, wave_efficiency
 from flashtune.templates.rendering import render, variant_of
-from flashtune.tuner.compile import compiling_for, read_facts
-from flashtune.tuner.inputs import make_inputs
+from flashtune.tuner.children.compile import compiling_for, read_facts
+from flashtune.tuner.verify.inputs import make_inputs
 
 H200 = find_target("h200")
 SMS = sms_of(torch.device("cpu"))

@@ -10,7 +10,7 @@ from interpreting import interpreted
 
 from flashtune.core import reference
 from flashtune.core.problem import Features
-from flashtune.tuner.inputs import make_inputs
+from flashtune.tuner.verify.inputs import make_inputs
 
 
 @functools.cache
@@ -39,12 +39,12 @@ def test_the_hopper_kernels_mask_is_that_of_the_reference(p: float) -> None:
     inputs = make_inputs(wanted, device="meta", seed=0)
     [launch] = launches(module, inputs, dropout_p=p, seed=seed, offset=offset)
     scalars = dict(zip(launch[0].arg_names, launch[2], strict=True))
-    parts = on_numpy(module, "draw", "kept")
+    parts = on_numpy(module, "random_words", "keep_mask")
     params = parts.scalars(module.Params(**{name: scalars[name] for name in module.Params._fields}))
     batch, head, row, column = 1, 3, 192, 640
     coord, sizes = parts.scalars(module.TileCoord(batch, head, row)), parts.scalars(sizes_of(launch))
-    draws = parts.draw(coord, parts.scalar(column), sizes, params)
-    halves = torch.from_numpy(parts.kept(draws, params)).view(torch.int16)
+    draws = parts.random_words(coord, parts.scalar(column), sizes, params)
+    halves = torch.from_numpy(parts.keep_mask(draws, params)).view(torch.int16)
     assert ((halves == 0) | (halves == -1)).all()
     expected = reference.dropout_keep_rows(seed, offset, batch * wanted.heads + head, row, rows, column + columns, p)
     assert torch.equal(halves == -1, expected[:, column:])
@@ -53,12 +53,12 @@ def test_the_hopper_kernels_mask_is_that_of_the_reference(p: float) -> None:
 @pytest.mark.parametrize("threshold", [0, 1, 3277, 16383, 16384, 16385, 31744, 31745, 32767, 32768])
 def test_the_hopper_kernel_compares_every_draw_as_an_integer(threshold: int) -> None:
     module = rendered(problem(64, Features(dropout=True)).spec())
-    parts = on_numpy(module, "kept")
+    parts = on_numpy(module, "keep_mask")
     draw = torch.arange(32768)
     # The low halves count up and the high ones down, and the sign of a half is none of the draw's.
     words = (draw + 32768) | (32767 - draw << 16)
     params = parts.scalars(module.Params(scale=1.0, seed=0, offset=0, threshold=threshold, keep_scale=1.0))
-    halves = torch.from_numpy(parts.kept(words.numpy().astype("uint32")[None], params)).view(torch.int16).view(-1, 2)
+    halves = torch.from_numpy(parts.keep_mask(words.numpy().astype("uint32")[None], params)).view(torch.int16).view(-1, 2)
     keep = draw >= threshold if threshold <= 16384 else 32767 - draw >= threshold
     assert torch.equal(halves[:, 0] == -1, keep)
     assert torch.equal(halves[:, 1] == -1, keep.flip(0))

@@ -13,14 +13,14 @@ class FlashtuneError(Exception):
     exit_code = 1
 
 
-class InputError(FlashtuneError, ValueError):
-    """What the caller asked for makes no sense or is out of range (also a `ValueError`)."""
+class InputError(FlashtuneError, ValueError, RuntimeError):
+    """What the caller asked for makes no sense or is out of range (also a `ValueError`, and a `RuntimeError` as torch raises it)."""
 
     exit_code = 2
 
 
-class InputTypeError(FlashtuneError, TypeError):
-    """An argument has the wrong type (also a `TypeError`)."""
+class InputTypeError(FlashtuneError, TypeError, RuntimeError):
+    """An argument has the wrong type (also a `TypeError`, and a `RuntimeError` as torch raises it for dtypes)."""
 
     exit_code = 2
 

@@ -9,6 +9,7 @@ from flashtune.core.parameters import PER_HEAD, CallParameters, per_head_words
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from flashtune.core.problem import Problem
 
@@ -31,14 +32,14 @@ class Place:
 
 def _attended(
     problem: "Problem",
-    tensors: "tuple[torch.Tensor, torch.Tensor, torch.Tensor]",
+    tensors: "tuple[Tensor, Tensor, Tensor]",
     parameters: CallParameters,
     batch: int,
     head: int,
     first: int,
     dtype: "torch.dtype | None" = None,
-    score_leaf: "torch.Tensor | None" = None,
-) -> "tuple[torch.Tensor, torch.Tensor]":
+    score_leaf: "Tensor | None" = None,
+) -> "tuple[Tensor, Tensor]":
     """Output and LSE of one head's rows from `first` on, by the reference; `tensors` are these rows of q, and the head's k and v.
 
     `score_leaf` (rows, N_kv), all 0, is added to the scores, and gets the gradient that a bias has.
@@ -79,12 +80,8 @@ def _attended(
 
 
 def forward_oracle(
-    problem: "Problem",
-    operands: "Mapping[str, torch.Tensor]",
-    parameters: CallParameters,
-    place: Place,
-    dtype: "torch.dtype | None" = None,
-) -> "dict[str, torch.Tensor]":
+    problem: "Problem", operands: "Mapping[str, Tensor]", parameters: CallParameters, place: Place, dtype: "torch.dtype | None" = None
+) -> "dict[str, Tensor]":
     """Output and LSE by the reference, some rows at a time."""
     import torch
 
@@ -100,12 +97,8 @@ def forward_oracle(
 
 
 def backward_oracle(
-    problem: "Problem",
-    operands: "Mapping[str, torch.Tensor]",
-    parameters: CallParameters,
-    place: Place,
-    dtype: "torch.dtype | None" = None,
-) -> "dict[str, torch.Tensor]":
+    problem: "Problem", operands: "Mapping[str, Tensor]", parameters: CallParameters, place: Place, dtype: "torch.dtype | None" = None
+) -> "dict[str, Tensor]":
     """Gradients by torch's autograd through the reference, some rows at a time; those of keys add up all rows of all heads of a group.
 
     They are those at the output that was handed on: rounded by the forward, it moves delta = rowsum(dO * O) as a gradient of the LSE would,
@@ -119,7 +112,7 @@ def backward_oracle(
     k, v = (operands[name][batch, kv_head].to(kind) for name in ("k", "v"))
     dq, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
 
-    def add(head: int, start: int, end: int) -> "torch.Tensor":
+    def add(head: int, start: int, end: int) -> "Tensor":
         """Adds what these rows give to the keys; returns the gradient of the rows themselves."""
         rows = batch, head, slice(start, end)
         leaves = [x.detach().requires_grad_() for x in (operands["q"][rows].to(kind), k, v)]
@@ -145,7 +138,7 @@ def backward_oracle(
     return found
 
 
-def _loss(operands: "Mapping[str, torch.Tensor]", rows: tuple[int, int, slice], out: "torch.Tensor", lse: "torch.Tensor") -> "torch.Tensor":
+def _loss(operands: "Mapping[str, Tensor]", rows: tuple[int, int, slice], out: "Tensor", lse: "Tensor") -> "Tensor":
     """What has the gradients that are handed on of these rows' output and LSE; that of a row that sees nothing is a constant."""
     dout = operands["dout"][rows].to(out.dtype)
     dlse = operands["dlse"][rows] + ((out.detach() - operands["out"][rows]) * dout).sum(-1)
@@ -153,8 +146,8 @@ def _loss(operands: "Mapping[str, torch.Tensor]", rows: tuple[int, int, slice], 
 
 
 def _score_gradients(
-    problem: "Problem", operands: "Mapping[str, torch.Tensor]", parameters: CallParameters, place: Place, kind: "torch.dtype"
-) -> "Iterator[tuple[torch.Tensor, torch.Tensor]]":
+    problem: "Problem", operands: "Mapping[str, Tensor]", parameters: CallParameters, place: Place, kind: "torch.dtype"
+) -> "Iterator[tuple[Tensor, Tensor]]":
     """Gradients of what is added to the scores of these rows, and how far each key is from the diagonal, some rows at a time."""
     import torch
 
@@ -174,8 +167,8 @@ def _score_gradients(
 
 
 def _bias_gradient(
-    problem: "Problem", operands: "Mapping[str, torch.Tensor]", parameters: CallParameters, place: Place, kind: "torch.dtype"
-) -> "torch.Tensor":
+    problem: "Problem", operands: "Mapping[str, Tensor]", parameters: CallParameters, place: Place, kind: "torch.dtype"
+) -> "Tensor":
     """The gradient of the bias at these rows, summed over the batches, heads, rows and columns that it repeats over."""
     import torch
 

@@ -4,6 +4,7 @@ Nothing here is fast. Kernels, tests, `flashtune verify` and the CPU path of ext
 """
 
 import torch
+from torch import Tensor
 
 from flashtune.core.band import Band
 
@@ -15,7 +16,7 @@ _PHILOX_W = (0x9E3779B9, 0xBB67AE85)
 _MASK32 = 0xFFFFFFFF
 
 
-def philox(seed: int, counter: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+def philox(seed: int, counter: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Philox4x32-7: four words of 32 random bits (held in int64) for each counter, four int64 tensors of 32-bit words that broadcast.
 
     `seed` is 64 bits; its low half is the first key word, as in `tl.philox`.
@@ -29,7 +30,7 @@ def philox(seed: int, counter: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, 
     return c0, c1, c2, c3
 
 
-def _wide_product(x: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _wide_product(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
     """High and low 32 bits of a 32 x 32 bit product, in int64 halves that can't overflow."""
     low, high = (x & 0xFFFF) * factor, (x >> 16) * factor
     total = low + ((high & 0xFFFF) << 16)
@@ -43,7 +44,7 @@ def dropout_threshold(p: float) -> int:
 
 def dropout_keep_rows(
     seed: int, offset: int, index: int, first: int, rows: int, n_kv: int, p: float, device: torch.device | str = "cpu"
-) -> torch.Tensor:
+) -> Tensor:
     """Which pairs dropout keeps in rows [first, first + rows) of one head: bool (rows, n_kv).
 
     A function of the seed (64 bits), the offset (32 bits) and absolute indices alone; `index` is batch * heads + head.
@@ -69,18 +70,18 @@ def dropout_keep_rows(
 
 def dropout_keep(
     seed: int, offset: int, batch: int, heads: int, n_q: int, n_kv: int, p: float, device: torch.device | str = "cpu", *, first: int = 0
-) -> torch.Tensor:
+) -> Tensor:
     """`dropout_keep_rows` for `n_q` rows of every head, from `first` on: bool (batch, heads, n_q, n_kv)."""
     rows = [dropout_keep_rows(seed, offset, index, first, n_q, n_kv, p, device) for index in range(batch * heads)]
     return torch.stack(rows).view(batch, heads, n_q, n_kv) if rows else torch.ones(batch, heads, n_q, n_kv, dtype=torch.bool, device=device)
 
 
-def distances(n_q: int, n_kv: int, diagonal: int, device: torch.device | str = "cpu") -> torch.Tensor:
+def distances(n_q: int, n_kv: int, diagonal: int, device: torch.device | str = "cpu") -> Tensor:
     """How far key j lies to the right of the diagonal in row i: j - i - diagonal, int64 (n_q, n_kv)."""
     return torch.arange(n_kv, device=device)[None, :] - torch.arange(n_q, device=device)[:, None] - diagonal
 
 
-def visible(band: Band, n_q: int, n_kv: int, device: torch.device | str = "cpu") -> torch.Tensor:
+def visible(band: Band, n_q: int, n_kv: int, device: torch.device | str = "cpu") -> Tensor:
     """Which pairs a band leaves: bool (n_q, n_kv), True where i + diagonal - left <= j <= i + diagonal + right."""
     distance = distances(n_q, n_kv, band.diagonal, device)
     seen = torch.ones_like(distance, dtype=torch.bool)
@@ -91,19 +92,19 @@ def visible(band: Band, n_q: int, n_kv: int, device: torch.device | str = "cpu")
     return seen
 
 
-def alibi(slopes: torch.Tensor, n_q: int, n_kv: int, diagonal: int) -> torch.Tensor:
+def alibi(slopes: Tensor, n_q: int, n_kv: int, diagonal: int) -> Tensor:
     """What ALiBi adds to the scores: -slope |i + diagonal - j|, (B, H, n_q, n_kv) for slopes (B, H), in their dtype."""
     return -slopes[..., None, None] * distances(n_q, n_kv, diagonal, slopes.device).abs()
 
 
-def joined(bias: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def joined(bias: Tensor, mask: Tensor | None) -> Tensor:
     """A bias and a mask (bool: True attends, or another bias) as one bias, in the wider of their dtypes."""
     if mask is None:
         return bias
     return bias.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else bias + mask
 
 
-def hidden_outside(seen: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def hidden_outside(seen: Tensor, mask: Tensor | None) -> Tensor:
     """A mask or bias, where there is one, that leaves of all pairs only those `seen` (bool)."""
     if mask is None:
         return seen
@@ -111,15 +112,8 @@ def hidden_outside(seen: torch.Tensor, mask: torch.Tensor | None) -> torch.Tenso
 
 
 def scores_of(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    *,
-    mask: torch.Tensor | None,
-    scale: float,
-    band: Band,
-    softcap: float,
-    slopes: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    q: Tensor, k: Tensor, *, mask: Tensor | None, scale: float, band: Band, softcap: float, slopes: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """What the softmax is taken of, in the dtype of q and k, which have equally many heads (see `attention`); -inf where a pair is hidden.
     Then the hyperbolic tangents of the soft cap, if there is one."""
     scores, capped = scale * (q @ k.transpose(-1, -2)), None
@@ -138,21 +132,21 @@ def scores_of(
 
 
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
-    mask: torch.Tensor | None = None,
+    mask: Tensor | None = None,
     scale: float,
     band: Band | None = None,
     softcap: float = 0.0,
-    keep: torch.Tensor | None = None,
+    keep: Tensor | None = None,
     dropout_p: float = 0.0,
-    slopes: torch.Tensor | None = None,
-    descale: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-    sinks: torch.Tensor | None = None,
+    slopes: Tensor | None = None,
+    descale: tuple[Tensor, Tensor, Tensor] | None = None,
+    sinks: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """softmax(scale q k^T) v with every feature, in `dtype`: output (B, Hq, N_q, D_v) and natural-log LSE (B, Hq, N_q).
 
     q (B, Hq, N_q, D), k (B, Hkv, N_kv, D), v (B, Hkv, N_kv, D_v); Hq a multiple of Hkv. Order of the score's steps: scale,

@@ -144,8 +144,8 @@ class Conditions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """Why a search stopped (a word of flashtune.tuner.stopping), and by how much it then expected its best time to be longer than that of
-    the best candidate there is (0.01 is 1 %); None where nothing says."""
+    """Why a search stopped (a word of flashtune.tuner.search.stopping), and by how much it then expected its best time to be longer than
+    that of the best candidate there is (0.01 is 1 %); None where nothing says."""
 
     reason: str
     regret: float | None = None

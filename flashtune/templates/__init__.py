@@ -15,7 +15,8 @@ def families() -> dict[str, Family]:
 
 @functools.cache
 def _found() -> tuple[Family, ...]:
-    from flashtune.templates.backward import flash_bwd, flash_bwd_hopper, flash_bwd_hopper_split
+    from flashtune.templates.backward import flash_bwd
+    from flashtune.templates.backward.hopper import flash_bwd_hopper, flash_bwd_hopper_split
     from flashtune.templates.decode import flash_decode
     from flashtune.templates.forward import flash_fwd, flash_fwd_tma
     from flashtune.templates.hopper import flash_fwd_hopper

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flashtune.core.band import Band, blocks_of_tiles
 from flashtune.core.config import Config, asks_first, rescales_grown, settles
@@ -50,7 +51,7 @@ class Constants:
     """What of these is the wait for a block's row maxima."""
     tile_overhead: float = 4750.0
     """Clocks to start a tile, load Q, and store the output."""
-    persistent_share: float = 0.48
+    persistent_share: float = 0.45
     """What of a tile's overhead stays where a program goes from tile to tile."""
     overlap_alone: float = 0.49
     """Share of the shorter of matrix and softmax work that a plain kernel hides with one warpgroup on the SM."""
@@ -96,6 +97,9 @@ class Constants:
 
 CONSTANTS = Constants()
 
+FEW_ROUNDS = 8
+"""Up to so many tiles of a band to a program it counts which of them end last; more fill all SMs evenly."""
+
 
 def key_blocks(problem: Problem, block_m: int, block_n: int) -> int:
     """Key blocks that the query tiles of one head visit in all, given the causal and window bands."""
@@ -106,16 +110,39 @@ def key_blocks(problem: Problem, block_m: int, block_n: int) -> int:
 def _unevenness(problem: Problem, block_m: int, block_n: int, section: int, sms: int, active: int, tile_blocks: float) -> float:
     """How much longer the busiest SM works than the mean, where program p takes every (sms * active)-th tile from the p-th on.
 
-    Work indices are those of the Hopper family: sections of heads, in each the row tiles of all its heads, the longest first. A tile costs
-    its blocks and `tile_blocks` more. Programs that share an SM make up for each other in part.
+    A tile costs its blocks and `tile_blocks` more. Programs that share an SM make up for each other in part.
     """
-    blocks = np.array(blocks_of_tiles(problem.band, problem.n_q, problem.n_kv, block_m, block_n)[::-1]) + tile_blocks
-    heads = problem.batch * problem.heads
-    work = np.concatenate([np.tile(np.repeat(blocks, section), heads // section), np.repeat(blocks, heads % section)])
+    work = _work(problem, block_m, block_n, section) + tile_blocks
     slots = sms * active
     programs = np.pad(work, (0, -len(work) % slots)).reshape(-1, slots).sum(0)
     mean = float(work.sum()) / sms
     return 0.5 * (float(programs.max()) * active + float(programs.reshape(active, sms).sum(0).max())) / mean
+
+
+@lru_cache(maxsize=4096)
+def _last_ends(problem: Problem, block_m: int, block_n: int, section: int, sms: int, active: int, tile_blocks: float) -> float:
+    """The same where a program takes the next tile as soon as it is free: a GPU of few tiles is done no sooner than the longest of them.
+
+    Halfway between the order of the indices and the best one, by which programs that have an SM's units to themselves come nearer.
+    """
+    work = _work(problem, block_m, block_n, section) + tile_blocks
+    ends = 0.0
+    for slots in (sms, sms * active):
+        busy = np.zeros(slots)
+        # A quarter of a round of tiles at a time, to those that are free first.
+        for found in np.split(work, range(slots // 4, len(work), slots // 4)):
+            busy.sort()
+            busy[: len(found)] += found
+        ends += slots * (float(busy.max()) + max(float(work.max()), float(work.sum()) / slots)) / 2
+    return 0.5 * ends / float(work.sum())
+
+
+def _work(problem: Problem, block_m: int, block_n: int, section: int) -> NDArray[np.float64]:
+    """Blocks of each tile by the work indices of the Hopper family: sections of heads, in each the row tiles of all its heads, the longest
+    first."""
+    blocks = np.array(blocks_of_tiles(problem.band, problem.n_q, problem.n_kv, block_m, block_n)[::-1], dtype=float)
+    heads = problem.batch * problem.heads
+    return np.concatenate([np.tile(np.repeat(blocks, section), heads // section), np.repeat(blocks, heads % section)])
 
 
 def programs_per_sm(facts: CompileFacts, target: Target) -> int:
@@ -147,14 +174,18 @@ def predict_us(config: Config, facts: CompileFacts, problem: Problem, target: Ta
     persistent = tiling != "one"
     drawn = config.get("order", "fixed") == "drawn"
     moved = block_m * (padded(problem.d) + padded(problem.d_v)) * ITEMSIZE[problem.dtype] / c.tile_bytes_per_clock
-    fill = block.matrix * c.fill * block.ahead * (c.chained_fill if tiling == "chained" else 1.0)
-    edges = _edge_blocks(problem, block_m, block_n) * c.edge_ops_per_score * block_m * block_n / c.vector_lanes
-    per_tile = (
-        c.tile_overhead / active * (c.persistent_share if persistent else 1.0) + moved + fill + edges + drawn * c.draw_clocks / active
-    )
     slots = target.sms * active
-    if persistent and not drawn:
-        uneven = _unevenness(problem, block_m, block_n, config.number("section"), target.sms, active, round(per_tile / block.clocks, 2))
+    # A program's first tile follows none.
+    first = min(1.0, slots / tiles)
+    fill = block.matrix * c.fill * block.ahead * (c.chained_fill + (1 - c.chained_fill) * first if tiling == "chained" else 1.0)
+    edges = _edge_blocks(problem, block_m, block_n) * c.edge_ops_per_score * block_m * block_n / c.vector_lanes
+    per_tile = c.tile_overhead / active * (c.persistent_share + (1 - c.persistent_share) * first if persistent else 1.0)
+    per_tile += moved + fill + edges + drawn * c.draw_clocks / active
+    place = (problem, block_m, block_n, int(config.get("section", 1)), target.sms, active, round(per_tile / block.clocks, 2))
+    if problem.features.banded and (drawn or not persistent) and tiles <= FEW_ROUNDS * slots:
+        uneven = _last_ends(*place)
+    elif persistent and not drawn:
+        uneven = _unevenness(*place)
     elif persistent:
         uneven = 1.0 + c.uneven_drawn * slots / tiles
     else:
@@ -173,8 +204,7 @@ def _score_gradients_us(config: Config, problem: Problem, target: Target, c: Con
     if "ORDER" in config:
         block_m, block_n = config.number("DQ_BLOCK_M"), config.number("DQ_BLOCK_N")
     blocks = _blocks(p.band, p.n_q, p.n_kv, block_m, block_n) * p.batch * p.heads
-    peak_per_clock = target.peak_tflops.get(_kind(p), target.peak_tflops["fp32"]) * 1e6 / target.sms / target.boost_mhz
-    matrix = 2 * block_m * block_n * (d + d_v) / peak_per_clock / c.matrix_efficiency
+    matrix = 2 * block_m * block_n * (d + d_v) / _peak_per_clock(_kind(p), target) / c.matrix_efficiency
     memory = (block_m + block_n) * (d + d_v) * size / c.l2_bytes_per_clock
     clocks = blocks * (max(matrix, memory) + c.block_overhead) / target.sms
     return c.second_launch_us + clocks / target.boost_mhz
@@ -261,8 +291,7 @@ def _gradients_us(
     # dV and dK beside S and dP, or dQ beside them.
     products = 2 * (d + d_v) + adds_queries * d if of_keys else 2 * d + d_v
     scores = m * n
-    peak_per_clock = target.peak_tflops.get(_kind(p), target.peak_tflops["fp32"]) * 1e6 / target.sms / target.boost_mhz
-    matrix = 2 * scores * products / peak_per_clock / c.matrix_efficiency
+    matrix = 2 * scores * products / _peak_per_clock(_kind(p), target) / c.matrix_efficiency
     softmax = scores / target.exp_per_clock + c.vector_ops_per_score * scores / c.vector_lanes
     memory = (m if of_keys else n) * (d + d_v) * ITEMSIZE[p.dtype] / c.l2_bytes_per_clock
     memory += adds_queries * 4 * m * d / c.sum_bytes_per_clock
@@ -280,6 +309,11 @@ def _blocks(band: Band, rows: int, columns: int, block_rows: int, block_columns:
 
 def _kind(problem: Problem) -> str:
     return "tf32" if problem.features.tf32 else problem.dtype
+
+
+def _peak_per_clock(kind: str, target: Target) -> float:
+    """Operations of matrix products of this kind that an SM does in a clock at its peak."""
+    return target.peak_tflops.get(kind, target.peak_tflops["fp32"]) * 1e6 / target.sms / target.boost_mhz
 
 
 def _split_us(config: Config, facts: CompileFacts, problem: Problem, target: Target, resident: int, c: Constants) -> float:
@@ -349,13 +383,13 @@ class _Block:
         if kind == "fp8" and hopper is None:
             # Plain kernels multiply it as fp16.
             kind = "fp16"
-        peak_per_clock = target.peak_tflops.get(kind, target.peak_tflops["fp32"]) * 1e6 / target.sms / target.boost_mhz
         narrow = target.is_hopper and facts.threads < 4 * target.warp_size
         products = sum(padded(size) for size in problem.contract.product_sizes(problem))
         if hopper:
             # Its products leave out columns of padding.
             products, d_v = sum(width for _, width in hopper.pieces) + hopper.v_columns, hopper.v_columns
-        matrix = 2 * scores * products / peak_per_clock / (c.narrow_efficiency if narrow else c.matrix_efficiency)
+        efficiency = c.narrow_efficiency if narrow else c.matrix_efficiency
+        matrix = 2 * scores * products / _peak_per_clock(kind, target) / efficiency
         asks = asks_first(config) and not settles(config)
         ops_per_score = c.vector_ops_per_score - c.maxima_ops_per_score * settles(config) + c.asking_ops_per_score * asks
         # Where no maximum changes, or not by much, nothing is rescaled.

@@ -1,4 +1,4 @@
-"""Predicates over (config, spec, target) that the forward families share, and the estimates behind them."""
+"""Predicates over (config, spec, target) that families share, and the estimates behind them."""
 
 from flashtune.core.config import Config, KernelSpec
 from flashtune.core.dtypes import ITEMSIZE
@@ -77,6 +77,13 @@ def capped_facts(config: Config, target: Target, *, needed: float, shared: int) 
         shared_bytes=min(shared, target.shared_bytes_per_block),
         threads=threads,
     )
+
+
+def warpgroup_facts(target: Target, *, registers: int, shared: int, consumers: int = 2) -> CompileFacts:
+    """What the compiler will say of a kernel that shares out the register file itself, to a producer and so many consumers, and whose tiles
+    are all of its memory."""
+    shared = min(shared, target.shared_bytes_per_block)
+    return CompileFacts(registers=registers, spills=0, shared_bytes=shared, threads=128 * (consumers + 1))
 
 
 def first_with_room(configs: list[Config], spec: KernelSpec, target: Target) -> Config:

@@ -1,8 +1,8 @@
 """Attention backward with plain pointers, bit for bit repeatable.
 
 Compiled in: bwd-bf16-d128-causal
-Template: flash_bwd cc03babb96a5acea
-Variant: 6f471c9e33fc98f5
+Template: flash_bwd d35f6de5c5cc974f
+Variant: 4cb8882729f516a6
 Config: BLOCK_M=32 BLOCK_N=128 DQ_BLOCK_M=128 DQ_BLOCK_N=64 DQ_num_stages=2 DQ_num_warps=8 ORDER=longest_first num_stages=2 num_warps=8
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -52,13 +52,13 @@ def row_deltas(
     out_tile = tl.load(out_ptrs, mask=in_tile, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_DV]
     dout_tile = tl.load(dout_ptrs, mask=in_tile, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_DV]
     delta = tl.sum(out_tile * dout_tile, 1)  # [BLOCK_M]
-    row_place = head_index.to(tl.int64) * n_q
+    row_offset = head_index.to(tl.int64) * n_q
     if HAS_DLSE:
         # What flows to the LSE of a row that sees no key goes no further.
-        lse = tl.load(lse_ptr + row_place + rows, mask=in_rows, other=0.0)  # [BLOCK_M]
-        dlse = tl.load(dlse_ptr + row_place + rows, mask=in_rows, other=0.0)  # [BLOCK_M]
+        lse = tl.load(lse_ptr + row_offset + rows, mask=in_rows, other=0.0)  # [BLOCK_M]
+        dlse = tl.load(dlse_ptr + row_offset + rows, mask=in_rows, other=0.0)  # [BLOCK_M]
         delta -= tl.where(lse == float("-inf"), 0.0, dlse)  # [BLOCK_M]
-    tl.store(delta_ptr + row_place + rows, delta, mask=in_rows)
+    tl.store(delta_ptr + row_offset + rows, delta, mask=in_rows)
 
 
 @triton.jit(
@@ -155,7 +155,7 @@ def key_gradients(
     for member in range(group):
         head = kv_head * group + member
         row_head = batch * heads + head
-        row_place = row_head.to(tl.int64) * n_q
+        row_offset = row_head.to(tl.int64) * n_q
         q_head = q_ptr + batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
         dout_head = dout_ptr + batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
         for start_m in range(first, free_first, BLOCK_M):
@@ -166,14 +166,14 @@ def key_gradients(
             dout_ptrs = dout_head + tl.cast(start_m, tl.int64) * stride_om + dout_offsets  # [BLOCK_M, BLOCK_DV]
             q_tile = tl.load(q_ptrs, mask=in_rows[:, None], other=0.0)  # [BLOCK_M, BLOCK_D]
             dout_tile = tl.load(dout_ptrs, mask=in_rows[:, None], other=0.0)  # [BLOCK_M, BLOCK_DV]
-            lse = tl.load(lse_ptr + row_place + rows, mask=in_rows, other=float("inf"))  # [BLOCK_M]
-            delta = tl.load(delta_ptr + row_place + rows, mask=in_rows, other=0.0)  # [BLOCK_M]
+            lse = tl.load(lse_ptr + row_offset + rows, mask=in_rows, other=float("inf"))  # [BLOCK_M]
+            delta = tl.load(delta_ptr + row_offset + rows, mask=in_rows, other=0.0)  # [BLOCK_M]
             # Rows beyond the end, and those that see no key, have no probabilities.
             lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)  # [BLOCK_M]
             scores = tl.dot(k_tile, q_tile.T)  # [BLOCK_N, BLOCK_M]
             scores = scores * score_scale  # [BLOCK_N, BLOCK_M]
             probs = tl.exp2(scores - lse[None, :])  # [BLOCK_N, BLOCK_M]
-            # A hidden score may exceed the row's LSE by far: its exponential may be infinite, and 0 times that is NaN.
+            # A masked score may exceed the row's LSE by far: its exponential may be infinite, and 0 times that is NaN.
             last_seen = rows + diagonal  # [BLOCK_M]
             visible = columns[:, None] <= last_seen[None, :]  # [BLOCK_N, BLOCK_M]
             probs = tl.where(visible, probs, 0.0)  # [BLOCK_N, BLOCK_M]
@@ -189,8 +189,8 @@ def key_gradients(
             dout_ptrs = dout_head + tl.cast(start_m, tl.int64) * stride_om + dout_offsets  # [BLOCK_M, BLOCK_DV]
             q_tile = tl.load(q_ptrs, mask=in_rows[:, None], other=0.0)  # [BLOCK_M, BLOCK_D]
             dout_tile = tl.load(dout_ptrs, mask=in_rows[:, None], other=0.0)  # [BLOCK_M, BLOCK_DV]
-            lse = tl.load(lse_ptr + row_place + rows, mask=in_rows, other=float("inf"))  # [BLOCK_M]
-            delta = tl.load(delta_ptr + row_place + rows, mask=in_rows, other=0.0)  # [BLOCK_M]
+            lse = tl.load(lse_ptr + row_offset + rows, mask=in_rows, other=float("inf"))  # [BLOCK_M]
+            delta = tl.load(delta_ptr + row_offset + rows, mask=in_rows, other=0.0)  # [BLOCK_M]
             # Rows beyond the end, and those that see no key, have no probabilities.
             lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)  # [BLOCK_M]
             scores = tl.dot(k_tile, q_tile.T)  # [BLOCK_N, BLOCK_M]
@@ -287,9 +287,9 @@ def query_gradients(
     dout_ptrs = dout_ptr + rows.to(tl.int64)[:, None] * stride_om + offs_dv.to(tl.int64)[None, :] * stride_od  # [BLOCK_M, BLOCK_DV]
     q_tile = tl.load(q_ptrs, mask=in_rows[:, None], other=0.0)  # [BLOCK_M, BLOCK_D]
     dout_tile = tl.load(dout_ptrs, mask=in_rows[:, None], other=0.0)  # [BLOCK_M, BLOCK_DV]
-    row_place = head_index.to(tl.int64) * n_q
-    lse = tl.load(lse_ptr + row_place + rows, mask=in_rows, other=float("inf"))  # [BLOCK_M]
-    delta = tl.load(delta_ptr + row_place + rows, mask=in_rows, other=0.0)  # [BLOCK_M]
+    row_offset = head_index.to(tl.int64) * n_q
+    lse = tl.load(lse_ptr + row_offset + rows, mask=in_rows, other=float("inf"))  # [BLOCK_M]
+    delta = tl.load(delta_ptr + row_offset + rows, mask=in_rows, other=0.0)  # [BLOCK_M]
     # Rows that see no key have no probabilities.
     lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)  # [BLOCK_M]
     k_offsets = offs_n.to(tile_type)[:, None] * stride_kn + offs_d.to(tile_type)[None, :] * stride_kd  # [BLOCK_N, BLOCK_D]
@@ -325,7 +325,7 @@ def query_gradients(
         scores = tl.dot(q_tile, k_tile.T)  # [BLOCK_M, BLOCK_N]
         scores = scores * score_scale  # [BLOCK_M, BLOCK_N]
         probs = tl.exp2(scores - lse[:, None])  # [BLOCK_M, BLOCK_N]
-        # A hidden score may exceed the row's LSE by far: its exponential may be infinite, and 0 times that is NaN.
+        # A masked score may exceed the row's LSE by far: its exponential may be infinite, and 0 times that is NaN.
         last_seen = rows + diagonal  # [BLOCK_M]
         visible = columns[None, :] <= last_seen[:, None]  # [BLOCK_M, BLOCK_N]
         visible &= (columns < n_kv)[None, :]  # [BLOCK_M, BLOCK_N]

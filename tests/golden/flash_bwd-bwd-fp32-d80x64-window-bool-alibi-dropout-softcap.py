@@ -1,8 +1,8 @@
 """Attention backward with plain pointers, bit for bit repeatable.
 
 Compiled in: bwd-fp32-d80x64-window-alibi-dropout-softcap-bool
-Template: flash_bwd f6c133c8dc2a1366
-Variant: 18605f35a25b4633
+Template: flash_bwd d7c2b13f42023a84
+Variant: 54bdf0c6c05f590a
 Config: BLOCK_M=32 BLOCK_N=128 DQ_BLOCK_M=128 DQ_BLOCK_N=64 DQ_num_stages=2 DQ_num_warps=8 ORDER=rows num_stages=2 num_warps=8
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -69,7 +69,7 @@ def dropout_keep(seed, offset, head_index, start_m, start_n, threshold, BLOCK_M:
 
 
 @triton.jit
-def dropout_keep_turned(seed, offset, head_index, start_m, start_n, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def dropout_keep_transposed(seed, offset, head_index, start_m, start_n, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """`dropout_keep` for a tile whose rows are keys: the same draws of the same pairs."""
     row = tl.arange(0, BLOCK_M).to(tl.uint32)[None, :]  # [1, BLOCK_M]
     col = tl.arange(0, BLOCK_N).to(tl.uint32)[:, None]  # [BLOCK_N, 1]
@@ -128,13 +128,13 @@ def row_deltas(
     out_tile = tl.load(out_ptrs, mask=in_tile, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_DV]
     dout_tile = tl.load(dout_ptrs, mask=in_tile, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_DV]
     delta = tl.sum(out_tile * dout_tile, 1)  # [BLOCK_M]
-    row_place = head_index.to(tl.int64) * n_q
+    row_offset = head_index.to(tl.int64) * n_q
     if HAS_DLSE:
         # What flows to the LSE of a row that sees no key goes no further.
-        lse = tl.load(lse_ptr + row_place + rows, mask=in_rows, other=0.0)  # [BLOCK_M]
-        dlse = tl.load(dlse_ptr + row_place + rows, mask=in_rows, other=0.0)  # [BLOCK_M]
+        lse = tl.load(lse_ptr + row_offset + rows, mask=in_rows, other=0.0)  # [BLOCK_M]
+        dlse = tl.load(dlse_ptr + row_offset + rows, mask=in_rows, other=0.0)  # [BLOCK_M]
         delta -= tl.where(lse == float("-inf"), 0.0, dlse)  # [BLOCK_M]
-    tl.store(delta_ptr + row_place + rows, delta, mask=in_rows)
+    tl.store(delta_ptr + row_offset + rows, delta, mask=in_rows)
 
 
 @triton.jit(
@@ -254,7 +254,7 @@ def key_gradients(
     for member in range(group):
         head = kv_head * group + member
         row_head = batch * heads + head
-        row_place = row_head.to(tl.int64) * n_q
+        row_offset = row_head.to(tl.int64) * n_q
         q_head = q_ptr + batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
         dout_head = dout_ptr + batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
         mask_head = mask_ptr + batch.to(tl.int64) * stride_mb + head.to(tl.int64) * stride_mh
@@ -268,8 +268,8 @@ def key_gradients(
             dout_ptrs = dout_head + tl.cast(start_m, tl.int64) * stride_om + dout_offsets  # [BLOCK_M, BLOCK_DV]
             q_tile = tl.load(q_ptrs, mask=in_rows[:, None] & in_d, other=0.0)  # [BLOCK_M, BLOCK_D]
             dout_tile = tl.load(dout_ptrs, mask=in_rows[:, None], other=0.0)  # [BLOCK_M, BLOCK_DV]
-            lse = tl.load(lse_ptr + row_place + rows, mask=in_rows, other=float("inf"))  # [BLOCK_M]
-            delta = tl.load(delta_ptr + row_place + rows, mask=in_rows, other=0.0)  # [BLOCK_M]
+            lse = tl.load(lse_ptr + row_offset + rows, mask=in_rows, other=float("inf"))  # [BLOCK_M]
+            delta = tl.load(delta_ptr + row_offset + rows, mask=in_rows, other=0.0)  # [BLOCK_M]
             # Rows beyond the end, and those that see no key, have no probabilities.
             lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)  # [BLOCK_M]
             mask_rows = tl.minimum(rows, n_q - 1).to(tl.int64)[None, :] * stride_mm  # [1, BLOCK_M]
@@ -277,17 +277,17 @@ def key_gradients(
             scores = tl.dot(k_tile, q_tile.T, input_precision="ieee")  # [BLOCK_N, BLOCK_M]
             capped = tanh(scores * inner_scale)  # [BLOCK_N, BLOCK_M]
             scores = capped * score_scale  # [BLOCK_N, BLOCK_M]
-            places = (rows + diagonal).to(tl.float32)  # [BLOCK_M]
-            scores = scores - slope * tl.abs(places[None, :] - columns.to(tl.float32)[:, None])  # [BLOCK_N, BLOCK_M]
+            positions = (rows + diagonal).to(tl.float32)  # [BLOCK_M]
+            scores = scores - slope * tl.abs(positions[None, :] - columns.to(tl.float32)[:, None])  # [BLOCK_N, BLOCK_M]
             probs = tl.exp2(scores - lse[None, :])  # [BLOCK_N, BLOCK_M]
             probs = tl.where(mask_tile, probs, 0.0)  # [BLOCK_N, BLOCK_M]
-            # A hidden score may exceed the row's LSE by far: its exponential may be infinite, and 0 times that is NaN.
+            # A masked score may exceed the row's LSE by far: its exponential may be infinite, and 0 times that is NaN.
             last_seen = rows + diagonal + window_right  # [BLOCK_M]
             visible = columns[:, None] <= last_seen[None, :]  # [BLOCK_N, BLOCK_M]
             visible &= columns[:, None] >= (rows + diagonal - window_left)[None, :]  # [BLOCK_N, BLOCK_M]
             probs = tl.where(visible, probs, 0.0)  # [BLOCK_N, BLOCK_M]
             dprobs = tl.dot(v_tile, dout_tile.T, input_precision="ieee")  # [BLOCK_N, BLOCK_M]
-            keep = dropout_keep_turned(seed, offset, row_head, start_m, start_n, threshold, BLOCK_M, BLOCK_N)  # [BLOCK_N, BLOCK_M]
+            keep = dropout_keep_transposed(seed, offset, row_head, start_m, start_n, threshold, BLOCK_M, BLOCK_N)  # [BLOCK_N, BLOCK_M]
             kept = keep.to(tl.float32) * keep_scale  # [BLOCK_N, BLOCK_M]
             dropped = probs * kept  # [BLOCK_N, BLOCK_M]
             dv = tl.dot(dropped, dout_tile, dv, input_precision="ieee")  # [BLOCK_N, BLOCK_DV]
@@ -303,8 +303,8 @@ def key_gradients(
             dout_ptrs = dout_head + tl.cast(start_m, tl.int64) * stride_om + dout_offsets  # [BLOCK_M, BLOCK_DV]
             q_tile = tl.load(q_ptrs, mask=in_rows[:, None] & in_d, other=0.0)  # [BLOCK_M, BLOCK_D]
             dout_tile = tl.load(dout_ptrs, mask=in_rows[:, None], other=0.0)  # [BLOCK_M, BLOCK_DV]
-            lse = tl.load(lse_ptr + row_place + rows, mask=in_rows, other=float("inf"))  # [BLOCK_M]
-            delta = tl.load(delta_ptr + row_place + rows, mask=in_rows, other=0.0)  # [BLOCK_M]
+            lse = tl.load(lse_ptr + row_offset + rows, mask=in_rows, other=float("inf"))  # [BLOCK_M]
+            delta = tl.load(delta_ptr + row_offset + rows, mask=in_rows, other=0.0)  # [BLOCK_M]
             # Rows beyond the end, and those that see no key, have no probabilities.
             lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)  # [BLOCK_M]
             mask_rows = tl.minimum(rows, n_q - 1).to(tl.int64)[None, :] * stride_mm  # [1, BLOCK_M]
@@ -312,12 +312,12 @@ def key_gradients(
             scores = tl.dot(k_tile, q_tile.T, input_precision="ieee")  # [BLOCK_N, BLOCK_M]
             capped = tanh(scores * inner_scale)  # [BLOCK_N, BLOCK_M]
             scores = capped * score_scale  # [BLOCK_N, BLOCK_M]
-            places = (rows + diagonal).to(tl.float32)  # [BLOCK_M]
-            scores = scores - slope * tl.abs(places[None, :] - columns.to(tl.float32)[:, None])  # [BLOCK_N, BLOCK_M]
+            positions = (rows + diagonal).to(tl.float32)  # [BLOCK_M]
+            scores = scores - slope * tl.abs(positions[None, :] - columns.to(tl.float32)[:, None])  # [BLOCK_N, BLOCK_M]
             probs = tl.exp2(scores - lse[None, :])  # [BLOCK_N, BLOCK_M]
             probs = tl.where(mask_tile, probs, 0.0)  # [BLOCK_N, BLOCK_M]
             dprobs = tl.dot(v_tile, dout_tile.T, input_precision="ieee")  # [BLOCK_N, BLOCK_M]
-            keep = dropout_keep_turned(seed, offset, row_head, start_m, start_n, threshold, BLOCK_M, BLOCK_N)  # [BLOCK_N, BLOCK_M]
+            keep = dropout_keep_transposed(seed, offset, row_head, start_m, start_n, threshold, BLOCK_M, BLOCK_N)  # [BLOCK_N, BLOCK_M]
             kept = keep.to(tl.float32) * keep_scale  # [BLOCK_N, BLOCK_M]
             dropped = probs * kept  # [BLOCK_N, BLOCK_M]
             dv = tl.dot(dropped, dout_tile, dv, input_precision="ieee")  # [BLOCK_N, BLOCK_DV]
@@ -333,8 +333,8 @@ def key_gradients(
             dout_ptrs = dout_head + tl.cast(start_m, tl.int64) * stride_om + dout_offsets  # [BLOCK_M, BLOCK_DV]
             q_tile = tl.load(q_ptrs, mask=in_rows[:, None] & in_d, other=0.0)  # [BLOCK_M, BLOCK_D]
             dout_tile = tl.load(dout_ptrs, mask=in_rows[:, None], other=0.0)  # [BLOCK_M, BLOCK_DV]
-            lse = tl.load(lse_ptr + row_place + rows, mask=in_rows, other=float("inf"))  # [BLOCK_M]
-            delta = tl.load(delta_ptr + row_place + rows, mask=in_rows, other=0.0)  # [BLOCK_M]
+            lse = tl.load(lse_ptr + row_offset + rows, mask=in_rows, other=float("inf"))  # [BLOCK_M]
+            delta = tl.load(delta_ptr + row_offset + rows, mask=in_rows, other=0.0)  # [BLOCK_M]
             # Rows beyond the end, and those that see no key, have no probabilities.
             lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)  # [BLOCK_M]
             mask_rows = tl.minimum(rows, n_q - 1).to(tl.int64)[None, :] * stride_mm  # [1, BLOCK_M]
@@ -342,17 +342,17 @@ def key_gradients(
             scores = tl.dot(k_tile, q_tile.T, input_precision="ieee")  # [BLOCK_N, BLOCK_M]
             capped = tanh(scores * inner_scale)  # [BLOCK_N, BLOCK_M]
             scores = capped * score_scale  # [BLOCK_N, BLOCK_M]
-            places = (rows + diagonal).to(tl.float32)  # [BLOCK_M]
-            scores = scores - slope * tl.abs(places[None, :] - columns.to(tl.float32)[:, None])  # [BLOCK_N, BLOCK_M]
+            positions = (rows + diagonal).to(tl.float32)  # [BLOCK_M]
+            scores = scores - slope * tl.abs(positions[None, :] - columns.to(tl.float32)[:, None])  # [BLOCK_N, BLOCK_M]
             probs = tl.exp2(scores - lse[None, :])  # [BLOCK_N, BLOCK_M]
             probs = tl.where(mask_tile, probs, 0.0)  # [BLOCK_N, BLOCK_M]
-            # A hidden score may exceed the row's LSE by far: its exponential may be infinite, and 0 times that is NaN.
+            # A masked score may exceed the row's LSE by far: its exponential may be infinite, and 0 times that is NaN.
             last_seen = rows + diagonal + window_right  # [BLOCK_M]
             visible = columns[:, None] <= last_seen[None, :]  # [BLOCK_N, BLOCK_M]
             visible &= columns[:, None] >= (rows + diagonal - window_left)[None, :]  # [BLOCK_N, BLOCK_M]
             probs = tl.where(visible, probs, 0.0)  # [BLOCK_N, BLOCK_M]
             dprobs = tl.dot(v_tile, dout_tile.T, input_precision="ieee")  # [BLOCK_N, BLOCK_M]
-            keep = dropout_keep_turned(seed, offset, row_head, start_m, start_n, threshold, BLOCK_M, BLOCK_N)  # [BLOCK_N, BLOCK_M]
+            keep = dropout_keep_transposed(seed, offset, row_head, start_m, start_n, threshold, BLOCK_M, BLOCK_N)  # [BLOCK_N, BLOCK_M]
             kept = keep.to(tl.float32) * keep_scale  # [BLOCK_N, BLOCK_M]
             dropped = probs * kept  # [BLOCK_N, BLOCK_M]
             dv = tl.dot(dropped, dout_tile, dv, input_precision="ieee")  # [BLOCK_N, BLOCK_DV]
@@ -466,9 +466,9 @@ def query_gradients(
     dout_ptrs = dout_ptr + rows.to(tl.int64)[:, None] * stride_om + offs_dv.to(tl.int64)[None, :] * stride_od  # [BLOCK_M, BLOCK_DV]
     q_tile = tl.load(q_ptrs, mask=in_rows[:, None] & in_d, other=0.0)  # [BLOCK_M, BLOCK_D]
     dout_tile = tl.load(dout_ptrs, mask=in_rows[:, None], other=0.0)  # [BLOCK_M, BLOCK_DV]
-    row_place = head_index.to(tl.int64) * n_q
-    lse = tl.load(lse_ptr + row_place + rows, mask=in_rows, other=float("inf"))  # [BLOCK_M]
-    delta = tl.load(delta_ptr + row_place + rows, mask=in_rows, other=0.0)  # [BLOCK_M]
+    row_offset = head_index.to(tl.int64) * n_q
+    lse = tl.load(lse_ptr + row_offset + rows, mask=in_rows, other=float("inf"))  # [BLOCK_M]
+    delta = tl.load(delta_ptr + row_offset + rows, mask=in_rows, other=0.0)  # [BLOCK_M]
     # Rows that see no key have no probabilities.
     lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)  # [BLOCK_M]
     # Rows beyond the end read the last one's mask, which saves a predicate; they are never stored.
@@ -500,11 +500,11 @@ def query_gradients(
         scores = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
         capped = tanh(scores * inner_scale)  # [BLOCK_M, BLOCK_N]
         scores = capped * score_scale  # [BLOCK_M, BLOCK_N]
-        places = (rows + diagonal).to(tl.float32)  # [BLOCK_M]
-        scores = scores - slope * tl.abs(places[:, None] - columns.to(tl.float32)[None, :])  # [BLOCK_M, BLOCK_N]
+        positions = (rows + diagonal).to(tl.float32)  # [BLOCK_M]
+        scores = scores - slope * tl.abs(positions[:, None] - columns.to(tl.float32)[None, :])  # [BLOCK_M, BLOCK_N]
         probs = tl.exp2(scores - lse[:, None])  # [BLOCK_M, BLOCK_N]
         probs = tl.where(mask_tile, probs, 0.0)  # [BLOCK_M, BLOCK_N]
-        # A hidden score may exceed the row's LSE by far: its exponential may be infinite, and 0 times that is NaN.
+        # A masked score may exceed the row's LSE by far: its exponential may be infinite, and 0 times that is NaN.
         last_seen = rows + diagonal + window_right  # [BLOCK_M]
         visible = columns[None, :] <= last_seen[:, None]  # [BLOCK_M, BLOCK_N]
         visible &= columns[None, :] >= (rows + diagonal - window_left)[:, None]  # [BLOCK_M, BLOCK_N]
@@ -529,8 +529,8 @@ def query_gradients(
         scores = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
         capped = tanh(scores * inner_scale)  # [BLOCK_M, BLOCK_N]
         scores = capped * score_scale  # [BLOCK_M, BLOCK_N]
-        places = (rows + diagonal).to(tl.float32)  # [BLOCK_M]
-        scores = scores - slope * tl.abs(places[:, None] - columns.to(tl.float32)[None, :])  # [BLOCK_M, BLOCK_N]
+        positions = (rows + diagonal).to(tl.float32)  # [BLOCK_M]
+        scores = scores - slope * tl.abs(positions[:, None] - columns.to(tl.float32)[None, :])  # [BLOCK_M, BLOCK_N]
         probs = tl.exp2(scores - lse[:, None])  # [BLOCK_M, BLOCK_N]
         probs = tl.where(mask_tile, probs, 0.0)  # [BLOCK_M, BLOCK_N]
         dprobs = tl.dot(dout_tile, v_tile.T, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
@@ -552,11 +552,11 @@ def query_gradients(
         scores = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
         capped = tanh(scores * inner_scale)  # [BLOCK_M, BLOCK_N]
         scores = capped * score_scale  # [BLOCK_M, BLOCK_N]
-        places = (rows + diagonal).to(tl.float32)  # [BLOCK_M]
-        scores = scores - slope * tl.abs(places[:, None] - columns.to(tl.float32)[None, :])  # [BLOCK_M, BLOCK_N]
+        positions = (rows + diagonal).to(tl.float32)  # [BLOCK_M]
+        scores = scores - slope * tl.abs(positions[:, None] - columns.to(tl.float32)[None, :])  # [BLOCK_M, BLOCK_N]
         probs = tl.exp2(scores - lse[:, None])  # [BLOCK_M, BLOCK_N]
         probs = tl.where(mask_tile, probs, 0.0)  # [BLOCK_M, BLOCK_N]
-        # A hidden score may exceed the row's LSE by far: its exponential may be infinite, and 0 times that is NaN.
+        # A masked score may exceed the row's LSE by far: its exponential may be infinite, and 0 times that is NaN.
         last_seen = rows + diagonal + window_right  # [BLOCK_M]
         visible = columns[None, :] <= last_seen[:, None]  # [BLOCK_M, BLOCK_N]
         visible &= columns[None, :] >= (rows + diagonal - window_left)[:, None]  # [BLOCK_M, BLOCK_N]

@@ -1,8 +1,8 @@
 """Attention forward for few query rows: several programs share the keys of a tile.
 
 Compiled in: fwd-bf16-d64-causal-window-sinks
-Template: flash_decode bdaa4704f50bd66d
-Variant: d8733e9fbd7d777f
+Template: flash_decode f3af8dcb308f1d52
+Variant: cb8e947251f879dd
 Config: BLOCK_M=16 BLOCK_N=64 combine=rows loads=pointer num_stages=3 num_warps=4 programs=2
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -26,11 +26,11 @@ def combined(part_out_ptr, part_lse_ptr, packed, rows, splits, SPLITS: tl.conste
     acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)  # [ROWS, BLOCK_DV]
     for start in tl.range(0, splits, SPLITS, loop_unroll_factor=UNROLL):
         at = start + tl.arange(0, SPLITS)  # [SPLITS]
-        places = at[:, None] * rows + packed[None, :]  # [SPLITS, ROWS]
+        offsets = at[:, None] * rows + packed[None, :]  # [SPLITS, ROWS]
         inside = (at < splits)[:, None] & (packed < rows)[None, :]  # [SPLITS, ROWS]
         # Other programs wrote these; .cg reads them where all meet, in L2.
-        lse = tl.load(part_lse_ptr + places, mask=inside, other=float("-inf"), cache_modifier=".cg")  # [SPLITS, ROWS]
-        out_ptrs = part_out_ptr + places[:, :, None] * BLOCK_DV + offs_dv  # [SPLITS, ROWS, BLOCK_DV]
+        lse = tl.load(part_lse_ptr + offsets, mask=inside, other=float("-inf"), cache_modifier=".cg")  # [SPLITS, ROWS]
+        out_ptrs = part_out_ptr + offsets[:, :, None] * BLOCK_DV + offs_dv  # [SPLITS, ROWS, BLOCK_DV]
         outs = tl.load(out_ptrs, mask=inside[:, :, None], other=0.0, cache_modifier=".cg")  # [SPLITS, ROWS, BLOCK_DV]
         new_max = tl.maximum(row_max, tl.max(lse, 0))  # [ROWS]
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # [ROWS]

@@ -1,8 +1,8 @@
 """Attention forward with plain pointers.
 
 Compiled in: fwd-fp8-d64-alibi-softcap
-Template: flash_fwd 7082e8696f672942
-Variant: 086af6973c85be20
+Template: flash_fwd dfa18b79bd74cfbf
+Variant: 5ceb67d383fa6286
 Config: BLOCK_M=128 BLOCK_N=64 LOAD_V_EARLY=False ORDER=rows maxnreg=0 num_stages=2 num_warps=8
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -86,7 +86,7 @@ def attention_forward(
     start_m = tile * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     slope = tl.load(slopes_ptr + batch * stride_sb + head * stride_sh) * 1.4426950408889634
-    places = (offs_m + diagonal).to(tl.float32)  # [BLOCK_M]
+    positions = (offs_m + diagonal).to(tl.float32)  # [BLOCK_M]
     q_descale = tl.load(q_descale_ptr + batch * stride_dqb + head * stride_dqh)
     k_descale = tl.load(k_descale_ptr + batch * stride_dkb + kv_head * stride_dkh)
     v_descale = tl.load(v_descale_ptr + batch * stride_dvb + kv_head * stride_dvh)
@@ -123,7 +123,7 @@ def attention_forward(
         scores = tl.dot(q_tile, k_tile.T)  # [BLOCK_M, BLOCK_N]
         scores = tanh(scores * inner_scale)  # [BLOCK_M, BLOCK_N]
         scores = scores * score_scale  # [BLOCK_M, BLOCK_N]
-        scores = scores - slope * tl.abs(places[:, None] - columns.to(tl.float32)[None, :])  # [BLOCK_M, BLOCK_N]
+        scores = scores - slope * tl.abs(positions[:, None] - columns.to(tl.float32)[None, :])  # [BLOCK_M, BLOCK_N]
         new_max = tl.maximum(row_max, tl.max(scores, 1))  # [BLOCK_M]
         rescale = tl.exp2(row_max - new_max)  # [BLOCK_M]
         probs = tl.exp2(scores - new_max[:, None])  # [BLOCK_M, BLOCK_N]
@@ -144,7 +144,7 @@ def attention_forward(
         scores = tl.dot(q_tile, k_tile.T)  # [BLOCK_M, BLOCK_N]
         scores = tanh(scores * inner_scale)  # [BLOCK_M, BLOCK_N]
         scores = scores * score_scale  # [BLOCK_M, BLOCK_N]
-        scores = scores - slope * tl.abs(places[:, None] - columns.to(tl.float32)[None, :])  # [BLOCK_M, BLOCK_N]
+        scores = scores - slope * tl.abs(positions[:, None] - columns.to(tl.float32)[None, :])  # [BLOCK_M, BLOCK_N]
         scores = tl.where(columns[None, :] < n_kv, scores, float("-inf"))  # [BLOCK_M, BLOCK_N]
         new_max = tl.maximum(row_max, tl.max(scores, 1))  # [BLOCK_M]
         rescale = tl.exp2(row_max - new_max)  # [BLOCK_M]

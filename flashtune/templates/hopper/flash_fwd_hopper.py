@@ -10,6 +10,7 @@ from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.family import Axis, Constraint, Family, padded
 from flashtune.templates.hopper.layout import HopperLayout
+from flashtune.templates.predicates import warpgroup_facts
 
 AXES = (
     Axis(name="BLOCK_M", values=(64, 128, 192, 256), why="query rows of a tile: more reuse of K and V against fewer tiles and registers"),
@@ -247,14 +248,9 @@ def pick(starts: list[Config], spec: KernelSpec, target: Target) -> Config:
 
 
 def expected(config: Config, spec: KernelSpec, target: Target) -> CompileFacts:
-    """What the compiler will say: the register file is shared out by the kernel itself, and its tiles are all of its memory."""
+    """What the compiler will say."""
     layout = HopperLayout.of(spec, config)
-    return CompileFacts(
-        registers=layout.entry_registers,
-        spills=0,
-        shared_bytes=min(layout.shared_bytes, target.shared_bytes_per_block),
-        threads=128 * (layout.consumers + 1),
-    )
+    return warpgroup_facts(target, registers=layout.entry_registers, shared=layout.shared_bytes, consumers=layout.consumers)
 
 
 FAMILY = Family(

@@ -1,6 +1,6 @@
 """What follows from a spec and a config of the families for Hopper, stated once for templates, constraints and the cost model.
 
-Those of the backward pass add theirs in flashtune.templates.backward.hopper_layout.
+Those of the backward pass add theirs in flashtune.templates.backward.hopper.layout.
 """
 
 from dataclasses import dataclass
@@ -95,12 +95,12 @@ class HopperLayout(HopperTiles):
         return settles(self.config)
 
     @property
-    def lazy(self) -> bool:
+    def lazy_rescale(self) -> bool:
         """Whether blocks that look for new maxima rescale what came before only where one grew far."""
         return rescales_grown(self.config)
 
     @property
-    def peeks(self) -> bool:
+    def asks_first(self) -> bool:
         """Whether such blocks ask first whether a score outweighs all before it, and only then look for maxima."""
         return asks_first(self.config)
 
@@ -109,7 +109,7 @@ class HopperLayout(HopperTiles):
         """Whether the blocks of which every row has seen a key have a loop of their own, after those of a tile's edge: where maxima settle,
         and where what is asked of unseen rows and what hides keys would cost most."""
         edge = self.spec.mask == "none" and (self.spec.banded or self.overlap == 0)
-        return self.settles or (self.peeks and edge)
+        return self.settles or (self.asks_first and edge)
 
     @property
     def own_out(self) -> bool:

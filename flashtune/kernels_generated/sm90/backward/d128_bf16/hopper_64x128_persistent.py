@@ -1,11 +1,11 @@
 """Attention backward for Hopper: one warp copies tiles with TMA, two warpgroups compute, of 64 keys each.
 
-A program holds a tile of keys and walks over the queries of its whole group that see it, in five products. dQ is added up in float32 in
+A program holds a tile of keys and loops over the queries of its whole group that see it, in five products. dQ is added up in float32 in
 memory, from registers, in an order that no two launches share: its last bits vary.
 
 Compiled in: bwd-bf16-d128
-Template: flash_bwd_hopper 602409a6c4200782
-Variant: e86ee06df5d6163e
+Template: flash_bwd_hopper ef89ce7261b9fcbd
+Variant: f197f0837d7b5ffa
 Config: BLOCK_M=64 BLOCK_N=128 dq_sums=registers num_stages=2 persistent=True section=2
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -101,13 +101,13 @@ class SharedStorage(NamedTuple):
     v: gl.shared_memory_descriptor
     kv_full: gl.shared_memory_descriptor
     kv_empty: gl.shared_memory_descriptor
-    first_key: gl.tensor
+    kv_slot: gl.tensor
     dscores: gl.shared_memory_descriptor
     sums: gl.tensor
 
 
 @triton.jit(do_not_specialize=["heads", "n_q", "rows"])
-def prepare_rows(
+def preprocess(
     out_ptr,
     dout_ptr,
     lse_ptr,
@@ -127,7 +127,7 @@ def prepare_rows(
     n_q,
     rows,
     HAS_DLSE: tl.constexpr,
-    OF_QUERIES: tl.constexpr,
+    HAS_DQ: tl.constexpr,
 ):
     """What the products need of 64 of a head's `rows`: rowsum(dO * O) - dLSE, the LSE in units of log 2, and zeroed sums of dQ.
 
@@ -161,12 +161,12 @@ def prepare_rows(
     place = head_index.to(tl.int64) * rows + start
     tl.store(lse_2_ptr + place + tl.arange(0, ROWS), tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634))
     tl.store(delta_ptr + place + tl.arange(0, ROWS), delta)
-    if OF_QUERIES:
+    if HAS_DQ:
         tl.store(sums_ptr + place * BLOCK_D + tl.arange(0, ROWS * BLOCK_D), tl.zeros([ROWS * BLOCK_D], tl.float32))
 
 
 @triton.jit(do_not_specialize=["heads", "n_q", "m_tiles"])
-def finish_queries(
+def finish_dq(
     sums_ptr,
     dq_ptr,
     stride_dqb,
@@ -231,7 +231,7 @@ def load_rows(desc, corner, numbers_desc, place, pipeline, number):
 
 # Hardware barriers from 5 on are free; Triton uses those before.
 @gluon.jit
-def meet(BARRIER: gl.constexpr, THREADS: gl.constexpr):
+def named_barrier_sync(BARRIER: gl.constexpr, THREADS: gl.constexpr):
     """Waits at a hardware barrier until THREADS threads are there."""
     gl.inline_asm_elementwise("bar.sync $1, $2; mov.u32 $0, 0;", "=r,r,r", [BARRIER, THREADS], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -250,21 +250,21 @@ def in_thread_order(part):
 
 
 @gluon.jit
-def turns_of(sizes):
+def num_iterations(sizes):
     """How many tiles a program has at most."""
     return (sizes.tiles + gl.num_programs(0) - 1) // gl.num_programs(0)
 
 
 @gluon.jit
-def place_of(turn):
-    """The place of a turn's tile among all: forth and back, for tiles grow shorter from place to place."""
-    within = gl.where(turn % 2 == 0, gl.program_id(0), gl.num_programs(0) - 1 - gl.program_id(0))
-    return turn * gl.num_programs(0) + within
+def fixed_work_index(iteration):
+    """The work index of the iteration-th tile of this program: forth and back, for tiles grow shorter from index to index."""
+    within = gl.where(iteration % 2 == 0, gl.program_id(0), gl.num_programs(0) - 1 - gl.program_id(0))
+    return iteration * gl.num_programs(0) + within
 
 
 @gluon.jit
-def at_keys(smem, first_key):
-    """What the roles share, with the place of a tile's first keys and values."""
+def at_kv_slot(smem, kv_slot):
+    """What the roles share, with the slot of a tile's first keys and values."""
     return SharedStorage(
         q=smem.q,
         dout=smem.dout,
@@ -272,7 +272,7 @@ def at_keys(smem, first_key):
         v=smem.v,
         kv_full=smem.kv_full,
         kv_empty=smem.kv_empty,
-        first_key=first_key,
+        kv_slot=kv_slot,
         dscores=smem.dscores,
         sums=smem.sums,
     )
@@ -299,8 +299,8 @@ def tile_at(program, sizes):
 
 
 @gluon.jit
-def hide(probs, key, row, sizes):
-    """0 where a query (from `row` on) doesn't see a key (from `key` on). Selected, for what is hidden may be infinite."""
+def mask_probs(probs, key, row, sizes):
+    """0 where a query (from `row` on) doesn't see a key (from `key` on). Selected, for what is masked may be infinite."""
     keys = key + gl.arange(0, KEYS, layout=KEY_LAYOUT)  # [KEYS]
     columns = gl.arange(0, BLOCK_M, layout=QUERY_LAYOUT)[None, :]  # [1, BLOCK_M]
     first = gl.zeros([KEYS], gl.int32, KEY_LAYOUT)  # [KEYS]
@@ -312,16 +312,16 @@ def hide(probs, key, row, sizes):
 
 
 @gluon.jit
-def load_tile(turn, number, descs, smem, sizes):
-    """Copies what the tile of a turn takes."""
+def load_tile(iteration, number, descs, smem, sizes):
+    """Copies what the tile of an iteration takes."""
     q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc = descs
-    tile = tile_at(place_of(turn), sizes)
-    kv_full = smem.kv_full.index(turn % 2)
-    mbarrier.wait(smem.kv_empty.index(turn % 2), turn // 2 & 1 ^ 1)
+    tile = tile_at(fixed_work_index(iteration), sizes)
+    kv_full = smem.kv_full.index(iteration % 2)
+    mbarrier.wait(smem.kv_empty.index(iteration % 2), iteration // 2 & 1 ^ 1)
     mbarrier.expect(kv_full, CONSUMERS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
     for w in gl.static_range(CONSUMERS):
-        async_load(k_desc, [tile.batch, tile.kv_head, tile.key + w * KEYS, 0], kv_full, smem.k.index(turn % 2 * CONSUMERS + w))
-        async_load(v_desc, [tile.batch, tile.kv_head, tile.key + w * KEYS, 0], kv_full, smem.v.index(turn % 2 * CONSUMERS + w))
+        async_load(k_desc, [tile.batch, tile.kv_head, tile.key + w * KEYS, 0], kv_full, smem.k.index(iteration % 2 * CONSUMERS + w))
+        async_load(v_desc, [tile.batch, tile.kv_head, tile.key + w * KEYS, 0], kv_full, smem.v.index(iteration % 2 * CONSUMERS + w))
     for member in range(sizes.group):
         head = tile.kv_head * sizes.group + member
         place = (tile.batch * sizes.kv_heads * sizes.group + head) * sizes.m_tiles
@@ -337,18 +337,18 @@ def load_tile(turn, number, descs, smem, sizes):
 def producer(descs, smem, sizes):
     """The copying warp: runs ahead of the consumers as far as the stages allow, into the next tile, too."""
     number = gl.to_tensor(0)
-    for turn in range(turns_of(sizes)):
-        if place_of(turn) < sizes.tiles:
-            number = load_tile(turn, number, descs, smem, sizes)
+    for iteration in range(num_iterations(sizes)):
+        if fixed_work_index(iteration) < sizes.tiles:
+            number = load_tile(iteration, number, descs, smem, sizes)
 
 
 @gluon.jit
-def start_queries(number, smem, zero, W: gl.constexpr):
+def start_dq(number, smem, zero, W: gl.constexpr):
     """Starts this warpgroup's part of dQ, dS K over all keys of the tile."""
     part = gl.zeros([PART_M, PART_D], gl.float32, DQ_LAYOUT)
     for w in gl.static_range(CONSUMERS):
         dscores = smem.dscores.index(number % 2 * CONSUMERS + w + zero).permute((1, 0))
-        keys = smem.k.index(smem.first_key + w + zero).reshape([KEYS, BLOCK_D])
+        keys = smem.k.index(smem.kv_slot + w + zero).reshape([KEYS, BLOCK_D])
         keys = keys.slice(W * PART_D, PART_D, 1)
         if w == 0:
             part = warpgroup_mma(dscores, keys, part, use_acc=False, is_async=True)  # [PART_M, PART_D]
@@ -358,7 +358,7 @@ def start_queries(number, smem, zero, W: gl.constexpr):
 
 
 @gluon.jit
-def add_queries(part, place, smem, zero, W: gl.constexpr):
+def add_dq(part, place, smem, zero, W: gl.constexpr):
     """Adds this warpgroup's part of dQ to the sums of a block."""
     ordered = in_thread_order(part).reshape([PART_M * PART_D])
     start = smem.sums + (place * CONSUMERS + W).to(gl.int64) * (PART_M * PART_D)
@@ -366,7 +366,7 @@ def add_queries(part, place, smem, zero, W: gl.constexpr):
 
 
 @gluon.jit
-def walk(
+def mainloop(
     blocks,
     number,
     dk,
@@ -376,43 +376,43 @@ def walk(
     smem,
     sizes,
     params,
-    OF_QUERIES: gl.constexpr,
-    OF_KEYS: gl.constexpr,
+    HAS_DQ: gl.constexpr,
+    HAS_DKDV: gl.constexpr,
     MASKED: gl.constexpr,
     W: gl.constexpr,
 ):
     """Blocks blocks[0] .. blocks[1]-1 of one head's queries. Every product of a block has ended before the next block begins."""
-    nothing = gl.zeros([KEYS, BLOCK_M], gl.float32, SCORES_LAYOUT)
+    zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, SCORES_LAYOUT)
     for block in range(blocks[0], blocks[1]):
         zero = opaque_zero()
         q_tile = smem.q.smem.index(number % STAGES).reshape([BLOCK_M, BLOCK_D])
         dout_tile = smem.dout.smem.index(number % STAGES).reshape([BLOCK_M, BLOCK_DV])
-        k_tile = smem.k.index(smem.first_key + W + zero).reshape([KEYS, BLOCK_D])
-        v_tile = smem.v.index(smem.first_key + W + zero).reshape([KEYS, BLOCK_DV])
+        k_tile = smem.k.index(smem.kv_slot + W + zero).reshape([KEYS, BLOCK_D])
+        v_tile = smem.v.index(smem.kv_slot + W + zero).reshape([KEYS, BLOCK_DV])
         wait_full(smem.q, number)
-        scores = warpgroup_mma(k_tile, q_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
+        scores = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
         wait_full(smem.dout, number)
-        dprobs = warpgroup_mma(v_tile, dout_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
+        dprobs = warpgroup_mma(v_tile, dout_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
         lse = smem.q.numbers.index(number % STAGES).load(QUERY_LAYOUT)  # [BLOCK_M]
         scores = warpgroup_mma_wait(1, deps=[scores])
         probs = gl.exp2(scores * params.score_scale - lse[None, :])  # [KEYS, BLOCK_M]
         if MASKED:
-            probs = hide(probs, key, block * BLOCK_M, sizes)
+            probs = mask_probs(probs, key, block * BLOCK_M, sizes)
         delta = smem.dout.numbers.index(number % STAGES).load(QUERY_LAYOUT)  # [BLOCK_M]
         dprobs = warpgroup_mma_wait(0, deps=[dprobs])
         dscores = (probs * (dprobs - delta[None, :])).to(DTYPE)  # [KEYS, BLOCK_M]
         probs = gl.convert_layout(probs.to(DTYPE), PROBS_LAYOUT)
-        if OF_QUERIES:
+        if HAS_DQ:
             smem.dscores.index(number % 2 * CONSUMERS + W + zero).store(dscores)
         dscores = gl.convert_layout(dscores, DSCORES_LAYOUT)
-        if OF_KEYS:
+        if HAS_DKDV:
             dv = warpgroup_mma(probs, dout_tile, dv, is_async=True)  # [KEYS, BLOCK_DV]
-        if OF_QUERIES:
+        if HAS_DQ:
             fence_async_shared()
             # Behind it both halves of dS are there, and nobody reads those of the block before.
-            meet(5, 128 * CONSUMERS)
-            part = start_queries(number, smem, zero, W)
-            if OF_KEYS:
+            named_barrier_sync(5, 128 * CONSUMERS)
+            part = start_dq(number, smem, zero, W)
+            if HAS_DKDV:
                 dv = warpgroup_mma_wait(CONSUMERS, deps=[dv])
                 release(smem.dout, number)
                 dk = warpgroup_mma(dscores, q_tile, dk, is_async=True)  # [KEYS, BLOCK_D]
@@ -420,12 +420,12 @@ def walk(
             else:
                 part = warpgroup_mma_wait(0, deps=[part])
                 release(smem.dout, number)
-            add_queries(part, place + block, smem, zero, W)
+            add_dq(part, place + block, smem, zero, W)
         else:
             dk = warpgroup_mma(dscores, q_tile, dk, is_async=True)  # [KEYS, BLOCK_D]
             dv = warpgroup_mma_wait(1, deps=[dv])
             release(smem.dout, number)
-        if OF_KEYS:
+        if HAS_DKDV:
             dk = warpgroup_mma_wait(0, deps=[dk])
         release(smem.q, number)
         number += 1
@@ -433,42 +433,42 @@ def walk(
 
 
 @gluon.jit
-def consume_tile(turn, number, dk_desc, dv_desc, smem, sizes, params, OF_QUERIES: gl.constexpr, OF_KEYS: gl.constexpr, W: gl.constexpr):
-    """The tile of a turn: keys W * KEYS .. W * KEYS + KEYS - 1 of it."""
-    tile = tile_at(place_of(turn), sizes)
+def consume_tile(iteration, number, dk_desc, dv_desc, smem, sizes, params, HAS_DQ: gl.constexpr, HAS_DKDV: gl.constexpr, W: gl.constexpr):
+    """The tile of an iteration: keys W * KEYS .. W * KEYS + KEYS - 1 of it."""
+    tile = tile_at(fixed_work_index(iteration), sizes)
     key = tile.key + W * KEYS
     dk = gl.zeros([KEYS, BLOCK_D], gl.float32, DK_LAYOUT)
     dv = gl.zeros([KEYS, BLOCK_DV], gl.float32, DV_LAYOUT)
-    mbarrier.wait(smem.kv_full.index(turn % 2), turn // 2 & 1)
-    k_own, v_own = smem.k.index(smem.first_key + W), smem.v.index(smem.first_key + W)
+    mbarrier.wait(smem.kv_full.index(iteration % 2), iteration // 2 & 1)
+    k_own, v_own = smem.k.index(smem.kv_slot + W), smem.v.index(smem.kv_slot + W)
     head_place = (tile.batch * sizes.kv_heads + tile.kv_head) * sizes.group * sizes.m_tiles
     for _ in range(sizes.group):
         blocks = tile.first, tile.unmasked_first
-        number, dk, dv = walk(blocks, number, dk, dv, head_place, key, smem, sizes, params, OF_QUERIES, OF_KEYS, True, W)
+        number, dk, dv = mainloop(blocks, number, dk, dv, head_place, key, smem, sizes, params, HAS_DQ, HAS_DKDV, True, W)
         blocks = tile.unmasked_first, tile.unmasked_end
-        number, dk, dv = walk(blocks, number, dk, dv, head_place, key, smem, sizes, params, OF_QUERIES, OF_KEYS, False, W)
+        number, dk, dv = mainloop(blocks, number, dk, dv, head_place, key, smem, sizes, params, HAS_DQ, HAS_DKDV, False, W)
         head_place += sizes.m_tiles
-    if OF_KEYS:
+    if HAS_DKDV:
         # The gradients leave through the memory of their keys and values, once nobody reads these.
-        meet(7, 128 * CONSUMERS)
+        named_barrier_sync(7, 128 * CONSUMERS)
         k_own.reshape([KEYS, BLOCK_D]).store((dk * params.scale).to(DTYPE))
         v_own.reshape([KEYS, BLOCK_DV]).store(dv.to(DTYPE))
         fence_async_shared()
         async_store(dk_desc, [tile.batch, tile.kv_head, key, 0], k_own)
         async_store(dv_desc, [tile.batch, tile.kv_head, key, 0], v_own)
         tma.store_wait(0)
-    mbarrier.arrive(smem.kv_empty.index(turn % 2), count=1)
+    mbarrier.arrive(smem.kv_empty.index(iteration % 2), count=1)
     return number
 
 
 @gluon.jit
-def consumer(dk_desc, dv_desc, smem, sizes, params, OF_QUERIES: gl.constexpr, OF_KEYS: gl.constexpr, W: gl.constexpr):
-    """One warpgroup, which walks over the tiles of the program."""
+def consumer(dk_desc, dv_desc, smem, sizes, params, HAS_DQ: gl.constexpr, HAS_DKDV: gl.constexpr, W: gl.constexpr):
+    """One warpgroup, which loops over the tiles of the program."""
     number = gl.to_tensor(0)
-    for turn in range(turns_of(sizes)):
-        if place_of(turn) < sizes.tiles:
-            here = at_keys(smem, turn % 2 * CONSUMERS)
-            number = consume_tile(turn, number, dk_desc, dv_desc, here, sizes, params, OF_QUERIES, OF_KEYS, W)
+    for iteration in range(num_iterations(sizes)):
+        if fixed_work_index(iteration) < sizes.tiles:
+            here = at_kv_slot(smem, iteration % 2 * CONSUMERS)
+            number = consume_tile(iteration, number, dk_desc, dv_desc, here, sizes, params, HAS_DQ, HAS_DKDV, W)
 
 
 # Nothing is specialized on sizes, so one compiled kernel serves them all.
@@ -502,8 +502,8 @@ def flash_bwd_hopper(
     tiles,
     scale,
     score_scale,
-    OF_QUERIES: gl.constexpr,
-    OF_KEYS: gl.constexpr,
+    HAS_DQ: gl.constexpr,
+    HAS_DKDV: gl.constexpr,
 ):
     """Splits the program into two consumers and the producer."""
     q_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
@@ -517,7 +517,7 @@ def flash_bwd_hopper(
         v=gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, 1, 1, KEYS, BLOCK_DV], v_desc.layout),
         kv_full=make_barriers(2, 1),
         kv_empty=make_barriers(2, CONSUMERS),
-        first_key=gl.to_tensor(0),
+        kv_slot=gl.to_tensor(0),
         # Two slots, so that one barrier a block is enough.
         dscores=gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, KEYS, BLOCK_M], DSCORES_SHARED),
         sums=sums_ptr,
@@ -528,8 +528,8 @@ def flash_bwd_hopper(
     descs = q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc
     gl.warp_specialize(
         [
-            (consumer, (dk_desc, dv_desc, smem, sizes, params, OF_QUERIES, OF_KEYS, 0)),
-            (consumer, (dk_desc, dv_desc, smem, sizes, params, OF_QUERIES, OF_KEYS, 1)),
+            (consumer, (dk_desc, dv_desc, smem, sizes, params, HAS_DQ, HAS_DKDV, 0)),
+            (consumer, (dk_desc, dv_desc, smem, sizes, params, HAS_DQ, HAS_DKDV, 1)),
             (producer, (descs, smem, sizes)),
         ],
         [4, 1],
@@ -608,7 +608,7 @@ def launches(
 
     args = (out, dout, lse, lse if dlse is None else dlse, lse_2, deltas, sums, *out.stride(), *dout.stride(), heads, n_q, rows)
     args = (*args, dlse is not None, dq is not None)
-    found = [(prepare_rows, (rows // 64 * batches * heads,), args, {"num_warps": 4, "enable_fp_fusion": True})]
+    found = [(preprocess, (rows // 64 * batches * heads,), args, {"num_warps": 4, "enable_fp_fusion": True})]
     args = (
         descriptor(q, 64, 128),
         descriptor(k, 64, 128),
@@ -634,7 +634,7 @@ def launches(
     found.append((flash_bwd_hopper, (min(n_tiles * batches * kv_heads, sms),), args, {"num_warps": 4, "enable_fp_fusion": True}))
     if dq is not None:
         args = (sums, dq, *dq.stride(), heads, n_q, m_tiles, scale)
-        found.append((finish_queries, (m_tiles * batches * heads,), args, {"num_warps": 4, "enable_fp_fusion": True}))
+        found.append((finish_dq, (m_tiles * batches * heads,), args, {"num_warps": 4, "enable_fp_fusion": True}))
     return found
 
 

@@ -1,11 +1,11 @@
 """Attention backward for Hopper, bit for bit repeatable: one warp copies tiles with TMA, the other warpgroups compute.
 
-Two kernels in seven products. A program of `key_gradients` holds a tile of keys and walks over the queries of its whole group that see it;
-a program of `query_gradients` holds a tile of queries and walks over its keys. Nothing is added up in memory.
+Two kernels in seven products. A program of `key_gradients` holds a tile of keys and loops over the queries of its whole group that see it;
+a program of `query_gradients` holds a tile of queries and loops over its keys. Nothing is added up in memory.
 
 Compiled in: bwd-bf16-d256-dbias-bias
-Template: flash_bwd_hopper_split 821cd55a3b54c267
-Variant: 129dc47c0f190b24
+Template: flash_bwd_hopper_split e8ad3bc997baf04f
+Variant: 0a68e5fc056b6216
 Config: BLOCK_M=64 BLOCK_N=64 DQ_BLOCK_M=128 DQ_BLOCK_N=64 DQ_held_columns=0 DQ_num_stages=2 held_columns=128 num_stages=2 section=2
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -171,7 +171,7 @@ class QueryTile(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["heads", "n_q", "rows"])
-def prepare_rows(
+def preprocess(
     out_ptr,
     dout_ptr,
     lse_ptr,
@@ -248,19 +248,19 @@ def release(pipeline, number):
 
 
 @gluon.jit
-def load_rows(desc, corner, numbers_desc, place, pipeline, number, BESIDE: gl.constexpr = 0):
-    """Starts the copy of a block of rows and of their numbers as soon as its stage is empty, which waits for BESIDE bytes more."""
+def load_rows(desc, corner, numbers_desc, place, pipeline, number, EXTRA_BYTES: gl.constexpr = 0):
+    """Starts the copy of a block of rows and of their numbers as soon as its stage is empty, which waits for EXTRA_BYTES bytes more."""
     stages: gl.constexpr = pipeline.full.shape[0]
     stage = number % stages
     mbarrier.wait(pipeline.empty.index(stage), number // stages & 1 ^ 1)
-    mbarrier.expect(pipeline.full.index(stage), desc.block_type.nbytes + numbers_desc.block_type.nbytes + BESIDE)
+    mbarrier.expect(pipeline.full.index(stage), desc.block_type.nbytes + numbers_desc.block_type.nbytes + EXTRA_BYTES)
     async_load(desc, corner, pipeline.full.index(stage), pipeline.smem.index(stage))
     async_load(numbers_desc, [place], pipeline.full.index(stage), pipeline.numbers.index(stage))
 
 
 # Hardware barriers from 5 on are free; Triton uses those before.
 @gluon.jit
-def meet(BARRIER: gl.constexpr, THREADS: gl.constexpr):
+def named_barrier_sync(BARRIER: gl.constexpr, THREADS: gl.constexpr):
     """Waits at a hardware barrier until THREADS threads are there."""
     gl.inline_asm_elementwise("bar.sync $1, $2; mov.u32 $0, 0;", "=r,r,r", [BARRIER, THREADS], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -292,8 +292,8 @@ def tile_at(program, sizes):
 
 
 @gluon.jit
-def hide(probs, key, row, sizes):
-    """0 where a query (from `row` on) doesn't see a key (from `key` on). Selected, for what is hidden may be infinite."""
+def mask_probs(probs, key, row, sizes):
+    """0 where a query (from `row` on) doesn't see a key (from `key` on). Selected, for what is masked may be infinite."""
     keys = key + gl.arange(0, KEYS, layout=KEY_LAYOUT)  # [KEYS]
     columns = gl.arange(0, BLOCK_M, layout=QUERY_LAYOUT)[None, :]  # [1, BLOCK_M]
     first = gl.zeros([KEYS], gl.int32, KEY_LAYOUT)  # [KEYS]
@@ -313,8 +313,8 @@ def head_at(tile, member, sizes, params):
 
 
 @gluon.jit
-def load_bias_of_rows(key, row, head, sizes, params):
-    """The bias of a block with queries as rows; past the ends that of the last query or key, whose scores are hidden or never stored."""
+def load_bias_dq(key, row, head, sizes, params):
+    """The bias of a block with queries as rows; past the ends that of the last query or key, whose scores are masked or never stored."""
     offs_n = gl.minimum(gl.arange(0, DQ_BLOCK_N, layout=COLUMN_LAYOUT), sizes.n_kv - 1 - key) * params.bias_stride_n  # [DQ_BLOCK_N]
     first_row = gl.minimum(row, sizes.n_q - 1)
     offs_m = gl.minimum(gl.arange(0, ROWS, layout=ROW_LAYOUT), sizes.n_q - 1 - first_row) * params.bias_stride_m  # [ROWS]
@@ -323,8 +323,8 @@ def load_bias_of_rows(key, row, head, sizes, params):
 
 
 @gluon.jit
-def hide_of_rows(probs, key, row, sizes):
-    """0 where a query (from `row` on) doesn't see a key (from `key` on). Selected, for what is hidden may be infinite."""
+def mask_probs_dq(probs, key, row, sizes):
+    """0 where a query (from `row` on) doesn't see a key (from `key` on). Selected, for what is masked may be infinite."""
     columns = gl.arange(0, DQ_BLOCK_N, layout=COLUMN_LAYOUT)[None, :]  # [1, DQ_BLOCK_N]
     last = gl.zeros([ROWS], gl.int32, ROW_LAYOUT) + (sizes.n_kv - 1 - key)  # [ROWS]
     # In assembly, or the compiler gathers predicates in registers of their own.
@@ -334,9 +334,9 @@ def hide_of_rows(probs, key, row, sizes):
 
 
 @gluon.jit
-def walk_to_values(blocks, number, dv, k_held, head, key, smem, sizes, params, MASKED: gl.constexpr):
+def mainloop_dv(blocks, number, dv, k_held, head, key, smem, sizes, params, MASKED: gl.constexpr):
     """Blocks blocks[0] .. blocks[1]-1 of one head's queries: their probabilities, which both warpgroups need, and dV."""
-    nothing = gl.zeros([KEYS, BLOCK_M], gl.float32, SCORES_LAYOUT)
+    zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, SCORES_LAYOUT)
     for block in range(blocks[0], blocks[1]):
         zero = opaque_zero()
         q_tile = smem.q.smem.index(number % STAGES + zero).reshape([BLOCK_M, BLOCK_D])
@@ -344,11 +344,11 @@ def walk_to_values(blocks, number, dv, k_held, head, key, smem, sizes, params, M
         k_tile = smem.k.index(zero).reshape([KEYS, BLOCK_D])
         wait_full(smem.q, number)
         half = q_tile.slice(0, 128, 1)
-        scores = warpgroup_mma(k_held, half.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
+        scores = warpgroup_mma(k_held, half.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
         half = q_tile.slice(128, 128, 1)
         scores = warpgroup_mma(k_tile.slice(128, 128, 1), half.permute((1, 0)), scores, is_async=True)  # [KEYS, BLOCK_M]
         lse = smem.q.numbers.index(number % STAGES).load(QUERY_LAYOUT)  # [BLOCK_M]
-        # Of queries and keys past the ends it is 0: their scores are hidden or meet an LSE of +inf.
+        # Of queries and keys past the ends it is 0: their scores are masked or meet an LSE of +inf.
         bias_tile = smem.bias.index(number % STAGES).reshape([BLOCK_M, KEYS])
         bias = bias_tile.permute((1, 0)).load(SCORES_LAYOUT)  # [KEYS, BLOCK_M]
         scores = warpgroup_mma_wait(0, deps=[scores])
@@ -356,10 +356,10 @@ def walk_to_values(blocks, number, dv, k_held, head, key, smem, sizes, params, M
         # Two multiplications with an addition each, for one that waits for the product.
         probs = gl.exp2(scores + (bias.to(gl.float32) * 1.4426950408889634 - lse[None, :]))  # [KEYS, BLOCK_M]
         if MASKED:
-            probs = hide(probs, key, block * BLOCK_M, sizes)
+            probs = mask_probs(probs, key, block * BLOCK_M, sizes)
         # The stage of Q is only filled again when the other warpgroup has read what lies in this one.
-        crossing = probs  # [KEYS, BLOCK_M]
-        smem.probs.index(number % STAGES + zero).store(crossing.to(DTYPE))
+        shared_probs = probs  # [KEYS, BLOCK_M]
+        smem.probs.index(number % STAGES + zero).store(shared_probs.to(DTYPE))
         mbarrier.arrive(smem.probs_full.index(number % STAGES), count=1)
         release(smem.q, number)
         probs = gl.convert_layout(probs.to(DTYPE), PROBS_LAYOUT)
@@ -372,9 +372,9 @@ def walk_to_values(blocks, number, dv, k_held, head, key, smem, sizes, params, M
 
 
 @gluon.jit
-def walk_to_keys(blocks, number, dk, v_held, smem, params):
+def mainloop_dk(blocks, number, dk, v_held, smem, params):
     """The same blocks: dK, of the other warpgroup's probabilities."""
-    nothing = gl.zeros([KEYS, BLOCK_M], gl.float32, SCORES_LAYOUT)
+    zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, SCORES_LAYOUT)
     for _ in range(blocks[0], blocks[1]):
         zero = opaque_zero()
         q_tile = smem.q.smem.index(number % STAGES + zero).reshape([BLOCK_M, BLOCK_D])
@@ -382,7 +382,7 @@ def walk_to_keys(blocks, number, dk, v_held, smem, params):
         v_tile = smem.v.index(zero).reshape([KEYS, BLOCK_DV])
         wait_full(smem.dout, number)
         half = dout_tile.slice(0, 128, 1)
-        dprobs = warpgroup_mma(v_held, half.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
+        dprobs = warpgroup_mma(v_held, half.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
         half = dout_tile.slice(128, 128, 1)
         dprobs = warpgroup_mma(v_tile.slice(128, 128, 1), half.permute((1, 0)), dprobs, is_async=True)  # [KEYS, BLOCK_M]
         delta = smem.dout.numbers.index(number % STAGES).load(QUERY_LAYOUT)  # [BLOCK_M]
@@ -411,11 +411,11 @@ def value_consumer(dv_desc, smem, sizes, params):
     for member in range(sizes.group):
         head = head_at(tile, member, sizes, params)
         blocks = tile.first, tile.unmasked_first
-        number, dv = walk_to_values(blocks, number, dv, k_held, head, tile.key, smem, sizes, params, True)
+        number, dv = mainloop_dv(blocks, number, dv, k_held, head, tile.key, smem, sizes, params, True)
         blocks = tile.unmasked_first, tile.unmasked_end
-        number, dv = walk_to_values(blocks, number, dv, k_held, head, tile.key, smem, sizes, params, False)
+        number, dv = mainloop_dv(blocks, number, dv, k_held, head, tile.key, smem, sizes, params, False)
     # The gradients leave through the memory of their keys and values, once nobody reads these.
-    meet(7, 256)
+    named_barrier_sync(7, 256)
     smem.v.index(0).reshape([KEYS, BLOCK_DV]).store(dv.to(DTYPE))
     fence_async_shared()
     async_store(dv_desc, [tile.batch, tile.kv_head, tile.key, 0], smem.v.index(0))
@@ -431,8 +431,8 @@ def key_consumer(dk_desc, smem, sizes, params):
     v_held = smem.v.index(0).reshape([KEYS, BLOCK_DV]).slice(0, 128, 1).load(HELD_LAYOUT)
     number = gl.to_tensor(0)
     for _ in range(sizes.group):
-        number, dk = walk_to_keys((tile.first, tile.end), number, dk, v_held, smem, params)
-    meet(7, 256)
+        number, dk = mainloop_dk((tile.first, tile.end), number, dk, v_held, smem, params)
+    named_barrier_sync(7, 256)
     smem.k.index(0).reshape([KEYS, BLOCK_D]).store((dk * params.scale).to(DTYPE))
     fence_async_shared()
     async_store(dk_desc, [tile.batch, tile.kv_head, tile.key, 0], smem.k.index(0))
@@ -595,7 +595,7 @@ def query_producer(descs, smem, sizes):
 
 
 @gluon.jit
-def walk_over_keys(
+def mainloop_dq(
     blocks,
     number,
     dq,
@@ -610,7 +610,7 @@ def walk_over_keys(
     W: gl.constexpr,
 ):
     """Blocks blocks[0] .. blocks[1]-1 of one head's keys. Every product of a block has ended before the next block begins."""
-    nothing = gl.zeros([ROWS, DQ_BLOCK_N], gl.float32, ROW_SCORES_LAYOUT)
+    zeros = gl.zeros([ROWS, DQ_BLOCK_N], gl.float32, ROW_SCORES_LAYOUT)
     for block in range(blocks[0], blocks[1]):
         zero = opaque_zero()
         k_tile = smem.k.smem.index(number % DQ_STAGES + zero).reshape([DQ_BLOCK_N, BLOCK_D])
@@ -618,16 +618,16 @@ def walk_over_keys(
         q_tile = smem.q.index(W + zero).reshape([ROWS, BLOCK_D])
         dout_tile = smem.dout.index(W + zero).reshape([ROWS, BLOCK_DV])
         wait_full(smem.k, number)
-        scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [ROWS, DQ_BLOCK_N]
+        scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [ROWS, DQ_BLOCK_N]
         wait_full(smem.v, number)
-        dprobs = warpgroup_mma(dout_tile, v_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [ROWS, DQ_BLOCK_N]
-        bias = load_bias_of_rows(block * DQ_BLOCK_N, row, head, sizes, params)  # [ROWS, DQ_BLOCK_N]
+        dprobs = warpgroup_mma(dout_tile, v_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [ROWS, DQ_BLOCK_N]
+        bias = load_bias_dq(block * DQ_BLOCK_N, row, head, sizes, params)  # [ROWS, DQ_BLOCK_N]
         scores = warpgroup_mma_wait(1, deps=[scores])
         scores = scores * params.score_scale  # [ROWS, DQ_BLOCK_N]
         # Two multiplications with an addition each, for one that waits for the product.
         probs = gl.exp2(scores + (bias.to(gl.float32) * 1.4426950408889634 - lse[:, None]))  # [ROWS, DQ_BLOCK_N]
         if MASKED:
-            probs = hide_of_rows(probs, block * DQ_BLOCK_N, row, sizes)
+            probs = mask_probs_dq(probs, block * DQ_BLOCK_N, row, sizes)
         dprobs = warpgroup_mma_wait(0, deps=[dprobs])
         release(smem.v, number)
         dscores = (probs * (dprobs - delta[:, None])).to(DTYPE)  # [ROWS, DQ_BLOCK_N]
@@ -653,9 +653,9 @@ def query_consumer(dq_desc, numbers, smem, sizes, params, W: gl.constexpr):
     mbarrier.wait(smem.q_full.index(0), 0)
     number = gl.to_tensor(0)
     blocks = tile.unmasked_first, tile.unmasked_end
-    number, dq = walk_over_keys(blocks, number, dq, lse, delta, head, row, smem, sizes, params, False, W)
+    number, dq = mainloop_dq(blocks, number, dq, lse, delta, head, row, smem, sizes, params, False, W)
     blocks = tile.unmasked_end, tile.end
-    number, dq = walk_over_keys(blocks, number, dq, lse, delta, head, row, smem, sizes, params, True, W)
+    number, dq = mainloop_dq(blocks, number, dq, lse, delta, head, row, smem, sizes, params, True, W)
     # dQ leaves through the memory of this warpgroup's own queries.
     smem.q.index(W).reshape([ROWS, BLOCK_D]).store((dq * params.scale).to(DTYPE))
     fence_async_shared()
@@ -773,13 +773,13 @@ def row_deltas(
     out_tile = tl.load(out_ptrs, mask=in_tile, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_DV]
     dout_tile = tl.load(dout_ptrs, mask=in_tile, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_DV]
     delta = tl.sum(out_tile * dout_tile, 1)  # [BLOCK_M]
-    row_place = head_index.to(tl.int64) * n_q
+    row_offset = head_index.to(tl.int64) * n_q
     if HAS_DLSE:
         # What flows to the LSE of a row that sees no key goes no further.
-        lse = tl.load(lse_ptr + row_place + rows, mask=in_rows, other=0.0)  # [BLOCK_M]
-        dlse = tl.load(dlse_ptr + row_place + rows, mask=in_rows, other=0.0)  # [BLOCK_M]
+        lse = tl.load(lse_ptr + row_offset + rows, mask=in_rows, other=0.0)  # [BLOCK_M]
+        dlse = tl.load(dlse_ptr + row_offset + rows, mask=in_rows, other=0.0)  # [BLOCK_M]
         delta -= tl.where(lse == float("-inf"), 0.0, dlse)  # [BLOCK_M]
-    tl.store(delta_ptr + row_place + rows, delta, mask=in_rows)
+    tl.store(delta_ptr + row_offset + rows, delta, mask=in_rows)
 
 
 @triton.jit(
@@ -844,7 +844,7 @@ def score_gradients(
 ):
     """The gradient of a tile of what is added to scores, or one of its `parts`.
 
-    Where it repeats over batches, heads, rows or columns, the program walks over all of these, adds up in float32 in one order, and nothing
+    Where it repeats over batches, heads, rows or columns, the program loops over all of these, adds up in float32 in one order, and nothing
     is added up in memory.
     """
     BLOCK_M: tl.constexpr = 64
@@ -990,20 +990,20 @@ def accepts(q, k, v, mask):
     return fits and mask.element_size() <= 2
 
 
-def in_place(bias):
+def copyable(bias):
     """Whether the copy engine can take the bias from where it is."""
     rows = all(size == 1 or (step > 0 and step % 8 == 0) for size, step in zip(bias.shape[:3], bias.stride()[:3], strict=True))
     return rows and bias.data_ptr() % 16 == 0 and bias.stride(3) == 1
 
 
-def without_repeats(bias):
+def compact_bias(bias):
     """The bias with one of each batch and head that it repeats and a tile of repeated rows or columns, as the copy engine can take it."""
     bias = bias[tuple(slice(None if stride else most) for stride, most in zip(bias.stride(), (1, 1, 128, 128), strict=True))]
-    if not in_place(bias):
-        room = torch.empty(*bias.shape[:3], -(-bias.shape[3] // 8) * 8, dtype=bias.dtype, device=bias.device)
-        room[..., : bias.shape[3]] = bias
+    if not copyable(bias):
+        padded = torch.empty(*bias.shape[:3], -(-bias.shape[3] // 8) * 8, dtype=bias.dtype, device=bias.device)
+        padded[..., : bias.shape[3]] = bias
         # What is past the bias's columns is past the last key, which no query sees.
-        bias = room
+        bias = padded
     return bias
 
 
@@ -1014,7 +1014,7 @@ def counts_needed(q, k):
 
 def records(q, k, v, mask, scale):
     """Whether `launches` computes nothing from tensors like these, so that what it makes of them on the meta device can be replayed."""
-    return in_place(without_repeats(mask))
+    return copyable(compact_bias(mask))
 
 
 def descriptor(tensor, rows, columns):
@@ -1062,7 +1062,7 @@ def launches(
     lse_2 = torch.empty(batches * heads * rows, dtype=torch.float32, device=q.device)
     deltas = torch.empty_like(lse_2)
     args = (out, dout, lse, lse if dlse is None else dlse, lse_2, deltas, *out.stride(), *dout.stride(), heads, n_q, rows)
-    found = [(prepare_rows, (rows // 64 * batches * heads,), (*args, dlse is not None), {"num_warps": 4, "enable_fp_fusion": True})]
+    found = [(preprocess, (rows // 64 * batches * heads,), (*args, dlse is not None), {"num_warps": 4, "enable_fp_fusion": True})]
     if dk is not None:
 
         def numbers_of(tensor):
@@ -1077,7 +1077,7 @@ def launches(
             numbers_of(deltas),
             descriptor(dk, 64, 256),
             descriptor(dv, 64, 256),
-            descriptor(without_repeats(mask), 64, 64),
+            descriptor(compact_bias(mask), 64, 64),
             n_q,
             n_kv,
             kv_heads,

@@ -1,11 +1,11 @@
 """Attention backward for Hopper, bit for bit repeatable: one warp copies tiles with TMA, the other warpgroups compute.
 
-Two kernels in seven products. A program of `key_gradients` holds a tile of keys and walks over the queries of its whole group that see it;
-a program of `query_gradients` holds a tile of queries and walks over its keys. Nothing is added up in memory.
+Two kernels in seven products. A program of `key_gradients` holds a tile of keys and loops over the queries of its whole group that see it;
+a program of `query_gradients` holds a tile of queries and loops over its keys. Nothing is added up in memory.
 
 Compiled in: bwd-fp16-d256
-Template: flash_bwd_hopper_split 6e7ed712227941e7
-Variant: 4cc06200286eddf5
+Template: flash_bwd_hopper_split 418e4a01778cc72d
+Variant: d37c27a525f755ef
 Config: BLOCK_M=64 BLOCK_N=64 DQ_BLOCK_M=128 DQ_BLOCK_N=64 DQ_held_columns=0 DQ_num_stages=2 held_columns=0 num_stages=2 section=1
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -154,7 +154,7 @@ class QueryTile(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["heads", "n_q", "rows"])
-def prepare_rows(
+def preprocess(
     out_ptr,
     dout_ptr,
     lse_ptr,
@@ -243,7 +243,7 @@ def load_rows(desc, corner, numbers_desc, place, pipeline, number):
 
 # Hardware barriers from 5 on are free; Triton uses those before.
 @gluon.jit
-def meet(BARRIER: gl.constexpr, THREADS: gl.constexpr):
+def named_barrier_sync(BARRIER: gl.constexpr, THREADS: gl.constexpr):
     """Waits at a hardware barrier until THREADS threads are there."""
     gl.inline_asm_elementwise("bar.sync $1, $2; mov.u32 $0, 0;", "=r,r,r", [BARRIER, THREADS], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -275,8 +275,8 @@ def tile_at(program, sizes):
 
 
 @gluon.jit
-def hide(probs, key, row, sizes):
-    """0 where a query (from `row` on) doesn't see a key (from `key` on). Selected, for what is hidden may be infinite."""
+def mask_probs(probs, key, row, sizes):
+    """0 where a query (from `row` on) doesn't see a key (from `key` on). Selected, for what is masked may be infinite."""
     keys = key + gl.arange(0, KEYS, layout=KEY_LAYOUT)  # [KEYS]
     columns = gl.arange(0, BLOCK_M, layout=QUERY_LAYOUT)[None, :]  # [1, BLOCK_M]
     first = gl.zeros([KEYS], gl.int32, KEY_LAYOUT)  # [KEYS]
@@ -288,8 +288,8 @@ def hide(probs, key, row, sizes):
 
 
 @gluon.jit
-def hide_of_rows(probs, key, row, sizes):
-    """0 where a query (from `row` on) doesn't see a key (from `key` on). Selected, for what is hidden may be infinite."""
+def mask_probs_dq(probs, key, row, sizes):
+    """0 where a query (from `row` on) doesn't see a key (from `key` on). Selected, for what is masked may be infinite."""
     columns = gl.arange(0, DQ_BLOCK_N, layout=COLUMN_LAYOUT)[None, :]  # [1, DQ_BLOCK_N]
     last = gl.zeros([ROWS], gl.int32, ROW_LAYOUT) + (sizes.n_kv - 1 - key)  # [ROWS]
     # In assembly, or the compiler gathers predicates in registers of their own.
@@ -299,24 +299,24 @@ def hide_of_rows(probs, key, row, sizes):
 
 
 @gluon.jit
-def walk_to_values(blocks, number, dv, key, smem, sizes, params, MASKED: gl.constexpr):
+def mainloop_dv(blocks, number, dv, key, smem, sizes, params, MASKED: gl.constexpr):
     """Blocks blocks[0] .. blocks[1]-1 of one head's queries: their probabilities, which both warpgroups need, and dV."""
-    nothing = gl.zeros([KEYS, BLOCK_M], gl.float32, SCORES_LAYOUT)
+    zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, SCORES_LAYOUT)
     for block in range(blocks[0], blocks[1]):
         zero = opaque_zero()
         q_tile = smem.q.smem.index(number % STAGES + zero).reshape([BLOCK_M, BLOCK_D])
         dout_tile = smem.dout.smem.index(number % STAGES + zero).reshape([BLOCK_M, BLOCK_DV])
         k_tile = smem.k.index(zero).reshape([KEYS, BLOCK_D])
         wait_full(smem.q, number)
-        scores = warpgroup_mma(k_tile, q_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
+        scores = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
         lse = smem.q.numbers.index(number % STAGES).load(QUERY_LAYOUT)  # [BLOCK_M]
         scores = warpgroup_mma_wait(0, deps=[scores])
         probs = gl.exp2(scores * params.score_scale - lse[None, :])  # [KEYS, BLOCK_M]
         if MASKED:
-            probs = hide(probs, key, block * BLOCK_M, sizes)
+            probs = mask_probs(probs, key, block * BLOCK_M, sizes)
         # The stage of Q is only filled again when the other warpgroup has read what lies in this one.
-        crossing = probs  # [KEYS, BLOCK_M]
-        smem.probs.index(number % STAGES + zero).store(crossing.to(DTYPE))
+        shared_probs = probs  # [KEYS, BLOCK_M]
+        smem.probs.index(number % STAGES + zero).store(shared_probs.to(DTYPE))
         mbarrier.arrive(smem.probs_full.index(number % STAGES), count=1)
         release(smem.q, number)
         probs = gl.convert_layout(probs.to(DTYPE), PROBS_LAYOUT)
@@ -329,16 +329,16 @@ def walk_to_values(blocks, number, dv, key, smem, sizes, params, MASKED: gl.cons
 
 
 @gluon.jit
-def walk_to_keys(blocks, number, dk, smem, params):
+def mainloop_dk(blocks, number, dk, smem, params):
     """The same blocks: dK, of the other warpgroup's probabilities."""
-    nothing = gl.zeros([KEYS, BLOCK_M], gl.float32, SCORES_LAYOUT)
+    zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, SCORES_LAYOUT)
     for _ in range(blocks[0], blocks[1]):
         zero = opaque_zero()
         q_tile = smem.q.smem.index(number % STAGES + zero).reshape([BLOCK_M, BLOCK_D])
         dout_tile = smem.dout.smem.index(number % STAGES + zero).reshape([BLOCK_M, BLOCK_DV])
         v_tile = smem.v.index(zero).reshape([KEYS, BLOCK_DV])
         wait_full(smem.dout, number)
-        dprobs = warpgroup_mma(v_tile, dout_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
+        dprobs = warpgroup_mma(v_tile, dout_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
         delta = smem.dout.numbers.index(number % STAGES).load(QUERY_LAYOUT)  # [BLOCK_M]
         dprobs = warpgroup_mma_wait(0, deps=[dprobs])
         release(smem.dout, number)
@@ -363,11 +363,11 @@ def value_consumer(dv_desc, smem, sizes, params):
     number = gl.to_tensor(0)
     for _ in range(sizes.group):
         blocks = tile.first, tile.unmasked_first
-        number, dv = walk_to_values(blocks, number, dv, tile.key, smem, sizes, params, True)
+        number, dv = mainloop_dv(blocks, number, dv, tile.key, smem, sizes, params, True)
         blocks = tile.unmasked_first, tile.unmasked_end
-        number, dv = walk_to_values(blocks, number, dv, tile.key, smem, sizes, params, False)
+        number, dv = mainloop_dv(blocks, number, dv, tile.key, smem, sizes, params, False)
     # The gradients leave through the memory of their keys and values, once nobody reads these.
-    meet(7, 256)
+    named_barrier_sync(7, 256)
     smem.v.index(0).reshape([KEYS, BLOCK_DV]).store(dv.to(DTYPE))
     fence_async_shared()
     async_store(dv_desc, [tile.batch, tile.kv_head, tile.key, 0], smem.v.index(0))
@@ -382,8 +382,8 @@ def key_consumer(dk_desc, smem, sizes, params):
     mbarrier.wait(smem.kv_full.index(0), 0)
     number = gl.to_tensor(0)
     for _ in range(sizes.group):
-        number, dk = walk_to_keys((tile.first, tile.end), number, dk, smem, params)
-    meet(7, 256)
+        number, dk = mainloop_dk((tile.first, tile.end), number, dk, smem, params)
+    named_barrier_sync(7, 256)
     smem.k.index(0).reshape([KEYS, BLOCK_D]).store((dk * params.scale).to(DTYPE))
     fence_async_shared()
     async_store(dk_desc, [tile.batch, tile.kv_head, tile.key, 0], smem.k.index(0))
@@ -522,7 +522,7 @@ def query_producer(descs, smem, sizes):
 
 
 @gluon.jit
-def walk_over_keys(
+def mainloop_dq(
     blocks,
     number,
     dq,
@@ -536,7 +536,7 @@ def walk_over_keys(
     W: gl.constexpr,
 ):
     """Blocks blocks[0] .. blocks[1]-1 of one head's keys. Every product of a block has ended before the next block begins."""
-    nothing = gl.zeros([ROWS, DQ_BLOCK_N], gl.float32, ROW_SCORES_LAYOUT)
+    zeros = gl.zeros([ROWS, DQ_BLOCK_N], gl.float32, ROW_SCORES_LAYOUT)
     for block in range(blocks[0], blocks[1]):
         zero = opaque_zero()
         k_tile = smem.k.smem.index(number % DQ_STAGES + zero).reshape([DQ_BLOCK_N, BLOCK_D])
@@ -544,13 +544,13 @@ def walk_over_keys(
         q_tile = smem.q.index(W + zero).reshape([ROWS, BLOCK_D])
         dout_tile = smem.dout.index(W + zero).reshape([ROWS, BLOCK_DV])
         wait_full(smem.k, number)
-        scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [ROWS, DQ_BLOCK_N]
+        scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [ROWS, DQ_BLOCK_N]
         wait_full(smem.v, number)
-        dprobs = warpgroup_mma(dout_tile, v_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [ROWS, DQ_BLOCK_N]
+        dprobs = warpgroup_mma(dout_tile, v_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [ROWS, DQ_BLOCK_N]
         scores = warpgroup_mma_wait(1, deps=[scores])
         probs = gl.exp2(scores * params.score_scale - lse[:, None])  # [ROWS, DQ_BLOCK_N]
         if MASKED:
-            probs = hide_of_rows(probs, block * DQ_BLOCK_N, row, sizes)
+            probs = mask_probs_dq(probs, block * DQ_BLOCK_N, row, sizes)
         dprobs = warpgroup_mma_wait(0, deps=[dprobs])
         release(smem.v, number)
         dscores = (probs * (dprobs - delta[:, None])).to(DTYPE)  # [ROWS, DQ_BLOCK_N]
@@ -575,9 +575,9 @@ def query_consumer(dq_desc, numbers, smem, sizes, params, W: gl.constexpr):
     mbarrier.wait(smem.q_full.index(0), 0)
     number = gl.to_tensor(0)
     blocks = tile.unmasked_first, tile.unmasked_end
-    number, dq = walk_over_keys(blocks, number, dq, lse, delta, row, smem, sizes, params, False, W)
+    number, dq = mainloop_dq(blocks, number, dq, lse, delta, row, smem, sizes, params, False, W)
     blocks = tile.unmasked_end, tile.end
-    number, dq = walk_over_keys(blocks, number, dq, lse, delta, row, smem, sizes, params, True, W)
+    number, dq = mainloop_dq(blocks, number, dq, lse, delta, row, smem, sizes, params, True, W)
     # dQ leaves through the memory of this warpgroup's own queries.
     smem.q.index(W).reshape([ROWS, BLOCK_D]).store((dq * params.scale).to(DTYPE))
     fence_async_shared()
@@ -703,7 +703,7 @@ def launches(
     lse_2 = torch.empty(batches * heads * rows, dtype=torch.float32, device=q.device)
     deltas = torch.empty_like(lse_2)
     args = (out, dout, lse, lse if dlse is None else dlse, lse_2, deltas, *out.stride(), *dout.stride(), heads, n_q, rows)
-    found = [(prepare_rows, (rows // 64 * batches * heads,), (*args, dlse is not None), {"num_warps": 4, "enable_fp_fusion": True})]
+    found = [(preprocess, (rows // 64 * batches * heads,), (*args, dlse is not None), {"num_warps": 4, "enable_fp_fusion": True})]
     if dk is not None:
 
         def numbers_of(tensor):

@@ -1,11 +1,11 @@
 """Attention backward for Hopper: one warp copies tiles with TMA, two warpgroups compute, of 64 keys each.
 
-A program holds a tile of keys and walks over the queries of its whole group that see it, in five products. dQ is added up in float32 in
+A program holds a tile of keys and loops over the queries of its whole group that see it, in five products. dQ is added up in float32 in
 memory, from registers, in an order that no two launches share: its last bits vary.
 
 Compiled in: bwd-bf16-d64-causal
-Template: flash_bwd_hopper eccd45180af4458c
-Variant: 490d667075363f89
+Template: flash_bwd_hopper 2e70f5c9e51091fa
+Variant: fdf10bcd7195994c
 Config: BLOCK_M=64 BLOCK_N=128 dq_sums=registers exp_poly=True held=both num_stages=3 persistent=drawn section=4
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -110,15 +110,15 @@ class SharedStorage(NamedTuple):
     v: gl.shared_memory_descriptor
     kv_full: gl.shared_memory_descriptor
     kv_empty: gl.shared_memory_descriptor
-    places: gl.shared_memory_descriptor
+    work_indices: gl.shared_memory_descriptor
     work: gl.tensor
-    first_key: gl.tensor
+    kv_slot: gl.tensor
     dscores: gl.shared_memory_descriptor
     sums: gl.tensor
 
 
 @triton.jit(do_not_specialize=["heads", "n_q", "rows"])
-def prepare_rows(
+def preprocess(
     out_ptr,
     dout_ptr,
     lse_ptr,
@@ -139,7 +139,7 @@ def prepare_rows(
     n_q,
     rows,
     HAS_DLSE: tl.constexpr,
-    OF_QUERIES: tl.constexpr,
+    HAS_DQ: tl.constexpr,
 ):
     """What the products need of 64 of a head's `rows`: rowsum(dO * O) - dLSE, the LSE in units of log 2, and zeroed sums of dQ.
 
@@ -173,7 +173,7 @@ def prepare_rows(
     place = head_index.to(tl.int64) * rows + start
     tl.store(lse_2_ptr + place + tl.arange(0, ROWS), tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634))
     tl.store(delta_ptr + place + tl.arange(0, ROWS), delta)
-    if OF_QUERIES:
+    if HAS_DQ:
         tl.store(sums_ptr + place * BLOCK_D + tl.arange(0, ROWS * BLOCK_D), tl.zeros([ROWS * BLOCK_D], tl.float32))
     tl.store(work_ptr + tl.program_id(0) + tl.arange(0, 2), tl.zeros([2], tl.int32))
 
@@ -211,7 +211,7 @@ def load_rows(desc, corner, numbers_desc, place, pipeline, number):
 
 # Hardware barriers from 5 on are free; Triton uses those before.
 @gluon.jit
-def meet(BARRIER: gl.constexpr, THREADS: gl.constexpr):
+def named_barrier_sync(BARRIER: gl.constexpr, THREADS: gl.constexpr):
     """Waits at a hardware barrier until THREADS threads are there."""
     gl.inline_asm_elementwise("bar.sync $1, $2; mov.u32 $0, 0;", "=r,r,r", [BARRIER, THREADS], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -230,15 +230,15 @@ def in_thread_order(part):
 
 
 @gluon.jit
-def place_of(smem, turn):
-    """The place of a turn's tile among all, as the producer drew it; past the last where it drew none."""
-    mbarrier.wait(smem.kv_full.index(turn % 2), turn // 2 & 1)
-    return gl.max(smem.places.index(turn % 2).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+def read_work_index(smem, iteration):
+    """The work index of the iteration-th tile of this program, as the producer drew it; past the last where it drew none."""
+    mbarrier.wait(smem.kv_full.index(iteration % 2), iteration // 2 & 1)
+    return gl.max(smem.work_indices.index(iteration % 2).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
-def at_keys(smem, first_key):
-    """What the roles share, with the place of a tile's first keys and values."""
+def at_kv_slot(smem, kv_slot):
+    """What the roles share, with the slot of a tile's first keys and values."""
     return SharedStorage(
         q=smem.q,
         dout=smem.dout,
@@ -246,9 +246,9 @@ def at_keys(smem, first_key):
         v=smem.v,
         kv_full=smem.kv_full,
         kv_empty=smem.kv_empty,
-        places=smem.places,
+        work_indices=smem.work_indices,
         work=smem.work,
-        first_key=first_key,
+        kv_slot=kv_slot,
         dscores=smem.dscores,
         sums=smem.sums,
     )
@@ -310,8 +310,8 @@ def exp2(x):
 
 
 @gluon.jit
-def hide(probs, key, row, sizes):
-    """0 where a query (from `row` on) doesn't see a key (from `key` on). Selected, for what is hidden may be infinite."""
+def mask_probs(probs, key, row, sizes):
+    """0 where a query (from `row` on) doesn't see a key (from `key` on). Selected, for what is masked may be infinite."""
     keys = key + gl.arange(0, KEYS, layout=KEY_LAYOUT)  # [KEYS]
     columns = gl.arange(0, BLOCK_M, layout=QUERY_LAYOUT)[None, :]  # [1, BLOCK_M]
     first = keys - (row + sizes.diagonal)  # [KEYS]
@@ -323,15 +323,15 @@ def hide(probs, key, row, sizes):
 
 
 @gluon.jit
-def load_tile(place, turn, number, descs, smem, sizes):
-    """Copies what the tile of a turn takes."""
+def load_tile(work_index, iteration, number, descs, smem, sizes):
+    """Copies what the tile of an iteration takes."""
     q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc = descs
-    tile = tile_at(place, sizes)
-    kv_full = smem.kv_full.index(turn % 2)
+    tile = tile_at(work_index, sizes)
+    kv_full = smem.kv_full.index(iteration % 2)
     mbarrier.expect(kv_full, CONSUMERS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
     for w in gl.static_range(CONSUMERS):
-        async_load(k_desc, [tile.batch, tile.kv_head, tile.key + w * KEYS, 0], kv_full, smem.k.index(turn % 2 * CONSUMERS + w))
-        async_load(v_desc, [tile.batch, tile.kv_head, tile.key + w * KEYS, 0], kv_full, smem.v.index(turn % 2 * CONSUMERS + w))
+        async_load(k_desc, [tile.batch, tile.kv_head, tile.key + w * KEYS, 0], kv_full, smem.k.index(iteration % 2 * CONSUMERS + w))
+        async_load(v_desc, [tile.batch, tile.kv_head, tile.key + w * KEYS, 0], kv_full, smem.v.index(iteration % 2 * CONSUMERS + w))
     for member in range(sizes.group):
         head = tile.kv_head * sizes.group + member
         place = (tile.batch * sizes.kv_heads * sizes.group + head) * sizes.m_tiles
@@ -344,34 +344,34 @@ def load_tile(place, turn, number, descs, smem, sizes):
 
 
 @gluon.jit
-def draw_tile(turn, smem):
-    """Draws the tile of a turn, which no other program has, and leaves its place for the consumers."""
-    place = gl.atomic_add(smem.work, 1, sem="relaxed")
-    mbarrier.wait(smem.kv_empty.index(turn % 2), turn // 2 & 1 ^ 1)
-    smem.places.index(turn % 2).store(gl.full([1], place, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-    return place
+def draw_work_index(iteration, smem):
+    """Draws the work index of an iteration's tile, which no other program has, and leaves it for the consumers."""
+    work_index = gl.atomic_add(smem.work, 1, sem="relaxed")
+    mbarrier.wait(smem.kv_empty.index(iteration % 2), iteration // 2 & 1 ^ 1)
+    smem.work_indices.index(iteration % 2).store(gl.full([1], work_index, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    return work_index
 
 
 @gluon.jit
 def producer(descs, smem, sizes):
     """The copying warp: runs ahead of the consumers as far as the stages allow, into the next tile, too."""
     number = gl.to_tensor(0)
-    turn = gl.to_tensor(0)
-    place = draw_tile(turn, smem)
-    while place < sizes.tiles:
-        number = load_tile(place, turn, number, descs, smem, sizes)
-        turn += 1
-        place = draw_tile(turn, smem)
-    mbarrier.arrive(smem.kv_full.index(turn % 2), count=1)
+    iteration = gl.to_tensor(0)
+    work_index = draw_work_index(iteration, smem)
+    while work_index < sizes.tiles:
+        number = load_tile(work_index, iteration, number, descs, smem, sizes)
+        iteration += 1
+        work_index = draw_work_index(iteration, smem)
+    mbarrier.arrive(smem.kv_full.index(iteration % 2), count=1)
 
 
 @gluon.jit
-def start_queries(number, smem, zero, W: gl.constexpr):
+def start_dq(number, smem, zero, W: gl.constexpr):
     """Starts this warpgroup's part of dQ, dS K over all keys of the tile."""
     part = gl.zeros([PART_M, PART_D], gl.float32, DQ_LAYOUT)
     for w in gl.static_range(CONSUMERS):
         dscores = smem.dscores.index(number % 2 * CONSUMERS + w + zero).permute((1, 0))
-        keys = smem.k.index(smem.first_key + w + zero).reshape([KEYS, BLOCK_D])
+        keys = smem.k.index(smem.kv_slot + w + zero).reshape([KEYS, BLOCK_D])
         keys = keys.slice(W * PART_D, PART_D, 1)
         if w == 0:
             part = warpgroup_mma(dscores, keys, part, use_acc=False, is_async=True)  # [PART_M, PART_D]
@@ -381,7 +381,7 @@ def start_queries(number, smem, zero, W: gl.constexpr):
 
 
 @gluon.jit
-def add_queries(part, place, smem, zero, W: gl.constexpr):
+def add_dq(part, place, smem, zero, W: gl.constexpr):
     """Adds this warpgroup's part of dQ to the sums of a block."""
     ordered = in_thread_order(part).reshape([PART_M * PART_D])
     start = smem.sums + (place * CONSUMERS + W).to(gl.int64) * (PART_M * PART_D)
@@ -389,7 +389,7 @@ def add_queries(part, place, smem, zero, W: gl.constexpr):
 
 
 @gluon.jit
-def walk(
+def mainloop(
     blocks,
     number,
     dk,
@@ -401,41 +401,41 @@ def walk(
     smem,
     sizes,
     params,
-    OF_QUERIES: gl.constexpr,
-    OF_KEYS: gl.constexpr,
+    HAS_DQ: gl.constexpr,
+    HAS_DKDV: gl.constexpr,
     MASKED: gl.constexpr,
     W: gl.constexpr,
 ):
     """Blocks blocks[0] .. blocks[1]-1 of one head's queries. Every product of a block has ended before the next block begins."""
-    nothing = gl.zeros([KEYS, BLOCK_M], gl.float32, SCORES_LAYOUT)
+    zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, SCORES_LAYOUT)
     for block in range(blocks[0], blocks[1]):
         zero = opaque_zero()
         q_tile = smem.q.smem.index(number % STAGES).reshape([BLOCK_M, BLOCK_D])
         dout_tile = smem.dout.smem.index(number % STAGES).reshape([BLOCK_M, BLOCK_DV])
         wait_full(smem.q, number)
-        scores = warpgroup_mma(k_held, q_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
+        scores = warpgroup_mma(k_held, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
         wait_full(smem.dout, number)
-        dprobs = warpgroup_mma(v_held, dout_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
+        dprobs = warpgroup_mma(v_held, dout_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
         lse = smem.q.numbers.index(number % STAGES).load(QUERY_LAYOUT)  # [BLOCK_M]
         scores = warpgroup_mma_wait(1, deps=[scores])
         probs = exp2(scores * params.score_scale - lse[None, :])  # [KEYS, BLOCK_M]
         if MASKED:
-            probs = hide(probs, key, block * BLOCK_M, sizes)
+            probs = mask_probs(probs, key, block * BLOCK_M, sizes)
         delta = smem.dout.numbers.index(number % STAGES).load(QUERY_LAYOUT)  # [BLOCK_M]
         dprobs = warpgroup_mma_wait(0, deps=[dprobs])
         dscores = (probs * (dprobs - delta[None, :])).to(DTYPE)  # [KEYS, BLOCK_M]
         probs = gl.convert_layout(probs.to(DTYPE), PROBS_LAYOUT)
-        if OF_QUERIES:
+        if HAS_DQ:
             smem.dscores.index(number % 2 * CONSUMERS + W + zero).store(dscores)
         dscores = gl.convert_layout(dscores, DSCORES_LAYOUT)
-        if OF_KEYS:
+        if HAS_DKDV:
             dv = warpgroup_mma(probs, dout_tile, dv, is_async=True)  # [KEYS, BLOCK_DV]
-        if OF_QUERIES:
+        if HAS_DQ:
             fence_async_shared()
             # Behind it both halves of dS are there, and nobody reads those of the block before.
-            meet(5, 128 * CONSUMERS)
-            part = start_queries(number, smem, zero, W)
-            if OF_KEYS:
+            named_barrier_sync(5, 128 * CONSUMERS)
+            part = start_dq(number, smem, zero, W)
+            if HAS_DKDV:
                 dv = warpgroup_mma_wait(CONSUMERS, deps=[dv])
                 release(smem.dout, number)
                 dk = warpgroup_mma(dscores, q_tile, dk, is_async=True)  # [KEYS, BLOCK_D]
@@ -443,12 +443,12 @@ def walk(
             else:
                 part = warpgroup_mma_wait(0, deps=[part])
                 release(smem.dout, number)
-            add_queries(part, place + block, smem, zero, W)
+            add_dq(part, place + block, smem, zero, W)
         else:
             dk = warpgroup_mma(dscores, q_tile, dk, is_async=True)  # [KEYS, BLOCK_D]
             dv = warpgroup_mma_wait(1, deps=[dv])
             release(smem.dout, number)
-        if OF_KEYS:
+        if HAS_DKDV:
             dk = warpgroup_mma_wait(0, deps=[dk])
         release(smem.q, number)
         number += 1
@@ -456,68 +456,68 @@ def walk(
 
 
 @gluon.jit
-def consume_tile(place, number, dk_desc, dv_desc, smem, sizes, params, OF_QUERIES: gl.constexpr, OF_KEYS: gl.constexpr, W: gl.constexpr):
+def consume_tile(work_index, number, dk_desc, dv_desc, smem, sizes, params, HAS_DQ: gl.constexpr, HAS_DKDV: gl.constexpr, W: gl.constexpr):
     """Keys W * KEYS .. W * KEYS + KEYS - 1 of a tile."""
-    tile = tile_at(place, sizes)
+    tile = tile_at(work_index, sizes)
     key = tile.key + W * KEYS
     dk = gl.zeros([KEYS, BLOCK_D], gl.float32, DK_LAYOUT)
     dv = gl.zeros([KEYS, BLOCK_DV], gl.float32, DV_LAYOUT)
-    k_own, v_own = smem.k.index(smem.first_key + W), smem.v.index(smem.first_key + W)
+    k_own, v_own = smem.k.index(smem.kv_slot + W), smem.v.index(smem.kv_slot + W)
     k_held = k_own.reshape([KEYS, BLOCK_D]).load(HELD_LAYOUT)
     v_held = v_own.reshape([KEYS, BLOCK_DV]).load(HELD_LAYOUT)
     head_place = (tile.batch * sizes.kv_heads + tile.kv_head) * sizes.group * sizes.m_tiles
     for _ in range(sizes.group):
         blocks = tile.first, tile.unmasked_first
-        number, dk, dv = walk(blocks, number, dk, dv, k_held, v_held, head_place, key, smem, sizes, params, OF_QUERIES, OF_KEYS, True, W)
+        number, dk, dv = mainloop(blocks, number, dk, dv, k_held, v_held, head_place, key, smem, sizes, params, HAS_DQ, HAS_DKDV, True, W)
         blocks = tile.unmasked_first, tile.unmasked_end
-        number, dk, dv = walk(blocks, number, dk, dv, k_held, v_held, head_place, key, smem, sizes, params, OF_QUERIES, OF_KEYS, False, W)
+        number, dk, dv = mainloop(blocks, number, dk, dv, k_held, v_held, head_place, key, smem, sizes, params, HAS_DQ, HAS_DKDV, False, W)
         head_place += sizes.m_tiles
-    if OF_KEYS:
+    if HAS_DKDV:
         # The gradients leave through the memory of their keys and values, once nobody reads these.
-        meet(7, 128 * CONSUMERS)
+        named_barrier_sync(7, 128 * CONSUMERS)
         k_own.reshape([KEYS, BLOCK_D]).store((dk * params.scale).to(DTYPE))
         v_own.reshape([KEYS, BLOCK_DV]).store(dv.to(DTYPE))
         fence_async_shared()
         async_store(dk_desc, [tile.batch, tile.kv_head, key, 0], k_own)
         async_store(dv_desc, [tile.batch, tile.kv_head, key, 0], v_own)
-    if OF_QUERIES:
+    if HAS_DQ:
         # All warps have added before the count that says so.
         thread_barrier()
         gl.atomic_add(smem.work + 1 + tile.batch * sizes.kv_heads + tile.kv_head, 1, sem="release")
-    if OF_KEYS:
+    if HAS_DKDV:
         tma.store_wait(0)
     return number
 
 
 @gluon.jit
-def consumer(dk_desc, dv_desc, smem, sizes, params, OF_QUERIES: gl.constexpr, OF_KEYS: gl.constexpr, W: gl.constexpr):
-    """One warpgroup, which walks over the tiles of the program."""
+def consumer(dk_desc, dv_desc, smem, sizes, params, HAS_DQ: gl.constexpr, HAS_DKDV: gl.constexpr, W: gl.constexpr):
+    """One warpgroup, which loops over the tiles of the program."""
     number = gl.to_tensor(0)
-    turn = gl.to_tensor(0)
-    place = place_of(smem, turn)
-    while place < sizes.tiles:
-        here = at_keys(smem, turn % 2 * CONSUMERS)
-        number = consume_tile(place, number, dk_desc, dv_desc, here, sizes, params, OF_QUERIES, OF_KEYS, W)
-        mbarrier.arrive(smem.kv_empty.index(turn % 2), count=1)
-        turn += 1
-        place = place_of(smem, turn)
+    iteration = gl.to_tensor(0)
+    work_index = read_work_index(smem, iteration)
+    while work_index < sizes.tiles:
+        here = at_kv_slot(smem, iteration % 2 * CONSUMERS)
+        number = consume_tile(work_index, number, dk_desc, dv_desc, here, sizes, params, HAS_DQ, HAS_DKDV, W)
+        mbarrier.arrive(smem.kv_empty.index(iteration % 2), count=1)
+        iteration += 1
+        work_index = read_work_index(smem, iteration)
 
 
 @gluon.jit
-def doze(NANOSECONDS: gl.constexpr):
+def nanosleep(NANOSECONDS: gl.constexpr):
     """Sleeps."""
     gl.inline_asm_elementwise("nanosleep.u32 $1; mov.u32 $0, 0;", "=r,r", [NANOSECONDS], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def finisher(smem, sizes, params, OF_QUERIES: gl.constexpr):
+def finisher(smem, sizes, params, HAS_DQ: gl.constexpr):
     """The warps that write dQ of blocks of queries as soon as all tiles of their keys are done, while others compute."""
-    if OF_QUERIES:
+    if HAS_DQ:
         of_a_head = sizes.group * sizes.m_tiles
         blocks = sizes.tiles // sizes.n_tiles * of_a_head
         for unit in range(gl.program_id(0), blocks, gl.num_programs(0)):
             while gl.atomic_add(smem.work + 1 + unit // of_a_head, 0, sem="acquire") < CONSUMERS * sizes.n_tiles:
-                doze(200)
+                nanosleep(200)
             finish_block(unit, smem, sizes, params)
 
 
@@ -580,8 +580,8 @@ def flash_bwd_hopper(
     dq_step_b,
     dq_step_h,
     dq_step_m,
-    OF_QUERIES: gl.constexpr,
-    OF_KEYS: gl.constexpr,
+    HAS_DQ: gl.constexpr,
+    HAS_DKDV: gl.constexpr,
 ):
     """Splits the program into two consumers, the producer and the finisher."""
     q_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
@@ -595,9 +595,9 @@ def flash_bwd_hopper(
         v=gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, 1, 1, KEYS, BLOCK_DV], v_desc.layout),
         kv_full=make_barriers(2, 1),
         kv_empty=make_barriers(2, CONSUMERS),
-        places=gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        work_indices=gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         work=work_ptr,
-        first_key=gl.to_tensor(0),
+        kv_slot=gl.to_tensor(0),
         # Two slots, so that one barrier a block is enough.
         dscores=gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, KEYS, BLOCK_M], DSCORES_SHARED),
         sums=sums_ptr,
@@ -608,10 +608,10 @@ def flash_bwd_hopper(
     descs = q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc
     gl.warp_specialize(
         [
-            (consumer, (dk_desc, dv_desc, smem, sizes, params, OF_QUERIES, OF_KEYS, 0)),
-            (consumer, (dk_desc, dv_desc, smem, sizes, params, OF_QUERIES, OF_KEYS, 1)),
+            (consumer, (dk_desc, dv_desc, smem, sizes, params, HAS_DQ, HAS_DKDV, 0)),
+            (consumer, (dk_desc, dv_desc, smem, sizes, params, HAS_DQ, HAS_DKDV, 1)),
             (producer, (descs, smem, sizes)),
-            (finisher, (smem, sizes, params, OF_QUERIES)),
+            (finisher, (smem, sizes, params, HAS_DQ)),
         ],
         [4, 1, 2],
         [240, 24, 24],
@@ -691,7 +691,7 @@ def launches(
     work = torch.empty(rows // 64 * batches * heads + 1, dtype=torch.int32, device=q.device)
     args = (out, dout, lse, lse if dlse is None else dlse, lse_2, deltas, sums, work, *out.stride(), *dout.stride(), heads, n_q, rows)
     args = (*args, dlse is not None, dq is not None)
-    found = [(prepare_rows, (rows // 64 * batches * heads,), args, {"num_warps": 4, "enable_fp_fusion": True})]
+    found = [(preprocess, (rows // 64 * batches * heads,), args, {"num_warps": 4, "enable_fp_fusion": True})]
     args = (
         descriptor(q, 64, 64),
         descriptor(k, 64, 64),

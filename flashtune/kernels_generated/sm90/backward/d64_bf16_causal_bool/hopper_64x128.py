@@ -1,11 +1,11 @@
 """Attention backward for Hopper: one warp copies tiles with TMA, two warpgroups compute, of 64 keys each.
 
-A program holds a tile of keys and walks over the queries of its whole group that see it, in five products. dQ is added up in float32 in
+A program holds a tile of keys and loops over the queries of its whole group that see it, in five products. dQ is added up in float32 in
 memory, from registers, in an order that no two launches share: its last bits vary.
 
 Compiled in: bwd-bf16-d64-causal-bool
-Template: flash_bwd_hopper 2cfc64edee7dd054
-Variant: d3d598f36b48dc62
+Template: flash_bwd_hopper efe383670c6c8f56
+Variant: 85ac03675b4710bc
 Config: BLOCK_M=64 BLOCK_N=128 dq_sums=registers num_stages=2 section=4
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -124,7 +124,7 @@ class SharedStorage(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["heads", "n_q", "rows"])
-def prepare_rows(
+def preprocess(
     out_ptr,
     dout_ptr,
     lse_ptr,
@@ -144,7 +144,7 @@ def prepare_rows(
     n_q,
     rows,
     HAS_DLSE: tl.constexpr,
-    OF_QUERIES: tl.constexpr,
+    HAS_DQ: tl.constexpr,
 ):
     """What the products need of 64 of a head's `rows`: rowsum(dO * O) - dLSE, the LSE in units of log 2, and zeroed sums of dQ.
 
@@ -178,12 +178,12 @@ def prepare_rows(
     place = head_index.to(tl.int64) * rows + start
     tl.store(lse_2_ptr + place + tl.arange(0, ROWS), tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634))
     tl.store(delta_ptr + place + tl.arange(0, ROWS), delta)
-    if OF_QUERIES:
+    if HAS_DQ:
         tl.store(sums_ptr + place * BLOCK_D + tl.arange(0, ROWS * BLOCK_D), tl.zeros([ROWS * BLOCK_D], tl.float32))
 
 
 @triton.jit(do_not_specialize=["heads", "n_q", "m_tiles"])
-def finish_queries(
+def finish_dq(
     sums_ptr,
     dq_ptr,
     stride_dqb,
@@ -248,7 +248,7 @@ def load_rows(desc, corner, numbers_desc, place, pipeline, number):
 
 # Hardware barriers from 5 on are free; Triton uses those before.
 @gluon.jit
-def meet(BARRIER: gl.constexpr, THREADS: gl.constexpr):
+def named_barrier_sync(BARRIER: gl.constexpr, THREADS: gl.constexpr):
     """Waits at a hardware barrier until THREADS threads are there."""
     gl.inline_asm_elementwise("bar.sync $1, $2; mov.u32 $0, 0;", "=r,r,r", [BARRIER, THREADS], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -291,7 +291,7 @@ def tile_at(program, sizes):
 
 
 @gluon.jit
-def hide_bits(probs, key, block, head, sizes, params):
+def apply_mask_bits(probs, key, block, head, sizes, params):
     """0 where a key's bit for a query is 0. Four threads share a key and hold queries 8 i + 2 t + j; t's word has their bits at 2 i + j."""
     offs_n = key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, MASK_BITS_LAYOUT))
     quarter = gl.arange(0, 4, layout=gl.SliceLayout(0, MASK_BITS_LAYOUT))
@@ -317,8 +317,8 @@ def hide_bits(probs, key, block, head, sizes, params):
 
 
 @gluon.jit
-def hide(probs, key, row, sizes):
-    """0 where a query (from `row` on) doesn't see a key (from `key` on). Selected, for what is hidden may be infinite."""
+def mask_probs(probs, key, row, sizes):
+    """0 where a query (from `row` on) doesn't see a key (from `key` on). Selected, for what is masked may be infinite."""
     keys = key + gl.arange(0, KEYS, layout=KEY_LAYOUT)  # [KEYS]
     columns = gl.arange(0, BLOCK_M, layout=QUERY_LAYOUT)[None, :]  # [1, BLOCK_M]
     first = keys - (row + sizes.diagonal)  # [KEYS]
@@ -359,7 +359,7 @@ def producer(descs, smem, sizes):
 
 
 @gluon.jit
-def start_queries(number, smem, zero, W: gl.constexpr):
+def start_dq(number, smem, zero, W: gl.constexpr):
     """Starts this warpgroup's part of dQ, dS K over all keys of the tile."""
     part = gl.zeros([PART_M, PART_D], gl.float32, DQ_LAYOUT)
     for w in gl.static_range(CONSUMERS):
@@ -374,7 +374,7 @@ def start_queries(number, smem, zero, W: gl.constexpr):
 
 
 @gluon.jit
-def add_queries(part, place, smem, zero, W: gl.constexpr):
+def add_dq(part, place, smem, zero, W: gl.constexpr):
     """Adds this warpgroup's part of dQ to the sums of a block."""
     ordered = in_thread_order(part).reshape([PART_M * PART_D])
     start = smem.sums + (place * CONSUMERS + W).to(gl.int64) * (PART_M * PART_D)
@@ -382,7 +382,7 @@ def add_queries(part, place, smem, zero, W: gl.constexpr):
 
 
 @gluon.jit
-def walk(
+def mainloop(
     blocks,
     number,
     dk,
@@ -393,13 +393,13 @@ def walk(
     smem,
     sizes,
     params,
-    OF_QUERIES: gl.constexpr,
-    OF_KEYS: gl.constexpr,
+    HAS_DQ: gl.constexpr,
+    HAS_DKDV: gl.constexpr,
     MASKED: gl.constexpr,
     W: gl.constexpr,
 ):
     """Blocks blocks[0] .. blocks[1]-1 of one head's queries. Every product of a block has ended before the next block begins."""
-    nothing = gl.zeros([KEYS, BLOCK_M], gl.float32, SCORES_LAYOUT)
+    zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, SCORES_LAYOUT)
     for block in range(blocks[0], blocks[1]):
         zero = opaque_zero()
         q_tile = smem.q.smem.index(number % STAGES).reshape([BLOCK_M, BLOCK_D])
@@ -407,30 +407,30 @@ def walk(
         k_tile = smem.k.index(W + zero).reshape([KEYS, BLOCK_D])
         v_tile = smem.v.index(W + zero).reshape([KEYS, BLOCK_DV])
         wait_full(smem.q, number)
-        scores = warpgroup_mma(k_tile, q_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
+        scores = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
         wait_full(smem.dout, number)
-        dprobs = warpgroup_mma(v_tile, dout_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
+        dprobs = warpgroup_mma(v_tile, dout_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
         lse = smem.q.numbers.index(number % STAGES).load(QUERY_LAYOUT)  # [BLOCK_M]
         scores = warpgroup_mma_wait(1, deps=[scores])
         probs = gl.exp2(scores * params.score_scale - lse[None, :])  # [KEYS, BLOCK_M]
-        probs = hide_bits(probs, key, block, head, sizes, params)  # [KEYS, BLOCK_M]
+        probs = apply_mask_bits(probs, key, block, head, sizes, params)  # [KEYS, BLOCK_M]
         if MASKED:
-            probs = hide(probs, key, block * BLOCK_M, sizes)
+            probs = mask_probs(probs, key, block * BLOCK_M, sizes)
         delta = smem.dout.numbers.index(number % STAGES).load(QUERY_LAYOUT)  # [BLOCK_M]
         dprobs = warpgroup_mma_wait(0, deps=[dprobs])
         dscores = (probs * (dprobs - delta[None, :])).to(DTYPE)  # [KEYS, BLOCK_M]
         probs = gl.convert_layout(probs.to(DTYPE), PROBS_LAYOUT)
-        if OF_QUERIES:
+        if HAS_DQ:
             smem.dscores.index(number % 2 * CONSUMERS + W + zero).store(dscores)
         dscores = gl.convert_layout(dscores, DSCORES_LAYOUT)
-        if OF_KEYS:
+        if HAS_DKDV:
             dv = warpgroup_mma(probs, dout_tile, dv, is_async=True)  # [KEYS, BLOCK_DV]
-        if OF_QUERIES:
+        if HAS_DQ:
             fence_async_shared()
             # Behind it both halves of dS are there, and nobody reads those of the block before.
-            meet(5, 128 * CONSUMERS)
-            part = start_queries(number, smem, zero, W)
-            if OF_KEYS:
+            named_barrier_sync(5, 128 * CONSUMERS)
+            part = start_dq(number, smem, zero, W)
+            if HAS_DKDV:
                 dv = warpgroup_mma_wait(CONSUMERS, deps=[dv])
                 release(smem.dout, number)
                 dk = warpgroup_mma(dscores, q_tile, dk, is_async=True)  # [KEYS, BLOCK_D]
@@ -438,12 +438,12 @@ def walk(
             else:
                 part = warpgroup_mma_wait(0, deps=[part])
                 release(smem.dout, number)
-            add_queries(part, place + block, smem, zero, W)
+            add_dq(part, place + block, smem, zero, W)
         else:
             dk = warpgroup_mma(dscores, q_tile, dk, is_async=True)  # [KEYS, BLOCK_D]
             dv = warpgroup_mma_wait(1, deps=[dv])
             release(smem.dout, number)
-        if OF_KEYS:
+        if HAS_DKDV:
             dk = warpgroup_mma_wait(0, deps=[dk])
         release(smem.q, number)
         number += 1
@@ -451,7 +451,7 @@ def walk(
 
 
 @gluon.jit
-def consumer(dk_desc, dv_desc, smem, sizes, params, OF_QUERIES: gl.constexpr, OF_KEYS: gl.constexpr, W: gl.constexpr):
+def consumer(dk_desc, dv_desc, smem, sizes, params, HAS_DQ: gl.constexpr, HAS_DKDV: gl.constexpr, W: gl.constexpr):
     """One warpgroup: keys W * KEYS .. W * KEYS + KEYS - 1 of the program's tile."""
     tile = tile_at(gl.program_id(0), sizes)
     key = tile.key + W * KEYS
@@ -463,13 +463,13 @@ def consumer(dk_desc, dv_desc, smem, sizes, params, OF_QUERIES: gl.constexpr, OF
     for member in range(sizes.group):
         head = head_at(tile, member, sizes, params)
         blocks = tile.first, tile.unmasked_first
-        number, dk, dv = walk(blocks, number, dk, dv, head_place, head, key, smem, sizes, params, OF_QUERIES, OF_KEYS, True, W)
+        number, dk, dv = mainloop(blocks, number, dk, dv, head_place, head, key, smem, sizes, params, HAS_DQ, HAS_DKDV, True, W)
         blocks = tile.unmasked_first, tile.unmasked_end
-        number, dk, dv = walk(blocks, number, dk, dv, head_place, head, key, smem, sizes, params, OF_QUERIES, OF_KEYS, False, W)
+        number, dk, dv = mainloop(blocks, number, dk, dv, head_place, head, key, smem, sizes, params, HAS_DQ, HAS_DKDV, False, W)
         head_place += sizes.m_tiles
-    if OF_KEYS:
+    if HAS_DKDV:
         # The gradients leave through the memory of their keys and values, once nobody reads these.
-        meet(7, 128 * CONSUMERS)
+        named_barrier_sync(7, 128 * CONSUMERS)
         smem.k.index(W).reshape([KEYS, BLOCK_D]).store((dk * params.scale).to(DTYPE))
         smem.v.index(W).reshape([KEYS, BLOCK_DV]).store(dv.to(DTYPE))
         fence_async_shared()
@@ -514,8 +514,8 @@ def flash_bwd_hopper(
     mask_bits_ptr,
     mask_by_batch,
     mask_by_head,
-    OF_QUERIES: gl.constexpr,
-    OF_KEYS: gl.constexpr,
+    HAS_DQ: gl.constexpr,
+    HAS_DKDV: gl.constexpr,
 ):
     """Splits the program into two consumers and the producer."""
     q_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
@@ -538,8 +538,8 @@ def flash_bwd_hopper(
     descs = q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc
     gl.warp_specialize(
         [
-            (consumer, (dk_desc, dv_desc, smem, sizes, params, OF_QUERIES, OF_KEYS, 0)),
-            (consumer, (dk_desc, dv_desc, smem, sizes, params, OF_QUERIES, OF_KEYS, 1)),
+            (consumer, (dk_desc, dv_desc, smem, sizes, params, HAS_DQ, HAS_DKDV, 0)),
+            (consumer, (dk_desc, dv_desc, smem, sizes, params, HAS_DQ, HAS_DKDV, 1)),
             (producer, (descs, smem, sizes)),
         ],
         [4, 1],
@@ -574,8 +574,8 @@ def pack_mask(mask_ptr, mask_bits_ptr, m_b, m_h, m_m, m_n, heads, n_q, n_kv, row
     offs_n = tl.arange(0, BLOCK_N)
     columns = block * BLOCK_N + offs_n
     source = mask_ptr + (matrix // heads).to(tl.int64) * m_b + (matrix % heads).to(tl.int64) * m_h
-    places = offs_m.to(tl.int64)[:, None] * m_m + columns.to(tl.int64)[None, :] * m_n
-    allowed = tl.load(source + places, mask=(offs_m < n_q)[:, None] & (columns < n_kv)[None, :], other=0) != 0  # [64, BLOCK_N]
+    offsets = offs_m.to(tl.int64)[:, None] * m_m + columns.to(tl.int64)[None, :] * m_n
+    allowed = tl.load(source + offsets, mask=(offs_m < n_q)[:, None] & (columns < n_kv)[None, :], other=0) != 0  # [64, BLOCK_N]
     bits = allowed.to(mask_bits_ptr.dtype.element_ty) << (offs_n // 8 * 2 + offs_n % 2).to(mask_bits_ptr.dtype.element_ty)[None, :]
     words = tl.sum(tl.sum(bits.reshape([64, BLOCK_N // 8, 4, 2]), 3), 1)  # [64, 4]
     target = mask_bits_ptr + (program // row_tiles).to(tl.int64) * rows * 4 + offs_m[:, None] * 4 + tl.arange(0, 4)[None, :]
@@ -642,13 +642,13 @@ def launches(
 
     args = (out, dout, lse, lse if dlse is None else dlse, lse_2, deltas, sums, *out.stride(), *dout.stride(), heads, n_q, rows)
     args = (*args, dlse is not None, dq is not None)
-    found = [(prepare_rows, (rows // 64 * batches * heads,), args, {"num_warps": 4, "enable_fp_fusion": True})]
+    found = [(preprocess, (rows // 64 * batches * heads,), args, {"num_warps": 4, "enable_fp_fusion": True})]
     # Keys as rows.
     matrices = mask[: None if mask.stride(0) else 1, : None if mask.stride(1) else 1].view(torch.uint8)
     keys = n_tiles * 128
     mask_bits = torch.empty((*matrices.shape[:2], m_tiles, keys, 4), dtype=torch.int16, device=q.device)
-    places = matrices.stride(0), matrices.stride(1), matrices.stride(3), matrices.stride(2)
-    args = (matrices, mask_bits, *places, matrices.shape[1], n_kv, n_q, keys, 64)
+    strides = matrices.stride(0), matrices.stride(1), matrices.stride(3), matrices.stride(2)
+    args = (matrices, mask_bits, *strides, matrices.shape[1], n_kv, n_q, keys, 64)
     found.append((pack_mask, (mask_bits.numel() // 256,), args, {"enable_fp_fusion": True}))
     args = (
         descriptor(q, 64, 64),
@@ -679,7 +679,7 @@ def launches(
     found.append((flash_bwd_hopper, (n_tiles * batches * kv_heads,), args, {"num_warps": 4, "enable_fp_fusion": True}))
     if dq is not None:
         args = (sums, dq, *dq.stride(), heads, n_q, m_tiles, scale)
-        found.append((finish_queries, (m_tiles * batches * heads,), args, {"num_warps": 4, "enable_fp_fusion": True}))
+        found.append((finish_dq, (m_tiles * batches * heads,), args, {"num_warps": 4, "enable_fp_fusion": True}))
     return found
 
 

@@ -1,11 +1,11 @@
 """Attention backward for Hopper: one warp copies tiles with TMA, two warpgroups compute, of 64 keys each.
 
-A program holds a tile of keys and walks over the queries of its whole group that see it, in five products. dQ is added up in float32 in
+A program holds a tile of keys and loops over the queries of its whole group that see it, in five products. dQ is added up in float32 in
 memory, from registers, in an order that no two launches share: its last bits vary.
 
 Compiled in: bwd-bf16-d64-causal-dbias-bias
-Template: flash_bwd_hopper c0f5ebc0706eb5b8
-Variant: 71ef18e8c59a20db
+Template: flash_bwd_hopper 49333ef96e1dc5c1
+Variant: b7aada3580cd5934
 Config: BLOCK_M=64 BLOCK_N=128 dq_sums=registers held=both num_stages=2 section=4
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -112,7 +112,7 @@ class SharedStorage(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["heads", "n_q", "rows"])
-def prepare_rows(
+def preprocess(
     out_ptr,
     dout_ptr,
     lse_ptr,
@@ -132,7 +132,7 @@ def prepare_rows(
     n_q,
     rows,
     HAS_DLSE: tl.constexpr,
-    OF_QUERIES: tl.constexpr,
+    HAS_DQ: tl.constexpr,
 ):
     """What the products need of 64 of a head's `rows`: rowsum(dO * O) - dLSE, the LSE in units of log 2, and zeroed sums of dQ.
 
@@ -166,12 +166,12 @@ def prepare_rows(
     place = head_index.to(tl.int64) * rows + start
     tl.store(lse_2_ptr + place + tl.arange(0, ROWS), tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634))
     tl.store(delta_ptr + place + tl.arange(0, ROWS), delta)
-    if OF_QUERIES:
+    if HAS_DQ:
         tl.store(sums_ptr + place * BLOCK_D + tl.arange(0, ROWS * BLOCK_D), tl.zeros([ROWS * BLOCK_D], tl.float32))
 
 
 @triton.jit(do_not_specialize=["heads", "n_q", "m_tiles"])
-def finish_queries(
+def finish_dq(
     sums_ptr,
     dq_ptr,
     stride_dqb,
@@ -225,18 +225,18 @@ def release(pipeline, number):
 
 
 @gluon.jit
-def load_rows(desc, corner, numbers_desc, place, pipeline, number, BESIDE: gl.constexpr = 0):
-    """Starts the copy of a block of rows and of their numbers as soon as its stage is empty, which waits for BESIDE bytes more."""
+def load_rows(desc, corner, numbers_desc, place, pipeline, number, EXTRA_BYTES: gl.constexpr = 0):
+    """Starts the copy of a block of rows and of their numbers as soon as its stage is empty, which waits for EXTRA_BYTES bytes more."""
     stage = number % STAGES
     mbarrier.wait(pipeline.empty.index(stage), number // STAGES & 1 ^ 1)
-    mbarrier.expect(pipeline.full.index(stage), desc.block_type.nbytes + numbers_desc.block_type.nbytes + BESIDE)
+    mbarrier.expect(pipeline.full.index(stage), desc.block_type.nbytes + numbers_desc.block_type.nbytes + EXTRA_BYTES)
     async_load(desc, corner, pipeline.full.index(stage), pipeline.smem.index(stage))
     async_load(numbers_desc, [place], pipeline.full.index(stage), pipeline.numbers.index(stage))
 
 
 # Hardware barriers from 5 on are free; Triton uses those before.
 @gluon.jit
-def meet(BARRIER: gl.constexpr, THREADS: gl.constexpr):
+def named_barrier_sync(BARRIER: gl.constexpr, THREADS: gl.constexpr):
     """Waits at a hardware barrier until THREADS threads are there."""
     gl.inline_asm_elementwise("bar.sync $1, $2; mov.u32 $0, 0;", "=r,r,r", [BARRIER, THREADS], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -279,8 +279,8 @@ def tile_at(program, sizes):
 
 
 @gluon.jit
-def hide(probs, key, row, sizes):
-    """0 where a query (from `row` on) doesn't see a key (from `key` on). Selected, for what is hidden may be infinite."""
+def mask_probs(probs, key, row, sizes):
+    """0 where a query (from `row` on) doesn't see a key (from `key` on). Selected, for what is masked may be infinite."""
     keys = key + gl.arange(0, KEYS, layout=KEY_LAYOUT)  # [KEYS]
     columns = gl.arange(0, BLOCK_M, layout=QUERY_LAYOUT)[None, :]  # [1, BLOCK_M]
     first = keys - (row + sizes.diagonal)  # [KEYS]
@@ -318,7 +318,7 @@ def producer(descs, smem, sizes):
 
 
 @gluon.jit
-def start_queries(number, smem, zero, W: gl.constexpr):
+def start_dq(number, smem, zero, W: gl.constexpr):
     """Starts this warpgroup's part of dQ, dS K over all keys of the tile."""
     part = gl.zeros([PART_M, PART_D], gl.float32, DQ_LAYOUT)
     for w in gl.static_range(CONSUMERS):
@@ -333,7 +333,7 @@ def start_queries(number, smem, zero, W: gl.constexpr):
 
 
 @gluon.jit
-def add_queries(part, place, smem, zero, W: gl.constexpr):
+def add_dq(part, place, smem, zero, W: gl.constexpr):
     """Adds this warpgroup's part of dQ to the sums of a block."""
     ordered = in_thread_order(part).reshape([PART_M * PART_D])
     start = smem.sums + (place * CONSUMERS + W).to(gl.int64) * (PART_M * PART_D)
@@ -341,7 +341,7 @@ def add_queries(part, place, smem, zero, W: gl.constexpr):
 
 
 @gluon.jit
-def walk(
+def mainloop(
     blocks,
     number,
     dk,
@@ -353,23 +353,23 @@ def walk(
     smem,
     sizes,
     params,
-    OF_QUERIES: gl.constexpr,
-    OF_KEYS: gl.constexpr,
+    HAS_DQ: gl.constexpr,
+    HAS_DKDV: gl.constexpr,
     MASKED: gl.constexpr,
     W: gl.constexpr,
 ):
     """Blocks blocks[0] .. blocks[1]-1 of one head's queries. Every product of a block has ended before the next block begins."""
-    nothing = gl.zeros([KEYS, BLOCK_M], gl.float32, SCORES_LAYOUT)
+    zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, SCORES_LAYOUT)
     for block in range(blocks[0], blocks[1]):
         zero = opaque_zero()
         q_tile = smem.q.smem.index(number % STAGES).reshape([BLOCK_M, BLOCK_D])
         dout_tile = smem.dout.smem.index(number % STAGES).reshape([BLOCK_M, BLOCK_DV])
         wait_full(smem.q, number)
-        scores = warpgroup_mma(k_held, q_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
+        scores = warpgroup_mma(k_held, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
         wait_full(smem.dout, number)
-        dprobs = warpgroup_mma(v_held, dout_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
+        dprobs = warpgroup_mma(v_held, dout_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
         lse = smem.q.numbers.index(number % STAGES).load(QUERY_LAYOUT)  # [BLOCK_M]
-        # Of queries and keys past the ends it is 0: their scores are hidden or meet an LSE of +inf.
+        # Of queries and keys past the ends it is 0: their scores are masked or meet an LSE of +inf.
         bias_tile = smem.bias.index(number % STAGES * CONSUMERS + W).reshape([BLOCK_M, KEYS])
         bias = bias_tile.permute((1, 0)).load(SCORES_LAYOUT)  # [KEYS, BLOCK_M]
         scores = warpgroup_mma_wait(1, deps=[scores])
@@ -377,22 +377,22 @@ def walk(
         # Two multiplications with an addition each, for one that waits for the product.
         probs = gl.exp2(scores + (bias.to(gl.float32) * 1.4426950408889634 - lse[None, :]))  # [KEYS, BLOCK_M]
         if MASKED:
-            probs = hide(probs, key, block * BLOCK_M, sizes)
+            probs = mask_probs(probs, key, block * BLOCK_M, sizes)
         delta = smem.dout.numbers.index(number % STAGES).load(QUERY_LAYOUT)  # [BLOCK_M]
         dprobs = warpgroup_mma_wait(0, deps=[dprobs])
         dscores = (probs * (dprobs - delta[None, :])).to(DTYPE)  # [KEYS, BLOCK_M]
         probs = gl.convert_layout(probs.to(DTYPE), PROBS_LAYOUT)
-        if OF_QUERIES:
+        if HAS_DQ:
             smem.dscores.index(number % 2 * CONSUMERS + W + zero).store(dscores)
         dscores = gl.convert_layout(dscores, DSCORES_LAYOUT)
-        if OF_KEYS:
+        if HAS_DKDV:
             dv = warpgroup_mma(probs, dout_tile, dv, is_async=True)  # [KEYS, BLOCK_DV]
-        if OF_QUERIES:
+        if HAS_DQ:
             fence_async_shared()
             # Behind it both halves of dS are there, and nobody reads those of the block before.
-            meet(5, 128 * CONSUMERS)
-            part = start_queries(number, smem, zero, W)
-            if OF_KEYS:
+            named_barrier_sync(5, 128 * CONSUMERS)
+            part = start_dq(number, smem, zero, W)
+            if HAS_DKDV:
                 dv = warpgroup_mma_wait(CONSUMERS, deps=[dv])
                 release(smem.dout, number)
                 dk = warpgroup_mma(dscores, q_tile, dk, is_async=True)  # [KEYS, BLOCK_D]
@@ -400,12 +400,12 @@ def walk(
             else:
                 part = warpgroup_mma_wait(0, deps=[part])
                 release(smem.dout, number)
-            add_queries(part, place + block, smem, zero, W)
+            add_dq(part, place + block, smem, zero, W)
         else:
             dk = warpgroup_mma(dscores, q_tile, dk, is_async=True)  # [KEYS, BLOCK_D]
             dv = warpgroup_mma_wait(1, deps=[dv])
             release(smem.dout, number)
-        if OF_KEYS:
+        if HAS_DKDV:
             dk = warpgroup_mma_wait(0, deps=[dk])
         release(smem.q, number)
         number += 1
@@ -413,7 +413,7 @@ def walk(
 
 
 @gluon.jit
-def consumer(dk_desc, dv_desc, smem, sizes, params, OF_QUERIES: gl.constexpr, OF_KEYS: gl.constexpr, W: gl.constexpr):
+def consumer(dk_desc, dv_desc, smem, sizes, params, HAS_DQ: gl.constexpr, HAS_DKDV: gl.constexpr, W: gl.constexpr):
     """One warpgroup: keys W * KEYS .. W * KEYS + KEYS - 1 of the program's tile."""
     tile = tile_at(gl.program_id(0), sizes)
     key = tile.key + W * KEYS
@@ -426,13 +426,13 @@ def consumer(dk_desc, dv_desc, smem, sizes, params, OF_QUERIES: gl.constexpr, OF
     head_place = (tile.batch * sizes.kv_heads + tile.kv_head) * sizes.group * sizes.m_tiles
     for _ in range(sizes.group):
         blocks = tile.first, tile.unmasked_first
-        number, dk, dv = walk(blocks, number, dk, dv, k_held, v_held, head_place, key, smem, sizes, params, OF_QUERIES, OF_KEYS, True, W)
+        number, dk, dv = mainloop(blocks, number, dk, dv, k_held, v_held, head_place, key, smem, sizes, params, HAS_DQ, HAS_DKDV, True, W)
         blocks = tile.unmasked_first, tile.unmasked_end
-        number, dk, dv = walk(blocks, number, dk, dv, k_held, v_held, head_place, key, smem, sizes, params, OF_QUERIES, OF_KEYS, False, W)
+        number, dk, dv = mainloop(blocks, number, dk, dv, k_held, v_held, head_place, key, smem, sizes, params, HAS_DQ, HAS_DKDV, False, W)
         head_place += sizes.m_tiles
-    if OF_KEYS:
+    if HAS_DKDV:
         # The gradients leave through the memory of their keys and values, once nobody reads these.
-        meet(7, 128 * CONSUMERS)
+        named_barrier_sync(7, 128 * CONSUMERS)
         smem.k.index(W).reshape([KEYS, BLOCK_D]).store((dk * params.scale).to(DTYPE))
         smem.v.index(W).reshape([KEYS, BLOCK_DV]).store(dv.to(DTYPE))
         fence_async_shared()
@@ -481,8 +481,8 @@ def flash_bwd_hopper(
     diagonal,
     scale,
     score_scale,
-    OF_QUERIES: gl.constexpr,
-    OF_KEYS: gl.constexpr,
+    HAS_DQ: gl.constexpr,
+    HAS_DKDV: gl.constexpr,
 ):
     """Splits the program into two consumers and the producer."""
     q_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
@@ -506,8 +506,8 @@ def flash_bwd_hopper(
     descs = q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, bias_desc
     gl.warp_specialize(
         [
-            (consumer, (dk_desc, dv_desc, smem, sizes, params, OF_QUERIES, OF_KEYS, 0)),
-            (consumer, (dk_desc, dv_desc, smem, sizes, params, OF_QUERIES, OF_KEYS, 1)),
+            (consumer, (dk_desc, dv_desc, smem, sizes, params, HAS_DQ, HAS_DKDV, 0)),
+            (consumer, (dk_desc, dv_desc, smem, sizes, params, HAS_DQ, HAS_DKDV, 1)),
             (producer, (descs, smem, sizes)),
         ],
         [4, 1],
@@ -554,13 +554,13 @@ def row_deltas(
     out_tile = tl.load(out_ptrs, mask=in_tile, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_DV]
     dout_tile = tl.load(dout_ptrs, mask=in_tile, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_DV]
     delta = tl.sum(out_tile * dout_tile, 1)  # [BLOCK_M]
-    row_place = head_index.to(tl.int64) * n_q
+    row_offset = head_index.to(tl.int64) * n_q
     if HAS_DLSE:
         # What flows to the LSE of a row that sees no key goes no further.
-        lse = tl.load(lse_ptr + row_place + rows, mask=in_rows, other=0.0)  # [BLOCK_M]
-        dlse = tl.load(dlse_ptr + row_place + rows, mask=in_rows, other=0.0)  # [BLOCK_M]
+        lse = tl.load(lse_ptr + row_offset + rows, mask=in_rows, other=0.0)  # [BLOCK_M]
+        dlse = tl.load(dlse_ptr + row_offset + rows, mask=in_rows, other=0.0)  # [BLOCK_M]
         delta -= tl.where(lse == float("-inf"), 0.0, dlse)  # [BLOCK_M]
-    tl.store(delta_ptr + row_place + rows, delta, mask=in_rows)
+    tl.store(delta_ptr + row_offset + rows, delta, mask=in_rows)
 
 
 @triton.jit(
@@ -627,7 +627,7 @@ def score_gradients(
 ):
     """The gradient of a tile of what is added to scores, or one of its `parts`.
 
-    Where it repeats over batches, heads, rows or columns, the program walks over all of these, adds up in float32 in one order, and nothing
+    Where it repeats over batches, heads, rows or columns, the program loops over all of these, adds up in float32 in one order, and nothing
     is added up in memory.
     """
     BLOCK_M: tl.constexpr = 128
@@ -721,7 +721,7 @@ def score_gradients(
         scores = scores * score_scale  # [BLOCK_M, BLOCK_N]
         scores = scores + mask_tile.to(tl.float32) * 1.4426950408889634  # [BLOCK_M, BLOCK_N]
         probs = tl.exp2(scores - lse[:, None])  # [BLOCK_M, BLOCK_N]
-        # A hidden score may exceed the row's LSE by far: its exponential may be infinite, and 0 times that is NaN.
+        # A masked score may exceed the row's LSE by far: its exponential may be infinite, and 0 times that is NaN.
         last_seen = rows + diagonal  # [BLOCK_M]
         visible = columns[None, :] <= last_seen[:, None]  # [BLOCK_M, BLOCK_N]
         visible &= (columns < n_kv)[None, :]  # [BLOCK_M, BLOCK_N]
@@ -791,20 +791,20 @@ def accepts(q, k, v, mask):
     return fits and mask.element_size() <= 2
 
 
-def in_place(bias):
+def copyable(bias):
     """Whether the copy engine can take the bias from where it is."""
     rows = all(size == 1 or (step > 0 and step % 8 == 0) for size, step in zip(bias.shape[:3], bias.stride()[:3], strict=True))
     return rows and bias.data_ptr() % 16 == 0 and bias.stride(3) == 1
 
 
-def without_repeats(bias):
+def compact_bias(bias):
     """The bias with one of each batch and head that it repeats and a tile of repeated rows or columns, as the copy engine can take it."""
     bias = bias[tuple(slice(None if stride else most) for stride, most in zip(bias.stride(), (1, 1, 128, 128), strict=True))]
-    if not in_place(bias):
-        room = torch.empty(*bias.shape[:3], -(-bias.shape[3] // 8) * 8, dtype=bias.dtype, device=bias.device)
-        room[..., : bias.shape[3]] = bias
+    if not copyable(bias):
+        padded = torch.empty(*bias.shape[:3], -(-bias.shape[3] // 8) * 8, dtype=bias.dtype, device=bias.device)
+        padded[..., : bias.shape[3]] = bias
         # What is past the bias's columns is past the last key, which no query sees.
-        bias = room
+        bias = padded
     return bias
 
 
@@ -815,7 +815,7 @@ def counts_needed(q, k):
 
 def records(q, k, v, mask, scale):
     """Whether `launches` computes nothing from tensors like these, so that what it makes of them on the meta device can be replayed."""
-    return in_place(without_repeats(mask))
+    return copyable(compact_bias(mask))
 
 
 def descriptor(tensor, rows, columns):
@@ -870,7 +870,7 @@ def launches(
 
     args = (out, dout, lse, lse if dlse is None else dlse, lse_2, deltas, sums, *out.stride(), *dout.stride(), heads, n_q, rows)
     args = (*args, dlse is not None, dq is not None)
-    found = [(prepare_rows, (rows // 64 * batches * heads,), args, {"num_warps": 4, "enable_fp_fusion": True})]
+    found = [(preprocess, (rows // 64 * batches * heads,), args, {"num_warps": 4, "enable_fp_fusion": True})]
     args = (
         descriptor(q, 64, 64),
         descriptor(k, 64, 64),
@@ -880,7 +880,7 @@ def launches(
         numbers_of(deltas),
         descriptor(k if dk is None else dk, 64, 64),
         descriptor(v if dv is None else dv, 64, 64),
-        descriptor(without_repeats(mask), 64, 64),
+        descriptor(compact_bias(mask), 64, 64),
         sums,
         n_q,
         n_kv,
@@ -899,7 +899,7 @@ def launches(
     found.append((flash_bwd_hopper, (n_tiles * batches * kv_heads,), args, {"num_warps": 4, "enable_fp_fusion": True}))
     if dq is not None:
         args = (sums, dq, *dq.stride(), heads, n_q, m_tiles, scale)
-        found.append((finish_queries, (m_tiles * batches * heads,), args, {"num_warps": 4, "enable_fp_fusion": True}))
+        found.append((finish_dq, (m_tiles * batches * heads,), args, {"num_warps": 4, "enable_fp_fusion": True}))
     if dq is None and dk is None:
         # Nothing of what goes before is needed.
         found.clear()

@@ -5,8 +5,8 @@ Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
 Compiled in: fwd-bf16-d128-causal-dropout
-Template: flash_fwd_hopper b4ff9d33b5762e22
-Variant: b49bb52938e2e9e4
+Template: flash_fwd_hopper 54969d1665e9e5be
+Variant: c6518a0a62373b71
 Config: BLOCK_M=128 BLOCK_N=128 ctas_per_sm=1 intra_wg_overlap=1 maximum=running num_stages=2 order=drawn pingpong=False section=8
 tiles=chained
 
@@ -56,7 +56,7 @@ LN_2 = gl.constexpr(0.6931471805599453)
 
 
 class Divisor(NamedTuple):
-    """The factor and the shift by which `divide` divides."""
+    """The factor and the shift by which `fast_divide` divides."""
 
     magic: gl.tensor
     shift: gl.tensor
@@ -167,15 +167,15 @@ def release(pipeline, number, pred=True):
 
 
 @gluon.jit
-def start_scores(q_tile, k_tile):
+def start_qk(q_tile, k_tile):
     """Starts Q K^T on the tensor cores."""
-    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES_LAYOUT)
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES_LAYOUT)
     k_tile = k_tile.reshape([BLOCK_N, BLOCK_D]).permute((1, 0))
-    return warpgroup_mma(q_tile.reshape([ROWS, BLOCK_D]), k_tile, nothing, use_acc=False, is_async=True)  # [ROWS, BLOCK_N]
+    return warpgroup_mma(q_tile.reshape([ROWS, BLOCK_D]), k_tile, zeros, use_acc=False, is_async=True)  # [ROWS, BLOCK_N]
 
 
 @gluon.jit
-def start_values(p_tile, v_tile, acc):
+def start_pv(p_tile, v_tile, acc):
     """Starts acc + P V on the tensor cores."""
     return warpgroup_mma(unpack(p_tile), v_tile.reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)  # [ROWS, BLOCK_DV]
 
@@ -209,7 +209,7 @@ def read_work_index(pipeline, iteration):
 
 
 @gluon.jit
-def divide(number, divisor):
+def fast_divide(number, divisor):
     """number // divisor, for 0 <= number < 2^31, as a product (Granlund and Montgomery, PLDI 1994)."""
     return (number.to(gl.int64) * divisor.magic >> divisor.shift).to(gl.int32)
 
@@ -217,21 +217,21 @@ def divide(number, divisor):
 @gluon.jit
 def tile_at(work_index, sizes):
     """The tile of a work index."""
-    section = divide(work_index, sizes.section_divisor)
+    section = fast_divide(work_index, sizes.section_divisor)
     # A section of heads goes row tile by row tile, so that its keys and values stay in L2; the last one has the heads that are left.
     within = work_index - section * (sizes.m_tiles * SECTION)
     left = sizes.batches * sizes.heads - section * SECTION
-    m_tile = gl.where(left >= SECTION, within // SECTION, divide(within, sizes.last_divisor))
+    m_tile = gl.where(left >= SECTION, within // SECTION, fast_divide(within, sizes.last_divisor))
     place = section * SECTION + within - m_tile * gl.minimum(left, SECTION)
     # The longest first.
     m_tile = sizes.m_tiles - 1 - m_tile
-    batch = divide(place, sizes.inner_divisor)
+    batch = fast_divide(place, sizes.inner_divisor)
     head = place - batch * sizes.heads
     return TileCoord(batch, head, m_tile * BLOCK_M)
 
 
 @gluon.jit
-def blocks_of(row, NUMBER: gl.constexpr, sizes):
+def block_range(row, NUMBER: gl.constexpr, sizes):
     """The key blocks that NUMBER rows from `row` on may see."""
     n_kv = sizes.n_kv
     end = (n_kv + BLOCK_N - 1) // BLOCK_N
@@ -251,7 +251,7 @@ def blocks_of(row, NUMBER: gl.constexpr, sizes):
 
 
 @gluon.jit
-def load_values(v_desc, coord, block, pipeline):
+def load_v(v_desc, coord, block, pipeline):
     """Starts the copy of a value block as soon as its stage is empty; the row of `coord` is that of its first key."""
     wait_empty(pipeline, block)
     stage = block % STAGES
@@ -268,7 +268,7 @@ def load_tile(
     q_desc, k_desc, v_desc = descs
     coord = tile_at(work_index, sizes)
     kv_head = coord.head // sizes.kv_group
-    blocks = blocks_of(coord.row, BLOCK_M, sizes)
+    blocks = block_range(coord.row, BLOCK_M, sizes)
     for n in range(blocks.end - blocks.first):
         column = (blocks.end - 1 - n) * BLOCK_N
         wait_empty(smem.k, block)
@@ -277,7 +277,7 @@ def load_tile(
         async_load(k_desc, [coord.batch, kv_head, column, 0], smem.k.full.index(stage), smem.k.smem.index(stage))
         if block > 0:
             # Before the queries, for these values are wanted first.
-            load_values(v_desc, values, block - 1, smem.v)
+            load_v(v_desc, values, block - 1, smem.v)
         if n == 0:
             for w in gl.static_range(CONSUMERS):
                 slot = iteration % 2 * CONSUMERS + w
@@ -304,7 +304,7 @@ def producer(descs, counter_ptr, smem, sizes):
     while work_index < tiles:
         work_index, block, values = load_tile(iteration, work_index, block, values, descs, counter_ptr, smem, sizes)
         iteration += 1
-    load_values(descs[2], values, block - 1, smem.v)
+    load_v(descs[2], values, block - 1, smem.v)
 
 
 @gluon.jit
@@ -346,14 +346,14 @@ def mask_scores(scores, mask_bits):
 
 
 @gluon.jit
-def shape_scores(scores, coord, column, unmasked, sizes, params):
-    """What happens to the raw scores of the block that begins at `column`; -inf hides a key.
+def modify_scores(scores, coord, column, unmasked, sizes, params):
+    """What happens to the raw scores of the block that begins at `column`; -inf masks a key.
 
     `unmasked` spares the look at the edges.
     """
     if not unmasked:
-        centre = coord.row + sizes.diagonal - column + gl.arange(0, ROWS, layout=ROW_LAYOUT)
-        end = gl.minimum(centre + 1, sizes.n_kv - column)  # [ROWS]
+        diagonal = coord.row + sizes.diagonal - column + gl.arange(0, ROWS, layout=ROW_LAYOUT)
+        end = gl.minimum(diagonal + 1, sizes.n_kv - column)  # [ROWS]
         visible = bits_before(end)  # [ROWS, 4]
         scores = mask_scores(scores, visible)
     return scores  # [ROWS, BLOCK_N]
@@ -370,18 +370,18 @@ def quarter_sums(probs):
 def online_softmax(scores, row_max, row_sum, scale, GUARD: gl.constexpr):
     """One block of the online softmax in base 2: its probs, the factor for what came before, the new maximum and sum."""
     new_max = gl.maximum(row_max, gl.max(scores, 1) * scale)  # [ROWS]
-    centre = new_max
+    shift = new_max
     if GUARD:
         # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
-        centre = gl.where(new_max == float("-inf"), 0.0, new_max)
-    rescale = gl.exp2(row_max - centre)  # [ROWS]
-    probs = gl.exp2(scores * scale - centre[:, None])  # [ROWS, BLOCK_N]
+        shift = gl.where(new_max == float("-inf"), 0.0, new_max)
+    rescale = gl.exp2(row_max - shift)  # [ROWS]
+    probs = gl.exp2(scores * scale - shift[:, None])  # [ROWS, BLOCK_N]
     row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + quarter_sums(probs)
     return probs, rescale, new_max, row_sum
 
 
 @gluon.jit
-def draw(coord, column, sizes, params):
+def random_words(coord, column, sizes, params):
     """Random bits for two columns at a time: Philox4x32-7 (Salmon et al., SC 2011) of absolute row, column and head.
 
     One call draws for the sixteen pairs (row, row + 8) x (column, column + 1) x (columns + 0, 8, 16, 24), which one thread holds,
@@ -411,12 +411,12 @@ def draw(coord, column, sizes, params):
     high = gl.where(local_n // 4 % 2 == 0, c2, c3)  # [ROWS, BLOCK_N // 2]
     word = gl.where(local_n // 8 % 2 == 0, low, high)  # [ROWS, BLOCK_N // 2]
     # In assembly, or the compiler shifts a product by multiplying once more.
-    turned = gl.inline_asm_elementwise("shf.l.wrap.b32 $0, $1, $1, 8;", "=r,r", [word], dtype=gl.uint32, is_pure=True, pack=1)
-    return gl.where(local_m // 8 % 2 == 0, word, turned)  # [ROWS, BLOCK_N // 2]
+    rotated = gl.inline_asm_elementwise("shf.l.wrap.b32 $0, $1, $1, 8;", "=r,r", [word], dtype=gl.uint32, is_pure=True, pack=1)
+    return gl.where(local_m // 8 % 2 == 0, word, rotated)  # [ROWS, BLOCK_N // 2]
 
 
 @gluon.jit
-def kept(draws, params):
+def keep_mask(words, params):
     """A half word of ones for each pair that is kept and of zeros for each that is dropped, two columns to a word.
 
     Fifteen bits read as fp16 are in the order of the integers that they are up to infinity; past it they are NaN, for which `geu` holds.
@@ -427,16 +427,16 @@ def kept(draws, params):
     sides = (16384 - threshold) >> 31
     bounds = gl.where(sides < 0, 32768 - threshold, threshold) * 0x10001
     compare: gl.constexpr = "{ .reg .b32 draw; abs.f16x2 draw, $1; set.geu.u32.f16x2 draw, draw, $2; xor.b32 $0, draw, $3; }"
-    return gl.inline_asm_elementwise(compare, "=r,r,r,r", [draws, bounds, sides], dtype=gl.int32, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(compare, "=r,r,r,r", [words, bounds, sides], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
-def pack(probs, draws, params):
+def pack(probs, words, params):
     """Probs by twos, which is how they wait for their product: else the compiler splits pairs that wait from one loop to the next."""
     even, odd = gl.split(probs.reshape([ROWS, BLOCK_N // 2, 2]))
     convert: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
     pairs = gl.inline_asm_elementwise(convert, "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)  # [ROWS, BLOCK_N // 2]
-    return pairs & kept(draws, params)
+    return pairs & keep_mask(words, params)
 
 
 @gluon.jit
@@ -447,7 +447,7 @@ def unpack(pairs):
 
 
 @gluon.jit
-def nothing_seen():
+def init_softmax():
     """Maximum and sum of rows that have met no key yet."""
     row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
     row_sum = quarter_sums(gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES_LAYOUT))
@@ -455,17 +455,17 @@ def nothing_seen():
 
 
 @gluon.jit
-def open_tile(block, q_tile, coord, column, smem, sizes, params, W: gl.constexpr):
+def prologue(block, q_tile, coord, column, smem, sizes, params, W: gl.constexpr):
     """Scores and softmax of the first block of a tile."""
     wait_full(smem.k, block)
-    scores = start_scores(q_tile, smem.k.smem.index(block % STAGES))
+    scores = start_qk(q_tile, smem.k.smem.index(block % STAGES))
     scores = warpgroup_mma_wait(0, deps=[scores])
     release(smem.k, block)
-    scores = shape_scores(scores, coord, column, False, sizes, params)
-    row_max, row_sum = nothing_seen()
+    scores = modify_scores(scores, coord, column, False, sizes, params)
+    row_max, row_sum = init_softmax()
     probs, _, row_max, row_sum = online_softmax(scores, row_max, row_sum, params.scale, True)
-    draws = draw(coord, column, sizes, params)
-    p_tile = pack(probs, draws, params)
+    words = random_words(coord, column, sizes, params)
+    p_tile = pack(probs, words, params)
     return SoftmaxState(p_tile, row_max, row_sum)
 
 
@@ -475,44 +475,44 @@ def attend(block, q_tile, acc, state, coord, column, unmasked, smem, sizes, para
     stage = block % STAGES
     value_stage = (block - 1) % STAGES
     wait_full(smem.k, block)
-    scores = start_scores(q_tile, smem.k.smem.index(stage))
+    scores = start_qk(q_tile, smem.k.smem.index(stage))
     wait_full(smem.v, block - 1)
-    product = start_values(state.p_tile, smem.v.smem.index(value_stage), acc)
+    product = start_pv(state.p_tile, smem.v.smem.index(value_stage), acc)
     scores = warpgroup_mma_wait(1, deps=[scores])
     release(smem.k, block)
-    scores = shape_scores(scores, coord, column, unmasked, sizes, params)
+    scores = modify_scores(scores, coord, column, unmasked, sizes, params)
     probs, rescale, row_max, row_sum = online_softmax(scores, state.row_max, state.row_sum, params.scale, True)
-    draws = draw(coord, column, sizes, params)
+    words = random_words(coord, column, sizes, params)
     acc = warpgroup_mma_wait(0, deps=[product])
     release(smem.v, block - 1)
     acc = acc * gl.convert_layout(rescale, OUT_ROW_LAYOUT)[:, None]
-    p_tile = pack(probs, draws, params)
+    p_tile = pack(probs, words, params)
     return acc, SoftmaxState(p_tile, row_max, row_sum)
 
 
 @gluon.jit
-def change_tile(block, more, q_tile, acc, state, coord, column, smem, sizes, params, W: gl.constexpr):
+def chained_prologue(block, more, q_tile, acc, state, coord, column, smem, sizes, params, W: gl.constexpr):
     """The last values of one tile beside the first scores of the next; without `more` tiles those scores are never used."""
     stage = block % STAGES
     value_stage = (block - 1) % STAGES
     wait_full(smem.k, block, pred=more)
-    scores = start_scores(q_tile, smem.k.smem.index(stage))
+    scores = start_qk(q_tile, smem.k.smem.index(stage))
     wait_full(smem.v, block - 1)
-    product = start_values(state.p_tile, smem.v.smem.index(value_stage), acc)
+    product = start_pv(state.p_tile, smem.v.smem.index(value_stage), acc)
     scores = warpgroup_mma_wait(1, deps=[scores])
     release(smem.k, block, pred=more)
-    scores = shape_scores(scores, coord, column, False, sizes, params)
-    row_max, row_sum = nothing_seen()
+    scores = modify_scores(scores, coord, column, False, sizes, params)
+    row_max, row_sum = init_softmax()
     probs, _, row_max, row_sum = online_softmax(scores, row_max, row_sum, params.scale, True)
-    draws = draw(coord, column, sizes, params)
+    words = random_words(coord, column, sizes, params)
     acc = warpgroup_mma_wait(0, deps=[product])
     release(smem.v, block - 1)
-    p_tile = pack(probs, draws, params)
+    p_tile = pack(probs, words, params)
     return acc, SoftmaxState(p_tile, row_max, row_sum)
 
 
 @gluon.jit
-def attend_blocks(block, slot, acc, state, coord, blocks, smem, sizes, params, W: gl.constexpr):
+def mainloop(block, slot, acc, state, coord, blocks, smem, sizes, params, W: gl.constexpr):
     """The blocks of a tile after its first, right to left."""
     q_tile = smem.q.smem.index(slot)
     for n in range(1, blocks.end - blocks.first):
@@ -545,31 +545,31 @@ def consumer(out_desc, lse_ptr, smem, sizes, params, W: gl.constexpr):
     iteration = gl.to_tensor(0)
     work_index = gl.program_id(0)
     tile = tile_at(work_index, sizes)
-    blocks = blocks_of(tile.row, BLOCK_M, sizes)
+    blocks = block_range(tile.row, BLOCK_M, sizes)
     coord = TileCoord(tile.batch, tile.head, tile.row + W * ROWS)
     column = (blocks.end - 1) * BLOCK_N
     mbarrier.wait(smem.q.full.index(W), 0)
-    state = open_tile(block, smem.q.smem.index(W), coord, column, smem, sizes, params, W)
+    state = prologue(block, smem.q.smem.index(W), coord, column, smem, sizes, params, W)
     while work_index < tiles:
-        blocks = blocks_of(tile.row, BLOCK_M, sizes)
+        blocks = block_range(tile.row, BLOCK_M, sizes)
         coord = TileCoord(tile.batch, tile.head, tile.row + W * ROWS)
         acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, OUT_LAYOUT)
         slot = iteration % 2 * CONSUMERS + W
         next_slot = (iteration + 1) % 2 * CONSUMERS + W
         next_phase = (iteration + 1) // 2 & 1
-        acc, state = attend_blocks(block, slot, acc, state, coord, blocks, smem, sizes, params, W)
+        acc, state = mainloop(block, slot, acc, state, coord, blocks, smem, sizes, params, W)
         next_index = read_work_index(smem.work, iteration + 1)
         more = next_index < tiles
         mbarrier.arrive(smem.q.empty.index(slot), count=1)
         block += blocks.end - blocks.first
         # After the last tile the idle work takes that tile's place, so that no load leaves the tensors.
         tile = tile_at(gl.where(more, next_index, work_index), sizes)
-        blocks = blocks_of(tile.row, BLOCK_M, sizes)
+        blocks = block_range(tile.row, BLOCK_M, sizes)
         next_coord = TileCoord(tile.batch, tile.head, tile.row + W * ROWS)
         column = (blocks.end - 1) * BLOCK_N
         mbarrier.wait(smem.q.full.index(next_slot), next_phase, pred=more)
         q_tile = smem.q.smem.index(next_slot)
-        acc, next_state = change_tile(block, more, q_tile, acc, state, next_coord, column, smem, sizes, params, W)
+        acc, next_state = chained_prologue(block, more, q_tile, acc, state, next_coord, column, smem, sizes, params, W)
         tma.store_wait(0)
         epilogue(acc, state.row_max, state.row_sum, smem.out.index(W), out_desc, lse_ptr, coord, sizes, params)
         state = next_state
@@ -688,8 +688,8 @@ def descriptor(tensor, rows, columns):
     return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], block, layout)
 
 
-def division(divisor):
-    """The factor and the shift by which `divide` divides."""
+def magic_divisor(divisor):
+    """The factor and the shift by which `fast_divide` divides."""
     shift = 31 + (divisor - 1).bit_length()
     return -(-(1 << shift) // divisor), shift
 
@@ -748,10 +748,10 @@ def launches(
         heads // k.shape[1],
         m_tiles,
         diagonal,
-        *division(m_tiles * 8),
-        *division(heads),
+        *magic_divisor(m_tiles * 8),
+        *magic_divisor(heads),
         # The heads of the last section, where that isn't whole.
-        *division(batches * heads % 8 or 1),
+        *magic_divisor(batches * heads % 8 or 1),
         1.4426950408889634 * scale,
         seed,
         offset,

@@ -5,8 +5,8 @@ Key blocks go from right to left.
 One block goes from scores to values.
 
 Compiled in: fwd-fp8-d128
-Template: flash_fwd_hopper 2ac495d1fbaaa228
-Variant: 5ec42e286da5da87
+Template: flash_fwd_hopper 5cfae21d64956b3f
+Variant: ed9b39efe3aecf1d
 Config: BLOCK_M=128 BLOCK_N=256 ctas_per_sm=1 intra_wg_overlap=0 maximum=running num_stages=2 order=fixed pingpong=False section=1 tiles=one
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -63,11 +63,11 @@ FOURS_LAYOUT = gl.constexpr(
     )
 )
 LN_2 = gl.constexpr(0.6931471805599453)
-LIFT = gl.constexpr(8.0)
+MAX_OFFSET = gl.constexpr(8.0)
 
 
 class Divisor(NamedTuple):
-    """The factor and the shift by which `divide` divides."""
+    """The factor and the shift by which `fast_divide` divides."""
 
     magic: gl.tensor
     shift: gl.tensor
@@ -188,29 +188,29 @@ def release(pipeline, number, pred=True):
 
 
 @gluon.jit
-def start_scores(q_tile, k_tile):
+def start_qk(q_tile, k_tile):
     """Starts Q K^T on the tensor cores."""
-    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES_LAYOUT)
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES_LAYOUT)
     k_tile = k_tile.reshape([BLOCK_N, BLOCK_D]).permute((1, 0))
-    return warpgroup_mma(q_tile.reshape([ROWS, BLOCK_D]), k_tile, nothing, use_acc=False, is_async=True)  # [ROWS, BLOCK_N]
+    return warpgroup_mma(q_tile.reshape([ROWS, BLOCK_D]), k_tile, zeros, use_acc=False, is_async=True)  # [ROWS, BLOCK_N]
 
 
 @gluon.jit
-def start_values(p_tile, v_tile):
+def start_pv(p_tile, v_tile):
     """Starts P V on the tensor cores, by themselves: these products keep some 13 bits of a sum, so that few may go into one."""
-    nothing = gl.zeros([ROWS, BLOCK_DV], gl.float32, OUT_LAYOUT)
+    zeros = gl.zeros([ROWS, BLOCK_DV], gl.float32, OUT_LAYOUT)
     v_tile = v_tile.reshape([BLOCK_DV, BLOCK_N]).permute((1, 0))
-    return warpgroup_mma(unpack(p_tile), v_tile, nothing, use_acc=False, is_async=True)  # [ROWS, BLOCK_DV]
+    return warpgroup_mma(unpack(p_tile), v_tile, zeros, use_acc=False, is_async=True)  # [ROWS, BLOCK_DV]
 
 
 @gluon.jit
-def add_values(acc, rescale, product):
+def add_pv(acc, rescale, product):
     """acc * rescale + P V, where that product is under way."""
     return acc * gl.convert_layout(rescale, OUT_ROW_LAYOUT)[:, None] + warpgroup_mma_wait(0, deps=[product])  # [ROWS, BLOCK_DV]
 
 
 @gluon.jit
-def divide(number, divisor):
+def fast_divide(number, divisor):
     """number // divisor, for 0 <= number < 2^31, as a product (Granlund and Montgomery, PLDI 1994)."""
     return (number.to(gl.int64) * divisor.magic >> divisor.shift).to(gl.int32)
 
@@ -218,16 +218,16 @@ def divide(number, divisor):
 @gluon.jit
 def tile_at(work_index, sizes):
     """The tile of a work index."""
-    section = divide(work_index, sizes.section_divisor)
+    section = fast_divide(work_index, sizes.section_divisor)
     place = section
     m_tile = work_index - section * sizes.m_tiles
-    batch = divide(place, sizes.inner_divisor)
+    batch = fast_divide(place, sizes.inner_divisor)
     head = place - batch * sizes.heads
     return TileCoord(batch, head, m_tile * BLOCK_M)
 
 
 @gluon.jit
-def blocks_of(row, NUMBER: gl.constexpr, sizes):
+def block_range(row, NUMBER: gl.constexpr, sizes):
     """The key blocks that NUMBER rows from `row` on may see."""
     n_kv = sizes.n_kv
     end = (n_kv + BLOCK_N - 1) // BLOCK_N
@@ -238,7 +238,7 @@ def blocks_of(row, NUMBER: gl.constexpr, sizes):
 
 
 @gluon.jit
-def load_values(v_desc, coord, block, pipeline):
+def load_v(v_desc, coord, block, pipeline):
     """Starts the copy of a value block as soon as its stage is empty; the row of `coord` is that of its first key."""
     wait_empty(pipeline, block)
     stage = block % STAGES
@@ -255,7 +255,7 @@ def load_tile(
     q_desc, k_desc, v_desc = descs
     coord = tile_at(work_index, sizes)
     kv_head = coord.head // sizes.kv_group
-    blocks = blocks_of(coord.row, BLOCK_M, sizes)
+    blocks = block_range(coord.row, BLOCK_M, sizes)
     for n in range(blocks.end - blocks.first):
         column = (blocks.end - 1 - n) * BLOCK_N
         wait_empty(smem.k, block)
@@ -264,7 +264,7 @@ def load_tile(
         async_load(k_desc, [coord.batch, kv_head, column, 0], smem.k.full.index(stage), smem.k.smem.index(stage))
         if block > 0:
             # Before the queries, for these values are wanted first.
-            load_values(v_desc, values, block - 1, smem.v)
+            load_v(v_desc, values, block - 1, smem.v)
         if n == 0:
             for w in gl.static_range(CONSUMERS):
                 slot = w
@@ -281,7 +281,7 @@ def producer(descs, smem, sizes):
     block = gl.to_tensor(0)
     values = TileCoord(gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
     block, values = load_tile(gl.program_id(0), block, values, descs, smem, sizes)
-    load_values(descs[2], values, block - 1, smem.v)
+    load_v(descs[2], values, block - 1, smem.v)
 
 
 @gluon.jit
@@ -324,8 +324,8 @@ def mask_scores(scores, mask_bits):
 
 
 @gluon.jit
-def shape_scores(scores, coord, column, unmasked, sizes, params):
-    """What happens to the raw scores of the block that begins at `column`; -inf hides a key.
+def modify_scores(scores, coord, column, unmasked, sizes, params):
+    """What happens to the raw scores of the block that begins at `column`; -inf masks a key.
 
     `unmasked` spares the look at the edges.
     """
@@ -347,14 +347,14 @@ def quarter_sums(probs):
 def online_softmax(scores, row_max, row_sum, scale, GUARD: gl.constexpr):
     """One block of the online softmax in base 2: its probs, the factor for what came before, the new maximum and sum."""
     new_max = gl.maximum(row_max, gl.max(scores, 1) * scale)  # [ROWS]
-    centre = new_max
+    shift = new_max
     if GUARD:
         # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
-        centre = gl.where(new_max == float("-inf"), 0.0, new_max)
-    rescale = gl.exp2(row_max - centre)  # [ROWS]
-    # The largest of probs is 2^LIFT, so that more of the small ones are above the smallest that the type holds.
-    centre -= LIFT
-    probs = gl.exp2(scores * scale - centre[:, None])  # [ROWS, BLOCK_N]
+        shift = gl.where(new_max == float("-inf"), 0.0, new_max)
+    rescale = gl.exp2(row_max - shift)  # [ROWS]
+    # The largest of probs is 2^MAX_OFFSET, so that more of the small ones are above the smallest that the type holds.
+    shift -= MAX_OFFSET
+    probs = gl.exp2(scores * scale - shift[:, None])  # [ROWS, BLOCK_N]
     row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + quarter_sums(probs)
     return probs, rescale, new_max, row_sum
 
@@ -363,7 +363,7 @@ def online_softmax(scores, row_max, row_sum, scale, GUARD: gl.constexpr):
 def pack(probs):
     """Probs by fours, which is how they wait for their product: left alone, the compiler gives every byte a register.
 
-    A thread holds pairs of columns where the product wants fours, so the keys are renamed; `turn_values` renames those of v alike.
+    A thread holds pairs of columns where the product wants fours, so the keys are renamed; `transpose_v` renames those of v alike.
     """
     evens, odds = gl.split(probs.reshape([ROWS, BLOCK_N // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([ROWS, BLOCK_N // 2, 2]))
     first, third = gl.split(evens.reshape([ROWS, BLOCK_N // 4, 2]))
@@ -390,7 +390,7 @@ def unpack(fours):
 
 
 @gluon.jit
-def nothing_seen():
+def init_softmax():
     """Maximum and sum of rows that have met no key yet."""
     row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
     row_sum = quarter_sums(gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES_LAYOUT))
@@ -402,21 +402,21 @@ def attend(block, q_tile, acc, state, coord, column, unmasked, smem, sizes, para
     """One block from scores to values."""
     stage = block % STAGES
     wait_full(smem.k, block)
-    scores = start_scores(q_tile, smem.k.smem.index(stage))
+    scores = start_qk(q_tile, smem.k.smem.index(stage))
     scores = warpgroup_mma_wait(0, deps=[scores])
     release(smem.k, block)
-    scores = shape_scores(scores, coord, column, unmasked, sizes, params)
+    scores = modify_scores(scores, coord, column, unmasked, sizes, params)
     probs, rescale, row_max, row_sum = online_softmax(scores, state.row_max, state.row_sum, params.scale, True)
     p_tile = pack(probs)
     wait_full(smem.v, block)
-    product = start_values(p_tile, smem.v.smem.index(stage))
-    acc = add_values(acc, rescale, product)
+    product = start_pv(p_tile, smem.v.smem.index(stage))
+    acc = add_pv(acc, rescale, product)
     release(smem.v, block)
     return acc, SoftmaxState(row_max, row_sum)
 
 
 @gluon.jit
-def attend_blocks(block, slot, acc, state, coord, blocks, smem, sizes, params, W: gl.constexpr):
+def mainloop(block, slot, acc, state, coord, blocks, smem, sizes, params, W: gl.constexpr):
     """The blocks of a tile, right to left."""
     q_tile = smem.q.smem.index(slot)
     for n in range(0, blocks.end - blocks.first):
@@ -433,7 +433,7 @@ def load_per_head(numbers, batch, head):
 
 
 @gluon.jit
-def params_of(coord, call_params, sizes):
+def load_head_params(coord, call_params, sizes):
     """What the tiles of one head work with, of what the kernel was given."""
     scale = call_params.scale
     kv_head = coord.head // sizes.kv_group
@@ -457,7 +457,7 @@ def epilogue(acc, row_max, row_sum, out_tile, out_desc, lse_ptr, coord, sizes, p
     fence_async_shared()
     async_store(out_desc, [batch, head, row, 0], out_tile)
     offs_m = row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
-    lse = (row_max + gl.log2(row_sum) - LIFT) * LN_2  # [ROWS], -inf where nothing was seen
+    lse = (row_max + gl.log2(row_sum) - MAX_OFFSET) * LN_2  # [ROWS], -inf where nothing was seen
     gl.store(lse_ptr + (batch * sizes.heads + head).to(gl.int64) * sizes.n_q + offs_m, lse, mask=offs_m < sizes.n_q)
 
 
@@ -466,13 +466,13 @@ def compute_tile(work_index, block, out_desc, lse_ptr, smem, sizes, call_params,
     """One tile of a warpgroup, from its queries to its output; returns how many blocks all tiles so far had."""
     tile = tile_at(work_index, sizes)
     coord = TileCoord(tile.batch, tile.head, tile.row + W * ROWS)
-    blocks = blocks_of(tile.row, BLOCK_M, sizes)
-    params = params_of(coord, call_params, sizes)
+    blocks = block_range(tile.row, BLOCK_M, sizes)
+    params = load_head_params(coord, call_params, sizes)
     acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, OUT_LAYOUT)
     mbarrier.wait(smem.q.full.index(W), 0)
-    row_max, row_sum = nothing_seen()
+    row_max, row_sum = init_softmax()
     state = SoftmaxState(row_max, row_sum)
-    acc, state = attend_blocks(block, W, acc, state, coord, blocks, smem, sizes, params, W)
+    acc, state = mainloop(block, W, acc, state, coord, blocks, smem, sizes, params, W)
     block += blocks.end - blocks.first
     epilogue(acc, state.row_max, state.row_sum, smem.out.index(W), out_desc, lse_ptr, coord, sizes, params)
     return block
@@ -595,13 +595,13 @@ def descriptor(tensor, rows, columns):
 
 
 @triton.jit
-def turn_values(v_ptr, turned_ptr, v_b, v_h, v_n, v_d, heads, n_kv, room, D_V: tl.constexpr, WIDTH: tl.constexpr):
-    """Copies WIDTH keys of one head of v (B, Hkv, N_kv, D_v) into turned (B, Hkv, D_v, room), zeros past N_kv.
+def transpose_v(v_ptr, out_ptr, v_b, v_h, v_n, v_d, heads, n_kv, n_padded, D_V: tl.constexpr, WIDTH: tl.constexpr):
+    """Copies WIDTH keys of one head of v (B, Hkv, N_kv, D_v) into out (B, Hkv, D_v, n_padded), zeros past N_kv.
 
     Products of this type want the keys innermost. Within sixteen of them, key 8 b + 2 t + c goes to place 4 t + 2 b + c (b and c are
     bits, t is two), which is the order in which a thread holds the probs.
     """
-    blocks = tl.cdiv(room, WIDTH)
+    blocks = tl.cdiv(n_padded, WIDTH)
     batch_head = tl.program_id(0) // blocks
     place = tl.program_id(0) % blocks * WIDTH + tl.arange(0, WIDTH)
     key = place // 16 * 16 + place // 2 % 2 * 8 + place // 4 % 4 * 2 + place % 2
@@ -609,12 +609,12 @@ def turn_values(v_ptr, turned_ptr, v_b, v_h, v_n, v_d, heads, n_kv, room, D_V: t
     source = v_ptr + (batch_head // heads).to(tl.int64) * v_b + (batch_head % heads).to(tl.int64) * v_h
     inside = (key < n_kv)[:, None] & (offs_d < D_V)[None, :]
     tile = tl.load(source + key.to(tl.int64)[:, None] * v_n + offs_d[None, :] * v_d, mask=inside, other=0)  # [WIDTH, BLOCK_DV]
-    target = turned_ptr + batch_head.to(tl.int64) * D_V * room + offs_d[:, None] * room + place[None, :]
-    tl.store(target, tl.trans(tile), mask=(offs_d < D_V)[:, None] & (place < room)[None, :])
+    target = out_ptr + batch_head.to(tl.int64) * D_V * n_padded + offs_d[:, None] * n_padded + place[None, :]
+    tl.store(target, tl.trans(tile), mask=(offs_d < D_V)[:, None] & (place < n_padded)[None, :])
 
 
-def division(divisor):
-    """The factor and the shift by which `divide` divides."""
+def magic_divisor(divisor):
+    """The factor and the shift by which `fast_divide` divides."""
     shift = 31 + (divisor - 1).bit_length()
     return -(-(1 << shift) // divisor), shift
 
@@ -661,15 +661,15 @@ def launches(
     m_tiles = -(-n_q // 128)
     tiles = m_tiles * batches * heads
     # Rows of whole swizzle units, which the copy engine takes.
-    room = -(-v.shape[2] // 16) * 16
+    n_padded = -(-v.shape[2] // 16) * 16
     bits = v.view(torch.uint8)
-    turned = torch.empty(*v.shape[:2], v.shape[3], room, dtype=torch.uint8, device=v.device)
-    turning = (bits, turned, *v.stride(), v.shape[1], v.shape[2], room, v.shape[3], 128)
-    turners = v.shape[0] * v.shape[1] * -(-room // 128)
+    v_transposed = torch.empty(*v.shape[:2], v.shape[3], n_padded, dtype=torch.uint8, device=v.device)
+    transposing = (bits, v_transposed, *v.stride(), v.shape[1], v.shape[2], n_padded, v.shape[3], 128)
+    transposers = v.shape[0] * v.shape[1] * -(-n_padded // 128)
     arguments = (
         descriptor(q, 64, 128),
         descriptor(k, 256, 128),
-        descriptor(turned.view(v.dtype), 128, 256),
+        descriptor(v_transposed.view(v.dtype), 128, 256),
         descriptor(out, 64, 128),
         lse,
         n_q,
@@ -678,8 +678,8 @@ def launches(
         heads,
         heads // k.shape[1],
         m_tiles,
-        *division(m_tiles),
-        *division(heads),
+        *magic_divisor(m_tiles),
+        *magic_divisor(heads),
         1.4426950408889634 * scale,
         descale[0],
         *descale[0].stride(),
@@ -689,7 +689,7 @@ def launches(
         *descale[2].stride(),
     )
     return [
-        (turn_values, (turners,), turning, {}),
+        (transpose_v, (transposers,), transposing, {}),
         (flash_fwd_hopper, (tiles,), arguments, {"num_warps": 4}),
     ]
 

@@ -5,8 +5,8 @@ Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
 Compiled in: fwd-bf16-d160-bias
-Template: flash_fwd_hopper 17a8c37e267d448e
-Variant: fd5408945f43e57a
+Template: flash_fwd_hopper 5ed650a9500c7879
+Variant: 55c8eccb43009880
 Config: BLOCK_M=128 BLOCK_N=64 ctas_per_sm=1 intra_wg_overlap=1 maximum=running num_stages=2 order=fixed pingpong=False section=1 tiles=one
 v_columns=pieces
 
@@ -54,7 +54,7 @@ LN_2 = gl.constexpr(0.6931471805599453)
 
 
 class Divisor(NamedTuple):
-    """The factor and the shift by which `divide` divides."""
+    """The factor and the shift by which `fast_divide` divides."""
 
     magic: gl.tensor
     shift: gl.tensor
@@ -162,21 +162,21 @@ def release(pipeline, number, pred=True):
 
 
 @gluon.jit
-def start_scores(q_tile, k_tile):
+def start_qk(q_tile, k_tile):
     """Starts Q K^T on the tensor cores."""
-    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES_LAYOUT)
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES_LAYOUT)
     # Without the columns that only fill the tile up to a power of two.
     q_tile = q_tile.reshape([ROWS, BLOCK_D])
     k_tile = k_tile.reshape([BLOCK_N, BLOCK_D])
     k_piece = k_tile.slice(0, 128, 1).permute((1, 0))
-    scores = warpgroup_mma(q_tile.slice(0, 128, 1), k_piece, nothing, use_acc=False, is_async=True)  # [ROWS, BLOCK_N]
+    scores = warpgroup_mma(q_tile.slice(0, 128, 1), k_piece, zeros, use_acc=False, is_async=True)  # [ROWS, BLOCK_N]
     k_piece = k_tile.slice(128, 32, 1).permute((1, 0))
     scores = warpgroup_mma(q_tile.slice(128, 32, 1), k_piece, scores, is_async=True)  # [ROWS, BLOCK_N]
     return scores
 
 
 @gluon.jit
-def no_values():
+def zero_acc():
     """A sum of nothing for every piece."""
     return (
         gl.zeros([ROWS, 128], gl.float32, OUT_LAYOUT_0),
@@ -185,7 +185,7 @@ def no_values():
 
 
 @gluon.jit
-def rescale_values(acc, factor):
+def rescale_acc(acc, factor):
     """Rows of all pieces times their factors."""
     return (
         acc[0] * gl.convert_layout(factor, gl.SliceLayout(1, OUT_LAYOUT_0))[:, None],  # [ROWS, 128]
@@ -194,7 +194,7 @@ def rescale_values(acc, factor):
 
 
 @gluon.jit
-def start_values(p_tile, v_tile, acc):
+def start_pv(p_tile, v_tile, acc):
     """Starts acc + P V on the tensor cores, without the columns that only fill the tile up to a power of two."""
     probs = unpack(p_tile)
     v_tile = v_tile.reshape([BLOCK_N, BLOCK_DV])
@@ -206,7 +206,7 @@ def start_values(p_tile, v_tile, acc):
 
 
 @gluon.jit
-def divide(number, divisor):
+def fast_divide(number, divisor):
     """number // divisor, for 0 <= number < 2^31, as a product (Granlund and Montgomery, PLDI 1994)."""
     return (number.to(gl.int64) * divisor.magic >> divisor.shift).to(gl.int32)
 
@@ -214,17 +214,17 @@ def divide(number, divisor):
 @gluon.jit
 def tile_at(work_index, sizes):
     """The tile of a work index."""
-    section = divide(work_index, sizes.section_divisor)
+    section = fast_divide(work_index, sizes.section_divisor)
     place = section
     m_tile = work_index - section * sizes.m_tiles
     # Batches side by side: they often share the mask.
-    head = divide(place, sizes.inner_divisor)
+    head = fast_divide(place, sizes.inner_divisor)
     batch = place - head * sizes.batches
     return TileCoord(batch, head, m_tile * BLOCK_M)
 
 
 @gluon.jit
-def blocks_of(row, NUMBER: gl.constexpr, sizes):
+def block_range(row, NUMBER: gl.constexpr, sizes):
     """The key blocks that NUMBER rows from `row` on may see."""
     n_kv = sizes.n_kv
     end = (n_kv + BLOCK_N - 1) // BLOCK_N
@@ -235,7 +235,7 @@ def blocks_of(row, NUMBER: gl.constexpr, sizes):
 
 
 @gluon.jit
-def load_values(v_desc, coord, block, pipeline):
+def load_v(v_desc, coord, block, pipeline):
     """Starts the copy of a value block as soon as its stage is empty; the row of `coord` is that of its first key."""
     wait_empty(pipeline, block)
     stage = block % STAGES
@@ -252,7 +252,7 @@ def load_tile(
     q_desc, k_desc, v_desc, bias_desc = descs
     coord = tile_at(work_index, sizes)
     kv_head = coord.head // sizes.kv_group
-    blocks = blocks_of(coord.row, BLOCK_M, sizes)
+    blocks = block_range(coord.row, BLOCK_M, sizes)
     for n in range(blocks.end - blocks.first):
         column = (blocks.end - 1 - n) * BLOCK_N
         wait_empty(smem.k, block)
@@ -267,7 +267,7 @@ def load_tile(
             async_load(bias_desc, corner, smem.bias.full.index(bias_stage), smem.bias.smem.index(bias_stage * CONSUMERS + w))
         if block > 0:
             # Before the queries, for these values are wanted first.
-            load_values(v_desc, values, block - 1, smem.v)
+            load_v(v_desc, values, block - 1, smem.v)
         if n == 0:
             for w in gl.static_range(CONSUMERS):
                 slot = w
@@ -284,7 +284,7 @@ def producer(descs, smem, sizes):
     block = gl.to_tensor(0)
     values = TileCoord(gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
     block, values = load_tile(gl.program_id(0), block, values, descs, smem, sizes)
-    load_values(descs[2], values, block - 1, smem.v)
+    load_v(descs[2], values, block - 1, smem.v)
 
 
 @gluon.jit
@@ -326,8 +326,8 @@ def mask_scores(scores, mask_bits):
 
 
 @gluon.jit
-def shape_scores(scores, coord, column, unmasked, sizes, params, pipeline, block, exists, W: gl.constexpr):
-    """What happens to the raw scores of the block that begins at `column`; -inf hides a key.
+def modify_scores(scores, coord, column, unmasked, sizes, params, pipeline, block, exists, W: gl.constexpr):
+    """What happens to the raw scores of the block that begins at `column`; -inf masks a key.
 
     `unmasked` spares the look at the edges; a block that doesn't exist has no bias to wait for.
     """
@@ -355,12 +355,12 @@ def quarter_sums(probs):
 def online_softmax(scores, row_max, row_sum, scale, GUARD: gl.constexpr):
     """One block of the online softmax in base 2: its probs, the factor for what came before, the new maximum and sum."""
     new_max = gl.maximum(row_max, gl.max(scores, 1) * scale)  # [ROWS]
-    centre = new_max
+    shift = new_max
     if GUARD:
         # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
-        centre = gl.where(new_max == float("-inf"), 0.0, new_max)
-    rescale = gl.exp2(row_max - centre)  # [ROWS]
-    probs = gl.exp2(scores * scale - centre[:, None])  # [ROWS, BLOCK_N]
+        shift = gl.where(new_max == float("-inf"), 0.0, new_max)
+    rescale = gl.exp2(row_max - shift)  # [ROWS]
+    probs = gl.exp2(scores * scale - shift[:, None])  # [ROWS, BLOCK_N]
     row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + quarter_sums(probs)
     return probs, rescale, new_max, row_sum
 
@@ -382,7 +382,7 @@ def unpack(pairs):
 
 
 @gluon.jit
-def nothing_seen():
+def init_softmax():
     """Maximum and sum of rows that have met no key yet."""
     row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
     row_sum = quarter_sums(gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES_LAYOUT))
@@ -390,14 +390,14 @@ def nothing_seen():
 
 
 @gluon.jit
-def open_tile(block, q_tile, coord, column, smem, sizes, params, W: gl.constexpr):
+def prologue(block, q_tile, coord, column, smem, sizes, params, W: gl.constexpr):
     """Scores and softmax of the first block of a tile."""
     wait_full(smem.k, block)
-    scores = start_scores(q_tile, smem.k.smem.index(block % STAGES))
+    scores = start_qk(q_tile, smem.k.smem.index(block % STAGES))
     scores = warpgroup_mma_wait(0, deps=[scores])
     release(smem.k, block)
-    scores = shape_scores(scores, coord, column, False, sizes, params, smem.bias, block, True, W)
-    row_max, row_sum = nothing_seen()
+    scores = modify_scores(scores, coord, column, False, sizes, params, smem.bias, block, True, W)
+    row_max, row_sum = init_softmax()
     probs, _, row_max, row_sum = online_softmax(scores, row_max, row_sum, params.scale, True)
     p_tile = pack(probs)
     return SoftmaxState(p_tile, row_max, row_sum)
@@ -409,22 +409,22 @@ def attend(block, q_tile, acc, state, coord, column, unmasked, smem, sizes, para
     stage = block % STAGES
     value_stage = (block - 1) % STAGES
     wait_full(smem.k, block)
-    scores = start_scores(q_tile, smem.k.smem.index(stage))
+    scores = start_qk(q_tile, smem.k.smem.index(stage))
     wait_full(smem.v, block - 1)
-    product = start_values(state.p_tile, smem.v.smem.index(value_stage), acc)
+    product = start_pv(state.p_tile, smem.v.smem.index(value_stage), acc)
     scores = warpgroup_mma_wait(2, deps=[scores])
     release(smem.k, block)
-    scores = shape_scores(scores, coord, column, unmasked, sizes, params, smem.bias, block, True, W)
+    scores = modify_scores(scores, coord, column, unmasked, sizes, params, smem.bias, block, True, W)
     probs, rescale, row_max, row_sum = online_softmax(scores, state.row_max, state.row_sum, params.scale, True)
     acc = warpgroup_mma_wait(0, deps=[product[0], product[1]])
     release(smem.v, block - 1)
-    acc = rescale_values(acc, rescale)
+    acc = rescale_acc(acc, rescale)
     p_tile = pack(probs)
     return acc, SoftmaxState(p_tile, row_max, row_sum)
 
 
 @gluon.jit
-def attend_blocks(block, slot, acc, state, coord, blocks, smem, sizes, params, W: gl.constexpr):
+def mainloop(block, slot, acc, state, coord, blocks, smem, sizes, params, W: gl.constexpr):
     """The blocks of a tile after its first, right to left."""
     q_tile = smem.q.smem.index(slot)
     for n in range(1, blocks.end - blocks.first):
@@ -440,7 +440,7 @@ def epilogue(acc, row_max, row_sum, out_tile, out_desc, lse_ptr, coord, sizes):
     batch, head, row = coord
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW_LAYOUT)  # [ROWS]
     inverse = gl.where(row_sum > 0.0, 1.0 / row_sum, 0.0)  # [ROWS]
-    acc = rescale_values(acc, inverse)
+    acc = rescale_acc(acc, inverse)
     # What the memory holds past the last piece is past the output's columns, which TMA leaves out too.
     out_columns = out_tile.reshape([ROWS, BLOCK_DV])
     out_columns.slice(0, 128, 1).store(acc[0].to(DTYPE))
@@ -457,16 +457,16 @@ def compute_tile(work_index, block, out_desc, lse_ptr, smem, sizes, params, W: g
     """One tile of a warpgroup, from its queries to its output; returns how many blocks all tiles so far had."""
     tile = tile_at(work_index, sizes)
     coord = TileCoord(tile.batch, tile.head, tile.row + W * ROWS)
-    blocks = blocks_of(tile.row, BLOCK_M, sizes)
-    acc = no_values()
+    blocks = block_range(tile.row, BLOCK_M, sizes)
+    acc = zero_acc()
     mbarrier.wait(smem.q.full.index(W), 0)
     q_tile = smem.q.smem.index(W)
     column = (blocks.end - 1) * BLOCK_N
-    state = open_tile(block, q_tile, coord, column, smem, sizes, params, W)
-    acc, state = attend_blocks(block, W, acc, state, coord, blocks, smem, sizes, params, W)
+    state = prologue(block, q_tile, coord, column, smem, sizes, params, W)
+    acc, state = mainloop(block, W, acc, state, coord, blocks, smem, sizes, params, W)
     block += blocks.end - blocks.first
     wait_full(smem.v, block - 1)
-    product = start_values(state.p_tile, smem.v.smem.index((block - 1) % STAGES), acc)
+    product = start_pv(state.p_tile, smem.v.smem.index((block - 1) % STAGES), acc)
     acc = warpgroup_mma_wait(0, deps=[product[0], product[1]])
     release(smem.v, block - 1)
     epilogue(acc, state.row_max, state.row_sum, smem.out.index(W), out_desc, lse_ptr, coord, sizes)
@@ -585,26 +585,26 @@ def descriptor(tensor, rows, columns):
     return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], block, layout)
 
 
-def in_place(bias):
+def copyable(bias):
     """Whether the copy engine can take the bias from where it is."""
     step = 16 // bias.element_size()
     return bias.data_ptr() % 16 == 0 and bias.stride(3) == 1 and all(stride % step == 0 for stride in bias.stride()[:3])
 
 
-def without_repeats(bias):
+def compact_bias(bias):
     """The bias with one of each batch and head that it repeats, in rows that the copy engine can take."""
     bias = bias[: None if bias.stride(0) else 1, : None if bias.stride(1) else 1]
-    if not in_place(bias):
+    if not copyable(bias):
         step = 16 // bias.element_size()
-        room = torch.empty(*bias.shape[:3], -(-bias.shape[3] // step) * step, dtype=bias.dtype, device=bias.device)
-        room[..., : bias.shape[3]] = bias
+        padded = torch.empty(*bias.shape[:3], -(-bias.shape[3] // step) * step, dtype=bias.dtype, device=bias.device)
+        padded[..., : bias.shape[3]] = bias
         # What is past the bias's columns is past the last key, which no query sees.
-        bias = room
+        bias = padded
     return bias
 
 
-def division(divisor):
-    """The factor and the shift by which `divide` divides."""
+def magic_divisor(divisor):
+    """The factor and the shift by which `fast_divide` divides."""
     shift = 31 + (divisor - 1).bit_length()
     return -(-(1 << shift) // divisor), shift
 
@@ -616,7 +616,7 @@ def counts_needed(q, k):
 
 def records(q, k, v, mask, scale):
     """Whether `launches` computes nothing from tensors like these, so that what it makes of them on the meta device can be replayed."""
-    return scale > 0.0 and in_place(mask)
+    return scale > 0.0 and copyable(mask)
 
 
 def launches(
@@ -648,7 +648,7 @@ def launches(
     batches, heads, n_q, _ = q.shape
     m_tiles = -(-n_q // 128)
     tiles = m_tiles * batches * heads
-    compact = without_repeats(mask)
+    compact = compact_bias(mask)
     arguments = (
         descriptor(q, 64, 256),
         descriptor(k, 64, 256),
@@ -664,8 +664,8 @@ def launches(
         m_tiles,
         int(compact.shape[0] > 1),
         int(compact.shape[1] > 1),
-        *division(m_tiles),
-        *division(batches),
+        *magic_divisor(m_tiles),
+        *magic_divisor(batches),
         1.4426950408889634 * scale,
         1 / scale,
     )

@@ -5,8 +5,8 @@ Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
 Compiled in: fwd-bf16-d160-bool
-Template: flash_fwd_hopper d99cf9ea6062d3bc
-Variant: 39b0e20a06b0af75
+Template: flash_fwd_hopper 21cbf1d5e0c1d4b4
+Variant: e90b8354042a33a3
 Config: BLOCK_M=128 BLOCK_N=64 ctas_per_sm=1 intra_wg_overlap=1 maximum=running num_stages=2 order=fixed pingpong=False section=1 tiles=loop
 v_columns=pieces
 
@@ -56,7 +56,7 @@ LN_2 = gl.constexpr(0.6931471805599453)
 
 
 class Divisor(NamedTuple):
-    """The factor and the shift by which `divide` divides."""
+    """The factor and the shift by which `fast_divide` divides."""
 
     magic: gl.tensor
     shift: gl.tensor
@@ -163,21 +163,21 @@ def release(pipeline, number, pred=True):
 
 
 @gluon.jit
-def start_scores(q_tile, k_tile):
+def start_qk(q_tile, k_tile):
     """Starts Q K^T on the tensor cores."""
-    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES_LAYOUT)
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES_LAYOUT)
     # Without the columns that only fill the tile up to a power of two.
     q_tile = q_tile.reshape([ROWS, BLOCK_D])
     k_tile = k_tile.reshape([BLOCK_N, BLOCK_D])
     k_piece = k_tile.slice(0, 128, 1).permute((1, 0))
-    scores = warpgroup_mma(q_tile.slice(0, 128, 1), k_piece, nothing, use_acc=False, is_async=True)  # [ROWS, BLOCK_N]
+    scores = warpgroup_mma(q_tile.slice(0, 128, 1), k_piece, zeros, use_acc=False, is_async=True)  # [ROWS, BLOCK_N]
     k_piece = k_tile.slice(128, 32, 1).permute((1, 0))
     scores = warpgroup_mma(q_tile.slice(128, 32, 1), k_piece, scores, is_async=True)  # [ROWS, BLOCK_N]
     return scores
 
 
 @gluon.jit
-def no_values():
+def zero_acc():
     """A sum of nothing for every piece."""
     return (
         gl.zeros([ROWS, 128], gl.float32, OUT_LAYOUT_0),
@@ -186,7 +186,7 @@ def no_values():
 
 
 @gluon.jit
-def rescale_values(acc, factor):
+def rescale_acc(acc, factor):
     """Rows of all pieces times their factors."""
     return (
         acc[0] * gl.convert_layout(factor, gl.SliceLayout(1, OUT_LAYOUT_0))[:, None],  # [ROWS, 128]
@@ -195,7 +195,7 @@ def rescale_values(acc, factor):
 
 
 @gluon.jit
-def start_values(p_tile, v_tile, acc):
+def start_pv(p_tile, v_tile, acc):
     """Starts acc + P V on the tensor cores, without the columns that only fill the tile up to a power of two."""
     probs = unpack(p_tile)
     v_tile = v_tile.reshape([BLOCK_N, BLOCK_DV])
@@ -215,7 +215,7 @@ def fixed_work_index(iteration):
 
 
 @gluon.jit
-def divide(number, divisor):
+def fast_divide(number, divisor):
     """number // divisor, for 0 <= number < 2^31, as a product (Granlund and Montgomery, PLDI 1994)."""
     return (number.to(gl.int64) * divisor.magic >> divisor.shift).to(gl.int32)
 
@@ -223,17 +223,17 @@ def divide(number, divisor):
 @gluon.jit
 def tile_at(work_index, sizes):
     """The tile of a work index."""
-    section = divide(work_index, sizes.section_divisor)
+    section = fast_divide(work_index, sizes.section_divisor)
     place = section
     m_tile = work_index - section * sizes.m_tiles
     # Batches side by side: they often share the mask.
-    head = divide(place, sizes.inner_divisor)
+    head = fast_divide(place, sizes.inner_divisor)
     batch = place - head * sizes.batches
     return TileCoord(batch, head, m_tile * BLOCK_M)
 
 
 @gluon.jit
-def blocks_of(row, NUMBER: gl.constexpr, sizes):
+def block_range(row, NUMBER: gl.constexpr, sizes):
     """The key blocks that NUMBER rows from `row` on may see."""
     n_kv = sizes.n_kv
     end = (n_kv + BLOCK_N - 1) // BLOCK_N
@@ -244,7 +244,7 @@ def blocks_of(row, NUMBER: gl.constexpr, sizes):
 
 
 @gluon.jit
-def load_values(v_desc, coord, block, pipeline):
+def load_v(v_desc, coord, block, pipeline):
     """Starts the copy of a value block as soon as its stage is empty; the row of `coord` is that of its first key."""
     wait_empty(pipeline, block)
     stage = block % STAGES
@@ -261,7 +261,7 @@ def load_tile(
     q_desc, k_desc, v_desc = descs
     coord = tile_at(work_index, sizes)
     kv_head = coord.head // sizes.kv_group
-    blocks = blocks_of(coord.row, BLOCK_M, sizes)
+    blocks = block_range(coord.row, BLOCK_M, sizes)
     for n in range(blocks.end - blocks.first):
         column = (blocks.end - 1 - n) * BLOCK_N
         wait_empty(smem.k, block)
@@ -270,7 +270,7 @@ def load_tile(
         async_load(k_desc, [coord.batch, kv_head, column, 0], smem.k.full.index(stage), smem.k.smem.index(stage))
         if block > 0:
             # Before the queries, for these values are wanted first.
-            load_values(v_desc, values, block - 1, smem.v)
+            load_v(v_desc, values, block - 1, smem.v)
         if n == 0:
             for w in gl.static_range(CONSUMERS):
                 slot = w
@@ -294,7 +294,7 @@ def producer(descs, smem, sizes):
         block, values = load_tile(iteration, work_index, block, values, descs, smem, sizes)
         iteration += 1
         work_index = fixed_work_index(iteration)
-    load_values(descs[2], values, block - 1, smem.v)
+    load_v(descs[2], values, block - 1, smem.v)
 
 
 @gluon.jit
@@ -335,8 +335,8 @@ def mask_scores(scores, mask_bits):
 
 
 @gluon.jit
-def shape_scores(scores, coord, column, unmasked, sizes, params, mask_bits):
-    """What happens to the raw scores of the block that begins at `column`; -inf hides a key.
+def modify_scores(scores, coord, column, unmasked, sizes, params, mask_bits):
+    """What happens to the raw scores of the block that begins at `column`; -inf masks a key.
 
     `unmasked` spares the look at the edges.
     """
@@ -355,12 +355,12 @@ def quarter_sums(probs):
 def online_softmax(scores, row_max, row_sum, scale, GUARD: gl.constexpr):
     """One block of the online softmax in base 2: its probs, the factor for what came before, the new maximum and sum."""
     new_max = gl.maximum(row_max, gl.max(scores, 1) * scale)  # [ROWS]
-    centre = new_max
+    shift = new_max
     if GUARD:
         # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
-        centre = gl.where(new_max == float("-inf"), 0.0, new_max)
-    rescale = gl.exp2(row_max - centre)  # [ROWS]
-    probs = gl.exp2(scores * scale - centre[:, None])  # [ROWS, BLOCK_N]
+        shift = gl.where(new_max == float("-inf"), 0.0, new_max)
+    rescale = gl.exp2(row_max - shift)  # [ROWS]
+    probs = gl.exp2(scores * scale - shift[:, None])  # [ROWS, BLOCK_N]
     row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + quarter_sums(probs)
     return probs, rescale, new_max, row_sum
 
@@ -382,7 +382,7 @@ def unpack(pairs):
 
 
 @gluon.jit
-def nothing_seen():
+def init_softmax():
     """Maximum and sum of rows that have met no key yet."""
     row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
     row_sum = quarter_sums(gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES_LAYOUT))
@@ -390,15 +390,15 @@ def nothing_seen():
 
 
 @gluon.jit
-def open_tile(block, q_tile, coord, column, smem, sizes, params, W: gl.constexpr):
+def prologue(block, q_tile, coord, column, smem, sizes, params, W: gl.constexpr):
     """Scores and softmax of the first block of a tile."""
     mask_bits = load_mask_bits(coord, column, sizes, params)
     wait_full(smem.k, block)
-    scores = start_scores(q_tile, smem.k.smem.index(block % STAGES))
+    scores = start_qk(q_tile, smem.k.smem.index(block % STAGES))
     scores = warpgroup_mma_wait(0, deps=[scores])
     release(smem.k, block)
-    scores = shape_scores(scores, coord, column, False, sizes, params, mask_bits)
-    row_max, row_sum = nothing_seen()
+    scores = modify_scores(scores, coord, column, False, sizes, params, mask_bits)
+    row_max, row_sum = init_softmax()
     probs, _, row_max, row_sum = online_softmax(scores, row_max, row_sum, params.scale, True)
     p_tile = pack(probs)
     return SoftmaxState(p_tile, row_max, row_sum)
@@ -411,22 +411,22 @@ def attend(block, q_tile, acc, state, coord, column, unmasked, smem, sizes, para
     stage = block % STAGES
     value_stage = (block - 1) % STAGES
     wait_full(smem.k, block)
-    scores = start_scores(q_tile, smem.k.smem.index(stage))
+    scores = start_qk(q_tile, smem.k.smem.index(stage))
     wait_full(smem.v, block - 1)
-    product = start_values(state.p_tile, smem.v.smem.index(value_stage), acc)
+    product = start_pv(state.p_tile, smem.v.smem.index(value_stage), acc)
     scores = warpgroup_mma_wait(2, deps=[scores])
     release(smem.k, block)
-    scores = shape_scores(scores, coord, column, unmasked, sizes, params, mask_bits)
+    scores = modify_scores(scores, coord, column, unmasked, sizes, params, mask_bits)
     probs, rescale, row_max, row_sum = online_softmax(scores, state.row_max, state.row_sum, params.scale, True)
     acc = warpgroup_mma_wait(0, deps=[product[0], product[1]])
     release(smem.v, block - 1)
-    acc = rescale_values(acc, rescale)
+    acc = rescale_acc(acc, rescale)
     p_tile = pack(probs)
     return acc, SoftmaxState(p_tile, row_max, row_sum)
 
 
 @gluon.jit
-def attend_blocks(block, slot, acc, state, coord, blocks, smem, sizes, params, W: gl.constexpr):
+def mainloop(block, slot, acc, state, coord, blocks, smem, sizes, params, W: gl.constexpr):
     """The blocks of a tile after its first, right to left."""
     q_tile = smem.q.smem.index(slot)
     for n in range(1, blocks.end - blocks.first):
@@ -442,7 +442,7 @@ def epilogue(acc, row_max, row_sum, out_tile, out_desc, lse_ptr, coord, sizes):
     batch, head, row = coord
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW_LAYOUT)  # [ROWS]
     inverse = gl.where(row_sum > 0.0, 1.0 / row_sum, 0.0)  # [ROWS]
-    acc = rescale_values(acc, inverse)
+    acc = rescale_acc(acc, inverse)
     # What the memory holds past the last piece is past the output's columns, which TMA leaves out too.
     out_columns = out_tile.reshape([ROWS, BLOCK_DV // 2])
     out_columns.slice(0, 128, 1).store(acc[0].to(DTYPE))
@@ -462,17 +462,17 @@ def compute_tile(iteration, work_index, block, out_desc, lse_ptr, smem, sizes, p
     """One tile of a warpgroup, from its queries to its output; returns how many blocks all tiles so far had."""
     tile = tile_at(work_index, sizes)
     coord = TileCoord(tile.batch, tile.head, tile.row + W * ROWS)
-    blocks = blocks_of(tile.row, BLOCK_M, sizes)
-    acc = no_values()
+    blocks = block_range(tile.row, BLOCK_M, sizes)
+    acc = zero_acc()
     mbarrier.wait(smem.q.full.index(W), iteration & 1)
     q_tile = smem.q.smem.index(W)
     column = (blocks.end - 1) * BLOCK_N
-    state = open_tile(block, q_tile, coord, column, smem, sizes, params, W)
-    acc, state = attend_blocks(block, W, acc, state, coord, blocks, smem, sizes, params, W)
+    state = prologue(block, q_tile, coord, column, smem, sizes, params, W)
+    acc, state = mainloop(block, W, acc, state, coord, blocks, smem, sizes, params, W)
     block += blocks.end - blocks.first
     mbarrier.arrive(smem.q.empty.index(W), count=1)
     wait_full(smem.v, block - 1)
-    product = start_values(state.p_tile, smem.v.smem.index((block - 1) % STAGES), acc)
+    product = start_pv(state.p_tile, smem.v.smem.index((block - 1) % STAGES), acc)
     acc = warpgroup_mma_wait(0, deps=[product[0], product[1]])
     release(smem.v, block - 1)
     tma.store_wait(0)
@@ -606,16 +606,16 @@ def pack_mask(mask_ptr, mask_bits_ptr, m_b, m_h, m_m, m_n, heads, n_q, n_kv, row
     offs_n = tl.arange(0, BLOCK_N)
     columns = block * BLOCK_N + offs_n
     source = mask_ptr + (matrix // heads).to(tl.int64) * m_b + (matrix % heads).to(tl.int64) * m_h
-    places = offs_m.to(tl.int64)[:, None] * m_m + columns.to(tl.int64)[None, :] * m_n
-    allowed = tl.load(source + places, mask=(offs_m < n_q)[:, None] & (columns < n_kv)[None, :], other=0) != 0  # [64, BLOCK_N]
+    offsets = offs_m.to(tl.int64)[:, None] * m_m + columns.to(tl.int64)[None, :] * m_n
+    allowed = tl.load(source + offsets, mask=(offs_m < n_q)[:, None] & (columns < n_kv)[None, :], other=0) != 0  # [64, BLOCK_N]
     bits = allowed.to(mask_bits_ptr.dtype.element_ty) << (offs_n // 8 * 2 + offs_n % 2).to(mask_bits_ptr.dtype.element_ty)[None, :]
     words = tl.sum(tl.sum(bits.reshape([64, BLOCK_N // 8, 4, 2]), 3), 1)  # [64, 4]
     target = mask_bits_ptr + (program // row_tiles).to(tl.int64) * rows * 4 + offs_m[:, None] * 4 + tl.arange(0, 4)[None, :]
     tl.store(target, words.to(mask_bits_ptr.dtype.element_ty))
 
 
-def division(divisor):
-    """The factor and the shift by which `divide` divides."""
+def magic_divisor(divisor):
+    """The factor and the shift by which `fast_divide` divides."""
     shift = 31 + (divisor - 1).bit_length()
     return -(-(1 << shift) // divisor), shift
 
@@ -681,8 +681,8 @@ def launches(
         # Matrices to the next batch and to the next head.
         matrices.shape[1] if matrices.shape[0] > 1 else 0,
         int(matrices.shape[1] > 1),
-        *division(m_tiles),
-        *division(batches),
+        *magic_divisor(m_tiles),
+        *magic_divisor(batches),
         1.4426950408889634 * scale,
         mask_bits,
     )

@@ -5,8 +5,8 @@ Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
 Compiled in: fwd-bf16-d256-causal
-Template: flash_fwd_hopper ffa191fb62a44afe
-Variant: df1bcf4a739b3434
+Template: flash_fwd_hopper 4a2c400e6a149904
+Variant: f2f8eaca6f9f832f
 Config: BLOCK_M=128 BLOCK_N=64 ctas_per_sm=1 intra_wg_overlap=1 maximum=first num_stages=2 order=drawn pingpong=False section=32 tiles=loop
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -55,7 +55,7 @@ LN_2 = gl.constexpr(0.6931471805599453)
 
 
 class Divisor(NamedTuple):
-    """The factor and the shift by which `divide` divides."""
+    """The factor and the shift by which `fast_divide` divides."""
 
     magic: gl.tensor
     shift: gl.tensor
@@ -114,7 +114,7 @@ class Redo(NamedTuple):
     missed: gl.shared_memory_descriptor
     ended: gl.shared_memory_descriptor
     misled_ptr: gl.tensor
-    told_ptr: gl.tensor
+    host_misled_ptr: gl.tensor
 
 
 class SharedStorage(NamedTuple):
@@ -173,15 +173,15 @@ def release(pipeline, number, pred=True):
 
 
 @gluon.jit
-def start_scores(q_tile, k_tile):
+def start_qk(q_tile, k_tile):
     """Starts Q K^T on the tensor cores."""
-    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES_LAYOUT)
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES_LAYOUT)
     k_tile = k_tile.reshape([BLOCK_N, BLOCK_D]).permute((1, 0))
-    return warpgroup_mma(q_tile.reshape([ROWS, BLOCK_D]), k_tile, nothing, use_acc=False, is_async=True)  # [ROWS, BLOCK_N]
+    return warpgroup_mma(q_tile.reshape([ROWS, BLOCK_D]), k_tile, zeros, use_acc=False, is_async=True)  # [ROWS, BLOCK_N]
 
 
 @gluon.jit
-def start_values(p_tile, v_tile, acc):
+def start_pv(p_tile, v_tile, acc):
     """Starts acc + P V on the tensor cores."""
     return warpgroup_mma(unpack(p_tile), v_tile.reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)  # [ROWS, BLOCK_DV]
 
@@ -215,7 +215,7 @@ def read_work_index(pipeline, iteration):
 
 
 @gluon.jit
-def divide(number, divisor):
+def fast_divide(number, divisor):
     """number // divisor, for 0 <= number < 2^31, as a product (Granlund and Montgomery, PLDI 1994)."""
     return (number.to(gl.int64) * divisor.magic >> divisor.shift).to(gl.int32)
 
@@ -223,21 +223,21 @@ def divide(number, divisor):
 @gluon.jit
 def tile_at(work_index, sizes):
     """The tile of a work index."""
-    section = divide(work_index, sizes.section_divisor)
+    section = fast_divide(work_index, sizes.section_divisor)
     # A section of heads goes row tile by row tile, so that its keys and values stay in L2; the last one has the heads that are left.
     within = work_index - section * (sizes.m_tiles * SECTION)
     left = sizes.batches * sizes.heads - section * SECTION
-    m_tile = gl.where(left >= SECTION, within // SECTION, divide(within, sizes.last_divisor))
+    m_tile = gl.where(left >= SECTION, within // SECTION, fast_divide(within, sizes.last_divisor))
     place = section * SECTION + within - m_tile * gl.minimum(left, SECTION)
     # The longest first.
     m_tile = sizes.m_tiles - 1 - m_tile
-    batch = divide(place, sizes.inner_divisor)
+    batch = fast_divide(place, sizes.inner_divisor)
     head = place - batch * sizes.heads
     return TileCoord(batch, head, m_tile * BLOCK_M)
 
 
 @gluon.jit
-def blocks_of(row, NUMBER: gl.constexpr, sizes):
+def block_range(row, NUMBER: gl.constexpr, sizes):
     """The key blocks that NUMBER rows from `row` on may see."""
     n_kv = sizes.n_kv
     end = (n_kv + BLOCK_N - 1) // BLOCK_N
@@ -257,7 +257,7 @@ def blocks_of(row, NUMBER: gl.constexpr, sizes):
 
 
 @gluon.jit
-def judge(row_sum, work_index, missed, passes, tiles, W: gl.constexpr):
+def check_overflow(row_sum, work_index, missed, passes, tiles, W: gl.constexpr):
     """Whether a tile's output may be written, and the tile that this warpgroup missed, or `tiles` where it missed none.
 
     A score some 2^127 times as heavy as all before it leaves no sum. Such a tile is computed once more, with running maxima, and then
@@ -265,13 +265,13 @@ def judge(row_sum, work_index, missed, passes, tiles, W: gl.constexpr):
     """
     wrong = (passes == 0) & (missed >= tiles)
     if wrong:
-        wrong = vote_unsound(row_sum, W) != 0
+        wrong = vote_overflowed(row_sum, W) != 0
     writes = gl.where(passes == 0, wrong == 0, missed == work_index)
     return writes, gl.where(wrong, work_index, missed)
 
 
 @gluon.jit
-def tell_misled(redo, missed):
+def report_misled(redo, missed):
     """Counts this program, and tells the host how many there were so far, where it was misled about its scores.
 
     That is where a tile was missed, or where the first warp, which speaks for all, raised its maxima in more than half of the blocks: then
@@ -292,7 +292,7 @@ def tell_misled(redo, missed):
         mov.b32 $0, 0;
     }
     """
-    where = [redo.misled_ptr.to(gl.int64), redo.told_ptr.to(gl.int64), misled]
+    where = [redo.misled_ptr.to(gl.int64), redo.host_misled_ptr.to(gl.int64), misled]
     gl.inline_asm_elementwise(count, "=r,l,l,r", where, dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -322,7 +322,7 @@ def next_missed(redo, passes, after, tiles, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def load_values(v_desc, coord, block, pipeline):
+def load_v(v_desc, coord, block, pipeline):
     """Starts the copy of a value block as soon as its stage is empty; the row of `coord` is that of its first key."""
     wait_empty(pipeline, block)
     stage = block % STAGES
@@ -339,7 +339,7 @@ def load_tile(
     q_desc, k_desc, v_desc = descs
     coord = tile_at(work_index, sizes)
     kv_head = coord.head // sizes.kv_group
-    blocks = blocks_of(coord.row, BLOCK_M, sizes)
+    blocks = block_range(coord.row, BLOCK_M, sizes)
     for n in range(blocks.end - blocks.first):
         column = (blocks.end - 1 - n) * BLOCK_N
         wait_empty(smem.k, block)
@@ -348,7 +348,7 @@ def load_tile(
         async_load(k_desc, [coord.batch, kv_head, column, 0], smem.k.full.index(stage), smem.k.smem.index(stage))
         if block > begun:
             # Before the queries, for these values are wanted first.
-            load_values(v_desc, values, block - 1, smem.v)
+            load_v(v_desc, values, block - 1, smem.v)
         if n == 0:
             for w in gl.static_range(CONSUMERS):
                 slot = w
@@ -376,12 +376,12 @@ def producer(descs, counter_ptr, smem, sizes):
     while work_index < tiles:
         work_index, block, values = load_tile(iteration, work_index, block, 0, values, descs, counter_ptr, smem, sizes, False)
         iteration += 1
-    load_values(descs[2], values, block - 1, smem.v)
+    load_v(descs[2], values, block - 1, smem.v)
     passes = gl.to_tensor(1)
     work_index, after = next_missed(smem.redo, passes, 0, tiles, 1)
     while work_index < tiles:
         _, block, values = load_tile(iteration, work_index, block, block, values, descs, counter_ptr, smem, sizes, True)
-        load_values(descs[2], values, block - 1, smem.v)
+        load_v(descs[2], values, block - 1, smem.v)
         iteration += 1
         passes += 1
         work_index, after = next_missed(smem.redo, passes, after, tiles, 1)
@@ -426,14 +426,14 @@ def mask_scores(scores, mask_bits):
 
 
 @gluon.jit
-def shape_scores(scores, coord, column, unmasked, sizes, params):
-    """What happens to the raw scores of the block that begins at `column`; -inf hides a key.
+def modify_scores(scores, coord, column, unmasked, sizes, params):
+    """What happens to the raw scores of the block that begins at `column`; -inf masks a key.
 
     `unmasked` spares the look at the edges.
     """
     if not unmasked:
-        centre = coord.row + sizes.diagonal - column + gl.arange(0, ROWS, layout=ROW_LAYOUT)
-        end = gl.minimum(centre + 1, sizes.n_kv - column)  # [ROWS]
+        diagonal = coord.row + sizes.diagonal - column + gl.arange(0, ROWS, layout=ROW_LAYOUT)
+        end = gl.minimum(diagonal + 1, sizes.n_kv - column)  # [ROWS]
         visible = bits_before(end)  # [ROWS, 4]
         scores = mask_scores(scores, visible)
     return scores  # [ROWS, BLOCK_N]
@@ -450,12 +450,12 @@ def quarter_sums(probs):
 def online_softmax(scores, row_max, row_sum, scale, GUARD: gl.constexpr):
     """One block of the online softmax in base 2: its probs, the factor for what came before, the new maximum and sum."""
     new_max = gl.maximum(row_max, gl.max(scores, 1) * scale)  # [ROWS]
-    centre = new_max
+    shift = new_max
     if GUARD:
         # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
-        centre = gl.where(new_max == float("-inf"), 0.0, new_max)
-    rescale = gl.exp2(row_max - centre)  # [ROWS]
-    probs = gl.exp2(scores * scale - centre[:, None])  # [ROWS, BLOCK_N]
+        shift = gl.where(new_max == float("-inf"), 0.0, new_max)
+    rescale = gl.exp2(row_max - shift)  # [ROWS]
+    probs = gl.exp2(scores * scale - shift[:, None])  # [ROWS, BLOCK_N]
     row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + quarter_sums(probs)
     return probs, rescale, new_max, row_sum
 
@@ -552,7 +552,7 @@ def vote_peaked(row_sum, W: gl.constexpr):
 
 
 @gluon.jit
-def vote_unsound(row_sum, W: gl.constexpr):
+def vote_overflowed(row_sum, W: gl.constexpr):
     """Whether the sum of a row of this warpgroup is infinite or no number."""
     compare: gl.constexpr = """
     {
@@ -604,7 +604,7 @@ def unpack(pairs):
 
 
 @gluon.jit
-def nothing_seen():
+def init_softmax():
     """Maximum and sum of rows that have met no key yet."""
     row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
     row_sum = quarter_sums(gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES_LAYOUT))
@@ -612,14 +612,14 @@ def nothing_seen():
 
 
 @gluon.jit
-def open_tile(block, q_tile, coord, column, smem, sizes, params, W: gl.constexpr):
+def prologue(block, q_tile, coord, column, smem, sizes, params, W: gl.constexpr):
     """Scores and softmax of the first block of a tile."""
     wait_full(smem.k, block)
-    scores = start_scores(q_tile, smem.k.smem.index(block % STAGES))
+    scores = start_qk(q_tile, smem.k.smem.index(block % STAGES))
     scores = warpgroup_mma_wait(0, deps=[scores])
     release(smem.k, block)
-    scores = shape_scores(scores, coord, column, False, sizes, params)
-    row_max, row_sum = nothing_seen()
+    scores = modify_scores(scores, coord, column, False, sizes, params)
+    row_max, row_sum = init_softmax()
     probs, _, row_max, row_sum = online_softmax(scores, row_max, row_sum, params.scale, True)
     p_tile = pack(probs)
     return SoftmaxState(p_tile, row_max, row_sum)
@@ -631,12 +631,12 @@ def attend(block, q_tile, acc, state, coord, column, unmasked, smem, sizes, para
     stage = block % STAGES
     value_stage = (block - 1) % STAGES
     wait_full(smem.k, block)
-    scores = start_scores(q_tile, smem.k.smem.index(stage))
+    scores = start_qk(q_tile, smem.k.smem.index(stage))
     wait_full(smem.v, block - 1)
-    product = start_values(state.p_tile, smem.v.smem.index(value_stage), acc)
+    product = start_pv(state.p_tile, smem.v.smem.index(value_stage), acc)
     scores = warpgroup_mma_wait(1, deps=[scores])
     release(smem.k, block)
-    scores = shape_scores(scores, coord, column, unmasked, sizes, params)
+    scores = modify_scores(scores, coord, column, unmasked, sizes, params)
     if SETTLED:
         row_sum = state.row_sum
         probs, part, row_max = settled_softmax(scores, state.row_max, params.scale, W)
@@ -660,7 +660,7 @@ def attend(block, q_tile, acc, state, coord, column, unmasked, smem, sizes, para
 
 
 @gluon.jit
-def attend_blocks(block, slot, settling, acc, state, coord, blocks, smem, sizes, params, W: gl.constexpr):
+def mainloop(block, slot, settling, acc, state, coord, blocks, smem, sizes, params, W: gl.constexpr):
     """The blocks of a tile after its first, right to left; maxima settle where `settling` is true."""
     q_tile = smem.q.smem.index(slot)
     number = blocks.end - blocks.first
@@ -727,23 +727,23 @@ def compute_tile(iteration, work_index, block, missed, passes, out_desc, lse_ptr
     tiles = sizes.m_tiles * sizes.batches * sizes.heads
     tile = tile_at(work_index, sizes)
     coord = TileCoord(tile.batch, tile.head, tile.row + W * ROWS)
-    tile_blocks = blocks_of(tile.row, BLOCK_M, sizes)
-    blocks = blocks_of(coord.row, ROWS, sizes)
+    tile_blocks = block_range(tile.row, BLOCK_M, sizes)
+    blocks = block_range(coord.row, ROWS, sizes)
     block = skip_blocks(block, tile_blocks.end - blocks.end, smem, W)
     acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, OUT_LAYOUT)
     mbarrier.wait(smem.q.full.index(W), iteration & 1)
     q_tile = smem.q.smem.index(W)
     column = (blocks.end - 1) * BLOCK_N
-    state = open_tile(block, q_tile, coord, column, smem, sizes, params, W)
-    acc, state = attend_blocks(block, W, (passes == 0) & (missed >= tiles), acc, state, coord, blocks, smem, sizes, params, W)
+    state = prologue(block, q_tile, coord, column, smem, sizes, params, W)
+    acc, state = mainloop(block, W, (passes == 0) & (missed >= tiles), acc, state, coord, blocks, smem, sizes, params, W)
     block += blocks.end - blocks.first
     mbarrier.arrive(smem.q.empty.index(W), count=1)
     wait_full(smem.v, block - 1)
-    product = start_values(state.p_tile, smem.v.smem.index((block - 1) % STAGES), acc)
+    product = start_pv(state.p_tile, smem.v.smem.index((block - 1) % STAGES), acc)
     acc = warpgroup_mma_wait(0, deps=[product])
     release(smem.v, block - 1)
     tma.store_wait(0)
-    writes, missed = judge(state.row_sum, work_index, missed, passes, tiles, W)
+    writes, missed = check_overflow(state.row_sum, work_index, missed, passes, tiles, W)
     if writes:
         epilogue(acc, state.row_max, state.row_sum, smem.out.index(W), out_desc, lse_ptr, coord, sizes)
     return block, missed
@@ -776,7 +776,7 @@ def consumer(out_desc, lse_ptr, smem, sizes, params, W: gl.constexpr):
     tma.store_wait(0)
     if W == 0:
         # Each pass after the first is over tiles that were missed.
-        tell_misled(smem.redo, passes > 1)
+        report_misled(smem.redo, passes > 1)
 
 
 # Nothing is specialized on sizes, so one compiled kernel serves them all.
@@ -805,7 +805,7 @@ def flash_fwd_hopper(
     lse_ptr,
     counter_ptr,
     misled_ptr,
-    told_ptr,
+    host_misled_ptr,
     n_q,
     n_kv,
     batches,
@@ -833,7 +833,7 @@ def flash_fwd_hopper(
         k=make_pipeline(k_smem, STAGES, CONSUMERS),
         v=make_pipeline(v_smem, STAGES, CONSUMERS),
         work=make_pipeline(work_smem, 2, CONSUMERS),
-        redo=Redo(missed_smem, make_barriers(1, CONSUMERS), misled_ptr, told_ptr),
+        redo=Redo(missed_smem, make_barriers(1, CONSUMERS), misled_ptr, host_misled_ptr),
         out=out_smem,
     )
     fence_async_shared()
@@ -882,8 +882,8 @@ def descriptor(tensor, rows, columns):
     return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], block, layout)
 
 
-def division(divisor):
-    """The factor and the shift by which `divide` divides."""
+def magic_divisor(divisor):
+    """The factor and the shift by which `fast_divide` divides."""
     shift = 31 + (divisor - 1).bit_length()
     return -(-(1 << shift) // divisor), shift
 
@@ -944,10 +944,10 @@ def launches(
         heads // k.shape[1],
         m_tiles,
         diagonal,
-        *division(m_tiles * 32),
-        *division(heads),
+        *magic_divisor(m_tiles * 32),
+        *magic_divisor(heads),
         # The heads of the last section, where that isn't whole.
-        *division(batches * heads % 32 or 1),
+        *magic_divisor(batches * heads % 32 or 1),
         1.4426950408889634 * scale,
     )
     return [

@@ -5,8 +5,8 @@ Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
 Compiled in: fwd-bf16-d40
-Template: flash_fwd_hopper a8c65e616cd71a79
-Variant: eb6d26d2667bb4ac
+Template: flash_fwd_hopper faae546fe3a3703c
+Variant: a76701c89d6c0ed6
 Config: BLOCK_M=192 BLOCK_N=128 ctas_per_sm=1 intra_wg_overlap=1 maximum=running num_stages=3 order=fixed pingpong=True section=1
 tiles=chained
 
@@ -54,7 +54,7 @@ LN_2 = gl.constexpr(0.6931471805599453)
 
 
 class Divisor(NamedTuple):
-    """The factor and the shift by which `divide` divides."""
+    """The factor and the shift by which `fast_divide` divides."""
 
     magic: gl.tensor
     shift: gl.tensor
@@ -172,15 +172,15 @@ def scheduler_barrier_arrive(W: gl.constexpr):
 
 
 @gluon.jit
-def start_scores(q_tile, k_tile):
+def start_qk(q_tile, k_tile):
     """Starts Q K^T on the tensor cores."""
-    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES_LAYOUT)
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES_LAYOUT)
     k_tile = k_tile.reshape([BLOCK_N, BLOCK_D]).permute((1, 0))
-    return warpgroup_mma(q_tile.reshape([ROWS, BLOCK_D]), k_tile, nothing, use_acc=False, is_async=True)  # [ROWS, BLOCK_N]
+    return warpgroup_mma(q_tile.reshape([ROWS, BLOCK_D]), k_tile, zeros, use_acc=False, is_async=True)  # [ROWS, BLOCK_N]
 
 
 @gluon.jit
-def start_values(p_tile, v_tile, acc):
+def start_pv(p_tile, v_tile, acc):
     """Starts acc + P V on the tensor cores."""
     return warpgroup_mma(unpack(p_tile), v_tile.reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)  # [ROWS, BLOCK_DV]
 
@@ -194,7 +194,7 @@ def fixed_work_index(iteration):
 
 
 @gluon.jit
-def divide(number, divisor):
+def fast_divide(number, divisor):
     """number // divisor, for 0 <= number < 2^31, as a product (Granlund and Montgomery, PLDI 1994)."""
     return (number.to(gl.int64) * divisor.magic >> divisor.shift).to(gl.int32)
 
@@ -202,16 +202,16 @@ def divide(number, divisor):
 @gluon.jit
 def tile_at(work_index, sizes):
     """The tile of a work index."""
-    section = divide(work_index, sizes.section_divisor)
+    section = fast_divide(work_index, sizes.section_divisor)
     place = section
     m_tile = work_index - section * sizes.m_tiles
-    batch = divide(place, sizes.inner_divisor)
+    batch = fast_divide(place, sizes.inner_divisor)
     head = place - batch * sizes.heads
     return TileCoord(batch, head, m_tile * BLOCK_M)
 
 
 @gluon.jit
-def blocks_of(row, NUMBER: gl.constexpr, sizes):
+def block_range(row, NUMBER: gl.constexpr, sizes):
     """The key blocks that NUMBER rows from `row` on may see."""
     n_kv = sizes.n_kv
     end = (n_kv + BLOCK_N - 1) // BLOCK_N
@@ -222,7 +222,7 @@ def blocks_of(row, NUMBER: gl.constexpr, sizes):
 
 
 @gluon.jit
-def load_values(v_desc, coord, block, pipeline):
+def load_v(v_desc, coord, block, pipeline):
     """Starts the copy of a value block as soon as its stage is empty; the row of `coord` is that of its first key."""
     wait_empty(pipeline, block)
     stage = block % STAGES
@@ -239,7 +239,7 @@ def load_tile(
     q_desc, k_desc, v_desc = descs
     coord = tile_at(work_index, sizes)
     kv_head = coord.head // sizes.kv_group
-    blocks = blocks_of(coord.row, BLOCK_M, sizes)
+    blocks = block_range(coord.row, BLOCK_M, sizes)
     for n in range(blocks.end - blocks.first):
         column = (blocks.end - 1 - n) * BLOCK_N
         wait_empty(smem.k, block)
@@ -248,7 +248,7 @@ def load_tile(
         async_load(k_desc, [coord.batch, kv_head, column, 0], smem.k.full.index(stage), smem.k.smem.index(stage))
         if block > 0:
             # Before the queries, for these values are wanted first.
-            load_values(v_desc, values, block - 1, smem.v)
+            load_v(v_desc, values, block - 1, smem.v)
         if n == 0:
             for w in gl.static_range(CONSUMERS):
                 slot = iteration % 2 * CONSUMERS + w
@@ -272,7 +272,7 @@ def producer(descs, smem, sizes):
         block, values = load_tile(iteration, work_index, block, values, descs, smem, sizes)
         iteration += 1
         work_index = fixed_work_index(iteration)
-    load_values(descs[2], values, block - 1, smem.v)
+    load_v(descs[2], values, block - 1, smem.v)
 
 
 @gluon.jit
@@ -314,8 +314,8 @@ def mask_scores(scores, mask_bits):
 
 
 @gluon.jit
-def shape_scores(scores, coord, column, unmasked, sizes, params):
-    """What happens to the raw scores of the block that begins at `column`; -inf hides a key.
+def modify_scores(scores, coord, column, unmasked, sizes, params):
+    """What happens to the raw scores of the block that begins at `column`; -inf masks a key.
 
     `unmasked` spares the look at the edges.
     """
@@ -337,12 +337,12 @@ def quarter_sums(probs):
 def online_softmax(scores, row_max, row_sum, scale, GUARD: gl.constexpr):
     """One block of the online softmax in base 2: its probs, the factor for what came before, the new maximum and sum."""
     new_max = gl.maximum(row_max, gl.max(scores, 1) * scale)  # [ROWS]
-    centre = new_max
+    shift = new_max
     if GUARD:
         # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
-        centre = gl.where(new_max == float("-inf"), 0.0, new_max)
-    rescale = gl.exp2(row_max - centre)  # [ROWS]
-    probs = gl.exp2(scores * scale - centre[:, None])  # [ROWS, BLOCK_N]
+        shift = gl.where(new_max == float("-inf"), 0.0, new_max)
+    rescale = gl.exp2(row_max - shift)  # [ROWS]
+    probs = gl.exp2(scores * scale - shift[:, None])  # [ROWS, BLOCK_N]
     row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + quarter_sums(probs)
     return probs, rescale, new_max, row_sum
 
@@ -364,7 +364,7 @@ def unpack(pairs):
 
 
 @gluon.jit
-def nothing_seen():
+def init_softmax():
     """Maximum and sum of rows that have met no key yet."""
     row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
     row_sum = quarter_sums(gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES_LAYOUT))
@@ -372,16 +372,16 @@ def nothing_seen():
 
 
 @gluon.jit
-def open_tile(block, q_tile, coord, column, smem, sizes, params, W: gl.constexpr):
+def prologue(block, q_tile, coord, column, smem, sizes, params, W: gl.constexpr):
     """Scores and softmax of the first block of a tile."""
     wait_full(smem.k, block)
     scheduler_barrier_sync(W)
-    scores = start_scores(q_tile, smem.k.smem.index(block % STAGES))
+    scores = start_qk(q_tile, smem.k.smem.index(block % STAGES))
     scheduler_barrier_arrive(W)
     scores = warpgroup_mma_wait(0, deps=[scores])
     release(smem.k, block)
-    scores = shape_scores(scores, coord, column, False, sizes, params)
-    row_max, row_sum = nothing_seen()
+    scores = modify_scores(scores, coord, column, False, sizes, params)
+    row_max, row_sum = init_softmax()
     probs, _, row_max, row_sum = online_softmax(scores, row_max, row_sum, params.scale, True)
     p_tile = pack(probs)
     return SoftmaxState(p_tile, row_max, row_sum)
@@ -394,13 +394,13 @@ def attend(block, q_tile, acc, state, coord, column, unmasked, smem, sizes, para
     value_stage = (block - 1) % STAGES
     wait_full(smem.k, block)
     scheduler_barrier_sync(W)
-    scores = start_scores(q_tile, smem.k.smem.index(stage))
+    scores = start_qk(q_tile, smem.k.smem.index(stage))
     wait_full(smem.v, block - 1)
-    product = start_values(state.p_tile, smem.v.smem.index(value_stage), acc)
+    product = start_pv(state.p_tile, smem.v.smem.index(value_stage), acc)
     scheduler_barrier_arrive(W)
     scores = warpgroup_mma_wait(1, deps=[scores])
     release(smem.k, block)
-    scores = shape_scores(scores, coord, column, unmasked, sizes, params)
+    scores = modify_scores(scores, coord, column, unmasked, sizes, params)
     probs, rescale, row_max, row_sum = online_softmax(scores, state.row_max, state.row_sum, params.scale, False)
     acc = warpgroup_mma_wait(0, deps=[product])
     release(smem.v, block - 1)
@@ -410,20 +410,20 @@ def attend(block, q_tile, acc, state, coord, column, unmasked, smem, sizes, para
 
 
 @gluon.jit
-def change_tile(block, more, q_tile, acc, state, coord, column, smem, sizes, params, W: gl.constexpr):
+def chained_prologue(block, more, q_tile, acc, state, coord, column, smem, sizes, params, W: gl.constexpr):
     """The last values of one tile beside the first scores of the next; without `more` tiles those scores are never used."""
     stage = block % STAGES
     value_stage = (block - 1) % STAGES
     wait_full(smem.k, block, pred=more)
     scheduler_barrier_sync(W)
-    scores = start_scores(q_tile, smem.k.smem.index(stage))
+    scores = start_qk(q_tile, smem.k.smem.index(stage))
     wait_full(smem.v, block - 1)
-    product = start_values(state.p_tile, smem.v.smem.index(value_stage), acc)
+    product = start_pv(state.p_tile, smem.v.smem.index(value_stage), acc)
     scheduler_barrier_arrive(W)
     scores = warpgroup_mma_wait(1, deps=[scores])
     release(smem.k, block, pred=more)
-    scores = shape_scores(scores, coord, column, False, sizes, params)
-    row_max, row_sum = nothing_seen()
+    scores = modify_scores(scores, coord, column, False, sizes, params)
+    row_max, row_sum = init_softmax()
     probs, _, row_max, row_sum = online_softmax(scores, row_max, row_sum, params.scale, True)
     acc = warpgroup_mma_wait(0, deps=[product])
     release(smem.v, block - 1)
@@ -432,7 +432,7 @@ def change_tile(block, more, q_tile, acc, state, coord, column, smem, sizes, par
 
 
 @gluon.jit
-def attend_blocks(block, slot, acc, state, coord, blocks, smem, sizes, params, W: gl.constexpr):
+def mainloop(block, slot, acc, state, coord, blocks, smem, sizes, params, W: gl.constexpr):
     """The blocks of a tile after its first, right to left."""
     q_tile = smem.q.smem.index(slot)
     for n in range(1, blocks.end - blocks.first):
@@ -467,31 +467,31 @@ def consumer(out_desc, lse_ptr, smem, sizes, params, W: gl.constexpr):
     iteration = gl.to_tensor(0)
     work_index = fixed_work_index(0)
     tile = tile_at(work_index, sizes)
-    blocks = blocks_of(tile.row, BLOCK_M, sizes)
+    blocks = block_range(tile.row, BLOCK_M, sizes)
     coord = TileCoord(tile.batch, tile.head, tile.row + W * ROWS)
     column = (blocks.end - 1) * BLOCK_N
     mbarrier.wait(smem.q.full.index(W), 0)
-    state = open_tile(block, smem.q.smem.index(W), coord, column, smem, sizes, params, W)
+    state = prologue(block, smem.q.smem.index(W), coord, column, smem, sizes, params, W)
     while work_index < tiles:
-        blocks = blocks_of(tile.row, BLOCK_M, sizes)
+        blocks = block_range(tile.row, BLOCK_M, sizes)
         coord = TileCoord(tile.batch, tile.head, tile.row + W * ROWS)
         acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, OUT_LAYOUT)
         slot = iteration % 2 * CONSUMERS + W
         next_slot = (iteration + 1) % 2 * CONSUMERS + W
         next_phase = (iteration + 1) // 2 & 1
-        acc, state = attend_blocks(block, slot, acc, state, coord, blocks, smem, sizes, params, W)
+        acc, state = mainloop(block, slot, acc, state, coord, blocks, smem, sizes, params, W)
         next_index = fixed_work_index(iteration + 1)
         more = next_index < tiles
         mbarrier.arrive(smem.q.empty.index(slot), count=1)
         block += blocks.end - blocks.first
         # After the last tile the idle work takes that tile's place, so that no load leaves the tensors.
         tile = tile_at(gl.where(more, next_index, work_index), sizes)
-        blocks = blocks_of(tile.row, BLOCK_M, sizes)
+        blocks = block_range(tile.row, BLOCK_M, sizes)
         next_coord = TileCoord(tile.batch, tile.head, tile.row + W * ROWS)
         column = (blocks.end - 1) * BLOCK_N
         mbarrier.wait(smem.q.full.index(next_slot), next_phase, pred=more)
         q_tile = smem.q.smem.index(next_slot)
-        acc, next_state = change_tile(block, more, q_tile, acc, state, next_coord, column, smem, sizes, params, W)
+        acc, next_state = chained_prologue(block, more, q_tile, acc, state, next_coord, column, smem, sizes, params, W)
         tma.store_wait(0)
         epilogue(acc, state.row_max, state.row_sum, smem.out.index(W), out_desc, lse_ptr, coord, sizes)
         state = next_state
@@ -589,8 +589,8 @@ def descriptor(tensor, rows, columns):
     return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], block, layout)
 
 
-def division(divisor):
-    """The factor and the shift by which `divide` divides."""
+def magic_divisor(divisor):
+    """The factor and the shift by which `fast_divide` divides."""
     shift = 31 + (divisor - 1).bit_length()
     return -(-(1 << shift) // divisor), shift
 
@@ -647,8 +647,8 @@ def launches(
         heads,
         heads // k.shape[1],
         m_tiles,
-        *division(m_tiles),
-        *division(heads),
+        *magic_divisor(m_tiles),
+        *magic_divisor(heads),
         1.4426950408889634 * scale,
     )
     return [

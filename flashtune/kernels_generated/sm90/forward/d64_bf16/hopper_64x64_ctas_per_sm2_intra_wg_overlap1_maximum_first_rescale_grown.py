@@ -5,8 +5,8 @@ Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
 Compiled in: fwd-bf16-d64
-Template: flash_fwd_hopper 3e7b9911e2dba048
-Variant: 3eec8fa83e15042e
+Template: flash_fwd_hopper eae791b3fd724293
+Variant: e59f93ce39f1c1c8
 Config: BLOCK_M=64 BLOCK_N=64 ctas_per_sm=2 intra_wg_overlap=1 maximum=first num_stages=2 order=fixed pingpong=False rescale=grown section=1
 tiles=one
 
@@ -52,11 +52,11 @@ MASK_BITS_LAYOUT = gl.constexpr(
 )
 WORK_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0]))
 LN_2 = gl.constexpr(0.6931471805599453)
-SLACK = gl.constexpr(2.0)
+RESCALE_THRESHOLD = gl.constexpr(2.0)
 
 
 class Divisor(NamedTuple):
-    """The factor and the shift by which `divide` divides."""
+    """The factor and the shift by which `fast_divide` divides."""
 
     magic: gl.tensor
     shift: gl.tensor
@@ -113,7 +113,7 @@ class Redo(NamedTuple):
     missed: gl.shared_memory_descriptor
     ended: gl.shared_memory_descriptor
     misled_ptr: gl.tensor
-    told_ptr: gl.tensor
+    host_misled_ptr: gl.tensor
 
 
 class SharedStorage(NamedTuple):
@@ -171,21 +171,21 @@ def release(pipeline, number, pred=True):
 
 
 @gluon.jit
-def start_scores(q_tile, k_tile):
+def start_qk(q_tile, k_tile):
     """Starts Q K^T on the tensor cores."""
-    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES_LAYOUT)
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES_LAYOUT)
     k_tile = k_tile.reshape([BLOCK_N, BLOCK_D]).permute((1, 0))
-    return warpgroup_mma(q_tile.reshape([ROWS, BLOCK_D]), k_tile, nothing, use_acc=False, is_async=True)  # [ROWS, BLOCK_N]
+    return warpgroup_mma(q_tile.reshape([ROWS, BLOCK_D]), k_tile, zeros, use_acc=False, is_async=True)  # [ROWS, BLOCK_N]
 
 
 @gluon.jit
-def start_values(p_tile, v_tile, acc):
+def start_pv(p_tile, v_tile, acc):
     """Starts acc + P V on the tensor cores."""
     return warpgroup_mma(unpack(p_tile), v_tile.reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)  # [ROWS, BLOCK_DV]
 
 
 @gluon.jit
-def divide(number, divisor):
+def fast_divide(number, divisor):
     """number // divisor, for 0 <= number < 2^31, as a product (Granlund and Montgomery, PLDI 1994)."""
     return (number.to(gl.int64) * divisor.magic >> divisor.shift).to(gl.int32)
 
@@ -193,16 +193,16 @@ def divide(number, divisor):
 @gluon.jit
 def tile_at(work_index, sizes):
     """The tile of a work index."""
-    section = divide(work_index, sizes.section_divisor)
+    section = fast_divide(work_index, sizes.section_divisor)
     place = section
     m_tile = work_index - section * sizes.m_tiles
-    batch = divide(place, sizes.inner_divisor)
+    batch = fast_divide(place, sizes.inner_divisor)
     head = place - batch * sizes.heads
     return TileCoord(batch, head, m_tile * BLOCK_M)
 
 
 @gluon.jit
-def blocks_of(row, NUMBER: gl.constexpr, sizes):
+def block_range(row, NUMBER: gl.constexpr, sizes):
     """The key blocks that NUMBER rows from `row` on may see."""
     n_kv = sizes.n_kv
     end = (n_kv + BLOCK_N - 1) // BLOCK_N
@@ -213,7 +213,7 @@ def blocks_of(row, NUMBER: gl.constexpr, sizes):
 
 
 @gluon.jit
-def judge(row_sum, work_index, missed, passes, tiles, W: gl.constexpr):
+def check_overflow(row_sum, work_index, missed, passes, tiles, W: gl.constexpr):
     """Whether a tile's output may be written, and the tile that this warpgroup missed, or `tiles` where it missed none.
 
     A score some 2^127 times as heavy as all before it leaves no sum. Such a tile is computed once more, with running maxima, and then
@@ -221,13 +221,13 @@ def judge(row_sum, work_index, missed, passes, tiles, W: gl.constexpr):
     """
     wrong = (passes == 0) & (missed >= tiles)
     if wrong:
-        wrong = vote_unsound(row_sum, W) != 0
+        wrong = vote_overflowed(row_sum, W) != 0
     writes = gl.where(passes == 0, wrong == 0, missed == work_index)
     return writes, gl.where(wrong, work_index, missed)
 
 
 @gluon.jit
-def tell_misled(redo, missed):
+def report_misled(redo, missed):
     """Counts this program, and tells the host how many there were so far, where it was misled about its scores.
 
     That is where a tile was missed, or where the first warp, which speaks for all, raised its maxima in more than half of the blocks: then
@@ -248,7 +248,7 @@ def tell_misled(redo, missed):
         mov.b32 $0, 0;
     }
     """
-    where = [redo.misled_ptr.to(gl.int64), redo.told_ptr.to(gl.int64), misled]
+    where = [redo.misled_ptr.to(gl.int64), redo.host_misled_ptr.to(gl.int64), misled]
     gl.inline_asm_elementwise(count, "=r,l,l,r", where, dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -274,7 +274,7 @@ def next_missed(redo, passes, after, tiles, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def load_values(v_desc, coord, block, pipeline):
+def load_v(v_desc, coord, block, pipeline):
     """Starts the copy of a value block as soon as its stage is empty; the row of `coord` is that of its first key."""
     wait_empty(pipeline, block)
     stage = block % STAGES
@@ -291,7 +291,7 @@ def load_tile(
     q_desc, k_desc, v_desc = descs
     coord = tile_at(work_index, sizes)
     kv_head = coord.head // sizes.kv_group
-    blocks = blocks_of(coord.row, BLOCK_M, sizes)
+    blocks = block_range(coord.row, BLOCK_M, sizes)
     for n in range(blocks.end - blocks.first):
         column = (blocks.end - 1 - n) * BLOCK_N
         wait_empty(smem.k, block)
@@ -300,7 +300,7 @@ def load_tile(
         async_load(k_desc, [coord.batch, kv_head, column, 0], smem.k.full.index(stage), smem.k.smem.index(stage))
         if block > begun:
             # Before the queries, for these values are wanted first.
-            load_values(v_desc, values, block - 1, smem.v)
+            load_v(v_desc, values, block - 1, smem.v)
         if n == 0:
             for w in gl.static_range(CONSUMERS):
                 slot = w
@@ -319,12 +319,12 @@ def producer(descs, smem, sizes):
     tiles = sizes.m_tiles * sizes.batches * sizes.heads
     iteration = gl.to_tensor(1)
     block, values = load_tile(0, gl.program_id(0), block, 0, values, descs, smem, sizes)
-    load_values(descs[2], values, block - 1, smem.v)
+    load_v(descs[2], values, block - 1, smem.v)
     passes = gl.to_tensor(1)
     work_index, after = next_missed(smem.redo, passes, 0, tiles, 1)
     while work_index < tiles:
         block, values = load_tile(iteration, work_index, block, block, values, descs, smem, sizes)
-        load_values(descs[2], values, block - 1, smem.v)
+        load_v(descs[2], values, block - 1, smem.v)
         iteration += 1
         passes += 1
         work_index, after = next_missed(smem.redo, passes, after, tiles, 1)
@@ -369,8 +369,8 @@ def mask_scores(scores, mask_bits):
 
 
 @gluon.jit
-def shape_scores(scores, coord, column, unmasked, sizes, params):
-    """What happens to the raw scores of the block that begins at `column`; -inf hides a key.
+def modify_scores(scores, coord, column, unmasked, sizes, params):
+    """What happens to the raw scores of the block that begins at `column`; -inf masks a key.
 
     `unmasked` spares the look at the edges.
     """
@@ -392,12 +392,12 @@ def quarter_sums(probs):
 def online_softmax(scores, row_max, row_sum, scale, GUARD: gl.constexpr):
     """One block of the online softmax in base 2: its probs, the factor for what came before, the new maximum and sum."""
     new_max = gl.maximum(row_max, gl.max(scores, 1) * scale)  # [ROWS]
-    centre = new_max
+    shift = new_max
     if GUARD:
         # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
-        centre = gl.where(new_max == float("-inf"), 0.0, new_max)
-    rescale = gl.exp2(row_max - centre)  # [ROWS]
-    probs = gl.exp2(scores * scale - centre[:, None])  # [ROWS, BLOCK_N]
+        shift = gl.where(new_max == float("-inf"), 0.0, new_max)
+    rescale = gl.exp2(row_max - shift)  # [ROWS]
+    probs = gl.exp2(scores * scale - shift[:, None])  # [ROWS, BLOCK_N]
     row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + quarter_sums(probs)
     return probs, rescale, new_max, row_sum
 
@@ -500,7 +500,7 @@ def vote_peaked(row_sum, W: gl.constexpr):
 
 
 @gluon.jit
-def vote_unsound(row_sum, W: gl.constexpr):
+def vote_overflowed(row_sum, W: gl.constexpr):
     """Whether the sum of a row of this warpgroup is infinite or no number."""
     compare: gl.constexpr = """
     {
@@ -554,26 +554,26 @@ def vote_grown(growth, W: gl.constexpr):
 
 @gluon.jit
 def lazy_softmax(scores, row_max, scale, W: gl.constexpr, GUARD: gl.constexpr):
-    """One block of the online softmax in base 2, in which a row's maximum stays as it is until a score is more than 2^SLACK times as heavy.
+    """One block of the online softmax in base 2: a maximum stays until a score is more than 2^RESCALE_THRESHOLD times as heavy.
 
     Returns its probs, their sums, by how much maxima grew, whether one of this warp did, and the maxima. The threshold is FlashAttention-4's
     idea, for which 2^8 is enough; a smaller one keeps keys that take most of a row at weights that are rounded little or not at all.
     """
     block_max = gl.max(scores, 1) * scale  # [ROWS]
-    new_max = gl.where(block_max > row_max + SLACK, block_max, row_max)  # [ROWS]
-    centre = new_max
+    new_max = gl.where(block_max > row_max + RESCALE_THRESHOLD, block_max, row_max)  # [ROWS]
+    shift = new_max
     if GUARD:
         # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
-        centre = gl.where(new_max == float("-inf"), 0.0, new_max)
-    growth = centre - row_max  # [ROWS], infinite where a row sees its first key
+        shift = gl.where(new_max == float("-inf"), 0.0, new_max)
+    growth = shift - row_max  # [ROWS], infinite where a row sees its first key
     grown = vote_grown(growth, W)
-    probs = gl.exp2(scores * scale - centre[:, None])  # [ROWS, BLOCK_N]
+    probs = gl.exp2(scores * scale - shift[:, None])  # [ROWS, BLOCK_N]
     return probs, quarter_sums(probs), growth, grown, new_max
 
 
 @gluon.jit
-def catch_up(acc, row_sum, growth):
-    """The output and the sums so far relative to maxima that grew."""
+def rescale_acc_and_sum(acc, row_sum, growth):
+    """The output and the sums so far, relative to maxima that grew."""
     rescale = gl.exp2(-growth)  # [ROWS]
     acc = acc * gl.convert_layout(rescale, OUT_ROW_LAYOUT)[:, None]
     return acc, row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None]
@@ -596,7 +596,7 @@ def unpack(pairs):
 
 
 @gluon.jit
-def nothing_seen():
+def init_softmax():
     """Maximum and sum of rows that have met no key yet."""
     row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
     row_sum = quarter_sums(gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES_LAYOUT))
@@ -604,14 +604,14 @@ def nothing_seen():
 
 
 @gluon.jit
-def open_tile(block, q_tile, coord, column, smem, sizes, params, W: gl.constexpr):
+def prologue(block, q_tile, coord, column, smem, sizes, params, W: gl.constexpr):
     """Scores and softmax of the first block of a tile."""
     wait_full(smem.k, block)
-    scores = start_scores(q_tile, smem.k.smem.index(block % STAGES))
+    scores = start_qk(q_tile, smem.k.smem.index(block % STAGES))
     scores = warpgroup_mma_wait(0, deps=[scores])
     release(smem.k, block)
-    scores = shape_scores(scores, coord, column, False, sizes, params)
-    row_max, row_sum = nothing_seen()
+    scores = modify_scores(scores, coord, column, False, sizes, params)
+    row_max, row_sum = init_softmax()
     probs, _, row_max, row_sum = online_softmax(scores, row_max, row_sum, params.scale, True)
     p_tile = pack(probs)
     return SoftmaxState(p_tile, row_max, row_sum)
@@ -623,12 +623,12 @@ def attend(block, q_tile, acc, state, coord, column, unmasked, smem, sizes, para
     stage = block % STAGES
     value_stage = (block - 1) % STAGES
     wait_full(smem.k, block)
-    scores = start_scores(q_tile, smem.k.smem.index(stage))
+    scores = start_qk(q_tile, smem.k.smem.index(stage))
     wait_full(smem.v, block - 1)
-    product = start_values(state.p_tile, smem.v.smem.index(value_stage), acc)
+    product = start_pv(state.p_tile, smem.v.smem.index(value_stage), acc)
     scores = warpgroup_mma_wait(1, deps=[scores])
     release(smem.k, block)
-    scores = shape_scores(scores, coord, column, unmasked, sizes, params)
+    scores = modify_scores(scores, coord, column, unmasked, sizes, params)
     if SETTLED:
         row_sum = state.row_sum
         probs, part, row_max = settled_softmax(scores, state.row_max, params.scale, W)
@@ -649,13 +649,13 @@ def attend(block, q_tile, acc, state, coord, column, unmasked, smem, sizes, para
         row_sum += part
     else:
         if grown != 0:
-            acc, row_sum = catch_up(acc, row_sum, growth)
+            acc, row_sum = rescale_acc_and_sum(acc, row_sum, growth)
         row_sum += part
     return acc, SoftmaxState(p_tile, row_max, row_sum)
 
 
 @gluon.jit
-def attend_blocks(block, slot, settling, acc, state, coord, blocks, smem, sizes, params, W: gl.constexpr):
+def mainloop(block, slot, settling, acc, state, coord, blocks, smem, sizes, params, W: gl.constexpr):
     """The blocks of a tile after its first, right to left; maxima settle where `settling` is true."""
     q_tile = smem.q.smem.index(slot)
     number = blocks.end - blocks.first
@@ -705,19 +705,19 @@ def compute_tile(iteration, work_index, block, missed, passes, out_desc, lse_ptr
     tiles = sizes.m_tiles * sizes.batches * sizes.heads
     tile = tile_at(work_index, sizes)
     coord = TileCoord(tile.batch, tile.head, tile.row + W * ROWS)
-    blocks = blocks_of(tile.row, BLOCK_M, sizes)
+    blocks = block_range(tile.row, BLOCK_M, sizes)
     acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, OUT_LAYOUT)
     mbarrier.wait(smem.q.full.index(W), iteration & 1)
     q_tile = smem.q.smem.index(W)
     column = (blocks.end - 1) * BLOCK_N
-    state = open_tile(block, q_tile, coord, column, smem, sizes, params, W)
-    acc, state = attend_blocks(block, W, (passes == 0) & (missed >= tiles), acc, state, coord, blocks, smem, sizes, params, W)
+    state = prologue(block, q_tile, coord, column, smem, sizes, params, W)
+    acc, state = mainloop(block, W, (passes == 0) & (missed >= tiles), acc, state, coord, blocks, smem, sizes, params, W)
     block += blocks.end - blocks.first
     wait_full(smem.v, block - 1)
-    product = start_values(state.p_tile, smem.v.smem.index((block - 1) % STAGES), acc)
+    product = start_pv(state.p_tile, smem.v.smem.index((block - 1) % STAGES), acc)
     acc = warpgroup_mma_wait(0, deps=[product])
     release(smem.v, block - 1)
-    writes, missed = judge(state.row_sum, work_index, missed, passes, tiles, W)
+    writes, missed = check_overflow(state.row_sum, work_index, missed, passes, tiles, W)
     if writes:
         epilogue(acc, state.row_max, state.row_sum, smem.out.index(W), out_desc, lse_ptr, coord, sizes)
     return block, missed
@@ -748,7 +748,7 @@ def consumer(out_desc, lse_ptr, smem, sizes, params, W: gl.constexpr):
     tma.store_wait(0)
     if W == 0:
         # Each pass after the first is over tiles that were missed.
-        tell_misled(smem.redo, passes > 1)
+        report_misled(smem.redo, passes > 1)
 
 
 # Nothing is specialized on sizes, so one compiled kernel serves them all.
@@ -773,7 +773,7 @@ def flash_fwd_hopper(
     out_desc,
     lse_ptr,
     misled_ptr,
-    told_ptr,
+    host_misled_ptr,
     n_q,
     n_kv,
     batches,
@@ -798,7 +798,7 @@ def flash_fwd_hopper(
         q=Pipeline(q_smem, make_barriers(Q_SLOTS, 1), None),
         k=make_pipeline(k_smem, STAGES, CONSUMERS),
         v=make_pipeline(v_smem, STAGES, CONSUMERS),
-        redo=Redo(missed_smem, make_barriers(1, CONSUMERS), misled_ptr, told_ptr),
+        redo=Redo(missed_smem, make_barriers(1, CONSUMERS), misled_ptr, host_misled_ptr),
         out=out_smem,
     )
     fence_async_shared()
@@ -844,8 +844,8 @@ def descriptor(tensor, rows, columns):
     return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], block, layout)
 
 
-def division(divisor):
-    """The factor and the shift by which `divide` divides."""
+def magic_divisor(divisor):
+    """The factor and the shift by which `fast_divide` divides."""
     shift = 31 + (divisor - 1).bit_length()
     return -(-(1 << shift) // divisor), shift
 
@@ -903,8 +903,8 @@ def launches(
         heads,
         heads // k.shape[1],
         m_tiles,
-        *division(m_tiles),
-        *division(heads),
+        *magic_divisor(m_tiles),
+        *magic_divisor(heads),
         1.4426950408889634 * scale,
     )
     return [

@@ -5,8 +5,8 @@ Key blocks go from right to left.
 One block goes from scores to values.
 
 Compiled in: fwd-bf16-d64
-Template: flash_fwd_hopper f7aa13011273d378
-Variant: a4b0d8ad47aa5899
+Template: flash_fwd_hopper ea1ba4c10a5224da
+Variant: f9bb25c32be86e9d
 Config: BLOCK_M=64 BLOCK_N=64 ctas_per_sm=4 intra_wg_overlap=0 maximum=running num_stages=2 order=fixed pingpong=False rescale=outgrown
 section=1 tiles=one
 
@@ -54,7 +54,7 @@ LN_2 = gl.constexpr(0.6931471805599453)
 
 
 class Divisor(NamedTuple):
-    """The factor and the shift by which `divide` divides."""
+    """The factor and the shift by which `fast_divide` divides."""
 
     magic: gl.tensor
     shift: gl.tensor
@@ -157,21 +157,21 @@ def release(pipeline, number, pred=True):
 
 
 @gluon.jit
-def start_scores(q_tile, k_tile):
+def start_qk(q_tile, k_tile):
     """Starts Q K^T on the tensor cores."""
-    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES_LAYOUT)
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES_LAYOUT)
     k_tile = k_tile.reshape([BLOCK_N, BLOCK_D]).permute((1, 0))
-    return warpgroup_mma(q_tile.reshape([ROWS, BLOCK_D]), k_tile, nothing, use_acc=False, is_async=True)  # [ROWS, BLOCK_N]
+    return warpgroup_mma(q_tile.reshape([ROWS, BLOCK_D]), k_tile, zeros, use_acc=False, is_async=True)  # [ROWS, BLOCK_N]
 
 
 @gluon.jit
-def start_values(p_tile, v_tile, acc):
+def start_pv(p_tile, v_tile, acc):
     """Starts acc + P V on the tensor cores."""
     return warpgroup_mma(unpack(p_tile), v_tile.reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)  # [ROWS, BLOCK_DV]
 
 
 @gluon.jit
-def divide(number, divisor):
+def fast_divide(number, divisor):
     """number // divisor, for 0 <= number < 2^31, as a product (Granlund and Montgomery, PLDI 1994)."""
     return (number.to(gl.int64) * divisor.magic >> divisor.shift).to(gl.int32)
 
@@ -179,16 +179,16 @@ def divide(number, divisor):
 @gluon.jit
 def tile_at(work_index, sizes):
     """The tile of a work index."""
-    section = divide(work_index, sizes.section_divisor)
+    section = fast_divide(work_index, sizes.section_divisor)
     place = section
     m_tile = work_index - section * sizes.m_tiles
-    batch = divide(place, sizes.inner_divisor)
+    batch = fast_divide(place, sizes.inner_divisor)
     head = place - batch * sizes.heads
     return TileCoord(batch, head, m_tile * BLOCK_M)
 
 
 @gluon.jit
-def blocks_of(row, NUMBER: gl.constexpr, sizes):
+def block_range(row, NUMBER: gl.constexpr, sizes):
     """The key blocks that NUMBER rows from `row` on may see."""
     n_kv = sizes.n_kv
     end = (n_kv + BLOCK_N - 1) // BLOCK_N
@@ -199,7 +199,7 @@ def blocks_of(row, NUMBER: gl.constexpr, sizes):
 
 
 @gluon.jit
-def load_values(v_desc, coord, block, pipeline):
+def load_v(v_desc, coord, block, pipeline):
     """Starts the copy of a value block as soon as its stage is empty; the row of `coord` is that of its first key."""
     wait_empty(pipeline, block)
     stage = block % STAGES
@@ -216,7 +216,7 @@ def load_tile(
     q_desc, k_desc, v_desc = descs
     coord = tile_at(work_index, sizes)
     kv_head = coord.head // sizes.kv_group
-    blocks = blocks_of(coord.row, BLOCK_M, sizes)
+    blocks = block_range(coord.row, BLOCK_M, sizes)
     for n in range(blocks.end - blocks.first):
         column = (blocks.end - 1 - n) * BLOCK_N
         wait_empty(smem.k, block)
@@ -225,7 +225,7 @@ def load_tile(
         async_load(k_desc, [coord.batch, kv_head, column, 0], smem.k.full.index(stage), smem.k.smem.index(stage))
         if block > 0:
             # Before the queries, for these values are wanted first.
-            load_values(v_desc, values, block - 1, smem.v)
+            load_v(v_desc, values, block - 1, smem.v)
         if n == 0:
             for w in gl.static_range(CONSUMERS):
                 slot = w
@@ -242,7 +242,7 @@ def producer(descs, smem, sizes):
     block = gl.to_tensor(0)
     values = TileCoord(gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
     block, values = load_tile(gl.program_id(0), block, values, descs, smem, sizes)
-    load_values(descs[2], values, block - 1, smem.v)
+    load_v(descs[2], values, block - 1, smem.v)
 
 
 @gluon.jit
@@ -284,8 +284,8 @@ def mask_scores(scores, mask_bits):
 
 
 @gluon.jit
-def shape_scores(scores, coord, column, unmasked, sizes, params):
-    """What happens to the raw scores of the block that begins at `column`; -inf hides a key.
+def modify_scores(scores, coord, column, unmasked, sizes, params):
+    """What happens to the raw scores of the block that begins at `column`; -inf masks a key.
 
     `unmasked` spares the look at the edges.
     """
@@ -317,8 +317,8 @@ def read_answer(W: gl.constexpr):
 
 
 @gluon.jit
-def vote_outweighed(tops, row_sum, row_max, W: gl.constexpr, GUARD: gl.constexpr):
-    """Whether a score of a row of this warp, at most `tops` above the row's maximum, is far heavier than all that its thread met of the row.
+def vote_outweighed(local_max, row_sum, row_max, W: gl.constexpr, GUARD: gl.constexpr):
+    """Whether a score of this warp's rows, at most `local_max` above its row's maximum, is far heavier than all its thread met of the row.
 
     Each warp asks and answers by itself, without a barrier.
     """
@@ -345,21 +345,21 @@ def vote_outweighed(tops, row_sum, row_max, W: gl.constexpr, GUARD: gl.constexpr
     """
     vote: gl.constexpr = f"mov.b32 $0, 0; mov.b32 $1, 0; vote.sync.any.pred answer{W}" + ", upper, 0xffffffff; }"
     if GUARD:
-        given = [tops, row_sum, gl.convert_layout(row_max, gl.SliceLayout(1, row_sum.type.layout))[:, None]]
+        given = [local_max, row_sum, gl.convert_layout(row_max, gl.SliceLayout(1, row_sum.type.layout))[:, None]]
         gl.inline_asm_elementwise(compare + unseen + vote, "=r,=r,f,f,f,f,f,f", given, dtype=gl.int32, is_pure=False, pack=2)
     else:
-        gl.inline_asm_elementwise(compare + vote, "=r,=r,f,f,f,f", [tops, row_sum], dtype=gl.int32, is_pure=False, pack=2)
+        gl.inline_asm_elementwise(compare + vote, "=r,=r,f,f,f,f", [local_max, row_sum], dtype=gl.int32, is_pure=False, pack=2)
     return read_answer(W)
 
 
 @gluon.jit
-def highest(powers, row_sum):
+def thread_max(exponents, row_sum):
     """The largest number of each row that a thread holds, where that is above 0; else some number that isn't. It lies as `row_sum` does.
 
     Numbers above 0 are in the order of the integers that their bits are, and above all others, and Hopper has an instruction for the largest
     of three integers. The compiler finds it where they come in a chain.
     """
-    words = powers.to(gl.int32, bitcast=True).reshape([ROWS, BLOCK_N // 2, 2])
+    words = exponents.to(gl.int32, bitcast=True).reshape([ROWS, BLOCK_N // 2, 2])
     evens, odds = gl.split(words)  # [ROWS, BLOCK_N // 2]
     # Four columns of two rows, of which the first and the second element get what was found.
     chain: gl.constexpr = """
@@ -375,46 +375,46 @@ def highest(powers, row_sum):
     """
     constraints: gl.constexpr = "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r"
     found = gl.inline_asm_elementwise(chain, constraints, [evens, odds], dtype=gl.int32, is_pure=True, pack=8)
-    tops = gl.max(gl.sum(found.reshape([ROWS, BLOCK_N // 32, 4, 4]), 2), 1)
-    return gl.convert_layout(tops, row_sum.type.layout).to(gl.float32, bitcast=True)  # [ROWS, 4]
+    local_max = gl.max(gl.sum(found.reshape([ROWS, BLOCK_N // 32, 4, 4]), 2), 1)
+    return gl.convert_layout(local_max, row_sum.type.layout).to(gl.float32, bitcast=True)  # [ROWS, 4]
 
 
 @gluon.jit
-def peeked_softmax(scores, row_max, row_sum, scale, W: gl.constexpr, GUARD: gl.constexpr):
-    """One block of the online softmax in base 2, in which a row's maximum stays as it is until a score outweighs all before it (`vote_outweighed`).
+def lazy_softmax(scores, row_max, row_sum, scale, W: gl.constexpr, GUARD: gl.constexpr):
+    """One block of the online softmax in base 2, whose maxima stay as they are until a score outweighs all before it (`vote_outweighed`).
 
-    Returns what `lazy_softmax` does elsewhere: probs, their sums, by how much maxima grew, whether one of this warp did, and the maxima.
+    Returns its probs, their sums, by how much maxima grew, whether one of this warp did, and the maxima.
     """
-    centre = row_max
+    shift = row_max
     if GUARD:
         # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
-        centre = gl.where(row_max == float("-inf"), 0.0, row_max)
-    powers = scores * scale - centre[:, None]  # [ROWS, BLOCK_N]
-    tops = highest(powers, row_sum)
+        shift = gl.where(row_max == float("-inf"), 0.0, row_max)
+    exponents = scores * scale - shift[:, None]  # [ROWS, BLOCK_N]
+    local_max = thread_max(exponents, row_sum)
     growth = gl.full([ROWS], 0.0, gl.float32, ROW_LAYOUT)
-    grown = vote_outweighed(tops, row_sum, row_max, W, GUARD)
+    grown = vote_outweighed(local_max, row_sum, row_max, W, GUARD)
     if grown != 0:
         if GUARD:
-            peak = gl.max(powers, 1)  # [ROWS]
+            peak = gl.max(exponents, 1)  # [ROWS]
             growth = gl.maximum(peak, 0.0)
             rise = growth
             unseen = row_max == float("-inf")
             # Nothing was added up yet that would have to follow.
             growth = gl.where(unseen, 0.0, growth)
             rise = gl.where(unseen, gl.where(peak == float("-inf"), 0.0, peak), rise)
-            row_max = gl.where(unseen & (peak == float("-inf")), row_max, centre + rise)
+            row_max = gl.where(unseen & (peak == float("-inf")), row_max, shift + rise)
         else:
-            growth = gl.maximum(gl.convert_layout(gl.max(tops, 1), ROW_LAYOUT), 0.0)  # [ROWS]
+            growth = gl.maximum(gl.convert_layout(gl.max(local_max, 1), ROW_LAYOUT), 0.0)  # [ROWS]
             rise = growth
             row_max += rise
-        powers -= rise[:, None]
-    probs = gl.exp2(powers)  # [ROWS, BLOCK_N]
+        exponents -= rise[:, None]
+    probs = gl.exp2(exponents)  # [ROWS, BLOCK_N]
     return probs, quarter_sums(probs), growth, grown, row_max
 
 
 @gluon.jit
-def catch_up(acc, row_sum, growth):
-    """The output and the sums so far relative to maxima that grew."""
+def rescale_acc_and_sum(acc, row_sum, growth):
+    """The output and the sums so far, relative to maxima that grew."""
     rescale = gl.exp2(-growth)  # [ROWS]
     acc = acc * gl.convert_layout(rescale, OUT_ROW_LAYOUT)[:, None]
     return acc, row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None]
@@ -437,7 +437,7 @@ def unpack(pairs):
 
 
 @gluon.jit
-def nothing_seen():
+def init_softmax():
     """Maximum and sum of rows that have met no key yet."""
     row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
     row_sum = quarter_sums(gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES_LAYOUT))
@@ -449,25 +449,25 @@ def attend(block, q_tile, acc, state, coord, column, unmasked, smem, sizes, para
     """One block from scores to values."""
     stage = block % STAGES
     wait_full(smem.k, block)
-    scores = start_scores(q_tile, smem.k.smem.index(stage))
+    scores = start_qk(q_tile, smem.k.smem.index(stage))
     scores = warpgroup_mma_wait(0, deps=[scores])
     release(smem.k, block)
-    scores = shape_scores(scores, coord, column, unmasked, sizes, params)
+    scores = modify_scores(scores, coord, column, unmasked, sizes, params)
     row_sum = state.row_sum
-    probs, part, growth, grown, row_max = peeked_softmax(scores, state.row_max, row_sum, params.scale, W, not SETTLED)
+    probs, part, growth, grown, row_max = lazy_softmax(scores, state.row_max, row_sum, params.scale, W, not SETTLED)
     if grown != 0:
-        acc, row_sum = catch_up(acc, row_sum, growth)
+        acc, row_sum = rescale_acc_and_sum(acc, row_sum, growth)
     row_sum += part
     p_tile = pack(probs)
     wait_full(smem.v, block)
-    product = start_values(p_tile, smem.v.smem.index(stage), acc)
+    product = start_pv(p_tile, smem.v.smem.index(stage), acc)
     acc = warpgroup_mma_wait(0, deps=[product])
     release(smem.v, block)
     return acc, SoftmaxState(row_max, row_sum)
 
 
 @gluon.jit
-def attend_blocks(block, slot, acc, state, coord, blocks, smem, sizes, params, W: gl.constexpr):
+def mainloop(block, slot, acc, state, coord, blocks, smem, sizes, params, W: gl.constexpr):
     """The blocks of a tile, right to left."""
     q_tile = smem.q.smem.index(slot)
     number = blocks.end - blocks.first
@@ -510,12 +510,12 @@ def compute_tile(work_index, block, out_desc, lse_ptr, smem, sizes, params, W: g
     """One tile of a warpgroup, from its queries to its output; returns how many blocks all tiles so far had."""
     tile = tile_at(work_index, sizes)
     coord = TileCoord(tile.batch, tile.head, tile.row + W * ROWS)
-    blocks = blocks_of(tile.row, BLOCK_M, sizes)
+    blocks = block_range(tile.row, BLOCK_M, sizes)
     acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, OUT_LAYOUT)
     mbarrier.wait(smem.q.full.index(W), 0)
-    row_max, row_sum = nothing_seen()
+    row_max, row_sum = init_softmax()
     state = SoftmaxState(row_max, row_sum)
-    acc, state = attend_blocks(block, W, acc, state, coord, blocks, smem, sizes, params, W)
+    acc, state = mainloop(block, W, acc, state, coord, blocks, smem, sizes, params, W)
     block += blocks.end - blocks.first
     epilogue(acc, state.row_max, state.row_sum, smem.out.index(W), out_desc, lse_ptr, coord, sizes)
     return block
@@ -619,8 +619,8 @@ def descriptor(tensor, rows, columns):
     return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], block, layout)
 
 
-def division(divisor):
-    """The factor and the shift by which `divide` divides."""
+def magic_divisor(divisor):
+    """The factor and the shift by which `fast_divide` divides."""
     shift = 31 + (divisor - 1).bit_length()
     return -(-(1 << shift) // divisor), shift
 
@@ -676,8 +676,8 @@ def launches(
         heads,
         heads // k.shape[1],
         m_tiles,
-        *division(m_tiles),
-        *division(heads),
+        *magic_divisor(m_tiles),
+        *magic_divisor(heads),
         1.4426950408889634 * scale,
     )
     return [

@@ -5,8 +5,8 @@ Key blocks go from right to left.
 One block goes from scores to values.
 
 Compiled in: fwd-bf16-d64-causal-alibi
-Template: flash_fwd_hopper bf767dedf009b89f
-Variant: 2d7b75831114fde5
+Template: flash_fwd_hopper f58bebfd2ffac0df
+Variant: 8fc8f1c97fe3c011
 Config: BLOCK_M=64 BLOCK_N=64 ctas_per_sm=4 intra_wg_overlap=0 maximum=running num_stages=2 order=fixed pingpong=False section=32 tiles=one
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -54,7 +54,7 @@ LN_2 = gl.constexpr(0.6931471805599453)
 
 
 class Divisor(NamedTuple):
-    """The factor and the shift by which `divide` divides."""
+    """The factor and the shift by which `fast_divide` divides."""
 
     magic: gl.tensor
     shift: gl.tensor
@@ -177,21 +177,21 @@ def release(pipeline, number, pred=True):
 
 
 @gluon.jit
-def start_scores(q_tile, k_tile):
+def start_qk(q_tile, k_tile):
     """Starts Q K^T on the tensor cores."""
-    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES_LAYOUT)
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES_LAYOUT)
     k_tile = k_tile.reshape([BLOCK_N, BLOCK_D]).permute((1, 0))
-    return warpgroup_mma(q_tile.reshape([ROWS, BLOCK_D]), k_tile, nothing, use_acc=False, is_async=True)  # [ROWS, BLOCK_N]
+    return warpgroup_mma(q_tile.reshape([ROWS, BLOCK_D]), k_tile, zeros, use_acc=False, is_async=True)  # [ROWS, BLOCK_N]
 
 
 @gluon.jit
-def start_values(p_tile, v_tile, acc):
+def start_pv(p_tile, v_tile, acc):
     """Starts acc + P V on the tensor cores."""
     return warpgroup_mma(unpack(p_tile), v_tile.reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)  # [ROWS, BLOCK_DV]
 
 
 @gluon.jit
-def divide(number, divisor):
+def fast_divide(number, divisor):
     """number // divisor, for 0 <= number < 2^31, as a product (Granlund and Montgomery, PLDI 1994)."""
     return (number.to(gl.int64) * divisor.magic >> divisor.shift).to(gl.int32)
 
@@ -199,21 +199,21 @@ def divide(number, divisor):
 @gluon.jit
 def tile_at(work_index, sizes):
     """The tile of a work index."""
-    section = divide(work_index, sizes.section_divisor)
+    section = fast_divide(work_index, sizes.section_divisor)
     # A section of heads goes row tile by row tile, so that its keys and values stay in L2; the last one has the heads that are left.
     within = work_index - section * (sizes.m_tiles * SECTION)
     left = sizes.batches * sizes.heads - section * SECTION
-    m_tile = gl.where(left >= SECTION, within // SECTION, divide(within, sizes.last_divisor))
+    m_tile = gl.where(left >= SECTION, within // SECTION, fast_divide(within, sizes.last_divisor))
     place = section * SECTION + within - m_tile * gl.minimum(left, SECTION)
     # The longest first.
     m_tile = sizes.m_tiles - 1 - m_tile
-    batch = divide(place, sizes.inner_divisor)
+    batch = fast_divide(place, sizes.inner_divisor)
     head = place - batch * sizes.heads
     return TileCoord(batch, head, m_tile * BLOCK_M)
 
 
 @gluon.jit
-def blocks_of(row, NUMBER: gl.constexpr, sizes):
+def block_range(row, NUMBER: gl.constexpr, sizes):
     """The key blocks that NUMBER rows from `row` on may see."""
     n_kv = sizes.n_kv
     end = (n_kv + BLOCK_N - 1) // BLOCK_N
@@ -233,7 +233,7 @@ def blocks_of(row, NUMBER: gl.constexpr, sizes):
 
 
 @gluon.jit
-def load_values(v_desc, coord, block, pipeline):
+def load_v(v_desc, coord, block, pipeline):
     """Starts the copy of a value block as soon as its stage is empty; the row of `coord` is that of its first key."""
     wait_empty(pipeline, block)
     stage = block % STAGES
@@ -250,7 +250,7 @@ def load_tile(
     q_desc, k_desc, v_desc = descs
     coord = tile_at(work_index, sizes)
     kv_head = coord.head // sizes.kv_group
-    blocks = blocks_of(coord.row, BLOCK_M, sizes)
+    blocks = block_range(coord.row, BLOCK_M, sizes)
     for n in range(blocks.end - blocks.first):
         column = (blocks.end - 1 - n) * BLOCK_N
         wait_empty(smem.k, block)
@@ -259,7 +259,7 @@ def load_tile(
         async_load(k_desc, [coord.batch, kv_head, column, 0], smem.k.full.index(stage), smem.k.smem.index(stage))
         if block > 0:
             # Before the queries, for these values are wanted first.
-            load_values(v_desc, values, block - 1, smem.v)
+            load_v(v_desc, values, block - 1, smem.v)
         if n == 0:
             for w in gl.static_range(CONSUMERS):
                 slot = w
@@ -276,7 +276,7 @@ def producer(descs, smem, sizes):
     block = gl.to_tensor(0)
     values = TileCoord(gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
     block, values = load_tile(gl.program_id(0), block, values, descs, smem, sizes)
-    load_values(descs[2], values, block - 1, smem.v)
+    load_v(descs[2], values, block - 1, smem.v)
 
 
 @gluon.jit
@@ -318,21 +318,21 @@ def mask_scores(scores, mask_bits):
 
 
 @gluon.jit
-def shape_scores(scores, coord, column, unmasked, sizes, params):
-    """What happens to the raw scores of the block that begins at `column`; -inf hides a key.
+def modify_scores(scores, coord, column, unmasked, sizes, params):
+    """What happens to the raw scores of the block that begins at `column`; -inf masks a key.
 
     `unmasked` spares the look at the edges.
     """
     # The keys that a row sees are at or before it. What is the same for a row's keys is left out; `epilogue` puts it into the LSE.
     # What a thread adds to its first column is known to the compiler.
-    steepness = params.slope * params.bias_scale
+    slope = params.slope * params.bias_scale
     offs_n = gl.arange(0, BLOCK_N, layout=COLUMN_LAYOUT)
-    lean = (column - coord.row - sizes.diagonal + offs_n % 8 // 2 * 2).to(gl.float32) * steepness  # [BLOCK_N]
-    lean += (offs_n // 8 * 8 + offs_n % 2).to(gl.float32) * steepness
-    scores += lean[None, :]
+    alibi = (column - coord.row - sizes.diagonal + offs_n % 8 // 2 * 2).to(gl.float32) * slope  # [BLOCK_N]
+    alibi += (offs_n // 8 * 8 + offs_n % 2).to(gl.float32) * slope
+    scores += alibi[None, :]
     if not unmasked:
-        centre = coord.row + sizes.diagonal - column + gl.arange(0, ROWS, layout=ROW_LAYOUT)
-        end = gl.minimum(centre + 1, sizes.n_kv - column)  # [ROWS]
+        diagonal = coord.row + sizes.diagonal - column + gl.arange(0, ROWS, layout=ROW_LAYOUT)
+        end = gl.minimum(diagonal + 1, sizes.n_kv - column)  # [ROWS]
         visible = bits_before(end)  # [ROWS, 4]
         scores = mask_scores(scores, visible)
     return scores  # [ROWS, BLOCK_N]
@@ -349,12 +349,12 @@ def quarter_sums(probs):
 def online_softmax(scores, row_max, row_sum, scale, GUARD: gl.constexpr):
     """One block of the online softmax in base 2: its probs, the factor for what came before, the new maximum and sum."""
     new_max = gl.maximum(row_max, gl.max(scores, 1) * scale)  # [ROWS]
-    centre = new_max
+    shift = new_max
     if GUARD:
         # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
-        centre = gl.where(new_max == float("-inf"), 0.0, new_max)
-    rescale = gl.exp2(row_max - centre)  # [ROWS]
-    probs = gl.exp2(scores * scale - centre[:, None])  # [ROWS, BLOCK_N]
+        shift = gl.where(new_max == float("-inf"), 0.0, new_max)
+    rescale = gl.exp2(row_max - shift)  # [ROWS]
+    probs = gl.exp2(scores * scale - shift[:, None])  # [ROWS, BLOCK_N]
     row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + quarter_sums(probs)
     return probs, rescale, new_max, row_sum
 
@@ -376,7 +376,7 @@ def unpack(pairs):
 
 
 @gluon.jit
-def nothing_seen():
+def init_softmax():
     """Maximum and sum of rows that have met no key yet."""
     row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
     row_sum = quarter_sums(gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES_LAYOUT))
@@ -388,22 +388,22 @@ def attend(block, q_tile, acc, state, coord, column, unmasked, smem, sizes, para
     """One block from scores to values."""
     stage = block % STAGES
     wait_full(smem.k, block)
-    scores = start_scores(q_tile, smem.k.smem.index(stage))
+    scores = start_qk(q_tile, smem.k.smem.index(stage))
     scores = warpgroup_mma_wait(0, deps=[scores])
     release(smem.k, block)
-    scores = shape_scores(scores, coord, column, unmasked, sizes, params)
+    scores = modify_scores(scores, coord, column, unmasked, sizes, params)
     probs, rescale, row_max, row_sum = online_softmax(scores, state.row_max, state.row_sum, params.scale, True)
     acc = acc * gl.convert_layout(rescale, OUT_ROW_LAYOUT)[:, None]
     p_tile = pack(probs)
     wait_full(smem.v, block)
-    product = start_values(p_tile, smem.v.smem.index(stage), acc)
+    product = start_pv(p_tile, smem.v.smem.index(stage), acc)
     acc = warpgroup_mma_wait(0, deps=[product])
     release(smem.v, block)
     return acc, SoftmaxState(row_max, row_sum)
 
 
 @gluon.jit
-def attend_blocks(block, slot, acc, state, coord, blocks, smem, sizes, params, W: gl.constexpr):
+def mainloop(block, slot, acc, state, coord, blocks, smem, sizes, params, W: gl.constexpr):
     """The blocks of a tile, right to left."""
     q_tile = smem.q.smem.index(slot)
     for n in range(0, blocks.end - blocks.first):
@@ -420,7 +420,7 @@ def load_per_head(numbers, batch, head):
 
 
 @gluon.jit
-def params_of(coord, call_params, sizes):
+def load_head_params(coord, call_params, sizes):
     """What the tiles of one head work with, of what the kernel was given."""
     scale = call_params.scale
     bias_scale = call_params.bias_scale
@@ -449,13 +449,13 @@ def compute_tile(work_index, block, out_desc, lse_ptr, smem, sizes, call_params,
     """One tile of a warpgroup, from its queries to its output; returns how many blocks all tiles so far had."""
     tile = tile_at(work_index, sizes)
     coord = TileCoord(tile.batch, tile.head, tile.row + W * ROWS)
-    blocks = blocks_of(tile.row, BLOCK_M, sizes)
-    params = params_of(coord, call_params, sizes)
+    blocks = block_range(tile.row, BLOCK_M, sizes)
+    params = load_head_params(coord, call_params, sizes)
     acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, OUT_LAYOUT)
     mbarrier.wait(smem.q.full.index(W), 0)
-    row_max, row_sum = nothing_seen()
+    row_max, row_sum = init_softmax()
     state = SoftmaxState(row_max, row_sum)
-    acc, state = attend_blocks(block, W, acc, state, coord, blocks, smem, sizes, params, W)
+    acc, state = mainloop(block, W, acc, state, coord, blocks, smem, sizes, params, W)
     block += blocks.end - blocks.first
     epilogue(acc, state.row_max, state.row_sum, smem.out.index(W), out_desc, lse_ptr, coord, sizes, params)
     return block
@@ -574,8 +574,8 @@ def descriptor(tensor, rows, columns):
     return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], block, layout)
 
 
-def division(divisor):
-    """The factor and the shift by which `divide` divides."""
+def magic_divisor(divisor):
+    """The factor and the shift by which `fast_divide` divides."""
     shift = 31 + (divisor - 1).bit_length()
     return -(-(1 << shift) // divisor), shift
 
@@ -632,10 +632,10 @@ def launches(
         heads // k.shape[1],
         m_tiles,
         diagonal,
-        *division(m_tiles * 32),
-        *division(heads),
+        *magic_divisor(m_tiles * 32),
+        *magic_divisor(heads),
         # The heads of the last section, where that isn't whole.
-        *division(batches * heads % 32 or 1),
+        *magic_divisor(batches * heads % 32 or 1),
         1.4426950408889634 * scale,
         1 / scale,
         slopes,

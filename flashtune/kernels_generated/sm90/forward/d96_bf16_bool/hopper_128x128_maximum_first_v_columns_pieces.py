@@ -5,8 +5,8 @@ Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
 Compiled in: fwd-bf16-d96-bool
-Template: flash_fwd_hopper fea726740d177a99
-Variant: 350995cd862c3882
+Template: flash_fwd_hopper 3a71462dac8cf288
+Variant: 16cb6b1e1a09e2b4
 Config: BLOCK_M=128 BLOCK_N=128 ctas_per_sm=1 intra_wg_overlap=1 maximum=first num_stages=2 order=fixed pingpong=True section=1
 tiles=chained v_columns=pieces
 
@@ -57,7 +57,7 @@ LN_2 = gl.constexpr(0.6931471805599453)
 
 
 class Divisor(NamedTuple):
-    """The factor and the shift by which `divide` divides."""
+    """The factor and the shift by which `fast_divide` divides."""
 
     magic: gl.tensor
     shift: gl.tensor
@@ -117,7 +117,7 @@ class Redo(NamedTuple):
     missed: gl.shared_memory_descriptor
     ended: gl.shared_memory_descriptor
     misled_ptr: gl.tensor
-    told_ptr: gl.tensor
+    host_misled_ptr: gl.tensor
 
 
 class SharedStorage(NamedTuple):
@@ -189,21 +189,21 @@ def scheduler_barrier_arrive(W: gl.constexpr):
 
 
 @gluon.jit
-def start_scores(q_tile, k_tile):
+def start_qk(q_tile, k_tile):
     """Starts Q K^T on the tensor cores."""
-    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES_LAYOUT)
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES_LAYOUT)
     # Without the columns that only fill the tile up to a power of two.
     q_tile = q_tile.reshape([ROWS, BLOCK_D])
     k_tile = k_tile.reshape([BLOCK_N, BLOCK_D])
     k_piece = k_tile.slice(0, 64, 1).permute((1, 0))
-    scores = warpgroup_mma(q_tile.slice(0, 64, 1), k_piece, nothing, use_acc=False, is_async=True)  # [ROWS, BLOCK_N]
+    scores = warpgroup_mma(q_tile.slice(0, 64, 1), k_piece, zeros, use_acc=False, is_async=True)  # [ROWS, BLOCK_N]
     k_piece = k_tile.slice(64, 32, 1).permute((1, 0))
     scores = warpgroup_mma(q_tile.slice(64, 32, 1), k_piece, scores, is_async=True)  # [ROWS, BLOCK_N]
     return scores
 
 
 @gluon.jit
-def no_values():
+def zero_acc():
     """A sum of nothing for every piece."""
     return (
         gl.zeros([ROWS, 64], gl.float32, OUT_LAYOUT_0),
@@ -212,7 +212,7 @@ def no_values():
 
 
 @gluon.jit
-def rescale_values(acc, factor):
+def rescale_acc(acc, factor):
     """Rows of all pieces times their factors."""
     return (
         acc[0] * gl.convert_layout(factor, gl.SliceLayout(1, OUT_LAYOUT_0))[:, None],  # [ROWS, 64]
@@ -221,7 +221,7 @@ def rescale_values(acc, factor):
 
 
 @gluon.jit
-def start_values(p_tile, v_tile, acc):
+def start_pv(p_tile, v_tile, acc):
     """Starts acc + P V on the tensor cores, without the columns that only fill the tile up to a power of two."""
     probs = unpack(p_tile)
     v_tile = v_tile.reshape([BLOCK_N, BLOCK_DV])
@@ -241,7 +241,7 @@ def fixed_work_index(iteration):
 
 
 @gluon.jit
-def divide(number, divisor):
+def fast_divide(number, divisor):
     """number // divisor, for 0 <= number < 2^31, as a product (Granlund and Montgomery, PLDI 1994)."""
     return (number.to(gl.int64) * divisor.magic >> divisor.shift).to(gl.int32)
 
@@ -249,17 +249,17 @@ def divide(number, divisor):
 @gluon.jit
 def tile_at(work_index, sizes):
     """The tile of a work index."""
-    section = divide(work_index, sizes.section_divisor)
+    section = fast_divide(work_index, sizes.section_divisor)
     place = section
     m_tile = work_index - section * sizes.m_tiles
     # Batches side by side: they often share the mask.
-    head = divide(place, sizes.inner_divisor)
+    head = fast_divide(place, sizes.inner_divisor)
     batch = place - head * sizes.batches
     return TileCoord(batch, head, m_tile * BLOCK_M)
 
 
 @gluon.jit
-def blocks_of(row, NUMBER: gl.constexpr, sizes):
+def block_range(row, NUMBER: gl.constexpr, sizes):
     """The key blocks that NUMBER rows from `row` on may see."""
     n_kv = sizes.n_kv
     end = (n_kv + BLOCK_N - 1) // BLOCK_N
@@ -270,7 +270,7 @@ def blocks_of(row, NUMBER: gl.constexpr, sizes):
 
 
 @gluon.jit
-def judge(row_sum, work_index, missed, passes, tiles, W: gl.constexpr):
+def check_overflow(row_sum, work_index, missed, passes, tiles, W: gl.constexpr):
     """Whether a tile's output may be written, and the tile that this warpgroup missed, or `tiles` where it missed none.
 
     A score some 2^127 times as heavy as all before it leaves no sum. Such a tile is computed once more, with running maxima, and then
@@ -278,13 +278,13 @@ def judge(row_sum, work_index, missed, passes, tiles, W: gl.constexpr):
     """
     wrong = (passes == 0) & (missed >= tiles)
     if wrong:
-        wrong = vote_unsound(row_sum, W) != 0
+        wrong = vote_overflowed(row_sum, W) != 0
     writes = gl.where(passes == 0, wrong == 0, missed == work_index)
     return writes, gl.where(wrong, work_index, missed)
 
 
 @gluon.jit
-def tell_misled(redo, missed):
+def report_misled(redo, missed):
     """Counts this program, and tells the host how many there were so far, where it was misled about its scores.
 
     That is where a tile was missed, or where the first warp, which speaks for all, raised its maxima in more than half of the blocks: then
@@ -305,7 +305,7 @@ def tell_misled(redo, missed):
         mov.b32 $0, 0;
     }
     """
-    where = [redo.misled_ptr.to(gl.int64), redo.told_ptr.to(gl.int64), misled]
+    where = [redo.misled_ptr.to(gl.int64), redo.host_misled_ptr.to(gl.int64), misled]
     gl.inline_asm_elementwise(count, "=r,l,l,r", where, dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -335,7 +335,7 @@ def next_missed(redo, passes, after, tiles, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def load_values(v_desc, coord, block, pipeline):
+def load_v(v_desc, coord, block, pipeline):
     """Starts the copy of a value block as soon as its stage is empty; the row of `coord` is that of its first key."""
     wait_empty(pipeline, block)
     stage = block % STAGES
@@ -352,7 +352,7 @@ def load_tile(
     q_desc, k_desc, v_desc = descs
     coord = tile_at(work_index, sizes)
     kv_head = coord.head // sizes.kv_group
-    blocks = blocks_of(coord.row, BLOCK_M, sizes)
+    blocks = block_range(coord.row, BLOCK_M, sizes)
     for n in range(blocks.end - blocks.first):
         column = (blocks.end - 1 - n) * BLOCK_N
         wait_empty(smem.k, block)
@@ -361,7 +361,7 @@ def load_tile(
         async_load(k_desc, [coord.batch, kv_head, column, 0], smem.k.full.index(stage), smem.k.smem.index(stage))
         if block > begun:
             # Before the queries, for these values are wanted first.
-            load_values(v_desc, values, block - 1, smem.v)
+            load_v(v_desc, values, block - 1, smem.v)
         if n == 0:
             for w in gl.static_range(CONSUMERS):
                 slot = iteration % 2 * CONSUMERS + w
@@ -385,12 +385,12 @@ def producer(descs, smem, sizes):
         block, values = load_tile(iteration, work_index, block, 0, values, descs, smem, sizes)
         iteration += 1
         work_index = fixed_work_index(iteration)
-    load_values(descs[2], values, block - 1, smem.v)
+    load_v(descs[2], values, block - 1, smem.v)
     passes = gl.to_tensor(1)
     work_index, after = next_missed(smem.redo, passes, 0, tiles, 1)
     while work_index < tiles:
         block, values = load_tile(iteration, work_index, block, block, values, descs, smem, sizes)
-        load_values(descs[2], values, block - 1, smem.v)
+        load_v(descs[2], values, block - 1, smem.v)
         iteration += 1
         passes += 1
         work_index, after = next_missed(smem.redo, passes, after, tiles, 1)
@@ -434,8 +434,8 @@ def mask_scores(scores, mask_bits):
 
 
 @gluon.jit
-def shape_scores(scores, coord, column, unmasked, sizes, params, mask_bits):
-    """What happens to the raw scores of the block that begins at `column`; -inf hides a key.
+def modify_scores(scores, coord, column, unmasked, sizes, params, mask_bits):
+    """What happens to the raw scores of the block that begins at `column`; -inf masks a key.
 
     `unmasked` spares the look at the edges.
     """
@@ -454,12 +454,12 @@ def quarter_sums(probs):
 def online_softmax(scores, row_max, row_sum, scale, GUARD: gl.constexpr):
     """One block of the online softmax in base 2: its probs, the factor for what came before, the new maximum and sum."""
     new_max = gl.maximum(row_max, gl.max(scores, 1) * scale)  # [ROWS]
-    centre = new_max
+    shift = new_max
     if GUARD:
         # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
-        centre = gl.where(new_max == float("-inf"), 0.0, new_max)
-    rescale = gl.exp2(row_max - centre)  # [ROWS]
-    probs = gl.exp2(scores * scale - centre[:, None])  # [ROWS, BLOCK_N]
+        shift = gl.where(new_max == float("-inf"), 0.0, new_max)
+    rescale = gl.exp2(row_max - shift)  # [ROWS]
+    probs = gl.exp2(scores * scale - shift[:, None])  # [ROWS, BLOCK_N]
     row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + quarter_sums(probs)
     return probs, rescale, new_max, row_sum
 
@@ -573,7 +573,7 @@ def vote_peaked(row_sum, W: gl.constexpr):
 
 
 @gluon.jit
-def vote_unsound(row_sum, W: gl.constexpr):
+def vote_overflowed(row_sum, W: gl.constexpr):
     """Whether the sum of a row of this warpgroup is infinite or no number."""
     compare: gl.constexpr = """
     {
@@ -594,8 +594,8 @@ def settled_softmax(scores, row_max, scale, W: gl.constexpr):
     """One block of the softmax relative to maxima that stay as they are: its probs, their sums, and the maxima."""
     if vote_unseen(row_max, W) != 0:
         row_max = gl.where(row_max == float("-inf"), gl.max(scores, 1) * scale, row_max)
-    centre = gl.where(row_max == float("-inf"), 0.0, row_max)
-    probs = gl.exp2(scores * scale - centre[:, None])  # [ROWS, BLOCK_N]
+    shift = gl.where(row_max == float("-inf"), 0.0, row_max)
+    probs = gl.exp2(scores * scale - shift[:, None])  # [ROWS, BLOCK_N]
     return probs, quarter_sums(probs), row_max
 
 
@@ -606,7 +606,7 @@ def raise_maxima(probs, acc, row_max, row_sum):
     growth = gl.minimum(gl.log2(gl.maximum(gl.max(probs, 1), 1.0)), 126.0)
     rescale = gl.exp2(-growth)  # [ROWS]
     probs = probs * rescale[:, None]
-    acc = rescale_values(acc, rescale)
+    acc = rescale_acc(acc, rescale)
     row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None]
     return probs, acc, row_max + growth, row_sum
 
@@ -628,7 +628,7 @@ def unpack(pairs):
 
 
 @gluon.jit
-def nothing_seen():
+def init_softmax():
     """Maximum and sum of rows that have met no key yet."""
     row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
     row_sum = quarter_sums(gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES_LAYOUT))
@@ -636,17 +636,17 @@ def nothing_seen():
 
 
 @gluon.jit
-def open_tile(block, q_tile, coord, column, smem, sizes, params, W: gl.constexpr):
+def prologue(block, q_tile, coord, column, smem, sizes, params, W: gl.constexpr):
     """Scores and softmax of the first block of a tile."""
     mask_bits = load_mask_bits(coord, column, sizes, params)
     wait_full(smem.k, block)
     scheduler_barrier_sync(W)
-    scores = start_scores(q_tile, smem.k.smem.index(block % STAGES))
+    scores = start_qk(q_tile, smem.k.smem.index(block % STAGES))
     scheduler_barrier_arrive(W)
     scores = warpgroup_mma_wait(0, deps=[scores])
     release(smem.k, block)
-    scores = shape_scores(scores, coord, column, False, sizes, params, mask_bits)
-    row_max, row_sum = nothing_seen()
+    scores = modify_scores(scores, coord, column, False, sizes, params, mask_bits)
+    row_max, row_sum = init_softmax()
     probs, _, row_max, row_sum = online_softmax(scores, row_max, row_sum, params.scale, True)
     p_tile = pack(probs)
     return SoftmaxState(p_tile, row_max, row_sum)
@@ -660,13 +660,13 @@ def attend(block, q_tile, acc, state, coord, column, unmasked, smem, sizes, para
     value_stage = (block - 1) % STAGES
     wait_full(smem.k, block)
     scheduler_barrier_sync(W)
-    scores = start_scores(q_tile, smem.k.smem.index(stage))
+    scores = start_qk(q_tile, smem.k.smem.index(stage))
     wait_full(smem.v, block - 1)
-    product = start_values(state.p_tile, smem.v.smem.index(value_stage), acc)
+    product = start_pv(state.p_tile, smem.v.smem.index(value_stage), acc)
     scheduler_barrier_arrive(W)
     scores = warpgroup_mma_wait(2, deps=[scores])
     release(smem.k, block)
-    scores = shape_scores(scores, coord, column, unmasked, sizes, params, mask_bits)
+    scores = modify_scores(scores, coord, column, unmasked, sizes, params, mask_bits)
     if SETTLED:
         row_sum = state.row_sum
         probs, part, row_max = settled_softmax(scores, state.row_max, params.scale, W)
@@ -685,26 +685,26 @@ def attend(block, q_tile, acc, state, coord, column, unmasked, smem, sizes, para
             p_tile = pack(probs)
         row_sum += part
     else:
-        acc = rescale_values(acc, rescale)
+        acc = rescale_acc(acc, rescale)
     return acc, SoftmaxState(p_tile, row_max, row_sum)
 
 
 @gluon.jit
-def change_tile(block, more, q_tile, acc, state, coord, column, smem, sizes, params, W: gl.constexpr):
+def chained_prologue(block, more, q_tile, acc, state, coord, column, smem, sizes, params, W: gl.constexpr):
     """The last values of one tile beside the first scores of the next; without `more` tiles those scores are never used."""
     mask_bits = load_mask_bits(coord, column, sizes, params)
     stage = block % STAGES
     value_stage = (block - 1) % STAGES
     wait_full(smem.k, block, pred=more)
     scheduler_barrier_sync(W)
-    scores = start_scores(q_tile, smem.k.smem.index(stage))
+    scores = start_qk(q_tile, smem.k.smem.index(stage))
     wait_full(smem.v, block - 1)
-    product = start_values(state.p_tile, smem.v.smem.index(value_stage), acc)
+    product = start_pv(state.p_tile, smem.v.smem.index(value_stage), acc)
     scheduler_barrier_arrive(W)
     scores = warpgroup_mma_wait(2, deps=[scores])
     release(smem.k, block, pred=more)
-    scores = shape_scores(scores, coord, column, False, sizes, params, mask_bits)
-    row_max, row_sum = nothing_seen()
+    scores = modify_scores(scores, coord, column, False, sizes, params, mask_bits)
+    row_max, row_sum = init_softmax()
     probs, _, row_max, row_sum = online_softmax(scores, row_max, row_sum, params.scale, True)
     acc = warpgroup_mma_wait(0, deps=[product[0], product[1]])
     release(smem.v, block - 1)
@@ -713,7 +713,7 @@ def change_tile(block, more, q_tile, acc, state, coord, column, smem, sizes, par
 
 
 @gluon.jit
-def attend_blocks(block, slot, settling, acc, state, coord, blocks, smem, sizes, params, W: gl.constexpr):
+def mainloop(block, slot, settling, acc, state, coord, blocks, smem, sizes, params, W: gl.constexpr):
     """The blocks of a tile after its first, right to left; maxima settle where `settling` is true."""
     q_tile = smem.q.smem.index(slot)
     number = blocks.end - blocks.first
@@ -743,7 +743,7 @@ def epilogue(acc, row_max, row_sum, out_tile, out_desc, lse_ptr, coord, sizes):
     batch, head, row = coord
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW_LAYOUT)  # [ROWS]
     inverse = gl.where(row_sum > 0.0, 1.0 / row_sum, 0.0)  # [ROWS]
-    acc = rescale_values(acc, inverse)
+    acc = rescale_acc(acc, inverse)
     # What the memory holds past the last piece is past the output's columns, which TMA leaves out too.
     out_columns = out_tile.reshape([ROWS, BLOCK_DV])
     out_columns.slice(0, 64, 1).store(acc[0].to(DTYPE))
@@ -774,20 +774,20 @@ def consumer(out_desc, lse_ptr, smem, sizes, params, W: gl.constexpr):
     while work_index < tiles:
         # A chain of tiles; those that are computed once more are chains of one.
         tile = tile_at(work_index, sizes)
-        blocks = blocks_of(tile.row, BLOCK_M, sizes)
+        blocks = block_range(tile.row, BLOCK_M, sizes)
         coord = TileCoord(tile.batch, tile.head, tile.row + W * ROWS)
         column = (blocks.end - 1) * BLOCK_N
         slot = iteration % 2 * CONSUMERS + W
         mbarrier.wait(smem.q.full.index(slot), iteration // 2 & 1)
-        state = open_tile(block, smem.q.smem.index(slot), coord, column, smem, sizes, params, W)
+        state = prologue(block, smem.q.smem.index(slot), coord, column, smem, sizes, params, W)
         while work_index < tiles:
-            blocks = blocks_of(tile.row, BLOCK_M, sizes)
+            blocks = block_range(tile.row, BLOCK_M, sizes)
             coord = TileCoord(tile.batch, tile.head, tile.row + W * ROWS)
-            acc = no_values()
+            acc = zero_acc()
             slot = iteration % 2 * CONSUMERS + W
             next_slot = (iteration + 1) % 2 * CONSUMERS + W
             next_phase = (iteration + 1) // 2 & 1
-            acc, state = attend_blocks(block, slot, (passes == 0) & (missed >= tiles), acc, state, coord, blocks, smem, sizes, params, W)
+            acc, state = mainloop(block, slot, (passes == 0) & (missed >= tiles), acc, state, coord, blocks, smem, sizes, params, W)
             next_index = tiles
             if passes == 0:
                 next_index = fixed_work_index(iteration + 1)
@@ -796,14 +796,14 @@ def consumer(out_desc, lse_ptr, smem, sizes, params, W: gl.constexpr):
             block += blocks.end - blocks.first
             # After the last tile the idle work takes that tile's place, so that no load leaves the tensors.
             tile = tile_at(gl.where(more, next_index, work_index), sizes)
-            blocks = blocks_of(tile.row, BLOCK_M, sizes)
+            blocks = block_range(tile.row, BLOCK_M, sizes)
             next_coord = TileCoord(tile.batch, tile.head, tile.row + W * ROWS)
             column = (blocks.end - 1) * BLOCK_N
             mbarrier.wait(smem.q.full.index(next_slot), next_phase, pred=more)
             q_tile = smem.q.smem.index(next_slot)
-            acc, next_state = change_tile(block, more, q_tile, acc, state, next_coord, column, smem, sizes, params, W)
+            acc, next_state = chained_prologue(block, more, q_tile, acc, state, next_coord, column, smem, sizes, params, W)
             tma.store_wait(0)
-            writes, missed = judge(state.row_sum, work_index, missed, passes, tiles, W)
+            writes, missed = check_overflow(state.row_sum, work_index, missed, passes, tiles, W)
             if writes:
                 epilogue(acc, state.row_max, state.row_sum, smem.out.index(W), out_desc, lse_ptr, coord, sizes)
             state = next_state
@@ -816,7 +816,7 @@ def consumer(out_desc, lse_ptr, smem, sizes, params, W: gl.constexpr):
     tma.store_wait(0)
     if W == 0:
         # Each pass after the first is over tiles that were missed.
-        tell_misled(smem.redo, passes > 1)
+        report_misled(smem.redo, passes > 1)
 
 
 # Nothing is specialized on sizes, so one compiled kernel serves them all.
@@ -843,7 +843,7 @@ def flash_fwd_hopper(
     out_desc,
     lse_ptr,
     misled_ptr,
-    told_ptr,
+    host_misled_ptr,
     n_q,
     n_kv,
     batches,
@@ -869,7 +869,7 @@ def flash_fwd_hopper(
         q=make_pipeline(q_smem, Q_SLOTS, 1),
         k=make_pipeline(k_smem, STAGES, CONSUMERS),
         v=make_pipeline(v_smem, STAGES, CONSUMERS),
-        redo=Redo(missed_smem, make_barriers(1, CONSUMERS), misled_ptr, told_ptr),
+        redo=Redo(missed_smem, make_barriers(1, CONSUMERS), misled_ptr, host_misled_ptr),
         out=out_smem,
     )
     fence_async_shared()
@@ -935,16 +935,16 @@ def pack_mask(mask_ptr, mask_bits_ptr, m_b, m_h, m_m, m_n, heads, n_q, n_kv, row
     offs_n = tl.arange(0, BLOCK_N)
     columns = block * BLOCK_N + offs_n
     source = mask_ptr + (matrix // heads).to(tl.int64) * m_b + (matrix % heads).to(tl.int64) * m_h
-    places = offs_m.to(tl.int64)[:, None] * m_m + columns.to(tl.int64)[None, :] * m_n
-    allowed = tl.load(source + places, mask=(offs_m < n_q)[:, None] & (columns < n_kv)[None, :], other=0) != 0  # [64, BLOCK_N]
+    offsets = offs_m.to(tl.int64)[:, None] * m_m + columns.to(tl.int64)[None, :] * m_n
+    allowed = tl.load(source + offsets, mask=(offs_m < n_q)[:, None] & (columns < n_kv)[None, :], other=0) != 0  # [64, BLOCK_N]
     bits = allowed.to(mask_bits_ptr.dtype.element_ty) << (offs_n // 8 * 2 + offs_n % 2).to(mask_bits_ptr.dtype.element_ty)[None, :]
     words = tl.sum(tl.sum(bits.reshape([64, BLOCK_N // 8, 4, 2]), 3), 1)  # [64, 4]
     target = mask_bits_ptr + (program // row_tiles).to(tl.int64) * rows * 4 + offs_m[:, None] * 4 + tl.arange(0, 4)[None, :]
     tl.store(target, words.to(mask_bits_ptr.dtype.element_ty))
 
 
-def division(divisor):
-    """The factor and the shift by which `divide` divides."""
+def magic_divisor(divisor):
+    """The factor and the shift by which `fast_divide` divides."""
     shift = 31 + (divisor - 1).bit_length()
     return -(-(1 << shift) // divisor), shift
 
@@ -1012,8 +1012,8 @@ def launches(
         # Matrices to the next batch and to the next head.
         matrices.shape[1] if matrices.shape[0] > 1 else 0,
         int(matrices.shape[1] > 1),
-        *division(m_tiles),
-        *division(batches),
+        *magic_divisor(m_tiles),
+        *magic_divisor(batches),
         1.4426950408889634 * scale,
         mask_bits,
     )

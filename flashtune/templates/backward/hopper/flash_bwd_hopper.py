@@ -1,0 +1,151 @@
+"""The family `flash_bwd_hopper`: warp-specialised attention backward for Hopper in Gluon, in five products.
+
+Tiles and roles are those of FlashAttention-3's backward (Shah et al., 2024) as far as Triton can express them; what is shared, a program's
+tile of keys and two warpgroups of 64 of them, is in `_hopper_roles.jinja`.
+"""
+
+from flashtune.core.config import Config, KernelSpec, Value
+from flashtune.core.results import CompileFacts
+from flashtune.core.target import Target
+from flashtune.templates.backward.hopper.layout import BackwardLayout, refusal
+from flashtune.templates.family import Axis, Constraint, Family, padded
+from flashtune.templates.predicates import warpgroup_facts
+
+AXES = (
+    Axis(name="BLOCK_M", values=(64, 128), why="query rows of a block: fewer steps and barriers against registers"),
+    Axis(name="BLOCK_N", values=(128,), why="keys of a program, 64 for each of its warpgroups"),
+    Axis(name="num_stages", values=(1, 2, 3), why="blocks of Q and dO in flight: latency hidden against shared memory"),
+    Axis(name="dq_sums", values=("registers", "tma"), why="who adds dQ up in memory: threads at once, or the copy engine by shared memory"),
+    Axis(
+        name="exp_early",
+        values=(False, True),
+        why="whether all exponentials run under dP, or the compiler leaves most for after it, against a branch",
+        absent=False,
+        unsaid=True,
+    ),
+    Axis(
+        name="exp_poly",
+        values=(False, True),
+        why="whether a quarter of exponentials is made of multiply-adds, which spares the special unit, against instructions",
+        absent=False,
+        unsaid=True,
+    ),
+    Axis(
+        name="wait_early",
+        values=(False, True),
+        why="whether a block is waited for and its LSE read before dQ of the one before is added up, which holds registers for long",
+        absent=False,
+        unsaid=True,
+    ),
+    Axis(
+        name="persistent",
+        values=(False, True, "drawn", "taken"),
+        why="whether programs take tile after tile, in fixed shares, drawn (two more warps then finish dQ) or taken (they don't)",
+        absent=False,
+        unsaid=True,
+    ),
+    Axis(
+        name="held",
+        values=("none", "k", "v", "both"),
+        why="of which 64 columns stay in registers: fewer reads of shared memory against products that the issuing warps wait for",
+        absent="none",
+        unsaid=True,
+    ),
+    Axis(name="section", values=(1, 2, 4, 8, 16), why="heads that run side by side: a triangle's balance against queries that stay in L2"),
+)
+
+
+CONSTRAINTS = (
+    Constraint(
+        name="shared memory",
+        holds=lambda c, s, t: BackwardLayout.of(s, c).shared_bytes <= t.shared_bytes_per_block,
+        why="keys, values, the stages of queries and dO, and dS live in shared memory",
+        axes=("BLOCK_M", "BLOCK_N", "num_stages", "dq_sums", "persistent"),
+    ),
+    Constraint(
+        name="registers",
+        holds=lambda c, s, t: BackwardLayout.of(s, c).live_registers <= BackwardLayout.of(s, c).consumer_registers - 16,
+        why="both scores and the sums of dK and dV live in a warpgroup's registers",
+        axes=("BLOCK_M", "BLOCK_N", "held"),
+    ),
+    Constraint(
+        name="blocks ahead",
+        holds=lambda c, s, t: c["num_stages"] != 1 or not BackwardLayout.of(s, c).wait_early,
+        why="a block can't be waited for while the one before has the only stage",
+        axes=("num_stages", "wait_early"),
+    ),
+    Constraint(
+        name="tile after tile",
+        holds=lambda c, s, t: not BackwardLayout.of(s, c).persistent or s.mask != "bias",
+        why="a bias's tiles come for one tile of keys",
+        axes=("persistent",),
+    ),
+    Constraint(
+        name="finished dQ",
+        holds=lambda c, s, t: not BackwardLayout.of(s, c).drawn or c["dq_sums"] == "registers",
+        why="nothing says when what the copy engine adds has arrived, and its warp doesn't know what was drawn",
+        axes=("dq_sums", "persistent"),
+    ),
+    Constraint(
+        name="parts of dQ",
+        holds=lambda c, s, t: BackwardLayout.of(s, c).part_d >= 32,
+        why="a tile of keys can be divided by no fewer columns",
+        axes=("BLOCK_M", "BLOCK_N"),
+    ),
+)
+
+
+def supports(spec: KernelSpec, target: Target) -> str | None:
+    """Why this family can't serve `spec` on `target`, or None."""
+    return refusal("flash_bwd_hopper", 128, spec, target)
+
+
+def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
+    """The tiles that fit, with both ways for dQ."""
+    # What is changed of the first.
+    tiles: list[dict[str, Value]] = [
+        {},
+        {"held": "k"},
+        {"held": "k", "wait_early": True},
+        {"held": "v"},
+        {"exp_early": True},
+        {"dq_sums": "tma"},
+        {"persistent": "taken"} if spec.causal else {"persistent": True},
+    ]
+    if padded(spec.d) == 64:
+        tiles = [
+            {},
+            {"held": "both"},
+            {"held": "both", "exp_poly": True},
+            {"held": "both", "persistent": "drawn"},
+            {"held": "both", "persistent": "drawn", "num_stages": 3, "exp_poly": True},
+            {"held": "both", "persistent": True},
+            {"held": "both", "dq_sums": "tma", "num_stages": 3},
+        ]
+    first: dict[str, Value] = {"BLOCK_M": 64, "BLOCK_N": 128, "num_stages": 2, "dq_sums": "registers"}
+    first |= {"held": "none", "exp_early": False, "exp_poly": False, "wait_early": False, "persistent": False}
+    return [Config.of(first | tile, section=section) for section in ((4, 16) if spec.causal else (2, 1)) for tile in tiles]
+
+
+def expected(config: Config, spec: KernelSpec, target: Target) -> CompileFacts:
+    """What the compiler will say."""
+    layout = BackwardLayout.of(spec, config)
+    return warpgroup_facts(target, registers=168, shared=layout.shared_bytes, consumers=layout.consumers)
+
+
+FAMILY = Family(
+    name="flash_bwd_hopper",
+    folder="backward/hopper",
+    direction="bwd",
+    axes=AXES,
+    constraints=CONSTRAINTS,
+    supports=supports,
+    tried_first=tried_first,
+    expected=expected,
+    interpretable=False,
+    layout=BackwardLayout.of,
+    path_axes=("BLOCK_M", "num_stages", "dq_sums", "exp_early", "exp_poly", "wait_early", "persistent", "held"),
+    gone={"ahead": False, "release": "memory"},
+    repeatable=False,
+)
+"""Attention backward for Hopper."""

@@ -1,0 +1,109 @@
+"""The family `flash_bwd_hopper_split`: warp-specialised attention backward for Hopper in two kernels, bit for bit repeatable.
+
+One kernel holds keys and makes dK and dV in four products, the other holds queries and makes dQ in three. Nothing is added up in memory,
+so that there is no order to vary; and head sizes above 128, whose programs hold too few keys for such sums, cost two products instead.
+"""
+
+from flashtune.core.config import Config, KernelSpec
+from flashtune.core.results import CompileFacts
+from flashtune.core.target import Target
+from flashtune.templates.backward.hopper.layout import SplitLayout, refusal
+from flashtune.templates.family import Axis, Constraint, Family, padded
+from flashtune.templates.predicates import warpgroup_facts
+
+AXES = (
+    Axis(name="BLOCK_M", values=(64, 128), why="query rows of a block of dK and dV: fewer steps against registers"),
+    Axis(name="BLOCK_N", values=(64, 128), why="keys of a program: 64 for each of its warpgroups, or the same 64 for both of them"),
+    Axis(name="num_stages", values=(1, 2, 3), why="blocks of Q and dO in flight: latency hidden against shared memory"),
+    Axis(name="DQ_BLOCK_M", values=(128, 192), why="query rows of a program of dQ, 64 for each of its warpgroups: reuse against registers"),
+    Axis(name="DQ_BLOCK_N", values=(64, 128), why="keys of a block of dQ: fewer steps against registers"),
+    Axis(name="DQ_num_stages", values=(1, 2, 3), why="blocks of K in flight, and of V one fewer: latency hidden against shared memory"),
+    Axis(name="held_columns", values=(0, 64, 128), why="columns of K and V that stay in registers, against reads of shared memory"),
+    Axis(name="DQ_held_columns", values=(0, 64, 128), why="the same of Q and dO in the kernel of dQ"),
+    Axis(name="section", values=(1, 2, 4, 8, 16), why="heads that run side by side: a triangle's balance against what stays in L2"),
+)
+
+CONSTRAINTS = (
+    Constraint(
+        name="keys of a program",
+        holds=lambda c, s, t: c["BLOCK_N"] == (64 if SplitLayout.of(s, c).wide else 128),
+        why="a warpgroup has dK and dV of 64 keys of its own where both fit its registers, and one of them of all keys elsewhere",
+        axes=("BLOCK_N",),
+    ),
+    Constraint(
+        name="shared memory",
+        holds=lambda c, s, t: SplitLayout.of(s, c).key_shared_bytes <= t.shared_bytes_per_block,
+        why="keys, values and the stages of queries and dO live in shared memory",
+        axes=("BLOCK_M", "BLOCK_N", "num_stages"),
+    ),
+    Constraint(
+        name="registers",
+        holds=lambda c, s, t: SplitLayout.of(s, c).key_registers <= 224,
+        why="both scores and the sums of dK and dV live in a warpgroup's registers",
+        axes=("BLOCK_M", "BLOCK_N", "held_columns"),
+    ),
+    Constraint(
+        name="halves",
+        holds=lambda c, s, t: SplitLayout.of(s, c).halved,
+        why="a product's columns are a power of two, in registers as in shared memory",
+        axes=("held_columns", "DQ_held_columns"),
+    ),
+    Constraint(
+        name="shared memory of dQ",
+        holds=lambda c, s, t: SplitLayout.of(s, c).query_shared_bytes <= t.shared_bytes_per_block,
+        why="queries, dO and the stages of keys and values live in shared memory",
+        axes=("DQ_BLOCK_M", "DQ_BLOCK_N", "DQ_num_stages"),
+    ),
+    Constraint(
+        name="registers of dQ",
+        holds=lambda c, s, t: SplitLayout.of(s, c).query_registers <= SplitLayout.of(s, c).query_consumer_registers - 16,
+        why="both scores and the sums of dQ live in a warpgroup's registers",
+        axes=("DQ_BLOCK_M", "DQ_BLOCK_N", "DQ_held_columns"),
+    ),
+)
+
+
+def supports(spec: KernelSpec, target: Target) -> str | None:
+    """Why this family can't serve `spec` on `target`, or None."""
+    return refusal("flash_bwd_hopper_split", 256, spec, target)
+
+
+def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
+    """What was the fastest on an H200 without columns in registers, then the same with them, and other depths and tiles."""
+    keys, queries = [(64, 64, 2, 0), (64, 64, 2, 128)], [(128, 64, 2, 0)]
+    if padded(spec.d) == 128:
+        keys, queries = [(64, 128, 2, 0), (64, 128, 2, 64)], [(128, 64, 2, 0), (128, 64, 2, 128), (128, 128, 2, 0)]
+    elif padded(spec.d) == 64:
+        keys, queries = [(64, 128, 3, 0), (64, 128, 3, 64)], [(128, 128, 2, 0), (128, 128, 2, 64), (192, 64, 3, 64)]
+    pairs = [(keys[0], queries[0]), (keys[1], queries[-1]), *((keys[0], one) for one in queries[1:])]
+    if padded(spec.d) == 256:
+        # With a bias and dropout there is shared memory for no more.
+        pairs.append(((64, 64, 1, 0), queries[0]))
+    names = ("BLOCK_M", "BLOCK_N", "num_stages", "held_columns")
+    dq_names = ("DQ_BLOCK_M", "DQ_BLOCK_N", "DQ_num_stages", "DQ_held_columns")
+    return [
+        Config.of(dict(zip(names + dq_names, of_keys + of_queries, strict=True)), section=section)
+        for section in ((4, 16) if spec.causal else (2, 1))
+        for of_keys, of_queries in pairs
+    ]
+
+
+def expected(config: Config, spec: KernelSpec, target: Target) -> CompileFacts:
+    """What the compiler will say of the kernel of dK and dV."""
+    return warpgroup_facts(target, registers=168, shared=SplitLayout.of(spec, config).key_shared_bytes)
+
+
+FAMILY = Family(
+    name="flash_bwd_hopper_split",
+    folder="backward/hopper",
+    direction="bwd",
+    axes=AXES,
+    constraints=CONSTRAINTS,
+    supports=supports,
+    tried_first=tried_first,
+    expected=expected,
+    interpretable=False,
+    layout=SplitLayout.of,
+    path_axes=("BLOCK_M", "num_stages", "held_columns", "DQ_BLOCK_M", "DQ_BLOCK_N", "DQ_num_stages", "DQ_held_columns"),
+)
+"""Attention backward for Hopper in two kernels."""
