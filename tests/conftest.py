@@ -97,7 +97,8 @@ def quick(planted: None) -> Iterator[None]:
     from planted import HereAndNow
     from stand_ins import quick_compile, quick_interpret
 
-    from flashtune.tuner import searching, tasks
+    from flashtune.tuner import searching
+    from flashtune.tuner.children import tasks
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tasks, "compile_candidate", quick_compile)

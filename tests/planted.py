@@ -12,8 +12,8 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import Outcome, SearchResult
 from flashtune.core.target import find_target
 from flashtune.templates.family import Axis, Family
-from flashtune.tuner.searching import SearchPlan, Stage
-from flashtune.tuner.workers import Limits
+from flashtune.tuner.children.workers import Limits
+from flashtune.tuner.search.plan import SearchPlan, Stage
 
 PLANTED_PROBLEM = Problem(batch=1, heads=2, kv_heads=2, n_q=64, n_kv=64, d=16, d_v=16, dtype="fp32")
 PATIENT = Limits(compile_s=3600.0, interpret_s=3600.0)

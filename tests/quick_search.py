@@ -22,7 +22,9 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates import rendering
-from flashtune.tuner import evaluation, forkserver, study, tasks
+from flashtune.tuner.children import forkserver, tasks
+from flashtune.tuner.propose import study
+from flashtune.tuner.search import evaluation
 
 _predict_us, _finish = evaluation.predict_us, study.Plan.finish
 _tried = 0
@@ -72,7 +74,7 @@ def in_the_end(self: study.Plan) -> None:
 def plant() -> None:
     """Put the planted families in place of the real ones."""
     # The stand-ins need no torch.
-    forkserver.PRELOADED[:], forkserver.FOR_SEARCHES[:] = ["flashtune.tuner.tasks"], []
+    forkserver.PRELOADED[:], forkserver.FOR_SEARCHES[:] = ["flashtune.tuner.children.tasks"], []
     environment = rendering.environment()
     assert environment.loader is not None
     environment.loader = ChoiceLoader([planted_templates(), environment.loader])

@@ -15,8 +15,8 @@ from stand_ins import quick_compile
 from flashtune.core.problem import Problem
 from flashtune.core.results import Measurement
 from flashtune.core.target import Target
+from flashtune.tuner.children.tasks import Source
 from flashtune.tuner.replies import Compiled, Failed, Ready, Rounds, Timed
-from flashtune.tuner.tasks import Source
 
 ALONE_S = 60.0
 """So long a device waits for another to finish its trial before it goes on: far longer than a fair share of the slowest machine takes."""

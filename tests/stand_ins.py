@@ -5,8 +5,8 @@ import zlib
 from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts, Fate
 from flashtune.core.target import Target
+from flashtune.tuner.children.tasks import Source
 from flashtune.tuner.replies import Checked, Compiled, Failed
-from flashtune.tuner.tasks import Source
 
 
 def quick_compile(source: Source, problem: Problem, target: Target) -> Compiled | Failed:

@@ -17,7 +17,7 @@ from flashtune.core.config import Config
 from flashtune.core.kernel_index import read_index
 from flashtune.core.results import Fate
 from flashtune.db.store import Store
-from flashtune.tuner import machine_code
+from flashtune.tuner.publish import machine_code
 
 
 def flashtune(*words: str) -> Result:

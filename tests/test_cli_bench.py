@@ -13,9 +13,10 @@ from flashtune.cli.main import main
 from flashtune.core.results import Fate, Measurement
 from flashtune.core.target import find_target
 from flashtune.profiler.whole_calls import time_calls
-from flashtune.tuner import machine, tasks, workers
+from flashtune.tuner import machine
+from flashtune.tuner.children import tasks, workers
+from flashtune.tuner.children.workers import Limits
 from flashtune.tuner.replies import Called, Compared, Failed, Ready
-from flashtune.tuner.workers import Limits
 
 WORDS = ("bench", "--d", "128", "--n", "4096", "--dtype", "bf16", "--causal", "--heads", "16", "--batch", "4")
 H200 = find_target("h200")

@@ -1,6 +1,8 @@
 """The storage of studies: made by several first searches at once, and told of in one sentence where it can't be used."""
 
 import os
+import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -10,6 +12,7 @@ import optuna
 import pytest
 from db_faults import fork
 
+from flashtune.cli import storage as storage_module
 from flashtune.cli.storage import study_storage
 from flashtune.core.errors import DatabaseError, EnvironmentProblem, FlashtuneError, InputError
 
@@ -42,6 +45,43 @@ def test_first_searches_that_start_at_once_share_one_storage(tmp_path: Path) -> 
         pass
     for attempt in range(3):
         assert open_together(f"sqlite:///{tmp_path}/{attempt}.sqlite", 6) == [""] * 6
+
+
+def test_what_is_written_waits_for_no_disk_and_outlives_who_wrote_it(tmp_path: Path) -> None:
+    """Of a handful of transactions a trial, each waited some milliseconds for a disk and kept every other GPU's from writing."""
+    url = f"sqlite:///{tmp_path}/studies.sqlite"
+
+    def work() -> None:
+        with study_storage(url) as storage:
+            optuna.create_study(storage=storage, study_name="one").add_trial(optuna.trial.create_trial(value=1.0))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    child = fork.Process(target=work)
+    child.start()
+    child.join()
+    with study_storage(url) as storage, storage.engine.connect() as connection:
+        pragmas = [connection.exec_driver_sql(f"PRAGMA {name}").scalar() for name in ("journal_mode", "synchronous")]
+        assert pragmas == ["wal", 1]
+        assert [trial.value for trial in optuna.load_study(study_name="one", storage=storage).trials] == [1.0]
+
+
+def test_after_an_orderly_end_the_file_alone_is_the_study(tmp_path: Path) -> None:
+    path = tmp_path / "studies.sqlite"
+    with study_storage(f"sqlite:///{path}") as storage:
+        optuna.create_study(storage=storage, study_name="one")
+        assert Path(f"{path}-wal").exists()
+    assert not Path(f"{path}-wal").exists()
+    shutil.copy(path, tmp_path / "copy.sqlite")
+    with study_storage(f"sqlite:///{tmp_path}/copy.sqlite") as storage:
+        assert optuna.study.get_all_study_names(storage) == ["one"]
+
+
+def test_where_other_hosts_may_write_the_file_it_keeps_its_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written ahead has an index in memory that processes of one machine alone share."""
+    monkeypatch.setattr(storage_module, "LOCAL", frozenset())
+    with study_storage(f"sqlite:///{tmp_path}/studies.sqlite") as storage, storage.engine.connect() as connection:
+        assert connection.exec_driver_sql("PRAGMA journal_mode").scalar() == "delete"
+        assert connection.exec_driver_sql("PRAGMA busy_timeout").scalar() == storage_module.LOCK_S * 1000
 
 
 def test_a_storage_that_was_made_by_halves_is_completed(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from flashtune.core.results import TuningRecord
 from flashtune.core.target import find_target
 from flashtune.db.library import Library, shipped_path
 from flashtune.templates import family
-from flashtune.tuner import at_hand, compile, tasks
-from flashtune.tuner.machine_code import Order, build
-from flashtune.tuner.publish import variant_for
+from flashtune.tuner.children import at_hand, compile, tasks
+from flashtune.tuner.publish.machine_code import Order, build
+from flashtune.tuner.publish.sources import variant_for
 from flashtune.tuner.replies import Compiled, Failed
 
 pytestmark = pytest.mark.skipif(triton.__version__ != "3.6.0", reason="shipped code was compiled by Triton 3.6.0")

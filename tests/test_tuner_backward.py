@@ -14,12 +14,12 @@ from flashtune.core.torch_dtypes import TORCH_DTYPES
 from flashtune.templates import families, family
 from flashtune.templates.cost import predict_us
 from flashtune.templates.rendering import render, variant_of
-from flashtune.tuner import generated, machine_code
-from flashtune.tuner.baseline import framework_call
-from flashtune.tuner.cases import make_extreme, small_problems
-from flashtune.tuner.correctness import check, everywhere, oracle
-from flashtune.tuner.inputs import make_inputs
-from flashtune.tuner.space import SearchSpace
+from flashtune.tuner.propose.space import SearchSpace
+from flashtune.tuner.publish import generated, machine_code
+from flashtune.tuner.timing.baseline import framework_call
+from flashtune.tuner.verify.cases import make_extreme, small_problems
+from flashtune.tuner.verify.correctness import check, everywhere, oracle
+from flashtune.tuner.verify.inputs import make_inputs
 
 H200 = find_target("h200")
 SMALL = Problem(batch=1, heads=4, kv_heads=2, n_q=20, n_kv=28, d=16, d_v=16, dtype="fp32", direction="bwd")

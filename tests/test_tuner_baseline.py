@@ -10,9 +10,10 @@ from torch.nn.attention import bias
 from flashtune.core.problem import Features, Problem
 from flashtune.core.torch_attention import sdpa
 from flashtune.profiler import timing
-from flashtune.tuner import baseline, correctness
-from flashtune.tuner.baseline import framework_call
-from flashtune.tuner.inputs import Inputs, make_inputs
+from flashtune.tuner.timing import baseline
+from flashtune.tuner.timing.baseline import framework_call
+from flashtune.tuner.verify import correctness
+from flashtune.tuner.verify.inputs import Inputs, make_inputs
 
 PROBLEM = Problem(batch=2, heads=4, kv_heads=2, n_q=100, n_kv=140, d=16, d_v=16, dtype="fp32")
 

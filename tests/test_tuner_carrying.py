@@ -14,9 +14,9 @@ from flashtune.core.target import find_target
 from flashtune.db.library import Library, shipped_path
 from flashtune.templates import families, family
 from flashtune.templates.family import Constraint
-from flashtune.tuner.carrying import carried, stored
+from flashtune.tuner.propose.carrying import carried, stored
+from flashtune.tuner.propose.space import SearchSpace
 from flashtune.tuner.searching import Search
-from flashtune.tuner.space import SearchSpace
 
 PROVENANCE = Provenance(flashtune="0", torch="0", triton="0")
 A100, H200 = find_target("a100"), find_target("h200")

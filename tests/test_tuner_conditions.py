@@ -21,12 +21,14 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import Baseline, CompileFacts, Conditions, Fate, Measurement, Provenance, SearchResult
 from flashtune.core.target import find_target
 from flashtune.templates import family
-from flashtune.tuner import evaluation, searching, tasks
-from flashtune.tuner.conditions import PAUSE_S, POWER_PAUSE_S, RACES, GpuWatch, conditions_of, race_undisturbed
-from flashtune.tuner.racing import Standing
-from flashtune.tuner.replies import Compiled, Failed, Raced, Ready, Rounds, Timed
-from flashtune.tuner.space import Candidate
-from flashtune.tuner.workers import Limits
+from flashtune.tuner import searching
+from flashtune.tuner.children import tasks
+from flashtune.tuner.children.workers import Limits
+from flashtune.tuner.propose.space import Candidate
+from flashtune.tuner.replies import Compiled, Failed, Raced, Ready, Rounds, Standing, Timed
+from flashtune.tuner.search import evaluation
+from flashtune.tuner.search.plan import SearchPlan
+from flashtune.tuner.timing.conditions import PAUSE_S, POWER_PAUSE_S, RACES, GpuWatch, conditions_of, race_undisturbed
 
 QUIET = "1755, 3201, 640.50, 61, 0x0000000000000000"
 CAPPED = "1410, 3201, 699.00, 71, 0x0000000000000004"
@@ -100,7 +102,7 @@ def test_a_tool_that_cant_be_started_twice_isnt_left_running(tools: Path, monkey
         started.append(subprocess.Popen(*words, **settings))
         return started[0]
 
-    monkeypatch.setattr("flashtune.tuner.conditions.subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": start}))
+    monkeypatch.setattr("flashtune.tuner.timing.conditions.subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": start}))
     with pytest.raises(OSError, match="no more"), GpuWatch("GPU-1"):
         pass
     assert started[0].poll() is not None
@@ -197,7 +199,7 @@ def test_a_disturbed_race_is_run_again_and_the_least_disturbed_counts(found: tup
 
 def test_a_power_cap_alone_is_waited_for_less_long(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr("flashtune.tuner.conditions.time.sleep", pauses.append)
+    monkeypatch.setattr("flashtune.tuner.timing.conditions.time.sleep", pauses.append)
     for found in ((THROTTLED, FREE), (conditions("SwPowerCap, HwSlowdown"), FREE), (SHARED, FREE), (BOTH, FREE)):
         run = races(*[Fate.CORRECT] * 2)
         race_undisturbed(lambda _, run=run: next(run), told(*found))  # type: ignore[misc]
@@ -285,7 +287,7 @@ def test_a_measured_search_keeps_the_race_apart_from_the_trials_and_says_what_th
     watched: list[str] = []
     monkeypatch.setattr(evaluation, "GpuWatch", lambda gpu: (watched.append(gpu), told(FREE))[1])
     target = find_target("a100")
-    plan = searching.SearchPlan(
+    plan = SearchPlan(
         target=target,
         problems=(Problem(batch=1, heads=2, kv_heads=2, n_q=256, n_kv=256, d=64, d_v=64, dtype="fp16"),),
         families={"flash_fwd": family("flash_fwd")},

@@ -5,8 +5,8 @@ import torch
 
 from flashtune.core.errors import InputError
 from flashtune.core.problem import Features, Problem
-from flashtune.tuner.distributions import MISLED_NATS, NEEDLES, PRESENT, redistribute
-from flashtune.tuner.inputs import Inputs, make_inputs
+from flashtune.tuner.verify.distributions import MISLED_NATS, NEEDLES, PRESENT, redistribute
+from flashtune.tuner.verify.inputs import Inputs, make_inputs
 
 PLAIN = Problem(batch=2, heads=4, kv_heads=2, n_q=96, n_kv=160, d=64, d_v=64, dtype="bf16", features=Features())
 

@@ -16,12 +16,12 @@ from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
 from flashtune.templates import family
 from flashtune.templates.rendering import variant_of
-from flashtune.tuner import correctness
-from flashtune.tuner.cases import BEYOND_FLOAT32, WITHIN_FLOAT32, crowd
-from flashtune.tuner.correctness import SmallCases, Verifier, check, everywhere, oracle, places, whole
-from flashtune.tuner.distributions import PRESENT
-from flashtune.tuner.inputs import Inputs, make_inputs
-from flashtune.tuner.tasks import Source
+from flashtune.tuner.children.tasks import Source
+from flashtune.tuner.verify import correctness
+from flashtune.tuner.verify.cases import BEYOND_FLOAT32, WITHIN_FLOAT32, crowd
+from flashtune.tuner.verify.correctness import SmallCases, Verifier, check, everywhere, oracle, places, whole
+from flashtune.tuner.verify.distributions import PRESENT
+from flashtune.tuner.verify.inputs import Inputs, make_inputs
 
 PROBLEM = Problem(batch=2, heads=2, kv_heads=2, n_q=256, n_kv=256, d=16, d_v=16, dtype="fp16")
 SEED = 3

@@ -17,8 +17,8 @@ from flashtune.core.kernel_index import INDEX, read_index
 from flashtune.core.results import TuningRecord
 from flashtune.db.library import Library, shipped_path
 from flashtune.templates import family
-from flashtune.tuner.generated import arrange, differing, index_text, text_files, write
-from flashtune.tuner.publish import variant_for
+from flashtune.tuner.publish.generated import arrange, differing, index_text, text_files, write
+from flashtune.tuner.publish.sources import variant_for
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "flashtune" / "kernels_generated"
@@ -210,7 +210,7 @@ def test_a_folder_that_cant_be_written_is_refused_before_anything_is_compiled(
     (tmp_path / "strangers").mkdir()
     (tmp_path / "strangers" / INDEX).write_text('{"mine": true}')
     before, compiled = snapshot(tmp_path), list[object]()
-    monkeypatch.setattr("flashtune.tuner.machine_code.build_all", lambda orders, jobs: compiled.append(orders) or ())
+    monkeypatch.setattr("flashtune.tuner.publish.machine_code.build_all", lambda orders, jobs: compiled.append(orders) or ())
     refused = run_generate("--out", str(tmp_path / place), "--rebuild", "--gpu-name", "h200")
     assert refused.exit_code == EnvironmentProblem.exit_code, refused.output
     assert str(tmp_path / place) in refused.stderr and len(refused.stderr.strip().splitlines()) == 1

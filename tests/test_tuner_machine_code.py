@@ -23,11 +23,11 @@ from flashtune.core.modules import load_source
 from flashtune.core.problem import Problem
 from flashtune.db.library import Library, shipped_path
 from flashtune.dispatch.launch.hostcode import load_host_code
-from flashtune.tuner.at_hand import machine_code_of, taking
-from flashtune.tuner.compile import compiling_for
-from flashtune.tuner.generated import Arranged, arrange, kept_machine_files, machine_files, order_of, write
-from flashtune.tuner.inputs import make_inputs
-from flashtune.tuner.machine_code import IN_PARTS, OUTPUT_ALONE, SIZES, Built, Order, build, build_all, with_files
+from flashtune.tuner.children.at_hand import machine_code_of, taking
+from flashtune.tuner.children.compile import compiling_for
+from flashtune.tuner.publish.generated import Arranged, arrange, kept_machine_files, machine_files, order_of, write
+from flashtune.tuner.publish.machine_code import IN_PARTS, OUTPUT_ALONE, SIZES, Built, Order, build, build_all, with_files
+from flashtune.tuner.verify.inputs import make_inputs
 
 PACKAGE = Path(__file__).resolve().parent.parent / "flashtune" / "kernels_generated"
 pinned = pytest.mark.skipif(triton.__version__ != "3.6.0", reason="shipped code is compared with what Triton 3.6.0 compiles")
@@ -184,7 +184,7 @@ def shaped(problem: Problem, n_kv: int) -> Problem:
 @cache
 def host_codes() -> list[tuple[Arranged, Manifest, ModuleType]]:
     """What a call runs of each shipped kernel's module, beside its machine code."""
-    return [(one, manifest, load_host_code(one.text, one.stem)) for one, manifest in manifests()]
+    return [(one, manifest, load_host_code(one.text, one.variant.id)) for one, manifest in manifests()]
 
 
 @pytest.mark.parametrize("heads_inside", [False, True], ids=["BHND", "BNHD"])
@@ -207,7 +207,7 @@ def test_usual_calls_meet_the_conditions_of_a_shipped_binary(n_kv: int, heads_in
 def test_a_call_whose_offsets_pass_32_bits_is_refused() -> None:
     [manifest] = [manifest for one, manifest in manifests() if one is decode()]
     inputs = make_inputs(replace(decode().records[0].problem, batch=1), device="meta", seed=0)
-    module = load_source(decode().text, decode().stem)
+    module = load_source(decode().text, decode().variant.id)
     far = torch.empty_strided(inputs.k.shape, (2**40, 2**35, inputs.k.shape[3], 1), device="meta", dtype=inputs.k.dtype)
     words = inputs.keywords | provided(module, inputs.q, far) | {"sms": 132}
     (kernel, _, args, _), *_ = module.launches(inputs.q, far, inputs.v, inputs.out, inputs.lse, **words)

@@ -18,9 +18,9 @@ from flashtune.core.launching import compiler_options
 from flashtune.core.target import find_target
 from flashtune.db.library import Library, shipped_path
 from flashtune.dispatch.launch import kernels
-from flashtune.tuner import machine_code, own
-from flashtune.tuner.machine_code import Built, triton_version
-from flashtune.tuner.publish import variant_for
+from flashtune.tuner.publish import machine_code, own
+from flashtune.tuner.publish.machine_code import Built, triton_version
+from flashtune.tuner.publish.sources import variant_for
 from flashtune.tuner.replies import Failed, MachineCode
 
 H200 = find_target("h200")

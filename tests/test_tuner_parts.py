@@ -30,14 +30,16 @@ from flashtune.core.target import Target, find_target
 from flashtune.templates import families, family
 from flashtune.templates.cost import key_blocks, predict_us
 from flashtune.templates.rendering import render, variant_of
-from flashtune.tuner import compile, conditions, correctness, tasks
-from flashtune.tuner.baseline import backend_name, framework_call
-from flashtune.tuner.finalists import ranked
-from flashtune.tuner.inputs import make_inputs
+from flashtune.tuner.children import compile, tasks
+from flashtune.tuner.children.workers import Workers
+from flashtune.tuner.propose.space import Candidate, SearchSpace
+from flashtune.tuner.propose.study import Study, outcome_from_json, outcome_to_json
 from flashtune.tuner.replies import Checked, Compiled, Failed, Ready, Rounds
-from flashtune.tuner.space import Candidate, SearchSpace
-from flashtune.tuner.study import Study, outcome_from_json, outcome_to_json
-from flashtune.tuner.workers import Workers
+from flashtune.tuner.timing import conditions
+from flashtune.tuner.timing.baseline import backend_name, framework_call
+from flashtune.tuner.timing.finalists import ranked
+from flashtune.tuner.verify import correctness
+from flashtune.tuner.verify.inputs import make_inputs
 
 PROBLEM = Problem(batch=2, heads=4, kv_heads=2, n_q=100, n_kv=140, d=16, d_v=24, dtype="fp32")
 EVERYTHING = Features(causal=True, alignment="bottom_right", window=(60, 0), mask="bias", dropout=True, softcap=True)
@@ -239,6 +241,35 @@ def test_the_cost_model_is_slower_with_spills_and_infinite_where_nothing_fits() 
     plain = predict_us(CONFIG, FACTS, BIG, target)
     assert predict_us(CONFIG, replace(FACTS, spills=256), BIG, target) > plain
     assert math.isinf(predict_us(CONFIG, replace(FACTS, registers=255, threads=1024), BIG, target))
+
+
+def test_few_tiles_of_a_triangle_take_as_long_as_the_longest_of_them() -> None:
+    """Eight heads of 2865 rows have 120 tiles of 192, and 184 of 128: these took 60.4 us, those 80.9
+    (benchmarks/results/2026-11-23-h200-unprepared/seed59.json)."""
+    target, hopper = find_target("h200"), families()["flash_fwd_hopper"]
+
+    def times(heads: int) -> list[float]:
+        problem = Problem(
+            batch=1, heads=heads, kv_heads=heads, n_q=2865, n_kv=2865, d=192, d_v=192, dtype="bf16", features=Features(causal=True)
+        )
+        one = hopper.default(problem.spec(), target).replace(
+            BLOCK_N=64,
+            maximum="first",
+            num_stages=2,
+            ctas_per_sm=1,
+            order="fixed",
+            pingpong=False,
+            section=8,
+            tiles="one",
+            v_columns="pieces",
+        )
+        tiles = [one.replace(BLOCK_M=128, intra_wg_overlap=1), one.replace(BLOCK_M=192, intra_wg_overlap=0)]
+        facts = [hopper.expected(config, problem.spec(), target) or FACTS for config in tiles]
+        return [predict_us(config, found, problem, target) for config, found in zip(tiles, facts, strict=True)]
+
+    few, many = times(8), times(512)
+    assert few[1] > 1.25 * few[0] and many[1] < 1.25 * many[0]
+    assert few[1] > 2 * many[1] * 8 / 512
 
 
 @given(st.sampled_from(["a100", "h200", "rtx4090", "mi300x"]), st.sampled_from([512, 2048, 16384]))

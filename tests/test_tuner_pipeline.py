@@ -1,5 +1,8 @@
 """Preparing, compiling, timing and racing overlap, and several GPUs share a plan; shown by the order of events and by logical clocks."""
 
+import itertools
+import os
+import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -13,20 +16,26 @@ import pytest
 import simulated
 from planted import PATIENT, PLANTED_PROBLEM, HereAndNow, Listener, planted_family, planted_plan
 
+from flashtune.cli.storage import study_storage
 from flashtune.core.errors import EnvironmentProblem, NoKernelFound
 from flashtune.core.problem import Problem
 from flashtune.core.results import Conditions, Fate, Outcome, Provenance, SearchResult, TuningRecord
 from flashtune.db.library import Library, shipped_path
-from flashtune.tuner import evaluation, problem_search, schedule, searching, tasks
-from flashtune.tuner.compile import code_hash, compiled_kernels, launch_hash
-from flashtune.tuner.proposing import OVERTAKEN, Proposals
+from flashtune.tuner import searching
+from flashtune.tuner.children import tasks
+from flashtune.tuner.children.compile import code_hash, compiled_kernels, launch_hash
+from flashtune.tuner.children.keeper import Keeper
+from flashtune.tuner.children.workers import Pending, Workers
+from flashtune.tuner.propose.record import Record
+from flashtune.tuner.propose.space import Candidate
+from flashtune.tuner.propose.study import Study
+from flashtune.tuner.publish.winners import Keeping, Winners
 from flashtune.tuner.replies import Called, Failed, Launched, MachineCode, Ready
-from flashtune.tuner.schedule import Schedule
-from flashtune.tuner.searching import Search, SearchPlan
-from flashtune.tuner.space import Candidate
-from flashtune.tuner.study import Study
-from flashtune.tuner.winners import Keeping, Winners
-from flashtune.tuner.workers import Pending, Workers
+from flashtune.tuner.search import evaluation, problem_search, schedule
+from flashtune.tuner.search.plan import SearchPlan
+from flashtune.tuner.search.proposing import OVERTAKEN, Proposals
+from flashtune.tuner.search.schedule import Schedule
+from flashtune.tuner.searching import Search
 
 PROVENANCE = Provenance(flashtune="0", torch="0", triton="0")
 RIGHT = planted_family("right", 40)
@@ -306,9 +315,72 @@ def test_a_second_gpu_takes_its_half(devices: Path, monkeypatch: pytest.MonkeyPa
         assert result.best is not None and result.best.rank == 1
 
 
-def test_an_interruption_ends_all_lanes_and_keeps_their_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+class Begun(Keeper):
+    """Keeps every record elsewhere, those of the first problems too."""
+
+    def record(self, name: str) -> Record:
+        assert self.ready.wait(600)
+        return super().record(name)
+
+
+def test_each_gpus_record_is_kept_by_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A trial takes SQLAlchemy tens of milliseconds of an interpreter, for which the lanes would take turns; afterwards nobody is left."""
+    monkeypatch.setenv("FLASHTUNE_TEST_DEVICES", "7,9")
+
+    monkeypatch.setattr(searching, "Keeper", Begun)
+    with study_storage(f"sqlite:///{tmp_path / 'studies.sqlite'}") as storage:
+        results = run(plan(3, trials=6, sampler="random", devices=("7", "9"), limits=PATIENT), storage=storage)
+        trials = [trial for study in optuna.get_all_study_summaries(storage) for trial in storage.get_all_trials(study._study_id)]
+    keepers = {int(trial.system_attrs["claimant"].split("/")[1]) for trial in trials if "claimant" in trial.system_attrs}
+    assert len(keepers) == 2 and os.getpid() not in keepers
+    assert not any(Path(f"/proc/{pid}").exists() for pid in keepers)
+    assert {result.problem for result in results} == set(problems(3))
+    assert all(len(result.outcomes) == 6 and result.best is not None for result in results)
+
+
+def test_what_fails_where_a_record_is_kept_is_told_here(tmp_path: Path) -> None:
+    with study_storage(f"sqlite:///{tmp_path / 'studies.sqlite'}") as storage, Keeper(storage) as keeper:
+        assert keeper.ready.wait(600)
+        record = keeper.record("one")
+        with pytest.raises(KeyError, match="nobody's"):
+            record.settle("nobody's", "{}", None, {})
+        assert record.entries() == {}
+        os.kill(keeper._process.pid, signal.SIGKILL)  # type: ignore[arg-type]
+        with pytest.raises(EnvironmentProblem, match="start the same command again"):
+            record.entries()
+
+
+def test_what_is_known_is_saved_though_the_records_are_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The process that kept them died in the middle: giving back its claims failed, too, and hid that there was something to save."""
+    monkeypatch.setenv("FLASHTUNE_TEST_DEVICES", "7,9")
+    keepers: list[Begun] = []
+
+    class Killed(Begun):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            keepers.append(self)
+
+        def ask(self, number: int, what: str, arguments: tuple[Any, ...]) -> Any:
+            if what == "settle" and next(settled) == 8:
+                for keeper in keepers:
+                    os.kill(keeper._process.pid, signal.SIGKILL)  # type: ignore[arg-type]
+            return super().ask(number, what, arguments)
+
+    settled, saved = itertools.count(), list[SearchResult]()
+    monkeypatch.setattr(searching, "Keeper", Killed)
+    what = plan(3, trials=12, sampler="random", devices=("7", "9"), limits=PATIENT)
+    with study_storage(f"sqlite:///{tmp_path / 'studies.sqlite'}") as storage:
+        search = Search(what, storage=storage, provenance=PROVENANCE, save=saved.append, listener=Listener())
+        with pytest.raises(EnvironmentProblem, match="start the same command again"):
+            search.run()
+    assert saved and any(result.outcomes for result in saved)
+
+
+@pytest.mark.parametrize("where", ["memory", "file"])
+def test_an_interruption_ends_all_lanes_and_keeps_their_trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, where: str) -> None:
     staged(monkeypatch)
-    storage = optuna.storages.InMemoryStorage()
+    monkeypatch.setattr(searching, "Keeper", Begun)
+    storage = optuna.storages.InMemoryStorage() if where == "memory" else optuna.storages.RDBStorage(f"sqlite:///{tmp_path / 'studies'}")
     with pytest.raises(KeyboardInterrupt):
         run(plan(4, devices=("0", "1")), Listener(stop_after=11), storage)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith(("gpu", "proposals"))]
@@ -590,8 +662,7 @@ def test_searches_may_share_workers(monkeypatch: pytest.MonkeyPatch) -> None:
             provenance=PROVENANCE,
             save=lambda _: None,
             listener=Listener(),
-            workers=workers,
-        ).run()
+        ).run(workers)
     assert not ended
     monkeypatch.setattr(searching, "Workers", made)
     run(plan(1))

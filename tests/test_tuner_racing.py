@@ -14,9 +14,9 @@ from flashtune.core.results import CompileFacts, Measurement, Outcome
 from flashtune.core.target import find_target
 from flashtune.db.store import Store
 from flashtune.templates import family
-from flashtune.tuner.finalists import first_by_calls, placed, to_call, to_race
-from flashtune.tuner.racing import RACES, TIE, Contest, trimmed_mean
-from flashtune.tuner.space import Candidate
+from flashtune.tuner.propose.space import Candidate
+from flashtune.tuner.timing.finalists import first_by_calls, placed, to_call, to_race
+from flashtune.tuner.timing.racing import RACES, TIE, Contest, trimmed_mean
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 

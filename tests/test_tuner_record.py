@@ -22,10 +22,10 @@ from flashtune.core.results import CompileFacts, Fate, Measurement, Outcome, Pro
 from flashtune.core.target import find_target
 from flashtune.core.unbroken import unbroken
 from flashtune.templates import family
-from flashtune.tuner import claimant, record
-from flashtune.tuner.record import newest_unfinished
-from flashtune.tuner.space import Candidate, SearchSpace
-from flashtune.tuner.study import Study
+from flashtune.tuner.propose import claimant, record
+from flashtune.tuner.propose.record import newest_unfinished
+from flashtune.tuner.propose.space import Candidate, SearchSpace
+from flashtune.tuner.propose.study import Study
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
@@ -95,7 +95,7 @@ def test_what_another_is_trying_is_not_asked_and_counts(storage: optuna.storages
     a, b = first.ask(3), second.ask(3)
     assert len({*a, *b}) == 6
     second.refresh()
-    assert second.others and second.claimed == 6
+    assert second.elsewhere and second.claimed == 6
     assert len(second.ask(3, limit=7)) == 1
     first.leave()
     assert second.ask(3, limit=7) == a, "what was begun and left comes first"
@@ -114,12 +114,12 @@ def test_a_killed_process_gives_back_what_it_tried(tmp_path: Path) -> None:
         child.stdin.write("\n")
     child.stdout.readline()
     before = study(storage_at(url), seed=None)
-    assert before.others, "a process that is only slow keeps what it tries"
+    assert before.elsewhere, "a process that is only slow keeps what it tries"
     assert len(before.outcomes) == 3
     child.send_signal(signal.SIGKILL)
     child.wait()
     after = study(storage_at(url), seed=None)
-    assert not after.others
+    assert not after.elsewhere
     begun = [c for c in before._candidates.values() if c not in after.outcomes]
     assert len(begun) == 4 and after.ask(len(begun)) == begun
 
@@ -135,9 +135,9 @@ def test_a_process_of_another_machine_is_dead_once_it_falls_silent(
     for count in range(3):
         far._record._storage.set_study_system_attr(far._record._study_id, f"beat {far._record._me}", count)
         near.refresh()
-        assert near.others, "its count went up since the last look"
+        assert near.elsewhere, "its count went up since the last look"
     near.refresh()
-    assert not near.others
+    assert not near.elsewhere
     assert set(near.ask(4)) >= set(taken)
     # It wasn't dead after all: what it tells then is of no effect.
     far.tell(taken[0], outcome(taken[0]))
@@ -226,7 +226,9 @@ def test_claimants_are_told_apart() -> None:
     assert claimant.lives_here("/".join((machine, pid, str(int(started) - 1), token))) is False
     assert claimant.lives_here("/".join(("elsewhere", pid, started, token))) is None
     assert claimant.lives_here("nonsense") is None
-    child = subprocess.Popen([sys.executable, "-c", "from flashtune.tuner import claimant; print(claimant.name())"], stdout=subprocess.PIPE)
+    child = subprocess.Popen(
+        [sys.executable, "-c", "from flashtune.tuner.propose import claimant; print(claimant.name())"], stdout=subprocess.PIPE
+    )
     assert child.stdout is not None
     name = child.stdout.readline().decode().strip()
     child.stdout.read()

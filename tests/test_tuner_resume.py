@@ -15,8 +15,9 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import Fate, Provenance, SearchResult
 from flashtune.db import sqlite_file
 from flashtune.db.store import Store
-from flashtune.tuner import record
-from flashtune.tuner.searching import Search, SearchPlan
+from flashtune.tuner.propose import record
+from flashtune.tuner.search.plan import SearchPlan
+from flashtune.tuner.searching import Search
 
 PROVENANCE = Provenance(flashtune="0", torch="0", triton="0", created_at="2026-11-22T10:00:00+00:00")
 GRID = tuple(replace(PLANTED_PROBLEM, n_q=n, n_kv=n) for n in (64, 96, 128))

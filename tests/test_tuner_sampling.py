@@ -16,10 +16,10 @@ from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
 from flashtune.templates import families, family
 from flashtune.templates.family import Family
-from flashtune.tuner.candidates import Candidates
-from flashtune.tuner.sampling import KINDS, Sampler, candidate_of, parameters
-from flashtune.tuner.space import Candidate, SearchSpace
-from flashtune.tuner.surrogate import Surrogate
+from flashtune.tuner.propose.candidates import Candidates
+from flashtune.tuner.propose.sampling import KINDS, Sampler, candidate_of, parameters
+from flashtune.tuner.propose.space import Candidate, SearchSpace
+from flashtune.tuner.propose.surrogate import LENGTHS, Surrogate
 
 PROBLEM = Problem(batch=4, heads=16, kv_heads=16, n_q=1024, n_kv=1024, d=128, d_v=128, dtype="bf16", features=Features(causal=True))
 TARGET = find_target("h200")
@@ -102,6 +102,19 @@ def test_what_is_left_to_gain_is_unknown_at_first_and_shrinks() -> None:
     assert min(time for time in told.values() if time) == min(answers.values())
 
 
+def test_a_start_that_the_cost_model_holds_for_far_slower_than_its_first_is_no_reason_to_try_it() -> None:
+    pool = Candidates(SPACE, PROBLEM)
+    behind = pool.log_times - pool.log_times.min()
+    near, far = (pool.candidates[int(np.argmax(np.where(behind < most, behind, 0)))] for most in (0.1, math.inf))
+    opening = KINDS["gp"](SPACE, PROBLEM, seed=0, starts=[near, far]).opening
+    assert near in opening and far not in opening
+    assert near not in KINDS["gp"](SPACE, PROBLEM, seed=0, starts=[]).opening
+
+
+def test_lengths_are_of_axes_that_families_have() -> None:
+    assert set(LENGTHS) <= {axis.name for family in families().values() for axis in family.axes}
+
+
 def test_an_error_that_all_candidates_share_changes_no_proposal() -> None:
     """The GPU is twice as slow as predicted."""
     sampler, slower = (KINDS["gp"](SPACE, PROBLEM, seed=0) for _ in range(2))
@@ -167,7 +180,7 @@ def test_a_large_space_is_drawn_from_evenly_and_its_starts_are_kept() -> None:
 
 def test_many_candidates_are_as_akin_as_few() -> None:
     """Covariances with each other alone are those that rows of all candidates hold."""
-    from flashtune.tuner import surrogate
+    from flashtune.tuner.propose import surrogate
 
     pool = Candidates(SPACE, PROBLEM, SPACE.starts())
     kernel = surrogate._Looked(surrogate._Rows(pool))

@@ -12,8 +12,9 @@ from flashtune.core.problem import Features
 from flashtune.core.results import Fate, Provenance, SearchResult
 from flashtune.core.target import find_target
 from flashtune.templates import families
-from flashtune.tuner.searching import Search, SearchPlan
-from flashtune.tuner.workers import Limits
+from flashtune.tuner.children.workers import Limits
+from flashtune.tuner.search.plan import SearchPlan
+from flashtune.tuner.searching import Search
 
 PROVENANCE = Provenance(flashtune="0", torch="0", triton="0")
 

@@ -11,7 +11,7 @@ from flashtune.cli.main import main
 from flashtune.cli.options import share_of
 from flashtune.core.errors import InputError
 from flashtune.core.results import Ending
-from flashtune.tuner.stopping import PATIENCE, Reason, StoppingRule, sentence
+from flashtune.tuner.search.stopping import PATIENCE, Reason, StoppingRule, sentence
 
 
 def after(times: list[float | None], until: float | None = 0.005, left: float = math.inf, in_all: float = 0.0) -> list[str | None]:

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from flashtune.tuner import stopwatch
-from flashtune.tuner.stopwatch import Run, Stopwatch, orders
+from flashtune.tuner.timing import stopwatch
+from flashtune.tuner.timing.stopwatch import Run, Stopwatch, orders
 
 
 class Counted(Stopwatch):

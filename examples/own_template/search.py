@@ -11,9 +11,9 @@ from flashtune.core.target import find_target
 from flashtune.templates.cost import predict_us
 from flashtune.templates.family import Axis, Constraint, Family
 from flashtune.templates.rendering import add_folder, variant_of
-from flashtune.tuner import tasks
+from flashtune.tuner.children import tasks
+from flashtune.tuner.children.workers import Workers
 from flashtune.tuner.replies import Checked, Compiled
-from flashtune.tuner.workers import Workers
 
 ROWS = Family(
     name="rows",  # rows.py.jinja, beside this file

@@ -14,7 +14,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.target import Target
 
 if TYPE_CHECKING:
-    from flashtune.tuner.workers import Workers
+    from flashtune.tuner.children.workers import Workers
 
 
 @click.command(cls=ListCommand)
@@ -33,8 +33,8 @@ def bench(*, asked: ProblemOptions, bands: Bands | None, seconds: float, seed: i
     flashtune bench --d 128 --dtype bf16 --n 4096 --causal
     flashtune bench --model llama-3-8b --n 8192
     """
+    from flashtune.tuner.children.workers import Workers
     from flashtune.tuner.machine import local_gpu, provenance
-    from flashtune.tuner.workers import Workers
 
     gpu = local_gpu()
     if gpu is None or gpu.target is None:
@@ -59,7 +59,7 @@ def _timed(problem: Problem, target: Target, workers: "Workers", *, seed: int, s
     from flashtune.profiler.whole_calls import time_calls
     from flashtune.templates import family
     from flashtune.templates.rendering import variant_of
-    from flashtune.tuner import tasks
+    from flashtune.tuner.children import tasks
     from flashtune.tuner.replies import Called, Compared, Failed, Ready
 
     chosen = explain_problem(problem, target.slug)

@@ -84,7 +84,7 @@ def _gpu() -> dict[str, Any]:
 def _compiler() -> dict[str, Any]:
     # Triton builds its launchers with a C compiler the first time a kernel runs on a GPU.
     found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
-    needed = _gpu()["found"].startswith("none") is False
+    needed = not _gpu()["found"].startswith("none")
     return _check("C compiler", bool(found) or not needed, found or "none", "install gcc or clang, or name one in CC: Triton needs it")
 
 

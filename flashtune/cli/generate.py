@@ -17,7 +17,7 @@ from flashtune.core.target import find_target
 from flashtune.core.words import counted
 
 if TYPE_CHECKING:
-    from flashtune.tuner.generated import Arranged
+    from flashtune.tuner.publish.generated import Arranged
 
 
 @click.command()
@@ -50,8 +50,8 @@ def generate(
     from flashtune.core.kernel_index import INDEX
     from flashtune.db.library import Library, shipped_path
     from flashtune.templates import unservable
-    from flashtune.tuner.generated import arrange, differing, index_text, require_writable, text_files, write
     from flashtune.tuner.machine import cores
+    from flashtune.tuner.publish.generated import arrange, differing, index_text, require_writable, text_files, write
 
     package = shipped_folder()
     if out is None and not check and not in_a_checkout(package):
@@ -96,8 +96,8 @@ def generate(
 
 def _machine_code(arranged: Sequence["Arranged"], anew: set[str], folder: Path, jobs: int) -> dict[str, bytes]:
     """Files with the machine code of these kernels: what the folder has, but compiled now for the paths in `anew` and where it has none."""
-    from flashtune.tuner.generated import kept_machine_files, machine_files, order_of
-    from flashtune.tuner.machine_code import build_all, triton_version
+    from flashtune.tuner.publish.generated import kept_machine_files, machine_files, order_of
+    from flashtune.tuner.publish.machine_code import build_all, triton_version
 
     files: dict[str, bytes] = {}
     orders = []

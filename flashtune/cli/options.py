@@ -236,17 +236,10 @@ class ProblemOptions:
 def problem_options(*, many: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """The options that describe a problem, which a command gets as `asked`; with `many`, --n, --d and --dtype may be repeated."""
     words = "; several with commas or by repeating" if many else ""
-    of_models = [
-        click.option(
-            "--model",
-            type=MODEL,
-            metavar="NAME",
-            help="The attentions of this model, in place of --d and the like (flashtune show --models).",
-        )
-    ]
+    of_models = "The attentions of this model, in place of --d and the like (flashtune show --models)."
     number: Any = Numbers() if many else int
     options = [
-        *(of_models if many else ()),
+        *([click.option("--model", type=MODEL, metavar="NAME", help=of_models)] if many else []),
         click.option("--d", "d", type=number, required=not many, multiple=many, help=f"Head size of q and k, up to 256{words}."),
         click.option("--d-v", "d_v", type=int, help="Head size of v, when it differs from --d."),
         click.option("--n", "n", type=number, multiple=many, required=not many, help=f"Sequence length{words}."),

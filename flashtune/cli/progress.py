@@ -19,10 +19,10 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import Fate, Outcome, SearchResult
 from flashtune.core.secrets import mask_secrets
 from flashtune.core.words import counted
-from flashtune.tuner.stopping import sentence
+from flashtune.tuner.search.stopping import sentence
 
 if TYPE_CHECKING:
-    from flashtune.tuner.searching import Stage
+    from flashtune.tuner.search.plan import Stage
 
 LINE_S = 10.0
 """Between two lines about the stage under way, where there is no terminal."""

@@ -6,7 +6,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -18,12 +18,12 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import Source, TuningRecord
 from flashtune.core.secrets import command_line
 from flashtune.core.target import Target, find_target
-from flashtune.tuner.stopping import UNTIL
+from flashtune.tuner.search.stopping import UNTIL
 
 logger = logging.getLogger("flashtune.search")
 
 if TYPE_CHECKING:
-    from flashtune.tuner.sampling import Sampler
+    from flashtune.tuner.propose.sampling import Sampler
 
 GRID = (512, 1024, 2048, 4096, 8192, 16384)
 """Sequence lengths that are searched when none is given; dispatch serves what lies between from the nearest."""
@@ -38,7 +38,7 @@ Bands = Literal["causal", "full"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOptions:
-    """How to search, as it was asked for; None stands for what this machine or the user's folders say."""
+    """How to search, as it was asked for by options of these names; None stands for what this machine or the user's folders say."""
 
     trials: int = DEFAULT_TRIALS
     budget_s: float | None = None
@@ -106,22 +106,7 @@ class SearchOptions:
 @click.option("--predict", is_flag=True, help="Rank by the cost model even where another GPU, or this one, is present.")
 @json_option
 def search(
-    *,
-    asked: ProblemOptions,
-    bands: Bands | None,
-    gpu_name: str,
-    trials: int,
-    until: str,
-    gpus: str,
-    budget: str | None,
-    sampler: "Sampler",
-    templates: tuple[str, ...],
-    seed: int | None,
-    storage: str | None,
-    location: str | None,
-    jobs: int | None,
-    predict: bool,
-    as_json: bool,
+    *, asked: ProblemOptions, bands: Bands | None, gpu_name: str, until: str, budget: str | None, as_json: bool, **others: Any
 ) -> None:
     """Find the fastest kernel for each problem on a GPU, and store it.
 
@@ -142,19 +127,8 @@ def search(
     """
     target = find_target(gpu_name)
     problems = problems_of(asked, bands)
-    options = SearchOptions(
-        trials=trials,
-        until=share_of("--until", until),
-        gpus=gpus,
-        budget_s=None if budget is None else seconds_of(budget),
-        sampler=sampler,
-        templates=templates,
-        seed=seed,
-        storage=storage,
-        location=location,
-        jobs=jobs,
-        predict=predict,
-    )
+    budget_s = None if budget is None else seconds_of(budget)
+    options = SearchOptions(until=share_of("--until", until), budget_s=budget_s, **others)
     try:
         records = run_search(target, problems, options, quiet=as_json)
     except KeyboardInterrupt:
@@ -193,7 +167,7 @@ def run_search(
     target: Target, problems: list[Problem], options: SearchOptions, *, quiet: bool, command: str | None = None
 ) -> list[TuningRecord]:
     """Search these problems and return the rows that the database then serves for them; `command` is kept as what was typed."""
-    from flashtune.tuner.forkserver import start_server
+    from flashtune.tuner.children.forkserver import start_server
 
     trace_times()
     # It imports torch, this process the rest, and a thread looks for GPUs: side by side.
@@ -207,10 +181,11 @@ def run_search(
         from flashtune.profiler.calls_task import time_calls
         from flashtune.templates import families, family
         from flashtune.tuner.machine import cores, devices_of, provenance, require_interpreter
-        from flashtune.tuner.own import compile_winner, keep
-        from flashtune.tuner.searching import Search, SearchPlan
-        from flashtune.tuner.space import SearchSpace
-        from flashtune.tuner.winners import Keeping
+        from flashtune.tuner.propose.space import SearchSpace
+        from flashtune.tuner.publish.own import compile_winner, keep
+        from flashtune.tuner.publish.winners import Keeping
+        from flashtune.tuner.search.plan import SearchPlan
+        from flashtune.tuner.searching import Search
 
         source = looking.result()
     if source == "predicted":
@@ -277,7 +252,7 @@ def trace_times() -> None:
 
 def keep_machine_code(records: list[TuningRecord], target: Target, *, jobs: int) -> None:
     """Compile what was found into the user's cache, for later calls; a failure costs only a slower first call, and is said."""
-    from flashtune.tuner.own import compile_winners
+    from flashtune.tuner.publish.own import compile_winners
 
     try:
         failures = compile_winners(records, target, jobs=jobs)

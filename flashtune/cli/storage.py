@@ -1,8 +1,10 @@
 """Where a search keeps its study: an Optuna storage, in the cache directory or wherever --storage names."""
 
+import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from flashtune.core.errors import EnvironmentProblem, FlashtuneError, InputError
@@ -12,6 +14,31 @@ CREATION_S = 30.0
 """How long several first searches may get into each other's way while they create the tables."""
 LOCK_S = 60
 """How long SQLite waits for other processes that write."""
+LOCAL = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"})
+"""File systems that no other host writes to."""
+
+
+class WrittenAhead(sqlite3.Connection):
+    """Appends what is written to a log: a trial is a handful of transactions, and with a journal each of them waits for the disk several
+    times while nobody else may write. What was written outlives this process however it ends; a power cut may take the last of it.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        # Refused where the file may not be written, or another process is busy with it: then it stays as it is.
+        with suppress(sqlite3.Error, OSError):
+            self.execute("PRAGMA busy_timeout=1000")
+            if _is_local(self) and self.execute("PRAGMA journal_mode=WAL").fetchone() == ("wal",):
+                self.execute("PRAGMA synchronous=NORMAL")
+        self.execute(f"PRAGMA busy_timeout={LOCK_S * 1000}")
+
+
+def _is_local(connection: sqlite3.Connection) -> bool:
+    """Whether a database's file is on a disk of this machine: the log's index is memory that processes share, which several hosts can't."""
+    path = connection.execute("PRAGMA database_list").fetchone()[2]
+    # What was mounted later on a place hides what was there before.
+    kinds = dict(line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines())
+    return bool(path) and kinds[max((place for place in kinds if Path(path).is_relative_to(place)), key=len)] in LOCAL
 
 
 @contextmanager
@@ -25,7 +52,7 @@ def study_storage(url: str | None) -> Iterator[Any]:
     from sqlalchemy.exc import SQLAlchemyError
 
     from flashtune.core.folders import cache_dir
-    from flashtune.tuner.record import storage_fault
+    from flashtune.tuner.propose.record import storage_fault
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     where = url or f"sqlite:///{cache_dir() / 'studies.sqlite'}"
@@ -39,7 +66,11 @@ def study_storage(url: str | None) -> Iterator[Any]:
             # Optuna's own, without the name of what is missing.
             cause = error.__cause__
             raise _missing(shown, (cause.name if isinstance(cause, ImportError) else None) or mask_secrets(str(error))) from error
-        yield storage
+        try:
+            yield storage
+        finally:
+            # Whoever closes last writes the log into the file; a command's process ends without closing anything.
+            storage.engine.dispose()
     except SQLAlchemyError as error:
         raise storage_fault(shown, error) from error
     except optuna.exceptions.StorageInternalError as error:
@@ -53,7 +84,7 @@ def _opened(where: str) -> Any:
 
     server = not where.startswith("sqlite")
     # A connection that a server has dropped (it was restarted, say) is replaced before it is used.
-    engine = {"pool_pre_ping": True} if server else {"connect_args": {"timeout": LOCK_S}}
+    engine = {"pool_pre_ping": True} if server else {"connect_args": {"timeout": LOCK_S, "factory": WrittenAhead}}
     deadline = time.monotonic() + CREATION_S
     while True:
         try:

@@ -24,7 +24,7 @@ def verify(location: str | None, gpu_name: str | None, d: int | None, seed: int,
     from flashtune.db.library import Library
     from flashtune.templates import unservable
     from flashtune.tuner.machine import local_gpu, require_triton
-    from flashtune.tuner.publish import recheck
+    from flashtune.tuner.publish.sources import recheck
     from flashtune.tuner.replies import Failed
 
     library = Library.of(location) if location else Library.default()

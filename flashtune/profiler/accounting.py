@@ -16,7 +16,7 @@ What is counted, so that the figures can be checked by hand:
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 from flashtune.core.dtypes import ITEMSIZE, output_dtype
@@ -44,10 +44,10 @@ class Step:
     name: str
     read_bytes: int
     write_bytes: int
-    score_bytes: int
-    matmul_flops: int
-    vector_flops: int
-    exps: int
+    score_bytes: int = 0
+    matmul_flops: int = 0
+    vector_flops: int = 0
+    exps: int = 0
 
     @property
     def bytes(self) -> int:
@@ -72,15 +72,8 @@ class Step:
 
 def total(name: str, steps: tuple[Step, ...]) -> Step:
     """The sum of `steps` under a name of its own."""
-    return Step(
-        name=name,
-        read_bytes=sum(step.read_bytes for step in steps),
-        write_bytes=sum(step.write_bytes for step in steps),
-        score_bytes=sum(step.score_bytes for step in steps),
-        matmul_flops=sum(step.matmul_flops for step in steps),
-        vector_flops=sum(step.vector_flops for step in steps),
-        exps=sum(step.exps for step in steps),
-    )
+    counts = [field.name for field in fields(Step) if field.name != "name"]
+    return Step(name=name, **{count: sum(getattr(step, count) for step in steps) for count in counts})
 
 
 def tensor_bytes(problem: Problem) -> dict[str, int]:
@@ -127,7 +120,7 @@ def _backward_steps(problem: Problem, elementwise: Elementwise) -> tuple[Step, .
 def _product(problem: Problem, name: str, read: int, write: int, width: int) -> Step:
     """A product with scores on one side, whose rows or sums have `width` places."""
     s, flops = tensor_bytes(problem)["S"], 2 * _scores(problem) * width
-    return Step(name=name, read_bytes=read, write_bytes=write, score_bytes=s, matmul_flops=flops, vector_flops=0, exps=0)
+    return Step(name=name, read_bytes=read, write_bytes=write, score_bytes=s, matmul_flops=flops)
 
 
 def _elementwise(problem: Problem, passes: Mapping[str, tuple[int, int, int]], elementwise: Elementwise) -> tuple[Step, ...]:
@@ -142,7 +135,6 @@ def _elementwise(problem: Problem, passes: Mapping[str, tuple[int, int, int]], e
             read_bytes=reads * s,
             write_bytes=s,
             score_bytes=(reads + 1) * s,
-            matmul_flops=0,
             vector_flops=ops * scores,
             exps=exps * scores,
         )
@@ -159,7 +151,6 @@ def fused_step(problem: Problem, name: str = "fused") -> Step:
         name=name,
         read_bytes=p.io_bytes() - written,
         write_bytes=written,
-        score_bytes=0,
         matmul_flops=p.flops(),
         vector_flops=(_OPS if p.direction == "fwd" else _FUSED_BACKWARD_OPS) * pairs,
         exps=pairs,
@@ -175,10 +166,7 @@ def projection_steps(problem: Problem, rank: int) -> tuple[Step, ...]:
             name=f"project_{letter}",
             read_bytes=size * (rank * p.n_kv + heads * p.n_kv * width),
             write_bytes=size * heads * rank * width,
-            score_bytes=0,
             matmul_flops=2 * heads * rank * p.n_kv * width,
-            vector_flops=0,
-            exps=0,
         )
         for letter, width in (("k", p.d), ("v", p.d_v))
     )

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from flashtune.core.problem import Problem
     from flashtune.core.target import Target
+    from flashtune.tuner.children.tasks import Source
     from flashtune.tuner.replies import Called, Failed
-    from flashtune.tuner.tasks import Source
 
 
 def time_calls(sources: "list[Source]", problem: "Problem", target: "Target", seed: int, budget_s: float) -> "Called | Failed":

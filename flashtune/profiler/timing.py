@@ -25,7 +25,7 @@ from flashtune.profiler.measured import Layer, Measured, Series, StrategyRun, Ti
 from flashtune.profiler.strategies import at_length
 from flashtune.profiler.summary import Profile
 from flashtune.tuner.machine import provenance
-from flashtune.tuner.stopwatch import Run, Stopwatch
+from flashtune.tuner.timing.stopwatch import Run, Stopwatch
 
 DROPOUT = 0.1
 SAMPLED_ROWS = 512

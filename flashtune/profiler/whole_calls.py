@@ -18,10 +18,10 @@ from flashtune.core.target import Target
 from flashtune.dispatch import api
 from flashtune.dispatch.resolve import layers
 from flashtune.dispatch.resolve.memo import Memo
-from flashtune.tuner import tasks
-from flashtune.tuner.baseline import framework_call
-from flashtune.tuner.inputs import Inputs
+from flashtune.tuner.children import tasks
 from flashtune.tuner.replies import Called, Failed
+from flashtune.tuner.timing.baseline import framework_call
+from flashtune.tuner.verify.inputs import Inputs
 
 Call = Callable[[], object]
 

@@ -158,7 +158,8 @@ def _release(version: str) -> tuple[int, ...]:
 def provenance(*, command: str, seed: int | None, measured: bool) -> Provenance:
     """Versions, driver and limits of this machine; the GPU's own facts only for a `measured` record.
 
-    Clocks under load are what `flashtune.tuner.conditions` reads while finalists race: a GPU that waits for a search to start is idle.
+    Clocks under load are what `flashtune.tuner.timing.conditions` reads while finalists race: a GPU that waits for a search to start is
+    idle.
     """
     gpu = local_gpu() if measured else None
     known = driver_facts() if gpu is not None else ()

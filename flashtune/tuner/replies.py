@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 from flashtune.core.binaries import Manifest
 from flashtune.core.results import Baseline, CompileFacts, Fate, Measurement
-from flashtune.tuner.racing import Standing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +86,17 @@ class Rounds:
     ended: float
     pid: int
     spent: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """How finalists ended: by how much each is behind the fastest (0.01 is 1 %), in their order, and who is tied with it."""
+
+    behind: tuple[float, ...]
+    tied: tuple[bool, ...]
+    races: int
+    settled: bool
+    """Whether every decision has its confidence; else races were at an end before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,54 @@
+"""How a child process begins: cut off from the terminal and from Ctrl-C, tied to its parent's life, with the environment of its work."""
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+
+from flashtune.tuner.children.forkserver import HELD_BACK
+
+_PR_SET_PDEATHSIG = 1
+"""From <sys/prctl.h>: the signal that a process gets when its parent ends."""
+
+
+def withdraw(environment: Mapping[str, str] | None = None) -> None:
+    """Prepare a child process: its output goes nowhere, since compilers print intermediate code by the page when they fail; Ctrl-C in
+    the terminal is the parent's to handle; and it dies with its parent, however that one dies.
+
+    `environment` is the parent's of today, where the process that the child was forked off has that of the day it was started.
+    """
+    if environment is not None:
+        os.environ.clear()
+        os.environ.update(environment)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with suppress(OSError):
+        # Out of the group that Ctrl-C and `timeout` signal: a trial that dies with the search would count as failed.
+        os.setpgid(0, 0)
+    # Held back by the parent until now; what came meanwhile is dropped.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+
+
+def start_device(environment: Mapping[str, str], name: str) -> None:
+    """Prepare a process that sees one GPU alone, by its name in CUDA_VISIBLE_DEVICES; must run before torch looks for GPUs."""
+    withdraw({**environment, "CUDA_VISIBLE_DEVICES": name})
+
+
+def start_interpreter(environment: Mapping[str, str]) -> None:
+    """Prepare a process in which kernels are interpreted on the CPU; Triton is imported anew where the server had it."""
+    withdraw({**environment, "TRITON_INTERPRET": "1"})
+    forget_triton()
+
+
+def forget_triton() -> None:
+    """Have Triton's Python imported again when it is wanted next: what its language is made of, it decides by TRITON_INTERPRET then."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "triton" and not name.startswith("triton._C")]:
+        del sys.modules[name]

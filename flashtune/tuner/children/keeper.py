@@ -1,0 +1,116 @@
+"""A process that keeps the records of one GPU's studies.
+
+Each trial takes SQLAlchemy some 40 ms of an interpreter. One GPU has them to spare beside its trials; several would wait for each other's.
+"""
+
+import multiprocessing
+import os
+import pickle
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from itertools import count
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any, cast
+
+import optuna
+
+from flashtune.core.errors import DatabaseError, EnvironmentProblem
+from flashtune.tuner.children.child import withdraw
+from flashtune.tuner.children.forkserver import serving
+from flashtune.tuner.propose.record import Record
+
+ENDING_S = 5.0
+"""How long the process may take for its end."""
+
+
+class Keeper:
+    """Opens records of `storage` in a process of its own; any thread may ask them. A context manager that leaves no process behind."""
+
+    def __init__(self, storage: optuna.storages.RDBStorage) -> None:
+        self._storage = storage
+        self._lock, self._numbers = threading.Lock(), count()
+        context = multiprocessing.get_context("forkserver")
+        self._pipe, its = context.Pipe()
+        self._process = context.Process(target=_keep, args=(its, pickle.dumps(storage), dict(os.environ)), daemon=True)
+        self.ready = threading.Event()
+        self._starting = threading.Thread(target=self._start, args=(its,), name="keeper", daemon=True)
+        self._starting.start()
+
+    def _start(self, its: Connection) -> None:
+        # It imports Optuna for a second, and what it is forked off may be importing still.
+        with suppress(EOFError, OSError):
+            with its, serving():
+                self._process.start()
+            self._pipe.recv()
+            self.ready.set()
+
+    def __enter__(self) -> "Keeper":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._starting.join()
+        self._pipe.close()
+        if self._process.pid is not None:
+            self._process.join(ENDING_S)
+            self._process.kill()
+            self._process.join()
+
+    def record(self, name: str) -> Record:
+        """The record of that name, in this process until the other one has begun: no GPU waits for it.
+
+        Raises what a `Record` raises, and EnvironmentProblem where the process is gone.
+        """
+        if not self.ready.is_set():
+            return Record(self._storage, name)
+        number = next(self._numbers)
+        self.ask(number, "", (name,))
+        return cast(Record, _Kept(self, number))
+
+    def ask(self, number: int, what: str, arguments: tuple[Any, ...]) -> Any:
+        """Have a record do something, and wait for what it says."""
+        with self._lock:
+            try:
+                self._pipe.send((number, what, arguments))
+                said = self._pipe.recv()
+            except (EOFError, OSError) as error:
+                raise EnvironmentProblem("the process that keeps the study has ended: start the same command again, it goes on") from error
+        if isinstance(said, Exception):
+            raise said
+        return said
+
+
+class _Kept:
+    """A record that is elsewhere: its methods are asked there."""
+
+    def __init__(self, keeper: Keeper, number: int) -> None:
+        self._keeper, self._number = keeper, number
+
+    def __getattr__(self, what: str) -> Callable[..., Any]:
+        return lambda *arguments: self._keeper.ask(self._number, what, arguments)
+
+
+def _keep(pipe: Connection, pickled: bytes, environment: Mapping[str, str]) -> None:
+    """Do what is asked, until nobody can ask any more."""
+    withdraw(environment)
+    # It connects by that, and what that says is nobody's to read but the log's.
+    storage: optuna.storages.RDBStorage = pickle.loads(pickled)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    records: dict[int, Record] = {}
+    with suppress(EOFError, OSError):
+        pipe.send("ready")
+        while True:
+            number, what, arguments = pipe.recv()
+            said: Any = None
+            try:
+                if what:
+                    said = getattr(records[number], what)(*arguments)
+                else:
+                    records[number] = Record(storage, *arguments)
+            except Exception as error:
+                said = error
+            try:
+                pipe.send(said)
+            except (TypeError, AttributeError, ValueError) as error:
+                pipe.send(DatabaseError(f"the study can't be kept ({said!r}, {error}): check its storage"))

@@ -1,0 +1,376 @@
+"""What the child processes run: compile a candidate, check it in Triton's interpreter, check and time it on the GPU.
+
+Every function takes plain values and returns a reply (flashtune.tuner.replies); a candidate's own exceptions become `Failed`. Hangs and
+crashes are the parent's business (flashtune.tuner.children.workers). Heavy imports stay inside, so that the environment can be set first.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from flashtune.core.config import Variant
+from flashtune.core.problem import Problem
+from flashtune.core.results import CompileFacts, Fate, Measurement
+from flashtune.core.target import Target
+from flashtune.templates.family import Family
+from flashtune.templates.rendering import render
+from flashtune.tuner.replies import Checked, Compared, Compiled, Failed, Launched, Ready, Rounds, Timed
+from flashtune.tuner.spent import Spent
+
+if TYPE_CHECKING:
+    from flashtune.tuner.timing.stopwatch import Stopwatch
+    from flashtune.tuner.verify.correctness import SmallCases, Verdict, Verifier
+    from flashtune.tuner.verify.inputs import Inputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A rendered candidate: its text, the stem of its file, and whether its launches write the same bits every time."""
+
+    text: str
+    stem: str
+    repeats: bool = True
+    variant_id: str = ""
+
+    @classmethod
+    def of(cls, family: Family, variant: Variant) -> "Source":
+        """The source of a variant, rendered by its template."""
+        stem = f"{variant.template}_{variant.id}"
+        return cls(text=_text(family, variant), stem=stem, repeats=family.repeatable, variant_id=variant.id)
+
+
+@lru_cache(maxsize=64)
+def _text(family: Family, variant: Variant) -> str:
+    """A search asks for what it compiles again when it is timed, and for the fastest so far beside each trial."""
+    return render(family, variant)
+
+
+def one_line(error: BaseException) -> str:
+    """The first telling line of an exception, at most 300 characters; compilers dump pages after it.
+
+    Of Triton's own errors, which quote a kernel from its start, it is the one that caused them.
+    """
+    while type(error).__name__ == "CompilationError" and error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]
+
+
+def compile_candidate(source: Source, problem: Problem, target: Target, known: CompileFacts | None = None) -> Compiled | Failed:
+    """Cross-compile for the target; the facts tell what the compiler made of it.
+
+    Where they are `known` of this very text, machine code that is at hand is taken in place of the compiler's.
+    """
+    from flashtune.tuner.children.at_hand import machine_code_of
+    from flashtune.tuner.children.compile import build_launchers, code_hash, compiled_kernels, facts_of
+
+    try:
+        manifest = None if known is None else machine_code_of(source.variant_id, source.text, target)
+        kernels = compiled_kernels(source.text, source.stem, problem, target, manifest)
+        # Without the compiler's own text only what was known can be said.
+        code = code_hash(kernels)
+        facts = facts_of(kernels, target) if code or known is None else known
+        build_launchers(kernels, target)
+    except Exception as error:
+        return Failed(fate=Fate.COMPILE, reason=one_line(error))
+    if facts.shared_bytes > target.shared_bytes_per_block:
+        reason = f"needs {facts.shared_bytes} bytes of shared memory, {target.slug} gives {target.shared_bytes_per_block} a block"
+        return Failed(fate=Fate.CONSTRAINT, reason=reason, facts=facts)
+    return Compiled(facts=facts, code=code)
+
+
+def describe_launches(source: Source, problem: Problem, target: Target) -> Launched | Failed:
+    """How the candidate's kernels are launched for `problem`, at its own sizes."""
+    from flashtune.tuner.children.compile import launch_hash
+
+    try:
+        return Launched(launches=launch_hash(source.text, source.stem, problem, target))
+    except Exception as error:
+        return Failed(fate=Fate.COMPILE, reason=one_line(error))
+
+
+def interpret_candidate(source: Source, problem: Problem, seed: int) -> Checked | Failed:
+    """Check the numerics on ragged little problems with Triton's interpreter, on the CPU."""
+    import torch
+
+    from flashtune.tuner.verify.correctness import Verifier
+
+    # The tiles are tiny: more threads would only wait for each other, and for the compilers.
+    torch.set_num_threads(1)
+    try:
+        verdict = Verifier(problem, device="cpu", seed=seed).verdict(_loaded(source)[1])
+    except Exception as error:
+        return Failed(fate=Fate.RUNTIME, reason=one_line(error))
+    return _judged(verdict)
+
+
+@dataclass
+class _Bench:
+    """What this process keeps between tasks of one problem: inputs, oracles and the stopwatch."""
+
+    problem: Problem
+    inputs: "Inputs"
+    verifier: "Verifier"
+    stopwatch: "Stopwatch"
+
+
+CLEAR = 0.03
+"""Who is ahead of the fastest so far by more than this is so by no luck: a median's noise is a tenth of it."""
+
+MOST_ROUNDS = 400
+"""Of one race: short kernels have time for many, and who is tied is decided by a tenth of a percent."""
+
+_Called = tuple[Callable[[], object], str] | None
+"""The framework's call and what serves it; None where it can't express a problem."""
+
+_bench: list[_Bench] = []
+_framework_of: list[tuple["Inputs", _Called]] = []
+_small: dict[Hashable, "SmallCases"] = {}
+"""Those of the last problem's spec, which the next one mostly has, too."""
+_spent = Spent()
+_rehearsed: list[bool] = []
+
+
+def _ready(problem: Problem, target: Target, seed: int, meanwhile: Callable[["Inputs"], None] | None = None) -> _Bench:
+    """What is kept for this problem, made where another's is kept; `meanwhile` is begun when there are inputs, before the oracles."""
+    import torch
+
+    from flashtune.tuner.verify.correctness import SmallCases, Verifier
+    from flashtune.tuner.verify.inputs import make_inputs
+
+    if not _bench or _bench[0].problem != problem:
+        _bench.clear()
+        _framework_of.clear()
+        with _spent.on("inputs"):
+            inputs = make_inputs(problem, device="cuda", seed=seed)
+        if meanwhile is not None:
+            meanwhile(inputs)
+        serving = SmallCases.serving(problem, seed)
+        with _spent.on("small oracles"):
+            if serving not in _small:
+                _small.clear()
+                _small[serving] = SmallCases(problem, device="cuda", seed=seed, thorough=True)
+        with _spent.on("oracles"):
+            verifier = Verifier(problem, device="cuda", seed=seed, full_size=inputs, small=_small[serving])
+            _bench.append(_Bench(problem, inputs, verifier, _stopwatch(target.l2_bytes)))
+            torch.cuda.synchronize()
+    return _bench[0]
+
+
+def _framework(inputs: "Inputs") -> _Called:
+    """The framework's default call on these inputs and what serves it, found out once."""
+    from flashtune.tuner.timing.baseline import backend_name, framework_call
+
+    if not _framework_of or _framework_of[0][0] is not inputs:
+        call = framework_call(inputs)
+        _framework_of[:] = [(inputs, None if call is None else (call, backend_name(call)))]
+    return _framework_of[0][1]
+
+
+def _framework_if_it_runs(inputs: "Inputs") -> _Called:
+    """The same; None where the call fails, too, as of too little memory. Raises what broke the process."""
+    try:
+        return _framework(inputs)
+    except Exception as error:
+        if _failed(error).poisoned:
+            raise
+        return None
+
+
+@cache
+def _stopwatch(l2_bytes: int) -> "Stopwatch":
+    import torch
+
+    from flashtune.tuner.timing.stopwatch import Stopwatch
+
+    return Stopwatch(torch.device("cuda"), l2_bytes)
+
+
+def prepare_device(problem: Problem, target: Target, seed: int, framework: bool = True) -> Ready | Failed:
+    """Start the GPU and make the inputs and oracles of `problem`, so that no candidate's time limit pays for it.
+
+    Triton's driver and, if wanted, the framework are made ready, too, by threads of their own: the first candidates are still being
+    compiled. What fails there fails again, and is told, when it is wanted; what broke the process is told now, or a candidate pays for it.
+    """
+    from flashtune.tuner.timing.conditions import gpu_id
+
+    threads, failed = [_begun(_start_triton)], None
+    try:
+        bench = _ready(problem, target, seed, (lambda inputs: threads.append(_begun(_framework, inputs))) if framework else None)
+        with suppress(Exception), _spent.on("rehearsal"):
+            _rehearse(bench)
+    except Exception as error:
+        failed = _failed(error)
+    with _spent.on("wait for triton and the framework"):
+        for thread in threads:
+            thread.join()
+    return failed or _broken() or Ready(gpu=gpu_id(), spent=_spent.take())
+
+
+def _broken() -> Failed | None:
+    """What has broken this process's GPU, if anything has."""
+    import torch
+
+    try:
+        torch.cuda.synchronize()
+    except Exception as error:
+        return _failed(error)
+    return None
+
+
+def _begun(call: Callable[..., object], *arguments: object) -> threading.Thread:
+    """A thread that makes this call; what it raises is dropped."""
+
+    def run() -> None:
+        with suppress(Exception):
+            call(*arguments)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+def _rehearse(bench: _Bench) -> None:
+    """Once in a process, check and time a launch of nothing."""
+    if not _rehearsed:
+        _rehearsed.append(True)
+        bench.verifier.rehearse()
+        bench.stopwatch.rounds([lambda: None], 1)
+
+
+@cache
+def _start_triton() -> None:
+    """Have Triton compile and load its part of the driver, which takes a C compiler a second."""
+    from triton.runtime import driver
+
+    triton_driver: Any = driver
+    assert triton_driver.active
+
+
+def inputs_on_device(problem: Problem, target: Target, seed: int) -> "Inputs":
+    """The inputs of a problem in this process, which are made where it has none."""
+    return _ready(problem, target, seed).inputs
+
+
+def _loaded(source: Source) -> tuple[ModuleType, Callable[..., None]]:
+    """A candidate's module, and what launches it."""
+    from flashtune.core.launching import launcher
+    from flashtune.core.modules import load_source
+
+    module = load_source(source.text, source.stem)
+    return module, launcher(module)
+
+
+def launch_of(source: Source, inputs: "Inputs") -> Callable[[], object]:
+    """The launch of a candidate on these inputs, without what dispatch does around it; raises ValueError where it doesn't take them."""
+    module, launch = _loaded(source)
+    if not module.accepts(inputs.q, inputs.k, inputs.v, inputs.parameters.mask):
+        raise ValueError("the kernel doesn't accept these inputs")
+    return lambda: launch(*inputs.arguments, **inputs.keywords)
+
+
+def evaluate_candidate(
+    source: Source, incumbent: Source | None, problem: Problem, target: Target, seed: int, budget_s: float, patience: float
+) -> Timed | Failed:
+    """Check the candidate on the GPU, then time it interleaved with the incumbent, where there is one.
+
+    A first look of three launches stops those slower than `patience` times the incumbent.
+    """
+
+    bench = _ready(problem, target, seed)
+    _spent.take()
+    try:
+        with _spent.on("load"):
+            run = launch_of(source, bench.inputs)
+            _, launch = _loaded(source)
+        with _spent.on("check"):
+            checked = _judged(bench.verifier.verdict(launch, repeats=source.repeats, text=source.text))
+        if isinstance(checked, Failed):
+            return checked
+        with _spent.on("time"):
+            runs = [run] if incumbent is None else [run, launch_of(incumbent, bench.inputs)]
+            look = bench.stopwatch.rounds(runs, 3)
+            times = [Measurement.of(times) for times in look]
+            if incumbent is None or times[0].median_us <= patience * times[1].median_us:
+                times = bench.stopwatch.race(runs, budget_s=budget_s, seen=look)
+                if incumbent is not None and (1 - CLEAR) * times[1].median_us < times[0].median_us < times[1].median_us:
+                    # The luckiest of many would win: a challenger's time is taken from a second race, for which it wasn't chosen.
+                    times = bench.stopwatch.race(runs, budget_s=2 * budget_s, seen=look)
+    except Exception as error:
+        return _failed(error)
+    return Timed(time=times[0], error=checked.error, incumbent=None if incumbent is None else times[1], spent=_spent.take())
+
+
+def race_finalists(
+    sources: list[Source], problem: Problem, target: Target, seed: int, budget_s: float, beside_framework: bool = True
+) -> Rounds | Failed:
+    """Time finalists, and the framework's default attention where that may be called, interleaved."""
+    bench = _ready(problem, target, seed)
+    _spent.take()
+    try:
+        runs: list[Any] = [launch_of(source, bench.inputs) for source in sources]
+        with _spent.on("framework"):
+            framework = _framework_if_it_runs(bench.inputs) if beside_framework else None
+        began = time.time()
+        with _spent.on("rounds"):
+            racers = [*runs, *([framework[0]] if framework else [])]
+            times = bench.stopwatch.samples(racers, budget_s=budget_s, least=15, most=MOST_ROUNDS)
+        ended = time.time()
+    except Exception as error:
+        return _failed(error)
+    backend = framework[1] if framework else None
+    return Rounds(times=tuple(map(tuple, times)), backend=backend, began=began, ended=ended, pid=os.getpid(), spent=_spent.take())
+
+
+def _judged(verdict: "Verdict") -> Checked | Failed:
+    if verdict.reason:
+        return Failed(fate=Fate.CORRECTNESS, reason=verdict.reason, error=verdict.error)
+    return Checked(error=verdict.error)
+
+
+def _failed(error: Exception) -> Failed:
+    sticky = "CUDA error" in str(error) or type(error).__name__ == "AcceleratorError"
+    compiling = any(base.__name__ in ("CompilationError", "PTXASError") for base in type(error).__mro__)
+    return Failed(fate=Fate.COMPILE if compiling else Fate.RUNTIME, reason=one_line(error), poisoned=sticky)
+
+
+def bench_problem(source: Source, problem: Problem, target: Target, seed: int, budget_s: float) -> Compared | Failed:
+    """Time a kernel interleaved with the framework's default and each of its backends, on the same inputs."""
+    from flashtune.tuner.timing.baseline import BACKENDS, framework_call
+
+    bench = _ready(problem, target, seed)
+    try:
+        runs: dict[str, Any] = {"tuned": launch_of(source, bench.inputs)}
+        runs["tuned"]()
+    except Exception as error:
+        return _failed(error)
+    left_out = {}
+    for name in ("default", *BACKENDS):
+        call = framework_call(bench.inputs, None if name == "default" else name)
+        if call is None:
+            left_out[name] = "can't express this problem"
+            continue
+        try:
+            call()
+            runs[name] = call
+        except (RuntimeError, ValueError) as error:
+            left_out[name] = one_line(error)
+    times = bench.stopwatch.race(list(runs.values()), budget_s=budget_s, least=11)
+    return Compared(times=dict(zip(runs, times, strict=True)), left_out=left_out)
+
+
+def recheck_on_device(source: Source, problem: Problem, target: Target, seed: int) -> Checked | Failed:
+    """Check a stored variant on the GPU: ragged little problems and the record's own size."""
+
+    bench = _ready(problem, target, seed)
+    try:
+        verdict = bench.verifier.verdict(_loaded(source)[1], repeats=source.repeats)
+    except Exception as error:
+        return _failed(error)
+    return _judged(verdict)

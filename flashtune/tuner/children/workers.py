@@ -1,0 +1,168 @@
+"""Killable child processes: a bad candidate (a hang, a crash, a sticky GPU error) costs its own trial and nothing more."""
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as Overdue
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Generic, Literal, TypeVar
+
+from pebble import ProcessExpired, ProcessFuture, ProcessPool
+
+from flashtune.core.problem import Problem
+from flashtune.core.results import Fate
+from flashtune.core.target import Target
+from flashtune.tuner.children import child, tasks
+from flashtune.tuner.children.forkserver import serving
+from flashtune.tuner.replies import Answer, Failed, Ready
+
+Crew = Literal["compile", "interpret", "device"]
+"""Compilers run side by side; one process interprets; one for each GPU holds it alone, so that nothing disturbs its timings."""
+
+_START: dict[Crew, Callable[[dict[str, str]], None]] = {
+    "compile": child.withdraw,
+    "interpret": child.start_interpreter,
+    "device": child.withdraw,
+}
+
+WITHOUT_LINES = {"TRITON_DISABLE_LINE_INFO": "1"}
+"""In the environment of all children, since Triton's cache tells kernels apart by it: what was raced can then be kept as it is."""
+
+Found = TypeVar("Found", bound=Answer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Seconds that one task may take before its process is killed."""
+
+    compile_s: float = 120.0
+    interpret_s: float = 120.0
+    prepare_s: float = 180.0
+    device_s: float = 10.0
+
+
+class Pending(Generic[Found]):
+    """A task that was handed to a child process."""
+
+    def __init__(self, workers: "Workers", crew: Crew, device: int, future: "ProcessFuture[Found | Failed]", limit_s: float) -> None:
+        self._workers, self._device, self._future, self._limit_s = workers, device, future, limit_s
+        self._crew: Crew = crew
+        self._takers, self._lock = 1, threading.Lock()
+
+    def reply(self) -> Found | Failed:
+        """Wait for the end of the task, whichever it is; a hang or a crash is a failure like any other."""
+        try:
+            reply: Found | Failed = self._future.result()
+        except Overdue:
+            reply = Failed(fate=Fate.TIMEOUT, reason=f"killed after {self._limit_s:g} s in stage {self._crew!r}")
+        except ProcessExpired as crash:
+            fate = Fate.COMPILE if self._crew == "compile" else Fate.RUNTIME
+            reply = Failed(fate=fate, reason=f"its process died in stage {self._crew!r} (exit code {crash.exitcode})")
+        if isinstance(reply, Failed) and reply.poisoned:
+            self._workers.dismiss(self._crew, self._device)
+        return reply
+
+    def when_done(self, call: Callable[[], object]) -> None:
+        """Have `call` called, by whichever thread, when `reply` needn't wait any more; at once where that is so."""
+        self._future.add_done_callback(lambda _: call())
+
+    @property
+    def done(self) -> bool:
+        """Whether `reply` needn't wait."""
+        return self._future.done()
+
+    def shared(self) -> bool:
+        """Whether someone else may ask for the reply, too: not where the task was given up before it began."""
+        with self._lock:
+            if self._future.cancelled():
+                return False
+            self._takers += 1
+            return True
+
+    def forget(self) -> None:
+        """Whoever handed over the task, or was told that it is shared, won't ask for the reply: without others it isn't begun."""
+        with self._lock:
+            self._takers = max(0, self._takers - 1)
+            # A task that runs is left to its end: to stop it is to kill its process, and a new one is slow to start.
+            if not self._takers and not self._future.running():
+                self._future.cancel()  # type: ignore[no-untyped-call]
+
+
+class Workers:
+    """The pools of child processes of one search; a context manager that leaves no process behind. Any thread may hand over tasks.
+
+    `devices` are the GPUs, as CUDA_VISIBLE_DEVICES names them; without any, there is the one that torch takes by itself. Processes are
+    started when there is a task for them.
+    """
+
+    def __init__(self, *, jobs: int, limits: Limits | None = None, devices: Sequence[str] = ()) -> None:
+        self._jobs, self._devices = jobs, tuple(devices)
+        self.limits = limits or Limits()
+        self._pools: dict[tuple[Crew, int], ProcessPool] = {}
+        self._compiling: list[ProcessFuture[Any]] = []
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        # Side by side: a process with a GPU takes a while to be gone, and so do a dozen compilers.
+        with ThreadPoolExecutor(max(1, len(self._pools))) as beside:
+            list(beside.map(lambda pool: self.dismiss(*pool), list(self._pools)))
+
+    def submit(self, crew: Crew, task: Callable[..., Found | Failed], *arguments: Any, limit_s: float, device: int = 0) -> Pending[Found]:
+        """Hand `task` to a process of `crew`, which is killed after `limit_s` seconds of running it; `device` counts the GPUs."""
+        with self._lock:
+            pool = self._pool(crew, device)
+            with serving():
+                future = pool.schedule(task, args=arguments, timeout=limit_s)
+            if crew == "compile":
+                self._compiling = [*(one for one in self._compiling if not one.done()), future]
+        return Pending(self, crew, device, future, limit_s)
+
+    def free_compilers(self) -> int:
+        """How many compilers have nothing to do."""
+        with self._lock:
+            return max(0, self._jobs - sum(not one.done() for one in self._compiling))
+
+    def _pool(self, crew: Crew, device: int) -> ProcessPool:
+        if (crew, device) not in self._pools:
+            count = self._jobs if crew == "compile" else 1
+            context = multiprocessing.get_context("forkserver")
+            start: Callable[..., None] = _START[crew]
+            arguments: tuple[Any, ...] = (os.environ | WITHOUT_LINES,)
+            if crew == "device" and self._devices:
+                start, arguments = child.start_device, (*arguments, self._devices[device])
+            self._pools[crew, device] = ProcessPool(max_workers=count, context=context, initializer=start, initargs=arguments)
+        return self._pools[crew, device]
+
+    def prepare(self, problem: Problem, target: Target, seed: int, *, framework: bool = True) -> Ready | Failed:
+        """Start the GPU's process, where there is none, and make the inputs and oracles of `problem` there, and the framework's call.
+
+        The reason of a failure is a whole sentence.
+        """
+        return self.prepared(problem, self.preparing(problem, target, seed, framework=framework))
+
+    def preparing(self, problem: Problem, target: Target, seed: int, *, device: int = 0, framework: bool = True) -> Pending[Ready]:
+        """The same, begun: what is handed to this GPU's process afterwards waits for it there."""
+        limit_s = self.limits.prepare_s
+        return self.submit("device", tasks.prepare_device, problem, target, seed, framework, limit_s=limit_s, device=device)
+
+    def prepared(self, problem: Problem, pending: Pending[Ready]) -> Ready | Failed:
+        """How `preparing` ended."""
+        reply = pending.reply()
+        if isinstance(reply, Ready):
+            return reply
+        reason = f"the GPU can't take {problem.label()} ({reply.reason}): free its memory, or take a smaller batch or fewer heads"
+        return replace(reply, reason=reason)
+
+    def dismiss(self, crew: Crew, device: int = 0) -> None:
+        """Kill the crew's processes; the next task starts fresh ones."""
+        with self._lock:
+            pool = self._pools.pop((crew, device), None)
+        if pool is not None:
+            pool.stop()  # type: ignore[no-untyped-call]
+            pool.join()

@@ -1,0 +1,112 @@
+"""Every valid candidate of a problem's space, with what is known before it is tried: where it lies, and a predicted time."""
+
+import math
+import random
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashtune.core.config import Value
+from flashtune.core.problem import Problem
+from flashtune.templates.cost import predict_us
+from flashtune.tuner.propose.space import Candidate, SearchSpace
+
+MOST = 20_000
+"""Candidates that are kept of a larger space, drawn evenly: what scoring them all costs stays small beside one compilation."""
+
+Array = NDArray[np.float64]
+
+
+class Candidates:
+    """The candidates of `space` in their fixed order (an even draw of `MOST` where there are more), and those of `starts` that it lacks."""
+
+    def __init__(self, space: SearchSpace, problem: Problem, starts: Sequence[Candidate] = (), *, most: int = MOST) -> None:
+        self._problem, self._target = problem, space.target
+        self.candidates = _even_draw(space.every(), most)
+        self.place = {candidate: index for index, candidate in enumerate(self.candidates)}
+        for candidate in starts:
+            if candidate not in self.place:
+                self.place[candidate] = len(self.candidates)
+                self.candidates.append(candidate)
+
+    def __len__(self) -> int:
+        return len(self.candidates)
+
+    @cached_property
+    def families(self) -> list[str]:
+        """The family of each candidate."""
+        return [candidate.family.name for candidate in self.candidates]
+
+    @cached_property
+    def log_times(self) -> Array:
+        """The cost model's time of each candidate, from what the compiler is expected to say: the natural logarithm of microseconds.
+
+        The same for all candidates of a space of which nothing can be expected; a little above the slowest for the others of a mixed one.
+        """
+        times = np.array([self._expected_us(candidate) for candidate in self.candidates])
+        known = np.isfinite(times)
+        found: Array = np.log(np.where(known, times, 1.5 * times[known].max() if known.any() else 1.0))
+        return found
+
+    @cached_property
+    def features(self) -> Array:
+        """Where each candidate lies, a row to a candidate: numbers of an axis are a step apart, others have a column to a value.
+
+        An axis that a family lacks is in the middle of it. The last columns are the families.
+        """
+        columns = [column for name in self.axes for column in self._columns(name)]
+        return np.array([*columns, *self._families()]).T
+
+    @cached_property
+    def axes(self) -> list[str]:
+        """The names of all axes on which candidates differ."""
+        names = dict.fromkeys(name for candidate in self._one_of_each_family() for name in candidate.config)
+        return [name for name in names if len(self._values(name)) > 1]
+
+    @cached_property
+    def columns(self) -> list[str]:
+        """The axis of each column of `features`; "" for those of the families."""
+        return [name for name in self.axes for _ in self._columns(name)] + [""] * len(self._families())
+
+    def _one_of_each_family(self) -> Iterable[Candidate]:
+        return {candidate.family.name: candidate for candidate in self.candidates}.values()
+
+    def _values(self, name: str) -> list[Value]:
+        return sorted(
+            {value for c in self._one_of_each_family() for axis in c.family.axes if axis.name == name for value in axis.values}, key=_order
+        )
+
+    def _columns(self, name: str) -> list[list[float]]:
+        kinds, held = self._values(name), [candidate.config.as_dict().get(name) for candidate in self.candidates]
+        if all(isinstance(value, int) for value in kinds):
+            middle = (len(kinds) - 1) / 2
+            return [[middle if value is None else float(kinds.index(value)) for value in held]]
+        return [[_APART * (value == kind) for value in held] for kind in kinds]
+
+    def _families(self) -> list[list[float]]:
+        return [[_APART * (family == name) for family in self.families] for name in dict.fromkeys(self.families)]
+
+    def _expected_us(self, candidate: Candidate) -> float:
+        facts = candidate.family.expected(candidate.config, self._problem.spec(), self._target)
+        return math.inf if facts is None else predict_us(candidate.config, facts, self._problem, self._target)
+
+
+_APART = math.sqrt(0.5)
+"""So that two different names are a step of 1 apart."""
+
+
+def _order(value: Value) -> tuple[str, Value]:
+    return type(value).__name__, value
+
+
+def _even_draw(candidates: Iterable[Candidate], most: int) -> list[Candidate]:
+    """All of them, or `most` of them in their order, each as likely as another (Vitter's algorithm R, 1985)."""
+    rng, kept = random.Random(0), []
+    for index, candidate in enumerate(candidates):
+        if index < most:
+            kept.append((index, candidate))
+        elif (place := rng.randrange(index + 1)) < most:
+            kept[place] = index, candidate
+    return [candidate for _, candidate in sorted(kept, key=lambda entry: entry[0])]

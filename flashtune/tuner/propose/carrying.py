@@ -1,0 +1,72 @@
+"""What is carried over from other problems: the winners of the nearest rows are tried first."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from flashtune.core.errors import InputError
+from flashtune.core.nearness import nearest
+from flashtune.core.problem import Problem
+from flashtune.core.results import SearchResult, Source, TuningRecord
+from flashtune.tuner.propose.space import Candidate, SearchSpace
+
+NEIGHBOURS = 4
+"""Winners of other rows that are tried first."""
+
+
+def carried(space: SearchSpace, problem: Problem, records: Iterable[TuningRecord], source: Source) -> list[Candidate]:
+    """The winners of the rows that are nearest to `problem`, the nearest first, each once.
+
+    A config that breaks a constraint of this problem is moved to the nearest that breaks none, and one of an earlier version gives way to
+    its successor. Rows of families that don't serve it, or whose config no version of the family declares, say nothing; nor do predictions
+    to a search that measures.
+    """
+    found: dict[tuple[str, str], Candidate] = {}
+    useful = (record for record in records if source == "predicted" or record.outcome.source == "measured")
+    for _, record in nearest(problem.key(space.target.slug), useful):
+        candidate = _refitted(space, record)
+        if candidate is not None:
+            candidate = replace(candidate, config=candidate.family.successor(candidate.config))
+            found.setdefault((candidate.family.name, candidate.config.as_json()), candidate)
+        if len(found) == NEIGHBOURS:
+            break
+    return list(found.values())
+
+
+def stored(space: SearchSpace, problem: Problem, records: Iterable[TuningRecord]) -> Candidate | None:
+    """What the measured row of exactly this problem's key names, where it is a candidate still; the first of several rows counts."""
+    key = problem.key(space.target.slug)
+    row = next((record for record in records if record.key == key and record.outcome.source == "measured"), None)
+    if row is None:
+        return None
+    family = space.families.get(row.outcome.template)
+    candidate = _refitted(space, row)
+    same = family is not None and candidate is not None and candidate.config == family.completed(row.outcome.config)
+    return candidate if same else None
+
+
+def record_of(result: SearchResult) -> TuningRecord | None:
+    """The row that a search's result becomes; None where nothing was found."""
+    if result.best is None:
+        return None
+    return TuningRecord(
+        key=result.problem.key(result.gpu),
+        problem=result.problem,
+        outcome=result.best,
+        provenance=result.provenance,
+        baseline=result.baseline,
+        ending=result.ending,
+        twin=result.twin,
+    )
+
+
+def _refitted(space: SearchSpace, record: TuningRecord) -> Candidate | None:
+    family = space.families.get(record.outcome.template)
+    if family is None:
+        return None
+    config = family.completed(record.outcome.config)
+    try:
+        family.validate(config)
+    except InputError:
+        return None
+    moved = family.refitted(config, space.spec, space.target)
+    return None if moved is None else Candidate(family=family, config=moved)

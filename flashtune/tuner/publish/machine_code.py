@@ -1,0 +1,189 @@
+"""Machine code of a rendered module, compiled for a target without its GPU: the same bytes on every machine with the same Triton."""
+
+import gzip
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from tempfile import TemporaryDirectory
+from types import ModuleType
+from typing import Any
+
+from flashtune.core.binaries import Binary, Manifest, source_digest
+from flashtune.core.config import KernelSpec
+from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.parameters import per_head_words
+from flashtune.core.problem import COMPILED_AS_THEY_ARE, Features, Problem
+from flashtune.core.target import Target
+from flashtune.tuner.children import child, tasks
+
+SIZES = {"aligned": 1056, "any_size": 1059}
+"""Specialisations by name, in the order in which a launch tries them, with a number of keys that makes Triton's JIT choose them.
+
+For both, tensors start at multiples of 16 bytes, rows are contiguous, and strides that are multiples of the head size are divisible by 16
+where that is. With `aligned` sizes the strides of masks are, too. A kernel for which that makes no difference has `any_size` alone.
+"""
+
+OUTPUT_ALONE = "output_alone"
+"""The specialisation, tried last, of what a backward launches without a gradient of the LSE; other kernels are the same without it."""
+
+IN_PARTS = "in_parts"
+"""The specialisation, tried last, of what computes the gradient of a bias that batches share: few tiles, whose sums are taken in parts."""
+
+_NO_DEBUG = "-suppress-debug-info"
+"""Lines and PTX stay out of the code: they are most of it, and name the file that it came from. Instructions are the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """A module whose machine code is wanted; `stem` names it, and has no bearing on the result."""
+
+    text: str
+    stem: str
+    variant_id: str
+    spec: KernelSpec
+    target: Target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """The binaries of a module, in no files yet, and their code."""
+
+    manifest: Manifest
+    codes: tuple[bytes, ...]
+
+
+def can_have_binaries(target: Target) -> bool:
+    """Whether machine code for this target can be compiled here and described as a `Binary`."""
+    return target.vendor == "nvidia" and target.compilable
+
+
+def triton_version() -> str:
+    """The version of the Triton that would compile."""
+    import triton
+
+    return str(triton.__version__)
+
+
+def build(order: Order, *, fresh: bool = True) -> Built:
+    """Every kernel that a launch of the module takes, in each of its specialisations; raises what the compiler raises.
+
+    Where it isn't `fresh`, what is at hand and what Triton's disk cache has of a search's candidates is taken: the very code that was
+    raced, without lines too, but for some bytes beside its instructions not what a fresh build gives.
+    """
+    from triton import knobs
+
+    from flashtune.core.compiled import from_compiled
+    from flashtune.core.launching import compiler_options
+    from flashtune.core.modules import load_source
+    from flashtune.tuner.children.at_hand import machine_code_of, taking
+    from flashtune.tuner.children.compile import compiling_for
+
+    found: dict[tuple[str, str], tuple[Binary, bytes]] = {}
+    at_hand = None if fresh else machine_code_of(order.variant_id, order.text, order.target)
+    without_lines = {"ptx_options": _NO_DEBUG} if fresh else {}
+    with ExitStack() as stack:
+        triton_knobs: Any = knobs
+        if fresh:
+            stack.enter_context(triton_knobs.cache.scope())
+            triton_knobs.cache.dir = stack.enter_context(TemporaryDirectory(prefix="flashtune-build-"))
+        module = load_source(order.text, order.stem)
+        stack.enter_context(compiling_for(order.target))
+        for name, arguments, words in _typical_calls(module, order.spec, order.target):
+            made: dict[tuple[str, str], tuple[Binary, bytes]] = {}
+            for kernel, grid, args, options in module.launches(*arguments, **words):
+                with taking(kernel, at_hand):
+                    compiled = kernel.warmup(*args, grid=grid, **without_lines, **compiler_options(options))
+                # A call may launch a kernel again with other constants.
+                again = sum(kernel.__name__ == one for one, _ in made)
+                binary, code = from_compiled(compiled, specialization=f"{name}_{again + 1}" if again else name)
+                made.setdefault((binary.kernel, binary.sha256), (binary, code))
+            # The same code under fewer conditions takes the place of what was found for more.
+            found |= made if name in SIZES else {place: one for place, one in made.items() if place not in found}
+    binaries = tuple(binary for binary, _ in found.values())
+    assert len({(binary.kernel, binary.specialization) for binary in binaries}) == len(binaries), "names tell binaries apart"
+    manifest = Manifest(variant_id=order.variant_id, binaries=binaries, source_sha256=source_digest(order.text))
+    return Built(manifest=manifest, codes=tuple(code for _, code in found.values()))
+
+
+def _typical_calls(module: ModuleType, spec: KernelSpec, target: Target) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    """The name, arguments and keywords of a launch for each specialisation."""
+    for name, n_kv in SIZES.items():
+        yield name, *_typical_call(module, spec, target, n_kv)
+    if spec.direction == "bwd":
+        arguments, words = _typical_call(module, spec, target, SIZES["any_size"])
+        operands = dict(zip((operand.name for operand in _problem(spec, SIZES["any_size"]).contract.operands), arguments, strict=True))
+        yield OUTPUT_ALONE, tuple((operands | {"dlse": None}).values()), words
+        if spec.dbias:
+            shared = operands["dbias"][:1].expand(operands["dbias"].shape)
+            yield IN_PARTS, tuple((operands | {"dbias": shared}).values()), words
+
+
+def _typical_call(module: ModuleType, spec: KernelSpec, target: Target, n_kv: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Meta tensors and keywords of a launch by which nothing is specialised but what SIZES says.
+
+    Batches, heads and queries are neither 1 nor divisible by 16; a mask has rows and what is given per head a number of its own for every
+    head; a seed and an offset take all the bits that they may ever need.
+    """
+    import torch
+
+    from flashtune.core.launching import provided
+    from flashtune.tuner.verify.inputs import make_inputs
+
+    inputs = make_inputs(_problem(spec, n_kv), device="meta", seed=2**63 + 1)
+    p, given = inputs.problem, inputs.parameters
+    parameters = replace(
+        given,
+        offset=2**33 if spec.dropout else 0,
+        mask=None if given.mask is None else torch.empty((p.batch, p.heads, p.n_q, p.n_kv), dtype=given.mask.dtype, device="meta"),
+        **per_head_words({name: torch.empty(x.shape, device="meta") for name, x in given.per_head().items()}),
+    )
+    if "dbias" in inputs.operands:
+        # Nothing repeats, as in the mask.
+        full = torch.empty((p.batch, p.heads, p.n_q, p.n_kv), dtype=inputs.operands["dbias"].dtype, device="meta")
+        inputs = replace(inputs, operands=inputs.operands | {"dbias": full})
+    return inputs.arguments, parameters.keywords() | provided(module, inputs.q, inputs.k) | {"sms": target.sms}
+
+
+def _problem(spec: KernelSpec, n_kv: int) -> Problem:
+    """A problem of this spec with few tiles, so that their keys are split where a family does so."""
+    same = {name: getattr(spec, name) for name in COMPILED_AS_THEY_ARE}
+    features = Features(alignment="bottom_right", window=(96, 0 if spec.causal else 96) if spec.window else None, **same)
+    sizes = {"batch": 2, "heads": 6, "kv_heads": 3, "n_q": n_kv % 16 or 16, "n_kv": n_kv, "d": spec.d, "d_v": spec.d_v}
+    problem = Problem(**sizes, dtype=spec.dtype, features=features, direction=spec.direction)
+    assert problem.spec() == spec, "every spec is that of a problem"
+    return problem
+
+
+def build_all(orders: Sequence[Order], *, jobs: int) -> Iterator[tuple[Order, Built | str]]:
+    """What `build` makes of each order, as they come, in so many processes; a text in its place says in one line why there is nothing."""
+    if not orders:
+        return
+    with ProcessPoolExecutor(max_workers=min(jobs, len(orders)), mp_context=get_context("spawn"), initializer=child.withdraw) as pool:
+        waiting = {pool.submit(_attempt, order): order for order in orders}
+        try:
+            for done in as_completed(waiting):
+                try:
+                    yield waiting[done], done.result()
+                except BrokenProcessPool as error:
+                    raise EnvironmentProblem(
+                        f"a compiler's process died with {waiting[done].stem} under way: try again with --jobs 1"
+                    ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _attempt(order: Order) -> Built | str:
+    try:
+        return build(order)
+    except Exception as error:
+        return tasks.one_line(error)
+
+
+def with_files(built: Built, stem: str) -> tuple[Manifest, dict[str, bytes]]:
+    """The manifest with a name for each binary's file, and the files: gzipped, each by itself, since a call takes few of them."""
+    named = [replace(binary, file=f"{stem}.{binary.kernel}.{binary.specialization}.cubin.gz") for binary in built.manifest.binaries]
+    files = {binary.file: gzip.compress(code, 9, mtime=0) for binary, code in zip(named, built.codes, strict=True)}
+    return replace(built.manifest, binaries=tuple(named)), files

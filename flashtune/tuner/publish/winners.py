@@ -1,0 +1,54 @@
+"""What may win is compiled for later calls while a search goes on, and what won is kept at its end."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from flashtune.core.results import TuningRecord
+from flashtune.core.target import Target
+from flashtune.tuner.children.workers import Pending, Workers
+from flashtune.tuner.replies import Failed, MachineCode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keeping:
+    """How winners are made ready for later calls: `compile` is a task for the compilers, whose answer `put` keeps. A failure is no more
+    than a reason to do it later."""
+
+    compile: Callable[[TuningRecord, Target], MachineCode | Failed]
+    put: Callable[[MachineCode], None]
+
+
+class Winners:
+    """What one search compiles for later calls on `target`, each variant once, in `limit_s` seconds at most; nothing without `keep`."""
+
+    def __init__(self, keep: Keeping | None, target: Target, limit_s: float) -> None:
+        self._keep, self._target, self._limit_s = keep, target, limit_s
+        self._codes: dict[str, Pending[MachineCode]] = {}
+        self._won: set[str] = set()
+        self._lock = threading.RLock()
+
+    def foresee(self, rows: Sequence[TuningRecord], workers: Workers) -> None:
+        """Have compiled what may win."""
+        with self._lock:
+            for row in rows:
+                if self._keep is not None and row.outcome.variant_id not in self._codes:
+                    pending = workers.submit("compile", self._keep.compile, row, self._target, limit_s=self._limit_s)
+                    self._codes[row.outcome.variant_id] = pending
+
+    def won(self, row: TuningRecord, workers: Workers) -> None:
+        """Have a winner, and its twin, compiled; they are kept at the end."""
+        twin = row.as_twin()
+        rows = [replace(row, twin=None), *([] if twin is None else [twin])]
+        self.foresee(rows, workers)
+        with self._lock:
+            self._won.update(one.outcome.variant_id for one in rows)
+
+    def put(self) -> None:
+        """Keep what was compiled of winners; nobody waits for the others."""
+        for variant_id, pending in self._codes.items():
+            if variant_id not in self._won:
+                pending.forget()
+        for variant_id, pending in self._codes.items():
+            if variant_id in self._won and self._keep is not None and isinstance(code := pending.reply(), MachineCode):
+                self._keep.put(code)

@@ -1,0 +1,319 @@
+"""Two ways from a compiled candidate to a time: measured on the GPU that is here, or predicted for one that isn't."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.problem import Problem
+from flashtune.core.results import Baseline, CompileFacts, Conditions, Fate, Measurement, Outcome
+from flashtune.core.target import Target
+from flashtune.templates.cost import predict_us
+from flashtune.tuner.children import tasks
+from flashtune.tuner.children.workers import Pending, Workers
+from flashtune.tuner.propose.space import Candidate
+from flashtune.tuner.replies import Called, Checked, Failed, Raced, Ready, Rounds, Standing, Timed
+from flashtune.tuner.spent import Spent
+from flashtune.tuner.timing.conditions import GpuWatch, race_undisturbed
+from flashtune.tuner.timing.racing import RACES, TIE, Contest
+
+CallsTask = Callable[[list[tasks.Source], Problem, Target, int, float], Called | Failed]
+"""Times whole calls of some sources, for so many seconds, on the GPU of the process that it runs in. What a call is, dispatch knows."""
+
+CALLS_S = 0.2
+"""Seconds of timing whole calls."""
+
+PATIENCE = 1.5
+"""A candidate this many times slower than the incumbent at first look is not timed further."""
+
+Verdicts = dict[tuple[object, ...], Checked | Failed]
+"""What the interpreter said of each code path of a spec, at any N."""
+
+
+class Evaluation(Protocol):
+    """Gives candidates of one problem, that compiled, their times."""
+
+    @property
+    def spent(self) -> Spent:
+        """What the seconds of another process were spent on."""
+        ...
+
+    def prepare(self) -> None:
+        """Begin to make ready what `evaluate` and `race` need, unless it was begun, and wait for nothing.
+
+        `evaluate` and `race` raise EnvironmentProblem where it couldn't be had.
+        """
+
+    def learn(self, candidate: Candidate, outcome: Outcome) -> None:
+        """Take over what an earlier outcome says of other candidates."""
+
+    def evaluate(self, candidate: Candidate, facts: CompileFacts, incumbent: tuple[Candidate, Measurement] | None) -> Timed | Failed:
+        """Check a candidate and time it; the time is in the scale of the incumbent's."""
+        ...
+
+    def expect_race(self) -> None:
+        """Begin what a race needs and the last trials needn't wait for."""
+
+    def close(self) -> None:
+        """End what `prepare` and `expect_race` began, where there was no race."""
+
+    def race(self, finalists: Sequence[Candidate]) -> tuple[Raced | Failed | None, Conditions | None]:
+        """Time the finalists once more, interleaved with the framework, and say what the GPU did; None where there is no race."""
+        ...
+
+    def call(self, candidates: Sequence[Candidate]) -> Called | None:
+        """Time whole calls of these candidates and of the framework, host included; None where that can't be."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class MeasuredEvaluation:
+    """On this machine's GPU number `device`, in a child process; `calls` is the task that times whole calls there."""
+
+    problem: Problem
+    target: Target
+    workers: Workers
+    seed: int
+    measure_s: float
+    race_s: float
+    device: int = 0
+    calls: CallsTask | None = None
+    spent: Spent = field(default_factory=Spent)
+    _preparing: Pending[Ready] | None = None
+    _ready: Ready | None = None
+    _watch: "_Early | None" = None
+    _beside_framework: bool = True
+
+    def prepare(self) -> None:
+        """Have the inputs and oracles made on the GPU."""
+        if self._preparing is None:
+            fixed = self.problem, self.target, self.seed
+            self._preparing = self.workers.preparing(*fixed, device=self.device, framework=self._beside_framework)
+
+    def _wait(self) -> None:
+        while self._ready is None:
+            self.prepare()
+            assert self._preparing is not None, "it was begun"
+            reply = self.workers.prepared(self.problem, self._preparing)
+            if isinstance(reply, Ready):
+                self.spent.add(reply.spent)
+                self._ready = reply
+            elif self._beside_framework:
+                # The framework's own call may have taken the memory, or broken the process: once more, and from now on, without it.
+                self._beside_framework, self._preparing = False, None
+            else:
+                raise EnvironmentProblem(reply.reason)
+
+    def _doubt(self, reply: Failed) -> None:
+        """The process may have ended with its inputs and oracles: no later task's time limit is to pay for new ones."""
+        if reply.fate in (Fate.RUNTIME, Fate.TIMEOUT):
+            self._preparing, self._ready = None, None
+
+    def learn(self, candidate: Candidate, outcome: Outcome) -> None:
+        """Nothing: every candidate is measured itself."""
+
+    def evaluate(self, candidate: Candidate, facts: CompileFacts, incumbent: tuple[Candidate, Measurement] | None) -> Timed | Failed:
+        """Check and time on the GPU. The time is put in the incumbent's scale: clocks drift between trials, ratios don't."""
+        self._wait()
+        sources = self._source(candidate), self._source(incumbent[0]) if incumbent else None
+        fixed = (self.problem, self.target, self.seed, self.measure_s, PATIENCE)
+        limit_s = self.workers.limits.device_s
+        reply = self.workers.submit("device", tasks.evaluate_candidate, *sources, *fixed, limit_s=limit_s, device=self.device).reply()
+        if isinstance(reply, Failed):
+            self._doubt(reply)
+            return reply
+        self.spent.add(reply.spent)
+        if incumbent is None or reply.incumbent is None:
+            return reply
+        return replace(reply, time=reply.time.scaled(incumbent[1].median_us / reply.incumbent.median_us))
+
+    def race(self, finalists: Sequence[Candidate]) -> tuple[Raced | Failed | None, Conditions | None]:
+        """Races of all of them and the framework in one process, until each is decided, while the GPU is watched."""
+        self._wait()
+        sources = [self._source(candidate) for candidate in finalists]
+        return race_undisturbed(lambda before: self._raced(sources, before), self._watching())
+
+    def expect_race(self) -> None:
+        """Start the tool that watches the GPU: it takes as long as some trials. Which GPU that is, its own process says."""
+        if self._watch is None and self._ready is not None:
+            gpu = self._ready.gpu
+            self._watch = _Early(lambda: GpuWatch(gpu))
+
+    def close(self) -> None:
+        """Stop that tool; by the time that this problem is gone on with, another's inputs may have taken the place of its own."""
+        self._unwatch()
+        self._preparing, self._ready = None, None
+
+    def _unwatch(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
+
+    @contextmanager
+    def _watching(self) -> Iterator[GpuWatch]:
+        self.expect_race()
+        assert self._watch is not None, "it was begun"
+        try:
+            yield self._watch.get()
+        finally:
+            self._unwatch()
+
+    def call(self, candidates: Sequence[Candidate]) -> Called | None:
+        """In the same process, after the races; a fault costs no more than these times."""
+        if self.calls is None:
+            return None
+        self._wait()
+        sources = [self._source(candidate) for candidate in candidates]
+        fixed = (self.problem, self.target, self.seed, CALLS_S)
+        limit_s = self.workers.limits.device_s + 10 * CALLS_S
+        reply = self.workers.submit("device", self.calls, sources, *fixed, limit_s=limit_s, device=self.device).reply()
+        return None if isinstance(reply, Failed) else reply
+
+    def _raced(self, sources: list[tasks.Source], before: Raced | None) -> Raced | Failed:
+        """Races until each is decided; where they were, in another state of the GPU, one short race of who was tied `before`."""
+        if before is not None:
+            places = [place for place, tied in enumerate(before.standing.tied) if tied]
+            again = self._decided([sources[place] for place in places], most=1, race_s=self.race_s / 2)
+            return again if isinstance(again, Failed) else joined(before, places, again)
+        return self._decided(sources, most=RACES, race_s=self.race_s)
+
+    def _decided(self, sources: list[tasks.Source], *, most: int, race_s: float) -> Raced | Failed:
+        limit_s = self.workers.limits.device_s + 10 * race_s
+        fixed = (self.problem, self.target, self.seed, race_s, self._beside_framework)
+        contest, framework = Contest(len(sources), most=most), len(sources)
+        races: list[Rounds] = []
+        while racers := contest.racers():
+            raced = [sources[place] for place in racers]
+            reply = self.workers.submit("device", tasks.race_finalists, raced, *fixed, limit_s=limit_s, device=self.device).reply()
+            if isinstance(reply, Failed):
+                self._doubt(reply)
+                if not races:
+                    return reply
+                # What earlier races said counts.
+                break
+            self.spent.add(reply.spent)
+            contest.add([*racers, *([framework] if reply.backend else [])], reply.times)
+            races.append(reply)
+        backend = races[0].backend
+        return Raced(
+            times=tuple(contest.measurement(place) for place in range(len(sources))),
+            standing=contest.standing(),
+            baseline=Baseline(backend=backend, measurement=contest.measurement(framework)) if backend else None,
+            began=races[0].began,
+            ended=races[-1].ended,
+            pid=races[-1].pid,
+        )
+
+    def _source(self, candidate: Candidate) -> tasks.Source:
+        return tasks.Source.of(candidate.family, candidate.variant(self.problem.spec()))
+
+
+class _Early:
+    """A watch that a thread of its own opens, so that nobody waits before `get`."""
+
+    def __init__(self, make: Callable[[], GpuWatch]) -> None:
+        self._opened: Future[GpuWatch] = Future()
+        threading.Thread(target=self._open, args=(make,), name="watch", daemon=True).start()
+
+    def _open(self, make: Callable[[], GpuWatch]) -> None:
+        try:
+            self._opened.set_result(make().__enter__())
+        except BaseException as error:
+            self._opened.set_exception(error)
+
+    def get(self) -> GpuWatch:
+        """The watch, when it is open; raises what opening it raised."""
+        return self._opened.result()
+
+    def close(self) -> None:
+        """Close the watch, if it could be opened."""
+        if self._opened.exception() is None:
+            self.get().__exit__(None, None, None)
+
+
+def joined(before: Raced, places: Sequence[int], after: Raced) -> Raced:
+    """What a race of some finalists, by their `places`, adds to the one before: their times and order are its own, the others stay as far
+    behind who was the fastest as they were, in the scale of the new times."""
+    fastest = before.standing.behind.index(0.0)
+    anchor, place_in = list(places).index(fastest), {place: index for index, place in enumerate(places)}
+    pace = after.times[anchor].median_us / before.times[fastest].median_us
+    lag = 1 + after.standing.behind[anchor]
+    count = range(len(before.times))
+    behind = tuple(after.standing.behind[place_in[p]] if p in place_in else lag * (1 + before.standing.behind[p]) - 1 for p in count)
+    return replace(
+        after,
+        times=tuple(after.times[place_in[p]] if p in place_in else before.times[p].scaled(pace) for p in count),
+        standing=Standing(
+            behind=behind,
+            tied=tuple(number <= TIE for number in behind),
+            races=before.standing.races + after.standing.races,
+            settled=before.standing.settled and after.standing.settled,
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedEvaluation:
+    """Checked in Triton's interpreter, where it can run there, and timed by the cost model."""
+
+    problem: Problem
+    target: Target
+    workers: Workers
+    seed: int
+    verdicts: Verdicts
+    spent: Spent = field(default_factory=Spent)
+
+    def expect_race(self) -> None:
+        """Nothing: there is no race."""
+
+    def close(self) -> None:
+        """Nothing: nothing was begun."""
+
+    def prepare(self) -> None:
+        """Nothing: the first check starts the interpreter."""
+
+    def learn(self, candidate: Candidate, outcome: Outcome) -> None:
+        """A check serves every candidate of its code path."""
+        if outcome.max_error is not None:
+            wrong = outcome.fate is Fate.CORRECTNESS
+            found = Failed(fate=outcome.fate, reason=outcome.reason, error=outcome.max_error) if wrong else Checked(error=outcome.max_error)
+            self.verdicts.setdefault(_path(candidate), found)
+
+    def evaluate(self, candidate: Candidate, facts: CompileFacts, incumbent: tuple[Candidate, Measurement] | None) -> Timed | Failed:
+        """The interpreter's verdict on the candidate's code path, then the cost model's time."""
+        checked = self._checked(candidate) if candidate.family.interpretable else None
+        if isinstance(checked, Failed):
+            return checked
+        error = None if checked is None else checked.error
+        time_us = predict_us(candidate.config, facts, self.problem, self.target)
+        if time_us == float("inf"):
+            reason = f"needs {facts.registers} registers x {facts.threads} threads, more than an SM of {self.target.slug} has"
+            return Failed(fate=Fate.CONSTRAINT, reason=reason, error=error)
+        return Timed(time=Measurement.predicted(time_us), error=error)
+
+    def race(self, finalists: Sequence[Candidate]) -> tuple[Raced | Failed | None, Conditions | None]:
+        """None: nothing can be timed."""
+        return None, None
+
+    def call(self, candidates: Sequence[Candidate]) -> Called | None:
+        """None: nothing can be timed."""
+        return None
+
+    def _checked(self, candidate: Candidate) -> Checked | Failed:
+        path = _path(candidate)
+        if path not in self.verdicts:
+            # The interpreter multiplies the raw bits of bf16; the code path is the same in fp16.
+            problem = replace(self.problem, dtype="fp16") if self.problem.dtype == "bf16" else self.problem
+            source = tasks.Source.of(candidate.family, candidate.variant(problem.spec()))
+            small, limit_s = replace(problem, batch=1), self.workers.limits.interpret_s
+            self.verdicts[path] = self.workers.submit(
+                "interpret", tasks.interpret_candidate, source, small, self.seed, limit_s=limit_s
+            ).reply()
+        return self.verdicts[path]
+
+
+def _path(candidate: Candidate) -> tuple[object, ...]:
+    return candidate.family.name, *(candidate.config[axis] for axis in candidate.family.path_axes)

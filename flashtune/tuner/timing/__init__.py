@@ -1,0 +1,1 @@
+"""Times on the GPU: candidates and the framework interleaved, finalists raced until each is decided."""

@@ -1,0 +1,101 @@
+"""The pick: finalists race, round by round interleaved, until each is known to be slower than the fastest or tied with it.
+
+What counts is a finalist's time over the fastest one's in the same round: clocks drift, ratios within a round don't. Of these ratios the
+trimmed mean and its confidence interval are taken (Yuen, "The two-sample trimmed t for unequal population variances", Biometrika 61, 1974).
+A finalist is decided when its interval lies on one side of `TIE`; who isn't races again with the fastest, up to `RACES` times in all.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+from flashtune.core.results import Measurement
+from flashtune.tuner.replies import Standing
+
+TIE = 0.0075
+"""Who is no slower than the fastest by more than this is tied with it; a fixed rule then chooses, so that runs and ranks agree."""
+
+CONFIDENCE = 0.99
+"""Of each decision."""
+
+RACES = 5
+"""Races in all; what is open after the last is decided by its estimate."""
+
+_TRIMMED = 0.1
+"""What is left out at each end of the ratios: a host that is held up, a clock that changes between two launches."""
+
+
+class Contest:
+    """The races of some finalists: says who races next, and takes what each race measured."""
+
+    def __init__(self, count: int, *, most: int = RACES) -> None:
+        self._count, self._most = count, most
+        self._rounds: list[Mapping[int, float]] = []
+        self._races = 0
+
+    def racers(self) -> list[int]:
+        """Who is to race next, by their places among the finalists; nobody when all is decided or races are at an end."""
+        if not self._races:
+            return list(range(self._count))
+        if self._races >= self._most:
+            return []
+        first = self._fastest()
+        open_ones = [place for place in range(self._count) if place != first and self._open(place, first)]
+        return sorted([first, *open_ones]) if open_ones else []
+
+    def add(self, racers: Sequence[int], times: Sequence[Sequence[float]]) -> None:
+        """Take a race: for each of `racers` its time in every round, in microseconds."""
+        self._rounds += [dict(zip(racers, row, strict=True)) for row in zip(*times, strict=True)]
+        self._races += 1
+
+    def standing(self) -> Standing:
+        """Who is how far behind, by all rounds."""
+        first = self._fastest()
+        behind = [0.0 if place == first else self._ratio(place, first)[0] for place in range(self._count)]
+        settled = not any(self._open(place, first) for place in range(self._count) if place != first)
+        return Standing(
+            behind=tuple(math.expm1(log) for log in behind),
+            tied=tuple(log <= math.log1p(TIE) for log in behind),
+            races=self._races,
+            settled=settled,
+        )
+
+    def times(self, place: int) -> list[float]:
+        """All times of a finalist."""
+        return [row[place] for row in self._rounds if place in row]
+
+    def measurement(self, place: int) -> Measurement:
+        """A finalist's quantiles in the scale of all rounds: who raced less often is put into it by the fastest one's times."""
+        first = self._fastest()
+        own = Measurement.of(self.times(place))
+        beside = statistics.median(row[first] for row in self._rounds if place in row)
+        return own.scaled(statistics.median(self.times(first)) / beside)
+
+    def _fastest(self) -> int:
+        """The one that nobody is behind of; all who may be it have raced in every round."""
+        racers = [place for place in range(self._count) if all(place in row for row in self._rounds)]
+        return min(racers, key=lambda place: (self._ratio(place, racers[0])[0], place))
+
+    def _open(self, place: int, first: int) -> bool:
+        middle, half = self._ratio(place, first)
+        return abs(middle - math.log1p(TIE)) <= half
+
+    def _ratio(self, place: int, other: int) -> tuple[float, float]:
+        """Logarithm of `place`'s time over that of `other`, and half the width of its confidence interval."""
+        return trimmed_mean([math.log(row[place] / row[other]) for row in self._rounds if place in row])
+
+
+def trimmed_mean(values: Sequence[float]) -> tuple[float, float]:
+    """The trimmed mean of some numbers and half the width of its confidence interval (infinite for fewer than three)."""
+    # Imported where finalists have raced.
+    from scipy.special import stdtrit
+
+    ordered = sorted(values)
+    count, cut = len(ordered), int(_TRIMMED * len(ordered))
+    kept = ordered[cut : count - cut]
+    middle = statistics.fmean(kept)
+    if len(kept) < 3:
+        return middle, math.inf
+    winsorised = [kept[0]] * cut + kept + [kept[-1]] * cut
+    error = statistics.stdev(winsorised) / ((1 - 2 * cut / count) * math.sqrt(count))
+    return middle, float(stdtrit(len(kept) - 1, 0.5 + CONFIDENCE / 2)) * error

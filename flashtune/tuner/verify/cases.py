@@ -1,0 +1,127 @@
+"""What candidates are checked on: little problems that tile edges, empty rows, shared heads and scores of models get wrong."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from flashtune.core.problem import DECODE_ROWS, Features, Problem
+from flashtune.tuner.verify.distributions import PRESENT, redistribute
+from flashtune.tuner.verify.inputs import Inputs, make_inputs, run_forward
+
+FEW_SMS = 1
+"""Multiprocessors that a launch of a little problem is told of, so that persistent programs go from tile to tile there too."""
+
+CROWD_SMS = 3
+"""The same for a crowd of heads, whose tiles several programs share."""
+
+BEYOND_FLOAT32 = tuple(name for name in PRESENT if name.startswith("misled"))
+"""Distributions with scores that float32 can't hold relative to others of their row, which kernels may compute twice (decision 0014)."""
+
+WITHIN_FLOAT32 = tuple(name for name in PRESENT if name not in BEYOND_FLOAT32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Case:
+    """Inputs to check a launch on.
+
+    `titles` names what each key head of the first batch holds, where they differ. `few_sms` are the multiprocessors that a further launch
+    is told of, None for no such launch. `repeats` says that two launches must agree to the bit, where a family promises it.
+    """
+
+    inputs: Inputs
+    titles: tuple[str, ...] = ()
+    few_sms: int | None = FEW_SMS
+    repeats: bool = False
+
+
+def small_problems(problem: Problem, batch: int) -> list[Problem]:
+    """Ragged little problems with the problem's own spec: what tile edges, empty rows and shared heads get wrong."""
+    ratio = problem.gqa_ratio
+
+    def case(n_q: int, n_kv: int, features: Features) -> Problem:
+        return replace(problem, batch=batch, heads=2 * ratio, kv_heads=2, n_q=n_q, n_kv=n_kv, features=features)
+
+    f = _narrow(problem.features)
+    flipped = replace(f, alignment="top_left" if f.alignment == "bottom_right" else "bottom_right")
+    cases = [case(193, 321, f), case(1, 77, f), case(320, 320, f), case(97, 515, flipped)]
+    if problem.n_q <= DECODE_ROWS:
+        # Enough keys that many programs share them.
+        cases.append(case(problem.n_q, 2177, flipped))
+    return [*cases, case(391, 130, flipped)] if f.has_diagonal else cases
+
+
+def _narrow(features: Features) -> Features:
+    """The same with a window that little problems feel."""
+    if features.window is None:
+        return features
+    left, right = (None if side is None else min(side, 70) for side in features.window)
+    return replace(features, window=(left, right))
+
+
+def make_extreme(inputs: Inputs) -> None:
+    """Change the inputs so that scores defeat an estimate of a row's maximum.
+
+    The first 40 keys, to which kernels come first or last, have scores up to some 100 (natural units), and all of a row's lie around 150
+    or around -150. The first 64 rows' scores are a fortieth of that and the next 64 rows' a twelfth, so that their weights can be held
+    relative to such an estimate. Of a boolean mask the last 140 columns are hidden.
+
+    A backward, which is given the LSE, estimates nothing: its first keys stay as they are, and the output's gradient is quartered, since
+    dS, rounded as in every kernel, is multiplied by these queries and keys in sums that cancel.
+    """
+    d = inputs.problem.d
+    shift = (150 / (inputs.parameters.scale * d)) ** 0.5
+    if inputs.problem.direction == "bwd":
+        inputs.operands["dout"] /= 4
+    else:
+        inputs.k[:, :, :40] *= 24.0
+    inputs.k.add_(shift)
+    inputs.q[:, :, ::2] += shift
+    inputs.q[:, :, 1::2] -= shift
+    inputs.q[:, :, :64] /= 40
+    inputs.q[:, :, 64:128] /= 12
+    if inputs.problem.features.mask == "bool":
+        assert inputs.parameters.mask is not None, "generated for every problem with a mask"
+        # One mask serves all heads.
+        inputs.parameters.mask[0, 0, :, -140:] = False
+    run_forward(inputs)
+
+
+def crowd(problem: Problem, names: tuple[str, ...], *, device: torch.device | str, seed: int) -> Case:
+    """One little problem whose key heads have a distribution of scores each: a single launch is checked on all of them.
+
+    The keys are several blocks of any config, and the rows end within a tile. Only normal numbers suit a backward: what its forward wrote
+    would have to be made again.
+    """
+    ratio = problem.gqa_ratio
+    sizes = replace(problem, batch=1, heads=len(names) * ratio, kv_heads=len(names), n_q=197, n_kv=643, features=_narrow(problem.features))
+    inputs = make_inputs(sizes, device=device, seed=seed)
+    # Dropout's mask counts heads, but bears on no score: views of single heads do without it.
+    plain = replace(inputs, problem=replace(sizes, features=replace(sizes.features, dropout=False)))
+    for kv_head, name in enumerate(names):
+        if name != "random":
+            assert problem.direction == "fwd", "another pass takes what the forward wrote"
+            redistribute(plain.group(0, kv_head), name, seed=seed)
+    return Case(inputs=inputs, titles=names, few_sms=CROWD_SMS)
+
+
+def cases(problem: Problem, *, device: torch.device | str, seed: int, thorough: bool) -> list[Case]:
+    """What every candidate of `problem` is checked on; `thorough` adds what costs a GPU little and Triton's interpreter much."""
+    found = []
+    for index, small in enumerate(small_problems(problem, 2 if thorough else min(2, problem.batch))):
+        odd = index % 2 == 1
+        found.append(Case(inputs=make_inputs(small, device=device, seed=seed + index, heads_inside=odd, own_masks=odd)))
+    if not thorough:
+        # What the interpreter runs looks for its maxima in every block.
+        return found
+    if problem.dtype in ("bf16", "fp16"):
+        # Not for other types: rounding such scores to TF32 or adding them up as fp8's products do is not exact enough.
+        extreme = make_inputs(found[0].inputs.problem, device=device, seed=seed)
+        make_extreme(extreme)
+        found.append(Case(inputs=extreme))
+    if problem.direction == "fwd" and problem.dtype in ("bf16", "fp16"):
+        found.append(replace(crowd(problem, WITHIN_FLOAT32, device=device, seed=seed), repeats=True))
+        found.append(crowd(problem, BEYOND_FLOAT32, device=device, seed=seed))
+    else:
+        # In a backward dS, rounded as in every kernel, meets raised keys in sums that cancel.
+        found.append(replace(crowd(problem, ("random",) * 12, device=device, seed=seed), repeats=True))
+    return found

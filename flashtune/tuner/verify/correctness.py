@@ -1,0 +1,331 @@
+"""Correct before fast: what a candidate writes against the float64 oracle, on random, ragged, poisoned inputs.
+
+Small cases (flashtune.tuner.verify.cases) are compared in all rows with float64. At full size a few slices are, and the whole output is
+compared with torch's operations in float32, so that no tile goes unseen. What must hold of numbers, and what each check is there to find,
+is told in decision 0029.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import torch
+
+from flashtune.core.oracles import Place
+from flashtune.core.passes import Operand
+from flashtune.core.problem import Problem
+from flashtune.core.tolerances import Bound
+from flashtune.tuner.verify.cases import Case, cases, small_problems
+from flashtune.tuner.verify.inputs import Inputs, without_repeats
+
+Launch = Callable[..., None]
+"""A rendered module's `launch`."""
+
+SLICE_ROWS = 64
+"""Rows of one head that are compared at full size with float64, at each of the places that are checked; norms of whole outputs are taken
+over as many."""
+
+WHOLE_SCORES = 2**34
+"""Scores that float32 outputs of a problem at full size may take; where it has more, some heads are left out."""
+
+WHOLE_ELEMENTS = 2**28
+"""Elements of such outputs, likewise."""
+
+_AT_ONCE = 2**25
+"""Elements of an output that are compared at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """`error` is the largest error over its tolerance (<= 1 passes); `reason` says what is wrong, empty when right."""
+
+    error: float
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What the oracle says that the written operands, by name, hold at a place."""
+
+    place: Place
+    values: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Wanted:
+    """What one operand should hold at places of equally many rows, stacked: `values` are (places, rows) or (places, rows, D).
+
+    `index` are the batches and heads of the places, int64. Norms are taken over `block` rows, or over all.
+    """
+
+    operand: Operand
+    bound: Bound
+    places: tuple[Place, ...]
+    index: tuple[torch.Tensor, torch.Tensor]
+    rows: slice
+    values: torch.Tensor
+    block: int | None = None
+
+    def ratios(self, found: torch.Tensor) -> dict[str, torch.Tensor]:
+        """How far the operand is off at each place, over its bound, by what is compared; infinite where -inf stands on the wrong rows."""
+        step = max(1, _AT_ONCE // max(1, self.values[0].numel()))
+        parts = [self._ratios(found, slice(first, first + step)) for first in range(0, len(self.places), step)]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def _ratios(self, found: torch.Tensor, some: slice) -> dict[str, torch.Tensor]:
+        wanted = self.values[some]
+        here = found[self.index[0][some], self.index[1][some]][:, self.rows].to(wanted.dtype)
+        finite = torch.isfinite(wanted)
+        gap = torch.where(finite, here - wanted, 0.0)
+        size = torch.where(finite, wanted, 0.0)
+        rest = tuple(range(1, wanted.dim()))
+        ratios = {
+            "": (gap.abs() / (self.bound.atol + self.bound.rtol * size.abs())).amax(rest),
+            "-inf": torch.where((torch.isneginf(here) != torch.isneginf(wanted)).flatten(1).any(1), math.inf, 0.0),
+        }
+        if self.bound.relative_norm is not None:
+            off, norm = (self._norms(x) for x in (gap, size))
+            ratios["norm"] = (off / (self.bound.relative_norm * norm).clamp_min(1e-30)).amax(1)
+        return ratios
+
+    def _norms(self, x: torch.Tensor) -> torch.Tensor:
+        """Norms of rows (places, rows, D), or (places, rows), taken together: (places, blocks); the last block has the rows left over."""
+        squares = x.square().sum(-1) if x.dim() == 3 else x.square()
+        rows = squares.shape[1]
+        block = min(self.block or rows, rows)
+        whole = rows // block * block
+        sums = squares[:, :whole].reshape(len(x), -1, block).sum(-1)
+        sums[:, -1] += squares[:, whole:].sum(-1)
+        return sums.sqrt()
+
+
+Checks = list[tuple[Case, list[Wanted]]]
+"""Inputs to launch on, and what is then wanted of each."""
+
+
+def places(problem: Problem, seed: int) -> list[Place]:
+    """What to compare at full size with float64: the first, last and two random places."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def pick(high: int) -> int:
+        return int(torch.randint(0, high, (1,), generator=generator))
+
+    def rows(total: int, first: int | None = None) -> slice:
+        count = min(SLICE_ROWS, total)
+        start = pick(total - count + 1) if first is None else min(first, total - count)
+        return slice(start, start + count)
+
+    p, far = problem, max(problem.n_q, problem.n_kv)
+    found = [
+        Place(batch=0, head=0, queries=rows(p.n_q, 0), keys=rows(p.n_kv, 0)),
+        Place(batch=p.batch - 1, head=p.heads - 1, queries=rows(p.n_q, far), keys=rows(p.n_kv, far)),
+    ]
+    return found + [Place(batch=pick(p.batch), head=pick(p.heads), queries=rows(p.n_q), keys=rows(p.n_kv)) for _ in range(2)]
+
+
+def everywhere(problem: Problem) -> list[Place]:
+    """All rows of all heads, as places."""
+    return [Place(batch=b, head=h) for b in range(problem.batch) for h in range(problem.heads)]
+
+
+def whole(problem: Problem, seed: int) -> list[Place]:
+    """All rows of as many heads as WHOLE_SCORES and WHOLE_ELEMENTS allow: all of them, but for the largest problems, else random ones."""
+    p = problem
+    # A backward's oracle computes all heads that share a key head for each of them.
+    work = p.n_q * p.n_kv * (1 if p.direction == "fwd" else 3 * p.gqa_ratio)
+    elements = max(math.prod(operand.shape(p)) for operand in p.contract.written) // (p.batch * p.heads)
+    count = max(1, min(WHOLE_SCORES // work, WHOLE_ELEMENTS // max(1, elements)))
+    found = everywhere(p)
+    if count >= len(found):
+        return found
+    chosen = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed))[:count]
+    return [found[index] for index in sorted(chosen.tolist())]
+
+
+def oracle(inputs: Inputs, where: Iterable[Place], dtype: torch.dtype | None = None) -> list[Expected]:
+    """The oracle at these places of `inputs`, in float64 unless told otherwise."""
+    p = inputs.problem
+    # TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, which NVIDIA's containers set, would have float32's products be TF32's.
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        return [Expected(place, p.contract.oracle(p, inputs.operands, inputs.parameters, place, dtype)) for place in where]
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def stacked(problem: Problem, expected: Iterable[Expected], *, block: int | None = None) -> list[Wanted]:
+    """The same, those of equal rows together. What was computed in float32 is given float32's tolerance too, for both may err."""
+    p = problem
+    found = []
+    for _, group in groupby(expected, key=lambda e: (e.place.queries, e.place.keys)):
+        alike = list(group)
+        for operand in p.contract.written:
+            # Heads that share a key head share its gradient.
+            unique = {operand.at(e.place, p)[:2]: e for e in alike}
+            values = torch.stack([e.values[operand.name] for e in unique.values()])
+            bound = p.contract.bounds(p.spec())[operand.name]
+            if values.dtype == torch.float32:
+                bound = _sum(bound, p.contract.bounds(replace(p.spec(), dtype="fp32", tf32=False))[operand.name])
+            batches, heads = torch.tensor(list(unique), device=values.device).unbind(1)
+            rows = operand.at(alike[0].place, p)[2]
+            assert isinstance(rows, slice), "an operand's third axis has rows"
+            found.append(
+                Wanted(
+                    operand=operand,
+                    bound=bound,
+                    places=tuple(e.place for e in unique.values()),
+                    index=(batches, heads),
+                    rows=rows,
+                    values=values,
+                    block=block,
+                )
+            )
+    return found
+
+
+def _sum(one: Bound, other: Bound) -> Bound:
+    norm = None if one.relative_norm is None or other.relative_norm is None else one.relative_norm + other.relative_norm
+    return Bound(atol=one.atol + other.atol, rtol=one.rtol + other.rtol, relative_norm=norm)
+
+
+def compare(inputs: Inputs, wanted: Iterable[Wanted], titles: tuple[str, ...] = ()) -> Verdict:
+    """What was written against what is wanted; every element must have been written. The GPU is waited for once.
+
+    `titles` name what the key heads hold, for the reason.
+    """
+    p = inputs.problem
+    label, written = p.label(), p.contract.written
+    unwritten = torch.stack([torch.isnan(without_repeats(inputs.operands[operand.name])).any() for operand in written]).double()
+    made = [(want, name, ratio) for want in wanted for name, ratio in want.ratios(inputs.operands[want.operand.name]).items()]
+    numbers = torch.cat([unwritten, *(ratio.double() for _, _, ratio in made)]).tolist()
+    for operand, nan in zip(written, numbers, strict=False):
+        if nan:
+            return Verdict(error=math.inf, reason=f"{label}: NaN or unwritten elements in the {operand.title}")
+    worst, first = 0.0, len(written)
+    for want, name, ratio in made:
+        for place, number in zip(want.places, numbers[first : first + len(ratio)], strict=True):
+            if not number <= 1:
+                kv_head = place.head // p.gqa_ratio
+                where = titles[kv_head] if titles else f"batch {place.batch}, head {place.head}"
+                title = want.operand.title
+                if name == "-inf":
+                    return Verdict(error=math.inf, reason=f"{label}: the {title} is -inf on the wrong rows ({where})")
+                what = f"{title}'s norm" if name else title
+                return Verdict(error=number, reason=f"{label}: {what} is off by {number:.3g} tolerances ({where})")
+            worst = max(worst, number)
+        first += len(ratio)
+    return Verdict(error=worst)
+
+
+def run(launch: Launch, inputs: Inputs, sms: int | None = None) -> None:
+    """One launch on poisoned outputs; with `sms` it is told of so many multiprocessors."""
+    inputs.poison()
+    launch(*inputs.arguments, **inputs.keywords, **({} if sms is None else {"sms": sms}))
+
+
+def check(launch: Launch, inputs: Inputs, expected: Iterable[Expected]) -> Verdict:
+    """Run `launch` on poisoned outputs and compare; every element of them must have been written."""
+    run(launch, inputs)
+    return compare(inputs, stacked(inputs.problem, expected))
+
+
+def differs(launch: Launch, inputs: Inputs, sms: int | None = None) -> str:
+    """Why another launch isn't as the one before it to the bit, or nothing."""
+    written = inputs.problem.contract.written
+    before = [without_repeats(inputs.operands[operand.name]).clone() for operand in written]
+    run(launch, inputs, sms)
+    for operand, once in zip(written, before, strict=True):
+        kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[once.element_size()]
+        if not torch.equal(without_repeats(inputs.operands[operand.name]).view(kind), once.view(kind)):
+            return f"{inputs.problem.label()}: two launches on the same inputs differ in the {operand.title}"
+    return ""
+
+
+class SmallCases:
+    """The little problems that candidates of a spec are checked on, whatever N is, with what the oracle says of them.
+
+    Remembers who passed them, so that the same text isn't checked again at another N.
+    """
+
+    def __init__(self, problem: Problem, *, device: torch.device | str, seed: int, thorough: bool) -> None:
+        made = cases(problem, device=device, seed=seed, thorough=thorough)
+        self.checks: Checks = [(case, stacked(case.inputs.problem, oracle(case.inputs, everywhere(case.inputs.problem)))) for case in made]
+        self.passed: dict[str, float] = {}
+
+    @staticmethod
+    def serving(problem: Problem, seed: int) -> Hashable:
+        """Equal for problems that have the same small cases on a GPU."""
+        return tuple(small_problems(problem, 2)), seed
+
+
+class Verifier:
+    """Checks candidates of one problem; inputs and oracles are made once and serve every candidate.
+
+    The small cases serve all N of a spec and may be given; `full_size` inputs are this problem's own. A `thorough` one, which is what a GPU
+    gets unless told otherwise, also runs the small cases on few programs, whole outputs at full size, and launches twice (decision 0029).
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        *,
+        device: torch.device | str,
+        seed: int,
+        full_size: Inputs | None = None,
+        thorough: bool | None = None,
+        small: SmallCases | None = None,
+    ) -> None:
+        self._thorough = torch.device(device).type == "cuda" if thorough is None else thorough
+        self._small = small or SmallCases(problem, device=device, seed=seed, thorough=self._thorough)
+        self._full: Checks = []
+        if full_size is not None:
+            wanted = stacked(problem, oracle(full_size, places(problem, seed)))
+            if self._thorough:
+                wanted += stacked(problem, oracle(full_size, whole(problem, seed), torch.float32), block=SLICE_ROWS)
+            self._full = [(Case(inputs=full_size, few_sms=None, repeats=True), wanted)]
+
+    def verdict(self, launch: Launch, *, repeats: bool = True, text: str = "") -> Verdict:
+        """The first failure, or the largest error of all checks; `repeats` says that the family promises the same bits every time.
+
+        Of equal `text`s, unless it is empty, only the first that passes is run on the small cases.
+        """
+        passed = self._small.passed.get(text)
+        small = Verdict(error=passed) if passed is not None else self._checked(launch, self._small.checks, repeats)
+        if small.reason:
+            return small
+        if text:
+            self._small.passed[text] = small.error
+        full = self._checked(launch, self._full, repeats)
+        return full if full.reason else Verdict(error=max(small.error, full.error))
+
+    def rehearse(self) -> None:
+        """Compare once without a launch: what a GPU loads and allocates for that, the first candidate needn't wait for."""
+        for case, wanted in [*self._small.checks, *self._full]:
+            run(_nothing, case.inputs)
+            compare(case.inputs, wanted, case.titles)
+            if self._thorough and case.repeats:
+                differs(_nothing, case.inputs)
+
+    def _checked(self, launch: Launch, checks: Checks, repeats: bool) -> Verdict:
+        worst = 0.0
+        for case, wanted in checks:
+            grids = (None, case.few_sms) if self._thorough and case.few_sms is not None else (None,)
+            for sms in grids:
+                run(launch, case.inputs, sms)
+                found = compare(case.inputs, wanted, case.titles)
+                if found.reason:
+                    return replace(found, reason=found.reason + _on(sms))
+                worst = max(worst, found.error)
+            if self._thorough and repeats and case.repeats and (reason := differs(launch, case.inputs, grids[-1])):
+                return Verdict(error=math.inf, reason=reason + _on(grids[-1]))
+        return Verdict(error=worst)
+
+
+def _nothing(*arguments: object, **settings: object) -> None:
+    """A launch that launches nothing."""
+
+
+def _on(sms: int | None) -> str:
+    return "" if sms is None else f" on programs for {sms} multiprocessor{'s' if sms > 1 else ''}"
