@@ -1,18 +1,23 @@
 """Where dropout's bits come from on a GPU, and what is remembered of those that kernels drew without gradients."""
 
+import concurrent.futures
 import contextlib
-import threading
+import time
 import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
+from flashtune import dispatch
+from flashtune.dispatch import api
 from flashtune.dispatch.call import Arguments, Options, parse
-from flashtune.dispatch.plans import drawing
+from flashtune.dispatch.plans import drawing, recalling
 from flashtune.dispatch.plans.drawing import drawn_as, random_bits, recalled
 from flashtune.dispatch.plans.forward import KernelPlan
+from flashtune.dispatch.plans.recalling import RememberingPlan
 
 GPU = torch.device("cuda", 0)
 Q = torch.zeros(1, 2, 8, 16)
@@ -42,17 +47,18 @@ def generator(monkeypatch: pytest.MonkeyPatch) -> Generator:
 
 
 @pytest.fixture
-def draws(monkeypatch: pytest.MonkeyPatch) -> drawing.Draws:
-    found = drawing.Draws()
-    monkeypatch.setattr(drawing, "DRAWS", found)
+def draws(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    found: set[int] = set()
+    for module in (drawing, recalling):
+        monkeypatch.setattr(module, "DRAWS", found)
     return found
 
 
-def test_a_draw_is_recalled_where_the_generator_stood_before_it(generator: Generator, draws: drawing.Draws) -> None:
+def test_a_draw_is_recalled_where_the_generator_stood_before_it(generator: Generator, draws: set[int]) -> None:
     like, other = (drawn_as(parse(Arguments(x, Q, Q), Options(dropout_p=0.5))) for x in (Q, Q[:, :, :7]))
     first, second = (random_bits(None, GPU)[0] for _ in range(2))
     assert generator.offset == 48 and first != second
-    draws.remember(first ^ like)
+    drawing.remember(first ^ like)
     for _ in range(2):
         generator.offset = 40
         assert recalled(GPU, other) is None and generator.offset == 40
@@ -62,56 +68,57 @@ def test_a_draw_is_recalled_where_the_generator_stood_before_it(generator: Gener
     assert recalled(GPU, like) is None
 
 
-def test_what_is_remembered_is_bounded_and_the_oldest_go_first(draws: drawing.Draws, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drawing, "REMEMBERED", 8)
-    assert not draws.newer
-    for draw in range(100):
-        draws.remember(draw)
-        assert draws.newer and len(draws.newer) + len(draws.older) < 16 + 1
-        assert all(before in draws for before in range(max(0, draw - 7), draw + 1))
-    assert 50 not in draws
-    # What is drawn again counts once.
-    for _ in range(100):
-        draws.remember(99)
-    assert 98 in draws
+def test_threads_draw_other_bits_of_one_generator(generator: Generator, draws: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has read the position lets others run before it moves on."""
 
+    def get_offset() -> int:
+        position = generator.offset
+        time.sleep(0.01)
+        return position
 
-def test_a_call_from_before_what_is_remembered_is_warned_of_once(
-    generator: Generator, draws: drawing.Draws, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(drawing, "REMEMBERED", 8)
+    monkeypatch.setattr(generator, "get_offset", get_offset)
     like = drawn_as(parse(Arguments(Q, Q, Q), Options(dropout_p=0.5)))
-    for _ in range(20):
-        draws.remember(random_bits(None, GPU)[0] ^ like)
-    # Nothing was drawn at the last of these, and nothing was forgotten of the other seed.
-    for seed, offset in ((5, 40 + 4 * 15), (6, 40), (5, generator.offset)):
-        generator.seed, generator.offset = seed, offset
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert (recalled(GPU, like) is None) == (offset != 40 + 4 * 15)
-    generator.seed, generator.offset = 5, 40
-    with pytest.warns(RuntimeWarning, match="the last 8 draws of dropout without gradients.*give such calls a seed"):
-        assert recalled(GPU, like) is None
+    for draw in (lambda: random_bits(None, GPU)[0], lambda: recalled(GPU, like)):
+        generator.offset = 40
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            found = {one.result() for one in [pool.submit(draw) for _ in range(4)]}
+        assert None not in found and len(found) == 4 and generator.offset == 56
+        draws |= {bits ^ like for bits in found if bits is not None}
+
+
+def test_where_no_more_can_be_remembered_torch_draws_as_it_will_with_gradients(
+    generator: Generator, draws: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what is remembered is never forgotten: kernels draw it again."""
+    for module in (drawing, recalling):
+        monkeypatch.setattr(module, "MOST_DRAWS", 3)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    ran: list[int | None] = []
+    call = SimpleNamespace(device=GPU, batch=1, heads=2, n_q=8, n_kv=8, dropout_p=0.5)
+    forward = SimpleNamespace(call=call, build=None, run=lambda *given: (ran.append(given[4]), Q)[1:])
+    plan = RememberingPlan(forward, torch_trains=True)  # type: ignore[arg-type]
+    plan._framework = SimpleNamespace(run=lambda *given: ("torch's", given[4]))  # type: ignore[assignment]
+    for _ in range(3):
+        plan.run(Q, Q, Q, None, None, None)
+    assert plan.run(Q, Q, Q, None, None, None) == ("torch's", None) and generator.offset == 52
+    generator.offset = 44
+    assert plan.run(Q, Q, Q, None, None, None) == (Q,) and generator.offset == 48
+    assert ran[3] == ran[1] and len(set(ran)) == len(draws) == 3
+    # Where kernels draw with gradients, too, save those of what alone may ask for one, they draw on.
+    other = RememberingPlan(forward, torch_trains=False)  # type: ignore[arg-type]
+    generator.offset = 100
+    drawing._warn_of_more.cache_clear()
+    with pytest.warns(RuntimeWarning, match="remembers 3 draws of dropout without gradients and no more.*give such calls a seed"):
+        other.run(Q, Q, Q, None, None, None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert recalled(GPU, like) is None and generator.offset == 40
-
-
-def test_threads_remember_all_of_what_they_draw(draws: drawing.Draws, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drawing, "REMEMBERED", 4000)
-    threads = [
-        threading.Thread(target=lambda place=place: [draws.remember(place + i) for i in range(1000)]) for place in range(0, 4000, 1000)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(draw in draws for draw in range(4000))
+        other.run(Q, Q, Q, None, None, None)
+    assert len(set(ran)) == 5 and len(draws) == 3
 
 
 @pytest.mark.parametrize("remembered", [False, True])
 def test_a_call_draws_once_wherever_its_device_is(
-    generator: Generator, draws: drawing.Draws, monkeypatch: pytest.MonkeyPatch, remembered: bool
+    generator: Generator, draws: set[int], monkeypatch: pytest.MonkeyPatch, remembered: bool
 ) -> None:
     """It changes to its device first, and the generator moves on once: what is computed again is to begin where this began."""
     current = [1]
@@ -130,13 +137,36 @@ def test_a_call_draws_once_wherever_its_device_is(
     plan = KernelPlan(call, SimpleNamespace(), Q)  # type: ignore[arg-type]
     # Tensors of the CPU stand for the GPU's.
     monkeypatch.setattr(torch, "empty_strided", lambda shape, strides, **_: torch.zeros(shape))
-    values = {name: getattr(call, name) for name in call.__slots__} | {"device": GPU, "remembered": remembered}
+    values = {name: getattr(call, name) for name in call.__slots__} | {"device": GPU}
     plan.call = SimpleNamespace(**values)  # type: ignore[assignment]
     runs: list[tuple[int, ...]] = []
     plan.program = SimpleNamespace(run=lambda addresses, stream, bits: runs.append(bits))  # type: ignore[assignment]
     plan._like_query = True
-    monkeypatch.setattr("flashtune.dispatch.plans.forward.DRAWS", draws)
-    plan.run(Q, Q, Q, None, None, None)
+    (RememberingPlan(plan, torch_trains=True) if remembered else plan).run(Q, Q, Q, None, None, None)
     generator.offset = 40
     assert runs == [random_bits(None, GPU)] and generator.offset == 44
-    assert (runs[0][0] ^ plan._drawn_as in draws) == remembered
+    assert (runs[0][0] ^ drawn_as(plan.call) in draws) == remembered
+
+
+def test_a_decoding_step_that_draws_isnt_served_as_one_of_another_length_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch may train the one and kernels the other, and only what torch trains is remembered."""
+    asked: list[bool] = []
+    monkeypatch.setattr(api.growing, "span_of", lambda _: asked.append(True))
+    k = torch.zeros(1, 2, 37, 16)
+    dispatch.attention(Q[:, :, :1], k, k, dropout_p=0.5)
+    assert not asked
+    dispatch.attention(Q[:, :, :1], k, k, dropout_p=0.5, seed=1)
+    assert asked
+
+
+def test_what_a_gpu_drew_changes_no_call_on_the_cpu(draws: set[int]) -> None:
+    """Asking what was drawn takes a number out of a tensor, which fake ones don't have."""
+    draws.add(12345)
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 8, 16, requires_grad=True)
+        assert dispatch.attention(q, q, q, dropout_p=0.1).shape == q.shape
+
+
+def test_a_rate_in_a_tensor_of_no_dimensions_is_a_number_as_in_torch() -> None:
+    found = [dispatch.attention(Q, Q, Q, dropout_p=rate, seed=3) for rate in (torch.tensor(0.5), 0.5)]
+    assert torch.equal(*found)

@@ -57,10 +57,10 @@ class Decoding(Library):
                 found[parameter.name] = struct.unpack("<Q", ctypes.string_at(place, struct.calcsize("<" + STRUCT_FORMATS["pointer"])))[0]
         with self.lock:
             self.calls.setdefault(threading.get_ident(), []).append((binary.kernel, found))
-            if binary.kernel == "prepare_rows":
+            if binary.kernel == "preprocess":
                 self.shared |= {found["sums_ptr"]} & set(self.sums)
                 self.sums.append(found["sums_ptr"])
-            elif binary.kernel == "finish_queries":
+            elif binary.kernel == "finish_dq":
                 self.sums.remove(found["sums_ptr"])
         time.sleep(self.pause)
         return 0
@@ -121,7 +121,7 @@ def test_a_backward_is_launched_with_its_calls_tensors_and_scratch_of_its_own(li
     assert library.calls.keys() == done.keys() and not library.shared
     for thread, calls in done.items():
         launches = library.calls[thread]
-        assert [name for name, _ in launches] == ["prepare_rows", "flash_bwd_hopper", "finish_queries"] * len(calls)
+        assert [name for name, _ in launches] == ["preprocess", "flash_bwd_hopper", "finish_dq"] * len(calls)
         for (one, grads), (prepare, main, finish) in zip(calls, zip(*[iter(at for _, at in launches)] * 3, strict=True), strict=True):
             dq, dk, dv = (grad.data_ptr() for grad in grads[:3])
             inputs = {name: getattr(one, name).data_ptr() for name in ("query", "key", "value", "out", "lse", "dout")}

@@ -1,5 +1,6 @@
 """Gradients: the framework's path serves them, with every feature."""
 
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashtune import dispatch
 from flashtune.core import reference
@@ -172,19 +174,44 @@ def test_a_needed_gradient_keeps_kernels_out_and_explain_says_so(monkeypatch: py
     assert "transform" in reasons[0]
 
 
+def test_threads_that_keep_to_some_backends_leave_all_of_them_on() -> None:
+    """The flags are the process's: with two threads inside at once the last one put back what the first had switched off."""
+    q, k, v = inputs()
+    call = replace(parse(Arguments(q, k, v), Options()), device=torch.device("cuda", 0), deterministic=True)
+    entered, left = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with framework.sound_backends_of(call, q, k, v, None):
+            entered.set()
+            left.wait(600)
+
+    thread = threading.Thread(target=other)
+    with framework.sound_backends_of(call, q, k, v, None):
+        thread.start()
+        assert not entered.wait(0.2)
+    left.set()
+    thread.join()
+    assert entered.is_set() and torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def test_cudnn_serves_no_masked_gradient_on_a_gpu() -> None:
     """Its dQ can be NaN (pytorch #196678); without a mask or a gradient it stays."""
     q, k, v = inputs()
     mask, cuda, cpu = torch.ones(11, 13, dtype=torch.bool), torch.device("cuda", 0), torch.device("cpu")
 
-    call = parse(Arguments(q, k, v), Options())
+    call, flash = parse(Arguments(q, k, v), Options()), list[bool]()
 
     def cudnn(device: torch.device, *tensors: torch.Tensor | None, deterministic: bool = False) -> bool:
-        with framework._sound_backends(replace(call, device=device, deterministic=deterministic), *tensors):  # type: ignore[arg-type]
+        with framework.sound_backends_of(replace(call, device=device, deterministic=deterministic), *tensors):  # type: ignore[arg-type]
             assert not (deterministic and device == cuda and torch.backends.cuda.flash_sdp_enabled())
+            flash.append(torch.backends.cuda.flash_sdp_enabled())
             return torch.backends.cuda.cudnn_sdp_enabled()
 
     assert not cudnn(cuda, q, k, v, mask)
+    with sdpa_kernel([SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION]):
+        assert not cudnn(cuda, q, k, v, mask) and not flash[-1]
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        assert cudnn(cuda, q, k, v, mask)
     assert cudnn(cuda, q, k, v, None) and cudnn(cpu, q, k, v, mask)
     assert not cudnn(cuda, q, k, v, None, deterministic=True) and cudnn(cpu, q, k, v, None, deterministic=True)
     assert cudnn(cuda, q.detach(), k.detach(), v.detach(), mask)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashtune import dispatch
@@ -235,17 +236,18 @@ def test_torch_is_told_of_nothing_that_it_would_take_anyway() -> None:
     assert FrameworkPlan.of(parse(Arguments(K, K, K), Options(is_causal=True)), K, K, K, None).words == {"is_causal": True}
 
 
-def test_dropout_in_inference_mode_is_decided_by_itself(plans: Plans) -> None:
+def test_dropout_inside_of_autograd_is_decided_by_itself(plans: Plans) -> None:
     with torch.no_grad():
         first = attend(dropout_p=0.5)
         assert attend(dropout_p=0.5) is first and attend(dropout_p=0.5) is first
-    # No tensor of inference mode is among these, so that nothing else tells the calls apart.
-    with torch.inference_mode():
+    # Nothing else tells these calls apart.
+    with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):
         other = attend(dropout_p=0.5)
         assert other is not first and attend(dropout_p=0.5) is other and attend(dropout_p=0.5) is other
         assert attend(dropout_p=0.5, seed=3) == attend(dropout_p=0.5, seed=4) != other
-    with torch.no_grad():
-        assert attend(dropout_p=0.5) is first
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert attend(dropout_p=0.5) == first
 
 
 def test_torchs_own_function_is_called_with_all_that_its_plan_would_tell_it(plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,8 @@
 """Databases in layers: scoped, stacked, removed, per thread or for all; plans are kept for each stack and never served under another."""
 
+import gc
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -137,6 +140,49 @@ def test_what_changes_for_all_reaches_threads_that_have_layers_of_their_own(
     assert seen == [32, 128]
 
 
+def test_threads_of_autograd_have_the_layers_of_who_called_backward() -> None:
+    """A checkpoint is computed again there. On the CPU torch starts one for a backward that lies deep enough in others."""
+    script = """
+import os, threading, torch
+from flashtune import dispatch
+from flashtune.dispatch.resolve.layers import SERVING, current
+
+seen = []
+
+class Nested(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, depth):
+        ctx.depth = depth
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.depth:
+            with torch.enable_grad():
+                backward(ctx.depth - 1)
+        else:
+            assert threading.current_thread() is not threading.main_thread()
+            seen.append([current().settings.unmeasured, SERVING.plans is plans])
+        return grad, None
+
+def backward(depth):
+    Nested.apply(torch.ones((), requires_grad=True), depth).backward()
+
+plain = current().plans
+for unmeasured in (True, False):
+    with dispatch.use(unmeasured=unmeasured):
+        plans = SERVING.plans
+        backward(80)
+    plans = plain
+    backward(80)
+    assert SERVING.plans is plain
+print(seen, flush=True)
+os._exit(0)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600)
+    assert done.stdout.split("\n")[0] == str([[True, True], [None, True], [False, True], [None, True]]), done.stderr
+
+
 def test_another_threads_layer_cannot_be_removed_from_here(models: tuple[Path, Path]) -> None:
     used: list[layers.Use] = []
     thread = threading.Thread(target=lambda: used.append(dispatch.use(models[0])))
@@ -226,3 +272,13 @@ def test_rows_from_another_machine_are_warned_of_once_for_each_database(models: 
                 memo.warn_of_elsewhere(row, gpu)
     [said] = [str(one.message) for one in warned]
     assert "a.sqlite were measured elsewhere: Triton 3.5.1 (here 3.6.0), driver 575.57 (here 580.1);" in said
+
+
+def test_layers_of_threads_that_ended_are_forgotten(models: tuple[Path, Path]) -> None:
+    """A thread that lays one and ends without removing it would hold up every other thread's calls for good."""
+    for _ in range(3):
+        thread = threading.Thread(target=lambda: dispatch.use(models[0]) and None)
+        thread.start()
+        thread.join()
+    gc.collect()
+    assert not layers._laid and origin() == "none"

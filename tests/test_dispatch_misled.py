@@ -269,7 +269,7 @@ def test_recorded_launches_count_at_their_plans_own_addresses() -> None:
         steps, _, recording = prepared.launches(module, inputs.arguments, parameters, told)
         assert recording is not None and not recording.temporaries
         kernel, _, arguments, _ = steps[-1]
-        places = [kernel.arg_names.index(name) for name in ("misled_ptr", "told_ptr")]
+        places = [kernel.arg_names.index(name) for name in ("misled_ptr", "host_misled_ptr")]
         recorded = [recording.launches[-1].arguments[place] for place in places]
         assert recorded == list(told or (arguments[place].data_ptr() for place in places))
 

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from flashtune import dispatch
+from flashtune.core import reference
+from flashtune.core.band import Band
 from flashtune.core.collector import held_off
 from flashtune.core.errors import InputError
 from flashtune.core.target import find_target
@@ -35,6 +37,9 @@ def test_torchs_causal_bias_means_what_it_means_to_torch(patched: bool, monkeypa
         torch.testing.assert_close(dispatch.attention(q, Q, Q, bias(9, 24)), expected)
     with pytest.raises(InputError, match=r"\(queries, keys\) of \(9, 23\), and these are \(9, 24\)"):
         dispatch.attention(q, Q, Q, causal_lower_right(9, 23))
+    for attention in (F.scaled_dot_product_attention, dispatch.attention):
+        with pytest.raises(ValueError, match="CausalBias should not be used with causal=True"):
+            attention(q, Q, Q, causal_lower_right(9, 24), is_causal=True)
 
 
 @pytest.mark.parametrize("words", [{}, {"is_causal": True}, {"attn_mask": torch.zeros(24, 24)}, {"attn_mask": torch.ones(24, 24) > 0}])
@@ -115,6 +120,57 @@ def test_meta_tensors_have_shapes() -> None:
     out, lse = dispatch.attention(q, q, q[..., :8], return_lse=True)
     assert out.shape == (2, 4, 24, 8) and lse.shape == (2, 4, 24)
     assert dispatch.attention(q, q, q).shape == q.shape
+
+
+@pytest.mark.parametrize(
+    "words",
+    [{}, {"is_causal": True}, {"attn_mask": torch.ones(24, 24).tril() > 0}, {"dropout_p": 0.3}],
+    ids=["plain", "causal", "mask", "dropout"],
+)
+@pytest.mark.parametrize("sizes", [(0, 16), (16, 0), (257, 257), (16, 300)], ids=str)
+def test_head_sizes_that_kernels_dont_take_are_torchs(
+    sizes: tuple[int, int], words: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for attention in (dispatch.attention, F.scaled_dot_product_attention):
+        torch.manual_seed(1)
+        q, k, v = (torch.randn(1, 2, 24, size, requires_grad=True) for size in (sizes[0], *sizes))
+        out = attention(q, k, v, **words)
+        out.square().sum().backward()
+        found.append((out, q.grad, k.grad, v.grad))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    monkeypatch.setattr(devices, "INTERPRETING", True)
+    with torch.no_grad():
+        assert f"head sizes of 1 to 256, not {sizes[sizes[0] == 16]}" in dispatch.explain(q, k, v, **words).reason
+        assert dispatch.attention(q, k, v, **words).shape == out.shape
+
+
+def test_a_scale_may_be_a_tensor_of_no_dimensions_as_in_torch() -> None:
+    scale = torch.tensor(0.3)
+    for _ in range(3):
+        for entry in (dispatch.attention, dispatch.explain):
+            entry(Q, Q, Q, scale=scale)
+        wanted = F.scaled_dot_product_attention(Q, Q, Q, scale=scale)
+        torch.testing.assert_close(dispatch.attention(Q, Q, Q, scale=scale), wanted)
+        # What is remembered of a call is its number.
+        scale *= 2
+
+
+def test_large_heads_compile() -> None:
+    torch._dynamo.reset()
+    q = torch.randn(1, 2, 9, 300, requires_grad=True)
+    compiled = torch.compile(lambda x: dispatch.attention(x, x, x, is_causal=True), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q), F.scaled_dot_product_attention(q, q, q, is_causal=True))
+
+
+def test_what_torch_lacks_is_computed_for_large_heads_too() -> None:
+    q = torch.randn(1, 2, 9, 300, generator=torch.Generator().manual_seed(1))
+    words: dict[str, Any] = {"scale": 0.1, "softcap": 2.0, "sinks": torch.tensor([[0.5, -1.0]])}
+    out, lse = dispatch.attention(q, q, q, window=(3, 1), return_lse=True, **words)
+    wanted, wanted_lse = reference.attention(q, q, q, band=Band(left=3, right=1), dtype=torch.float64, **words)
+    torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-5, rtol=1e-4)
 
 
 def test_dropout_of_p_1_is_all_zeros_as_in_torch() -> None:
@@ -201,7 +257,7 @@ rooms = ("flashtune.tuner", "flashtune.profiler", "flashtune.cli", "flashtune.db
 print([name for name in new if name.startswith((*rooms, "torch._dynamo", "torch._inductor"))])
 print(decided)
 # Nor does a search import compilers for the framework's part of a race, which the GPU would wait for.
-from flashtune.tuner import baseline
+from flashtune.tuner.timing import baseline
 print(baseline.backend_name(lambda: own(q, q, q)), [name for name in sys.modules if name.startswith(("torch._dynamo", "torch._inductor"))])
 """
     environment = {**os.environ, "FLASHTUNE_OWN_DB": "/nowhere/tuned.sqlite"}

@@ -3,16 +3,25 @@
 test_dispatch_interpreter.py runs these once more where kernels serve.
 """
 
+import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashtune import dispatch
+from flashtune.core.torch_attention import sdpa
+from flashtune.dispatch.launch import devices
+from flashtune.integrations import torchs_place
 
 Q = torch.randn(2, 2, 20, 16, generator=torch.Generator().manual_seed(5))
 
@@ -22,6 +31,12 @@ def _cached() -> Iterator[None]:
     dispatch.attention(Q, Q, Q, is_causal=True)
     yield
     dispatch.reload()
+
+
+@contextmanager
+def for_good() -> Iterator[None]:
+    with patch.object(F, "scaled_dot_product_attention", dispatch.attention):
+        yield
 
 
 def served(q: torch.Tensor) -> torch.Tensor:
@@ -72,6 +87,114 @@ def test_a_view_that_is_only_marked_negative_counts_as_what_it_stands_for() -> N
     q = torch.randn(2, 2, 20, 16, dtype=torch.complex64).conj().imag
     assert q.is_neg()
     torch.testing.assert_close(served(q), wanted(q.resolve_neg()), atol=2e-5, rtol=2e-5)
+
+
+def test_where_flash_attention_is_switched_off_torch_serves_with_second_derivatives() -> None:
+    with dispatch.use(unmeasured=True):
+        for _ in range(3):
+            served(Q)
+        with sdpa_kernel(SDPBackend.MATH):
+            assert torch.equal(served(Q), wanted(Q))
+            assert not devices.INTERPRETING or "sdpa_kernel" in dispatch.explain(Q, Q, Q).reason
+            q = Q.clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(served(q).square().sum(), q, create_graph=True)
+            gradient.square().sum().backward()
+    assert q.grad is not None and q.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_compiled_training_is_torchs_where_flash_attention_is_switched_off(inside: bool) -> None:
+    """Kernels' operator found no kernel to run there, and torch's operations held all scores."""
+
+    def switched(q: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return served(q)
+
+    torch._dynamo.reset()
+    q = Q.clone().requires_grad_()
+    compiled = torch.compile(switched if inside else served, backend="aot_eager")
+    around = contextlib.nullcontext() if inside else sdpa_kernel(SDPBackend.MATH)
+    with dispatch.use(unmeasured=True), around, profile() as seen:
+        compiled(q).sum().backward()
+    names = {event.name for event in seen.events()}
+    assert any("scaled_dot_product" in name for name in names) and not any("flashtune" in name for name in names), names
+
+
+def test_training_compiles_whole_with_symbolic_sizes() -> None:
+    def window(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = dispatch.attention(q, k, k, enable_gqa=True, window=(q.shape[2] // 2, 0), scale=1 / q.shape[3])
+        return found
+
+    torch._dynamo.reset()
+    compiled = torch.compile(window, backend="aot_eager", fullgraph=True, dynamic=True)
+    found = []
+    for f in (compiled, window):
+        q, k = Q.clone().requires_grad_(), Q[:, :1].clone().requires_grad_()
+        f(q, k).square().sum().backward()
+        found.append((q.grad, k.grad))
+    torch.testing.assert_close(found[0], found[1], atol=2e-5, rtol=2e-5)
+
+
+class Whispered:
+    """No tensor, and with an implementation of torch's own function, as torch's pages on its protocol of overrides show it; it says what
+    else it is given."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), keywords=None):  # type: ignore[no-untyped-def]
+        return f"whispered {len(arguments)} {keywords}" if function is sdpa else NotImplemented
+
+
+class Listing(torch.Tensor):
+    """Has torch's attention, and no other function: not even a comparison."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), keywords=None):  # type: ignore[no-untyped-def]
+        if function is not sdpa:
+            raise NotImplementedError(str(function))
+        return "listed"
+
+
+def test_a_class_that_overrides_torchs_function_is_asked_for_that() -> None:
+    assert dispatch.attention(Q, Q, Q, torch.zeros(20, 20).as_subclass(Listing)) == "listed"
+    theirs: Any = Whispered()
+    assert dispatch.attention(theirs, theirs, theirs) == "whispered 3 {}"
+    assert dispatch.attention(theirs, theirs, theirs, None, 0.0, True) == "whispered 3 {'is_causal': True}"
+    assert dispatch.attention(Q, Q, Q, theirs).startswith("whispered 3 {'attn_mask': ")
+    with pytest.raises(TypeError, match="no implementation found for 'flashtune"):
+        dispatch.attention(theirs, theirs, theirs, softcap=2.0)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+def test_nested_tensors_are_torchs(layout: torch.layout) -> None:
+    rows = [torch.randn(2, n, 8, generator=torch.Generator().manual_seed(n)) for n in (3, 5)]
+    if layout is torch.strided:
+        q = torch.nested.nested_tensor(rows)
+    else:
+        q = torch.nested.nested_tensor([x.transpose(0, 1) for x in rows], layout=layout).transpose(1, 2)
+    assert "nested" in dispatch.explain(q, q, q).reason
+    for ours, x in zip(dispatch.attention(q, q, q).unbind(), rows, strict=True):
+        torch.testing.assert_close(ours, F.scaled_dot_product_attention(x, x, x), atol=2e-5, rtol=2e-5)
+
+
+def test_a_traced_mask_is_traced_the_same_twice_over() -> None:
+    mask = torch.rand(20, 20, generator=torch.Generator().manual_seed(1)) > 0.4
+    traced = torch.jit.trace(lambda q, mask: dispatch.attention(q, q, q, mask), (Q, mask))
+    torch.testing.assert_close(traced(Q, ~mask), sdpa(Q, Q, Q, ~mask), atol=2e-5, rtol=2e-5)
+    graph = torch.fx.symbolic_trace(lambda mask: dispatch.attention(Q, Q, Q, mask))
+    torch.testing.assert_close(graph(~mask), sdpa(Q, Q, Q, ~mask), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("place", [torchs_place, for_good], ids=["a while", "for good"])
+def test_a_script_takes_it_for_torchs(place: Callable[[], AbstractContextManager[None]]) -> None:
+    def scripted(q: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    with place():
+        torch.testing.assert_close(torch.jit.script(scripted)(Q), wanted(Q), atol=2e-5, rtol=2e-5)
+        layer = torch.nn.TransformerEncoderLayer(16, 2, 16, batch_first=True).eval()
+        torch.testing.assert_close(torch.jit.script(layer)(Q[0]), layer(Q[0]))
 
 
 def test_attention_can_stand_in_torchs_place(monkeypatch: pytest.MonkeyPatch) -> None:

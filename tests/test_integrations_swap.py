@@ -1,5 +1,6 @@
 """dispatch.attention in torch's place: for one thread, for a while, nested, through exceptions, beside what others put there."""
 
+import pickle
 import threading
 
 import pytest
@@ -119,6 +120,13 @@ def test_ours_in_torchs_place_for_good_goes_along_with_it(monkeypatch: pytest.Mo
         call()
     assert F.scaled_dot_product_attention is dispatch.attention
     call()
+
+
+def test_what_is_pickled_meanwhile_has_torchs_function_by_its_place() -> None:
+    with torchs_place():
+        pickled = pickle.dumps(F.scaled_dot_product_attention)
+        assert pickle.loads(pickled) is F.scaled_dot_product_attention is not sdpa
+    assert pickle.loads(pickled) is sdpa
 
 
 def test_a_compiled_model_is_served() -> None:

@@ -3,11 +3,13 @@
 import inspect
 from collections.abc import Callable
 from functools import partial
+from operator import index
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.autograd import forward_ad
-from torch.overrides import handle_torch_function, has_torch_function_variadic
+from torch.jit._builtins import _register_builtin
+from torch.overrides import has_torch_function_unary, has_torch_function_variadic
 
 from flashtune.core.band import Window
 from flashtune.core.dtypes import DType
@@ -16,11 +18,12 @@ from flashtune.core.parameters import PER_HEAD
 from flashtune.core.problem import ASKED, FLAGS, Features, MaskKind, Problem
 from flashtune.core.target import find_target
 from flashtune.core.torch_attention import autocasting
-from flashtune.dispatch.call import Arguments, Options, PerHead, parse
+from flashtune.dispatch.call import Arguments, Options, PerHead, parse, unwrapped
 from flashtune.dispatch.launch import devices
-from flashtune.dispatch.plans.drawing import SEEDED, UNSEEDED, unseeded
+from flashtune.dispatch.plans.drawing import SEEDED, UNSEEDED, draws_in_a_capture, unseeded, way_back
 from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan, Outputs
 from flashtune.dispatch.plans.known import Plan
+from flashtune.dispatch.plans.recalling import RememberingPlan
 from flashtune.dispatch.policy import growing
 from flashtune.dispatch.resolve import backwards, choosing
 from flashtune.dispatch.resolve.code import tried
@@ -29,15 +32,17 @@ from flashtune.dispatch.resolve.given import (
     GRADIENT,
     GRADIENTS,
     autocast,
+    flash_attention_on,
     places_in_memory,
     prepared,
+    switched_off,
     transformed,
     why_torch_ever,
     why_torch_now,
 )
 from flashtune.dispatch.resolve.layers import SERVING, current
 from flashtune.dispatch.resolve.memo import Memo
-from flashtune.dispatch.torch_ops import tracing, training
+from flashtune.dispatch.torch_ops import overriding, tracing, training
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -83,7 +88,7 @@ def attention(
             rows with nothing to attend to; dropout doesn't enter it.
         seed: 64 bits that fix dropout's mask as a function of absolute indices (flashtune.core.reference.dropout_keep with
             offset 0); None draws from torch's generator. What kernels drew from it without a gradient they draw again with one, from where
-            the generator stood then; torch drops other pairs.
+            the generator stood then, but under torch.func, a mode or a tracer; torch drops other pairs.
         allow_tf32: let float32 inputs be multiplied as TF32 by kernels.
         alibi_slopes: float32 (Hq,) or (B, Hq), as in flash-attn: the score of query i and key j loses slope |i + shift - j|, after
             softcap and before masks; the shift is that of `causal_alignment`.
@@ -98,21 +103,28 @@ def attention(
             that add up in no fixed order don't serve them then; where torch does, it takes its math backend, with memory for all scores.
 
     flashtune.dispatch.policy.rank states which kernel serves a call. Torch's own operations serve it, with every feature and gradients,
-    on the CPU, for float64, for unseeded dropout while a CUDA graph is captured, and wherever no kernel does. A call whose gradient is
-    needed is served by kernels, forward and backward, where a backward row (`flashtune search --direction bwd`) was measured on the GPU's
-    architecture, or where `use(unmeasured=True)` allows what wasn't; else torch serves it, without cuDNN where there is a mask, since its
-    gradients can be NaN there. `explain` says which. A bias, slopes and sinks get gradients where they ask, of their own sizes, summed in
-    float32 over what repeats; those of a bias or of slopes by rows of backwards that make them, too. Kernels have first derivatives
-    alone. Features that torch lacks (softcap, return_lse, seed) then take memory for all scores; ALiBi and sinks have paths of their own
-    (flashtune.dispatch.framework).
+    on the CPU, for float64, for heads beyond 256, for unseeded dropout while a CUDA graph is captured, where sdpa_kernel leaves flash
+    attention out, and wherever no kernel does. A call whose gradient is needed is served by kernels, forward and backward, where a
+    backward row (`flashtune search --direction bwd`) was measured on the GPU's architecture, or where `use(unmeasured=True)` allows
+    what wasn't; else torch serves it, without cuDNN where there is a mask, since its gradients can be NaN there. `explain` says which.
+    A bias, slopes and sinks get gradients where they ask, of their own sizes, summed in float32 over what repeats; those of a bias or
+    of slopes by rows of backwards that make them, too. Kernels have first derivatives alone. Features that torch lacks (softcap,
+    return_lse, seed) then take memory for all scores; ALiBi and sinks have paths of their own (flashtune.dispatch.framework).
 
-    Raises InputError (a ValueError) or InputTypeError (a TypeError) where the arguments make no sense.
+    Raises InputError (a ValueError) or InputTypeError (a TypeError), both RuntimeErrors as torch's are, where the arguments make no sense.
     """
     if has_torch_function_variadic(query, key, value):
-        return _overridden(**locals())
-    if attn_mask is not None and _is_causal_bias(attn_mask):
-        is_causal, causal_alignment = _causal(attn_mask, query, key, is_causal)
-        attn_mask = None
+        return overriding.overridden(attention, **locals())
+    if attn_mask is not None:
+        if overriding.is_causal_bias(attn_mask):
+            is_causal, causal_alignment = _causal(attn_mask, query, key, is_causal)
+            attn_mask = None
+        elif has_torch_function_unary(attn_mask):
+            return overriding.overridden(attention, **locals())
+    if scale is not None and type(scale) is not float:
+        scale = unwrapped(scale)
+    if type(dropout_p) is not float:
+        dropout_p = unwrapped(dropout_p)
     per_head = None
     if alibi_slopes is not None or sinks is not None or q_descale is not None or k_descale is not None or v_descale is not None:
         per_head = PerHead(alibi_slopes, q_descale, k_descale, v_descale, sinks)
@@ -138,6 +150,7 @@ def attention(
             and (recent.cast_to is None or recent.cast_to is torch.get_autocast_dtype(query.device.type))
             and forward_ad._current_level < 0
             and not torch._C._len_torch_dispatch_stack()
+            and flash_attention_on()
             and (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16 == 0
         ):
             plan: Plan | None = recent.plan
@@ -205,28 +218,37 @@ def explain(*arguments: Any, **keywords: Any) -> Explanation:
     given = inspect.signature(attention).bind(*arguments, **keywords)
     given.apply_defaults()
     words = given.arguments
-    if _is_causal_bias(words["attn_mask"]):
+    words["scale"], words["dropout_p"] = unwrapped(words["scale"]), unwrapped(words["dropout_p"])
+    if overriding.is_causal_bias(words["attn_mask"]):
         words["is_causal"], words["causal_alignment"] = _causal(words["attn_mask"], words["query"], words["key"], words["is_causal"])
         words["attn_mask"] = None
     query, key, value, mask = (words.pop(name) for name in ("query", "key", "value", "attn_mask"))
     per_head = PerHead(*(words.pop(name) for name in PER_HEAD))
+    seed, shown = words.pop("seed"), Options(**{name: words[name] for name in Options._fields})
+    if overriding.is_torchs(Arguments(query, key, value, mask, seed, per_head), shown):
+        return Explanation(kind="framework", reason="torch's own function serves nested tensors and classes that override it", gpu="")
     if all(isinstance(x, torch.Tensor) for x in (query, key, value)) and (mask is None or isinstance(mask, torch.Tensor)):
         query, key, value, mask = prepared(query, key, value, mask)
-    call = parse(Arguments(query, key, value, mask, words.pop("seed"), per_head), Options(**words))
+    call = parse(Arguments(query, key, value, mask, seed, per_head), shown)
     memo = current()
     with memo.lock:
         why_torch = why_torch_now(query, key, value, mask, per_head)
         chosen = next(choosing.candidates(memo, call, query, key, value, mask, why_torch))
-        plan = _in_force(memo, chosen.plan)
+        plan = _in_force(memo, _forward_of(chosen.plan))
         return chosen.explanation if plan is None else chosen.explanation.remembering(plan)
 
 
-def _in_force(memo: Memo, chosen: FrameworkPlan | KernelPlan) -> KernelPlan | None:
+def _forward_of(plan: Plan) -> Plan:
+    """The plan of the forward that this one is around; itself where it is around none."""
+    return plan.forward if isinstance(plan, (training.TrainingPlan, RememberingPlan)) else plan
+
+
+def _in_force(memo: Memo, chosen: Plan) -> KernelPlan | None:
     """The plan that serves calls as the chosen one would: what it remembers began with the first of them."""
     if not isinstance(chosen, KernelPlan) or chosen.twin is None:
         return None
     for plan in list(memo.plans.values()):
-        forward = plan.forward if isinstance(plan, training.TrainingPlan) else plan
+        forward = _forward_of(plan)
         if isinstance(forward, KernelPlan) and forward.call == chosen.call and forward.module is chosen.module:
             return forward
     return None
@@ -246,7 +268,11 @@ def explain_problem(problem: Problem, gpu: str) -> Explanation:
 
 def _first_call(signature: tuple[Any, ...] | None, given: Arguments, options: Options) -> Outputs:
     """Check, choose, run and remember; a kernel that can't be built here gives way to the next choice."""
-    memo, span = current(), growing.span_of(signature)
+    if signature is None and overriding.nested(given, options):
+        return overriding.torchs(*given[:4], options), None
+    memo, draws = current(), bool(options.dropout_p) and given.seed is None
+    # Who serves dropout of one length, and remembers it, says nothing of another's.
+    span = None if draws else growing.span_of(signature)
     if span is not None and (around := memo.spans.get(span)) is not None:
         with memo.lock:
             try:
@@ -274,8 +300,11 @@ def _first_call(signature: tuple[Any, ...] | None, given: Arguments, options: Op
                 break
             chosen = training.TrainingPlan(memo, call, candidate.plan) if candidate.trains else candidate.plan
             build = partial(chosen.build, *given[:4], given.per_head)
+            back = way_back(call.device) if draws and not draws_in_a_capture(call, given.seed) else None
             outputs = tried(memo, candidate.variant, call.device, build, partial(chosen.run, *given))
             if outputs is None:
+                if back is not None:
+                    back()
                 continue
             if signature is not None:
                 memo.keep(signature, chosen)
@@ -289,21 +318,29 @@ def _first_call(signature: tuple[Any, ...] | None, given: Arguments, options: Op
 
 def _traced(given: Arguments, options: Options) -> Any:
     """`attention` as torch.compile sees it."""
+    if overriding.nested(given, options):
+        return overriding.torchs(*given[:4], options)
     given = Arguments(*autocast(*given[:4]), given.seed, given.per_head)
     call = parse(given, options)
-    why_torch = "transformed" if transformed() else why_torch_ever(*given[:4], given.per_head)
+    why_torch = "transformed" if transformed() or switched_off() else why_torch_ever(*given[:4], given.per_head)
     problem, trains = call.problem, False
-    if why_torch in GRADIENTS and problem is not None:
+    # What is computed without gradients may be computed again with them, by a graph that asks nobody what was drawn.
+    draws = call.torch_draws and (why_torch is None or why_torch in GRADIENTS)
+    if problem is not None and (draws or why_torch in GRADIENTS):
         # What is known of other sizes would do: only whether anything was measured counts.
         features, place = problem.features, -1 if call.device.index is None else call.device.index
-        window = (False, None, None) if features.window is None else (True, *features.window)
-        flags = [getattr(features, name) for name in FLAGS] + [name in GRADIENTS[why_torch] for name in ASKED]
-        ratio = int(problem.heads) // int(problem.kv_heads)
+        left, right = (None if side is None else index(side) for side in features.window or (None, None))
+        window = (features.window is not None, left, right)
+        asked = () if why_torch is None else GRADIENTS[why_torch]
+        flags = [call.deterministic, draws, *(getattr(features, name) for name in FLAGS), *(name in asked for name in ASKED)]
+        # A tracer may hold truth values as symbols, which a branch settles, and sizes, which `index` does and `int` doesn't.
+        causal, *flags = [True if flag else False for flag in (features.causal, *flags)]  # noqa: SIM210
+        ratio = index(problem.heads) // index(problem.kv_heads)
         sizes = (problem.d, problem.d_v, ratio)
-        trains = _trainable(
-            call.device.type, place, problem.dtype, *sizes, features.causal, features.mask, *window, call.deterministic, *flags
-        )
-    return tracing.traced(call, given, options, kernels=why_torch is None, trains=trains)
+        trains = _trainable(call.device.type, place, problem.dtype, *sizes, causal, features.mask, *window, *flags)
+    if why_torch is None:
+        return tracing.traced(call, given, options, kernels=trains or not draws, trains=False)
+    return tracing.traced(call, given, options, kernels=False, trains=trains)
 
 
 def _trainable(
@@ -319,9 +356,11 @@ def _trainable(
     left: int | None,
     right: int | None,
     deterministic: bool,
+    draws: bool,
     *flags: bool,
 ) -> bool:
-    """Whether backward kernels are trusted with problems like this one, of usual sizes; `flags` are those of FLAGS and ASKED.
+    """Whether backward kernels are trusted with problems like this one, of usual sizes, or are there where it `draws`; `flags` are those
+    of FLAGS and ASKED.
 
     A compiler that traces takes the answer for a constant, and gives nothing but plain values.
     """
@@ -329,36 +368,30 @@ def _trainable(
     window = (left, right) if windowed else None
     words: dict[str, Any] = dict(zip((*FLAGS, *ASKED), flags, strict=True))
     features = Features(causal=causal, mask=mask, window=window, **words)
-    sizes = {"batch": 8, "heads": 16 * ratio, "kv_heads": 16, "n_q": 2048, "n_kv": 2048, "d": d, "d_v": d_v}
-    problem = Problem(**sizes, dtype=dtype, features=features, direction="bwd")
+    sizes = {"batch": 1, "heads": ratio, "kv_heads": 1, "n_q": 1, "n_kv": 1, "d": d, "d_v": d_v}
+    problem = backwards.usual(Problem(**sizes, dtype=dtype, features=features, direction="bwd"))
     memo = current()
     with memo.lock:
         repeatable = backwards.same_bits_asked(deterministic)
+        if draws:
+            return backwards.has_gradients(memo, problem, target, repeatable=repeatable)
         return backwards.gradient_choice(memo, problem, target, repeatable=repeatable)[0] is not None
 
 
 _trainable._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _is_causal_bias(mask: object) -> bool:
-    """Whether this is torch's CausalBias, whose module takes a second to import (it brings the compiler)."""
-    return type(mask).__name__ == "CausalBias" and isinstance(mask, torch.Tensor)
-
-
 def _causal(bias: Any, query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> tuple[bool, str]:
     """`is_causal` and `causal_alignment` that say what torch's own causal bias does: its tensor holds nothing."""
     if is_causal:
-        raise InputError("is_causal=True was given together with a CausalBias as attn_mask: give one of them")
+        raise InputError("CausalBias should not be used with causal=True: give one of them")
     if (bias.seq_len_q, bias.seq_len_kv) != (query.shape[-2], key.shape[-2]):
         made, met = (bias.seq_len_q, bias.seq_len_kv), (query.shape[-2], key.shape[-2])
         raise InputError(f"attn_mask is a CausalBias for (queries, keys) of {made}, and these are {met}: make it for the same sizes")
     return True, "bottom_right" if bias.variant.name == "LOWER_RIGHT" else "top_left"
 
 
-def _overridden(query: Any, key: Any, value: Any, **words: Any) -> Any:
-    """The call for torch's protocol of overrides: tracers' proxies, subclasses and function modes see it as one of torch's own."""
-    return handle_torch_function(attention, (query, key, value), query, key, value, **words)
-
-
 tracing.define(attention)
 training.define(attention)
+# torch.jit.script finds torch's operation under it.
+_register_builtin(attention, "aten::scaled_dot_product_attention")

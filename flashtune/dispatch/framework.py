@@ -2,8 +2,11 @@
 formula, for calls that no backward kernel takes."""
 
 import contextlib
+import threading
+from collections.abc import Callable, Iterator
 
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashtune.core import reference
@@ -11,7 +14,7 @@ from flashtune.core.parameters import CallParameters, per_head_words
 from flashtune.core.torch_attention import autocasting, sdpa, sound_backends
 from flashtune.dispatch.call import Call, PerHead
 
-Outputs = tuple[torch.Tensor, torch.Tensor | None]
+Outputs = tuple[Tensor, Tensor | None]
 
 ROWS = 256
 """Query rows whose scores are held at a time where gradients are computed by the formula."""
@@ -21,12 +24,12 @@ SINK_ELEMENTS = 2**23
 
 
 def takes_as_it_is(call: Call) -> bool:
-    """Whether torch's function serves a call with the very arguments of `attention`, but for a mask that needs a gradient."""
+    """Whether torch's function serves a call with the very arguments of `attention`."""
     mask = call.mask_kind == "none" or call.dtype != torch.float64
     return call.fused_by_torch and not call.deterministic and call.identity and call.scale > 0.0 and mask and not call.empty
 
 
-def aligned(x: torch.Tensor) -> torch.Tensor:
+def aligned(x: Tensor) -> Tensor:
     """The tensor, or a copy of it where it doesn't begin at a multiple of 16 bytes of a GPU's memory.
 
     There cuDNN, torch's first choice, reads other numbers than the tensor's without a word, and its FlashAttention-2 ends in a fault which
@@ -41,15 +44,7 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
         return x
 
 
-def attention(
-    call: Call,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    keep: torch.Tensor | None,
-    per_head: PerHead | None,
-) -> Outputs:
+def attention(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, keep: Tensor | None, per_head: PerHead | None) -> Outputs:
     """Serve `call` in torch operations, differentiable: output and, when asked for, the float32 LSE.
 
     Plain, causal and masked attention and dropout from torch's own generator are one call of F.scaled_dot_product_attention. Other
@@ -86,17 +81,8 @@ def attention(
         # Torch's fused CPU kernel reads the memory of a narrower mask as if it were float64.
         mask = mask.to(q.dtype)
     # Whatever autocast takes is in its type already, but for fp8 inputs and ALiBi's bias, which aren't to be rounded.
-    with no_autocast(call.device.type), _sound_backends(call, q, k, v, mask):
-        out = sdpa(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            dropout_p=call.dropout_p,
-            is_causal=causal,
-            scale=scale,
-            enable_gqa=shared,
-        )
+    with no_autocast(call.device.type), sound_backends_of(call, q, k, v, mask):
+        out = sdpa(q, k, v, attn_mask=mask, dropout_p=call.dropout_p, is_causal=causal, scale=scale, enable_gqa=shared)
     if given.sinks is not None:
         out = out[:, :, -call.n_q :, : call.d_v]
     return call.restored(out), None
@@ -107,8 +93,8 @@ _SINK_KEY = 256.0
 
 
 def _with_sinks(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scores: torch.Tensor, causal: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The call with one more key in front, whose score is the head's own of `scores` (B, Hq) for every query, and whose value is 0.
 
     More columns make that score, so that key heads stay shared, bands stay masks for all heads and causal calls need none: queries hold
@@ -145,14 +131,7 @@ def _wide(call: Call) -> torch.dtype:
     return torch.float64 if call.dtype == torch.float64 else torch.float32
 
 
-def _composite(
-    call: Call,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    given: CallParameters,
-    keep: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _composite(call: Call, q: Tensor, k: Tensor, v: Tensor, given: CallParameters, keep: Tensor | None) -> tuple[Tensor, Tensor]:
     """The reference in float32 or float64, rounded to the output's dtype at the end."""
     # Autocast would turn the float32 products into half ones again.
     with no_autocast(call.device.type):
@@ -172,16 +151,37 @@ def _composite(
     return out.to(call.out_dtype), lse.float()
 
 
-def _sound_backends(
-    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
-) -> contextlib.AbstractContextManager[object]:
-    """Keeps calls whose gradient is needed to the backends whose gradients are right, and the same every time where that was asked for."""
-    if call.device.type != "cuda" or not torch.is_grad_enabled() or not (call.deterministic or mask is not None):
+_FLAGS = threading.RLock()
+_ON: dict[SDPBackend, Callable[[], bool]] = {
+    SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
+    SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
+    SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
+}
+
+
+def sound_backends_of(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> contextlib.AbstractContextManager[object]:
+    """Keeps calls whose gradient is needed to the backends whose gradients are right, and the same every time where that was asked for; and
+    those that draw, which may be computed again with gradients: each backend drops other pairs."""
+    if call.device.type != "cuda" or not (call.deterministic or mask is not None):
         return contextlib.nullcontext()
-    if not any(x.requires_grad for x in (q, k, v, *([] if mask is None else [mask]))):
+    differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *([] if mask is None else [mask])))
+    if not (differentiable or call.torch_draws):
         return contextlib.nullcontext()
     backends = [SDPBackend.MATH] if call.deterministic else sound_backends(mask)
-    return contextlib.nullcontext() if backends is None else sdpa_kernel(backends)
+    if backends is None:
+        return contextlib.nullcontext()
+    # A caller's sdpa_kernel holds on, save for compilers, which can't ask; where it leaves none of these, it was meant to.
+    if torch.compiler.is_compiling():
+        return sdpa_kernel(backends)
+    left = [backend for backend in backends if _ON[backend]()]
+    return _only(left) if left else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _only(backends: list[SDPBackend]) -> Iterator[None]:
+    """sdpa_kernel, whose flags are the process's: two threads inside it at once would leave them as the first one set them."""
+    with _FLAGS, sdpa_kernel(backends):
+        yield
 
 
 def no_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
@@ -192,18 +192,18 @@ def no_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
 
 
 def gradients(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
     given: CallParameters,
     *,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     of_slopes: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """dQ, dK and dV in their inputs' types, of the output and LSE (None: of the output alone) that a forward left; then the gradient of
     `bias`, of its own sizes and type, if it is given, and that of slopes (B, Hq), if asked for.
 
@@ -252,9 +252,7 @@ def gradients(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dbias, dslopes
 
 
-def sink_gradients(
-    sinks: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None
-) -> torch.Tensor:
+def sink_gradients(sinks: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
     """The gradient of `sinks` (B, Hq), float32, of the output and LSE (None: of the output alone) that a forward left.
 
     A sink's probability in a row is exp(sink - LSE), and its value is 0, so that -exp(sink - LSE) (rowsum(dO * O) - dLSE) is what the row
@@ -273,7 +271,7 @@ def sink_gradients(
     return found
 
 
-def _kept(given: CallParameters, shape: torch.Size, first: int, count: int, n_kv: int, device: torch.device) -> torch.Tensor:
+def _kept(given: CallParameters, shape: torch.Size, first: int, count: int, n_kv: int, device: torch.device) -> Tensor:
     """Dropout's factor of each pair of these rows: 0, or what makes up for those that are dropped."""
     keep = reference.dropout_keep(given.seed, given.offset, shape[0], shape[1], count, n_kv, given.dropout_p, device, first=first)
     return keep / (1.0 - given.dropout_p) if given.dropout_p < 1.0 else keep * 0.0

@@ -7,6 +7,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch.nn.functional as F
+from torch.jit import _builtins
 
 from flashtune import dispatch
 from flashtune.core.torch_attention import sdpa
@@ -18,6 +19,8 @@ _ours: Callable[..., Any] | None = None
 """What was put into torch.nn.functional for the present users."""
 _before: Callable[..., Any] = sdpa
 """What stood there before the first of them came."""
+_scripted: Callable[[], dict[int, str]] = _builtins._get_builtin_table
+"""Torch's operations by the ids of the functions for which torch.jit.script takes them."""
 
 
 @contextmanager
@@ -44,6 +47,8 @@ def _enter() -> None:
         if _users == 0:
             _before = F.scaled_dot_product_attention
             _ours = F.scaled_dot_product_attention = _stand_in(_before)
+            # torch.jit.script finds torch's operation under it, by its id.
+            _scripted()[id(_ours)] = "aten::scaled_dot_product_attention"
         _users += 1
 
 
@@ -51,8 +56,11 @@ def _leave() -> None:
     global _users
     with _lock:
         _users -= 1
+        if _users:
+            return
+        del _scripted()[id(_ours)]
         # Whoever put something over ours meanwhile keeps it; ours passes calls on from now on.
-        if _users == 0 and F.scaled_dot_product_attention is _ours:
+        if F.scaled_dot_product_attention is _ours:
             F.scaled_dot_product_attention = _before
 
 
@@ -76,4 +84,6 @@ def _stand_in(before: Callable[..., Any]) -> Callable[..., Any]:
             return type(attn_mask)._dispatch(query, key, value, attn_mask, *others, **words)
         return before(query, key, value, attn_mask, *others, **words)
 
+    # Pickled by its place, as torch's own is.
+    scaled_dot_product_attention.__module__, scaled_dot_product_attention.__qualname__ = F.__name__, "scaled_dot_product_attention"
     return scaled_dot_product_attention

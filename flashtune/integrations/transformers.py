@@ -22,10 +22,7 @@ from transformers.utils.import_utils import is_tracing
 
 from flashtune import dispatch
 from flashtune.core import reference
-from flashtune.core.band import Band
 from flashtune.core.errors import EnvironmentProblem, InputError
-from flashtune.core.problem import MAX_HEAD_DIM
-from flashtune.core.torch_attention import sdpa
 
 NAME = "tuned_attention"
 """What `attn_implementation` is called, unless another name is registered."""
@@ -148,27 +145,13 @@ def attention_forward(
     if position_bias is not None:
         mask = reference.joined(position_bias.to(query.dtype), mask)
     shared = query.shape[1] != key.shape[1]
-    if max(query.shape[3], value.shape[3]) > MAX_HEAD_DIM and not softcap and s_aux is None:
-        out = sdpa(query, key, value, _with_window(window, mask, query, key), dropout_p=dropout, scale=scaling, enable_gqa=shared)
-    else:
-        sinks = None if s_aux is None else s_aux.float()
-        # What has a place goes by it: a call with words costs the host more.
-        out = dispatch.attention(
-            query, key, value, mask, dropout, False, scaling, shared, window=window, softcap=softcap or 0.0,
-            causal_alignment="bottom_right", sinks=sinks,
-        )  # fmt: skip
+    sinks = None if s_aux is None else s_aux.float()
+    # What has a place goes by it: a call with words costs the host more.
+    out = dispatch.attention(
+        query, key, value, mask, dropout, False, scaling, shared, window=window, softcap=softcap or 0.0,
+        causal_alignment="bottom_right", sinks=sinks,
+    )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
-
-
-def _with_window(
-    window: tuple[int | None, int] | None, mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
-) -> torch.Tensor | None:
-    """The mask with the window put into it, for heads that are larger than kernels take."""
-    if window is None:
-        return mask
-    n_q, n_kv = query.shape[2], key.shape[2]
-    band = Band(left=window[0], right=window[1], diagonal=n_kv - n_q)
-    return reference.hidden_outside(reference.visible(band, n_q, n_kv, query.device), mask)
 
 
 def _left_to_the_kernel(mask_function: Any, local_size: int | None, kv_length: int, config: Any) -> bool:

@@ -1,6 +1,6 @@
 """From the arguments of `attention` to a checked `Call`."""
 
-from flashtune.dispatch.call.arguments import Arguments, Options, parse, seed_bits, signed
+from flashtune.dispatch.call.arguments import Arguments, Options, parse, seed_bits, signed, unwrapped
 from flashtune.dispatch.call.checked import Call, PerHead
 
-__all__ = ["Arguments", "Call", "Options", "PerHead", "parse", "seed_bits", "signed"]
+__all__ = ["Arguments", "Call", "Options", "PerHead", "parse", "seed_bits", "signed", "unwrapped"]

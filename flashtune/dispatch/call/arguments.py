@@ -3,7 +3,8 @@
 import math
 import numbers
 from itertools import zip_longest
-from typing import NamedTuple
+from operator import index
+from typing import Any, NamedTuple
 
 import torch
 
@@ -58,9 +59,9 @@ def parse(given: Arguments, options: Options) -> Call:
     batch_dims = _batch_dims(q, k, v)
     heads, kv_heads = _heads(q, k, v, enable_gqa)
     # Head sizes are compiled in, so a tracer's symbolic ones become numbers.
-    n_q, n_kv, d, d_v = q[-2], k[-2], int(q[-1]), int(v[-1])
+    n_q, n_kv, d, d_v = q[-2], k[-2], index(q[-1]), index(v[-1])
     if is_causal and attn_mask is not None:
-        raise InputError("is_causal=True was given together with attn_mask: give one of them, or put the causal band into the mask")
+        raise InputError("Explicit attn_mask should not be set when is_causal=True: give one of them, or put the causal band into the mask")
     mask_kind: MaskKind = "none"
     if attn_mask is not None:
         mask_kind = _mask_kind(attn_mask, query, (*batch_dims, *((heads,) if rank > 2 else ()), n_q, n_kv))
@@ -81,7 +82,7 @@ def parse(given: Arguments, options: Options) -> Call:
     identity = rank == len(q) == len(k) == len(v) == 4 and q[0] == k[0] == v[0] and q[1] == heads and k[1] == v[1] == kv_heads
     sizes = {"batch": math.prod(batch_dims), "heads": heads, "kv_heads": kv_heads, "n_q": n_q, "n_kv": n_kv, "d": d, "d_v": d_v}
     problem = None
-    if query.dtype in KERNEL_DTYPES and 0 not in (*batch_dims, heads, n_q, n_kv):
+    if query.dtype in KERNEL_DTYPES and 0 not in (*batch_dims, heads, n_q, n_kv, d, d_v) and max(d, d_v) <= MAX_HEAD_DIM:
         problem = Problem(
             **sizes,
             direction="fwd",
@@ -100,7 +101,7 @@ def parse(given: Arguments, options: Options) -> Call:
         out_dtype=output_torch_dtype(query.dtype),
         device=query.device,
         problem=problem,
-        scale=1.0 / math.sqrt(d) if options.scale is None else _number("scale", options.scale),
+        scale=1.0 / math.sqrt(d or 1) if options.scale is None else _number("scale", options.scale),
         band=band,
         softcap=softcap,
         per_head=any(x is not None for x in per_head),
@@ -113,14 +114,20 @@ def parse(given: Arguments, options: Options) -> Call:
         rank=rank,
         batch_dims=batch_dims,
         identity=identity,
-        remembered=False,
         **sizes,
     )
 
 
+def unwrapped(number: Any) -> Any:
+    """The number in a tensor of no dimensions that asks for no gradient, which torch takes for one; anything else as it is."""
+    plain = isinstance(number, torch.Tensor) and number.dim() == 0 and not number.requires_grad
+    return number.item() if plain else number
+
+
 def seed_bits(seed: int) -> int:
     """`seed` as an unsigned 64-bit number (negative ones wrap, as in torch.manual_seed); raises InputError or InputTypeError."""
-    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
+    # The question whether it is an Integral takes its time.
+    if type(seed) is not int and (isinstance(seed, bool) or not isinstance(seed, numbers.Integral)):
         raise InputTypeError(f"seed must be an integer, not {type(seed).__name__}: give 64 bits, or None to draw one")
     if not -(2**63) <= seed < 2**64:
         raise InputError(f"seed={seed} does not fit into 64 bits: give a smaller one")
@@ -156,10 +163,6 @@ def _check_sizes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> 
     for name, shape in (("query", q), ("key", k), ("value", v)):
         if len(shape) < 2:
             raise InputError(f"{name} has the shape {shape}: give at least two dimensions, (..., tokens, head size)")
-        if shape[-1] == 0:
-            raise InputError(f"{name} has the shape {shape}: the head size must be at least 1")
-        if shape[-1] > MAX_HEAD_DIM:
-            raise InputError(f"{name} has the head size {shape[-1]}: sizes up to {MAX_HEAD_DIM} are supported, split the heads")
     if q[-1] != k[-1]:
         raise InputError(f"query has the head size {q[-1]} and key {k[-1]}: they must be equal")
     if k[-2] != v[-2]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from flashtune.core.band import Band
 from flashtune.core.parameters import FACTORS, PER_HEAD, CallParameters, per_head_words
@@ -15,42 +16,39 @@ from flashtune.core.problem import MaskKind, Problem
 class PerHead(NamedTuple):
     """As the caller gave them, in the order of `PER_HEAD`; tensors broadcast to (*batch_dims, H) of the call."""
 
-    alibi_slopes: torch.Tensor | None = None
-    q_descale: torch.Tensor | float | None = None
-    k_descale: torch.Tensor | float | None = None
-    v_descale: torch.Tensor | float | None = None
-    sinks: torch.Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    q_descale: Tensor | float | None = None
+    k_descale: Tensor | float | None = None
+    v_descale: Tensor | float | None = None
+    sinks: Tensor | None = None
 
-    def tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[Tensor]:
         """Those that are tensors."""
-        return [x for x in self if isinstance(x, torch.Tensor)]
+        return [x for x in self if isinstance(x, Tensor)]
 
     def resolved(self) -> "PerHead":
         """The same, with what is only marked as negative negated in memory."""
-        return self._replace(**{name: x.resolve_neg() for name, x in zip(PER_HEAD, self, strict=True) if isinstance(x, torch.Tensor)})
+        return self._replace(**{name: x.resolve_neg() for name, x in zip(PER_HEAD, self, strict=True) if isinstance(x, Tensor)})
 
     def signature(self) -> Hashable:
         """What a plan depends on: sizes, strides and places of tensors, values of numbers."""
-        return tuple((x.shape, x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else (type(x), x) for x in self)
+        return tuple((x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x) for x in self)
 
-    def views(self, call: "Call") -> list[torch.Tensor | None]:
+    def views(self, call: "Call") -> list[Tensor | None]:
         """Those that are tensors as views (B, Hq) or (B, Hkv); None for the others."""
         counts = PER_HEAD.values()
-        return [
-            call.spread(x, getattr(call, count)) if isinstance(x, torch.Tensor) else None for x, count in zip(self, counts, strict=True)
-        ]
+        return [call.spread(x, getattr(call, count)) if isinstance(x, Tensor) else None for x, count in zip(self, counts, strict=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """One call, checked and normalised.
 
-    Of `band`, sides that hide nothing at these sizes are dropped. `problem` is None where no kernel serves: for float64, and where
-    there is nothing to compute.
+    Of `band`, sides that hide nothing at these sizes are dropped. `problem` is None where no kernel serves: for float64, for heads that are
+    larger than kernels take, and where there is nothing to compute.
     `rank` is the output's number of dimensions, `batch_dims` those before the heads and `batch` their product. `identity` says that
     q, k and v are taken as they are: 4-D, with equal batches and heads that need no broadcasting. `per_head` says that something is given
     per head. `factors` are numbers that fp8 q, k and v are multiplied by, 1 where none or a tensor is given; None for other types.
-    `remembered` says that kernels remember what they draw for it.
     """
 
     dtype: torch.dtype
@@ -77,7 +75,6 @@ class Call:
     d: int
     d_v: int
     identity: bool
-    remembered: bool
 
     @property
     def shared(self) -> bool:
@@ -102,13 +99,13 @@ class Call:
         """Whether torch's own attention, where it serves this, draws dropout's mask itself: other bits than kernels draw."""
         return bool(self.dropout_p) and not (self.seeded or self.softcap or self.return_lse)
 
-    def views(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def views(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, Hq, N_q, D), k (B, Hkv, N_kv, D), v (B, Hkv, N_kv, D_v): views, save for batch dimensions that can't be merged."""
         if self.identity:
             return q, k, v
         return self._merged(q, self.heads), self._merged(k, self.kv_heads), self._merged(v, self.kv_heads)
 
-    def _merged(self, x: torch.Tensor, heads: int) -> torch.Tensor:
+    def _merged(self, x: Tensor, heads: int) -> Tensor:
         """`x` as (B, heads, rows, columns): batch dimensions are broadcast and merged, heads broadcast or repeated."""
         while x.dim() < len(self.batch_dims) + 3:
             x = x[None]
@@ -121,7 +118,7 @@ class Call:
             return x
         return x.expand(-1, heads, -1, -1) if x.shape[1] == 1 else x.repeat_interleave(heads // x.shape[1], 1)
 
-    def small_mask(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+    def small_mask(self, mask: Tensor | None) -> Tensor | None:
         """The mask as 4-D that broadcasts to (B, Hq, N_q, N_kv), not expanded; of several batch dimensions only these are filled out."""
         if mask is None:
             return None
@@ -134,17 +131,17 @@ class Call:
             return mask.reshape(1, heads, rows, columns)
         return mask.expand(*self.batch_dims, heads, rows, columns).reshape(self.batch, heads, rows, columns)
 
-    def full_mask(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+    def full_mask(self, mask: Tensor | None) -> Tensor | None:
         """The mask as a view expanded to (B, Hq, N_q, N_kv), with stride 0 where it is broadcast."""
         small = self.small_mask(mask)
         return None if small is None else small.expand(self.batch, self.heads, self.n_q, self.n_kv)
 
-    def spread(self, x: torch.Tensor, heads: int) -> torch.Tensor:
+    def spread(self, x: Tensor, heads: int) -> Tensor:
         """Numbers per head that broadcast to (..., heads) as (B, heads), not expanded in memory where one batch dimension is all."""
         x = x.expand(*self.batch_dims, heads)
         return x if len(self.batch_dims) == 1 else x.reshape(self.batch, heads)
 
-    def parameters(self, mask: torch.Tensor | None, per_head: PerHead | None) -> CallParameters:
+    def parameters(self, mask: Tensor | None, per_head: PerHead | None) -> CallParameters:
         """What a launch and the reference take beside the operands, but for dropout's mask; `mask` is 4-D."""
         given = dict(zip(PER_HEAD, (per_head or PerHead()).views(self), strict=True))
         for name, factor in zip(FACTORS, self.factors or (), strict=False):
@@ -160,7 +157,7 @@ class Call:
             **per_head_words({name: x for name, x in given.items() if x is not None}),
         )
 
-    def restored(self, x: torch.Tensor) -> torch.Tensor:
+    def restored(self, x: Tensor) -> Tensor:
         """An output or LSE (B, Hq, ...) with the caller's own leading dimensions."""
         if self.rank == 4:
             return x

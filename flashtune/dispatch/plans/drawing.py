@@ -1,8 +1,10 @@
 """What fixes dropout's mask of a call: the caller's seed, or what follows from torch's generator; and where kernels drew from that without
 gradients, for calls that compute the same again with them."""
 
+import functools
 import threading
 import warnings
+from collections.abc import Callable
 
 import torch
 
@@ -10,20 +12,26 @@ from flashtune.dispatch.call import Call, seed_bits
 
 _MASK64 = 2**64 - 1
 
-SEEDED, UNSEEDED, IN_AUTOGRAD, IN_INFERENCE = range(4)
+SEEDED, UNSEEDED, IN_AUTOGRAD = range(3)
 """Where a call's dropout has its mask from: the caller's seed; torch's generator; that, if there is dropout, inside of an autograd
-function's forward or of a backward; or in inference mode."""
+function's forward or of a backward, where autograd itself may compute again what is computed."""
 
-REMEMBERED = 2**16
-"""So many draws are remembered at the least, and fewer than twice as many."""
+_DRAWING = threading.Lock()
+"""Held while a generator's position is read and moved on, which Python can't do in one step: it keeps out our other threads, and not what
+torch itself draws there, so the two steps lie side by side."""
+
+DRAWS: set[int] = set()
+"""Draws of kernels without gradients, as bits xor `drawn_as`. Of all threads: a generator's state may be kept by one and set by another."""
+
+MOST_DRAWS = 2**17
+"""So many are remembered, in 10 MB, and none is forgotten: nobody can tell what is never computed again."""
 
 
 def unseeded() -> int:
     """Which of these holds now for a call with dropout and without a seed."""
-    # Forward-mode gradients are off inside of an autograd function's forward.
-    if torch._C._is_fwd_grad_enabled():
-        return UNSEEDED if torch._C._current_graph_task_id() < 0 else IN_AUTOGRAD
-    return IN_INFERENCE if torch.is_inference_mode_enabled() else IN_AUTOGRAD
+    # Forward-mode gradients are off inside of an autograd function's forward, and in inference mode, of which autograd knows nothing.
+    outside = torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled()
+    return UNSEEDED if outside and torch._C._current_graph_task_id() < 0 else IN_AUTOGRAD
 
 
 def draws_in_a_capture(call: Call, seed: int | None) -> bool:
@@ -40,10 +48,18 @@ def random_bits(seed: int | None, device: torch.device) -> tuple[int, int]:
     if seed is not None:
         return seed_bits(seed), 0
     if device.type == "cuda":
-        generator, bits, position = _at(device)
-        generator.set_offset(position + 4)
-        return bits, 0
+        generator = _generator(device)
+        with _DRAWING:
+            position = generator.get_offset()
+            generator.set_offset(position + 4)
+        return _bits_at(generator, position), 0
     return int(torch.randint(2**63 - 1, ()).item()), 0
+
+
+def way_back(device: torch.device) -> Callable[[], object]:
+    """What puts torch's generator of the device back to where it stands now."""
+    generator = _generator(device)
+    return functools.partial(generator.set_state, generator.get_state())
 
 
 def drawn_as(call: Call) -> int:
@@ -51,68 +67,34 @@ def drawn_as(call: Call) -> int:
     return hash((str(call.device), call.batch, call.heads, call.n_q, call.n_kv, call.dropout_p))
 
 
-class Draws:
-    """Draws of kernels without gradients, as bits xor `drawn_as`, those of long ago forgotten.
-
-    Two sets, so that to remember one is a single step which needs no lock. `newer` is empty only if nothing is remembered. Of each GPU's
-    generator and seed `lost` is a position behind all that was forgotten.
-    """
-
-    __slots__ = ("_lock", "_turned", "lost", "newer", "older")
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.clear()
-
-    def __contains__(self, draw: int) -> bool:
-        # In this order: another thread may make the one the other meanwhile.
-        return draw in self.newer or draw in self.older
-
-    def clear(self) -> None:
-        """Forget all."""
-        self.newer: set[int] = set()
-        self.older: set[int] = set()
-        self.lost: dict[tuple[int, int], int] = {}
-        self._turned: dict[tuple[int, int], int] = {}
-
-    def remember(self, draw: int) -> None:
-        """Add one; where they are too many, the older half is forgotten."""
-        newer = self.newer
-        newer.add(draw)
-        if len(newer) >= REMEMBERED:
-            with self._lock:
-                if self.newer is newer:
-                    self.lost |= self._turned
-                    self._turned = {
-                        (index, one.initial_seed()): one.get_offset() for index, one in enumerate(torch.cuda.default_generators)
-                    }
-                    self.older, self.newer = newer, {draw}
-
-    def warn_of_lost(self, device: torch.device, seed: int, position: int) -> None:
-        """A RuntimeWarning, once, where a draw at this position isn't remembered, and may be one that was forgotten."""
-        place = (_index(device), seed)
-        if position < self.lost.get(place, 0) and self.lost.pop(place, None) is not None:
-            said = f"flashtune remembers the last {REMEMBERED} draws of dropout without gradients, and here one is asked for of before"
-            warnings.warn(
-                f"{said}: if that is computed again here, other pairs are dropped; give such calls a seed", RuntimeWarning, stacklevel=2
-            )
+def remember(draw: int) -> None:
+    """Add a draw; a RuntimeWarning, once, where there are too many."""
+    if len(DRAWS) < MOST_DRAWS:
+        DRAWS.add(draw)
+    elif draw not in DRAWS:
+        _warn_of_more()
 
 
-DRAWS = Draws()
-"""Of all threads: a generator's state may be kept by one and set by another."""
+@functools.cache
+def _warn_of_more() -> None:
+    said = f"flashtune remembers {MOST_DRAWS} draws of dropout without gradients and no more"
+    warnings.warn(
+        f"{said}: later ones may drop other pairs where they are computed again; give such calls a seed", RuntimeWarning, stacklevel=3
+    )
 
 
 def recalled(device: torch.device, like: int) -> int | None:
     """The bits of one call's dropout, drawn, where a kernel drew them for a call `like` this one (`drawn_as`) without gradients; None, and
     the generator where it was, elsewhere."""
     if device.type == "cuda":
-        generator, bits, position = _at(device)
-        if bits ^ like not in DRAWS:
-            if DRAWS.lost:
-                DRAWS.warn_of_lost(device, generator.initial_seed(), position)
-            return None
-        generator.set_offset(position + 4)
-        return bits
+        generator = _generator(device)
+        with _DRAWING:
+            position = generator.get_offset()
+            bits = _bits_at(generator, position)
+            if bits ^ like in DRAWS:
+                generator.set_offset(position + 4)
+                return bits
+        return None
     state = torch.get_rng_state()
     bits = random_bits(None, device)[0]
     if bits ^ like in DRAWS:
@@ -121,15 +103,16 @@ def recalled(device: torch.device, like: int) -> int | None:
     return None
 
 
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
+def _generator(device: torch.device) -> torch.Generator:
+    """Torch's default one."""
+    if device.type != "cuda":
+        return torch.default_generator
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
-def _at(device: torch.device) -> tuple[torch.Generator, int, int]:
-    """A GPU's generator, the bits that follow from where it stands, and its position."""
-    generator = torch.cuda.default_generators[_index(device)]
-    position = generator.get_offset()
-    return generator, _mixed(generator.initial_seed() % 2**64, position // 4 % 2**32), position
+def _bits_at(generator: torch.Generator, position: int) -> int:
+    """The bits that follow from where a GPU's generator stands."""
+    return _mixed(generator.initial_seed() % 2**64, position // 4 % 2**32)
 
 
 def _mixed(seed: int, offset: int) -> int:

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flashtune.core import launching, reference
 from flashtune.core.band import Sides
@@ -22,11 +23,11 @@ from flashtune.dispatch import framework
 from flashtune.dispatch.call import Call, PerHead
 from flashtune.dispatch.launch import driver, prepared
 from flashtune.dispatch.launch.program import Program
-from flashtune.dispatch.plans.drawing import DRAWS, drawn_as, draws_in_a_capture, random_bits, recalled
+from flashtune.dispatch.plans.drawing import draws_in_a_capture, random_bits
 from flashtune.dispatch.plans.memory import out_strides, padded, placed
 from flashtune.dispatch.plans.misled import Misled
 
-Outputs = tuple[torch.Tensor, torch.Tensor | None]
+Outputs = tuple[Tensor, Tensor | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +39,12 @@ class FrameworkPlan:
     words: Mapping[str, Any] | None = None
 
     @classmethod
-    def of(cls, call: Call, *tensors: torch.Tensor | None) -> "FrameworkPlan":
+    def of(cls, call: Call, *tensors: Tensor | None) -> "FrameworkPlan":
         """The plan for a call with these tensors, or others that lie in memory as they do."""
         words: Mapping[str, Any] | None = None
         if framework.takes_as_it_is(call) and all(x is None or framework.aligned(x) is x for x in tensors):
             asked = {"dropout_p": call.dropout_p, "is_causal": call.band.torch_causal, "scale": call.scale, "enable_gqa": call.shared}
-            usual = {"dropout_p": 0.0, "is_causal": False, "scale": 1.0 / math.sqrt(call.d), "enable_gqa": False}
+            usual = {"dropout_p": 0.0, "is_causal": False, "scale": 1.0 / math.sqrt(call.d or 1), "enable_gqa": False}
             # Torch's parser takes its time for each.
             words = {name: value for name, value in asked.items() if value != usual[name]}
         return cls(call=call, words=words)
@@ -51,7 +52,7 @@ class FrameworkPlan:
     def build(self, *_: object) -> None:
         """There is nothing to be built."""
 
-    def direct(self) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
+    def direct(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         """What does the same for calls without a mask and anything per head; None where that is no call of torch's function alone."""
         return None if self.words is None else functools.partial(sdpa, **self.words)
 
@@ -60,18 +61,16 @@ class FrameworkPlan:
         return self
 
     def run(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None,
-        seed: int | None,
-        per_head: PerHead | None,
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, seed: int | None, per_head: PerHead | None
     ) -> Outputs:
         """Output and, when asked for, LSE."""
-        if (words := self.words) is not None and (attn_mask is None or not torch.is_grad_enabled()):
-            return sdpa(query, key, value, attn_mask, **words), None
         call = self.call
+        if (words := self.words) is not None:
+            if attn_mask is None:
+                return sdpa(query, key, value, **words), None
+            # With gradients or without: torch.jit.trace compares even the lines.
+            with framework.sound_backends_of(call, query, key, value, attn_mask):
+                return sdpa(query, key, value, attn_mask, **words), None
         keep = None
         if call.dropout_p and not call.torch_draws:
             sizes = (call.batch, call.heads, call.n_q, call.n_kv)
@@ -81,45 +80,6 @@ class FrameworkPlan:
             else:
                 keep = reference.dropout_keep(*random_bits(seed, call.device), *sizes, call.dropout_p, device=call.device)
         return framework.attention(call, query, key, value, attn_mask, keep, per_head)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecallingPlan(FrameworkPlan):
-    """The same for unseeded dropout, save that `again` serves, with the bits for a seed, where a kernel drew them for a call `like` this
-    one without gradients: what is computed there again is to drop the same pairs."""
-
-    like: int
-    again: Callable[..., Outputs]
-
-    def direct(self) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
-        """As that of the framework's."""
-        words = self.words
-        if words is None:
-            return None
-
-        def direct(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            if DRAWS.newer:
-                return self.run(query, key, value, None, None, None)[0]
-            return sdpa(query, key, value, **words)
-
-        return direct
-
-    def run(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None,
-        seed: int | None,
-        per_head: PerHead | None,
-    ) -> Outputs:
-        """Output and no LSE."""
-        if DRAWS.newer and not draws_in_a_capture(self.call, seed):
-            bits = recalled(self.call.device, self.like)
-            if bits is not None:
-                return self.again(query, key, value, attn_mask, bits, per_head)
-        # Without an argument it looks for the class that `slots` has replaced.
-        return super(RecallingPlan, self).run(query, key, value, attn_mask, seed, per_head)
 
 
 class ModulePlan:
@@ -167,11 +127,11 @@ class KernelPlan(ModulePlan):
     """Launches a forward's kernel, or for a while that of its twin, where scores mislead this one (`misled`)."""
 
     __slots__ = (
-        "_counters", "_drawn_as", "_framework", "_heads", "_layout", "_like_query", "_lse_offset", "_memory", "_other", "_plain", "_rest",
+        "_counters", "_framework", "_heads", "_layout", "_like_query", "_lse_offset", "_memory", "_other", "_plain", "_rest",
         "_scratch", "_temporaries", "misled", "twin",
     )  # fmt: skip
 
-    def __init__(self, call: Call, module: ModuleType, q: torch.Tensor, *, twin: Twin | None = None, **others: Any) -> None:
+    def __init__(self, call: Call, module: ModuleType, q: Tensor, *, twin: Twin | None = None, **others: Any) -> None:
         """`q` (B, Hq, N_q, D) as the kernel takes it: the output's dimensions lie in memory as its do, as in torch. `others` are those of
         ModulePlan."""
         super().__init__(call, module, **others)
@@ -181,7 +141,6 @@ class KernelPlan(ModulePlan):
         shape = (call.batch, call.heads, call.n_q, call.d_v)
         self._layout = (shape, out_strides(shape, q.stride()), shape[:3], (call.heads * call.n_q, call.n_q, 1))
         self._framework = FrameworkPlan(call=call)
-        self._drawn_as = drawn_as(call)
         self._counters = 0
         # Addresses of what isn't given per head as a tensor.
         self._heads = [0] * len(PER_HEAD)
@@ -194,9 +153,7 @@ class KernelPlan(ModulePlan):
         # The stream of the last call, its counters and scratch, and `_rest` with its temporaries; one value, so that threads read it whole.
         self._memory: tuple[int, int, int, tuple[int, ...]] = (-1, 0, 0, ())
 
-    def build(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, per_head: PerHead | None
-    ) -> None:
+    def build(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, per_head: PerHead | None) -> None:
         """Take or compile machine code for calls like this one; what fails here is the kernel's own fault."""
         call = self.call
         if call.device.type != "cuda" or torch.version.cuda is None:
@@ -235,7 +192,7 @@ class KernelPlan(ModulePlan):
         return driver.TOLD_COUNTS.of(device, (self.twin.config, self.call))
 
     def _instead(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, per_head: PerHead | None
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, per_head: PerHead | None
     ) -> "KernelPlan | None":
         """The twin's plan, where that serves this call; None where this plan does, as ever."""
         misled, twin = self.misled, self.twin
@@ -260,9 +217,7 @@ class KernelPlan(ModulePlan):
                 self.misled = None
         return self._other
 
-    def grown(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, per_head: PerHead | None, sides: Sides
-    ) -> "KernelPlan | None":
+    def grown(self, query: Tensor, key: Tensor, value: Tensor, per_head: PerHead | None, sides: Sides) -> "KernelPlan | None":
         """The plan, built, for a decoding step of another number of keys (no mask) that this kernel is to serve, too; None where it takes
         no such tensors."""
         n_kv = key.shape[2]
@@ -277,13 +232,7 @@ class KernelPlan(ModulePlan):
         return plan
 
     def run(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None,
-        seed: int | None,
-        per_head: PerHead | None,
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, seed: int | None, per_head: PerHead | None
     ) -> Outputs:
         """Output and, when asked for, LSE; on the tensors' device and its current stream."""
         misled = self.misled
@@ -304,8 +253,6 @@ class KernelPlan(ModulePlan):
                 # Numbers that are drawn here would be the same at every replay of the graph.
                 return self._framework.run(query, key, value, attn_mask, seed, per_head)
             bits = random_bits(seed, device)
-            if call.remembered:
-                DRAWS.remember(bits[0] ^ self._drawn_as)
         if program is None:
             return self._through_triton(query, key, value, attn_mask, bits, per_head)
         if not call.identity:
@@ -316,14 +263,14 @@ class KernelPlan(ModulePlan):
             out = torch.empty_strided(self._layout[0], self._layout[1], dtype=call.out_dtype, device=device)
         stream = torch._C._cuda_getCurrentRawStream(index)
         counts, scratch, rest = 0, 0, self._rest
-        held: torch.Tensor | None = None
+        held: Tensor | None = None
         if self._counters or self._scratch:
             known, counts, scratch, rest = self._memory
             capturing = torch._C._cuda_isCurrentStreamCapturing()
             if capturing or known != stream:
                 counts, scratch, held = self._stream_memory(stream, capturing)
                 rest = self._behind(scratch)
-        lse: torch.Tensor | None = None
+        lse: Tensor | None = None
         if call.return_lse:
             lse = torch.empty_strided(self._layout[2], self._layout[3], dtype=torch.float32, device=device)
             lse_at = lse.data_ptr()
@@ -347,7 +294,7 @@ class KernelPlan(ModulePlan):
             return out if call.rank == 4 else call.restored(out), None
         return (out, lse) if call.rank == 4 else (call.restored(out), call.restored(lse))
 
-    def _stream_memory(self, stream: int, capturing: bool) -> tuple[int, int, torch.Tensor | None]:
+    def _stream_memory(self, stream: int, capturing: bool) -> tuple[int, int, Tensor | None]:
         """Addresses of counters and scratch for a launch on this stream, and the tensor that the scratch is in where it is one."""
         counts, device = 0, self.call.device
         if self._counters:
@@ -365,13 +312,7 @@ class KernelPlan(ModulePlan):
         return (*self._rest, *(scratch + offset for offset in self._temporaries))
 
     def _through_triton(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None,
-        bits: tuple[int, ...],
-        per_head: PerHead | None,
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, bits: tuple[int, ...], per_head: PerHead | None
     ) -> Outputs:
         """The launch as the module itself makes it."""
         call = self.call
@@ -384,7 +325,7 @@ class KernelPlan(ModulePlan):
         return call.restored(operands[prepared.OUT]), call.restored(operands[prepared.LSE]) if call.return_lse else None
 
     def _given(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, per_head: PerHead | None
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, per_head: PerHead | None
     ) -> tuple[prepared.Operands, CallParameters]:
         """What a launch takes, but for dropout's seed; the outputs newly allocated."""
         call = self.call

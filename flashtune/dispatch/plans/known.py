@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from flashtune.dispatch.call import PerHead
 from flashtune.dispatch.plans.forward import FrameworkPlan, Outputs
@@ -14,13 +15,7 @@ class Plan(Protocol):
     """What serves calls that are alike."""
 
     def run(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None,
-        seed: int | None,
-        per_head: PerHead | None,
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, seed: int | None, per_head: PerHead | None
     ) -> Outputs:
         """Output and, when asked for, LSE."""
         ...
@@ -46,9 +41,9 @@ class Recent:
     draws: int
     grad_mode: bool | None
     cast_to: torch.dtype | None
-    check: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], bool]
+    check: Callable[[Tensor, Tensor, Tensor], bool]
     plan: Plan
-    direct: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    direct: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
 
 class Plans(dict[Hashable, Plan]):
@@ -75,7 +70,7 @@ class Plans(dict[Hashable, Plan]):
         *,
         draws: int,
         cast_to: torch.dtype | None = None,
-        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        tensors: tuple[Tensor, Tensor, Tensor],
     ) -> None:
         """Take the plan that was found for these for the one that will serve next; the call has no mask and nothing per head."""
         query, key, value = tensors

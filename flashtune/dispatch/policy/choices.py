@@ -7,7 +7,7 @@ from typing import Literal
 
 from flashtune.core.config import Config, KernelSpec, settles
 from flashtune.core.errors import InputError
-from flashtune.core.problem import Problem, ProblemKey
+from flashtune.core.problem import DECODE_ROWS, Problem, ProblemKey
 from flashtune.core.results import Fate, TuningRecord
 from flashtune.core.target import Target
 from flashtune.dispatch.policy import losses
@@ -164,19 +164,18 @@ def _ratio(record: TuningRecord, context: Context, loss: Estimate) -> tuple[floa
     if not torch_runs_alike(record.problem, context.problem):
         return None
     ratio = losses.expected_ratio(record, context.key, loss)
-    if ratio is None or ratio <= 1.0:
-        return None if ratio is None else (ratio, "")
-    # What torch gained so far off it needn't gain here.
-    telling = None
-    if losses.far_in_keys(record.key, context.key):
-        telling = context.pool.near_in_keys(context.problem, context.key)
-    elif losses.far_in_work(record.key, context.key):
-        telling = context.pool.near_in_work(context.problem, context.key)
-    if telling is None:
+    if ratio is None:
+        return None
+    key, step = context.key, context.key.n_q <= DECODE_ROWS
+    stray = step and losses.odd_rows(record.key) != losses.odd_rows(key)
+    if ratio <= 1.0 and not stray:
         return ratio, ""
-    told = losses.expected_ratio(telling, context.key, loss)
-    assert told is not None, "only rows that tell are found"
-    return told, f"; what torch takes is told by a row of {telling.key.n} keys, d={telling.key.d}"
+    telling = context.pool.tellers(context.problem, key)
+    if all(row.key == record.key for row in telling):
+        return ratio, ""
+    told = math.exp(sum(math.log(row.relative_time or 1.0) for row in telling) / len(telling))
+    said = ", ".join(f"n={row.key.n} d={row.key.d}" for row in telling)
+    return (told, f"; what torch takes is told by rows of {said}") if stray or told < 1.0 else (ratio, "")
 
 
 def _twin(record: TuningRecord, context: Context, family: Family, config: Config) -> Config | None:

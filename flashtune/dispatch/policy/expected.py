@@ -11,28 +11,31 @@ from flashtune.templates.cost import predict_us
 from flashtune.templates.family import Family
 
 LEFT_OUT = {
-    "settling": 0.182,
-    "settling small": 0.062,
-    "settling features": 0.046,
-    "pieces": 0.118,
-    "shared": -0.048,
-    "in turns small": -0.090,
-    "in turns large": 0.095,
-    "odd rows": 0.172,
+    "settling": 0.191,
+    "settling small": 0.047,
+    "settling features": 0.049,
+    "pieces": 0.104,
+    "shared": -0.028,
+    "in turns small": -0.086,
+    "in turns large": 0.081,
+    "odd rows": 0.204,
+    "no ping-pong": 0.054,
+    "three warpgroups": -0.049,
+    "chained beside others": 0.187,
 }
 """What the model leaves out of a Hopper kernel's time, logarithms: settling a tile's row maxima, for a tile of one block of keys and as
 much less as it has more, and besides for heads of up to 64 columns, and beside dropout or a soft cap; an output in pieces; three programs
-or more on an SM without a band; products and softmax in turns, for such heads and for those above 128; and tiles of 64 rows where a row of
-Q is an odd number of 16 bytes (D = 40 and 72). From the trials of an H200's rows (benchmarks/fit_expected.py), but for odd
-rows, of which these say 0.13 and searches of random shapes 0.27; else these agree in every sign but that of `in turns large`, which is 0
-there (benchmarks/results/2026-11-23-stand-in/expected.json)."""
+or more on an SM without a band; products and softmax in turns, for such heads and for those above 128; tiles of 64 rows where a row of
+Q is an odd number of 16 bytes (D = 40 and 72); blocks of 128 keys whose warpgroups don't take turns; three of these for a tile; and tiles
+chained beside another program's. From the trials of an H200's rows (benchmarks/fit_expected.py); searches of random shapes agree in
+every sign (benchmarks/results/2026-11-23-stand-in/expected.json)."""
 
 SMALL, LARGE = 64, 128
 """Columns of heads: up to so many, and from there on."""
 
-HOST_US = 22.0
+LOG_HOST = math.log(22.0)
 """Calls that take the GPU no longer wait for the host, which needs 15 to 22 us for one of torch's
-(benchmarks/results/2026-11-22-h200-steps/steps.json): of these the GPU's time tells little."""
+(benchmarks/results/2026-11-22-h200-steps/steps.json): of these the GPU's time tells little. A logarithm of microseconds."""
 
 
 def log_us(family: Family, config: Config, problem: Problem, target: Target) -> float | None:
@@ -70,9 +73,7 @@ def shares(config: Config, problem: Problem) -> tuple[float, ...]:
         in_turns and wide <= SMALL,
         in_turns and wide > LARGE,
         config["BLOCK_M"] == 64 and problem.d * ITEMSIZE[problem.dtype] % 32 != 0,
+        config["BLOCK_N"] == 128 and not config["pingpong"],
+        config["BLOCK_M"] == 192,
+        config["tiles"] == "chained" and config["ctas_per_sm"] != 1,
     )
-
-
-def waits_for_host(log: float) -> bool:
-    """Whether a call is over sooner than the host has made the next."""
-    return log < math.log(HOST_US)

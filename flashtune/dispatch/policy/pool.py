@@ -20,6 +20,9 @@ from flashtune.templates.family import Family
 Rows = Mapping[ProblemKey, Sequence[TuningRecord]]
 """The records of each key, the best first; what is asked for a key may be read then."""
 
+TELLERS = 3
+"""So many rows are asked what torch takes: by leaving rows out (benchmarks/stand_in.py)."""
+
 _Answer = TypeVar("_Answer")
 
 
@@ -79,32 +82,17 @@ class Pool:
             for entry in sorted(entries, key=lambda entry: (entry.ties[0], may_vary and entry.same_bits, *entry.ties[1:])):
                 yield apart, entry.record
 
-    def near_in_keys(self, problem: Problem, key: ProblemKey) -> TuningRecord | None:
-        """Of a decoding step, the measured record that tells most of what torch takes for it, whatever config it has; None where all are
-        far in keys."""
-        return self._telling(problem, lambda other: math.inf if losses.far_in_keys(other, key) else losses.step_distance(other, key))
-
-    def near_in_work(self, problem: Problem, key: ProblemKey) -> TuningRecord | None:
-        """Of more rows, the measured record of the features that has the nearest number of scores; None where all are far in it."""
-        return self._telling(problem, lambda other: math.inf if losses.far_in_work(other, key) else losses.work_distance(other, key))
-
-    def _telling(self, problem: Problem, distance: Callable[[ProblemKey], float]) -> TuningRecord | None:
-        """The measured record at the least distance that says what torch takes, which has to do with `problem` what it had to do there."""
-        found = [(apart, other) for other in self._places if (apart := distance(other)) < math.inf]
+    def tellers(self, problem: Problem, key: ProblemKey) -> list[TuningRecord]:
+        """The measured records that tell most of what torch takes for a problem, TELLERS at most, whatever configs they have."""
+        found = [(apart, other) for other in self._places if (apart := losses.torch_distance(other, key)) < math.inf]
+        telling: list[TuningRecord] = []
         for _, others in _nearest_first(found):
-            telling = [
-                entry
-                for other in others
-                for entry in self._of(other)
-                if entry.record.outcome.source == "measured"
-                and entry.record.outcome.measurement is not None
-                and 0.0 < entry.record.median_us < math.inf
-                and entry.record.framework_us is not None
-                and torch_runs_alike(entry.record.problem, problem)
-            ]
-            if telling:
-                return min(telling, key=lambda entry: entry.ties).record
-        return None
+            for other in others:
+                entries = [entry for entry in self._of(other) if _tells(entry.record, problem)]
+                telling += [min(entries, key=lambda entry: entry.ties).record] if entries else []
+            if len(telling) >= TELLERS:
+                break
+        return telling[:TELLERS]
 
     @property
     def lengths(self) -> frozenset[int]:
@@ -173,6 +161,13 @@ def _by_key(records: Iterable[TuningRecord]) -> Rows:
     for record in records:
         found.setdefault(record.key, []).append(record)
     return found
+
+
+def _tells(record: TuningRecord, problem: Problem) -> bool:
+    """Whether it was measured beside torch, which had to do what it has to do with `problem`."""
+    outcome = record.outcome
+    timed = outcome.source == "measured" and outcome.measurement is not None and 0.0 < record.median_us < math.inf
+    return timed and record.framework_us is not None and torch_runs_alike(record.problem, problem)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

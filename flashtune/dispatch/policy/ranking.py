@@ -8,7 +8,7 @@ from flashtune.core.results import Source, TuningRecord
 from flashtune.core.target import Target
 from flashtune.dispatch.policy import losses
 from flashtune.dispatch.policy.choices import Choice, Context, Fit, Preferred, Refusal, default_choice, exact_choice, fit_of, near_choice
-from flashtune.dispatch.policy.expected import log_us, waits_for_host
+from flashtune.dispatch.policy.expected import LOG_HOST, log_us
 from flashtune.dispatch.policy.pool import Pool
 from flashtune.templates.family import Family
 
@@ -95,14 +95,12 @@ def rank(
     yield from _steps(context, names, "measured")
     if unmeasured or not framework_serves:
         yield from _steps(context, names, "predicted")
-        yield from (default_choice(family, problem, target) for family in computing)
     elif suited:
         why = f"nothing that was measured on GPUs like {target.name} stands behind a kernel for this problem"
         note = f"{why}, so torch's own attention serves (FLASHTUNE_UNMEASURED=1 lets {suited[0].name} serve)"
         yield Choice(kind="framework", spec=spec, note=note)
         return
-    else:
-        yield from (default_choice(family, problem, target) for family in computing)
+    yield from (default_choice(family, problem, target) for family in computing)
     yield Choice(kind="framework", spec=spec, note="no template serves this problem here, torch's own attention does")
 
 
@@ -128,8 +126,10 @@ def _compared(near: Iterator[tuple[float, TuningRecord]], context: Context) -> I
         fit = fit_of(record[1], context)
         found.append((record[0], fit))
         if isinstance(fit, Fit) and (config := _config(fit)) not in here:
-            log = here[config] = log_us(fit.family, fit.config, context.problem, context.target)
-            if len(here) == 1 and (log is None or waits_for_host(log)):
+            log = log_us(fit.family, fit.config, context.problem, context.target)
+            # What is over before the host has made the next call gains nothing by being over sooner.
+            here[config] = None if log is None else max(log, LOG_HOST)
+            if len(here) == 1 and (log is None or log < LOG_HOST):
                 break
     fits = [(apart, fit) for apart, fit in found if isinstance(fit, Fit)]
     ahead: dict[_Config, tuple[float, Fit, float]] = {}

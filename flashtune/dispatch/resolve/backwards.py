@@ -57,7 +57,7 @@ def gradient_choice(memo: Memo, problem: Problem, target: Target, *, repeatable:
             known_us = record.median_us if record.framework_us is None else record.framework_us
             expected_us = known_us * trained.flops() / max(1, record.problem.flops())
             if expected_us < SHORTEST_BACKWARD_US:
-                return None, f"it takes {expected_us:.0f} us or so, less than the launches of ours take the host"
+                return None, f"torch takes an estimated {expected_us:.1f} us for it, less than the launches of ours take the host"
         return chosen, ""
     if chosen.record is not None:
         return None, chosen.note
@@ -66,8 +66,15 @@ def gradient_choice(memo: Memo, problem: Problem, target: Target, *, repeatable:
     return None, f"{why} (FLASHTUNE_UNMEASURED=1 lets those serve that weren't)"
 
 
+def usual(problem: Problem) -> Problem:
+    """The same of a training step's usual sizes, for what is to hang on no call's."""
+    return replace(problem, batch=8, heads=16 * (problem.heads // problem.kv_heads), kv_heads=16, n_q=2048, n_kv=2048)
+
+
 def has_gradients(memo: Memo, trained: Problem, target: Target, *, repeatable: bool) -> bool:
-    """Whether there is a backward kernel that was measured on the GPU's architecture, faster than torch's or not, or is allowed without."""
+    """Whether there is a backward kernel that was measured on the GPU's architecture, faster than torch's or not, or is allowed without:
+    at usual sizes, so that eager calls and compiled ones agree whatever theirs are."""
+    trained = usual(trained)
     known = _repeatable(families()) if repeatable else families()
     pool = memo.pool(trained.key(target.slug), target)
     chosen = next(_gradient_choices(trained, target, pool, known, framework_serves=False, unmeasured=memo.unmeasured))

@@ -6,16 +6,19 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from flashtune.core.band import Sides
 from flashtune.core.config import Variant
-from flashtune.core.problem import Problem
+from flashtune.core.problem import MAX_HEAD_DIM, Problem
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target
+from flashtune.core.torch_dtypes import KERNEL_DTYPES
 from flashtune.dispatch.call import Call
 from flashtune.dispatch.launch import devices, kernels
-from flashtune.dispatch.plans.drawing import IN_AUTOGRAD, IN_INFERENCE, unseeded
+from flashtune.dispatch.plans.drawing import IN_AUTOGRAD, unseeded
 from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan, Twin
+from flashtune.dispatch.plans.recalling import RememberingPlan
 from flashtune.dispatch.policy import Choice, Kind, Pool, Refusal, growing, rank, torch_has
 from flashtune.dispatch.policy.ready import ready_first
 from flashtune.dispatch.resolve import backwards
@@ -26,7 +29,7 @@ from flashtune.dispatch.resolve.memo import Memo
 from flashtune.templates import families
 from flashtune.templates.family import Family
 
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """Query, key, value and mask, as they were given."""
 
 
@@ -42,7 +45,7 @@ class Candidate:
     again, in the framework's place, what kernels dropped without gradients (`training.recalling`); None where nothing has to.
     """
 
-    plan: FrameworkPlan | KernelPlan
+    plan: FrameworkPlan | KernelPlan | RememberingPlan
     kind: Kind
     said: Callable[[], Explanation]
     variant: Variant | None = None
@@ -55,15 +58,7 @@ class Candidate:
         return self.said()
 
 
-def candidates(
-    memo: Memo,
-    call: Call,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    torch_only: str | None,
-) -> Iterator[Candidate]:
+def candidates(memo: Memo, call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, torch_only: str | None) -> Iterator[Candidate]:
     """Plans for a call, best first; the last is always the framework's.
 
     `torch_only` says why only the framework can serve, if that is so. A kernel that refuses these strides or pointers, or that failed
@@ -81,21 +76,25 @@ def candidates(
     drawing = _drawing(memo, call, problem) if may_train and problem is not None else None
     if drawing is not None:
         torch_only = drawing.torch_only if torch_only is None else torch_only
-        # Gradients of a bias and of what is given per head may be torch's where others aren't.
-        call = replace(call, remembered=drawing.recalls and (not drawing.trains or call.mask_kind == "bias" or call.per_head))
     if torch_only is None and problem is not None:
         yield from _by_rank(memo, call, problem, (q, k, v, mask), drawing or Drawing())
         return
     gpu = "cpu" if call.device.type == "cpu" else _slug(call.device)
     key = problem.key(gpu) if problem is not None and call.device.type == "cuda" else None
     said = functools.partial(Explanation, kind="framework", reason=f"{torch_only}, so torch's own attention serves it", gpu=gpu, key=key)
-    yield Candidate(plan=FrameworkPlan.of(call, q, k, v, mask), kind="framework", said=said, recalls=_recalling(call, drawing))
+    recalls = _recalling(call, drawing)
+    if recalls == "kernels":
+        said = functools.partial(_said_more, said, "what kernels drew without gradients they draw again")
+    yield Candidate(plan=FrameworkPlan.of(call, q, k, v, mask), kind="framework", said=said, recalls=recalls)
 
 
 def _out_of_reach(call: Call) -> str | None:
     """Why no kernel can serve a call like this, whatever was measured; None where one might."""
     if call.empty:
         return "there is nothing to compute"
+    if call.problem is None and call.dtype in KERNEL_DTYPES:
+        size = call.d_v if 0 < call.d <= MAX_HEAD_DIM else call.d
+        return f"kernels take head sizes of 1 to {MAX_HEAD_DIM}, not {size}"
     if call.problem is None:
         return f"kernels take float16, bfloat16, float32 and float8_e4m3fn, not {str(call.dtype).removeprefix('torch.')}"
     if call.problem.dtype == "bf16" and call.device.type == "cpu":
@@ -128,10 +127,9 @@ class Drawing:
 def _drawing(memo: Memo, call: Call, problem: Problem) -> Drawing | None:
     """The same of this call; None where nothing is drawn, or not by who serves.
 
-    What is computed without gradients may be computed again with them, and has to drop the same then. Of what is computed in inference mode
-    nothing can be differentiated.
+    What is computed without gradients may be computed again with them, and has to drop the same then.
     """
-    if memo.pinned or not call.torch_draws or (draws := unseeded()) == IN_INFERENCE:
+    if memo.pinned or not call.torch_draws:
         return None
     trained, target = backwards.trained_as(problem), devices.target_of(call.device)
     repeatable = backwards.same_bits_asked(call.deterministic)
@@ -139,7 +137,7 @@ def _drawing(memo: Memo, call: Call, problem: Problem) -> Drawing | None:
     if chosen is not None:
         return Drawing(trains=True, recalls=True)
     recalls = backwards.has_gradients(memo, trained, target, repeatable=repeatable)
-    alone = draws == IN_AUTOGRAD or not recalls
+    alone = unseeded() == IN_AUTOGRAD or not recalls
     return Drawing(recalls=recalls, torch_only=f"unseeded dropout drops what it would drop in training, and there {why}" if alone else None)
 
 
@@ -147,7 +145,8 @@ def _recalling(call: Call, drawing: Drawing | None) -> Recalls | None:
     """What is to compute a call of the framework's again, where a kernel drew for one like it without gradients."""
     if drawing is not None and drawing.recalls:
         return "kernels"
-    return "operations" if call.torch_draws and call.problem is not None and unseeded() != IN_INFERENCE else None
+    drawn = call.device.type == "cuda" or devices.INTERPRETING
+    return "operations" if drawn and call.torch_draws and call.problem is not None else None
 
 
 def _by_rank(memo: Memo, call: Call, problem: Problem, given: Tensors, drawing: Drawing) -> Iterator[Candidate]:
@@ -156,6 +155,8 @@ def _by_rank(memo: Memo, call: Call, problem: Problem, given: Tensors, drawing: 
     q, k, v = call.views(*given[:3])
     mask = call.full_mask(given[3])
     interpreted = call.device.type == "cpu"
+    # Gradients of a bias and of what is given per head may be torch's where others aren't.
+    remembers = drawing.recalls and (not drawing.trains or call.mask_kind == "bias" or call.per_head)
     refused: list[str] = []
     failed: set[str] = set()
     if (pinned := memo.pinned.get("fwd")) is not None and pinned.accepts(q, k, v, mask):
@@ -182,7 +183,12 @@ def _by_rank(memo: Memo, call: Call, problem: Problem, given: Tensors, drawing: 
                 memo.warn_of_elsewhere(choice.record, call.device)
             twin = _twin(memo, call, choice, target, q)
             plan = KernelPlan(call, module, q, twin=twin, manifest=manifest, whole=whole, warn=memo.warn_once)
-            yield Candidate(plan=plan, kind=choice.kind, said=said, variant=variant)
+            if not remembers:
+                yield Candidate(plan=plan, kind=choice.kind, said=said, variant=variant)
+            else:
+                remembering = RememberingPlan(plan, torch_trains=not drawing.trains)
+                said = functools.partial(_said_more, said, "what it draws is remembered, to be drawn again with gradients")
+                yield Candidate(plan=remembering, kind=choice.kind, said=said, variant=variant)
             # The caller comes back only when this one failed.
             why = memo.broken.get((variant.id, str(call.device)), "it failed")
         elif module is not None:
@@ -191,7 +197,7 @@ def _by_rank(memo: Memo, call: Call, problem: Problem, given: Tensors, drawing: 
         failed.add(family.name)
 
 
-def _twin(memo: Memo, call: Call, choice: Choice, target: Target, q: torch.Tensor) -> Twin | None:
+def _twin(memo: Memo, call: Call, choice: Choice, target: Target, q: Tensor) -> Twin | None:
     """What serves in a choice's place while scores mislead it; its code is looked for when that happens."""
     family, config, record = choice.family, choice.twin, choice.record
     if family is None or config is None or record is None or record.twin is None:
@@ -247,6 +253,12 @@ def _explained_both(forward: Candidate, chosen: Choice, problem: Problem, target
     """The explanation of a forward by kernels, and of the backward's kernel that was `chosen`."""
     variant = None if chosen.family is None else variant_of(chosen, chosen.family)
     return replace(forward.explanation, backward=explained(chosen, problem, target, (), variant))
+
+
+def _said_more(said: Callable[[], Explanation], more: str) -> Explanation:
+    """The same with another clause of its reason."""
+    found = said()
+    return replace(found, reason=f"{found.reason}; {more}")
 
 
 def _ranked(

@@ -1,10 +1,12 @@
 """What the tensors of a call say before it is parsed: what autocast makes of them, how they lie in memory, and why only torch's own
 operations can serve them."""
 
-from collections.abc import Hashable
+import threading
+from collections.abc import Callable, Hashable
 from itertools import combinations
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from flashtune.core.parameters import PER_HEAD
@@ -27,26 +29,37 @@ GRADIENTS: dict[str, tuple[str, ...]] = {GRADIENT: ()} | {
 
 _peek = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
 
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+flash_attention_on: Callable[[], bool] = torch._C._get_flash_sdp_enabled
+"""Whether torch.nn.attention.sdpa_kernel, or torch.backends.cuda.enable_flash_sdp, leaves flash attention among what may serve; kernels
+are of its kind."""
+
+
+class _Decided(threading.local):
+    """Whether what calls in this thread was compiled for kernels, whatever sdpa_kernel says by now."""
+
+    kernels = False
+
+
+DECIDED = _Decided()
+
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 """Subclasses (fake, distributed, ...) have their own dispatch, which only torch's operations reach."""
 
 
-def prepared(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def prepared(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The tensors in the dtype that autocast asks for, and with what is only marked as negative negated in memory."""
     query, key, value = query.resolve_neg(), key.resolve_neg(), value.resolve_neg()
     return autocast(query, key, value, None if attn_mask is None else attn_mask.resolve_neg())
 
 
-def why_torch_now(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, per_head: PerHead | None
-) -> str | None:
+def why_torch_now(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, per_head: PerHead | None) -> str | None:
     """Why only torch's own operations can serve these tensors now, or None where a kernel may."""
     if forward_ad._current_level >= 0 or _peek() is not None:
         return "a torch.func or forward-mode transform is active"
     if torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
         return "a mode or a tracer watches torch's operations"
+    if not (flash_attention_on() or DECIDED.kernels):
+        return "flash attention is switched off (torch.nn.attention.sdpa_kernel)"
     return why_torch_ever(query, key, value, attn_mask, per_head)
 
 
@@ -55,13 +68,17 @@ def transformed() -> bool:
     return _peek() is not None
 
 
+def switched_off() -> bool:
+    """Whether flash attention is switched off where a compiler traces."""
+    return not flash_attention_on()
+
+
 # What torch.compiler.assume_constant_result sets, which would import the compiler here: dynamo then asks while it traces.
 transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+switched_off._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def why_torch_ever(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, per_head: PerHead | None
-) -> str | None:
+def why_torch_ever(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, per_head: PerHead | None) -> str | None:
     """Why only torch's own operations can serve these tensors at any time, or None."""
     if not query.is_cuda and not (devices.INTERPRETING and query.is_cpu):
         return "kernels run on GPUs (or on the CPU with TRITON_INTERPRET=1 set at import)"
@@ -89,11 +106,11 @@ def why_torch_ever(
     return None
 
 
-def _differentiable(x: torch.Tensor | float | None) -> bool:
-    return isinstance(x, torch.Tensor) and x.requires_grad
+def _differentiable(x: Tensor | float | None) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
 
 
-def places_in_memory(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None) -> Hashable:
+def places_in_memory(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> Hashable:
     """What a kernel's `accepts` may depend on beyond sizes and strides: each address modulo 16, and the mask's sizes, strides and type."""
     places = tuple(x.data_ptr() % 16 for x in (query, key, value))
     if attn_mask is None:
@@ -101,16 +118,14 @@ def places_in_memory(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     return places, attn_mask.data_ptr() % 16, attn_mask.shape, attn_mask.stride(), attn_mask.dtype, attn_mask.device
 
 
-def autocast(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def autocast(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The tensors as autocast, where it is on, hands them to F.scaled_dot_product_attention: floating ones in its dtype, but float64 and
     fp8, which is no number without its factor."""
     if not autocasting(query.device.type):
         return query, key, value, attn_mask
     dtype = torch.get_autocast_dtype(query.device.type)
 
-    def cast(x: torch.Tensor) -> torch.Tensor:
+    def cast(x: Tensor) -> Tensor:
         return x.to(dtype) if x.is_floating_point() and x.dtype not in (torch.float64, torch.float8_e4m3fn) else x
 
     return cast(query), cast(key), cast(value), None if attn_mask is None else cast(attn_mask)

@@ -6,15 +6,20 @@ else happens when layers come and go, and when a plan is missing.
 
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
+
+import torch
 
 from flashtune.core.errors import InputError
 from flashtune.dispatch.plans.known import Plans
 from flashtune.dispatch.resolve.memo import Memo, Settings
+
+_KEY = "flashtune.layers"
 
 MOST_MEMOS = 32
 """So many stacks of layers are remembered; beyond it the one that was used longest ago is forgotten."""
@@ -23,7 +28,7 @@ MOST_MEMOS = 32
 class Use:
     """Databases, or a choice, in force from the call of `use` until `remove`, or until the end of a `with` that it stands in."""
 
-    __slots__ = ("_thread", "alone", "database", "everywhere", "unmeasured")
+    __slots__ = ("__weakref__", "_thread", "alone", "database", "everywhere", "unmeasured")
 
     def __init__(self, database: str | None, *, alone: bool, everywhere: bool, unmeasured: bool | None) -> None:
         self.database, self.alone, self.everywhere, self.unmeasured = database, alone, everywhere, unmeasured
@@ -40,10 +45,15 @@ class Use:
                 _everywhere = tuple(use for use in _everywhere if use is not self)
             _changed()
             return
-        if threading.get_ident() != self._thread:
+        if not self.of_this_thread():
             raise InputError("these databases are used by another thread alone: remove them there, or use them with everywhere=True")
-        SERVING.stack = tuple(use for use in SERVING.stack if use is not self)
+        _lay(tuple(use for use in _stack() if use is not self))
+        _laid.discard(self)
         current()
+
+    def of_this_thread(self) -> bool:
+        """Whether it was made in the thread that asks."""
+        return threading.get_ident() == self._thread
 
     def __enter__(self) -> Self:
         return self
@@ -53,19 +63,39 @@ class Use:
 
 
 class _Serving(threading.local):
-    """What serves this thread: plans by signature, and the thread's own layers. Where a thread has none, the class's values count."""
+    """The plans by signature that serve this thread. Where it has no layers of its own, the class's value counts."""
 
     plans = Plans()
-    stack: tuple[Use, ...] = ()
+
+
+class _HandedOn:
+    """The class's value while any thread has layers: a thread of autograd is served by those of the thread that called backward."""
+
+    def __get__(self, serving: _Serving | None, kind: type[_Serving] | None = None) -> Plans:
+        return current().plans if _stack() else _plans
 
 
 SERVING = _Serving()
+_HANDED_ON: Any = _HandedOn()
+_plans: Plans = SERVING.plans
+_laid: weakref.WeakSet[Use] = weakref.WeakSet()
 _lock = threading.RLock()
 _everywhere: tuple[Use, ...] = ()
 _reloaded: Use | None = None
 _memos: dict[Settings, Memo] = {}
 _evicted: list[Memo] = []
 _pinned: Memo | None = None
+
+
+def _stack() -> tuple[Use, ...]:
+    """This thread's layers, the topmost first."""
+    found: tuple[Use, ...] = torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else ()
+    return found
+
+
+def _lay(stack: tuple[Use, ...]) -> None:
+    # What is stashed so torch hands on to threads of autograd, as it does the grad mode.
+    torch._C._stash_obj_in_tls(_KEY, stack)
 
 
 def use(database: str | Path | None = None, *, alone: bool = False, everywhere: bool = False, unmeasured: bool | None = None) -> Use:
@@ -77,7 +107,7 @@ def use(database: str | Path | None = None, *, alone: bool = False, everywhere: 
     It is in force at once, over what was laid before it, `FLASHTUNE_DB`, the user's own results and the shipped ones, until the `with` ends
     or `remove` of what is returned is called. Its measured rows go before those of lower layers for the same key. `alone` hides all
     lower layers. `everywhere` is for all threads, also those of data loaders and servers; a thread's own layers lie over those. Threads
-    of autograd have none of their own: activation checkpoints, which are recomputed there on a GPU, need `everywhere`. `unmeasured` says
+    of autograd have those of the thread that called backward. `unmeasured` says
     whether kernels may serve behind which nothing was measured on the GPU's architecture; by default the environment does
     (FLASHTUNE_UNMEASURED=1).
 
@@ -96,22 +126,27 @@ def use(database: str | Path | None = None, *, alone: bool = False, everywhere: 
         _changed()
     else:
         with _lock:
-            memo = _memo_of(_settings((added, *SERVING.stack, *_everywhere)))
+            memo = _memo_of(_settings((added, *_stack(), *_everywhere)))
         memo.read()
-        SERVING.stack = (added, *SERVING.stack)
+        _lay((added, *_stack()))
+        _laid.add(added)
         current()
     return added
 
 
 def current() -> Memo:
     """The memo of what is in force in this thread, which its next calls then find at once."""
+    global _plans
     with _lock:
-        memo = _pinned or _memo_of(_settings((*SERVING.stack, *_everywhere)))
-        if SERVING.stack:
+        stack = _stack()
+        memo = _pinned or _memo_of(_settings((*stack, *_everywhere)))
+        if stack and stack[0].of_this_thread():
             SERVING.plans = memo.plans
         else:
             SERVING.__dict__.pop("plans", None)
-            _Serving.plans = memo.plans
+        if not stack:
+            _plans = memo.plans
+        _Serving.plans = _HANDED_ON if _laid else _plans
         evicted, _evicted[:] = _evicted[:], []
     # A memo's own lock is never waited for under the one of all: who decides holds it, and may come to ask what is in force.
     for one in evicted:

@@ -1,17 +1,16 @@
 """`attention` under torch.compile: a kernel is one opaque operator of the graph, the framework's path is traced like any other code."""
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from flashtune.core import reference
 from flashtune.core.parameters import PER_HEAD
 from flashtune.core.torch_dtypes import output_torch_dtype
 from flashtune.dispatch import framework
 from flashtune.dispatch.call import Arguments, Call, Options, PerHead, parse, seed_bits, signed
+from flashtune.dispatch.plans.drawing import drawn_as, draws_in_a_capture, random_bits, remember
 from flashtune.dispatch.plans.forward import Outputs
 from flashtune.dispatch.plans.memory import out_strides
 
@@ -91,13 +90,17 @@ def define(eager: Callable[..., Any]) -> None:
     def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
         given = dict(zip(_OTHERS, others, strict=True))
         window = given.pop("left"), given.pop("right")
-        # As inside of an autograd function: what a compiler made of a training step doesn't ask what was drawn without gradients.
-        alone = forward_ad._set_fwd_grad_enabled(False) if given["dropout_p"] and given["seed"] is None else contextlib.nullcontext()
-        with alone:
-            served = eager(query, key, value, window=window, **given)
+        call = _parsed(query, key, value, given)
+        draws = call.torch_draws and not draws_in_a_capture(call, None)
+        if draws:
+            # It is in graphs only where kernels draw with gradients, too, which eager calls may have to be reminded of.
+            given["seed"] = random_bits(None, query.device)[0]
+        served = eager(query, key, value, window=window, **given)
+        if draws:
+            remember(given["seed"] ^ drawn_as(call))
         out, lse = served if given["return_lse"] else (served, query.new_empty(0, dtype=torch.float32))
         # What the graph was promised; the framework's own backends choose otherwise.
-        shape, strides = _promised(query, key, value, given["enable_gqa"])
+        shape, strides = _promised(call, query, key, value)
         return out if out.stride() == strides else query.new_empty_strided(shape, strides, dtype=out.dtype).copy_(out), lse
 
     operator = torch.library.custom_op(
@@ -107,14 +110,19 @@ def define(eager: Callable[..., Any]) -> None:
     @operator.register_fake
     def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
         given = dict(zip(_OTHERS, others, strict=True))
-        shape, strides = _promised(query, key, value, given["enable_gqa"])
+        shape, strides = _promised(_parsed(query, key, value, given), query, key, value)
         out = query.new_empty_strided(shape, strides, dtype=output_torch_dtype(query.dtype))
         return out, query.new_empty(shape[:-1] if given["return_lse"] else (0,), dtype=torch.float32)
 
 
-def _promised(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _parsed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: dict[str, Any]) -> Call:
+    """The call but for its mask and what is given per head."""
+    names = "dropout_p", "enable_gqa", "softcap", "return_lse"
+    return parse(Arguments(query, key, value, seed=given["seed"]), Options(**{name: given[name] for name in names}))
+
+
+def _promised(call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Sizes and strides of an output as kernels lay it out."""
-    call = parse(Arguments(query, key, value), Options(enable_gqa=enable_gqa))
     q = call.views(query, key, value)[0]
     shape = (call.batch, call.heads, call.n_q, call.d_v)
     strides = out_strides(shape, q.stride())

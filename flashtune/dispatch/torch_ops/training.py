@@ -17,11 +17,13 @@ from flashtune.core.errors import InputError
 from flashtune.core.torch_dtypes import output_torch_dtype
 from flashtune.dispatch.call import Arguments, Call, Options, PerHead, parse, signed
 from flashtune.dispatch.plans.drawing import drawn_as, draws_in_a_capture, random_bits
-from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan, Outputs, RecallingPlan
+from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan, Outputs
 from flashtune.dispatch.plans.gradients import Given
 from flashtune.dispatch.plans.memory import out_strides
+from flashtune.dispatch.plans.recalling import RecallingPlan, RememberingPlan
 from flashtune.dispatch.resolve import backwards, choosing, layers
 from flashtune.dispatch.resolve.code import tried
+from flashtune.dispatch.resolve.given import DECIDED
 from flashtune.dispatch.resolve.memo import Memo
 
 
@@ -75,19 +77,24 @@ def define(eager: Callable[..., Any]) -> None:
         if given.dropout_p:
             # As calls without gradients draw them: a checkpoint that is recomputed goes from one to the other.
             bits = random_bits(seed, query.device)[0]
-        with torch.no_grad():
-            out, lse = eager(
-                query.detach(),
-                key.detach(),
-                value.detach(),
-                attn_mask,
-                enable_gqa=query.shape[1] != key.shape[1],
-                return_lse=True,
-                seed=bits if given.dropout_p else None,
-                alibi_slopes=alibi_slopes,
-                sinks=sinks,
-                **given.words(),
-            )
+        # The backward is a kernel's, and torch's operations would hold all scores for the LSE.
+        DECIDED.kernels = True
+        try:
+            with torch.no_grad():
+                out, lse = eager(
+                    query.detach(),
+                    key.detach(),
+                    value.detach(),
+                    attn_mask,
+                    enable_gqa=query.shape[1] != key.shape[1],
+                    return_lse=True,
+                    seed=bits if given.dropout_p else None,
+                    alibi_slopes=alibi_slopes,
+                    sinks=sinks,
+                    **given.words(),
+                )
+        finally:
+            DECIDED.kernels = False
         promised = _like_query(query, value.shape[3])
         if out.stride() != promised.stride():
             out = promised.copy_(out)
@@ -125,7 +132,7 @@ class TrainingPlan:
 
     __slots__ = ("_framework", "backward", "call", "forward", "memo", "numbers")
 
-    def __init__(self, memo: Memo, call: Call, forward: FrameworkPlan | KernelPlan) -> None:
+    def __init__(self, memo: Memo, call: Call, forward: FrameworkPlan | KernelPlan | RememberingPlan) -> None:
         """`forward` serves `backwards.forward_of(call)`."""
         self.memo, self.call, self.forward = memo, call, forward
         self.backward = backwards.backward(memo, backwards.forward_of(call))
