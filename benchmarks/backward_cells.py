@@ -20,14 +20,14 @@ from flashtune.core.target import find_target
 from flashtune.dispatch import Explanation
 from flashtune.templates import family
 from flashtune.templates.rendering import variant_of
-from flashtune.tuner.baseline import framework_call
-from flashtune.tuner.child import withdraw
-from flashtune.tuner.correctness import everywhere, oracle, places
-from flashtune.tuner.distributions import redistribute
-from flashtune.tuner.inputs import Inputs, make_inputs
+from flashtune.tuner.children.child import withdraw
+from flashtune.tuner.children.tasks import Source, one_line
 from flashtune.tuner.machine import local_gpu
-from flashtune.tuner.stopwatch import Stopwatch
-from flashtune.tuner.tasks import Source, one_line
+from flashtune.tuner.timing.baseline import framework_call
+from flashtune.tuner.timing.stopwatch import Stopwatch
+from flashtune.tuner.verify.correctness import everywhere, oracle, places
+from flashtune.tuner.verify.distributions import redistribute
+from flashtune.tuner.verify.inputs import Inputs, make_inputs
 
 OURS, FA4, FA2_REPEATABLE, FA4_REPEATABLE = "flashtune", "fa4", "fa2 deterministic", "fa4 deterministic"
 LENGTHS = (512, 1024, 4096, 16384)

@@ -27,8 +27,8 @@ from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
 from flashtune.templates import family
 from flashtune.templates.rendering import render, variant_of
-from flashtune.tuner.compile import compiled_kernels
-from flashtune.tuner.stopwatch import Stopwatch
+from flashtune.tuner.children.compile import compiled_kernels
+from flashtune.tuner.timing.stopwatch import Stopwatch
 
 FAMILY, GPU = family("flash_bwd_hopper"), find_target("h200")
 Change = tuple[tuple[str, str], ...]
@@ -49,24 +49,24 @@ DK_SHARED: Change = (
 
 def uneven(text: str) -> str:
     """The second warpgroup starts dV after dQ, so that its products last into the exponentials of the first one's next block."""
-    start = "        if OF_KEYS:\n            dv = warpgroup_mma(probs, dout_tile, dv, is_async=True)"
+    start = "        if HAS_DKDV:\n            dv = warpgroup_mma(probs, dout_tile, dv, is_async=True)"
     rest = (
-        r"            if OF_KEYS:\n(                dv = warpgroup_mma_wait\(CONSUMERS.*?)(                dk = [^\n]*\n)(.*?)"
-        r"(                part = warpgroup_mma_wait\(1, deps=\[part\]\)\n)(            else:\n.*?)            (add_queries\([^\n]*\n)"
+        r"            if HAS_DKDV:\n(                dv = warpgroup_mma_wait\(CONSUMERS.*?)(                dk = [^\n]*\n)(.*?)"
+        r"(                part = warpgroup_mma_wait\(1, deps=\[part\]\)\n)(            else:\n.*?)            (add_dq\([^\n]*\n)"
     )
     found = re.search(rest, text, flags=re.DOTALL)
     if start not in text or found is None:
         raise ValueError("uneven: the kernel has other products")
     waits, dk, ahead, last, otherwise, add = found.groups()
     second = (
-        "            if OF_KEYS and W == 1:\n"
+        "            if HAS_DKDV and W == 1:\n"
         f"                dv = warpgroup_mma(probs, dout_tile, dv, is_async=True)  # [KEYS, BLOCK_DV]\n{dk}{ahead}"
         f"                part = warpgroup_mma_wait(2, deps=[part])\n                {add}"
         "                dv = warpgroup_mma_wait(1, deps=[dv])\n                release(smem.dout, number)\n"
     )
-    first = f"            elif OF_KEYS:\n{waits}{dk}{ahead}{last}{otherwise}"
-    both = f"{second}{first}            if not OF_KEYS or W == 0:\n                {add}"
-    before = text[: found.start()].replace(start, start.replace("OF_KEYS", "OF_KEYS and (W == 0 or not OF_QUERIES)"))
+    first = f"            elif HAS_DKDV:\n{waits}{dk}{ahead}{last}{otherwise}"
+    both = f"{second}{first}            if not HAS_DKDV or W == 0:\n                {add}"
+    before = text[: found.start()].replace(start, start.replace("HAS_DKDV", "HAS_DKDV and (W == 0 or not HAS_DQ)"))
     return before + both + text[found.end() :]
 
 
@@ -75,7 +75,7 @@ CHANGES: dict[str, Change | Callable[[str], str]] = {"whole": (), "dk shared": D
 
 NO_ADDS: Change = (("    gl.atomic_add(start + gl.arange", "    if place < 0:\n        gl.atomic_add(start + gl.arange"),)
 NO_EXP: Change = (("gl.exp2(", "("),)
-NO_MEETING: Change = (("            meet(5, 128 * CONSUMERS)\n", ""),)
+NO_MEETING: Change = (("            named_barrier_sync(5, 128 * CONSUMERS)\n", ""),)
 NO_STORE: Change = (("            smem.dscores.index(number % 2 * CONSUMERS + W + zero).store(dscores)\n", "            pass\n"),)
 NO_FENCE: Change = (("            fence_async_shared()\n            # Behind it both", "            # Behind it both"),)
 NONSENSE: dict[str, Change] = {

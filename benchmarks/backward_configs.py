@@ -34,10 +34,10 @@ from flashtune.core.target import find_target
 from flashtune.templates import family
 from flashtune.templates.family import Family
 from flashtune.templates.rendering import render, variant_of
-from flashtune.tuner.cases import cases
-from flashtune.tuner.compile import compiled_kernels
-from flashtune.tuner.correctness import check, differs, everywhere, oracle
-from flashtune.tuner.inputs import Inputs
+from flashtune.tuner.children.compile import compiled_kernels
+from flashtune.tuner.verify.cases import cases
+from flashtune.tuner.verify.correctness import check, differs, everywhere, oracle
+from flashtune.tuner.verify.inputs import Inputs
 
 FUSED, SPLIT, GPU = family("flash_bwd_hopper"), family("flash_bwd_hopper_split"), find_target("h200")
 CAUSAL = Features(causal=True)

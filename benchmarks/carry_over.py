@@ -19,7 +19,7 @@ from flashtune.core.results import SearchResult
 from flashtune.core.target import find_target
 from flashtune.db.store import Store
 from flashtune.templates import families
-from flashtune.tuner.space import SearchSpace
+from flashtune.tuner.propose.space import SearchSpace
 
 TRIALS = Path(__file__).parent / "results" / "2026-11-21-h200-forward" / "tuned.sqlite"
 

@@ -320,8 +320,8 @@ def misled_calls_go_over_to_the_twin_and_come_back() -> None:
     """calls whose scores mislead a kernel that settles maxima are served by its twin, without waiting, and its own again later"""
     from flashtune.core.problem import Features, Problem
     from flashtune.dispatch.plans.misled import LONGEST_PERIOD
-    from flashtune.tuner.distributions import redistribute
-    from flashtune.tuner.inputs import make_inputs
+    from flashtune.tuner.verify.distributions import redistribute
+    from flashtune.tuner.verify.inputs import make_inputs
 
     dispatch.reload()
     problem = Problem(batch=4, heads=16, kv_heads=16, n_q=4096, n_kv=4096, d=128, d_v=128, dtype="bf16", features=Features(causal=True))

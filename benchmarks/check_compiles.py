@@ -18,10 +18,10 @@ from flashtune.core.target import Target, find_target, targets
 from flashtune.templates import families
 from flashtune.templates.family import Family
 from flashtune.templates.rendering import variant_of
-from flashtune.tuner import tasks
+from flashtune.tuner.children import tasks
+from flashtune.tuner.children.tasks import Source
+from flashtune.tuner.children.workers import Workers
 from flashtune.tuner.replies import Failed
-from flashtune.tuner.tasks import Source
-from flashtune.tuner.workers import Workers
 
 THOROUGH = "h200"
 """Every code path is compiled for this GPU."""

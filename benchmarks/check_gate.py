@@ -20,11 +20,11 @@ from flashtune.core.results import Fate
 from flashtune.core.target import Target
 from flashtune.templates import family
 from flashtune.templates.rendering import render, variant_of
-from flashtune.tuner import tasks
+from flashtune.tuner.children import tasks
+from flashtune.tuner.children.tasks import Source
+from flashtune.tuner.children.workers import Workers
 from flashtune.tuner.machine import local_gpu, provenance
 from flashtune.tuner.replies import Failed
-from flashtune.tuner.tasks import Source
-from flashtune.tuner.workers import Workers
 
 FAMILY = family("flash_fwd_hopper")
 LIMIT_S = 90.0
@@ -76,8 +76,8 @@ FAULTS = (
     ),
     Fault(
         name="stale values at the end of a second tile",
-        old="product = start_values(state.p_tile, smem.v.smem.index((block - 1) % STAGES), acc)",
-        new="product = start_values(state.p_tile, smem.v.smem.index((block - gl.where(iteration > 0, 2, 1)) % STAGES), acc)",
+        old="product = start_pv(state.p_tile, smem.v.smem.index((block - 1) % STAGES), acc)",
+        new="product = start_pv(state.p_tile, smem.v.smem.index((block - gl.where(iteration > 0, 2, 1)) % STAGES), acc)",
         says="on programs for",
         config=(("tiles", "loop"),),
     ),
@@ -116,8 +116,8 @@ FAULTS = (
     ),
     Fault(
         name="tiles beyond float32 that aren't computed again",
-        old="wrong = vote_unsound(row_sum, W) != 0",
-        new="wrong = vote_unsound(row_sum, W) > 1",
+        old="wrong = vote_overflowed(row_sum, W) != 0",
+        new="wrong = vote_overflowed(row_sum, W) > 1",
         says="",
         config=(("maximum", "first"),),
     ),
@@ -145,8 +145,8 @@ def cost(problem: Problem, seed: int) -> dict[str, object]:
 
     from flashtune.core.launching import launcher
     from flashtune.core.modules import load_source
-    from flashtune.tuner.correctness import Verifier
-    from flashtune.tuner.inputs import make_inputs
+    from flashtune.tuner.verify.correctness import Verifier
+    from flashtune.tuner.verify.inputs import make_inputs
 
     gpu = local_gpu()
     assert gpu is not None and gpu.target is not None, "main has looked"

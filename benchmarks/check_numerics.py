@@ -20,11 +20,11 @@ from flashtune.core.target import Target
 from flashtune.templates import families
 from flashtune.templates.family import Family
 from flashtune.templates.rendering import variant_of
-from flashtune.tuner import tasks
+from flashtune.tuner.children import tasks
+from flashtune.tuner.children.tasks import Source
+from flashtune.tuner.children.workers import Workers
 from flashtune.tuner.machine import local_gpu, provenance
 from flashtune.tuner.replies import Answer, Checked, Compiled, Failed, Ready
-from flashtune.tuner.tasks import Source
-from flashtune.tuner.workers import Workers
 
 CAUSAL = Features(causal=True)
 FEATURES = [

@@ -11,7 +11,7 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
-from flashtune.tuner.tasks import one_line
+from flashtune.tuner.children.tasks import one_line
 
 Job = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function and its arguments."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flashtune.core.problem import Problem
-from flashtune.tuner.inputs import Inputs
+from flashtune.tuner.verify.inputs import Inputs
 
 WEIGHTS = 256.0
 """Weights of up to 1 are multiplied by this before they are rounded to e4m3, whose largest number is 448."""

@@ -8,9 +8,9 @@ ours at all.
 
 `--cells models` are the attentions of the models that flashtune knows (`flashtune show --models`), prefill and a decoding step, beside
 torch's default and FlashAttention-4 itself, where it is installed. `--cells scores` are the plain cells in bf16 and fp16 on the scores that
-models make (flashtune.tuner.distributions), some with half of the keys hidden by a mask, beside cuDNN and beside the kernel of the same
-plan on random numbers, with errors of output and LSE; calls before the timing let the plan remember that scores mislead it. Those without
-which a run says least come first, so that it may be cut short.
+models make (flashtune.tuner.verify.distributions), some with half of the keys hidden by a mask, beside cuDNN and beside the kernel of the
+same plan on random numbers, with errors of output and LSE; calls before the timing let the plan remember that scores mislead it. Those
+without which a run says least come first, so that it may be cut short.
 
 With `--known FILE` the cells that an earlier run's forward.json has are taken from it where the same kernels serve them still, and each
 such row says of which run it is: several runs make a whole where there is no time for one. Without a GPU only these are put together.

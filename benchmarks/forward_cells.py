@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 from flashtune.core.dtypes import DTYPES, ITEMSIZE, DType
 from flashtune.core.models import ModelAttention, models
 from flashtune.core.problem import Features, Problem
-from flashtune.tuner.distributions import PRESENT
+from flashtune.tuner.verify.distributions import PRESENT
 
 Group = Literal["plain", "features", "fp8", "decode", "small", "models", "scores", "unprepared"]
 USUAL: tuple[Group, ...] = ("plain", "features", "fp8", "decode", "small")
@@ -112,7 +112,7 @@ OTHER_LENGTHS = (1024, 16384)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One call to time, and beside what. `scores` names the distribution of its scores (flashtune.tuner.distributions), if it has one."""
+    """One call to time, and beside what. `scores` names the distribution of its scores (flashtune.tuner.verify.distributions), if any."""
 
     group: Group
     case: str

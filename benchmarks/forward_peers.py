@@ -20,12 +20,12 @@ from flashtune.core.results import Measurement
 from flashtune.core.tolerances import Tolerance, tolerance
 from flashtune.templates import family
 from flashtune.templates.rendering import variant_of
-from flashtune.tuner import child, tasks
-from flashtune.tuner.baseline import framework_call
-from flashtune.tuner.correctness import Expected, everywhere, oracle, places
-from flashtune.tuner.distributions import redistribute
-from flashtune.tuner.inputs import Inputs, make_inputs
-from flashtune.tuner.stopwatch import Run, Stopwatch
+from flashtune.tuner.children import child, tasks
+from flashtune.tuner.timing.baseline import framework_call
+from flashtune.tuner.timing.stopwatch import Run, Stopwatch
+from flashtune.tuner.verify.correctness import Expected, everywhere, oracle, places
+from flashtune.tuner.verify.distributions import redistribute
+from flashtune.tuner.verify.inputs import Inputs, make_inputs
 
 OURS = "flashtune"
 OWN = "own search"

@@ -12,7 +12,7 @@ from forward_cells import RANDOM, Cell, Group
 from forward_peers import COPY_BYTES, OURS, OWN, Checked, Error
 
 from flashtune.core.results import Measurement
-from flashtune.tuner.distributions import PRESENT
+from flashtune.tuner.verify.distributions import PRESENT
 
 FA4 = Path(__file__).parent / "fa4_h200.json"
 

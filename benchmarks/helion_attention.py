@@ -30,7 +30,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.target import Target
 from flashtune.templates import families
 from flashtune.tuner.machine import cores, local_gpu, provenance
-from flashtune.tuner.space import Candidate
+from flashtune.tuner.propose.space import Candidate
 
 PROBLEM = Problem(batch=4, heads=16, kv_heads=16, n_q=4096, n_kv=4096, d=128, d_v=128, dtype="bf16")
 
@@ -61,7 +61,7 @@ def helions(target: Target, given: dict[str, Any]) -> dict[str, Any]:
     import torch
     from helion_kernel import attend
 
-    from flashtune.tuner.inputs import make_inputs
+    from flashtune.tuner.verify.inputs import make_inputs
 
     inputs = make_inputs(PROBLEM, device="cuda", seed=0)
     arguments = tuple(x.reshape(-1, PROBLEM.n_kv, PROBLEM.d).contiguous() for x in (inputs.q, inputs.k, inputs.v))
@@ -77,10 +77,10 @@ def raced(target: Target, given: dict[str, Any]) -> dict[str, Any]:
     """Medians in microseconds of one interleaved race, and how far Helion's output lies from ours."""
     import torch
 
-    from flashtune.tuner import tasks
-    from flashtune.tuner.baseline import framework_call
-    from flashtune.tuner.inputs import make_inputs
-    from flashtune.tuner.stopwatch import Stopwatch
+    from flashtune.tuner.children import tasks
+    from flashtune.tuner.timing.baseline import framework_call
+    from flashtune.tuner.timing.stopwatch import Stopwatch
+    from flashtune.tuner.verify.inputs import make_inputs
 
     inputs = make_inputs(PROBLEM, device="cuda", seed=0)
     found = given["ours"]

@@ -16,13 +16,13 @@ from flashtune.core.modules import load_source
 from flashtune.core.problem import Features
 from flashtune.templates import family
 from flashtune.templates.rendering import render, variant_of
-from flashtune.tuner.inputs import make_inputs
 from flashtune.tuner.machine import local_gpu
-from flashtune.tuner.stopwatch import Stopwatch
+from flashtune.tuner.timing.stopwatch import Stopwatch
+from flashtune.tuner.verify.inputs import make_inputs
 
 FAMILY = family("flash_fwd_hopper")
 
-EXPONENTIAL = ("gl.exp2(scores * scale - centre[:, None])", "(scores * scale - centre[:, None])")
+EXPONENTIAL = ("gl.exp2(scores * scale - shift[:, None])", "(scores * scale - shift[:, None])")
 MAXIMUM = ("gl.maximum(row_max, gl.max(scores, 1) * scale)", "gl.maximum(row_max, 0.0)")
 SUM = ("[:, None] + quarter_sums(probs)", "[:, None]")
 RESCALING = ("acc = acc * gl.convert_layout(rescale, OUT_ROW_LAYOUT)[:, None]", "pass")
@@ -45,7 +45,7 @@ GROWN = {
 
 UNASKED = (
     ("if vote_outgrown(part, row_sum, W) != 0:", "if vote_outgrown(part, row_sum, W) > 1:"),
-    ("wrong = vote_unsound(row_sum, W) != 0", "wrong = vote_unsound(row_sum, W) > 1"),
+    ("wrong = vote_overflowed(row_sum, W) != 0", "wrong = vote_overflowed(row_sum, W) > 1"),
 )
 """No row is looked at for its nonsense."""
 

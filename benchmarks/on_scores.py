@@ -2,8 +2,8 @@
 
 Of each row of a plain problem that settles row maxima: its kernel, its twin, the kernel's tiles with running maxima, and all of these with
 each of the `--ways` to rescale what came before a new maximum. All are checked first as a search's candidates are, in several processes;
-then one process alone times them, interleaved, on random numbers and on a few distributions (flashtune.tuner.distributions), and compares
-outputs with float64.
+then one process alone times them, interleaved, on random numbers and on a few distributions (flashtune.tuner.verify.distributions), and
+compares outputs with float64.
 
 One line a kernel: microseconds on each distribution, then the largest error of any of these over the online softmax's (the best of the
 kernels whose maxima run and are always rescaled, or where they grew).
@@ -30,12 +30,12 @@ from flashtune.core.target import Target
 from flashtune.core.tolerances import tolerance
 from flashtune.db.library import Library, shipped_path
 from flashtune.templates import family
-from flashtune.tuner import tasks
-from flashtune.tuner.correctness import oracle, places
-from flashtune.tuner.distributions import redistribute
-from flashtune.tuner.inputs import make_inputs
+from flashtune.tuner.children import tasks
 from flashtune.tuner.machine import local_gpu
-from flashtune.tuner.space import Candidate
+from flashtune.tuner.propose.space import Candidate
+from flashtune.tuner.verify.correctness import oracle, places
+from flashtune.tuner.verify.distributions import redistribute
+from flashtune.tuner.verify.inputs import make_inputs
 
 SCORES = ("random", "sink+8", "needle+30", "deviation-3", "deviation-8", "drift-60", "misled-100%")
 """Distributions: those that settled maxima are made for, and those that mislead them most."""

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from flashtune.core.results import Outcome, SearchResult
 from flashtune.db.store import Store
-from flashtune.tuner.finalists import placed
-from flashtune.tuner.racing import Contest
+from flashtune.tuner.timing.finalists import placed
+from flashtune.tuner.timing.racing import Contest
 
 TRIALS = Path(__file__).parent / "results" / "2026-11-21-h200-forward" / "tuned.sqlite"
 

@@ -48,12 +48,12 @@ from flashtune.db.library import shipped_path
 from flashtune.db.store import Store
 from flashtune.templates import family
 from flashtune.templates.rendering import variant_of
-from flashtune.tuner import tasks
-from flashtune.tuner.conditions import GpuWatch, gpu_id
-from flashtune.tuner.finalists import first_by_calls, ranked
+from flashtune.tuner.children import tasks
 from flashtune.tuner.machine import local_gpu, provenance
+from flashtune.tuner.propose.space import Candidate
 from flashtune.tuner.replies import Failed
-from flashtune.tuner.space import Candidate
+from flashtune.tuner.timing.conditions import GpuWatch, gpu_id
+from flashtune.tuner.timing.finalists import first_by_calls, ranked
 
 TWINS: dict[str, tuple[Value, ...]] = {
     "maximum": ("first", "running"),
@@ -185,8 +185,8 @@ def compile_as_called(source: tasks.Source, problem: Problem, target: Target) ->
     the one that times, of which it took 20 seconds for each problem."""
     from flashtune.core.launching import compiler_options, provided
     from flashtune.core.modules import load_source
-    from flashtune.tuner.compile import compiling_for
-    from flashtune.tuner.inputs import make_inputs
+    from flashtune.tuner.children.compile import compiling_for
+    from flashtune.tuner.verify.inputs import make_inputs
 
     module, inputs = load_source(source.text, source.stem), make_inputs(problem, device="meta", seed=0)
     words = inputs.keywords | provided(module, inputs.q, inputs.k) | {"sms": target.sms, "seed": 2**64 - 1, "offset": 2**32 - 1}
@@ -202,7 +202,7 @@ def race_problem(problem: Problem, checked: list[Checked], target: Target, seed:
     from flashtune.core.launching import launcher
     from flashtune.core.modules import load_source
     from flashtune.profiler.whole_calls import call_times
-    from flashtune.tuner.baseline import backend_name, framework_call
+    from flashtune.tuner.timing.baseline import backend_name, framework_call
 
     marks = [time.perf_counter()]
     inputs = random_inputs(problem, seed=seed)

@@ -21,9 +21,9 @@ from flashtune.db.library import shipped_path
 from flashtune.db.store import Store
 from flashtune.templates import family
 from flashtune.templates.rendering import render, variant_of
-from flashtune.tuner.inputs import make_inputs
 from flashtune.tuner.machine import local_gpu
-from flashtune.tuner.stopwatch import Stopwatch
+from flashtune.tuner.timing.stopwatch import Stopwatch
+from flashtune.tuner.verify.inputs import make_inputs
 
 FAMILY = family("flash_fwd_hopper")
 NEW = "gl.minimum(gl.log2(gl.maximum(gl.max(probs, 1), 1.0)), 126.0)"

@@ -14,7 +14,7 @@ from flashtune.core.results import Fate, Outcome, SearchResult
 from flashtune.core.target import Target
 from flashtune.db.store import Store
 from flashtune.templates import family
-from flashtune.tuner.space import Candidate
+from flashtune.tuner.propose.space import Candidate
 
 ARCHIVED = Path(__file__).parent / "results" / "2026-11-21-h200-forward" / "tuned.sqlite"
 """Trials of searches from before maxima settled everywhere, among them the best configs whose maxima run."""

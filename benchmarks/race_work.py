@@ -22,7 +22,7 @@ from flashtune.core.results import Outcome, SearchResult
 from flashtune.core.target import Target
 from flashtune.dispatch.policy import choose, torch_has
 from flashtune.templates import families
-from flashtune.tuner.space import Candidate
+from flashtune.tuner.propose.space import Candidate
 
 Candidates = list[Candidate] | Callable[[], list[Candidate]]
 """Those that race for a problem, or what finds them, which takes a while, in the process that checks them."""

@@ -31,7 +31,7 @@ from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
 from flashtune.templates import family
 from flashtune.templates.rendering import render, variant_of
-from flashtune.tuner.compile import compiled_kernels
+from flashtune.tuner.children.compile import compiled_kernels
 
 FAMILY = family("flash_fwd_hopper")
 SMS = 2
@@ -90,8 +90,8 @@ def launch(name: str, replaced: list[str] | None, folder: Path) -> None:
     """One launch in this process; its machine code goes to the folder, what was wrong of its output to the terminal."""
     import torch
 
-    from flashtune.tuner.correctness import compare, everywhere, oracle, stacked
-    from flashtune.tuner.inputs import make_inputs
+    from flashtune.tuner.verify.correctness import compare, everywhere, oracle, stacked
+    from flashtune.tuner.verify.inputs import make_inputs
 
     problem = problem_of(KERNELS[name][1])
     module = load_source(text_of(name, replaced), f"racecheck_{name}")

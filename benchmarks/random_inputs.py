@@ -6,7 +6,7 @@ import torch
 
 from flashtune.core.problem import Problem
 from flashtune.core.torch_dtypes import TORCH_DTYPES
-from flashtune.tuner.inputs import Inputs, make_inputs, without_repeats
+from flashtune.tuner.verify.inputs import Inputs, make_inputs, without_repeats
 
 
 def random_inputs(problem: Problem, *, seed: int, device: str = "cuda") -> Inputs:

@@ -2,9 +2,11 @@
 
 The text that a row was measured with is the file that the index of kernels_generated names for it, so this comes before `flashtune
 generate`. Both texts are compiled for the row's GPU, and PTX without line numbers must be the same in every launch
-(docs/decisions/0013-hash-of-the-text.md). With `--same-work`, code is also taken for the same where only its bookkeeping differs: equal
-registers, spills and shared memory, and as many instructions of every kind that computes, moves or waits for tiles; such kernels are named,
-for a race. Rows whose machine code has changed are named and left alone: they need a search. Exits with 1 where there are any.
+(docs/decisions/0013-hash-of-the-text.md). With `--generated FOLDER`, into which today's texts were generated beforehand, nothing is
+compiled again whose machine code there is that of the shipped text, but for names. With `--same-work`, code is also taken for the same
+where only its bookkeeping differs: equal registers, spills and shared memory, and as many instructions of every kind that computes,
+moves or waits for tiles; such kernels are named, for a race. Rows whose machine code has changed are named and left alone: they need a
+search. Exits with 1 where there are any.
 
 With `--raced FILE` results of race_again.py take the place of those rows of the same problems whose winners' text has changed, or has
 a successor, before that:
@@ -14,6 +16,7 @@ a successor, before that:
 
 import argparse
 import re
+import struct
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
@@ -21,17 +24,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import flashtune.kernels_generated
+from flashtune.core.binaries import read_manifest
 from flashtune.core.config import Variant
 from flashtune.core.kernel_index import read_index
 from flashtune.core.problem import Problem
-from flashtune.core.results import CompileFacts, SearchResult, TuningRecord
+from flashtune.core.results import CompileFacts, Outcome, SearchResult, TuningRecord
 from flashtune.core.target import Target, find_target
 from flashtune.db.library import shipped_path
 from flashtune.db.store import Store
 from flashtune.templates import family
 from flashtune.templates.rendering import variant_of
-from flashtune.tuner.compile import compiled_kernels, cuobjdump, read_facts
-from flashtune.tuner.publish import source_for, variant_for
+from flashtune.tuner.children.compile import compiled_kernels, cuobjdump, read_facts
+from flashtune.tuner.publish.sources import source_for, variant_for
 
 GENERATED = Path(flashtune.kernels_generated.__path__[0])
 
@@ -46,7 +50,9 @@ BOOKKEEPING = re.compile(
 def code_of(text: str, problem: Problem, target: Target) -> list[str]:
     """PTX of every kernel that a launch of `problem` takes, without names, comments and what belongs to debuggers."""
     found = [(name, kernel.asm["ptx"].split(".section")[0]) for name, kernel in compiled_kernels(text, "rehash", problem, target)]
-    return [" ".join(re.sub(rf"^\s*\.(loc|file)\b.*$|//.*$|\b{name}\b", "", ptx, flags=re.MULTILINE).split()) for name, ptx in found]
+    return [
+        " ".join(re.sub(rf"^\s*\.(loc|file)\b.*$|//.*$|\b{name}(?=_param_|\b)", "", ptx, flags=re.MULTILINE).split()) for name, ptx in found
+    ]
 
 
 def work_of(text: str, problem: Problem, target: Target) -> list[tuple[CompileFacts, Counter[str]]]:
@@ -58,10 +64,40 @@ def work_of(text: str, problem: Problem, target: Target) -> list[tuple[CompileFa
     return found
 
 
+def sections_of(cubin: bytes, name: str) -> Counter[tuple[bytes, bytes]]:
+    """Title and content of an ELF's sections, without `name` and without the tables that only name things."""
+    (start,), (size, count, titles) = struct.unpack_from("<Q", cubin, 40), struct.unpack_from("<3H", cubin, 58)
+    headers = [struct.unpack_from("<2I4Q", cubin, start + size * index) for index in range(count)]
+    found: Counter[tuple[bytes, bytes]] = Counter()
+    for place, kind, _, _, offset, length in headers:
+        if kind in (2, 3):
+            continue
+        first = headers[titles][4] + place
+        title = cubin[first : cubin.index(0, first)].replace(name.encode(), b"")
+        # Kind 8 takes no room in the file.
+        found[title, b"" if kind == 8 else cubin[offset : offset + length]] += 1
+    return found
+
+
+def compiled_in(folder: Path | None, variant_id: str) -> object:
+    """The machine code that `generate` left in a folder for this variant, without names; None where there is none."""
+    kept = None if folder is None else read_index(folder).find(variant_id)
+    if folder is None or kept is None or not (folder / kept.manifest).is_file():
+        return None
+    manifest = read_manifest(folder / kept.manifest)
+    return [(one.specialization, one.threads, one.shared_bytes, sections_of(manifest.code(one), one.kernel)) for one in manifest.binaries]
+
+
 def same_code(
-    records: Iterable[TuningRecord], folder: Path = GENERATED, measure: Callable[[str, Problem, Target], object] = code_of
+    records: Iterable[TuningRecord],
+    folder: Path = GENERATED,
+    measure: Callable[[str, Problem, Target], object] = code_of,
+    generated: Path | None = None,
 ) -> tuple[dict[str, Variant], list[TuningRecord]]:
-    """Of records whose text is no longer what it was: new variants by old id where `measure` finds the same, and the other records."""
+    """Of records whose text is no longer what it was: new variants by old id where `measure` finds the same, and the other records.
+
+    Where `generated` has machine code of today's text that is the kept one's, nothing is measured.
+    """
     same: dict[str, Variant] = {}
     changed = []
     for record in records:
@@ -69,6 +105,10 @@ def same_code(
         if old.variant_id in same or old.template_hash == new.template_hash:
             continue
         kept, target = read_index(folder).find(old.variant_id), find_target(record.key.gpu)
+        compiled = compiled_in(generated, new.id)
+        if kept and compiled is not None and compiled_in(folder, old.variant_id) == compiled:
+            same[old.variant_id] = new
+            continue
         text = source_for(record).text
         if kept and measure((folder / kept.path).read_text(), record.problem, target) == measure(text, record.problem, target):
             same[old.variant_id] = new
@@ -105,19 +145,17 @@ def winners_of(results: Collection[SearchResult]) -> list[TuningRecord]:
 
 
 def renamed(results: Collection[SearchResult], same: dict[str, Variant]) -> list[SearchResult]:
-    """The results with the ids, hashes and axis names of these new variants in place of the old ones."""
-    return [
-        replace(
-            result,
-            outcomes=tuple(
-                replace(outcome, variant_id=new.id, template_hash=new.template_hash, config=new.config)
-                if (new := same.get(outcome.variant_id))
-                else outcome
-                for outcome in result.outcomes
-            ),
-        )
-        for result in results
-    ]
+    """The results with the ids and hashes of these new variants in place of the old ones; axes that have other names today are renamed."""
+
+    def written(outcome: Outcome) -> Outcome:
+        new = same.get(outcome.variant_id)
+        if new is None:
+            return outcome
+        former = any(axis.formerly in outcome.config for axis in family(new.template).axes if axis.formerly is not None)
+        config = new.config if former else outcome.config
+        return replace(outcome, variant_id=new.id, template_hash=new.template_hash, config=config)
+
+    return [replace(result, outcomes=tuple(map(written, result.outcomes))) for result in results]
 
 
 def main() -> None:
@@ -125,6 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--same-work", action="store_true", help="take code for the same where only its bookkeeping differs")
     parser.add_argument("--raced", metavar="FILE", help="results of race_again.py that take the place of rows with another text")
+    parser.add_argument("--generated", type=Path, metavar="FOLDER", help="kernels of today's texts, whose machine code is compared first")
     options = parser.parse_args()
     with Store.open(shipped_path(), writable=False) as shipped:
         results, records = list(shipped.results()), list(shipped.winners())
@@ -134,7 +173,9 @@ def main() -> None:
         results = replaced(results, raced)
         records = winners_of(results)
         print(f"{len(raced)} results of {options.raced} are among {len(results)}")
-    same, changed = same_code(records)
+    # A row's twin serves beside it, by a file of its own.
+    records += [twin for record in records if (twin := record.as_twin()) is not None]
+    same, changed = same_code(records, generated=options.generated)
     if options.same_work:
         alike, changed = same_code(changed, measure=work_of)
         for old, new in alike.items():

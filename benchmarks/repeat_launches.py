@@ -19,10 +19,10 @@ from flashtune.core.problem import Features, Problem
 from flashtune.core.target import Target
 from flashtune.dispatch.policy import choose
 from flashtune.templates import families, family
-from flashtune.tuner import tasks
-from flashtune.tuner.correctness import differs
+from flashtune.tuner.children import tasks
 from flashtune.tuner.machine import local_gpu
-from flashtune.tuner.space import Candidate
+from flashtune.tuner.propose.space import Candidate
+from flashtune.tuner.verify.correctness import differs
 
 PROBLEMS = ((16, 8, 1024, 256), (16, 16, 1024, 96), (32, 16, 512, 128), (16, 16, 1024, 64))
 """Batch, heads, length, head size."""

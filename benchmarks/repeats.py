@@ -27,10 +27,10 @@ from searches import searched, shipped, source_of
 from flashtune.core.problem import Problem
 from flashtune.core.results import Measurement, Outcome, SearchResult
 from flashtune.core.target import Target
-from flashtune.tuner import tasks
+from flashtune.tuner.children import tasks
+from flashtune.tuner.children.workers import Workers
 from flashtune.tuner.machine import cores, local_gpu, provenance
 from flashtune.tuner.replies import Failed
-from flashtune.tuner.workers import Workers
 
 RACING = 0.85
 """Where in the time the searches end."""

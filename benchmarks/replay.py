@@ -30,10 +30,10 @@ from flashtune.db.store import Store
 from flashtune.templates import families
 from flashtune.templates.cost import predict_us
 from flashtune.templates.family import Constraint, Family
-from flashtune.tuner import sampling
-from flashtune.tuner.sampling import CandidateSampler, Told
-from flashtune.tuner.space import Candidate, SearchSpace
-from flashtune.tuner.study import Study
+from flashtune.tuner.propose import sampling
+from flashtune.tuner.propose.sampling import CandidateSampler, Told
+from flashtune.tuner.propose.space import Candidate, SearchSpace
+from flashtune.tuner.propose.study import Study
 
 SWEEPS = Path(__file__).parent / "sweeps"
 STARTS = {"all": 0, "less5": 5, "less20": 20, "none": 10**6}

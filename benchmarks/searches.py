@@ -15,14 +15,15 @@ from flashtune.core.target import Target
 from flashtune.db.library import Library, shipped_path
 from flashtune.templates import families
 from flashtune.templates.family import Family
-from flashtune.tuner import tasks
-from flashtune.tuner.carrying import carried
-from flashtune.tuner.forkserver import start_server
+from flashtune.tuner.children import tasks
+from flashtune.tuner.children.forkserver import start_server
+from flashtune.tuner.children.workers import Workers
+from flashtune.tuner.propose.carrying import carried
+from flashtune.tuner.propose.sampling import ByExpectedImprovement, Sampler
+from flashtune.tuner.propose.space import Candidate, SearchSpace
 from flashtune.tuner.replies import Failed
-from flashtune.tuner.sampling import ByExpectedImprovement, Sampler
-from flashtune.tuner.searching import Search, SearchPlan
-from flashtune.tuner.space import Candidate, SearchSpace
-from flashtune.tuner.workers import Workers
+from flashtune.tuner.search.plan import SearchPlan
+from flashtune.tuner.searching import Search
 
 
 def source_of(result: SearchResult) -> tasks.Source | None:
@@ -110,7 +111,7 @@ def searched(
     shown = None if sampler == "exhaustive" else trials
     with SearchProgress(messages(), problems=problems, trials=shown, budget_s=budget_s, quiet=False) as progress:
         try:
-            Search(plan, storage=storage, provenance=made_by, save=found.append, listener=progress, workers=workers).run()
+            Search(plan, storage=storage, provenance=made_by, save=found.append, listener=progress).run(workers)
         except NoKernelFound as error:
             print(error, file=sys.stderr, flush=True)
     return found

@@ -20,19 +20,22 @@ from pathlib import Path
 
 from flashtune.core.config import Config
 from flashtune.core.nearness import octaves
-from flashtune.core.problem import Features, Problem, ProblemKey
+from flashtune.core.problem import DECODE_ROWS, Features, Problem, ProblemKey
 from flashtune.core.results import SearchResult, TuningRecord
 from flashtune.core.target import find_target
 from flashtune.db.library import Library, shipped_path
 from flashtune.db.store import Store
-from flashtune.dispatch.policy import Pool, choose, losses
+from flashtune.dispatch.policy import Pool, choose, losses, torch_has
 from flashtune.templates import families
-from flashtune.tuner.carrying import record_of
+from flashtune.tuner.propose.carrying import record_of
 
 RESULTS = Path(__file__).parent / "results"
 ARCHIVED = RESULTS / "2026-11-21-h200-forward" / "tuned.sqlite"
 GRID = RESULTS / "2026-11-22-h200-calls" / "grid.json"
 GPU = find_target("h200")
+
+CLOSE = 0.02
+"""Where torch and a kernel are so close, a logarithm, either is right."""
 
 Tried = tuple[str, Config]
 
@@ -102,7 +105,8 @@ def replayed(results: Iterable[SearchResult]) -> list[Case]:
 
 
 def summary(cases: Iterable[Case]) -> dict[str, dict[str, float]]:
-    """By kind: the median and 90th percentile of the losses, of how many rows, and for how many the config was never tried."""
+    """By kind: median, 90th percentile and largest of the losses, how many of how many rows reach 0.97 and 0.90 of their best trial's
+    rate, and for how many the config was never tried."""
     found: dict[str, list[float | None]] = defaultdict(list)
     for case in cases:
         found[case.kind].append(case.loss)
@@ -112,7 +116,9 @@ def summary(cases: Iterable[Case]) -> dict[str, dict[str, float]]:
         if lost:
             worst = lost[math.ceil(0.9 * len(lost)) - 1]
             untried = len(found[kind]) - len(lost)
-            table[kind] = {"median": statistics.median(lost), "worst": worst, "cases": len(lost), "untried": untried}
+            reached = {f"from {least:.2f}": sum(1 / (1 + loss) >= least for loss in lost) for least in (0.97, 0.9)}
+            table[kind] = {"median": statistics.median(lost), "worst": worst, "most": lost[-1], **reached, "cases": len(lost)}
+            table[kind]["untried"] = untried
     return table
 
 
@@ -122,6 +128,22 @@ def drift(rows: list[TuningRecord]) -> dict[str, float]:
     pairs = [(a, b) for a in ratios for b in ratios if a.n < b.n and kind_between(a, b) == "n, 1 octaves"]
     steps = sorted(abs(math.log(ratios[a] / ratios[b])) / octaves(a.n, b.n) for a, b in pairs)
     return {"median": math.expm1(statistics.median(steps)), "pairs": len(steps)}
+
+
+def torch_or_kernel(rows: list[TuningRecord]) -> dict[str, dict[str, float]]:
+    """Every row that knows torch's time left out in turn: how often the rest give its key to torch or to a kernel, rightly or wrongly by
+    more than CLOSE, and what that loses in all, a logarithm; by whole calls of torch and the row's own kernel."""
+    found: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row.relative_time is None or row.key.direction != "fwd" or not torch_has(row.problem):
+            continue
+        table = found.setdefault("steps" if row.key.n_q <= DECODE_ROWS else "more rows", defaultdict(float))
+        others = [other for other in rows if other.key != row.key]
+        served = "torch" if choose(row.problem, GPU, others, families()).kind == "framework" else "a kernel"
+        lost = math.log(row.relative_time) * (-1 if served == "torch" else 1)
+        table[f"{served}, {'wrongly' if lost > CLOSE else 'rightly'}"] += 1
+        table["lost"] += max(0.0, lost)
+    return found
 
 
 def decisions(rows: list[TuningRecord]) -> list[dict[str, object]]:
@@ -143,13 +165,23 @@ def decisions(rows: list[TuningRecord]) -> list[dict[str, object]]:
     return found
 
 
-def report(say: Callable[[str], object], tables: dict[str, dict[str, dict[str, float]]], served: list[dict[str, object]]) -> None:
+def report(
+    say: Callable[[str], object],
+    tables: dict[str, dict[str, dict[str, float]]],
+    torch: dict[str, dict[str, float]],
+    served: list[dict[str, object]],
+) -> None:
     """The tables for people."""
     for name, table in tables.items():
         say(f"{name}: loss of a stand-in against the best of the left-out row's trials")
-        say(f"  {'nearness':16} {'median':>8} {'p90':>8} {'rows':>6} {'untried':>8}")
+        say(f"  {'nearness':16} {'median':>8} {'p90':>8} {'most':>8} {'>=0.97':>8} {'>=0.90':>8} {'rows':>6} {'untried':>8}")
         for kind, line in table.items():
-            say(f"  {kind:16} {line['median']:8.1%} {line['worst']:8.1%} {line['cases']:6.0f} {line['untried']:8.0f}")
+            shares = "".join(f"{line[f'from {least}'] / line['cases']:9.1%}" for least in ("0.97", "0.90"))
+            losses = f"{line['median']:8.1%} {line['worst']:8.1%} {line['most']:8.1%}{shares}"
+            say(f"  {kind:16} {losses} {line['cases']:6.0f} {line['untried']:8.0f}")
+    say("shipped: who would serve a left-out row, and the sum of what is lost by that, a logarithm")
+    for kind, line in torch.items():
+        say(f"  {kind:16} " + ", ".join(f"{name} {value:.4g}" for name, value in sorted(line.items())))
     say("what serves where a whole call was measured, and how fast a kernel was there, times torch's rate")
     for line in served:
         ratio = line["kernel_over_torch"]
@@ -169,11 +201,12 @@ def main() -> None:
         tables[name] = summary(cases[name])
     served = decisions(shipped)
     lines: list[str] = []
-    report(lines.append, tables, served)
+    torch = torch_or_kernel(shipped)
+    report(lines.append, tables, torch, served)
     print("\n".join(lines))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        found = {"gpu": GPU.slug, **tables, "drift": drift(shipped), "served": served}
+        found = {"gpu": GPU.slug, **tables, "drift": drift(shipped), "torch": torch, "served": served}
         (out / "losses.json").write_text(json.dumps(found, indent=1) + "\n")
         kept = {name: [asdict(case) for case in of] for name, of in cases.items()}
         (out / "cases.json").write_text(json.dumps(kept) + "\n")

@@ -13,10 +13,10 @@ import replay
 
 from flashtune.core.results import Fate, Outcome, SearchResult
 from flashtune.core.target import find_target
-from flashtune.tuner.problem_search import AHEAD
-from flashtune.tuner.space import Candidate, SearchSpace
-from flashtune.tuner.stopping import UNTIL, StoppingRule
-from flashtune.tuner.study import Study
+from flashtune.tuner.propose.space import Candidate, SearchSpace
+from flashtune.tuner.propose.study import Study
+from flashtune.tuner.search.problem_search import AHEAD
+from flashtune.tuner.search.stopping import UNTIL, StoppingRule
 
 
 def run(sweep: SearchResult, trials: int, until: float, seed: int) -> str:

@@ -39,12 +39,12 @@ from flashtune.core.errors import InputError
 from flashtune.core.problem import Features, Problem, ProblemKey
 from flashtune.core.results import Measurement
 from flashtune.core.target import Target
-from flashtune.tuner import tasks
-from flashtune.tuner.inputs import Inputs
+from flashtune.tuner.children import tasks
 from flashtune.tuner.machine import cores, local_gpu, provenance
+from flashtune.tuner.propose.space import Candidate
 from flashtune.tuner.replies import Failed
-from flashtune.tuner.space import Candidate
-from flashtune.tuner.stopwatch import Run
+from flashtune.tuner.timing.stopwatch import Run
+from flashtune.tuner.verify.inputs import Inputs
 
 DEVICE = "cuda:0"
 HEAD_SIZES = ((40, 40), (64, 64), (72, 72), (80, 80), (96, 96), (112, 112), (128, 128), (160, 160), (192, 192), (192, 128), (256, 256))

@@ -30,12 +30,12 @@ from flashtune.core.results import Outcome, SearchResult
 from flashtune.core.target import Target
 from flashtune.db.store import Store
 from flashtune.templates import families
-from flashtune.tuner import tasks
+from flashtune.tuner.children import tasks
+from flashtune.tuner.children.workers import Workers
 from flashtune.tuner.machine import cores, local_gpu, provenance
-from flashtune.tuner.racing import Contest
+from flashtune.tuner.propose.space import Candidate, SearchSpace
 from flashtune.tuner.replies import Failed
-from flashtune.tuner.space import Candidate, SearchSpace
-from flashtune.tuner.workers import Workers
+from flashtune.tuner.timing.racing import Contest
 
 FEW_S = 15.0
 """With less time than this no other families are begun with."""

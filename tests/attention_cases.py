@@ -16,7 +16,7 @@ from flashtune.core.dtypes import DType, output_dtype
 from flashtune.core.parameters import PER_HEAD, PER_HEAD_FLAGS, CallParameters, per_head_words
 from flashtune.core.problem import Features, Problem
 from flashtune.core.torch_dtypes import TORCH_DTYPES
-from flashtune.tuner.inputs import Inputs
+from flashtune.tuner.verify.inputs import Inputs
 
 Layout = Literal["heads_first", "tokens_first", "packed", "gapped", "columns", "shared_batch", "far_heads", "far_rows"]
 """How q, k and v lie in memory: (B, H, N, D); (B, N, H, D); that with q, k and v of a token side by side; rows with gaps between them;

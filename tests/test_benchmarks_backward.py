@@ -13,7 +13,7 @@ import torch
 from flashtune import dispatch
 from flashtune.core.results import Measurement
 from flashtune.dispatch import Explanation
-from flashtune.tuner.inputs import make_inputs
+from flashtune.tuner.verify.inputs import make_inputs
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 

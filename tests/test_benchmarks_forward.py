@@ -18,10 +18,10 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import Measurement, TuningRecord
 from flashtune.core.target import Target, find_target
 from flashtune.templates import families, family
-from flashtune.tuner.baseline import framework_call
-from flashtune.tuner.distributions import PRESENT
 from flashtune.tuner.machine import LocalGpu
-from flashtune.tuner.stopwatch import Run
+from flashtune.tuner.timing.baseline import framework_call
+from flashtune.tuner.timing.stopwatch import Run
+from flashtune.tuner.verify.distributions import PRESENT
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 

@@ -20,7 +20,7 @@ from flashtune.db.store import Store
 from flashtune.dispatch.policy import choose
 from flashtune.templates import families
 from flashtune.tuner.machine import LocalGpu
-from flashtune.tuner.space import Candidate
+from flashtune.tuner.propose.space import Candidate
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 

@@ -1,31 +1,40 @@
 """Rows take new hashes where their machine code is what it was, and nowhere else."""
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from flashtune.core.binaries import read_manifest
 from flashtune.core.config import Config
+from flashtune.core.kernel_index import read_index
 from flashtune.core.problem import Features
 from flashtune.core.results import TuningRecord
 from flashtune.db.library import shipped_path
 from flashtune.db.store import Store
-from flashtune.tuner.publish import source_for, variant_for
+from flashtune.tuner.publish.sources import source_for, variant_for
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
-from rehash import is_current, renamed, replaced, same_code, winners_of, work_of
+from rehash import GENERATED, is_current, renamed, replaced, same_code, sections_of, winners_of, work_of
 
 DIVIDED = "    batch = program // tiles // kv_heads\n"
 
 
 @pytest.fixture(scope="module")
-def today() -> TuningRecord:
-    """A shipped row of a family that compiles in a second."""
+def shipped() -> list[TuningRecord]:
+    """The shipped rows."""
     with Store.open(shipped_path(), writable=False) as store:
-        decoding = [record for record in store.winners() if record.outcome.template == "flash_decode"]
+        return store.winners()
+
+
+@pytest.fixture(scope="module")
+def today(shipped: list[TuningRecord]) -> TuningRecord:
+    """A shipped row of a family that compiles in a second."""
+    decoding = [record for record in shipped if record.outcome.template == "flash_decode"]
     plain = (record for record in decoding if record.outcome.config["loads"] == "tma" and record.outcome.config["combine"] == "kernel")
     return next(record for record in plain if record.outcome.config["programs"] == 1 and record.problem.features == Features())
 
@@ -67,6 +76,46 @@ def test_other_code_and_a_lost_file_need_a_search(today: TuningRecord, tmp_path:
     assert same_code([before], tmp_path) == ({}, [before])
 
 
+def lay_beside(folder: Path, record: TuningRecord) -> None:
+    """Put the shipped machine code of a row's kernel beside the one that `keep` put into a folder."""
+    kernel = read_index(GENERATED).find(record.outcome.variant_id)
+    assert kernel is not None
+    manifest = GENERATED / kernel.manifest
+    shutil.copy(manifest, folder / "kept.json")
+    for binary in read_manifest(manifest).binaries:
+        shutil.copy(manifest.parent / binary.file, folder)
+
+
+def test_machine_code_that_lies_ready_is_compared_in_the_place_of_ptx(
+    today: TuningRecord, shipped: list[TuningRecord], tmp_path: Path
+) -> None:
+    def nobody(*_: object) -> object:
+        raise AssertionError("machine code says it")
+
+    before = earlier(today)
+    keep(tmp_path, before, "no kernel at all")
+    lay_beside(tmp_path, today)
+    same, changed = same_code([before], tmp_path, nobody, GENERATED)
+    assert (list(same), changed) == (["0" * 16], [])
+    other = next(record for record in shipped if record.outcome.template == "flash_fwd_hopper")
+    lay_beside(tmp_path, other)
+    with pytest.raises(AssertionError):
+        same_code([before], tmp_path, nobody, GENERATED)
+
+
+def test_sections_of_machine_code_differ_by_content_and_not_by_name(today: TuningRecord) -> None:
+    kernel = read_index(GENERATED).find(today.outcome.variant_id)
+    assert kernel is not None
+    manifest = read_manifest(GENERATED / kernel.manifest)
+    code, name = manifest.code(manifest.binaries[0]), manifest.binaries[0].kernel
+    found = sections_of(code, name)
+    [(place, length)] = [(code.index(content), len(content)) for title, content in found if title == b".text."]
+    assert length > 1000
+    renamed_code = code.replace(name.encode(), name[::-1].encode())
+    assert renamed_code != code and sections_of(renamed_code, name[::-1]) == found
+    assert sections_of(code[:place] + bytes([code[place] ^ 1]) + code[place + 1 :], name) != found
+
+
 def test_other_bookkeeping_is_the_same_work_and_another_product_is_not(today: TuningRecord, tmp_path: Path) -> None:
     before, text = earlier(today), source_for(today).text
     keep(tmp_path, before, text.replace(DIVIDED, DIVIDED + "    batch += tl.num_programs(0) >> 30\n", 1))
@@ -104,7 +153,15 @@ def test_every_trial_of_a_renamed_kernel_is_renamed_and_no_other(today: TuningRe
     [found] = renamed([result], {today.outcome.variant_id: variant})
     for new, old in zip(found.outcomes, result.outcomes, strict=True):
         if old.variant_id == today.outcome.variant_id:
-            assert new == replace(old, variant_id=variant.id, template_hash="2" * 16, config=variant.config)
+            assert new == replace(old, variant_id=variant.id, template_hash="2" * 16)
         else:
             assert new == old
     assert found.outcomes != result.outcomes
+
+
+@pytest.mark.parametrize("axis", ["stages", "num_stages"])
+def test_only_a_config_with_former_names_of_axes_is_written_anew(today: TuningRecord, axis: str) -> None:
+    outcome = replace(today.outcome, template="flash_fwd_hopper", config=Config.of({axis: 2, "section": 1}))
+    variant = replace(variant_for(today), template="flash_fwd_hopper", config=Config.of(num_stages=2))
+    [found] = renamed([replace(today.as_result(), outcomes=(outcome,))], {outcome.variant_id: variant})
+    assert found.outcomes[0].config == (variant.config if axis == "stages" else outcome.config)

@@ -25,12 +25,14 @@ from flashtune.core.results import Conditions, Fate, Measurement, Provenance
 from flashtune.core.target import Target, find_target
 from flashtune.dispatch.policy import losses, torch_has
 from flashtune.templates import families
-from flashtune.tuner import evaluation, searching, tasks
-from flashtune.tuner.carrying import carried
+from flashtune.tuner import searching
+from flashtune.tuner.children import tasks
+from flashtune.tuner.propose.carrying import carried
+from flashtune.tuner.propose.space import Candidate, SearchSpace
+from flashtune.tuner.propose.study import Study
 from flashtune.tuner.replies import Checked as CheckedCandidate
 from flashtune.tuner.replies import Compiled, Failed, Ready
-from flashtune.tuner.space import Candidate, SearchSpace
-from flashtune.tuner.study import Study
+from flashtune.tuner.search import evaluation
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 

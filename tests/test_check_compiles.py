@@ -7,7 +7,7 @@ import pytest
 
 from flashtune.core.target import find_target, targets
 from flashtune.templates import families
-from flashtune.tuner.tasks import Source
+from flashtune.tuner.children.tasks import Source
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 

@@ -22,7 +22,8 @@ from flashtune.dispatch.resolve.memo import Memo, Settings
 from flashtune.templates import families
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+BENCHMARKS = ROOT / "benchmarks" / "README.md"
+PAGES = sorted([*ROOT.glob("*.md"), BENCHMARKS, *(ROOT / "docs").rglob("*.md")])
 DECISIONS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
 
 
@@ -55,6 +56,14 @@ def test_the_readmes_snippet_runs_on_this_machine(capsys: pytest.CaptureFixture[
     exec(snippet, found)
     assert found["out"].shape == found["q"].shape
     assert "serves" in capsys.readouterr().out
+
+
+def test_the_benchmarks_page_names_every_script_and_every_folder_of_results() -> None:
+    page = BENCHMARKS.read_text()
+    scripts = {path.name for path in BENCHMARKS.parent.glob("*.py")}
+    folders = {path.name for path in (BENCHMARKS.parent / "results").iterdir() if path.is_dir()}
+    assert scripts == set(re.findall(r"`(\w+\.py)", page))
+    assert folders <= set(re.findall(r"\(results/([\w-]+)", page))
 
 
 COLUMNS = ("h200", "h100", "b200", "rtx5090", "l4", "l40s", "rtx4090", "mi250x", "mi300x", "a100", "a10", "rtx3090", "v100")

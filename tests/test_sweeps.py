@@ -50,6 +50,13 @@ def test_forty_trials_without_any_hand_written_start_find_a_config_within_1_perc
         assert replay.replayed(place, "gp", "none", 40, seed).regrets[-1] <= 0.01, seed
 
 
+@of_every_sweep
+def test_twenty_trials_without_the_starts_among_the_five_best_find_a_config_within_half_a_percent(sweep: SearchResult) -> None:
+    place = replay.swept(sweep)
+    for seed in range(3):
+        assert replay.replayed(place, "gp", "less5", 20, seed).regrets[-1] <= 0.005, seed
+
+
 def test_a_replayed_search_begins_with_todays_starts_but_for_those_that_are_struck() -> None:
     place = replay.swept(replay.sweeps()[0])
     times = {(c.family.name, c.config): place.regret([place.answers[c.family.name, c.config]]) for c in place.space.every()}
