@@ -140,6 +140,28 @@ def test_what_changes_for_all_reaches_threads_that_have_layers_of_their_own(
     assert seen == [32, 128]
 
 
+def test_threads_that_used_layers_end_and_so_does_their_process() -> None:
+    """What such a thread leaves in torch's own storage for threads waits for the interpreter's lock when the thread ends, and ends it all."""
+    script = """
+import threading
+from flashtune import dispatch
+
+def work(keep):
+    found = dispatch.use(unmeasured=True)
+    if not keep:
+        found.remove()
+
+for keep in [True, False] * 20:
+    thread = threading.Thread(target=work, args=(keep,))
+    thread.start()
+    thread.join()
+"""
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not hasattr(torch._C, "_remove_obj_from_tls"), reason="this torch doesn't hand on the context of who calls backward")
 def test_threads_of_autograd_have_the_layers_of_who_called_backward() -> None:
     """A checkpoint is computed again there. On the CPU torch starts one for a backward that lies deep enough in others."""
     script = """
@@ -157,6 +179,7 @@ class Nested(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        current()
         if ctx.depth:
             with torch.enable_grad():
                 backward(ctx.depth - 1)

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import Context, ContextVar
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,8 +19,6 @@ import torch
 from flashtune.core.errors import InputError
 from flashtune.dispatch.plans.known import Plans
 from flashtune.dispatch.resolve.memo import Memo, Settings
-
-_KEY = "flashtune.layers"
 
 MOST_MEMOS = 32
 """So many stacks of layers are remembered; beyond it the one that was used longest ago is forgotten."""
@@ -63,9 +62,10 @@ class Use:
 
 
 class _Serving(threading.local):
-    """The plans by signature that serve this thread. Where it has no layers of its own, the class's value counts."""
+    """What serves this thread: plans by signature, and the thread's own layers. Where a thread has none, the class's values count."""
 
     plans = Plans()
+    stack: tuple[Use, ...] = ()
 
 
 class _HandedOn:
@@ -76,6 +76,7 @@ class _HandedOn:
 
 
 SERVING = _Serving()
+_LAYERS: ContextVar[tuple[Use, ...]] = ContextVar("flashtune.layers", default=())
 _HANDED_ON: Any = _HandedOn()
 _plans: Plans = SERVING.plans
 _laid: weakref.WeakSet[Use] = weakref.WeakSet()
@@ -88,14 +89,21 @@ _pinned: Memo | None = None
 
 
 def _stack() -> tuple[Use, ...]:
-    """This thread's layers, the topmost first."""
-    found: tuple[Use, ...] = torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else ()
-    return found
+    """This thread's layers, the topmost first; in a thread of autograd's own those of the thread that called backward."""
+    # Never an object of ours: one that is left there when a thread ends waits for the interpreter's lock for good.
+    if SERVING.stack or not (_laid and torch._C._is_key_in_tls("context")):
+        return SERVING.stack
+    context: Context | None = torch._C._get_obj_in_tls("context")
+    stack = () if context is None else context.get(_LAYERS, ())
+    # For a backward within this one, which is handed a copy of this thread's context.
+    _LAYERS.set(stack)
+    return stack
 
 
 def _lay(stack: tuple[Use, ...]) -> None:
-    # What is stashed so torch hands on to threads of autograd, as it does the grad mode.
-    torch._C._stash_obj_in_tls(_KEY, stack)
+    SERVING.stack = stack
+    # Torch hands on a copy of the context of who calls backward.
+    _LAYERS.set(stack)
 
 
 def use(database: str | Path | None = None, *, alone: bool = False, everywhere: bool = False, unmeasured: bool | None = None) -> Use:
@@ -107,9 +115,9 @@ def use(database: str | Path | None = None, *, alone: bool = False, everywhere: 
     It is in force at once, over what was laid before it, `FLASHTUNE_DB`, the user's own results and the shipped ones, until the `with` ends
     or `remove` of what is returned is called. Its measured rows go before those of lower layers for the same key. `alone` hides all
     lower layers. `everywhere` is for all threads, also those of data loaders and servers; a thread's own layers lie over those. Threads
-    of autograd have those of the thread that called backward. `unmeasured` says
-    whether kernels may serve behind which nothing was measured on the GPU's architecture; by default the environment does
-    (FLASHTUNE_UNMEASURED=1).
+    of autograd have those of the thread that called backward where torch hands its context on (2.13 does, 2.11 doesn't); elsewhere
+    activation checkpoints, which are recomputed there on a GPU, need `everywhere`. `unmeasured` says whether kernels may serve behind
+    which nothing was measured on the GPU's architecture; by default the environment does (FLASHTUNE_UNMEASURED=1).
 
     Raises DatabaseError where there is no such database or it is damaged, InputError where neither a database nor `unmeasured` is given.
     """
