@@ -141,7 +141,7 @@ def test_what_changes_for_all_reaches_threads_that_have_layers_of_their_own(
 
 
 def test_threads_that_used_layers_end_and_so_does_their_process() -> None:
-    """What such a thread leaves in torch's own storage for threads waits for the interpreter's lock when the thread ends, and ends it all."""
+    """What a thread leaves in torch's own storage for threads waits for the interpreter's lock at its end, and may end it all."""
     script = """
 import threading
 from flashtune import dispatch
