@@ -514,6 +514,16 @@ def test_a_decoding_step_whose_gpu_waits_for_the_host_goes_by_whole_calls_alone(
         assert (found.kind == "near_n") is ((n, n_q, batch) in waiting), (n, n_q, batch, found.note)
 
 
+@pytest.mark.parametrize(
+    ("gpu_us", "call_us", "serves"), [(8.9, 101.0, True), (8.9, 103.0, False), (10.1, 101.0, False), (8.9, 99.0, True)]
+)
+def test_whole_calls_that_a_host_at_work_may_have_lengthened_leave_it_to_the_gpus_time(gpu_us: float, call_us: float, serves: bool) -> None:
+    row = record(PROBLEM, time_us=gpu_us, framework_us=10.0)
+    assert row.baseline is not None
+    row = replace(row, outcome=replace(row.outcome, call_us=call_us), baseline=replace(row.baseline, call_us=100.0))
+    assert (policy.choose(PROBLEM, H200, [row], FAMILIES).kind == "exact") is serves
+
+
 def test_what_wins_by_its_calls_at_a_few_hundred_keys_serves_every_shorter_step() -> None:
     """There torch has no shorter path for its calls to take."""
     row = record(replace(PROBLEM, n_q=1, n_kv=512), time_us=10.2, framework_us=10.0)

@@ -11,7 +11,7 @@ from flashtune.core.problem import DECODE_ROWS, Problem, ProblemKey
 from flashtune.core.results import Fate, TuningRecord
 from flashtune.core.target import Target
 from flashtune.dispatch.policy import losses
-from flashtune.dispatch.policy.losses import Estimate, torch_runs_alike
+from flashtune.dispatch.policy.losses import Estimate, calls_tie, torch_runs_alike
 from flashtune.dispatch.policy.pool import Pool
 from flashtune.templates.family import Family
 
@@ -195,7 +195,7 @@ def exact_choice(fit: Fit, context: Context) -> Choice:
     """The choice by a record of this very key."""
     record, note, family, config = fit.record, _note(fit, context.key), fit.family, fit.config
     spec, relative = context.problem.spec(), record.relative_time
-    if relative is not None and relative > 1.0 and context.framework_serves:
+    if relative is not None and relative > 1.0 and not calls_tie(record) and context.framework_serves:
         calls = (record.outcome.call_us, record.framework_call_us)
         if None in calls:
             note = f"{note}, and there the framework was faster: {record.framework_us:.1f} us"
