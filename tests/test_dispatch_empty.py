@@ -28,6 +28,13 @@ def tensors(shapes: Shapes, dtype: torch.dtype = torch.float32) -> list[torch.Te
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in (shapes[0], shapes[1], shapes[1])]
 
 
+def torchs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: Any, **words: Any) -> torch.Tensor:
+    """Torch's output; of no heads, by which torch 2.11 ends the process, and of two dimensions with shared heads, which it refuses, what
+    later ones give."""
+    odd = (q.ndim > 2 and q.shape[-3] == 0) or (q.ndim == 2 and "enable_gqa" in words)
+    return torch.zeros_like(q) if odd else F.scaled_dot_product_attention(q, k, v, *more, **words)
+
+
 @pytest.mark.parametrize("words", [{}, {"is_causal": True}, {"enable_gqa": True}, {"dropout_p": 0.5}], ids=str)
 @pytest.mark.parametrize("case", SHAPES)
 def test_an_empty_call_gives_what_torch_gives(case: str, words: dict[str, Any]) -> None:
@@ -35,7 +42,7 @@ def test_an_empty_call_gives_what_torch_gives(case: str, words: dict[str, Any]) 
         q, k, v = tensors(SHAPES[case], dtype)
         for _ in range(2):
             ours = dispatch.attention(q, k, v, **words)
-            theirs = F.scaled_dot_product_attention(q, k, v, **words)
+            theirs = torchs(q, k, v, **words)
             assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
             assert torch.equal(ours, theirs)
         ours.sum().backward()
@@ -46,7 +53,7 @@ def test_an_empty_call_gives_what_torch_gives(case: str, words: dict[str, Any]) 
 def test_a_mask_fits_an_empty_call(case: str) -> None:
     q, k, v = tensors(SHAPES[case])
     mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool)
-    assert torch.equal(dispatch.attention(q, k, v, mask, window=3), F.scaled_dot_product_attention(q, k, v, mask))
+    assert torch.equal(dispatch.attention(q, k, v, mask, window=3), torchs(q, k, v, mask))
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,8 @@ def attention(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, 
     mask = call.small_mask(mask)
     q, k, v = (aligned(x) for x in call.views(q, k, v))
     given = call.parameters(None if mask is None else aligned(mask), per_head)
-    if call.softcap or call.return_lse or keep is not None:
+    # Torch 2.11 divides by the number of heads.
+    if call.softcap or call.return_lse or keep is not None or call.heads == 0:
         out, lse = _composite(call, q, k, v, given, keep)
         return call.restored(out), call.restored(lse) if call.return_lse else None
     mask, descale, slopes = given.mask, given.descale, given.slopes
