@@ -1,8 +1,9 @@
 """What the database's tests of races, kills and full disks share."""
 
-import multiprocessing
 import os
 import signal
+import threading
+from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
 
 import db_samples as samples
@@ -12,7 +13,22 @@ from flashtune.db import sqlite_file
 from flashtune.db.store import Store
 from flashtune.db.writing import ResultRows
 
-fork = multiprocessing.get_context("fork")
+
+class CalmProcess(ForkProcess):
+    """A process that is forked while no thread of an earlier search imports: locks that one holds would be held in the child for good."""
+
+    def start(self) -> None:
+        for thread in threading.enumerate():
+            if thread.name == "surrogate":
+                thread.join()
+        super().start()
+
+
+class CalmContext(ForkContext):
+    Process = CalmProcess
+
+
+fork = CalmContext()
 
 
 def folder_bytes(folder: Path) -> dict[str, tuple[bytes, int]]:
