@@ -21,7 +21,14 @@ class CalmProcess(ForkProcess):
         for thread in threading.enumerate():
             if thread.name == "surrogate":
                 thread.join()
+        self.daemon = True
         super().start()
+
+    def join(self, timeout: float | None = 900.0) -> None:
+        super().join(timeout)
+        if self.is_alive():
+            self.kill()
+            raise AssertionError(f"a forked process was still there after {timeout:g} s")
 
 
 class CalmContext(ForkContext):

@@ -32,6 +32,8 @@ from flashtune.db.store import Store
 HERE = Path(__file__).resolve().parent
 LENGTHS = (64, 96, 128, 160, 192, 224)
 NOWHERE = Provenance(flashtune="", torch="", triton="")
+END_S = 900.0
+"""How long one search may take for its end, on whichever machine."""
 EARLY = 0.25
 """Share of the kills that come while a search starts."""
 
@@ -61,11 +63,14 @@ class Searching:
         where |= {"FLASHTUNE_TEST_LIMIT": str(self._limit), "FLASHTUNE_TEST_TRIALS": str(self._tried)}
         ids = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"] if apart else []
         self._command, self._where = [*ids, sys.executable, str(HERE / "quick_search.py"), *words], {**os.environ, **where}
-        self.process: subprocess.Popen[str] | None = None
+        self._errors = home / f"errors{name}"
+        self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, limit: int | None = None) -> None:
         self.limit(limit)
-        self.process = subprocess.Popen(self._command, env=self._where, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        # A file: whoever it leaves behind would hold a pipe open.
+        with self._errors.open("wb") as errors:
+            self.process = subprocess.Popen(self._command, env=self._where, stdout=subprocess.DEVNULL, stderr=errors)
 
     def limit(self, number: int | None) -> None:
         """Let it make so many trials in all, and not end; None lets it make all and end."""
@@ -80,14 +85,12 @@ class Searching:
         """SIGKILL; it must have been running."""
         assert self.process is not None
         self.process.kill()
-        said = self.process.communicate()[1]
-        assert self.process.returncode == -9, said
+        assert self.process.wait(END_S) == -9, self._errors.read_text()
 
     def ended(self) -> None:
         """Wait for its good end."""
         assert self.process is not None
-        said = self.process.communicate()[1]
-        assert self.process.returncode == 0, said
+        assert self.process.wait(END_S) == 0, self._errors.read_text()
 
     def timed(self) -> list[str]:
         """Every trial of a candidate that compiled which it made."""

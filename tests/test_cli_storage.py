@@ -19,11 +19,11 @@ from flashtune.core.errors import DatabaseError, EnvironmentProblem, FlashtuneEr
 
 def open_together(url: str, processes: int) -> list[str]:
     """What each of these processes, which open the storage at the same moment, has to complain of."""
-    barrier, said = fork.Barrier(processes), fork.SimpleQueue()
+    barrier, said = fork.Barrier(processes, timeout=600), fork.Queue()
 
     def work() -> None:
-        barrier.wait()
         try:
+            barrier.wait()
             with study_storage(url) as storage:
                 optuna.create_study(storage=storage, study_name="one", load_if_exists=True)
             said.put("")
@@ -33,7 +33,7 @@ def open_together(url: str, processes: int) -> list[str]:
     children = [fork.Process(target=work) for _ in range(processes)]
     for child in children:
         child.start()
-    found = [said.get() for _ in children]
+    found = [said.get(timeout=900) for _ in children]
     for child in children:
         child.join()
     return found

@@ -154,6 +154,7 @@ def in_child(work: Callable[[Pipe], None]) -> object:
     child.start()
     sender.close()
     try:
+        assert receiver.poll(900), "it says nothing"
         return receiver.recv()
     finally:
         child.join()

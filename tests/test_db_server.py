@@ -73,7 +73,7 @@ def test_an_older_schema_asks_for_one_writer(connect: Connect, monkeypatch: pyte
 
 def test_a_writer_that_came_second_tries_again(connect: Connect) -> None:
     """Two writers of a new key: the second insert of the key fails, and its whole transaction runs again."""
-    barrier = threading.Barrier(3)
+    barrier = threading.Barrier(3, timeout=600)
     stores = [connect(True) for _ in range(3)]
 
     def save(store: Store, number: int) -> None:

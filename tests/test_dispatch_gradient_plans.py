@@ -104,7 +104,7 @@ def built(one: Given, manifest: Manifest = MANIFEST) -> GradientPlan:
 
 
 def test_a_backward_is_launched_with_its_calls_tensors_and_scratch_of_its_own(library: Decoding) -> None:
-    plan, barrier = built(given()), threading.Barrier(4)
+    plan, barrier = built(given()), threading.Barrier(4, timeout=600)
     library.pause = 0.0005
     done: dict[int, list[tuple[Given, Any]]] = {}
 

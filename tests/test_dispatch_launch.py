@@ -150,7 +150,7 @@ def test_an_empty_grid_is_not_launched(library: Library) -> None:
 def test_sixteen_threads_share_a_program_and_never_each_others_addresses(library: Library) -> None:
     library.pause = 0.0005
     prepared = program()
-    barrier = threading.Barrier(16)
+    barrier = threading.Barrier(16, timeout=600)
 
     def work(thread: int) -> None:
         barrier.wait()

@@ -5,13 +5,16 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import Context, copy_context
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import test_dispatch_memo as pretended
 import torch
+from db_faults import fork
 from test_dispatch_memo import Machine, Q, attend, config_of, save
 
 from flashtune import dispatch
@@ -204,6 +207,64 @@ os._exit(0)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600)
     assert done.stdout.split("\n")[0] == str([[True, True], [None, True], [False, True], [None, True]]), done.stderr
+
+
+@pytest.mark.skipif(not hasattr(torch._C, "_remove_obj_from_tls"), reason="this torch doesn't hand on the context of who calls backward")
+def test_what_a_thread_of_autograd_lays_and_removes_leaves_nothing_of_the_callers_there() -> None:
+    """A GPU's lives on: a block that lays a layer is computed again there, and what was in force for its caller stayed for good."""
+
+    def evaluated(node: Callable[[], bool | None], given: Context) -> bool | None:
+        torch._C._stash_obj_in_tls("context", given)
+        try:
+            return node()
+        finally:
+            torch._C._remove_obj_from_tls("context")
+
+    def unmeasured() -> bool | None:
+        return layers.current().settings.unmeasured
+
+    def block() -> bool | None:
+        with dispatch.use(unmeasured=False):
+            return unmeasured()
+
+    with ThreadPoolExecutor(1) as device:
+
+        def backward(node: Callable[[], bool | None]) -> bool | None:
+            return device.submit(evaluated, node, copy_context()).result()
+
+        with dispatch.use(unmeasured=True):
+            kept = copy_context()
+            assert [backward(node) for node in (unmeasured, block, unmeasured)] == [True, False, True]
+        assert backward(unmeasured) is None
+        with dispatch.use(unmeasured=False):
+            assert backward(unmeasured) is False
+            assert device.submit(evaluated, unmeasured, kept).result() is None, "what was removed meanwhile serves nobody"
+
+
+def test_a_forked_process_waits_for_no_lock_of_a_thread_that_it_doesnt_have() -> None:
+    """As a data loader's worker, while a thread of the parent compiles."""
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with layers.current().lock, layers._lock:
+            held.set()
+            done.wait(600)
+
+    def work() -> None:
+        with layers._lock, layers.current().lock:
+            pass
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    try:
+        assert held.wait(600)
+        child = fork.Process(target=work)
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+    finally:
+        done.set()
+        thread.join()
 
 
 def test_another_threads_layer_cannot_be_removed_from_here(models: tuple[Path, Path]) -> None:

@@ -413,7 +413,7 @@ def test_explain_problem_needs_no_tensors(own_database: Path, monkeypatch: pytes
 
 def test_many_threads_decide_once_and_agree(machine: Machine) -> None:
     outputs: list[torch.Tensor] = []
-    barrier = threading.Barrier(6)
+    barrier = threading.Barrier(6, timeout=600)
 
     def work() -> None:
         barrier.wait()

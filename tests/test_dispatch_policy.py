@@ -515,7 +515,7 @@ def test_a_decoding_step_whose_gpu_waits_for_the_host_goes_by_whole_calls_alone(
 
 
 @pytest.mark.parametrize(
-    ("gpu_us", "call_us", "serves"), [(8.9, 101.0, True), (8.9, 103.0, False), (10.1, 101.0, False), (8.9, 99.0, True)]
+    ("gpu_us", "call_us", "serves"), [(8.9, 101.0, True), (8.9, 103.0, False), (9.9, 101.0, False), (10.1, 101.0, False), (8.9, 99.0, True)]
 )
 def test_whole_calls_that_a_host_at_work_may_have_lengthened_leave_it_to_the_gpus_time(gpu_us: float, call_us: float, serves: bool) -> None:
     row = record(PROBLEM, time_us=gpu_us, framework_us=10.0)

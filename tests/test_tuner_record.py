@@ -7,6 +7,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,8 +84,9 @@ def work(url: str, limit: int, step: bool = False, ahead: int = 4) -> list[Confi
 def test_processes_that_share_a_study_try_each_candidate_once_and_no_more_than_were_wanted(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/study.sqlite"
     storage_at(url)
-    with multiprocessing.get_context("spawn").Pool(3) as pool:
-        found = pool.starmap(work, [(url, 24)] * 3)
+    # A multiprocessing.Pool would wait for good for one that died.
+    with ProcessPoolExecutor(3, multiprocessing.get_context("spawn")) as pool:
+        found = list(pool.map(work, [url] * 3, [24] * 3))
     tried = [config for configs in found for config in configs]
     assert len(tried) == len(set(tried)) == 24
     assert {candidate.config for candidate in study(storage_at(url), seed=None).outcomes} == set(tried)

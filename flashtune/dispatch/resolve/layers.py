@@ -46,7 +46,7 @@ class Use:
             return
         if not self.of_this_thread():
             raise InputError("these databases are used by another thread alone: remove them there, or use them with everywhere=True")
-        _lay(tuple(use for use in _stack() if use is not self))
+        _lay(tuple(use for use in SERVING.stack if use is not self))
         _laid.discard(self)
         current()
 
@@ -88,13 +88,27 @@ _evicted: list[Memo] = []
 _pinned: Memo | None = None
 
 
+def _unlock() -> None:
+    """In a process that was forked while another thread held one of these locks: nobody there would ever release it."""
+    global _lock
+    _lock = threading.RLock()
+    for memo in _memos.values():
+        memo.lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_unlock)
+
+
 def _stack() -> tuple[Use, ...]:
-    """This thread's layers, the topmost first; in a thread of autograd's own those of the thread that called backward."""
+    """This thread's layers, the topmost first; in a thread of autograd's own they lie over those of the thread that called backward."""
+    own = SERVING.stack
     # Never an object of ours: one that is left there when a thread ends waits for the interpreter's lock for good.
-    if SERVING.stack or not (_laid and torch._C._is_key_in_tls("context")):
-        return SERVING.stack
+    if not (_laid and torch._C._is_key_in_tls("context")):
+        return own
     context: Context | None = torch._C._get_obj_in_tls("context")
-    stack = () if context is None else context.get(_LAYERS, ())
+    given = () if context is None else context.get(_LAYERS, ())
+    # What was removed since, in another task or thread, serves nobody; and the thread that calls backward may be this one.
+    stack = (*own, *(use for use in given if use in _laid and use not in own))
     # For a backward within this one, which is handed a copy of this thread's context.
     _LAYERS.set(stack)
     return stack
@@ -136,7 +150,7 @@ def use(database: str | Path | None = None, *, alone: bool = False, everywhere: 
         with _lock:
             memo = _memo_of(_settings((added, *_stack(), *_everywhere)))
         memo.read()
-        _lay((added, *_stack()))
+        _lay((added, *SERVING.stack))
         _laid.add(added)
         current()
     return added
@@ -227,5 +241,7 @@ def _located(database: str | Path | None) -> str | None:
     """An absolute path, or the URL as it is."""
     if database is None:
         return None
+    if not isinstance(database, str | os.PathLike):
+        raise InputError(f"a database is named by its path or URL, not {database!r}")
     text = os.fspath(database)
     return text if isinstance(database, str) and "://" in text else os.path.abspath(os.path.expanduser(text))
