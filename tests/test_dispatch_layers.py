@@ -321,6 +321,8 @@ def test_what_cannot_be_used_is_said_at_once_and_changes_nothing(everywhere: boo
             dispatch.use(path, everywhere=everywhere)
     with pytest.raises(InputError, match="nothing to use"):
         dispatch.use(everywhere=everywhere)
+    with pytest.raises(InputError, match="by its path or URL, not 5"):
+        dispatch.use(5, everywhere=everywhere)  # type: ignore[arg-type]
     assert origin() == "none"
 
 
