@@ -26,6 +26,9 @@ from flashtune.dispatch.resolve import layers
 from flashtune.dispatch.resolve.memo import Memo
 
 machine = pretended.machine
+handed_on = pytest.mark.skipif(
+    not hasattr(torch._C, "_remove_obj_from_tls"), reason="this torch doesn't hand on the context of who calls backward"
+)
 
 
 @pytest.fixture
@@ -164,7 +167,7 @@ for keep in [True, False] * 20:
         assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.skipif(not hasattr(torch._C, "_remove_obj_from_tls"), reason="this torch doesn't hand on the context of who calls backward")
+@handed_on
 def test_threads_of_autograd_have_the_layers_of_who_called_backward() -> None:
     """A checkpoint is computed again there. On the CPU torch starts one for a backward that lies deep enough in others."""
     script = """
@@ -209,7 +212,7 @@ os._exit(0)
     assert done.stdout.split("\n")[0] == str([[True, True], [None, True], [False, True], [None, True]]), done.stderr
 
 
-@pytest.mark.skipif(not hasattr(torch._C, "_remove_obj_from_tls"), reason="this torch doesn't hand on the context of who calls backward")
+@handed_on
 def test_what_a_thread_of_autograd_lays_and_removes_leaves_nothing_of_the_callers_there() -> None:
     """A GPU's lives on: a block that lays a layer is computed again there, and what was in force for its caller stayed for good."""
 
