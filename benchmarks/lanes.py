@@ -139,8 +139,8 @@ class Quiet:
         pass
 
 
-def search(gpus: int, jobs: int, problems: list[Problem], log: Path) -> tuple[float, float]:
-    """Seconds and interpreter's seconds of one search, in a storage of its own."""
+def search(gpus: int, jobs: int, problems: list[Problem], log: Path, trials: int | None = None) -> tuple[float, float]:
+    """Seconds and interpreter's seconds of one search, in a storage of its own; of so many trials a problem, or until it knows enough."""
     from flashtune.cli.search import SWITCH_S
     from flashtune.cli.storage import study_storage
     from flashtune.core.target import find_target
@@ -169,7 +169,8 @@ def search(gpus: int, jobs: int, problems: list[Problem], log: Path) -> tuple[fl
         problems=tuple(problems),
         families=families(),
         source="measured",
-        until=0.005,
+        until=0.005 if trials is None else None,
+        trials=60 if trials is None else trials,
         jobs=jobs,
         known=tuple(Library([Layer(location=shipped_path(), optional=True)]).winners()),
         devices=tuple(map(str, range(gpus))) if gpus > 1 else (),
@@ -199,6 +200,9 @@ def main() -> None:
     )
     parser.add_argument("--most", type=int, default=16384, help="the longest of the grid's lengths (default: %(default)s)")
     parser.add_argument("--dtypes", default="bf16,fp16")
+    parser.add_argument(
+        "--trials", type=int, help="of each problem, so that every search has as many (default: what each search asks for, which varies)"
+    )
     options = parser.parse_args()
     os.environ["SIMULATED_COSTS"] = json.dumps(costs_of(LOG.read_text()))
     os.environ |= {"SIMULATED_COMPILE": str(options.compile_s), "SIMULATED_SLOWER": str(options.slower)}
@@ -215,7 +219,7 @@ def main() -> None:
     ]
     for gpus in map(int, options.gpus.split(",")):
         log = Path(os.environ.get("OUT", ".")) / f"lanes_{gpus}.txt"
-        seconds, cpu = search(gpus, options.jobs * gpus, problems, log)
+        seconds, cpu = search(gpus, options.jobs * gpus, problems, log, options.trials)
         waited = sum(map(float, re.findall(r"wait for compilers ([\d.]+)", log.read_text()))) / options.slower
         print(f"{gpus} GPUs: {seconds / options.slower:.1f} s; waited for compilers {waited:.1f} s; interpreter {cpu:.1f} s", flush=True)
 
