@@ -36,7 +36,7 @@ from forward import until
 from forward_cells import problem_of
 from forward_report import NO_TIME
 from race_twins import ARCHIVED, Archive, has_settling_winner, measured, read_archive, shipped_first, with_twins
-from race_work import Candidates, Work, of_another_gpu, of_models, of_older, of_rescaled, of_short, of_sizes, of_sparse, of_twins
+from race_work import Candidates, Work, of_another_gpu, of_chunks, of_models, of_older, of_rescaled, of_short, of_sizes, of_sparse, of_twins
 from random_inputs import random_inputs
 
 from flashtune.core.config import Config, KernelSpec, Value
@@ -299,6 +299,9 @@ def arguments() -> argparse.Namespace:
         "--twins", action="store_true", help="race rows whose best kernel with running maxima is far behind, instead of rows"
     )
     parser.add_argument("--rescale", action="store_true", help="race plain and masked rows with other ways to rescale, instead of rows")
+    parser.add_argument(
+        "--chunks", action="store_true", help="race rows of heads of 136 to 248 columns with their tiles in chunks, instead of rows"
+    )
     parser.add_argument("--backward", action="store_true", help="race backward problems that no row is of, instead of rows")
     parser.add_argument("--rows-of", metavar="GPU", help="race the rows of this GPU that this machine's has none of, instead of its own")
     parser.add_argument("--only", default="", help="of all these problems those whose label this regular expression finds")
@@ -329,12 +332,13 @@ def all_work(options: argparse.Namespace, target: Target) -> Work:
     choose = partial(candidates_of, target=target, most=options.most, archive=read_archive(options.archived, measured_on))
     if options.rows_of:
         return of_another_gpu(asked, find_target(options.rows_of).slug, target, choose)
-    lists = ("models", "sizes", "backward", "short", "sparse", "covering", "ragged", "older", "twins", "rescale")
+    lists = ("models", "sizes", "backward", "short", "sparse", "covering", "ragged", "older", "twins", "rescale", "chunks")
     own = [] if any(getattr(options, name) for name in lists) else [result for result in asked if result.gpu == target.slug]
     work: Work = [(result.problem, choose(result)) for result in own]
     work += backwards_of(mine, target) if options.backward else []
     work += of_twins(mine, target) if options.twins else []
     work += of_rescaled(mine, target) if options.rescale else []
+    work += of_chunks(mine, target) if options.chunks else []
     work += of_sparse(target, mine, most=4 * options.most, seed=options.seed) if options.sparse else []
     work += of_older(mine, target) if options.older else []
     work += of_ragged(target, most=4 * options.most, seed=options.seed) if options.ragged else []

@@ -14,7 +14,7 @@ from race_twins import measured
 from searches import first_candidates, shipped
 from tune import wanting
 
-from flashtune.core.config import Config, settles
+from flashtune.core.config import Config, Value, settles
 from flashtune.core.dtypes import DType
 from flashtune.core.nearness import distance, nearest
 from flashtune.core.problem import DECODE_ROWS, Features, Problem
@@ -164,6 +164,49 @@ def of_rescaled(results: Sequence[SearchResult], target: Target) -> Work:
 
 def _place(length: int) -> int:
     return RESCALED_LENGTHS.index(length) if length in RESCALED_LENGTHS else len(RESCALED_LENGTHS)
+
+
+CHUNKED: tuple[dict[str, Value], ...] = (
+    {"BLOCK_M": 128, "BLOCK_N": 64, "num_stages": 3, "tiles": "loop", "pingpong": True},
+    {"BLOCK_M": 128, "BLOCK_N": 128, "num_stages": 2, "tiles": "loop", "pingpong": True},
+    {"BLOCK_M": 128, "BLOCK_N": 64, "num_stages": 3, "tiles": "one", "pingpong": True},
+    {"BLOCK_M": 192, "BLOCK_N": 64, "num_stages": 2, "tiles": "loop", "pingpong": False},
+    {"BLOCK_M": 192, "BLOCK_N": 64, "num_stages": 3, "tiles": "one", "pingpong": False},
+    {"BLOCK_M": 192, "BLOCK_N": 64, "num_stages": 3, "tiles": "one", "pingpong": False, "intra_wg_overlap": 0},
+)
+"""What the room that chunks of columns leave is good for: more blocks in flight, larger ones, or more queries; what wins most first."""
+
+MAXIMA: tuple[dict[str, Value], ...] = (
+    {"maximum": "first", "rescale": "grown"},
+    {"maximum": "running", "rescale": "always"},
+    {"maximum": "running", "rescale": "outgrown"},
+    {"maximum": "running", "rescale": "grown"},
+)
+"""Ways to hold row maxima that race for the first of these that is valid; the others race as the row has them."""
+
+
+def of_chunks(results: Sequence[SearchResult], target: Target) -> Work:
+    """Forward rows of head sizes above 128 that aren't powers of two: winner and best kernel with running maxima, each with its tiles in
+    chunks of columns, and the first of these with all ways to hold row maxima; where the winner has chunks already, these ways alone."""
+    work: Work = []
+    for result in {result.problem.key(target.slug): result for result in results if result.gpu == target.slug}.values():
+        problem, spec, known = result.problem, result.problem.spec(), measured([result])
+        if problem.direction == "bwd" or problem.n_q <= DECODE_ROWS or not 128 < problem.d < 256 or not known:
+            continue
+        chosen = known[:1] + [outcome for outcome in known if not settles(outcome.config)][:RUNNING_ONES]
+        own = [one for outcome in chosen if (one := _valid(outcome, problem, target)) is not None and "rescale" in one.config]
+        columns: dict[str, Value] = {"smem_columns": "chunks", "v_columns": "padded" if problem.d_v in PLAIN_SIZES else "pieces"}
+        again, ways = known[0].config.get("smem_columns", "padded") == "chunks", list[Candidate]()
+        for one in own[:1] if again else own:
+            base = one.config.replace(**columns, intra_wg_overlap=1)
+            orders = {"one": "fixed", "loop": "drawn" if spec.banded else "fixed"}
+            tiled = [base.replace(**tiles).replace(order=orders[str(tiles["tiles"])]) for tiles in (CHUNKED[:2] if again else CHUNKED)]
+            tiled = [config for config in tiled if one.family.violated(config, spec, target) is None]
+            ways += [replace(one, config=one.family.successor(config)) for config in tiled if not again]
+            ways += [replace(one, config=config.replace(**maxima)) for config in (tiled if again else tiled[:1]) for maxima in MAXIMA]
+        found = [one for one in dict.fromkeys(own + ways) if one.family.violated(one.config, spec, target) is None]
+        work.append((problem, found))
+    return sorted(work, key=lambda item: (_place(item[0].n_kv), importance(item[0])))
 
 
 NEAR_WINNERS = 2

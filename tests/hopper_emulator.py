@@ -39,12 +39,17 @@ def array(values: torch.Tensor) -> Array:
 class Tile:
     """A view of shared memory."""
 
-    def __init__(self, values: torch.Tensor) -> None:
-        self.values = values
+    def __init__(self, values: torch.Tensor, memory: torch.Tensor | None = None, place: int = 0) -> None:
+        self.values, self._memory, self._place = values, memory, place
 
     def index(self, place: int) -> "Tile":
         assert 0 <= place < self.values.shape[0]
-        return Tile(self.values[int(place)])
+        return Tile(self.values[int(place)], self.values, int(place))
+
+    def _reinterpret(self, _dtype: Any, shape: list[int], _layout: Any) -> "Chunks":
+        assert self._memory is not None
+        columns = self._memory.shape[-1]
+        return Chunks([chunk.view(shape[0], columns) for chunk in self._memory[self._place : self._place + shape[1] // columns]])
 
     def reshape(self, shape: list[int]) -> "Tile":
         return Tile(self.values.view(shape))
@@ -62,6 +67,40 @@ class Tile:
 
     def load(self, _layout: Any) -> Array:
         return array(self.values.clone())
+
+
+class Chunks:
+    """A view of chunks of columns that lie one behind another."""
+
+    def __init__(self, parts: list[torch.Tensor]) -> None:
+        self._parts, self._turned = parts, False
+
+    @property
+    def values(self) -> torch.Tensor:
+        """What the memory holds now."""
+        whole = torch.cat(self._parts, 1)
+        return whole.T if self._turned else whole
+
+    def slice(self, first: int, width: int, axis: int) -> "Chunks":
+        assert axis == 1
+        columns = self._parts[0].shape[1]
+        inside = self._parts[first // columns :][: -(-width // columns)]
+        found = Chunks([part[:, first % columns :][:, :width] for part in inside])
+        assert found.values.shape[1] == width
+        return found
+
+    def permute(self, order: tuple[int, ...]) -> "Chunks":
+        assert order == (1, 0)
+        found = Chunks(self._parts)
+        found._turned = True
+        return found
+
+    def store(self, values: torch.Tensor) -> None:
+        assert values.shape == self.values.shape
+        place = 0
+        for part in self._parts:
+            part.copy_(values[:, place : place + part.shape[1]])
+            place += part.shape[1]
 
 
 class Barrier:
@@ -104,11 +143,11 @@ class Pointer:
 class Product:
     """A product under way."""
 
-    def __init__(self, left: Any, right: Tile, sum: Any) -> None:
+    def __init__(self, left: Any, right: "Tile | Chunks", sum: Any) -> None:
         self._left, self._right, self._sum, self.found = left, right, sum, None
 
     def finish(self) -> None:
-        left = (self._left.values if isinstance(self._left, Tile) else self._left).float()
+        left = (self._left.values if isinstance(self._left, Tile | Chunks) else self._left).float()
         start = self._sum.found if isinstance(self._sum, Product) else self._sum
         product = left @ self._right.values.float()
         self.found = array(product if start is None else start + product)

@@ -45,6 +45,7 @@ PLAIN: dict[str, int | str | bool] = {
     "maximum": "running",
     "rescale": "always",
     "v_columns": "padded",
+    "smem_columns": "padded",
 }
 """The config that tests change, written out so that no better default changes what they look at."""
 

@@ -89,8 +89,8 @@ class Bias(Value):
 class Shared:
     """A tile of shared memory, or a barrier there."""
 
-    def __init__(self, machine: "Machine") -> None:
-        self._machine = machine
+    def __init__(self, machine: "Machine", memory: "Memory | None" = None, place: int = 0) -> None:
+        self._machine, self._memory, self._place = machine, memory, place
         self.held: Any = None
         self.readers = self.leaving = 0
         self.count = self.pending = self.bytes = self.phase = 0
@@ -103,6 +103,15 @@ class Shared:
 
     def slice(self, _first: int, _width: int, _axis: int) -> "Shared":
         return self
+
+    def _reinterpret(self, _dtype: Any, shape: list[int], _layout: Any) -> "Chunks":
+        assert self._memory
+        return Chunks(self._machine, [(n, self._memory.index(self._place + n)) for n in range(shape[1] // CHUNK)])
+
+    @property
+    def parts(self) -> "list[Shared]":
+        """The tiles of which it is made."""
+        return [self]
 
     def check_free(self) -> None:
         """Nothing may be written while a product, a load or a copy still reads."""
@@ -128,6 +137,41 @@ class Shared:
             self.phase, self.pending = self.phase + 1, self.count
 
 
+CHUNK = 64
+"""Columns of a chunk of a tile."""
+
+
+class Chunks:
+    """A tile of chunks of columns, by their places in it, each of which is a tile of shared memory."""
+
+    def __init__(self, machine: "Machine", chunks: list[tuple[int, Shared]]) -> None:
+        self._machine, self._chunks = machine, chunks
+
+    def slice(self, first: int, width: int, _axis: int) -> "Chunks":
+        inside = range(first // CHUNK, -(-(first + width) // CHUNK))
+        return Chunks(self._machine, [(n, tile) for n, tile in self._chunks if n in inside])
+
+    def permute(self, _order: Any) -> "Chunks":
+        return self
+
+    @property
+    def parts(self) -> list[Shared]:
+        """The tiles of which it is made."""
+        return [tile for _, tile in self._chunks]
+
+    @property
+    def held(self) -> Any:
+        """Where the tile lies in memory, if all of its chunks have come from there."""
+        corners = {(*tile.held[:3], tile.held[3] - n * CHUNK) if tile.held else None for n, tile in self._chunks}
+        return corners.pop() if len(corners) == 1 else None
+
+    def store(self, value: Any) -> None:
+        self._machine.pause()
+        for tile in self.parts:
+            tile.check_free()
+            tile.held = value
+
+
 class Memory:
     """Tiles of shared memory of one program."""
 
@@ -135,7 +179,7 @@ class Memory:
         self._machine, self._tiles, self.shape = machine, dict[int, Shared](), shape
 
     def index(self, place: int) -> Shared:
-        return self._tiles.setdefault(int(place), Shared(self._machine))
+        return self._tiles.setdefault(int(place), Shared(self._machine, self, int(place)))
 
 
 class Role:
@@ -300,7 +344,7 @@ class Machine:
     def _init(self, barrier: Shared, count: int) -> None:
         barrier.count = barrier.pending = count
 
-    def _multiply(self, left: Any, right: Shared, sum: Value, use_acc: bool = True, is_async: bool = False) -> Value:
+    def _multiply(self, left: Any, right: "Shared | Chunks", sum: Value, use_acc: bool = True, is_async: bool = False) -> Value:
         """Scores of a tile of queries and one of keys, or weights times a tile of values: NONSENSE where they don't belong together.
 
         That is allowed, for what follows the last tile of a chain is never used.
@@ -308,20 +352,20 @@ class Machine:
         self.pause()
         assert self._role
         assert is_async
-        assert isinstance(left, Shared) or left.ready
-        if isinstance(left, Shared):
+        stored = not isinstance(left, Value)
+        assert stored or left.ready
+        if stored:
             (batch, head, row, _), (other, kv_head, column, _) = left.held or NONSENSE, right.held or NONSENSE
-            fits = (other, kv_head) == (batch, head // self._kv_group)
             block = batch, head, row, column
-            assert not use_acc or sum.blocks == (block,)
+            fits = (other, kv_head) == (batch, head // self._kv_group) and (not use_acc or sum.blocks == (block,))
         else:
             [block] = left.blocks
             batch, kv_head, *places = right.held or NONSENSE
             # e4m3 values lie with the keys innermost.
             fits = (batch, kv_head, max(places)) == (block[0], block[1] // self._kv_group, block[3])
             assert not use_acc or (sum.ready and block not in sum.blocks), f"{block} twice in one sum"
-        found = Value(*(sum.blocks if use_acc and not isinstance(left, Shared) else ()), block if fits else NONSENSE, ready=False)
-        read = tuple(tile for tile in (left, right) if isinstance(tile, Shared))
+        found = Value(*(sum.blocks if use_acc and not stored else ()), block if fits else NONSENSE, ready=False)
+        read = tuple(part for tile in ((left, right) if stored else (right,)) for part in tile.parts)
         for tile in read:
             tile.readers += 1
         self._role.products.append((found, read))
@@ -408,7 +452,11 @@ class Machine:
             return Value()
 
         gl: Any = SimpleNamespace(
-            **{name: nothing for name in ("arange", "zeros", "load", "sum", "abs", "log2", "SliceLayout", "BlockedLayout")},
+            NVMMASharedLayout=None,
+            **{
+                name: nothing
+                for name in ("arange", "zeros", "load", "sum", "abs", "log2", "SliceLayout", "BlockedLayout", "DotOperandLayout")
+            },
             **{name: None for name in ("int32", "int64", "float32")},
             full=lambda shape, value, *_layout: value if isinstance(value, Number) else Value(),
             max=lambda value, axis: value if isinstance(value, Number) else Value(),

@@ -10,6 +10,7 @@ from hopper_kernels import H200, config, launches, problem, source
 from hopper_protocol import Number
 
 from flashtune.core.config import Config
+from flashtune.core.dtypes import DType
 from flashtune.core.errors import InputError
 from flashtune.core.modules import load_source
 from flashtune.templates.hopper.flash_fwd_hopper import FAMILY
@@ -94,6 +95,9 @@ def wanted_of(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         (64, 160, {"BLOCK_M": 64}),
         (192, 192, {"tiles": "loop", "maximum": "first", "rescale": "grown"}),
         (224, 224, {"tiles": "loop"}),
+        (192, 192, {"tiles": "loop", "num_stages": 3, "smem_columns": "chunks", "maximum": "first", "rescale": "grown"}),
+        (160, 160, {"num_stages": 3, "smem_columns": "chunks"}),
+        (160, 160, {"BLOCK_M": 192, "intra_wg_overlap": 0, "smem_columns": "chunks", "maximum": "first"}),
     ],
     ids=str,
 )
@@ -128,6 +132,37 @@ def test_pieces_are_powers_of_two_side_by_side_and_only_where_they_spare_columns
     assert FAMILY.default(spec, H200)["v_columns"] == "padded"
 
 
+@pytest.mark.parametrize(
+    "changes", [{"tiles": "chained"}, {"tiles": "loop", "num_stages": 3, "maximum": "first", "rescale": "grown"}], ids=str
+)
+def test_keys_in_chunks_beside_narrower_values_make_the_whole_output(changes: dict[str, Any]) -> None:
+    inputs = inputs_of(192, 128)
+    run(inputs, source(inputs.problem.spec(), **changes, smem_columns="chunks"), seed=1)
+    out, lse = wanted_of(inputs)
+    assert torch.allclose(inputs.out.double(), out, atol=2e-3)
+    assert torch.allclose(inputs.lse.double(), lse, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("d", "d_v", "dtype", "allowed"),
+    [
+        *((160, 160, "bf16", True), (192, 128, "fp16", True), (136, 136, "bf16", True), (200, 200, "bf16", False)),
+        *((256, 256, "bf16", False), (128, 128, "bf16", False), (96, 96, "bf16", False), (160, 128, "fp8", False)),
+    ],
+)
+def test_tiles_lie_in_chunks_where_that_spares_memory(d: int, d_v: int, dtype: DType, allowed: bool) -> None:
+    spec = problem(d, d_v=d_v, dtype=dtype).spec()
+    chunked = [found for found in FAMILY.configs(spec, H200) if found["smem_columns"] == "chunks"]
+    assert bool(chunked) == allowed
+    for found in chunked:
+        layout = HopperLayout.of(spec, found)
+        assert layout.stored_d == 192
+        assert layout.v_columns <= layout.stored_dv
+        assert layout.shared_bytes < HopperLayout.of(spec, found.replace(smem_columns="padded")).shared_bytes
+    # What is served without a search has padded tiles, which more was measured of.
+    assert FAMILY.default(spec, H200)["smem_columns"] == "padded"
+
+
 def test_fp8_keeps_its_padding() -> None:
     spec = problem(96, dtype="fp8").spec()
     assert {c["v_columns"] for c in FAMILY.configs(spec, H200)} == {"padded"}
@@ -142,12 +177,12 @@ def test_fewer_columns_leave_registers_for_larger_tiles() -> None:
 def test_axes_that_came_later_are_left_unsaid_so_that_earlier_variants_keep_their_text_and_ids() -> None:
     spec = problem(96).spec()
     chosen = config(spec)
-    before = Config.of({name: value for name, value in chosen.items if name not in ("v_columns", "rescale")})
+    before = Config.of({name: value for name, value in chosen.items if name not in ("v_columns", "rescale", "smem_columns")})
     assert FAMILY.completed(before) == chosen
     variants = [variant_of(FAMILY, spec, config) for config in (before, chosen, chosen.replace(v_columns="pieces"))]
     assert variants[0] == variants[1]
     assert variants[2].id != variants[0].id
-    assert not {"v_columns", "rescale"} & set(variants[1].config)
+    assert not {"v_columns", "rescale", "smem_columns"} & set(variants[1].config)
     assert "v_columns=pieces" in render(FAMILY, variants[2])
     with pytest.raises(InputError, match="v_columns='other' is outside"):
         variant_of(FAMILY, spec, chosen.replace(v_columns="other"))

@@ -22,11 +22,11 @@ LEFT = Features(causal=True, window=(100, 0))
 CHAINED = {"BLOCK_N": 128, "tiles": "chained"}
 
 
-def problem_of(generator: random.Random, features: Features, d: int, dtype: DType) -> Problem:
+def problem_of(generator: random.Random, features: Features, d: int, dtype: DType, d_v: int = 0) -> Problem:
     """Up to 700 queries and keys, with a band's diagonal at either corner; tiles of a bias know no batch."""
     if features.causal or features.window:
         features = replace(features, alignment=generator.choice(["top_left", "bottom_right"]))
-    sizes = {"batch": 1 if features.mask == "bias" else 2, "heads": 2, "kv_heads": 1, "d": d, "d_v": d}
+    sizes = {"batch": 1 if features.mask == "bias" else 2, "heads": 2, "kv_heads": 1, "d": d, "d_v": d_v or d}
     return Problem(**sizes, n_q=generator.randint(1, 700), n_kv=generator.randint(1, 700), dtype=dtype, features=features)
 
 
@@ -52,9 +52,9 @@ def run(problem: Problem, text: str, launch: Launch, chosen: dict[str, Any], *, 
     machine.run()
     assert machine.counter == [0]
     assert_tells(machine)
-    block_m, block_n, pieces = chosen["BLOCK_M"], chosen["BLOCK_N"], 2 if chosen["tiles"] == "loop" else 1
+    block_m, block_n = chosen["BLOCK_M"], chosen["BLOCK_N"]
     rows = range(0, -(-problem.n_q // block_m) * block_m, 64)
-    columns = [place * 256 // pieces for place in range(pieces)]
+    columns = range(0, problem.d_v, 64) if chosen["smem_columns"] == "chunks" else (0, 128) if chosen["tiles"] == "loop" else (0,)
     places = {(b, h, row, column) for b in range(problem.batch) for h in range(problem.heads) for row in rows for column in columns}
     assert set(machine.written) == places
     wanted = seen(problem, rows, block_n)
@@ -76,8 +76,10 @@ def try_out(
 ) -> None:
     """A problem and an order of events that `seed` draws."""
     generator = random.Random(seed)
-    d = 256 if changes.get("tiles") == "loop" else 64
-    problem = problem_of(generator, features, d, dtype)
+    d, d_v = 256 if changes.get("tiles") == "loop" else 64, 0
+    if "smem_columns" in changes:
+        d, d_v = 192, 0 if "v_columns" in changes else 128
+    problem = problem_of(generator, features, d, dtype, d_v)
     text = text_of(problem.spec(), tuple(changes.items()))
     if broken:
         assert broken[0] in text
@@ -139,7 +141,41 @@ def test_e4m3_tiles_get_the_blocks_that_they_see(features: Features, changes: di
     try_out(features, changes, seed, dtype="fp8")
 
 
+CHUNKS = {"smem_columns": "chunks", "num_stages": 3}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("features", "changes"),
+    [
+        (Features(), CHUNKS | {"v_columns": "pieces", "tiles": "loop", "maximum": "first", "rescale": "grown", "pingpong": True}),
+        (CAUSAL, CHUNKS | {"v_columns": "pieces", "tiles": "loop", "order": "drawn"}),
+        (CAUSAL, CHUNKS | {"v_columns": "pieces", "BLOCK_M": 192, "intra_wg_overlap": 0, "maximum": "first"}),
+        (LEFT, CHUNKS | {"v_columns": "pieces", "rescale": "outgrown", "pingpong": True}),
+        (Features(), CHUNKS | {"num_stages": 2, "tiles": "chained", "maximum": "first"}),
+        (CAUSAL, CHUNKS | {"num_stages": 2, "BLOCK_N": 128, "tiles": "loop", "order": "drawn", "pingpong": True}),
+        (replace(LEFT, mask="bias"), CHUNKS | {"num_stages": 2}),
+    ],
+    ids=str,
+)
+def test_tiles_in_chunks_get_the_blocks_that_they_see(features: Features, changes: dict[str, Any], seed: int) -> None:
+    try_out(features, changes, seed)
+
+
 BROKEN = {
+    "a chunk is left": (
+        Features(),
+        CHUNKS | {"v_columns": "pieces"},
+        "for c in gl.static_range(CHUNKS):",
+        "for c in gl.static_range(CHUNKS - 1):",
+    ),
+    "chunks are mixed up": (
+        Features(),
+        CHUNKS | {"v_columns": "pieces"},
+        "c * CHUNK], full, smem.index(first + c))",
+        "c * CHUNK], full, smem.index(first + (c + 1) % CHUNKS))",
+    ),
+    "tiles share chunks": (CAUSAL, CHUNKS | {"v_columns": "pieces"}, "stage * DV_CHUNKS, DV_CHUNKS)", "stage * 2, DV_CHUNKS)"),
     "keys are kept": (CAUSAL, {}, "release(smem.k, block)\n        wait_full(smem.v", "wait_full(smem.v"),
     "blocks are left": (
         CAUSAL,

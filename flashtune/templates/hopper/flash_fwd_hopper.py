@@ -52,6 +52,13 @@ AXES = (
         unsaid=True,
         why="the output's columns: one product, padded to a power of two, or one for each power of two in them, against narrow products",
     ),
+    Axis(
+        name="smem_columns",
+        values=("padded", "chunks"),
+        absent="padded",
+        unsaid=True,
+        why="columns of tiles in shared memory: a power of two, or chunks of 64 without those past the head size: room against more copies",
+    ),
 )
 
 
@@ -70,6 +77,13 @@ def _registers_fit(layout: HopperLayout) -> bool:
     return layout.live_registers + (16, 24, 32)[layout.overlap] <= allowed
 
 
+def _leaves_padding_out(layout: HopperLayout) -> bool:
+    # Products of values read whole tiles where their columns aren't in pieces; a second block ahead needs no more room.
+    usable = layout.size == 2 and layout.v_columns <= layout.stored_dv and layout.overlap != 2
+    spared = layout.block_d + layout.block_dv - layout.stored_d - layout.stored_dv
+    return usable and min(layout.block_d, layout.block_dv) >= layout.chunk and spared > 0
+
+
 CONSTRAINTS = (
     Constraint(
         name="programs on an SM",
@@ -84,7 +98,7 @@ CONSTRAINTS = (
             and (needed + 1024) * c.number("ctas_per_sm") <= t.shared_bytes_per_sm
         ),
         why="queries, the K/V stages and the output tile live in shared memory",
-        axes=("BLOCK_M", "BLOCK_N", "num_stages", "tiles", "ctas_per_sm"),
+        axes=("BLOCK_M", "BLOCK_N", "num_stages", "tiles", "ctas_per_sm", "smem_columns"),
     ),
     Constraint(
         name="registers",
@@ -97,6 +111,12 @@ CONSTRAINTS = (
         holds=lambda c, s, t: c.get("v_columns", "padded") == "padded" or len(HopperLayout.of(s, c).v_pieces) > 1,
         why="head sizes of values that are powers of two when rounded up to 32 have no padding to leave out, nor has fp8 up to 128",
         axes=("v_columns",),
+    ),
+    Constraint(
+        name="chunks of columns",
+        holds=lambda c, s, t: not (layout := HopperLayout.of(s, c)).chunked or _leaves_padding_out(layout),
+        why="two-byte head sizes above 128 and up to 192 are padded by a chunk or more, which products of values leave out, too",
+        axes=("smem_columns", "v_columns", "intra_wg_overlap"),
     ),
     Constraint(
         name="persistent tiles",
@@ -191,6 +211,7 @@ def _config(block_m: int, block_n: int, num_stages: int, tiles: str, spec: Kerne
         "order": "drawn" if tiles != "one" and spec.banded else "fixed",
         "ctas_per_sm": 1,
         "v_columns": "padded",
+        "smem_columns": "padded",
         **more,
     }
     values.setdefault("maximum", "first" if _may_settle(values["intra_wg_overlap"], spec) else "running")
@@ -239,6 +260,12 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
     usual = [config for config in found if config["maximum"] == "first"][:4]
     found += [config.replace(v_columns="pieces") for config in usual]
     found += [_config(192, 64, 2, "one", spec, intra_wg_overlap=overlap, v_columns="pieces") for overlap in (1, 0)]
+    if wide > 128 and spec.dtype != "fp8":
+        # Behind all whose padding the others know.
+        columns: dict[str, Value] = {"smem_columns": "chunks", "v_columns": "padded" if spec.d_v <= 128 else "pieces"}
+        found += [_config(128, 64, 3, tiles, spec, pingpong=True, **columns) for tiles in ("loop", "one")]
+        found += [_config(128, 64, 3, "loop", spec, pingpong=True, maximum="running", rescale="grown", **columns)]
+        found += [_config(128, 128, 2, "loop", spec, pingpong=True, **columns)] if spec.d_v <= 128 else []
     return list(dict.fromkeys(found))
 
 
@@ -265,5 +292,5 @@ FAMILY = Family(
     interpretable=False,
     layout=HopperLayout.of,
     successor=successor,
-    path_axes=("BLOCK_M", "intra_wg_overlap", "pingpong", "tiles", "order", "maximum", "rescale", "v_columns"),
+    path_axes=("BLOCK_M", "intra_wg_overlap", "pingpong", "tiles", "order", "maximum", "rescale", "v_columns", "smem_columns"),
 )

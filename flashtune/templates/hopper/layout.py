@@ -13,6 +13,9 @@ from flashtune.templates.family import padded
 ROWS = 64
 """Rows of a warpgroup, those of its matrix instructions: queries, or keys in the backward pass."""
 
+CHUNK_BYTES = 128
+"""Bytes of a row in a chunk of shared memory: the widest swizzle of the copy engine and of matrix instructions."""
+
 CONSUMER_REGISTERS = {(1, 1): 248, (2, 1): 240, (3, 1): 160, (4, 1): 120, (1, 2): 232, (2, 2): 104, (1, 3): 136, (1, 4): 104}
 """What a consumer thread may hold, by (warpgroups, programs on an SM): the register file less the producer's share."""
 
@@ -122,6 +125,32 @@ class HopperLayout(HopperTiles):
         return 2 if self.config["tiles"] == "loop" and self.block_dv > 64 else 1
 
     @property
+    def chunked(self) -> bool:
+        """Whether tiles lie in shared memory as chunks of columns, as many as the head size has, in place of a power of two of columns."""
+        return self.config.get("smem_columns", "padded") == "chunks"
+
+    @property
+    def chunk(self) -> int:
+        """Columns of a chunk of shared memory."""
+        return CHUNK_BYTES // self.size
+
+    @property
+    def stored_d(self) -> int:
+        """Columns of a tile of q and k in shared memory."""
+        return -(-self.spec.d // self.chunk) * self.chunk if self.chunked else self.block_d
+
+    @property
+    def stored_dv(self) -> int:
+        """Columns of a tile of v and of the output in shared memory."""
+        return -(-self.spec.d_v // self.chunk) * self.chunk if self.chunked else self.block_dv
+
+    @property
+    def out_chunks(self) -> int:
+        """Chunks of the memory from which a warpgroup's output leaves."""
+        columns = (self.stored_dv if self.out_halves == 1 else self.block_dv // 2) if self.own_out else self.stored_d
+        return columns // self.chunk
+
+    @property
     def product_depth(self) -> int:
         """Columns that a matrix instruction multiplies."""
         return 32 // self.size
@@ -218,8 +247,8 @@ class HopperLayout(HopperTiles):
     def shared_bytes(self) -> int:
         """Queries, stages of keys and values, the output and the bias's tiles, with a KiB for barriers."""
         block_m, block_n = self.config.number("BLOCK_M"), self.config.number("BLOCK_N")
-        q = self.size * block_m * self.block_d * (2 if self.chained else 1)
-        kv = self.size * self.config.number("num_stages") * block_n * (self.block_d + self.block_dv)
-        out = 2 * block_m * self.block_dv // self.out_halves if self.own_out else 0
+        q = self.size * block_m * self.stored_d * (2 if self.chained else 1)
+        kv = self.size * self.config.number("num_stages") * block_n * (self.stored_d + self.stored_dv)
+        out = 2 * block_m * (self.out_chunks * self.chunk if self.chunked else self.block_dv // self.out_halves) if self.own_out else 0
         bias = 4 * block_m * block_n if self.spec.mask == "bias" else 0
         return q + kv + out + bias + 1024

@@ -5,10 +5,10 @@ Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
 Compiled in: fwd-bf16-d160-bias
-Template: flash_fwd_hopper 5ed650a9500c7879
-Variant: 55c8eccb43009880
-Config: BLOCK_M=128 BLOCK_N=64 ctas_per_sm=1 intra_wg_overlap=1 maximum=running num_stages=2 order=fixed pingpong=False section=1 tiles=one
-v_columns=pieces
+Template: flash_fwd_hopper ae6a28b0804c3744
+Variant: 9180dfafd87a788e
+Config: BLOCK_M=128 BLOCK_N=64 ctas_per_sm=1 intra_wg_overlap=1 maximum=running num_stages=3 order=fixed pingpong=True section=1
+smem_columns=chunks tiles=one v_columns=pieces
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
@@ -32,7 +32,13 @@ BLOCK_D = gl.constexpr(256)
 BLOCK_DV = gl.constexpr(256)
 CONSUMERS = gl.constexpr(2)
 ROWS = gl.constexpr(64)
-STAGES = gl.constexpr(2)
+STAGES = gl.constexpr(3)
+# Tiles lie in memory as chunks of 64 columns, as the widest swizzle has them anyway, without those past the head size.
+CHUNK = gl.constexpr(64)
+D_CHUNKS = gl.constexpr(3)
+DV_CHUNKS = gl.constexpr(3)
+# Of the memory from which a warpgroup's output leaves.
+OUT_CHUNKS = gl.constexpr(3)
 Q_SLOTS = gl.constexpr(2)
 SCORES_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 OUT_LAYOUT_0 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
@@ -50,6 +56,10 @@ MASK_BITS_LAYOUT = gl.constexpr(
         shape=[64, 4],
     )
 )
+Q_TILE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 256], DTYPE))
+K_TILE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 256], DTYPE))
+V_TILE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 256], DTYPE))
+OUT_TILE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 256], DTYPE))
 LN_2 = gl.constexpr(0.6931471805599453)
 
 
@@ -161,13 +171,27 @@ def release(pipeline, number, pred=True):
     mbarrier.arrive(pipeline.empty.index(number % stages), count=1, pred=pred)
 
 
+# Hardware barriers from 5 on are free; Triton uses those before.
+@gluon.jit
+def scheduler_barrier_sync(W: gl.constexpr):
+    """Waits until the warpgroup before this one has handed over the tensor cores."""
+    gl.inline_asm_elementwise("bar.sync $1, 256; mov.u32 $0, 0;", "=r,r", [5 + W], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def scheduler_barrier_arrive(W: gl.constexpr):
+    """Hands the tensor cores to the next warpgroup, without waiting for it."""
+    after = 5 + (W + 1) % CONSUMERS
+    gl.inline_asm_elementwise("bar.arrive $1, 256; mov.u32 $0, 0;", "=r,r", [after], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @gluon.jit
 def start_qk(q_tile, k_tile):
     """Starts Q K^T on the tensor cores."""
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES_LAYOUT)
     # Without the columns that only fill the tile up to a power of two.
-    q_tile = q_tile.reshape([ROWS, BLOCK_D])
-    k_tile = k_tile.reshape([BLOCK_N, BLOCK_D])
+    q_tile = q_tile._reinterpret(DTYPE, [ROWS, BLOCK_D], Q_TILE_LAYOUT)
+    k_tile = k_tile._reinterpret(DTYPE, [BLOCK_N, BLOCK_D], K_TILE_LAYOUT)
     k_piece = k_tile.slice(0, 128, 1).permute((1, 0))
     scores = warpgroup_mma(q_tile.slice(0, 128, 1), k_piece, zeros, use_acc=False, is_async=True)  # [ROWS, BLOCK_N]
     k_piece = k_tile.slice(128, 32, 1).permute((1, 0))
@@ -197,7 +221,7 @@ def rescale_acc(acc, factor):
 def start_pv(p_tile, v_tile, acc):
     """Starts acc + P V on the tensor cores, without the columns that only fill the tile up to a power of two."""
     probs = unpack(p_tile)
-    v_tile = v_tile.reshape([BLOCK_N, BLOCK_DV])
+    v_tile = v_tile._reinterpret(DTYPE, [BLOCK_N, BLOCK_DV], V_TILE_LAYOUT)
     probs_0 = gl.convert_layout(probs, gl.DotOperandLayout(operand_index=0, parent=OUT_LAYOUT_0, k_width=2))
     piece_0 = warpgroup_mma(probs_0, v_tile.slice(0, 128, 1), acc[0], is_async=True)
     probs_1 = gl.convert_layout(probs, gl.DotOperandLayout(operand_index=0, parent=OUT_LAYOUT_1, k_width=2))
@@ -235,13 +259,19 @@ def block_range(row, NUMBER: gl.constexpr, sizes):
 
 
 @gluon.jit
+def load_chunks(desc, batch, head, row, full, smem, first, CHUNKS: gl.constexpr):
+    """Starts the copies of a tile's chunks of columns, which fill memory from chunk `first` on."""
+    mbarrier.expect(full, CHUNKS * desc.block_type.nbytes)
+    for c in gl.static_range(CHUNKS):
+        async_load(desc, [batch, head, row, c * CHUNK], full, smem.index(first + c))
+
+
+@gluon.jit
 def load_v(v_desc, coord, block, pipeline):
     """Starts the copy of a value block as soon as its stage is empty; the row of `coord` is that of its first key."""
     wait_empty(pipeline, block)
     stage = block % STAGES
-    mbarrier.expect(pipeline.full.index(stage), v_desc.block_type.nbytes)
-    corner = [coord.batch, coord.head, coord.row, 0]
-    async_load(v_desc, corner, pipeline.full.index(stage), pipeline.smem.index(stage))
+    load_chunks(v_desc, coord.batch, coord.head, coord.row, pipeline.full.index(stage), pipeline.smem, stage * DV_CHUNKS, DV_CHUNKS)
 
 
 @gluon.jit
@@ -257,8 +287,7 @@ def load_tile(
         column = (blocks.end - 1 - n) * BLOCK_N
         wait_empty(smem.k, block)
         stage = block % STAGES
-        mbarrier.expect(smem.k.full.index(stage), k_desc.block_type.nbytes)
-        async_load(k_desc, [coord.batch, kv_head, column, 0], smem.k.full.index(stage), smem.k.smem.index(stage))
+        load_chunks(k_desc, coord.batch, kv_head, column, smem.k.full.index(stage), smem.k.smem, stage * D_CHUNKS, D_CHUNKS)
         wait_empty(smem.bias, block)
         bias_stage = block % 2
         mbarrier.expect(smem.bias.full.index(bias_stage), CONSUMERS * bias_desc.block_type.nbytes)
@@ -271,8 +300,8 @@ def load_tile(
         if n == 0:
             for w in gl.static_range(CONSUMERS):
                 slot = w
-                mbarrier.expect(smem.q.full.index(slot), q_desc.block_type.nbytes)
-                async_load(q_desc, [coord.batch, coord.head, coord.row + w * ROWS, 0], smem.q.full.index(slot), smem.q.smem.index(slot))
+                full = smem.q.full.index(slot)
+                load_chunks(q_desc, coord.batch, coord.head, coord.row + w * ROWS, full, smem.q.smem, slot * D_CHUNKS, D_CHUNKS)
         values = TileCoord(coord.batch, kv_head, column)
         block += 1
     return block, values
@@ -393,7 +422,9 @@ def init_softmax():
 def prologue(block, q_tile, coord, column, smem, sizes, params, W: gl.constexpr):
     """Scores and softmax of the first block of a tile."""
     wait_full(smem.k, block)
-    scores = start_qk(q_tile, smem.k.smem.index(block % STAGES))
+    scheduler_barrier_sync(W)
+    scores = start_qk(q_tile, smem.k.smem.index(block % STAGES * D_CHUNKS))
+    scheduler_barrier_arrive(W)
     scores = warpgroup_mma_wait(0, deps=[scores])
     release(smem.k, block)
     scores = modify_scores(scores, coord, column, False, sizes, params, smem.bias, block, True, W)
@@ -409,9 +440,11 @@ def attend(block, q_tile, acc, state, coord, column, unmasked, smem, sizes, para
     stage = block % STAGES
     value_stage = (block - 1) % STAGES
     wait_full(smem.k, block)
-    scores = start_qk(q_tile, smem.k.smem.index(stage))
+    scheduler_barrier_sync(W)
+    scores = start_qk(q_tile, smem.k.smem.index(stage * D_CHUNKS))
     wait_full(smem.v, block - 1)
-    product = start_pv(state.p_tile, smem.v.smem.index(value_stage), acc)
+    product = start_pv(state.p_tile, smem.v.smem.index(value_stage * DV_CHUNKS), acc)
+    scheduler_barrier_arrive(W)
     scores = warpgroup_mma_wait(2, deps=[scores])
     release(smem.k, block)
     scores = modify_scores(scores, coord, column, unmasked, sizes, params, smem.bias, block, True, W)
@@ -426,7 +459,7 @@ def attend(block, q_tile, acc, state, coord, column, unmasked, smem, sizes, para
 @gluon.jit
 def mainloop(block, slot, acc, state, coord, blocks, smem, sizes, params, W: gl.constexpr):
     """The blocks of a tile after its first, right to left."""
-    q_tile = smem.q.smem.index(slot)
+    q_tile = smem.q.smem.index(slot * D_CHUNKS)
     for n in range(1, blocks.end - blocks.first):
         column = (blocks.end - 1 - n) * BLOCK_N
         unmasked = True
@@ -435,18 +468,25 @@ def mainloop(block, slot, acc, state, coord, blocks, smem, sizes, params, W: gl.
 
 
 @gluon.jit
-def epilogue(acc, row_max, row_sum, out_tile, out_desc, lse_ptr, coord, sizes):
+def store_chunks(out_desc, batch, head, row, smem, first, begin: gl.constexpr, end: gl.constexpr):
+    """Starts to write the output's chunks begin .. end-1, which lie in memory from chunk `first` on."""
+    fence_async_shared()
+    for c in gl.static_range(begin, end):
+        async_store(out_desc, [batch, head, row, c * CHUNK], smem.index(first + c - begin))
+
+
+@gluon.jit
+def epilogue(acc, row_max, row_sum, out_smem, first, out_desc, lse_ptr, coord, sizes):
     """Divides by the sums and writes a tile of the output (TMA leaves out rows past the end) and its log-sum-exp."""
     batch, head, row = coord
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW_LAYOUT)  # [ROWS]
     inverse = gl.where(row_sum > 0.0, 1.0 / row_sum, 0.0)  # [ROWS]
     acc = rescale_acc(acc, inverse)
     # What the memory holds past the last piece is past the output's columns, which TMA leaves out too.
-    out_columns = out_tile.reshape([ROWS, BLOCK_DV])
+    out_columns = out_smem.index(first)._reinterpret(DTYPE, [ROWS, BLOCK_DV], OUT_TILE_LAYOUT)
     out_columns.slice(0, 128, 1).store(acc[0].to(DTYPE))
     out_columns.slice(128, 32, 1).store(acc[1].to(DTYPE))
-    fence_async_shared()
-    async_store(out_desc, [batch, head, row, 0], out_tile)
+    store_chunks(out_desc, batch, head, row, out_smem, first, 0, DV_CHUNKS)
     offs_m = row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
     lse = (row_max + gl.log2(row_sum)) * LN_2  # [ROWS], -inf where nothing was seen
     gl.store(lse_ptr + (batch * sizes.heads + head).to(gl.int64) * sizes.n_q + offs_m, lse, mask=offs_m < sizes.n_q)
@@ -460,22 +500,24 @@ def compute_tile(work_index, block, out_desc, lse_ptr, smem, sizes, params, W: g
     blocks = block_range(tile.row, BLOCK_M, sizes)
     acc = zero_acc()
     mbarrier.wait(smem.q.full.index(W), 0)
-    q_tile = smem.q.smem.index(W)
+    q_tile = smem.q.smem.index(W * D_CHUNKS)
     column = (blocks.end - 1) * BLOCK_N
     state = prologue(block, q_tile, coord, column, smem, sizes, params, W)
     acc, state = mainloop(block, W, acc, state, coord, blocks, smem, sizes, params, W)
     block += blocks.end - blocks.first
     wait_full(smem.v, block - 1)
-    product = start_pv(state.p_tile, smem.v.smem.index((block - 1) % STAGES), acc)
+    product = start_pv(state.p_tile, smem.v.smem.index((block - 1) % STAGES * DV_CHUNKS), acc)
     acc = warpgroup_mma_wait(0, deps=[product[0], product[1]])
     release(smem.v, block - 1)
-    epilogue(acc, state.row_max, state.row_sum, smem.out.index(W), out_desc, lse_ptr, coord, sizes)
+    epilogue(acc, state.row_max, state.row_sum, smem.out, W * OUT_CHUNKS, out_desc, lse_ptr, coord, sizes)
     return block
 
 
 @gluon.jit
 def consumer(out_desc, lse_ptr, smem, sizes, params, W: gl.constexpr):
     """One warpgroup: rows W * ROWS .. W * ROWS + ROWS - 1 of every tile of this program."""
+    if W == CONSUMERS - 1:
+        scheduler_barrier_arrive(W)
     block = gl.to_tensor(0)
     compute_tile(gl.program_id(0), block, out_desc, lse_ptr, smem, sizes, params, W)
     tma.store_wait(0)
@@ -521,9 +563,9 @@ def flash_fwd_hopper(
     bias_scale,
 ):
     """Splits the program into 2 consumers and the producer."""
-    q_smem = gl.allocate_shared_memory(DTYPE, [Q_SLOTS, 1, 1, ROWS, BLOCK_D], q_desc.layout)
-    k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_DV], v_desc.layout)
+    q_smem = gl.allocate_shared_memory(DTYPE, [Q_SLOTS * D_CHUNKS, 1, 1, ROWS, CHUNK], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(DTYPE, [STAGES * D_CHUNKS, 1, 1, BLOCK_N, CHUNK], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(DTYPE, [STAGES * DV_CHUNKS, 1, 1, BLOCK_N, CHUNK], v_desc.layout)
     # The output leaves through the queries' memory.
     out_smem = q_smem
     bias_smem = gl.allocate_shared_memory(bias_desc.dtype, [2 * CONSUMERS, 1, 1, ROWS, BLOCK_N], bias_desc.layout)
@@ -650,10 +692,10 @@ def launches(
     tiles = m_tiles * batches * heads
     compact = compact_bias(mask)
     arguments = (
-        descriptor(q, 64, 256),
-        descriptor(k, 64, 256),
-        descriptor(v, 64, 256),
-        descriptor(out, 64, 256),
+        descriptor(q, 64, 64),
+        descriptor(k, 64, 64),
+        descriptor(v, 64, 64),
+        descriptor(out, 64, 64),
         descriptor(compact, 64, 64),
         lse,
         n_q,

@@ -1,14 +1,14 @@
 """FlashAttention forward for Hopper: one warp copies tiles with TMA, 3 warpgroups of 64 rows compute.
 
-A program computes one tile.
+A program works through many tiles; the next one's queries and first keys arrive while a tile ends.
 Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
 Compiled in: fwd-bf16-d160-causal
-Template: flash_fwd_hopper 3ac53e2883a17196
-Variant: b0afb9f466026d49
-Config: BLOCK_M=192 BLOCK_N=64 ctas_per_sm=1 intra_wg_overlap=1 maximum=first num_stages=2 order=fixed pingpong=False section=8 tiles=one
-v_columns=pieces
+Template: flash_fwd_hopper c7e490e44341c569
+Variant: 4fd033ea90602c91
+Config: BLOCK_M=192 BLOCK_N=64 ctas_per_sm=1 intra_wg_overlap=1 maximum=running num_stages=2 order=drawn pingpong=False section=8
+smem_columns=chunks tiles=loop v_columns=pieces
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
@@ -33,6 +33,12 @@ BLOCK_DV = gl.constexpr(256)
 CONSUMERS = gl.constexpr(3)
 ROWS = gl.constexpr(64)
 STAGES = gl.constexpr(2)
+# Tiles lie in memory as chunks of 64 columns, as the widest swizzle has them anyway, without those past the head size.
+CHUNK = gl.constexpr(64)
+D_CHUNKS = gl.constexpr(3)
+DV_CHUNKS = gl.constexpr(3)
+# Of the memory from which a warpgroup's output leaves.
+OUT_CHUNKS = gl.constexpr(2)
 Q_SLOTS = gl.constexpr(3)
 SECTION = gl.constexpr(8)
 SCORES_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
@@ -51,6 +57,10 @@ MASK_BITS_LAYOUT = gl.constexpr(
         shape=[64, 4],
     )
 )
+Q_TILE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 256], DTYPE))
+K_TILE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 256], DTYPE))
+V_TILE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 256], DTYPE))
+OUT_TILE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 128], DTYPE))
 WORK_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0]))
 LN_2 = gl.constexpr(0.6931471805599453)
 
@@ -108,23 +118,13 @@ class Pipeline(NamedTuple):
     empty: gl.shared_memory_descriptor
 
 
-class Redo(NamedTuple):
-    """The tile that each warpgroup missed, the barrier at which they end a pass over their tiles, and where misled programs are counted:
-    in the GPU's memory, and for the host in its own."""
-
-    missed: gl.shared_memory_descriptor
-    ended: gl.shared_memory_descriptor
-    misled_ptr: gl.tensor
-    host_misled_ptr: gl.tensor
-
-
 class SharedStorage(NamedTuple):
     """What the roles of a program share."""
 
     q: Pipeline
     k: Pipeline
     v: Pipeline
-    redo: Redo
+    work: Pipeline
     out: gl.shared_memory_descriptor
 
 
@@ -177,8 +177,8 @@ def start_qk(q_tile, k_tile):
     """Starts Q K^T on the tensor cores."""
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES_LAYOUT)
     # Without the columns that only fill the tile up to a power of two.
-    q_tile = q_tile.reshape([ROWS, BLOCK_D])
-    k_tile = k_tile.reshape([BLOCK_N, BLOCK_D])
+    q_tile = q_tile._reinterpret(DTYPE, [ROWS, BLOCK_D], Q_TILE_LAYOUT)
+    k_tile = k_tile._reinterpret(DTYPE, [BLOCK_N, BLOCK_D], K_TILE_LAYOUT)
     k_piece = k_tile.slice(0, 128, 1).permute((1, 0))
     scores = warpgroup_mma(q_tile.slice(0, 128, 1), k_piece, zeros, use_acc=False, is_async=True)  # [ROWS, BLOCK_N]
     k_piece = k_tile.slice(128, 32, 1).permute((1, 0))
@@ -208,12 +208,40 @@ def rescale_acc(acc, factor):
 def start_pv(p_tile, v_tile, acc):
     """Starts acc + P V on the tensor cores, without the columns that only fill the tile up to a power of two."""
     probs = unpack(p_tile)
-    v_tile = v_tile.reshape([BLOCK_N, BLOCK_DV])
+    v_tile = v_tile._reinterpret(DTYPE, [BLOCK_N, BLOCK_DV], V_TILE_LAYOUT)
     probs_0 = gl.convert_layout(probs, gl.DotOperandLayout(operand_index=0, parent=OUT_LAYOUT_0, k_width=2))
     piece_0 = warpgroup_mma(probs_0, v_tile.slice(0, 128, 1), acc[0], is_async=True)
     probs_1 = gl.convert_layout(probs, gl.DotOperandLayout(operand_index=0, parent=OUT_LAYOUT_1, k_width=2))
     piece_1 = warpgroup_mma(probs_1, v_tile.slice(128, 32, 1), acc[1], is_async=True)
     return piece_0, piece_1
+
+
+@gluon.jit
+def draw_work_index(counter_ptr, sizes):
+    """The work index of the next tile that no program has taken; past the last tile where there is none."""
+    drawn = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+    if drawn == sizes.m_tiles * sizes.batches * sizes.heads - 1:
+        # Every tile draws once; the last draw leaves the counter as it was found.
+        gl.store(counter_ptr, 0)
+    return drawn + gl.num_programs(0)
+
+
+@gluon.jit
+def publish_work_index(pipeline, iteration, work_index):
+    """Tells the consumers which tile this program's iteration-th is; the first one needs no telling."""
+    wait_empty(pipeline, iteration - 1)
+    slot = (iteration - 1) % 2
+    pipeline.smem.index(slot).store(gl.full([1], work_index, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.arrive(pipeline.full.index(slot), count=1)
+
+
+@gluon.jit
+def read_work_index(pipeline, iteration):
+    """What the producer says of the iteration-th tile."""
+    wait_full(pipeline, iteration - 1)
+    work_index = gl.max(pipeline.smem.index((iteration - 1) % 2).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    release(pipeline, iteration - 1)
+    return work_index
 
 
 @gluon.jit
@@ -259,72 +287,11 @@ def block_range(row, NUMBER: gl.constexpr, sizes):
 
 
 @gluon.jit
-def check_overflow(row_sum, work_index, missed, passes, tiles, W: gl.constexpr):
-    """Whether a tile's output may be written, and the tile that this warpgroup missed, or `tiles` where it missed none.
-
-    A score some 2^127 times as heavy as all before it leaves no sum. Such a tile is computed once more, with running maxima, and then
-    only warpgroups that missed it write. A warpgroup that missed one settles no more, so that there is never a second.
-    """
-    wrong = (passes == 0) & (missed >= tiles)
-    if wrong:
-        wrong = vote_overflowed(row_sum, W) != 0
-    writes = gl.where(passes == 0, wrong == 0, missed == work_index)
-    return writes, gl.where(wrong, work_index, missed)
-
-
-@gluon.jit
-def report_misled(redo, missed):
-    """Counts this program, and tells the host how many there were so far, where it was misled about its scores.
-
-    That is where a tile was missed, or where the first warp, which speaks for all, raised its maxima in more than half of the blocks: then
-    maxima that are looked for in every block cost less.
-    """
-    misled = gl.where(missed | (read_raised() > 0), 1, 0)
-    # Warps may differ here, so only the first thread's own instructions: what Triton makes of an atomic has all of them meet.
-    count: gl.constexpr = """
-    {
-        .reg .pred first;
-        .reg .b32 number;
-        mov.u32 number, %tid.x;
-        setp.eq.u32 first, number, 0;
-        setp.ne.and.b32 first, $3, 0, first;
-        @first atom.relaxed.gpu.global.add.u32 number, [$1], 1;
-        @first add.u32 number, number, 1;
-        @first st.relaxed.sys.global.u32 [$2], number;
-        mov.b32 $0, 0;
-    }
-    """
-    where = [redo.misled_ptr.to(gl.int64), redo.host_misled_ptr.to(gl.int64), misled]
-    gl.inline_asm_elementwise(count, "=r,l,l,r", where, dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def end_pass(redo, missed, W: gl.constexpr):
-    """Says that this warpgroup needs nothing more of the shared memory, and which tile it missed."""
-    tma.store_wait(0)
-    redo.missed.index(W).store(gl.full([1], missed, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
-    mbarrier.arrive(redo.ended.index(0), count=1)
-
-
-@gluon.jit
-def next_missed(redo, passes, after, tiles, WARPS: gl.constexpr):
-    """Once all warpgroups have ended so many passes: the next tile that is computed once more, or `tiles`, and where the list goes on."""
-    mbarrier.wait(redo.ended.index(0), passes - 1 & 1)
-    missed_0 = gl.max(redo.missed.index(0).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
-    missed_1 = gl.max(redo.missed.index(1).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
-    missed_2 = gl.max(redo.missed.index(2).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
-    work_index = tiles
-    following = after
-    chosen = (after <= 2) & (missed_2 < tiles) & (missed_0 != missed_2) & (missed_1 != missed_2)
-    work_index = gl.where(chosen, missed_2, work_index)
-    following = gl.where(chosen, 3, following)
-    chosen = (after <= 1) & (missed_1 < tiles) & (missed_0 != missed_1)
-    work_index = gl.where(chosen, missed_1, work_index)
-    following = gl.where(chosen, 2, following)
-    chosen = (after <= 0) & (missed_0 < tiles)
-    work_index = gl.where(chosen, missed_0, work_index)
-    following = gl.where(chosen, 1, following)
-    return work_index, following
+def load_chunks(desc, batch, head, row, full, smem, first, CHUNKS: gl.constexpr):
+    """Starts the copies of a tile's chunks of columns, which fill memory from chunk `first` on."""
+    mbarrier.expect(full, CHUNKS * desc.block_type.nbytes)
+    for c in gl.static_range(CHUNKS):
+        async_load(desc, [batch, head, row, c * CHUNK], full, smem.index(first + c))
 
 
 @gluon.jit
@@ -332,16 +299,14 @@ def load_v(v_desc, coord, block, pipeline):
     """Starts the copy of a value block as soon as its stage is empty; the row of `coord` is that of its first key."""
     wait_empty(pipeline, block)
     stage = block % STAGES
-    mbarrier.expect(pipeline.full.index(stage), v_desc.block_type.nbytes)
-    corner = [coord.batch, coord.head, coord.row, 0]
-    async_load(v_desc, corner, pipeline.full.index(stage), pipeline.smem.index(stage))
+    load_chunks(v_desc, coord.batch, coord.head, coord.row, pipeline.full.index(stage), pipeline.smem, stage * DV_CHUNKS, DV_CHUNKS)
 
 
 @gluon.jit
 def load_tile(
-    iteration, work_index, block, begun, values, descs, smem, sizes
+    iteration, work_index, block, values, descs, counter_ptr, smem, sizes
 ):
-    """Copies the queries, keys and values of one tile; a block's values follow the keys of the block after it, where that was begun."""
+    """Copies the queries, keys and values of one tile; a block's values follow the keys of the block after it."""
     q_desc, k_desc, v_desc = descs
     coord = tile_at(work_index, sizes)
     kv_head = coord.head // sizes.kv_group
@@ -350,38 +315,37 @@ def load_tile(
         column = (blocks.end - 1 - n) * BLOCK_N
         wait_empty(smem.k, block)
         stage = block % STAGES
-        mbarrier.expect(smem.k.full.index(stage), k_desc.block_type.nbytes)
-        async_load(k_desc, [coord.batch, kv_head, column, 0], smem.k.full.index(stage), smem.k.smem.index(stage))
-        if block > begun:
+        load_chunks(k_desc, coord.batch, kv_head, column, smem.k.full.index(stage), smem.k.smem, stage * D_CHUNKS, D_CHUNKS)
+        if block > 0:
             # Before the queries, for these values are wanted first.
             load_v(v_desc, values, block - 1, smem.v)
         if n == 0:
             for w in gl.static_range(CONSUMERS):
                 slot = w
-                mbarrier.expect(smem.q.full.index(slot), q_desc.block_type.nbytes)
-                async_load(q_desc, [coord.batch, coord.head, coord.row + w * ROWS, 0], smem.q.full.index(slot), smem.q.smem.index(slot))
+                mbarrier.wait(smem.q.empty.index(slot), iteration & 1 ^ 1)
+                full = smem.q.full.index(slot)
+                load_chunks(q_desc, coord.batch, coord.head, coord.row + w * ROWS, full, smem.q.smem, slot * D_CHUNKS, D_CHUNKS)
+        # Late, so that no tile waits for a program that has another to finish, but before the consumers ask.
+        if n == gl.maximum(blocks.end - blocks.first - 2, 0):
+            work_index = draw_work_index(counter_ptr, sizes)
+            publish_work_index(smem.work, iteration + 1, work_index)
         values = TileCoord(coord.batch, kv_head, column)
         block += 1
-    return block, values
+    return work_index, block, values
 
 
 @gluon.jit
-def producer(descs, smem, sizes):
+def producer(descs, counter_ptr, smem, sizes):
     """The copying warp: runs ahead of the consumers as far as the stages allow."""
     block = gl.to_tensor(0)
     values = TileCoord(gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
     tiles = sizes.m_tiles * sizes.batches * sizes.heads
-    iteration = gl.to_tensor(1)
-    block, values = load_tile(0, gl.program_id(0), block, 0, values, descs, smem, sizes)
-    load_v(descs[2], values, block - 1, smem.v)
-    passes = gl.to_tensor(1)
-    work_index, after = next_missed(smem.redo, passes, 0, tiles, 1)
+    iteration = gl.to_tensor(0)
+    work_index = gl.program_id(0)
     while work_index < tiles:
-        block, values = load_tile(iteration, work_index, block, block, values, descs, smem, sizes)
-        load_v(descs[2], values, block - 1, smem.v)
+        work_index, block, values = load_tile(iteration, work_index, block, values, descs, counter_ptr, smem, sizes)
         iteration += 1
-        passes += 1
-        work_index, after = next_missed(smem.redo, passes, after, tiles, 1)
+    load_v(descs[2], values, block - 1, smem.v)
 
 
 @gluon.jit
@@ -458,133 +422,6 @@ def online_softmax(scores, row_max, row_sum, scale, GUARD: gl.constexpr):
 
 
 @gluon.jit
-def declare_answer(W: gl.constexpr):
-    """Declares the predicate in which votes leave their answer: Triton itself reduces to scalars over whole warpgroups alone."""
-    gl.inline_asm_elementwise(f".reg .pred answer{W}; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def declare_raised():
-    """Declares by how much the blocks in which a warp raised its maxima outnumber those in which it didn't: a register of its own, so that
-    no loop carries anything more from block to block."""
-    gl.inline_asm_elementwise(".reg .s32 raised; mov.b32 raised, 0; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def count_raised():
-    """Counts a block in which this warp raises its maxima, twice, for `count_blocks` counts it as one in which it didn't."""
-    gl.inline_asm_elementwise("add.s32 raised, raised, 2; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def count_blocks(number):
-    """Counts the blocks of a tile."""
-    gl.inline_asm_elementwise("sub.s32 raised, raised, $1; mov.b32 $0, 0;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def read_raised():
-    """By how many blocks those in which this warp raised its maxima are more than the others; negative where they are fewer."""
-    return gl.inline_asm_elementwise("add.s32 $0, raised, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def read_answer(W: gl.constexpr):
-    """What the last vote said: 1 or 0, the same for all threads of a warp."""
-    read: gl.constexpr = f"selp.b32 $0, 1, $1, answer{W};"
-    return gl.inline_asm_elementwise(read, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def vote_outgrown(part, row_sum, W: gl.constexpr):
-    """Whether a row of this warp got probs in a block, with the sums `part`, that are large beside all of it before.
-
-    A warp asks and answers by itself, without a barrier. That is why warps of one warpgroup may hold their rows' maxima differently.
-    """
-    # More than 8 times what was there, or too much for fp16.
-    compare: gl.constexpr = """
-    {
-        .reg .pred upper, lower;
-        .reg .f32 bound;
-        fma.rn.ftz.f32 bound, $4, 0f41000000, 0f40800000;
-        min.ftz.f32 bound, bound, 0f46000000;
-        setp.gt.f32 upper, $2, bound;
-        fma.rn.ftz.f32 bound, $5, 0f41000000, 0f40800000;
-        min.ftz.f32 bound, bound, 0f46000000;
-        setp.gt.f32 lower, $3, bound;
-        or.pred upper, upper, lower;
-        mov.b32 $0, 0;
-        mov.b32 $1, 0;
-    """
-    vote: gl.constexpr = compare + f"vote.sync.any.pred answer{W}" + ", upper, 0xffffffff; }"
-    gl.inline_asm_elementwise(vote, "=r,=r,f,f,f,f", [part, row_sum], dtype=gl.int32, is_pure=False, pack=2)
-    return read_answer(W)
-
-
-# Hardware barriers from 9 on are free, too.
-@gluon.jit
-def vote_peaked(row_sum, W: gl.constexpr):
-    """Whether most rows of this warpgroup gave few keys of their first block nearly all of its weight.
-
-    Such rows meet new maxima often, and looking for them in every block costs less than being surprised.
-    """
-    total = gl.sum(row_sum, 1)  # [ROWS]
-    compare: gl.constexpr = """
-    {
-        .reg .pred upper, lower;
-        .reg .b32 threads;
-        setp.lt.f32 upper, $2, 0f40400000;
-        setp.gt.and.f32 upper, $2, 0f00000000, upper;
-        setp.lt.f32 lower, $3, 0f40400000;
-        setp.gt.and.f32 lower, $3, 0f00000000, lower;
-        and.pred upper, upper, lower;
-        mov.b32 $0, 0;
-        mov.b32 $1, 0;
-    """
-    # The vote at the end tells ptxas that the answer is the same for the warp, so that loops over keys count in uniform registers.
-    tell: gl.constexpr = "setp.gt.u32 upper, threads, 64; vote.sync.any.pred "
-    vote: gl.constexpr = compare + f"bar.red.popc.u32 threads, {9 + W}, 128, upper; " + tell + f"answer{W}" + ", upper, 0xffffffff; }"
-    gl.inline_asm_elementwise(vote, "=r,=r,f,f", [total], dtype=gl.int32, is_pure=False, pack=2)
-    return read_answer(W)
-
-
-@gluon.jit
-def vote_overflowed(row_sum, W: gl.constexpr):
-    """Whether the sum of a row of this warpgroup is infinite or no number."""
-    compare: gl.constexpr = """
-    {
-        .reg .pred upper, lower;
-        setp.geu.f32 upper, $2, 0f7F800000;
-        setp.geu.f32 lower, $3, 0f7F800000;
-        or.pred upper, upper, lower;
-        mov.b32 $0, 0;
-        mov.b32 $1, 0;
-    """
-    vote: gl.constexpr = compare + f"bar.red.or.pred upper, {9 + W}, 128, upper; vote.sync.any.pred answer{W}" + ", upper, 0xffffffff; }"
-    gl.inline_asm_elementwise(vote, "=r,=r,f,f", [row_sum], dtype=gl.int32, is_pure=False, pack=2)
-    return read_answer(W)
-
-
-@gluon.jit
-def settled_softmax(scores, row_max, scale, W: gl.constexpr):
-    """One block of the softmax relative to maxima that stay as they are: its probs, their sums, and the maxima."""
-    probs = gl.exp2(scores * scale - row_max[:, None])  # [ROWS, BLOCK_N]
-    return probs, quarter_sums(probs), row_max
-
-
-@gluon.jit
-def raise_maxima(probs, acc, row_max, row_sum):
-    """All of it relative to maxima raised to those of the block with these probs, so that the largest of them is 1, which no rounding changes."""
-    # No further than exp2 has an answer other than 0: what is above is infinite then, which a row's sum tells of.
-    growth = gl.minimum(gl.log2(gl.maximum(gl.max(probs, 1), 1.0)), 126.0)
-    rescale = gl.exp2(-growth)  # [ROWS]
-    probs = probs * rescale[:, None]
-    acc = rescale_acc(acc, rescale)
-    row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None]
-    return probs, acc, row_max + growth, row_sum
-
-
-@gluon.jit
 def pack(probs):
     """Probs by twos, which is how they wait for their product: else the compiler splits pairs that wait from one loop to the next."""
     even, odd = gl.split(probs.reshape([ROWS, BLOCK_N // 2, 2]))
@@ -612,7 +449,7 @@ def init_softmax():
 def prologue(block, q_tile, coord, column, smem, sizes, params, W: gl.constexpr):
     """Scores and softmax of the first block of a tile."""
     wait_full(smem.k, block)
-    scores = start_qk(q_tile, smem.k.smem.index(block % STAGES))
+    scores = start_qk(q_tile, smem.k.smem.index(block % STAGES * D_CHUNKS))
     scores = warpgroup_mma_wait(0, deps=[scores])
     release(smem.k, block)
     scores = modify_scores(scores, coord, column, False, sizes, params)
@@ -623,82 +460,58 @@ def prologue(block, q_tile, coord, column, smem, sizes, params, W: gl.constexpr)
 
 
 @gluon.jit
-def attend(block, q_tile, acc, state, coord, column, unmasked, smem, sizes, params, W: gl.constexpr, SETTLED: gl.constexpr):
+def attend(block, q_tile, acc, state, coord, column, unmasked, smem, sizes, params, W: gl.constexpr):
     """Scores and softmax of one block beside the values of the block before it, whose probs are state.p_tile."""
     stage = block % STAGES
     value_stage = (block - 1) % STAGES
     wait_full(smem.k, block)
-    scores = start_qk(q_tile, smem.k.smem.index(stage))
+    scores = start_qk(q_tile, smem.k.smem.index(stage * D_CHUNKS))
     wait_full(smem.v, block - 1)
-    product = start_pv(state.p_tile, smem.v.smem.index(value_stage), acc)
+    product = start_pv(state.p_tile, smem.v.smem.index(value_stage * DV_CHUNKS), acc)
     scores = warpgroup_mma_wait(2, deps=[scores])
     release(smem.k, block)
     scores = modify_scores(scores, coord, column, unmasked, sizes, params)
-    if SETTLED:
-        row_sum = state.row_sum
-        probs, part, row_max = settled_softmax(scores, state.row_max, params.scale, W)
-    else:
-        probs, rescale, row_max, row_sum = online_softmax(scores, state.row_max, state.row_sum, params.scale, True)
+    probs, rescale, row_max, row_sum = online_softmax(scores, state.row_max, state.row_sum, params.scale, True)
     acc = warpgroup_mma_wait(0, deps=[product[0], product[1]])
     release(smem.v, block - 1)
-    # Before the vote, for only what rarely happens waits for its answer.
+    acc = rescale_acc(acc, rescale)
     p_tile = pack(probs)
-    if SETTLED:
-        if vote_outgrown(part, row_sum, W) != 0:
-            if W == 0:
-                count_raised()
-            probs, acc, row_max, row_sum = raise_maxima(probs, acc, row_max, row_sum)
-            part = quarter_sums(probs)
-            p_tile = pack(probs)
-        row_sum += part
-    else:
-        acc = rescale_acc(acc, rescale)
     return acc, SoftmaxState(p_tile, row_max, row_sum)
 
 
 @gluon.jit
-def mainloop(block, slot, settling, acc, state, coord, blocks, smem, sizes, params, W: gl.constexpr):
-    """The blocks of a tile after its first, right to left; maxima settle where `settling` is true."""
-    q_tile = smem.q.smem.index(slot)
-    number = blocks.end - blocks.first
-    if W == 0:
-        count_blocks(number)
-    # Where the first row's last key is: each row that sees a key has seen one by then.
-    edge = gl.maximum(coord.row + sizes.diagonal, 0) // BLOCK_N
-    settled = gl.minimum(gl.maximum(blocks.end - gl.minimum(blocks.unmasked_end, edge), 1), number)
-    if vote_peaked(state.row_sum, W) != 0:
-        settled = number
-    if not settling:
-        settled = number
-    for n in range(1, settled):
+def mainloop(block, slot, acc, state, coord, blocks, smem, sizes, params, W: gl.constexpr):
+    """The blocks of a tile after its first, right to left."""
+    q_tile = smem.q.smem.index(slot * D_CHUNKS)
+    for n in range(1, blocks.end - blocks.first):
         column = (blocks.end - 1 - n) * BLOCK_N
         unmasked = n >= blocks.end - blocks.unmasked_end
-        acc, state = attend(block + n, q_tile, acc, state, coord, column, unmasked, smem, sizes, params, W, False)
-    # Rows that see no key at all.
-    row_max = gl.where(state.row_max == float("-inf"), 0.0, state.row_max)
-    state = SoftmaxState(state.p_tile, row_max, state.row_sum)
-    # A number that the compiler can't know to be the same, or ptxas 12.8 takes addresses from the loop above even where that was skipped.
-    q_tile = smem.q.smem.index(gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [slot], dtype=gl.int32, is_pure=False, pack=1))
-    for n in range(settled, number):
-        column = (blocks.end - 1 - n) * BLOCK_N
-        unmasked = True
-        acc, state = attend(block + n, q_tile, acc, state, coord, column, unmasked, smem, sizes, params, W, True)
+        acc, state = attend(block + n, q_tile, acc, state, coord, column, unmasked, smem, sizes, params, W)
     return acc, state
 
 
 @gluon.jit
-def epilogue(acc, row_max, row_sum, out_tile, out_desc, lse_ptr, coord, sizes):
+def store_chunks(out_desc, batch, head, row, smem, first, begin: gl.constexpr, end: gl.constexpr):
+    """Starts to write the output's chunks begin .. end-1, which lie in memory from chunk `first` on."""
+    fence_async_shared()
+    for c in gl.static_range(begin, end):
+        async_store(out_desc, [batch, head, row, c * CHUNK], smem.index(first + c - begin))
+
+
+@gluon.jit
+def epilogue(acc, row_max, row_sum, out_smem, first, out_desc, lse_ptr, coord, sizes):
     """Divides by the sums and writes a tile of the output (TMA leaves out rows past the end) and its log-sum-exp."""
     batch, head, row = coord
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW_LAYOUT)  # [ROWS]
     inverse = gl.where(row_sum > 0.0, 1.0 / row_sum, 0.0)  # [ROWS]
     acc = rescale_acc(acc, inverse)
     # What the memory holds past the last piece is past the output's columns, which TMA leaves out too.
-    out_columns = out_tile.reshape([ROWS, BLOCK_DV])
+    out_columns = out_smem.index(first)._reinterpret(DTYPE, [ROWS, BLOCK_DV // 2], OUT_TILE_LAYOUT)
     out_columns.slice(0, 128, 1).store(acc[0].to(DTYPE))
-    out_columns.slice(128, 32, 1).store(acc[1].to(DTYPE))
-    fence_async_shared()
-    async_store(out_desc, [batch, head, row, 0], out_tile)
+    store_chunks(out_desc, batch, head, row, out_smem, first, 0, 2)
+    tma.store_wait(0)
+    out_columns.slice(0, 32, 1).store(acc[1].to(DTYPE))
+    store_chunks(out_desc, batch, head, row, out_smem, first, 2, DV_CHUNKS)
     offs_m = row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
     lse = (row_max + gl.log2(row_sum)) * LN_2  # [ROWS], -inf where nothing was seen
     gl.store(lse_ptr + (batch * sizes.heads + head).to(gl.int64) * sizes.n_q + offs_m, lse, mask=offs_m < sizes.n_q)
@@ -717,9 +530,8 @@ def skip_blocks(block, number, smem, W: gl.constexpr):
 
 
 @gluon.jit
-def compute_tile(iteration, work_index, block, missed, passes, out_desc, lse_ptr, smem, sizes, params, W: gl.constexpr):
-    """One tile of a warpgroup, from its queries to its output; returns how many blocks all tiles so far had, and the tile that was missed."""
-    tiles = sizes.m_tiles * sizes.batches * sizes.heads
+def compute_tile(iteration, work_index, block, out_desc, lse_ptr, smem, sizes, params, W: gl.constexpr):
+    """One tile of a warpgroup, from its queries to its output; returns how many blocks all tiles so far had."""
     tile = tile_at(work_index, sizes)
     coord = TileCoord(tile.batch, tile.head, tile.row + W * ROWS)
     tile_blocks = block_range(tile.row, BLOCK_M, sizes)
@@ -727,47 +539,33 @@ def compute_tile(iteration, work_index, block, missed, passes, out_desc, lse_ptr
     block = skip_blocks(block, tile_blocks.end - blocks.end, smem, W)
     acc = zero_acc()
     mbarrier.wait(smem.q.full.index(W), iteration & 1)
-    q_tile = smem.q.smem.index(W)
+    q_tile = smem.q.smem.index(W * D_CHUNKS)
     column = (blocks.end - 1) * BLOCK_N
     state = prologue(block, q_tile, coord, column, smem, sizes, params, W)
-    acc, state = mainloop(block, W, (passes == 0) & (missed >= tiles), acc, state, coord, blocks, smem, sizes, params, W)
+    acc, state = mainloop(block, W, acc, state, coord, blocks, smem, sizes, params, W)
     block += blocks.end - blocks.first
+    mbarrier.arrive(smem.q.empty.index(W), count=1)
     wait_full(smem.v, block - 1)
-    product = start_pv(state.p_tile, smem.v.smem.index((block - 1) % STAGES), acc)
+    product = start_pv(state.p_tile, smem.v.smem.index((block - 1) % STAGES * DV_CHUNKS), acc)
     acc = warpgroup_mma_wait(0, deps=[product[0], product[1]])
     release(smem.v, block - 1)
-    writes, missed = check_overflow(state.row_sum, work_index, missed, passes, tiles, W)
-    if writes:
-        epilogue(acc, state.row_max, state.row_sum, smem.out.index(W), out_desc, lse_ptr, coord, sizes)
-    return block, missed
+    tma.store_wait(0)
+    epilogue(acc, state.row_max, state.row_sum, smem.out, W * OUT_CHUNKS, out_desc, lse_ptr, coord, sizes)
+    return block
 
 
 @gluon.jit
 def consumer(out_desc, lse_ptr, smem, sizes, params, W: gl.constexpr):
     """One warpgroup: rows W * ROWS .. W * ROWS + ROWS - 1 of every tile of this program."""
     block = gl.to_tensor(0)
-    declare_answer(W)
-    if W == 0:
-        declare_raised()
     tiles = sizes.m_tiles * sizes.batches * sizes.heads
     iteration = gl.to_tensor(0)
-    # The tile that this warpgroup missed; the program's tiles are the first pass, each that some warpgroup missed is one more.
-    missed = tiles
-    passes = gl.to_tensor(0)
-    after = gl.to_tensor(0)
     work_index = gl.program_id(0)
     while work_index < tiles:
-        block, missed = compute_tile(iteration, work_index, block, missed, passes, out_desc, lse_ptr, smem, sizes, params, W)
+        block = compute_tile(iteration, work_index, block, out_desc, lse_ptr, smem, sizes, params, W)
         iteration += 1
-        work_index = tiles
-        if work_index >= tiles:
-            end_pass(smem.redo, missed, W)
-            passes += 1
-            work_index, after = next_missed(smem.redo, passes, after, tiles, 4)
+        work_index = read_work_index(smem.work, iteration)
     tma.store_wait(0)
-    if W == 0:
-        # Each pass after the first is over tiles that were missed.
-        report_misled(smem.redo, passes > 1)
 
 
 # Nothing is specialized on sizes, so one compiled kernel serves them all.
@@ -794,8 +592,7 @@ def flash_fwd_hopper(
     v_desc,
     out_desc,
     lse_ptr,
-    misled_ptr,
-    host_misled_ptr,
+    counter_ptr,
     n_q,
     n_kv,
     batches,
@@ -812,18 +609,16 @@ def flash_fwd_hopper(
     scale,
 ):
     """Splits the program into 3 consumers and the producer."""
-    q_smem = gl.allocate_shared_memory(DTYPE, [Q_SLOTS, 1, 1, ROWS, BLOCK_D], q_desc.layout)
-    k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_DV], v_desc.layout)
-    # The output leaves through the queries' memory.
-    out_smem = q_smem
-    missed_smem = gl.allocate_shared_memory(gl.int32, [CONSUMERS, 1], WORK_LAYOUT)
+    q_smem = gl.allocate_shared_memory(DTYPE, [Q_SLOTS * D_CHUNKS, 1, 1, ROWS, CHUNK], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(DTYPE, [STAGES * D_CHUNKS, 1, 1, BLOCK_N, CHUNK], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(DTYPE, [STAGES * DV_CHUNKS, 1, 1, BLOCK_N, CHUNK], v_desc.layout)
+    out_smem = gl.allocate_shared_memory(DTYPE, [CONSUMERS * OUT_CHUNKS, 1, 1, ROWS, CHUNK], out_desc.layout)
+    work_smem = gl.allocate_shared_memory(gl.int32, [2, 1], WORK_LAYOUT)
     smem = SharedStorage(
-        # Nobody waits for it to be empty.
-        q=Pipeline(q_smem, make_barriers(Q_SLOTS, 1), None),
+        q=make_pipeline(q_smem, Q_SLOTS, 1),
         k=make_pipeline(k_smem, STAGES, CONSUMERS),
         v=make_pipeline(v_smem, STAGES, CONSUMERS),
-        redo=Redo(missed_smem, make_barriers(1, CONSUMERS), misled_ptr, host_misled_ptr),
+        work=make_pipeline(work_smem, 2, CONSUMERS),
         out=out_smem,
     )
     fence_async_shared()
@@ -847,7 +642,7 @@ def flash_fwd_hopper(
             (consumer, (out_desc, lse_ptr, smem, sizes, params, 0)),
             (consumer, (out_desc, lse_ptr, smem, sizes, params, 1)),
             (consumer, (out_desc, lse_ptr, smem, sizes, params, 2)),
-            (producer, ((q_desc, k_desc, v_desc), smem, sizes)),
+            (producer, ((q_desc, k_desc, v_desc), counter_ptr, smem, sizes)),
         ],
         [4, 4, 1],
         [160, 160, 32],
@@ -881,7 +676,7 @@ def magic_divisor(divisor):
 
 def counts_needed(q, k):
     """How many of `counts` a call takes."""
-    return 0
+    return 1
 
 
 def records(q, k, v, mask, scale):
@@ -909,7 +704,6 @@ def launches(
     counts,
     slopes=None,
     descale=None,
-    misled=None,
 ):
     """The launches of one call: (kernel, grid, args, options) each."""
     if scale <= 0.0:
@@ -919,13 +713,14 @@ def launches(
     batches, heads, n_q, _ = q.shape
     m_tiles = -(-n_q // 192)
     tiles = m_tiles * batches * heads
+    programs = min(tiles, sms)
     arguments = (
-        descriptor(q, 64, 256),
-        descriptor(k, 64, 256),
-        descriptor(v, 64, 256),
-        descriptor(out, 64, 256),
+        descriptor(q, 64, 64),
+        descriptor(k, 64, 64),
+        descriptor(v, 64, 64),
+        descriptor(out, 64, 64),
         lse,
-        *misled,
+        counts,
         n_q,
         k.shape[2],
         batches,
@@ -940,7 +735,7 @@ def launches(
         1.4426950408889634 * scale,
     )
     return [
-        (flash_fwd_hopper, (tiles,), arguments, {"num_warps": 4}),
+        (flash_fwd_hopper, (programs,), arguments, {"num_warps": 4}),
     ]
 
 

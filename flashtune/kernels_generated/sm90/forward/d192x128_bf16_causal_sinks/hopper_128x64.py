@@ -5,10 +5,10 @@ Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
 Compiled in: fwd-bf16-d192x128-causal-sinks
-Template: flash_fwd_hopper 74b98ef164b84776
-Variant: 7d58e3f7b0206dc0
-Config: BLOCK_M=128 BLOCK_N=64 ctas_per_sm=1 intra_wg_overlap=1 maximum=running num_stages=2 order=fixed pingpong=False rescale=outgrown
-section=8 tiles=loop
+Template: flash_fwd_hopper a862979d47db72b8
+Variant: 310acda98b0c497e
+Config: BLOCK_M=128 BLOCK_N=64 ctas_per_sm=1 intra_wg_overlap=1 maximum=running num_stages=3 order=drawn pingpong=True rescale=outgrown
+section=8 smem_columns=chunks tiles=loop
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
@@ -32,7 +32,13 @@ BLOCK_D = gl.constexpr(256)
 BLOCK_DV = gl.constexpr(128)
 CONSUMERS = gl.constexpr(2)
 ROWS = gl.constexpr(64)
-STAGES = gl.constexpr(2)
+STAGES = gl.constexpr(3)
+# Tiles lie in memory as chunks of 64 columns, as the widest swizzle has them anyway, without those past the head size.
+CHUNK = gl.constexpr(64)
+D_CHUNKS = gl.constexpr(3)
+DV_CHUNKS = gl.constexpr(2)
+# Of the memory from which a warpgroup's output leaves.
+OUT_CHUNKS = gl.constexpr(1)
 Q_SLOTS = gl.constexpr(2)
 SECTION = gl.constexpr(8)
 SCORES_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
@@ -51,6 +57,11 @@ MASK_BITS_LAYOUT = gl.constexpr(
         shape=[64, 4],
     )
 )
+Q_TILE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 256], DTYPE))
+K_TILE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 256], DTYPE))
+V_TILE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 128], DTYPE))
+OUT_TILE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 64], DTYPE))
+WORK_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0]))
 LN_2 = gl.constexpr(0.6931471805599453)
 
 
@@ -129,6 +140,7 @@ class SharedStorage(NamedTuple):
     q: Pipeline
     k: Pipeline
     v: Pipeline
+    work: Pipeline
     out: gl.shared_memory_descriptor
 
 
@@ -176,13 +188,27 @@ def release(pipeline, number, pred=True):
     mbarrier.arrive(pipeline.empty.index(number % stages), count=1, pred=pred)
 
 
+# Hardware barriers from 5 on are free; Triton uses those before.
+@gluon.jit
+def scheduler_barrier_sync(W: gl.constexpr):
+    """Waits until the warpgroup before this one has handed over the tensor cores."""
+    gl.inline_asm_elementwise("bar.sync $1, 256; mov.u32 $0, 0;", "=r,r", [5 + W], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def scheduler_barrier_arrive(W: gl.constexpr):
+    """Hands the tensor cores to the next warpgroup, without waiting for it."""
+    after = 5 + (W + 1) % CONSUMERS
+    gl.inline_asm_elementwise("bar.arrive $1, 256; mov.u32 $0, 0;", "=r,r", [after], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @gluon.jit
 def start_qk(q_tile, k_tile):
     """Starts Q K^T on the tensor cores."""
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES_LAYOUT)
     # Without the columns that only fill the tile up to a power of two.
-    q_tile = q_tile.reshape([ROWS, BLOCK_D])
-    k_tile = k_tile.reshape([BLOCK_N, BLOCK_D])
+    q_tile = q_tile._reinterpret(DTYPE, [ROWS, BLOCK_D], Q_TILE_LAYOUT)
+    k_tile = k_tile._reinterpret(DTYPE, [BLOCK_N, BLOCK_D], K_TILE_LAYOUT)
     k_piece = k_tile.slice(0, 128, 1).permute((1, 0))
     scores = warpgroup_mma(q_tile.slice(0, 128, 1), k_piece, zeros, use_acc=False, is_async=True)  # [ROWS, BLOCK_N]
     k_piece = k_tile.slice(128, 64, 1).permute((1, 0))
@@ -193,15 +219,35 @@ def start_qk(q_tile, k_tile):
 @gluon.jit
 def start_pv(p_tile, v_tile, acc):
     """Starts acc + P V on the tensor cores."""
-    return warpgroup_mma(unpack(p_tile), v_tile.reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)  # [ROWS, BLOCK_DV]
+    return warpgroup_mma(unpack(p_tile), v_tile._reinterpret(DTYPE, [BLOCK_N, BLOCK_DV], V_TILE_LAYOUT), acc, is_async=True)  # [ROWS, BLOCK_DV]
 
 
 @gluon.jit
-def fixed_work_index(iteration):
-    """The work index of the iteration-th tile of this program; past the last tile where it has none."""
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
-    return iteration * programs + program
+def draw_work_index(counter_ptr, sizes):
+    """The work index of the next tile that no program has taken; past the last tile where there is none."""
+    drawn = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+    if drawn == sizes.m_tiles * sizes.batches * sizes.heads - 1:
+        # Every tile draws once; the last draw leaves the counter as it was found.
+        gl.store(counter_ptr, 0)
+    return drawn + gl.num_programs(0)
+
+
+@gluon.jit
+def publish_work_index(pipeline, iteration, work_index):
+    """Tells the consumers which tile this program's iteration-th is; the first one needs no telling."""
+    wait_empty(pipeline, iteration - 1)
+    slot = (iteration - 1) % 2
+    pipeline.smem.index(slot).store(gl.full([1], work_index, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.arrive(pipeline.full.index(slot), count=1)
+
+
+@gluon.jit
+def read_work_index(pipeline, iteration):
+    """What the producer says of the iteration-th tile."""
+    wait_full(pipeline, iteration - 1)
+    work_index = gl.max(pipeline.smem.index((iteration - 1) % 2).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    release(pipeline, iteration - 1)
+    return work_index
 
 
 @gluon.jit
@@ -247,18 +293,24 @@ def block_range(row, NUMBER: gl.constexpr, sizes):
 
 
 @gluon.jit
+def load_chunks(desc, batch, head, row, full, smem, first, CHUNKS: gl.constexpr):
+    """Starts the copies of a tile's chunks of columns, which fill memory from chunk `first` on."""
+    mbarrier.expect(full, CHUNKS * desc.block_type.nbytes)
+    for c in gl.static_range(CHUNKS):
+        async_load(desc, [batch, head, row, c * CHUNK], full, smem.index(first + c))
+
+
+@gluon.jit
 def load_v(v_desc, coord, block, pipeline):
     """Starts the copy of a value block as soon as its stage is empty; the row of `coord` is that of its first key."""
     wait_empty(pipeline, block)
     stage = block % STAGES
-    mbarrier.expect(pipeline.full.index(stage), v_desc.block_type.nbytes)
-    corner = [coord.batch, coord.head, coord.row, 0]
-    async_load(v_desc, corner, pipeline.full.index(stage), pipeline.smem.index(stage))
+    load_chunks(v_desc, coord.batch, coord.head, coord.row, pipeline.full.index(stage), pipeline.smem, stage * DV_CHUNKS, DV_CHUNKS)
 
 
 @gluon.jit
 def load_tile(
-    iteration, work_index, block, values, descs, smem, sizes
+    iteration, work_index, block, values, descs, counter_ptr, smem, sizes
 ):
     """Copies the queries, keys and values of one tile; a block's values follow the keys of the block after it."""
     q_desc, k_desc, v_desc = descs
@@ -269,8 +321,7 @@ def load_tile(
         column = (blocks.end - 1 - n) * BLOCK_N
         wait_empty(smem.k, block)
         stage = block % STAGES
-        mbarrier.expect(smem.k.full.index(stage), k_desc.block_type.nbytes)
-        async_load(k_desc, [coord.batch, kv_head, column, 0], smem.k.full.index(stage), smem.k.smem.index(stage))
+        load_chunks(k_desc, coord.batch, kv_head, column, smem.k.full.index(stage), smem.k.smem, stage * D_CHUNKS, D_CHUNKS)
         if block > 0:
             # Before the queries, for these values are wanted first.
             load_v(v_desc, values, block - 1, smem.v)
@@ -278,25 +329,28 @@ def load_tile(
             for w in gl.static_range(CONSUMERS):
                 slot = w
                 mbarrier.wait(smem.q.empty.index(slot), iteration & 1 ^ 1)
-                mbarrier.expect(smem.q.full.index(slot), q_desc.block_type.nbytes)
-                async_load(q_desc, [coord.batch, coord.head, coord.row + w * ROWS, 0], smem.q.full.index(slot), smem.q.smem.index(slot))
+                full = smem.q.full.index(slot)
+                load_chunks(q_desc, coord.batch, coord.head, coord.row + w * ROWS, full, smem.q.smem, slot * D_CHUNKS, D_CHUNKS)
+        # Late, so that no tile waits for a program that has another to finish, but before the consumers ask.
+        if n == gl.maximum(blocks.end - blocks.first - 2, 0):
+            work_index = draw_work_index(counter_ptr, sizes)
+            publish_work_index(smem.work, iteration + 1, work_index)
         values = TileCoord(coord.batch, kv_head, column)
         block += 1
-    return block, values
+    return work_index, block, values
 
 
 @gluon.jit
-def producer(descs, smem, sizes):
+def producer(descs, counter_ptr, smem, sizes):
     """The copying warp: runs ahead of the consumers as far as the stages allow."""
     block = gl.to_tensor(0)
     values = TileCoord(gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
     tiles = sizes.m_tiles * sizes.batches * sizes.heads
     iteration = gl.to_tensor(0)
-    work_index = fixed_work_index(0)
+    work_index = gl.program_id(0)
     while work_index < tiles:
-        block, values = load_tile(iteration, work_index, block, values, descs, smem, sizes)
+        work_index, block, values = load_tile(iteration, work_index, block, values, descs, counter_ptr, smem, sizes)
         iteration += 1
-        work_index = fixed_work_index(iteration)
     load_v(descs[2], values, block - 1, smem.v)
 
 
@@ -518,7 +572,9 @@ def init_softmax():
 def prologue(block, q_tile, coord, column, smem, sizes, params, W: gl.constexpr):
     """Scores and softmax of the first block of a tile."""
     wait_full(smem.k, block)
-    scores = start_qk(q_tile, smem.k.smem.index(block % STAGES))
+    scheduler_barrier_sync(W)
+    scores = start_qk(q_tile, smem.k.smem.index(block % STAGES * D_CHUNKS))
+    scheduler_barrier_arrive(W)
     scores = warpgroup_mma_wait(0, deps=[scores])
     release(smem.k, block)
     scores = modify_scores(scores, coord, column, False, sizes, params)
@@ -534,9 +590,11 @@ def attend(block, q_tile, acc, state, coord, column, unmasked, smem, sizes, para
     stage = block % STAGES
     value_stage = (block - 1) % STAGES
     wait_full(smem.k, block)
-    scores = start_qk(q_tile, smem.k.smem.index(stage))
+    scheduler_barrier_sync(W)
+    scores = start_qk(q_tile, smem.k.smem.index(stage * D_CHUNKS))
     wait_full(smem.v, block - 1)
-    product = start_pv(state.p_tile, smem.v.smem.index(value_stage), acc)
+    product = start_pv(state.p_tile, smem.v.smem.index(value_stage * DV_CHUNKS), acc)
+    scheduler_barrier_arrive(W)
     scores = warpgroup_mma_wait(1, deps=[scores])
     release(smem.k, block)
     scores = modify_scores(scores, coord, column, unmasked, sizes, params)
@@ -554,7 +612,7 @@ def attend(block, q_tile, acc, state, coord, column, unmasked, smem, sizes, para
 @gluon.jit
 def mainloop(block, slot, acc, state, coord, blocks, smem, sizes, params, W: gl.constexpr):
     """The blocks of a tile after its first, right to left."""
-    q_tile = smem.q.smem.index(slot)
+    q_tile = smem.q.smem.index(slot * D_CHUNKS)
     number = blocks.end - blocks.first
     # Where the first row's last key is: each row that sees a key has seen one by then.
     edge = gl.maximum(coord.row + sizes.diagonal, 0) // BLOCK_N
@@ -567,7 +625,7 @@ def mainloop(block, slot, acc, state, coord, blocks, smem, sizes, params, W: gl.
     row_max = gl.where(state.row_max == float("-inf"), 0.0, state.row_max)
     state = SoftmaxState(state.p_tile, row_max, state.row_sum)
     # A number that the compiler can't know to be the same, or ptxas 12.8 takes addresses from the loop above even where that was skipped.
-    q_tile = smem.q.smem.index(gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [slot], dtype=gl.int32, is_pure=False, pack=1))
+    q_tile = smem.q.smem.index(gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [slot], dtype=gl.int32, is_pure=False, pack=1) * D_CHUNKS)
     for n in range(settled, number):
         column = (blocks.end - 1 - n) * BLOCK_N
         unmasked = True
@@ -605,7 +663,15 @@ def join_sink(row_max, row_sum, params):
 
 
 @gluon.jit
-def epilogue(acc, row_max, row_sum, out_tile, out_desc, lse_ptr, coord, sizes, params):
+def store_chunks(out_desc, batch, head, row, smem, first, begin: gl.constexpr, end: gl.constexpr):
+    """Starts to write the output's chunks begin .. end-1, which lie in memory from chunk `first` on."""
+    fence_async_shared()
+    for c in gl.static_range(begin, end):
+        async_store(out_desc, [batch, head, row, c * CHUNK], smem.index(first + c - begin))
+
+
+@gluon.jit
+def epilogue(acc, row_max, row_sum, out_smem, first, out_desc, lse_ptr, coord, sizes, params):
     """Divides by the sums and writes a tile of the output (TMA leaves out rows past the end) and its log-sum-exp."""
     batch, head, row = coord
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW_LAYOUT)  # [ROWS]
@@ -613,13 +679,11 @@ def epilogue(acc, row_max, row_sum, out_tile, out_desc, lse_ptr, coord, sizes, p
     inverse = gl.where(row_sum > 0.0, rescale / row_sum, 0.0)  # [ROWS]
     acc = acc * gl.convert_layout(inverse, OUT_ROW_LAYOUT)[:, None]  # [ROWS, BLOCK_DV]
     left, right = gl.split(acc.to(DTYPE).reshape([ROWS, 2, BLOCK_DV // 2]).permute((0, 2, 1)))
-    out_tile.reshape([ROWS, BLOCK_DV // 2]).store(left)
-    fence_async_shared()
-    async_store(out_desc, [batch, head, row, 0], out_tile)
+    out_smem.index(first)._reinterpret(DTYPE, [ROWS, BLOCK_DV // 2], OUT_TILE_LAYOUT).store(left)
+    store_chunks(out_desc, batch, head, row, out_smem, first, 0, 1)
     tma.store_wait(0)
-    out_tile.reshape([ROWS, BLOCK_DV // 2]).store(right)
-    fence_async_shared()
-    async_store(out_desc, [batch, head, row, BLOCK_DV // 2], out_tile)
+    out_smem.index(first)._reinterpret(DTYPE, [ROWS, BLOCK_DV // 2], OUT_TILE_LAYOUT).store(right)
+    store_chunks(out_desc, batch, head, row, out_smem, first, 1, DV_CHUNKS)
     offs_m = row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
     lse = (row_max + gl.log2(row_sum)) * LN_2  # [ROWS], -inf where nothing was seen
     gl.store(lse_ptr + (batch * sizes.heads + head).to(gl.int64) * sizes.n_q + offs_m, lse, mask=offs_m < sizes.n_q)
@@ -630,6 +694,8 @@ def skip_blocks(block, number, smem, W: gl.constexpr):
     """Hands back blocks of a tile of which this warpgroup's rows see nothing; returns how many blocks all tiles so far had."""
     for _ in range(number):
         wait_full(smem.k, block)
+        scheduler_barrier_sync(W)
+        scheduler_barrier_arrive(W)
         release(smem.k, block)
         wait_full(smem.v, block)
         release(smem.v, block)
@@ -648,33 +714,35 @@ def compute_tile(iteration, work_index, block, out_desc, lse_ptr, smem, sizes, c
     params = load_head_params(coord, call_params, sizes)
     acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, OUT_LAYOUT)
     mbarrier.wait(smem.q.full.index(W), iteration & 1)
-    q_tile = smem.q.smem.index(W)
+    q_tile = smem.q.smem.index(W * D_CHUNKS)
     column = (blocks.end - 1) * BLOCK_N
     state = prologue(block, q_tile, coord, column, smem, sizes, params, W)
     acc, state = mainloop(block, W, acc, state, coord, blocks, smem, sizes, params, W)
     block += blocks.end - blocks.first
     mbarrier.arrive(smem.q.empty.index(W), count=1)
     wait_full(smem.v, block - 1)
-    product = start_pv(state.p_tile, smem.v.smem.index((block - 1) % STAGES), acc)
+    product = start_pv(state.p_tile, smem.v.smem.index((block - 1) % STAGES * DV_CHUNKS), acc)
     acc = warpgroup_mma_wait(0, deps=[product])
     release(smem.v, block - 1)
     tma.store_wait(0)
-    epilogue(acc, state.row_max, state.row_sum, smem.out.index(W), out_desc, lse_ptr, coord, sizes, params)
+    epilogue(acc, state.row_max, state.row_sum, smem.out, W * OUT_CHUNKS, out_desc, lse_ptr, coord, sizes, params)
     return block
 
 
 @gluon.jit
 def consumer(out_desc, lse_ptr, smem, sizes, call_params, W: gl.constexpr):
     """One warpgroup: rows W * ROWS .. W * ROWS + ROWS - 1 of every tile of this program."""
+    if W == CONSUMERS - 1:
+        scheduler_barrier_arrive(W)
     block = gl.to_tensor(0)
     declare_answer(W)
     tiles = sizes.m_tiles * sizes.batches * sizes.heads
     iteration = gl.to_tensor(0)
-    work_index = fixed_work_index(0)
+    work_index = gl.program_id(0)
     while work_index < tiles:
         block = compute_tile(iteration, work_index, block, out_desc, lse_ptr, smem, sizes, call_params, W)
         iteration += 1
-        work_index = fixed_work_index(iteration)
+        work_index = read_work_index(smem.work, iteration)
     tma.store_wait(0)
 
 
@@ -704,6 +772,7 @@ def flash_fwd_hopper(
     v_desc,
     out_desc,
     lse_ptr,
+    counter_ptr,
     n_q,
     n_kv,
     batches,
@@ -723,14 +792,16 @@ def flash_fwd_hopper(
     sinks_by_head,
 ):
     """Splits the program into 2 consumers and the producer."""
-    q_smem = gl.allocate_shared_memory(DTYPE, [Q_SLOTS, 1, 1, ROWS, BLOCK_D], q_desc.layout)
-    k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_DV], v_desc.layout)
-    out_smem = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, ROWS, BLOCK_DV // 2], out_desc.layout)
+    q_smem = gl.allocate_shared_memory(DTYPE, [Q_SLOTS * D_CHUNKS, 1, 1, ROWS, CHUNK], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(DTYPE, [STAGES * D_CHUNKS, 1, 1, BLOCK_N, CHUNK], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(DTYPE, [STAGES * DV_CHUNKS, 1, 1, BLOCK_N, CHUNK], v_desc.layout)
+    out_smem = gl.allocate_shared_memory(DTYPE, [CONSUMERS * OUT_CHUNKS, 1, 1, ROWS, CHUNK], out_desc.layout)
+    work_smem = gl.allocate_shared_memory(gl.int32, [2, 1], WORK_LAYOUT)
     smem = SharedStorage(
         q=make_pipeline(q_smem, Q_SLOTS, 1),
         k=make_pipeline(k_smem, STAGES, CONSUMERS),
         v=make_pipeline(v_smem, STAGES, CONSUMERS),
+        work=make_pipeline(work_smem, 2, CONSUMERS),
         out=out_smem,
     )
     fence_async_shared()
@@ -754,7 +825,7 @@ def flash_fwd_hopper(
         [
             (consumer, (out_desc, lse_ptr, smem, sizes, call_params, 0)),
             (consumer, (out_desc, lse_ptr, smem, sizes, call_params, 1)),
-            (producer, ((q_desc, k_desc, v_desc), smem, sizes)),
+            (producer, ((q_desc, k_desc, v_desc), counter_ptr, smem, sizes)),
         ],
         [4, 1],
         [240, 24],
@@ -788,7 +859,7 @@ def magic_divisor(divisor):
 
 def counts_needed(q, k):
     """How many of `counts` a call takes."""
-    return 0
+    return 1
 
 
 def records(q, k, v, mask, scale):
@@ -828,11 +899,12 @@ def launches(
     tiles = m_tiles * batches * heads
     programs = min(tiles, sms)
     arguments = (
-        descriptor(q, 64, 256),
-        descriptor(k, 64, 256),
-        descriptor(v, 64, 128),
+        descriptor(q, 64, 64),
+        descriptor(k, 64, 64),
+        descriptor(v, 64, 64),
         descriptor(out, 64, 64),
         lse,
+        counts,
         n_q,
         k.shape[2],
         batches,
