@@ -4,6 +4,8 @@ Processes that stand in for GPUs and compilers sleep for as long as the committe
 times as much, so that this machine's few cores are to the sleeps what the cores of a GPU's host are to kernels. What is left is the search
 itself: its threads, its record, its processes, and who waits for whom. A kernel's time is the cost model's, off by some.
 
+Compilers are started ahead of the clock, as many as a GPU's host has cores: that takes such a host a second, and two cores eight and more.
+
 Prints for each number of GPUs the seconds (divided by `--slower`), those of this process's interpreter, and what the lanes waited for.
 """
 
@@ -36,6 +38,8 @@ STARTS_S, AT_HAND_S, CALLS_S = 1.1, 0.4, 0.27
 """What a GPU's process takes to start, machine code that is at hand, and whole calls."""
 ERROR, NOISE = 0.08, 0.002
 """How far the cost model is off, and a time in a race."""
+STARTING_S = 12.0
+"""In which all compilers start: each gets a task of so many seconds."""
 MARK = "\n# simulated: "
 
 _begun: list[bool] = []
@@ -123,6 +127,12 @@ def kept(*_: object) -> MachineCode:
     return MachineCode()
 
 
+def pause(seconds: float) -> Launched:
+    """Of each compiler, so that all of them start."""
+    time.sleep(seconds)
+    return Launched(launches="")
+
+
 class Quiet:
     """Hears of a search and says nothing; a GPU that nobody watches."""
 
@@ -147,6 +157,7 @@ def search(gpus: int, jobs: int, problems: list[Problem], log: Path, trials: int
     from flashtune.db.library import Layer, Library, shipped_path
     from flashtune.templates import families
     from flashtune.tuner.children import tasks
+    from flashtune.tuner.children.workers import Workers
     from flashtune.tuner.publish.winners import Keeping
     from flashtune.tuner.search import evaluation
     from flashtune.tuner.search.plan import SearchPlan
@@ -181,12 +192,19 @@ def search(gpus: int, jobs: int, problems: list[Problem], log: Path, trials: int
     handler = logging.FileHandler(log, mode="w")
     logger.addHandler(handler)
     sys.setswitchinterval(SWITCH_S)
-    began, cpu = time.monotonic(), time.process_time()
     provenance = Provenance(flashtune="0", torch="0", triton="0")
-    with tempfile.TemporaryDirectory() as folder, study_storage(f"sqlite:///{folder}/studies.sqlite") as storage:
-        Search(plan, storage=storage, provenance=provenance, save=partial(lambda result: None), listener=Quiet()).run()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        study_storage(f"sqlite:///{folder}/studies.sqlite") as storage,
+        Workers(jobs=jobs, limits=plan.limits, devices=plan.devices) as workers,
+    ):
+        for pending in [workers.submit("compile", pause, STARTING_S, limit_s=10 * STARTING_S) for _ in range(jobs)]:
+            pending.reply()
+        began, cpu = time.monotonic(), time.process_time()
+        Search(plan, storage=storage, provenance=provenance, save=partial(lambda result: None), listener=Quiet()).run(workers)
+        took = time.monotonic() - began, time.process_time() - cpu
     logger.removeHandler(handler)
-    return time.monotonic() - began, time.process_time() - cpu
+    return took
 
 
 def main() -> None:

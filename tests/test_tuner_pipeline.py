@@ -18,7 +18,7 @@ from planted import PATIENT, PLANTED_PROBLEM, HereAndNow, Listener, planted_fami
 
 from flashtune.cli.storage import study_storage
 from flashtune.core.errors import EnvironmentProblem, NoKernelFound
-from flashtune.core.problem import Problem
+from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Conditions, Fate, Outcome, Provenance, SearchResult, TuningRecord
 from flashtune.db.library import Library, shipped_path
 from flashtune.tuner import searching
@@ -509,6 +509,14 @@ def test_of_several_gpus_each_keeps_to_its_spec_and_then_takes_what_nobody_has_b
     assert order(("0", "1"), "ababba") == [0, 3, 1, 4, 5, 2]
     # Where nothing is new to all, it helps where most is left.
     assert order(("0", "1", "2", "3"), "abcdda") == [0, 3, 5, 1, 2, 4]
+
+
+def test_of_several_gpus_the_second_begins_with_what_has_the_fewest_features() -> None:
+    """Of what the first one learns of plain problems those with features know something, if they come later."""
+    causal = Features(causal=True)
+    planned = [*problems(2), *(replace(one, features=causal) for one in problems(2)), *(replace(one, dtype="bf16") for one in problems(2))]
+    turns = Schedule(replace(plan(1, devices=("0", "1")), problems=tuple(planned)))
+    assert [turns.take(None), turns.take(None), turns.take(None), turns.take(planned[0].spec())] == [0, 4, 2, 1]
 
 
 def test_what_would_be_proposed_next_is_compiled_and_given_up_with_the_rest() -> None:

@@ -30,7 +30,10 @@ class Schedule:
 
     def _next(self, spec: KernelSpec | None) -> int | None:
         """Which problem that would be. A GPU goes through a plan in its order; of several each keeps to its spec, of which it has verdicts
-        and near winners, then takes one that nobody has begun, and in the end helps where most is left."""
+        and near winners, then takes one that nobody has begun, the fewest features first, and in the end helps where most is left.
+
+        What plain problems came to spares those with features a third of their trials, which two that begin at once can't tell one another
+        (benchmarks/results/2026-11-23-lanes)."""
         problems = self._plan.problems
         left = [index for index in range(len(problems)) if index not in self._taken]
         if not left or len(self._plan.devices) <= 1:
@@ -38,6 +41,7 @@ class Schedule:
         begun, counts = {problems[index].spec() for index in self._taken}, Counter(problems[index].spec() for index in left)
         own = [index for index in left if problems[index].spec() == spec]
         new = [index for index in left if problems[index].spec() not in begun]
+        new.sort(key=lambda index: len(problems[index].features.as_json()))
         return (own or new or sorted(left, key=lambda index: -counts[problems[index].spec()]))[0]
 
     def next_is_new(self, spec: KernelSpec | None) -> bool:
