@@ -182,11 +182,11 @@ MAXIMA: tuple[dict[str, Value], ...] = (
     {"maximum": "running", "rescale": "outgrown"},
     {"maximum": "running", "rescale": "grown"},
 )
-"""Ways to hold row maxima that race for the first of these that is valid; the others race as the row has them."""
+"""Ways to hold row maxima: of CHUNKED tiles the first that is valid races with each, the others with the row's own."""
 
 
 def of_chunks(results: Sequence[SearchResult], target: Target) -> Work:
-    """Forward rows of head sizes above 128 that aren't powers of two: winner and best kernel with running maxima, each with its tiles in
+    """Forward rows of head sizes between 128 and 256: winner and best kernel with running maxima, each with its tiles in
     chunks of columns, and the first of these with all ways to hold row maxima; where the winner has chunks already, these ways alone."""
     work: Work = []
     for result in {result.problem.key(target.slug): result for result in results if result.gpu == target.slug}.values():

@@ -400,6 +400,10 @@ def test_explain_problem_needs_no_tensors(own_database: Path, monkeypatch: pytes
     assert explained.kind == "framework" and "FLASHTUNE_UNMEASURED=1" in explained.reason
     with dispatch.use(unmeasured=True):
         assert dispatch.explain_problem(PROBLEM, "h200").kind == "predicted"
+    for off in ("0", "false", "No", "off", ""):
+        monkeypatch.setenv("FLASHTUNE_UNMEASURED", off)
+        dispatch.reload()
+        assert dispatch.explain_problem(PROBLEM, "h200").kind == "framework", off
     monkeypatch.setenv("FLASHTUNE_UNMEASURED", "1")
     dispatch.reload()
     explained = dispatch.explain_problem(PROBLEM, "NVIDIA H200")

@@ -98,6 +98,8 @@ def wanted_of(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         (192, 192, {"tiles": "loop", "num_stages": 3, "smem_columns": "chunks", "maximum": "first", "rescale": "grown"}),
         (160, 160, {"num_stages": 3, "smem_columns": "chunks"}),
         (160, 160, {"BLOCK_M": 192, "intra_wg_overlap": 0, "smem_columns": "chunks", "maximum": "first"}),
+        (160, 224, {"BLOCK_M": 64, "smem_columns": "chunks"}),
+        (176, 160, {"num_stages": 3, "smem_columns": "chunks"}),
     ],
     ids=str,
 )
@@ -161,6 +163,24 @@ def test_tiles_lie_in_chunks_where_that_spares_memory(d: int, d_v: int, dtype: D
         assert layout.shared_bytes < HopperLayout.of(spec, found.replace(smem_columns="padded")).shared_bytes
     # What is served without a search has padded tiles, which more was measured of.
     assert FAMILY.default(spec, H200)["smem_columns"] == "padded"
+
+
+@pytest.mark.parametrize(("d", "d_v"), [(160, 256), (136, 200), (64, 160), (192, 128)])
+def test_chunks_of_the_output_have_room_and_every_enumerated_config_is_valid(d: int, d_v: int) -> None:
+    spec = problem(d, d_v=d_v).spec()
+    chunked = [found for found in FAMILY.configs(spec, H200) if found["smem_columns"] == "chunks"]
+    assert chunked
+    for found in chunked:
+        layout = HopperLayout.of(spec, found)
+        whole = layout.stored_dv // layout.chunk
+        assert layout.out_chunks >= (whole if layout.out_halves == 1 else layout.block_dv // 2 // layout.chunk)
+        assert FAMILY.violated(found, spec, H200) is None
+
+
+def test_wide_values_beside_keys_in_chunks_leave_from_memory_of_their_own() -> None:
+    inputs = inputs_of(160, 256)
+    run(inputs, source(inputs.problem.spec(), BLOCK_M=64, smem_columns="chunks"), seed=1)
+    assert torch.allclose(inputs.out.double(), wanted_of(inputs)[0], atol=2e-3)
 
 
 def test_fp8_keeps_its_padding() -> None:

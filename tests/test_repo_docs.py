@@ -94,7 +94,10 @@ MEANT = {
         replace(BF16, direction="bwd", features=Features(mask="bias", dbias=True)),
         replace(BF16, direction="bwd", features=Features(causal=True, alibi=True, dslopes=True)),
     ],
-    "gradients with dropout, without a causal mask": [replace(BF16, direction="bwd", features=Features(dropout=True))],
+    "gradients with dropout": [
+        replace(BF16, direction="bwd", features=Features(dropout=True)),
+        replace(BF16, direction="bwd", features=Features(causal=True, dropout=True)),
+    ],
     "gradients of D = 256": [replace(BF16, direction="bwd", d=256, d_v=256)],
 }
 

@@ -62,7 +62,9 @@ def gradient_choice(memo: Memo, problem: Problem, target: Target, *, repeatable:
     if chosen.record is not None:
         return None, chosen.note
     with_more = f" with {' and '.join(trained.features.asked)}" if trained.features.asked else ""
-    why = f"no backward kernel{with_more} was measured on GPUs like {target.name}"
+    if memo.unmeasured:
+        return None, f"none of our backward kernels takes such calls{with_more}"
+    why = f"no backward kernel for such calls{with_more} was measured on GPUs like {target.name}"
     return None, f"{why} (FLASHTUNE_UNMEASURED=1 lets those serve that weren't)"
 
 

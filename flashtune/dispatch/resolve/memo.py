@@ -69,7 +69,7 @@ class Memo:
     def unmeasured(self) -> bool:
         """Whether kernels may serve behind which nothing was measured on the GPU's architecture."""
         said = self.settings.unmeasured
-        return os.environ.get("FLASHTUNE_UNMEASURED", "0") not in ("", "0") if said is None else said
+        return os.environ.get("FLASHTUNE_UNMEASURED", "").strip().lower() in ("1", "true", "yes", "on") if said is None else said
 
     def keep(self, signature: Hashable, plan: Plan) -> None:
         """Remember the plan of a signature."""

@@ -115,7 +115,7 @@ CONSTRAINTS = (
     Constraint(
         name="chunks of columns",
         holds=lambda c, s, t: not (layout := HopperLayout.of(s, c)).chunked or _leaves_padding_out(layout),
-        why="two-byte head sizes above 128 and up to 192 are padded by a chunk or more, which products of values leave out, too",
+        why="two-byte head sizes of 136 to 192 have chunks of padding, which products have to leave out, too; one block is ahead at most",
         axes=("smem_columns", "v_columns", "intra_wg_overlap"),
     ),
     Constraint(
@@ -172,7 +172,7 @@ CONSTRAINTS = (
             c["tiles"] != "loop" or HopperLayout.of(s, c.replace(tiles="chained")).shared_bytes > t.shared_bytes_per_block
         ),
         why="chained tiles drain less, wherever their second query tile fits",
-        axes=("BLOCK_M", "BLOCK_N", "num_stages", "tiles"),
+        axes=("BLOCK_M", "BLOCK_N", "num_stages", "tiles", "smem_columns"),
     ),
 )
 
@@ -261,7 +261,7 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
     found += [config.replace(v_columns="pieces") for config in usual]
     found += [_config(192, 64, 2, "one", spec, intra_wg_overlap=overlap, v_columns="pieces") for overlap in (1, 0)]
     if wide > 128 and spec.dtype != "fp8":
-        # Behind all whose padding the others know.
+        # Behind the padded tiles, so that none of these moves up or down.
         columns: dict[str, Value] = {"smem_columns": "chunks", "v_columns": "padded" if spec.d_v <= 128 else "pieces"}
         found += [_config(128, 64, 3, tiles, spec, pingpong=True, **columns) for tiles in ("loop", "one")]
         found += [_config(128, 64, 3, "loop", spec, pingpong=True, maximum="running", rescale="grown", **columns)]

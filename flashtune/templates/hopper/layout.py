@@ -117,7 +117,7 @@ class HopperLayout(HopperTiles):
     @property
     def own_out(self) -> bool:
         """Whether the output has memory of its own, so that a program's next queries needn't wait for it."""
-        return self.persistent or self.block_d != self.block_dv or self.fp8
+        return self.persistent or self.stored_d != self.stored_dv or self.fp8
 
     @property
     def out_halves(self) -> int:

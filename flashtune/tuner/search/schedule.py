@@ -41,7 +41,7 @@ class Schedule:
         begun, counts = {problems[index].spec() for index in self._taken}, Counter(problems[index].spec() for index in left)
         own = [index for index in left if problems[index].spec() == spec]
         new = [index for index in left if problems[index].spec() not in begun]
-        new.sort(key=lambda index: len(problems[index].features.as_json()))
+        new.sort(key=lambda index: len(problems[index].features.as_json().keys() - {"alignment"}))
         return (own or new or sorted(left, key=lambda index: -counts[problems[index].spec()]))[0]
 
     def next_is_new(self, spec: KernelSpec | None) -> bool:
