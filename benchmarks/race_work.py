@@ -17,7 +17,7 @@ from tune import wanting
 from flashtune.core.config import Config, Value, settles
 from flashtune.core.dtypes import DType
 from flashtune.core.nearness import distance, nearest
-from flashtune.core.problem import DECODE_ROWS, Features, Problem
+from flashtune.core.problem import DECODE_ROWS, Features, Problem, ProblemKey
 from flashtune.core.results import Outcome, SearchResult
 from flashtune.core.target import Target
 from flashtune.dispatch.policy import choose, torch_has
@@ -110,8 +110,7 @@ def of_twins(results: Sequence[SearchResult], target: Target) -> Work:
     """Rows whose winner settles maxima while the best measured kernel that doesn't is far behind, or was never measured: those that lose
     most first, with both of these, twins of near rows, and the family's starts with running maxima."""
     found: list[tuple[float, Problem, Candidates]] = []
-    # Of a key that was raced again the later result serves.
-    for result in {result.problem.key(target.slug): result for result in results if result.gpu == target.slug}.values():
+    for result in _latest(results, target).values():
         known = measured([result])
         if not known or not settles(known[0].config):
             continue
@@ -143,14 +142,13 @@ def of_rescaled(results: Sequence[SearchResult], target: Target) -> Work:
     """Plain and MASKED rows in 16 bits, those of one length after those of another: winner and best kernels with running maxima, the latter
     and the winner's tiles with every other way to rescale what came before a maximum that grew. A kernel's successor races beside it."""
     work: Work = []
-    for result in {result.problem.key(target.slug): result for result in results if result.gpu == target.slug}.values():
+    for result in _latest(results, target).values():
         problem, spec = result.problem, result.problem.spec()
         plain = importance(problem)[0] <= 1 and problem.n_kv in RESCALED_LENGTHS and problem.d_v == problem.d
         if problem.direction == "bwd" or not (plain or problem.features == MASKED):
             continue
         known = measured([result])
-        chosen = known[:1] + [outcome for outcome in known if not settles(outcome.config)][:RUNNING_ONES]
-        stored = [one for outcome in chosen if (one := _valid(outcome, problem, target)) is not None and "rescale" in one.config]
+        stored = [one for one in _winner_and_running(known, problem, target) if "rescale" in one.config]
         ways = [replace(one, config=config) for one in stored for config in (one.config, one.family.successor(one.config))]
         for one in stored:
             ways.append(replace(one, config=one.config.replace(rescale="outgrown")))
@@ -189,12 +187,11 @@ def of_chunks(results: Sequence[SearchResult], target: Target) -> Work:
     """Forward rows of head sizes between 128 and 256: winner and best kernel with running maxima, each with its tiles in
     chunks of columns, and the first of these with all ways to hold row maxima; where the winner has chunks already, these ways alone."""
     work: Work = []
-    for result in {result.problem.key(target.slug): result for result in results if result.gpu == target.slug}.values():
+    for result in _latest(results, target).values():
         problem, spec, known = result.problem, result.problem.spec(), measured([result])
         if problem.direction == "bwd" or problem.n_q <= DECODE_ROWS or not 128 < problem.d < 256 or not known:
             continue
-        chosen = known[:1] + [outcome for outcome in known if not settles(outcome.config)][:RUNNING_ONES]
-        own = [one for outcome in chosen if (one := _valid(outcome, problem, target)) is not None and "rescale" in one.config]
+        own = [one for one in _winner_and_running(known, problem, target) if "rescale" in one.config]
         columns: dict[str, Value] = {"smem_columns": "chunks", "v_columns": "padded" if problem.d_v in PLAIN_SIZES else "pieces"}
         again, ways = known[0].config.get("smem_columns", "padded") == "chunks", list[Candidate]()
         for one in own[:1] if again else own:
@@ -218,7 +215,7 @@ def of_older(results: Sequence[SearchResult], target: Target) -> Work:
     first, those without features before others, and kernels with running maxima, which gain most, before those that settle: winner and best
     kernel with running maxima, each both ways, and winners of near rows of the head size. Dropout is left out, whose checks compile for
     longest."""
-    latest = {result.problem.key(target.slug): result for result in results if result.gpu == target.slug}
+    latest = _latest(results, target)
     found: list[tuple[tuple[bool, bool, bool], Problem, Candidates]] = []
     for key, result in latest.items():
         problem, spec, known = result.problem, result.problem.spec(), measured([result])
@@ -232,10 +229,9 @@ def of_older(results: Sequence[SearchResult], target: Target) -> Work:
             or new
         ):
             continue
-        chosen = known[:1] + [outcome for outcome in known if not settles(outcome.config)][:RUNNING_ONES]
         same = [(distance(key, k), r) for k, r in latest.items() if k != key and (k.d, k.d_v, k.direction) == (key.d, key.d_v, "fwd")]
         near = [measured([r])[:1] for _, r in sorted(same, key=lambda one: one[0]) if r.problem.n_q > DECODE_ROWS][:NEAR_WINNERS]
-        own = [one for outcome in chosen if (one := _valid(outcome, problem, target)) is not None]
+        own = _winner_and_running(known, problem, target)
         moved = [one for others in near for outcome in others if (one := _moved(outcome, problem, target)) is not None]
         ways = [
             replace(one, config=one.config.replace(rescale=way)) for way in ("always", "grown") for one in own if "rescale" in one.config
@@ -256,6 +252,17 @@ def _moved(outcome: Outcome, problem: Problem, target: Target) -> Candidate | No
         return None
     config = kind.refitted(kind.completed(outcome.config), problem.spec(), target)
     return None if config is None else Candidate(family=kind, config=config)
+
+
+def _latest(results: Sequence[SearchResult], target: Target) -> dict[ProblemKey, SearchResult]:
+    """A GPU's results by their keys: of one that was raced again the later."""
+    return {result.problem.key(target.slug): result for result in results if result.gpu == target.slug}
+
+
+def _winner_and_running(known: Sequence[Outcome], problem: Problem, target: Target) -> list[Candidate]:
+    """Of measured outcomes, best first, the winner and RUNNING_ONES with running maxima, where they are valid today."""
+    chosen = [*known[:1], *[outcome for outcome in known if not settles(outcome.config)][:RUNNING_ONES]]
+    return [one for outcome in chosen if (one := _valid(outcome, problem, target)) is not None]
 
 
 def _valid(outcome: Outcome, problem: Problem, target: Target) -> Candidate | None:

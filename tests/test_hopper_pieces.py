@@ -173,7 +173,7 @@ def test_chunks_of_the_output_have_room_and_every_enumerated_config_is_valid(d: 
     for found in chunked:
         layout = HopperLayout.of(spec, found)
         whole = layout.stored_dv // layout.chunk
-        assert layout.out_chunks >= (whole if layout.out_halves == 1 else layout.block_dv // 2 // layout.chunk)
+        assert layout.out_columns // layout.chunk >= (whole if layout.out_halves == 1 else layout.block_dv // 2 // layout.chunk)
         assert FAMILY.violated(found, spec, H200) is None
 
 

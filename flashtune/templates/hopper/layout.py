@@ -145,10 +145,11 @@ class HopperLayout(HopperTiles):
         return -(-self.spec.d_v // self.chunk) * self.chunk if self.chunked else self.block_dv
 
     @property
-    def out_chunks(self) -> int:
-        """Chunks of the memory from which a warpgroup's output leaves."""
-        columns = (self.stored_dv if self.out_halves == 1 else self.block_dv // 2) if self.own_out else self.stored_d
-        return columns // self.chunk
+    def out_columns(self) -> int:
+        """Columns of the memory from which the output leaves: the queries', or its own, of which the first half of two is a padded one."""
+        if not self.own_out:
+            return self.stored_d
+        return self.stored_dv if self.out_halves == 1 else self.block_dv // 2
 
     @property
     def product_depth(self) -> int:
@@ -249,6 +250,6 @@ class HopperLayout(HopperTiles):
         block_m, block_n = self.config.number("BLOCK_M"), self.config.number("BLOCK_N")
         q = self.size * block_m * self.stored_d * (2 if self.chained else 1)
         kv = self.size * self.config.number("num_stages") * block_n * (self.stored_d + self.stored_dv)
-        out = 2 * block_m * (self.out_chunks * self.chunk if self.chunked else self.block_dv // self.out_halves) if self.own_out else 0
+        out = 2 * block_m * self.out_columns if self.own_out else 0
         bias = 4 * block_m * block_n if self.spec.mask == "bias" else 0
         return q + kv + out + bias + 1024
