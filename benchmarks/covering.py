@@ -13,6 +13,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,9 +75,11 @@ def lattice() -> Iterator[Problem]:
 
 
 def ill_served() -> Iterator[Problem]:
-    """Shapes near those whose stand-ins took 7 % longer than a search's own best, or more, in a run of unprepared.py
-    (benchmarks/results/2026-11-23-h200-unprepared/seed83.json)."""
+    """Shapes near those whose stand-ins took 7 % longer than a search's own best, or more, in runs of unprepared.py
+    (seed59.json, seed83.json and seed101.json in benchmarks/results/2026-11-23-h200-unprepared)."""
     sinks, mask, window = Features(causal=True, sinks=True), Features(mask="bool"), Features(causal=True, window=(1024, 0))
+    causal, below = Features(causal=True), Features(causal=True, alignment="bottom_right")
+    capped, capped_below = replace(causal, softcap=True), replace(below, softcap=True)
     for batch, heads, kv_heads, n_q, n_kv, d, d_v, features in (
         (4, 32, 32, 1, 16384, 160, 160, Features()),
         (16, 64, 8, 1, 4096, 192, 192, Features()),
@@ -94,6 +97,28 @@ def ill_served() -> Iterator[Problem]:
         (1, 4, 4, 4096, 4096, 96, 96, Features(causal=True, alibi=True)),
         (8, 12, 6, 2816, 2816, 160, 160, Features(causal=True)),
         (4, 32, 8, 8192, 8192, 40, 40, Features(causal=True)),
+        (1, 8, 8, 3072, 3072, 192, 192, causal),
+        (64, 32, 32, 128, 128, 96, 96, causal),
+        (8, 4, 4, 768, 768, 192, 192, Features()),
+        (2, 24, 24, 768, 768, 80, 80, mask),
+        (16, 12, 3, 512, 8192, 40, 40, below),
+        (1, 4, 4, 4608, 4608, 72, 72, Features()),
+        (2, 12, 12, 2304, 2304, 96, 96, causal),
+        (8, 24, 24, 512, 512, 192, 192, Features()),
+        (4, 16, 4, 256, 1280, 192, 128, below),
+        (64, 24, 24, 128, 144, 72, 72, below),
+        (16, 4, 4, 192, 8192, 256, 256, capped_below),
+        (16, 16, 16, 384, 384, 192, 192, capped),
+        (4, 8, 8, 4096, 4096, 192, 192, replace(causal, window=(300, 0))),
+        (2, 20, 20, 4352, 4352, 96, 96, Features()),
+        (1, 20, 20, 1024, 12288, 112, 112, below),
+        (2, 16, 16, 4096, 4096, 160, 160, mask),
+        (1, 12, 12, 2432, 2432, 128, 128, Features()),
+        (1, 8, 8, 2816, 2816, 128, 128, causal),
+        (1, 16, 16, 3328, 3328, 64, 64, Features()),
+        (1, 20, 20, 2560, 2560, 64, 64, causal),
+        (1, 16, 16, 2560, 2560, 80, 80, Features()),
+        (1, 24, 24, 1536, 1536, 112, 112, causal),
     ):
         yield Problem(batch=batch, heads=heads, kv_heads=kv_heads, n_q=n_q, n_kv=n_kv, d=d, d_v=d_v, dtype="bf16", features=features)
 

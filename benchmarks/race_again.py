@@ -265,7 +265,7 @@ def result_of(problem: Problem, checked: list[Checked], raced: dict[str, Any], g
     ranks.insert(0, ranks.pop(first_by_calls([outcomes[candidate].call_us for candidate in ranks])))
     spec, index = problem.spec(), shipped_index(PACKAGE)
     medians = {candidate: outcome.measurement.median_us for candidate, outcome in outcomes.items() if outcome.measurement is not None}
-    ranks = shipped_first(ranks, medians, lambda one: index.find(one.variant(spec).id) is not None)
+    ranks = shipped_first(ranks, medians, lambda one: index.find(one.variant(spec).id) is not None, d=max(problem.d, problem.d_v))
     for rank, candidate in enumerate(ranks, start=1):
         outcomes[candidate] = replace(outcomes[candidate], rank=rank)
     baseline = None

@@ -15,6 +15,7 @@ from flashtune.core.target import Target
 from flashtune.db.store import Store
 from flashtune.templates import family
 from flashtune.tuner.propose.space import Candidate
+from flashtune.tuner.timing.finalists import by_misled
 
 ARCHIVED = Path(__file__).parent / "results" / "2026-11-21-h200-forward" / "tuned.sqlite"
 """Trials of searches from before maxima settled everywhere, among them the best configs whose maxima run."""
@@ -77,26 +78,36 @@ def _running(outcome: Outcome, problem: Problem, target: Target) -> Candidate | 
     return Candidate(family=kind, config=config)
 
 
-def shipped_first(ranks: Sequence[Candidate], times: Mapping[Candidate, float], ships: Callable[[Candidate], bool]) -> list[Candidate]:
-    """`ranks`, the first of which gives way, where that costs no more than SHIPPED_GAIN, to one that has less to lose on a model's scores
-    (whose maxima run, or that raises them at less cost), or else to one that already ships; and so does the first with running maxima,
-    which is the row's twin. What has a successor gives way whatever ships."""
+def shipped_first(
+    ranks: Sequence[Candidate], times: Mapping[Candidate, float], ships: Callable[[Candidate], bool], *, d: int
+) -> list[Candidate]:
+    """`ranks` of kernels for heads of `d` columns, the first of which gives way, where that costs no more than SHIPPED_GAIN, to one that
+    takes less where scores mislead kernels that settle maxima (a twin then serves for these), or else to one whose maxima run, or that
+    already ships; and so does the first with running maxima, which is the row's twin, of those that take least there. What has a successor
+    gives way whatever ships."""
+    running = by_misled({one: times[one] for one in ranks if not settles(one.config)}, d)
+    misled = dict(running)
+    misled |= {one: min(running.values(), default=0.0) for one in ranks if settles(one.config)}
 
-    def among(some: Sequence[Candidate]) -> Candidate:
-        near = [one for one in some if times[one] <= (1 + SHIPPED_GAIN) * times[some[0]]]
+    def among(some: Sequence[Candidate], by: Mapping[Candidate, float]) -> Candidate:
+        near = [one for one in some if by[one] <= (1 + SHIPPED_GAIN) * by[some[0]]]
+        least = min(misled[one] for one in near)
         return min(
             near,
             key=lambda one: (
                 one.family.successor(one.config) != one.config,
+                misled[one] > (1 + SHIPPED_GAIN) * least,
                 settles(one.config),
                 not asks_first(one.config),
                 not ships(one),
             ),
         )
 
-    winner = among(ranks)
+    winner = among(ranks, times)
     others = [one for one in ranks if one != winner]
-    if running := [one for one in others if not settles(one.config)]:
-        first, twin = others.index(running[0]), others.index(among(running))
-        others[first], others[twin] = others[twin], others[first]
+    if rest := [one for one in running if one != winner]:
+        twin = among(rest, misled)
+        first = next(place for place, one in enumerate(others) if not settles(one.config))
+        others.remove(twin)
+        others.insert(first, twin)
     return [winner, *others]

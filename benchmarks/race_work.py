@@ -153,7 +153,7 @@ def of_rescaled(results: Sequence[SearchResult], target: Target) -> Work:
         for one in stored:
             ways.append(replace(one, config=one.config.replace(rescale="outgrown")))
             # Maxima that settle are those that rarely grow: running ones that are rescaled where they grew are hardly faster than the twin.
-            tried = ("outgrown",) if settles(one.config) else ("grown", "outgrown")
+            tried = ("always", "outgrown") if settles(one.config) else ("always", "grown", "outgrown")
             ways += [replace(one, config=one.config.replace(maximum="running", rescale=way)) for way in tried]
         found = [one for one in dict.fromkeys(ways) if one.family.violated(one.config, spec, target) is None]
         work.append((problem, found))

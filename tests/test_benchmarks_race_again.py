@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -158,20 +159,31 @@ def test_what_ships_already_wins_over_what_is_hardly_faster_and_a_row_keeps_a_tw
         Candidate(family=kind, config=Config.of(maximum=maximum, section=section))
         for maximum, section in (("first", 1), ("first", 8), ("first", 32), ("running", 1))
     )
+
+    def first(ranks: list[Candidate], times: dict[Candidate, float], ships: Callable[[Candidate], bool]) -> list[Candidate]:
+        return race_twins.shipped_first(ranks, times, ships, d=64)
+
     times = {new: 100.0, old: 100.9, run: 101.5, other: 102.0}
-    assert race_twins.shipped_first([new, old, run, other], times, {old}.__contains__) == [old, new, run, other]
-    assert race_twins.shipped_first([new, old, run, other], times, {run, other}.__contains__) == [new, old, run, other]
+    assert first([new, old, run, other], times, {old}.__contains__) == [old, new, run, other]
+    assert first([new, old, run, other], times, {run, other}.__contains__) == [new, old, run, other]
     # Whatever ships, the one that no scores mislead.
     times[run] = 100.5
     for ships in (set(), {old}, {new, run, old}):
-        assert race_twins.shipped_first([new, run, old, other], times, ships.__contains__)[0] == run
+        assert first([new, run, old, other], times, ships.__contains__)[0] == run
     runs = [Candidate(family=kind, config=Config.of(maximum="running", section=section)) for section in (8, 32)]
     times |= {run: 110.0, runs[0]: 110.5, runs[1]: 112.0}
-    assert race_twins.shipped_first([new, run, *runs], times, set(runs).__contains__) == [new, runs[0], run, runs[1]]
+    assert first([new, run, *runs], times, set(runs).__contains__) == [new, runs[0], run, runs[1]]
+    # Of winners that are as fast the one whose twin loses less where scores mislead it, and of twins, too, whatever ships.
+    asking, plain = (Candidate(family=kind, config=Config.of(maximum="running", rescale=way)) for way in ("outgrown", "always"))
+    grown = Candidate(family=kind, config=Config.of(maximum="first", rescale="grown"))
+    of_kinds = {asking: 100.0, grown: 100.5, plain: 103.0}
+    assert first([asking, grown, plain], of_kinds, {asking}.__contains__) == [grown, plain, asking]
+    of_kinds[plain] = 112.0
+    assert first([asking, grown, plain], of_kinds, {grown}.__contains__)[0] == asking
     # What counts peaked rows goes before what ships and doesn't.
     grown = replace(old, config=old.config.replace(rescale="grown"))
     times[grown] = 100.9
-    assert race_twins.shipped_first([new, old, grown, run], times, {old}.__contains__)[0] == grown
+    assert first([new, old, grown, run], times, {old}.__contains__)[0] == grown
     assert kind.successor(old.config) == kind.successor(grown.config) == grown.config
 
 

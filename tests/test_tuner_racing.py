@@ -15,7 +15,7 @@ from flashtune.core.target import find_target
 from flashtune.db.store import Store
 from flashtune.templates import family
 from flashtune.tuner.propose.space import Candidate
-from flashtune.tuner.timing.finalists import first_by_calls, placed, to_call, to_race
+from flashtune.tuner.timing.finalists import first_by_calls, placed, to_call, to_race, twin_ahead
 from flashtune.tuner.timing.racing import RACES, TIE, Contest, trimmed_mean
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -66,7 +66,7 @@ def test_where_the_gpu_would_wait_for_the_host_every_way_to_add_up_splits_races(
     found = [Candidate(family=chosen, config=config.replace(combine=way, programs=1 + place)) for place, way in enumerate(ways)]
 
     def racing(*times: float) -> list[int]:
-        return [found.index(candidate) for candidate in to_race(found, times)]
+        return [found.index(candidate) for candidate in to_race(found, times, 64)]
 
     assert racing(6.0, 6.5, 7.0, 7.5, 8.0, 16.0) == [0, 1, 3], "rows would keep the GPU busy for longer than a call takes the host"
     assert racing(6.0, 6.5, 7.0, 7.5, 8.0, 9.0) == [0, 1, 3, 5]
@@ -80,11 +80,29 @@ def test_beside_kernels_that_settle_maxima_the_fastest_that_does_not_races() -> 
 
     def racing(*maxima: str) -> list[int]:
         found = [Candidate(family=chosen, config=config.replace(maximum=word, section=place)) for place, word in enumerate(maxima)]
-        return [found.index(candidate) for candidate in to_race(found, [60.0 + 50 * place for place in range(len(found))])]
+        return [found.index(candidate) for candidate in to_race(found, [60.0 + 50 * place for place in range(len(found))], 64)]
 
     assert racing("first", "first", "running", "running") == [0, 2], "however far behind"
     assert racing("first", "first") == [0]
     assert racing("running", "first", "running") == [0]
+
+
+def test_the_twin_is_what_takes_least_where_scores_mislead_the_winner() -> None:
+    chosen, target = family("flash_fwd_hopper"), find_target("h200")
+    config = chosen.default(replace(STEP, n_q=4096).spec(), target)
+    settled, outgrown, grown, always = (
+        Candidate(family=chosen, config=config.replace(maximum=maximum, rescale=rescale))
+        for maximum, rescale in (("first", "grown"), ("running", "outgrown"), ("running", "grown"), ("running", "always"))
+    )
+    # As measured at D = 64, N = 1024: on random numbers, where each is served least.
+    times = {settled: 280.2, outgrown: 296.3, grown: 305.3, always: 310.2}
+    assert twin_ahead([settled, outgrown, grown, always], times, 64) == [settled, always, outgrown, grown]
+    assert to_race([settled, outgrown, grown, always][:1] + [outgrown] * 12 + [always], [280.2] + [296.3] * 12 + [310.2], 64)[-1] == always
+    assert twin_ahead([outgrown, settled, grown, always], times, 64) == [outgrown, settled, grown, always], "it needs no twin"
+    # As at D = 256, where asking first costs less than it saves.
+    times = {settled: 668.0, outgrown: 669.0, grown: 681.0, always: 733.0}
+    assert twin_ahead([settled, always, grown, outgrown], times, 256) == [settled, outgrown, always, grown]
+    assert twin_ahead([settled], times, 256) == [settled]
 
 
 def test_only_those_that_are_not_decided_race_again_and_not_for_ever() -> None:

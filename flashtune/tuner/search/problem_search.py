@@ -23,7 +23,7 @@ from flashtune.tuner.search.shared import Shared
 from flashtune.tuner.search.stopping import Reason, StoppingRule
 from flashtune.tuner.search.trials import Trials
 from flashtune.tuner.spent import Spent, logger
-from flashtune.tuner.timing.finalists import first_by_calls, ranked, to_call, to_race
+from flashtune.tuner.timing.finalists import first_by_calls, ranked, to_call, to_race, twin_ahead
 
 LIKELY = 6
 """So many of the fastest in trials are compiled for later calls before the last race is decided."""
@@ -313,7 +313,8 @@ class ProblemSearch:
         outcomes = self.study.in_order()
         correct = [c for c, o in outcomes.items() if o.measurement is not None and o.fate.timed and c not in self.trials.twins]
         correct.sort(key=lambda c: (_time(outcomes[c]).median_us, outcomes[c].variant_id))
-        finalists = to_race(correct, [_time(outcomes[c]).median_us for c in correct])
+        wide = max(self.problem.d, self.problem.d_v)
+        finalists = to_race(correct, [_time(outcomes[c]).median_us for c in correct], wide)
         with self.spent.on("race"):
             raced, conditions = self.evaluation.race(finalists) if finalists else (None, None)
         baseline, behind = None, None
@@ -322,6 +323,8 @@ class ProblemSearch:
             for candidate, measurement in zip(finalists, raced.times, strict=True):
                 outcomes[candidate] = replace(outcomes[candidate], measurement=measurement, finalist=True)
         ranks = ranked([(c, outcomes[c]) for c in finalists], behind=behind, known=self.stored)
+        medians = {c: _time(outcomes[c]).median_us for c in finalists}
+        ranks = twin_ahead(ranks, medians, wide)
         for rank, candidate in enumerate(ranks, start=1):
             outcomes[candidate] = replace(outcomes[candidate], rank=rank)
         timed = to_call(ranks)
@@ -332,6 +335,7 @@ class ProblemSearch:
                 outcomes[candidate] = replace(outcomes[candidate], call_us=call_us)
             baseline = replace(baseline, call_us=called.framework)
             ranks.insert(0, ranks.pop(ranks.index(timed[first_by_calls(called.times)])))
+            ranks = twin_ahead(ranks, medians, wide)
             for rank, candidate in enumerate(ranks, start=1):
                 outcomes[candidate] = replace(outcomes[candidate], rank=rank)
         return self._result(tuple(outcomes.values()), baseline, conditions)

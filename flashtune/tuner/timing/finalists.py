@@ -1,9 +1,9 @@
 """Which candidates race at the end, which of them have whole calls timed, and which wins."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from flashtune.core.config import settles
+from flashtune.core.config import lost_where_misled, settles
 from flashtune.core.results import Outcome
 from flashtune.tuner.propose.space import Candidate
 from flashtune.tuner.timing.racing import TIE
@@ -25,17 +25,40 @@ CALL_GAIN = 0.1
 a second launch takes host time that no race sees. Less than this may be noise: calls' times are the host's."""
 
 
-def to_race(correct: Sequence[Candidate], times: Sequence[float]) -> list[Candidate]:
-    """Of candidates, the fastest first, those that race: the first few that are within reach, where the GPU would wait for the host the
-    fastest of each other way to add up splits, for whole calls decide there, and beside kernels that settle row maxima the fastest that
-    doesn't, which serves where scores mislead them."""
+def to_race(correct: Sequence[Candidate], times: Sequence[float], d: int) -> list[Candidate]:
+    """Of candidates for heads of `d` columns, the fastest first, those that race: the first few that are within reach, where the GPU would
+    wait for the host the fastest of each other way to add up splits, for whole calls decide there, and beside kernels that settle row
+    maxima the one that doesn't and takes least where scores mislead them, for there it serves."""
     found = [candidate for candidate, us in zip(correct[:FINALISTS], times, strict=False) if us <= (1 + WITHIN) * times[0]]
     for candidate, us in zip(correct, times, strict=True):
         if us <= HOST_US and all(candidate.config.get("combine", "") != other.config.get("combine", "") for other in found):
             found.append(candidate)
     settling = {candidate.family for candidate in found if settles(candidate.config)}
-    running = [candidate for candidate in correct if candidate.family in settling and not settles(candidate.config)]
-    return found + [candidate for candidate in running[:1] if candidate not in found]
+    running = {
+        candidate: us
+        for candidate, us in zip(correct, times, strict=True)
+        if candidate.family in settling and not settles(candidate.config)
+    }
+    return found + [candidate for candidate in list(by_misled(running, d))[:1] if candidate not in found]
+
+
+def by_misled(times: Mapping[Candidate, float], d: int) -> dict[Candidate, float]:
+    """Kernels with running maxima by what they take where scores mislead those that settle them, the least first, of their times on random
+    numbers."""
+    found = {candidate: (1 + lost_where_misled(candidate.config, d)) * us for candidate, us in times.items()}
+    return dict(sorted(found.items(), key=lambda one: one[1]))
+
+
+def twin_ahead(ranks: Sequence[Candidate], times: Mapping[Candidate, float], d: int) -> list[Candidate]:
+    """`ranks`, whose first wins, with the best of `by_misled` before the others with running maxima: the row's twin, if the winner settles
+    maxima."""
+    running = [one for one in ranks[1:] if not settles(one.config) and one.family == ranks[0].family]
+    if not running or not settles(ranks[0].config):
+        return list(ranks)
+    twin = next(iter(by_misled({one: times[one] for one in running}, d)))
+    found = [one for one in ranks if one != twin]
+    found.insert(ranks.index(running[0]), twin)
+    return found
 
 
 def to_call(ranks: Sequence[Candidate]) -> list[Candidate]:

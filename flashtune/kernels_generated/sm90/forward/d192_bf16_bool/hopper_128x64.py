@@ -5,10 +5,10 @@ Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
 Compiled in: fwd-bf16-d192-bool
-Template: flash_fwd_hopper a26c29d0bdaffa28
-Variant: 69b20a0738bd6834
-Config: BLOCK_M=128 BLOCK_N=64 ctas_per_sm=1 intra_wg_overlap=1 maximum=running num_stages=3 order=fixed pingpong=True rescale=outgrown
-section=1 smem_columns=chunks tiles=loop v_columns=pieces
+Template: flash_fwd_hopper 241e7bb789a33442
+Variant: f36dc0e1e53a5b7e
+Config: BLOCK_M=128 BLOCK_N=64 ctas_per_sm=1 intra_wg_overlap=1 maximum=running num_stages=3 order=fixed pingpong=True section=1
+smem_columns=chunks tiles=loop v_columns=pieces
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
@@ -395,123 +395,6 @@ def online_softmax(scores, row_max, row_sum, scale, GUARD: gl.constexpr):
 
 
 @gluon.jit
-def declare_answer(W: gl.constexpr):
-    """Declares the predicate in which votes leave their answer: Triton itself reduces to scalars over whole warpgroups alone."""
-    gl.inline_asm_elementwise(f".reg .pred answer{W}; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def read_answer(W: gl.constexpr):
-    """What the last vote said: 1 or 0, the same for all threads of a warp."""
-    read: gl.constexpr = f"selp.b32 $0, 1, $1, answer{W};"
-    return gl.inline_asm_elementwise(read, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def vote_outweighed(local_max, row_sum, row_max, W: gl.constexpr, GUARD: gl.constexpr):
-    """Whether a score of this warp's rows, at most `local_max` above its row's maximum, is far heavier than all its thread met of the row.
-
-    Each warp asks and answers by itself, without a barrier.
-    """
-    # More than 8 times what was there, or too much for fp16; what is no number, too.
-    compare: gl.constexpr = """
-    {
-        .reg .pred upper, lower;
-        .reg .f32 weight, bound;
-        ex2.approx.ftz.f32 weight, $2;
-        fma.rn.ftz.f32 bound, $4, 0f41000000, 0f40800000;
-        min.ftz.f32 bound, bound, 0f46000000;
-        setp.gtu.f32 upper, weight, bound;
-        ex2.approx.ftz.f32 weight, $3;
-        fma.rn.ftz.f32 bound, $5, 0f41000000, 0f40800000;
-        min.ftz.f32 bound, bound, 0f46000000;
-        setp.gtu.f32 lower, weight, bound;
-        or.pred upper, upper, lower;
-    """
-    unseen: gl.constexpr = """
-        setp.eq.f32 lower, $6, 0fFF800000;
-        or.pred upper, upper, lower;
-        setp.eq.f32 lower, $7, 0fFF800000;
-        or.pred upper, upper, lower;
-    """
-    vote: gl.constexpr = f"mov.b32 $0, 0; mov.b32 $1, 0; vote.sync.any.pred answer{W}" + ", upper, 0xffffffff; }"
-    if GUARD:
-        given = [local_max, row_sum, gl.convert_layout(row_max, gl.SliceLayout(1, row_sum.type.layout))[:, None]]
-        gl.inline_asm_elementwise(compare + unseen + vote, "=r,=r,f,f,f,f,f,f", given, dtype=gl.int32, is_pure=False, pack=2)
-    else:
-        gl.inline_asm_elementwise(compare + vote, "=r,=r,f,f,f,f", [local_max, row_sum], dtype=gl.int32, is_pure=False, pack=2)
-    return read_answer(W)
-
-
-@gluon.jit
-def thread_max(exponents, row_sum):
-    """The largest number of each row that a thread holds, where that is above 0; else some number that isn't. It lies as `row_sum` does.
-
-    Numbers above 0 are in the order of the integers that their bits are, and above all others, and Hopper has an instruction for the largest
-    of three integers. The compiler finds it where they come in a chain.
-    """
-    words = exponents.to(gl.int32, bitcast=True).reshape([ROWS, BLOCK_N // 2, 2])
-    evens, odds = gl.split(words)  # [ROWS, BLOCK_N // 2]
-    # Four columns of two rows, of which the first and the second element get what was found.
-    chain: gl.constexpr = """
-    {
-        .reg .s32 upper, lower;
-        max.s32 upper, $8, $16; max.s32 upper, upper, $10; max.s32 upper, upper, $18; max.s32 upper, upper, $12;
-        max.s32 upper, upper, $20; max.s32 upper, upper, $14; max.s32 upper, upper, $22;
-        max.s32 lower, $9, $17; max.s32 lower, lower, $11; max.s32 lower, lower, $19; max.s32 lower, lower, $13;
-        max.s32 lower, lower, $21; max.s32 lower, lower, $15; max.s32 lower, lower, $23;
-        mov.b32 $0, upper; mov.b32 $1, lower;
-        mov.b32 $2, 0; mov.b32 $3, 0; mov.b32 $4, 0; mov.b32 $5, 0; mov.b32 $6, 0; mov.b32 $7, 0;
-    }
-    """
-    constraints: gl.constexpr = "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r"
-    found = gl.inline_asm_elementwise(chain, constraints, [evens, odds], dtype=gl.int32, is_pure=True, pack=8)
-    local_max = gl.max(gl.sum(found.reshape([ROWS, BLOCK_N // 32, 4, 4]), 2), 1)
-    return gl.convert_layout(local_max, row_sum.type.layout).to(gl.float32, bitcast=True)  # [ROWS, 4]
-
-
-@gluon.jit
-def lazy_softmax(scores, row_max, row_sum, scale, W: gl.constexpr, GUARD: gl.constexpr):
-    """One block of the online softmax in base 2, whose maxima stay as they are until a score outweighs all before it (`vote_outweighed`).
-
-    Returns its probs, their sums, by how much maxima grew, whether one of this warp did, and the maxima.
-    """
-    shift = row_max
-    if GUARD:
-        # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
-        shift = gl.where(row_max == float("-inf"), 0.0, row_max)
-    exponents = scores * scale - shift[:, None]  # [ROWS, BLOCK_N]
-    local_max = thread_max(exponents, row_sum)
-    growth = gl.full([ROWS], 0.0, gl.float32, ROW_LAYOUT)
-    grown = vote_outweighed(local_max, row_sum, row_max, W, GUARD)
-    if grown != 0:
-        if GUARD:
-            peak = gl.max(exponents, 1)  # [ROWS]
-            growth = gl.maximum(peak, 0.0)
-            rise = growth
-            unseen = row_max == float("-inf")
-            # Nothing was added up yet that would have to follow.
-            growth = gl.where(unseen, 0.0, growth)
-            rise = gl.where(unseen, gl.where(peak == float("-inf"), 0.0, peak), rise)
-            row_max = gl.where(unseen & (peak == float("-inf")), row_max, shift + rise)
-        else:
-            growth = gl.maximum(gl.convert_layout(gl.max(local_max, 1), ROW_LAYOUT), 0.0)  # [ROWS]
-            rise = growth
-            row_max += rise
-        exponents -= rise[:, None]
-    probs = gl.exp2(exponents)  # [ROWS, BLOCK_N]
-    return probs, quarter_sums(probs), growth, grown, row_max
-
-
-@gluon.jit
-def rescale_acc_and_sum(acc, row_sum, growth):
-    """The output and the sums so far, relative to maxima that grew."""
-    rescale = gl.exp2(-growth)  # [ROWS]
-    acc = rescale_acc(acc, rescale)
-    return acc, row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None]
-
-
-@gluon.jit
 def pack(probs):
     """Probs by twos, which is how they wait for their product: else the compiler splits pairs that wait from one loop to the next."""
     even, odd = gl.split(probs.reshape([ROWS, BLOCK_N // 2, 2]))
@@ -567,14 +450,11 @@ def attend(block, q_tile, acc, state, coord, column, unmasked, smem, sizes, para
     scores = warpgroup_mma_wait(2, deps=[scores])
     release(smem.k, block)
     scores = modify_scores(scores, coord, column, unmasked, sizes, params, mask_bits)
-    row_sum = state.row_sum
-    probs, part, growth, grown, row_max = lazy_softmax(scores, state.row_max, row_sum, params.scale, W, True)
+    probs, rescale, row_max, row_sum = online_softmax(scores, state.row_max, state.row_sum, params.scale, True)
     acc = warpgroup_mma_wait(0, deps=[product[0], product[1]])
     release(smem.v, block - 1)
+    acc = rescale_acc(acc, rescale)
     p_tile = pack(probs)
-    if grown != 0:
-        acc, row_sum = rescale_acc_and_sum(acc, row_sum, growth)
-    row_sum += part
     return acc, SoftmaxState(p_tile, row_max, row_sum)
 
 
@@ -645,7 +525,6 @@ def consumer(out_desc, lse_ptr, smem, sizes, params, W: gl.constexpr):
     if W == CONSUMERS - 1:
         scheduler_barrier_arrive(W)
     block = gl.to_tensor(0)
-    declare_answer(W)
     tiles = sizes.m_tiles * sizes.batches * sizes.heads
     iteration = gl.to_tensor(0)
     work_index = fixed_work_index(0)
