@@ -306,3 +306,19 @@ def test_a_float32_mask_beside_float64_inputs_is_read_as_what_it_is() -> None:
     wanted = torch.softmax(q @ k.mT / 4 + mask.double(), -1) @ v
     torch.testing.assert_close(dispatch.attention(q, k, v, attn_mask=mask), wanted)
     torch.testing.assert_close(dispatch.attention(q[None], k[None], v[None], attn_mask=mask)[0], wanted)
+
+
+@pytest.mark.parametrize("dtype", [d for d in DTYPES if d != FP8])
+@pytest.mark.parametrize("sizes", [(), (1,), (19,)], ids=["none", "one", "keys"])
+@pytest.mark.parametrize("boolean", [True, False], ids=["bool", "bias"])
+def test_masks_of_fewer_than_two_dimensions_broadcast_over_any_inputs(dtype: torch.dtype, sizes: tuple[int, ...], boolean: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(2, 3, n, 16, generator=generator).to(DEVICE, dtype) for n in (17, 19, 19))
+    mask = torch.randn(sizes, generator=generator)
+    mask = (mask > -0.5) | (mask == mask.max()) if boolean else mask
+    # The reference broadcasts, too.
+    wanted, _ = reference.attention(*(x.cpu() for x in (q, k, v)), mask=mask, scale=0.25)
+    tolerance = TOLERANCE[dtype]
+    for lead in ((), (0,), (0, 0)):
+        out = dispatch.attention(q[lead], k[lead], v[lead], mask.to(DEVICE))
+        torch.testing.assert_close(out.cpu().double(), wanted[lead], atol=tolerance.atol, rtol=tolerance.rtol)

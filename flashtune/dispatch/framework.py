@@ -23,10 +23,11 @@ SINK_ELEMENTS = 2**23
 """Elements of the output that are widened to float32 at a time for the gradient of sinks."""
 
 
-def takes_as_it_is(call: Call) -> bool:
+def takes_as_it_is(call: Call, mask: Tensor | None) -> bool:
     """Whether torch's function serves a call with the very arguments of `attention`."""
-    mask = call.mask_kind == "none" or call.dtype != torch.float64
-    return call.fused_by_torch and not call.deterministic and call.identity and call.scale > 0.0 and mask and not call.empty
+    # Torch's fused CPU kernel looks for rows and columns in a mask that broadcasts.
+    fits = mask is None or (call.dtype != torch.float64 and mask.dim() > 1)
+    return call.fused_by_torch and not call.deterministic and call.identity and call.scale > 0.0 and fits and not call.empty
 
 
 def aligned(x: Tensor) -> Tensor:

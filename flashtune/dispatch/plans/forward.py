@@ -39,10 +39,11 @@ class FrameworkPlan:
     words: Mapping[str, Any] | None = None
 
     @classmethod
-    def of(cls, call: Call, *tensors: Tensor | None) -> "FrameworkPlan":
+    def of(cls, call: Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> "FrameworkPlan":
         """The plan for a call with these tensors, or others that lie in memory as they do."""
         words: Mapping[str, Any] | None = None
-        if framework.takes_as_it_is(call) and all(x is None or framework.aligned(x) is x for x in tensors):
+        tensors = (query, key, value, mask)
+        if framework.takes_as_it_is(call, mask) and all(x is None or framework.aligned(x) is x for x in tensors):
             asked = {"dropout_p": call.dropout_p, "is_causal": call.band.torch_causal, "scale": call.scale, "enable_gqa": call.shared}
             usual = {"dropout_p": 0.0, "is_causal": False, "scale": 1.0 / math.sqrt(call.d or 1), "enable_gqa": False}
             # Torch's parser takes its time for each.
