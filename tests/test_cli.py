@@ -68,6 +68,8 @@ BAD_INPUT = {
     "a missing option": (("search", "--gpu-name", "a100"), "--d"),
     "an unknown command": (("frobnicate",), "frobnicate"),
     "a storage that is no URL": (("search", "--gpu-name", "a100", "--d", "64", "--n", "512", "--storage", "study"), "sqlite:///"),
+    "gpus that are none": (("search", "--gpu-name", "a100", "--d", "64", "--n", "512", "--gpus", "foo"), "--gpus 'foo'"),
+    "gpus counted from one": (("search", "--gpu-name", "a100", "--d", "64", "--n", "512", "--gpus", "0", "--predict"), "--gpus '0'"),
     "explain without a gpu": (("explain", "--d", "64", "--n", "512"), "--gpu-name"),
 }
 

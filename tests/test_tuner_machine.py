@@ -142,6 +142,7 @@ def test_gpus_keep_the_names_that_a_job_was_given(monkeypatch: pytest.MonkeyPatc
     [
         ("all", EnvironmentProblem, "GPU 2 of this machine is NVIDIA A100"),
         ("4", InputError, "GPU 3, and this machine has 3"),
+        ("99999999999999", InputError, "GPU 3, and this machine has 3"),
         ("0,9", InputError, "GPU 9"),
         ("0", InputError, "names no GPUs"),
         ("every", InputError, "names no GPUs"),

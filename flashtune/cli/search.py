@@ -180,7 +180,7 @@ def run_search(
         from flashtune.db.store import Store
         from flashtune.profiler.calls_task import time_calls
         from flashtune.templates import families, family
-        from flashtune.tuner.machine import cores, devices_of, provenance, require_interpreter
+        from flashtune.tuner.machine import cores, devices_of, numbered, provenance, require_interpreter
         from flashtune.tuner.propose.space import SearchSpace
         from flashtune.tuner.publish.own import compile_winner, keep
         from flashtune.tuner.publish.winners import Keeping
@@ -190,6 +190,8 @@ def run_search(
         source = looking.result()
     if source == "predicted":
         require_interpreter()
+        # The same command may come to a machine with GPUs, so how many there are here doesn't matter.
+        numbered(options.gpus)
     location = options.location or overlay_path()
     known = Library([Layer(location=path, optional=True) for path in (location, shipped_path())]).winners()
     devices = devices_of(options.gpus, target) if source == "measured" else ()

@@ -7,7 +7,7 @@ import os
 import runpy
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
@@ -102,24 +102,29 @@ def _target_of(name: str) -> Target | None:
         return None
 
 
+def numbered(which: str) -> Sequence[int] | None:
+    """The indices of the GPUs that `which` names: a number of them, or indices with commas; None for `all`. Raises InputError for a word
+    that is none of these."""
+    if which == "all":
+        return None
+    if "," in which and all(part.isdecimal() for part in which.split(",")):
+        return list(dict.fromkeys(int(part) for part in which.split(",")))
+    if which.isdecimal() and int(which) > 0:
+        return range(int(which))
+    raise InputError(f"--gpus {which!r} names no GPUs: write all, a number, or indices with commas between them (0,2)")
+
+
 def devices_of(which: str, target: Target) -> tuple[str, ...]:
-    """The GPUs that `which` names (`all`, a number of them, or indices with commas), as CUDA_VISIBLE_DEVICES names them; none for one GPU
-    that nobody chose. Raises InputError for a word that is none of these or a GPU that isn't there, EnvironmentProblem where one of them is
-    no `target`."""
+    """The GPUs that `which` names (see `numbered`), as CUDA_VISIBLE_DEVICES names them; none for one GPU that nobody chose. Raises
+    InputError for a word that names none or a GPU that isn't there, EnvironmentProblem where one of them is no `target`."""
     if which == "1":
         return ()
-    found = gpu_names()
+    chosen, found = numbered(which), gpu_names()
     count = len(found)
-    if which == "all":
-        chosen = list(range(count))
-    elif "," in which and all(part.isdecimal() for part in which.split(",")):
-        chosen = list(dict.fromkeys(int(part) for part in which.split(",")))
-    elif which.isdecimal() and int(which) > 0:
-        chosen = list(range(int(which)))
-    else:
-        raise InputError(f"--gpus {which!r} names no GPUs: write all, a number, or indices with commas between them (0,2)")
-    if missing := [index for index in chosen if index >= count]:
-        raise InputError(f"--gpus {which} asks for GPU {missing[0]}, and this machine has {count}, counted from 0: ask for fewer")
+    if chosen is None:
+        chosen = range(count)
+    if (missing := next((index for index in chosen if index >= count), None)) is not None:
+        raise InputError(f"--gpus {which} asks for GPU {missing}, and this machine has {count}, counted from 0: ask for fewer")
     for index in chosen:
         if _target_of(found[index]) != target:
             raise EnvironmentProblem(f"GPU {index} of this machine is {found[index]}, not {target.name}: name those that are with --gpus")
