@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import profile
@@ -76,6 +77,39 @@ def test_a_dispatch_mode_sees_torch_operations() -> None:
     with Seen():
         served(Q)
     assert any("attention" in name or "bmm" in name or "softmax" in name for name in Seen.names)
+
+
+@pytest.mark.parametrize(
+    ("inside", "device", "words"),
+    [
+        (True, "cpu", {}),
+        (True, "cpu", {"return_lse": True}),
+        (True, "cpu", {"attn_mask": (20, 20)}),
+        (True, "cpu", {"sinks": (4,)}),
+        (True, "cpu", {"dropout_p": 0.1}),
+        # What is fake may be on a GPU that isn't there, and outside its mode.
+        (True, "cuda", {"dropout_p": 0.1}),
+        (True, "cuda", {"attn_mask": (20, 20)}),
+        (False, "cuda", {}),
+        (False, "cpu", {"attn_mask": (20, 20)}),
+    ],
+)
+def test_fakes_are_not_asked_for_addresses_that_they_lack(
+    inside: bool, device: str, words: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch warns of the question, once in a process."""
+    asked: list[FakeTensor] = []
+    monkeypatch.setattr(FakeTensor, "data_ptr", lambda x: asked.append(x) or 0, raising=False)
+    with FakeTensorMode() as mode:
+        q = torch.empty(2, 4, 20, 16, device=device)
+        given = {name: torch.zeros(x, device=device) if isinstance(x, tuple) else x for name, x in words.items()}
+    with mode if inside else contextlib.nullcontext():
+        for _ in range(2):
+            found = dispatch.attention(q, q, q, **given)
+            out = found[0] if isinstance(found, tuple) else found
+            assert isinstance(out, FakeTensor) and out.shape == q.shape and out.device.type == device
+        dispatch.explain(q, q, q, **given)
+    assert not asked
 
 
 def test_a_function_mode_and_a_proxy_see_attention_itself() -> None:

@@ -31,6 +31,8 @@ from flashtune.dispatch.resolve.explanation import Explanation
 from flashtune.dispatch.resolve.given import (
     GRADIENT,
     GRADIENTS,
+    ON_THE_CPU,
+    PERHAPS_FAKE,
     autocast,
     flash_attention_on,
     places_in_memory,
@@ -162,10 +164,12 @@ def attention(
                 query, key, value, attn_mask = prepared(query, key, value, attn_mask)
             if per_head is not None:
                 per_head = per_head.resolved()
-            memory = None
-            if attn_mask is not None or (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16:
-                memory = places_in_memory(query, key, value, attn_mask)
             why_torch = why_torch_now(query, key, value, attn_mask, per_head)
+            memory = None
+            if attn_mask is not None or (
+                why_torch is not ON_THE_CPU and (why_torch in PERHAPS_FAKE or (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16)
+            ):
+                memory = places_in_memory(query, key, value, attn_mask, why_torch)
             signature = (
                 query.shape,
                 key.shape,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashtune.core import reference
@@ -30,13 +31,18 @@ def takes_as_it_is(call: Call, mask: Tensor | None) -> bool:
     return call.fused_by_torch and not call.deterministic and call.identity and call.scale > 0.0 and fits and not call.empty
 
 
+def has_address(x: Tensor) -> bool:
+    """Whether a tensor may be asked where it lies in memory: fake ones warn, and will raise."""
+    return not isinstance(x, FakeTensor)
+
+
 def aligned(x: Tensor) -> Tensor:
     """The tensor, or a copy of it where it doesn't begin at a multiple of 16 bytes of a GPU's memory.
 
     There cuDNN, torch's first choice, reads other numbers than the tensor's without a word, and its FlashAttention-2 ends in a fault which
     spoils the process (torch 2.11 on an H200, `benchmarks/results/2026-11-22-h200-unaligned`).
     """
-    if x.device.type != "cuda" or torch.compiler.is_compiling():
+    if x.device.type != "cuda" or torch.compiler.is_compiling() or not has_address(x):
         return x
     try:
         return x.clone() if x.data_ptr() % 16 else x

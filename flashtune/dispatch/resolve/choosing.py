@@ -80,7 +80,7 @@ def candidates(memo: Memo, call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Te
         yield from _by_rank(memo, call, problem, (q, k, v, mask), drawing or Drawing())
         return
     gpu = "cpu" if call.device.type == "cpu" else _slug(call.device)
-    key = problem.key(gpu) if problem is not None and call.device.type == "cuda" else None
+    key = problem.key(gpu) if problem is not None and gpu != call.device.type else None
     said = functools.partial(Explanation, kind="framework", reason=f"{torch_only}, so torch's own attention serves it", gpu=gpu, key=key)
     recalls = _recalling(call, drawing)
     if recalls == "kernels":
@@ -286,4 +286,5 @@ def _refusal(memo: Memo, refusal: Refusal) -> str:
 
 
 def _slug(device: torch.device) -> str:
-    return devices.target_of(device).slug if device.type == "cuda" else device.type
+    # Fake tensors may be on a GPU that isn't there.
+    return devices.target_of(device).slug if device.type == "cuda" and torch.cuda.is_available() else device.type

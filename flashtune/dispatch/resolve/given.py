@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from flashtune.core.parameters import PER_HEAD
 from flashtune.core.torch_attention import autocasting
 from flashtune.dispatch.call import PerHead
+from flashtune.dispatch.framework import has_address
 from flashtune.dispatch.launch import devices
 
 GRADIENT = "a gradient is needed"
@@ -42,6 +43,16 @@ class _Decided(threading.local):
 
 DECIDED = _Decided()
 
+ON_THE_CPU = "kernels run on GPUs (or on the CPU with TRITON_INTERPRET=1 set at import)"
+"""Why torch's own operations serve there, for which no address matters."""
+
+_TRANSFORMED = "a torch.func or forward-mode transform is active"
+_WATCHED = "a mode or a tracer watches torch's operations"
+_SUBCLASS = "tensor subclasses have their own dispatch"
+
+PERHAPS_FAKE = frozenset((_TRANSFORMED, _WATCHED, _SUBCLASS))
+"""Reasons that fake tensors, which have no address, may stand behind."""
+
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 """Subclasses (fake, distributed, ...) have their own dispatch, which only torch's operations reach."""
 
@@ -55,9 +66,9 @@ def prepared(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
 def why_torch_now(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, per_head: PerHead | None) -> str | None:
     """Why only torch's own operations can serve these tensors now, or None where a kernel may."""
     if forward_ad._current_level >= 0 or _peek() is not None:
-        return "a torch.func or forward-mode transform is active"
+        return _TRANSFORMED
     if torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
-        return "a mode or a tracer watches torch's operations"
+        return _WATCHED
     if not (flash_attention_on() or DECIDED.kernels):
         return "flash attention is switched off (torch.nn.attention.sdpa_kernel)"
     return why_torch_ever(query, key, value, attn_mask, per_head)
@@ -81,7 +92,7 @@ switched_off._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def why_torch_ever(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, per_head: PerHead | None) -> str | None:
     """Why only torch's own operations can serve these tensors at any time, or None."""
     if not query.is_cuda and not (devices.INTERPRETING and query.is_cpu):
-        return "kernels run on GPUs (or on the CPU with TRITON_INTERPRET=1 set at import)"
+        return ON_THE_CPU
     if (
         type(query) not in _PLAIN_TYPES
         or type(key) not in _PLAIN_TYPES
@@ -89,7 +100,7 @@ def why_torch_ever(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor 
         or (attn_mask is not None and type(attn_mask) not in _PLAIN_TYPES)
         or (per_head is not None and any(type(x) not in _PLAIN_TYPES for x in per_head.tensors()))
     ):
-        return "tensor subclasses have their own dispatch"
+        return _SUBCLASS
     if torch.is_grad_enabled() and (
         query.requires_grad
         or key.requires_grad
@@ -110,12 +121,17 @@ def _differentiable(x: Tensor | float | None) -> bool:
     return isinstance(x, Tensor) and x.requires_grad
 
 
-def places_in_memory(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> Hashable:
-    """What a kernel's `accepts` may depend on beyond sizes and strides: each address modulo 16, and the mask's sizes, strides and type."""
-    places = tuple(x.data_ptr() % 16 for x in (query, key, value))
-    if attn_mask is None:
-        return places
-    return places, attn_mask.data_ptr() % 16, attn_mask.shape, attn_mask.stride(), attn_mask.dtype, attn_mask.device
+def places_in_memory(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, why_torch: str | None) -> Hashable:
+    """What a kernel's `accepts`, or torch, may depend on beyond sizes and strides: each address modulo 16, where there is one and it
+    matters, and the mask's sizes, strides and type. `why_torch` is what `why_torch_now` says."""
+    tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    if why_torch is ON_THE_CPU:
+        places: Hashable = None
+    elif why_torch in PERHAPS_FAKE:
+        places = tuple(x.data_ptr() % 16 if has_address(x) else 0 for x in tensors)
+    else:
+        places = tuple([x.data_ptr() % 16 for x in tensors])
+    return places if attn_mask is None else (places, attn_mask.shape, attn_mask.stride(), attn_mask.dtype, attn_mask.device)
 
 
 def autocast(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
