@@ -105,6 +105,19 @@ def test_show_says_which_attentions_are_measured_and_what_serves_the_others(tmp_
     assert "served" not in json.loads(CliRunner().invoke(main, ["show", "--models", "--json"]).output)[0]["attentions"][0]
 
 
+def test_models_are_listed_by_head_size_and_length_and_other_options_are_refused_by_name() -> None:
+    found = json.loads(CliRunner().invoke(main, ["show", "--models", "--d", "64", "--n", "8192", "--json"]).output)
+    assert {row["slug"] for row in found} == {
+        model.slug for model in models().values() if any(kind.d == 64 and 8192 in kind.n for kind in model.attentions)
+    }
+    assert found and all((kind["d"], kind["n"]) == (64, [8192]) for row in found for kind in row["attentions"])
+    assert "no models match" in CliRunner().invoke(main, ["show", "--models", "--d", "63"]).output
+    for words in (("--source", "measured"), ("--dtype", "fp16"), ("--wide",), ("--db", "some.sqlite")):
+        refused = CliRunner().invoke(main, ["show", "--models", *words])
+        assert refused.exit_code == 2 and len(refused.stderr.splitlines()) == 1, refused.output
+        assert f"{words[0]} was given together with --models" in refused.stderr
+
+
 def of_class(name: str) -> list[tuple[object, ...]]:
     """(heads, kv heads, D) by a configuration's or model's defaults, without what it doesn't say."""
     # Not at the top: every worker collects this file, and few run it.

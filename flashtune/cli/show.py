@@ -1,7 +1,7 @@
 """`flashtune show`: the best known configuration of every problem."""
 
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import click
@@ -10,7 +10,8 @@ from rich.table import Table
 from flashtune.cli.console import console, print_json
 from flashtune.cli.options import DTYPE, GPU, db_option, filters_of, json_option
 from flashtune.cli.records import print_records, record_row
-from flashtune.core.models import ModelAttention, models
+from flashtune.core.errors import InputError
+from flashtune.core.models import Model, ModelAttention, models
 from flashtune.core.problem import Problem
 from flashtune.core.target import find_target
 
@@ -26,7 +27,7 @@ from flashtune.core.target import find_target
     "--models",
     "list_models",
     is_flag=True,
-    help="The models that --model knows, in place of rows; with --gpu-name, what is measured there.",
+    help="The models that --model knows, in place of rows, all or those of --d and --n; with --gpu-name, what is measured there.",
 )
 @click.option("--wide", is_flag=True, help="All columns, the config among them, however long the lines become.")
 @json_option
@@ -50,7 +51,12 @@ def show(
     flashtune show --models --gpu-name h200
     """
     if list_models:
-        show_models(as_json, None if gpu_name is None else standing_on(gpu_name, location))
+        given = {"--source": source, "--dtype": dtype, "--wide": wide}
+        if refused := next((name for name, value in given.items() if value), None):
+            raise InputError(f"{refused} was given together with --models, which lists no rows: leave one of them out")
+        if location is not None and gpu_name is None:
+            raise InputError("--db was given together with --models alone: name the GPU whose rows count with --gpu-name, too")
+        show_models(listed(d=d, n=n), None if gpu_name is None else standing_on(gpu_name, location), as_json=as_json)
         return
     from flashtune.db.library import Library
     from flashtune.templates import unservable
@@ -106,10 +112,23 @@ def standing_on(gpu_name: str, location: str | None) -> Standing:
     return standing
 
 
-def show_models(as_json: bool, standing: Standing | None) -> None:
-    """The models of the table, a line for each kind of attention, with what serves each where that is asked for."""
+def listed(*, d: int | None, n: int | None) -> list[Model]:
+    """The models of the table, those with attentions of this head size and usual length, and only these of each."""
+    found = []
+    for model in models().values():
+        kinds = [replace(kind, n=tuple(length for length in kind.n if n in (None, length))) for kind in model.attentions]
+        if kinds := [kind for kind in kinds if kind.n and d in (None, kind.d)]:
+            found.append(replace(model, attentions=tuple(kinds)))
+    return found
+
+
+def show_models(models: Sequence[Model], standing: Standing | None, *, as_json: bool) -> None:
+    """These models, a line for each kind of attention, with what serves each where that is asked for."""
     if as_json:
-        print_json([_model_json(model.slug, standing) for model in models().values()])
+        print_json([_model_json(model, standing) for model in models])
+        return
+    if not models:
+        console().print("no models match: loosen --d and --n")
         return
     title = "Models by their attentions (sources: --json)"
     if standing is not None:
@@ -117,7 +136,7 @@ def show_models(as_json: bool, standing: Standing | None) -> None:
     table = Table(title=title, title_justify="left")
     for heading in ("model", "attention", "heads", "D", "N", "features", *(("prefill", "one step") if standing is not None else ())):
         table.add_column(heading)
-    for model in models().values():
+    for model in models:
         for kind in model.attentions:
             heads = str(kind.heads) if kind.heads == kind.kv_heads else f"{kind.heads}/{kind.kv_heads}"
             lengths = ", ".join(str(n) if kind.n_q is None else f"{kind.n_q} x {n}" for n in kind.n)
@@ -131,9 +150,8 @@ def show_models(as_json: bool, standing: Standing | None) -> None:
     console().print(table)
 
 
-def _model_json(slug: str, standing: Standing | None) -> dict[str, Any]:
+def _model_json(model: Model, standing: Standing | None) -> dict[str, Any]:
     """A model's facts, and of each attention what serves it."""
-    model = models()[slug]
     found = asdict(model)
     if standing is not None:
         for kind, fields in zip(model.attentions, found["attentions"], strict=True):
