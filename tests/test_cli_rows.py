@@ -56,6 +56,14 @@ def test_plain_rows_say_what_was_not_checked_and_what_was_disturbed(database: Pa
     assert "predicted, unchecked" in wide and "measured, throttled" in wide
 
 
+@pytest.mark.parametrize("columns", [80, 200])
+def test_every_predicted_row_says_so_however_narrow_the_terminal(database: Path, columns: int) -> None:
+    lines = on_a_terminal(columns, "show", "--db", str(database))
+    rows = [line.rstrip() for line in lines if " ~" in line]
+    assert rows and all(re.search(r" predicted(, unchecked)?$", row) for row in rows)
+    assert all("unchecked" in row for row in rows) == (columns > 80)
+
+
 @pytest.mark.parametrize("shape", ["--json", "plain"])
 def test_verify_that_checked_nothing_does_not_succeed(tmp_path: Path, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU no interpreter runs a Hopper kernel."""

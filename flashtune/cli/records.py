@@ -28,6 +28,9 @@ NAMED = 5
 """How many rows that can't be served are named with the reason."""
 
 
+SHORTEST = 12
+"""Letters of the problem that are shown, however narrow the terminal."""
+
 COLUMNS = ("problem", "B x H", "template", "us", "call us", "TFLOP/s", "vs framework", "as calls", "source", "config")
 """Those of a table; what is missing of some is left out where no row has it, or there is no room."""
 
@@ -106,7 +109,14 @@ def _print_table(rows: Sequence[tuple[TuningRecord, str | None]], *, title: str,
     out = console(width=1 << 16) if wide else console()
     widths = {name: max(len(text) for text in (name, *(line[name] for line in lines))) for name in columns}
     # A row is one line; where the terminal is too narrow, the problem's words end in dots, its figures never do.
-    widths["problem"] = max(12, min(widths["problem"], out.width - sum(widths.values()) - len(widths) + widths["problem"]))
+    room = out.width - sum(widths.values()) - len(widths) + widths["problem"]
+    if room < SHORTEST:
+        # That a row is predicted comes before what else speaks against it.
+        for line in lines:
+            line["source"] = line["source"].partition(",")[0]
+        longest = max(len("source"), *(len(line["source"]) for line in lines))
+        room, widths["source"] = room + widths["source"] - longest, longest
+    widths["problem"] = max(SHORTEST, min(widths["problem"], room))
     for name in columns:
         figures = name in ("us", "call us", "TFLOP/s", "as calls")
         table.add_column(name, justify="right" if figures else "left", no_wrap=True, overflow="ellipsis", width=widths[name])
@@ -119,7 +129,10 @@ def _print_table(rows: Sequence[tuple[TuningRecord, str | None]], *, title: str,
 def _cells(r: TuningRecord, why: str | None, wide: bool) -> dict[str, str]:
     """Column to text for one row."""
     measured = r.outcome.source == "measured"
-    doubts = doubts_of(r, why)
+    said = (r.outcome.source, *doubts_of(r, why))
+    if not wide:
+        # What is predicted always says so; of a measured row the weightiest doubt says enough.
+        said = said[:2][-1:] if measured else said[:2]
     return {
         "problem": r.problem.label(),
         "B x H": f"{r.problem.batch}x{r.problem.heads}",
@@ -129,7 +142,7 @@ def _cells(r: TuningRecord, why: str | None, wide: bool) -> dict[str, str]:
         "TFLOP/s": f"{r.tflops:.0f}",
         "vs framework": "" if r.baseline is None else f"{_times(r.baseline.measurement.median_us / r.median_us)} {r.baseline.backend}",
         "as calls": _times(r.framework_call_us / r.outcome.call_us) if r.framework_call_us and r.outcome.call_us else "",
-        "source": ", ".join((r.outcome.source, *doubts)) if wide or not doubts else doubts[0],
+        "source": ", ".join(said),
         "config": short_config(r.outcome.config.as_dict()),
     }
 
