@@ -401,8 +401,16 @@ def test_a_record_of_another_kind_stands_in_and_says_for_which_difference(other:
         found = choose(PROBLEM, H200, [record(other, gpu)], FAMILIES)
         assert (found.kind, found.differences) == ("stand_in", (difference,))
         assert found.estimate is not None and "estimated to lose" in found.note and difference in found.note
+        assert "cost model" not in found.note
         assert ("features that differ cost" in found.note) is (other.features != PROBLEM.features)
     assert choose(PROBLEM, H200, [record(other), record(sized(512))], FAMILIES).record is not None
+
+
+def test_the_estimate_beside_a_predicted_row_says_whose_time_that_is() -> None:
+    said = ", as a measured row would, and its own time is only what the cost model expects"
+    for stranger in (PREDICTED_NEAR, PREDICTED_GPU):
+        assert said in choose(PROBLEM, H200, [stranger], FAMILIES).note
+    assert said not in choose(PROBLEM, H200, [PREDICTED], FAMILIES).note
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "fp32"])

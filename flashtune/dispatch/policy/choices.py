@@ -137,6 +137,8 @@ def near_choice(fit: Fit, context: Context, *, preferred: Preferred | None = Non
         if near is not None:
             ratio = (near[0] * math.exp(-preferred.gain), near[1])
     note = f"{note}; {loss.label()}"
+    if kind == "predicted":
+        note += ", as a measured row would, and its own time is only what the cost model expects"
     if not losses.same_features(record.key, key):
         note += "; what the features that differ cost is in none of these times"
     if ratio is not None:
