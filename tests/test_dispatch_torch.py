@@ -4,6 +4,8 @@ import gc
 import os
 import subprocess
 import sys
+import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -296,3 +298,21 @@ def test_torch_is_handed_copies_of_what_its_kernels_would_misread(shift: int) ->
     found = framework.aligned(given)
     assert (found is given) == (shift % 4 == 0)
     assert found.data_ptr() % 16 == 0 and torch.equal(found, given) and found.stride() == given.stride()
+
+
+def test_a_mistyped_name_in_the_environment_is_warned_of_once_where_no_rows_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they are, on a GPU, it is an error."""
+    there = tmp_path / "there.sqlite"
+    there.touch()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for named in (str(there), "postgresql://host/tuned", "", str(tmp_path / "mistyped.sqlite")):
+            monkeypatch.setenv("FLASHTUNE_DB", named)
+            dispatch.reload()
+            for n in (5, 5, 6):
+                dispatch.attention(*(torch.randn(1, 1, n, 16) for _ in range(3)))
+    dispatch.reload()
+    [said] = [one for one in warned if "FLASHTUNE_DB" in str(one.message)]
+    assert said.category is RuntimeWarning and f"no database at {tmp_path}/mistyped.sqlite, which FLASHTUNE_DB names" in str(said.message)

@@ -79,6 +79,7 @@ def candidates(memo: Memo, call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Te
     if torch_only is None and problem is not None:
         yield from _by_rank(memo, call, problem, (q, k, v, mask), drawing or Drawing())
         return
+    memo.warn_of_missing()
     gpu = "cpu" if call.device.type == "cpu" else _slug(call.device)
     key = problem.key(gpu) if problem is not None and gpu != call.device.type else None
     said = functools.partial(Explanation, kind="framework", reason=f"{torch_only}, so torch's own attention serves it", gpu=gpu, key=key)

@@ -94,6 +94,12 @@ class Memo:
 
                 self._library = Library.over(self.settings.databases, alone=self.settings.alone)
 
+    def warn_of_missing(self) -> None:
+        """A RuntimeWarning where `FLASHTUNE_DB` names no file, for calls that need no rows: those that do are refused by `read`."""
+        named = os.environ.get("FLASHTUNE_DB")
+        if named and "://" not in named and not self.settings.alone and not os.path.lexists(os.path.expanduser(named)):
+            self.warn_once(f"flashtune: there is no database at {named}, which FLASHTUNE_DB names: check the path")
+
     def surroundings(self, device: torch.device, problem: Problem) -> tuple[Target, Mapping[str, Family], Pool | Sequence[TuningRecord]]:
         """The target, the families that run there and the records; the interpreter runs defaults alone, since times mean nothing to it."""
         target = devices.target_of(device)
