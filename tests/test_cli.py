@@ -49,6 +49,8 @@ def test_help_answers_without_importing_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=600)
 
 
+EXPLAIN = ("explain", "--gpu-name", "a100", "--n", "512", "--d", "64")
+
 BAD_INPUT = {
     "unknown gpu": (("search", "--gpu-name", "h20", "--d", "64"), "h200"),
     "gpu without kernels": (("search", "--gpu-name", "v100", "--d", "64", "--n", "512"), "V100"),
@@ -70,6 +72,14 @@ BAD_INPUT = {
     "a storage that is no URL": (("search", "--gpu-name", "a100", "--d", "64", "--n", "512", "--storage", "study"), "sqlite:///"),
     "gpus that are none": (("search", "--gpu-name", "a100", "--d", "64", "--n", "512", "--gpus", "foo"), "--gpus 'foo'"),
     "gpus counted from one": (("search", "--gpu-name", "a100", "--d", "64", "--n", "512", "--gpus", "0", "--predict"), "--gpus '0'"),
+    "a bias's gradient without one": ((*EXPLAIN, "--direction", "bwd", "--dbias"), "give --mask bias, or leave --dbias out"),
+    "slopes' gradient without them": ((*EXPLAIN, "--direction", "bwd", "--dslopes"), "give --alibi, or leave --dslopes out"),
+    "a gradient of a forward": ((*EXPLAIN, "--alibi", "--dslopes"), "give --direction bwd, or leave --dslopes out"),
+    "tf32 in words of options": ((*EXPLAIN, "--tf32"), "give --dtype fp32, or leave --tf32 out"),
+    "no heads": ((*EXPLAIN, "--heads", "0"), "--heads 0 is out of range: give at least 1"),
+    "no queries": ((*EXPLAIN, "--n-q", "0"), "--n-q 0 is out of range: give at least 1"),
+    "wide values": ((*EXPLAIN, "--d-v", "300"), "--d-v 300 is out of range: kernels take head sizes up to 256"),
+    "key heads that don't divide": ((*EXPLAIN, "--heads", "6", "--kv-heads", "4"), "make --heads a multiple of --kv-heads"),
     "explain without a gpu": (("explain", "--d", "64", "--n", "512"), "--gpu-name"),
 }
 

@@ -13,7 +13,7 @@ from flashtune.core.config import Direction
 from flashtune.core.dtypes import DTYPES, DType, parse_dtype
 from flashtune.core.errors import InputError
 from flashtune.core.models import TOKENS, find_model, models
-from flashtune.core.problem import DIRECTIONS, MASK_KINDS, Features, MaskKind, Problem
+from flashtune.core.problem import ASKED, DIRECTIONS, MASK_KINDS, MAX_HEAD_DIM, Features, MaskKind, Problem
 from flashtune.core.target import find_target, targets
 
 if TYPE_CHECKING:
@@ -156,6 +156,13 @@ class ProblemOptions:
             raise InputError(f"--softcap {self.softcap:g} is out of range: give a positive cap, or leave it out")
         if self.window is not None and self.window < 0:
             raise InputError(f"--window {self.window} is out of range: give a size of at least 0")
+        if "dbias" in self.switches and self.mask != "bias":
+            given = f"--mask is {self.mask}" if self.mask else "no --mask was given"
+            raise InputError(f"--dbias asks for the gradient of a bias, and {given}: give --mask bias, or leave --dbias out")
+        if "dslopes" in self.switches and "alibi" not in self.switches:
+            raise InputError("--dslopes asks for the gradient of ALiBi's slopes, and there are none: give --alibi, or leave --dslopes out")
+        if self.direction == "fwd" and (asked := next((name for name in ASKED if name in self.switches), None)):
+            raise InputError(f"--{asked} asks for a gradient, and a forward has none: give --direction bwd, or leave --{asked} out")
         return Features(
             causal=causal,
             alignment="bottom_right" if self.alignment == "bottom-right" else "top_left",
@@ -170,12 +177,13 @@ class ProblemOptions:
         """One of the problems that were asked for, with the defaults for what was left out."""
         self._check_sizes(n, d)
         features = self.features(causal=causal)
-        for name, value in (("--n", n), ("--d", d)):
-            if value < 1:
-                raise InputError(f"{name} {value} is out of range: give at least 1")
+        if features.tf32 and dtype != "fp32":
+            raise InputError(f"--tf32 needs fp32 inputs, not {dtype}: give --dtype fp32, or leave --tf32 out")
         if n > LONGEST:
             raise InputError(f"--n {n} is out of range: give at most {LONGEST}")
         heads = self.heads if self.heads is not None else max(1, WIDTH // d)
+        if self.kv_heads is not None and heads % self.kv_heads:
+            raise InputError(f"{heads} query heads can't share {self.kv_heads} key heads: make --heads a multiple of --kv-heads")
         batch = self.batch if self.batch is not None else max(1, TOKENS // n)
         if batch * heads > MOST // 2:
             raise InputError(f"--batch {batch} times --heads {heads} is out of range: give sizes whose product is at most {MOST // 2}")
@@ -225,12 +233,16 @@ class ProblemOptions:
         return list(dict.fromkeys(found))
 
     def _check_sizes(self, n: int, d: int) -> None:
-        """Raise InputError for a size that no database holds, before a search that could not be kept."""
+        """Raise InputError for a size that is none, that no kernel takes, or that no database holds."""
         sizes = {"--n": n, "--d": d, "--n-q": self.n_q, "--d-v": self.d_v, "--window": self.window}
         sizes |= {"--batch": self.batch, "--heads": self.heads, "--kv-heads": self.kv_heads}
         for name, size in sizes.items():
             if size is not None and size > MOST:
                 raise InputError(f"{name} {size} is out of range: give at most {MOST}")
+            if size is not None and size < 1 and name != "--window":
+                raise InputError(f"{name} {size} is out of range: give at least 1")
+            if size is not None and size > MAX_HEAD_DIM and name in ("--d", "--d-v"):
+                raise InputError(f"{name} {size} is out of range: kernels take head sizes up to {MAX_HEAD_DIM}")
 
 
 def problem_options(*, many: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
