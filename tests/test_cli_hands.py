@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -109,6 +110,15 @@ def test_an_export_goes_where_its_destination_says(tmp_path: Path, database: Pat
         assert Path(told["path"]).resolve() == tmp_path / path
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["in", "x.sqlite", "y.sqlite", "z.sqlite"]
     assert flashtune("export", str(tmp_path), "--db", str(database)).exit_code == 3
+
+
+def test_a_file_that_exists_is_replaced_only_with_the_option_that_the_refusal_names(tmp_path: Path, database: Path) -> None:
+    taken = tmp_path / "taken.sqlite"
+    shutil.copy(database, taken)
+    for words in (("export", str(taken), "--db", str(database)), ("merge", str(database), "--out", str(taken))):
+        refused = flashtune(*words)
+        assert refused.exit_code == 3 and refused.stderr.endswith("exists already: choose another path, or replace it with --force\n")
+        assert flashtune(*words, "--force").exit_code == 0
 
 
 def test_db_is_one_database_in_every_command_that_reads_one(database: Path) -> None:

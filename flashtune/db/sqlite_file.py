@@ -265,7 +265,7 @@ def _build(path: Path, name: str, work: Callable[[Connection], None], *, wal: bo
 def export_file(path: Path, work: Callable[[Connection], None], *, replace: bool) -> None:
     """A compact database with what `work` writes, in one file that needs no other beside it."""
     name = str(path)
-    taken = f"{name} exists already: choose another path or ask for it to be replaced"
+    taken = f"{name} exists already: choose another path, or replace it with --force"
     path = Path(os.path.realpath(path))
     try:
         header_size(path, name)
