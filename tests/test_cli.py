@@ -210,6 +210,17 @@ def test_explain_takes_switches_and_fp8() -> None:
     assert found["key"]["features"] == '{"alibi":true,"sinks":true}'
 
 
+def test_explain_leaves_out_what_hides_nothing_as_calls_do() -> None:
+    plain = flashtune(*EXPLAIN, "--causal", "--json").stdout
+    for words in (("--window", "511"), ("--window", "100000")):
+        assert json.loads(flashtune(*EXPLAIN, "--causal", *words, "--json").stdout) == json.loads(plain)
+        said = flashtune(*EXPLAIN, "--causal", *words).stdout
+        assert said.startswith("n512-d64-bf16-causal on a100: ") and f"--window {words[1]} hides nothing at these sizes" in said
+    assert json.loads(flashtune(*EXPLAIN, "--causal", "--window", "510", "--json").stdout) != json.loads(plain)
+    assert "hides nothing" not in flashtune(*EXPLAIN, "--causal", "--window", "510").stdout
+    assert flashtune(*EXPLAIN, "--window", "511", "--mask", "bias").stdout.startswith("n512-d64-bf16-full+bias on a100: ")
+
+
 def test_the_diagonal_can_start_at_the_last_key() -> None:
     words = ("explain", "--gpu-name", "h200", "--d", "64", "--n", "1024", "--n-q", "4", "--causal", "--json")
     features = [json.loads(flashtune(*words, *more).stdout)["key"]["features"] for more in ((), ("--alignment", "bottom-right"))]

@@ -34,15 +34,18 @@ def explain(*, asked: ProblemOptions, gpu_name: str | None, causal: bool, locati
     else:
         target = find_target(gpu_name)
     problem = asked.problem(n=asked.n[0], d=asked.d[0], dtype=asked.dtypes(["bf16"])[0], causal=causal)
+    seen = problem.seen()
     with nullcontext() if location is None else use(location, alone=True):
-        found = explain_problem(problem, target.slug)
+        found = explain_problem(seen, target.slug)
     if as_json:
         row = asdict(found)
         row["config"] = None if found.config is None else found.config.as_dict()
         row["twin"] = None if found.twin is None else found.twin.as_dict()
         print_json(row)
         return
-    console().print(f"{problem.label()} on {target.slug}: {found.kind}", style="bold")
+    console().print(f"{seen.label()} on {target.slug}: {found.kind}", style="bold")
+    if problem.features.window is not None and seen.features.window is None:
+        console().print(f"--window {asked.window} hides nothing at these sizes, so calls are served as if it weren't there")
     console().print(found.reason)
     if found.template is not None:
         config = "" if found.config is None else found.config.label()

@@ -228,6 +228,12 @@ class Problem:
         """Which keys a query sees."""
         return self.features.band(self.n_q, self.n_kv)
 
+    def seen(self) -> "Problem":
+        """The same without sides of the band that hide no pair at these sizes: what a call like it is served as."""
+        features = self.features
+        others = {name: getattr(features, name) for name in ("mask", *FLAGS, *ASKED)}
+        return replace(self, features=Features.within(self.band.trimmed(self.n_q, self.n_kv), **others))
+
     def spec(self) -> KernelSpec:
         """What of this problem is compiled into a kernel; one spec serves every N, batch and head count."""
         same = {name: getattr(self.features, name) for name in COMPILED_AS_THEY_ARE}
