@@ -226,3 +226,33 @@ def test_ended_problems_say_how_many_trials_they_had() -> None:
     shown.problem_finished(replace(one, outcomes=()))
     known, finished, without = out.getvalue().splitlines()
     assert known.endswith("done before (1 trial)") and finished.endswith("(2 trials)") and without.endswith("no correct kernel in 0 trials")
+
+
+@pytest.mark.parametrize(
+    ("winner", "others", "said"),
+    [
+        # (time among the trials, in the race, whole call)
+        ((80.0, 81.0, 90.0), [(85.0, 86.0, 90.0)], "the best trial's 80.0 us were its own: the closing race times finalists anew"),
+        ((82.0, 81.0, 90.0), [(80.0, 83.0, 90.0)], "the best trial, of 80.0 us, was no faster in the closing race (83.0 us)"),
+        ((82.0, 81.0, 90.0), [(80.0, 80.8, 90.0)], "a tie with the best trial, of 80.8 us in the closing race, goes to the stored row or"),
+        ((82.0, 81.0, 60.0), [(70.0, 71.0, 90.0)], "the best trial took 71.0 us in the closing race, but whole calls of it take 90.0 us"),
+        ((82.0, 80.0, 60.0), [(82.5, 71.0, 90.0)], ""),
+        ((82.0, 80.0, 60.0), [], ""),
+    ],
+)
+def test_a_pick_that_is_slower_than_the_best_trial_says_why(winner: tuple[float, ...], others: list[tuple[float, ...]], said: str) -> None:
+    shown, out = drawn(Clock())
+    outcomes = [
+        replace(
+            correct(raced),
+            variant_id=str(place),
+            trial=Measurement.of([trial]),
+            call_us=call,
+            rank=place + 1,
+            finalist=True,
+        )
+        for place, (trial, raced, call) in enumerate([winner, *others])
+    ]
+    shown.problem_finished(SearchResult(gpu="a100", problem=GRID[0], outcomes=tuple(outcomes), provenance=PROVENANCE))
+    text = " ".join(out.getvalue().split())
+    assert said in text and ("best trial" in text) == bool(said)

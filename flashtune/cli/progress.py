@@ -20,6 +20,8 @@ from flashtune.core.results import Fate, Outcome, SearchResult
 from flashtune.core.secrets import mask_secrets
 from flashtune.core.words import counted
 from flashtune.tuner.search.stopping import sentence
+from flashtune.tuner.timing.finalists import CALL_GAIN
+from flashtune.tuner.timing.racing import TIE
 
 if TYPE_CHECKING:
     from flashtune.tuner.search.plan import Stage
@@ -162,7 +164,10 @@ class SearchProgress:
     def problem_finished(self, result: SearchResult) -> None:
         """A problem's result was saved."""
         self._end(result)
+        why = why_slower(result)
         if not self._lines:
+            if self._live and why:
+                self._console.print(f"{result.problem.label()}: {why}", soft_wrap=True)
             return
         best = result.best
         if best is None or best.measurement is None:
@@ -174,11 +179,32 @@ class SearchProgress:
         if result.baseline is not None:
             ratio = f", {result.baseline.measurement.median_us / best.measurement.median_us:.2f}x the framework ({result.baseline.backend})"
         ended = f"; {sentence(result.ending)}" if result.ending is not None else ""
+        ended += f"; {why}" if why else ""
         self._console.print(
             f"{result.problem.label()}: {best.measurement.median_us:.1f} us {best.source}{ratio}, {best.template} "
             f"{short_config(best.config.as_dict())} ({_trials(result)}{', ' + others if others else ''}{ended})",
             soft_wrap=True,
         )
+
+
+def why_slower(result: SearchResult) -> str:
+    """Why the winner's time is longer, by more than a tie, than the best that trials showed; empty where it isn't."""
+    best = result.best
+    if best is None or best.measurement is None:
+        return ""
+    timed = [(o, o.measurement) for o in result.outcomes if o.fate.timed and o.measurement is not None]
+    first, raced = min(timed, key=lambda one: (one[0].trial or one[1]).median_us)
+    trial_us, theirs, mine = (first.trial or raced).median_us, raced.median_us, best.measurement.median_us
+    if mine <= trial_us * (1 + TIE):
+        return ""
+    if first.variant_id == best.variant_id:
+        return f"the best trial's {trial_us:.1f} us were its own: the closing race times finalists anew"
+    if theirs >= mine:
+        return f"the best trial, of {trial_us:.1f} us, was no faster in the closing race ({theirs:.1f} us)"
+    if first.call_us is not None and best.call_us is not None and best.call_us < (1 - CALL_GAIN) * first.call_us:
+        took = f"took {theirs:.1f} us in the closing race, but whole calls of it take {first.call_us:.1f} us"
+        return f"the best trial {took}, and of the winner {best.call_us:.1f} us"
+    return f"a tie with the best trial, of {theirs:.1f} us in the closing race, goes to the stored row or to the simpler kernel"
 
 
 def _trials(result: SearchResult) -> str:
