@@ -9,7 +9,7 @@ A problem's times are compared with each other alone: what all of them have in c
 import argparse
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -89,7 +89,7 @@ def fitted(groups: Sequence[Sequence[Trial]], start: Constants = CONSTANTS, roun
     begin = np.log([max(getattr(start, name), 1e-3) for name in FITTED])
 
     def constants(logs: NDArray[np.float64]) -> Constants:
-        return replace(start, **{name: float(math.exp(value)) for name, value in zip(FITTED, logs, strict=True)})
+        return start._replace(**{name: float(math.exp(value)) for name, value in zip(FITTED, logs, strict=True)})
 
     def loss(logs: NDArray[np.float64]) -> NDArray[np.float64]:
         return np.concatenate([errors(constants(logs), groups) / 0.05, (logs - begin) / KEPT_NEAR])

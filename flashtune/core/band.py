@@ -3,7 +3,7 @@
 import numbers
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal, cast, get_args
+from typing import Literal, NamedTuple, cast, get_args
 
 from flashtune.core.errors import InputError, InputTypeError
 
@@ -92,8 +92,7 @@ class Band:
         return {"diagonal": self.diagonal, "window_left": left, "window_right": right}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sides:
+class Sides(NamedTuple):
     """The band that a call asks for, before sizes say where its diagonal lies and what it hides."""
 
     window: Window

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from flashtune.core.errors import EnvironmentProblem
 
@@ -19,8 +20,7 @@ _MODULE = re.compile(r"(?:[A-Za-z0-9_]+/)*[A-Za-z0-9_]+\.py")
 """Paths that an index may name, as files and as modules: below its folder, with `/`, nothing hidden, no way up."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GeneratedKernel:
+class GeneratedKernel(NamedTuple):
     """A rendered module: the variant that it is, the architecture of its rows' GPUs, and its path below the index's folder."""
 
     variant_id: str

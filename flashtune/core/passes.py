@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from flashtune.core.config import Direction, KernelSpec
 from flashtune.core.dtypes import ITEMSIZE, DType, output_dtype
-from flashtune.core.oracles import Place, backward_oracle, forward_oracle
 from flashtune.core.parameters import CallParameters
-from flashtune.core.tolerances import Bound, tolerance
 
 if TYPE_CHECKING:
     import torch
 
+    from flashtune.core.oracles import Place
     from flashtune.core.problem import Problem
+    from flashtune.core.tolerances import Bound
 
 Element = Literal["input", "output", "fp32"]
 """The element type of an operand: that of the problem's inputs, of its output, or float32 for all."""
@@ -57,7 +57,7 @@ class Operand:
             count *= 1 if axis in self.repeats else extent
         return count
 
-    def at(self, place: Place, problem: "Problem") -> tuple[int | slice, ...]:
+    def at(self, place: "Place", problem: "Problem") -> tuple[int | slice, ...]:
         """The index of this place's rows in the tensor; what has rows for queries has them whole."""
         index: dict[str, int | slice] = {
             "batch": place.batch,
@@ -77,7 +77,7 @@ class Oracle(Protocol):
         problem: "Problem",
         operands: "Mapping[str, torch.Tensor]",
         parameters: CallParameters,
-        place: Place,
+        place: "Place",
         dtype: "torch.dtype | None" = None,
     ) -> "dict[str, torch.Tensor]":
         """Tensors of `dtype`, by name."""
@@ -95,7 +95,7 @@ class Pass:
     operands: tuple[Operand, ...]
     products: tuple[Literal["d", "d_v"], ...]
     oracle: Oracle
-    bounds: Callable[[KernelSpec], Mapping[str, Bound]]
+    bounds: "Callable[[KernelSpec], Mapping[str, Bound]]"
 
     @property
     def written(self) -> tuple[Operand, ...]:
@@ -118,7 +118,22 @@ class Pass:
         return sum(operand.nbytes(problem) for operand in self.operands)
 
 
-def _forward_bounds(spec: KernelSpec) -> dict[str, Bound]:
+def _forward_oracle(
+    problem: "Problem",
+    operands: "Mapping[str, torch.Tensor]",
+    parameters: CallParameters,
+    place: "Place",
+    dtype: "torch.dtype | None" = None,
+) -> "dict[str, torch.Tensor]":
+    # Calls know what a pass moves and computes, and wait for nothing that only checks of its results ask.
+    from flashtune.core.oracles import forward_oracle
+
+    return forward_oracle(problem, operands, parameters, place, dtype)
+
+
+def _forward_bounds(spec: KernelSpec) -> "dict[str, Bound]":
+    from flashtune.core.tolerances import Bound, tolerance
+
     found = tolerance(spec)
     return {
         "out": Bound(atol=found.atol, rtol=found.rtol, relative_norm=found.relative_norm),
@@ -135,12 +150,26 @@ FORWARD = Pass(
         Operand(name="lse", title="LSE", axes=("batch", "heads", "n_q"), element="fp32", written=True),
     ),
     products=("d", "d_v"),
-    oracle=forward_oracle,
+    oracle=_forward_oracle,
     bounds=_forward_bounds,
 )
 
 
-def _backward_bounds(spec: KernelSpec) -> dict[str, Bound]:
+def _backward_oracle(
+    problem: "Problem",
+    operands: "Mapping[str, torch.Tensor]",
+    parameters: CallParameters,
+    place: "Place",
+    dtype: "torch.dtype | None" = None,
+) -> "dict[str, torch.Tensor]":
+    from flashtune.core.oracles import backward_oracle
+
+    return backward_oracle(problem, operands, parameters, place, dtype)
+
+
+def _backward_bounds(spec: KernelSpec) -> "dict[str, Bound]":
+    from flashtune.core.tolerances import Bound, tolerance
+
     found = tolerance(spec)
     bound = Bound(atol=found.atol, rtol=found.rtol, relative_norm=found.gradient_norm)
     # Distances weigh what belongs to slopes, so that no number of its own says what is small.
@@ -164,7 +193,7 @@ BACKWARD = Pass(
     ),
     # S and dP anew, then dV, dK and dQ.
     products=("d", "d_v", "d_v", "d", "d"),
-    oracle=backward_oracle,
+    oracle=_backward_oracle,
     bounds=_backward_bounds,
 )
 

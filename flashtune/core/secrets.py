@@ -9,17 +9,18 @@ from collections.abc import Sequence
 
 MASK = "***"
 
-_WORD = re.compile(r"\S+")
-_USER = re.compile(r"(?<=[\w+.-]):/+[^\s:/@'\"]*:")
-_OPTION = re.compile(r"[?&;][^=&;\s]*+")
-_SECRET = re.compile(r"pass|pwd|secret|token", re.IGNORECASE)
-_VALUE = re.compile(r"[^&;\s'\"]+")
-_VALUE_IN_WORD = re.compile(r"[^&;]+")
+# Compiled when they are first used: every process that reads rows imports this, and hardly one holds a password.
+_WORD = r"\S+"
+_USER = r"(?<=[\w+.-]):/+[^\s:/@'\"]*:"
+_OPTION = r"[?&;][^=&;\s]*+"
+_SECRET = r"(?i:pass|pwd|secret|token)"
+_VALUE = r"[^&;\s'\"]+"
+_VALUE_IN_WORD = r"[^&;]+"
 
 
 def mask_secrets(text: str) -> str:
     """`text` with `***` for the passwords of all URLs in it, before their @ and in their options (`?password=`)."""
-    return _without_options(_WORD.sub(lambda word: _without_password(word[0]), text), _VALUE)
+    return _without_options(re.sub(_WORD, lambda word: _without_password(word[0]), text), _VALUE)
 
 
 def command_line(words: Sequence[str]) -> str:
@@ -47,17 +48,17 @@ def _masked_word(word: str) -> str:
 def _without_password(word: str) -> str:
     """user:password@ is masked up to the last @: a password that should have been quoted may hold / and @ itself."""
     end = word.rfind("@")
-    user = _USER.search(word, 0, max(end, 0))
+    user = re.compile(_USER).search(word, 0, max(end, 0))
     return word if user is None or user.end() == end else f"{word[: user.end()]}{MASK}{word[end:]}"
 
 
-def _without_options(text: str, value: re.Pattern[str]) -> str:
+def _without_options(text: str, value: str) -> str:
     """The values of all options with a secret's name are masked."""
     parts, done = [], 0
-    for option in _OPTION.finditer(text):
-        if option.start() < done or text[option.end() : option.end() + 1] != "=" or not _SECRET.search(option[0]):
+    for option in re.finditer(_OPTION, text):
+        if option.start() < done or text[option.end() : option.end() + 1] != "=" or not re.search(_SECRET, option[0]):
             continue
-        if found := value.match(text, option.end() + 1):
+        if found := re.compile(value).match(text, option.end() + 1):
             parts += [text[done : found.start()], MASK]
             done = found.end()
     return "".join([*parts, text[done:]])

@@ -6,11 +6,11 @@ The constants are fitted to the committed sweeps (benchmarks/sweeps), which a te
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from flashtune.core.band import Band, blocks_of_tiles
 from flashtune.core.config import Config, asks_first, rescales_grown, settles
@@ -23,9 +23,11 @@ from flashtune.templates.decode.flash_decode import few_rows, row_splits, split_
 from flashtune.templates.family import padded
 from flashtune.templates.hopper.layout import HopperLayout
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Constants:
+
+class Constants(NamedTuple):
     """What the datasheets don't say; fitted to the H200's sweeps."""
 
     matrix_efficiency: float = 0.9
@@ -137,7 +139,7 @@ def _last_ends(problem: Problem, block_m: int, block_n: int, section: int, sms: 
     return 0.5 * ends / float(work.sum())
 
 
-def _work(problem: Problem, block_m: int, block_n: int, section: int) -> NDArray[np.float64]:
+def _work(problem: Problem, block_m: int, block_n: int, section: int) -> "NDArray[np.float64]":
     """Blocks of each tile by the work indices of the Hopper family: sections of heads, in each the row tiles of all its heads, the longest
     first."""
     blocks = np.array(blocks_of_tiles(problem.band, problem.n_q, problem.n_kv, block_m, block_n)[::-1], dtype=float)
@@ -362,8 +364,7 @@ def _score_ops(problem: Problem, c: Constants) -> tuple[float, float]:
     return ops, 1.0 * f.softcap
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
+class _Block(NamedTuple):
     """What one key block of one program takes, in clocks of its SM."""
 
     clocks: float

@@ -7,9 +7,9 @@ import importlib.util
 import os
 import re
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -89,8 +89,7 @@ def described(name: str, properties: object, *, amd: bool) -> Target:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Here:
+class Here(NamedTuple):
     """What this machine has; empty where it doesn't tell."""
 
     triton: str

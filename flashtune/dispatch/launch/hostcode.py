@@ -3,20 +3,20 @@ a first call waits for, and there may be none."""
 
 import builtins
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
 class Kernel:
     """In a kernel's place: its name, by which its machine code is found."""
 
-    __name__: str
+    __slots__ = ("__name__",)
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
 
 
-@dataclass(frozen=True, slots=True)
-class TensorDescriptor:
+class TensorDescriptor(NamedTuple):
     """In the place of Triton's and Gluon's descriptors: what they hold."""
 
     base: Any

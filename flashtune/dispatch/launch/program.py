@@ -19,7 +19,7 @@ _MAP_BYTES = 128
 _MAP_ALIGNMENT = 64
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _Layout:
     """The parameters of all launches in one piece of memory, as they are found when a block is made."""
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,16 +13,14 @@ _HARMLESS = frozenset(f"aten::{name}" for name in f"{_ALLOCATIONS} {_VIEWS}".spl
 """Operations of host code that leave nothing to be done again at the next call but an allocation."""
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
+class Address(NamedTuple):
     """A place in one of a call's tensors: bytes from where tensor `source` starts."""
 
     source: int
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class Descriptor:
+class Descriptor(NamedTuple):
     """A tensor map over one of a call's tensors; `strides` are in elements."""
 
     address: Address
@@ -47,8 +45,7 @@ class Drawn(int):
         return Drawn.of(self.source, int(self) & mask)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
+class Recorded(NamedTuple):
     """One launch of a call: the kernel's name, its grid and its arguments, as the module's `launches` gave them."""
 
     kernel: str
@@ -56,8 +53,7 @@ class Recorded:
     arguments: tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recording:
+class Recording(NamedTuple):
     """The launches of a call, and the bytes of each tensor that is made for it alone; these follow the call's own tensors."""
 
     launches: tuple[Recorded, ...]

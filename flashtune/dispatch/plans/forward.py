@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from flashtune.dispatch.plans.misled import Misled
 Outputs = tuple[Tensor, Tensor | None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class FrameworkPlan:
     """Runs torch's own attention, or the composite for what it lacks. `words` are what torch's function takes beside tensors and mask,
     where it takes the call as it is."""
@@ -116,8 +116,7 @@ class ModulePlan:
             return prepared.program(self.module, None, operands, parameters, compiles=compiles, told=told)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Twin:
+class Twin(NamedTuple):
     """What serves where scores mislead a plan's kernel: one of the same family, and what makes its plan, which may fail or find none."""
 
     config: Config

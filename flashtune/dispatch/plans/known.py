@@ -26,7 +26,7 @@ _guards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", Non
 versions need have it."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Recent:
     """The plan of calls without a mask and without anything per head.
 

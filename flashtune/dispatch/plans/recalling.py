@@ -49,7 +49,7 @@ class RememberingPlan:
         return outputs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class RecallingPlan(FrameworkPlan):
     """The same for unseeded dropout, save that `again` serves, with the bits for a seed, where a kernel drew them for a call `like` this
     one without gradients: what is computed there again is to drop the same pairs."""

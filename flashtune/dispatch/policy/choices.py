@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from flashtune.core.config import Config, KernelSpec, settles
 from flashtune.core.errors import InputError
@@ -48,8 +48,7 @@ class Refusal:
     record: TuningRecord | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Context:
+class Context(NamedTuple):
     """What is asked for, and of what it is to be answered."""
 
     problem: Problem
@@ -60,8 +59,7 @@ class Context:
     framework_serves: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
+class Fit(NamedTuple):
     """A record that may serve, with its config as it would here; `changed` says what of that keeps the constraints of another kernel."""
 
     record: TuningRecord
@@ -70,8 +68,7 @@ class Fit:
     changed: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preferred:
+class Preferred(NamedTuple):
     """Why a record goes before the nearest one (`nearest`): the logarithm of what the cost model expects to gain by that."""
 
     nearest: TuningRecord

@@ -4,8 +4,9 @@ the framework. Pure functions of keys and records."""
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from flashtune.core.dtypes import ITEMSIZE
 from flashtune.core.nearness import PER_OCTAVE, PER_WORK_OCTAVE, SIXTEEN_BITS, distance, octaves, work_of
@@ -15,8 +16,7 @@ from flashtune.core.target import targets
 from flashtune.templates.family import padded
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loss:
+class Loss(NamedTuple):
     """How much longer a stand-in's config took than the best of the left-out row's own trials: median and 90th percentile of `cases`."""
 
     median: float
@@ -82,8 +82,7 @@ OTHER_GPU = 8.0
 """What another GPU of the architecture counts beside `nearness.distance`: two octaves of N."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
+class Estimate(NamedTuple):
     """What a stand-in is thought to lose against a search of its own, never measured; `unknown` is what no rows tell of."""
 
     median: float

@@ -3,8 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from flashtune.core.config import Config, KernelSpec
 from flashtune.core.nearness import octaves
@@ -170,8 +169,7 @@ def _tells(record: TuningRecord, problem: Problem) -> bool:
     return timed and record.framework_us is not None and torch_runs_alike(record.problem, problem)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
+class _Entry(NamedTuple):
     """A record of a pool: what sorts equals, the families that were tried, whether it raced among kernels alone that write the same bits
     every time."""
 

@@ -2,8 +2,8 @@
 
 import functools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,8 +37,7 @@ Recalls = Literal["kernels", "operations"]
 """Who can compute again what kernels drew without gradients: kernels, forward and backward, or torch's operations with a mask."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A plan that may serve, the step of the policy that chose it, and what says why; `variant` is None where it is the framework's.
 
     Where it `trains`, kernels compute the gradients, too, and the plan is that of the forward (`forward_of`). `recalls` says what drops
@@ -111,12 +110,11 @@ def _trained(memo: Memo, call: Call, problem: Problem, given: Tensors, asked: Se
         for forward in candidates(memo, backwards.forward_of(call), *call.views(*given[:3]), call.small_mask(given[3]), None):
             if forward.kind == "framework":
                 return f"no kernel serves the forward ({forward.explanation.reason})"
-            yield replace(forward, said=functools.partial(_explained_both, forward, chosen, trained, target), trains=True)
+            yield forward._replace(said=functools.partial(_explained_both, forward, chosen, trained, target), trains=True)
     return why
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drawing:
+class Drawing(NamedTuple):
     """What unseeded dropout makes of a call: whether kernels draw in training, whether they may draw again what was drawn without
     gradients, and why only torch can serve it, if that is so."""
 

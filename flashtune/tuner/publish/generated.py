@@ -193,7 +193,7 @@ def index_text(arranged: Iterable[Arranged], files: Mapping[str, bytes]) -> str:
     fields = {
         "format": FORMAT,
         "kernels": [
-            {**asdict(one.kernel), "rows": [_row(record) for record in one.records], "twins": [_row(record) for record in one.twins]}
+            {**one.kernel._asdict(), "rows": [_row(record) for record in one.records], "twins": [_row(record) for record in one.twins]}
             for one in arranged
         ],
         "files": {name: digest(name, content) for name, content in sorted(files.items())},
