@@ -1,10 +1,8 @@
-"""GPUs as the tuner sees them: a table of facts with sources (`targets.toml`) and the look-up by any of their names."""
+"""GPUs as the tuner sees them: a table of facts with sources (`flashtune.core.gpus`) and the look-up by any of their names."""
 
-import tomllib
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
-from typing import Any, Literal
+from typing import Literal
 
 from flashtune.core.errors import InputError, did_you_mean
 
@@ -70,13 +68,10 @@ class Target:
 @cache
 def targets() -> dict[str, Target]:
     """Every GPU of the table, by slug."""
-    text = resources.files("flashtune.core").joinpath("targets.toml").read_text()
-    return {slug: _target(slug, row) for slug, row in tomllib.loads(text).items()}
+    # Its rows are of this module's class.
+    from flashtune.core.gpus import GPUS
 
-
-def _target(slug: str, row: dict[str, Any]) -> Target:
-    lists = {name: tuple(row[name]) for name in ("driver_names", "aliases", "sources")}
-    return Target(slug=slug, **{**row, **lists})
+    return {target.slug: target for target in GPUS}
 
 
 def _plain(name: str) -> str:
