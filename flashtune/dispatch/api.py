@@ -45,6 +45,7 @@ from flashtune.dispatch.resolve.given import (
 from flashtune.dispatch.resolve.layers import SERVING, current
 from flashtune.dispatch.resolve.memo import Memo
 from flashtune.dispatch.torch_ops import overriding, tracing, training
+from flashtune.dispatch.torch_ops.asked import make_when_asked
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -395,7 +396,6 @@ def _causal(bias: Any, query: torch.Tensor, key: torch.Tensor, is_causal: bool) 
     return True, "bottom_right" if bias.variant.name == "LOWER_RIGHT" else "top_left"
 
 
-tracing.define(attention)
-training.define(attention)
+make_when_asked(partial(tracing.define, attention), partial(training.define, attention))
 # torch.jit.script finds torch's operation under it.
 _register_builtin(attention, "aten::scaled_dot_product_attention")

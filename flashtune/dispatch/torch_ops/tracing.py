@@ -20,6 +20,7 @@ _SCHEMA = (
     + ", ".join(f"Tensor? {name}" for name in PER_HEAD)
     + ") -> (Tensor, Tensor)"
 )
+_KEEP_SCHEMA = "(Tensor like, int seed, int batch, int heads, int n_q, int n_kv, float p) -> Tensor"
 _OTHERS = tuple(parameter.split()[1] for parameter in _SCHEMA[1 : _SCHEMA.index(")")].split(", "))[3:]
 
 
@@ -82,7 +83,8 @@ def _tensors(per_head: PerHead, device: torch.device) -> list[torch.Tensor | Non
 
 
 def define(eager: Callable[..., Any]) -> None:
-    """Make torch.ops.flashtune.attention: `eager` (flashtune.dispatch.attention) as one node of a graph.
+    """Make torch.ops.flashtune.dropout_keep, and torch.ops.flashtune.attention: `eager` (flashtune.dispatch.attention) as one node of a
+    graph.
 
     `left` and `right` say all that `is_causal` would. Without `return_lse` the second output is empty.
     """
@@ -114,6 +116,17 @@ def define(eager: Callable[..., Any]) -> None:
         out = query.new_empty_strided(shape, strides, dtype=output_torch_dtype(query.dtype))
         return out, query.new_empty(shape[:-1] if given["return_lse"] else (0,), dtype=torch.float32)
 
+    keep = torch.library.custom_op("flashtune::dropout_keep", _dropout_keep, mutates_args=(), schema=_KEEP_SCHEMA)
+
+    @keep.register_fake
+    def _(like: torch.Tensor, seed: int, batch: int, heads: int, n_q: int, n_kv: int, p: float) -> torch.Tensor:
+        return like.new_empty((batch, heads, n_q, n_kv), dtype=torch.bool)
+
+
+def _dropout_keep(like: torch.Tensor, seed: int, batch: int, heads: int, n_q: int, n_kv: int, p: float) -> torch.Tensor:
+    """The reference's mask on the device of `like`; traced, its loop over heads would be unrolled."""
+    return reference.dropout_keep(seed % 2**64, 0, batch, heads, n_q, n_kv, p, device=like.device)
+
 
 def _parsed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: dict[str, Any]) -> Call:
     """The call but for its mask and what is given per head."""
@@ -134,18 +147,3 @@ def _promised(call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.T
     for size in reversed(call.batch_dims[1:]):
         batch_strides.insert(0, batch_strides[0] * size)
     return (*call.batch_dims, *shape[1:]), (*batch_strides, *strides[1:])
-
-
-@torch.library.custom_op(
-    "flashtune::dropout_keep",
-    mutates_args=(),
-    schema="(Tensor like, int seed, int batch, int heads, int n_q, int n_kv, float p) -> Tensor",
-)
-def _dropout_keep(like: torch.Tensor, seed: int, batch: int, heads: int, n_q: int, n_kv: int, p: float) -> torch.Tensor:
-    """The reference's mask on the device of `like`; traced, its loop over heads would be unrolled."""
-    return reference.dropout_keep(seed % 2**64, 0, batch, heads, n_q, n_kv, p, device=like.device)
-
-
-@_dropout_keep.register_fake
-def _(like: torch.Tensor, seed: int, batch: int, heads: int, n_q: int, n_kv: int, p: float) -> torch.Tensor:
-    return like.new_empty((batch, heads, n_q, n_kv), dtype=torch.bool)
