@@ -76,7 +76,7 @@ def test_the_first_with_machine_code_goes_before_those_without_and_all_others_st
 
 
 def test_what_the_cost_model_expects_to_be_slower_stays_behind_what_has_to_be_compiled() -> None:
-    first, slow, near = (replace(one, behind=behind) for one, behind in ((A, 0.01), (B, 0.02 + LITTLE_BEHIND), (C, 0.02)))
+    first, slow, near = (one._replace(behind=behind) for one, behind in ((A, 0.01), (B, 0.02 + LITTLE_BEHIND), (C, 0.02)))
     assert order(first, slow, near, FRAMEWORK, ready="b c") == ["c", "a", "b", "torch"]
     assert order(first, slow, FRAMEWORK, ready="b") == ["a", "b", "torch"]
     # Nothing is said of what wasn't compared, which may be as bad; or of any.
@@ -105,7 +105,7 @@ def test_nothing_is_rendered_to_be_looked_for_in_an_empty_cache(tmp_path: Path, 
     variant_of = rendering.variant_of
     monkeypatch.setattr(rendering, "variant_of", lambda *given: rendered.append(given) or variant_of(*given))  # type: ignore[func-returns-value]
     spec = replace(PLAIN, d=104, d_v=104).spec()
-    unshipped = replace(A, spec=spec, config=family("flash_fwd_hopper").default(spec, H200))
+    unshipped = A._replace(spec=spec, config=family("flash_fwd_hopper").default(spec, H200))
     assert not choosing._compiled(Memo(), H200, unshipped) and not rendered
     (tmp_path / "kernels" / "sm_90a-triton-3.6.0").mkdir(parents=True)
     assert not choosing._compiled(Memo(), H200, unshipped) and rendered

@@ -106,7 +106,7 @@ def test_code_that_takes_more_for_granted_or_other_arguments_is_not_taken(source
     [binary] = manifest.of(name)
     number = next(one for one in binary.parameters if one.kind == "i32")
     for rule, value in (("multiple_of", 4096), ("equals", 1)):
-        more = replace(binary.conditions[0], rule=rule, name=number.name, position=number.position, value=value)
+        more = binary.conditions[0]._replace(rule=rule, name=number.name, position=number.position, value=value)
         assert at_hand.fitting(compiled.src, [replace(binary, conditions=(*binary.conditions, more))]) is None
     assert at_hand.fitting(compiled.src, [binary]) is binary
     assert at_hand.fitting(compiled.src, [replace(binary, parameters=binary.parameters[1:]), binary]) is binary

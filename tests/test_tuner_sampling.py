@@ -37,7 +37,7 @@ def test_a_space_is_what_its_constraints_leave_of_all_combinations(name: str) ->
     """Constraints are asked of the axes that they say they read, and of nothing else."""
     chosen = families()[name]
     # Combinations of a few values of each axis, so that all of them can be tried one by one.
-    few = replace(chosen, axes=tuple(replace(axis, values=axis.values[:3]) for axis in chosen.axes))
+    few = replace(chosen, axes=tuple(axis._replace(values=axis.values[:3]) for axis in chosen.axes))
     spec = replace(PROBLEM, direction=spec_direction(chosen)).spec()
     names = [axis.name for axis in few.axes]
     every = [Config.of(dict(zip(names, values, strict=True))) for values in itertools.product(*(axis.values for axis in few.axes))]
@@ -75,7 +75,7 @@ def test_a_sampler_proposes_each_valid_candidate_once_and_then_nothing(kind: Sam
 def fixed() -> tuple[object, ...]:  # type: ignore[type-arg]
     """The other axes of flash_fwd_tma, with one value each."""
     cap, order = family("flash_fwd_tma").axes[4:]
-    return replace(cap, values=(0,)), replace(order, values=("longest_first",))
+    return cap._replace(values=(0,)), order._replace(values=("longest_first",))
 
 
 def test_random_draws_are_even() -> None:

@@ -10,9 +10,9 @@ import json
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from flashtune.core.errors import EnvironmentProblem
 
@@ -41,8 +41,7 @@ _TORCH_NAMES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorMap:
+class TensorMap(NamedTuple):
     """How the tensor map of a descriptor argument is encoded: what `cuTensorMapEncodeTiled` takes beside address, shape and strides.
 
     `element_type` is a CUtensorMapDataType, `swizzle` a CUtensorMapSwizzle; `box` goes from the outermost dimension to the innermost
@@ -60,8 +59,7 @@ class TensorMap:
         return len(self.box)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parameter:
+class Parameter(NamedTuple):
     """An argument that reaches the machine code.
 
     `position` is its place among the arguments that the module's `launches` gives the kernel (constants stay out of the code, so places
@@ -84,8 +82,7 @@ class Parameter:
         return (0, 2**bits - 1) if self.kind[0] == "u" else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Condition:
+class Condition(NamedTuple):
     """What a binary takes for granted of one argument: its value, or the address of a tensor."""
 
     name: str
@@ -186,8 +183,8 @@ class Manifest:
 
     def as_json(self) -> str:
         """The manifest's text: the same for equal manifests, whatever folder they are in."""
-        fields = {"format": FORMAT, "variant_id": self.variant_id, "source_sha256": self.source_sha256}
-        text = json.dumps(fields | {"binaries": [_without_defaults(asdict(binary)) for binary in self.binaries]}, indent=1)
+        head = {"format": FORMAT, "variant_id": self.variant_id, "source_sha256": self.source_sha256}
+        text = json.dumps(head | {"binaries": [_as_dict(binary) for binary in self.binaries]}, indent=1)
         # A parameter or a condition to a line.
         return re.sub(r"\{[^{}]*\}", lambda found: " ".join(found[0].split()), text) + "\n"
 
@@ -230,9 +227,12 @@ def parse_manifest(content: bytes, path: Path) -> Manifest:
         raise EnvironmentProblem(f"{path} is no manifest of machine code ({error!r}): install flashtune again") from error
 
 
-def _without_defaults(fields: dict[str, Any]) -> dict[str, Any]:
-    fields["parameters"] = [{name: value for name, value in one.items() if value not in ("", None)} for one in fields["parameters"]]
-    return fields
+def _as_dict(binary: Binary) -> dict[str, Any]:
+    found = {field.name: getattr(binary, field.name) for field in fields(binary)}
+    maps = [one.tensor_map and one.tensor_map._asdict() for one in binary.parameters]
+    parameters = [one._asdict() | {"tensor_map": described} for one, described in zip(binary.parameters, maps, strict=True)]
+    found["parameters"] = [{name: value for name, value in one.items() if value not in ("", None)} for one in parameters]
+    return found | {"conditions": [condition._asdict() for condition in binary.conditions]}
 
 
 def _binary(fields: dict[str, Any]) -> Binary:

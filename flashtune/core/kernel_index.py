@@ -5,8 +5,8 @@ import json
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from flashtune.core.errors import EnvironmentProblem
@@ -39,12 +39,11 @@ class GeneratedKernel(NamedTuple):
         return f"{self.path.removesuffix('.py')}.json"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Index:
+class Index(NamedTuple):
     """The kernels of a folder, and the digest (see `digest`) of every file that was written there beside the index itself."""
 
     kernels: tuple[GeneratedKernel, ...] = ()
-    files: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = MappingProxyType({})
 
     def find(self, variant_id: str, arch: str | None = None) -> GeneratedKernel | None:
         """The kernel with this id: the one for `arch` where there is one, else any, whose text is the same."""

@@ -6,6 +6,7 @@ One distance for the search, which begins with the winners of the nearest rows, 
 import json
 import math
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 from flashtune.core.problem import DECODE_ROWS, ProblemKey
@@ -41,7 +42,7 @@ def distance(a: ProblemKey, b: ProblemKey) -> float:
     """How far the problems of two keys are apart: 0 for the same key, symmetric; infinite between passes and between architectures."""
     if a.direction != b.direction:
         return math.inf
-    apart = _gpus(a.gpu, b.gpu) + _dtypes(a.dtype, b.dtype) + _features(json.loads(a.features), json.loads(b.features))
+    apart = _gpus(a.gpu, b.gpu) + _dtypes(a.dtype, b.dtype) + _features(a.features, b.features)
     apart += DECODING * ((a.n_q <= DECODE_ROWS) != (b.n_q <= DECODE_ROWS))
     apart += PER_WORK_OCTAVE * octaves(work_of(a), work_of(b))
     return apart + sum(weight * octaves(getattr(a, name), getattr(b, name)) for name, weight in PER_OCTAVE.items())
@@ -78,8 +79,11 @@ def _dtypes(a: str, b: str) -> float:
     return TWIN if {a, b} == SIXTEEN_BITS else OTHER_DTYPE
 
 
-def _features(a: dict[str, Any], b: dict[str, Any]) -> float:
+@lru_cache(maxsize=4096)
+def _features(one: str, other: str) -> float:
     apart = 0.0
+    a: dict[str, Any] = json.loads(one)
+    b: dict[str, Any] = json.loads(other)
     for name in a.keys() | b.keys():
         if a.get(name) == b.get(name):
             continue

@@ -6,9 +6,8 @@ model) looks it up by a problem's direction (decision 0016). Nothing here needs 
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from flashtune.core.config import Direction, KernelSpec
 from flashtune.core.dtypes import ITEMSIZE, DType, output_dtype
@@ -25,8 +24,7 @@ Element = Literal["input", "output", "fp32"]
 """The element type of an operand: that of the problem's inputs, of its output, or float32 for all."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operand:
+class Operand(NamedTuple):
     """A tensor that every launch of a pass takes. `axes` are the fields of `Problem` that hold its sizes; `title` is for messages.
 
     `from_forward` marks what the forward wrote of the same problem, and an earlier launch hands on. `repeats` are axes over which it may be
@@ -84,8 +82,7 @@ class Oracle(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
+class Pass(NamedTuple):
     """One direction of attention. `operands` are in the order of a launch's positional arguments.
 
     `products` names, for each matrix product over the visible pairs, the head size that it runs along or spans.
@@ -178,7 +175,7 @@ def _backward_bounds(spec: KernelSpec) -> "dict[str, Bound]":
 
 def _read(operand: Operand) -> Operand:
     """What the forward wrote, as an operand of the backward."""
-    return replace(operand, written=False, from_forward=True)
+    return operand._replace(written=False, from_forward=True)
 
 
 BACKWARD = Pass(
@@ -213,7 +210,7 @@ the sum of its rows' parts, which a launch leaves to the caller.
 @lru_cache
 def backward_with(asked: tuple[str, ...]) -> Pass:
     """`BACKWARD`, with the gradients of `MORE_GRADIENTS` that are asked for."""
-    return replace(BACKWARD, operands=(*BACKWARD.operands, *(operand for operand in MORE_GRADIENTS if operand.name in asked)))
+    return BACKWARD._replace(operands=(*BACKWARD.operands, *(operand for operand in MORE_GRADIENTS if operand.name in asked)))
 
 
 PASSES: dict[Direction, Pass] = {"fwd": FORWARD, "bwd": BACKWARD}

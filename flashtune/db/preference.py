@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
+from operator import attrgetter
 from typing import Any
 
 from flashtune.core.problem import ProblemKey
 from flashtune.core.results import TuningRecord
 from flashtune.db.rows import moment
+
+_COLUMNS = attrgetter(*(field.name for field in fields(ProblemKey)))
 
 
 def preference(record: TuningRecord) -> tuple[int, int, int, float, str]:
@@ -47,4 +50,5 @@ def foremost(same: Sequence[TuningRecord], passed_over: Callable[[TuningRecord],
 
 def key_order(key: ProblemKey) -> tuple[Any, ...]:
     """Sorts keys by their columns, the user's four first."""
-    return tuple(getattr(key, field.name) for field in fields(ProblemKey))
+    found: tuple[Any, ...] = _COLUMNS(key)
+    return found

@@ -47,6 +47,7 @@ class Shipped(Mapping[ProblemKey, list[TuningRecord]]):
         self._process, self._connection = self._connected()
         connection = self._connection
         self._names = {table: [row[1] for row in connection.execute(f"PRAGMA table_info({table})")] for table in _TABLES}
+        self._asking = {only: self._queries(only) for only in ("", _OF_ONE_KEY)}
         names = self._names["problem"]
         found = [dict(zip(names, values, strict=True)) for values in connection.execute(f"SELECT {', '.join(names)} FROM problem")]
         self._ids = {rows.read_key(Row(fields)): fields["id"] for fields in found}
@@ -70,19 +71,27 @@ class Shipped(Mapping[ProblemKey, list[TuningRecord]]):
         weakref.finalize(self, connection.close)
         return os.getpid(), connection
 
-    def _read(self, problem: int | None) -> list[TuningRecord]:
-        """The candidates of the runs of one row of `problem`, or of all."""
-        names, only, asked = self._names, "" if problem is None else _OF_ONE_KEY, () if problem is None else (problem,)
+    def _queries(self, only: str) -> tuple[str, str]:
+        """What asks for candidates, and for their twins."""
+        names = self._names
         columns = ", ".join(f"{table}.{name}" for table in _TABLES for name in names[table])
         trial_columns = ", ".join(f"trial.{name}" for name in names["trial"])
-        winners = _WINNERS.format(which="median_us IS NOT NULL OR rank IS NOT NULL", columns=columns, only=only)
         twin_trials = f"median_us IS NOT NULL AND config LIKE '{rows.RUNNING_PATTERN}'"
+        return (
+            _WINNERS.format(which="median_us IS NOT NULL OR rank IS NOT NULL", columns=columns, only=only),
+            _TWINS.format(which=twin_trials, columns=trial_columns, only=only),
+        )
+
+    def _read(self, problem: int | None) -> list[TuningRecord]:
+        """The candidates of the runs of one row of `problem`, or of all."""
+        names, asked = self._names, () if problem is None else (problem,)
+        winners, twins_of = self._asking["" if problem is None else _OF_ONE_KEY]
         with self._lock:
             if self._process != os.getpid():
                 # A connection mustn't be taken through a fork.
                 self._process, self._connection = self._connected()
             found = self._connection.execute(winners, asked).fetchall()
-            others = self._connection.execute(_TWINS.format(which=twin_trials, columns=trial_columns, only=only), asked)
+            others = self._connection.execute(twins_of, asked)
             running = [dict(zip(names["trial"], values, strict=True)) for values in others]
         twins = {fields["run_id"]: Row(fields) for fields in running}
         records = []

@@ -4,8 +4,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 LARGEST = 2**31 - 1
 """The largest whole number that every database's INTEGER holds."""
@@ -29,8 +28,7 @@ class RowError(ValueError):
         self.column = column
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """The raw values of one row by column; each method returns one of them, checked, or raises RowError."""
 
     values: Mapping[str, object]

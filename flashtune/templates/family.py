@@ -33,7 +33,7 @@ flashtune.core.reference defines the numbers.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations, product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -47,8 +47,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Axis:
+class Axis(NamedTuple):
     """One dimension of the search space; `why` says in a line what it trades.
 
     `absent` is what configs did that were written before this axis was declared; None for one that was there from the start.
@@ -64,8 +63,7 @@ class Axis:
     unsaid: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Constraint:
+class Constraint(NamedTuple):
     """A named predicate over (config, spec, target): True where the candidate may be built.
 
     `axes` are those that it reads, so that a space is enumerated by asking it once for each combination of them; it is then given configs

@@ -60,14 +60,14 @@ class Recording(NamedTuple):
     temporaries: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Tensor:
     """In the keywords of `record`: the tensor of this place among the call's own."""
 
     index: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Resident:
     """In the keywords of `record`: memory at the same address at every call."""
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from flashtune.core.config import Config, KernelSpec, settles
@@ -18,8 +17,7 @@ from flashtune.templates.family import Family
 Kind = Literal["exact", "near_n", "stand_in", "near_gpu", "predicted", "default", "framework"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class Choice(NamedTuple):
     """One way to serve a problem: a family with a config, or the framework (no family). `note` says in a sentence why.
 
     Where the record is of another key, `differences` are what differs, and `estimate` what that is thought to lose. `twin` is the config
@@ -39,8 +37,7 @@ class Choice:
     behind: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
+class Refusal(NamedTuple):
     """A record or family that can't serve. `invalid` marks a row that no flashtune would have written for this GPU."""
 
     reason: str

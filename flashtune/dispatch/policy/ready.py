@@ -1,7 +1,6 @@
 """Between near-equal choices the one whose machine code is at hand goes first, so that no call waits for a compiler without need."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 
 from flashtune.dispatch.policy.choices import Choice, Refusal
 
@@ -29,7 +28,7 @@ def ready_first(choices: Iterable[Choice | Refusal], ready: Callable[[Choice], b
         waiting: list[Choice | Refusal] = [one]
         for other in ranking:
             if isinstance(other, Choice) and _waits(other) and _near(other, one) and ready(other):
-                yield replace(other, note=f"{other.note}; nearer rows have no machine code for these features")
+                yield other._replace(note=f"{other.note}; nearer rows have no machine code for these features")
                 break
             waiting.append(other)
             if len(waiting) > AHEAD or (isinstance(other, Choice) and not _waits(other)):

@@ -53,9 +53,10 @@ class HopperTiles:
         return ["inner_scale"] * self.spec.softcap + ["seed", "offset", "threshold", "keep_scale"] * self.spec.dropout
 
 
-@dataclass(frozen=True, slots=True)
 class HopperLayout(HopperTiles):
     """How a program of `flash_fwd_hopper` is divided among warpgroups, and where its tiles live."""
+
+    __slots__ = ()
 
     @property
     def fp8(self) -> bool:

@@ -1,7 +1,5 @@
 """What follows from a spec and a config of the backward families for Hopper, stated once for templates, constraints and the cost model."""
 
-from dataclasses import dataclass
-
 from flashtune.core.config import KernelSpec
 from flashtune.core.target import Target
 from flashtune.templates.family import padded
@@ -23,9 +21,10 @@ def refusal(name: str, widest: int, spec: KernelSpec, target: Target) -> str | N
     return None
 
 
-@dataclass(frozen=True, slots=True)
 class HopperBackward(HopperTiles):
     """What both families have in common: what their kernels take."""
+
+    __slots__ = ()
 
     @property
     def sizes(self) -> list[str]:
@@ -83,9 +82,10 @@ class HopperBackward(HopperTiles):
         return 240
 
 
-@dataclass(frozen=True, slots=True)
 class BackwardLayout(HopperBackward):
     """How a program of `flash_bwd_hopper` is divided among warpgroups, and where its tiles live."""
+
+    __slots__ = ()
 
     @property
     def consumers(self) -> int:
@@ -161,9 +161,10 @@ class BackwardLayout(HopperBackward):
         return keys + stages + 2 * size * block_n * block_m + parts + bias + words + 1024
 
 
-@dataclass(frozen=True, slots=True)
 class SplitLayout(HopperBackward):
     """The same of the two kernels of `flash_bwd_hopper_split`: that of dK and dV, then that of dQ."""
+
+    __slots__ = ()
 
     @property
     def bias_by_pointer(self) -> bool:
