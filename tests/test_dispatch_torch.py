@@ -253,11 +253,14 @@ decided = len(collected)
 assert found.kind != "framework" and 0 < len(read) < 16 < len(Shipped(shipped_path())), len(read)
 assert record(lambda q: [(lambda: None, (1,), (q[1:],), {})], [q], {"q": Tensor(0)}) is not None
 new = set(sys.modules) - before
-tools = {"optuna", "sqlalchemy", "alembic", "jinja2", "click", "rich", "triton", "sympy", "statistics"}
+tools = {"optuna", "sqlalchemy", "alembic", "jinja2", "click", "rich", "triton", "sympy", "statistics", "tomllib", "shlex"}
 print(sorted({name.split(".")[0] for name in new} & tools))
 rooms = ("flashtune.tuner", "flashtune.profiler", "flashtune.cli", "flashtune.db.store", "flashtune.templates.rendering")
+rooms += ("flashtune.core.oracles", "flashtune.core.tolerances", "numpy.typing")
 print([name for name in new if name.startswith((*rooms, "torch._dynamo", "torch._inductor"))])
 print(decided)
+# Operators are made for tracers.
+assert not {"attention", "attention_training", "attention_gradients", "dropout_keep"} & set(vars(torch.ops.flashtune))
 # Nor does a search import compilers for the framework's part of a race, which the GPU would wait for.
 from flashtune.tuner.timing import baseline
 print(baseline.backend_name(lambda: own(q, q, q)), [name for name in sys.modules if name.startswith(("torch._dynamo", "torch._inductor"))])

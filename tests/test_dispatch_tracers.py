@@ -5,6 +5,8 @@ test_dispatch_interpreter.py runs these once more where kernels serve.
 
 import contextlib
 import inspect
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -246,3 +248,24 @@ def test_the_signature_begins_with_torchs_own() -> None:
     given = [f"{p.name}{'' if p.default is p.empty else f'={p.default}'}" for p in ours if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert ", ".join(given) == said
     assert [*inspect.signature(dispatch.explain).parameters] == [*inspect.signature(dispatch.attention).parameters]
+
+
+def test_operators_are_made_when_first_asked_for_by_many_threads_at_once() -> None:
+    code = """
+import sys, threading
+from concurrent.futures import ThreadPoolExecutor
+import torch
+from flashtune import dispatch
+names = ["attention", "attention_training", "attention_gradients", "dropout_keep"]
+print([name for name in names if name in vars(torch.ops.flashtune)])
+sys.setswitchinterval(1e-6)
+together = threading.Barrier(16)
+def found(name):
+    together.wait()
+    return getattr(torch.ops.flashtune, name).default.name()
+with ThreadPoolExecutor(16) as threads:
+    asked = list(threads.map(found, names * 4))
+print(asked == [f"flashtune::{name}" for name in names * 4], hasattr(torch.ops.flashtune, "nothing"))
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    assert run.stdout.splitlines() == ["[]", "True False"]

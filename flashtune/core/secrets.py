@@ -4,7 +4,6 @@ Texts may be a stranger's, so masking takes a time that grows as they do: no pat
 """
 
 import re
-import shlex
 from collections.abc import Sequence
 
 MASK = "***"
@@ -25,6 +24,9 @@ def mask_secrets(text: str) -> str:
 
 def command_line(words: Sequence[str]) -> str:
     """The words of a command as one would type them, with passwords masked."""
+    # As in `mask_command_line`.
+    import shlex
+
     return shlex.join(_masked_word(word) for word in words)
 
 
@@ -33,6 +35,8 @@ def mask_command_line(text: str) -> str:
     if not any(mark in text for mark in "@?&;"):
         # No password is without one of these, however it is quoted; shlex takes its time, and every row has a command.
         return text
+    import shlex
+
     try:
         words = shlex.split(text)
     except ValueError:

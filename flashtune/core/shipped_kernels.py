@@ -1,7 +1,7 @@
 """The kernels that a package ships: its index, and the machine code of a variant."""
 
 import functools
-from importlib import resources
+import importlib
 from pathlib import Path
 
 from flashtune.core.binaries import Manifest, read_manifest
@@ -14,7 +14,8 @@ PACKAGE = "flashtune.kernels_generated"
 
 def folder_of(package: str) -> Path:
     """Where a package of generated kernels lies."""
-    return Path(str(resources.files(package)))
+    [folder] = importlib.import_module(package).__path__
+    return Path(folder)
 
 
 @functools.cache
