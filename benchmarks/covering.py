@@ -76,7 +76,7 @@ def lattice() -> Iterator[Problem]:
 
 def ill_served() -> Iterator[Problem]:
     """Shapes near those whose stand-ins took 7 % longer than a search's own best, or more, in runs of unprepared.py
-    (seed59.json, seed83.json and seed101.json in benchmarks/results/2026-11-23-h200-unprepared)."""
+    (seed59.json, seed83.json, seed101.json and seed127.json in benchmarks/results/2026-11-23-h200-unprepared)."""
     sinks, mask, window = Features(causal=True, sinks=True), Features(mask="bool"), Features(causal=True, window=(1024, 0))
     causal, below = Features(causal=True), Features(causal=True, alignment="bottom_right")
     capped, capped_below = replace(causal, softcap=True), replace(below, softcap=True)
@@ -119,8 +119,27 @@ def ill_served() -> Iterator[Problem]:
         (1, 20, 20, 2560, 2560, 64, 64, causal),
         (1, 16, 16, 2560, 2560, 80, 80, Features()),
         (1, 24, 24, 1536, 1536, 112, 112, causal),
+        (64, 8, 8, 320, 512, 40, 40, Features()),
+        (1, 4, 4, 10240, 14336, 128, 128, below),
+        (1, 4, 4, 8192, 8192, 128, 128, causal),
+        (12, 4, 1, 4096, 4096, 72, 72, causal),
+        (64, 20, 20, 184, 184, 160, 160, Features()),
+        (96, 4, 4, 640, 640, 160, 160, Features()),
+        (24, 24, 24, 1, 320, 128, 128, Features()),
+        (56, 32, 4, 288, 288, 128, 128, causal),
+        (40, 8, 8, 168, 168, 192, 128, causal),
+        (20, 8, 8, 480, 480, 96, 96, Features(mask="bias")),
     ):
         yield Problem(batch=batch, heads=heads, kv_heads=kv_heads, n_q=n_q, n_kv=n_kv, d=d, d_v=d_v, dtype="bf16", features=features)
+
+
+def between_tiles() -> Iterator[Problem]:
+    """Lengths that leave tiles of 128 and 192 rows part empty, of many short sequences, and calls of medium length with few tiles for each
+    multiprocessor: rows of powers of two say little of which tiles suit these."""
+    for d, d_v in HEAD_SIZES:
+        for features in (Features(), Features(causal=True)):
+            for batch, heads, n in ((64, 16, 160), (48, 16, 320), (4, 16, 896)):
+                yield Problem(batch=batch, heads=heads, kv_heads=heads, n_q=n, n_kv=n, d=d, d_v=d_v, dtype="bf16", features=features)
 
 
 def distances(ours: Sequence[ProblemKey], theirs: Sequence[ProblemKey], far: float = FAR) -> NDArray[np.float64]:
@@ -153,9 +172,10 @@ def farthest(count: int) -> list[tuple[Problem, float]]:
 
 
 def chosen(count: int) -> list[tuple[Problem, float]]:
-    """Ill-served shapes, then those that help most, the first alone most of all, each with the mean distance of the calls from then on."""
+    """Ill-served shapes and those between tiles, then those that help most, the first alone most of all, each with the mean distance of the
+    calls from then on."""
     known, calls = measured(), [problem.key(GPU) for problem in called()]
-    found = [(problem, math.nan) for problem in ill_served() if problem.key(GPU) not in known]
+    found = [(problem, math.nan) for problem in (*ill_served(), *between_tiles()) if problem.key(GPU) not in known]
     known += [problem.key(GPU) for problem, _ in found]
     # A window that hides nothing is none to a call.
     shapes = [problem for problem in lattice() if as_called(problem) == problem]
