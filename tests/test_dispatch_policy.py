@@ -264,13 +264,17 @@ def test_the_cost_model_says_nothing_of_a_backward_and_counts_what_it_leaves_out
     full = replace(sized(512, batch=64), features=Features())
     settling = HOPPER.default(full.spec(), H200).replace(maximum="first", BLOCK_N=128, section=1, ctas_per_sm=1)
     running = settling.replace(maximum="running")
-    assert left_out(running, full) == 0.0 < left_out(settling, replace(full, n_q=4096, n_kv=4096)) < left_out(settling, full)
+    assert left_out(running, full) < left_out(settling, replace(full, n_q=4096, n_kv=4096)) < left_out(settling, full)
     assert left_out(settling, replace(full, features=Features(dropout=True))) > left_out(settling, full)
-    in_turns, small, large = running.replace(intra_wg_overlap=0), replace(full, d=64, d_v=64), replace(full, d=256, d_v=256)
-    assert left_out(in_turns, large) > 0.0 > left_out(in_turns, small) and left_out(running.replace(ctas_per_sm=3, tiles="one"), full) < 0.0
-    assert left_out(running.replace(BLOCK_M=192), full) < 0.0 < left_out(running.replace(pingpong=False), full)
+    in_turns, small = running.replace(intra_wg_overlap=0), replace(full, d=64, d_v=64)
+    assert left_out(in_turns, small) < left_out(running, small) and left_out(in_turns, full) == left_out(running, full)
+    assert left_out(running.replace(BLOCK_M=256), full) > 0.3 > left_out(running.replace(BLOCK_M=256), small)
+    assert left_out(running.replace(pingpong=False), full) > left_out(running, full) < left_out(running.replace(tiles="one"), full)
     chained = running.replace(tiles="chained")
-    assert left_out(chained, full) == 0.0 < left_out(chained.replace(ctas_per_sm=2), full)
+    assert left_out(chained.replace(tiles="loop"), full) < left_out(chained, full) < left_out(chained.replace(ctas_per_sm=2), full)
+    # Rows of padding cost less than others, but a decoding step is nearly all padding.
+    padded, step = replace(full, n_q=520, n_kv=520), replace(full, n_q=1)
+    assert left_out(running, padded) < left_out(running, full) and left_out(running, step) > left_out(running, padded)
     log = log_us(HOPPER, running, full, H200)
     assert log is not None and log > LOG_HOST
     trained = replace(full, direction="bwd")
@@ -292,6 +296,18 @@ def test_a_bias_with_rows_that_the_copy_engine_takes_stands_for_such_a_one() -> 
     ragged, even = record(replace(biased, n_q=2001, n_kv=2001)), record(biased)
     assert choose(replace(biased, n_q=2048, n_kv=2048), H200, [ragged, even], FAMILIES).record is even
     assert choose(replace(biased, n_q=3001, n_kv=3001), H200, [ragged, even], FAMILIES).record is ragged
+
+
+def test_no_row_of_a_bias_that_is_read_otherwise_is_preferred_by_the_cost_model() -> None:
+    # What the model expects of Hopper's kernels leaves out the copy of a bias whose rows aren't aligned: at N = 2226 such a row was preferred by
+    # 7 %, and served at 0.86 of a search's best (benchmarks/results/2026-11-23-h200-unprepared/seed127.json).
+    rows = [row for row in SHIPPED if row.key.direction == "fwd"]
+    features = Features(mask="bias")
+    for n in (2226, 1113, 3003):
+        for d in (64, 80, 112, 128):
+            problem = Problem(batch=1, heads=12, kv_heads=3, n_q=n, n_kv=n, d=d, d_v=d, dtype="fp16", features=features)
+            found = policy.choose(problem, H200, rows, families(), framework_serves=False).record
+            assert found is not None and losses.ragged(found.key), (n, d)
 
 
 def test_a_pool_remembers_nothing_of_the_families_that_it_was_asked_for() -> None:
@@ -452,7 +468,8 @@ ONE_HEAD_SIZE = [row for row in SHIPPED if row.key.gpu == "h200" and row.problem
 )
 def test_neighbours_that_kernels_pad_alike_stand_in_for_what_has_no_row(problem: Problem, wanted: Problem) -> None:
     found = policy.choose(problem, H200, ONE_HEAD_SIZE, families())
-    assert found.record is not None and found.record.key == wanted.key("h200")
+    # Of whichever 16-bit type: these have rows of the same sizes, too, of which the cost model may prefer one.
+    assert found.record is not None and replace(found.record.key, dtype="bf16") == wanted.key("h200")
     assert found.family is not None and found.config is not None
     found.family.validate(found.config)
     assert found.family.unfit(found.config, problem.spec(), H200) is None

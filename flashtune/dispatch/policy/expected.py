@@ -3,35 +3,46 @@
 import math
 
 from flashtune.core.band import blocks_of_tiles
-from flashtune.core.config import Config, settles
+from flashtune.core.config import Config, rescales_grown, settles
 from flashtune.core.dtypes import ITEMSIZE
-from flashtune.core.problem import Problem
+from flashtune.core.problem import DECODE_ROWS, Problem
 from flashtune.core.target import Target
 from flashtune.templates.cost import predict_us
 from flashtune.templates.family import Family
 
 LEFT_OUT = {
-    "settling": 0.191,
-    "settling small": 0.047,
-    "settling features": 0.049,
-    "pieces": 0.104,
-    "shared": -0.028,
-    "in turns small": -0.086,
-    "in turns large": 0.081,
-    "odd rows": 0.204,
-    "no ping-pong": 0.054,
-    "three warpgroups": -0.049,
-    "chained beside others": 0.187,
+    "settling": 0.26,
+    "settling small": 0.07,
+    "settling features": 0.03,
+    "rescaling what grew": 0.03,
+    "pieces": 0.085,
+    "chunks": -0.05,
+    "in turns small": -0.09,
+    "odd rows": 0.2,
+    "four warpgroups wide": 0.35,
+    "small tiles under a cap": -0.1,
+    "ping-pong": -0.03,
+    "three stages": -0.02,
+    "drawn": 0.015,
+    "chained": 0.025,
+    "chained beside others": 0.11,
+    "one tile": 0.19,
+    "tall tiles": 0.35,
+    "padding": -0.26,
 }
-"""What the model leaves out of a Hopper kernel's time, logarithms: settling a tile's row maxima, for a tile of one block of keys and as
-much less as it has more, and besides for heads of up to 64 columns, and beside dropout or a soft cap; an output in pieces; three programs
-or more on an SM without a band; products and softmax in turns, for such heads and for those above 128; tiles of 64 rows where a row of
-Q is an odd number of 16 bytes (D = 40 and 72); blocks of 128 keys whose warpgroups don't take turns; three of these for a tile; and tiles
-chained beside another program's. From the trials of an H200's rows (benchmarks/fit_expected.py); searches of random shapes agree in
-every sign (benchmarks/results/2026-11-23-stand-in/expected.json)."""
+"""What the model leaves out of a Hopper kernel's time, logarithms.
 
-SMALL, LARGE = 64, 128
-"""Columns of heads: up to so many, and from there on."""
+Settling a tile's row maxima, and besides for heads of up to 64 columns, and beside dropout or a soft cap; running maxima that rescale only
+what grew; an output in pieces; tiles in chunks of columns, without padding; products and softmax in turns, for such heads; tiles of 64 rows
+where a row of Q is an odd number of 16 bytes (D = 40 and 72); four warpgroups for a tile of wider heads, whose registers don't suffice;
+tiles of 64 rows under a soft cap; warpgroups that take turns; three stages or more; tiles that are drawn, chained, or chained beside another
+program's; a program for each tile; how much taller than 128 rows a tile is (a share of them); and the logarithm of what padding adds to the
+rows. Of settling, of a program for each tile and of tall tiles it is that for tiles of one block of keys, and as much less as they have more.
+From the trials of an H200's rows (benchmarks/fit_expected.py); searches of random shapes agree in every sign
+(benchmarks/results/2026-11-23-stand-in/expected.json)."""
+
+SMALL = 64
+"""Columns of heads: up to so many."""
 
 LOG_HOST = math.log(22.0)
 """Calls that take the GPU no longer wait for the host, which needs 15 to 22 us for one of torch's
@@ -59,21 +70,28 @@ def left_out(config: Config, problem: Problem) -> float:
 
 def shares(config: Config, problem: Problem) -> tuple[float, ...]:
     """How much of each of LEFT_OUT a Hopper kernel of this config has, in their order."""
-    f, wide, settled, in_turns = problem.features, max(problem.d, problem.d_v), settles(config), config["intra_wg_overlap"] == 0
-    settling = 0.0
-    if settled:
-        blocks = blocks_of_tiles(problem.band, problem.n_q, problem.n_kv, config.number("BLOCK_M"), config.number("BLOCK_N"))
-        settling = len(blocks) / max(len(blocks), sum(blocks))
+    f, settled, narrow = problem.features, settles(config), max(problem.d, problem.d_v) <= SMALL
+    rows, keys = config.number("BLOCK_M"), config.number("BLOCK_N")
+    blocks = blocks_of_tiles(problem.band, problem.n_q, problem.n_kv, rows, keys)
+    of_a_block = len(blocks) / max(len(blocks), sum(blocks))
     return (
-        settling,
-        settled and wide <= SMALL,
+        settled * of_a_block,
+        settled and narrow,
         settled and (f.dropout or f.softcap),
+        not settled and rescales_grown(config),
         config.get("v_columns", "padded") == "pieces",
-        not f.banded and config.number("ctas_per_sm") > 2,
-        in_turns and wide <= SMALL,
-        in_turns and wide > LARGE,
-        config["BLOCK_M"] == 64 and problem.d * ITEMSIZE[problem.dtype] % 32 != 0,
-        config["BLOCK_N"] == 128 and not config["pingpong"],
-        config["BLOCK_M"] == 192,
+        config.get("smem_columns", "padded") == "chunks",
+        config["intra_wg_overlap"] == 0 and narrow,
+        rows == 64 and problem.d * ITEMSIZE[problem.dtype] % 32 != 0,
+        rows == 256 and not narrow,
+        rows == 64 and f.softcap,
+        bool(config["pingpong"]),
+        config.number("num_stages") > 2,
+        config["order"] == "drawn",
+        config["tiles"] == "chained",
         config["tiles"] == "chained" and config["ctas_per_sm"] != 1,
+        (config["tiles"] == "one") * of_a_block,
+        (rows / 128 - 1) * of_a_block,
+        # Of a decoding step nearly all is padding, and nothing of that was fitted.
+        math.log(math.ceil(problem.n_q / rows) * rows / problem.n_q) if problem.n_q > DECODE_ROWS else 0.0,
     )

@@ -18,7 +18,7 @@ COMPARED = 16
 PER_DISTANCE = 0.005
 """What a unit of distance counts against what the cost model expects to gain, a logarithm."""
 
-LEAST_GAIN = 0.02
+LEAST_GAIN = 0.01
 """So much it must be expected to gain."""
 
 OTHER_KIND = 0.05
@@ -137,6 +137,8 @@ def _compared(near: Iterator[tuple[float, TuningRecord]], context: Context) -> I
         gain = _gain(fit, fits[0][1], here, context)
         strayed = losses.strayed(fit.record.key, fits[0][1].record.key, context.key)
         worth = gain - PER_DISTANCE * (apart - fits[0][0]) - OTHER_KIND * strayed
+        if _reads_otherwise(fit, fits[0][1], context):
+            continue
         if worth > LEAST_GAIN and (_config(fit) not in ahead or worth > ahead[_config(fit)][0]):
             ahead[_config(fit)] = worth, fit, gain
     most = max((gain for _, _, gain in ahead.values()), default=0.0)
@@ -153,6 +155,12 @@ def _compared(near: Iterator[tuple[float, TuningRecord]], context: Context) -> I
 
 _Config = tuple[str, Config]
 """A config of the family of a name."""
+
+
+def _reads_otherwise(fit: Fit, nearest: Fit, context: Context) -> bool:
+    """Whether its record is of a bias that is read another way than the call's, and the nearest one's isn't: the model knows nothing of that."""
+    theirs, near, ours = (losses.ragged(key) for key in (fit.record.key, nearest.record.key, context.key))
+    return near == ours != theirs
 
 
 def _config(fit: Fit) -> _Config:
