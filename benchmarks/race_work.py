@@ -168,6 +168,7 @@ CHUNKED: tuple[dict[str, Value], ...] = (
     {"BLOCK_M": 128, "BLOCK_N": 64, "num_stages": 3, "tiles": "loop", "pingpong": True},
     {"BLOCK_M": 128, "BLOCK_N": 128, "num_stages": 2, "tiles": "loop", "pingpong": True},
     {"BLOCK_M": 128, "BLOCK_N": 64, "num_stages": 3, "tiles": "one", "pingpong": True},
+    {"BLOCK_M": 192, "BLOCK_N": 64, "num_stages": 2, "tiles": "loop", "pingpong": True},
     {"BLOCK_M": 192, "BLOCK_N": 64, "num_stages": 2, "tiles": "loop", "pingpong": False},
     {"BLOCK_M": 192, "BLOCK_N": 64, "num_stages": 3, "tiles": "one", "pingpong": False},
     {"BLOCK_M": 192, "BLOCK_N": 64, "num_stages": 3, "tiles": "one", "pingpong": False, "intra_wg_overlap": 0},

@@ -299,8 +299,8 @@ def test_a_bias_with_rows_that_the_copy_engine_takes_stands_for_such_a_one() -> 
 
 
 def test_no_row_of_a_bias_that_is_read_otherwise_is_preferred_by_the_cost_model() -> None:
-    # What the model expects of Hopper's kernels leaves out the copy of a bias whose rows aren't aligned: at N = 2226 such a row was preferred by
-    # 7 %, and served at 0.86 of a search's best (benchmarks/results/2026-11-23-h200-unprepared/seed127.json).
+    # What the model expects of Hopper's kernels leaves out the copy of a bias whose rows aren't aligned: at N = 2226 such a row was
+    # preferred by 7 %, and served at 0.86 of a search's best (benchmarks/results/2026-11-23-h200-unprepared/seed127.json).
     rows = [row for row in SHIPPED if row.key.direction == "fwd"]
     features = Features(mask="bias")
     for n in (2226, 1113, 3003):

@@ -32,12 +32,13 @@ LEFT_OUT = {
 }
 """What the model leaves out of a Hopper kernel's time, logarithms.
 
-Settling a tile's row maxima, and besides for heads of up to 64 columns, and beside dropout or a soft cap; running maxima that rescale only
-what grew; an output in pieces; tiles in chunks of columns, without padding; products and softmax in turns, for such heads; tiles of 64 rows
-where a row of Q is an odd number of 16 bytes (D = 40 and 72); four warpgroups for a tile of wider heads, whose registers don't suffice;
-tiles of 64 rows under a soft cap; warpgroups that take turns; three stages or more; tiles that are drawn, chained, or chained beside another
-program's; a program for each tile; how much taller than 128 rows a tile is (a share of them); and the logarithm of what padding adds to the
-rows. Of settling, of a program for each tile and of tall tiles it is that for tiles of one block of keys, and as much less as they have more.
+Settling a tile's row maxima, and besides for heads of up to 64 columns, and beside dropout or a soft cap; running maxima that rescale
+only what grew; an output in pieces; tiles in chunks of columns, without padding; products and softmax in turns, for such heads; tiles of
+64 rows where a row of Q is an odd number of 16 bytes (D = 40 and 72); four warpgroups for a tile of wider heads, whose registers don't
+suffice; tiles of 64 rows under a soft cap; warpgroups that take turns; three stages or more; tiles that are drawn, chained, or chained
+beside another program's; a program for each tile; how much taller than 128 rows a tile is (a share of them); and the logarithm of what
+padding adds to the rows. Of settling, of a program for each tile and of tall tiles it is that for tiles of one block of keys, and as much
+less as they have more.
 From the trials of an H200's rows (benchmarks/fit_expected.py); searches of random shapes agree in every sign
 (benchmarks/results/2026-11-23-stand-in/expected.json)."""
 

@@ -158,7 +158,7 @@ _Config = tuple[str, Config]
 
 
 def _reads_otherwise(fit: Fit, nearest: Fit, context: Context) -> bool:
-    """Whether its record is of a bias that is read another way than the call's, and the nearest one's isn't: the model knows nothing of that."""
+    """Whether its record is of a bias that is read unlike the call's, and the nearest one's isn't: the model knows nothing of that."""
     theirs, near, ours = (losses.ragged(key) for key in (fit.record.key, nearest.record.key, context.key))
     return near == ours != theirs
 
