@@ -203,6 +203,8 @@ def ragged_biases() -> list[Problem]:
     times as fast as torch, and these rows say that torch is faster (benchmarks/results/2026-11-22-h200-unprepared/seed11.json).
     """
     shapes = [(1, 16, 2001, 128), (1, 16, 2001, 64), (16, 12, 577, 64), (32, 16, 333, 128), (16, 16, 1023, 64), (8, 16, 1023, 96)]
+    # With rows of an even number of elements torch was the faster: 139 us where flash_fwd took 186, at N = 2226 (seed127.json).
+    shapes += [(1, 12, 2226, 112), (1, 16, 2002, 128), (8, 16, 1026, 64), (16, 12, 578, 64)]
     return [
         Problem(batch=b, heads=h, kv_heads=h, n_q=n, n_kv=n, d=d, d_v=d, dtype="bf16", features=Features(mask="bias"))
         for b, h, n, d in shapes
