@@ -63,8 +63,9 @@ def log_us(family: Family, config: Config, problem: Problem, target: Target) -> 
 
 
 def left_out(config: Config, problem: Problem) -> float:
-    """The logarithm of what a config takes beside what the cost model says; 0 for families other than Hopper's."""
-    if "intra_wg_overlap" not in config:
+    """The logarithm of what a config takes beside what the cost model says; 0 for families other than Hopper's, and for decoding steps, to
+    which nothing of it was fitted."""
+    if "intra_wg_overlap" not in config or problem.n_q <= DECODE_ROWS:
         return 0.0
     return sum(constant * share for constant, share in zip(LEFT_OUT.values(), shares(config, problem), strict=True))
 
@@ -93,6 +94,5 @@ def shares(config: Config, problem: Problem) -> tuple[float, ...]:
         config["tiles"] == "chained" and config["ctas_per_sm"] != 1,
         (config["tiles"] == "one") * of_a_block,
         (rows / 128 - 1) * of_a_block,
-        # Of a decoding step nearly all is padding, and nothing of that was fitted.
-        math.log(math.ceil(problem.n_q / rows) * rows / problem.n_q) if problem.n_q > DECODE_ROWS else 0.0,
+        math.log(math.ceil(problem.n_q / rows) * rows / problem.n_q),
     )
