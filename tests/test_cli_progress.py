@@ -235,12 +235,21 @@ def test_ended_problems_say_how_many_trials_they_had() -> None:
         ((80.0, 81.0, 90.0), [(85.0, 86.0, 90.0)], "the best trial's 80.0 us were its own: the closing race times finalists anew"),
         ((82.0, 81.0, 90.0), [(80.0, 83.0, 90.0)], "the best trial, of 80.0 us, was no faster in the closing race (83.0 us)"),
         ((82.0, 81.0, 90.0), [(80.0, 80.8, 90.0)], "a tie with the best trial, of 80.8 us in the closing race, goes to the stored row or"),
-        ((82.0, 81.0, 60.0), [(70.0, 71.0, 90.0)], "the best trial took 71.0 us in the closing race, but whole calls of it take 90.0 us"),
+        (
+            (82.0, 81.0, 60.0),
+            [(70.0, 71.0, 90.0)],
+            "whole calls decided: of the winner they take 60.0 us, of the fastest",
+        ),
+        # Of the best trial no whole calls were timed.
+        ((85.0, 80.0, 50.0), [(71.0, 70.0, 60.0), (69.0, 71.0, None)], "whole calls decided: of the winner they take 50.0 us"),
+        ((85.0, 81.0, None), [(59.0, 60.0, None)], ""),
         ((82.0, 80.0, 60.0), [(82.5, 71.0, 90.0)], ""),
         ((82.0, 80.0, 60.0), [], ""),
     ],
 )
-def test_a_pick_that_is_slower_than_the_best_trial_says_why(winner: tuple[float, ...], others: list[tuple[float, ...]], said: str) -> None:
+def test_a_pick_that_is_slower_than_the_best_trial_says_why(
+    winner: tuple[float, float, float | None], others: list[tuple[float, float, float | None]], said: str
+) -> None:
     shown, out = drawn(Clock())
     outcomes = [
         replace(
@@ -255,4 +264,12 @@ def test_a_pick_that_is_slower_than_the_best_trial_says_why(winner: tuple[float,
     ]
     shown.problem_finished(SearchResult(gpu="a100", problem=GRID[0], outcomes=tuple(outcomes), provenance=PROVENANCE))
     text = " ".join(out.getvalue().split())
-    assert said in text and ("best trial" in text) == bool(said)
+    assert said in text and ("best trial" in text or "whole calls" in text) == bool(said)
+
+
+def test_a_best_trial_that_did_not_race_is_not_said_to_have_raced() -> None:
+    shown, out = drawn(Clock())
+    apart = replace(correct(70.0), variant_id="apart")
+    winner = replace(correct(81.0), variant_id="winner", rank=1, finalist=True, trial=Measurement.of([80.0]))
+    shown.problem_finished(SearchResult(gpu="a100", problem=GRID[0], outcomes=(winner, apart), provenance=PROVENANCE))
+    assert "the best trial, of 70.0 us, didn't run in the closing race" in " ".join(out.getvalue().split())

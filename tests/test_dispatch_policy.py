@@ -423,7 +423,7 @@ def test_a_record_of_another_kind_stands_in_and_says_for_which_difference(other:
 
 
 def test_the_estimate_beside_a_predicted_row_says_whose_time_that_is() -> None:
-    said = ", as a measured row would, and its own time is only what the cost model expects"
+    said = "; nothing was measured: its own time is the cost model's"
     for stranger in (PREDICTED_NEAR, PREDICTED_GPU):
         assert said in choose(PROBLEM, H200, [stranger], FAMILIES).note
     assert said not in choose(PROBLEM, H200, [PREDICTED], FAMILIES).note

@@ -10,12 +10,13 @@ from flashtune import dispatch
 from flashtune.core import shipped_kernels
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
-from flashtune.dispatch.policy import Choice, Kind, Refusal
-from flashtune.dispatch.policy.losses import Estimate
+from flashtune.db.library import Library, shipped_path
+from flashtune.dispatch.policy import Choice, Kind, Refusal, rank
+from flashtune.dispatch.policy.losses import Estimate, ragged
 from flashtune.dispatch.policy.ready import LITTLE_BEHIND, NEAR_EQUAL, ready_first
 from flashtune.dispatch.resolve import choosing
 from flashtune.dispatch.resolve.memo import Memo
-from flashtune.templates import family, rendering
+from flashtune.templates import families, family, rendering
 
 H200 = find_target("h200")
 PLAIN = Problem(batch=4, heads=16, kv_heads=4, n_q=512, n_kv=512, d=128, d_v=128, dtype="bf16")
@@ -113,6 +114,17 @@ def test_nothing_is_rendered_to_be_looked_for_in_an_empty_cache(tmp_path: Path, 
     rendered.clear()
     shipped = dispatch.explain_problem(replace(PLAIN, n_q=4096, n_kv=4096), "h200")
     assert shipped_kernels.shipped_index(shipped_kernels.PACKAGE).find(str(shipped.variant_id)) is not None and not rendered
+
+
+@pytest.mark.parametrize(("n", "d"), [(5001, 128), (2226, 80)])
+def test_machine_code_of_a_bias_that_is_read_otherwise_goes_before_nothing(n: int, d: int) -> None:
+    problem = Problem(batch=2, heads=8, kv_heads=8, n_q=n, n_kv=n, d=d, d_v=d, dtype="bf16", features=Features(mask="bias"))
+    rows = [row for row in Library.of(shipped_path()).records() if row.key.direction == "fwd"]
+    ranking = ready_first(
+        rank(problem, H200, rows, families(), framework_serves=False), lambda one: one.record is not None and not ragged(one.record.key)
+    )
+    first = next(one.record for one in ranking if isinstance(one, Choice))
+    assert first is not None and ragged(first.key)
 
 
 STEPS = {"gpt2": (12, 12, 64), "llama": (16, 4, 128), "qwen3": (16, 8, 128), "gemma2": (8, 4, 256)}

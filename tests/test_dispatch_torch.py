@@ -311,11 +311,15 @@ def test_a_mistyped_name_in_the_environment_is_warned_of_once_where_no_rows_are_
     there.touch()
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        for named in (str(there), "postgresql://host/tuned", "", str(tmp_path / "mistyped.sqlite")):
+        mistyped = [f"{tmp_path}/mistyped.sqlite", f"sqlite:///{tmp_path}/mistyped.sqlite", str(tmp_path)]
+        for named in (str(there), f"sqlite:///{there}", "postgresql://host/tuned", "", *mistyped):
             monkeypatch.setenv("FLASHTUNE_DB", named)
             dispatch.reload()
             for n in (5, 5, 6):
                 dispatch.attention(*(torch.randn(1, 1, n, 16) for _ in range(3)))
     dispatch.reload()
-    [said] = [one for one in warned if "FLASHTUNE_DB" in str(one.message)]
-    assert said.category is RuntimeWarning and f"no database at {tmp_path}/mistyped.sqlite, which FLASHTUNE_DB names" in str(said.message)
+    said = [one for one in warned if "FLASHTUNE_DB" in str(one.message)]
+    assert all(one.category is RuntimeWarning for one in said)
+    assert [str(one.message).split(": ")[1] for one in said] == [
+        f"there is no database at {named}, which FLASHTUNE_DB names" for named in mistyped
+    ]

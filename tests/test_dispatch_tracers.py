@@ -111,6 +111,9 @@ def test_fakes_are_not_asked_for_addresses_that_they_lack(
             out = found[0] if isinstance(found, tuple) else found
             assert isinstance(out, FakeTensor) and out.shape == q.shape and out.device.type == device
         dispatch.explain(q, q, q, **given)
+        if not words:
+            with sdpa_kernel(SDPBackend.MATH):
+                dispatch.attention(q, q, q)
     assert not asked
 
 
@@ -269,3 +272,29 @@ print(asked == [f"flashtune::{name}" for name in names * 4], hasattr(torch.ops.f
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     assert run.stdout.splitlines() == ["[]", "True False"]
+
+
+def test_a_maker_of_operators_that_is_interrupted_is_called_again() -> None:
+    code = """
+import torch
+from flashtune.dispatch.torch_ops.asked import make_when_asked
+calls = []
+def interrupted():
+    calls.append("first")
+    if len(calls) == 1:
+        raise KeyboardInterrupt
+    torch.library.define("flashtune::first", "(Tensor x) -> Tensor")
+    # As whoever makes one looks it up.
+    torch.ops.flashtune.first
+def other():
+    calls.append("other")
+    torch.library.define("flashtune::other", "(Tensor x) -> Tensor")
+make_when_asked(interrupted, other)
+try:
+    torch.ops.flashtune.first
+except KeyboardInterrupt:
+    print("interrupted")
+print(torch.ops.flashtune.other.default.name(), torch.ops.flashtune.first.default.name(), calls)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    assert run.stdout.splitlines() == ["interrupted", "flashtune::other flashtune::first ['first', 'first', 'other']"]

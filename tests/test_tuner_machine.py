@@ -146,6 +146,7 @@ def test_gpus_keep_the_names_that_a_job_was_given(monkeypatch: pytest.MonkeyPatc
         ("0,9", InputError, "GPU 9"),
         ("0", InputError, "names no GPUs"),
         ("every", InputError, "names no GPUs"),
+        ("9" * 5000, InputError, "names no GPUs"),
         ("0,", InputError, "names no GPUs"),
     ],
 )

@@ -44,8 +44,8 @@ def explain(*, asked: ProblemOptions, gpu_name: str | None, causal: bool, locati
         print_json(row)
         return
     console().print(f"{seen.label()} on {target.slug}: {found.kind}", style="bold")
-    if problem.features.window is not None and seen.features.window is None:
-        console().print(f"--window {asked.window} hides nothing at these sizes, so calls are served as if it weren't there")
+    if seen.features != problem.features:
+        console().print(f"of {problem.label()} what hides nothing at these sizes is left out, as calls leave it out")
     console().print(found.reason)
     if found.template is not None:
         config = "" if found.config is None else found.config.label()

@@ -199,12 +199,17 @@ def why_slower(result: SearchResult) -> str:
         return ""
     if first.variant_id == best.variant_id:
         return f"the best trial's {trial_us:.1f} us were its own: the closing race times finalists anew"
+    if not first.finalist:
+        return f"the best trial, of {trial_us:.1f} us, didn't run in the closing race"
     if theirs >= mine:
         return f"the best trial, of {trial_us:.1f} us, was no faster in the closing race ({theirs:.1f} us)"
-    if first.call_us is not None and best.call_us is not None and best.call_us < (1 - CALL_GAIN) * first.call_us:
-        took = f"took {theirs:.1f} us in the closing race, but whole calls of it take {first.call_us:.1f} us"
-        return f"the best trial {took}, and of the winner {best.call_us:.1f} us"
-    return f"a tie with the best trial, of {theirs:.1f} us in the closing race, goes to the stored row or to the simpler kernel"
+    called = [(us, o.call_us) for o, us in ((o, m.median_us) for o, m in timed if o.finalist) if o.call_us is not None]
+    fastest_call = min(called, default=(0.0, 0.0))[1]
+    if best.call_us is not None and best.call_us < (1 - CALL_GAIN) * fastest_call:
+        return f"whole calls decided: of the winner they take {best.call_us:.1f} us, of the fastest in the closing race {fastest_call:.1f}"
+    if mine <= theirs * (1 + TIE):
+        return f"a tie with the best trial, of {theirs:.1f} us in the closing race, goes to the stored row or to the simpler kernel"
+    return ""
 
 
 def _trials(result: SearchResult) -> str:

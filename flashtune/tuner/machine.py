@@ -107,11 +107,14 @@ def numbered(which: str) -> Sequence[int] | None:
     that is none of these."""
     if which == "all":
         return None
-    if "," in which and all(part.isdecimal() for part in which.split(",")):
-        return list(dict.fromkeys(int(part) for part in which.split(",")))
-    if which.isdecimal() and int(which) > 0:
-        return range(int(which))
-    raise InputError(f"--gpus {which!r} names no GPUs: write all, a number, or indices with commas between them (0,2)")
+    parts = which.split(",")
+    # Python refuses to read some thousands of digits.
+    if all(part.isdecimal() and len(part) < 100 for part in parts):
+        if len(parts) > 1:
+            return list(dict.fromkeys(map(int, parts)))
+        if int(which) > 0:
+            return range(int(which))
+    raise InputError(f"--gpus {which[:60]!r} names no GPUs: write all, a number, or indices with commas between them (0,2)")
 
 
 def devices_of(which: str, target: Target) -> tuple[str, ...]:

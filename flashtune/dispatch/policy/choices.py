@@ -132,7 +132,7 @@ def near_choice(fit: Fit, context: Context, *, preferred: Preferred | None = Non
             ratio = (near[0] * math.exp(-preferred.gain), near[1])
     note = f"{note}; {loss.label()}"
     if kind == "predicted":
-        note += ", as a measured row would, and its own time is only what the cost model expects"
+        note += "; nothing was measured: its own time is the cost model's"
     if not losses.same_features(record.key, key):
         note += "; what the features that differ cost is in none of these times"
     if ratio is not None:

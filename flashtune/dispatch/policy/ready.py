@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 
 from flashtune.dispatch.policy.choices import Choice, Refusal
+from flashtune.dispatch.policy.losses import ragged
 
 NEAR_EQUAL = 0.05
 """So much more may a choice be estimated to lose than one that has to be compiled: the estimates are medians, whose 90th percentiles lie
@@ -42,9 +43,10 @@ def _waits(choice: Choice) -> bool:
 
 
 def _near(choice: Choice, first: Choice) -> bool:
-    """Whether it is estimated to lose little more than the first, is expected to take hardly longer, and is of a row of the same spec: what
-    was moved from another one is hardly ever compiled, and has to be rendered to be told."""
+    """Whether it is estimated to lose little more than the first, is expected to take hardly longer, reads a bias the same way, and is of a
+    row of the same spec: what was moved from another one is hardly ever compiled, and has to be rendered to be told."""
     assert choice.estimate is not None and first.estimate is not None, "they stand in"
     own = choice.record is None or choice.record.problem.spec() == choice.spec
     slow = first.behind is not None and (choice.behind is None or choice.behind > first.behind + LITTLE_BEHIND)
-    return own and not slow and choice.estimate.median <= first.estimate.median + NEAR_EQUAL
+    alike = choice.record is None or first.record is None or ragged(choice.record.key) == ragged(first.record.key)
+    return own and alike and not slow and choice.estimate.median <= first.estimate.median + NEAR_EQUAL

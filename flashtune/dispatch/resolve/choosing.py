@@ -76,6 +76,8 @@ def candidates(memo: Memo, call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Te
     if drawing is not None:
         torch_only = drawing.torch_only if torch_only is None else torch_only
     if torch_only is None and problem is not None:
+        if devices.INTERPRETING:
+            memo.warn_of_missing()
         yield from _by_rank(memo, call, problem, (q, k, v, mask), drawing or Drawing())
         return
     memo.warn_of_missing()

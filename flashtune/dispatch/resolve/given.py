@@ -49,8 +49,9 @@ ON_THE_CPU = "kernels run on GPUs (or on the CPU with TRITON_INTERPRET=1 set at 
 _TRANSFORMED = "a torch.func or forward-mode transform is active"
 _WATCHED = "a mode or a tracer watches torch's operations"
 _SUBCLASS = "tensor subclasses have their own dispatch"
+_SWITCHED_OFF = "flash attention is switched off (torch.nn.attention.sdpa_kernel)"
 
-PERHAPS_FAKE = frozenset((_TRANSFORMED, _WATCHED, _SUBCLASS))
+PERHAPS_FAKE = frozenset((_TRANSFORMED, _WATCHED, _SUBCLASS, _SWITCHED_OFF))
 """Reasons that fake tensors, which have no address, may stand behind."""
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
@@ -70,7 +71,7 @@ def why_torch_now(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor |
     if torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
         return _WATCHED
     if not (flash_attention_on() or DECIDED.kernels):
-        return "flash attention is switched off (torch.nn.attention.sdpa_kernel)"
+        return _SWITCHED_OFF
     return why_torch_ever(query, key, value, attn_mask, per_head)
 
 

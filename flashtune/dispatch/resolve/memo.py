@@ -96,8 +96,9 @@ class Memo:
 
     def warn_of_missing(self) -> None:
         """A RuntimeWarning where `FLASHTUNE_DB` names no file, for calls that need no rows: those that do are refused by `read`."""
-        named = os.environ.get("FLASHTUNE_DB")
-        if named and "://" not in named and not self.settings.alone and not os.path.lexists(os.path.expanduser(named)):
+        named = os.environ.get("FLASHTUNE_DB", "")
+        path = named.removeprefix("sqlite:///")
+        if path and "://" not in path and not self.settings.alone and not os.path.isfile(os.path.expanduser(path)):
             self.warn_once(f"flashtune: there is no database at {named}, which FLASHTUNE_DB names: check the path")
 
     def surroundings(self, device: torch.device, problem: Problem) -> tuple[Target, Mapping[str, Family], Pool | Sequence[TuningRecord]]:
