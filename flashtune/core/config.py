@@ -87,9 +87,9 @@ def asks_first(config: Config) -> bool:
 GROWN_LOSES = 0.02
 OUTGROWN_LOSES = {64: 0.1, 128: 0.07, 256: 0.03}
 """What kernels whose maxima run take longer, a share, where scores mislead those that settle them, which is what twins are for: where only
-what grew is rescaled (0.02 at most), and where blocks ask first, by the columns of a head up to so many. Means over deviations of 3 and 8 and scores that
-rise by 60 natural units, beside random numbers (on_scores_n1024.txt and, of N = 4096, on_scores.txt and outgrown_first.txt in
-benchmarks/results/2026-11-23-h200-scores)."""
+what grew is rescaled (0.02 at most), and where blocks ask first, by the columns of a head up to so many. Means over deviations of 3 and 8
+and scores that rise by 60 natural units, beside random numbers (on_scores_n1024.txt and, of N = 4096, on_scores.txt and
+outgrown_first.txt in benchmarks/results/2026-11-23-h200-scores)."""
 
 
 def lost_where_misled(config: Config, d: int) -> float:
