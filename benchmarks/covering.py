@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from drawn import as_called
 from forward_cells import TOKENS
 from numpy.typing import NDArray
 from race_work import Work, first_to_race, found_near
@@ -178,7 +177,7 @@ def chosen(count: int) -> list[tuple[Problem, float]]:
     found = [(problem, math.nan) for problem in (*ill_served(), *between_tiles()) if problem.key(GPU) not in known]
     known += [problem.key(GPU) for problem, _ in found]
     # A window that hides nothing is none to a call.
-    shapes = [problem for problem in lattice() if as_called(problem) == problem]
+    shapes = [problem for problem in lattice() if problem.seen() == problem]
     shapes = [problem for problem in shapes if guess_us(problem) < LONGEST_US and problem.key(GPU) not in known]
     near, to = distances(calls, known).min(1), distances(calls, [problem.key(GPU) for problem in shapes])
     for _ in range(count - len(found)):

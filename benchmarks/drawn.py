@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,6 @@ from flashtune.core.problem import Features, Problem
 
 DRAWN = sorted((Path(__file__).parent / "results").glob("*-h200-unprepared/*.json"))
 """The committed runs on an H200."""
-
-
-def as_called(problem: Problem) -> Problem:
-    """The problem that a call of it is: sides of a band that hide nothing are left out, as dispatch does."""
-    f = problem.features
-    others = {one.name: getattr(f, one.name) for one in fields(f) if one.name not in ("causal", "alignment", "window")}
-    return replace(problem, features=Features.within(problem.band.trimmed(problem.n_q, problem.n_kv), **others))
 
 
 def shapes_of(path: Path) -> Iterator[tuple[Problem, dict[str, Any], dict[str, Any]]]:

@@ -50,21 +50,25 @@ def of_drawn() -> Iterator[tuple[Problem, Trials]]:
             yield problem, {FAMILY.completed(Config.of(one["config"])): one["us"] for one in tried if one["template"] == FAMILY.name}
 
 
+def told(problem: Problem) -> bool:
+    """Whether its trials say anything of what the model leaves out: forwards of many rows, which the family serves."""
+    return problem.direction == "fwd" and problem.n_q > DECODE_ROWS and FAMILY.supports(problem.spec(), GPU) is None
+
+
 def measured(problems: Iterable[tuple[Problem, Trials]]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """What the constants are multiplied with, and what the model is wrong by, in each trial; less the mean of the problem's."""
     rows: list[NDArray[np.float64]] = []
     errors: list[NDArray[np.float64]] = []
     for problem, trials in problems:
-        spec = problem.spec()
-        if problem.direction != "fwd" or problem.n_q <= DECODE_ROWS or FAMILY.supports(spec, GPU) is not None:
+        if not told(problem):
             continue
-        told = {}
+        spec, logs = problem.spec(), {}
         for config, us in trials.items():
             facts = FAMILY.expected(config, spec, GPU)
             if us < HOPELESS * min(trials.values()) and FAMILY.violated(config, spec, GPU) is None and facts is not None:
-                told[config] = math.log(us / predict_us(config, facts, problem, GPU))
-        if len(told) > 1:
-            here, wrong = np.array([shares(config, problem) for config in told], dtype=float), np.array(list(told.values()))
+                logs[config] = math.log(us / predict_us(config, facts, problem, GPU))
+        if len(logs) > 1:
+            here, wrong = np.array([shares(config, problem) for config in logs], dtype=float), np.array(list(logs.values()))
             rows.append(here - here.mean(0))
             errors.append(wrong - wrong.mean())
     return np.concatenate(rows), np.concatenate(errors)
@@ -78,10 +82,9 @@ def chosen(problems: Iterable[tuple[Problem, Trials]]) -> list[float]:
     """Of each problem the rate of the trial that is expected to be the fastest, of the best one's."""
     found = []
     for problem, trials in problems:
-        spec = problem.spec()
-        if problem.direction != "fwd" or problem.n_q <= DECODE_ROWS or FAMILY.supports(spec, GPU) is not None:
+        if not told(problem):
             continue
-        valid = [config for config in trials if FAMILY.violated(config, spec, GPU) is None]
+        valid = [config for config in trials if FAMILY.violated(config, problem.spec(), GPU) is None]
         logs = {config: log for config in valid if (log := log_us(FAMILY, config, problem, GPU)) is not None}
         if len(logs) >= CHOSEN_OF:
             found.append(min(trials[config] for config in logs) / trials[min(logs, key=logs.__getitem__)])
@@ -111,12 +114,13 @@ def report() -> dict[str, dict[str, float]]:
     with its own, and with those of the rows; and in how many problems what it chooses, with the constants of expected.py, is at 0.90 of the
     best trial's rate or more."""
     found = {}
-    known = {"rows": measured(of_rows()), "drawn": measured(of_drawn())}
+    problems = {"rows": list(of_rows()), "drawn": list(of_drawn())}
+    known = {name: measured(some) for name, some in problems.items()}
     constants = {name: np.linalg.lstsq(*of, rcond=None)[0] for name, of in known.items()}
     for name, (design, wrong) in known.items():
         off = {"without": wrong, "with its own": wrong - design @ constants[name], "with the rows'": wrong - design @ constants["rows"]}
         said = dict(zip(LEFT_OUT, map(float, constants[name]), strict=True)) | {word: float(of.std()) for word, of in off.items()}
-        rates = chosen({"rows": of_rows, "drawn": of_drawn}[name]())
+        rates = chosen(problems[name])
         shares = {"problems": len(rates), "chosen from 0.90": sum(rate >= 0.9 for rate in rates) / len(rates)}
         found[name] = {**said, "trials": len(wrong), **shares}
     return found

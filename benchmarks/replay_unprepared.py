@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from drawn import as_called, shapes_of
+from drawn import shapes_of
 
 from flashtune import dispatch
 from flashtune.core.config import Config
@@ -26,7 +26,7 @@ def shares(path: Path) -> Iterator[tuple[Problem, float, float | None]]:
         times = {name: found["median_us"] for name, found in row["times"].items()}
         if not search or "own search" not in times:
             continue
-        now = dispatch.explain_problem(as_called(problem), GPU)
+        now = dispatch.explain_problem(problem.seen(), GPU)
         if now.kind == "exact":
             continue
         known = {(one["template"], _completed(one)): one["us"] for one in search.get("tried", [search]) if one["config"]}

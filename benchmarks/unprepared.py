@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 from children import Children, Job
-from drawn import as_called
 from forward import until
 from forward_cells import DEFAULT_AND_FA4, Cell
 from forward_peers import OURS, OWN, Checked, check_cell, data_of, leave_if_sticky, peers_of, start, stopwatch
@@ -141,7 +140,7 @@ def _draw(dice: random.Random) -> Problem | None:
         return None
     try:
         sizes = {"batch": batch, "heads": heads, "kv_heads": heads // sharing, "n_q": n_q, "n_kv": n, "d": d, "d_v": d_v}
-        return as_called(Problem(**sizes, dtype=dtype, features=Features(**features)))
+        return Problem(**sizes, dtype=dtype, features=Features(**features)).seen()
     except InputError:
         return None
 

@@ -203,7 +203,7 @@ def why_slower(result: SearchResult) -> str:
         return f"the best trial, of {trial_us:.1f} us, didn't run in the closing race"
     if theirs >= mine:
         return f"the best trial, of {trial_us:.1f} us, was no faster in the closing race ({theirs:.1f} us)"
-    called = [(us, o.call_us) for o, us in ((o, m.median_us) for o, m in timed if o.finalist) if o.call_us is not None]
+    called = [(raced.median_us, o.call_us) for o, raced in timed if o.finalist and o.call_us is not None]
     fastest_call = min(called, default=(0.0, 0.0))[1]
     if best.call_us is not None and best.call_us < (1 - CALL_GAIN) * fastest_call:
         return f"whole calls decided: of the winner they take {best.call_us:.1f} us, of the fastest in the closing race {fastest_call:.1f}"

@@ -6,8 +6,8 @@ model) looks it up by a problem's direction (decision 0016). Nothing here needs 
 
 import math
 from collections.abc import Callable, Mapping
-from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from flashtune.core.config import Direction, KernelSpec
 from flashtune.core.dtypes import ITEMSIZE, DType, output_dtype
@@ -115,17 +115,13 @@ class Pass(NamedTuple):
         return sum(operand.nbytes(problem) for operand in self.operands)
 
 
-def _forward_oracle(
-    problem: "Problem",
-    operands: "Mapping[str, torch.Tensor]",
-    parameters: CallParameters,
-    place: "Place",
-    dtype: "torch.dtype | None" = None,
-) -> "dict[str, torch.Tensor]":
+def _computed(oracle: str, *given: Any, **words: Any) -> "dict[str, torch.Tensor]":
+    """What that function of flashtune.core.oracles makes of an `Oracle`'s arguments."""
     # Calls know what a pass moves and computes, and wait for nothing that only checks of its results ask.
-    from flashtune.core.oracles import forward_oracle
+    from flashtune.core import oracles
 
-    return forward_oracle(problem, operands, parameters, place, dtype)
+    found: dict[str, torch.Tensor] = getattr(oracles, oracle)(*given, **words)
+    return found
 
 
 def _forward_bounds(spec: KernelSpec) -> "dict[str, Bound]":
@@ -147,21 +143,9 @@ FORWARD = Pass(
         Operand(name="lse", title="LSE", axes=("batch", "heads", "n_q"), element="fp32", written=True),
     ),
     products=("d", "d_v"),
-    oracle=_forward_oracle,
+    oracle=partial(_computed, "forward_oracle"),
     bounds=_forward_bounds,
 )
-
-
-def _backward_oracle(
-    problem: "Problem",
-    operands: "Mapping[str, torch.Tensor]",
-    parameters: CallParameters,
-    place: "Place",
-    dtype: "torch.dtype | None" = None,
-) -> "dict[str, torch.Tensor]":
-    from flashtune.core.oracles import backward_oracle
-
-    return backward_oracle(problem, operands, parameters, place, dtype)
 
 
 def _backward_bounds(spec: KernelSpec) -> "dict[str, Bound]":
@@ -190,7 +174,7 @@ BACKWARD = Pass(
     ),
     # S and dP anew, then dV, dK and dQ.
     products=("d", "d_v", "d_v", "d", "d"),
-    oracle=_backward_oracle,
+    oracle=partial(_computed, "backward_oracle"),
     bounds=_backward_bounds,
 )
 

@@ -137,10 +137,10 @@ def read_problem(row: Row, key: ProblemKey) -> Problem:
     if features.window is not None and any(side is not None and side > LARGEST for side in features.window):
         raise RowError("features", "has a window that is too large")
     expected = problem.key(key.gpu)
-    for field in fields(ProblemKey) if expected != key else ():
-        if getattr(expected, field.name) != getattr(key, field.name):
-            found, right = getattr(key, field.name), getattr(expected, field.name)
-            raise RowError(field.name, f"of the problem is {shown(found)}, but the run's sizes and features give {shown(right)}")
+    if expected != key:
+        name = next(field.name for field in fields(ProblemKey) if getattr(expected, field.name) != getattr(key, field.name))
+        found, right = getattr(key, name), getattr(expected, name)
+        raise RowError(name, f"of the problem is {shown(found)}, but the run's sizes and features give {shown(right)}")
     return problem
 
 

@@ -134,11 +134,11 @@ def _compared(near: Iterator[tuple[float, TuningRecord]], context: Context) -> I
     fits = [(apart, fit) for apart, fit in found if isinstance(fit, Fit)]
     ahead: dict[_Config, tuple[float, Fit, float]] = {}
     for apart, fit in fits[1:]:
+        if _reads_otherwise(fit, fits[0][1], context):
+            continue
         gain = _gain(fit, fits[0][1], here, context)
         strayed = losses.strayed(fit.record.key, fits[0][1].record.key, context.key)
         worth = gain - PER_DISTANCE * (apart - fits[0][0]) - OTHER_KIND * strayed
-        if _reads_otherwise(fit, fits[0][1], context):
-            continue
         if worth > LEAST_GAIN and (_config(fit) not in ahead or worth > ahead[_config(fit)][0]):
             ahead[_config(fit)] = worth, fit, gain
     most = max((gain for _, _, gain in ahead.values()), default=0.0)
