@@ -3,7 +3,8 @@
 Draws calls as unprepared.py does, adds those of models (`tune.wanting`), and looks how far each is from the nearest row, by the distance by
 which stand-ins are chosen (flashtune.dispatch.policy). Of a lattice of shapes (head sizes, features, lengths, heads) the one is chosen
 that takes most off these distances, then the next, as if it had a row. Writes covering.json beside this file, which
-`race_again.py --covering` races, as many as `--budget-s` leaves time for. `--worst 20` prints the calls farthest from any row instead.
+`race_again.py --covering` races, as many as `--budget-s` leaves time for. `--worst 20` prints the calls farthest from any row instead, and
+`--uncompiled` how many of the calls Triton would have to compile.
 
 Dropout is left out: to check one shape of it takes compilers a minute and a half.
 """
@@ -12,6 +13,7 @@ import argparse
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,9 +28,11 @@ from searches import shipped
 from tune import wanting
 from unprepared import FEATURES, HEAD_SIZES, drawn, guess_us
 
+from flashtune import dispatch
 from flashtune.core.config import Config
 from flashtune.core.problem import Features, Problem, ProblemKey
 from flashtune.core.results import SearchResult
+from flashtune.core.shipped_kernels import PACKAGE, shipped_index
 from flashtune.core.target import Target, find_target
 from flashtune.db.store import Store
 from flashtune.dispatch.policy import choose, losses
@@ -170,6 +174,15 @@ def farthest(count: int) -> list[tuple[Problem, float]]:
     return [(calls[place], float(near[place])) for place in np.argsort(-near)[:count]]
 
 
+def uncompiled() -> tuple[int, Counter[str]]:
+    """How many calls there are, and by their specs those that have no machine code in the package."""
+    dispatch.reload(alone=True)
+    calls, index = called(), shipped_index(PACKAGE)
+    ids = {name for kernel in index.kernels for name in (kernel.variant_id, kernel.sibling)}
+    served = ((problem, dispatch.explain_problem(problem, GPU).variant_id) for problem in calls)
+    return len(calls), Counter(problem.spec().label() for problem, variant_id in served if variant_id is not None and variant_id not in ids)
+
+
 def chosen(count: int) -> list[tuple[Problem, float]]:
     """Ill-served shapes and those between tiles, then those that help most, the first alone most of all, each with the mean distance of the
     calls from then on."""
@@ -263,6 +276,7 @@ def main() -> None:
     parser.add_argument("--worst", type=int, metavar="K", help="instead: print the K calls that are farthest from any row")
     parser.add_argument("--judge", type=Path, metavar="FILE", help="instead: what stand-ins would have lost in the races of this database")
     parser.add_argument("--out", type=Path, help="a folder for shares.json of --judge")
+    parser.add_argument("--uncompiled", action="store_true", help="instead: how many calls have no machine code, by what is compiled in")
     options = parser.parse_args()
     if options.judge is not None:
         cases = judged(options.judge)
@@ -275,6 +289,11 @@ def main() -> None:
         if options.out is not None:
             options.out.mkdir(parents=True, exist_ok=True)
             (options.out / "shares.json").write_text("[\n" + ",\n".join(map(json.dumps, cases)) + "\n]\n")
+        return
+    if options.uncompiled:
+        calls, missing = uncompiled()
+        print("\n".join(f"{count} {label}" for label, count in missing.most_common()))
+        print(f"{missing.total()} of {calls} calls, {missing.total() / calls:.1%}")
         return
     if options.worst is not None:
         for problem, apart in farthest(options.worst):

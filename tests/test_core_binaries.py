@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashtune.core.binaries import Binary, Condition, Manifest, Parameter, TensorMap, read_manifest
+from flashtune.core.binaries import Binary, Condition, Manifest, Parameter, Sibling, TensorMap, difference, read_manifest
 from flashtune.core.compiled import from_compiled
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.launching import provided
@@ -95,6 +95,26 @@ def test_missing_and_damaged_code_is_one_sentence(tmp_path: Path, damage: Any) -
     damage(tmp_path / PLAIN.file)
     with pytest.raises(EnvironmentProblem, match="can't read machine code"):
         found.code(found.binaries[0])
+
+
+def test_a_sibling_is_read_of_the_same_files_and_checked(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    for other in (CODE[:-1] + b"?", CODE + b" of another length"):
+        told = (hashlib.sha256(other).hexdigest(), difference(CODE, other))
+        beside = Sibling(variant_id="f" * 16, source_sha256="5" * 64, codes=(told,))
+        path.write_text(Manifest(variant_id="0123456789abcdef", binaries=(PLAIN,), sibling=beside).as_json())
+        own = read_manifest(path)
+        found = own.of_sibling()
+        assert found is not None and (found.variant_id, found.source_sha256, found.sibling) == ("f" * 16, "5" * 64, None)
+        q, k, *others = found.binaries[0].parameters
+        assert q.element == k.element == "fp16" and k.tensor_map is not None and k.tensor_map.element_type == 6
+        assert others == list(PLAIN.parameters[2:])
+        assert own.code(own.binaries[0]) == CODE and found.code(found.binaries[0]) == other
+    (tmp_path / PLAIN.file).write_bytes(gzip.compress(CODE[1:]))
+    with pytest.raises(EnvironmentProblem, match="isn't the machine code that its manifest names"):
+        replace(found, differences={found.binaries[0].sha256: difference(CODE, CODE)}).code(found.binaries[0])
+    with pytest.raises(EnvironmentProblem, match="can't read machine code"):
+        replace(found, differences={found.binaries[0].sha256: "no base64"}).code(found.binaries[0])
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,18 @@ def test_a_feature_that_ships_compiled_is_served_compiled_at_a_few_hundred_keys(
     assert "Triton compiles it" not in found.reason
 
 
+@pytest.mark.parametrize("d", [40, 96, 160, 192])
+@pytest.mark.parametrize("feature", ["plain", "causal", "softcap"])
+def test_rows_of_bf16_serve_fp16_by_machine_code_of_its_own(feature: str, d: int) -> None:
+    features = {"plain": Features(), "causal": Features(causal=True), **WITH_ROWS}[feature]
+    problem = Problem(batch=4, heads=16, kv_heads=16, n_q=4096, n_kv=4096, d=d, d_v=d, dtype="fp16", features=features)
+    found = dispatch.explain_problem(problem, "h200")
+    assert found.record_key is not None and found.record_key.dtype == "bf16"
+    manifest = shipped_kernels.shipped_manifest(shipped_kernels.PACKAGE, str(found.variant_id), "90")
+    assert manifest is not None and "Triton compiles it" not in found.reason
+    assert {one.element for binary in manifest.binaries for one in binary.parameters if one.kind == "tensor_map"} == {"fp16"}
+
+
 def test_what_has_no_machine_code_says_so() -> None:
     problem = replace(PLAIN, d=104, d_v=104)
     found = dispatch.explain_problem(problem, "h200")

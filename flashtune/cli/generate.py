@@ -96,24 +96,28 @@ def generate(
 
 def _machine_code(arranged: Sequence["Arranged"], anew: set[str], folder: Path, jobs: int) -> dict[str, bytes]:
     """Files with the machine code of these kernels: what the folder has, but compiled now for the paths in `anew` and where it has none."""
-    from flashtune.tuner.publish.generated import kept_machine_files, machine_files, order_of
-    from flashtune.tuner.publish.machine_code import build_all, triton_version
+    from flashtune.tuner.publish.generated import kept, machine_files, orders_of
+    from flashtune.tuner.publish.machine_code import Built, build_all, triton_version
 
-    files: dict[str, bytes] = {}
-    orders = []
+    found: dict[tuple[str, str], Built] = {}
+    waiting = []
     for one in arranged:
-        kept = None if one.kernel.path in anew else kept_machine_files(one, folder, triton_version())
-        if kept is not None:
-            files |= kept
-        elif (order := order_of(one)) is not None:
-            orders.append(order)
-    by_path = {one.kernel.path: one for one in arranged}
-    for number, (order, built) in enumerate(build_all(orders, jobs=jobs), start=1):
+        for order in orders_of(one):
+            kept_one = None if one.kernel.path in anew else kept(order, folder / one.kernel.manifest, triton_version())
+            if kept_one is None:
+                waiting.append(order)
+            else:
+                found[order.variant_id, order.target.arch] = kept_one
+    for number, (order, built) in enumerate(build_all(waiting, jobs=jobs), start=1):
         if isinstance(built, str):
             messages().print(f"no machine code: {order.stem}: {built}")
         else:
-            messages().print(f"compiled {number} of {len(orders)}: {order.stem}")
-            files |= machine_files(by_path[order.stem], built)
+            messages().print(f"compiled {number} of {len(waiting)}: {order.stem}")
+            found[order.variant_id, order.target.arch] = built
+    files: dict[str, bytes] = {}
+    for one in arranged:
+        if (own := found.get((one.variant.id, one.kernel.arch))) is not None:
+            files |= machine_files(one, own, None if one.sibling is None else found.get((one.sibling.id, one.kernel.arch)))
     return files
 
 

@@ -5,15 +5,17 @@ mirror what Triton 3.6 does in triton/backends/nvidia/driver.py: `cuLaunchKernel
 shared memory, and the parameters in their order, followed by two pointers to scratch memory (null here).
 """
 
+import base64
 import hashlib
 import json
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from flashtune.core.dtypes import OTHER_16_BITS
 from flashtune.core.errors import EnvironmentProblem
 
 FORMAT = 1
@@ -25,6 +27,9 @@ OUTSIDE_IS_ZERO = 0
 """What Triton passes to `cuTensorMapEncodeTiled` for every tensor map: interleave, L2 promotion, and how places outside are filled."""
 
 Rule = Literal["equals", "multiple_of"]
+
+_OTHER_16_BITS_MAPS = {9: 6, 6: 9}
+"""OTHER_16_BITS as CUtensorMapDataType."""
 
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.]*")
 """Names that a manifest may give its files, which lie beside it."""
@@ -147,17 +152,32 @@ class Binary:
         return None
 
 
+class Sibling(NamedTuple):
+    """The same kernel for the other 16-bit type: instructions, but for the types that some of them name, are mostly the same.
+
+    `codes` holds the SHA-256 of each binary's code, in the manifest's order, with what makes it of the code in its file (`difference`).
+    All else of a binary follows from the manifest's own.
+    """
+
+    variant_id: str
+    source_sha256: str
+    codes: tuple[tuple[str, str], ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """The binaries of one rendered module, in the order in which they should be tried; `folder` is where their files lie.
 
-    `source_sha256` is that of the module's text.
+    `source_sha256` is that of the module's text. `sibling` is what else these files serve. Where this is a sibling's, `differences` says by
+    a code's SHA-256 what makes it of the one in its file.
     """
 
     variant_id: str
     binaries: tuple[Binary, ...]
     source_sha256: str = ""
     folder: Path | None = None
+    sibling: Sibling | None = None
+    differences: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, kernel: str) -> tuple[Binary, ...]:
         """Those of one kernel of the module, by its function's name."""
@@ -175,18 +195,62 @@ class Manifest:
         try:
             # 31 reads gzip's header.
             code = zlib.decompress(path.read_bytes(), wbits=31)
-        except (OSError, zlib.error) as error:
+            if binary.sha256 in self.differences:
+                code = _changed(code, self.differences[binary.sha256])
+        except (OSError, ValueError, zlib.error) as error:
             raise EnvironmentProblem(f"can't read machine code from {path} ({error}): install flashtune again") from error
         if hashlib.sha256(code).hexdigest() != binary.sha256:
             raise EnvironmentProblem(f"{path} isn't the machine code that its manifest names: install flashtune again")
         return code
 
+    def of_sibling(self) -> "Manifest | None":
+        """The manifest of the same kernel for the other 16-bit type, from the same files; None where they don't tell."""
+        if self.sibling is None or len(self.sibling.codes) != len(self.binaries):
+            return None
+        return Manifest(
+            variant_id=self.sibling.variant_id,
+            source_sha256=self.sibling.source_sha256,
+            binaries=tuple(_of_other_type(one, sha256) for one, (sha256, _) in zip(self.binaries, self.sibling.codes, strict=True)),
+            folder=self.folder,
+            differences=dict(self.sibling.codes),
+        )
+
     def as_json(self) -> str:
         """The manifest's text: the same for equal manifests, whatever folder they are in."""
+        assert not self.differences, "what follows from another manifest isn't written"
         head = {"format": FORMAT, "variant_id": self.variant_id, "source_sha256": self.source_sha256}
-        text = json.dumps(head | {"binaries": [_as_dict(binary) for binary in self.binaries]}, indent=1)
+        beside = {} if self.sibling is None else {"sibling": self.sibling._asdict()}
+        text = json.dumps(head | {"binaries": [_as_dict(binary) for binary in self.binaries]} | beside, indent=1)
         # A parameter or a condition to a line.
         return re.sub(r"\{[^{}]*\}", lambda found: " ".join(found[0].split()), text) + "\n"
+
+
+def difference(code: bytes, other: bytes) -> str:
+    """What makes the other code of the one: both XORed, which is 0 nearly everywhere, packed, in base64. Where they aren't as
+    long as each other, it is the other itself."""
+    told = _xor(code, other) if len(code) == len(other) else other
+    return base64.b64encode(zlib.compress(told, 9)).decode()
+
+
+def _changed(code: bytes, packed: str) -> bytes:
+    """The other code of `difference`; raises ValueError or zlib.error for what it didn't make."""
+    told = zlib.decompress(base64.b64decode(packed, validate=True))
+    return _xor(code, told) if len(code) == len(told) else told
+
+
+def _xor(one: bytes, other: bytes) -> bytes:
+    return (int.from_bytes(one, "little") ^ int.from_bytes(other, "little")).to_bytes(len(one), "little")
+
+
+def _of_other_type(binary: Binary, sha256: str) -> Binary:
+    """A binary as it is with the other 16-bit type in the place of its own."""
+    parameters = []
+    for one in binary.parameters:
+        element, described = OTHER_16_BITS.get(one.element, one.element), one.tensor_map
+        if described is not None:
+            described = described._replace(element_type=_OTHER_16_BITS_MAPS.get(described.element_type, described.element_type))
+        parameters.append(one._replace(element=element, tensor_map=described))
+    return replace(binary, parameters=tuple(parameters), sha256=sha256)
 
 
 def machine_arch(capability: int) -> str:
@@ -222,7 +286,8 @@ def parse_manifest(content: bytes, path: Path) -> Manifest:
         binaries = tuple(map(_binary, fields["binaries"]))
         if strange := [binary.file for binary in binaries if not _FILE.fullmatch(binary.file)]:
             raise ValueError(f"file {strange[0]!r}")
-        return Manifest(variant_id=fields["variant_id"], binaries=binaries, source_sha256=fields["source_sha256"], folder=path.parent)
+        named = {name: fields[name] for name in ("variant_id", "source_sha256")}
+        return Manifest(**named, binaries=binaries, folder=path.parent, sibling=_sibling(fields.get("sibling")))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise EnvironmentProblem(f"{path} is no manifest of machine code ({error!r}): install flashtune again") from error
 
@@ -233,6 +298,10 @@ def _as_dict(binary: Binary) -> dict[str, Any]:
     parameters = [one._asdict() | {"tensor_map": described} for one, described in zip(binary.parameters, maps, strict=True)]
     found["parameters"] = [{name: value for name, value in one.items() if value not in ("", None)} for one in parameters]
     return found | {"conditions": [condition._asdict() for condition in binary.conditions]}
+
+
+def _sibling(fields: dict[str, Any] | None) -> Sibling | None:
+    return None if fields is None else Sibling(**{**fields, "codes": tuple((sha256, packed) for sha256, packed in fields["codes"])})
 
 
 def _binary(fields: dict[str, Any]) -> Binary:

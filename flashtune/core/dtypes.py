@@ -1,5 +1,6 @@
 """Element types by their short names, the ones that databases and the command line use."""
 
+from collections.abc import Mapping
 from typing import Literal, get_args
 
 from flashtune.core.errors import InputError
@@ -9,6 +10,9 @@ DTYPES: tuple[DType, ...] = get_args(DType)
 
 ITEMSIZE: dict[DType, int] = {"fp16": 2, "bf16": 2, "fp32": 4, "fp8": 1}
 """Bytes per element. fp8 is e4m3: four bits of exponent, three of mantissa, no infinities (torch.float8_e4m3fn)."""
+
+OTHER_16_BITS: Mapping[str, DType] = {"bf16": "fp16", "fp16": "bf16"}
+"""The other of the two types of 16 bits."""
 
 _OTHER_NAMES: dict[DType, tuple[str, ...]] = {
     "fp16": ("float16", "half", "f16"),

@@ -21,12 +21,16 @@ _MODULE = re.compile(r"(?:[A-Za-z0-9_]+/)*[A-Za-z0-9_]+\.py")
 
 
 class GeneratedKernel(NamedTuple):
-    """A rendered module: the variant that it is, the architecture of its rows' GPUs, and its path below the index's folder."""
+    """A rendered module: the variant that it is, the architecture of its rows' GPUs, and its path below the index's folder.
+
+    `sibling` is the variant of the other 16-bit type that its machine code also serves (flashtune.core.binaries), empty where none is.
+    """
 
     variant_id: str
     template: str
     arch: str
     path: str
+    sibling: str = ""
 
     @property
     def module(self) -> str:
@@ -50,6 +54,10 @@ class Index(NamedTuple):
         found = [kernel for kernel in self.kernels if kernel.variant_id == variant_id]
         return next((kernel for kernel in found if kernel.arch == arch), found[0] if found else None)
 
+    def find_sibling(self, variant_id: str, arch: str) -> GeneratedKernel | None:
+        """The kernel for `arch` whose machine code also serves the variant with this id."""
+        return next((kernel for kernel in self.kernels if kernel.sibling == variant_id and kernel.arch == arch), None)
+
 
 def read_index(folder: Path) -> Index:
     """The index of this folder, empty where there is none; raises EnvironmentProblem for a file that `flashtune generate` didn't write."""
@@ -59,7 +67,8 @@ def read_index(folder: Path) -> Index:
         if fields["format"] != FORMAT:
             raise ValueError(f"format {fields['format']!r}")
         kernels = [
-            GeneratedKernel(**{name: kernel[name] for name in ("variant_id", "template", "arch", "path")}) for kernel in fields["kernels"]
+            GeneratedKernel(kernel["variant_id"], kernel["template"], kernel["arch"], kernel["path"], kernel.get("sibling", ""))
+            for kernel in fields["kernels"]
         ]
         files = dict(fields["files"])
         strange = [name for name in files if not _PATH.fullmatch(name)]

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
+from flashtune.core.dtypes import OTHER_16_BITS
 from flashtune.core.problem import DECODE_ROWS, ProblemKey
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import targets
@@ -21,7 +22,6 @@ PER_WORK_OCTAVE = 2.0
 MUCH_WORK = 1 << 17
 """Query rows in all heads, from which on more of them make no difference: every SM of the largest GPUs has several tiles."""
 
-SIXTEEN_BITS = frozenset(("bf16", "fp16"))
 TWIN = 1.0
 """What the other 16-bit type counts: winners are nearly the same."""
 OTHER_DTYPE = 32.0
@@ -76,7 +76,7 @@ def _gpus(a: str, b: str) -> float:
 def _dtypes(a: str, b: str) -> float:
     if a == b:
         return 0.0
-    return TWIN if {a, b} == SIXTEEN_BITS else OTHER_DTYPE
+    return TWIN if OTHER_16_BITS.get(a) == b else OTHER_DTYPE
 
 
 @lru_cache(maxsize=4096)

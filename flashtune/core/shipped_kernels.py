@@ -25,16 +25,19 @@ def shipped_index(package: str) -> Index:
 
 
 def shipped_manifest(package: str, variant_id: str, arch: str) -> Manifest | None:
-    """The machine code that a package has of a variant for an architecture (Target.arch), or None.
+    """The machine code that a package has of a variant for an architecture (Target.arch), its own or by a kernel of the other 16-bit
+    type; None where there is none.
 
     Raises EnvironmentProblem where the package's files aren't those that its index names.
     """
     index = shipped_index(package)
-    found = index.find(variant_id, arch)
+    own = index.find(variant_id, arch)
+    found = index.find_sibling(variant_id, arch) if own is None else own
     if found is None or found.arch != arch or found.manifest not in index.files:
         return None
     path = folder_of(package) / found.manifest
-    manifest = read_manifest(path, sha256=index.files[found.manifest])
-    if manifest.variant_id != variant_id:
+    read = read_manifest(path, sha256=index.files[found.manifest])
+    manifest = read.of_sibling() if own is None else read
+    if manifest is None or manifest.variant_id != variant_id:
         raise EnvironmentProblem(f"{path} is the manifest of another kernel than its index says: install flashtune again")
     return manifest

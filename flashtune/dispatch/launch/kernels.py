@@ -1,12 +1,14 @@
 """Variant in, module out: the shipped file of `kernels_generated` where there is one, else rendered and loaded."""
 
 import importlib
+from dataclasses import replace
 from importlib.machinery import SourceFileLoader
 from types import ModuleType
 
 from flashtune.core import modules
 from flashtune.core.binaries import Manifest, machine_arch, source_digest
 from flashtune.core.config import Config, KernelSpec, Variant
+from flashtune.core.dtypes import OTHER_16_BITS
 from flashtune.core.shipped_kernels import PACKAGE, folder_of, shipped_index, shipped_manifest
 from flashtune.dispatch.launch.hostcode import load_host_code
 from flashtune.templates.family import Family
@@ -29,7 +31,7 @@ def variant(family: Family, spec: KernelSpec, config: Config, known_hash: str | 
 def may_be_compiled(family: Family, spec: KernelSpec, config: Config, known_hash: str | None, arch: str) -> bool:
     """Whether there may be machine code of a variant for an architecture (Target.arch), as far as that can be told without its name, for
     which its text has to be rendered: nothing is in the cache of who never searched."""
-    if _shipped(family, spec, config, known_hash) is not None:
+    if _shipped(family, spec, config, known_hash) is not None or _sibling_shipped(family, spec, config, known_hash, arch):
         return True
     from flashtune.core import kernel_cache
 
@@ -51,7 +53,7 @@ def manifest(chosen: Variant, arch: str) -> Manifest | None:
 
     Raises EnvironmentProblem where the package's files aren't those that its index names.
     """
-    shipped = None if _shipped_name(chosen) is None else shipped_manifest(PACKAGE, chosen.id, arch)
+    shipped = shipped_manifest(PACKAGE, chosen.id, arch)
     if shipped is not None or not arch.isdigit():
         return shipped
     from flashtune.core import kernel_cache
@@ -83,6 +85,14 @@ def _shipped(family: Family, spec: KernelSpec, config: Config, known_hash: str |
         return None
     recorded = Variant(template=family.name, template_hash=known_hash, spec=spec, config=family.said(config))
     return None if _shipped_name(recorded) is None else recorded
+
+
+def _sibling_shipped(family: Family, spec: KernelSpec, config: Config, known_hash: str | None, arch: str) -> bool:
+    """Whether a kernel was shipped for the other 16-bit type, of the record's hash, whose machine code serves this spec, too."""
+    other = OTHER_16_BITS.get(spec.dtype)
+    shipped = None if other is None else _shipped(family, replace(spec, dtype=other), config, known_hash)
+    found = None if shipped is None else shipped_index(PACKAGE).find(shipped.id, arch)
+    return found is not None and bool(found.sibling)
 
 
 def _shipped_name(chosen: Variant) -> str | None:

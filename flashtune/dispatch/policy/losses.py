@@ -8,8 +8,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from flashtune.core.dtypes import ITEMSIZE
-from flashtune.core.nearness import PER_OCTAVE, PER_WORK_OCTAVE, SIXTEEN_BITS, distance, octaves, work_of
+from flashtune.core.dtypes import ITEMSIZE, OTHER_16_BITS
+from flashtune.core.nearness import PER_OCTAVE, PER_WORK_OCTAVE, distance, octaves, work_of
 from flashtune.core.problem import DECODE_ROWS, Features, Problem, ProblemKey
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import targets
@@ -114,7 +114,7 @@ def kind_of(key: ProblemKey) -> ProblemKey:
 
 def comparable(theirs: ProblemKey, ours: ProblemKey) -> bool:
     """Whether a record of one may stand in for the other: one pass, both decoding steps or neither, element types of one size."""
-    types = theirs.dtype == ours.dtype or {theirs.dtype, ours.dtype} == SIXTEEN_BITS
+    types = theirs.dtype == ours.dtype or OTHER_16_BITS.get(theirs.dtype) == ours.dtype
     return theirs.direction == ours.direction and types and (theirs.n_q <= DECODE_ROWS) == (ours.n_q <= DECODE_ROWS)
 
 

@@ -1,7 +1,10 @@
 """Between near-equal choices the one whose machine code is at hand goes first, so that no call waits for a compiler without need."""
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
+from flashtune.core.config import KernelSpec
+from flashtune.core.dtypes import OTHER_16_BITS
 from flashtune.dispatch.policy.choices import Choice, Refusal
 from flashtune.dispatch.policy.losses import ragged
 
@@ -44,9 +47,16 @@ def _waits(choice: Choice) -> bool:
 
 def _near(choice: Choice, first: Choice) -> bool:
     """Whether it is estimated to lose little more than the first, is expected to take hardly longer, reads a bias the same way, and is of a
-    row of the same spec: what was moved from another one is hardly ever compiled, and has to be rendered to be told."""
+    row of the same spec but for the 16-bit type: what was moved from another one is hardly ever compiled, and has to be rendered to be
+    told."""
     assert choice.estimate is not None and first.estimate is not None, "they stand in"
-    own = choice.record is None or choice.record.problem.spec() == choice.spec
+    own = choice.record is None or choice.spec in _both_types(choice.record.problem.spec())
     slow = first.behind is not None and (choice.behind is None or choice.behind > first.behind + LITTLE_BEHIND)
     alike = choice.record is None or first.record is None or ragged(choice.record.key) == ragged(first.record.key)
     return own and alike and not slow and choice.estimate.median <= first.estimate.median + NEAR_EQUAL
+
+
+def _both_types(spec: KernelSpec) -> tuple[KernelSpec, ...]:
+    """A spec, and the same with the other 16-bit type, whose machine code is shipped with its own."""
+    other = OTHER_16_BITS.get(spec.dtype)
+    return (spec,) if other is None else (spec, replace(spec, dtype=other))

@@ -7,19 +7,20 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from flashtune.core.binaries import read_manifest, source_digest
+from flashtune.core.binaries import Manifest, Sibling, difference, parse_manifest, read_manifest, source_digest
 from flashtune.core.config import KernelSpec, Value, Variant
+from flashtune.core.dtypes import OTHER_16_BITS
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.kernel_index import FORMAT, INDEX, GeneratedKernel, digest, read_index
 from flashtune.core.results import Fate, TuningRecord
 from flashtune.core.target import Target, find_target
 from flashtune.templates import family, unservable
-from flashtune.templates.rendering import render
+from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.publish.machine_code import Built, Order, can_have_binaries, with_files
 from flashtune.tuner.publish.sources import variant_for
 
@@ -40,18 +41,27 @@ settles row maxima, while scores mislead that.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arranged:
-    """A kernel with its place in the folder, the rows that it serves, and those in which it is the winner's twin (as its own records)."""
+    """A kernel with its place in the folder, the rows that it serves, and those in which it is the winner's twin (as its own records).
+
+    `sibling` is the same kernel for the other 16-bit type, where none of these is that.
+    """
 
     kernel: GeneratedKernel
     variant: Variant
     target: Target
     records: tuple[TuningRecord, ...]
     twins: tuple[TuningRecord, ...] = ()
+    sibling: Variant | None = None
 
     @property
     def text(self) -> str:
         """The module's source."""
         return render(family(self.variant.template), self.variant)
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """What machine code is wanted of: the kernel's own variant, and its sibling."""
+        return (self.variant,) if self.sibling is None else (self.variant, self.sibling)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +84,7 @@ def arrange(records: Sequence[TuningRecord]) -> list[Arranged]:
     groups: dict[str, list[tuple[str, Variant]]] = defaultdict(list)
     for arch, variant in dict.fromkeys([*rows, *twins]):
         groups[f"{_folder(arch, variant)}/{_tile(variant)}"].append((arch, variant))
+    own = {variant.id for _, variant in (*rows, *twins)}
     arranged = []
     for start, members in groups.items():
         told = _telling_axes([variant for _, variant in members])
@@ -82,8 +93,16 @@ def arrange(records: Sequence[TuningRecord]) -> list[Arranged]:
             kernel = GeneratedKernel(variant_id=variant.id, template=variant.template, arch=arch, path=path)
             served, beside = (tuple(sorted(found[arch, variant], key=_row_order)) for found in (rows, twins))
             target = find_target((*served, *beside)[0].key.gpu)
-            arranged.append(Arranged(kernel=kernel, variant=variant, target=target, records=served, twins=beside))
+            sibling = _sibling(variant)
+            beside_it = None if sibling is None or sibling.id in own else sibling
+            arranged.append(Arranged(kernel=kernel, variant=variant, target=target, records=served, twins=beside, sibling=beside_it))
     return sorted(arranged, key=lambda one: one.kernel.path)
+
+
+def _sibling(variant: Variant) -> Variant | None:
+    """The same kernel for the other 16-bit type."""
+    other = OTHER_16_BITS.get(variant.spec.dtype)
+    return None if other is None else variant_of(family(variant.template), replace(variant.spec, dtype=other), variant.config)
 
 
 def _row_order(record: TuningRecord) -> tuple[Any, ...]:
@@ -122,34 +141,55 @@ def _word(axis: str, value: Value) -> str:
     return f"{axis}{value}" if isinstance(value, int) else re.sub(r"\W", "_", f"{axis}_{value}")
 
 
-def order_of(one: Arranged) -> Order | None:
-    """What to compile for a kernel; None where its GPU's machine code can't be made here."""
+def orders_of(one: Arranged) -> list[Order]:
+    """What to compile for a kernel, its sibling last; nothing where its GPU's machine code can't be made here."""
     if not can_have_binaries(one.target):
-        return None
-    return Order(text=one.text, stem=one.kernel.path, variant_id=one.variant.id, spec=one.variant.spec, target=one.target)
+        return []
+    stem = one.kernel.path.removesuffix(".py")
+    return [
+        Order(
+            text=render(family(variant.template), variant),
+            stem=stem if variant is one.variant else f"{stem}_in_{variant.spec.dtype}",
+            variant_id=variant.id,
+            spec=variant.spec,
+            target=one.target,
+        )
+        for variant in one.variants
+    ]
 
 
-def machine_files(one: Arranged, built: Built) -> dict[str, bytes]:
-    """Path to content of a kernel's manifest and machine code, beside its module."""
+def machine_files(one: Arranged, built: Built, sibling: Built | None = None) -> dict[str, bytes]:
+    """Path to content of a kernel's manifest and machine code, beside its module, and what makes its sibling's of it."""
     folder = PurePosixPath(one.kernel.path).parent
     manifest, codes = with_files(built, PurePosixPath(one.kernel.path).stem)
+    if sibling is not None:
+        manifest = replace(manifest, sibling=_beside(built, sibling))
     return {one.kernel.manifest: manifest.as_json().encode()} | {f"{folder}/{name}": code for name, code in codes.items()}
 
 
-def kept_machine_files(one: Arranged, folder: Path, triton: str) -> dict[str, bytes] | None:
-    """`machine_files` as this folder has them, if this Triton compiled them from the very text, and their hashes hold; else None."""
+def _beside(built: Built, sibling: Built) -> Sibling | None:
+    """The sibling by its differences; None where more of its binaries differs than types and code."""
+    if len(built.codes) != len(sibling.codes):
+        return None
+    hashes = (binary.sha256 for binary in sibling.manifest.binaries)
+    codes = tuple(zip(hashes, map(difference, built.codes, sibling.codes), strict=True))
+    found = Sibling(variant_id=sibling.manifest.variant_id, source_sha256=sibling.manifest.source_sha256, codes=codes)
+    follows = replace(built.manifest, sibling=found).of_sibling()
+    return found if follows is not None and follows.binaries == sibling.manifest.binaries else None
+
+
+def kept(order: Order, manifest: Path, triton: str) -> Built | None:
+    """What this Triton compiled from the very text, as the files of a manifest have it, if their hashes hold; else None."""
     try:
-        manifest = read_manifest(folder / one.kernel.manifest)
-        named = {manifest.variant_id, manifest.source_sha256, *(binary.triton for binary in manifest.binaries)}
-        if named != {one.variant.id, source_digest(one.text), triton}:
+        own = read_manifest(manifest)
+        found = next((one for one in (own, own.of_sibling()) if one is not None and one.variant_id == order.variant_id), None)
+        if found is None or {found.source_sha256, *(binary.triton for binary in found.binaries)} != {source_digest(order.text), triton}:
             return None
-        for binary in manifest.binaries:
-            manifest.code(binary)
+        codes = tuple(map(found.code, found.binaries))
     except EnvironmentProblem:
         return None
-    beside = PurePosixPath(one.kernel.path).parent
-    codes = present(folder, [f"{beside}/{binary.file}" for binary in manifest.binaries])
-    return {one.kernel.manifest: manifest.as_json().encode()} | codes
+    binaries = tuple(replace(binary, file="") for binary in found.binaries)
+    return Built(manifest=Manifest(variant_id=found.variant_id, binaries=binaries, source_sha256=found.source_sha256), codes=codes)
 
 
 def text_files(arranged: Sequence[Arranged]) -> dict[str, bytes]:
@@ -193,12 +233,20 @@ def index_text(arranged: Iterable[Arranged], files: Mapping[str, bytes]) -> str:
     fields = {
         "format": FORMAT,
         "kernels": [
-            {**one.kernel._asdict(), "rows": [_row(record) for record in one.records], "twins": [_row(record) for record in one.twins]}
+            {**_told(one, files), "rows": [_row(record) for record in one.records], "twins": [_row(record) for record in one.twins]}
             for one in arranged
         ],
         "files": {name: digest(name, content) for name, content in sorted(files.items())},
     }
     return json.dumps(fields, indent=1) + "\n"
+
+
+def _told(one: Arranged, files: Mapping[str, bytes]) -> dict[str, Any]:
+    """The kernel's own fields, with its sibling where these files have machine code of it."""
+    manifest = files.get(one.kernel.manifest)
+    found = None if manifest is None else parse_manifest(manifest, Path(one.kernel.manifest)).sibling
+    fields = one.kernel._asdict()
+    return {name: fields[name] for name in fields if name != "sibling"} | ({} if found is None else {"sibling": found.variant_id})
 
 
 def _row(record: TuningRecord) -> dict[str, Any]:
