@@ -1,12 +1,14 @@
 """What the cost model says of a config at sizes at which nobody measured it. Pure functions of configs and problems."""
 
 import math
+from collections.abc import Sequence
 
 from flashtune.core.band import blocks_of_tiles
 from flashtune.core.config import Config, rescales_grown, settles
 from flashtune.core.dtypes import ITEMSIZE
 from flashtune.core.problem import DECODE_ROWS, Problem
 from flashtune.core.target import Target
+from flashtune.templates import residual
 from flashtune.templates.cost import predict_us
 from flashtune.templates.family import Family
 
@@ -48,6 +50,21 @@ SMALL = 64
 LOG_HOST = math.log(22.0)
 """Calls that take the GPU no longer wait for the host, which needs 15 to 22 us for one of torch's
 (benchmarks/results/2026-11-22-h200-steps/steps.json): of these the GPU's time tells little. A logarithm of microseconds."""
+
+
+def logs_us(candidates: Sequence[tuple[Family, Config]], problem: Problem, target: Target) -> list[float | None]:
+    """`log_us` of each of these, and by how much longer trials of such problems took than that (flashtune.templates.residual)."""
+    found = [log_us(family, config, problem, target) for family, config in candidates]
+    learned = [
+        place
+        for place, (family, _) in enumerate(candidates)
+        if found[place] is not None and family.name == residual.FAMILY and problem.n_q > DECODE_ROWS
+    ]
+    if learned:
+        more = residual.learned().of(problem, [candidates[place][1] for place in learned])
+        for place, wrong in zip(learned, more, strict=True):
+            found[place] = (found[place] or 0.0) + wrong
+    return found
 
 
 def log_us(family: Family, config: Config, problem: Problem, target: Target) -> float | None:

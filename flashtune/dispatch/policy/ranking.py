@@ -8,7 +8,7 @@ from flashtune.core.results import Source, TuningRecord
 from flashtune.core.target import Target
 from flashtune.dispatch.policy import losses
 from flashtune.dispatch.policy.choices import Choice, Context, Fit, Preferred, Refusal, default_choice, exact_choice, fit_of, near_choice
-from flashtune.dispatch.policy.expected import LOG_HOST, log_us
+from flashtune.dispatch.policy.expected import LOG_HOST, log_us, logs_us
 from flashtune.dispatch.policy.pool import Pool
 from flashtune.templates.family import Family
 
@@ -25,8 +25,8 @@ OTHER_KIND = 0.05
 """And so much more where the nearest record is of the call's own features, and the other isn't, and again of head sizes."""
 
 TRUST = 0.5
-"""How much of what the model expects to gain at the nearest row's own sizes, too, counts for its error there: that row's config was the
-fastest that was tried, and not all were.
+"""How much of what the model expects a decoding step to gain at the nearest row's own sizes, too, counts for its error there: that row's
+config was the fastest that was tried, and not all were.
 
 These from leaving rows out (benchmarks/stand_in.py) and from random shapes (benchmarks/replay_unprepared.py), whose worst served were
 by configs of which the model says so; half and twice of each come to nearly the same."""
@@ -120,17 +120,18 @@ def _steps(context: Context, suited: frozenset[str], source: Source) -> Iterator
 def _compared(near: Iterator[tuple[float, TuningRecord]], context: Context) -> Iterator[Choice | Refusal]:
     """The first of the records that are `near`, so many that COMPARED configs are among them: those that the cost model expects to gain
     over the nearest come first, then the nearest, all others in their order."""
-    here: dict[_Config, float | None] = {}
+    distinct: dict[_Config, Fit] = {}
     found: list[tuple[float, Fit | Refusal]] = []
-    while len(here) < COMPARED and (record := next(near, None)) is not None:
+    while len(distinct) < COMPARED and (record := next(near, None)) is not None:
         fit = fit_of(record[1], context)
         found.append((record[0], fit))
-        if isinstance(fit, Fit) and (config := _config(fit)) not in here:
-            log = log_us(fit.family, fit.config, context.problem, context.target)
-            # What is over before the host has made the next call gains nothing by being over sooner.
-            here[config] = None if log is None else max(log, LOG_HOST)
-            if len(here) == 1 and (log is None or log < LOG_HOST):
+        if isinstance(fit, Fit):
+            distinct.setdefault(_config(fit), fit)
+            if len(found) == 1 and ((log := log_us(fit.family, fit.config, context.problem, context.target)) is None or log < LOG_HOST):
                 break
+    logs = logs_us([(fit.family, fit.config) for fit in distinct.values()], context.problem, context.target)
+    # What is over before the host has made the next call gains nothing by being over sooner.
+    here = {config: None if log is None else max(log, LOG_HOST) for config, log in zip(distinct, logs, strict=True)}
     fits = [(apart, fit) for apart, fit in found if isinstance(fit, Fit)]
     ahead: dict[_Config, tuple[float, Fit, float]] = {}
     for apart, fit in fits[1:]:
@@ -170,13 +171,15 @@ def _config(fit: Fit) -> _Config:
 def _gain(fit: Fit, nearest: Fit, here: Mapping[_Config, float | None], context: Context) -> float:
     """The logarithm of what `fit` is expected to gain over the nearest record's config, 0 where nothing is said of one of them.
 
-    At its own sizes that config was the fastest that was tried: what the model expects to gain there, too, is its error for a part (TRUST).
-    Of a decoding step it is wrong between families (STEP_FAMILIES).
+    Of decoding steps no trials were learned from. At its own sizes the nearest config was the fastest that was tried: what the model
+    expects to gain there, too, is its error for a part (TRUST). And it is wrong between families (STEP_FAMILIES).
     """
     nearest_us, us = here[_config(nearest)], here[_config(fit)]
     if nearest_us is None or us is None or us >= nearest_us:
         return 0.0 if nearest_us is None or us is None else nearest_us - us
+    if context.problem.n_q > DECODE_ROWS:
+        return nearest_us - us
     own = context.pool.expected(nearest.family, nearest.family.completed(nearest.record.outcome.config), nearest.record)
     there = context.pool.expected(fit.family, fit.config, nearest.record)
-    doubted = STEP_FAMILIES if context.problem.n_q <= DECODE_ROWS and fit.family is not nearest.family else 0.0
+    doubted = STEP_FAMILIES if fit.family is not nearest.family else 0.0
     return nearest_us - us - doubted - (0.0 if own is None or there is None else TRUST * max(0.0, own - there))

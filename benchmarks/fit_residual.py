@@ -1,0 +1,138 @@
+"""Learns what the cost model is wrong by from all trials at hand, without a GPU: `python benchmarks/fit_residual.py --write`.
+
+Gaussian process regression (flashtune/templates/residual.py) over the trials of an H200's rows, archived and shipped, and those of
+searches of random shapes (unprepared.py). Prints how good a choice among a random shape's trials is that knows nothing of that run: by
+the cost model with its constants alone, and with what the others' trials say. With --write, what all of them say is kept for dispatch.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from drawn import DRAWN, shapes_of
+from fit_expected import CHOSEN_OF, FAMILY, Trials, of_rows, told
+from stand_in import GPU
+
+from flashtune.core.config import Config
+from flashtune.core.problem import Problem
+from flashtune.dispatch.policy.expected import log_us
+from flashtune.templates import residual
+from flashtune.templates.residual import ALONE, NOISE, OFFSET, TOGETHER, Residual, alike, of_config, of_problem
+
+HOPELESS = 2.5
+"""What takes longer than so many times a problem's best trial counts as so much."""
+
+OUT = Path(residual.__file__).with_suffix(".pt")
+
+
+class Told(NamedTuple):
+    """A problem with the trials that say something: their microseconds, and by how much longer than expected each takes."""
+
+    problem: Problem
+    times: Trials
+    wrong: dict[Config, float]
+
+
+def telling(problem: Problem, trials: Trials) -> Told | None:
+    """The trials of a problem, what they are wrong by less its mean; None where fewer than two can be told."""
+    if not told(problem) or problem.dtype == "fp8" or not trials:
+        return None
+    spec, least = problem.spec(), min(trials.values())
+    logs = {
+        config: math.log(min(us, HOPELESS * least)) - expected
+        for config, us in trials.items()
+        if FAMILY.violated(config, spec, GPU) is None and (expected := log_us(FAMILY, config, problem, GPU)) is not None
+    }
+    mean = statistics.fmean(logs.values()) if logs else 0.0
+    return Told(problem, trials, {config: log - mean for config, log in logs.items()}) if len(logs) > 1 else None
+
+
+def of_runs() -> Iterator[tuple[str, Told]]:
+    """Problems of runs of unprepared.py, with the run's name."""
+    for path in DRAWN:
+        for problem, _, search in shapes_of(path):
+            tried = search.get("tried", [])
+            trials = {FAMILY.completed(Config.of(one["config"])): one["us"] for one in tried if one["template"] == FAMILY.name}
+            if (found := telling(problem, trials)) is not None:
+                yield path.stem, found
+
+
+def learn(trials: Sequence[Told]) -> dict[str, Any]:
+    """What `Residual` takes."""
+    problems = [of_problem(one.problem) for one in trials]
+    places = {config: place for place, config in enumerate(dict.fromkeys(config for one in trials for config in one.wrong))}
+    pairs = [(number, places[config], wrong) for number, one in enumerate(trials) for config, wrong in one.wrong.items()]
+    problem_of, config_of = (torch.tensor([pair[side] for pair in pairs]) for side in (0, 1))
+    wrong = torch.tensor([pair[2] for pair in pairs], dtype=torch.float64)
+    # As they are kept, so that the weights are those of what is read.
+    kept = {"problems": torch.tensor(problems), "configs": torch.tensor(list(map(of_config, places)))}
+    there, same = (alike(kept[name].double(), kept[name].double()) for name in ("problems", "configs"))
+    covariance = TOGETHER**2 * there[problem_of][:, problem_of] + ALONE**2
+    covariance *= same[config_of][:, config_of]
+    covariance += OFFSET**2 * (problem_of[:, None] == problem_of[None, :])
+    covariance.diagonal().add_(NOISE**2)
+    weights = torch.cholesky_solve(wrong[:, None], torch.linalg.cholesky(covariance))[:, 0]
+    return {**kept, "problem_of": problem_of.short(), "config_of": config_of.short(), "weights": weights.float(), "trials": digest(trials)}
+
+
+def digest(trials: Sequence[Told]) -> str:
+    """What tells these trials from others."""
+    said = [[one.problem.label(), one.problem.batch, one.problem.heads, sorted(map(repr, one.times.items()))] for one in trials]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+
+
+def rates(trials: Sequence[Told], wrong: Callable[[Problem, Sequence[Config]], Sequence[float]]) -> list[float]:
+    """Of each problem with enough trials the rate of the one that is expected to be the fastest, of the best one's."""
+    found = []
+    for one in trials:
+        spec = one.problem.spec()
+        valid = [config for config in one.times if FAMILY.violated(config, spec, GPU) is None]
+        logs = {config: log for config in valid if (log := log_us(FAMILY, config, one.problem, GPU)) is not None}
+        if len(logs) >= CHOSEN_OF:
+            expected = {config: logs[config] + more for config, more in zip(logs, wrong(one.problem, list(logs)), strict=True)}
+            found.append(min(one.times[config] for config in logs) / one.times[min(expected, key=expected.__getitem__)])
+    return found
+
+
+def all_trials() -> tuple[list[Told], list[tuple[str, Told]]]:
+    """Those of rows, and those of runs with the run's name."""
+    return [found for of in of_rows() if (found := telling(*of)) is not None], list(of_runs())
+
+
+def main() -> None:
+    """Judge by leaving runs out; keep with --write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help=f"keep what all trials say in {OUT.name}")
+    options = parser.parse_args()
+    rows, runs = all_trials()
+    print(f"{len(rows)} problems with {sum(len(one.wrong) for one in rows)} trials of rows, {len(runs)} with others of runs")
+    found: dict[str, list[float]] = {"by the model": [], "and by trials": []}
+    for name in dict.fromkeys(name for name, _ in runs):
+        left_out = [one for run, one in runs if run == name]
+        others = Residual(learn(rows + [one for run, one in runs if run != name]))
+        for word, shares in (
+            ("by the model", rates(left_out, lambda _, configs: [0.0] * len(configs))),
+            ("and by trials", rates(left_out, others.of)),
+        ):
+            found[word] += shares
+            print(f"{name} {word}: {said(shares)}")
+    for word, shares in found.items():
+        print(f"all {word}: {said(shares)}")
+    if options.write:
+        torch.save(learn(rows + [one for _, one in runs]), OUT)
+
+
+def said(shares: Sequence[float]) -> str:
+    """A run's rates in a line."""
+    reached = ", ".join(f"{sum(share >= least for share in shares) / len(shares):.0%} from {least:.2f}" for least in (0.97, 0.9))
+    return f"{len(shares)} problems, mean {statistics.geometric_mean(shares):.3f}, {reached}, {min(shares):.2f} at least"
+
+
+if __name__ == "__main__":
+    main()
