@@ -6,7 +6,7 @@ that takes most off these distances, then the next, as if it had a row. Writes c
 `race_again.py --covering` races, as many as `--budget-s` leaves time for. `--worst 20` prints the calls farthest from any row instead, and
 `--uncompiled` how many of the calls Triton would have to compile.
 
-Dropout is left out: to check one shape of it takes compilers a minute and a half.
+Dropout has a few shapes for each head size: to check one takes compilers a minute and a half.
 """
 
 import argparse
@@ -37,7 +37,8 @@ from flashtune.core.target import Target, find_target
 from flashtune.db.store import Store
 from flashtune.dispatch.policy import choose, losses
 from flashtune.templates import families
-from flashtune.tuner.propose.space import Candidate
+from flashtune.tuner.propose.candidates import Candidates
+from flashtune.tuner.propose.space import Candidate, SearchSpace
 
 LIST = Path(__file__).with_suffix(".json")
 GPU = "h200"
@@ -51,6 +52,9 @@ FAR = 12.0
 
 IN_PLACE = 4
 """So many configs of flash_fwd race for a bias that isn't aligned."""
+
+EXPECTED = 3
+"""So many tiles race with the config that is expected to be the fastest of each."""
 
 LONGEST_US = 1500.0
 """A row of more is dear to race, by unprepared's guess."""
@@ -79,7 +83,7 @@ def lattice() -> Iterator[Problem]:
 
 def ill_served() -> Iterator[Problem]:
     """Shapes near those, of as many tiles, whose stand-ins took 7 % longer than a search's own best, or more, in runs of unprepared.py
-    (seed59.json, seed83.json, seed101.json and seed127.json in benchmarks/results/2026-11-23-h200-unprepared)."""
+    (seed59.json, seed83.json, seed101.json, seed127.json and seed211.json in benchmarks/results/2026-11-23-h200-unprepared)."""
     sinks, mask, window = Features(causal=True, sinks=True), Features(mask="bool"), Features(causal=True, window=(1024, 0))
     causal, below = Features(causal=True), Features(causal=True, alignment="bottom_right")
     capped, capped_below = replace(causal, softcap=True), replace(below, softcap=True)
@@ -132,6 +136,18 @@ def ill_served() -> Iterator[Problem]:
         (56, 32, 4, 288, 288, 128, 128, causal),
         (40, 8, 8, 168, 168, 192, 128, causal),
         (20, 8, 8, 480, 480, 96, 96, Features(mask="bias")),
+        (1, 24, 3, 2048, 2048, 128, 128, causal),
+        (16, 40, 10, 320, 320, 72, 72, replace(causal, window=(300, 0))),
+        (64, 64, 64, 152, 256, 96, 96, capped_below),
+        (48, 24, 3, 432, 768, 192, 192, capped_below),
+        (28, 16, 16, 336, 336, 96, 96, replace(causal, dropout=True)),
+        (80, 16, 16, 384, 384, 96, 96, replace(causal, alibi=True)),
+        (60, 4, 4, 2880, 2880, 80, 80, capped),
+        (16, 4, 4, 960, 960, 128, 128, replace(causal, window=(300, 0))),
+        (2, 40, 40, 920, 952, 112, 112, replace(below, alibi=True)),
+        (9, 24, 24, 1984, 1984, 256, 256, Features()),
+        (2, 4, 4, 5344, 5344, 112, 112, replace(causal, alibi=True)),
+        (1, 64, 64, 1088, 1088, 192, 192, Features()),
     ):
         yield Problem(batch=batch, heads=heads, kv_heads=kv_heads, n_q=n_q, n_kv=n_kv, d=d, d_v=d_v, dtype="bf16", features=features)
 
@@ -143,6 +159,14 @@ def between_tiles() -> Iterator[Problem]:
         for features in (Features(), Features(causal=True)):
             for batch, heads, n in ((64, 16, 160), (48, 16, 320), (4, 16, 896)):
                 yield Problem(batch=batch, heads=heads, kv_heads=heads, n_q=n, n_kv=n, d=d, d_v=d_v, dtype="bf16", features=features)
+
+
+def dropped() -> Iterator[Problem]:
+    """Dropout at every head size, so that machine code of it ships."""
+    features = Features(causal=True, dropout=True)
+    for d, d_v in HEAD_SIZES:
+        for batch, n in ((4, 2048), (32, 512)):
+            yield Problem(batch=batch, heads=16, kv_heads=16, n_q=n, n_kv=n, d=d, d_v=d_v, dtype="bf16", features=features)
 
 
 def distances(ours: Sequence[ProblemKey], theirs: Sequence[ProblemKey], far: float = FAR) -> NDArray[np.float64]:
@@ -184,13 +208,14 @@ def uncompiled() -> tuple[int, Counter[str]]:
 
 
 def chosen(count: int) -> list[tuple[Problem, float]]:
-    """Ill-served shapes and those between tiles, then those that help most, the first alone most of all, each with the mean distance of the
-    calls from then on."""
+    """Ill-served shapes, those between tiles and those with dropout, then those that help most, drawn calls among them, the first alone
+    most of all, each with the mean distance of the calls from then on."""
     known, calls = measured(), [problem.key(GPU) for problem in called()]
-    found = [(problem, math.nan) for problem in (*ill_served(), *between_tiles()) if problem.key(GPU) not in known]
+    found = [(problem, math.nan) for problem in (*ill_served(), *between_tiles(), *dropped()) if problem.key(GPU) not in known]
     known += [problem.key(GPU) for problem, _ in found]
     # A window that hides nothing is none to a call.
-    shapes = [problem for problem in lattice() if problem.seen() == problem]
+    drawn_too = [replace(problem, dtype="bf16") for problem in called() if not problem.features.dropout]
+    shapes = [problem for problem in (*lattice(), *drawn_too) if problem.seen() == problem]
     shapes = [problem for problem in shapes if guess_us(problem) < LONGEST_US and problem.key(GPU) not in known]
     near, to = distances(calls, known).min(1), distances(calls, [problem.key(GPU) for problem in shapes])
     for _ in range(count - len(found)):
@@ -205,7 +230,8 @@ def of_covering(target: Target, results: Sequence[SearchResult], *, most: int, s
     known = {result.problem.key(target.slug) for result in results}
     listed = [Problem(**row["problem"], features=Features.from_json(row["features"])) for row in json.loads(LIST.read_text())["shapes"]]
     wanted = [problem for problem in listed if problem.key(target.slug) not in known]
-    return [(p, partial(_racing, p, target, most=most, seed=seed)) for p in wanted]
+    racing = {p: _in_place_too if losses.ragged(p.key(target.slug)) else _racing for p in wanted}
+    return [(p, partial(racing[p], p, target, most=most, seed=seed)) for p in wanted]
 
 
 def ragged_biases() -> list[Problem]:
@@ -238,8 +264,17 @@ def _racing(problem: Problem, target: Target, *, most: int, seed: int) -> list[C
     """In the process that checks them: what would be served, too."""
     served = choose(problem, target, shipped(), families(), framework_serves=False)
     own = [] if served.family is None or served.config is None else [Candidate(family=served.family, config=served.config)]
-    beside = [*own, *found_near(problem, target)[:2]]
+    beside = [*own, *expected_first(problem, target)[:EXPECTED], *found_near(problem, target)[:1]]
     return first_to_race(problem, target, beside, most=most + 1, seed=seed)
+
+
+def expected_first(problem: Problem, target: Target) -> list[Candidate]:
+    """What is expected to be the fastest of each tile, the fastest first."""
+    pool, found = Candidates(SearchSpace(families(), problem, target), problem), dict[tuple[str, Any, Any], Candidate]()
+    for place in np.argsort(pool.log_times, kind="stable"):
+        one = pool.candidates[place]
+        found.setdefault((one.family.name, one.config.get("BLOCK_M", None), one.config.get("BLOCK_N", None)), one)
+    return list(found.values())
 
 
 def judged(path: Path) -> list[dict[str, Any]]:

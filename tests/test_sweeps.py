@@ -12,9 +12,9 @@ from flashtune.core.results import Fate, SearchResult
 from flashtune.core.target import find_target
 from flashtune.db.library import shipped_path
 from flashtune.db.store import Store
-from flashtune.dispatch.policy.expected import left_out
 from flashtune.templates import family
 from flashtune.templates.cost import predict_us
+from flashtune.templates.expected import left_out
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 

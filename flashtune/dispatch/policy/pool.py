@@ -12,8 +12,8 @@ from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target, targets
 from flashtune.db.preference import by_key, preference
 from flashtune.dispatch.policy import losses
-from flashtune.dispatch.policy.expected import log_us
 from flashtune.dispatch.policy.losses import comparable, kind_of, kinds_apart, torch_runs_alike
+from flashtune.templates.expected import log_us
 from flashtune.templates.family import Family
 
 Rows = Mapping[ProblemKey, Sequence[TuningRecord]]

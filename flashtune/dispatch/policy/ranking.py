@@ -8,8 +8,8 @@ from flashtune.core.results import Source, TuningRecord
 from flashtune.core.target import Target
 from flashtune.dispatch.policy import losses
 from flashtune.dispatch.policy.choices import Choice, Context, Fit, Preferred, Refusal, default_choice, exact_choice, fit_of, near_choice
-from flashtune.dispatch.policy.expected import LOG_HOST, log_us, logs_us
 from flashtune.dispatch.policy.pool import Pool
+from flashtune.templates.expected import LOG_HOST, log_us, logs_us
 from flashtune.templates.family import Family
 
 COMPARED = 16
@@ -126,8 +126,9 @@ def _compared(near: Iterator[tuple[float, TuningRecord]], context: Context) -> I
         fit = fit_of(record[1], context)
         found.append((record[0], fit))
         if isinstance(fit, Fit):
+            first = not distinct
             distinct.setdefault(_config(fit), fit)
-            if len(found) == 1 and ((log := log_us(fit.family, fit.config, context.problem, context.target)) is None or log < LOG_HOST):
+            if first and not _tells(fit, context):
                 break
     logs = logs_us([(fit.family, fit.config) for fit in distinct.values()], context.problem, context.target)
     # What is over before the host has made the next call gains nothing by being over sooner.
@@ -152,6 +153,12 @@ def _compared(near: Iterator[tuple[float, TuningRecord]], context: Context) -> I
         elif id(fit) not in passed:
             said = len(here) > 1 and here[_config(fit)] is not None
             yield near_choice(fit, context, behind=most - _gain(fit, fits[0][1], here, context) if said else None)
+
+
+def _tells(nearest: Fit, context: Context) -> bool:
+    """Whether the cost model is asked: no backward had a part in it, and of a call that waits for the host it tells little."""
+    log = log_us(nearest.family, nearest.config, context.problem, context.target)
+    return context.problem.direction == "fwd" and log is not None and log >= LOG_HOST
 
 
 _Config = tuple[str, Config]

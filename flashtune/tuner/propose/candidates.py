@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from flashtune.core.config import Value
 from flashtune.core.problem import Problem
-from flashtune.templates.cost import predict_us
+from flashtune.templates.expected import logs_us
 from flashtune.tuner.propose.space import Candidate, SearchSpace
 
 MOST = 20_000
@@ -45,9 +45,10 @@ class Candidates:
 
         The same for all candidates of a space of which nothing can be expected; a little above the slowest for the others of a mixed one.
         """
-        times = np.array([self._expected_us(candidate) for candidate in self.candidates])
+        logs = logs_us([(candidate.family, candidate.config) for candidate in self.candidates], self._problem, self._target)
+        times = np.array([np.nan if log is None else log for log in logs])
         known = np.isfinite(times)
-        found: Array = np.log(np.where(known, times, 1.5 * times[known].max() if known.any() else 1.0))
+        found: Array = np.where(known, times, math.log(1.5) + times[known].max() if known.any() else 0.0)
         return found
 
     @cached_property
@@ -87,10 +88,6 @@ class Candidates:
 
     def _families(self) -> list[list[float]]:
         return [[_APART * (family == name) for family in self.families] for name in dict.fromkeys(self.families)]
-
-    def _expected_us(self, candidate: Candidate) -> float:
-        facts = candidate.family.expected(candidate.config, self._problem.spec(), self._target)
-        return math.inf if facts is None else predict_us(candidate.config, facts, self._problem, self._target)
 
 
 _APART = math.sqrt(0.5)

@@ -68,10 +68,8 @@ def logs_us(candidates: Sequence[tuple[Family, Config]], problem: Problem, targe
 
 
 def log_us(family: Family, config: Config, problem: Problem, target: Target) -> float | None:
-    """The logarithm of the microseconds that the GPU is expected to take; None where nothing can be said of a family, of a config that
-    doesn't fit, or of a backward, to whose measurements the model was never fitted."""
-    if problem.direction != "fwd":
-        return None
+    """The logarithm of the microseconds that the GPU is expected to take; None where nothing can be said of a family, or of a config that
+    doesn't fit."""
     facts = family.expected(config, problem.spec(), target)
     if facts is None:
         return None
