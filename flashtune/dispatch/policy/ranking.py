@@ -12,16 +12,17 @@ from flashtune.dispatch.policy.pool import Pool
 from flashtune.templates.expected import LOG_HOST, log_us, logs_us
 from flashtune.templates.family import Family
 
-COMPARED = 16
+COMPARED = 24
 """So many configs of the nearest records the cost model compares."""
 
-PER_DISTANCE = 0.005
-"""What a unit of distance counts against what the cost model expects to gain, a logarithm."""
+PER_DISTANCE, PER_DISTANCE_STEP = 0.001, 0.005
+"""What a unit of distance counts against what the cost model expects to gain, a logarithm: of more rows, whose trials it was corrected by
+(flashtune.templates.residual), and of a decoding step."""
 
 LEAST_GAIN = 0.01
 """So much it must be expected to gain."""
 
-OTHER_KIND = 0.05
+OTHER_KIND, OTHER_KIND_STEP = 0.02, 0.05
 """And so much more where the nearest record is of the call's own features, and the other isn't, and again of head sizes."""
 
 TRUST = 0.5
@@ -135,12 +136,14 @@ def _compared(near: Iterator[tuple[float, TuningRecord]], context: Context) -> I
     here = {config: None if log is None else max(log, LOG_HOST) for config, log in zip(distinct, logs, strict=True)}
     fits = [(apart, fit) for apart, fit in found if isinstance(fit, Fit)]
     ahead: dict[_Config, tuple[float, Fit, float]] = {}
+    step = context.problem.n_q <= DECODE_ROWS
     for apart, fit in fits[1:]:
         if _reads_otherwise(fit, fits[0][1], context):
             continue
         gain = _gain(fit, fits[0][1], here, context)
         strayed = losses.strayed(fit.record.key, fits[0][1].record.key, context.key)
-        worth = gain - PER_DISTANCE * (apart - fits[0][0]) - OTHER_KIND * strayed
+        per_distance, other_kind = (PER_DISTANCE_STEP, OTHER_KIND_STEP) if step else (PER_DISTANCE, OTHER_KIND)
+        worth = gain - per_distance * (apart - fits[0][0]) - other_kind * strayed
         if worth > LEAST_GAIN and (_config(fit) not in ahead or worth > ahead[_config(fit)][0]):
             ahead[_config(fit)] = worth, fit, gain
     most = max((gain for _, _, gain in ahead.values()), default=0.0)
