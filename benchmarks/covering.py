@@ -1,54 +1,53 @@
-"""Which shapes' rows would bring most random calls nearer to a row, without a GPU: `python benchmarks/covering.py`.
+"""Which kernels' machine code random calls lack the most, and of which calls, without a GPU: `python benchmarks/covering.py`.
 
-Draws calls as unprepared.py does, adds those of models (`tune.wanting`), and looks how far each is from the nearest row, by the distance by
-which stand-ins are chosen (flashtune.dispatch.policy). Of a lattice of shapes (head sizes, features, lengths, heads) the one is chosen
-that takes most off these distances, then the next, as if it had a row. Writes covering.json beside this file, which
-`race_again.py --covering` races, as many as `--budget-s` leaves time for. `--worst 20` prints the calls farthest from any row instead, and
-`--uncompiled` how many of the calls Triton would have to compile.
-
-Dropout has a few shapes for each head size: to check one takes compilers a minute and a half.
+Draws calls as unprepared.py does and adds those of models (`tune.wanting`). Of each the cost model, with what was learned of its errors
+(flashtune.templates.expected), says what it loses by the best kernel whose machine code ships for its head size, features and type,
+beside the best of all winners' configs. The kernel is chosen that takes most off these losses, with the call for which it takes the most,
+then the next, as if that had machine code. Writes covering.json beside this file, which `race_again.py --covering` races, as many as
+`--budget-s` leaves time for. `--uncompiled` prints how many of the calls Triton would have to compile instead.
 """
 
 import argparse
 import json
 import math
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from forward_cells import TOKENS
+from fit_expected import FAMILY
 from numpy.typing import NDArray
 from race_work import Work, first_to_race, found_near
 from searches import shipped
 from tune import wanting
-from unprepared import FEATURES, HEAD_SIZES, drawn, guess_us
+from unprepared import drawn, guess_us
 
 from flashtune import dispatch
-from flashtune.core.config import Config
-from flashtune.core.problem import Features, Problem, ProblemKey
+from flashtune.core.config import Config, KernelSpec
+from flashtune.core.problem import DECODE_ROWS, Features, Problem, ProblemKey
 from flashtune.core.results import SearchResult
 from flashtune.core.shipped_kernels import PACKAGE, shipped_index
 from flashtune.core.target import Target, find_target
 from flashtune.db.store import Store
 from flashtune.dispatch.policy import choose, losses
 from flashtune.templates import families
+from flashtune.templates.expected import LOG_HOST, logs_us
+from flashtune.templates.rendering import variant_of
 from flashtune.tuner.propose.candidates import Candidates
 from flashtune.tuner.propose.space import Candidate, SearchSpace
 
 LIST = Path(__file__).with_suffix(".json")
 GPU = "h200"
 
-SEED, DRAWN = 1002, 1200
+SEED, DRAWN = 1002, 2400
 """Of the calls; no run of unprepared.py has this seed."""
 
-FAR = 12.0
-"""What lies further is no worse served than this: left-out rows lose 1.8 % on the mean by all others, 2.5 % by those at least 6 away, and
-3.4, 3.1 and 3.6 % by those at least 10, 15 and 20 away."""
+COMPILED = 0.05
+"""What a call without machine code counts for, beside what others lose, a logarithm: it then waits for a compiler once."""
 
 IN_PLACE = 4
 """So many configs of flash_fwd race for a bias that isn't aligned."""
@@ -56,129 +55,11 @@ IN_PLACE = 4
 EXPECTED = 3
 """So many tiles race with the config that is expected to be the fastest of each."""
 
+BESIDE_DROPOUT = 1
+"""So many where dropout is checked, which takes compilers a minute and a half."""
+
 LONGEST_US = 1500.0
 """A row of more is dear to race, by unprepared's guess."""
-
-
-def lattice() -> Iterator[Problem]:
-    """Shapes that may be chosen, in bf16."""
-    kinds = [Features(**words) for words in {json.dumps(words): words for words in FEATURES}.values() if "dropout" not in words]
-    for d, d_v in HEAD_SIZES:
-
-        def shape(batch: int, heads: int, sharing: int, n_q: int, n_kv: int, features: Features, d: int = d, d_v: int = d_v) -> Problem:
-            kv_heads = heads // sharing
-            return Problem(batch=batch, heads=heads, kv_heads=kv_heads, n_q=n_q, n_kv=n_kv, d=d, d_v=d_v, dtype="bf16", features=features)
-
-        for features in kinds:
-            for n in (256, 512, 1024, 2048, 4096, 8192):
-                for tokens in (TOKENS, TOKENS // 4) if n >= 1024 else (TOKENS,):
-                    yield from (shape(max(1, tokens // n), 16, sharing, n, n, features) for sharing in (1, 4))
-                if n >= 1024:
-                    yield shape(1, 8, 1, n, n, features)
-            below = Features.from_json({**features.as_json(), "alignment": "bottom_right"}) if features.causal else features
-            yield from (shape(16, 16, 1, n_q, n_kv, below) for n_q, n_kv in ((256, 512), (512, 2048), (256, 4096)))
-        for n in (256, 512, 1024, 2048, 4096, 16384):
-            yield from (shape(batch, 32, sharing, 1, n, Features()) for batch, sharing in ((64, 1), (64, 4), (8, 1), (8, 8)))
-
-
-def ill_served() -> Iterator[Problem]:
-    """Shapes near those, of as many tiles, whose stand-ins took 7 % longer than a search's own best, or more, in runs of unprepared.py
-    (seed59.json, seed83.json, seed101.json, seed127.json and seed211.json in benchmarks/results/2026-11-23-h200-unprepared)."""
-    sinks, mask, window = Features(causal=True, sinks=True), Features(mask="bool"), Features(causal=True, window=(1024, 0))
-    causal, below = Features(causal=True), Features(causal=True, alignment="bottom_right")
-    capped, capped_below = replace(causal, softcap=True), replace(below, softcap=True)
-    for batch, heads, kv_heads, n_q, n_kv, d, d_v, features in (
-        (4, 32, 32, 1, 16384, 160, 160, Features()),
-        (16, 64, 8, 1, 4096, 192, 192, Features()),
-        (32, 32, 16, 1, 512, 192, 192, Features()),
-        (8, 32, 32, 1, 16384, 192, 192, Features()),
-        (1, 16, 16, 8192, 8192, 128, 128, sinks),
-        (4, 16, 16, 4096, 4096, 128, 128, sinks),
-        (2, 32, 8, 4096, 4096, 128, 128, sinks),
-        (32, 32, 32, 512, 512, 40, 40, Features(causal=True)),
-        (16, 8, 8, 1536, 1536, 192, 192, Features()),
-        (8, 8, 4, 2048, 2048, 192, 192, Features()),
-        (16, 32, 4, 3072, 3072, 192, 128, window),
-        (16, 32, 32, 256, 256, 96, 96, mask),
-        (4, 8, 1, 1024, 1024, 96, 96, Features()),
-        (1, 4, 4, 4096, 4096, 96, 96, Features(causal=True, alibi=True)),
-        (8, 12, 6, 2816, 2816, 160, 160, Features(causal=True)),
-        (4, 32, 8, 8192, 8192, 40, 40, Features(causal=True)),
-        (1, 8, 8, 3072, 3072, 192, 192, causal),
-        (64, 32, 32, 128, 128, 96, 96, causal),
-        (8, 4, 4, 768, 768, 192, 192, Features()),
-        (2, 24, 24, 768, 768, 80, 80, mask),
-        (16, 12, 3, 512, 8192, 40, 40, below),
-        (1, 4, 4, 4608, 4608, 72, 72, Features()),
-        (2, 12, 12, 2304, 2304, 96, 96, causal),
-        (8, 24, 24, 512, 512, 192, 192, Features()),
-        (4, 16, 4, 256, 1280, 192, 128, below),
-        (64, 24, 24, 128, 144, 72, 72, below),
-        (16, 4, 4, 192, 8192, 256, 256, capped_below),
-        (16, 16, 16, 384, 384, 192, 192, capped),
-        (4, 8, 8, 4096, 4096, 192, 192, replace(causal, window=(300, 0))),
-        (2, 20, 20, 4352, 4352, 96, 96, Features()),
-        (1, 20, 20, 1024, 12288, 112, 112, below),
-        (2, 16, 16, 4096, 4096, 160, 160, mask),
-        (1, 12, 12, 2432, 2432, 128, 128, Features()),
-        (1, 8, 8, 2816, 2816, 128, 128, causal),
-        (1, 16, 16, 3328, 3328, 64, 64, Features()),
-        (1, 20, 20, 2560, 2560, 64, 64, causal),
-        (1, 16, 16, 2560, 2560, 80, 80, Features()),
-        (1, 24, 24, 1536, 1536, 112, 112, causal),
-        (64, 8, 8, 326, 512, 40, 40, Features()),
-        (1, 4, 4, 10240, 14336, 128, 128, below),
-        (1, 4, 4, 8192, 8192, 128, 128, causal),
-        (12, 4, 1, 4096, 4096, 72, 72, causal),
-        (64, 20, 20, 184, 184, 160, 160, Features()),
-        (99, 4, 4, 644, 644, 160, 160, Features()),
-        (24, 24, 24, 1, 320, 128, 128, Features()),
-        (56, 32, 4, 288, 288, 128, 128, causal),
-        (40, 8, 8, 168, 168, 192, 128, causal),
-        (20, 8, 8, 480, 480, 96, 96, Features(mask="bias")),
-        (1, 24, 3, 2048, 2048, 128, 128, causal),
-        (16, 40, 10, 320, 320, 72, 72, replace(causal, window=(300, 0))),
-        (64, 64, 64, 152, 256, 96, 96, capped_below),
-        (48, 24, 3, 432, 768, 192, 192, capped_below),
-        (28, 16, 16, 336, 336, 96, 96, replace(causal, dropout=True)),
-        (80, 16, 16, 384, 384, 96, 96, replace(causal, alibi=True)),
-        (60, 4, 4, 2880, 2880, 80, 80, capped),
-        (16, 4, 4, 960, 960, 128, 128, replace(causal, window=(300, 0))),
-        (2, 40, 40, 920, 952, 112, 112, replace(below, alibi=True)),
-        (9, 24, 24, 1984, 1984, 256, 256, Features()),
-        (2, 4, 4, 5344, 5344, 112, 112, replace(causal, alibi=True)),
-        (1, 64, 64, 1088, 1088, 192, 192, Features()),
-    ):
-        yield Problem(batch=batch, heads=heads, kv_heads=kv_heads, n_q=n_q, n_kv=n_kv, d=d, d_v=d_v, dtype="bf16", features=features)
-
-
-def between_tiles() -> Iterator[Problem]:
-    """Lengths that leave tiles of 128 and 192 rows part empty, of many short sequences, and calls of medium length with few tiles for each
-    multiprocessor: rows of powers of two say little of which tiles suit these."""
-    for d, d_v in HEAD_SIZES:
-        for features in (Features(), Features(causal=True)):
-            for batch, heads, n in ((64, 16, 160), (48, 16, 320), (4, 16, 896)):
-                yield Problem(batch=batch, heads=heads, kv_heads=heads, n_q=n, n_kv=n, d=d, d_v=d_v, dtype="bf16", features=features)
-
-
-def dropped() -> Iterator[Problem]:
-    """Dropout at every head size, so that machine code of it ships."""
-    features = Features(causal=True, dropout=True)
-    for d, d_v in HEAD_SIZES:
-        for batch, n in ((4, 2048), (32, 512)):
-            yield Problem(batch=batch, heads=16, kv_heads=16, n_q=n, n_kv=n, d=d, d_v=d_v, dtype="bf16", features=features)
-
-
-def distances(ours: Sequence[ProblemKey], theirs: Sequence[ProblemKey], far: float = FAR) -> NDArray[np.float64]:
-    """How far a row of each of `theirs` is from each of `ours`, as `Pool.near` counts it."""
-    kinds, others = (list(dict.fromkeys(map(losses.kind_of, keys))) for keys in (ours, theirs))
-    apart = np.array([[losses.kinds_apart(b, a) if losses.comparable(b, a) else np.inf for b in others] for a in kinds])
-    found = apart[np.ix_([kinds.index(losses.kind_of(a)) for a in ours], [others.index(losses.kind_of(b)) for b in theirs])]
-    for place in range(4):
-        mine, other = (np.array([losses.places(key)[place] for key in keys]) for keys in (ours, theirs))
-        found += np.abs(mine[:, None] - other[None, :])
-    ragged = np.array([losses.ragged(a) for a in ours])[:, None] != np.array([losses.ragged(b) for b in theirs])[None, :]
-    return np.asarray(np.minimum(found + losses.RAGGED_BIAS * ragged, far))
 
 
 def measured() -> list[ProblemKey]:
@@ -191,11 +72,63 @@ def called() -> list[Problem]:
     return [cell.problem for cell in drawn(DRAWN, seed=SEED, gpu=GPU, known=measured())] + [problem for problem, _ in wanting()]
 
 
-def farthest(count: int) -> list[tuple[Problem, float]]:
-    """The calls that are farthest from any row, with how far."""
-    calls = called()
-    near = distances([problem.key(GPU) for problem in calls], measured(), far=math.inf).min(1)
-    return [(calls[place], float(near[place])) for place in np.argsort(-near)[:count]]
+class Lost(NamedTuple):
+    """The calls that one kernel spec serves, by its machine code in either 16-bit type: what each loses by each config, (calls, configs),
+    and by those that have machine code, logarithms."""
+
+    calls: list[Problem]
+    configs: list[Config]
+    by: NDArray[np.float64]
+    now: NDArray[np.float64]
+
+    def best(self, taken: set[ProblemKey]) -> tuple[float, int, int]:
+        """By how much a config would serve all of them better, the most, its place and that of the call for which it takes the most."""
+        gains = np.maximum(self.now[:, None] - self.by, 0.0)
+        free = np.array([guess_us(call) < LONGEST_US and call.key(GPU) not in taken for call in self.calls])
+        if not free.any():
+            return 0.0, 0, 0
+        config = int(gains.sum(0).argmax())
+        return float(gains.sum(0)[config]), config, int(np.where(free, gains[:, config], -1.0).argmax())
+
+
+def losing(calls: Sequence[Problem]) -> list[Lost]:
+    """What is lost by kernels without machine code, by what is compiled in; calls that wait for the host lose nothing."""
+    target, index = find_target(GPU), shipped_index(PACKAGE)
+    ids = {name for kernel in index.kernels for name in (kernel.variant_id, kernel.sibling)}
+    winners = dict.fromkeys(FAMILY.completed(row.outcome.config) for row in shipped() if row.outcome.template == FAMILY.name)
+    groups: dict[KernelSpec, list[Problem]] = defaultdict(list)
+    for call in calls:
+        one = replace(call, dtype="bf16") if call.dtype == "fp16" else call
+        if call.n_q > DECODE_ROWS and FAMILY.supports(one.spec(), target) is None:
+            groups[one.spec()].append(one)
+    found = []
+    for spec, alike in groups.items():
+        moved = (FAMILY.refitted(config, spec, target) for config in winners)
+        configs = list(dict.fromkeys(config for config in moved if config is not None))
+        ready = np.array([variant_of(FAMILY, spec, config).id in ids for config in configs])
+        pairs = [(FAMILY, config) for config in configs]
+        logs = np.array([[math.inf if log is None else log for log in logs_us(pairs, call, target)] for call in alike])
+        by = np.maximum(logs, LOG_HOST)
+        by -= by.min(1, keepdims=True)
+        now = np.minimum(by[:, ready].min(1, initial=COMPILED), COMPILED)
+        found.append(Lost(calls=alike, configs=configs, by=by, now=now))
+    return found
+
+
+def chosen(count: int) -> Iterator[tuple[Problem, Config, float]]:
+    """The calls to race, each with the config whose machine code is lacked, and what all calls lose on the mean from then on."""
+    lost, taken = losing(called()), set(measured())
+    calls = sum(len(one.calls) for one in lost)
+    bests = [one.best(taken) for one in lost]
+    for _ in range(count):
+        place = max(range(len(lost)), key=lambda one: bests[one][0])
+        (gain, config, call), one = bests[place], lost[place]
+        if gain <= 0.0:
+            return
+        taken.add(one.calls[call].key(GPU))
+        one.now[:] = np.minimum(one.now, one.by[:, config])
+        bests[place] = one.best(taken)
+        yield one.calls[call], one.configs[config], sum(float(one.now.sum()) for one in lost) / calls
 
 
 def uncompiled() -> tuple[int, Counter[str]]:
@@ -207,31 +140,18 @@ def uncompiled() -> tuple[int, Counter[str]]:
     return len(calls), Counter(problem.spec().label() for problem, variant_id in served if variant_id is not None and variant_id not in ids)
 
 
-def chosen(count: int) -> list[tuple[Problem, float]]:
-    """Ill-served shapes, those between tiles and those with dropout, then those that help most, drawn calls among them, the first alone
-    most of all, each with the mean distance of the calls from then on."""
-    known, calls = measured(), [problem.key(GPU) for problem in called()]
-    found = [(problem, math.nan) for problem in (*ill_served(), *between_tiles(), *dropped()) if problem.key(GPU) not in known]
-    known += [problem.key(GPU) for problem, _ in found]
-    # A window that hides nothing is none to a call.
-    drawn_too = [replace(problem, dtype="bf16") for problem in called() if not problem.features.dropout]
-    shapes = [problem for problem in (*lattice(), *drawn_too) if problem.seen() == problem]
-    shapes = [problem for problem in shapes if guess_us(problem) < LONGEST_US and problem.key(GPU) not in known]
-    near, to = distances(calls, known).min(1), distances(calls, [problem.key(GPU) for problem in shapes])
-    for _ in range(count - len(found)):
-        best = int(np.maximum(near[:, None] - to, 0.0).sum(0).argmax())
-        near = np.minimum(near, to[:, best])
-        found.append((shapes[best], float(near.mean())))
-    return found
-
-
 def of_covering(target: Target, results: Sequence[SearchResult], *, most: int, seed: int) -> Work:
-    """The shapes of covering.json that have no row: what a search would try first, and what searches found for drawn shapes near them."""
+    """The calls of covering.json that have no row: the config that they are listed with, what a search would try first, and what searches
+    found for drawn shapes near them; dropout last."""
     known = {result.problem.key(target.slug) for result in results}
-    listed = [Problem(**row["problem"], features=Features.from_json(row["features"])) for row in json.loads(LIST.read_text())["shapes"]]
-    wanted = [problem for problem in listed if problem.key(target.slug) not in known]
-    racing = {p: _in_place_too if losses.ragged(p.key(target.slug)) else _racing for p in wanted}
-    return [(p, partial(racing[p], p, target, most=most, seed=seed)) for p in wanted]
+    work: Work = []
+    for row in sorted(json.loads(LIST.read_text())["shapes"], key=lambda row: "dropout" in row["features"]):
+        problem = Problem(**row["problem"], features=Features.from_json(row["features"]))
+        if problem.key(target.slug) not in known:
+            listed = [Candidate(family=FAMILY, config=FAMILY.completed(Config.of(row["config"])))] if "config" in row else []
+            racing = _in_place_too if losses.ragged(problem.key(target.slug)) else partial(_racing, listed=listed)
+            work.append((problem, partial(racing, problem, target, most=most, seed=seed)))
+    return work
 
 
 def ragged_biases() -> list[Problem]:
@@ -260,12 +180,14 @@ def _in_place_too(problem: Problem, target: Target, *, most: int, seed: int) -> 
     return list(dict.fromkeys([*starts, *_racing(problem, target, most=most, seed=seed)]))
 
 
-def _racing(problem: Problem, target: Target, *, most: int, seed: int) -> list[Candidate]:
+def _racing(problem: Problem, target: Target, *, most: int, seed: int, listed: Sequence[Candidate] = ()) -> list[Candidate]:
     """In the process that checks them: what would be served, too."""
     served = choose(problem, target, shipped(), families(), framework_serves=False)
     own = [] if served.family is None or served.config is None else [Candidate(family=served.family, config=served.config)]
-    beside = [*own, *expected_first(problem, target)[:EXPECTED], *found_near(problem, target)[:1]]
-    return first_to_race(problem, target, beside, most=most + 1, seed=seed)
+    if problem.features.dropout:
+        return list(dict.fromkeys([*own, *listed, *expected_first(problem, target)[:BESIDE_DROPOUT]]))
+    beside = [*own, *listed, *expected_first(problem, target)[:EXPECTED], *found_near(problem, target)[:1]]
+    return first_to_race(problem, target, beside, most=most + 2, seed=seed)
 
 
 def expected_first(problem: Problem, target: Target) -> list[Candidate]:
@@ -308,7 +230,6 @@ def main() -> None:
     """Choose, print and write; or judge."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=110, help="shapes (default: %(default)s)")
-    parser.add_argument("--worst", type=int, metavar="K", help="instead: print the K calls that are farthest from any row")
     parser.add_argument("--judge", type=Path, metavar="FILE", help="instead: what stand-ins would have lost in the races of this database")
     parser.add_argument("--out", type=Path, help="a folder for shares.json of --judge")
     parser.add_argument("--uncompiled", action="store_true", help="instead: how many calls have no machine code, by what is compiled in")
@@ -330,17 +251,12 @@ def main() -> None:
         print("\n".join(f"{count} {label}" for label, count in missing.most_common()))
         print(f"{missing.total()} of {calls} calls, {missing.total() / calls:.1%}")
         return
-    if options.worst is not None:
-        for problem, apart in farthest(options.worst):
-            print(f"b{problem.batch} h{problem.heads}/{problem.kv_heads} {problem.label()}: {apart:.1f}")
-        return
     rows = []
-    for problem, mean in chosen(options.count):
-        print(f"b{problem.batch} h{problem.heads}/{problem.kv_heads} {problem.label()}: {mean:.2f}")
+    for problem, config, mean in chosen(options.count):
+        print(f"b{problem.batch} h{problem.heads}/{problem.kv_heads} {problem.label()}: {config.label()}, {mean:.4f}", flush=True)
         sizes = {name: getattr(problem, name) for name in ("batch", "heads", "kv_heads", "n_q", "n_kv", "d", "d_v", "dtype")}
-        rows.append(
-            {"problem": sizes, "features": problem.features.as_json(), "mean_distance": None if math.isnan(mean) else round(mean, 2)}
-        )
+        said = {"problem": sizes, "features": problem.features.as_json(), "config": config.as_dict()}
+        rows.append({**said, "mean_loss": round(mean, 4)})
     LIST.write_text("\n".join(['{"shapes": [', ",\n".join(map(json.dumps, rows)), "]}"]) + "\n")
 
 

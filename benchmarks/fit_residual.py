@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
+import numpy as np
 from drawn import DRAWN, shapes_of
 from fit_expected import CHOSEN_OF, FAMILY, Trials, of_rows, told
+from numpy.typing import NDArray
+from scipy.linalg import cho_factor, cho_solve
 from stand_in import GPU
 
 from flashtune.core.config import Config
@@ -28,7 +30,7 @@ from flashtune.templates.residual import ALONE, NOISE, OFFSET, TOGETHER, Residua
 HOPELESS = 2.5
 """What takes longer than so many times a problem's best trial counts as so much."""
 
-OUT = Path(residual.__file__).with_suffix(".pt")
+OUT = Path(residual.__file__).with_suffix(".npz")
 
 
 class Told(NamedTuple):
@@ -63,22 +65,23 @@ def of_runs() -> Iterator[tuple[str, Told]]:
                 yield path.stem, found
 
 
-def learn(trials: Sequence[Told]) -> dict[str, Any]:
-    """What `Residual` takes."""
-    problems = [of_problem(one.problem) for one in trials]
+def learn(trials: Sequence[Told]) -> dict[str, NDArray[Any]]:
+    """What `Residual` takes, with what it was learned from."""
+    problems = np.array([of_problem(one.problem) for one in trials])
     places = {config: place for place, config in enumerate(dict.fromkeys(config for one in trials for config in one.wrong))}
     pairs = [(number, places[config], wrong) for number, one in enumerate(trials) for config, wrong in one.wrong.items()]
-    problem_of, config_of = (torch.tensor([pair[side] for pair in pairs]) for side in (0, 1))
-    wrong = torch.tensor([pair[2] for pair in pairs], dtype=torch.float64)
+    problem_of, config_of = (np.array([pair[side] for pair in pairs]) for side in (0, 1))
+    wrong = np.array([pair[2] for pair in pairs])
     # As they are kept, so that the weights are those of what is read.
-    kept = {"problems": torch.tensor(problems), "configs": torch.tensor(list(map(of_config, places)))}
-    there, same = (alike(kept[name].double(), kept[name].double()) for name in ("problems", "configs"))
-    covariance = TOGETHER**2 * there[problem_of][:, problem_of] + ALONE**2
-    covariance *= same[config_of][:, config_of]
+    kept = {"problems": problems.astype(np.float32), "configs": np.array(list(map(of_config, places)), dtype=np.float32)}
+    there, same = (alike(kept[name].astype(float), kept[name].astype(float)) for name in ("problems", "configs"))
+    covariance = TOGETHER**2 * there[np.ix_(problem_of, problem_of)] + ALONE**2
+    covariance *= same[np.ix_(config_of, config_of)]
     covariance += OFFSET**2 * (problem_of[:, None] == problem_of[None, :])
-    covariance.diagonal().add_(NOISE**2)
-    weights = torch.cholesky_solve(wrong[:, None], torch.linalg.cholesky(covariance))[:, 0]
-    return {**kept, "problem_of": problem_of.short(), "config_of": config_of.short(), "weights": weights.float(), "trials": digest(trials)}
+    covariance[np.diag_indices_from(covariance)] += NOISE**2
+    weights = cho_solve(cho_factor(covariance, lower=True, overwrite_a=True), wrong)
+    learned = {"problem_of": problem_of.astype(np.int16), "config_of": config_of.astype(np.int16), "weights": weights.astype(np.float32)}
+    return {**kept, **learned, "wrong": wrong.astype(np.float32), "trials": np.array(digest(trials))}
 
 
 def digest(trials: Sequence[Told]) -> str:
@@ -125,7 +128,7 @@ def main() -> None:
     for word, shares in found.items():
         print(f"all {word}: {said(shares)}")
     if options.write:
-        torch.save(learn(rows + [one for _, one in runs]), OUT)
+        np.savez_compressed(OUT, **learn(rows + [one for _, one in runs]))
 
 
 def said(shares: Sequence[float]) -> str:

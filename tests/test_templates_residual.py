@@ -2,12 +2,19 @@
 
 import itertools
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from flashtune import dispatch
 from flashtune.core.config import Config
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
@@ -45,13 +52,15 @@ def test_trials_tell_of_their_own_configs_at_like_problems_and_nothing_far_away(
 @pytest.mark.parametrize("window", [(1024, 0), (None, 3), (0, 0), (5, None)])
 def test_every_window_has_coordinates(window: tuple[int | None, int | None]) -> None:
     features = Features(window=window)
-    assert all(map(torch.isfinite, torch.tensor(residual.of_problem(replace(PLAIN, features=features)))))
+    assert np.isfinite(residual.of_problem(replace(PLAIN, features=features))).all()
 
 
 def test_what_is_expected_of_hopper_forwards_is_with_what_was_learned_and_nothing_else_is() -> None:
     candidates = [(HOPPER, config) for config in STARTS]
     plain = [log_us(family, config, PLAIN, H200) for family, config in candidates]
-    more = residual.learned().of(PLAIN, STARTS)
+    known = residual.learned()
+    assert known is not None
+    more = known.of(PLAIN, STARTS)
     assert logs_us(candidates, PLAIN, H200) == pytest.approx([(log or 0) + wrong for log, wrong in zip(plain, more, strict=True)])
     step = replace(PLAIN, n_q=1)
     steps = [(DECODE, DECODE.default(step.spec(), H200)), (HOPPER, HOPPER.default(step.spec(), H200))]
@@ -62,8 +71,96 @@ def test_what_is_expected_of_hopper_forwards_is_with_what_was_learned_and_nothin
     assert logs_us([(backward, config)], trained, H200) == [log_us(backward, config, trained, H200)] != [None]
 
 
-def test_what_ships_was_learned_from_the_trials_at_hand() -> None:
+@pytest.fixture(scope="module")
+def shipped() -> dict[str, Any]:
+    with np.load(fit_residual.OUT) as kept:
+        return dict(kept)
+
+
+def test_what_ships_was_learned_from_the_trials_at_hand_by_the_model_of_today(shipped: dict[str, Any]) -> None:
     rows, runs = fit_residual.all_trials()
-    kept = torch.load(fit_residual.OUT, weights_only=True)
-    assert kept["trials"] == fit_residual.digest([*rows, *(one for _, one in runs)]), "run benchmarks/fit_residual.py --write"
-    assert len(kept["weights"]) == len(kept["problem_of"]) == len(kept["config_of"]) > 5000
+    anew = fit_residual.learn([*rows, *(one for _, one in runs)])
+    advice = "run benchmarks/fit_residual.py --write"
+    assert shipped.keys() == anew.keys() and shipped["trials"] == anew["trials"], advice
+    for name in shipped.keys() - {"trials"}:
+        np.testing.assert_allclose(shipped[name], anew[name], rtol=1e-3, atol=1e-4, err_msg=advice)
+    assert len(shipped["weights"]) > 5000
+
+
+def test_what_is_longer_than_all_trials_is_told_of_as_the_longest(shipped: dict[str, Any]) -> None:
+    known = residual.Residual(shipped)
+    longest = replace(PLAIN, batch=1, heads=128, kv_heads=128, n_q=1 << 20, n_kv=1 << 20)
+    farther = replace(longest, n_q=1 << 23, n_kv=1 << 23)
+    assert known.of(farther, STARTS) == pytest.approx(known.of(longest, STARTS), abs=1e-4)
+
+
+@pytest.fixture
+def read_anew() -> Iterator[None]:
+    """What was learned is read in the test, and after it."""
+    residual.learned.cache_clear()
+    yield
+    residual.learned.cache_clear()
+
+
+@pytest.mark.usefixtures("read_anew")
+@pytest.mark.parametrize("mode", [FakeTensorMode, lambda: torch.device("meta")], ids=["fake", "meta"])
+def test_modes_that_replace_tensors_change_nothing(mode: Callable[[], AbstractContextManager[Any]]) -> None:
+    calls = [replace(PLAIN, n_q=n, n_kv=n) for n in (1003, 1507)]
+    with mode():
+        found = dispatch.explain_problem(calls[0], "h200").variant_id
+    dispatch.explain_problem(calls[1], "h200")
+    residual.learned.cache_clear()
+    dispatch.reload(alone=True)
+    assert dispatch.explain_problem(calls[0], "h200").variant_id == found
+
+
+def missing(path: Path) -> None:
+    path.unlink()
+
+
+def truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def overwritten(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2] + bytes(200) + content[len(content) // 2 + 200 :])
+
+
+def another_way(**changes: Callable[[Any], Any]) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        with np.load(path) as kept:
+            np.savez(path, **{name: changes.get(name, lambda same: same)(kept[name]) for name in kept})
+
+    return change
+
+
+@pytest.mark.usefixtures("read_anew")
+@pytest.mark.parametrize(
+    "damage",
+    [
+        missing,
+        truncated,
+        overwritten,
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_text("no arrays"),
+        another_way(weights=lambda weights: weights[1:]),
+        another_way(weights=lambda weights: weights * np.nan),
+        another_way(problems=lambda problems: problems[:, 1:]),
+        another_way(problem_of=lambda places: places + 20000),
+        another_way(configs=lambda configs: configs.astype(object)),
+    ],
+    ids=["missing", "truncated", "overwritten", "empty", "text", "too few", "nan", "a coordinate fewer", "places", "objects"],
+)
+def test_a_damaged_file_is_warned_of_once_and_the_model_stands_alone(
+    damage: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / fit_residual.OUT.name
+    copy.write_bytes(fit_residual.OUT.read_bytes())
+    damage(copy)
+    monkeypatch.setattr(residual, "resources", SimpleNamespace(files=lambda _: tmp_path))
+    candidates = [(HOPPER, config) for config in STARTS]
+    with pytest.warns(RuntimeWarning, match="install flashtune again") as told:
+        found = [logs_us(candidates, PLAIN, H200) for _ in range(2)]
+    assert len([one for one in told if one.category is RuntimeWarning]) == 1
+    assert found == [[log_us(family, config, PLAIN, H200) for family, config in candidates]] * 2

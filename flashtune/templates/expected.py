@@ -60,10 +60,11 @@ def logs_us(candidates: Sequence[tuple[Family, Config]], problem: Problem, targe
         for place, (family, _) in enumerate(candidates)
         if found[place] is not None and family.name == residual.FAMILY and problem.n_q > DECODE_ROWS
     ]
-    if learned:
-        more = residual.learned().of(problem, [candidates[place][1] for place in learned])
-        for place, wrong in zip(learned, more, strict=True):
-            found[place] = (found[place] or 0.0) + wrong
+    known = residual.learned() if learned else None
+    if known is not None:
+        wrong = known.of(problem, [candidates[place][1] for place in learned])
+        more = dict(zip(learned, wrong, strict=True))
+        return [log if log is None else log + more.get(place, 0.0) for place, log in enumerate(found)]
     return found
 
 

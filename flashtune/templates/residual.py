@@ -5,13 +5,16 @@ over expected time. benchmarks/fit_residual.py solves for the weights; here they
 """
 
 import math
+import warnings
+import zipfile
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
 from flashtune.core.config import Config
 from flashtune.core.problem import Problem
@@ -42,6 +45,9 @@ PROBLEM_SCALES: Mapping[str, float] = {
 }
 """By how much two problems differ in each for one to say little of the other."""
 
+LENGTHS = frozenset({"log N_q", "log N_kv", "log query rows", "log keys in the window"})
+"""Of these what is longer than all trials is told of by the longest."""
+
 CONFIG_SCALES: Mapping[str, float] = {
     "log BLOCK_M": 1.0,
     "192 rows": 1.5,
@@ -69,7 +75,11 @@ NOISE, OFFSET = 0.03, 0.1
 
 Rounded by hand: scales of the greatest likelihood choose no better (benchmarks/fit_residual.py)."""
 
-_DATA = "residual.pt"
+Array = NDArray[np.float64]
+
+_DATA = "residual.npz"
+_AT_ONCE = 1024
+"""So many configs are compared at once: a search asks of 20,000."""
 
 
 def of_problem(problem: Problem) -> list[float]:
@@ -126,31 +136,57 @@ def of_config(config: Config) -> list[float]:
     return [value / scale for value, scale in zip(values, CONFIG_SCALES.values(), strict=True)]
 
 
-def alike(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+def alike(ours: Array, theirs: Array) -> Array:
     """The squared exponential covariance of coordinates, (n, c) and (m, c): 1 for the same, towards 0 for what differs."""
-    return torch.exp(-0.5 * torch.cdist(ours, theirs, compute_mode="donot_use_mm_for_euclid_dist").square())
+    # Without a product of matrices: a BLAS wakes all its threads for that, which takes longer than a call's few configs do.
+    squares = np.zeros((len(ours), len(theirs)))
+    for mine, other in zip(ours.T, theirs.T, strict=True):
+        squares += np.square(mine[:, None] - other)
+    return np.exp(-0.5 * squares)
 
 
 class Residual:
     """What is known of a set of trials: coordinates of distinct problems (p, .) and configs (c, .), of each trial the places of its
-    problem and config in these, and its weight."""
+    problem and config in these, and its weight.
 
-    def __init__(self, known: Mapping[str, Any]) -> None:
-        self._problems, self._configs, self._weights = (known[name].double() for name in ("problems", "configs", "weights"))
-        self._problem_of, self._config_of = known["problem_of"].long(), known["config_of"].long()
+    Raises KeyError, ValueError or IndexError where these don't belong together.
+    """
+
+    def __init__(self, known: Mapping[str, NDArray[Any]]) -> None:
+        self._problems, self._configs, self._weights = (np.asarray(known[name], dtype=float) for name in ("problems", "configs", "weights"))
+        self._problem_of, self._config_of = (np.asarray(known[name], dtype=np.intp) for name in ("problem_of", "config_of"))
+        shapes = (self._problems.shape[1:], self._configs.shape[1:], self._problem_of.shape, self._config_of.shape)
+        if shapes != ((len(PROBLEM_SCALES),), (len(CONFIG_SCALES),), self._weights.shape, self._weights.shape):
+            raise ValueError(f"arrays of these shapes don't belong together: {shapes}")
+        if not all(np.isfinite(one).all() for one in (self._problems, self._configs, self._weights)):
+            raise ValueError("some of its numbers aren't finite")
+        self._problems[self._problem_of], self._configs[self._config_of]
+        longest = self._problems.max(0)
+        self._most = np.array([most if name in LENGTHS else math.inf for name, most in zip(PROBLEM_SCALES, longest, strict=True)])
 
     def of(self, problem: Problem, configs: Sequence[Config]) -> list[float]:
         """By how much longer than expected these completed configs take, logarithms; all of a problem are off by the same besides."""
-        there = alike(torch.tensor([of_problem(problem)], dtype=torch.float64), self._problems)[0]
+        there = alike(np.minimum([of_problem(problem)], self._most), self._problems)[0]
         weights = self._weights * (TOGETHER**2 * there[self._problem_of] + ALONE**2)
-        by_config = torch.zeros(len(self._configs), dtype=torch.float64).index_add_(0, self._config_of, weights)
-        ours = torch.tensor([of_config(config) for config in configs], dtype=torch.float64)
-        found: list[float] = (alike(ours, self._configs) @ by_config).tolist()
+        by_config = np.bincount(self._config_of, weights, len(self._configs))
+        ours = np.array([of_config(config) for config in configs])
+        found: list[float] = []
+        for begin in range(0, len(ours), _AT_ONCE):
+            found += (alike(ours[begin : begin + _AT_ONCE], self._configs) * by_config).sum(1).tolist()
         return found
 
 
 @cache
-def learned() -> Residual:
-    """What was learned from the trials of an H200."""
+def learned() -> Residual | None:
+    """What was learned from the trials of an H200; None, with a warning, where the package's file is damaged or missing."""
     path = Path(str(resources.files("flashtune.templates"))) / _DATA
-    return Residual(torch.load(path, weights_only=True))
+    try:
+        with np.load(path, allow_pickle=False) as known:
+            return Residual(known)
+    except (OSError, ValueError, KeyError, IndexError, EOFError, zipfile.BadZipFile) as error:
+        warnings.warn(
+            f"flashtune: {path} can't be read ({error}), so stand-ins are chosen by the cost model alone: install flashtune again",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
