@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from drawn import DRAWN, shapes_of
 from numpy.typing import NDArray
-from stand_in import ARCHIVED, GPU, times_of
+from trials import ARCHIVED, GPU, times_of
 
 from flashtune.core.config import Config
 from flashtune.core.problem import DECODE_ROWS, Problem

@@ -19,10 +19,10 @@ from drawn import DRAWN, shapes_of
 from fit_expected import CHOSEN_OF, FAMILY, Trials, of_rows, told
 from numpy.typing import NDArray
 from scipy.linalg import cho_factor, cho_solve
-from stand_in import GPU
+from trials import GPU
 
 from flashtune.core.config import Config
-from flashtune.core.problem import Problem
+from flashtune.core.problem import Problem, ProblemKey
 from flashtune.templates import residual
 from flashtune.templates.expected import log_us
 from flashtune.templates.residual import ALONE, NOISE, OFFSET, TOGETHER, Residual, alike, of_config, of_problem
@@ -67,21 +67,45 @@ def of_runs() -> Iterator[tuple[str, Told]]:
 
 def learn(trials: Sequence[Told]) -> dict[str, NDArray[Any]]:
     """What `Residual` takes, with what it was learned from."""
+    known, covariance = prepared(trials)
+    weights = cho_solve(cho_factor(covariance, lower=True, overwrite_a=True), known["wrong"])
+    return {**known, "weights": weights.astype(np.float32), "trials": np.array(digest(trials))}
+
+
+def prepared(trials: Sequence[Told]) -> tuple[dict[str, NDArray[Any]], NDArray[np.float64]]:
+    """What is known of trials but their weights, and the covariance of all."""
     problems = np.array([of_problem(one.problem) for one in trials])
     places = {config: place for place, config in enumerate(dict.fromkeys(config for one in trials for config in one.wrong))}
     pairs = [(number, places[config], wrong) for number, one in enumerate(trials) for config, wrong in one.wrong.items()]
-    problem_of, config_of = (np.array([pair[side] for pair in pairs]) for side in (0, 1))
-    wrong = np.array([pair[2] for pair in pairs])
+    problem_of, config_of = (np.array([pair[side] for pair in pairs], dtype=np.int16) for side in (0, 1))
+    wrong = np.array([pair[2] for pair in pairs], dtype=np.float32)
     # As they are kept, so that the weights are those of what is read.
-    kept = {"problems": problems.astype(np.float32), "configs": np.array(list(map(of_config, places)), dtype=np.float32)}
-    there, same = (alike(kept[name].astype(float), kept[name].astype(float)) for name in ("problems", "configs"))
+    coordinates = {"problems": problems.astype(np.float32), "configs": np.array(list(map(of_config, places)), dtype=np.float32)}
+    there, same = (alike(coordinates[name].astype(float), coordinates[name].astype(float)) for name in ("problems", "configs"))
     covariance = TOGETHER**2 * there[np.ix_(problem_of, problem_of)] + ALONE**2
     covariance *= same[np.ix_(config_of, config_of)]
     covariance += OFFSET**2 * (problem_of[:, None] == problem_of[None, :])
     covariance[np.diag_indices_from(covariance)] += NOISE**2
-    weights = cho_solve(cho_factor(covariance, lower=True, overwrite_a=True), wrong)
-    learned = {"problem_of": problem_of.astype(np.int16), "config_of": config_of.astype(np.int16), "weights": weights.astype(np.float32)}
-    return {**kept, **learned, "wrong": wrong.astype(np.float32), "trials": np.array(digest(trials))}
+    return {**coordinates, "problem_of": problem_of, "config_of": config_of, "wrong": wrong}, covariance
+
+
+class LeftOut:
+    """What all trials say but those of a key, without solving anew (Rasmussen and Williams, 2006, equation 5.12, for several trials)."""
+
+    def __init__(self, trials: Sequence[Told]) -> None:
+        self._known, covariance = prepared(trials)
+        self._inverse = np.linalg.inv(covariance)
+        self._weights = self._inverse @ self._known["wrong"]
+        self._keys = [one.problem.key(GPU.slug) for one in trials]
+
+    def without(self, key: ProblemKey) -> Residual:
+        """Of the trials of other keys."""
+        mine = np.isin(self._known["problem_of"], [place for place, one in enumerate(self._keys) if one == key])
+        weights = self._weights
+        if mine.any():
+            weights = weights - self._inverse[:, mine] @ np.linalg.solve(self._inverse[np.ix_(mine, mine)], weights[mine])
+            weights[mine] = 0.0
+        return Residual({**self._known, "weights": weights})
 
 
 def digest(trials: Sequence[Told]) -> str:
@@ -108,6 +132,11 @@ def all_trials() -> tuple[list[Told], list[tuple[str, Told]]]:
     return [found for of in of_rows() if (found := telling(*of)) is not None], list(of_runs())
 
 
+def without_run(rows: Sequence[Told], runs: Sequence[tuple[str, Told]], name: str) -> Residual:
+    """What the trials of rows and of all runs but one say."""
+    return Residual(learn([*rows, *(one for run, one in runs if run != name)]))
+
+
 def main() -> None:
     """Judge by leaving runs out; keep with --write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -118,10 +147,9 @@ def main() -> None:
     found: dict[str, list[float]] = {"by the model": [], "and by trials": []}
     for name in dict.fromkeys(name for name, _ in runs):
         left_out = [one for run, one in runs if run == name]
-        others = Residual(learn(rows + [one for run, one in runs if run != name]))
         for word, shares in (
             ("by the model", rates(left_out, lambda _, configs: [0.0] * len(configs))),
-            ("and by trials", rates(left_out, others.of)),
+            ("and by trials", rates(left_out, without_run(rows, runs, name).of)),
         ):
             found[word] += shares
             print(f"{name} {word}: {said(shares)}")

@@ -1,7 +1,8 @@
 """What today's policy makes of the shapes of a run of unprepared.py, without a GPU: `python benchmarks/replay_unprepared.py FILE ...`.
 
 A run keeps every candidate of each shape's search with its time. Where what would be served now is one of them, or what was served
-then, or torch, its time is known; the share is the search's best over it. Shapes that have a row by now are left out.
+then, or torch, its time is known; the share is the search's best over it. Shapes that have a row by now are left out, and what a run's
+own trials told of the cost model's errors (fit_residual.py) is forgotten.
 """
 
 import argparse
@@ -9,13 +10,15 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from drawn import shapes_of
+from fit_residual import all_trials, without_run
 
 from flashtune import dispatch
 from flashtune.core.config import Config
 from flashtune.core.problem import Problem
-from flashtune.templates import family
+from flashtune.templates import family, residual
 
 GPU = "h200"
 
@@ -48,9 +51,12 @@ def main() -> None:
     """Print a line to each shape, then the median, the least, and how many reach 0.97 and 0.90."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="an unprepared.json")
-    dispatch.reload(alone=True)
-    for path in parser.parse_args().files:
-        found = list(shares(path))
+    files = parser.parse_args().files
+    rows, runs = all_trials()
+    for path in files:
+        dispatch.reload(alone=True)
+        with patch.object(residual, "learned", return_value=without_run(rows, runs, path.stem)):
+            found = list(shares(path))
         for problem, then, now in found:
             print(f"{problem.label():56s} {then:5.2f} then, {'no time is known' if now is None else f'{now:.2f}'} now")
         told = [(then, now) for _, then, now in found if now is not None]

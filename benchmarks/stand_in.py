@@ -2,8 +2,9 @@
 
 Each row of a database in turn is left out and its key is served by the rest, in the policy's own order. The config that would serve is
 looked up among the trials of the left-out row: its time over the best of these, less 1, is the loss. A config that was never tried
-there has no time and is counted apart. By kind of nearness only rows count of which that is the farthest difference, so that a row of
-another head size is judged even where one of the same is at hand.
+there has no time and is counted apart. What the row's own trials told of the cost model's errors is left out, too. By kind of nearness
+only rows count of which that is the farthest difference, so that a row of another head size is judged even where one of the same is at
+hand.
 
 The gain over the framework is looked at, too: how its times on the GPU change from row to row with an octave of N, and what the policy
 now decides where benchmarks/calls.py measured both (grid.json), for keys without a row of their own.
@@ -17,27 +18,25 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from unittest.mock import patch
 
-from flashtune.core.config import Config
+from fit_residual import LeftOut, all_trials
+from trials import ARCHIVED, GPU, times_of
+
 from flashtune.core.nearness import octaves
 from flashtune.core.problem import DECODE_ROWS, Features, Problem, ProblemKey
 from flashtune.core.results import SearchResult, TuningRecord
-from flashtune.core.target import find_target
 from flashtune.db.library import Library, shipped_path
 from flashtune.db.store import Store
 from flashtune.dispatch.policy import Pool, choose, losses, torch_has
-from flashtune.templates import families
+from flashtune.templates import families, residual
 from flashtune.tuner.propose.carrying import record_of
 
 RESULTS = Path(__file__).parent / "results"
-ARCHIVED = RESULTS / "2026-11-21-h200-forward" / "tuned.sqlite"
 GRID = RESULTS / "2026-11-22-h200-calls" / "grid.json"
-GPU = find_target("h200")
 
 CLOSE = 0.02
 """Where torch and a kernel are so close, a logarithm, either is right."""
-
-Tried = tuple[str, Config]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,17 +71,7 @@ def named(record: TuningRecord) -> str:
     return f"{record.problem.label()} b*h {record.key.bh_bucket}"
 
 
-def times_of(result: SearchResult) -> dict[Tried, float]:
-    """Every config that has a time in the scale of the trials, in microseconds; finalists by their race where that is all there is."""
-    known, found = families(), {}
-    for outcome in result.outcomes:
-        measured = outcome.trial or outcome.measurement
-        if measured is not None and outcome.fate.timed:
-            found[outcome.template, known[outcome.template].completed(outcome.config)] = measured.median_us
-    return found
-
-
-def replayed(results: Iterable[SearchResult]) -> list[Case]:
+def replayed(results: Iterable[SearchResult], trials: LeftOut) -> list[Case]:
     """Every row of a database left out in turn, by each kind of nearness and (kind `any`) as the policy would serve it."""
     results = list(results)
     rows = [record for record in map(record_of, results) if record is not None]
@@ -93,9 +82,10 @@ def replayed(results: Iterable[SearchResult]) -> list[Case]:
             if (kind := kind_between(other.key, row.key)) is not None:
                 others[kind].append(other)
                 others["any"].append(other)
-        times = times_of(result)
+        times, learned = times_of(result), trials.without(row.key)
         for kind, near in others.items():
-            chosen = choose(row.problem, GPU, Pool(row.key, GPU, near, families()), families(), framework_serves=False)
+            with patch.object(residual, "learned", return_value=learned):
+                chosen = choose(row.problem, GPU, Pool(row.key, GPU, near, families()), families(), framework_serves=False)
             if chosen.record is None or chosen.family is None or chosen.config is None:
                 continue
             time_us = times.get((chosen.family.name, chosen.config))
@@ -194,10 +184,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a folder for losses.json, cases.json and losses.txt")
     out = parser.parse_args().out
     shipped = Library.of(shipped_path()).records(gpu=GPU.slug)
+    rows, runs = all_trials()
+    trials = LeftOut([*rows, *(one for _, one in runs)])
     tables, cases = {}, {}
     for name, path in (("archived", ARCHIVED), ("shipped", shipped_path())):
         with Store.open(path, writable=False) as store:
-            cases[name] = replayed(result for result in store.results() if result.gpu == GPU.slug)
+            cases[name] = replayed((result for result in store.results() if result.gpu == GPU.slug), trials)
         tables[name] = summary(cases[name])
     served = decisions(shipped)
     lines: list[str] = []

@@ -117,6 +117,15 @@ def test_a_sibling_is_read_of_the_same_files_and_checked(tmp_path: Path) -> None
         replace(found, differences={found.binaries[0].sha256: "no base64"}).code(found.binaries[0])
 
 
+def test_a_sibling_whose_code_is_no_text_is_one_sentence(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    beside = Sibling(variant_id="f" * 16, source_sha256="5" * 64, codes=(("0" * 64, "told"),))
+    text = Manifest(variant_id="0123456789abcdef", binaries=(PLAIN,), sibling=beside).as_json()
+    path.write_text(text.replace('"told"', "5"))
+    with pytest.raises(EnvironmentProblem, match="is no manifest of machine code"):
+        read_manifest(path)
+
+
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"format": 1, "variant_id": "", "binaries": [{}]}', '{"format": 99, "variant_id": "", "binaries": []}']
 )

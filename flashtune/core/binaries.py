@@ -301,7 +301,12 @@ def _as_dict(binary: Binary) -> dict[str, Any]:
 
 
 def _sibling(fields: dict[str, Any] | None) -> Sibling | None:
-    return None if fields is None else Sibling(**{**fields, "codes": tuple((sha256, packed) for sha256, packed in fields["codes"])})
+    if fields is None:
+        return None
+    codes = tuple((sha256, packed) for sha256, packed in fields["codes"])
+    if strange := [one for pair in codes for one in pair if not isinstance(one, str)]:
+        raise ValueError(f"sibling's code {strange[0]!r}")
+    return Sibling(**{**fields, "codes": codes})
 
 
 def _binary(fields: dict[str, Any]) -> Binary:

@@ -178,7 +178,8 @@ class Residual:
 
 @cache
 def learned() -> Residual | None:
-    """What was learned from the trials of an H200; None, with a warning, where the package's file is damaged or missing."""
+    """What was learned from the trials of an H200, for all GPUs with these kernels; None, with a warning, where the package's file is
+    damaged or missing."""
     path = Path(str(resources.files("flashtune.templates"))) / _DATA
     try:
         with np.load(path, allow_pickle=False) as known:

@@ -92,7 +92,7 @@ def _sibling_shipped(family: Family, spec: KernelSpec, config: Config, known_has
     other = OTHER_16_BITS.get(spec.dtype)
     shipped = None if other is None else _shipped(family, replace(spec, dtype=other), config, known_hash)
     found = None if shipped is None else shipped_index(PACKAGE).find(shipped.id, arch)
-    return found is not None and bool(found.sibling)
+    return found is not None and found.arch == arch and bool(found.sibling)
 
 
 def _shipped_name(chosen: Variant) -> str | None:

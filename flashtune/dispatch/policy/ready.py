@@ -12,11 +12,10 @@ NEAR_EQUAL = 0.05
 """So much more may a choice be estimated to lose than one that has to be compiled: the estimates are medians, whose 90th percentiles lie
 further apart (flashtune.dispatch.policy.losses.LOSSES), and compiling takes seconds."""
 
-LITTLE_BEHIND = 0.08
-"""So much more time, a logarithm, may the cost model expect it to take: of 21 random shapes two were served at 0.64 and 0.79 of their own
-search by tiles of much longer sequences (benchmarks/results/2026-11-22-h200-unprepared/seed23.json). With 0.05 16 % of drawn calls would
-be compiled at their first, with this 12 %, and seed 307's would be served no better (`benchmarks/covering.py --uncompiled`,
-`replay_unprepared.py`)."""
+LITTLE_BEHIND = 0.03
+"""So much more time, a logarithm, may the cost model expect it to take, about as much as what it expects is off by
+(benchmarks/fit_residual.py): of 21 random shapes two were served at 0.64 and 0.79 of their own search by tiles of much longer sequences
+(benchmarks/results/2026-11-22-h200-unprepared/seed23.json)."""
 
 AHEAD = 24
 """So many choices are looked at for one with machine code."""

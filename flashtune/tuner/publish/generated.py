@@ -168,11 +168,14 @@ def machine_files(one: Arranged, built: Built, sibling: Built | None = None) -> 
 
 
 def _beside(built: Built, sibling: Built) -> Sibling | None:
-    """The sibling by its differences; None where more of its binaries differs than types and code."""
+    """The sibling by its differences; None where more of its binaries differs than types and code, or where one difference would have to
+    make equal code of two."""
     if len(built.codes) != len(sibling.codes):
         return None
     hashes = (binary.sha256 for binary in sibling.manifest.binaries)
     codes = tuple(zip(hashes, map(difference, built.codes, sibling.codes), strict=True))
+    if len(set(codes)) != len(dict(codes)):
+        return None
     found = Sibling(variant_id=sibling.manifest.variant_id, source_sha256=sibling.manifest.source_sha256, codes=codes)
     follows = replace(built.manifest, sibling=found).of_sibling()
     return found if follows is not None and follows.binaries == sibling.manifest.binaries else None
