@@ -3,7 +3,7 @@
 Draws calls as unprepared.py does and adds those of models (`tune.wanting`). Of each the cost model, with what was learned of its errors
 (flashtune.templates.expected), says what it loses by the best kernel whose machine code ships for its head size, features and type,
 beside the best of all winners' configs. The kernel is chosen that takes most off these losses, with the call for which it takes the most,
-then the next, as if that had machine code. Writes covering.json beside this file, which `race_again.py --covering` races, as many as
+then the next, as if that had machine code; ahead of them some decoding steps (`odd_steps`). Writes covering.json beside this file, which `race_again.py --covering` races, as many as
 `--budget-s` leaves time for. `--uncompiled` prints how many of the calls Triton would have to compile instead.
 """
 
@@ -70,6 +70,17 @@ def measured() -> list[ProblemKey]:
 def called() -> list[Problem]:
     """Calls without a row: drawn ones, and those of models."""
     return [cell.problem for cell in drawn(DRAWN, seed=SEED, gpu=GPU, known=measured())] + [problem for problem, _ in wanting()]
+
+
+def odd_steps() -> list[Problem]:
+    """Decoding steps whose rows of K are an odd number of 16 bytes, of which four rows say that torch is the faster: a search of 12288 keys,
+    four heads to a key head, found 0.69 of torch's time (benchmarks/results/2026-11-24-h200-unprepared/seed401.json)."""
+    return [
+        Problem(batch=batch, heads=16, kv_heads=16 // sharing, n_q=1, n_kv=n, d=d, d_v=d, dtype="bf16", features=Features())
+        for d in (72, 40)
+        for batch, n in ((16, 12288), (4, 6144), (48, 3072), (64, 1024))
+        for sharing in (4, 1, 8)
+    ]
 
 
 class Lost(NamedTuple):
@@ -226,6 +237,11 @@ def _but_for_rescaling(config: Config) -> Config:
     return config.replace(rescale="always") if "rescale" in config else config
 
 
+def _listed(problem: Problem) -> dict[str, Any]:
+    sizes = {name: getattr(problem, name) for name in ("batch", "heads", "kv_heads", "n_q", "n_kv", "d", "d_v", "dtype")}
+    return {"problem": sizes, "features": problem.features.as_json()}
+
+
 def main() -> None:
     """Choose, print and write; or judge."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -251,12 +267,11 @@ def main() -> None:
         print("\n".join(f"{count} {label}" for label, count in missing.most_common()))
         print(f"{missing.total()} of {calls} calls, {missing.total() / calls:.1%}")
         return
-    rows = []
+    known = set(measured())
+    rows = [_listed(problem) for problem in odd_steps() if problem.key(GPU) not in known]
     for problem, config, mean in chosen(options.count):
         print(f"b{problem.batch} h{problem.heads}/{problem.kv_heads} {problem.label()}: {config.label()}, {mean:.4f}", flush=True)
-        sizes = {name: getattr(problem, name) for name in ("batch", "heads", "kv_heads", "n_q", "n_kv", "d", "d_v", "dtype")}
-        said = {"problem": sizes, "features": problem.features.as_json(), "config": config.as_dict()}
-        rows.append({**said, "mean_loss": round(mean, 4)})
+        rows.append({**_listed(problem), "config": config.as_dict(), "mean_loss": round(mean, 4)})
     LIST.write_text("\n".join(['{"shapes": [', ",\n".join(map(json.dumps, rows)), "]}"]) + "\n")
 
 

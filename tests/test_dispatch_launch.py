@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from flashtune import kernels_generated
+from flashtune.core import launching
 from flashtune.core.binaries import Binary, Manifest, Parameter, TensorMap, read_manifest
 from flashtune.core.dtypes import output_dtype
 from flashtune.core.kernel_index import GeneratedKernel, read_index
@@ -330,6 +331,50 @@ def test_a_plan_hands_over_the_addresses_of_what_each_call_gives_per_head(monkey
         wanted = {name: x.data_ptr() for name, x in given.items() if isinstance(x, torch.Tensor)} | {"q_descale": 101, "v_descale": 103}
         assert runs[-1][: prepared.OUT] == [q.data_ptr()] * 3
         assert runs[-1][prepared.HEADS :] == [wanted[name] for name in PER_HEAD]
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 9, 21), (1, 4, 9, 21), (2, 1, 9, 21), (9, 21), (2, 1, 1, 21)], ids=str)
+def test_a_bias_whose_rows_arent_aligned_is_copied_once_a_call_and_launches_are_recorded(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("_cuda_getDevice", None), ("_cuda_getCurrentRawStream", 5), ("_cuda_isCurrentStreamCapturing", False)):
+        monkeypatch.setattr(torch._C, name, lambda *_, value=value: value, raising=False)
+    kernel = next(one for one in SHIPPED if one.template == "flash_fwd_hopper" and "d64_bf16_bias/" in one.path)
+    module = importlib.import_module(f"flashtune.kernels_generated.{kernel.module}")
+    q, k = torch.zeros(2, 4, 9, 64, dtype=torch.bfloat16), torch.zeros(2, 4, 21, 64, dtype=torch.bfloat16)
+    plan = KernelPlan(parse(Arguments(q, k, k, torch.zeros(shape, dtype=q.dtype)), Options()), module, q)
+    copied: list[torch.Tensor] = []
+    known = launching.copyable_mask
+
+    def noted(*given: Any) -> torch.Tensor:
+        found = known(*given)
+        assert found is not None
+        copied.append(found)
+        return found
+
+    monkeypatch.setattr(launching, "copyable_mask", noted)
+    runs: list[tuple[int, torch.Tensor]] = []
+
+    def run(addresses: list[int], *_: object) -> None:
+        runs.append((addresses[prepared.MASK], copied[-1].clone()))
+
+    plan.program = SimpleNamespace(run=run)  # type: ignore[assignment]
+    plan._plain, plan._copies_mask = False, True
+    for _ in range(2):
+        mask = torch.randn(shape).bfloat16()
+        plan.run(q, k, k, mask, None, None)
+        address, seen = runs[-1]
+        assert address == copied[-1].data_ptr() and torch.equal(seen, mask.expand(2, 4, 9, 21))
+        assert module.copyable(copied[-1]) and module.records(q, k, k, copied[-1], 0.1)
+
+
+def test_a_bias_that_the_copy_engine_takes_is_handed_over_as_it_is() -> None:
+    kernel = next(one for one in SHIPPED if one.template == "flash_fwd_hopper" and "d64_bf16_bias/" in one.path)
+    module = importlib.import_module(f"flashtune.kernels_generated.{kernel.module}")
+    aligned = torch.zeros(1, 4, 9, 24, dtype=torch.bfloat16).expand(2, 4, 9, 24)
+    assert launching.copyable_mask(module, aligned) is aligned and launching.copyable_mask(module, None) is None
+    odd = aligned[..., 1:22]
+    assert launching.copyable_mask(SimpleNamespace(), odd) is odd  # type: ignore[arg-type]
 
 
 def test_a_plan_hands_over_the_memory_of_the_stream_that_it_is_on(monkeypatch: pytest.MonkeyPatch) -> None:

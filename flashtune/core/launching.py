@@ -38,6 +38,15 @@ def tells_misled(module: ModuleType) -> bool:
     return "misled" in (module.launches.__kwdefaults__ or ())
 
 
+def copyable_mask(module: ModuleType, mask: torch.Tensor | None) -> torch.Tensor | None:
+    """The mask (B, Hq, N_q, N_kv) of a forward as the copy engine takes it: itself, or a copy that looks the same, in aligned rows and
+    without what is repeated. Host code would make that at every launch, too, but couldn't be recorded then."""
+    if mask is None or not hasattr(module, "compact_bias") or module.copyable(mask):
+        return mask
+    copied: torch.Tensor = module.compact_bias(mask)[..., : mask.shape[3]]
+    return copied.expand(mask.shape)
+
+
 def unread(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Where misled programs are counted if nobody reads it: two int32 on the device."""
     if device not in _UNREAD:

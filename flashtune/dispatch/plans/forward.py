@@ -127,8 +127,8 @@ class KernelPlan(ModulePlan):
     """Launches a forward's kernel, or for a while that of its twin, where scores mislead this one (`misled`)."""
 
     __slots__ = (
-        "_counters", "_framework", "_heads", "_layout", "_like_query", "_lse_offset", "_memory", "_other", "_plain", "_rest",
-        "_scratch", "_temporaries", "misled", "twin",
+        "_copies_mask", "_counters", "_framework", "_heads", "_layout", "_like_query", "_lse_offset", "_memory", "_other", "_plain",
+        "_rest", "_scratch", "_temporaries", "misled", "twin",
     )  # fmt: skip
 
     def __init__(self, call: Call, module: ModuleType, q: Tensor, *, twin: Twin | None = None, **others: Any) -> None:
@@ -142,6 +142,7 @@ class KernelPlan(ModulePlan):
         self._layout = (shape, out_strides(shape, q.stride()), shape[:3], (call.heads * call.n_q, call.n_q, 1))
         self._framework = FrameworkPlan(call=call)
         self._counters = 0
+        self._copies_mask = False
         # Addresses of what isn't given per head as a tensor.
         self._heads = [0] * len(PER_HEAD)
         self._plain = True
@@ -161,6 +162,9 @@ class KernelPlan(ModulePlan):
         with torch.cuda.device(call.device):
             operands, parameters = self._given(query, key, value, attn_mask, per_head)
             q, k, _, _, lse = operands
+            mask = launching.copyable_mask(self.module, parameters.mask)
+            self._copies_mask = mask is not parameters.mask
+            parameters = replace(parameters, mask=mask)
             self._counters = self.module.counts_needed(q, k)
             if call.factors is not None:
                 factors = prepared.resident_factors(call.device, call.factors)
@@ -283,6 +287,8 @@ class KernelPlan(ModulePlan):
             addresses += rest
         else:
             mask = call.full_mask(attn_mask)
+            if self._copies_mask:
+                mask = launching.copyable_mask(self.module, mask)
             heads = self._heads
             if per_head is not None:
                 heads = [known if x is None else x.data_ptr() for x, known in zip(per_head.views(call), heads, strict=True)]
