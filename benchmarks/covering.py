@@ -3,8 +3,8 @@
 Draws calls as unprepared.py does and adds those of models (`tune.wanting`). Of each the cost model, with what was learned of its errors
 (flashtune.templates.expected), says what it loses by the best kernel whose machine code ships for its head size, features and type,
 beside the best of all winners' configs. The kernel is chosen that takes most off these losses, with the call for which it takes the most,
-then the next, as if that had machine code; ahead of them some decoding steps (`odd_steps`). Writes covering.json beside this file, which `race_again.py --covering` races, as many as
-`--budget-s` leaves time for. `--uncompiled` prints how many of the calls Triton would have to compile instead.
+then the next, as if that had machine code; ahead of them some decoding steps (`odd_steps`). Writes covering.json beside this file, which
+`race_again.py --covering` races, as many as `--budget-s` leaves time for. `--uncompiled` prints how many of the calls Triton would have to compile instead.
 """
 
 import argparse
@@ -73,8 +73,8 @@ def called() -> list[Problem]:
 
 
 def odd_steps() -> list[Problem]:
-    """Decoding steps whose rows of K are an odd number of 16 bytes, of which four rows say that torch is the faster: a search of 12288 keys,
-    four heads to a key head, found 0.69 of torch's time (benchmarks/results/2026-11-24-h200-unprepared/seed401.json)."""
+    """Decoding steps whose rows of K are an odd number of 16 bytes, of which four rows say that torch is the faster: a search of 12288
+    keys, four heads to a key head, found 0.69 of torch's time (benchmarks/results/2026-11-24-h200-unprepared/seed401.json)."""
     return [
         Problem(batch=batch, heads=16, kv_heads=16 // sharing, n_q=1, n_kv=n, d=d, d_v=d, dtype="bf16", features=Features())
         for d in (72, 40)
