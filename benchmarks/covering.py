@@ -4,7 +4,8 @@ Draws calls as unprepared.py does and adds those of models (`tune.wanting`). Of 
 (flashtune.templates.expected), says what it loses by the best kernel whose machine code ships for its head size, features and type,
 beside the best of all winners' configs. The kernel is chosen that takes most off these losses, with the call for which it takes the most,
 then the next, as if that had machine code; ahead of them some decoding steps (`odd_steps`). Writes covering.json beside this file, which
-`race_again.py --covering` races, as many as `--budget-s` leaves time for. `--uncompiled` prints how many of the calls Triton would have to compile instead.
+`race_again.py --covering` races, as many as `--budget-s` leaves time for. `--uncompiled` prints how many of the calls Triton would have to
+compile instead.
 """
 
 import argparse

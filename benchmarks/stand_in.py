@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from unittest.mock import patch
 
+from drawn import DRAWN, shapes_of
 from fit_residual import LeftOut, all_trials
 from trials import ARCHIVED, GPU, times_of
 
@@ -34,6 +35,9 @@ from flashtune.tuner.propose.carrying import record_of
 
 RESULTS = Path(__file__).parent / "results"
 GRID = RESULTS / "2026-11-22-h200-calls" / "grid.json"
+
+LONG_STEP = 2048
+"""Keys from which on the GPU hardly waits for the host."""
 
 CLOSE = 0.02
 """Where torch and a kernel are so close, a logarithm, either is right."""
@@ -155,6 +159,26 @@ def decisions(rows: list[TuningRecord]) -> list[dict[str, object]]:
     return found
 
 
+def torch_steps(rows: list[TuningRecord]) -> list[dict[str, object]]:
+    """Decoding steps of rows and of drawn shapes by their key heads in all batches: the bytes of K and V that torch reads a second, in TB,
+    and the share of the GPU that it is thought to keep busy."""
+    times = [(row.problem, row.framework_us) for row in rows if row.framework_us is not None]
+    times += [
+        (problem, row["times"]["default"]["median_us"])
+        for path in DRAWN
+        for problem, row, _ in shapes_of(path)
+        if "default" in row["times"]
+    ]
+    found: list[dict[str, object]] = []
+    for problem, us in times:
+        heads = problem.batch * problem.kv_heads
+        if problem.n_q == 1 and problem.n_kv >= LONG_STEP and problem.dtype != "fp8":
+            rate = 2 * heads * problem.n_kv * (problem.d + problem.d_v) / us / 1e6
+            said = {"step": problem.label(), "key heads": heads, "TB/s": round(rate, 2)}
+            found.append({**said, "busy": round(losses.torch_fills(problem, GPU.sms), 2)})
+    return sorted(found, key=lambda one: (one["key heads"], one["step"]))
+
+
 def report(
     say: Callable[[str], object],
     tables: dict[str, dict[str, dict[str, float]]],
@@ -181,7 +205,7 @@ def report(
 def main() -> None:
     """Print the tables; with --out, keep them and every case beside it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="a folder for losses.json, cases.json and losses.txt")
+    parser.add_argument("--out", type=Path, help="a folder for losses.json, cases.json, losses.txt and torch_steps.txt")
     out = parser.parse_args().out
     shipped = Library.of(shipped_path()).records(gpu=GPU.slug)
     rows, runs = all_trials()
@@ -203,6 +227,8 @@ def main() -> None:
         kept = {name: [asdict(case) for case in of] for name, of in cases.items()}
         (out / "cases.json").write_text(json.dumps(kept) + "\n")
         (out / "losses.txt").write_text("\n".join(lines) + "\n")
+        steps = [" ".join(f"{name} {value}" for name, value in one.items()) for one in torch_steps(shipped)]
+        (out / "torch_steps.txt").write_text("\n".join(steps) + "\n")
 
 
 if __name__ == "__main__":

@@ -635,6 +635,26 @@ def test_rows_of_keys_that_begin_amid_a_sector_tell_what_torch_takes_for_such_st
     assert policy.choose(step, H200, rows[:1], FAMILIES).kind == "stand_in", "no such row says otherwise"
 
 
+@pytest.mark.parametrize(
+    ("heads", "busy"), [(1, 1.0), (32, 128 / 132), (64, 128 / 132), (66, 1.0), (72, 72 / 132), (80, 80 / 132), (132, 1.0), (140, 140 / 264)]
+)
+def test_torch_keeps_whole_waves_of_key_heads_busy(heads: int, busy: float) -> None:
+    step = Problem(batch=1, heads=heads * 4, kv_heads=heads, n_q=1, n_kv=8192, d=72, d_v=72, dtype="bf16")
+    assert losses.torch_fills(step, H200.sms) == pytest.approx(busy)
+    assert 0.5 < losses.torch_fills(replace(step, batch=977), H200.sms) <= 1.0
+
+
+def test_a_row_that_torch_won_keeps_no_step_from_a_kernel_that_leaves_torch_half_of_the_gpu() -> None:
+    row = record(Problem(batch=16, heads=16, kv_heads=4, n_q=1, n_kv=12288, d=72, d_v=72, dtype="bf16"), time_us=81.2, framework_us=69.6)
+    for heads, served in ((20, "kernel"), (16, "framework")):
+        step = Problem(batch=16, heads=heads, kv_heads=heads // 4, n_q=1, n_kv=11000, d=72, d_v=72, dtype="bf16")
+        found = policy.choose(step, H200, [row], FAMILIES)
+        assert ("framework" if found.kind == "framework" else "kernel") == served
+    # And the reverse: what won beside half a GPU of torch's says little of a whole one.
+    won = record(Problem(batch=16, heads=20, kv_heads=5, n_q=1, n_kv=12288, d=72, d_v=72, dtype="bf16"), time_us=99.0, framework_us=143.8)
+    assert policy.choose(replace(row.problem, n_kv=11000), H200, [won], FAMILIES).kind == "framework"
+
+
 def test_a_long_step_of_few_heads_is_not_judged_by_what_torch_takes_for_a_short_one() -> None:
     """Torch took 31 us for it in an earlier run of benchmarks/calls.py, three times what it takes where its row is of."""
     step = Problem(batch=1, heads=12, kv_heads=12, n_q=1, n_kv=8192, d=64, d_v=64, dtype="bf16")

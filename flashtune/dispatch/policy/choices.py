@@ -163,15 +163,25 @@ def _ratio(record: TuningRecord, context: Context, loss: Estimate) -> tuple[floa
     if ratio is None:
         return None
     key, step = context.key, context.key.n_q <= DECODE_ROWS
+    ratio *= _torch_slower(record, context)
     stray = step and losses.odd_rows(record.key) != losses.odd_rows(key)
     if ratio <= 1.0 and not stray:
         return ratio, ""
     telling = context.pool.tellers(context.problem, key)
     if all(row.key == record.key for row in telling):
         return ratio, ""
-    told = math.exp(sum(math.log(row.relative_time or 1.0) for row in telling) / len(telling))
+    told = math.exp(sum(math.log((row.relative_time or 1.0) * _torch_slower(row, context)) for row in telling) / len(telling))
     said = ", ".join(f"n={row.key.n} d={row.key.d}" for row in telling)
     return (told, f"; what torch takes is told by rows of {said}") if stray or told < 1.0 else (ratio, "")
+
+
+def _torch_slower(record: TuningRecord, context: Context) -> float:
+    """By what our time over torch's falls from a decoding step's row to the call because torch keeps less of the GPU busy there; 1 where
+    the GPU waits for the host, and for more rows."""
+    if context.key.n_q > DECODE_ROWS or losses.waits(record, context.key):
+        return 1.0
+    here, there = (losses.torch_fills(problem, context.target.sms) for problem in (context.problem, record.problem))
+    return here / there
 
 
 def _twin(record: TuningRecord, context: Context, family: Family, config: Config) -> Config | None:

@@ -213,16 +213,16 @@ def expected_ratio(record: TuningRecord, ours: ProblemKey, loss: Estimate) -> fl
     what was gained on one side only may be lost at other sizes, times the estimated `loss`. None without the framework's time.
 
     A decoding step may take a second launch, which shorter sequences don't hide, so towards fewer keys the ratio is assumed to drift. Where
-    the GPU waits for the host (`_waits`), whole calls alone count, in which a second launch is never hidden.
+    the GPU waits for the host (`waits`), whole calls alone count, in which a second launch is never hidden.
     """
     if record.framework_us is None:
         return None
-    ratios, waits = [record.median_us / record.framework_us], False
+    ratios, waiting = [record.median_us / record.framework_us], False
     if record.outcome.call_us is not None and record.framework_call_us is not None:
-        calls, waits = record.outcome.call_us / record.framework_call_us, _waits(record, ours)
-        ratios = [calls] if waits else ratios if calls_tie(record) else [*ratios, calls]
+        calls, waiting = record.outcome.call_us / record.framework_call_us, waits(record, ours)
+        ratios = [calls] if waiting else ratios if calls_tie(record) else [*ratios, calls]
     found = max(ratios) * (1 + loss.median)
-    if ours.n_q <= DECODE_ROWS and ours.n < record.key.n and not waits:
+    if ours.n_q <= DECODE_ROWS and ours.n < record.key.n and not waiting:
         found *= (1 + DECODE_DRIFT) ** octaves(record.key.n, ours.n)
     return found
 
@@ -253,6 +253,15 @@ def torch_distance(theirs: ProblemKey, ours: ProblemKey) -> float:
     return math.inf if theirs.n_q != ours.n_q or others or keys >= FAR else keys + abs(math.log2(_read(theirs) / _read(ours))) + apart / 2
 
 
+def torch_fills(problem: Problem, sms: int) -> float:
+    """The share of a GPU of so many SMs that torch's decoding step keeps busy: a program to each key head, or as many parts of its keys as
+    fill the GPU once, in whole waves. On an H200 it reads at 0.5 to 0.75 of its usual rate with 72, 80, 96, 140 and 168 key heads in all
+    batches (benchmarks/results/2026-11-23-stand-in/torch_steps.txt)."""
+    heads = problem.batch * problem.kv_heads
+    programs = heads * max(1, sms // heads)
+    return programs / (sms * math.ceil(programs / sms))
+
+
 def odd_rows(key: ProblemKey) -> bool:
     """Whether a row of K is an odd number of 16 bytes (D = 40 and 72): every other one begins amid the 32 that are read at once."""
     return key.d * ITEMSIZE[key.dtype] % 32 != 0
@@ -267,14 +276,15 @@ def _read(key: ProblemKey) -> float:
     return key.n * key.bh_bucket / key.gqa_ratio * (key.d + key.d_v)
 
 
-def _waits(record: TuningRecord, ours: ProblemKey) -> bool:
+def waits(record: TuningRecord, ours: ProblemKey) -> bool:
     """Whether in calls of a decoding step like `ours` the GPU waits for the host, with our kernel and with the framework's: it did in the
     record's own, and there is no more for it to do than leaves it so. Far fewer keys may take another path through the framework, but for
     those that take its shortest (SHORT_STEP)."""
     key, call_us, framework_call_us = record.key, record.outcome.call_us, record.framework_call_us
     if ours.n_q > DECODE_ROWS or ours.n_q != key.n_q or (2 * ours.n < key.n and key.n > SHORT_STEP):
         return False
-    assert call_us is not None and framework_call_us is not None and record.framework_us is not None, "only they are compared"
+    if call_us is None or framework_call_us is None or record.framework_us is None:
+        return False
     grown = max(1.0, _read(ours) / _read(key))
     return grown * record.median_us < call_us and grown * record.framework_us < framework_call_us
 
