@@ -76,6 +76,23 @@ def kernels_are_launched_through_the_driver() -> None:
     close(dispatch.attention(*fp8, q_descale=2.0, k_descale=torch.full((), 0.5, device="cuda")), wanted)
 
 
+@check
+def biases_that_the_copy_engine_does_not_take() -> None:
+    """biases whose rows or first element aren't aligned, whole or repeated, go through prepared launches, each call with its own"""
+    dispatch.reload()
+    q, k, v = inputs(2, 8, 333, 64)
+    shapes = ((1, 8, 333, 333), (2, 8, 333, 333), (2, 1, 333, 333), (333, 333), (2, 8, 1, 333))
+    for shape in shapes:
+        before, biases = prepared_plans(), [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+        served = dispatch.explain(q, k, v, attn_mask=biases[0]).kind
+        for bias in biases:
+            close(dispatch.attention(q, k, v, attn_mask=bias), sdpa(q, k, v, attn_mask=bias))
+        assert served == "framework" or prepared_plans() == before + 1, f"{shape} (served: {served}) went through Triton"
+    k, v = (x[:, :, :328].contiguous() for x in (k, v))
+    shifted = torch.randn(333 * 328 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(333, 328)
+    close(dispatch.attention(q, k, v, attn_mask=shifted), sdpa(q, k, v, attn_mask=shifted.clone()))
+
+
 def in_threads(count: int, work: Callable[[int], None]) -> None:
     """`work` of each index in a thread of its own, all at once; raises what the first that failed raised."""
     errors: list[BaseException] = []
