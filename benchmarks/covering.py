@@ -97,10 +97,11 @@ class Lost(NamedTuple):
         """By how much a config would serve all of them better, the most, its place and that of the call for which it takes the most."""
         gains = np.maximum(self.now[:, None] - self.by, 0.0)
         free = np.array([guess_us(call) < LONGEST_US and call.key(GPU) not in taken for call in self.calls])
-        if not free.any():
-            return 0.0, 0, 0
-        config = int(gains.sum(0).argmax())
-        return float(gains.sum(0)[config]), config, int(np.where(free, gains[:, config], -1.0).argmax())
+        raced = np.where(free[:, None], gains, 0.0)
+        # A config that is of no use to a call that may race has to wait for one.
+        whole = np.where(raced.max(0) > 0.0, gains.sum(0), 0.0)
+        config = int(whole.argmax())
+        return float(whole[config]), config, int(raced[:, config].argmax())
 
 
 def losing(calls: Sequence[Problem]) -> list[Lost]:

@@ -55,6 +55,7 @@ def main() -> None:
     rows, runs = all_trials()
     for path in files:
         dispatch.reload(alone=True)
+        print(f"{path.name}: trials of {sum(name == path.stem for name, _ in runs)} of its problems are forgotten")
         with patch.object(residual, "learned", return_value=without_run(rows, runs, path.stem)):
             found = list(shares(path))
         for problem, then, now in found:

@@ -1,6 +1,7 @@
 """What is learned of the cost model's errors: near trials tell of them, far ones don't, and what ships is of the trials at hand."""
 
 import itertools
+import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -124,7 +125,13 @@ def truncated(path: Path) -> None:
 
 def overwritten(path: Path) -> None:
     content = path.read_bytes()
-    path.write_bytes(content[: len(content) // 2] + bytes(200) + content[len(content) // 2 + 200 :])
+    begin = content.index(b"weights.npy") + 400
+    path.write_bytes(content[:begin] + bytes(200) + content[begin + 200 :])
+
+
+def an_array(path: Path) -> None:
+    with path.open("wb") as file:
+        np.save(file, np.zeros(3))
 
 
 def another_way(**changes: Callable[[Any], Any]) -> Callable[[Path], None]:
@@ -142,15 +149,30 @@ def another_way(**changes: Callable[[Any], Any]) -> Callable[[Path], None]:
         missing,
         truncated,
         overwritten,
+        an_array,
         lambda path: path.write_bytes(b""),
         lambda path: path.write_text("no arrays"),
         another_way(weights=lambda weights: weights[1:]),
         another_way(weights=lambda weights: weights * np.nan),
         another_way(problems=lambda problems: problems[:, 1:]),
         another_way(problem_of=lambda places: places + 20000),
+        another_way(config_of=lambda places: -1 - places),
         another_way(configs=lambda configs: configs.astype(object)),
     ],
-    ids=["missing", "truncated", "overwritten", "empty", "text", "too few", "nan", "a coordinate fewer", "places", "objects"],
+    ids=[
+        "missing",
+        "truncated",
+        "overwritten",
+        "array",
+        "empty",
+        "text",
+        "too few",
+        "nan",
+        "a coordinate fewer",
+        "places",
+        "negative",
+        "objects",
+    ],
 )
 def test_a_damaged_file_is_warned_of_once_and_the_model_stands_alone(
     damage: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -164,3 +186,17 @@ def test_a_damaged_file_is_warned_of_once_and_the_model_stands_alone(
         found = [logs_us(candidates, PLAIN, H200) for _ in range(2)]
     assert len([one for one in told if one.category is RuntimeWarning]) == 1
     assert found == [[log_us(family, config, PLAIN, H200) for family, config in candidates]] * 2
+
+
+@pytest.mark.usefixtures("read_anew")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::ResourceWarning")
+def test_no_byte_that_changed_ends_a_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, dice = fit_residual.OUT.read_bytes(), random.Random(0)
+    monkeypatch.setattr(residual, "resources", SimpleNamespace(files=lambda _: tmp_path))
+    for _ in range(60):
+        content = bytearray(whole)
+        content[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
+        (tmp_path / fit_residual.OUT.name).write_bytes(content)
+        residual.learned.cache_clear()
+        known = residual.learned()
+        assert known is None or np.isfinite(known.of(PLAIN, STARTS)).all()

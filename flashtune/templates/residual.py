@@ -6,7 +6,6 @@ over expected time. benchmarks/fit_residual.py solves for the weights; here they
 
 import math
 import warnings
-import zipfile
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
@@ -149,7 +148,7 @@ class Residual:
     """What is known of a set of trials: coordinates of distinct problems (p, .) and configs (c, .), of each trial the places of its
     problem and config in these, and its weight.
 
-    Raises KeyError, ValueError or IndexError where these don't belong together.
+    Raises KeyError or ValueError where these don't belong together.
     """
 
     def __init__(self, known: Mapping[str, NDArray[Any]]) -> None:
@@ -160,7 +159,9 @@ class Residual:
             raise ValueError(f"arrays of these shapes don't belong together: {shapes}")
         if not all(np.isfinite(one).all() for one in (self._problems, self._configs, self._weights)):
             raise ValueError("some of its numbers aren't finite")
-        self._problems[self._problem_of], self._configs[self._config_of]
+        for places, there in ((self._problem_of, self._problems), (self._config_of, self._configs)):
+            if not len(places) or places.min() < 0 or places.max() >= len(there):
+                raise ValueError("some of its trials are of nothing")
         longest = self._problems.max(0)
         self._most = np.array([most if name in LENGTHS else math.inf for name, most in zip(PROBLEM_SCALES, longest, strict=True)])
 
@@ -184,7 +185,8 @@ def learned() -> Residual | None:
     try:
         with np.load(path, allow_pickle=False) as known:
             return Residual(known)
-    except (OSError, ValueError, KeyError, IndexError, EOFError, zipfile.BadZipFile) as error:
+    except Exception as error:
+        # A damaged archive is met with errors of zipfile, zlib, numpy and its parser of headers alike.
         warnings.warn(
             f"flashtune: {path} can't be read ({error}), so stand-ins are chosen by the cost model alone: install flashtune again",
             RuntimeWarning,

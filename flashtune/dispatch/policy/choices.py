@@ -8,7 +8,7 @@ from flashtune.core.config import Config, KernelSpec, settles
 from flashtune.core.errors import InputError
 from flashtune.core.problem import DECODE_ROWS, Problem, ProblemKey
 from flashtune.core.results import Fate, TuningRecord
-from flashtune.core.target import Target
+from flashtune.core.target import Target, targets
 from flashtune.dispatch.policy import losses
 from flashtune.dispatch.policy.losses import Estimate, calls_tie, torch_runs_alike
 from flashtune.dispatch.policy.pool import Pool
@@ -165,23 +165,30 @@ def _ratio(record: TuningRecord, context: Context, loss: Estimate) -> tuple[floa
     key, step = context.key, context.key.n_q <= DECODE_ROWS
     ratio *= _torch_slower(record, context)
     stray = step and losses.odd_rows(record.key) != losses.odd_rows(key)
+    said_of_torch = _torch_told(record, context)
     if ratio <= 1.0 and not stray:
-        return ratio, ""
+        return ratio, said_of_torch
     telling = context.pool.tellers(context.problem, key)
     if all(row.key == record.key for row in telling):
-        return ratio, ""
+        return ratio, said_of_torch
     told = math.exp(sum(math.log((row.relative_time or 1.0) * _torch_slower(row, context)) for row in telling) / len(telling))
     said = ", ".join(f"n={row.key.n} d={row.key.d}" for row in telling)
-    return (told, f"; what torch takes is told by rows of {said}") if stray or told < 1.0 else (ratio, "")
+    return (told, f"; what torch takes is told by rows of {said}") if stray or told < 1.0 else (ratio, said_of_torch)
 
 
 def _torch_slower(record: TuningRecord, context: Context) -> float:
     """By what our time over torch's falls from a decoding step's row to the call because torch keeps less of the GPU busy there; 1 where
-    the GPU waits for the host, and for more rows."""
-    if context.key.n_q > DECODE_ROWS or losses.waits(record, context.key):
+    the GPU waits for the host, and for more rows than one, of which nothing was measured."""
+    if context.key.n_q > 1 or record.key.n_q > 1 or losses.waits(record, context.key):
         return 1.0
-    here, there = (losses.torch_fills(problem, context.target.sms) for problem in (context.problem, record.problem))
-    return here / there
+    here = losses.torch_fills(context.problem, context.target.sms)
+    return here / losses.torch_fills(record.problem, targets()[record.key.gpu].sms)
+
+
+def _torch_told(record: TuningRecord, context: Context) -> str:
+    """What is to be said of that."""
+    slower = _torch_slower(record, context)
+    return "" if slower == 1.0 else f"; torch is thought to keep {slower:.2f} times as much of the GPU busy as there"
 
 
 def _twin(record: TuningRecord, context: Context, family: Family, config: Config) -> Config | None:
@@ -201,13 +208,17 @@ def exact_choice(fit: Fit, context: Context) -> Choice:
     """The choice by a record of this very key."""
     record, note, family, config = fit.record, _note(fit, context.key), fit.family, fit.config
     spec, relative = context.problem.spec(), record.relative_time
-    if relative is not None and relative > 1.0 and not calls_tie(record) and context.framework_serves:
+    slower = _torch_slower(record, context)
+    if relative is not None and relative * slower > 1.0 and not (calls_tie(record) and slower == 1.0) and context.framework_serves:
         calls = (record.outcome.call_us, record.framework_call_us)
-        if None in calls:
+        if slower != 1.0:
+            note = f"{note}, of the framework's {record.framework_us:.1f}{_torch_told(record, context)}, so it serves"
+        elif None in calls:
             note = f"{note}, and there the framework was faster: {record.framework_us:.1f} us"
         else:
             note = f"{note}, and there whole calls of the framework were faster: {calls[1]:.1f} us, and ours {calls[0]:.1f} us"
         return Choice(kind="framework", spec=spec, note=note, record=record)
+    note += _torch_told(record, context) if relative is not None and relative > 1.0 else ""
     kind: Kind = "exact" if record.outcome.source == "measured" else "predicted"
     twin = _twin(record, context, family, config)
     return Choice(kind=kind, spec=spec, note=note, record=record, family=family, config=config, twin=twin)

@@ -254,9 +254,9 @@ def torch_distance(theirs: ProblemKey, ours: ProblemKey) -> float:
 
 
 def torch_fills(problem: Problem, sms: int) -> float:
-    """The share of a GPU of so many SMs that torch's decoding step keeps busy: a program to each key head, or as many parts of its keys as
-    fill the GPU once, in whole waves. On an H200 it reads at 0.5 to 0.75 of its usual rate with 72, 80, 96, 140 and 168 key heads in all
-    batches (benchmarks/results/2026-11-23-stand-in/torch_steps.txt)."""
+    """The share of a GPU of so many SMs that torch's decoding step of one row keeps busy: a program to each key head, or as many parts of
+    its keys as fill the GPU once, in whole waves. On an H200 it reads 72, 80 and 168 key heads in all batches at 0.5 to 0.7 of the rate of
+    64, 128 and 256 of like sizes (benchmarks/results/2026-11-23-stand-in/torch_steps.txt)."""
     heads = problem.batch * problem.kv_heads
     programs = heads * max(1, sms // heads)
     return programs / (sms * math.ceil(programs / sms))
