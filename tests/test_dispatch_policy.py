@@ -655,6 +655,28 @@ def test_a_row_that_torch_won_keeps_no_step_from_a_kernel_that_leaves_torch_half
     assert policy.choose(replace(row.problem, n_kv=11000), H200, [won], FAMILIES).kind == "framework"
 
 
+def test_a_row_of_the_key_with_other_heads_tells_of_torch_by_how_busy_it_kept_the_gpu() -> None:
+    few = Problem(batch=16, heads=20, kv_heads=5, n_q=1, n_kv=12288, d=72, d_v=72, dtype="bf16")
+    many = replace(few, heads=32, kv_heads=8)
+    assert few.key("h200") == many.key("h200")
+    won, lost = record(few, time_us=99.0, framework_us=143.8), record(many, time_us=110.0, framework_us=100.0)
+    kept = policy.choose(many, H200, [won], FAMILIES)
+    assert kept.kind == "framework" and "1.60 times as much of the GPU busy" in kept.note
+    assert policy.choose(few, H200, [won], FAMILIES).kind == policy.choose(few, H200, [lost], FAMILIES).kind == "exact"
+    assert policy.choose(many, H200, [lost], FAMILIES).kind == "framework"
+    # Of several query rows nothing is known.
+    several = replace(few, n_q=8, heads=160, kv_heads=20), replace(few, n_q=8, heads=128, kv_heads=16)
+    row = record(replace(several[1], batch=1), time_us=105.0, framework_us=100.0)
+    assert policy.choose(replace(several[0], batch=1, n_kv=12000), H200, [row], FAMILIES).kind == "framework"
+
+
+def test_what_torch_kept_busy_on_another_gpu_is_counted_with_its_sms() -> None:
+    smaller = find_target("h100-pcie")
+    step = Problem(batch=1, heads=smaller.sms, kv_heads=smaller.sms, n_q=1, n_kv=8192, d=128, d_v=128, dtype="bf16")
+    row = record(step, smaller, time_us=90.0, framework_us=100.0)
+    assert policy.choose(replace(step, heads=132, kv_heads=132), H200, [row], FAMILIES).kind == "near_gpu"
+
+
 def test_a_long_step_of_few_heads_is_not_judged_by_what_torch_takes_for_a_short_one() -> None:
     """Torch took 31 us for it in an earlier run of benchmarks/calls.py, three times what it takes where its row is of."""
     step = Problem(batch=1, heads=12, kv_heads=12, n_q=1, n_kv=8192, d=64, d_v=64, dtype="bf16")
