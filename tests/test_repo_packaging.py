@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LINKS = ("tuner", "templates", "kernels_generated", "db")
-DATA_SUFFIXES = {".jinja", ".toml", ".sqlite", ".mako", ".ini", ".json", ".gz", ".pt", ".md"}
+DATA_SUFFIXES = {".jinja", ".toml", ".sqlite", ".mako", ".ini", ".json", ".gz", ".npz", ".md"}
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:

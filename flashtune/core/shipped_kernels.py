@@ -5,6 +5,7 @@ import importlib
 from pathlib import Path
 
 from flashtune.core.binaries import Manifest, read_manifest
+from flashtune.core.collector import held_off
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.kernel_index import Index, read_index
 
@@ -21,7 +22,8 @@ def folder_of(package: str) -> Path:
 @functools.cache
 def shipped_index(package: str) -> Index:
     """The index of a package of generated kernels."""
-    return read_index(folder_of(package))
+    with held_off():
+        return read_index(folder_of(package))
 
 
 def shipped_manifest(package: str, variant_id: str, arch: str) -> Manifest | None:

@@ -10,13 +10,16 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from flashtune.core.config import Config
 from flashtune.core.problem import Problem
+
+if TYPE_CHECKING:
+    # A first call does without.
+    from numpy.typing import NDArray
 
 FAMILY = "flash_fwd_hopper"
 
@@ -73,8 +76,6 @@ NOISE, OFFSET = 0.03, 0.1
 """How far off a trial is by chance, and all trials of a problem together, which says nothing of its configs.
 
 Rounded by hand: scales of the greatest likelihood choose no better (benchmarks/fit_residual.py)."""
-
-Array = NDArray[np.float64]
 
 _DATA = "residual.npz"
 _AT_ONCE = 1024
@@ -135,7 +136,7 @@ def of_config(config: Config) -> list[float]:
     return [value / scale for value, scale in zip(values, CONFIG_SCALES.values(), strict=True)]
 
 
-def alike(ours: Array, theirs: Array) -> Array:
+def alike(ours: "NDArray[np.float64]", theirs: "NDArray[np.float64]") -> "NDArray[np.float64]":
     """The squared exponential covariance of coordinates, (n, c) and (m, c): 1 for the same, towards 0 for what differs."""
     # Without a product of matrices: a BLAS wakes all its threads for that, which takes longer than a call's few configs do.
     squares = np.zeros((len(ours), len(theirs)))
@@ -151,7 +152,7 @@ class Residual:
     Raises KeyError or ValueError where these don't belong together.
     """
 
-    def __init__(self, known: Mapping[str, NDArray[Any]]) -> None:
+    def __init__(self, known: "Mapping[str, NDArray[Any]]") -> None:
         self._problems, self._configs, self._weights = (np.asarray(known[name], dtype=float) for name in ("problems", "configs", "weights"))
         self._problem_of, self._config_of = (np.asarray(known[name], dtype=np.intp) for name in ("problem_of", "config_of"))
         shapes = (self._problems.shape[1:], self._configs.shape[1:], self._problem_of.shape, self._config_of.shape)
