@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from fit_expected import FAMILY
+from forward_report import sizes_of
 from numpy.typing import NDArray
 from race_work import Work, first_to_race, found_near
 from searches import shipped
@@ -240,8 +241,7 @@ def _but_for_rescaling(config: Config) -> Config:
 
 
 def _listed(problem: Problem) -> dict[str, Any]:
-    sizes = {name: getattr(problem, name) for name in ("batch", "heads", "kv_heads", "n_q", "n_kv", "d", "d_v", "dtype")}
-    return {"problem": sizes, "features": problem.features.as_json()}
+    return {"problem": sizes_of(problem), "features": problem.features.as_json()}
 
 
 def main() -> None:

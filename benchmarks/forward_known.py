@@ -7,7 +7,7 @@ from typing import Any
 
 from forward_cells import Cell
 from forward_peers import Checked, Error
-from forward_report import Row
+from forward_report import Row, sizes_of
 from searches import shipped
 
 from flashtune.core.config import Config
@@ -34,7 +34,7 @@ def rows_of(path: Path, chosen: Sequence[Cell]) -> dict[Cell, Row]:
     found = json.loads(path.read_text())
     target = find_target(found["provenance"]["gpu_name"])
     by_name = {(row["group"], row["case"], *row["problem"].values()): row for row in found["rows"]}
-    rows = {cell: by_name.get((cell.group, cell.case, *_sizes(cell.problem).values())) for cell in chosen}
+    rows = {cell: by_name.get((cell.group, cell.case, *sizes_of(cell.problem).values())) for cell in chosen}
     sound = {cell: row for cell, row in rows.items() if row is not None and row["times"] and not row["failed"] and not row["wrong"]}
     today = {problem: serving(problem, target) for problem in {cell.problem for cell in sound}}
     made_by = {name: found["provenance"][name] for name in ("command", "created_at")}
@@ -44,10 +44,6 @@ def rows_of(path: Path, chosen: Sequence[Cell]) -> dict[Cell, Row]:
         if set(cell.peers) <= row["times"].keys() | row["notes"].keys()
         and (row["served"]["variant"], row["served"].get("twin")) == today[cell.problem]
     }
-
-
-def _sizes(problem: Problem) -> dict[str, Any]:
-    return {name: getattr(problem, name) for name in ("batch", "heads", "kv_heads", "n_q", "n_kv", "d", "d_v", "dtype")}
 
 
 def _row(cell: Cell, row: dict[str, Any], run: dict[str, Any]) -> Row:

@@ -11,6 +11,7 @@ from typing import Any
 from forward_cells import RANDOM, Cell, Group
 from forward_peers import COPY_BYTES, OURS, OWN, Checked, Error
 
+from flashtune.core.problem import Problem
 from flashtune.core.results import Measurement
 from flashtune.tuner.verify.distributions import PRESENT
 
@@ -47,6 +48,11 @@ FIGURES: dict[Group, tuple[str, int]] = {
     "unprepared": ("us", 1),
 }
 """What tables show of a group, and its decimals: rates of what limits it, times where that is latency. All others show TFLOP/s."""
+
+
+def sizes_of(problem: Problem) -> dict[str, Any]:
+    """A problem's sizes and type, as rows of results have them."""
+    return {name: getattr(problem, name) for name in ("batch", "heads", "kv_heads", "n_q", "n_kv", "d", "d_v", "dtype")}
 
 
 def fa4_ratios(path: Path = FA4) -> dict[tuple[int, bool, int], float]:
@@ -141,7 +147,7 @@ class Row:
         return {
             "group": self.cell.group,
             "case": self.cell.case,
-            "problem": {name: getattr(p, name) for name in ("batch", "heads", "kv_heads", "n_q", "n_kv", "d", "d_v", "dtype")},
+            "problem": sizes_of(p),
             "features": p.features.as_json(),
             "scores": self.cell.scores,
             "served": {

@@ -17,7 +17,8 @@ from flashtune.core.launching import sms_of
 from flashtune.core.modules import load_source
 from flashtune.core.problem import DECODE_ROWS, Features, Problem
 from flashtune.core.target import find_target, targets
-from flashtune.templates.decode.flash_decode import FAMILY, wave_efficiency
+from flashtune.templates.decode.flash_decode import FAMILY
+from flashtune.templates.family import wave_efficiency
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.children.compile import compiling_for, read_facts
 from flashtune.tuner.verify.inputs import make_inputs

@@ -30,6 +30,7 @@ and write the new count to the second, which may be the host's own memory; it is
 flashtune.core.reference defines the numbers.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations, product
@@ -224,6 +225,11 @@ class Family:
             holds = [constraint.holds(Config.of(dict(zip(names, point, strict=True))), spec, target) for point in points]
             allowed &= np.reshape(holds, [len(axis.values) if axis in read else 1 for axis in self.axes])
         return allowed
+
+
+def wave_efficiency(tiles: int, sms: int) -> float:
+    """The share of `sms` that is busy while `tiles` equal tiles run in waves, one to an SM: 1 where the last wave is full."""
+    return tiles / (math.ceil(tiles / sms) * sms)
 
 
 def padded(head_dim: int) -> int:

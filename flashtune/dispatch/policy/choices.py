@@ -162,10 +162,9 @@ def _ratio(record: TuningRecord, context: Context, loss: Estimate) -> tuple[floa
     ratio = losses.expected_ratio(record, context.key, loss)
     if ratio is None:
         return None
-    key, step = context.key, context.key.n_q <= DECODE_ROWS
-    ratio *= _torch_slower(record, context)
+    key, step, slower = context.key, context.key.n_q <= DECODE_ROWS, _torch_slower(record, context)
+    ratio, said_of_torch = ratio * slower, _torch_told(slower)
     stray = step and losses.odd_rows(record.key) != losses.odd_rows(key)
-    said_of_torch = _torch_told(record, context)
     if ratio <= 1.0 and not stray:
         return ratio, said_of_torch
     telling = context.pool.tellers(context.problem, key)
@@ -185,9 +184,8 @@ def _torch_slower(record: TuningRecord, context: Context) -> float:
     return here / losses.torch_fills(record.problem, targets()[record.key.gpu].sms)
 
 
-def _torch_told(record: TuningRecord, context: Context) -> str:
+def _torch_told(slower: float) -> str:
     """What is to be said of that."""
-    slower = _torch_slower(record, context)
     return "" if slower == 1.0 else f"; torch is thought to keep {slower:.2f} times as much of the GPU busy as there"
 
 
@@ -209,16 +207,16 @@ def exact_choice(fit: Fit, context: Context) -> Choice:
     record, note, family, config = fit.record, _note(fit, context.key), fit.family, fit.config
     spec, relative = context.problem.spec(), record.relative_time
     slower = _torch_slower(record, context)
-    if relative is not None and relative * slower > 1.0 and not (calls_tie(record) and slower == 1.0) and context.framework_serves:
+    if relative is not None and relative * slower > 1.0 and not calls_tie(record) and context.framework_serves:
         calls = (record.outcome.call_us, record.framework_call_us)
         if slower != 1.0:
-            note = f"{note}, of the framework's {record.framework_us:.1f}{_torch_told(record, context)}, so it serves"
+            note = f"{note}, of the framework's {record.framework_us:.1f}{_torch_told(slower)}, so it serves"
         elif None in calls:
             note = f"{note}, and there the framework was faster: {record.framework_us:.1f} us"
         else:
             note = f"{note}, and there whole calls of the framework were faster: {calls[1]:.1f} us, and ours {calls[0]:.1f} us"
         return Choice(kind="framework", spec=spec, note=note, record=record)
-    note += _torch_told(record, context) if relative is not None and relative > 1.0 else ""
+    note += _torch_told(slower) if relative is not None and relative > 1.0 else ""
     kind: Kind = "exact" if record.outcome.source == "measured" else "predicted"
     twin = _twin(record, context, family, config)
     return Choice(kind=kind, spec=spec, note=note, record=record, family=family, config=config, twin=twin)

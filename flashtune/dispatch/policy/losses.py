@@ -13,7 +13,7 @@ from flashtune.core.nearness import PER_OCTAVE, PER_WORK_OCTAVE, distance, octav
 from flashtune.core.problem import DECODE_ROWS, Features, Problem, ProblemKey
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import targets
-from flashtune.templates.family import padded
+from flashtune.templates.family import padded, wave_efficiency
 
 
 class Loss(NamedTuple):
@@ -258,8 +258,7 @@ def torch_fills(problem: Problem, sms: int) -> float:
     its keys as fill the GPU once, in whole waves. On an H200 it reads 72, 80 and 168 key heads in all batches at 0.5 to 0.7 of the rate of
     64, 128 and 256 of like sizes (benchmarks/results/2026-11-23-stand-in/torch_steps.txt)."""
     heads = problem.batch * problem.kv_heads
-    programs = heads * max(1, sms // heads)
-    return programs / (sms * math.ceil(programs / sms))
+    return wave_efficiency(heads * max(1, sms // heads), sms)
 
 
 def odd_rows(key: ProblemKey) -> bool:

@@ -12,7 +12,7 @@ from flashtune.core.dtypes import ITEMSIZE
 from flashtune.core.problem import DECODE_ROWS, Problem
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
-from flashtune.templates.family import Axis, Family, constraint, padded
+from flashtune.templates.family import Axis, Family, constraint, padded, wave_efficiency
 from flashtune.templates.forward import flash_fwd
 from flashtune.templates.predicates import (
     expected_facts,
@@ -121,11 +121,6 @@ def supports(spec: KernelSpec, target: Target) -> str | None:
     if spec.dropout:
         return "flash_decode has no dropout: it is for inference"
     return flash_fwd.supports(spec, target)
-
-
-def wave_efficiency(tiles: int, sms: int) -> float:
-    """The share of `sms` that is busy while `tiles` equal tiles run in waves, one to an SM: 1 where the last wave is full."""
-    return tiles / (math.ceil(tiles / sms) * sms)
 
 
 def suits(problem: Problem, target: Target) -> str | None:
