@@ -19,7 +19,8 @@ from flashtune.core.target import find_target
 from flashtune.db.card import card_path, check_card, checked_licence
 from flashtune.db.library import Library
 from flashtune.db.merging import merge
-from flashtune.templates import family
+from flashtune.db.store import Store
+from flashtune.templates import family, repeatable, unservable
 
 POINTERS = family("flash_fwd")
 CONFIG = POINTERS.default(samples.PROBLEM.spec(), find_target("h200"))
@@ -97,6 +98,115 @@ def test_a_merge_never_writes_over_what_it_reads_nor_nothing(three: list[Path], 
 
 def flashtune(*words: str) -> Any:
     return CliRunner().invoke(main, list(words))
+
+
+TRAINED = samples.problem(4096, batch=8, kv_heads=16, direction="bwd")
+"""A backward problem, of which flash_bwd_hopper's kernels write other bits each time."""
+
+
+def trained(
+    variant: str, time_us: float, framework_us: float | None = None, *, n: int = 4096, repeats: bool, **changes: Any
+) -> SearchResult:
+    """A search of TRAINED, of n keys, among kernels of the one family or the other."""
+    chosen, problem = family("flash_bwd_hopper_split" if repeats else "flash_bwd_hopper"), replace(TRAINED, n_q=n, n_kv=n)
+    config = chosen.default(problem.spec(), find_target("h200"))
+    found = samples.outcome(variant, time_us, **{"template": chosen.name, "config": config, **changes})
+    return samples.result(found, framework_us=framework_us, of=problem)
+
+
+def names(path: Path) -> list[str]:
+    return [record.outcome.variant_id for record in Library.of(path).winners()]
+
+
+def lost_to(done: Any) -> list[tuple[str, str]]:
+    assert done.exit_code == 0, done.output
+    return [(one["lost"]["variant_id"], one["kept"]["variant_id"]) for one in json.loads(done.stdout)["lost"]]
+
+
+def serving(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """The families that serve TRAINED by this database alone: in a usual call, and in one that wants the same bits every time."""
+    found = []
+    for asked in (False, True):
+        # As torch.use_deterministic_algorithms does, which imports its compiler.
+        monkeypatch.setattr("torch.are_deterministic_algorithms_enabled", lambda asked=asked: asked)
+        with dispatch.use(path, alone=True):
+            found.append(dispatch.explain_problem(TRAINED, "h200").template)
+    return found
+
+
+def test_what_ships_beside_weights_keeps_the_row_that_deterministic_calls_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = trained("fast", 2000.0, 2400.0, repeats=False), trained("same_bits", 2600.0, repeats=True)
+    both, other = samples.write(tmp_path / "both.sqlite", results), samples.write(tmp_path / "other.sqlite", (one("o", 512, 50.0),))
+    merged, exported = tmp_path / "merged.sqlite", tmp_path / "exported.sqlite"
+    done = flashtune("merge", str(both), str(other), "--out", str(merged), "--json", "--licence", "Apache-2.0")
+    assert lost_to(done) == []
+    assert (names(merged), json.loads(done.stdout)["rows"]) == (["o", "fast", "same_bits"], 3)
+    assert json.loads(card_path(merged).read_text())["rows"] == 3
+    sent = flashtune("export", str(exported), "--db", str(both), "--json", "--licence", "Apache-2.0")
+    assert sent.exit_code == 0, sent.output
+    assert (names(exported), json.loads(sent.stdout)["rows"]) == (["fast", "same_bits"], 2)
+    assert json.loads(card_path(exported).read_text())["rows"] == 2
+    for path in (both, merged, exported):
+        assert serving(path, monkeypatch) == ["flash_bwd_hopper", "flash_bwd_hopper_split"]
+
+
+def test_a_merge_of_three_databases_loses_no_best_row_of_either_kind(tmp_path: Path) -> None:
+    same = trained("everywhere", 2700.0, 2500.0, repeats=True)
+    contents = (
+        # Of 1024 keys the repeatable kernel is the fastest one, so that it serves all calls.
+        (trained("fast_a", 2000.0, 2400.0, repeats=False), same, trained("one", 300.0, 450.0, n=1024, repeats=True)),
+        (trained("fast_b", 1900.0, 2400.0, repeats=False), trained("alone_b", 1.0, repeats=True), same),
+        (
+            trained("guessed", 1.0, repeats=False, source="predicted"),
+            trained("two", 310.0, 400.0, n=1024, repeats=False),
+            trained("three", 300.0, n=1024, repeats=True),
+            trained("only", 900.0, n=2048, repeats=True),
+        ),
+    )
+    paths = [samples.write(tmp_path / f"{number}.sqlite", results) for number, results in enumerate(contents)]
+    merged = merge(paths, tmp_path / "all.sqlite", passed_over=unservable, repeatable=repeatable)
+    assert names(tmp_path / "all.sqlite") == ["one", "only", "fast_b", "everywhere"]
+    assert [record.outcome.variant_id for record in merged.kept] == names(tmp_path / "all.sqlite")
+    assert sorted((lost.outcome.variant_id, best.outcome.variant_id) for lost, best in merged.lost) == [
+        ("alone_b", "everywhere"), ("fast_a", "fast_b"), ("guessed", "fast_b"), ("three", "one"), ("two", "one"),
+    ]  # fmt: skip
+    merge(paths[::-1], tmp_path / "reversed.sqlite", passed_over=unservable, repeatable=repeatable)
+    assert (tmp_path / "reversed.sqlite").read_bytes() == (tmp_path / "all.sqlite").read_bytes()
+    merge([tmp_path / "all.sqlite"], tmp_path / "again.sqlite", passed_over=unservable, repeatable=repeatable)
+    assert (tmp_path / "again.sqlite").read_bytes() == (tmp_path / "all.sqlite").read_bytes()
+
+
+def test_a_row_that_raced_for_the_same_bits_drives_out_none_that_usual_calls_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no framework could race, the newer row is preferred, whatever the slower kernels gained by being alone."""
+    results = (
+        trained("fast", 2000.0, repeats=False),
+        replace(trained("same_bits", 2600.0, repeats=True), provenance=replace(samples.PROVENANCE, created_at="2026-11-23T10:00:00+00:00")),
+    )
+    both = samples.write(tmp_path / "both.sqlite", results)
+    merge([both], tmp_path / "merged.sqlite", passed_over=unservable, repeatable=repeatable)
+    with Store.open(both, writable=False) as store:
+        store.export(tmp_path / "exported.sqlite", winners_only=True, passed_over=unservable, repeatable=repeatable)
+    for name in ("both", "merged", "exported"):
+        assert serving(tmp_path / f"{name}.sqlite", monkeypatch) == ["flash_bwd_hopper", "flash_bwd_hopper_split"]
+
+
+def test_rows_that_cannot_be_served_give_way_to_the_next_of_their_kind(tmp_path: Path) -> None:
+    gone = Config.of(GONE=1)
+    results = (
+        trained("gone_fast", 1.0, 2400.0, repeats=False, config=gone),
+        trained("fast", 2000.0, 2400.0, repeats=False),
+        trained("gone_same", 1.0, 2400.0, repeats=True, config=gone),
+        trained("same_bits", 2600.0, repeats=True),
+        trained("gone_stranger", 1.0, repeats=True, template="flash_gone"),
+        trained("gone_lone", 1.0, n=1024, repeats=True, config=gone),
+        trained("lone", 300.0, n=1024, repeats=False),
+    )
+    done = flashtune("merge", str(samples.write(tmp_path / "a.sqlite", results)), "--out", str(tmp_path / "b.sqlite"), "--json")
+    assert sorted(lost_to(done)) == [
+        ("gone_fast", "fast"), ("gone_lone", "lone"), ("gone_same", "same_bits"), ("gone_stranger", "fast"),
+    ]  # fmt: skip
+    assert names(tmp_path / "b.sqlite") == ["lone", "fast", "same_bits"]
+    assert json.loads(done.stdout)["left_out"] == []
 
 
 def test_the_command_reports_what_lost_and_what_cannot_be_served(three: list[Path], tmp_path: Path) -> None:

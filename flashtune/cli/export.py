@@ -31,21 +31,24 @@ def export(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Write the winners of a database (default: your own) to PATH, a small file to ship beside a model's weights.
+    """Write the winners of a database (default: your own) to PATH, a small file to ship beside a model's weights. Where a winner writes
+    other bits each time, the best row of a kernel that doesn't stays beside it, for deterministic calls.
 
     Users lay it over their own with dispatch.use(PATH) or FLASHTUNE_DB=PATH; it holds values only, nothing that is executed. Winners that
     this version can't serve are named and left out.
     """
     from flashtune.db.library import overlay_path
     from flashtune.db.store import Store
-    from flashtune.templates import unservable
+    from flashtune.templates import repeatable, unservable
 
     wanted = licence_for(destination, licence)
     with Store.open(location or overlay_path(), writable=False) as store:
         filters = filters_of(gpu_name=gpu_name, d=d, dtype=dtype)
         if not all_trials:
             servable(store.records(passed_over=unservable, **filters))
-        rows = store.export(destination, winners_only=not all_trials, replace=force, passed_over=unservable, **filters)
+        rows = store.export(
+            destination, winners_only=not all_trials, replace=force, passed_over=unservable, repeatable=repeatable, **filters
+        )
     found, words = written(destination, wanted, rows)
     if as_json:
         print_json(found)
@@ -71,7 +74,7 @@ def written(destination: str, licence: str | None, rows: int) -> tuple[dict[str,
 
     path = sqlite_path(destination)
     assert path is not None, "a server is no destination, and was refused"
-    card = None if licence is None else write_card(path, licence, Library.of(path).records())
+    card = None if licence is None else write_card(path, licence, Library.of(path).winners())
     size = path.stat().st_size
     found = {"path": str(path), "rows": rows, "bytes": size, "sha256": digest(path), "card": None if card is None else str(card)}
     return found, f"{path} ({size / 1024:.0f} KiB)" + ("" if card is None else f", card in {card.name}")

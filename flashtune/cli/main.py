@@ -25,7 +25,7 @@ COMMANDS = {
     "verify": "Check every row of a database against the oracle on this GPU.",
     "generate": "Render the winners of a database to source files.",
     "export": "Write a compact database to ship with a model.",
-    "merge": "Merge databases into one that holds the best row of every key.",
+    "merge": "Merge databases into one that holds the best rows of every key.",
     "doctor": "Say what this machine has and what is missing.",
 }
 """Command to its line in `flashtune --help`; the module of the same name in flashtune.cli holds it."""

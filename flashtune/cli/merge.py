@@ -21,19 +21,20 @@ if TYPE_CHECKING:
 @click.option("--force", is_flag=True, help="Replace the file where it exists.")
 @json_option
 def merge(locations: tuple[str, ...], destination: str, licence: str | None, force: bool, as_json: bool) -> None:
-    """Write the best row of every key that these databases have to one small file.
+    """Write the best rows of every key that these databases have to one small file.
 
     Of two rows of one key the one that gained more over the framework in its own run is kept, with its provenance; measured rows go before
-    predicted ones. What gave way is listed, and so is what this version can't serve.
+    predicted ones. Where that one's kernel writes other bits each time, the best row of a kernel that doesn't stays beside it, for
+    deterministic calls. What gave way is listed, and so is what this version can't serve.
 
     \b
     flashtune merge alice.sqlite bob.sqlite --out model/tuned.sqlite --licence Apache-2.0
     """
     from flashtune.db.merging import merge as merged_into
-    from flashtune.templates import unservable
+    from flashtune.templates import repeatable, unservable
 
     wanted = licence_for(destination, licence)
-    merged = merged_into(locations, destination, replace=force, passed_over=unservable)
+    merged = merged_into(locations, destination, replace=force, passed_over=unservable, repeatable=repeatable)
     found, words = written(destination, wanted, len(merged.kept))
     if as_json:
         lost = [{"lost": _row(record), "kept": _row(best)} for record, best in merged.lost]

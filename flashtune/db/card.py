@@ -41,7 +41,7 @@ def refuse_stale_card(database: Path) -> None:
 
 
 def write_card(database: Path, licence: str, records: Iterable[TuningRecord]) -> Path:
-    """Put a card beside a database whose best rows are these; returns its path."""
+    """Put a card beside a database whose rows are these; returns its path."""
     records = list(records)
 
     def every(values: Iterable[str]) -> list[str]:

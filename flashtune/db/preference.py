@@ -43,9 +43,38 @@ def serve_all(record: TuningRecord) -> None:
     """Passes over no record."""
 
 
+def all_repeat(record: TuningRecord) -> bool:
+    """Says of every record that its kernel writes the same bits each time, so that one serves all calls."""
+    return True
+
+
+def raced_for_same_bits(record: TuningRecord, *, repeatable: bool) -> bool:
+    """Whether a record raced among kernels alone that write the same bits every time, beside no framework: calls that take others, too,
+    are served by every other row of its key first."""
+    return repeatable and record.framework_us is None
+
+
 def foremost(same: Sequence[TuningRecord], passed_over: Callable[[TuningRecord], object]) -> TuningRecord:
     """The first of these records, the best first, that is not `passed_over`; the very first where all are."""
     return next((record for record in same if not passed_over(record)), same[0])
+
+
+def worth_keeping(
+    same: Sequence[TuningRecord], passed_over: Callable[[TuningRecord], object], repeatable: Callable[[TuningRecord], bool]
+) -> list[TuningRecord]:
+    """Of one key's records, the best first, those that a small database keeps; none where all are `passed_over`.
+
+    That is the one that serves, and where its kernel isn't `repeatable` also the first whose is, which serves calls that ask for the same
+    bits every time.
+    """
+
+    def order(record: TuningRecord) -> tuple[bool, bool]:
+        # Measured rows serve before any prediction.
+        return record.outcome.source == "predicted", raced_for_same_bits(record, repeatable=repeatable(record))
+
+    served = sorted((record for record in same if not passed_over(record)), key=order)
+    first, repeating = served[:1], [record for record in served if repeatable(record)][:1]
+    return first if first == repeating else first + repeating
 
 
 def key_order(key: ProblemKey) -> tuple[Any, ...]:

@@ -33,6 +33,12 @@ def family(name: str) -> Family:
     return found
 
 
+def repeatable(record: TuningRecord) -> bool:
+    """Whether a record's kernel writes the same bits every time, as its family promises; one that isn't here promises nothing."""
+    found = families().get(record.outcome.template)
+    return found is not None and found.repeatable
+
+
 def unservable(record: TuningRecord) -> str | None:
     """Why this version's templates can't serve a record on its own GPU, as for one that an earlier version wrote; None where they can."""
     try:

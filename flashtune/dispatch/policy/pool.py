@@ -10,7 +10,7 @@ from flashtune.core.nearness import octaves
 from flashtune.core.problem import Problem, ProblemKey
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target, targets
-from flashtune.db.preference import by_key, preference
+from flashtune.db.preference import by_key, preference, raced_for_same_bits
 from flashtune.dispatch.policy import losses
 from flashtune.dispatch.policy.losses import comparable, kind_of, kinds_apart, torch_runs_alike
 from flashtune.templates.expected import log_us
@@ -135,7 +135,7 @@ class Pool:
                     record=record,
                     ties=(key.features != self._features, *_ties(record, places.get(id(record), 0))),
                     tried=_tried(record, self._target, self._families),
-                    same_bits=record.framework_us is None and record.outcome.template not in self._varying,
+                    same_bits=raced_for_same_bits(record, repeatable=record.outcome.template not in self._varying),
                 )
                 for record in records
             ]
