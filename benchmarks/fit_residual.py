@@ -1,8 +1,10 @@
 """Learns what the cost model is wrong by from all trials at hand, without a GPU: `python benchmarks/fit_residual.py --write`.
 
-Gaussian process regression (flashtune/templates/residual.py) over the trials of an H200's rows, archived and shipped, and those of
-searches of random shapes (unprepared.py). Prints how good a choice among a random shape's trials is that knows nothing of that run: by
-the cost model with its constants alone, and with what the others' trials say. With --write, what all of them say is kept for dispatch.
+Gaussian process regression (flashtune/templates/learned) over the trials of an H200's rows, archived and shipped, and those of searches
+of random shapes (unprepared.py); of decoding steps also over those of split_counts.py. Prints how good a choice among a random shape's
+trials is that knows nothing of that run (of decoding steps, of which runs draw few, among all problems' trials, of those of other
+problems): by the cost model with its constants alone, and with what the others' trials say. With --write, what all of them say is kept
+for dispatch.
 """
 
 import argparse
@@ -11,26 +13,35 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from drawn import DRAWN, shapes_of
-from fit_expected import CHOSEN_OF, FAMILY, Trials, of_rows, told
+from fit_expected import CHOSEN_OF, Trials
 from numpy.typing import NDArray
 from scipy.linalg import cho_factor, cho_solve
-from trials import GPU
+from trials import ARCHIVED, GPU, times_of
 
 from flashtune.core.config import Config
-from flashtune.core.problem import Problem, ProblemKey
-from flashtune.templates import residual
+from flashtune.core.problem import Features, Problem, ProblemKey
+from flashtune.db.library import shipped_path
+from flashtune.db.store import Store
+from flashtune.templates import family
+from flashtune.templates.cost import sharing
 from flashtune.templates.expected import log_us
-from flashtune.templates.residual import ALONE, NOISE, OFFSET, TOGETHER, Residual, alike, of_config, of_problem
+from flashtune.templates.learned import residual
+from flashtune.templates.learned.forwards import FORWARDS
+from flashtune.templates.learned.residual import Likeness, Residual, alike
+from flashtune.templates.learned.steps import STEPS
 
 HOPELESS = 2.5
 """What takes longer than so many times a problem's best trial counts as so much."""
 
-OUT = Path(residual.__file__).with_suffix(".npz")
+FOLDER = Path(residual.__file__).parent
+
+SPLITS = Path(__file__).parent / "results" / "2026-11-24-h200-splits" / "split_counts.json"
 
 
 class Told(NamedTuple):
@@ -41,59 +52,94 @@ class Told(NamedTuple):
     wrong: dict[Config, float]
 
 
-def telling(problem: Problem, trials: Trials) -> Told | None:
+def telling(likeness: Likeness, problem: Problem, trials: Trials) -> Told | None:
     """The trials of a problem, what they are wrong by less its mean; None where fewer than two can be told."""
-    if not told(problem) or problem.dtype == "fp8" or not trials:
+    kind, spec = family(likeness.family), problem.spec()
+    if problem.direction != "fwd" or problem.dtype == "fp8" or not likeness.serves(problem) or kind.supports(spec, GPU) is not None:
         return None
-    spec, least = problem.spec(), min(trials.values())
+    if not trials:
+        return None
+    least = min(trials.values())
     logs = {
         config: math.log(min(us, HOPELESS * least)) - expected
         for config, us in trials.items()
-        if FAMILY.violated(config, spec, GPU) is None and (expected := log_us(FAMILY, config, problem, GPU)) is not None
+        if kind.violated(config, spec, GPU) is None and (expected := log_us(kind, config, problem, GPU)) is not None
     }
     mean = statistics.fmean(logs.values()) if logs else 0.0
     return Told(problem, trials, {config: log - mean for config, log in logs.items()}) if len(logs) > 1 else None
 
 
-def of_runs() -> Iterator[tuple[str, Told]]:
+def of_rows(likeness: Likeness) -> Iterator[Told]:
+    """Problems of rows, archived and shipped."""
+    for path in (shipped_path(), ARCHIVED):
+        with Store.open(path, writable=False) as store:
+            for result in store.results():
+                if result.gpu == GPU.slug:
+                    trials = {config: us for (name, config), us in times_of(result).items() if name == likeness.family}
+                    if (found := telling(likeness, result.problem, trials)) is not None:
+                        yield found
+
+
+def of_splits() -> Iterator[Told]:
+    """Decoding steps by split_counts.py: of the numbers of parts that it timed those that some `programs` leads to."""
+    kind = family(STEPS.family)
+    for step in json.loads(SPLITS.read_text()):
+        problem = Problem(**step["sizes"], features=Features())
+        trials: Trials = {}
+        for programs in next(axis.values for axis in kind.axes if axis.name == "programs"):
+            config = Config.of(step["config"]).replace(programs=programs)
+            if (us := step["us"].get(str(sharing(config, problem, GPU).splits))) is not None:
+                trials[kind.completed(config)] = us
+        if (found := telling(STEPS, problem, trials)) is not None:
+            yield found
+
+
+def of_runs(likeness: Likeness) -> Iterator[tuple[str, Told]]:
     """Problems of runs of unprepared.py, with the run's name."""
+    kind = family(likeness.family)
     for path in DRAWN:
         for problem, _, search in shapes_of(path):
             tried = search.get("tried", [])
-            trials = {FAMILY.completed(Config.of(one["config"])): one["us"] for one in tried if one["template"] == FAMILY.name}
-            if (found := telling(problem, trials)) is not None:
+            trials = {kind.completed(Config.of(one["config"])): one["us"] for one in tried if one["template"] == kind.name}
+            if (found := telling(likeness, problem, trials)) is not None:
                 yield path.stem, found
 
 
-def learn(trials: Sequence[Told]) -> dict[str, NDArray[Any]]:
+def learn(likeness: Likeness, trials: Sequence[Told]) -> dict[str, NDArray[Any]]:
     """What `Residual` takes, with what it was learned from."""
-    known, covariance = prepared(trials)
+    known, covariance = prepared(likeness, trials)
     weights = cho_solve(cho_factor(covariance, lower=True, overwrite_a=True), known["wrong"])
     return {**known, "weights": weights.astype(np.float32), "trials": np.array(digest(trials))}
 
 
-def prepared(trials: Sequence[Told]) -> tuple[dict[str, NDArray[Any]], NDArray[np.float64]]:
+def prepared(likeness: Likeness, trials: Sequence[Told]) -> tuple[dict[str, NDArray[Any]], NDArray[np.float64]]:
     """What is known of trials but their weights, and the covariance of all."""
-    problems = np.array([of_problem(one.problem) for one in trials])
-    places = {config: place for place, config in enumerate(dict.fromkeys(config for one in trials for config in one.wrong))}
-    pairs = [(number, places[config], wrong) for number, one in enumerate(trials) for config, wrong in one.wrong.items()]
-    problem_of, config_of = (np.array([pair[side] for pair in pairs], dtype=np.int16) for side in (0, 1))
-    wrong = np.array([pair[2] for pair in pairs], dtype=np.float32)
+    problems = np.array([likeness.problem(one.problem) for one in trials])
+    told = [
+        (number, tuple(likeness.config(one.problem, config, GPU)), wrong)
+        for number, one in enumerate(trials)
+        for config, wrong in one.wrong.items()
+    ]
+    places = {coordinates: place for place, coordinates in enumerate(dict.fromkeys(coordinates for _, coordinates, _ in told))}
+    problem_of = np.array([number for number, _, _ in told], dtype=np.int16)
+    config_of = np.array([places[coordinates] for _, coordinates, _ in told], dtype=np.int16)
+    wrong = np.array([wrong for _, _, wrong in told], dtype=np.float32)
     # As they are kept, so that the weights are those of what is read.
-    coordinates = {"problems": problems.astype(np.float32), "configs": np.array(list(map(of_config, places)), dtype=np.float32)}
+    coordinates = {"problems": problems.astype(np.float32), "configs": np.array(list(places), dtype=np.float32)}
     there, same = (alike(coordinates[name].astype(float), coordinates[name].astype(float)) for name in ("problems", "configs"))
-    covariance = TOGETHER**2 * there[np.ix_(problem_of, problem_of)] + ALONE**2
+    covariance = likeness.together**2 * there[np.ix_(problem_of, problem_of)] + likeness.alone**2
     covariance *= same[np.ix_(config_of, config_of)]
-    covariance += OFFSET**2 * (problem_of[:, None] == problem_of[None, :])
-    covariance[np.diag_indices_from(covariance)] += NOISE**2
+    covariance += likeness.offset**2 * (problem_of[:, None] == problem_of[None, :])
+    covariance[np.diag_indices_from(covariance)] += likeness.noise**2
     return {**coordinates, "problem_of": problem_of, "config_of": config_of, "wrong": wrong}, covariance
 
 
 class LeftOut:
     """What all trials say but those of a key, without solving anew (Rasmussen and Williams, 2006, equation 5.12, for several trials)."""
 
-    def __init__(self, trials: Sequence[Told]) -> None:
-        self._known, covariance = prepared(trials)
+    def __init__(self, likeness: Likeness, trials: Sequence[Told]) -> None:
+        self._likeness = likeness
+        self._known, covariance = prepared(likeness, trials)
         self._inverse = np.linalg.inv(covariance)
         self._weights = self._inverse @ self._known["wrong"]
         self._keys = [one.problem.key(GPU.slug) for one in trials]
@@ -105,7 +151,7 @@ class LeftOut:
         if mine.any():
             weights = weights - self._inverse[:, mine] @ np.linalg.solve(self._inverse[np.ix_(mine, mine)], weights[mine])
             weights[mine] = 0.0
-        return Residual({**self._known, "weights": weights})
+        return Residual(self._likeness, {**self._known, "weights": weights})
 
 
 def digest(trials: Sequence[Told]) -> str:
@@ -114,49 +160,72 @@ def digest(trials: Sequence[Told]) -> str:
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
-def rates(trials: Sequence[Told], wrong: Callable[[Problem, Sequence[Config]], Sequence[float]]) -> list[float]:
+def rates(likeness: Likeness, trials: Sequence[Told], wrong: Callable[[Problem, Sequence[Config]], Sequence[float]]) -> list[float]:
     """Of each problem with enough trials the rate of the one that is expected to be the fastest, of the best one's."""
-    found = []
+    found, kind = [], family(likeness.family)
     for one in trials:
         spec = one.problem.spec()
-        valid = [config for config in one.times if FAMILY.violated(config, spec, GPU) is None]
-        logs = {config: log for config in valid if (log := log_us(FAMILY, config, one.problem, GPU)) is not None}
+        valid = [config for config in one.times if kind.violated(config, spec, GPU) is None]
+        logs = {config: log for config in valid if (log := log_us(kind, config, one.problem, GPU)) is not None}
         if len(logs) >= CHOSEN_OF:
             expected = {config: logs[config] + more for config, more in zip(logs, wrong(one.problem, list(logs)), strict=True)}
             found.append(min(one.times[config] for config in logs) / one.times[min(expected, key=expected.__getitem__)])
     return found
 
 
-def all_trials() -> tuple[list[Told], list[tuple[str, Told]]]:
-    """Those of rows, and those of runs with the run's name."""
-    return [found for of in of_rows() if (found := telling(*of)) is not None], list(of_runs())
+def all_trials(likeness: Likeness) -> tuple[list[Told], list[tuple[str, Told]]]:
+    """Those of rows, and of decoding steps those of split_counts.py; and those of runs with the run's name."""
+    return [*of_rows(likeness), *(of_splits() if likeness is STEPS else ())], list(of_runs(likeness))
 
 
-def without_run(rows: Sequence[Told], runs: Sequence[tuple[str, Told]], name: str) -> Residual:
+def without_run(likeness: Likeness, rows: Sequence[Told], runs: Sequence[tuple[str, Told]], name: str) -> Residual:
     """What the trials of rows and of all runs but one say."""
-    return Residual(learn([*rows, *(one for run, one in runs if run != name)]))
+    return Residual(likeness, learn(likeness, [*rows, *(one for run, one in runs if run != name)]))
 
 
-def main() -> None:
-    """Judge by leaving runs out; keep with --write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help=f"keep what all trials say in {OUT.name}")
-    options = parser.parse_args()
-    rows, runs = all_trials()
-    print(f"{len(rows)} problems with {sum(len(one.wrong) for one in rows)} trials of rows, {len(runs)} with others of runs")
+def by_runs(rows: Sequence[Told], runs: Sequence[tuple[str, Told]]) -> None:
+    """Prints how well each run's trials are chosen from, by what those of rows and of other runs say."""
     found: dict[str, list[float]] = {"by the model": [], "and by trials": []}
     for name in dict.fromkeys(name for name, _ in runs):
-        left_out = [one for run, one in runs if run == name]
+        left_out, known = [one for run, one in runs if run == name], without_run(FORWARDS, rows, runs, name)
         for word, shares in (
-            ("by the model", rates(left_out, lambda _, configs: [0.0] * len(configs))),
-            ("and by trials", rates(left_out, without_run(rows, runs, name).of)),
+            ("by the model", rates(FORWARDS, left_out, unlearned)),
+            ("and by trials", rates(FORWARDS, left_out, partial(known.of, target=GPU))),
         ):
             found[word] += shares
             print(f"{name} {word}: {said(shares)}")
     for word, shares in found.items():
         print(f"all {word}: {said(shares)}")
-    if options.write:
-        np.savez_compressed(OUT, **learn(rows + [one for _, one in runs]))
+
+
+def by_problems(trials: Sequence[Told]) -> None:
+    """Prints how well each step's trials are chosen from, by what those of other keys say."""
+    others = LeftOut(STEPS, trials)
+    shares = [rates(STEPS, [one], partial(others.without(one.problem.key(GPU.slug)).of, target=GPU)) for one in trials]
+    print(f"steps by the model: {said(rates(STEPS, trials, unlearned))}")
+    print(f"steps and by trials: {said([share for of in shares for share in of])}")
+
+
+def unlearned(_: Problem, configs: Sequence[Config]) -> Sequence[float]:
+    """What the cost model alone knows of its errors."""
+    return [0.0] * len(configs)
+
+
+def main() -> None:
+    """Judge by leaving runs or problems out; keep with --write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help=f"keep what all trials say in {FOLDER.name}/")
+    options = parser.parse_args()
+    for likeness in (FORWARDS, STEPS):
+        rows, runs = all_trials(likeness)
+        trials = [*rows, *(one for _, one in runs)]
+        print(f"{likeness.family}: {len(rows)} problems with {sum(len(one.wrong) for one in rows)} trials, {len(runs)} with others of runs")
+        if likeness is FORWARDS:
+            by_runs(rows, runs)
+        else:
+            by_problems(trials)
+        if options.write:
+            np.savez_compressed(FOLDER / likeness.file, **learn(likeness, trials))
 
 
 def said(shares: Sequence[float]) -> str:

@@ -18,7 +18,9 @@ from fit_residual import all_trials, without_run
 from flashtune import dispatch
 from flashtune.core.config import Config
 from flashtune.core.problem import Problem
-from flashtune.templates import family, residual
+from flashtune.templates import expected, family
+from flashtune.templates.learned.forwards import FORWARDS
+from flashtune.templates.learned.steps import STEPS
 
 GPU = "h200"
 
@@ -52,11 +54,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="an unprepared.json")
     files = parser.parse_args().files
-    rows, runs = all_trials()
+    trials = {likeness: all_trials(likeness) for likeness in (FORWARDS, STEPS)}
     for path in files:
         dispatch.reload(alone=True)
-        print(f"{path.name}: trials of {sum(name == path.stem for name, _ in runs)} of its problems are forgotten")
-        with patch.object(residual, "learned", return_value=without_run(rows, runs, path.stem)):
+        own = sum(name == path.stem for _, runs in trials.values() for name, _ in runs)
+        print(f"{path.name}: trials of {own} of its problems are forgotten")
+        known = {likeness: without_run(likeness, rows, runs, path.stem) for likeness, (rows, runs) in trials.items()}
+        with patch.object(expected, "learned", known.__getitem__):
             found = list(shares(path))
         for problem, then, now in found:
             print(f"{problem.label():56s} {then:5.2f} then, {'no time is known' if now is None else f'{now:.2f}'} now")

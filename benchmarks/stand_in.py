@@ -15,7 +15,7 @@ import json
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from unittest.mock import patch
@@ -30,7 +30,10 @@ from flashtune.core.results import SearchResult, TuningRecord
 from flashtune.db.library import Library, shipped_path
 from flashtune.db.store import Store
 from flashtune.dispatch.policy import Pool, choose, losses, torch_has
-from flashtune.templates import families, residual
+from flashtune.templates import expected, families
+from flashtune.templates.learned.forwards import FORWARDS
+from flashtune.templates.learned.residual import Likeness
+from flashtune.templates.learned.steps import STEPS
 from flashtune.tuner.propose.carrying import record_of
 
 RESULTS = Path(__file__).parent / "results"
@@ -75,7 +78,7 @@ def named(record: TuningRecord) -> str:
     return f"{record.problem.label()} b*h {record.key.bh_bucket}"
 
 
-def replayed(results: Iterable[SearchResult], trials: LeftOut) -> list[Case]:
+def replayed(results: Iterable[SearchResult], trials: Mapping[Likeness, LeftOut]) -> list[Case]:
     """Every row of a database left out in turn, by each kind of nearness and (kind `any`) as the policy would serve it."""
     results = list(results)
     rows = [record for record in map(record_of, results) if record is not None]
@@ -86,9 +89,11 @@ def replayed(results: Iterable[SearchResult], trials: LeftOut) -> list[Case]:
             if (kind := kind_between(other.key, row.key)) is not None:
                 others[kind].append(other)
                 others["any"].append(other)
-        times, learned = times_of(result), trials.without(row.key)
+        times, likeness = times_of(result), STEPS if STEPS.serves(row.problem) else FORWARDS
+        # Nothing is asked of the other.
+        learned = trials[likeness].without(row.key)
         for kind, near in others.items():
-            with patch.object(residual, "learned", return_value=learned):
+            with patch.object(expected, "learned", lambda asked, known=learned, of=likeness: known if asked is of else None):
                 chosen = choose(row.problem, GPU, Pool(row.key, GPU, near, families()), families(), framework_serves=False)
             if chosen.record is None or chosen.family is None or chosen.config is None:
                 continue
@@ -208,8 +213,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a folder for losses.json, cases.json, losses.txt and torch_steps.txt")
     out = parser.parse_args().out
     shipped = Library.of(shipped_path()).records(gpu=GPU.slug)
-    rows, runs = all_trials()
-    trials = LeftOut([*rows, *(one for _, one in runs)])
+    trials = {}
+    for likeness in (FORWARDS, STEPS):
+        rows, runs = all_trials(likeness)
+        trials[likeness] = LeftOut(likeness, [*rows, *(one for _, one in runs)])
     tables, cases = {}, {}
     for name, path in (("archived", ARCHIVED), ("shipped", shipped_path())):
         with Store.open(path, writable=False) as store:

@@ -105,11 +105,12 @@ class Shape:
     own: Candidate | None = None
 
 
-def drawn(count: int, *, seed: int, gpu: str, known: Collection[ProblemKey]) -> list[Cell]:
-    """`count` calls of usual sizes whose keys are not `known`, which take 20 us to 2 ms by a guess."""
+def drawn(count: int, *, seed: int, gpu: str, known: Collection[ProblemKey], decoding: float = DECODING) -> list[Cell]:
+    """`count` calls of usual sizes whose keys are not `known`, which take 20 us to 2 ms by a guess; the share `decoding` of those that
+    are drawn are decoding steps."""
     dice, cells = random.Random(seed), dict[ProblemKey, Cell]()
     while len(cells) < count:
-        problem = _draw(dice)
+        problem = _draw(dice, decoding)
         if problem is None or not FROM_US <= guess_us(problem) <= TO_US or max(_bytes(problem)) > MOST_BYTES:
             continue
         key = problem.key(gpu)
@@ -119,7 +120,7 @@ def drawn(count: int, *, seed: int, gpu: str, known: Collection[ProblemKey]) -> 
     return list(cells.values())
 
 
-def _draw(dice: random.Random) -> Problem | None:
+def _draw(dice: random.Random, decoding: float) -> Problem | None:
     """Any call; None for one that makes no sense."""
     d, d_v = dice.choice(HEAD_SIZES)
     heads, sharing, features = dice.choice(HEADS), dice.choice(SHARING), dict(dice.choice(FEATURES))
@@ -128,9 +129,9 @@ def _draw(dice: random.Random) -> Problem | None:
     if dice.random() < 0.5:
         n = -(-n // 64) * 64
     n_q, kind = n, dice.random()
-    if kind < DECODING:
+    if kind < decoding:
         n_q, features = 1, {}
-    elif kind < DECODING + CROSS:
+    elif kind < decoding + CROSS:
         n_q = int(2 ** dice.uniform(low, math.log2(n + 1)))
         if features.get("causal"):
             features["alignment"] = "bottom_right"
@@ -349,6 +350,7 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=40, help="shapes (default: %(default)s)")
+    parser.add_argument("--steps", action="store_true", help="decoding steps alone")
     parser.add_argument("--seed", type=int, default=0, help="of the shapes, their inputs and the searches (default: %(default)s)")
     parser.add_argument("--trials", type=int, default=12, help="first candidates of each search (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=0.25, help="timing per cell (default: %(default)s)")
@@ -364,9 +366,10 @@ def main() -> None:
     options = arguments()
     gpu = local_gpu()
     target: Target | None = gpu.target if gpu is not None else None
-    known = [record.key for record in shipped()]
+    words: dict[str, Any] = {"seed": options.seed, "known": [record.key for record in shipped()]}
+    words["decoding"] = 1.0 if options.steps else DECODING
     if options.list:
-        for cell in drawn(options.count, seed=options.seed, gpu="h200" if target is None else target.slug, known=known):
+        for cell in drawn(options.count, gpu="h200" if target is None else target.slug, **words):
             print(f"{cell.name}: about {guess_us(cell.problem):.0f} us")
         return
     if target is None:
@@ -376,7 +379,7 @@ def main() -> None:
     folder = Path(os.environ.get("OUT", "."))
     folder.mkdir(parents=True, exist_ok=True)
     rows = run(
-        drawn(options.count, seed=options.seed, gpu=target.slug, known=known),
+        drawn(options.count, gpu=target.slug, **words),
         target,
         folder,
         command=shlex.join(["python", *sys.argv]),

@@ -2,8 +2,11 @@
 
 import itertools
 import json
+import math
 import random
+import statistics
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +29,7 @@ from flashtune.dispatch.policy.ranking import COMPARED, LEAST_GAIN
 from flashtune.templates import families
 from flashtune.templates.expected import LOG_HOST, left_out, log_us
 from flashtune.templates.family import Axis, Constraint, Family
-from flashtune.templates.residual import Residual
+from flashtune.templates.learned.residual import Residual
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
@@ -186,7 +189,7 @@ def tiled(problem: Problem, rows: int, keys: int = 128, **axes: Any) -> TuningRe
 @pytest.fixture
 def nothing_learned(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cost model alone."""
-    monkeypatch.setattr(Residual, "of", lambda self, problem, configs: [0.0] * len(configs))
+    monkeypatch.setattr(Residual, "of", lambda self, problem, configs, target: [0.0] * len(configs))
 
 
 @pytest.mark.usefixtures("nothing_learned")
@@ -636,12 +639,35 @@ def test_rows_of_keys_that_begin_amid_a_sector_tell_what_torch_takes_for_such_st
 
 
 @pytest.mark.parametrize(
-    ("heads", "busy"), [(1, 1.0), (32, 128 / 132), (64, 128 / 132), (66, 1.0), (72, 72 / 132), (80, 80 / 132), (132, 1.0), (140, 140 / 264)]
+    ("d", "heads", "busy"),
+    [
+        *(
+            (72, heads, busy)
+            for heads, busy in ((1, 1.0), (32, 128 / 132), (66, 1.0), (72, 72 / 132), (132, 1.0), (140, 0.752), (224, 1.0))
+        ),
+        *((72, heads, busy) for heads, busy in ((300, 0.806), (2048, 1.0))),
+        *((160, heads, busy) for heads, busy in ((64, 128 / 132), (80, 80 / 132), (140, 140 / 264))),
+        *((128, heads, busy) for heads, busy in ((40, 1.0), (72, 1.0), (140, 1.0), (300, 0.806))),
+    ],
 )
-def test_torch_keeps_whole_waves_of_key_heads_busy(heads: int, busy: float) -> None:
-    step = Problem(batch=1, heads=heads * 4, kv_heads=heads, n_q=1, n_kv=8192, d=72, d_v=72, dtype="bf16")
-    assert losses.torch_fills(step, H200.sms) == pytest.approx(busy)
+def test_torch_reads_by_how_many_key_heads_each_sm_has(d: int, heads: int, busy: float) -> None:
+    step = Problem(batch=1, heads=heads * 4, kv_heads=heads, n_q=1, n_kv=8192, d=d, d_v=d, dtype="bf16")
+    assert losses.torch_fills(step, H200.sms) == pytest.approx(busy, abs=1e-3)
     assert 0.5 < losses.torch_fills(replace(step, batch=977), H200.sms) <= 1.0
+
+
+def test_measured_rates_of_torchs_steps_are_alike_where_what_it_fills_is_counted() -> None:
+    """98 steps on an H200 (benchmarks/results/2026-11-24-h200-splits)."""
+    kept = json.loads((Path(__file__).parents[1] / "benchmarks/results/2026-11-24-h200-splits/split_counts.json").read_text())
+    rates: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
+    for step in kept:
+        problem = Problem(**step["sizes"], features=Features())
+        rate = math.log(problem.io_bytes() / step["torch_us"])
+        rates[problem.d, problem.n_kv].append((rate, rate - math.log(losses.torch_fills(problem, H200.sms))))
+    # Of 4096 keys and D = 64 the least steps are too short to tell of reading alone.
+    for d, n in ((64, 4096), (64, 8192), (72, 12288), (160, 8192), (128, 12288)):
+        plain, filled = (statistics.pstdev(one[place] for one in rates[d, n]) for place in (0, 1))
+        assert filled < (0.19 if n == 4096 else 0.13) and (filled < plain or d == 128), (d, n, plain, filled)
 
 
 def test_a_row_that_torch_won_keeps_no_step_from_a_kernel_that_leaves_torch_half_of_the_gpu() -> None:

@@ -318,17 +318,30 @@ def _peak_per_clock(kind: str, target: Target) -> float:
     return target.peak_tflops.get(kind, target.peak_tflops["fp32"]) * 1e6 / target.sms / target.boost_mhz
 
 
+class Sharing(NamedTuple):
+    """How a launch of a kernel whose programs share the keys of a tile does that: tiles, parts of each, and blocks of keys of a part."""
+
+    tiles: int
+    splits: int
+    share: int
+
+
+def sharing(config: Config, problem: Problem, target: Target) -> Sharing:
+    """What the kernel's host code will find, but for bands, of which it knows less."""
+    block_m, block_n, heads = config.number("BLOCK_M"), config.number("BLOCK_N"), problem.batch * problem.kv_heads
+    tiles = heads * math.ceil(problem.n_q * problem.gqa_ratio / block_m)
+    blocks = max(1, math.ceil(key_blocks(problem, max(1, block_m // problem.gqa_ratio), block_n) * heads / tiles))
+    splits = split_count(blocks, tiles, config.number("programs") * target.sms)
+    return Sharing(tiles, splits, math.ceil(blocks / splits))
+
+
 def _split_us(config: Config, facts: CompileFacts, problem: Problem, target: Target, resident: int, c: Constants) -> float:
     """Microseconds of a kernel whose programs share the keys of a tile, with heads packed into its rows, beyond its launch.
 
     A block takes as long as its arithmetic or its way from memory, which is the longer the fewer bytes are in flight on an SM.
     """
     block_m, block_n, size = config.number("BLOCK_M"), config.number("BLOCK_N"), ITEMSIZE[problem.dtype]
-    heads = problem.batch * problem.kv_heads
-    tiles = heads * math.ceil(problem.n_q * problem.gqa_ratio / block_m)
-    blocks = max(1, math.ceil(key_blocks(problem, max(1, block_m // problem.gqa_ratio), block_n) * heads / tiles))
-    splits = split_count(blocks, tiles, config.number("programs") * target.sms)
-    share = math.ceil(blocks / splits)
+    tiles, splits, share = sharing(config, problem, target)
     programs = math.ceil(tiles * splits / target.sms)
     active = min(resident, programs)
 

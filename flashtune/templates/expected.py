@@ -8,9 +8,11 @@ from flashtune.core.config import Config, rescales_grown, settles
 from flashtune.core.dtypes import ITEMSIZE
 from flashtune.core.problem import DECODE_ROWS, Problem
 from flashtune.core.target import Target
-from flashtune.templates import residual
 from flashtune.templates.cost import predict_us
 from flashtune.templates.family import Family
+from flashtune.templates.learned.forwards import FORWARDS
+from flashtune.templates.learned.residual import learned
+from flashtune.templates.learned.steps import STEPS
 
 LEFT_OUT = {
     "settling": 0.26,
@@ -53,18 +55,19 @@ LOG_HOST = math.log(22.0)
 
 
 def logs_us(candidates: Sequence[tuple[Family, Config]], problem: Problem, target: Target) -> list[float | None]:
-    """`log_us` of each of these, and by how much longer trials of such problems took than that (flashtune.templates.residual)."""
+    """`log_us` of each of these, and by how much longer trials of such problems took than that (flashtune.templates.learned)."""
     found = [log_us(family, config, problem, target) for family, config in candidates]
-    learned = [
-        place
-        for place, (family, _) in enumerate(candidates)
-        if found[place] is not None and family.name == residual.FAMILY and problem.n_q > DECODE_ROWS
-    ]
-    known = residual.learned() if learned else None
-    if known is not None:
-        wrong = known.of(problem, [candidates[place][1] for place in learned])
-        more = dict(zip(learned, wrong, strict=True))
-        return [log if log is None else log + more.get(place, 0.0) for place, log in enumerate(found)]
+    for likeness in (FORWARDS, STEPS):
+        places = [
+            place
+            for place, (family, _) in enumerate(candidates)
+            if found[place] is not None and family.name == likeness.family and likeness.serves(problem)
+        ]
+        known = learned(likeness) if places else None
+        if known is not None:
+            wrong = known.of(problem, [candidates[place][1] for place in places], target)
+            for place, more in zip(places, wrong, strict=True):
+                found[place] = (found[place] or 0.0) + more
     return found
 
 

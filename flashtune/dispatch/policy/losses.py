@@ -62,6 +62,10 @@ times as long with 648 heads of 1342 rows (benchmarks/results/2026-11-23-h200-un
 FAST_HEADS = 128
 """Torch has faster kernels for heads up to this size than for larger ones."""
 
+TWO_ON_AN_SM = 1.41
+"""How much longer torch's decoding step takes where SMs have two of its programs, not one: 203 us and 144 of D = 72 and 140 key heads, and
+72, in the same steps."""
+
 FULL = 2.0
 """From so many tiles of 128 query rows to an SM on, a GPU counts as full: fewer leave SMs idle, for which other configs are good."""
 
@@ -254,11 +258,22 @@ def torch_distance(theirs: ProblemKey, ours: ProblemKey) -> float:
 
 
 def torch_fills(problem: Problem, sms: int) -> float:
-    """The share of a GPU of so many SMs that torch's decoding step of one row keeps busy: a program to each key head, or as many parts of
-    its keys as fill the GPU once, in whole waves. On an H200 it reads 72, 80 and 168 key heads in all batches at 0.5 to 0.7 of the rate of
-    64, 128 and 256 of like sizes (benchmarks/results/2026-11-23-stand-in/torch_steps.txt)."""
+    """The share of a GPU's rate of reading, of so many SMs, that torch's decoding step of one row reaches.
+
+    It starts a program to each key head in all batches, or as many parts of its keys as fill the GPU once. An SM reads with one program of
+    most head sizes at a share of its rate, and with two at TWO_ON_AN_SM times that; of heads above FAST_HEADS it has room for one, and of
+    D = 128 one is enough. By 98 steps of 40 to 300 key heads on an H200, whose rates this makes alike within 12 %
+    (benchmarks/results/2026-11-24-h200-splits).
+    """
     heads = problem.batch * problem.kv_heads
-    return wave_efficiency(heads * max(1, sms // heads), sms)
+    programs = heads * max(1, sms // heads)
+    if max(problem.d, problem.d_v) > FAST_HEADS:
+        return wave_efficiency(programs, sms)
+    if programs <= 2 * sms and problem.d == problem.d_v == FAST_HEADS:
+        return 1.0
+    if programs <= sms:
+        return programs / sms
+    return min(1.0, programs / (TWO_ON_AN_SM * math.ceil(programs / (2 * sms)) * sms))
 
 
 def odd_rows(key: ProblemKey) -> bool:

@@ -13,7 +13,6 @@ from flashtune.core.target import Target, targets
 from flashtune.db.preference import by_key, preference, raced_for_same_bits
 from flashtune.dispatch.policy import losses
 from flashtune.dispatch.policy.losses import comparable, kind_of, kinds_apart, torch_runs_alike
-from flashtune.templates.expected import log_us
 from flashtune.templates.family import Family
 
 Rows = Mapping[ProblemKey, Sequence[TuningRecord]]
@@ -31,7 +30,7 @@ class Pool:
     Keys are sorted first, and the records of one are looked at when its turn comes: hardly any call looks beyond the nearest.
     """
 
-    __slots__ = ("_asked", "_expected", "_families", "_features", "_known", "_places", "_refits", "_rows", "_target", "_varying")
+    __slots__ = ("_asked", "_families", "_features", "_known", "_places", "_refits", "_rows", "_target", "_varying")
 
     def __init__(self, key: ProblemKey, target: Target, records: Rows | Sequence[TuningRecord], families: Mapping[str, Family]) -> None:
         """`key` is that of any problem of the kind."""
@@ -39,7 +38,6 @@ class Pool:
         self._target, self._families, self._features = target, families, key.features
         self._refits: dict[tuple[str, Config, KernelSpec], Config | None] = {}
         self._asked: dict[tuple[int, KernelSpec], tuple[TuningRecord, Any]] = {}
-        self._expected: dict[tuple[str, Config, Problem], float | None] = {}
         self._varying = frozenset(name for name, family in families.items() if not family.repeatable)
         self._rows = _by_key(records) if isinstance(records, Sequence) else records
         self._known: dict[ProblemKey, list[_Entry]] = {}
@@ -113,15 +111,6 @@ class Pool:
             known = self._asked[id(record), spec] = (record, answer())
         found: _Answer = known[1]
         return found
-
-    def expected(self, family: Family, config: Config, record: TuningRecord) -> float | None:
-        """`expected.log_us` of a config in the place of a record's own, at its sizes; None where it can't be there either."""
-        problem, known = record.problem, (family.name, config, record.problem)
-        if known not in self._expected:
-            spec = problem.spec()
-            moved = None if family.supports(spec, self._target) is not None else self.refitted(family, config, spec)
-            self._expected[known] = None if moved is None else log_us(family, moved, problem, self._target)
-        return self._expected[known]
 
     def _of(self, key: ProblemKey) -> list["_Entry"]:
         """The records of a key, sorted as equals are."""

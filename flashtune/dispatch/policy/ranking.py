@@ -17,26 +17,21 @@ COMPARED = 24
 
 PER_DISTANCE, PER_DISTANCE_STEP = 0.001, 0.005
 """What a unit of distance counts against what the cost model expects to gain, a logarithm: of more rows, whose trials it was corrected by
-(flashtune.templates.residual), and of a decoding step."""
+(flashtune.templates.learned), and of a decoding step, which fewer are of."""
 
 LEAST_GAIN = 0.01
 """So much it must be expected to gain."""
 
-OTHER_KIND, OTHER_KIND_STEP = 0.02, 0.05
-"""And so much more where the nearest record is of the call's own features, and the other isn't, and again of head sizes."""
+OTHER_KIND = 0.02
+"""And so much more where the nearest record is of the call's own features, and the other isn't, and again of head sizes.
 
-TRUST = 0.5
-"""How much of what the model expects a decoding step to gain at the nearest row's own sizes, too, counts for its error there: that row's
-config was the fastest that was tried, and not all were.
+These from leaving rows out (benchmarks/stand_in.py) and from random shapes (benchmarks/replay_unprepared.py); half and twice of each come
+to nearly the same."""
 
-These from leaving rows out (benchmarks/stand_in.py) and from random shapes (benchmarks/replay_unprepared.py), whose worst served were
-by configs of which the model says so; half and twice of each come to nearly the same."""
-
-
-STEP_FAMILIES = 0.6
+STEP_FAMILIES = 0.3
 """So much of what it expects a decoding step to gain by another family than the nearest row's isn't believed, a logarithm: where an H200
-reads at its memory's rate by either, it expects kernels made for many rows to gain up to 0.58 over flash_decode's, and they gained 0.08
-at most (benchmarks/results/2026-11-23-stand-in/steps.json)."""
+reads at its memory's rate by either, the cost model expects kernels made for many rows to gain up to 0.58 over flash_decode's, and they
+gained 0.08 at most (benchmarks/results/2026-11-23-stand-in/steps.json); of these no trials were learned from."""
 
 
 def choose(
@@ -142,8 +137,8 @@ def _compared(near: Iterator[tuple[float, TuningRecord]], context: Context) -> I
             continue
         gain = _gain(fit, fits[0][1], here, context)
         strayed = losses.strayed(fit.record.key, fits[0][1].record.key, context.key)
-        per_distance, other_kind = (PER_DISTANCE_STEP, OTHER_KIND_STEP) if step else (PER_DISTANCE, OTHER_KIND)
-        worth = gain - per_distance * (apart - fits[0][0]) - other_kind * strayed
+        per_distance = PER_DISTANCE_STEP if step else PER_DISTANCE
+        worth = gain - per_distance * (apart - fits[0][0]) - OTHER_KIND * strayed
         if worth > LEAST_GAIN and (_config(fit) not in ahead or worth > ahead[_config(fit)][0]):
             ahead[_config(fit)] = worth, fit, gain
     most = max((gain for _, _, gain in ahead.values()), default=0.0)
@@ -179,17 +174,10 @@ def _config(fit: Fit) -> _Config:
 
 
 def _gain(fit: Fit, nearest: Fit, here: Mapping[_Config, float | None], context: Context) -> float:
-    """The logarithm of what `fit` is expected to gain over the nearest record's config, 0 where nothing is said of one of them.
-
-    Of decoding steps no trials were learned from. At its own sizes the nearest config was the fastest that was tried: what the model
-    expects to gain there, too, is its error for a part (TRUST). And it is wrong between families (STEP_FAMILIES).
-    """
+    """The logarithm of what `fit` is expected to gain over the nearest record's config, 0 where nothing is said of one of them; of a
+    decoding step less what isn't believed of another family."""
     nearest_us, us = here[_config(nearest)], here[_config(fit)]
-    if nearest_us is None or us is None or us >= nearest_us:
-        return 0.0 if nearest_us is None or us is None else nearest_us - us
-    if context.problem.n_q > DECODE_ROWS:
-        return nearest_us - us
-    own = context.pool.expected(nearest.family, nearest.family.completed(nearest.record.outcome.config), nearest.record)
-    there = context.pool.expected(fit.family, fit.config, nearest.record)
-    doubted = STEP_FAMILIES if fit.family is not nearest.family else 0.0
-    return nearest_us - us - doubted - (0.0 if own is None or there is None else TRUST * max(0.0, own - there))
+    if nearest_us is None or us is None:
+        return 0.0
+    doubted = context.problem.n_q <= DECODE_ROWS and fit.family is not nearest.family and us < nearest_us
+    return nearest_us - us - (STEP_FAMILIES if doubted else 0.0)

@@ -19,80 +19,108 @@ from flashtune import dispatch
 from flashtune.core.config import Config
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
-from flashtune.templates import families, residual
+from flashtune.templates import families
+from flashtune.templates.cost import sharing
 from flashtune.templates.expected import log_us, logs_us
+from flashtune.templates.family import Family
+from flashtune.templates.learned import residual
+from flashtune.templates.learned.forwards import FORWARDS
+from flashtune.templates.learned.residual import Likeness, Residual
+from flashtune.templates.learned.steps import STEPS
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import fit_residual
 
 H200 = find_target("h200")
-HOPPER, DECODE = families()[residual.FAMILY], families()["flash_decode"]
+HOPPER, DECODE = families()[FORWARDS.family], families()[STEPS.family]
 PLAIN = Problem(batch=2, heads=16, kv_heads=16, n_q=3000, n_kv=3000, d=128, d_v=128, dtype="bf16", features=Features(causal=True))
 STARTS = HOPPER.starts(PLAIN.spec(), H200)[:6]
+STEP = Problem(batch=4, heads=32, kv_heads=8, n_q=1, n_kv=8192, d=128, d_v=128, dtype="bf16")
+OUT = fit_residual.FOLDER / FORWARDS.file
+both = pytest.mark.parametrize("likeness", [FORWARDS, STEPS], ids=["forwards", "steps"])
 
 
-def learned(problem: Problem, wrong: dict[Config, float]) -> residual.Residual:
+def learned(likeness: Likeness, problem: Problem, wrong: dict[Config, float]) -> Residual:
     """Of one problem's trials, which took so much longer than expected, a logarithm."""
-    return residual.Residual(fit_residual.learn([fit_residual.Told(problem, {}, wrong)]))
+    return Residual(likeness, fit_residual.learn(likeness, [fit_residual.Told(problem, {}, wrong)]))
 
 
 def test_trials_tell_of_their_own_configs_at_like_problems_and_nothing_far_away() -> None:
     wrong = {config: 0.1 if number % 2 else -0.1 for number, config in enumerate(STARTS)}
-    known = learned(PLAIN, wrong)
+    known = learned(FORWARDS, PLAIN, wrong)
     for near in (PLAIN, replace(PLAIN, n_q=3100, n_kv=3100), replace(PLAIN, dtype="fp16")):
-        found = known.of(near, STARTS)
+        found = known.of(near, STARTS, H200)
         for (a, expected_a), (b, expected_b) in itertools.combinations(zip(found, wrong.values(), strict=True), 2):
             if expected_a != expected_b:
                 assert 0.3 < (b - a) / (expected_b - expected_a) <= 1.1
     far = replace(PLAIN, d=64, d_v=64, n_q=150, n_kv=9000, features=Features(mask="bias", dropout=True))
-    assert max(map(abs, known.of(far, STARTS))) < 0.06
+    assert max(map(abs, known.of(far, STARTS, H200))) < 0.06
     unlike = HOPPER.default(replace(PLAIN, d=64, d_v=64).spec(), H200).replace(BLOCK_M=64, BLOCK_N=64, intra_wg_overlap=0, tiles="one")
-    assert abs(known.of(PLAIN, [unlike])[0]) < 0.06
+    assert abs(known.of(PLAIN, [unlike], H200)[0]) < 0.06
 
 
 @pytest.mark.parametrize("window", [(1024, 0), (None, 3), (0, 0), (5, None)])
 def test_every_window_has_coordinates(window: tuple[int | None, int | None]) -> None:
     features = Features(window=window)
-    assert np.isfinite(residual.of_problem(replace(PLAIN, features=features))).all()
+    for likeness, problem in ((FORWARDS, PLAIN), (STEPS, STEP)):
+        assert np.isfinite(likeness.problem(replace(problem, features=features))).all()
 
 
-def test_what_is_expected_of_hopper_forwards_is_with_what_was_learned_and_nothing_else_is() -> None:
-    candidates = [(HOPPER, config) for config in STARTS]
-    plain = [log_us(family, config, PLAIN, H200) for family, config in candidates]
-    known = residual.learned()
-    assert known is not None
-    more = known.of(PLAIN, STARTS)
-    assert logs_us(candidates, PLAIN, H200) == pytest.approx([(log or 0) + wrong for log, wrong in zip(plain, more, strict=True)])
-    step = replace(PLAIN, n_q=1)
-    steps = [(DECODE, DECODE.default(step.spec(), H200)), (HOPPER, HOPPER.default(step.spec(), H200))]
-    assert logs_us(steps, step, H200) == [log_us(family, config, step, H200) for family, config in steps]
-    trained = replace(PLAIN, direction="bwd")
-    backward = families()["flash_bwd_hopper"]
-    config = backward.default(trained.spec(), H200)
-    assert logs_us([(backward, config)], trained, H200) == [log_us(backward, config, trained, H200)] != [None]
+def test_steps_are_told_by_how_keys_are_shared_out_and_not_by_what_that_is_called() -> None:
+    config = DECODE.default(STEP.spec(), H200).replace(BLOCK_M=16, BLOCK_N=128, programs=1)
+    full = replace(STEP, batch=32)
+    one, two = (config.replace(programs=programs) for programs in (1, 2))
+    assert [sharing(each, full, H200).splits for each in (one, two)] == [1, 1]
+    assert STEPS.config(full, one, H200) == STEPS.config(full, two, H200), "256 heads leave no parts to either"
+    assert STEPS.config(STEP, one, H200) != STEPS.config(STEP, two, H200)
+    known = learned(STEPS, STEP, {one: 0.2, two: -0.2})
+    found = known.of(replace(STEP, n_kv=7000), [one, two], H200)
+    assert found[0] - found[1] > 0.1
+    both_of = known.of(replace(full, n_kv=7000), [one, two], H200)
+    assert both_of[0] == both_of[1]
 
 
-@pytest.fixture(scope="module")
-def shipped() -> dict[str, Any]:
-    with np.load(fit_residual.OUT) as kept:
-        return dict(kept)
+def test_what_is_expected_of_forwards_and_decoding_steps_is_with_what_was_learned_and_nothing_else_is() -> None:
+    steps = DECODE.starts(STEP.spec(), H200)[:6]
+    for likeness, family, problem, configs in ((FORWARDS, HOPPER, PLAIN, STARTS), (STEPS, DECODE, STEP, steps)):
+        plain = [log_us(family, config, problem, H200) for config in configs]
+        known = residual.learned(likeness)
+        assert known is not None
+        expected = [(log or 0) + wrong for log, wrong in zip(plain, known.of(problem, configs, H200), strict=True)]
+        assert logs_us([(family, config) for config in configs], problem, H200) == pytest.approx(expected)
+    # Neither tells of the other's problems, nor anything of backwards.
+    others: list[tuple[Family, Problem]] = [
+        (HOPPER, STEP),
+        (DECODE, replace(STEP, n_q=17)),
+        (families()["flash_bwd_hopper"], replace(PLAIN, direction="bwd")),
+    ]
+    for family, problem in others:
+        config = family.default(problem.spec(), H200)
+        assert logs_us([(family, config)], problem, H200) == [log_us(family, config, problem, H200)] != [None]
 
 
-def test_what_ships_was_learned_from_the_trials_at_hand_by_the_model_of_today(shipped: dict[str, Any]) -> None:
-    rows, runs = fit_residual.all_trials()
-    anew = fit_residual.learn([*rows, *(one for _, one in runs)])
+def kept(likeness: Likeness) -> dict[str, Any]:
+    """What ships."""
+    with np.load(fit_residual.FOLDER / likeness.file) as found:
+        return dict(found)
+
+
+@both
+def test_what_ships_was_learned_from_the_trials_at_hand_by_the_model_of_today(likeness: Likeness) -> None:
+    rows, runs = fit_residual.all_trials(likeness)
+    shipped, anew = kept(likeness), fit_residual.learn(likeness, [*rows, *(one for _, one in runs)])
     advice = "run benchmarks/fit_residual.py --write"
     assert shipped.keys() == anew.keys() and shipped["trials"] == anew["trials"], advice
     for name in shipped.keys() - {"trials"}:
         np.testing.assert_allclose(shipped[name], anew[name], rtol=1e-3, atol=1e-4, err_msg=advice)
-    assert len(shipped["weights"]) > 5000
+    assert len(shipped["weights"]) > {FORWARDS: 5000, STEPS: 1500}[likeness]
 
 
-def test_what_is_longer_than_all_trials_is_told_of_as_the_longest(shipped: dict[str, Any]) -> None:
-    known = residual.Residual(shipped)
+def test_what_is_longer_than_all_trials_is_told_of_as_the_longest() -> None:
+    known = Residual(FORWARDS, kept(FORWARDS))
     longest = replace(PLAIN, batch=1, heads=128, kv_heads=128, n_q=1 << 20, n_kv=1 << 20)
     farther = replace(longest, n_q=1 << 23, n_kv=1 << 23)
-    assert known.of(farther, STARTS) == pytest.approx(known.of(longest, STARTS), abs=1e-4)
+    assert known.of(farther, STARTS, H200) == pytest.approx(known.of(longest, STARTS, H200), abs=1e-4)
 
 
 @pytest.fixture
@@ -177,8 +205,8 @@ def another_way(**changes: Callable[[Any], Any]) -> Callable[[Path], None]:
 def test_a_damaged_file_is_warned_of_once_and_the_model_stands_alone(
     damage: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy = tmp_path / fit_residual.OUT.name
-    copy.write_bytes(fit_residual.OUT.read_bytes())
+    copy = tmp_path / OUT.name
+    copy.write_bytes(OUT.read_bytes())
     damage(copy)
     monkeypatch.setattr(residual, "resources", SimpleNamespace(files=lambda _: tmp_path))
     candidates = [(HOPPER, config) for config in STARTS]
@@ -191,12 +219,12 @@ def test_a_damaged_file_is_warned_of_once_and_the_model_stands_alone(
 @pytest.mark.usefixtures("read_anew")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::ResourceWarning")
 def test_no_byte_that_changed_ends_a_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, dice = fit_residual.OUT.read_bytes(), random.Random(0)
+    whole, dice = OUT.read_bytes(), random.Random(0)
     monkeypatch.setattr(residual, "resources", SimpleNamespace(files=lambda _: tmp_path))
     for _ in range(60):
         content = bytearray(whole)
         content[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
-        (tmp_path / fit_residual.OUT.name).write_bytes(content)
+        (tmp_path / OUT.name).write_bytes(content)
         residual.learned.cache_clear()
-        known = residual.learned()
-        assert known is None or np.isfinite(known.of(PLAIN, STARTS)).all()
+        known = residual.learned(FORWARDS)
+        assert known is None or np.isfinite(known.of(PLAIN, STARTS, H200)).all()

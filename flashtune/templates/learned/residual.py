@@ -1,0 +1,126 @@
+"""What the cost model is still wrong by for kernels of a family, told by the trials of similar problems and configs.
+
+Gaussian process regression (Rasmussen and Williams, Gaussian Processes for Machine Learning, 2006, chapter 2) of the logarithm of measured
+over expected time. benchmarks/fit_residual.py solves for the weights; here they are only multiplied with how alike trials are.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flashtune.core.config import Config
+from flashtune.core.problem import Problem
+from flashtune.core.target import Target
+
+if TYPE_CHECKING:
+    # A first call does without.
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Likeness:
+    """When two trials of a family's kernels are alike.
+
+    `of_problem` gives a problem's coordinates, and `of_config` those of a completed config at a problem on a GPU: numbers in the order
+    of `problem_scales` and `config_scales`, which say by how much two of them differ in each for one to say little of the other. What is
+    beyond all trials in one of `lengths` is told of by the longest.
+
+    `together` and `alone` are how far off the model is (a standard deviation of logarithms): of a config at a problem, and of a config at
+    all problems alike; `noise` how far off a trial is by chance, and `offset` all trials of a problem together, which says nothing of its
+    configs.
+    """
+
+    family: str
+    serves: Callable[[Problem], bool]
+    file: str
+    problem_scales: Mapping[str, float]
+    config_scales: Mapping[str, float]
+    lengths: frozenset[str]
+    of_problem: Callable[[Problem], Sequence[float]]
+    of_config: Callable[[Problem, Config, Target], Sequence[float]]
+    together: float
+    alone: float
+    noise: float
+    offset: float
+
+    def problem(self, problem: Problem) -> list[float]:
+        """A problem's coordinates in units of their scales."""
+        return [value / scale for value, scale in zip(self.of_problem(problem), self.problem_scales.values(), strict=True)]
+
+    def config(self, problem: Problem, config: Config, target: Target) -> list[float]:
+        """A config's in units of theirs."""
+        return [value / scale for value, scale in zip(self.of_config(problem, config, target), self.config_scales.values(), strict=True)]
+
+
+_AT_ONCE = 1024
+"""So many configs are compared at once: a search asks of 20,000."""
+
+
+def alike(ours: "NDArray[np.float64]", theirs: "NDArray[np.float64]") -> "NDArray[np.float64]":
+    """The squared exponential covariance of coordinates, (n, c) and (m, c): 1 for the same, towards 0 for what differs."""
+    # Without a product of matrices: a BLAS wakes all its threads for that, which takes longer than a call's few configs do.
+    squares = np.zeros((len(ours), len(theirs)))
+    for mine, other in zip(ours.T, theirs.T, strict=True):
+        squares += np.square(mine[:, None] - other)
+    return np.exp(-0.5 * squares)
+
+
+class Residual:
+    """What is known of a set of trials: coordinates of distinct problems (p, .) and configs (c, .), of each trial the places of its
+    problem and config in these, and its weight.
+
+    Raises KeyError or ValueError where these don't belong together.
+    """
+
+    def __init__(self, likeness: Likeness, known: "Mapping[str, NDArray[Any]]") -> None:
+        self._likeness = likeness
+        self._problems, self._configs, self._weights = (np.asarray(known[name], dtype=float) for name in ("problems", "configs", "weights"))
+        self._problem_of, self._config_of = (np.asarray(known[name], dtype=np.intp) for name in ("problem_of", "config_of"))
+        scales = (len(likeness.problem_scales),), (len(likeness.config_scales),)
+        shapes = (self._problems.shape[1:], self._configs.shape[1:], self._problem_of.shape, self._config_of.shape)
+        if shapes != (*scales, self._weights.shape, self._weights.shape):
+            raise ValueError(f"arrays of these shapes don't belong together: {shapes}")
+        if not all(np.isfinite(one).all() for one in (self._problems, self._configs, self._weights)):
+            raise ValueError("some of its numbers aren't finite")
+        for places, there in ((self._problem_of, self._problems), (self._config_of, self._configs)):
+            if not len(places) or places.min() < 0 or places.max() >= len(there):
+                raise ValueError("some of its trials are of nothing")
+        longest = zip(likeness.problem_scales, self._problems.max(0), strict=True)
+        self._most = np.array([most if name in likeness.lengths else math.inf for name, most in longest])
+
+    def of(self, problem: Problem, configs: Sequence[Config], target: Target) -> list[float]:
+        """By how much longer than expected these completed configs take, logarithms; all of a problem are off by the same besides."""
+        likeness = self._likeness
+        there = alike(np.minimum([likeness.problem(problem)], self._most), self._problems)[0]
+        weights = self._weights * (likeness.together**2 * there[self._problem_of] + likeness.alone**2)
+        by_config = np.bincount(self._config_of, weights, len(self._configs))
+        ours = np.array([likeness.config(problem, config, target) for config in configs])
+        found: list[float] = []
+        for begin in range(0, len(ours), _AT_ONCE):
+            found += (alike(ours[begin : begin + _AT_ONCE], self._configs) * by_config).sum(1).tolist()
+        return found
+
+
+@cache
+def learned(likeness: Likeness) -> Residual | None:
+    """What was learned from the trials of an H200, for all GPUs with these kernels; None, with a warning, where the package's file is
+    damaged or missing."""
+    path = Path(str(resources.files("flashtune.templates.learned"))) / likeness.file
+    try:
+        with np.load(path, allow_pickle=False) as known:
+            return Residual(likeness, known)
+    except Exception as error:
+        # A damaged archive is met with errors of zipfile, zlib, numpy and its parser of headers alike.
+        warnings.warn(
+            f"flashtune: {path} can't be read ({error}), so stand-ins are chosen by the cost model alone: install flashtune again",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None

@@ -1,0 +1,106 @@
+"""When trials of decoding kernels are alike.
+
+What a config does hangs on how a launch shares out its keys, of which `programs` alone says little: the number of parts, how many programs
+an SM has at a time, in how many rounds, and how many bytes they have in flight.
+"""
+
+import math
+
+from flashtune.core.config import Config
+from flashtune.core.dtypes import ITEMSIZE
+from flashtune.core.problem import DECODE_ROWS, Problem
+from flashtune.core.target import Target
+from flashtune.templates.cost import programs_per_sm, sharing
+from flashtune.templates.decode import flash_decode
+from flashtune.templates.family import padded
+from flashtune.templates.learned.residual import Likeness
+
+
+def _of_problem(problem: Problem) -> list[float]:
+    f, size = problem.features, ITEMSIZE[problem.dtype]
+    heads = problem.batch * problem.kv_heads
+    return [
+        math.log2(heads),
+        math.log2(problem.n_kv),
+        math.log2(problem.d),
+        math.log2(padded(problem.d)),
+        math.log2(problem.d_v / problem.d),
+        math.log2(problem.n_q * problem.gqa_ratio),
+        problem.d * size % 32 != 0,
+        f.window is not None,
+        f.mask != "none",
+        f.softcap,
+        f.alibi,
+        f.sinks,
+        math.log2(size),
+        math.log2(heads * problem.n_kv * (problem.d + problem.d_v) * size),
+    ]
+
+
+def _of_config(problem: Problem, config: Config, target: Target) -> list[float]:
+    shared = sharing(config, problem, target)
+    facts = flash_decode.expected(config, problem.spec(), target)
+    programs, slots = shared.tiles * shared.splits, max(1, programs_per_sm(facts, target)) * target.sms
+    on_an_sm, rounds = min(programs, slots) / target.sms, programs / slots
+    in_flight = config.number("BLOCK_N") * (problem.d + problem.d_v) * ITEMSIZE[problem.dtype] * max(0.6, config.number("num_stages") - 1)
+    return [
+        math.log2(config.number("BLOCK_M")),
+        math.log2(config.number("BLOCK_N")),
+        math.log2(config.number("num_warps")),
+        math.log2(config.number("num_stages")),
+        config["combine"] == "last",
+        config["combine"] == "rows",
+        config["loads"] == "tma",
+        math.log2(on_an_sm),
+        math.log2(max(1.0, rounds)),
+        math.ceil(rounds) / rounds - 1.0 if rounds > 1.0 else 0.0,
+        math.log2(shared.splits),
+        math.log2(in_flight * on_an_sm),
+        math.log2(shared.share),
+    ]
+
+
+STEPS = Likeness(
+    family="flash_decode",
+    serves=lambda problem: problem.n_q <= DECODE_ROWS,
+    file="steps.npz",
+    problem_scales={
+        "log key heads": 2.0,
+        "log N_kv": 4.0,
+        "log D": 1.0,
+        "log padded D": 1.0,
+        "log D_v of D": 1.0,
+        "log rows of a key head": 3.0,
+        "odd rows": 1.0,
+        "window": 1.3,
+        "mask": 1.3,
+        "soft cap": 1.3,
+        "ALiBi": 1.3,
+        "sinks": 1.3,
+        "log element size": 1.0,
+        "log bytes": 4.0,
+    },
+    config_scales={
+        "log BLOCK_M": 1.0,
+        "log BLOCK_N": 1.0,
+        "log num_warps": 1.5,
+        "log num_stages": 1.0,
+        "combine=last": 1.0,
+        "combine=rows": 1.0,
+        "loads=tma": 1.0,
+        "log programs on an SM": 1.0,
+        "log rounds": 1.0,
+        "idle in the last round": 0.5,
+        "log splits": 4.0,
+        "log bytes in flight": 1.5,
+        "log blocks of a split": 6.0,
+    },
+    lengths=frozenset({"log key heads", "log N_kv", "log bytes"}),
+    of_problem=_of_problem,
+    of_config=_of_config,
+    together=0.2,
+    alone=0.15,
+    noise=0.03,
+    offset=0.15,
+)
+"""Rounded by hand, as FORWARDS: half and twice of each come to nearly the same, but for what is idle in the last round."""
