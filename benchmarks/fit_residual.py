@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from drawn import DRAWN, shapes_of
-from fit_expected import CHOSEN_OF, Trials
+from fit_expected import CHOSEN_OF
 from numpy.typing import NDArray
 from scipy.linalg import cho_factor, cho_solve
-from trials import ARCHIVED, GPU, times_of
+from trials import ARCHIVED, GPU, Tried, times_of
 
 from flashtune.core.config import Config
 from flashtune.core.problem import Features, Problem, ProblemKey
@@ -30,6 +30,7 @@ from flashtune.db.library import shipped_path
 from flashtune.db.store import Store
 from flashtune.templates import family
 from flashtune.templates.cost import sharing
+from flashtune.templates.decode import flash_decode
 from flashtune.templates.expected import log_us
 from flashtune.templates.learned import residual
 from flashtune.templates.learned.forwards import FORWARDS
@@ -44,29 +45,39 @@ FOLDER = Path(residual.__file__).parent
 SPLITS = Path(__file__).parent / "results" / "2026-11-24-h200-splits" / "split_counts.json"
 
 
+Trials = dict[Tried, float]
+
+
 class Told(NamedTuple):
     """A problem with the trials that say something: their microseconds, and by how much longer than expected each takes."""
 
     problem: Problem
     times: Trials
-    wrong: dict[Config, float]
+    wrong: dict[Tried, float]
 
 
-def telling(likeness: Likeness, problem: Problem, trials: Trials) -> Told | None:
+def telling(likeness: Likeness, problem: Problem, tried: Trials) -> Told | None:
     """The trials of a problem, what they are wrong by less its mean; None where fewer than two can be told."""
-    kind, spec = family(likeness.family), problem.spec()
-    if problem.direction != "fwd" or problem.dtype == "fp8" or not likeness.serves(problem) or kind.supports(spec, GPU) is not None:
+    if problem.direction != "fwd" or problem.dtype == "fp8" or not likeness.serves(problem):
         return None
-    if not trials:
-        return None
-    least = min(trials.values())
+    trials = {one: us for one, us in tried.items() if one[0] in likeness.families}
     logs = {
-        config: math.log(min(us, HOPELESS * least)) - expected
-        for config, us in trials.items()
-        if kind.violated(config, spec, GPU) is None and (expected := log_us(kind, config, problem, GPU)) is not None
+        one: math.log(min(trials[one], HOPELESS * min(trials.values()))) - log for one, log in expected(likeness, problem, trials).items()
     }
     mean = statistics.fmean(logs.values()) if logs else 0.0
-    return Told(problem, trials, {config: log - mean for config, log in logs.items()}) if len(logs) > 1 else None
+    return Told(problem, trials, {one: log - mean for one, log in logs.items()}) if len(logs) > 1 else None
+
+
+def expected(likeness: Likeness, problem: Problem, trials: Trials) -> dict[Tried, float]:
+    """What the cost model expects of each that keeps the constraints, a logarithm, with what its family takes longer."""
+    spec, found = problem.spec(), {}
+    for name, config in trials:
+        kind = family(name)
+        if kind.supports(spec, GPU) is None and kind.violated(config, spec, GPU) is None:
+            log = log_us(kind, config, problem, GPU)
+            if log is not None:
+                found[name, config] = log + likeness.families[name]
+    return found
 
 
 def of_rows(likeness: Likeness) -> Iterator[Told]:
@@ -74,33 +85,30 @@ def of_rows(likeness: Likeness) -> Iterator[Told]:
     for path in (shipped_path(), ARCHIVED):
         with Store.open(path, writable=False) as store:
             for result in store.results():
-                if result.gpu == GPU.slug:
-                    trials = {config: us for (name, config), us in times_of(result).items() if name == likeness.family}
-                    if (found := telling(likeness, result.problem, trials)) is not None:
-                        yield found
+                if result.gpu == GPU.slug and (found := telling(likeness, result.problem, times_of(result))) is not None:
+                    yield found
 
 
 def of_splits() -> Iterator[Told]:
     """Decoding steps by split_counts.py: of the numbers of parts that it timed those that some `programs` leads to."""
-    kind = family(STEPS.family)
+    kind = flash_decode.FAMILY
+    programs = next(axis for axis in kind.axes if axis.name == "programs").values
     for step in json.loads(SPLITS.read_text()):
         problem = Problem(**step["sizes"], features=Features())
         trials: Trials = {}
-        for programs in next(axis.values for axis in kind.axes if axis.name == "programs"):
-            config = Config.of(step["config"]).replace(programs=programs)
+        for config in (Config.of(step["config"]).replace(programs=number) for number in programs):
             if (us := step["us"].get(str(sharing(config, problem, GPU).splits))) is not None:
-                trials[kind.completed(config)] = us
+                trials[kind.name, kind.completed(config)] = us
         if (found := telling(STEPS, problem, trials)) is not None:
             yield found
 
 
 def of_runs(likeness: Likeness) -> Iterator[tuple[str, Told]]:
     """Problems of runs of unprepared.py, with the run's name."""
-    kind = family(likeness.family)
     for path in DRAWN:
         for problem, _, search in shapes_of(path):
             tried = search.get("tried", [])
-            trials = {kind.completed(Config.of(one["config"])): one["us"] for one in tried if one["template"] == kind.name}
+            trials = {(one["template"], family(one["template"]).completed(Config.of(one["config"]))): one["us"] for one in tried}
             if (found := telling(likeness, problem, trials)) is not None:
                 yield path.stem, found
 
@@ -160,16 +168,15 @@ def digest(trials: Sequence[Told]) -> str:
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
-def rates(likeness: Likeness, trials: Sequence[Told], wrong: Callable[[Problem, Sequence[Config]], Sequence[float]]) -> list[float]:
+def rates(likeness: Likeness, trials: Sequence[Told], wrong: Callable[[Problem, Sequence[Tried]], Sequence[float]]) -> list[float]:
     """Of each problem with enough trials the rate of the one that is expected to be the fastest, of the best one's."""
-    found, kind = [], family(likeness.family)
+    found = []
     for one in trials:
-        spec = one.problem.spec()
-        valid = [config for config in one.times if kind.violated(config, spec, GPU) is None]
-        logs = {config: log for config in valid if (log := log_us(kind, config, one.problem, GPU)) is not None}
+        logs = expected(likeness, one.problem, one.times)
         if len(logs) >= CHOSEN_OF:
-            expected = {config: logs[config] + more for config, more in zip(logs, wrong(one.problem, list(logs)), strict=True)}
-            found.append(min(one.times[config] for config in logs) / one.times[min(expected, key=expected.__getitem__)])
+            errors = zip(logs, wrong(one.problem, list(logs)), strict=True)
+            first = min(errors, key=lambda pair: logs[pair[0]] - likeness.families[pair[0][0]] + pair[1])[0]
+            found.append(min(one.times[tried] for tried in logs) / one.times[first])
     return found
 
 
@@ -206,9 +213,9 @@ def by_problems(trials: Sequence[Told]) -> None:
     print(f"steps and by trials: {said([share for of in shares for share in of])}")
 
 
-def unlearned(_: Problem, configs: Sequence[Config]) -> Sequence[float]:
+def unlearned(_: Problem, tried: Sequence[Tried]) -> Sequence[float]:
     """What the cost model alone knows of its errors."""
-    return [0.0] * len(configs)
+    return [0.0] * len(tried)
 
 
 def main() -> None:
@@ -219,7 +226,7 @@ def main() -> None:
     for likeness in (FORWARDS, STEPS):
         rows, runs = all_trials(likeness)
         trials = [*rows, *(one for _, one in runs)]
-        print(f"{likeness.family}: {len(rows)} problems with {sum(len(one.wrong) for one in rows)} trials, {len(runs)} with others of runs")
+        print(f"{likeness.file}: {len(rows)} problems with {sum(len(one.wrong) for one in rows)} trials, {len(runs)} with others of runs")
         if likeness is FORWARDS:
             by_runs(rows, runs)
         else:

@@ -61,11 +61,11 @@ def logs_us(candidates: Sequence[tuple[Family, Config]], problem: Problem, targe
         places = [
             place
             for place, (family, _) in enumerate(candidates)
-            if found[place] is not None and family.name == likeness.family and likeness.serves(problem)
+            if found[place] is not None and family.name in likeness.families and likeness.serves(problem)
         ]
         known = learned(likeness) if places else None
         if known is not None:
-            wrong = known.of(problem, [candidates[place][1] for place in places], target)
+            wrong = known.of(problem, [(candidates[place][0].name, candidates[place][1]) for place in places], target)
             for place, more in zip(places, wrong, strict=True):
                 found[place] = (found[place] or 0.0) + more
     return found

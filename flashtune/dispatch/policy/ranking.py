@@ -28,11 +28,6 @@ OTHER_KIND = 0.02
 These from leaving rows out (benchmarks/stand_in.py) and from random shapes (benchmarks/replay_unprepared.py); half and twice of each come
 to nearly the same."""
 
-STEP_FAMILIES = 0.3
-"""So much of what it expects a decoding step to gain by another family than the nearest row's isn't believed, a logarithm: where an H200
-reads at its memory's rate by either, the cost model expects kernels made for many rows to gain up to 0.58 over flash_decode's, and they
-gained 0.08 at most (benchmarks/results/2026-11-23-stand-in/steps.json); of these no trials were learned from."""
-
 
 def choose(
     problem: Problem, target: Target, records: Sequence[TuningRecord] | Pool, families: Mapping[str, Family], **words: bool
@@ -135,7 +130,7 @@ def _compared(near: Iterator[tuple[float, TuningRecord]], context: Context) -> I
     for apart, fit in fits[1:]:
         if _reads_otherwise(fit, fits[0][1], context):
             continue
-        gain = _gain(fit, fits[0][1], here, context)
+        gain = _gain(fit, fits[0][1], here)
         strayed = losses.strayed(fit.record.key, fits[0][1].record.key, context.key)
         per_distance = PER_DISTANCE_STEP if step else PER_DISTANCE
         worth = gain - per_distance * (apart - fits[0][0]) - OTHER_KIND * strayed
@@ -150,7 +145,7 @@ def _compared(near: Iterator[tuple[float, TuningRecord]], context: Context) -> I
             yield fit
         elif id(fit) not in passed:
             said = len(here) > 1 and here[_config(fit)] is not None
-            yield near_choice(fit, context, behind=most - _gain(fit, fits[0][1], here, context) if said else None)
+            yield near_choice(fit, context, behind=most - _gain(fit, fits[0][1], here) if said else None)
 
 
 def _tells(nearest: Fit, context: Context) -> bool:
@@ -173,11 +168,7 @@ def _config(fit: Fit) -> _Config:
     return fit.family.name, fit.config
 
 
-def _gain(fit: Fit, nearest: Fit, here: Mapping[_Config, float | None], context: Context) -> float:
-    """The logarithm of what `fit` is expected to gain over the nearest record's config, 0 where nothing is said of one of them; of a
-    decoding step less what isn't believed of another family."""
+def _gain(fit: Fit, nearest: Fit, here: Mapping[_Config, float | None]) -> float:
+    """The logarithm of what `fit` is expected to gain over the nearest record's config, 0 where nothing is said of one of them."""
     nearest_us, us = here[_config(nearest)], here[_config(fit)]
-    if nearest_us is None or us is None:
-        return 0.0
-    doubted = context.problem.n_q <= DECODE_ROWS and fit.family is not nearest.family and us < nearest_us
-    return nearest_us - us - (STEP_FAMILIES if doubted else 0.0)
+    return 0.0 if nearest_us is None or us is None else nearest_us - us

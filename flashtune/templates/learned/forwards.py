@@ -2,10 +2,9 @@
 
 import math
 
-from flashtune.core.config import Config
 from flashtune.core.problem import DECODE_ROWS, Problem
 from flashtune.core.target import Target
-from flashtune.templates.learned.residual import Likeness
+from flashtune.templates.learned.residual import Likeness, Tried
 
 
 def _of_problem(problem: Problem) -> list[float]:
@@ -36,7 +35,8 @@ def _of_problem(problem: Problem) -> list[float]:
     ]
 
 
-def _of_config(_: Problem, config: Config, __: Target) -> list[float]:
+def _of_config(_: Problem, tried: Tried, __: Target) -> list[float]:
+    config = tried[1]
     rows = config.number("BLOCK_M")
     return [
         math.log2(rows),
@@ -59,7 +59,7 @@ def _of_config(_: Problem, config: Config, __: Target) -> list[float]:
 
 
 FORWARDS = Likeness(
-    family="flash_fwd_hopper",
+    families={"flash_fwd_hopper": 0.0},
     serves=lambda problem: problem.n_q > DECODE_ROWS,
     file="forwards.npz",
     problem_scales={

@@ -1,4 +1,4 @@
-"""What the cost model is still wrong by for kernels of a family, told by the trials of similar problems and configs.
+"""What the cost model is still wrong by for kernels of some families, told by the trials of similar problems and configs.
 
 Gaussian process regression (Rasmussen and Williams, Gaussian Processes for Machine Learning, 2006, chapter 2) of the logarithm of measured
 over expected time. benchmarks/fit_residual.py solves for the weights; here they are only multiplied with how alike trials are.
@@ -24,27 +24,32 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+Tried = tuple[str, Config]
+"""A completed config of the family of a name."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Likeness:
-    """When two trials of a family's kernels are alike.
+    """When two trials of kernels of some families are alike.
 
-    `of_problem` gives a problem's coordinates, and `of_config` those of a completed config at a problem on a GPU: numbers in the order
-    of `problem_scales` and `config_scales`, which say by how much two of them differ in each for one to say little of the other. What is
-    beyond all trials in one of `lengths` is told of by the longest.
+    `of_problem` gives a problem's coordinates, and `of_config` those of a family's completed config at a problem on a GPU: numbers in
+    the order of `problem_scales` and `config_scales`, which say by how much two of them differ in each for one to say little of the
+    other. What is beyond all trials in one of `lengths` is told of by the longest.
 
-    `together` and `alone` are how far off the model is (a standard deviation of logarithms): of a config at a problem, and of a config at
+    `families` are these with what each takes longer than the model says, beside the others, where nothing near is known; `together` and
+    `alone` are how far off the model then is (a standard deviation of logarithms): of a config at a problem, and of a config at
     all problems alike; `noise` how far off a trial is by chance, and `offset` all trials of a problem together, which says nothing of its
     configs.
     """
 
-    family: str
+    families: Mapping[str, float]
     serves: Callable[[Problem], bool]
     file: str
     problem_scales: Mapping[str, float]
     config_scales: Mapping[str, float]
     lengths: frozenset[str]
     of_problem: Callable[[Problem], Sequence[float]]
-    of_config: Callable[[Problem, Config, Target], Sequence[float]]
+    of_config: Callable[[Problem, Tried, Target], Sequence[float]]
     together: float
     alone: float
     noise: float
@@ -54,9 +59,9 @@ class Likeness:
         """A problem's coordinates in units of their scales."""
         return [value / scale for value, scale in zip(self.of_problem(problem), self.problem_scales.values(), strict=True)]
 
-    def config(self, problem: Problem, config: Config, target: Target) -> list[float]:
+    def config(self, problem: Problem, tried: Tried, target: Target) -> list[float]:
         """A config's in units of theirs."""
-        return [value / scale for value, scale in zip(self.of_config(problem, config, target), self.config_scales.values(), strict=True)]
+        return [value / scale for value, scale in zip(self.of_config(problem, tried, target), self.config_scales.values(), strict=True)]
 
 
 _AT_ONCE = 1024
@@ -95,8 +100,8 @@ class Residual:
         longest = zip(likeness.problem_scales, self._problems.max(0), strict=True)
         self._most = np.array([most if name in likeness.lengths else math.inf for name, most in longest])
 
-    def of(self, problem: Problem, configs: Sequence[Config], target: Target) -> list[float]:
-        """By how much longer than expected these completed configs take, logarithms; all of a problem are off by the same besides."""
+    def of(self, problem: Problem, configs: Sequence[Tried], target: Target) -> list[float]:
+        """By how much longer than expected these take, logarithms; all of a problem are off by the same besides."""
         likeness = self._likeness
         there = alike(np.minimum([likeness.problem(problem)], self._most), self._problems)[0]
         weights = self._weights * (likeness.together**2 * there[self._problem_of] + likeness.alone**2)
@@ -105,7 +110,7 @@ class Residual:
         found: list[float] = []
         for begin in range(0, len(ours), _AT_ONCE):
             found += (alike(ours[begin : begin + _AT_ONCE], self._configs) * by_config).sum(1).tolist()
-        return found
+        return [more + likeness.families[name] for (name, _), more in zip(configs, found, strict=True)]
 
 
 @cache

@@ -1,4 +1,4 @@
-"""When trials of decoding kernels are alike.
+"""When trials of decoding steps are alike.
 
 What a config does hangs on how a launch shares out its keys, of which `programs` alone says little: the number of parts, how many programs
 an SM has at a time, in how many rounds, and how many bytes they have in flight.
@@ -6,14 +6,14 @@ an SM has at a time, in how many rounds, and how many bytes they have in flight.
 
 import math
 
-from flashtune.core.config import Config
 from flashtune.core.dtypes import ITEMSIZE
 from flashtune.core.problem import DECODE_ROWS, Problem
 from flashtune.core.target import Target
+from flashtune.templates import family
 from flashtune.templates.cost import programs_per_sm, sharing
 from flashtune.templates.decode import flash_decode
 from flashtune.templates.family import padded
-from flashtune.templates.learned.residual import Likeness
+from flashtune.templates.learned.residual import Likeness, Tried
 
 
 def _of_problem(problem: Problem) -> list[float]:
@@ -37,31 +37,44 @@ def _of_problem(problem: Problem) -> list[float]:
     ]
 
 
-def _of_config(problem: Problem, config: Config, target: Target) -> list[float]:
-    shared = sharing(config, problem, target)
-    facts = flash_decode.expected(config, problem.spec(), target)
-    programs, slots = shared.tiles * shared.splits, max(1, programs_per_sm(facts, target)) * target.sms
+def _of_config(problem: Problem, tried: Tried, target: Target) -> list[float]:
+    name, config = tried
+    decodes = name == flash_decode.FAMILY.name
+    facts = family(name).expected(config, problem.spec(), target)
+    block_m, block_n = config.number("BLOCK_M"), config.number("BLOCK_N")
+    # Kernels for many rows read the keys that heads share once for each of them, whole.
+    tiles, splits, share = (
+        sharing(config, problem, target)
+        if decodes
+        else (problem.batch * problem.heads * math.ceil(problem.n_q / block_m), 1, math.ceil(problem.n_kv / block_n))
+    )
+    programs, slots = tiles * splits, max(1, programs_per_sm(facts, target)) * target.sms if facts is not None else target.sms
     on_an_sm, rounds = min(programs, slots) / target.sms, programs / slots
-    in_flight = config.number("BLOCK_N") * (problem.d + problem.d_v) * ITEMSIZE[problem.dtype] * max(0.6, config.number("num_stages") - 1)
+    in_flight = block_n * (problem.d + problem.d_v) * ITEMSIZE[problem.dtype] * max(0.6, config.number("num_stages") - 1)
     return [
-        math.log2(config.number("BLOCK_M")),
-        math.log2(config.number("BLOCK_N")),
-        math.log2(config.number("num_warps")),
+        *(name == other for other in FAMILIES if other != flash_decode.FAMILY.name),
+        0.0 if decodes else math.log2(problem.gqa_ratio),
+        math.log2(block_m),
+        math.log2(block_n),
+        math.log2(facts.threads / 32 if facts is not None else 4.0),
         math.log2(config.number("num_stages")),
-        config["combine"] == "last",
-        config["combine"] == "rows",
-        config["loads"] == "tma",
+        config.get("combine", "none") == "last",
+        config.get("combine", "none") == "rows",
+        config.get("loads", "tma") == "tma" and name != "flash_fwd",
         math.log2(on_an_sm),
         math.log2(max(1.0, rounds)),
         math.ceil(rounds) / rounds - 1.0 if rounds > 1.0 else 0.0,
-        math.log2(shared.splits),
+        math.log2(splits),
         math.log2(in_flight * on_an_sm),
-        math.log2(shared.share),
+        math.log2(share),
     ]
 
 
+FAMILIES = {"flash_decode": 0.0, "flash_fwd_hopper": 0.25, "flash_fwd_tma": 0.36, "flash_fwd": 0.75}
+"""By how much the cost model flatters each beside flash_decode, in the mean of 82 steps of rows and of drawn shapes: a logarithm."""
+
 STEPS = Likeness(
-    family="flash_decode",
+    families=FAMILIES,
     serves=lambda problem: problem.n_q <= DECODE_ROWS,
     file="steps.npz",
     problem_scales={
@@ -81,6 +94,8 @@ STEPS = Likeness(
         "log bytes": 4.0,
     },
     config_scales={
+        **{name: 0.7 for name in FAMILIES if name != flash_decode.FAMILY.name},
+        "log heads that share what is read anew": 1.5,
         "log BLOCK_M": 1.0,
         "log BLOCK_N": 1.0,
         "log num_warps": 1.5,
