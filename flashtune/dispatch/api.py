@@ -25,7 +25,7 @@ from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan, Outputs
 from flashtune.dispatch.plans.known import Plan
 from flashtune.dispatch.plans.recalling import RememberingPlan
 from flashtune.dispatch.policy import growing
-from flashtune.dispatch.resolve import backwards, choosing
+from flashtune.dispatch.resolve import backwards, called, choosing
 from flashtune.dispatch.resolve.code import tried
 from flashtune.dispatch.resolve.explanation import Explanation
 from flashtune.dispatch.resolve.given import (
@@ -287,6 +287,7 @@ def _first_call(signature: tuple[Any, ...] | None, given: Arguments, options: Op
                 grown = None
         if grown is not None:
             memo.keep(signature, grown)
+            called.meet_step(grown.call, given.key.shape[2])
             return grown.run(*given)
     call = parse(given, options)
     plan = FrameworkPlan.of(call, *given[:4])
@@ -295,6 +296,7 @@ def _first_call(signature: tuple[Any, ...] | None, given: Arguments, options: Op
             # Another thread decided while this one waited.
             return decided.run(*given)
         why_torch = why_torch_now(*given[:4], given.per_head)
+        called.meet(memo, call, given, why_torch)
         for candidate in choosing.candidates(memo, call, *given[:4], why_torch):
             if candidate.kind == "framework":
                 if candidate.recalls is not None:

@@ -12,6 +12,7 @@ from flashtune.core.problem import ASKED, FLAGS, Problem
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target
 from flashtune.dispatch.call import Call
+from flashtune.dispatch.calls import CALLS
 from flashtune.dispatch.launch.prepared import operand_names
 from flashtune.dispatch.plans.gradients import Backward, FormulaPlan, Given, GradientPlan, Gradients
 from flashtune.dispatch.policy import Choice, Pool, rank
@@ -145,6 +146,9 @@ def backward_of(memo: Memo, signature: Hashable, call: Callable[[], Call]) -> Ba
 
 def _first_gradients(memo: Memo, call: Call, given: Given) -> tuple[GradientPlan | FormulaPlan, Gradients]:
     """The plan of the best backward kernel that takes these tensors and runs, else of the formula, and what it computes."""
+    if call.problem is not None and not memo.pinned:
+        # Graphs that were compiled ask here alone.
+        CALLS.meet(trained_as(call.problem, given.asked))
     with memo.lock:
         # What failed before isn't offered again.
         for variant, plan in gradient_kernels(memo, call, given):

@@ -18,13 +18,13 @@ from flashtune.dispatch.launch import devices
 GRADIENT = "a gradient is needed"
 """Why torch's own operations serve, unless a backward kernel does."""
 
-_WITH_GRADIENTS = {"attn_mask": "dbias", "alibi_slopes": "dslopes", "sinks": None}
+WITH_GRADIENTS = {"attn_mask": "dbias", "alibi_slopes": "dslopes", "sinks": None}
 """What beside query, key and value kernels have gradients of, and what a backward is asked for then; a sink's takes no kernel."""
 
 GRADIENTS: dict[str, tuple[str, ...]] = {GRADIENT: ()} | {
-    f"a gradient of {' and '.join(names)} is needed": tuple(asked for name in names if (asked := _WITH_GRADIENTS[name]))
-    for count in range(1, len(_WITH_GRADIENTS) + 1)
-    for names in combinations(_WITH_GRADIENTS, count)
+    f"a gradient of {' and '.join(names)} is needed": tuple(asked for name in names if (asked := WITH_GRADIENTS[name]))
+    for count in range(1, len(WITH_GRADIENTS) + 1)
+    for names in combinations(WITH_GRADIENTS, count)
 }
 """Every reason of this kind, and what it asks of a backward beside dQ, dK and dV (`flashtune.core.problem.ASKED`)."""
 
@@ -54,7 +54,7 @@ _SWITCHED_OFF = "flash attention is switched off (torch.nn.attention.sdpa_kernel
 PERHAPS_FAKE = frozenset((_TRANSFORMED, _WATCHED, _SUBCLASS, _SWITCHED_OFF))
 """Reasons that fake tensors, which have no address, may stand behind."""
 
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 """Subclasses (fake, distributed, ...) have their own dispatch, which only torch's operations reach."""
 
 
@@ -95,11 +95,11 @@ def why_torch_ever(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor 
     if not query.is_cuda and not (devices.INTERPRETING and query.is_cpu):
         return ON_THE_CPU
     if (
-        type(query) not in _PLAIN_TYPES
-        or type(key) not in _PLAIN_TYPES
-        or type(value) not in _PLAIN_TYPES
-        or (attn_mask is not None and type(attn_mask) not in _PLAIN_TYPES)
-        or (per_head is not None and any(type(x) not in _PLAIN_TYPES for x in per_head.tensors()))
+        type(query) not in PLAIN_TYPES
+        or type(key) not in PLAIN_TYPES
+        or type(value) not in PLAIN_TYPES
+        or (attn_mask is not None and type(attn_mask) not in PLAIN_TYPES)
+        or (per_head is not None and any(type(x) not in PLAIN_TYPES for x in per_head.tensors()))
     ):
         return _SUBCLASS
     if torch.is_grad_enabled() and (
@@ -114,7 +114,7 @@ def why_torch_ever(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor 
         if not wanted:
             return GRADIENT
         why = f"a gradient of {' and '.join(wanted)} is needed"
-        return why if all(name in _WITH_GRADIENTS for name in wanted) else f"{why}, which kernels don't compute"
+        return why if all(name in WITH_GRADIENTS for name in wanted) else f"{why}, which kernels don't compute"
     return None
 
 

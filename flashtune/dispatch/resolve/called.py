@@ -1,0 +1,46 @@
+"""What of a call belongs among those that a search may be asked for."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from flashtune.core.parameters import PER_HEAD
+from flashtune.dispatch.call import Arguments, Call
+from flashtune.dispatch.calls import CALLS
+from flashtune.dispatch.resolve.backwards import trained_as
+from flashtune.dispatch.resolve.given import GRADIENTS, ON_THE_CPU, PLAIN_TYPES, WITH_GRADIENTS
+from flashtune.dispatch.resolve.memo import Memo
+
+
+def meet(memo: Memo, call: Call, given: Arguments, why_torch: str | None) -> None:
+    """Hold the problem of a call, and its backward's where that is asked for: of what kernels may serve, or might on a GPU.
+
+    `why_torch` is what `why_torch_now` says of it.
+    """
+    problem = call.problem
+    if problem is None or memo.pinned or not (why_torch is None or why_torch is ON_THE_CPU or why_torch in GRADIENTS):
+        return
+    others = {"attn_mask": given.attn_mask, **dict(zip(PER_HEAD, given.per_head or (), strict=False))}
+    tensors = {name: x for name, x in others.items() if isinstance(x, Tensor)}
+    every = (*given[:3], *tensors.values())
+    if why_torch is ON_THE_CPU and any(type(x) not in PLAIN_TYPES for x in every):
+        return
+    asked = _asked(every, {name for name, x in tensors.items() if x.requires_grad})
+    CALLS.meet(problem)
+    if asked is not None:
+        CALLS.meet(trained_as(problem, asked))
+
+
+def meet_step(call: Call, n_kv: int) -> None:
+    """The same of a decoding step of so many keys, which is served as `call` is (flashtune.dispatch.policy.growing)."""
+    if call.problem is not None:
+        CALLS.meet(replace(call.problem, n_kv=n_kv))
+
+
+def _asked(every: Sequence[Tensor], wanted: set[str]) -> list[str] | None:
+    """What a backward is asked for beside dQ, dK and dV; None where there is none, or none of ours."""
+    if not torch.is_grad_enabled() or not any(x.requires_grad for x in every) or not wanted <= WITH_GRADIENTS.keys():
+        return None
+    return [asked for name in wanted if (asked := WITH_GRADIENTS[name])]
