@@ -91,6 +91,15 @@ def test_an_interrupted_plan_goes_on_where_it_was_and_a_finished_one_starts_anew
     assert third.resumed == [0, 0, 0] and third.known == [], "the plan had come to its end: the same command is a new search"
 
 
+def test_an_interrupted_plan_goes_on_in_another_order(tmp_path: Path, undisturbed: list[SearchResult]) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, Listener(stop_after=len(undisturbed[0].outcomes) + 2))
+    # What has a row by now comes last (`search --calls`).
+    second = Listener()
+    run(tmp_path, second, plan=plan(problems=(GRID[2], GRID[1], GRID[0])))
+    assert second.known == [GRID[0]] and second.resumed == [0, 2]
+
+
 def test_another_plan_starts_for_itself(tmp_path: Path, undisturbed: list[SearchResult]) -> None:
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, Listener(stop_after=len(undisturbed[0].outcomes) + 1))

@@ -169,6 +169,8 @@ def main() -> None:
     Exit codes: 0 done, 1 something failed (a row did not verify, say), 2 bad input, 3 a database can't be used,
     4 this machine lacks something, 5 no correct kernel was found, 130 interrupted.
     """
+    # What is called here, or by children, is no model's.
+    os.environ.pop("FLASHTUNE_CALLS", None)
 
 
 if __name__ == "__main__":

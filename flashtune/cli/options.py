@@ -2,13 +2,15 @@
 
 import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem
 
+from flashtune.core.calls import read
 from flashtune.core.config import Direction
 from flashtune.core.dtypes import DTYPES, DType, parse_dtype
 from flashtune.core.errors import InputError
@@ -132,6 +134,7 @@ class ProblemOptions:
     kv_heads: int | None
     batch: int | None
     model: str | None = None
+    calls: Path | None = None
 
     @classmethod
     def taken(cls, given: dict[str, Any]) -> "ProblemOptions":
@@ -212,10 +215,7 @@ class ProblemOptions:
         }
         told |= {"--window": self.window is not None, "--softcap": self.softcap, "--alignment": self.alignment != "top-left"}
         told |= {"--dropout": self.dropout} | {f"--{name}": True for name in self.switches}
-        if given := [name for name, value in told.items() if value]:
-            raise InputError(
-                f"{given[0]} was given together with --model {model.slug}, which says what is attended to: leave one of them out"
-            )
+        refuse_beside(f"--model {model.slug}", told)
         # A step of decoding asks with its last token: encoders have none.
         kinds = [kind for kind in model.attentions if self.n_q is None or kind.causal or kind.n_q is not None]
         if not kinds:
@@ -232,6 +232,25 @@ class ProblemOptions:
         ]
         return list(dict.fromkeys(found))
 
+    def of_calls(self) -> list[Problem]:
+        """The problems in the file `calls`, each once; raises InputError for any other option that describes problems, for sizes that no
+        database holds and where there are none, and as `flashtune.core.calls.read` does."""
+        path = self.calls or Path()
+        # As they are where nobody gives them.
+        absent = {"direction": "fwd", "alignment": "top-left", "dropout": 0.0, "softcap": 0.0, "d": (), "n": (), "dtype": (), "calls": path}
+        given = {field.name: getattr(self, field.name) != absent.get(field.name) for field in fields(self) if field.name != "switches"}
+        told = {f"--{name.replace('_', '-')}": value for name, value in (given | dict.fromkeys(self.switches, True)).items()}
+        refuse_beside(f"--calls {path}", told)
+        found = list(dict.fromkeys(problem.seen() for problem in read(path)))
+        if not found:
+            raise InputError(f"{path} holds no calls: run the model before dispatch.save_calls, or name another file")
+        for problem in found:
+            lengths = max(problem.n_q, problem.n_kv, *(side or 0 for side in problem.features.window or ()))
+            if lengths > LONGEST or problem.batch * problem.heads > MOST // 2:
+                sizes = f"batch {problem.batch}, heads {problem.heads}"
+                raise InputError(f"{path} has a call of sizes that are out of range ({problem.label()}, {sizes}): remove it from the file")
+        return found
+
     def _check_sizes(self, n: int, d: int) -> None:
         """Raise InputError for a size that is none, that no kernel takes, or that no database holds."""
         sizes = {"--n": n, "--d": d, "--n-q": self.n_q, "--d-v": self.d_v, "--window": self.window}
@@ -245,13 +264,24 @@ class ProblemOptions:
                 raise InputError(f"{name} {size} is out of range: kernels take head sizes up to {MAX_HEAD_DIM}")
 
 
+def refuse_beside(option: str, told: Mapping[str, object]) -> None:
+    """Raise InputError where one of the options is `told`, beside an `option` that answers what it asks."""
+    if given := [name for name, value in told.items() if value]:
+        raise InputError(f"{given[0]} was given together with {option}, which says what is attended to: leave one of them out")
+
+
 def problem_options(*, many: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """The options that describe a problem, which a command gets as `asked`; with `many`, --n, --d and --dtype may be repeated."""
     words = "; several with commas or by repeating" if many else ""
     of_models = "The attentions of this model, in place of --d and the like (flashtune show --models)."
+    of_calls = "What a model has called, in place of --d and the like: a file of dispatch.save_calls, or of FLASHTUNE_CALLS."
     number: Any = Numbers() if many else int
+    in_place = [
+        click.option("--model", type=MODEL, metavar="NAME", help=of_models),
+        click.option("--calls", type=click.Path(path_type=Path), metavar="FILE", help=of_calls),
+    ]
     options = [
-        *([click.option("--model", type=MODEL, metavar="NAME", help=of_models)] if many else []),
+        *(in_place if many else []),
         click.option("--d", "d", type=number, required=not many, multiple=many, help=f"Head size of q and k, up to 256{words}."),
         click.option("--d-v", "d_v", type=int, help="Head size of v, when it differs from --d."),
         click.option("--n", "n", type=number, multiple=many, required=not many, help=f"Sequence length{words}."),

@@ -12,7 +12,17 @@ import click
 
 from flashtune.cli.console import messages, print_json
 from flashtune.cli.interrupts import INTERRUPTED
-from flashtune.cli.options import GPU, TEMPLATE, ListCommand, ProblemOptions, json_option, problem_options, seconds_of, share_of
+from flashtune.cli.options import (
+    GPU,
+    TEMPLATE,
+    ListCommand,
+    ProblemOptions,
+    json_option,
+    problem_options,
+    refuse_beside,
+    seconds_of,
+    share_of,
+)
 from flashtune.core.errors import EnvironmentProblem, InputError
 from flashtune.core.problem import Problem
 from flashtune.core.results import Source, TuningRecord
@@ -116,8 +126,12 @@ def search(
     \b
     flashtune search --gpu-name a100 --d 64
     flashtune search --gpu-name h200 --model llama-3-8b --n 8192
+    flashtune search --gpu-name h200 --calls calls.json --budget 10m
     flashtune search --gpu-name h200 --d 128 --n 4096 --causal --dtype bf16 --trials 200
     flashtune search --gpu-name h200 --d 128 --window 1024 --causal --db my-model.sqlite
+
+    With --calls FILE, problems without a row of their own on this GPU come first, then those whose row is predicted, then the others;
+    what no template serves there is left out, and named.
 
     An interruption (Ctrl-C, SIGTERM, a crash) loses nothing: the same command goes on where the whole of it was, without the problems
     that it has done. Commands are the same if GPU, problems, templates, --trials, --until, --sampler and --seed are; the others (--budget,
@@ -127,6 +141,10 @@ def search(
     """
     target = find_target(gpu_name)
     problems = problems_of(asked, bands)
+    if asked.calls is not None:
+        from flashtune.cli.called import worth_searching
+
+        problems = worth_searching(problems, target, templates=others["templates"], location=others["location"])
     budget_s = None if budget is None else seconds_of(budget)
     options = SearchOptions(until=share_of("--until", until), budget_s=budget_s, **others)
     try:
@@ -144,16 +162,18 @@ def search(
 
 
 def problems_of(asked: ProblemOptions, bands: Bands | None) -> list[Problem]:
-    """Every problem that the options name: a model's, or dtypes x bands x head sizes x lengths, grouped so that compiled variants are
-    shared."""
+    """Every problem that the options name: what was called, a model's, or dtypes x bands x head sizes x lengths, grouped so that compiled
+    variants are shared."""
+    if asked.calls is not None:
+        refuse_beside(f"--calls {asked.calls}", {f"--{bands}": bands})
+        return asked.of_calls()
     if asked.model is not None:
-        if bands is not None:
-            raise InputError(
-                f"--{bands} was given together with --model {asked.model}, which says what is attended to: leave one of them out"
-            )
+        refuse_beside(f"--model {asked.model}", {f"--{bands}": bands})
         return asked.of_model()
     if not asked.d:
-        raise InputError("neither --d nor --model was given: name a head size, or a model (flashtune show --models)")
+        raise InputError(
+            "neither --d nor --model was given, nor --calls: name a head size, a model (flashtune show --models), or a file of calls"
+        )
     return [
         asked.problem(n=n, d=d, dtype=dtype, causal=causal)
         for d in asked.d

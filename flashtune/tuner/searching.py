@@ -101,7 +101,8 @@ class Search(Shared):
         """What makes two plans the same: GPU, problems, families as they are, trials, sampler, seed, and who measures or predicts."""
         plan, made_by = self.plan, self.provenance
         spaces = (SearchSpace(plan.families, problem, plan.target, only_suited=plan.only_suited) for problem in plan.problems)
-        problems = [fingerprint(space, problem) for space, problem in zip(spaces, plan.problems, strict=True)]
+        # In whatever order: rows that a first part of it found may put the rest before them (`search --calls`).
+        problems = sorted(fingerprint(space, problem) for space, problem in zip(spaces, plan.problems, strict=True))
         return [plan.target.slug, problems, plan.source, plan.sampler, plan.seed, plan.trials, made_by.triton, made_by.gpu_name] + (
             [] if plan.until is None else [plan.until]
         )

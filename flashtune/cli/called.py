@@ -1,0 +1,39 @@
+"""Which of the problems that a model called are searched, and in which order."""
+
+from collections.abc import Sequence
+
+from flashtune.cli.console import messages
+from flashtune.core.errors import InputError
+from flashtune.core.problem import Problem
+from flashtune.core.target import Target
+
+
+def worth_searching(problems: Sequence[Problem], target: Target, *, templates: Sequence[str], location: str | None) -> list[Problem]:
+    """Those that a family (one of `templates`, where any are named) serves on `target`: first those without a row of their own in the
+    database at `location` (None: the user's own) or among the shipped ones, then those with a predicted row, then those with a measured
+    one. The others are named on standard error; raises InputError where none is left."""
+    from flashtune.db.library import Layer, Library, overlay_path, shipped_path
+    from flashtune.templates import families, family
+    from flashtune.tuner.propose.space import SearchSpace
+
+    known = {name: family(name) for name in templates} or families()
+    served: list[Problem] = []
+    left_out: list[str] = []
+    for problem in problems:
+        try:
+            SearchSpace(known, problem, target, only_suited=not templates)
+            served.append(problem)
+        except InputError as error:
+            left_out.append(f"{problem.label()}: {error}")
+    if not served:
+        raise InputError(f"none of the calls can be searched for {target.name}: {left_out[0]}")
+    for line in left_out:
+        messages().print(f"left out {line}")
+    records = Library([Layer(location=path, optional=True) for path in (location or overlay_path(), shipped_path())]).winners()
+    rows = {(record.key, record.outcome.source) for record in records}
+
+    def told(problem: Problem) -> tuple[bool, bool]:
+        key = problem.key(target.slug)
+        return (key, "measured") in rows, (key, "predicted") in rows
+
+    return sorted(served, key=told)
