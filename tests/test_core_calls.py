@@ -48,6 +48,10 @@ def test_calls_that_are_no_steps_keep_their_own_lengths_up_to_four_of_an_octave(
 
 def test_one_key_of_the_database_is_one_problem() -> None:
     assert calls.thinned(replace(PREFILL, batch=batch) for batch in (5, 8, 7)) == [replace(PREFILL, batch=8)]
+    kinds: list[Any] = [Features(), ODD, *(Features(window=window) for window in ((5, 9), (7, 13), (16, None), (13, None), (0, 3)))]
+    drawn = [replace(TRAINED, n_q=40, n_kv=77, batch=batch, features=features).seen() for batch in range(1, 9) for features in kinds]
+    assert {one.key("") for one in calls.thinned(drawn)} == {one.key("") for one in drawn}
+    assert len(calls.thinned(drawn)) == len({one.key("") for one in drawn})
 
 
 def test_thinning_knows_no_order_and_may_be_done_in_parts() -> None:

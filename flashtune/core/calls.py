@@ -8,13 +8,13 @@ import json
 import os
 import stat
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from flashtune.core.errors import EnvironmentProblem, InputError
-from flashtune.core.problem import DECODE_ROWS, DIRECTIONS, Features, Problem, ProblemKey, next_power_of_two
+from flashtune.core.problem import DECODE_ROWS, DIRECTIONS, Features, Problem, next_power_of_two
 
 FORMAT = 1
 
@@ -36,18 +36,30 @@ def thinned(problems: Iterable[Problem]) -> list[Problem]:
     (up to `DECODE_ROWS` queries, whose number counts as it is) the longest: a sequence that grows has a problem at each token. What is
     left of two lists together is the same whether they were thinned before or not.
     """
-    largest: dict[ProblemKey, Problem] = {}
+    largest: dict[tuple[Hashable, int, int], Problem] = {}
     for problem in problems:
-        key = problem.key("")
-        largest[key] = max(largest.get(key, problem), problem, key=_extent)
-    kinds: dict[ProblemKey, list[Problem]] = {}
-    for key, problem in largest.items():
-        rows = key.n_q if key.n_q <= DECODE_ROWS else next_power_of_two(key.n_q)
-        kinds.setdefault(replace(key, n_q=rows, n=next_power_of_two(key.n)), []).append(problem)
-    kept = [
-        problem for kind, alike in kinds.items() for problem in sorted(alike, key=_extent)[-(1 if kind.n_q <= DECODE_ROWS else LENGTHS) :]
-    ]
+        key = _kind(problem), problem.n_q, problem.n_kv
+        other = largest.setdefault(key, problem)
+        if other is not problem:
+            largest[key] = max(other, problem, key=_extent)
+    alike: dict[tuple[Hashable, int, int], list[Problem]] = {}
+    for (kind, n_q, n_kv), problem in largest.items():
+        rows = n_q if n_q <= DECODE_ROWS else next_power_of_two(n_q)
+        alike.setdefault((kind, rows, next_power_of_two(n_kv)), []).append(problem)
+    kept: list[Problem] = []
+    for (_, rows, _), some in alike.items():
+        kept += sorted(some, key=_extent)[-(1 if rows <= DECODE_ROWS else LENGTHS) :]
     return sorted(kept, key=lambda one: (DIRECTIONS.index(one.direction), one.d, one.d_v, one.dtype, one.gqa_ratio, _extent(one)))
+
+
+def _kind(problem: Problem) -> Hashable:
+    """What of a problem's key isn't a length. The key itself is text in part, which takes its time where there are many."""
+    features = problem.features
+    if features.window is not None:
+        left, right = (side and next_power_of_two(side) for side in features.window)
+        features = replace(features, window=(left, right))
+    crowd = next_power_of_two(problem.batch * problem.heads)
+    return problem.direction, problem.dtype, features, problem.d, problem.d_v, problem.gqa_ratio, crowd
 
 
 def _extent(problem: Problem) -> tuple[Any, ...]:
