@@ -11,9 +11,10 @@ from flashtune import dispatch
 from flashtune.cli.main import main
 from flashtune.core.problem import Features, Problem
 from flashtune.core.results import TuningRecord
+from flashtune.core.shipped_kernels import PACKAGE, shipped_index
 from flashtune.core.target import find_target
 from flashtune.db.library import Library, shipped_path
-from flashtune.templates import family
+from flashtune.templates import family, repeatable
 from flashtune.tuner.publish.sources import variant_for
 
 H200 = find_target("h200")
@@ -82,3 +83,12 @@ def test_regenerating_the_shipped_kernels_changes_nothing() -> None:
     result = CliRunner().invoke(main, ["generate", "--check", "--sample", "0"])
     assert result.exit_code == 0, result.output
     assert " 0 files unlike" in result.output
+
+
+def test_machine_code_ships_of_what_serves_deterministic_calls() -> None:
+    index = shipped_index(PACKAGE)
+    beside = [row for row in Library.of(shipped_path()).records(gpu="h200", repeatable=repeatable) if row not in RECORDS]
+    assert len(beside) == 10 and all(repeatable(row) for row in beside)
+    for row in beside:
+        variant = variant_for(row)
+        assert index.find(variant.id) is not None, row.problem.label()
