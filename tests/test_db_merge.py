@@ -223,6 +223,8 @@ def test_the_command_reports_what_lost_and_what_cannot_be_served(three: list[Pat
     assert [(x["variant_id"], x["why"] is not None) for x in found["left_out"]] == [("s2", True)]
     assert {x["lost"]["variant_id"] for x in found["lost"]} == {"a2", "a4", "b1", "b3", "c1", "s1"}
     assert {x["kept"]["variant_id"] for x in found["lost"]} == {"a1", "b2", "c3", "c4"}
+    taken = flashtune(*words)
+    assert taken.exit_code == 3 and "replace it with --force" in taken.stderr
     stays = flashtune(*words, "--force")
     assert stays.exit_code == 2 and "tuned.sqlite.json is the card of another file" in stays.stderr, "what is written would be refused"
     again = flashtune(*words, "--force", "--licence", "Apache-2.0")

@@ -404,6 +404,11 @@ def test_explain_problem_needs_no_tensors(own_database: Path, monkeypatch: pytes
         monkeypatch.setenv("FLASHTUNE_UNMEASURED", off)
         dispatch.reload()
         assert dispatch.explain_problem(PROBLEM, "h200").kind == "framework", off
+    monkeypatch.setenv("FLASHTUNE_UNMEASURED", "maybe")
+    dispatch.reload()
+    with pytest.warns(RuntimeWarning, match="FLASHTUNE_UNMEASURED is 'maybe': set it to 1 or 0") as warned:
+        assert [dispatch.explain_problem(PROBLEM, "h200").kind for _ in range(2)] == ["framework"] * 2
+    assert len(warned) == 1
     monkeypatch.setenv("FLASHTUNE_UNMEASURED", "1")
     dispatch.reload()
     explained = dispatch.explain_problem(PROBLEM, "NVIDIA H200")

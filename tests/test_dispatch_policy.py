@@ -199,6 +199,7 @@ def test_the_cost_model_prefers_a_config_that_fits_to_that_of_the_nearest_row_bu
     near, fits = (tiled(replace(full, n_q=n, n_kv=n), rows, 64, pingpong=False) for n, rows in ((256, 128), (768, 192)))
     found = choose(full, H200, [near, fits], families())
     assert found.record is fits and found.behind == 0.0 and "preferred to n256" in found.note and "cost model" in found.note
+    assert "nearest" not in found.note and "nearest there is" in choose(full, H200, [near], families()).note
     assert found.estimate == losses.estimate(near.key, full.key(H200.slug)), "it loses no more than the nearest"
     ranked = [one for one in rank(full, H200, [near, fits], families()) if isinstance(one, Choice) and one.record is near]
     assert ranked[0].behind is not None and ranked[0].behind > LEAST_GAIN

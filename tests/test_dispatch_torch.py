@@ -311,7 +311,8 @@ def test_a_mistyped_name_in_the_environment_is_warned_of_once_where_no_rows_are_
     there.touch()
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        mistyped = [f"{tmp_path}/mistyped.sqlite", f"sqlite:///{tmp_path}/mistyped.sqlite", str(tmp_path)]
+        missing = [f"{tmp_path}/mistyped.sqlite", f"sqlite:///{tmp_path}/mistyped.sqlite", " "]
+        mistyped = [*missing, str(tmp_path)]
         for named in (str(there), f"sqlite:///{there}", "postgresql://host/tuned", "", *mistyped):
             monkeypatch.setenv("FLASHTUNE_DB", named)
             dispatch.reload()
@@ -321,5 +322,6 @@ def test_a_mistyped_name_in_the_environment_is_warned_of_once_where_no_rows_are_
     said = [one for one in warned if "FLASHTUNE_DB" in str(one.message)]
     assert all(one.category is RuntimeWarning for one in said)
     assert [str(one.message).split(": ")[1] for one in said] == [
-        f"there is no database at {named}, which FLASHTUNE_DB names" for named in mistyped
+        *(f"there is no database at {named!r}, which FLASHTUNE_DB names" for named in missing),
+        f"{str(tmp_path)!r} is no file, which FLASHTUNE_DB names",
     ]

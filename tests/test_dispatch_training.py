@@ -132,6 +132,10 @@ def test_torch_serves_gradients_until_a_backward_was_measured_on_the_architectur
     assert found is not None and found.family is not None and found.family.name == "flash_bwd_hopper_split"
     wide, _ = backwards.gradient_choice(allowed, replace(PROBLEM, d=256, d_v=256), H200)
     assert wide is not None and wide.family is found.family
+    fp8 = replace(PROBLEM, dtype="fp8")
+    assert [backwards.gradient_choice(one, fp8, H200)[1] for one in (memo, allowed)] == [
+        "none of our backward kernels takes such calls"
+    ] * 2
     tiny, _ = backwards.gradient_choice(allowed, replace(PROBLEM, d=20, d_v=20), H200)
     assert tiny is not None and tiny.family is not None and tiny.family.name == "flash_bwd"
     # A measured backward needs no leave; one of the forward says nothing.

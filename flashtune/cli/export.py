@@ -41,7 +41,7 @@ def export(
     from flashtune.db.store import Store
     from flashtune.templates import repeatable, unservable
 
-    wanted = licence_for(destination, licence)
+    wanted = licence_for(destination, licence, force=force)
     with Store.open(location or overlay_path(), writable=False) as store:
         filters = filters_of(gpu_name=gpu_name, d=d, dtype=dtype)
         if not all_trials:
@@ -56,12 +56,14 @@ def export(
         console().print(f"{counted(rows, 'row')} in {words}")
 
 
-def licence_for(destination: str, licence: str | None) -> str | None:
-    """The licence of the card to write beside a file, checked; raises InputError where there is none and an older card would stay."""
+def licence_for(destination: str, licence: str | None, *, force: bool) -> str | None:
+    """The licence of the card to write beside a file, checked; raises InputError where there is none and an older card would stay (not where
+    the file is there itself, which is refused without `force`)."""
     from flashtune.db.card import checked_licence, refuse_stale_card
     from flashtune.db.store import sqlite_path
 
-    if licence is None and (path := sqlite_path(destination)) is not None:
+    path = sqlite_path(destination)
+    if licence is None and path is not None and (force or not path.exists() or path.stat().st_size == 0):
         refuse_stale_card(path)
     return None if licence is None else checked_licence(licence)
 

@@ -33,7 +33,7 @@ def merge(locations: tuple[str, ...], destination: str, licence: str | None, for
     from flashtune.db.merging import merge as merged_into
     from flashtune.templates import repeatable, unservable
 
-    wanted = licence_for(destination, licence)
+    wanted = licence_for(destination, licence, force=force)
     merged = merged_into(locations, destination, replace=force, passed_over=unservable, repeatable=repeatable)
     found, words = written(destination, wanted, len(merged.kept))
     if as_json:

@@ -17,6 +17,10 @@ from flashtune.templates.family import Family
 Kind = Literal["exact", "near_n", "stand_in", "near_gpu", "predicted", "default", "framework"]
 
 
+NEAREST, NEAR = "the nearest there is", "one that is near"
+"""What is said of a record that stands in: none is nearer, or a nearer one was passed over."""
+
+
 class Choice(NamedTuple):
     """One way to serve a problem: a family with a config, or the framework (no family). `note` says in a sentence why.
 
@@ -114,7 +118,8 @@ def _configured(record: TuningRecord, family: Family, context: Context) -> Fit |
 
 def near_choice(fit: Fit, context: Context, *, preferred: Preferred | None = None, behind: float | None = None) -> Choice:
     """The choice by a record of another key: its kernel, or the framework where that is expected to be faster."""
-    problem, key, record, note = context.problem, context.key, fit.record, _note(fit, context.key)
+    problem, key, record = context.problem, context.key, fit.record
+    note = _note(fit, context.key, NEAREST if preferred is None else NEAR)
     differing, loss = losses.differences(record, key), losses.estimate(record.key, key)
     kind: Kind = "near_gpu" if record.key.gpu != key.gpu else "near_n"
     if record.problem.spec() != problem.spec() or record.key.gqa_ratio != key.gqa_ratio or not losses.same_features(record.key, key):
@@ -138,7 +143,7 @@ def near_choice(fit: Fit, context: Context, *, preferred: Preferred | None = Non
     if ratio is not None:
         note += ratio[1]
         if ratio[0] > 1.0 and context.framework_serves:
-            note += f"; by that the framework would take {1 / ratio[0]:.2f} times as long, so it serves"
+            note += f"; by that the framework would take {1.0 - 1.0 / ratio[0]:.2g} of the time less, so it serves"
             spec = problem.spec()
             return Choice(kind="framework", spec=spec, note=note, record=record, differences=differing, estimate=loss)
     return Choice(
@@ -234,7 +239,7 @@ def default_choice(family: Family, problem: Problem, target: Target) -> Choice |
     return Choice(kind="default", spec=spec, note=note, family=family, config=config)
 
 
-def _note(fit: Fit, key: ProblemKey) -> str:
+def _note(fit: Fit, key: ProblemKey, near: str = NEAREST) -> str:
     record = fit.record
     other = record.key
     verb = "measured" if record.outcome.source == "measured" else "predicted, not measured,"
@@ -244,5 +249,5 @@ def _note(fit: Fit, key: ProblemKey) -> str:
         place = f"for exactly this problem on {other.gpu}"
     else:
         differing = ", ".join(losses.differences(record, key)) or "the same sizes"
-        place = f"on {other.gpu}" + (f" in place of {key.gpu}" if other.gpu != key.gpu else "") + f", the nearest there is ({differing})"
+        place = f"on {other.gpu}" + (f" in place of {key.gpu}" if other.gpu != key.gpu else "") + f", {near} ({differing})"
     return f"{verb} {place}: {record.median_us:.1f} us" + (f", with {fit.changed} to keep the constraints" if fit.changed else "")

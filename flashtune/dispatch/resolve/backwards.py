@@ -63,7 +63,8 @@ def gradient_choice(memo: Memo, problem: Problem, target: Target, *, repeatable:
     if chosen.record is not None:
         return None, chosen.note
     with_more = f" with {' and '.join(trained.features.asked)}" if trained.features.asked else ""
-    if memo.unmeasured:
+    served = any(family.direction == "bwd" and family.supports(trained.spec(), target) is None for family in known.values())
+    if memo.unmeasured or not served:
         return None, f"none of our backward kernels takes such calls{with_more}"
     why = f"no backward kernel for such calls{with_more} was measured on GPUs like {target.name}"
     return None, f"{why} (FLASHTUNE_UNMEASURED=1 lets those serve that weren't)"

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 MOST_PLANS = 8192
 """Growing sequences make a new signature with each token; beyond so many, all are forgotten and decided anew."""
 
+_ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
+"""How FLASHTUNE_UNMEASURED is written."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -68,8 +71,12 @@ class Memo:
     @functools.cached_property
     def unmeasured(self) -> bool:
         """Whether kernels may serve behind which nothing was measured on the GPU's architecture."""
-        said = self.settings.unmeasured
-        return os.environ.get("FLASHTUNE_UNMEASURED", "").strip().lower() in ("1", "true", "yes", "on") if said is None else said
+        if self.settings.unmeasured is not None:
+            return self.settings.unmeasured
+        said = os.environ.get("FLASHTUNE_UNMEASURED", "").strip().lower()
+        if said not in (*_ON, *_OFF):
+            self.warn_once(f"flashtune: FLASHTUNE_UNMEASURED is {said!r}: set it to 1 or 0 (it counts as 0)")
+        return said in _ON
 
     def keep(self, signature: Hashable, plan: Plan) -> None:
         """Remember the plan of a signature."""
@@ -99,7 +106,8 @@ class Memo:
         named = os.environ.get("FLASHTUNE_DB", "")
         path = named.removeprefix("sqlite:///")
         if path and "://" not in path and not self.settings.alone and not os.path.isfile(os.path.expanduser(path)):
-            self.warn_once(f"flashtune: there is no database at {named}, which FLASHTUNE_DB names: check the path")
+            wrong = f"{named!r} is no file" if os.path.exists(os.path.expanduser(path)) else f"there is no database at {named!r}"
+            self.warn_once(f"flashtune: {wrong}, which FLASHTUNE_DB names: check the path")
 
     def surroundings(self, device: torch.device, problem: Problem) -> tuple[Target, Mapping[str, Family], Pool | Sequence[TuningRecord]]:
         """The target, the families that run there and the records; the interpreter runs defaults alone, since times mean nothing to it."""
