@@ -57,8 +57,8 @@ def export(
 
 
 def licence_for(destination: str, licence: str | None, *, force: bool) -> str | None:
-    """The licence of the card to write beside a file, checked; raises InputError where there is none and an older card would stay (not where
-    the file is there itself, which is refused without `force`)."""
+    """The licence of the card to write beside a file, checked; raises InputError where there is none and an older card would stay. A file
+    that is there itself is refused later, without `force`."""
     from flashtune.db.card import checked_licence, refuse_stale_card
     from flashtune.db.store import sqlite_path
 
