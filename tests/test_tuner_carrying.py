@@ -1,5 +1,7 @@
 """Winners of other problems are tried first, moved to where the constraints of this one hold."""
 
+import itertools
+import random
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -74,6 +76,23 @@ def test_a_config_that_breaks_a_constraint_is_moved_by_as_little_as_possible() -
     assert odd.refitted(choice(0), spec, A100) == choice(3)
     none = replace(RIGHT, constraints=(Constraint(name="none", holds=lambda c, s, t: False, why="for this test"),))
     assert none.refitted(choice(0), spec, A100) is None
+
+
+def test_a_config_is_moved_to_the_nearest_of_all_valid_ones() -> None:
+    """By every config of the space: fewest axes changed, then fewest steps, then those changed that are declared last."""
+    kind, dice = family("flash_decode"), random.Random(0)
+    points = list(itertools.product(*(range(len(axis.values)) for axis in kind.axes)))
+    for d, dtype in ((256, "bf16"), (200, "fp16"), (64, "fp32")):
+        spec = replace(PLANTED_PROBLEM, n_q=1, d=d, d_v=d, dtype=dtype).spec()
+        configs = {point: Config.of({axis.name: axis.values[i] for axis, i in zip(kind.axes, point, strict=True)}) for point in points}
+        valid = [point for point in points if kind.violated(configs[point], spec, A100) is None]
+        for point in dice.sample(points, 12):
+
+            def moved(other: tuple[int, ...], start: tuple[int, ...] = point) -> tuple[object, ...]:
+                changed = [place for place, (a, b) in enumerate(zip(start, other, strict=True)) if a != b]
+                return len(changed), sum(abs(a - b) for a, b in zip(start, other, strict=True)), [-place for place in changed], other
+
+            assert kind.refitted(configs[point], spec, A100) == configs[min(valid, key=moved)]
 
 
 def test_winners_of_one_head_size_fit_another() -> None:

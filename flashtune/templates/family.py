@@ -189,21 +189,26 @@ class Family:
 
         Among equals the axes that are declared first, which matter most, stay. None where the space holds no valid config.
         """
-        if self.violated(config, spec, target) is None:
-            return config
-        for count in range(1, len(self.axes) + 1):
-            moves: list[tuple[int, tuple[int, ...], Config]] = []
+        values = config.as_dict()
+        held = _Held(spec, target)
+        broken = [constraint for constraint in self.constraints if not held.holds(constraint, values)]
+        for count in range(len(self.axes) + 1 if broken else 0):
+            moves: list[tuple[int, tuple[int, ...], dict[str, Value]]] = []
             for places in combinations(range(len(self.axes)), count):
                 axes = [self.axes[place] for place in places]
+                # What no changed axis has a say in stays broken.
+                if any(constraint.axes is not None and not any(axis.name in constraint.axes for axis in axes) for constraint in broken):
+                    continue
                 at = [axis.values.index(config[axis.name]) for axis in axes]
                 for other in product(*([i for i in range(len(axis.values)) if i != now] for axis, now in zip(axes, at, strict=True))):
                     steps = sum(abs(i - now) for i, now in zip(other, at, strict=True))
                     changes = {axis.name: axis.values[i] for axis, i in zip(axes, other, strict=True)}
-                    moves.append((steps, tuple(-place for place in places), config.replace(**changes)))
-            for _, _, moved in sorted(moves, key=lambda move: move[:2]):
-                if self.violated(moved, spec, target) is None:
-                    return moved
-        return None
+                    moves.append((steps, tuple(-place for place in places), changes))
+            for _, _, changes in sorted(moves, key=lambda move: move[:2]):
+                moved = values | changes
+                if all(held.holds(constraint, moved) for constraint in self.constraints):
+                    return Config.of(moved)
+        return None if broken else config
 
     def configs(self, spec: KernelSpec, target: Target) -> Iterator[Config]:
         """Every config of the space that breaks no constraint and has no successor, in a fixed order."""
@@ -225,6 +230,23 @@ class Family:
             holds = [constraint.holds(Config.of(dict(zip(names, point, strict=True))), spec, target) for point in points]
             allowed &= np.reshape(holds, [len(axis.values) if axis in read else 1 for axis in self.axes])
         return allowed
+
+
+class _Held:
+    """Which constraints hold in the place of a spec on a target, by the values that each reads; asked once for all configs that share
+    these."""
+
+    def __init__(self, spec: KernelSpec, target: Target) -> None:
+        self._spec, self._target = spec, target
+        self._known: dict[tuple[Constraint, tuple[Value, ...]], bool] = {}
+
+    def holds(self, constraint: Constraint, values: Mapping[str, Value]) -> bool:
+        """Whether it does for a config of these values."""
+        names = values.keys() if constraint.axes is None else constraint.axes
+        read = (constraint, tuple(values[name] for name in names))
+        if read not in self._known:
+            self._known[read] = constraint.holds(Config.of({name: values[name] for name in names}), self._spec, self._target)
+        return self._known[read]
 
 
 def wave_efficiency(tiles: int, sms: int) -> float:
