@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flashtune import dispatch
 from flashtune.core.config import Config
 from flashtune.core.dtypes import DType
 from flashtune.core.nearness import distance
@@ -26,7 +27,7 @@ from flashtune.db.library import Library, shipped_path
 from flashtune.dispatch import policy
 from flashtune.dispatch.policy import Choice, Refusal, losses, ranking
 from flashtune.dispatch.policy.ranking import COMPARED, LEAST_GAIN
-from flashtune.templates import families
+from flashtune.templates import cost, families
 from flashtune.templates.expected import LOG_HOST, left_out, log_us
 from flashtune.templates.family import Axis, Constraint, Family
 from flashtune.templates.learned.residual import Residual
@@ -847,3 +848,14 @@ def test_any_library_is_ranked_without_a_crash_in_the_stated_order_and_whatever_
             assert (choice.estimate is None) is (choice.record.key == PROBLEM.key(target.slug))
     again = list(rank(PROBLEM, target, order.sample(records, len(records)), FAMILIES, framework_serves=serves))
     assert again == ranked
+
+
+def test_no_list_is_made_of_millions_of_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of 1000 with 64 heads and 2 million rows took 230 s to explain."""
+
+    def counted(problem: Problem, block_m: int, *_: Any) -> Any:
+        raise AssertionError(f"{problem.batch * problem.heads * problem.n_q // block_m} tiles are listed")
+
+    monkeypatch.setattr(cost, "_work", counted)
+    huge = Problem(batch=1000, heads=64, kv_heads=64, n_q=1 << 21, n_kv=1 << 20, d=88, d_v=88, dtype="bf16")
+    assert dispatch.explain_problem(huge, "h200").kind == "stand_in"

@@ -99,6 +99,9 @@ class Constants(NamedTuple):
 
 CONSTANTS = Constants()
 
+MANY_TILES = 1 << 20
+"""More are even: a list of them takes seconds, and no SM has a thousandth more to do than another."""
+
 FEW_ROUNDS = 8
 """Up to so many tiles of a band to a program it counts which of them end last; more fill all SMs evenly."""
 
@@ -187,7 +190,7 @@ def predict_us(config: Config, facts: CompileFacts, problem: Problem, target: Ta
     if problem.features.banded and (drawn or not persistent) and tiles <= FEW_ROUNDS * slots:
         uneven = _last_ends(*place)
     elif persistent and not drawn:
-        uneven = _unevenness(*place)
+        uneven = _unevenness(*place) if tiles <= MANY_TILES else 1.0
     elif persistent:
         uneven = 1.0 + c.uneven_drawn * slots / tiles
     else:
