@@ -34,9 +34,10 @@ def shipped() -> list[TuningRecord]:
 @pytest.fixture(scope="module")
 def today(shipped: list[TuningRecord]) -> TuningRecord:
     """A shipped row of a family that compiles in a second."""
-    decoding = [record for record in shipped if record.outcome.template == "flash_decode"]
-    plain = (record for record in decoding if record.outcome.config["loads"] == "tma" and record.outcome.config["combine"] == "kernel")
-    return next(record for record in plain if record.outcome.config["programs"] == 1 and record.problem.features == Features())
+    plain = (record for record in shipped if (record.key.gpu, record.key.d) == ("h200", 40) and record.problem.features == Features())
+    wanted = {"loads": "tma", "combine": "kernel", "programs": 1, "num_stages": 3, "num_warps": 2}.items()
+    decoding = (record for record in plain if record.outcome.template == "flash_decode")
+    return next(record for record in decoding if all(record.outcome.config[axis] == value for axis, value in wanted))
 
 
 def earlier(record: TuningRecord) -> TuningRecord:
