@@ -8,6 +8,7 @@ searches of random shapes (unprepared.py), which were drawn and searched indepen
 import argparse
 import json
 import math
+import statistics
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -92,21 +93,38 @@ def chosen(problems: Iterable[tuple[Problem, Trials]]) -> list[float]:
 
 
 def of_steps() -> list[dict[str, Any]]:
-    """Decoding steps whose rows hold trials of flash_decode and of the family for many rows: by how much longer the best of these takes,
-    a logarithm, as measured and as the model expects, the one that it is most wrong of first."""
-    found = []
+    """Decoding steps of rows and of drawn shapes that flash_decode and another family were tried for: by how much longer the best of that
+    one takes, a logarithm, as measured and as the model expects; the one that it is most wrong of first."""
     with Store.open(shipped_path(), writable=False) as store:
-        results = [result for result in store.results() if result.gpu == GPU.slug and result.problem.n_q <= DECODE_ROWS]
-    for result in results:
-        tried = times_of(result)
-        own, config = (min((one for one in tried if one[0] == kind.name), key=tried.__getitem__, default=None) for kind in (STEPS, FAMILY))
-        if own is None or config is None:
+        tried = [(result.problem, times_of(result)) for result in store.results() if result.gpu == GPU.slug]
+    for path in DRAWN:
+        for problem, _, search in shapes_of(path):
+            of = (
+                (one["template"], family(one["template"]).completed(Config.of(one["config"])), one["us"]) for one in search.get("tried", [])
+            )
+            tried.append((problem, {(name, config): us for name, config, us in of}))
+    found = []
+    for problem, times in tried:
+        if problem.n_q > DECODE_ROWS or problem.direction != "fwd":
             continue
-        expected, than = log_us(FAMILY, config[1], result.problem, GPU), log_us(STEPS, own[1], result.problem, GPU)
-        if expected is not None and than is not None:
-            logs = {"measured": round(math.log(tried[config] / tried[own]), 3), "expected": round(expected - than, 3)}
-            found.append({"step": result.problem.label(), "batch": result.problem.batch, "heads": result.problem.heads} | logs)
+        best = {name: min((one for one in times if one[0] == name), key=times.__getitem__) for name in {name for name, _ in times}}
+        logs = {name: log_us(family(name), config, problem, GPU) for name, (_, config) in best.items()}
+        own = logs.pop(STEPS.name, None)
+        for name, log in logs.items():
+            if own is not None and log is not None:
+                measured = math.log(times[best[name]] / times[best[STEPS.name]])
+                sizes = {"step": problem.label(), "batch": problem.batch, "heads": problem.heads, "family": name}
+                found.append(sizes | {"measured": round(measured, 3), "expected": round(log - own, 3)})
     return sorted(found, key=lambda one: one["expected"] - one["measured"])
+
+
+def flattered(steps: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """By how much longer each family takes than the model expects beside flash_decode, in the mean of `of_steps`: a logarithm
+    (flashtune.templates.learned.steps.FAMILIES)."""
+    found: dict[str, list[float]] = {}
+    for one in steps:
+        found.setdefault(one["family"], []).append(one["measured"] - one["expected"])
+    return {name: statistics.fmean(of) for name, of in found.items()}
 
 
 def report() -> dict[str, dict[str, float]]:
@@ -127,17 +145,18 @@ def report() -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    """Print both fits; with --out, keep them, and what is expected of decoding steps by two families."""
+    """Print both fits; with --out, keep them, and what is expected of decoding steps by several families."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="a folder for expected.json and steps.json")
     out = parser.parse_args().out
     found = report()
-    for name, fit in found.items():
+    steps = of_steps()
+    for name, fit in [*found.items(), ("steps, beside flash_decode", flattered(steps))]:
         print(f"{name}: " + ", ".join(f"{what} {value:.3f}" for what, value in fit.items()))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         (out / "expected.json").write_text(json.dumps(found, indent=1) + "\n")
-        (out / "steps.json").write_text("[\n" + ",\n".join(map(json.dumps, of_steps())) + "\n]\n")
+        (out / "steps.json").write_text("[\n" + ",\n".join(map(json.dumps, steps)) + "\n]\n")
 
 
 if __name__ == "__main__":

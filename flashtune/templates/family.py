@@ -192,7 +192,9 @@ class Family:
         values = config.as_dict()
         held = _Held(spec, target)
         broken = [constraint for constraint in self.constraints if not held.holds(constraint, values)]
-        for count in range(len(self.axes) + 1 if broken else 0):
+        if not broken:
+            return config
+        for count in range(1, len(self.axes) + 1):
             moves: list[tuple[int, tuple[int, ...], dict[str, Value]]] = []
             for places in combinations(range(len(self.axes)), count):
                 axes = [self.axes[place] for place in places]
@@ -208,7 +210,7 @@ class Family:
                 moved = values | changes
                 if all(held.holds(constraint, moved) for constraint in self.constraints):
                     return Config.of(moved)
-        return None if broken else config
+        return None
 
     def configs(self, spec: KernelSpec, target: Target) -> Iterator[Config]:
         """Every config of the space that breaks no constraint and has no successor, in a fixed order."""

@@ -143,7 +143,7 @@ def near_choice(fit: Fit, context: Context, *, preferred: Preferred | None = Non
     if ratio is not None:
         note += ratio[1]
         if ratio[0] > 1.0 and context.framework_serves:
-            note += f"; by that the framework would take {1.0 - 1.0 / ratio[0]:.2g} of the time less, so it serves"
+            note += f"; by that the framework would take {1.0 - 1.0 / ratio[0]:.1%} less time, so it serves"
             spec = problem.spec()
             return Choice(kind="framework", spec=spec, note=note, record=record, differences=differing, estimate=loss)
     return Choice(
