@@ -427,7 +427,7 @@ def test_a_record_of_another_kind_stands_in_and_says_for_which_difference(other:
     for gpu in (H200, H100):
         found = choose(PROBLEM, H200, [record(other, gpu)], FAMILIES)
         assert (found.kind, found.differences) == ("stand_in", (difference,))
-        assert found.estimate is not None and "estimated to lose" in found.note and difference in found.note
+        assert found.estimate is not None and "estimated to take" in found.note and difference in found.note
         assert "cost model" not in found.note
         assert ("features that differ cost" in found.note) is (other.features != PROBLEM.features)
     assert choose(PROBLEM, H200, [record(other), record(sized(512))], FAMILIES).record is not None

@@ -95,7 +95,7 @@ class Estimate(NamedTuple):
 
     def label(self) -> str:
         """In words."""
-        said = f"estimated to lose {self.median:.1%} against a search of its own ({self.worst:.0%} at the 90th percentile)"
+        said = f"estimated to take {self.median:.1%} longer than what a search of its own finds ({self.worst:.0%} at the 90th percentile)"
         return said + (f", not counting {' and '.join(self.unknown)}, of which no rows tell" if self.unknown else "")
 
 
