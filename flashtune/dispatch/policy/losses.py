@@ -262,8 +262,8 @@ def torch_fills(problem: Problem, sms: int) -> float:
 
     It starts a program to each key head in all batches, or as many parts of its keys as fill the GPU once. An SM reads with one program of
     most head sizes at a share of its rate, and with two at TWO_ON_AN_SM times that; of heads above FAST_HEADS it has room for one, and of
-    D = 128 one is enough. By 98 steps of 40 to 300 key heads on an H200, whose rates this makes alike within 12 %
-    (benchmarks/results/2026-11-24-h200-splits).
+    D = 128 one is enough. By 98 steps of 40 to 300 key heads on an H200 (benchmarks/results/2026-11-24-h200-splits); of D = 64 it counts
+    too little from 264 key heads on, where both steps of 300 read at the full rate.
     """
     heads = problem.batch * problem.kv_heads
     programs = heads * max(1, sms // heads)

@@ -66,9 +66,9 @@ def rank(
     a decoding step and more rows, between passes, and between element types of other sizes nothing is near.
 
     A record that says that the framework was faster makes it the choice, provided that `framework_serves`. For its own key a record says
-    so by its whole calls where they were measured, host included; for another by `losses.expected_ratio`, and of a decoding step far from
-    its keys, or of more rows with far more or fewer scores, only if the record says so, too, that is near in these (`Pool.near_in_keys`,
-    `Pool.near_in_work`). A record is never served when
+    so by its whole calls where they were measured, host included; for another by `losses.expected_ratio`, and only if the mean of those
+    says so, too, that tell most of what the framework takes (`Pool.tellers`). Of decoding steps both are corrected by what torch reaches
+    with as many key heads (`losses.torch_fills`). A record is never served when
     its config, completed by axes that came later, is outside the family's declared space or breaks a constraint on this target; the next
     one may serve. In another kernel's place a config is first moved to the nearest one that keeps the constraints (`Family.refitted`).
     What was best at its own sizes may not be here: of the first COMPARED configs those come first that the cost model expects to be faster
