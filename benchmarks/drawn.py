@@ -5,7 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from trials import Trials
+
+from flashtune.core.config import Config
 from flashtune.core.problem import Features, Problem
+from flashtune.templates import family
+from flashtune.templates.learned.residual import Tried
 
 DRAWN = sorted((Path(__file__).parent / "results").glob("*-h200-unprepared/*.json"))
 """The committed runs on an H200."""
@@ -17,3 +22,13 @@ def shapes_of(path: Path) -> Iterator[tuple[Problem, dict[str, Any], dict[str, A
     for row in kept["rows"]:
         problem = Problem(**row["problem"], features=Features.from_json(row["features"]))
         yield problem, row, kept["searches"].get(problem.label(), {})
+
+
+def tried_in(search: dict[str, Any]) -> Trials:
+    """What a shape's search tried, where the run kept that."""
+    return {tried_as(one): one["us"] for one in search.get("tried", [])}
+
+
+def tried_as(one: dict[str, Any]) -> Tried:
+    """The config of a trial, or of a search's best."""
+    return one["template"], family(one["template"]).completed(Config.of(one["config"]))

@@ -10,18 +10,18 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from drawn import DRAWN, shapes_of
+from drawn import DRAWN, shapes_of, tried_in
 from numpy.typing import NDArray
-from trials import ARCHIVED, GPU, times_of
+from trials import GPU, Trials, of_rows
 
 from flashtune.core.config import Config
 from flashtune.core.problem import DECODE_ROWS, Problem
 from flashtune.db.library import shipped_path
-from flashtune.db.store import Store
 from flashtune.templates import family
 from flashtune.templates.cost import predict_us
 from flashtune.templates.expected import LEFT_OUT, log_us, shares
@@ -31,24 +31,20 @@ FAMILY, STEPS = family("flash_fwd_hopper"), family("flash_decode")
 HOPELESS = 1.6
 """What takes so many times as long as a problem's best trial says little of the others."""
 
-Trials = dict[Config, float]
+Times = dict[Config, float]
+"""Microseconds of FAMILY's configs."""
 
 
-def of_rows() -> Iterator[tuple[Problem, Trials]]:
-    """The trials of rows, archived and shipped, in microseconds."""
-    for path in (shipped_path(), ARCHIVED):
-        with Store.open(path, writable=False) as store:
-            for result in store.results():
-                if result.gpu == GPU.slug:
-                    yield result.problem, {config: us for (name, config), us in times_of(result).items() if name == FAMILY.name}
+def of_family(trials: Trials) -> Times:
+    """Those of FAMILY alone."""
+    return {config: us for (name, config), us in trials.items() if name == FAMILY.name}
 
 
 def of_drawn() -> Iterator[tuple[Problem, Trials]]:
-    """The same of random shapes, where the run kept them."""
+    """The trials of random shapes, where the run kept them."""
     for path in DRAWN:
         for problem, _, search in shapes_of(path):
-            tried = search.get("tried", [])
-            yield problem, {FAMILY.completed(Config.of(one["config"])): one["us"] for one in tried if one["template"] == FAMILY.name}
+            yield problem, tried_in(search)
 
 
 def told(problem: Problem) -> bool:
@@ -56,7 +52,7 @@ def told(problem: Problem) -> bool:
     return problem.direction == "fwd" and problem.n_q > DECODE_ROWS and FAMILY.supports(problem.spec(), GPU) is None
 
 
-def measured(problems: Iterable[tuple[Problem, Trials]]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def measured(problems: Iterable[tuple[Problem, Times]]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """What the constants are multiplied with, and what the model is wrong by, in each trial; less the mean of the problem's."""
     rows: list[NDArray[np.float64]] = []
     errors: list[NDArray[np.float64]] = []
@@ -79,7 +75,7 @@ CHOSEN_OF = 5
 """Problems with fewer trials say little of a choice."""
 
 
-def chosen(problems: Iterable[tuple[Problem, Trials]]) -> list[float]:
+def chosen(problems: Iterable[tuple[Problem, Times]]) -> list[float]:
     """Of each problem the rate of the trial that is expected to be the fastest, of the best one's."""
     found = []
     for problem, trials in problems:
@@ -95,16 +91,8 @@ def chosen(problems: Iterable[tuple[Problem, Trials]]) -> list[float]:
 def of_steps() -> list[dict[str, Any]]:
     """Decoding steps of rows and of drawn shapes that flash_decode and another family were tried for: by how much longer the best of that
     one takes, a logarithm, as measured and as the model expects; the one that it is most wrong of first."""
-    with Store.open(shipped_path(), writable=False) as store:
-        tried = [(result.problem, times_of(result)) for result in store.results() if result.gpu == GPU.slug]
-    for path in DRAWN:
-        for problem, _, search in shapes_of(path):
-            of = (
-                (one["template"], family(one["template"]).completed(Config.of(one["config"])), one["us"]) for one in search.get("tried", [])
-            )
-            tried.append((problem, {(name, config): us for name, config, us in of}))
     found = []
-    for problem, times in tried:
+    for problem, times in chain(of_rows([shipped_path()]), of_drawn()):
         if problem.n_q > DECODE_ROWS or problem.direction != "fwd":
             continue
         best = {name: min((one for one in times if one[0] == name), key=times.__getitem__) for name in {name for name, _ in times}}
@@ -132,7 +120,7 @@ def report() -> dict[str, dict[str, float]]:
     with its own, and with those of the rows; and in how many problems what it chooses, with the constants of expected.py, is at 0.90 of the
     best trial's rate or more."""
     found = {}
-    problems = {"rows": list(of_rows()), "drawn": list(of_drawn())}
+    problems = {name: [(problem, of_family(trials)) for problem, trials in of] for name, of in (("rows", of_rows()), ("drawn", of_drawn()))}
     known = {name: measured(some) for name, some in problems.items()}
     constants = {name: np.linalg.lstsq(*of, rcond=None)[0] for name, of in known.items()}
     for name, (design, wrong) in known.items():

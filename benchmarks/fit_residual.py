@@ -18,23 +18,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from drawn import DRAWN, shapes_of
+from drawn import DRAWN, shapes_of, tried_in
 from fit_expected import CHOSEN_OF
 from numpy.typing import NDArray
 from scipy.linalg import cho_factor, cho_solve
-from trials import ARCHIVED, GPU, Tried, times_of
+from trials import GPU, Trials, of_rows
 
 from flashtune.core.config import Config
 from flashtune.core.problem import Features, Problem, ProblemKey
-from flashtune.db.library import shipped_path
-from flashtune.db.store import Store
 from flashtune.templates import family
 from flashtune.templates.cost import sharing
 from flashtune.templates.decode import flash_decode
-from flashtune.templates.expected import log_us
+from flashtune.templates.expected import LIKENESSES, log_us
 from flashtune.templates.learned import residual
 from flashtune.templates.learned.forwards import FORWARDS
-from flashtune.templates.learned.residual import Likeness, Residual, alike
+from flashtune.templates.learned.residual import Likeness, Residual, Tried, alike
 from flashtune.templates.learned.steps import STEPS
 
 HOPELESS = 2.5
@@ -43,9 +41,6 @@ HOPELESS = 2.5
 FOLDER = Path(residual.__file__).parent
 
 SPLITS = Path(__file__).parent / "results" / "2026-11-24-h200-splits" / "split_counts.json"
-
-
-Trials = dict[Tried, float]
 
 
 class Told(NamedTuple):
@@ -61,32 +56,22 @@ def telling(likeness: Likeness, problem: Problem, tried: Trials) -> Told | None:
     if problem.direction != "fwd" or problem.dtype == "fp8" or not likeness.serves(problem):
         return None
     trials = {one: us for one, us in tried.items() if one[0] in likeness.families}
-    logs = {
-        one: math.log(min(trials[one], HOPELESS * min(trials.values()))) - log for one, log in expected(likeness, problem, trials).items()
-    }
+    most = HOPELESS * min(trials.values(), default=math.inf)
+    logs = {one: math.log(min(trials[one], most)) - log - likeness.families[one[0]] for one, log in expected(problem, trials).items()}
     mean = statistics.fmean(logs.values()) if logs else 0.0
     return Told(problem, trials, {one: log - mean for one, log in logs.items()}) if len(logs) > 1 else None
 
 
-def expected(likeness: Likeness, problem: Problem, trials: Trials) -> dict[Tried, float]:
-    """What the cost model expects of each that keeps the constraints, a logarithm, with what its family takes longer."""
+def expected(problem: Problem, trials: Trials) -> dict[Tried, float]:
+    """What the cost model expects of each that keeps the constraints, a logarithm."""
     spec, found = problem.spec(), {}
     for name, config in trials:
         kind = family(name)
         if kind.supports(spec, GPU) is None and kind.violated(config, spec, GPU) is None:
             log = log_us(kind, config, problem, GPU)
             if log is not None:
-                found[name, config] = log + likeness.families[name]
+                found[name, config] = log
     return found
-
-
-def of_rows(likeness: Likeness) -> Iterator[Told]:
-    """Problems of rows, archived and shipped."""
-    for path in (shipped_path(), ARCHIVED):
-        with Store.open(path, writable=False) as store:
-            for result in store.results():
-                if result.gpu == GPU.slug and (found := telling(likeness, result.problem, times_of(result))) is not None:
-                    yield found
 
 
 def of_splits() -> Iterator[Told]:
@@ -107,9 +92,7 @@ def of_runs(likeness: Likeness) -> Iterator[tuple[str, Told]]:
     """Problems of runs of unprepared.py, with the run's name."""
     for path in DRAWN:
         for problem, _, search in shapes_of(path):
-            tried = search.get("tried", [])
-            trials = {(one["template"], family(one["template"]).completed(Config.of(one["config"]))): one["us"] for one in tried}
-            if (found := telling(likeness, problem, trials)) is not None:
+            if (found := telling(likeness, problem, tried_in(search))) is not None:
                 yield path.stem, found
 
 
@@ -168,21 +151,22 @@ def digest(trials: Sequence[Told]) -> str:
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
-def rates(likeness: Likeness, trials: Sequence[Told], wrong: Callable[[Problem, Sequence[Tried]], Sequence[float]]) -> list[float]:
+def rates(trials: Sequence[Told], wrong: Callable[[Problem, Sequence[Tried]], Sequence[float]]) -> list[float]:
     """Of each problem with enough trials the rate of the one that is expected to be the fastest, of the best one's."""
     found = []
     for one in trials:
-        logs = expected(likeness, one.problem, one.times)
+        logs = expected(one.problem, one.times)
         if len(logs) >= CHOSEN_OF:
-            errors = zip(logs, wrong(one.problem, list(logs)), strict=True)
-            first = min(errors, key=lambda pair: logs[pair[0]] - likeness.families[pair[0][0]] + pair[1])[0]
+            errors = dict(zip(logs, wrong(one.problem, list(logs)), strict=True))
+            first = min(logs, key={tried: logs[tried] + errors[tried] for tried in logs}.__getitem__)
             found.append(min(one.times[tried] for tried in logs) / one.times[first])
     return found
 
 
 def all_trials(likeness: Likeness) -> tuple[list[Told], list[tuple[str, Told]]]:
     """Those of rows, and of decoding steps those of split_counts.py; and those of runs with the run's name."""
-    return [*of_rows(likeness), *(of_splits() if likeness is STEPS else ())], list(of_runs(likeness))
+    rows = [found for problem, trials in of_rows() if (found := telling(likeness, problem, trials)) is not None]
+    return [*rows, *(of_splits() if likeness is STEPS else ())], list(of_runs(likeness))
 
 
 def without_run(likeness: Likeness, rows: Sequence[Told], runs: Sequence[tuple[str, Told]], name: str) -> Residual:
@@ -196,8 +180,8 @@ def by_runs(rows: Sequence[Told], runs: Sequence[tuple[str, Told]]) -> None:
     for name in dict.fromkeys(name for name, _ in runs):
         left_out, known = [one for run, one in runs if run == name], without_run(FORWARDS, rows, runs, name)
         for word, shares in (
-            ("by the model", rates(FORWARDS, left_out, unlearned)),
-            ("and by trials", rates(FORWARDS, left_out, partial(known.of, target=GPU))),
+            ("by the model", rates(left_out, unlearned)),
+            ("and by trials", rates(left_out, partial(known.of, target=GPU))),
         ):
             found[word] += shares
             print(f"{name} {word}: {said(shares)}")
@@ -208,8 +192,8 @@ def by_runs(rows: Sequence[Told], runs: Sequence[tuple[str, Told]]) -> None:
 def by_problems(trials: Sequence[Told]) -> None:
     """Prints how well each step's trials are chosen from, by what those of other keys say."""
     others = LeftOut(STEPS, trials)
-    shares = [rates(STEPS, [one], partial(others.without(one.problem.key(GPU.slug)).of, target=GPU)) for one in trials]
-    print(f"steps by the model: {said(rates(STEPS, trials, unlearned))}")
+    shares = [rates([one], partial(others.without(one.problem.key(GPU.slug)).of, target=GPU)) for one in trials]
+    print(f"steps by the model: {said(rates(trials, unlearned))}")
     print(f"steps and by trials: {said([share for of in shares for share in of])}")
 
 
@@ -223,7 +207,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help=f"keep what all trials say in {FOLDER.name}/")
     options = parser.parse_args()
-    for likeness in (FORWARDS, STEPS):
+    for likeness in LIKENESSES:
         rows, runs = all_trials(likeness)
         trials = [*rows, *(one for _, one in runs)]
         print(f"{likeness.file}: {len(rows)} problems with {sum(len(one.wrong) for one in rows)} trials, {len(runs)} with others of runs")

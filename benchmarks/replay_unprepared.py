@@ -9,18 +9,15 @@ import argparse
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
-from drawn import shapes_of
+from drawn import shapes_of, tried_as
 from fit_residual import all_trials, without_run
 
 from flashtune import dispatch
-from flashtune.core.config import Config
 from flashtune.core.problem import Problem
-from flashtune.templates import expected, family
-from flashtune.templates.learned.forwards import FORWARDS
-from flashtune.templates.learned.steps import STEPS
+from flashtune.templates import expected
+from flashtune.templates.expected import LIKENESSES
 
 GPU = "h200"
 
@@ -34,7 +31,7 @@ def shares(path: Path) -> Iterator[tuple[Problem, float, float | None]]:
         now = dispatch.explain_problem(problem.seen(), GPU)
         if now.kind == "exact":
             continue
-        known = {(one["template"], _completed(one)): one["us"] for one in search.get("tried", [search]) if one["config"]}
+        known = {tried_as(one): one["us"] for one in search.get("tried", [search]) if one["config"]}
         then = times["own search"] / times["flashtune"]
         if now.kind == "framework":
             yield problem, then, times["own search"] / times["default"] if "default" in times else None
@@ -45,16 +42,12 @@ def shares(path: Path) -> Iterator[tuple[Problem, float, float | None]]:
             yield problem, then, None if us is None else min(known.values()) / us
 
 
-def _completed(one: dict[str, Any]) -> Config:
-    return family(one["template"]).completed(Config.of(one["config"]))
-
-
 def main() -> None:
     """Print a line to each shape, then the median, the least, and how many reach 0.97 and 0.90."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="an unprepared.json")
     files = parser.parse_args().files
-    trials = {likeness: all_trials(likeness) for likeness in (FORWARDS, STEPS)}
+    trials = {likeness: all_trials(likeness) for likeness in LIKENESSES}
     for path in files:
         dispatch.reload(alone=True)
         own = sum(name == path.stem for _, runs in trials.values() for name, _ in runs)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from forward_report import sizes_of
@@ -25,7 +26,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.target import Target
 from flashtune.dispatch.policy import choose
 from flashtune.templates import family
-from flashtune.templates.decode.flash_decode import split_count
+from flashtune.templates.cost import sharing
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.machine import local_gpu
 from flashtune.tuner.timing.baseline import framework_call
@@ -41,15 +42,15 @@ OTHERS = (1, 2, 3, 4, 5, 6, 8, 12)
 def problems() -> list[Problem]:
     """A step for each number of key heads, head size, heads to a key head and number of keys; the plainest first."""
     found = []
-    for d, sharing, n in ((128, 4, 4096), (64, 1, 4096), (128, 1, 12288), (128, 8, 2048), (72, 4, 12288), (160, 1, 8192), (64, 8, 8192)):
+    for d, shared, n in ((128, 4, 4096), (64, 1, 4096), (128, 1, 12288), (128, 8, 2048), (72, 4, 12288), (160, 1, 8192), (64, 8, 8192)):
         for heads in KEY_HEADS:
             batch = next(one for one in (8, 10, 4, 6, 2, 1) if heads % one == 0)
-            shape = {"batch": batch, "heads": heads // batch * sharing, "kv_heads": heads // batch}
+            shape = {"batch": batch, "heads": heads // batch * shared, "kv_heads": heads // batch}
             found.append(Problem(**shape, n_q=1, n_kv=n, d=d, d_v=d, dtype="bf16"))
     return found
 
 
-def raced(problem: Problem, target: Target, stopwatch: Stopwatch, seconds: float) -> dict[str, object]:
+def raced(problem: Problem, target: Target, stopwatch: Stopwatch, seconds: float) -> dict[str, Any]:
     """Medians in microseconds by the number of splits, and torch's; `rule` is the kernel's own number."""
     chosen = choose(problem, target, shipped(), {DECODE.name: DECODE}, framework_serves=False)
     assert chosen.config is not None, "a decoding kernel serves every plain step"
@@ -57,8 +58,7 @@ def raced(problem: Problem, target: Target, stopwatch: Stopwatch, seconds: float
     inputs = random_inputs(problem, seed=0)
     module = load_source(text, "split_counts")
     blocks = -(-problem.n_kv // chosen.config.number("BLOCK_N"))
-    tiles = -(-problem.gqa_ratio // chosen.config.number("BLOCK_M")) * problem.batch * problem.kv_heads
-    rule = split_count(blocks, tiles, chosen.config.number("programs") * target.sms)
+    rule = sharing(chosen.config, problem, target).splits
     launch, words = launcher(module), inputs.keywords | provided(module, inputs.q, inputs.k)
 
     def by(splits: int) -> None:
@@ -99,7 +99,7 @@ def main() -> None:
             print("out of time", file=sys.stderr)
             break
         found.append(one := raced(problem, gpu.target, stopwatch, options.seconds))
-        us = " ".join(f"{splits}:{time_us:.1f}" for splits, time_us in one["us"].items())  # type: ignore[attr-defined]
+        us = " ".join(f"{splits}:{time_us:.1f}" for splits, time_us in one["us"].items())
         heads = f"{problem.label()} key heads {problem.batch * problem.kv_heads}"
         print(f"{heads} rule {one['rule']} | {us} | torch {one['torch_us']:.1f} | {one['config']}", flush=True)
     Path(os.environ.get("OUT", "."), "split_counts.json").write_text(json.dumps(found, indent=1))

@@ -31,9 +31,8 @@ from flashtune.db.library import Library, shipped_path
 from flashtune.db.store import Store
 from flashtune.dispatch.policy import Pool, choose, losses, torch_has
 from flashtune.templates import expected, families
-from flashtune.templates.learned.forwards import FORWARDS
+from flashtune.templates.expected import LIKENESSES
 from flashtune.templates.learned.residual import Likeness
-from flashtune.templates.learned.steps import STEPS
 from flashtune.tuner.propose.carrying import record_of
 
 RESULTS = Path(__file__).parent / "results"
@@ -89,11 +88,11 @@ def replayed(results: Iterable[SearchResult], trials: Mapping[Likeness, LeftOut]
             if (kind := kind_between(other.key, row.key)) is not None:
                 others[kind].append(other)
                 others["any"].append(other)
-        times, likeness = times_of(result), STEPS if STEPS.serves(row.problem) else FORWARDS
+        times, likeness = times_of(result), next(one for one in LIKENESSES if one.serves(row.problem))
         # Nothing is asked of the other.
-        learned = trials[likeness].without(row.key)
+        learned = {likeness: trials[likeness].without(row.key)}
         for kind, near in others.items():
-            with patch.object(expected, "learned", lambda asked, known=learned, of=likeness: known if asked is of else None):
+            with patch.object(expected, "learned", learned.get):
                 chosen = choose(row.problem, GPU, Pool(row.key, GPU, near, families()), families(), framework_serves=False)
             if chosen.record is None or chosen.family is None or chosen.config is None:
                 continue
@@ -214,7 +213,7 @@ def main() -> None:
     out = parser.parse_args().out
     shipped = Library.of(shipped_path()).records(gpu=GPU.slug)
     trials = {}
-    for likeness in (FORWARDS, STEPS):
+    for likeness in LIKENESSES:
         rows, runs = all_trials(likeness)
         trials[likeness] = LeftOut(likeness, [*rows, *(one for _, one in runs)])
     tables, cases = {}, {}

@@ -1,21 +1,35 @@
 """Trials of rows of an H200, as stored."""
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from flashtune.core.config import Config
+from flashtune.core.problem import Problem
 from flashtune.core.results import SearchResult
 from flashtune.core.target import find_target
+from flashtune.db.library import shipped_path
+from flashtune.db.store import Store
 from flashtune.templates import families
+from flashtune.templates.learned.residual import Tried
 
 GPU = find_target("h200")
 
 ARCHIVED = Path(__file__).parent / "results" / "2026-11-21-h200-forward" / "tuned.sqlite"
 """Rows of longer searches, of older kernels."""
 
-Tried = tuple[str, Config]
+Trials = dict[Tried, float]
+"""Microseconds of each."""
 
 
-def times_of(result: SearchResult) -> dict[Tried, float]:
+def of_rows(databases: Sequence[Path] = (shipped_path(), ARCHIVED)) -> Iterator[tuple[Problem, Trials]]:
+    """The trials of each row of these databases."""
+    for path in databases:
+        with Store.open(path, writable=False) as store:
+            for result in store.results():
+                if result.gpu == GPU.slug:
+                    yield result.problem, times_of(result)
+
+
+def times_of(result: SearchResult) -> Trials:
     """Every config that has a time in the scale of the trials, in microseconds; finalists by their race where that is all there is."""
     known, found = families(), {}
     for outcome in result.outcomes:

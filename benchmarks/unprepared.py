@@ -23,6 +23,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -366,10 +367,10 @@ def main() -> None:
     options = arguments()
     gpu = local_gpu()
     target: Target | None = gpu.target if gpu is not None else None
-    words: dict[str, Any] = {"seed": options.seed, "known": [record.key for record in shipped()]}
-    words["decoding"] = 1.0 if options.steps else DECODING
+    decoding = 1.0 if options.steps else DECODING
+    shapes = partial(drawn, options.count, seed=options.seed, known=[record.key for record in shipped()], decoding=decoding)
     if options.list:
-        for cell in drawn(options.count, gpu="h200" if target is None else target.slug, **words):
+        for cell in shapes(gpu="h200" if target is None else target.slug):
             print(f"{cell.name}: about {guess_us(cell.problem):.0f} us")
         return
     if target is None:
@@ -379,7 +380,7 @@ def main() -> None:
     folder = Path(os.environ.get("OUT", "."))
     folder.mkdir(parents=True, exist_ok=True)
     rows = run(
-        drawn(options.count, gpu=target.slug, **words),
+        shapes(gpu=target.slug),
         target,
         folder,
         command=shlex.join(["python", *sys.argv]),

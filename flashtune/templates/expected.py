@@ -46,6 +46,9 @@ less as they have more.
 From the trials of an H200's rows (benchmarks/fit_expected.py); searches of random shapes agree in every sign
 (benchmarks/results/2026-11-23-stand-in/expected.json)."""
 
+LIKENESSES = (FORWARDS, STEPS)
+"""What trials are learned from, each for problems of its own."""
+
 SMALL = 64
 """Columns of heads: up to so many."""
 
@@ -57,7 +60,7 @@ LOG_HOST = math.log(22.0)
 def logs_us(candidates: Sequence[tuple[Family, Config]], problem: Problem, target: Target) -> list[float | None]:
     """`log_us` of each of these, and by how much longer trials of such problems took than that (flashtune.templates.learned)."""
     found = [log_us(family, config, problem, target) for family, config in candidates]
-    for likeness in (FORWARDS, STEPS):
+    for likeness in LIKENESSES:
         places = [
             place
             for place, (family, _) in enumerate(candidates)

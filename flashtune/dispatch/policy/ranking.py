@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from flashtune.core.config import Config
 from flashtune.core.problem import DECODE_ROWS, Problem
 from flashtune.core.results import Source, TuningRecord
 from flashtune.core.target import Target
@@ -11,6 +10,7 @@ from flashtune.dispatch.policy.choices import Choice, Context, Fit, Preferred, R
 from flashtune.dispatch.policy.pool import Pool
 from flashtune.templates.expected import LOG_HOST, log_us, logs_us
 from flashtune.templates.family import Family
+from flashtune.templates.learned.residual import Tried
 
 COMPARED = 24
 """So many configs of the nearest records the cost model compares."""
@@ -111,7 +111,7 @@ def _steps(context: Context, suited: frozenset[str], source: Source) -> Iterator
 def _compared(near: Iterator[tuple[float, TuningRecord]], context: Context) -> Iterator[Choice | Refusal]:
     """The first of the records that are `near`, so many that COMPARED configs are among them: those that the cost model expects to gain
     over the nearest come first, then the nearest, all others in their order."""
-    distinct: dict[_Config, Fit] = {}
+    distinct: dict[Tried, Fit] = {}
     found: list[tuple[float, Fit | Refusal]] = []
     while len(distinct) < COMPARED and (record := next(near, None)) is not None:
         fit = fit_of(record[1], context)
@@ -125,7 +125,7 @@ def _compared(near: Iterator[tuple[float, TuningRecord]], context: Context) -> I
     # What is over before the host has made the next call gains nothing by being over sooner.
     here = {config: None if log is None else max(log, LOG_HOST) for config, log in zip(distinct, logs, strict=True)}
     fits = [(apart, fit) for apart, fit in found if isinstance(fit, Fit)]
-    ahead: dict[_Config, tuple[float, Fit, float]] = {}
+    ahead: dict[Tried, tuple[float, Fit, float]] = {}
     step = context.problem.n_q <= DECODE_ROWS
     for apart, fit in fits[1:]:
         if _reads_otherwise(fit, fits[0][1], context):
@@ -154,21 +154,17 @@ def _tells(nearest: Fit, context: Context) -> bool:
     return context.problem.direction == "fwd" and log is not None and log >= LOG_HOST
 
 
-_Config = tuple[str, Config]
-"""A config of the family of a name."""
-
-
 def _reads_otherwise(fit: Fit, nearest: Fit, context: Context) -> bool:
     """Whether its record is of a bias that is read unlike the call's, and the nearest one's isn't: the model knows nothing of that."""
     theirs, near, ours = (losses.ragged(key) for key in (fit.record.key, nearest.record.key, context.key))
     return near == ours != theirs
 
 
-def _config(fit: Fit) -> _Config:
+def _config(fit: Fit) -> Tried:
     return fit.family.name, fit.config
 
 
-def _gain(fit: Fit, nearest: Fit, here: Mapping[_Config, float | None]) -> float:
+def _gain(fit: Fit, nearest: Fit, here: Mapping[Tried, float | None]) -> float:
     """The logarithm of what `fit` is expected to gain over the nearest record's config, 0 where nothing is said of one of them."""
     nearest_us, us = here[_config(nearest)], here[_config(fit)]
     return 0.0 if nearest_us is None or us is None else nearest_us - us

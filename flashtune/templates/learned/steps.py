@@ -41,6 +41,7 @@ def _of_config(problem: Problem, tried: Tried, target: Target) -> list[float]:
     name, config = tried
     decodes = name == flash_decode.FAMILY.name
     facts = family(name).expected(config, problem.spec(), target)
+    assert facts is not None, "what nothing is expected of isn't asked about"
     block_m, block_n = config.number("BLOCK_M"), config.number("BLOCK_N")
     # Kernels for many rows read the keys that heads share once for each of them, whole.
     tiles, splits, share = (
@@ -48,7 +49,7 @@ def _of_config(problem: Problem, tried: Tried, target: Target) -> list[float]:
         if decodes
         else (problem.batch * problem.heads * math.ceil(problem.n_q / block_m), 1, math.ceil(problem.n_kv / block_n))
     )
-    programs, slots = tiles * splits, max(1, programs_per_sm(facts, target)) * target.sms if facts is not None else target.sms
+    programs, slots = tiles * splits, max(1, programs_per_sm(facts, target)) * target.sms
     on_an_sm, rounds = min(programs, slots) / target.sms, programs / slots
     in_flight = block_n * (problem.d + problem.d_v) * ITEMSIZE[problem.dtype] * max(0.6, config.number("num_stages") - 1)
     return [
@@ -56,7 +57,7 @@ def _of_config(problem: Problem, tried: Tried, target: Target) -> list[float]:
         0.0 if decodes else math.log2(problem.gqa_ratio),
         math.log2(block_m),
         math.log2(block_n),
-        math.log2(facts.threads / 32 if facts is not None else 4.0),
+        math.log2(facts.threads / 32),
         math.log2(config.number("num_stages")),
         config.get("combine", "none") == "last",
         config.get("combine", "none") == "rows",
