@@ -165,7 +165,7 @@ def decisions(rows: list[TuningRecord]) -> list[dict[str, object]]:
 
 def torch_steps(rows: list[TuningRecord]) -> list[dict[str, object]]:
     """Decoding steps of rows and of drawn shapes by their key heads in all batches: the bytes of K and V that torch reads a second, in TB,
-    and the share of the GPU that it is thought to keep busy."""
+    and the share of its rate that it is thought to reach."""
     times = [(row.problem, row.framework_us) for row in rows if row.framework_us is not None]
     times += [
         (problem, row["times"]["default"]["median_us"])
@@ -179,7 +179,7 @@ def torch_steps(rows: list[TuningRecord]) -> list[dict[str, object]]:
         if problem.n_q == 1 and problem.n_kv >= LONG_STEP and problem.dtype != "fp8":
             rate = 2 * heads * problem.n_kv * (problem.d + problem.d_v) / us / 1e6
             said = {"step": problem.label(), "key heads": heads, "TB/s": round(rate, 2)}
-            found.append({**said, "busy": round(losses.torch_fills(problem, GPU.sms), 2)})
+            found.append({**said, "share of the rate": round(losses.torch_fills(problem, GPU.sms), 2)})
     return sorted(found, key=lambda one: (one["key heads"], one["step"]))
 
 

@@ -14,13 +14,14 @@ from flashtune import dispatch
 from flashtune.cli.main import main
 from flashtune.core.config import Config
 from flashtune.core.errors import DatabaseError, InputError, NoKernelFound
+from flashtune.core.problem import Direction
 from flashtune.core.results import Ending, SearchResult, TuningRecord
 from flashtune.core.target import find_target
 from flashtune.db.card import card_path, check_card, checked_licence
 from flashtune.db.library import Library
 from flashtune.db.merging import merge
 from flashtune.db.store import Store
-from flashtune.templates import family, repeatable, unservable
+from flashtune.templates import BITS, family, unservable
 
 POINTERS = family("flash_fwd")
 CONFIG = POINTERS.default(samples.PROBLEM.spec(), find_target("h200"))
@@ -164,15 +165,15 @@ def test_a_merge_of_three_databases_loses_no_best_row_of_either_kind(tmp_path: P
         ),
     )
     paths = [samples.write(tmp_path / f"{number}.sqlite", results) for number, results in enumerate(contents)]
-    merged = merge(paths, tmp_path / "all.sqlite", passed_over=unservable, repeatable=repeatable)
+    merged = merge(paths, tmp_path / "all.sqlite", passed_over=unservable, bits=BITS)
     assert names(tmp_path / "all.sqlite") == ["one", "only", "fast_b", "everywhere"]
     assert [record.outcome.variant_id for record in merged.kept] == names(tmp_path / "all.sqlite")
     assert sorted((lost.outcome.variant_id, best.outcome.variant_id) for lost, best in merged.lost) == [
         ("alone_b", "everywhere"), ("fast_a", "fast_b"), ("guessed", "fast_b"), ("three", "one"), ("two", "one"),
     ]  # fmt: skip
-    merge(paths[::-1], tmp_path / "reversed.sqlite", passed_over=unservable, repeatable=repeatable)
+    merge(paths[::-1], tmp_path / "reversed.sqlite", passed_over=unservable, bits=BITS)
     assert (tmp_path / "reversed.sqlite").read_bytes() == (tmp_path / "all.sqlite").read_bytes()
-    merge([tmp_path / "all.sqlite"], tmp_path / "again.sqlite", passed_over=unservable, repeatable=repeatable)
+    merge([tmp_path / "all.sqlite"], tmp_path / "again.sqlite", passed_over=unservable, bits=BITS)
     assert (tmp_path / "again.sqlite").read_bytes() == (tmp_path / "all.sqlite").read_bytes()
 
 
@@ -183,11 +184,30 @@ def test_a_row_that_raced_for_the_same_bits_drives_out_none_that_usual_calls_tak
         replace(trained("same_bits", 2600.0, repeats=True), provenance=replace(samples.PROVENANCE, created_at="2026-11-23T10:00:00+00:00")),
     )
     both = samples.write(tmp_path / "both.sqlite", results)
-    merge([both], tmp_path / "merged.sqlite", passed_over=unservable, repeatable=repeatable)
+    merge([both], tmp_path / "merged.sqlite", passed_over=unservable, bits=BITS)
     with Store.open(both, writable=False) as store:
-        store.export(tmp_path / "exported.sqlite", winners_only=True, passed_over=unservable, repeatable=repeatable)
+        store.export(tmp_path / "exported.sqlite", winners_only=True, passed_over=unservable, bits=BITS)
     for name in ("both", "merged", "exported"):
         assert serving(tmp_path / f"{name}.sqlite", monkeypatch) == ["flash_bwd_hopper", "flash_bwd_hopper_split"]
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_of_layers_those_rows_are_checked_and_compiled_that_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direction: Direction
+) -> None:
+    """What `verify` and `generate` read. In the upper layer no framework raced."""
+    above, below = one("above", 4096, 100.0, None), one("below", 4096, 100.0, 200.0)
+    if direction == "bwd":
+        above, below = trained("above", 2600.0, repeats=True), trained("below", 2500.0, 2600.0, repeats=True)
+    stack = [samples.write(tmp_path / f"{name}.sqlite", (result,)) for name, result in (("above", above), ("below", below))]
+    served: list[str | None] = []
+    for asked in (False, True):
+        monkeypatch.setattr("torch.are_deterministic_algorithms_enabled", lambda asked=asked: asked)
+        with dispatch.use(stack[1], alone=True), dispatch.use(stack[0]):
+            served.append(dispatch.explain_problem(above.problem, "h200").origin)
+    read = Library.over(stack, alone=True).records(bits=BITS)
+    assert [record.outcome.variant_id for record in read] == (["above"] if direction == "fwd" else ["below", "above"])
+    assert list(dict.fromkeys(served)) == [record.origin for record in read]
 
 
 def test_rows_that_cannot_be_served_give_way_to_the_next_of_their_kind(tmp_path: Path) -> None:

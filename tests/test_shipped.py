@@ -14,7 +14,7 @@ from flashtune.core.results import TuningRecord
 from flashtune.core.shipped_kernels import PACKAGE, shipped_index
 from flashtune.core.target import find_target
 from flashtune.db.library import Library, shipped_path
-from flashtune.templates import family, repeatable
+from flashtune.templates import BITS, family
 from flashtune.tuner.publish.sources import variant_for
 
 H200 = find_target("h200")
@@ -87,8 +87,8 @@ def test_regenerating_the_shipped_kernels_changes_nothing() -> None:
 
 def test_machine_code_ships_of_what_serves_deterministic_calls() -> None:
     index = shipped_index(PACKAGE)
-    beside = [row for row in Library.of(shipped_path()).records(gpu="h200", repeatable=repeatable) if row not in RECORDS]
-    assert len(beside) == 10 and all(repeatable(row) for row in beside)
+    beside = [row for row in Library.of(shipped_path()).records(gpu="h200", bits=BITS) if row not in RECORDS]
+    assert len(beside) == 10 and all(BITS.repeats(row) for row in beside)
     for row in beside:
         variant = variant_for(row)
         assert index.find(variant.id) is not None, row.problem.label()

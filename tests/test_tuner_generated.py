@@ -16,13 +16,13 @@ from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.kernel_index import INDEX, read_index
 from flashtune.core.results import TuningRecord
 from flashtune.db.library import Library, shipped_path
-from flashtune.templates import family, repeatable
+from flashtune.templates import BITS, family
 from flashtune.tuner.publish.generated import arrange, differing, index_text, text_files, write
 from flashtune.tuner.publish.sources import variant_for
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "flashtune" / "kernels_generated"
-SHIPPED = Library.of(shipped_path()).records(repeatable=repeatable)
+SHIPPED = Library.of(shipped_path()).records(bits=BITS)
 DECODES = [record for record in SHIPPED if record.outcome.template == "flash_decode"]
 
 

@@ -24,7 +24,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.shipped_kernels import shipped_manifest
 from flashtune.db.library import Library, shipped_path
 from flashtune.dispatch.launch.hostcode import load_host_code
-from flashtune.templates import repeatable
+from flashtune.templates import BITS
 from flashtune.tuner.children.at_hand import machine_code_of, taking
 from flashtune.tuner.children.compile import compiling_for
 from flashtune.tuner.publish.generated import Arranged, arrange, kept, machine_files, orders_of, write
@@ -42,7 +42,7 @@ def ordered(one: Arranged) -> Order:
 # Not before a test needs them, since every worker collects this file.
 @cache
 def arranged() -> list[Arranged]:
-    return arrange(Library.of(shipped_path()).records(repeatable=repeatable))
+    return arrange(Library.of(shipped_path()).records(bits=BITS))
 
 
 @cache

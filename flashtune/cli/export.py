@@ -39,16 +39,14 @@ def export(
     """
     from flashtune.db.library import overlay_path
     from flashtune.db.store import Store
-    from flashtune.templates import repeatable, unservable
+    from flashtune.templates import BITS, unservable
 
     wanted = licence_for(destination, licence, force=force)
     with Store.open(location or overlay_path(), writable=False) as store:
         filters = filters_of(gpu_name=gpu_name, d=d, dtype=dtype)
         if not all_trials:
             servable(store.records(passed_over=unservable, **filters))
-        rows = store.export(
-            destination, winners_only=not all_trials, replace=force, passed_over=unservable, repeatable=repeatable, **filters
-        )
+        rows = store.export(destination, winners_only=not all_trials, replace=force, passed_over=unservable, bits=BITS, **filters)
     found, words = written(destination, wanted, rows)
     if as_json:
         print_json(found)

@@ -49,7 +49,7 @@ def generate(
     """
     from flashtune.core.kernel_index import INDEX
     from flashtune.db.library import Library, shipped_path
-    from flashtune.templates import repeatable, unservable
+    from flashtune.templates import BITS, unservable
     from flashtune.tuner.machine import cores
     from flashtune.tuner.publish.generated import arrange, differing, index_text, require_writable, text_files, write
 
@@ -62,7 +62,7 @@ def generate(
     if not check:
         require_writable(folder)
     library = Library.of(location or shipped_path())
-    records = library.records(passed_over=unservable, repeatable=repeatable, **filters_of(gpu_name=gpu_name))
+    records = library.records(passed_over=unservable, bits=BITS, **filters_of(gpu_name=gpu_name))
     arranged = arrange(servable(records))
     if not arranged:
         wanted = "no row" if gpu_name is None else f"no row of gpu {find_target(gpu_name).slug}"

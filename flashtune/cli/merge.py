@@ -31,10 +31,10 @@ def merge(locations: tuple[str, ...], destination: str, licence: str | None, for
     flashtune merge alice.sqlite bob.sqlite --out model/tuned.sqlite --licence Apache-2.0
     """
     from flashtune.db.merging import merge as merged_into
-    from flashtune.templates import repeatable, unservable
+    from flashtune.templates import BITS, unservable
 
     wanted = licence_for(destination, licence, force=force)
-    merged = merged_into(locations, destination, replace=force, passed_over=unservable, repeatable=repeatable)
+    merged = merged_into(locations, destination, replace=force, passed_over=unservable, bits=BITS)
     found, words = written(destination, wanted, len(merged.kept))
     if as_json:
         lost = [{"lost": _row(record), "kept": _row(best)} for record, best in merged.lost]

@@ -22,13 +22,13 @@ def verify(location: str | None, gpu_name: str | None, d: int | None, seed: int,
     architecture's, or Gluon kernels without a GPU) are counted as skipped.
     """
     from flashtune.db.library import Library
-    from flashtune.templates import repeatable, unservable
+    from flashtune.templates import BITS, unservable
     from flashtune.tuner.machine import local_gpu, require_triton
     from flashtune.tuner.publish.sources import recheck
     from flashtune.tuner.replies import Failed
 
     library = Library.of(location) if location else Library.default()
-    records = library.records(passed_over=unservable, repeatable=repeatable, **filters_of(gpu_name=gpu_name, d=d))
+    records = library.records(passed_over=unservable, bits=BITS, **filters_of(gpu_name=gpu_name, d=d))
     require_triton()
     gpu = local_gpu()
     rows = []

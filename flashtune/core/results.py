@@ -1,6 +1,6 @@
 """What became of a trial (`Outcome`), how fast it was (`Measurement`), and what is kept of it (`TuningRecord`)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any, Literal, get_args
@@ -239,6 +239,15 @@ class TuningRecord:
     def tflops(self) -> float:
         """10^12 floating-point operations per second, by `Problem.flops`."""
         return self.problem.flops() / self.median_us / 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bits:
+    """What templates say of the bits that kernels write: whether a record's kernel `repeats` them every time, and whether one
+    that doesn't may serve its problem on its GPU (`may_vary`)."""
+
+    repeats: Callable[[TuningRecord], bool]
+    may_vary: Callable[[TuningRecord], bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Self, Unpack
 import platformdirs
 
 from flashtune.core.problem import ProblemKey
-from flashtune.core.results import TuningRecord
+from flashtune.core.results import Bits, TuningRecord
 from flashtune.db.card import check_card
 from flashtune.db.preference import by_key, foremost, key_order, preference, serve_all, worth_keeping
 from flashtune.db.shipped import Shipped
@@ -119,19 +119,19 @@ class Library(Mapping[ProblemKey, list[TuningRecord]]):
         self,
         *,
         passed_over: Callable[[TuningRecord], object] = serve_all,
-        repeatable: Callable[[TuningRecord], bool] | None = None,
+        bits: Bits | None = None,
         **where: Unpack["KeyFilter"],
     ) -> list[TuningRecord]:
-        """The best record of every key that passes the filter, in order of keys; where it is asked which kernels are `repeatable`, all that
+        """The best record of every key that passes the filter, in order of keys; where `bits` say which kernels repeat theirs, all that
         is `worth_keeping`, with those of deterministic calls.
 
         One that is `passed_over` gives way to the next of its key, where there is one that is not.
         """
         wanted = {name: value for name, value in where.items() if value is not None}
         chosen = (self[key] for key in self if all(getattr(key, name) == value for name, value in wanted.items()))
-        if repeatable is None:
+        if bits is None:
             return [foremost(same, passed_over) for same in chosen if same]
-        return [record for same in chosen if same for record in worth_keeping(same, passed_over, repeatable) or same[:1]]
+        return [record for same in chosen if same for record in worth_keeping(same, passed_over, bits) or same[:1]]
 
     def winners(self) -> list[TuningRecord]:
         """What every search found best, in order of keys and of preference: where a record can't be served, the next one may."""

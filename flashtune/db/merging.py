@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashtune.core.errors import DatabaseError, NoKernelFound
-from flashtune.core.results import TuningRecord
+from flashtune.core.results import Bits, TuningRecord
 from flashtune.db.library import Layer, Library
-from flashtune.db.preference import all_repeat, by_key, key_order, serve_all, worth_keeping
+from flashtune.db.preference import ALL_REPEAT, by_key, key_order, serve_all, worth_keeping
 from flashtune.db.store import sqlite_path
 from flashtune.db.writing import write_file
 
@@ -29,12 +29,12 @@ def merge(
     *,
     replace: bool = False,
     passed_over: Callable[[TuningRecord], object] = serve_all,
-    repeatable: Callable[[TuningRecord], bool] = all_repeat,
+    bits: Bits = ALL_REPEAT,
 ) -> Merged:
     """Write the best row of each key that any of these databases has to a new SQLite file, with its provenance as it was.
 
     Of several rows of a key the one that gained most over the framework in its own run is kept: `preference`, as in a library;
-    equals go to the database that is named first. Where that one's kernel isn't `repeatable`, the best row whose is stays beside it, for
+    equals go to the database that is named first. Where that one's kernel's bits vary, the best row whose don't stays beside it, for
     deterministic calls (`worth_keeping`). Those that are `passed_over` give way to the next. The file appears whole or not at all;
     `replace` allows it to take the place of another tuned database, but not of one of these.
 
@@ -50,13 +50,13 @@ def merge(
     kept, lost, refused = [], [], []
     found = by_key(record for location in locations for record in Library([Layer(location=location)]).winners())
     for key in sorted(found, key=key_order):
-        stay = worth_keeping(found[key], passed_over, repeatable)
+        stay = worth_keeping(found[key], passed_over, bits)
         if not stay:
             refused.append(found[key][0])
             continue
         kept += stay
         runs = [_run(record) for record in stay]
-        lost += [(record, stay[-1] if repeatable(record) else stay[0]) for record in found[key] if _run(record) not in runs]
+        lost += [(record, stay[-1] if bits.repeats(record) else stay[0]) for record in found[key] if _run(record) not in runs]
     if not kept:
         raise NoKernelFound("these databases hold no row that could be served: search first, or name others")
     write_file(target, [record.as_result() for record in kept], replace=replace)

@@ -6,7 +6,7 @@ from operator import attrgetter
 from typing import Any
 
 from flashtune.core.problem import ProblemKey
-from flashtune.core.results import TuningRecord
+from flashtune.core.results import Bits, TuningRecord
 from flashtune.db.rows import moment
 
 _COLUMNS = attrgetter(*(field.name for field in fields(ProblemKey)))
@@ -43,9 +43,8 @@ def serve_all(record: TuningRecord) -> None:
     """Passes over no record."""
 
 
-def all_repeat(record: TuningRecord) -> bool:
-    """Says of every record that its kernel writes the same bits each time, so that one serves all calls."""
-    return True
+ALL_REPEAT = Bits(repeats=lambda record: True, may_vary=lambda record: False)
+"""Every kernel writes the same bits each time, so that one serves all calls."""
 
 
 def raced_for_same_bits(record: TuningRecord, *, repeatable: bool) -> bool:
@@ -59,21 +58,20 @@ def foremost(same: Sequence[TuningRecord], passed_over: Callable[[TuningRecord],
     return next((record for record in same if not passed_over(record)), same[0])
 
 
-def worth_keeping(
-    same: Sequence[TuningRecord], passed_over: Callable[[TuningRecord], object], repeatable: Callable[[TuningRecord], bool]
-) -> list[TuningRecord]:
+def worth_keeping(same: Sequence[TuningRecord], passed_over: Callable[[TuningRecord], object], bits: Bits) -> list[TuningRecord]:
     """Of one key's records, the best first, those that a small database keeps; none where all are `passed_over`.
 
-    That is the one that serves, and where its kernel isn't `repeatable` also the first whose is, which serves calls that ask for the same
+    That is the one that serves, and where its kernel's bits vary also the first whose don't, which serves calls that ask for the same
     bits every time.
     """
 
     def order(record: TuningRecord) -> tuple[bool, bool]:
         # Measured rows serve before any prediction.
-        return record.outcome.source == "predicted", raced_for_same_bits(record, repeatable=repeatable(record))
+        demoted = bits.may_vary(record) and raced_for_same_bits(record, repeatable=bits.repeats(record))
+        return record.outcome.source == "predicted", demoted
 
-    served = sorted((record for record in same if not passed_over(record)), key=order)
-    first, repeating = served[:1], [record for record in served if repeatable(record)][:1]
+    served = [record for record in same if not passed_over(record)]
+    first, repeating = sorted(served, key=order)[:1], [record for record in served if bits.repeats(record)][:1]
     return first if first == repeating else first + repeating
 
 

@@ -16,10 +16,10 @@ from flashtune.core.config import Direction
 from flashtune.core.dtypes import DType
 from flashtune.core.errors import DatabaseError, NoKernelFound
 from flashtune.core.problem import ProblemKey
-from flashtune.core.results import Outcome, SearchResult, TuningRecord
+from flashtune.core.results import Bits, Outcome, SearchResult, TuningRecord
 from flashtune.core.secrets import mask_secrets
 from flashtune.db import rows
-from flashtune.db.preference import all_repeat, by_key, foremost, key_order, serve_all, worth_keeping
+from flashtune.db.preference import ALL_REPEAT, by_key, foremost, key_order, serve_all, worth_keeping
 from flashtune.db.schema import ProblemRow, RunRow, TrialRow
 from flashtune.db.server import Server
 from flashtune.db.sqlite_file import SqliteFile
@@ -162,20 +162,20 @@ class Store:
         winners_only: bool,
         replace: bool = False,
         passed_over: Callable[[TuningRecord], object] = serve_all,
-        repeatable: Callable[[TuningRecord], bool] = all_repeat,
+        bits: Bits = ALL_REPEAT,
         **where: Unpack[KeyFilter],
     ) -> int:
         """Write what passes the filter to a new, compact SQLite file, fit to ship beside model weights; how many runs it holds.
 
-        `winners_only` keeps the best record of each key that is not `passed_over`, and where its kernel isn't `repeatable` also the best
-        whose is (`worth_keeping`), else all runs with all trials. Equal contents give equal bytes (under one version of SQLite). The file
-        appears whole or not at all; `replace` allows it to take the place of another tuned database.
+        `winners_only` keeps the best record of each key that is not `passed_over`, and where its kernel's bits vary also the best
+        whose don't (`worth_keeping`), else all runs with all trials. Equal contents give equal bytes (under one version of SQLite). The
+        file appears whole or not at all; `replace` allows it to take the place of another tuned database.
 
         Raises NoKernelFound where nothing passes the filter.
         """
         if winners_only:
             found = by_key(self.winners(**where))
-            kept = (record for key in sorted(found, key=key_order) for record in worth_keeping(found[key], passed_over, repeatable))
+            kept = (record for key in sorted(found, key=key_order) for record in worth_keeping(found[key], passed_over, bits))
             results = [record.as_result() for record in kept]
         else:
             results = sorted(self.results(**where), key=lambda result: key_order(result.problem.key(result.gpu)))

@@ -3,8 +3,8 @@
 import functools
 
 from flashtune.core.errors import InputError
-from flashtune.core.results import TuningRecord
-from flashtune.core.target import find_target
+from flashtune.core.results import Bits, TuningRecord
+from flashtune.core.target import find_target, targets
 from flashtune.templates.family import Family
 
 
@@ -33,10 +33,22 @@ def family(name: str) -> Family:
     return found
 
 
-def repeatable(record: TuningRecord) -> bool:
+def repeats(record: TuningRecord) -> bool:
     """Whether a record's kernel writes the same bits every time, as its family promises; one that isn't here promises nothing."""
     found = families().get(record.outcome.template)
     return found is not None and found.repeatable
+
+
+def may_vary(record: TuningRecord) -> bool:
+    """Whether a family whose bits vary may serve a record's problem on its GPU, so that dispatch takes rows that raced for the same bits
+    last (flashtune.dispatch.policy.Pool.exact)."""
+    problem, target = record.problem, targets().get(record.key.gpu)
+    computing = (family for family in _found() if family.direction == problem.direction and not family.repeatable)
+    return target is not None and any(family.refusal(problem, target) is None for family in computing)
+
+
+BITS = Bits(repeats=repeats, may_vary=may_vary)
+"""Of the families here."""
 
 
 def unservable(record: TuningRecord) -> str | None:

@@ -140,6 +140,10 @@ class Family:
         """The first constraint that this config breaks on this target, or None."""
         return next((c for c in self.constraints if not c.holds(config, spec, target)), None)
 
+    def refusal(self, problem: Problem, target: Target) -> str | None:
+        """Why this family can't serve a problem on a target, or doesn't suit its sizes; None where it does."""
+        return self.supports(problem.spec(), target) or self.suits(problem, target)
+
     def unfit(self, config: Config, spec: KernelSpec, target: Target) -> str | None:
         """Why a config of the declared space can't serve `spec` on `target`, or None where it can."""
         if (why := self.supports(spec, target)) is not None:

@@ -17,10 +17,6 @@ from flashtune.templates.family import Family
 Kind = Literal["exact", "near_n", "stand_in", "near_gpu", "predicted", "default", "framework"]
 
 
-NEAREST, NEAR = "the nearest there is", "one that is near"
-"""What is said of a record that stands in: none is nearer, or a nearer one was passed over."""
-
-
 class Choice(NamedTuple):
     """One way to serve a problem: a family with a config, or the framework (no family). `note` says in a sentence why.
 
@@ -119,7 +115,7 @@ def _configured(record: TuningRecord, family: Family, context: Context) -> Fit |
 def near_choice(fit: Fit, context: Context, *, preferred: Preferred | None = None, behind: float | None = None) -> Choice:
     """The choice by a record of another key: its kernel, or the framework where that is expected to be faster."""
     problem, key, record = context.problem, context.key, fit.record
-    note = _note(fit, context.key, NEAREST if preferred is None else NEAR)
+    note = _note(fit, context.key)
     differing, loss = losses.differences(record, key), losses.estimate(record.key, key)
     kind: Kind = "near_gpu" if record.key.gpu != key.gpu else "near_n"
     if record.problem.spec() != problem.spec() or record.key.gqa_ratio != key.gqa_ratio or not losses.same_features(record.key, key):
@@ -181,8 +177,8 @@ def _ratio(record: TuningRecord, context: Context, loss: Estimate) -> tuple[floa
 
 
 def _torch_slower(record: TuningRecord, context: Context) -> float:
-    """By what our time over torch's falls from a decoding step's row to the call because torch keeps less of the GPU busy there; 1 where
-    the GPU waits for the host, and for more rows than one, of which nothing was measured."""
+    """By what our time over torch's falls from a decoding step's row to the call because torch reads at a lower rate there; 1 where the
+    GPU waits for the host, and for more rows than one, of which nothing was measured."""
     if context.key.n_q > 1 or record.key.n_q > 1 or losses.waits(record, context.key):
         return 1.0
     here = losses.torch_fills(context.problem, context.target.sms)
@@ -191,7 +187,7 @@ def _torch_slower(record: TuningRecord, context: Context) -> float:
 
 def _torch_told(slower: float) -> str:
     """What is to be said of that."""
-    return "" if slower == 1.0 else f"; torch is thought to keep {slower:.2f} times as much of the GPU busy as there"
+    return "" if slower == 1.0 else f"; torch is thought to read at {slower:.2f} times its rate there"
 
 
 def _twin(record: TuningRecord, context: Context, family: Family, config: Config) -> Config | None:
@@ -230,7 +226,7 @@ def exact_choice(fit: Fit, context: Context) -> Choice:
 def default_choice(family: Family, problem: Problem, target: Target) -> Choice | Refusal:
     """The choice of a family's default config, or why it can't serve."""
     spec = problem.spec()
-    if (why := family.supports(spec, target) or family.suits(problem, target)) is not None:
+    if (why := family.refusal(problem, target)) is not None:
         return Refusal(reason=f"{family.name}: {why}")
     config = family.default(spec, target)
     if (broken := family.violated(config, spec, target)) is not None:
@@ -239,7 +235,7 @@ def default_choice(family: Family, problem: Problem, target: Target) -> Choice |
     return Choice(kind="default", spec=spec, note=note, family=family, config=config)
 
 
-def _note(fit: Fit, key: ProblemKey, near: str = NEAREST) -> str:
+def _note(fit: Fit, key: ProblemKey) -> str:
     record = fit.record
     other = record.key
     verb = "measured" if record.outcome.source == "measured" else "predicted, not measured,"
@@ -249,5 +245,5 @@ def _note(fit: Fit, key: ProblemKey, near: str = NEAREST) -> str:
         place = f"for exactly this problem on {other.gpu}"
     else:
         differing = ", ".join(losses.differences(record, key)) or "the same sizes"
-        place = f"on {other.gpu}" + (f" in place of {key.gpu}" if other.gpu != key.gpu else "") + f", {near} ({differing})"
+        place = f"on {other.gpu}" + (f" in place of {key.gpu}" if other.gpu != key.gpu else "") + f", for another problem ({differing})"
     return f"{verb} {place}: {record.median_us:.1f} us" + (f", with {fit.changed} to keep the constraints" if fit.changed else "")

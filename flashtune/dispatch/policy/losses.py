@@ -62,6 +62,10 @@ times as long with 648 heads of 1342 rows (benchmarks/results/2026-11-23-h200-un
 FAST_HEADS = 128
 """Torch has faster kernels for heads up to this size than for larger ones."""
 
+SMALL_HEADS = 64
+"""An SM has room for three programs of torch's decoding step of heads up to this size: with 300 key heads of D = 64 on 132 SMs it reads at
+4.11 and 4.35 TB/s, as fast as with 224, and of D = 72 by a third slower."""
+
 TWO_ON_AN_SM = 1.41
 """How much longer torch's decoding step takes where SMs have two of its programs, not one: 203 us and 144 of D = 72 and 140 key heads, and
 72, in the same steps."""
@@ -261,9 +265,9 @@ def torch_fills(problem: Problem, sms: int) -> float:
     """The share of a GPU's rate of reading, of so many SMs, that torch's decoding step of one row reaches.
 
     It starts a program to each key head in all batches, or as many parts of its keys as fill the GPU once. An SM reads with one program of
-    most head sizes at a share of its rate, and with two at TWO_ON_AN_SM times that; of heads above FAST_HEADS it has room for one, and of
-    D = 128 one is enough. By 98 steps of 40 to 300 key heads on an H200 (benchmarks/results/2026-11-24-h200-splits); of D = 64 it counts
-    too little from 264 key heads on, where both steps of 300 read at the full rate.
+    most head sizes at a share of its rate, and with two at TWO_ON_AN_SM times that, or more; it has room for two, of heads up to
+    SMALL_HEADS for three, of heads above FAST_HEADS for one, and of D = 128 one is enough. By 98 steps of 40 to 300 key heads on an H200
+    (benchmarks/results/2026-11-24-h200-splits).
     """
     heads = problem.batch * problem.kv_heads
     programs = heads * max(1, sms // heads)
@@ -273,7 +277,8 @@ def torch_fills(problem: Problem, sms: int) -> float:
         return 1.0
     if programs <= sms:
         return programs / sms
-    return min(1.0, programs / (TWO_ON_AN_SM * math.ceil(programs / (2 * sms)) * sms))
+    room = 3 if max(problem.d, problem.d_v) <= SMALL_HEADS else 2
+    return min(1.0, programs / (TWO_ON_AN_SM * math.ceil(programs / (room * sms)) * sms))
 
 
 def odd_rows(key: ProblemKey) -> bool:

@@ -183,10 +183,7 @@ def group_of(key: ProblemKey) -> tuple[object, ...]:
 
 def _tried(record: TuningRecord, target: Target, families: Mapping[str, Family]) -> frozenset[str]:
     """The families that a search of this record's problem tries."""
-    spec = record.problem.spec()
-    return frozenset(
-        name for name, family in families.items() if (family.supports(spec, target) or family.suits(record.problem, target)) is None
-    )
+    return frozenset(name for name, family in families.items() if family.refusal(record.problem, target) is None)
 
 
 def _places(records: Iterable[TuningRecord]) -> dict[int, int]:

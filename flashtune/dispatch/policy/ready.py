@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from flashtune.core.config import KernelSpec
 from flashtune.core.dtypes import OTHER_16_BITS
-from flashtune.dispatch.policy.choices import NEAR, NEAREST, Choice, Refusal
+from flashtune.dispatch.policy.choices import Choice, Refusal
 from flashtune.dispatch.policy.losses import ragged
 
 NEAR_EQUAL = 0.05
@@ -33,8 +33,7 @@ def ready_first(choices: Iterable[Choice | Refusal], ready: Callable[[Choice], b
         waiting: list[Choice | Refusal] = [one]
         for other in ranking:
             if isinstance(other, Choice) and _waits(other) and _near(other, one) and ready(other):
-                note = other.note.replace(NEAREST, NEAR)
-                yield other._replace(note=f"{note}; nearer rows have no machine code for these features")
+                yield other._replace(note=f"{other.note}; nearer rows have no machine code for these features")
                 break
             waiting.append(other)
             if len(waiting) > AHEAD or (isinstance(other, Choice) and not _waits(other)):
