@@ -6,6 +6,7 @@ import os
 import random
 import re
 import stat
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,34 @@ def test_what_is_too_large_is_not_parsed(tmp_path: Path) -> None:
     path.write_bytes(b" " * (calls.MOST_BYTES + 1))
     with pytest.raises(InputError, match="it has more than"):
         calls.read(path)
+
+
+def test_no_file_grows_beyond_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "calls.json"
+    calls.add(path, [PREFILL])
+    before = path.read_bytes()
+    monkeypatch.setattr(calls, "MOST_BYTES", len(before) + 10)
+    with pytest.raises(InputError, match="so it stays as it is: name another file"):
+        calls.add(path, [replace(PREFILL, d=32, d_v=32)])
+    assert path.read_bytes() == before and os.listdir(tmp_path) == ["calls.json"]
+    assert calls.read(path) == [PREFILL]
+
+
+def test_a_pipe_that_somebody_writes_is_read(tmp_path: Path) -> None:
+    """As in `--calls <(...)`."""
+    calls.add(tmp_path / "calls.json", [PREFILL])
+    os.mkfifo(tmp_path / "pipe")
+    with subprocess.Popen(["cp", "calls.json", "pipe"], cwd=tmp_path):
+        assert calls.read(tmp_path / "pipe") == [PREFILL]
+    with pytest.raises(EnvironmentProblem, match=r"can't be written \(File or stream is not seekable"):
+        calls.add(tmp_path / "pipe", [PREFILL])
+
+
+@pytest.mark.parametrize("path", ["nul\0.json", "half\ud800.json", "x" * 300])
+def test_names_that_no_file_has_are_refused_in_a_sentence(path: str) -> None:
+    for doing in (calls.read, lambda path: calls.add(path, [PREFILL])):
+        with pytest.raises(EnvironmentProblem, match=r"can't be (read|written) \([^N]"):
+            doing(Path(path))
 
 
 def test_places_that_hold_no_file_are_named_with_a_remedy(tmp_path: Path) -> None:

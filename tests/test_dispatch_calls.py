@@ -18,7 +18,7 @@ from test_dispatch_memo import Machine, config_of, save
 
 from flashtune import dispatch
 from flashtune.core.calls import read
-from flashtune.core.errors import InputError
+from flashtune.core.errors import EnvironmentProblem, InputError
 from flashtune.core.problem import Features, Problem
 from flashtune.dispatch import calls
 from flashtune.dispatch.calls import CALLS
@@ -204,6 +204,8 @@ def test_what_is_saved_adds_to_the_file(tmp_path: Path) -> None:
 def test_a_place_that_is_none_is_refused() -> None:
     with pytest.raises(InputError, match="a file of calls is named by its path, not 3"):
         dispatch.save_calls(3)  # type: ignore[arg-type]
+    with pytest.raises(EnvironmentProblem, match="No such file or directory"):
+        dispatch.save_calls("~nosuchuser/calls.json")
 
 
 CODE = """

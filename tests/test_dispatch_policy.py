@@ -690,7 +690,7 @@ def test_a_row_of_the_key_with_other_heads_tells_of_torch_by_how_busy_it_kept_th
     assert few.key("h200") == many.key("h200")
     won, lost = record(few, time_us=99.0, framework_us=143.8), record(many, time_us=110.0, framework_us=100.0)
     kept = policy.choose(many, H200, [won], FAMILIES)
-    assert kept.kind == "framework" and "1.60 times as much of the GPU busy" in kept.note
+    assert kept.kind == "framework" and "read at 1.60 times its rate there" in kept.note
     assert policy.choose(few, H200, [won], FAMILIES).kind == policy.choose(few, H200, [lost], FAMILIES).kind == "exact"
     assert policy.choose(many, H200, [lost], FAMILIES).kind == "framework"
     # Of several query rows nothing is known.

@@ -2,7 +2,6 @@
 
 import numbers
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Literal, NamedTuple, cast, get_args
 
 from flashtune.core.errors import InputError, InputTypeError
@@ -116,10 +115,3 @@ def _pairs_up_to(n_q: int, n_kv: int, shift: int) -> int:
     full = min(n_q, max(first, n_kv - shift - 1))
     rising = full - first
     return rising * (first + shift + 1) + rising * (rising - 1) // 2 + (n_q - full) * n_kv
-
-
-@lru_cache(maxsize=1024)
-def blocks_of_tiles(band: Band, rows: int, columns: int, block_rows: int, block_columns: int) -> tuple[int, ...]:
-    """Blocks of columns that each tile of rows visits, in the order of the tiles."""
-    seen = (band.keys(start, min(start + block_rows, rows) - 1, columns) for start in range(0, rows, block_rows))
-    return tuple(found[-1] // block_columns - found[0] // block_columns + 1 if found else 0 for found in seen)

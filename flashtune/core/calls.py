@@ -22,7 +22,7 @@ LENGTHS = 4
 """So many lengths of an octave are kept of calls that are no decoding steps."""
 
 MOST_BYTES = 1 << 22
-"""A file that is larger is none of ours: thinned calls take some 150 bytes each."""
+"""No larger file is read or written: thinned calls take some 110 to 150 bytes each."""
 
 _FIELDS = tuple(field.name for field in fields(Problem))
 _SIZES = tuple(name for name in _FIELDS if name not in ("dtype", "features", "direction"))
@@ -72,12 +72,13 @@ def read(path: Path) -> list[Problem]:
     can't be read."""
     try:
         with path.open("rb") as file:
-            return _parsed(file.read(MOST_BYTES + 1), path)
+            text = file.read(MOST_BYTES + 1)
     except FileNotFoundError as error:
         hint = "call dispatch.save_calls in the process that runs the model, or run it with FLASHTUNE_CALLS naming this file"
         raise InputError(f"there is no file {path}: {hint}") from error
-    except OSError as error:
-        raise EnvironmentProblem(f"{path} can't be read ({error.strerror}): name a file that dispatch.save_calls wrote") from error
+    except (OSError, ValueError) as error:
+        raise EnvironmentProblem(f"{path} can't be read ({_cause(error)}): name a file that dispatch.save_calls wrote") from error
+    return _parsed(text, path)
 
 
 def add(path: Path, problems: Iterable[Problem]) -> None:
@@ -86,13 +87,20 @@ def add(path: Path, problems: Iterable[Problem]) -> None:
     Who adds holds a lock of the file meanwhile, so that processes lose nothing of each other's, and nobody sees half a file. Raises
     InputError where the file is none of calls, and EnvironmentProblem where it can't be written.
     """
-    # Not beside a link to it: what is put in the file's place would replace the link.
-    path = Path(os.path.realpath(path))
     try:
+        # Not beside a link to it: what is put in the file's place would replace the link.
+        path = Path(os.path.realpath(path))
         while not _added(path, problems):
             pass
-    except OSError as error:
-        raise EnvironmentProblem(f"{path} can't be written ({error.strerror}): name a file in a folder that can be written to") from error
+    except InputError:
+        raise
+    except (OSError, ValueError) as error:
+        raise EnvironmentProblem(f"{path} can't be written ({_cause(error)}): name a file in a folder that can be written to") from error
+
+
+def _cause(error: OSError | ValueError) -> str:
+    """What the system says of a path, or Python of one that no system takes."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def _added(path: Path, problems: Iterable[Problem]) -> bool:
@@ -111,11 +119,14 @@ def _added(path: Path, problems: Iterable[Problem]) -> bool:
         text = file.read(MOST_BYTES + 1)
         # An empty one was just made, here or by who died before there was more in it.
         known = _parsed(text, path) if text else []
+        text = _text(thinned([*known, *problems])).encode()
+        if len(text) > MOST_BYTES:
+            raise InputError(f"{path} would have more than {MOST_BYTES} bytes with these calls, so it stays as it is: name another file")
         aside: str | None = None
         try:
             handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
             with os.fdopen(handle, "wb") as new:
-                new.write(_text(thinned([*known, *problems])).encode())
+                new.write(text)
             os.chmod(aside, stat.S_IMODE(status.st_mode))
             os.replace(aside, path)
         except OSError:

@@ -79,7 +79,7 @@ def save_calls(path: "str | Path") -> None:
     head sizes over 256, float64, nested tensors, tensor subclasses, transforms, modes, and what sdpa_kernel keeps from flash attention.
     Decoding steps are thinned to the longest of each octave of keys, other calls to the four longest (flashtune.core.calls.thinned).
 
-    Raises InputError where `path` is another kind of file, EnvironmentProblem where it can't be written.
+    Raises InputError where `path` is another kind of file, or would grow beyond 4 MB, EnvironmentProblem where it can't be written.
     """
     # What a first call doesn't need isn't imported before it.
     from pathlib import Path
@@ -88,7 +88,7 @@ def save_calls(path: "str | Path") -> None:
 
     if not isinstance(path, str | os.PathLike):
         raise InputError(f"a file of calls is named by its path, not {path!r}")
-    add(Path(path).expanduser(), CALLS.met())
+    add(Path(os.path.expanduser(path)), CALLS.met())
 
 
 def _save_at_exit() -> None:

@@ -43,8 +43,8 @@ def may_vary(record: TuningRecord) -> bool:
     """Whether a family whose bits vary may serve a record's problem on its GPU, so that dispatch takes rows that raced for the same bits
     last (flashtune.dispatch.policy.Pool.exact)."""
     problem, target = record.problem, targets().get(record.key.gpu)
-    computing = (family for family in _found() if family.direction == problem.direction and not family.repeatable)
-    return target is not None and any(family.refusal(problem, target) is None for family in computing)
+    varying = [family for family in _found() if family.direction == problem.direction and not family.repeatable]
+    return target is not None and any(family.refusal(problem, problem.spec(), target) is None for family in varying)
 
 
 BITS = Bits(repeats=repeats, may_vary=may_vary)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from flashtune.core.band import Band, blocks_of_tiles
 from flashtune.core.config import Config, asks_first, rescales_grown, settles
 from flashtune.core.dtypes import ITEMSIZE
 from flashtune.core.problem import Problem
@@ -20,7 +19,7 @@ from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.backward import flash_bwd
 from flashtune.templates.decode.flash_decode import few_rows, row_splits, split_count
-from flashtune.templates.family import padded
+from flashtune.templates.family import blocks_of_head, blocks_of_tiles, padded
 from flashtune.templates.hopper.layout import HopperLayout
 
 if TYPE_CHECKING:
@@ -108,7 +107,7 @@ FEW_ROUNDS = 8
 
 def key_blocks(problem: Problem, block_m: int, block_n: int) -> int:
     """Key blocks that the query tiles of one head visit in all, given the causal and window bands."""
-    return _blocks(problem.band, problem.n_q, problem.n_kv, block_m, block_n)
+    return blocks_of_head(problem.band, problem.n_q, problem.n_kv, block_m, block_n)
 
 
 @lru_cache(maxsize=4096)
@@ -145,7 +144,7 @@ def _last_ends(problem: Problem, block_m: int, block_n: int, section: int, sms: 
 def _work(problem: Problem, block_m: int, block_n: int, section: int) -> "NDArray[np.float64]":
     """Blocks of each tile by the work indices of the Hopper family: sections of heads, in each the row tiles of all its heads, the longest
     first."""
-    blocks = np.array(blocks_of_tiles(problem.band, problem.n_q, problem.n_kv, block_m, block_n)[::-1], dtype=float)
+    blocks = blocks_of_tiles(problem.band, problem.n_q, problem.n_kv, block_m, block_n)[::-1].astype(float)
     heads = problem.batch * problem.heads
     return np.concatenate([np.tile(np.repeat(blocks, section), heads // section), np.repeat(blocks, heads % section)])
 
@@ -208,7 +207,7 @@ def _score_gradients_us(config: Config, problem: Problem, target: Target, c: Con
     block_m, block_n = (64, 64) if d + d_v > 256 else (128, 64)
     if "ORDER" in config:
         block_m, block_n = config.number("DQ_BLOCK_M"), config.number("DQ_BLOCK_N")
-    blocks = _blocks(p.band, p.n_q, p.n_kv, block_m, block_n) * p.batch * p.heads
+    blocks = blocks_of_head(p.band, p.n_q, p.n_kv, block_m, block_n) * p.batch * p.heads
     matrix = 2 * block_m * block_n * (d + d_v) / _peak_per_clock(_kind(p), target) / c.matrix_efficiency
     memory = (block_m + block_n) * (d + d_v) * size / c.l2_bytes_per_clock
     clocks = blocks * (max(matrix, memory) + c.block_overhead) / target.sms
@@ -292,7 +291,7 @@ def _gradients_us(
     other products; nothing of it was fitted to measured backward kernels yet.
     """
     p, m, n, d, d_v = problem, tile.number("BLOCK_M"), tile.number("BLOCK_N"), padded(problem.d), padded(problem.d_v)
-    blocks = p.heads * (_blocks(p.band.turned, p.n_kv, p.n_q, n, m) if of_keys else _blocks(p.band, p.n_q, p.n_kv, m, n))
+    blocks = p.heads * (blocks_of_head(p.band.turned, p.n_kv, p.n_q, n, m) if of_keys else blocks_of_head(p.band, p.n_q, p.n_kv, m, n))
     # dV and dK beside S and dP, or dQ beside them.
     products = 2 * (d + d_v) + adds_queries * d if of_keys else 2 * d + d_v
     scores = m * n
@@ -305,11 +304,6 @@ def _gradients_us(
     slots, programs = target.sms * active, p.batch * _tiles_of_gradients(p, tile, of_keys)
     uneven = 1.0 if p.features.banded and balanced else math.ceil(programs / slots) * slots / programs
     return (p.batch * blocks * per_block + programs * c.tile_overhead / active) / target.sms * uneven / target.boost_mhz
-
-
-def _blocks(band: Band, rows: int, columns: int, block_rows: int, block_columns: int) -> int:
-    """Blocks of columns that the tiles of rows of one head visit in all."""
-    return sum(blocks_of_tiles(band, rows, columns, block_rows, block_columns))
 
 
 def _kind(problem: Problem) -> str:

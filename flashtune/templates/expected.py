@@ -3,13 +3,12 @@
 import math
 from collections.abc import Sequence
 
-from flashtune.core.band import blocks_of_tiles
 from flashtune.core.config import Config, rescales_grown, settles
 from flashtune.core.dtypes import ITEMSIZE
 from flashtune.core.problem import DECODE_ROWS, Problem
 from flashtune.core.target import Target
 from flashtune.templates.cost import predict_us
-from flashtune.templates.family import Family
+from flashtune.templates.family import Family, blocks_of_head
 from flashtune.templates.learned.forwards import FORWARDS
 from flashtune.templates.learned.residual import learned
 from flashtune.templates.learned.steps import STEPS
@@ -96,8 +95,8 @@ def shares(config: Config, problem: Problem) -> tuple[float, ...]:
     """How much of each of LEFT_OUT a Hopper kernel of this config has, in their order."""
     f, settled, narrow = problem.features, settles(config), max(problem.d, problem.d_v) <= SMALL
     rows, keys = config.number("BLOCK_M"), config.number("BLOCK_N")
-    blocks = blocks_of_tiles(problem.band, problem.n_q, problem.n_kv, rows, keys)
-    of_a_block = len(blocks) / max(len(blocks), sum(blocks))
+    tiles = math.ceil(problem.n_q / rows)
+    of_a_block = tiles / max(tiles, blocks_of_head(problem.band, problem.n_q, problem.n_kv, rows, keys))
     return (
         settled * of_a_block,
         settled and narrow,

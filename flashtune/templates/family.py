@@ -33,11 +33,13 @@ flashtune.core.reference defines the numbers.
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import combinations, product
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from flashtune.core.band import Band
 from flashtune.core.config import Config, Direction, KernelSpec, Value
 from flashtune.core.errors import InputError
 from flashtune.core.problem import Problem, next_power_of_two
@@ -140,9 +142,9 @@ class Family:
         """The first constraint that this config breaks on this target, or None."""
         return next((c for c in self.constraints if not c.holds(config, spec, target)), None)
 
-    def refusal(self, problem: Problem, target: Target) -> str | None:
-        """Why this family can't serve a problem on a target, or doesn't suit its sizes; None where it does."""
-        return self.supports(problem.spec(), target) or self.suits(problem, target)
+    def refusal(self, problem: Problem, spec: KernelSpec, target: Target) -> str | None:
+        """Why this family can't serve a problem, whose spec takes a while to make, or doesn't suit its sizes; None where it does."""
+        return self.supports(spec, target) or self.suits(problem, target)
 
     def unfit(self, config: Config, spec: KernelSpec, target: Target) -> str | None:
         """Why a config of the declared space can't serve `spec` on `target`, or None where it can."""
@@ -258,6 +260,21 @@ class _Held:
 def wave_efficiency(tiles: int, sms: int) -> float:
     """The share of `sms` that is busy while `tiles` equal tiles run in waves, one to an SM: 1 where the last wave is full."""
     return tiles / (math.ceil(tiles / sms) * sms)
+
+
+@lru_cache(maxsize=4096)
+def blocks_of_head(band: Band, rows: int, columns: int, block_rows: int, block_columns: int) -> int:
+    """Blocks of columns that the tiles of rows of one head visit in all."""
+    return int(blocks_of_tiles(band, rows, columns, block_rows, block_columns).sum())
+
+
+def blocks_of_tiles(band: Band, rows: int, columns: int, block_rows: int, block_columns: int) -> "NDArray[np.int64]":
+    """Blocks of columns that each tile of rows visits, in the order of the tiles."""
+    first = np.arange(0, rows, block_rows, dtype=np.int64)
+    last = np.minimum(first + block_rows, rows) - 1
+    start = np.zeros_like(first) if band.left is None else np.maximum(0, first + band.diagonal - band.left)
+    stop = np.full_like(first, columns) if band.right is None else np.minimum(columns, last + band.diagonal + band.right + 1)
+    return np.where(stop > start, (stop - 1) // block_columns - start // block_columns + 1, 0)
 
 
 def padded(head_dim: int) -> int:

@@ -226,7 +226,7 @@ def exact_choice(fit: Fit, context: Context) -> Choice:
 def default_choice(family: Family, problem: Problem, target: Target) -> Choice | Refusal:
     """The choice of a family's default config, or why it can't serve."""
     spec = problem.spec()
-    if (why := family.refusal(problem, target)) is not None:
+    if (why := family.refusal(problem, spec, target)) is not None:
         return Refusal(reason=f"{family.name}: {why}")
     config = family.default(spec, target)
     if (broken := family.violated(config, spec, target)) is not None:

@@ -183,7 +183,8 @@ def group_of(key: ProblemKey) -> tuple[object, ...]:
 
 def _tried(record: TuningRecord, target: Target, families: Mapping[str, Family]) -> frozenset[str]:
     """The families that a search of this record's problem tries."""
-    return frozenset(name for name, family in families.items() if family.refusal(record.problem, target) is None)
+    problem, spec = record.problem, record.problem.spec()
+    return frozenset(name for name, family in families.items() if family.refusal(problem, spec, target) is None)
 
 
 def _places(records: Iterable[TuningRecord]) -> dict[int, int]:

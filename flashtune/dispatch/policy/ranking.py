@@ -79,7 +79,7 @@ def rank(
     """
     spec, key = problem.spec(), problem.key(target.slug)
     computing = [family for family in families.values() if family.direction == problem.direction]
-    suited = [family for family in computing if family.refusal(problem, target) is None]
+    suited = [family for family in computing if family.refusal(problem, spec, target) is None]
     pool = records if isinstance(records, Pool) else Pool(key, target, records, families)
     context = Context(problem=problem, target=target, key=key, pool=pool, families=families, framework_serves=framework_serves)
     names = frozenset(family.name for family in suited)

@@ -57,7 +57,7 @@ def _of_config(problem: Problem, tried: Tried, target: Target) -> list[float]:
         0.0 if decodes else math.log2(problem.gqa_ratio),
         math.log2(block_m),
         math.log2(block_n),
-        math.log2(facts.threads / 32),
+        math.log2(facts.threads / target.warp_size),
         math.log2(config.number("num_stages")),
         config.get("combine", "none") == "last",
         config.get("combine", "none") == "rows",
