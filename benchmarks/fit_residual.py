@@ -1,10 +1,9 @@
 """Learns what the cost model is wrong by from all trials at hand, without a GPU: `python benchmarks/fit_residual.py --write`.
 
 Gaussian process regression (flashtune/templates/learned) over the trials of an H200's rows, archived and shipped, and those of searches
-of random shapes (unprepared.py); of decoding steps also over those of split_counts.py. Prints how good a choice among a random shape's
-trials is that knows nothing of that run (of decoding steps, of which runs draw few, among all problems' trials, of those of other
-problems): by the cost model with its constants alone, and with what the others' trials say. With --write, what all of them say is kept
-for dispatch.
+of random shapes (unprepared.py); of decoding steps also over those of split_counts.py. Prints how good a choice among a problem's trials
+is that knows nothing of them, or of the whole run that drew it: by the cost model with its constants alone, with what the others' trials
+say, and with the caution that dispatch adds. With --write, what all of them say is kept for dispatch.
 """
 
 import argparse
@@ -26,6 +25,7 @@ from trials import GPU, Trials, of_rows
 
 from flashtune.core.config import Config
 from flashtune.core.problem import Features, Problem, ProblemKey
+from flashtune.dispatch.policy.ranking import CAUTION
 from flashtune.templates import family
 from flashtune.templates.cost import sharing
 from flashtune.templates.decode import flash_decode
@@ -138,11 +138,9 @@ class LeftOut:
     def without(self, key: ProblemKey) -> Residual:
         """Of the trials of other keys."""
         mine = np.isin(self._known["problem_of"], [place for place, one in enumerate(self._keys) if one == key])
-        weights = self._weights
-        if mine.any():
-            weights = weights - self._inverse[:, mine] @ np.linalg.solve(self._inverse[np.ix_(mine, mine)], weights[mine])
-            weights[mine] = 0.0
-        return Residual(self._likeness, {**self._known, "weights": weights})
+        weights = self._weights - self._inverse[:, mine] @ np.linalg.solve(self._inverse[np.ix_(mine, mine)], self._weights[mine])
+        others = {name: self._known[name][~mine] for name in ("problem_of", "config_of")}
+        return Residual(self._likeness, {**self._known, **others, "weights": weights[~mine]})
 
 
 def digest(trials: Sequence[Told]) -> str:
@@ -189,12 +187,14 @@ def by_runs(rows: Sequence[Told], runs: Sequence[tuple[str, Told]]) -> None:
         print(f"all {word}: {said(shares)}")
 
 
-def by_problems(trials: Sequence[Told]) -> None:
-    """Prints how well each step's trials are chosen from, by what those of other keys say."""
-    others = LeftOut(STEPS, trials)
-    shares = [rates([one], partial(others.without(one.problem.key(GPU.slug)).of, target=GPU)) for one in trials]
-    print(f"steps by the model: {said(rates(trials, unlearned))}")
-    print(f"steps and by trials: {said([share for of in shares for share in of])}")
+def by_problems(likeness: Likeness, trials: Sequence[Told]) -> None:
+    """Prints how well each problem's trials are chosen from, by what those of other keys say, and with the caution of dispatch."""
+    others = LeftOut(likeness, trials)
+    known = [others.without(one.problem.key(GPU.slug)) for one in trials]
+    print(f"{likeness.file}, by the model: {said(rates(trials, unlearned))}")
+    for word, caution in (("and by trials", 0.0), ("with caution", CAUTION)):
+        shares = [rates([one], partial(of.of, target=GPU, caution=caution)) for one, of in zip(trials, known, strict=True)]
+        print(f"{likeness.file}, {word}: {said([share for of in shares for share in of])}")
 
 
 def unlearned(_: Problem, tried: Sequence[Tried]) -> Sequence[float]:
@@ -213,16 +213,15 @@ def main() -> None:
         print(f"{likeness.file}: {len(rows)} problems with {sum(len(one.wrong) for one in rows)} trials, {len(runs)} with others of runs")
         if likeness is FORWARDS:
             by_runs(rows, runs)
-        else:
-            by_problems(trials)
+        by_problems(likeness, trials)
         if options.write:
             np.savez_compressed(FOLDER / likeness.file, **learn(likeness, trials))
 
 
 def said(shares: Sequence[float]) -> str:
     """A run's rates in a line."""
-    reached = ", ".join(f"{sum(share >= least for share in shares) / len(shares):.0%} from {least:.2f}" for least in (0.97, 0.9))
-    return f"{len(shares)} problems, mean {statistics.geometric_mean(shares):.3f}, {reached}, {min(shares):.2f} at least"
+    reached = ", ".join(f"{sum(share >= least for share in shares) / len(shares):.1%} from {least:.2f}" for least in (0.97, 0.9))
+    return f"{len(shares)} problems, mean {statistics.geometric_mean(shares):.4f}, {reached}, {min(shares):.2f} at least"
 
 
 if __name__ == "__main__":

@@ -190,7 +190,7 @@ def tiled(problem: Problem, rows: int, keys: int = 128, **axes: Any) -> TuningRe
 @pytest.fixture
 def nothing_learned(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cost model alone."""
-    monkeypatch.setattr(Residual, "of", lambda self, problem, configs, target: [0.0] * len(configs))
+    monkeypatch.setattr(Residual, "of", lambda self, problem, configs, target, **words: [0.0] * len(configs))
 
 
 @pytest.mark.usefixtures("nothing_learned")
@@ -232,7 +232,7 @@ def test_the_cost_model_prefers_a_config_that_fits_to_that_of_the_nearest_row_bu
 def test_a_row_of_other_features_or_head_size_goes_before_the_nearest_only_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = replace(sized(700, batch=32), features=Features(softcap=True))
     near = tiled(replace(asked, n_q=640, n_kv=640), 128, 64, pingpong=False)
-    monkeypatch.setattr(ranking, "logs_us", lambda them, *_: [6.0 - 0.025 * (config["BLOCK_M"] == 192) for _, config in them])
+    monkeypatch.setattr(ranking, "logs_us", lambda them, *_, **__: [6.0 - 0.025 * (config["BLOCK_M"] == 192) for _, config in them])
 
     def fits(**words: Any) -> TuningRecord:
         return tiled(replace(asked, n_q=768, n_kv=768, **words), 192, 64, pingpong=False)
@@ -481,7 +481,7 @@ def test_neighbours_that_kernels_pad_alike_stand_in_for_what_has_no_row(
     problem: Problem, wanted: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Where nothing else is expected to be faster.
-    monkeypatch.setattr(ranking, "logs_us", lambda them, *_: [6.0] * len(them))
+    monkeypatch.setattr(ranking, "logs_us", lambda them, *_, **__: [6.0] * len(them))
     found = policy.choose(problem, H200, ONE_HEAD_SIZE, families())
     # Of whichever 16-bit type and sizes: the cost model may prefer another row of the kind.
     assert found.record is not None

@@ -1,6 +1,7 @@
 """What is learned of the cost model's errors: near trials tell of them, far ones don't, and what ships is of the trials at hand."""
 
 import itertools
+import math
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -56,6 +57,19 @@ def test_trials_tell_of_their_own_configs_at_like_problems_and_nothing_far_away(
     assert max(map(abs, known.of(far, STARTS, H200))) < 0.06
     unlike = HOPPER.default(replace(PLAIN, d=64, d_v=64).spec(), H200).replace(BLOCK_M=64, BLOCK_N=64, intra_wg_overlap=0, tiles="one")
     assert abs(known.of(PLAIN, [(HOPPER.name, unlike)], H200)[0]) < 0.06
+
+
+def test_caution_adds_what_the_most_alike_trial_leaves_open() -> None:
+    known = learned(FORWARDS, PLAIN, dict.fromkeys(STARTS, 0.0))
+    unlike = HOPPER.name, HOPPER.default(replace(PLAIN, d=64, d_v=64).spec(), H200).replace(BLOCK_M=64, BLOCK_N=64, intra_wg_overlap=0)
+
+    def added(problem: Problem, tried: Tried) -> float:
+        [without], [with_it] = (known.of(problem, [tried], H200, caution=caution) for caution in (0.0, 2.0))
+        return (with_it - without) / 2
+
+    at_all = math.hypot(FORWARDS.together, FORWARDS.alone)
+    assert added(PLAIN, STARTS[0]) == pytest.approx(0.0, abs=1e-3)
+    assert 0.0 < added(replace(PLAIN, n_q=5000, n_kv=5000), STARTS[0]) < 0.3 * at_all < 0.6 * at_all < added(PLAIN, unlike) < at_all
 
 
 @pytest.mark.parametrize("window", [(1024, 0), (None, 3), (0, 0), (5, None)])

@@ -56,8 +56,9 @@ LOG_HOST = math.log(22.0)
 (benchmarks/results/2026-11-22-h200-steps/steps.json): of these the GPU's time tells little. A logarithm of microseconds."""
 
 
-def logs_us(candidates: Sequence[tuple[Family, Config]], problem: Problem, target: Target) -> list[float | None]:
-    """`log_us` of each of these, and by how much longer trials of such problems took than that (flashtune.templates.learned)."""
+def logs_us(candidates: Sequence[tuple[Family, Config]], problem: Problem, target: Target, *, caution: float = 0.0) -> list[float | None]:
+    """`log_us` of each of these, and by how much longer trials of such problems took than that (flashtune.templates.learned); `caution`
+    is for a choice that nobody measures (`Residual.of`)."""
     found = [log_us(family, config, problem, target) for family, config in candidates]
     for likeness in LIKENESSES:
         places = [
@@ -67,7 +68,7 @@ def logs_us(candidates: Sequence[tuple[Family, Config]], problem: Problem, targe
         ]
         known = learned(likeness) if places else None
         if known is not None:
-            wrong = known.of(problem, [(candidates[place][0].name, candidates[place][1]) for place in places], target)
+            wrong = known.of(problem, [(candidates[place][0].name, candidates[place][1]) for place in places], target, caution=caution)
             for place, more in zip(places, wrong, strict=True):
                 found[place] = (found[place] or 0.0) + more
     return found

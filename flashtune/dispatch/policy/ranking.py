@@ -19,6 +19,11 @@ PER_DISTANCE, PER_DISTANCE_STEP = 0.001, 0.005
 """What a unit of distance counts against what the cost model expects to gain, a logarithm: of more rows, whose trials it was corrected by
 (flashtune.templates.learned), and of a decoding step, which fewer are of."""
 
+CAUTION = 1.0
+"""So many standard deviations of what the most alike trial leaves open are added to what is expected (`Residual.of`). Of 1365 problems,
+left out one by one, the trial that is expected to be the fastest is below 0.90 of the best one's rate in 29 with it, in 51 without it
+(benchmarks/fit_residual.py)."""
+
 LEAST_GAIN = 0.01
 """So much it must be expected to gain."""
 
@@ -121,12 +126,12 @@ def _compared(near: Iterator[tuple[float, TuningRecord]], context: Context) -> I
             distinct.setdefault(_config(fit), fit)
             if first and not _tells(fit, context):
                 break
-    logs = logs_us([(fit.family, fit.config) for fit in distinct.values()], context.problem, context.target)
+    step = context.problem.n_q <= DECODE_ROWS
+    logs = logs_us([(fit.family, fit.config) for fit in distinct.values()], context.problem, context.target, caution=CAUTION)
     # What is over before the host has made the next call gains nothing by being over sooner.
     here = {config: None if log is None else max(log, LOG_HOST) for config, log in zip(distinct, logs, strict=True)}
     fits = [(apart, fit) for apart, fit in found if isinstance(fit, Fit)]
     ahead: dict[Tried, tuple[float, Fit, float]] = {}
-    step = context.problem.n_q <= DECODE_ROWS
     for apart, fit in fits[1:]:
         if _reads_otherwise(fit, fits[0][1], context):
             continue

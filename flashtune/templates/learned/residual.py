@@ -100,16 +100,24 @@ class Residual:
         longest = zip(likeness.problem_scales, self._problems.max(0), strict=True)
         self._most = np.array([most if name in likeness.lengths else math.inf for name, most in longest])
 
-    def of(self, problem: Problem, configs: Sequence[Tried], target: Target) -> list[float]:
-        """By how much longer than expected these take, logarithms; all of a problem are off by the same besides."""
+    def of(self, problem: Problem, configs: Sequence[Tried], target: Target, *, caution: float = 0.0) -> list[float]:
+        """By how much longer than expected these take, logarithms; all of a problem are off by the same besides.
+
+        With `caution` so many standard deviations are added of what the one trial leaves open that is the most alike: few trials say as
+        much as all of them of a config that is like none.
+        """
         likeness = self._likeness
         there = alike(np.minimum([likeness.problem(problem)], self._most), self._problems)[0]
-        weights = self._weights * (likeness.together**2 * there[self._problem_of] + likeness.alone**2)
-        by_config = np.bincount(self._config_of, weights, len(self._configs))
+        covariances = likeness.together**2 * there[self._problem_of] + likeness.alone**2
+        by_config = np.bincount(self._config_of, self._weights * covariances, len(self._configs))
+        variance, nearest = likeness.together**2 + likeness.alone**2, np.zeros(len(self._configs))
+        np.maximum.at(nearest, self._config_of, covariances / variance)
         ours = np.array([likeness.config(problem, config, target) for config in configs])
         found: list[float] = []
         for begin in range(0, len(ours), _AT_ONCE):
-            found += (alike(ours[begin : begin + _AT_ONCE], self._configs) * by_config).sum(1).tolist()
+            same = alike(ours[begin : begin + _AT_ONCE], self._configs)
+            left_open = np.sqrt(variance * np.maximum(0.0, 1.0 - np.square((same * nearest).max(1))))
+            found += ((same * by_config).sum(1) + caution * left_open).tolist()
         return [more + likeness.families[name] for (name, _), more in zip(configs, found, strict=True)]
 
 
