@@ -5,9 +5,10 @@ Key blocks go from right to left.
 One block goes from scores to values.
 
 Compiled in: fwd-bf16-d40
-Template: flash_fwd_hopper d4f0a6a78d632692
-Variant: 36a162f3b274b6b2
-Config: BLOCK_M=256 BLOCK_N=64 ctas_per_sm=1 intra_wg_overlap=0 maximum=first num_stages=3 order=fixed pingpong=False section=1 tiles=one
+Template: flash_fwd_hopper 462f1272d06fca8b
+Variant: ab56e8b53a8418a6
+Config: BLOCK_M=256 BLOCK_N=64 ctas_per_sm=1 intra_wg_overlap=0 maximum=running num_stages=3 order=fixed pingpong=False rescale=grown
+section=1 tiles=one
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
@@ -49,8 +50,8 @@ MASK_BITS_LAYOUT = gl.constexpr(
         shape=[64, 4],
     )
 )
-WORK_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0]))
 LN_2 = gl.constexpr(0.6931471805599453)
+RESCALE_THRESHOLD = gl.constexpr(2.0)
 
 
 class Divisor(NamedTuple):
@@ -104,23 +105,12 @@ class Pipeline(NamedTuple):
     empty: gl.shared_memory_descriptor
 
 
-class Redo(NamedTuple):
-    """The tile that each warpgroup missed, the barrier at which they end a pass over their tiles, and where misled programs are counted:
-    in the GPU's memory, and for the host in its own."""
-
-    missed: gl.shared_memory_descriptor
-    ended: gl.shared_memory_descriptor
-    misled_ptr: gl.tensor
-    host_misled_ptr: gl.tensor
-
-
 class SharedStorage(NamedTuple):
     """What the roles of a program share."""
 
     q: Pipeline
     k: Pipeline
     v: Pipeline
-    redo: Redo
     out: gl.shared_memory_descriptor
 
 
@@ -210,79 +200,6 @@ def block_range(row, NUMBER: gl.constexpr, sizes):
 
 
 @gluon.jit
-def check_overflow(row_sum, work_index, missed, passes, tiles, W: gl.constexpr):
-    """Whether a tile's output may be written, and the tile that this warpgroup missed, or `tiles` where it missed none.
-
-    A score some 2^127 times as heavy as all before it leaves no sum. Such a tile is computed once more, with running maxima, and then
-    only warpgroups that missed it write. A warpgroup that missed one settles no more, so that there is never a second.
-    """
-    wrong = (passes == 0) & (missed >= tiles)
-    if wrong:
-        wrong = vote_overflowed(row_sum, W) != 0
-    writes = gl.where(passes == 0, wrong == 0, missed == work_index)
-    return writes, gl.where(wrong, work_index, missed)
-
-
-@gluon.jit
-def report_misled(redo, missed):
-    """Counts this program, and tells the host how many there were so far, where it was misled about its scores.
-
-    That is where a tile was missed, or where the first warp, which speaks for all, raised its maxima in more than half of the blocks: then
-    maxima that are looked for in every block cost less.
-    """
-    misled = gl.where(missed | (read_raised() > 0), 1, 0)
-    # Warps may differ here, so only the first thread's own instructions: what Triton makes of an atomic has all of them meet.
-    count: gl.constexpr = """
-    {
-        .reg .pred first;
-        .reg .b32 number;
-        mov.u32 number, %tid.x;
-        setp.eq.u32 first, number, 0;
-        setp.ne.and.b32 first, $3, 0, first;
-        @first atom.relaxed.gpu.global.add.u32 number, [$1], 1;
-        @first add.u32 number, number, 1;
-        @first st.relaxed.sys.global.u32 [$2], number;
-        mov.b32 $0, 0;
-    }
-    """
-    where = [redo.misled_ptr.to(gl.int64), redo.host_misled_ptr.to(gl.int64), misled]
-    gl.inline_asm_elementwise(count, "=r,l,l,r", where, dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def end_pass(redo, missed, W: gl.constexpr):
-    """Says that this warpgroup needs nothing more of the shared memory, and which tile it missed."""
-    tma.store_wait(0)
-    redo.missed.index(W).store(gl.full([1], missed, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
-    mbarrier.arrive(redo.ended.index(0), count=1)
-
-
-@gluon.jit
-def next_missed(redo, passes, after, tiles, WARPS: gl.constexpr):
-    """Once all warpgroups have ended so many passes: the next tile that is computed once more, or `tiles`, and where the list goes on."""
-    mbarrier.wait(redo.ended.index(0), passes - 1 & 1)
-    missed_0 = gl.max(redo.missed.index(0).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
-    missed_1 = gl.max(redo.missed.index(1).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
-    missed_2 = gl.max(redo.missed.index(2).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
-    missed_3 = gl.max(redo.missed.index(3).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
-    work_index = tiles
-    following = after
-    chosen = (after <= 3) & (missed_3 < tiles) & (missed_0 != missed_3) & (missed_1 != missed_3) & (missed_2 != missed_3)
-    work_index = gl.where(chosen, missed_3, work_index)
-    following = gl.where(chosen, 4, following)
-    chosen = (after <= 2) & (missed_2 < tiles) & (missed_0 != missed_2) & (missed_1 != missed_2)
-    work_index = gl.where(chosen, missed_2, work_index)
-    following = gl.where(chosen, 3, following)
-    chosen = (after <= 1) & (missed_1 < tiles) & (missed_0 != missed_1)
-    work_index = gl.where(chosen, missed_1, work_index)
-    following = gl.where(chosen, 2, following)
-    chosen = (after <= 0) & (missed_0 < tiles)
-    work_index = gl.where(chosen, missed_0, work_index)
-    following = gl.where(chosen, 1, following)
-    return work_index, following
-
-
-@gluon.jit
 def load_v(v_desc, coord, block, pipeline):
     """Starts the copy of a value block as soon as its stage is empty; the row of `coord` is that of its first key."""
     wait_empty(pipeline, block)
@@ -294,9 +211,9 @@ def load_v(v_desc, coord, block, pipeline):
 
 @gluon.jit
 def load_tile(
-    iteration, work_index, block, begun, values, descs, smem, sizes
+    work_index, block, values, descs, smem, sizes
 ):
-    """Copies the queries, keys and values of one tile; a block's values follow the keys of the block after it, where that was begun."""
+    """Copies the queries, keys and values of one tile; a block's values follow the keys of the block after it."""
     q_desc, k_desc, v_desc = descs
     coord = tile_at(work_index, sizes)
     kv_head = coord.head // sizes.kv_group
@@ -307,7 +224,7 @@ def load_tile(
         stage = block % STAGES
         mbarrier.expect(smem.k.full.index(stage), k_desc.block_type.nbytes)
         async_load(k_desc, [coord.batch, kv_head, column, 0], smem.k.full.index(stage), smem.k.smem.index(stage))
-        if block > begun:
+        if block > 0:
             # Before the queries, for these values are wanted first.
             load_v(v_desc, values, block - 1, smem.v)
         if n == 0:
@@ -325,18 +242,8 @@ def producer(descs, smem, sizes):
     """The copying warp: runs ahead of the consumers as far as the stages allow."""
     block = gl.to_tensor(0)
     values = TileCoord(gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
-    tiles = sizes.m_tiles * sizes.batches * sizes.heads
-    iteration = gl.to_tensor(1)
-    block, values = load_tile(0, gl.program_id(0), block, 0, values, descs, smem, sizes)
+    block, values = load_tile(gl.program_id(0), block, values, descs, smem, sizes)
     load_v(descs[2], values, block - 1, smem.v)
-    passes = gl.to_tensor(1)
-    work_index, after = next_missed(smem.redo, passes, 0, tiles, 1)
-    while work_index < tiles:
-        block, values = load_tile(iteration, work_index, block, block, values, descs, smem, sizes)
-        load_v(descs[2], values, block - 1, smem.v)
-        iteration += 1
-        passes += 1
-        work_index, after = next_missed(smem.redo, passes, after, tiles, 1)
 
 
 @gluon.jit
@@ -398,48 +305,9 @@ def quarter_sums(probs):
 
 
 @gluon.jit
-def online_softmax(scores, row_max, row_sum, scale, GUARD: gl.constexpr):
-    """One block of the online softmax in base 2: its probs, the factor for what came before, the new maximum and sum."""
-    new_max = gl.maximum(row_max, gl.max(scores, 1) * scale)  # [ROWS]
-    shift = new_max
-    if GUARD:
-        # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
-        shift = gl.where(new_max == float("-inf"), 0.0, new_max)
-    rescale = gl.exp2(row_max - shift)  # [ROWS]
-    probs = gl.exp2(scores * scale - shift[:, None])  # [ROWS, BLOCK_N]
-    row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + quarter_sums(probs)
-    return probs, rescale, new_max, row_sum
-
-
-@gluon.jit
 def declare_answer(W: gl.constexpr):
     """Declares the predicate in which votes leave their answer: Triton itself reduces to scalars over whole warpgroups alone."""
     gl.inline_asm_elementwise(f".reg .pred answer{W}; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def declare_raised():
-    """Declares by how much the blocks in which a warp raised its maxima outnumber those in which it didn't: a register of its own, so that
-    no loop carries anything more from block to block."""
-    gl.inline_asm_elementwise(".reg .s32 raised; mov.b32 raised, 0; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def count_raised():
-    """Counts a block in which this warp raises its maxima, twice, for `count_blocks` counts it as one in which it didn't."""
-    gl.inline_asm_elementwise("add.s32 raised, raised, 2; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def count_blocks(number):
-    """Counts the blocks of a tile."""
-    gl.inline_asm_elementwise("sub.s32 raised, raised, $1; mov.b32 $0, 0;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def read_raised():
-    """By how many blocks those in which this warp raised its maxima are more than the others; negative where they are fewer."""
-    return gl.inline_asm_elementwise("add.s32 $0, raised, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -450,92 +318,47 @@ def read_answer(W: gl.constexpr):
 
 
 @gluon.jit
-def vote_outgrown(part, row_sum, W: gl.constexpr):
-    """Whether a row of this warp got probs in a block, with the sums `part`, that are large beside all of it before.
-
-    A warp asks and answers by itself, without a barrier. That is why warps of one warpgroup may hold their rows' maxima differently.
-    """
-    # More than 8 times what was there, or too much for fp16.
+def vote_grown(growth, W: gl.constexpr):
+    """Whether the maximum of a row of this warp grew; each warp asks and answers by itself, without a barrier."""
     compare: gl.constexpr = """
     {
         .reg .pred upper, lower;
-        .reg .f32 bound;
-        fma.rn.ftz.f32 bound, $4, 0f41000000, 0f40800000;
-        min.ftz.f32 bound, bound, 0f46000000;
-        setp.gt.f32 upper, $2, bound;
-        fma.rn.ftz.f32 bound, $5, 0f41000000, 0f40800000;
-        min.ftz.f32 bound, bound, 0f46000000;
-        setp.gt.f32 lower, $3, bound;
+        setp.gt.f32 upper, $2, 0f00000000;
+        setp.gt.f32 lower, $3, 0f00000000;
         or.pred upper, upper, lower;
         mov.b32 $0, 0;
         mov.b32 $1, 0;
     """
     vote: gl.constexpr = compare + f"vote.sync.any.pred answer{W}" + ", upper, 0xffffffff; }"
-    gl.inline_asm_elementwise(vote, "=r,=r,f,f,f,f", [part, row_sum], dtype=gl.int32, is_pure=False, pack=2)
-    return read_answer(W)
-
-
-# Hardware barriers from 9 on are free, too.
-@gluon.jit
-def vote_peaked(row_sum, W: gl.constexpr):
-    """Whether most rows of this warpgroup gave few keys of their first block nearly all of its weight.
-
-    Such rows meet new maxima often, and looking for them in every block costs less than being surprised.
-    """
-    total = gl.sum(row_sum, 1)  # [ROWS]
-    compare: gl.constexpr = """
-    {
-        .reg .pred upper, lower;
-        .reg .b32 threads;
-        setp.lt.f32 upper, $2, 0f40400000;
-        setp.gt.and.f32 upper, $2, 0f00000000, upper;
-        setp.lt.f32 lower, $3, 0f40400000;
-        setp.gt.and.f32 lower, $3, 0f00000000, lower;
-        and.pred upper, upper, lower;
-        mov.b32 $0, 0;
-        mov.b32 $1, 0;
-    """
-    # The vote at the end tells ptxas that the answer is the same for the warp, so that loops over keys count in uniform registers.
-    tell: gl.constexpr = "setp.gt.u32 upper, threads, 64; vote.sync.any.pred "
-    vote: gl.constexpr = compare + f"bar.red.popc.u32 threads, {9 + W}, 128, upper; " + tell + f"answer{W}" + ", upper, 0xffffffff; }"
-    gl.inline_asm_elementwise(vote, "=r,=r,f,f", [total], dtype=gl.int32, is_pure=False, pack=2)
+    gl.inline_asm_elementwise(vote, "=r,=r,f,f", [growth], dtype=gl.int32, is_pure=False, pack=2)
     return read_answer(W)
 
 
 @gluon.jit
-def vote_overflowed(row_sum, W: gl.constexpr):
-    """Whether the sum of a row of this warpgroup is infinite or no number."""
-    compare: gl.constexpr = """
-    {
-        .reg .pred upper, lower;
-        setp.geu.f32 upper, $2, 0f7F800000;
-        setp.geu.f32 lower, $3, 0f7F800000;
-        or.pred upper, upper, lower;
-        mov.b32 $0, 0;
-        mov.b32 $1, 0;
+def lazy_softmax(scores, row_max, scale, W: gl.constexpr, GUARD: gl.constexpr):
+    """One block of the online softmax in base 2: a maximum stays until a score is more than 2^RESCALE_THRESHOLD times as heavy.
+
+    Returns its probs, their sums, by how much maxima grew, whether one of this warp did, and the maxima. The threshold is FlashAttention-4's
+    idea, for which 2^8 is enough; a smaller one keeps keys that take most of a row at weights that are rounded little or not at all.
     """
-    vote: gl.constexpr = compare + f"bar.red.or.pred upper, {9 + W}, 128, upper; vote.sync.any.pred answer{W}" + ", upper, 0xffffffff; }"
-    gl.inline_asm_elementwise(vote, "=r,=r,f,f", [row_sum], dtype=gl.int32, is_pure=False, pack=2)
-    return read_answer(W)
+    block_max = gl.max(scores, 1) * scale  # [ROWS]
+    new_max = gl.where(block_max > row_max + RESCALE_THRESHOLD, block_max, row_max)  # [ROWS]
+    shift = new_max
+    if GUARD:
+        # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
+        shift = gl.where(new_max == float("-inf"), 0.0, new_max)
+    growth = shift - row_max  # [ROWS], infinite where a row sees its first key
+    grown = vote_grown(growth, W)
+    probs = gl.exp2(scores * scale - shift[:, None])  # [ROWS, BLOCK_N]
+    return probs, quarter_sums(probs), growth, grown, new_max
 
 
 @gluon.jit
-def settled_softmax(scores, row_max, scale, W: gl.constexpr):
-    """One block of the softmax relative to maxima that stay as they are: its probs, their sums, and the maxima."""
-    probs = gl.exp2(scores * scale - row_max[:, None])  # [ROWS, BLOCK_N]
-    return probs, quarter_sums(probs), row_max
-
-
-@gluon.jit
-def raise_maxima(probs, acc, row_max, row_sum):
-    """All of it relative to maxima raised to those of the block with these probs, so that the largest of them is 1, which no rounding changes."""
-    # No further than exp2 has an answer other than 0: what is above is infinite then, which a row's sum tells of.
-    growth = gl.minimum(gl.log2(gl.maximum(gl.max(probs, 1), 1.0)), 126.0)
+def rescale_acc_and_sum(acc, row_sum, growth):
+    """The output and the sums so far, relative to maxima that grew."""
     rescale = gl.exp2(-growth)  # [ROWS]
-    probs = probs * rescale[:, None]
     acc = acc * gl.convert_layout(rescale, OUT_ROW_LAYOUT)[:, None]
-    row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None]
-    return probs, acc, row_max + growth, row_sum
+    return acc, row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None]
 
 
 @gluon.jit
@@ -563,7 +386,7 @@ def init_softmax():
 
 
 @gluon.jit
-def attend(block, q_tile, acc, state, coord, column, unmasked, smem, sizes, params, W: gl.constexpr, SETTLED: gl.constexpr):
+def attend(block, q_tile, acc, state, coord, column, unmasked, smem, sizes, params, W: gl.constexpr):
     """One block from scores to values."""
     stage = block % STAGES
     wait_full(smem.k, block)
@@ -571,20 +394,11 @@ def attend(block, q_tile, acc, state, coord, column, unmasked, smem, sizes, para
     scores = warpgroup_mma_wait(0, deps=[scores])
     release(smem.k, block)
     scores = modify_scores(scores, coord, column, unmasked, sizes, params)
-    if SETTLED:
-        row_sum = state.row_sum
-        probs, part, row_max = settled_softmax(scores, state.row_max, params.scale, W)
-    else:
-        probs, rescale, row_max, row_sum = online_softmax(scores, state.row_max, state.row_sum, params.scale, True)
-    if SETTLED:
-        if vote_outgrown(part, row_sum, W) != 0:
-            if W == 0:
-                count_raised()
-            probs, acc, row_max, row_sum = raise_maxima(probs, acc, row_max, row_sum)
-            part = quarter_sums(probs)
-        row_sum += part
-    else:
-        acc = acc * gl.convert_layout(rescale, OUT_ROW_LAYOUT)[:, None]
+    row_sum = state.row_sum
+    probs, part, growth, grown, row_max = lazy_softmax(scores, state.row_max, params.scale, W, True)
+    if grown != 0:
+        acc, row_sum = rescale_acc_and_sum(acc, row_sum, growth)
+    row_sum += part
     p_tile = pack(probs)
     wait_full(smem.v, block)
     product = start_pv(p_tile, smem.v.smem.index(stage), acc)
@@ -594,32 +408,13 @@ def attend(block, q_tile, acc, state, coord, column, unmasked, smem, sizes, para
 
 
 @gluon.jit
-def mainloop(block, slot, settling, acc, state, coord, blocks, smem, sizes, params, W: gl.constexpr):
-    """The blocks of a tile, right to left; maxima settle where `settling` is true."""
+def mainloop(block, slot, acc, state, coord, blocks, smem, sizes, params, W: gl.constexpr):
+    """The blocks of a tile, right to left."""
     q_tile = smem.q.smem.index(slot)
-    number = blocks.end - blocks.first
-    if W == 0:
-        count_blocks(number)
-    settled = gl.minimum(1, number)
-    column = (blocks.end - 1) * BLOCK_N
-    acc, state = attend(block, q_tile, acc, state, coord, column, blocks.end <= blocks.unmasked_end, smem, sizes, params, W, False)
-    if vote_peaked(state.row_sum, W) != 0:
-        settled = number
-    if not settling:
-        settled = number
-    for n in range(1, settled):
+    for n in range(0, blocks.end - blocks.first):
         column = (blocks.end - 1 - n) * BLOCK_N
         unmasked = n >= blocks.end - blocks.unmasked_end
-        acc, state = attend(block + n, q_tile, acc, state, coord, column, unmasked, smem, sizes, params, W, False)
-    # Rows that see no key at all.
-    row_max = gl.where(state.row_max == float("-inf"), 0.0, state.row_max)
-    state = SoftmaxState(row_max, state.row_sum)
-    # A number that the compiler can't know to be the same, or ptxas 12.8 takes addresses from the loop above even where that was skipped.
-    q_tile = smem.q.smem.index(gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [slot], dtype=gl.int32, is_pure=False, pack=1))
-    for n in range(settled, number):
-        column = (blocks.end - 1 - n) * BLOCK_N
-        unmasked = True
-        acc, state = attend(block + n, q_tile, acc, state, coord, column, unmasked, smem, sizes, params, W, True)
+        acc, state = attend(block + n, q_tile, acc, state, coord, column, unmasked, smem, sizes, params, W)
     return acc, state
 
 
@@ -639,22 +434,19 @@ def epilogue(acc, row_max, row_sum, out_tile, out_desc, lse_ptr, coord, sizes):
 
 
 @gluon.jit
-def compute_tile(iteration, work_index, block, missed, passes, out_desc, lse_ptr, smem, sizes, params, W: gl.constexpr):
-    """One tile of a warpgroup, from its queries to its output; returns how many blocks all tiles so far had, and the tile that was missed."""
-    tiles = sizes.m_tiles * sizes.batches * sizes.heads
+def compute_tile(work_index, block, out_desc, lse_ptr, smem, sizes, params, W: gl.constexpr):
+    """One tile of a warpgroup, from its queries to its output; returns how many blocks all tiles so far had."""
     tile = tile_at(work_index, sizes)
     coord = TileCoord(tile.batch, tile.head, tile.row + W * ROWS)
     blocks = block_range(tile.row, BLOCK_M, sizes)
     acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, OUT_LAYOUT)
-    mbarrier.wait(smem.q.full.index(W), iteration & 1)
+    mbarrier.wait(smem.q.full.index(W), 0)
     row_max, row_sum = init_softmax()
     state = SoftmaxState(row_max, row_sum)
-    acc, state = mainloop(block, W, (passes == 0) & (missed >= tiles), acc, state, coord, blocks, smem, sizes, params, W)
+    acc, state = mainloop(block, W, acc, state, coord, blocks, smem, sizes, params, W)
     block += blocks.end - blocks.first
-    writes, missed = check_overflow(state.row_sum, work_index, missed, passes, tiles, W)
-    if writes:
-        epilogue(acc, state.row_max, state.row_sum, smem.out.index(W), out_desc, lse_ptr, coord, sizes)
-    return block, missed
+    epilogue(acc, state.row_max, state.row_sum, smem.out.index(W), out_desc, lse_ptr, coord, sizes)
+    return block
 
 
 @gluon.jit
@@ -662,27 +454,8 @@ def consumer(out_desc, lse_ptr, smem, sizes, params, W: gl.constexpr):
     """One warpgroup: rows W * ROWS .. W * ROWS + ROWS - 1 of every tile of this program."""
     block = gl.to_tensor(0)
     declare_answer(W)
-    if W == 0:
-        declare_raised()
-    tiles = sizes.m_tiles * sizes.batches * sizes.heads
-    iteration = gl.to_tensor(0)
-    # The tile that this warpgroup missed; the program's tiles are the first pass, each that some warpgroup missed is one more.
-    missed = tiles
-    passes = gl.to_tensor(0)
-    after = gl.to_tensor(0)
-    work_index = gl.program_id(0)
-    while work_index < tiles:
-        block, missed = compute_tile(iteration, work_index, block, missed, passes, out_desc, lse_ptr, smem, sizes, params, W)
-        iteration += 1
-        work_index = tiles
-        if work_index >= tiles:
-            end_pass(smem.redo, missed, W)
-            passes += 1
-            work_index, after = next_missed(smem.redo, passes, after, tiles, 4)
+    compute_tile(gl.program_id(0), block, out_desc, lse_ptr, smem, sizes, params, W)
     tma.store_wait(0)
-    if W == 0:
-        # Each pass after the first is over tiles that were missed.
-        report_misled(smem.redo, passes > 1)
 
 
 # Nothing is specialized on sizes, so one compiled kernel serves them all.
@@ -706,8 +479,6 @@ def flash_fwd_hopper(
     v_desc,
     out_desc,
     lse_ptr,
-    misled_ptr,
-    host_misled_ptr,
     n_q,
     n_kv,
     batches,
@@ -726,13 +497,11 @@ def flash_fwd_hopper(
     v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_DV], v_desc.layout)
     # The output leaves through the queries' memory.
     out_smem = q_smem
-    missed_smem = gl.allocate_shared_memory(gl.int32, [CONSUMERS, 1], WORK_LAYOUT)
     smem = SharedStorage(
         # Nobody waits for it to be empty.
         q=Pipeline(q_smem, make_barriers(Q_SLOTS, 1), None),
         k=make_pipeline(k_smem, STAGES, CONSUMERS),
         v=make_pipeline(v_smem, STAGES, CONSUMERS),
-        redo=Redo(missed_smem, make_barriers(1, CONSUMERS), misled_ptr, host_misled_ptr),
         out=out_smem,
     )
     fence_async_shared()
@@ -817,7 +586,6 @@ def launches(
     counts,
     slopes=None,
     descale=None,
-    misled=None,
 ):
     """The launches of one call: (kernel, grid, args, options) each."""
     if scale <= 0.0:
@@ -833,7 +601,6 @@ def launches(
         descriptor(v, 64, 64),
         descriptor(out, 64, 64),
         lse,
-        *misled,
         n_q,
         k.shape[2],
         batches,
