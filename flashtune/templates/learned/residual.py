@@ -103,8 +103,8 @@ class Residual:
     def of(self, problem: Problem, configs: Sequence[Tried], target: Target, *, caution: float = 0.0) -> list[float]:
         """By how much longer than expected these take, logarithms; all of a problem are off by the same besides.
 
-        With `caution` so many standard deviations are added of what the one trial leaves open that is the most alike: few trials say as
-        much as all of them of a config that is like none.
+        With `caution` so many standard deviations are added of what the most alike single trial leaves open, so that a config that is
+        like none isn't chosen for what the cost model alone expects of it.
         """
         likeness = self._likeness
         there = alike(np.minimum([likeness.problem(problem)], self._most), self._problems)[0]
