@@ -1,6 +1,5 @@
 """Between near-equal choices the one whose machine code is at hand serves, so that no call waits for a compiler without need."""
 
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -40,14 +39,16 @@ def shipped_rows_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("feature", WITH_ROWS)
-def test_a_feature_that_ships_compiled_is_served_compiled_at_a_few_hundred_keys(feature: str, d: int) -> None:
+def test_a_feature_that_ships_compiled_is_served_compiled_at_a_few_hundred_keys(
+    feature: str, d: int, request: pytest.FixtureRequest
+) -> None:
+    if (feature, d) == ("softcap", 128):
+        why = "another config is expected to gain 10 % there, which nobody measured: its row has to ship, or the expectation to change"
+        request.applymarker(pytest.mark.xfail(strict=True, raises=AssertionError, reason=why))
     problem = replace(PLAIN, d=d, d_v=d, features=WITH_ROWS[feature])
     found = dispatch.explain_problem(problem, "h200")
-    compiled = shipped_kernels.shipped_index(shipped_kernels.PACKAGE).find(str(found.variant_id)) is not None
-    assert compiled == ("Triton compiles it" not in found.reason)
-    # What is compiled gives way only to what is expected to gain more than a compiler's wait is worth.
-    gain = re.search(r"preferred to \S+ by (\d+)% that the cost model expects", found.reason)
-    assert compiled or (gain is not None and int(gain[1]) > 100 * LITTLE_BEHIND)
+    assert shipped_kernels.shipped_index(shipped_kernels.PACKAGE).find(str(found.variant_id)) is not None
+    assert "Triton compiles it" not in found.reason
 
 
 @pytest.mark.parametrize("d", [40, 96, 160, 192])
