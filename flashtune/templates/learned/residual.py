@@ -110,15 +110,21 @@ class Residual:
         there = alike(np.minimum([likeness.problem(problem)], self._most), self._problems)[0]
         covariances = likeness.together**2 * there[self._problem_of] + likeness.alone**2
         by_config = np.bincount(self._config_of, self._weights * covariances, len(self._configs))
-        variance, nearest = likeness.together**2 + likeness.alone**2, np.zeros(len(self._configs))
-        np.maximum.at(nearest, self._config_of, covariances / variance)
         ours = np.array([likeness.config(problem, config, target) for config in configs])
         found: list[float] = []
         for begin in range(0, len(ours), _AT_ONCE):
             same = alike(ours[begin : begin + _AT_ONCE], self._configs)
-            left_open = np.sqrt(variance * np.maximum(0.0, 1.0 - np.square((same * nearest).max(1))))
-            found += ((same * by_config).sum(1) + caution * left_open).tolist()
+            wrong = (same * by_config).sum(1)
+            found += (wrong + caution * self._left_open(same, covariances) if caution else wrong).tolist()
         return [more + likeness.families[name] for (name, _), more in zip(configs, found, strict=True)]
+
+    def _left_open(self, same: "NDArray[np.float64]", covariances: "NDArray[np.float64]") -> "NDArray[np.float64]":
+        """The standard deviation that the most alike trial leaves to each config; `same` is how alike these are to those that are known
+        (n, c), and `covariances` those of a problem with each trial's."""
+        variance, nearest = self._likeness.together**2 + self._likeness.alone**2, np.zeros(len(self._configs))
+        np.maximum.at(nearest, self._config_of, covariances / variance)
+        found: NDArray[np.float64] = np.sqrt(variance * np.maximum(0.0, 1.0 - np.square((same * nearest).max(1))))
+        return found
 
 
 @cache

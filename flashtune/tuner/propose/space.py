@@ -32,9 +32,9 @@ class SearchSpace:
     def __init__(self, families: Mapping[str, Family], problem: Problem, target: Target, *, only_suited: bool = True) -> None:
         spec = problem.spec()
         mine = {name: family for name, family in families.items() if family.direction == problem.direction} or families
-        refusals = {name: family.supports(spec, target) for name, family in mine.items()}
-        if only_suited:
-            refusals = {name: refusal or families[name].suits(problem, target) for name, refusal in refusals.items()}
+        refusals = {
+            name: family.refusal(problem, spec, target) if only_suited else family.supports(spec, target) for name, family in mine.items()
+        }
         self.families = {name: families[name] for name, refusal in refusals.items() if refusal is None}
         self.spec, self.target = spec, target
         if not target.compilable:
