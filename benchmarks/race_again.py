@@ -6,7 +6,7 @@ They are checked against the float64 oracle in several processes at once, then o
 does: interleaved, L2 flushed, the framework's attention among them, the GPU's state read meanwhile, and whole calls in an eager loop. A
 tenth of a search's time.
 
-`--sizes`, `--models`, `--short`, `--sparse`, `--steps`, `--covering`, `--ragged` and `--backward` race problems without rows, whose
+`--sizes`, `--models`, `--short`, `--sparse`, `--steps`, `--few`, `--covering`, `--ragged`, `--backward` race problems without rows: their
 candidates are other rows' configs, what the cost model thinks best, and the family's starts; `--twins` races rows whose twin is far
 behind, `--rescale` plain and masked rows with other ways to rescale what came before a maximum that grew, and `--older` all other rows
 that were raced before there were any. Where it costs hardly anything, a kernel that has less to lose on a model's scores wins over
@@ -37,7 +37,20 @@ from forward_cells import problem_of
 from forward_report import NO_TIME
 from race_steps import of_steps
 from race_twins import ARCHIVED, Archive, has_settling_winner, measured, read_archive, shipped_first, with_twins
-from race_work import Candidates, Work, of_another_gpu, of_chunks, of_models, of_older, of_rescaled, of_short, of_sizes, of_sparse, of_twins
+from race_work import (
+    Candidates,
+    Work,
+    of_another_gpu,
+    of_chunks,
+    of_few,
+    of_models,
+    of_older,
+    of_rescaled,
+    of_short,
+    of_sizes,
+    of_sparse,
+    of_twins,
+)
 from random_inputs import random_inputs
 
 from flashtune.core.config import Config, KernelSpec, Value
@@ -305,6 +318,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--backward", action="store_true", help="race backward problems that no row is of, instead of rows")
     parser.add_argument("--steps", action="store_true", help="race decoding steps of many kinds that no row is of, instead of rows")
+    parser.add_argument("--few", action="store_true", help="race few queries over a cache that no row is of, instead of rows")
     parser.add_argument("--rows-of", metavar="GPU", help="race the rows of this GPU that this machine's has none of, instead of its own")
     parser.add_argument("--only", default="", help="of all these problems those whose label this regular expression finds")
     parser.add_argument("--most", type=int, default=2, help="stored configs of each problem (default: %(default)s)")
@@ -334,7 +348,7 @@ def all_work(options: argparse.Namespace, target: Target) -> Work:
     choose = partial(candidates_of, target=target, most=options.most, archive=read_archive(options.archived, measured_on))
     if options.rows_of:
         return of_another_gpu(asked, find_target(options.rows_of).slug, target, choose)
-    lists = ("models", "sizes", "backward", "short", "sparse", "covering", "ragged", "older", "twins", "rescale", "chunks", "steps")
+    lists = ("models", "sizes", "backward", "short", "sparse", "covering", "ragged", "older", "twins", "rescale", "chunks", "steps", "few")
     own = [] if any(getattr(options, name) for name in lists) else [result for result in asked if result.gpu == target.slug]
     work: Work = [(result.problem, choose(result)) for result in own]
     work += backwards_of(mine, target) if options.backward else []
@@ -343,6 +357,7 @@ def all_work(options: argparse.Namespace, target: Target) -> Work:
     work += of_chunks(mine, target) if options.chunks else []
     work += of_sparse(target, mine, most=4 * options.most, seed=options.seed) if options.sparse else []
     work += of_steps(target, mine, most=4 * options.most, seed=options.seed) if options.steps else []
+    work += of_few(target, mine, most=4 * options.most, seed=options.seed) if options.few else []
     work += of_older(mine, target) if options.older else []
     work += of_ragged(target, most=4 * options.most, seed=options.seed) if options.ragged else []
     work += of_covering(target, mine, most=4 * options.most, seed=options.seed) if options.covering else []

@@ -95,7 +95,7 @@ def beside_settled(found: Sequence[Candidate], problem: Problem, target: Target)
         if record.twin is not None and record.twin.template == kind.name and len(twins) < TWINS_OF_NEAR_ROWS:
             moved = kind.refitted(kind.completed(record.twin.config), spec, target)
             if moved is not None and not settles(moved):
-                twins[Candidate(family=kind, config=moved)] = None
+                twins[Candidate(family=kind, config=kind.resized(moved, problem))] = None
     own = first.config.replace(maximum="running")
     if not twins and kind.violated(own, spec, target) is None:
         twins[Candidate(family=kind, config=own)] = None
@@ -316,6 +316,36 @@ def of_short(target: Target, results: Sequence[SearchResult], *, most: int, seed
 def _stored(result: SearchResult, target: Target) -> list[Candidate]:
     """The best two of what is stored."""
     return [one for outcome in measured([result])[:2] if (one := _valid(outcome, result.problem, target)) is not None]
+
+
+CACHES = ((4, 32, 8192), (1, 128, 8192), (8, 8, 4096), (2, 300, 16384), (8, 100, 2560))
+"""Batches, queries and keys of few queries over a cache: prompts in chunks, and guesses that a model checks."""
+
+
+def few_shapes() -> list[Problem]:
+    """Few queries over a cache by head size and sharing, those first that most models have."""
+    causal = {"causal": True, "alignment": "bottom_right"}
+    window = causal | {"window": (1024, 0)}
+    found: list[Problem] = []
+    for b, n_q, n_kv in CACHES:
+        found += [_shape(b, 32, n_kv, 128, sharing=sharing, n_q=n_q, **causal) for sharing in (4, 8, 1)]
+        found += [_shape(b, 64, n_kv, 64, sharing=sharing, n_q=n_q, **causal) for sharing in (8, 4)]
+    for b, n_q, n_kv in ((16, 26, 8192), (4, 90, 16384)):
+        found += [_shape(b, 32, n_kv, d, sharing=4, n_q=n_q, **window) for d in (128, 64, 256, 40, 96)]
+    found += [_shape(4, 64, 8192, 64, sharing=8, n_q=n_q, sinks=True, **features) for n_q in (32, 128) for features in (causal, window)]
+    found += [_shape(4, 64, 8192, 192, d_v=128, sharing=8, n_q=9, dtype="fp16", **window)]
+    for b, n_q, n_kv in CACHES[:4]:
+        found += [_shape(b, 16, n_kv, d, sharing=4, n_q=n_q, **causal) for d in (256, 160, 80)]
+    found += [_shape(b, 16, n_kv, 192, d_v=128, n_q=n_q, **causal) for b, n_q, n_kv in CACHES[:2]]
+    found += [_shape(b, 8, n_kv, d, n_q=n_q, **causal) for b, n_q, n_kv in ((3, 180, 15360), (4, 60, 8192)) for d in (40, 64, 80)]
+    return found + [_shape(6, 32, 8192, d, sharing=4, n_q=n_q) for n_q in (100, 24) for d in (64, 160)]
+
+
+def of_few(target: Target, results: Sequence[SearchResult], *, most: int, seed: int) -> Work:
+    """Those of `few_shapes` that have no row."""
+    known = _latest(results, target)
+    missing = (problem for problem in few_shapes() if problem.key(target.slug) not in known)
+    return [(problem, partial(first_to_race, problem, target, most=most, seed=seed)) for problem in missing]
 
 
 FOUND_NEAR = 4

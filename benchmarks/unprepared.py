@@ -70,6 +70,10 @@ FEATURES: tuple[dict[str, Any], ...] = (
 KEYS = (128, 16384)
 DECODING, CROSS, FP16 = 0.1, 0.15, 0.2
 """How many are steps of one row over a cache, have other numbers of rows than of keys, or are fp16."""
+FEW, CACHE = (2, 512), (1024, 65536)
+"""Rows and keys of few queries over a cache: prompts in chunks, and guesses that a model checks."""
+FEW_BATCHES, FEW_SHARING = 16, (1, 4, 8)
+FEW_FEATURES: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"causal": True}, {"causal": True, "window": (1024, 0)})
 
 TFLOPS, TB_S = 450.0, 3.0
 """Rates that times are guessed by before anything runs."""
@@ -106,12 +110,12 @@ class Shape:
     own: Candidate | None = None
 
 
-def drawn(count: int, *, seed: int, gpu: str, known: Collection[ProblemKey], decoding: float = DECODING) -> list[Cell]:
+def drawn(count: int, *, seed: int, gpu: str, known: Collection[ProblemKey], decoding: float = DECODING, few: bool = False) -> list[Cell]:
     """`count` calls of usual sizes whose keys are not `known`, which take 20 us to 2 ms by a guess; the share `decoding` of those that
-    are drawn are decoding steps."""
+    are drawn are decoding steps. With `few` all are few queries over a cache."""
     dice, cells = random.Random(seed), dict[ProblemKey, Cell]()
     while len(cells) < count:
-        problem = _draw(dice, decoding)
+        problem = _draw_few(dice) if few else _draw(dice, decoding)
         if problem is None or not FROM_US <= guess_us(problem) <= TO_US or max(_bytes(problem)) > MOST_BYTES:
             continue
         key = problem.key(gpu)
@@ -145,6 +149,19 @@ def _draw(dice: random.Random, decoding: float) -> Problem | None:
         return Problem(**sizes, dtype=dtype, features=Features(**features)).seen()
     except InputError:
         return None
+
+
+def _draw_few(dice: random.Random) -> Problem:
+    """A few queries over a cache."""
+    d, d_v = dice.choice(HEAD_SIZES)
+    kv_heads, sharing, features = dice.choice((2, 4, 8, 16)), dice.choice(FEW_SHARING), dict(dice.choice(FEW_FEATURES))
+    n_q, n_kv = (int(2 ** dice.uniform(*map(math.log2, bounds))) for bounds in (FEW, CACHE))
+    if features.get("causal"):
+        features["alignment"] = "bottom_right"
+    batch = int(2 ** dice.uniform(0, math.log2(FEW_BATCHES)))
+    dtype = "fp16" if dice.random() < FP16 else "bf16"
+    sizes = {"batch": batch, "heads": kv_heads * sharing, "kv_heads": kv_heads, "n_q": n_q, "n_kv": n_kv, "d": d, "d_v": d_v}
+    return Problem(**sizes, dtype=dtype, features=Features(**features)).seen()
 
 
 def guess_us(problem: Problem) -> float:
@@ -351,7 +368,9 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=40, help="shapes (default: %(default)s)")
-    parser.add_argument("--steps", action="store_true", help="decoding steps alone")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--steps", action="store_true", help="decoding steps alone")
+    kinds.add_argument("--few", action="store_true", help="few queries over a cache alone")
     parser.add_argument("--seed", type=int, default=0, help="of the shapes, their inputs and the searches (default: %(default)s)")
     parser.add_argument("--trials", type=int, default=12, help="first candidates of each search (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=0.25, help="timing per cell (default: %(default)s)")
@@ -368,7 +387,8 @@ def main() -> None:
     gpu = local_gpu()
     target: Target | None = gpu.target if gpu is not None else None
     decoding = 1.0 if options.steps else DECODING
-    shapes = partial(drawn, options.count, seed=options.seed, known=[record.key for record in shipped()], decoding=decoding)
+    known = [record.key for record in shipped()]
+    shapes = partial(drawn, options.count, seed=options.seed, known=known, decoding=decoding, few=options.few)
     if options.list:
         for cell in shapes(gpu="h200" if target is None else target.slug):
             print(f"{cell.name}: about {guess_us(cell.problem):.0f} us")

@@ -286,7 +286,7 @@ class Machine:
         self.pause()
         tile.check_free()
         tile.held = None
-        place = tuple(int(number) for number in corner)
+        place = self._place(corner)
 
         def land() -> None:
             tile.held = place
@@ -294,6 +294,15 @@ class Machine:
             barrier.advance()
 
         self._copies.append(land)
+
+    def _place(self, corner: list[int]) -> tuple[int, ...]:
+        """Where a tile lies; of several heads, which a dimension of their own tells from those of other key heads, by the first."""
+        place = tuple(int(number) for number in corner)
+        if len(place) == 4:
+            return place
+        batch, kv_head, first, *rest = place
+        assert 0 <= first < self._kv_group
+        return batch, kv_head * self._kv_group + first, *rest
 
     def read_late(self, tile: Shared) -> None:
         """A load is under way until a fence: an arrival doesn't wait for it, and so the copy engine could be ahead of it."""
@@ -312,7 +321,7 @@ class Machine:
         self.pause()
         assert self._role
         assert tile.held.ready
-        place = tuple(int(number) for number in corner)
+        place = self._place(corner)
         assert place not in self.written, f"{place} is written twice"
         self.written[place] = tile.held
         tile.leaving += 1

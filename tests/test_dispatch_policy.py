@@ -366,6 +366,26 @@ def test_what_was_measured_for_exactly_these_sizes_serves_them_whether_or_not_th
         assert choose(problem, H200, [refused], known).family is known["second"]
 
 
+def test_in_another_problems_place_tiles_hold_as_many_heads_as_the_calls_sizes_ask_for() -> None:
+    hopper = {"flash_fwd_hopper": families()["flash_fwd_hopper"]}
+    many = replace(PROBLEM, kv_heads=2, features=Features(causal=True, alignment="bottom_right"))
+    alone = hopper["flash_fwd_hopper"].default(many.spec(), H200).replace(BLOCK_M=128)
+    row = record(many, template="flash_fwd_hopper", config=alone)
+    few = replace(many, n_q=32)
+    found = choose(few, H200, [row], hopper)
+    assert (found.kind, found.config) == ("near_n", alone.replace(packed_heads=4))
+    assert "with packed_heads 1 to 4 to fill its tiles" in found.note
+    # And the other way round, of a row of few queries; neither moves a row of the call's own key.
+    packed = record(few, template="flash_fwd_hopper", config=alone.replace(packed_heads=4))
+    assert choose(many, H200, [packed], hopper).config == alone
+    for problem, config in ((few, alone), (many, alone.replace(packed_heads=8))):
+        own = record(problem, template="flash_fwd_hopper", config=config)
+        assert (choose(problem, H200, [own], hopper).kind, choose(problem, H200, [own], hopper).config) == ("exact", config)
+    # What each head has of its own isn't packed.
+    hidden = replace(few, features=replace(few.features, mask="bool"))
+    assert choose(hidden, H200, [packed], hopper).config == alone
+
+
 def test_a_measured_split_serves_its_own_key_and_leaves_its_neighbours_to_the_rule() -> None:
     small = sized(2048, batch=1)
     splits = record(small, template="flash_decode", config=families()["flash_decode"].default(small.spec(), H200))

@@ -37,6 +37,8 @@ CHAINED = {"BLOCK_N": 128, "tiles": "chained"}
         (64, Features(causal=True, dropout=True), {**CHAINED, "pingpong": True}),
         (128, Features(dropout=True), {**CHAINED, "pingpong": True}),
         (64, Features(dropout=True), {"BLOCK_N": 256, "intra_wg_overlap": 0}),
+        (128, Features(causal=True, sinks=True), {**CHAINED, "pingpong": True, "packed_heads": 4}),
+        (64, Features(causal=True, window=(64, 0)), {"BLOCK_M": 192, "packed_heads": 8, "maximum": "first", "rescale": "grown"}),
     ],
     ids=str,
 )

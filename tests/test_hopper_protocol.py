@@ -15,6 +15,7 @@ from flashtune.core.dtypes import DType
 from flashtune.core.modules import load_source
 from flashtune.core.problem import Features, Problem
 from flashtune.core.reference import visible
+from flashtune.templates.hopper.layout import tiles_of
 
 CAUSAL = Features(causal=True)
 BAND = Features(window=(70, 40))
@@ -30,10 +31,10 @@ def problem_of(generator: random.Random, features: Features, d: int, dtype: DTyp
     return Problem(**sizes, n_q=generator.randint(1, 700), n_kv=generator.randint(1, 700), dtype=dtype, features=features)
 
 
-def seen(problem: Problem, rows: Iterable[int], block_n: int) -> dict[int, set[int]]:
-    """By the first of 64 rows: the first keys of the blocks of which some of them see a key."""
+def seen(problem: Problem, rows: Iterable[int], block_n: int, number: int = 64) -> dict[int, set[int]]:
+    """By the first of so many rows: the first keys of the blocks of which some of them see a key."""
     keys = visible(problem.band, problem.n_q, problem.n_kv)
-    found = {row: keys[row : row + 64].any(0).nonzero().flatten() // block_n * block_n for row in rows}
+    found = {row: keys[row : row + number].any(0).nonzero().flatten() // block_n * block_n for row in rows}
     return {row: set(blocks.tolist()) for row, blocks in found.items()}
 
 
@@ -48,16 +49,19 @@ def assert_tells(machine: Machine) -> None:
 
 def run(problem: Problem, text: str, launch: Launch, chosen: dict[str, Any], *, programs: int, seed: int) -> None:
     """Runs the kernel's roles and checks each output tile."""
-    machine = Machine(load_source(text, "protocol"), launch, programs=programs, kv_group=2, seed=seed, raises=RAISES[seed % 4])
+    group, packed = problem.gqa_ratio, chosen.get("packed_heads", 1)
+    machine = Machine(load_source(text, "protocol"), launch, programs=programs, kv_group=group, seed=seed, raises=RAISES[seed % 4])
     machine.run()
     assert machine.counter == [0]
     assert_tells(machine)
     block_m, block_n = chosen["BLOCK_M"], chosen["BLOCK_N"]
-    rows = range(0, -(-problem.n_q // block_m) * block_m, 64)
+    queries = 64 // packed
+    rows = range(0, -(-problem.n_q * packed // block_m) * block_m // packed, queries)
     columns = range(0, problem.d_v, 64) if chosen["smem_columns"] == "chunks" else (0, 128) if chosen["tiles"] == "loop" else (0,)
-    places = {(b, h, row, column) for b in range(problem.batch) for h in range(problem.heads) for row in rows for column in columns}
+    heads = [kv_head * group + first for kv_head in range(problem.kv_heads) for first in range(0, group, packed)]
+    places = {(b, h, row, column) for b in range(problem.batch) for h in heads for row in rows for column in columns}
     assert set(machine.written) == places
-    wanted = seen(problem, rows, block_n)
+    wanted = seen(problem, rows, block_n, queries)
     for (batch, head, row, _), value in machine.written.items():
         keys = [block[3] for block in value.blocks]
         assert all(block[:3] == (batch, head, row) for block in value.blocks)
@@ -80,12 +84,14 @@ def try_out(
     if "smem_columns" in changes:
         d, d_v = 192, 0 if "v_columns" in changes else 128
     problem = problem_of(generator, features, d, dtype, d_v)
+    if "packed_heads" in changes:
+        problem = replace(problem, heads=2 * (group := generator.choice([3, 4, 5, 8])), kv_heads=2, n_q=-(-problem.n_q // group))
     text = text_of(problem.spec(), tuple(changes.items()))
     if broken:
         assert broken[0] in text
         text = text.replace(*broken)
     launch, chosen = launch_of(problem, **changes), config(problem.spec(), **changes).as_dict()
-    tiles = -(-problem.n_q // chosen["BLOCK_M"]) * problem.batch * problem.heads
+    tiles = tiles_of(config(problem.spec(), **changes), problem)
     programs = tiles if chosen["tiles"] == "one" else min(tiles, generator.randint(1, 4))
     run(problem, text, launch, chosen, programs=programs, seed=seed)
 
@@ -162,6 +168,22 @@ def test_tiles_in_chunks_get_the_blocks_that_they_see(features: Features, change
     try_out(features, changes, seed)
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("features", "changes"),
+    [
+        (Features(), {"packed_heads": 4, "intra_wg_overlap": 0, "maximum": "first"}),
+        (CAUSAL, {"packed_heads": 8, "BLOCK_M": 192, "pingpong": True}),
+        (replace(LEFT, sinks=True), {"packed_heads": 2, "rescale": "outgrown"}),
+        (CAUSAL, CHAINED | {"packed_heads": 4, "order": "drawn", "section": 8, "maximum": "first"}),
+        (Features(), CHUNKS | {"packed_heads": 8, "v_columns": "pieces", "tiles": "loop"}),
+    ],
+    ids=str,
+)
+def test_tiles_of_several_heads_get_the_blocks_that_they_see(features: Features, changes: dict[str, Any], seed: int) -> None:
+    try_out(features, changes, seed)
+
+
 BROKEN = {
     "a chunk is left": (
         Features(),
@@ -216,6 +238,13 @@ BROKEN = {
         "if W == 0:\n                count_raised",
         "if True:\n                count_raised",
     ),
+    "a head is left": (
+        CAUSAL,
+        {"packed_heads": 2},
+        "first_head = (coord.head - kv_head * sizes.kv_group) * PACKED",
+        "first_head = coord.head - kv_head * sizes.kv_group",
+    ),
+    "warpgroups share queries": (CAUSAL, {"packed_heads": 4}, "coord.row + w * QUERIES", "coord.row"),
     "a narrower band": (CAUSAL, {}, "gl.minimum(row + NUMBER, sizes.n_q) - 1 +", "gl.minimum(row + NUMBER, sizes.n_q) - 65 +"),
 }
 """Features, changes of the config, what to take out of the text and what to put there."""

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ from hypothesis import strategies as st
 from flashtune.core.config import Config, KernelSpec
 from flashtune.core.dtypes import DType
 from flashtune.core.modules import load_source
-from flashtune.core.problem import MASK_KINDS, Features
+from flashtune.core.problem import MASK_KINDS, Features, Problem
 from flashtune.core.target import find_target, targets
+from flashtune.templates.cost import predict_us
 from flashtune.templates.hopper.flash_fwd_hopper import FAMILY
+from flashtune.templates.hopper.layout import tiles_of
 from flashtune.templates.rendering import render, variant_of
+from flashtune.tuner.propose.space import SearchSpace
 
 ROOT = Path(__file__).parents[1]
 HOPPERS = list({(t.shared_bytes_per_block, t.registers_per_sm): t for t in targets().values() if t.is_hopper}.values())
@@ -156,9 +160,75 @@ def test_rendered_text_imports_and_is_as_a_formatter_and_a_linter_want_it(tmp_pa
         assert done.returncode == 0, done.stdout
 
 
+BOTTOM_RIGHT = Features(causal=True, alignment="bottom_right")
+FEW = Problem(batch=2, heads=32, kv_heads=4, n_q=24, n_kv=4096, d=128, d_v=128, dtype="bf16", features=BOTTOM_RIGHT)
+
+
+def packed(wanted: Problem, block_m: int = 128) -> int:
+    """How many heads a tile of so many rows has there."""
+    config = FAMILY.default(wanted.spec(), H200).replace(BLOCK_M=block_m)
+    return FAMILY.resized(config, wanted).number("packed_heads")
+
+
+def test_heads_that_share_keys_are_packed_where_that_spares_tiles() -> None:
+    # Of 24 queries of four heads 96 rows, which fit; of eight heads two tiles, too.
+    assert packed(FEW) == 4
+    # Three tiles of eight queries of all heads, where those of two heads would take four.
+    assert packed(FEW, 64) == 8
+    assert packed(replace(FEW, n_q=16)) == 8
+    assert packed(replace(FEW, n_q=16, heads=28)) == 8, "seven heads leave rows for an eighth"
+    assert packed(replace(FEW, n_q=1)) == packed(replace(FEW, n_q=1), 64) == 8
+    assert packed(replace(FEW, kv_heads=32)) == 1
+    assert packed(replace(FEW, n_q=4096)) == packed(replace(FEW, n_q=1000)) == 1
+    # Eight heads have 64 tiles of 900 queries, and 57 where each has 16 queries in a tile.
+    assert packed(replace(FEW, n_q=900)) == 8 and packed(replace(FEW, n_q=950)) == 1
+
+
+@pytest.mark.parametrize("more", [{"mask": "bool"}, {"mask": "bias"}, {"dropout": True}, {"alibi": True}])
+def test_what_each_row_has_of_its_own_is_not_packed(more: dict[str, Any]) -> None:
+    other = replace(FEW, features=replace(FEW.features, **more))
+    assert packed(other) == 1
+    broken = FAMILY.violated(FAMILY.default(other.spec(), H200).replace(packed_heads=2), other.spec(), H200)
+    assert broken is not None and broken.name == "packed heads"
+
+
+@settings(deadline=None)
+@given(st.integers(1, 600), st.sampled_from([1, 2, 3, 4, 5, 7, 8, 12, 16]), st.sampled_from([64, 128, 192, 256]), st.integers(1, 9))
+def test_a_resized_config_keeps_the_constraints_and_has_no_more_tiles(n_q: int, group: int, block_m: int, batch: int) -> None:
+    wanted = replace(FEW, n_q=n_q, heads=4 * group, batch=batch)
+    for config in FAMILY.starts(wanted.spec(), H200)[:4]:
+        found = FAMILY.resized(config, wanted)
+        assert FAMILY.violated(found, wanted.spec(), H200) is None and FAMILY.resized(found, wanted) == found
+        assert found.replace(packed_heads=1) == config
+        assert tiles_of(found, wanted) <= tiles_of(config, wanted)
+        # Each head of each query has a row.
+        assert tiles_of(found, wanted) * config.number("BLOCK_M") >= batch * wanted.heads * n_q
+
+
+@pytest.mark.parametrize("n_q", [2, 24])
+def test_the_cost_model_knows_what_packing_spares(n_q: int) -> None:
+    wanted = replace(FEW, n_q=n_q, batch=16)
+    config = FAMILY.default(wanted.spec(), H200)
+    facts = FAMILY.expected(config, wanted.spec(), H200)
+    assert facts is not None
+    found = FAMILY.resized(config, wanted)
+    spared = predict_us(found, facts, wanted, H200) / predict_us(config, facts, wanted, H200)
+    # One wave of tiles in place of four.
+    assert tiles_of(found, wanted) <= H200.sms < 3 * H200.sms < tiles_of(config, wanted)
+    assert 0.25 < spared < 0.3
+
+
+def test_a_search_tries_packed_heads_where_they_spare_tiles_and_nowhere_else() -> None:
+    for wanted in (FEW, replace(FEW, n_q=4096), replace(FEW, kv_heads=32)):
+        space = SearchSpace({FAMILY.name: FAMILY}, wanted, H200)
+        every = [candidate.config for candidate in (*space.every(), *space.starts())]
+        assert every and all(FAMILY.resized(config, wanted) == config for config in every)
+        assert any(config["packed_heads"] != 1 for config in every) == (wanted is FEW)
+
+
 def test_the_decision_on_the_space_names_every_axis() -> None:
     text = (ROOT / "docs/decisions/0009-hopper-space.md").read_text()
-    [sentence] = re.findall(r"has thirteen axes: (.*?\))\.\s", text, re.DOTALL)
+    [sentence] = re.findall(r"has fourteen axes: (.*?\))\.\s", text, re.DOTALL)
     named = re.findall(r"\b(\w+)(?=[,( ])", sentence)
-    assert len(FAMILY.axes) == 13
+    assert len(FAMILY.axes) == 14
     assert [axis.name for axis in FAMILY.axes if axis.name not in named] == []

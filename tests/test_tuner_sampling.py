@@ -54,7 +54,8 @@ def test_the_hopper_space_is_what_its_constraints_leave_of_drawn_combinations() 
     found = set(chosen.configs(spec, TARGET))
     near = [config.replace(**{axis.name: axis.values[rng.integers(len(axis.values))]}) for config in found for axis in chosen.axes[:4]]
     assert all((config in found) == (chosen.violated(config, spec, TARGET) is None) for config in near)
-    assert 1200 < len(found) < 1400
+    tried = {candidate.config for candidate in SearchSpace({chosen.name: chosen}, PROBLEM, TARGET).every()}
+    assert 1200 < len(tried) < 1400 and tried == {config for config in found if config["packed_heads"] == 1}
 
 
 @pytest.mark.parametrize("kind", list(KINDS))

@@ -46,7 +46,10 @@ class Config:
 
     def get(self, axis: str, default: Value) -> Value:
         """The value of `axis`, or `default` where this config lacks it."""
-        return self.as_dict().get(axis, default)
+        for name, value in self.items:
+            if name == axis:
+                return value
+        return default
 
     def replace(self, **changes: Value) -> "Config":
         """A copy with some axes changed."""

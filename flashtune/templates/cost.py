@@ -20,7 +20,7 @@ from flashtune.core.target import Target
 from flashtune.templates.backward import flash_bwd
 from flashtune.templates.decode.flash_decode import few_rows, row_splits, split_count
 from flashtune.templates.family import blocks_of_head, blocks_of_tiles, padded
-from flashtune.templates.hopper.layout import HopperLayout
+from flashtune.templates.hopper.layout import HopperLayout, packed_problem, tile_queries, tiles_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -168,10 +168,11 @@ def predict_us(config: Config, facts: CompileFacts, problem: Problem, target: Ta
         return math.inf
     if "programs" in config:
         return c.launch_us + _split_us(config, facts, problem, target, resident, c)
-    block_m, block_n = config.number("BLOCK_M"), config.number("BLOCK_N")
-    tiles = problem.batch * problem.heads * math.ceil(problem.n_q / block_m)
+    block_m, block_n, rows = config.number("BLOCK_M"), config.number("BLOCK_N"), tile_queries(config)
+    of_tiles = packed_problem(config, problem)
+    tiles = tiles_of(config, problem)
     active = max(1, min(resident, math.ceil(tiles / target.sms)))
-    blocks = key_blocks(problem, block_m, block_n) * problem.batch * problem.heads
+    blocks = key_blocks(of_tiles, rows, block_n) * of_tiles.batch * of_tiles.heads
 
     block = _Block.of(config, facts, problem, target, active, c)
     tiling = config.get("tiles", "one")
@@ -182,10 +183,10 @@ def predict_us(config: Config, facts: CompileFacts, problem: Problem, target: Ta
     # A program's first tile follows none.
     first = min(1.0, slots / tiles)
     fill = block.matrix * c.fill * block.ahead * (c.chained_fill + (1 - c.chained_fill) * first if tiling == "chained" else 1.0)
-    edges = _edge_blocks(problem, block_m, block_n) * c.edge_ops_per_score * block_m * block_n / c.vector_lanes
+    edges = _edge_blocks(problem, rows, block_n) * c.edge_ops_per_score * block_m * block_n / c.vector_lanes
     per_tile = c.tile_overhead / active * (c.persistent_share + (1 - c.persistent_share) * first if persistent else 1.0)
     per_tile += moved + fill + edges + drawn * c.draw_clocks / active
-    place = (problem, block_m, block_n, int(config.get("section", 1)), target.sms, active, round(per_tile / block.clocks, 2))
+    place = (of_tiles, rows, block_n, int(config.get("section", 1)), target.sms, active, round(per_tile / block.clocks, 2))
     if problem.features.banded and (drawn or not persistent) and tiles <= FEW_ROUNDS * slots:
         uneven = _last_ends(*place)
     elif persistent and not drawn:

@@ -9,6 +9,7 @@ from flashtune.core.problem import DECODE_ROWS, Problem
 from flashtune.core.target import Target
 from flashtune.templates.cost import predict_us
 from flashtune.templates.family import Family, blocks_of_head
+from flashtune.templates.hopper.layout import tile_queries
 from flashtune.templates.learned.forwards import FORWARDS
 from flashtune.templates.learned.residual import learned
 from flashtune.templates.learned.steps import STEPS
@@ -95,9 +96,9 @@ def left_out(config: Config, problem: Problem) -> float:
 def shares(config: Config, problem: Problem) -> tuple[float, ...]:
     """How much of each of LEFT_OUT a Hopper kernel of this config has, in their order."""
     f, settled, narrow = problem.features, settles(config), max(problem.d, problem.d_v) <= SMALL
-    rows, keys = config.number("BLOCK_M"), config.number("BLOCK_N")
-    tiles = math.ceil(problem.n_q / rows)
-    of_a_block = tiles / max(tiles, blocks_of_head(problem.band, problem.n_q, problem.n_kv, rows, keys))
+    rows, keys, queries = config.number("BLOCK_M"), config.number("BLOCK_N"), tile_queries(config)
+    tiles = math.ceil(problem.n_q / queries)
+    of_a_block = tiles / max(tiles, blocks_of_head(problem.band, problem.n_q, problem.n_kv, queries, keys))
     return (
         settled * of_a_block,
         settled and narrow,
@@ -116,5 +117,5 @@ def shares(config: Config, problem: Problem) -> tuple[float, ...]:
         config["tiles"] == "chained" and config["ctas_per_sm"] != 1,
         (config["tiles"] == "one") * of_a_block,
         (rows / 128 - 1) * of_a_block,
-        math.log(math.ceil(problem.n_q / rows) * rows / problem.n_q),
+        math.log(tiles * queries / problem.n_q),
     )

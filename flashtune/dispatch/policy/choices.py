@@ -57,12 +57,14 @@ class Context(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """A record that may serve, with its config as it would here; `changed` says what of that keeps the constraints of another kernel."""
+    """A record that may serve, with its config as it would here; `changed` says what of that keeps the constraints of another kernel, and
+    `resized` what follows from the sizes."""
 
     record: TuningRecord
     family: Family
     config: Config
     changed: str
+    resized: str = ""
 
 
 class Preferred(NamedTuple):
@@ -81,9 +83,12 @@ def fit_of(record: TuningRecord, context: Context) -> Fit | Refusal:
     found = context.pool.asked(record, problem.spec(), lambda: _configured(record, family, context))
     if isinstance(found, Refusal):
         return found
-    if not (record.key == key and record.outcome.source == "measured") and (why := found.family.suits(problem, target)) is not None:
+    if record.key == key and record.outcome.source == "measured":
+        return found
+    if (why := found.family.suits(problem, target)) is not None:
         return Refusal(reason=why, record=record)
-    return found
+    config = found.family.resized(found.config, problem)
+    return found if config == found.config else found._replace(config=config, resized=_changes(found.config, config))
 
 
 def _configured(record: TuningRecord, family: Family, context: Context) -> Fit | Refusal:
@@ -98,18 +103,22 @@ def _configured(record: TuningRecord, family: Family, context: Context) -> Fit |
         family.validate(config)
     except InputError as error:
         return Refusal(reason=str(error), invalid=True, record=record)
-    changed: list[str] = []
+    changed = ""
     if (own := record.problem.spec()) != spec:
         if (why := family.supports(spec, target) or (family.unfit(config, own, target) if record.key.gpu == key.gpu else None)) is not None:
             return Refusal(reason=why, record=record)
         moved = context.pool.refitted(family, config, spec)
         if moved is None:
             return Refusal(reason=f"no config of {family.name} keeps the constraints here", record=record)
-        changed = [f"{name} {config[name]} to {moved[name]}" for name in config if config[name] != moved[name]]
-        config = moved
+        changed, config = _changes(config, moved), moved
     elif (why := family.unfit(config, spec, target)) is not None:
         return Refusal(reason=why, invalid=record.key.gpu == key.gpu, record=record)
-    return Fit(record=record, family=family, config=config, changed=", ".join(changed))
+    return Fit(record=record, family=family, config=config, changed=changed)
+
+
+def _changes(config: Config, moved: Config) -> str:
+    """What is said of a config that was moved."""
+    return ", ".join(f"{name} {config[name]} to {moved[name]}" for name in config if config[name] != moved[name])
 
 
 def near_choice(fit: Fit, context: Context, *, preferred: Preferred | None = None, behind: float | None = None) -> Choice:
@@ -200,7 +209,9 @@ def _twin(record: TuningRecord, context: Context, family: Family, config: Config
     except InputError:
         return None
     moved = context.pool.refitted(family, twin, spec)
-    return moved if moved is not None and not settles(moved) else None
+    if moved is None or settles(moved):
+        return None
+    return moved if record.key == context.key else family.resized(moved, context.problem)
 
 
 def exact_choice(fit: Fit, context: Context) -> Choice:
@@ -228,7 +239,7 @@ def default_choice(family: Family, problem: Problem, target: Target) -> Choice |
     spec = problem.spec()
     if (why := family.refusal(problem, spec, target)) is not None:
         return Refusal(reason=f"{family.name}: {why}")
-    config = family.default(spec, target)
+    config = family.resized(family.default(spec, target), problem)
     if (broken := family.violated(config, spec, target)) is not None:
         return Refusal(reason=f"the default of {family.name} breaks {broken.name}: {broken.why}")
     note = f"no record stands for this problem, so the default config of {family.name} serves it, which nothing was measured of"
@@ -246,4 +257,6 @@ def _note(fit: Fit, key: ProblemKey) -> str:
     else:
         differing = ", ".join(losses.differences(record, key)) or "the same sizes"
         place = f"on {other.gpu}" + (f" in place of {key.gpu}" if other.gpu != key.gpu else "") + f", for another problem ({differing})"
-    return f"{verb} {place}: {record.median_us:.1f} us" + (f", with {fit.changed} to keep the constraints" if fit.changed else "")
+    return f"{verb} {place}: {record.median_us:.1f} us" + "".join(
+        f", with {changed} to {why}" for changed, why in ((fit.changed, "keep the constraints"), (fit.resized, "fill its tiles")) if changed
+    )

@@ -127,7 +127,8 @@ def suits(problem: Problem, target: Target) -> str | None:
     """Why splitting keys is thought to give nothing to `problem` on `target`, or None: a decoding step, or tiles that leave SMs idle."""
     if problem.n_q <= DECODE_ROWS:
         return None
-    tiles = problem.batch * problem.heads * math.ceil(problem.n_q / SMALL_TILE)
+    # Heads that share keys fill tiles together, here and where flash_fwd_hopper packs them.
+    tiles = problem.batch * problem.kv_heads * math.ceil(problem.n_q * problem.gqa_ratio / SMALL_TILE)
     if (busy := wave_efficiency(tiles, target.sms)) >= BUSY:
         return f"flash_decode splits keys where rows are few, and {tiles} tiles of {SMALL_TILE} rows fill {busy:.0%} of {target.name}"
     if problem.n_kv < FEWEST_KEYS:

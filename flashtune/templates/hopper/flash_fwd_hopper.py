@@ -4,13 +4,22 @@ One warp copies tiles with TMA, one to three warpgroups compute (Shah et al., "F
 FlashAttention-3's and -4's tile sizes for sm90 and the register arithmetic of `AI/SM90_BLOCK_SIZE_TUNING.md` in Dao-AILab/flash-attention.
 """
 
+from functools import lru_cache
+
 from flashtune.core.config import Config, KernelSpec, Value, rescales_grown, settles
 from flashtune.core.dtypes import ITEMSIZE
+from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.family import Axis, Constraint, Family, padded
-from flashtune.templates.hopper.layout import HopperLayout
+from flashtune.templates.hopper.layout import HopperLayout, tiles_of
 from flashtune.templates.predicates import warpgroup_facts
+
+PACKED_HEADS = (1, 2, 4, 8)
+"""Heads that share keys, in one tile."""
+
+PACKING_SPARES = 0.9
+"""Heads are packed where no more tiles than this share are left of those that each head has for itself."""
 
 AXES = (
     Axis(name="BLOCK_M", values=(64, 128, 192, 256), why="query rows of a tile: more reuse of K and V against fewer tiles and registers"),
@@ -59,6 +68,13 @@ AXES = (
         unsaid=True,
         why="columns of tiles in shared memory: a power of two, or chunks of 64 without those past the head size: room against more copies",
     ),
+    Axis(
+        name="packed_heads",
+        values=PACKED_HEADS,
+        absent=1,
+        unsaid=True,
+        why="heads that share keys and have their queries in one tile: rows that few queries leave empty, against tiles of many heads",
+    ),
 )
 
 
@@ -69,6 +85,11 @@ def _may_settle(intra_wg_overlap: Value, spec: KernelSpec) -> bool:
     band, which is smallest at the last keys.
     """
     return intra_wg_overlap != 2 and spec.dtype != "fp8" and spec.mask != "bias" and not (spec.alibi and not spec.causal)
+
+
+def _may_pack(spec: KernelSpec) -> bool:
+    """Whether a tile may hold queries of several heads: what is per head is then per row."""
+    return spec.dtype != "fp8" and spec.mask == "none" and not spec.alibi and not spec.dropout
 
 
 def _registers_fit(layout: HopperLayout) -> bool:
@@ -167,6 +188,12 @@ CONSTRAINTS = (
         axes=("intra_wg_overlap", "rescale"),
     ),
     Constraint(
+        name="packed heads",
+        holds=lambda c, s, t: c.get("packed_heads", 1) == 1 or _may_pack(s),
+        why="rows of several heads have no mask, bias, ALiBi or dropout of their own",
+        axes=("packed_heads",),
+    ),
+    Constraint(
         name="loop in place of chained",
         holds=lambda c, s, t: (
             c["tiles"] != "loop" or HopperLayout.of(s, c.replace(tiles="chained")).shared_bytes > t.shared_bytes_per_block
@@ -175,6 +202,24 @@ CONSTRAINTS = (
         axes=("BLOCK_M", "BLOCK_N", "num_stages", "tiles", "smem_columns"),
     ),
 )
+
+
+def resized(config: Config, problem: Problem) -> Config:
+    """With as many heads packed into a tile as leaves the fewest tiles, or none where that spares less than a tenth of them.
+
+    The bound is FlashAttention-3's (`should_pack_gqa` in hopper/heuristics.h of Dao-AILab/flash-attention).
+    """
+    packed = _packed_heads(config.number("BLOCK_M"), problem)
+    return config if config.get("packed_heads", 1) == packed else config.replace(packed_heads=packed)
+
+
+@lru_cache(maxsize=4096)
+def _packed_heads(block_m: int, problem: Problem) -> int:
+    if problem.gqa_ratio == 1 or not _may_pack(problem.spec()):
+        return 1
+    tiles = {heads: tiles_of(Config.of(BLOCK_M=block_m, packed_heads=heads), problem) for heads in PACKED_HEADS}
+    fewest = min(tiles, key=lambda heads: (tiles[heads], heads))
+    return fewest if tiles[fewest] <= PACKING_SPARES * tiles[1] else 1
 
 
 def successor(config: Config) -> Config:
@@ -212,6 +257,7 @@ def _config(block_m: int, block_n: int, num_stages: int, tiles: str, spec: Kerne
         "ctas_per_sm": 1,
         "v_columns": "padded",
         "smem_columns": "padded",
+        "packed_heads": 1,
         **more,
     }
     values.setdefault("maximum", "first" if _may_settle(values["intra_wg_overlap"], spec) else "running")
@@ -292,5 +338,6 @@ FAMILY = Family(
     interpretable=False,
     layout=HopperLayout.of,
     successor=successor,
+    resized=resized,
     path_axes=("BLOCK_M", "intra_wg_overlap", "pingpong", "tiles", "order", "maximum", "rescale", "v_columns", "smem_columns"),
 )

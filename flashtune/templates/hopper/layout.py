@@ -3,11 +3,13 @@
 Those of the backward pass add theirs in flashtune.templates.backward.hopper.layout.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Self
 
 from flashtune.core.config import Config, KernelSpec, asks_first, rescales_grown, settles
 from flashtune.core.dtypes import ITEMSIZE
+from flashtune.core.problem import Problem
 from flashtune.templates.family import padded
 
 ROWS = 64
@@ -53,6 +55,22 @@ class HopperTiles:
         return ["inner_scale"] * self.spec.softcap + ["seed", "offset", "threshold", "keep_scale"] * self.spec.dropout
 
 
+def packed_problem(config: Config, problem: Problem) -> Problem:
+    """A problem as the forward's tiles have it: the heads that a tile packs are one, and their queries too few are none."""
+    packed = int(config.get("packed_heads", 1))
+    return problem if packed == 1 else replace(problem, heads=problem.kv_heads * math.ceil(problem.gqa_ratio / packed))
+
+
+def tile_queries(config: Config) -> int:
+    """How many queries of each head a tile of the forward has."""
+    return config.number("BLOCK_M") // int(config.get("packed_heads", 1))
+
+
+def tiles_of(config: Config, problem: Problem) -> int:
+    """Tiles of queries of a whole forward."""
+    return problem.batch * packed_problem(config, problem).heads * math.ceil(problem.n_q / tile_queries(config))
+
+
 class HopperLayout(HopperTiles):
     """How a program of `flash_fwd_hopper` is divided among warpgroups, and where its tiles live."""
 
@@ -67,6 +85,21 @@ class HopperLayout(HopperTiles):
     def consumers(self) -> int:
         """Warpgroups that compute, of ROWS rows each."""
         return self.config.number("BLOCK_M") // ROWS
+
+    @property
+    def packed(self) -> int:
+        """Of how many heads that share keys a tile holds queries."""
+        return int(self.config.get("packed_heads", 1))
+
+    @property
+    def packs(self) -> bool:
+        """Whether a tile holds queries of several heads."""
+        return self.packed > 1
+
+    @property
+    def tile_queries(self) -> int:
+        """Queries of each head in a tile."""
+        return tile_queries(self.config)
 
     @property
     def overlap(self) -> int:
@@ -187,7 +220,7 @@ class HopperLayout(HopperTiles):
     def sizes(self) -> list[str]:
         """The kernel's parameters that are sizes, which travel through it as `Sizes`."""
         s = self.spec
-        found = ["n_q", "n_kv", "batches", "heads", "kv_group", "m_tiles"]
+        found = ["n_q", "n_kv", "batches", "heads", "kv_group", "m_tiles"] + ["kv_heads", "group"] * self.packs
         return found + s.band_sizes + ["mask_per_batch", "mask_per_head"] * (s.mask != "none")
 
     @property

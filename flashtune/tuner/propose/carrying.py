@@ -69,4 +69,4 @@ def _refitted(space: SearchSpace, record: TuningRecord) -> Candidate | None:
     except InputError:
         return None
     moved = family.refitted(config, space.spec, space.target)
-    return None if moved is None else Candidate(family=family, config=moved)
+    return None if moved is None else Candidate(family=family, config=family.resized(moved, space.problem))

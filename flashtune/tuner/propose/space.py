@@ -24,7 +24,7 @@ class Candidate:
 
 
 class SearchSpace:
-    """What can be tried for a problem on a target: configs of the families that support it and, with `only_suited`, suit its sizes.
+    """What can be tried for a problem on a target: configs for its sizes, of families that support it and, with `only_suited`, suit these.
 
     Raises InputError where there is no such family.
     """
@@ -36,7 +36,7 @@ class SearchSpace:
             name: family.refusal(problem, spec, target) if only_suited else family.supports(spec, target) for name, family in mine.items()
         }
         self.families = {name: families[name] for name, refusal in refusals.items() if refusal is None}
-        self.spec, self.target = spec, target
+        self.spec, self.target, self.problem = spec, target, problem
         if not target.compilable:
             raise InputError(f"{target.name} can't run Triton kernels: Triton no longer supports its architecture ({target.arch})")
         if not self.families:
@@ -46,7 +46,10 @@ class SearchSpace:
     def starts(self) -> list[Candidate]:
         """Each family's default and published tiles."""
         found: dict[tuple[str, Config], Candidate] = {}
-        lists = [[f.default(self.spec, self.target), *f.starts(self.spec, self.target)] for f in self.families.values()]
+        lists = [
+            [f.resized(config, self.problem) for config in (f.default(self.spec, self.target), *f.starts(self.spec, self.target))]
+            for f in self.families.values()
+        ]
         # Round robin over the families, so that a few trials already see all of them.
         for place in range(max(map(len, lists))):
             for family, configs in zip(self.families.values(), lists, strict=True):
@@ -58,4 +61,5 @@ class SearchSpace:
         """All candidates that break no constraint, in a fixed order."""
         for family in self.families.values():
             for config in family.configs(self.spec, self.target):
-                yield Candidate(family=family, config=config)
+                if family.resized(config, self.problem) == config:
+                    yield Candidate(family=family, config=config)
