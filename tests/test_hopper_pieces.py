@@ -1,4 +1,5 @@
-"""The output's columns in pieces: what the rendered kernel computes, on a stand-in for the GPU, and what the space says of it."""
+"""The output's columns in pieces, and heads that share a tile: what the rendered kernel computes, on a stand-in for the GPU, and what
+the space says of it."""
 
 from dataclasses import replace
 from typing import Any
@@ -82,6 +83,7 @@ def run(inputs: Inputs, text: str, seed: int) -> None:
 def wanted_of(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """The output and the LSE in float64."""
     q, k, v = (tensor.double() for tensor in (inputs.q, inputs.k, inputs.v))
+    k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
     scores = q @ k.transpose(-1, -2) * inputs.keywords["scale"]
     return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
@@ -109,6 +111,52 @@ def test_pieces_of_the_columns_make_the_whole_output(d: int, d_v: int, changes: 
     out, lse = wanted_of(inputs)
     assert torch.allclose(inputs.out.double(), out, atol=2e-3)
     assert torch.allclose(inputs.lse.double(), lse, atol=1e-3)
+
+
+PACKED: list[tuple[int, int, dict[str, Any]]] = [
+    (64, 3, {"packed_heads": 2, "intra_wg_overlap": 0, "maximum": "first"}),
+    (64, 5, {"packed_heads": 8, "tiles": "chained"}),
+    (64, 8, {"packed_heads": 4, "BLOCK_M": 192, "rescale": "grown"}),
+    (192, 4, {"packed_heads": 4, "tiles": "loop", "num_stages": 3, "smem_columns": "chunks", "v_columns": "pieces"}),
+]
+"""Head sizes, heads to a key head, and changes of the config."""
+
+
+def packed_inputs(d: int, group: int) -> Inputs:
+    """Two batches and key heads, and queries that end within a tile, as they lie behind a projection: heads innermost."""
+    wanted = replace(problem(d, dtype="fp16"), batch=2, heads=2 * group, kv_heads=2, n_q=45, n_kv=192)
+    inputs = make_inputs(wanted, device="cpu", seed=group)
+    inputs.operands["q"] = inputs.q.transpose(1, 2).contiguous().transpose(1, 2)
+    return inputs
+
+
+@pytest.mark.parametrize(("d", "group", "changes"), PACKED, ids=str)
+def test_heads_in_one_tile_get_their_own_rows_of_output_and_lse(d: int, group: int, changes: dict[str, Any]) -> None:
+    inputs = packed_inputs(d, group)
+    run(inputs, source(inputs.problem.spec(), **changes), seed=group)
+    out, lse = wanted_of(inputs)
+    assert torch.allclose(inputs.out.double(), out, atol=2e-3)
+    assert torch.allclose(inputs.lse.double(), lse, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        ("gl.arange(0, ROWS, layout=ROW_LAYOUT) // QUERIES", "gl.arange(0, ROWS, layout=ROW_LAYOUT) % PACKED"),
+        ("* sizes.group + heads", "* sizes.kv_heads + heads"),
+        (
+            "async_store(out_desc, [batch, kv_head, first_head, row, 0], out_tile)",
+            "async_store(out_desc, [batch, kv_head, 0, row, 0], out_tile)",
+        ),
+    ],
+)
+def test_a_head_in_a_wrong_place_is_seen(line: str, wrong: str) -> None:
+    inputs = packed_inputs(64, 3)
+    text = source(inputs.problem.spec(), **PACKED[0][2])
+    assert text.count(line) == 1
+    run(inputs, text.replace(line, wrong), seed=0)
+    out, lse = wanted_of(inputs)
+    assert not (torch.allclose(inputs.out.double(), out, atol=2e-3) and torch.allclose(inputs.lse.double(), lse, atol=1e-3))
 
 
 @pytest.mark.parametrize("line", ["v_tile.slice(64, 32, 1)", "out_columns.slice(64, 32, 1)"])
@@ -197,12 +245,14 @@ def test_fewer_columns_leave_registers_for_larger_tiles() -> None:
 def test_axes_that_came_later_are_left_unsaid_so_that_earlier_variants_keep_their_text_and_ids() -> None:
     spec = problem(96).spec()
     chosen = config(spec)
-    before = Config.of({name: value for name, value in chosen.items if name not in ("v_columns", "rescale", "smem_columns")})
+    before = Config.of(
+        {name: value for name, value in chosen.items if name not in ("v_columns", "rescale", "smem_columns", "packed_heads")}
+    )
     assert FAMILY.completed(before) == chosen
     variants = [variant_of(FAMILY, spec, config) for config in (before, chosen, chosen.replace(v_columns="pieces"))]
     assert variants[0] == variants[1]
     assert variants[2].id != variants[0].id
-    assert not {"v_columns", "rescale", "smem_columns"} & set(variants[1].config)
+    assert not {"v_columns", "rescale", "smem_columns", "packed_heads"} & set(variants[1].config)
     assert "v_columns=pieces" in render(FAMILY, variants[2])
     with pytest.raises(InputError, match="v_columns='other' is outside"):
         variant_of(FAMILY, spec, chosen.replace(v_columns="other"))

@@ -49,7 +49,7 @@ def assert_tells(machine: Machine) -> None:
 
 def run(problem: Problem, text: str, launch: Launch, chosen: dict[str, Any], *, programs: int, seed: int) -> None:
     """Runs the kernel's roles and checks each output tile."""
-    group, packed = problem.gqa_ratio, chosen.get("packed_heads", 1)
+    group, packed = problem.gqa_ratio, chosen["packed_heads"]
     machine = Machine(load_source(text, "protocol"), launch, programs=programs, kv_group=group, seed=seed, raises=RAISES[seed % 4])
     machine.run()
     assert machine.counter == [0]
