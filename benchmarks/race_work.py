@@ -95,7 +95,7 @@ def beside_settled(found: Sequence[Candidate], problem: Problem, target: Target)
         if record.twin is not None and record.twin.template == kind.name and len(twins) < TWINS_OF_NEAR_ROWS:
             moved = kind.refitted(kind.completed(record.twin.config), spec, target)
             if moved is not None and not settles(moved):
-                twins[Candidate(family=kind, config=kind.resized(moved, problem))] = None
+                twins[Candidate(family=kind, config=kind.resized(moved, problem, target))] = None
     own = first.config.replace(maximum="running")
     if not twins and kind.violated(own, spec, target) is None:
         twins[Candidate(family=kind, config=own)] = None

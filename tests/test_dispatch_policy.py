@@ -368,7 +368,7 @@ def test_what_was_measured_for_exactly_these_sizes_serves_them_whether_or_not_th
 
 def test_in_another_problems_place_tiles_hold_as_many_heads_as_the_calls_sizes_ask_for() -> None:
     hopper = {"flash_fwd_hopper": families()["flash_fwd_hopper"]}
-    many = replace(PROBLEM, kv_heads=2, features=Features(causal=True, alignment="bottom_right"))
+    many = replace(PROBLEM, batch=16, kv_heads=2, features=Features(causal=True, alignment="bottom_right"))
     alone = hopper["flash_fwd_hopper"].default(many.spec(), H200).replace(BLOCK_M=128)
     row = record(many, template="flash_fwd_hopper", config=alone)
     few = replace(many, n_q=32)

@@ -1,6 +1,7 @@
 """The output's columns in pieces, and heads that share a tile: what the rendered kernel computes, on a stand-in for the GPU, and what
 the space says of it."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,8 @@ from flashtune.core.config import Config
 from flashtune.core.dtypes import DType
 from flashtune.core.errors import InputError
 from flashtune.core.modules import load_source
+from flashtune.core.problem import Features
+from flashtune.core.reference import visible
 from flashtune.templates.hopper.flash_fwd_hopper import FAMILY
 from flashtune.templates.hopper.layout import HopperLayout
 from flashtune.templates.rendering import render, variant_of
@@ -111,6 +114,77 @@ def test_pieces_of_the_columns_make_the_whole_output(d: int, d_v: int, changes: 
     out, lse = wanted_of(inputs)
     assert torch.allclose(inputs.out.double(), out, atol=2e-3)
     assert torch.allclose(inputs.lse.double(), lse, atol=1e-3)
+
+
+class Masked(Forward):
+    """The same with edges of bands, and numbers that rows have of their own."""
+
+    def _stand_ins(self) -> dict[str, Any]:
+        found = super()._stand_ins()
+        plain = found["gl"].load
+
+        def load(place: Pointer) -> Any:
+            several = isinstance(place.offset, torch.Tensor)
+            return array(place.memory[place.offset.as_subclass(torch.Tensor).long()]) if several else plain(place)
+
+        found["gl"].load = load
+        return found | {
+            "bits_before": lambda end: array(torch.arange(64) < end.as_subclass(torch.Tensor)[:, None]),
+            "mask_scores": lambda scores, bits: array(
+                scores.as_subclass(torch.Tensor).masked_fill(~bits.as_subclass(torch.Tensor), -torch.inf)
+            ),
+        }
+
+
+CAUSAL = Features(causal=True, alignment="bottom_right")
+EDGES: list[tuple[Features, int, dict[str, Any]]] = [
+    (CAUSAL, 3, {"packed_heads": 2, "intra_wg_overlap": 0}),
+    (replace(CAUSAL, window=(70, 0)), 5, {"packed_heads": 8, "tiles": "chained"}),
+    (replace(CAUSAL, sinks=True), 8, {"packed_heads": 4, "BLOCK_M": 192}),
+]
+"""Features, heads to a key head, and changes of the config."""
+
+
+def with_edges(features: Features, group: int, text_of: Callable[[str], str], changes: dict[str, Any]) -> tuple[float, float]:
+    """The largest errors of the output and of the LSE of a packed kernel."""
+    wanted = replace(problem(64, features, dtype="fp16"), batch=2, heads=2 * group, kv_heads=2, n_q=45, n_kv=192)
+    inputs = make_inputs(wanted, device="cpu", seed=group)
+    inputs.poison()
+    module = load_source(text_of(source(wanted.spec(), **changes)), "pieces")
+    [(kernel, (programs,), arguments, options)] = launches(module, inputs, sms=2)
+    Masked(module, (kernel, (programs,), arguments, options), seed=group).run()
+    q, k, v = (tensor.double() for tensor in (inputs.q, inputs.k, inputs.v))
+    k, v = (tensor.repeat_interleave(group, 1) for tensor in (k, v))
+    scores = (q @ k.transpose(-1, -2) * inputs.keywords["scale"]).masked_fill(~visible(wanted.band, 45, 192), -torch.inf)
+    lse = scores.logsumexp(-1)
+    if features.sinks:
+        lse = torch.logaddexp(lse, inputs.keywords["sinks"].double()[:, :, None])
+    out = (scores - lse[..., None]).exp() @ v
+    return float((inputs.out.double() - out).abs().max()), float((inputs.lse.double() - lse).abs().max())
+
+
+@pytest.mark.parametrize(("features", "group", "changes"), EDGES, ids=str)
+def test_heads_in_one_tile_see_their_own_keys_and_sinks(features: Features, group: int, changes: dict[str, Any]) -> None:
+    out, lse = with_edges(features, group, str, changes)
+    assert out < 2e-3 and lse < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("case", "line", "wrong"),
+    [
+        (0, "gl.arange(0, ROWS, layout=ROW_LAYOUT) % QUERIES\n        end =", "gl.arange(0, ROWS, layout=ROW_LAYOUT)\n        end ="),
+        (2, "heads = kv_head * sizes.group + gl.minimum", "heads = kv_head + gl.minimum"),
+    ],
+)
+def test_a_row_taken_for_another_is_seen(case: int, line: str, wrong: str) -> None:
+    features, group, changes = EDGES[case]
+
+    def broken(text: str) -> str:
+        assert text.count(line) == 1
+        return text.replace(line, wrong)
+
+    out, lse = with_edges(features, group, broken, changes)
+    assert out > 0.01 or lse > 0.01
 
 
 PACKED: list[tuple[int, int, dict[str, Any]]] = [

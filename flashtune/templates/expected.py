@@ -117,5 +117,6 @@ def shares(config: Config, problem: Problem) -> tuple[float, ...]:
         config["tiles"] == "chained" and config["ctas_per_sm"] != 1,
         (config["tiles"] == "one") * of_a_block,
         (rows / 128 - 1) * of_a_block,
-        math.log(tiles * queries / problem.n_q),
+        # Of heads that aren't packed, too, for packing spares whole tiles, which the cost model counts.
+        math.log(math.ceil(problem.n_q / rows) * rows / problem.n_q),
     )

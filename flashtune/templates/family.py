@@ -98,8 +98,8 @@ class Family:
     `layout` is what follows from a spec and a config; the template knows it as `layout`.
     `gone` are axes of earlier versions, with the value at which they did what kernels do without them.
     `successor` is what searches try in place of a config that rows of earlier versions have, which are served as they are.
-    `resized` is a config with what follows from a problem's sizes: searches try no other, and where it serves in another problem's place
-    a config is moved to it. It keeps the constraints that the config keeps.
+    `resized` is a config with what follows from a problem's sizes on a target: searches try no other, and where it serves in another
+    problem's place a config is moved to it. It keeps the constraints that the config keeps.
     `path_axes` are the axes that change which code is rendered, so that two configs that agree in them share a code path.
     `repeatable` says whether launches on the same inputs write the same bits, wherever scores are within float32 of one another (decision
     0014): not with sums in memory, whose order is left to chance. The gate holds a family to it, and deterministic calls ask for it.
@@ -119,7 +119,7 @@ class Family:
     layout: Callable[[KernelSpec, Config], object] = lambda spec, config: None
     gone: Mapping[str, Value] = field(default_factory=dict)
     successor: Callable[[Config], Config] = lambda config: config
-    resized: Callable[[Config, Problem], Config] = lambda config, problem: config
+    resized: Callable[[Config, Problem, Target], Config] = lambda config, problem, target: config
     path_axes: tuple[str, ...] = field(default=())
     repeatable: bool = True
     expected: Callable[[Config, KernelSpec, Target], CompileFacts | None] = lambda config, spec, target: None

@@ -83,11 +83,11 @@ def fit_of(record: TuningRecord, context: Context) -> Fit | Refusal:
     found = context.pool.asked(record, problem.spec(), lambda: _configured(record, family, context))
     if isinstance(found, Refusal):
         return found
-    if record.key == key and record.outcome.source == "measured":
+    if _is_own(record, key):
         return found
     if (why := found.family.suits(problem, target)) is not None:
         return Refusal(reason=why, record=record)
-    config = found.family.resized(found.config, problem)
+    config = found.family.resized(found.config, problem, target)
     return found if config == found.config else found._replace(config=config, resized=_changes(found.config, config))
 
 
@@ -114,6 +114,11 @@ def _configured(record: TuningRecord, family: Family, context: Context) -> Fit |
     elif (why := family.unfit(config, spec, target)) is not None:
         return Refusal(reason=why, invalid=record.key.gpu == key.gpu, record=record)
     return Fit(record=record, family=family, config=config, changed=changed)
+
+
+def _is_own(record: TuningRecord, key: ProblemKey) -> bool:
+    """Whether it was raced at exactly a call's sizes, and serves as it was."""
+    return record.key == key and record.outcome.source == "measured"
 
 
 def _changes(config: Config, moved: Config) -> str:
@@ -211,7 +216,7 @@ def _twin(record: TuningRecord, context: Context, family: Family, config: Config
     moved = context.pool.refitted(family, twin, spec)
     if moved is None or settles(moved):
         return None
-    return moved if record.key == context.key else family.resized(moved, context.problem)
+    return moved if _is_own(record, context.key) else family.resized(moved, context.problem, context.target)
 
 
 def exact_choice(fit: Fit, context: Context) -> Choice:
@@ -239,7 +244,7 @@ def default_choice(family: Family, problem: Problem, target: Target) -> Choice |
     spec = problem.spec()
     if (why := family.refusal(problem, spec, target)) is not None:
         return Refusal(reason=f"{family.name}: {why}")
-    config = family.resized(family.default(spec, target), problem)
+    config = family.resized(family.default(spec, target), problem, target)
     if (broken := family.violated(config, spec, target)) is not None:
         return Refusal(reason=f"the default of {family.name} breaks {broken.name}: {broken.why}")
     note = f"no record stands for this problem, so the default config of {family.name} serves it, which nothing was measured of"

@@ -69,6 +69,8 @@ def explained(
     """The explanation of a choice and of what was passed over before it; `interpreted` says that Triton's interpreter runs it."""
     record, reason = choice.record, choice.note
     own = record is not None and variant is not None and variant.spec == record.problem.spec()
+    # What was moved to the call's sizes has another text.
+    own = own and record is not None and choice.family is not None and choice.config == choice.family.completed(record.outcome.config)
     if own and record is not None and variant is not None and variant.template_hash != record.outcome.template_hash:
         reason += f"; the template {variant.template} has changed since, so search again for a current time"
     if variant is not None and not interpreted and target.arch.isdigit() and not _compiled(variant, target):

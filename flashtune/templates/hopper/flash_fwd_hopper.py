@@ -18,8 +18,13 @@ from flashtune.templates.predicates import warpgroup_facts
 PACKED_HEADS = (1, 2, 4, 8)
 """Heads that share keys, in one tile."""
 
-PACKING_SPARES = 0.9
-"""Heads are packed where no more tiles than this share are left of those that each head has for itself."""
+PACKED_TILES, PACKED_TILES_OF_PROMPTS = 0.9, 0.67
+"""Heads are packed where no more tiles than this share are left of those that each head has for itself: FlashAttention-3's bound
+(`should_pack_gqa` in hopper/heuristics.h of Dao-AILab/flash-attention), and a lower one for prompts, whose kernels ship unpacked, so that
+little gain isn't worth waiting for a compiler."""
+
+LONG_CACHE = 4
+"""With so many times as many keys as queries it isn't a prompt's own keys that are read."""
 
 AXES = (
     Axis(name="BLOCK_M", values=(64, 128, 192, 256), why="query rows of a tile: more reuse of K and V against fewer tiles and registers"),
@@ -204,22 +209,21 @@ CONSTRAINTS = (
 )
 
 
-def resized(config: Config, problem: Problem) -> Config:
-    """With as many heads packed into a tile as leaves the fewest tiles, or none where that spares less than a tenth of them.
-
-    The bound is FlashAttention-3's (`should_pack_gqa` in hopper/heuristics.h of Dao-AILab/flash-attention).
-    """
-    packed = _packed_heads(config.number("BLOCK_M"), problem)
+def resized(config: Config, problem: Problem, target: Target) -> Config:
+    """With as many heads packed into a tile as leaves the fewest tiles, or none where that spares too few of them, or where all tiles run
+    at once anyway."""
+    packed = _packed_heads(config.number("BLOCK_M"), problem, target.sms)
     return config if config.get("packed_heads", 1) == packed else config.replace(packed_heads=packed)
 
 
 @lru_cache(maxsize=4096)
-def _packed_heads(block_m: int, problem: Problem) -> int:
+def _packed_heads(block_m: int, problem: Problem, sms: int) -> int:
     if problem.gqa_ratio == 1 or not _may_pack(problem.spec()):
         return 1
     tiles = {heads: tiles_of(Config.of(BLOCK_M=block_m, packed_heads=heads), problem) for heads in PACKED_HEADS}
     fewest = min(tiles, key=lambda heads: (tiles[heads], heads))
-    return fewest if tiles[fewest] <= PACKING_SPARES * tiles[1] else 1
+    share = PACKED_TILES if problem.n_kv >= LONG_CACHE * problem.n_q else PACKED_TILES_OF_PROMPTS
+    return fewest if tiles[1] > sms and tiles[fewest] <= share * tiles[1] else 1
 
 
 def successor(config: Config) -> Config:

@@ -55,6 +55,7 @@ def _of_config(_: Problem, tried: Tried, __: Target) -> list[float]:
         config["smem_columns"] == "chunks",
         config.number("ctas_per_sm"),
         math.log2(config.number("section")),
+        math.log2(int(config.get("packed_heads", 1))),
     ]
 
 
@@ -101,6 +102,7 @@ FORWARDS = Likeness(
         "smem_columns=chunks": 3.0,
         "ctas_per_sm": 2.0,
         "log section": 8.0,
+        "log packed heads": 2.0,
     },
     lengths=frozenset({"log N_q", "log N_kv", "log query rows", "log keys in the window"}),
     of_problem=_of_problem,

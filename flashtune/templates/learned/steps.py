@@ -13,6 +13,7 @@ from flashtune.templates import family
 from flashtune.templates.cost import programs_per_sm, sharing
 from flashtune.templates.decode import flash_decode
 from flashtune.templates.family import padded
+from flashtune.templates.hopper.layout import packed_problem, tiles_of
 from flashtune.templates.learned.residual import Likeness, Tried
 
 
@@ -43,18 +44,16 @@ def _of_config(problem: Problem, tried: Tried, target: Target) -> list[float]:
     facts = family(name).expected(config, problem.spec(), target)
     assert facts is not None, "what nothing is expected of isn't asked about"
     block_m, block_n = config.number("BLOCK_M"), config.number("BLOCK_N")
-    # Kernels for many rows read the keys that heads share once for each of them, whole.
+    # Kernels for many rows read the keys that heads share once for each tile of them, whole.
     tiles, splits, share = (
-        sharing(config, problem, target)
-        if decodes
-        else (problem.batch * problem.heads * math.ceil(problem.n_q / block_m), 1, math.ceil(problem.n_kv / block_n))
+        sharing(config, problem, target) if decodes else (tiles_of(config, problem), 1, math.ceil(problem.n_kv / block_n))
     )
     programs, slots = tiles * splits, max(1, programs_per_sm(facts, target)) * target.sms
     on_an_sm, rounds = min(programs, slots) / target.sms, programs / slots
     in_flight = block_n * (problem.d + problem.d_v) * ITEMSIZE[problem.dtype] * max(0.6, config.number("num_stages") - 1)
     return [
         *(name == other for other in FAMILIES if other != flash_decode.FAMILY.name),
-        0.0 if decodes else math.log2(problem.gqa_ratio),
+        0.0 if decodes else math.log2(packed_problem(config, problem).gqa_ratio),
         math.log2(block_m),
         math.log2(block_n),
         math.log2(facts.threads / target.warp_size),

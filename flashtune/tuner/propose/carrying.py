@@ -39,7 +39,8 @@ def stored(space: SearchSpace, problem: Problem, records: Iterable[TuningRecord]
     if row is None:
         return None
     family = space.families.get(row.outcome.template)
-    candidate = _refitted(space, row)
+    # As it was raced, whatever a search of today would try.
+    candidate = _refitted(space, row, resizes=False)
     same = family is not None and candidate is not None and candidate.config == family.completed(row.outcome.config)
     return candidate if same else None
 
@@ -59,7 +60,7 @@ def record_of(result: SearchResult) -> TuningRecord | None:
     )
 
 
-def _refitted(space: SearchSpace, record: TuningRecord) -> Candidate | None:
+def _refitted(space: SearchSpace, record: TuningRecord, *, resizes: bool = True) -> Candidate | None:
     family = space.families.get(record.outcome.template)
     if family is None:
         return None
@@ -69,4 +70,6 @@ def _refitted(space: SearchSpace, record: TuningRecord) -> Candidate | None:
     except InputError:
         return None
     moved = family.refitted(config, space.spec, space.target)
-    return None if moved is None else Candidate(family=family, config=family.resized(moved, space.problem))
+    return (
+        None if moved is None else Candidate(family=family, config=family.resized(moved, space.problem, space.target) if resizes else moved)
+    )

@@ -47,7 +47,10 @@ class SearchSpace:
         """Each family's default and published tiles."""
         found: dict[tuple[str, Config], Candidate] = {}
         lists = [
-            [f.resized(config, self.problem) for config in (f.default(self.spec, self.target), *f.starts(self.spec, self.target))]
+            [
+                f.resized(config, self.problem, self.target)
+                for config in (f.default(self.spec, self.target), *f.starts(self.spec, self.target))
+            ]
             for f in self.families.values()
         ]
         # Round robin over the families, so that a few trials already see all of them.
@@ -61,5 +64,5 @@ class SearchSpace:
         """All candidates that break no constraint, in a fixed order."""
         for family in self.families.values():
             for config in family.configs(self.spec, self.target):
-                if family.resized(config, self.problem) == config:
+                if family.resized(config, self.problem, self.target) == config:
                     yield Candidate(family=family, config=config)
