@@ -27,10 +27,12 @@ from flashtune.db.library import Library, shipped_path
 from flashtune.dispatch import policy
 from flashtune.dispatch.policy import Choice, Refusal, losses, ranking
 from flashtune.dispatch.policy.ranking import COMPARED, LEAST_GAIN
+from flashtune.dispatch.resolve.explanation import explained
 from flashtune.templates import cost, families
 from flashtune.templates.expected import LOG_HOST, left_out, log_us
 from flashtune.templates.family import Axis, Constraint, Family
 from flashtune.templates.learned.residual import Residual
+from flashtune.templates.rendering import variant_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
@@ -366,6 +368,12 @@ def test_what_was_measured_for_exactly_these_sizes_serves_them_whether_or_not_th
         assert choose(problem, H200, [refused], known).family is known["second"]
 
 
+def reason_of(choice: Choice, problem: Problem) -> str:
+    """What is said of a kernel that serves."""
+    assert choice.family is not None and choice.config is not None
+    return explained(choice, problem, H200, (), variant_of(choice.family, problem.spec(), choice.config)).reason
+
+
 def test_in_another_problems_place_tiles_hold_as_many_heads_as_the_calls_sizes_ask_for() -> None:
     hopper = {"flash_fwd_hopper": families()["flash_fwd_hopper"]}
     many = replace(PROBLEM, batch=16, kv_heads=2, features=Features(causal=True, alignment="bottom_right"))
@@ -381,6 +389,9 @@ def test_in_another_problems_place_tiles_hold_as_many_heads_as_the_calls_sizes_a
     for problem, config in ((few, alone), (many, alone.replace(packed_heads=8))):
         own = record(problem, template="flash_fwd_hopper", config=config)
         assert (choose(problem, H200, [own], hopper).kind, choose(problem, H200, [own], hopper).config) == ("exact", config)
+        # A kernel of another text is no sign of another template, but where the row's own config serves.
+        assert "has changed since" in reason_of(choose(problem, H200, [own], hopper), problem)
+    assert "has changed since" not in reason_of(found, few)
     # What each head has of its own isn't packed.
     hidden = replace(few, features=replace(few.features, mask="bool"))
     assert choose(hidden, H200, [packed], hopper).config == alone

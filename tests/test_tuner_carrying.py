@@ -117,6 +117,17 @@ def test_the_stored_row_is_that_of_exactly_this_key() -> None:
     assert stored(SPACE, PLANTED_PROBLEM, [row(at(64), choice(99))]) is None
 
 
+def test_the_stored_row_races_as_it_is_where_others_are_moved_to_the_problems_sizes() -> None:
+    few = Problem(batch=16, heads=32, kv_heads=4, n_q=24, n_kv=4096, d=128, d_v=128, dtype="bf16")
+    space = SearchSpace({HOPPER.name: HOPPER}, few, H200)
+    alone = HOPPER.default(few.spec(), H200)
+    own, other = (row(problem, alone, template=HOPPER.name) for problem in (few, replace(few, n_q=32)))
+    known = [replace(record, key=record.problem.key("h200")) for record in (own, other)]
+    found = stored(space, few, known)
+    assert found is not None and found.config == alone != HOPPER.resized(alone, few, H200)
+    assert [candidate.config for candidate in carried(space, few, known[1:], "measured")] == [HOPPER.resized(alone, few, H200)]
+
+
 @pytest.mark.usefixtures("quick")
 def test_a_search_begins_with_what_other_searches_and_its_own_problems_found(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planted_plan((at(64), at(128)), choices=40, trials=6)
