@@ -9,7 +9,7 @@ import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from forward_peers import leave_if_sticky, stopwatch
+from forward_peers import stopwatch
 from searches import text_of
 
 from flashtune.core.config import Config, Value
@@ -94,12 +94,8 @@ def main() -> None:
         inputs = make_inputs(problem, device="cuda:0", seed=0)
         runs: dict[int, Run] = {}
         for heads in (1, packed):
-            try:
-                runs[heads] = tasks.launch_of(text_of(_candidate(heads, changes), problem), inputs)
-                runs[heads]()
-            except Exception as error:
-                leave_if_sticky(error)
-                raise
+            runs[heads] = tasks.launch_of(text_of(_candidate(heads, changes), problem), inputs)
+            runs[heads]()
         times = watch.race(list(runs.values()), budget_s=SECONDS)
         found = {heads: one.median_us for heads, one in zip(runs, times, strict=True)}
         print(f"{problem.label()}: " + ", ".join(f"packed_heads={heads} {us:.1f} us" for heads, us in found.items()), flush=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from flashtune.core.config import Config, Variant
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.problem import Problem, ProblemKey
-from flashtune.core.results import Source
+from flashtune.core.results import Source, TuningRecord
 from flashtune.core.target import Target
 from flashtune.core.words import counted
 from flashtune.dispatch.launch import kernels
@@ -68,10 +68,7 @@ def explained(
 ) -> Explanation:
     """The explanation of a choice and of what was passed over before it; `interpreted` says that Triton's interpreter runs it."""
     record, reason = choice.record, choice.note
-    own = record is not None and variant is not None and variant.spec == record.problem.spec()
-    # What was moved to the call's sizes has another text.
-    own = own and record is not None and choice.family is not None and choice.config == choice.family.completed(record.outcome.config)
-    if own and record is not None and variant is not None and variant.template_hash != record.outcome.template_hash:
+    if variant is not None and record is not None and _as_raced(choice, record) and variant.template_hash != record.outcome.template_hash:
         reason += f"; the template {variant.template} has changed since, so search again for a current time"
     if variant is not None and not interpreted and target.arch.isdigit() and not _compiled(variant, target):
         reason += "; there is no machine code of it, so Triton compiles it at the first call"
@@ -97,6 +94,12 @@ def explained(
         estimated_loss=None if choice.estimate is None else choice.estimate.median,
         twin=choice.twin,
     )
+
+
+def _as_raced(choice: Choice, record: TuningRecord) -> bool:
+    """Whether a choice is of the kernel that its record is of: one that was moved, to other constraints or sizes, has another text."""
+    family = choice.family
+    return family is not None and choice.spec == record.problem.spec() and choice.config == family.completed(record.outcome.config)
 
 
 def _compiled(variant: Variant, target: Target) -> bool:

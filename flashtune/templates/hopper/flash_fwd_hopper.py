@@ -12,7 +12,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.family import Axis, Constraint, Family, padded
-from flashtune.templates.hopper.layout import HopperLayout, tiles_of
+from flashtune.templates.hopper.layout import HopperLayout, packed_heads, tiles_of
 from flashtune.templates.predicates import warpgroup_facts
 
 PACKED_HEADS = (1, 2, 4, 8)
@@ -194,7 +194,7 @@ CONSTRAINTS = (
     ),
     Constraint(
         name="packed heads",
-        holds=lambda c, s, t: c.get("packed_heads", 1) == 1 or _may_pack(s),
+        holds=lambda c, s, t: packed_heads(c) == 1 or _may_pack(s),
         why="rows of several heads have no mask, bias, ALiBi or dropout of their own",
         axes=("packed_heads",),
     ),
@@ -212,12 +212,12 @@ CONSTRAINTS = (
 def resized(config: Config, problem: Problem, target: Target) -> Config:
     """With as many heads packed into a tile as leaves the fewest tiles, or none where that spares too few of them, or where all tiles run
     at once anyway."""
-    packed = _packed_heads(config.number("BLOCK_M"), problem, target.sms)
-    return config if config.get("packed_heads", 1) == packed else config.replace(packed_heads=packed)
+    packed = _heads_to_pack(config.number("BLOCK_M"), problem, target.sms)
+    return config if packed_heads(config) == packed else config.replace(packed_heads=packed)
 
 
 @lru_cache(maxsize=4096)
-def _packed_heads(block_m: int, problem: Problem, sms: int) -> int:
+def _heads_to_pack(block_m: int, problem: Problem, sms: int) -> int:
     if problem.gqa_ratio == 1 or not _may_pack(problem.spec()):
         return 1
     tiles = {heads: tiles_of(Config.of(BLOCK_M=block_m, packed_heads=heads), problem) for heads in PACKED_HEADS}

@@ -55,15 +55,20 @@ class HopperTiles:
         return ["inner_scale"] * self.spec.softcap + ["seed", "offset", "threshold", "keep_scale"] * self.spec.dropout
 
 
+def packed_heads(config: Config) -> int:
+    """Of how many heads that share keys a tile of the forward holds queries."""
+    return int(config.get("packed_heads", 1))
+
+
 def packed_problem(config: Config, problem: Problem) -> Problem:
-    """A problem as the forward's tiles have it: the heads that a tile packs are one, and their queries too few are none."""
-    packed = int(config.get("packed_heads", 1))
+    """A problem whose heads are as many as sets of heads that the forward's tiles hold together; its queries are still each head's."""
+    packed = packed_heads(config)
     return problem if packed == 1 else replace(problem, heads=problem.kv_heads * math.ceil(problem.gqa_ratio / packed))
 
 
 def tile_queries(config: Config) -> int:
     """How many queries of each head a tile of the forward has."""
-    return config.number("BLOCK_M") // int(config.get("packed_heads", 1))
+    return config.number("BLOCK_M") // packed_heads(config)
 
 
 def tiles_of(config: Config, problem: Problem) -> int:
@@ -89,7 +94,7 @@ class HopperLayout(HopperTiles):
     @property
     def packed(self) -> int:
         """Of how many heads that share keys a tile holds queries."""
-        return int(self.config.get("packed_heads", 1))
+        return packed_heads(self.config)
 
     @property
     def packs(self) -> bool:

@@ -4,6 +4,7 @@ import math
 
 from flashtune.core.problem import DECODE_ROWS, Problem
 from flashtune.core.target import Target
+from flashtune.templates.hopper.layout import packed_heads
 from flashtune.templates.learned.residual import Likeness, Tried
 
 
@@ -55,7 +56,7 @@ def _of_config(_: Problem, tried: Tried, __: Target) -> list[float]:
         config["smem_columns"] == "chunks",
         config.number("ctas_per_sm"),
         math.log2(config.number("section")),
-        math.log2(int(config.get("packed_heads", 1))),
+        math.log2(packed_heads(config)),
     ]
 
 

@@ -16,16 +16,17 @@ NEIGHBOURS = 4
 def carried(space: SearchSpace, problem: Problem, records: Iterable[TuningRecord], source: Source) -> list[Candidate]:
     """The winners of the rows that are nearest to `problem`, the nearest first, each once.
 
-    A config that breaks a constraint of this problem is moved to the nearest that breaks none, and one of an earlier version gives way to
-    its successor. Rows of families that don't serve it, or whose config no version of the family declares, say nothing; nor do predictions
-    to a search that measures.
+    A config that breaks a constraint of this problem is moved to the nearest that breaks none, one of an earlier version gives way to its
+    successor, and what follows from sizes is of this problem's. Rows of families that don't serve it, or whose config no version of the
+    family declares, say nothing; nor do predictions to a search that measures.
     """
     found: dict[tuple[str, str], Candidate] = {}
     useful = (record for record in records if source == "predicted" or record.outcome.source == "measured")
     for _, record in nearest(problem.key(space.target.slug), useful):
         candidate = _refitted(space, record)
         if candidate is not None:
-            candidate = replace(candidate, config=candidate.family.successor(candidate.config))
+            config = candidate.family.successor(candidate.config)
+            candidate = replace(candidate, config=candidate.family.resized(config, problem, space.target))
             found.setdefault((candidate.family.name, candidate.config.as_json()), candidate)
         if len(found) == NEIGHBOURS:
             break
@@ -33,14 +34,14 @@ def carried(space: SearchSpace, problem: Problem, records: Iterable[TuningRecord
 
 
 def stored(space: SearchSpace, problem: Problem, records: Iterable[TuningRecord]) -> Candidate | None:
-    """What the measured row of exactly this problem's key names, where it is a candidate still; the first of several rows counts."""
+    """What the measured row of exactly this problem's key names, as it was raced, where it keeps the constraints; the first of several
+    counts."""
     key = problem.key(space.target.slug)
     row = next((record for record in records if record.key == key and record.outcome.source == "measured"), None)
     if row is None:
         return None
     family = space.families.get(row.outcome.template)
-    # As it was raced, whatever a search of today would try.
-    candidate = _refitted(space, row, resizes=False)
+    candidate = _refitted(space, row)
     same = family is not None and candidate is not None and candidate.config == family.completed(row.outcome.config)
     return candidate if same else None
 
@@ -60,7 +61,7 @@ def record_of(result: SearchResult) -> TuningRecord | None:
     )
 
 
-def _refitted(space: SearchSpace, record: TuningRecord, *, resizes: bool = True) -> Candidate | None:
+def _refitted(space: SearchSpace, record: TuningRecord) -> Candidate | None:
     family = space.families.get(record.outcome.template)
     if family is None:
         return None
@@ -70,6 +71,4 @@ def _refitted(space: SearchSpace, record: TuningRecord, *, resizes: bool = True)
     except InputError:
         return None
     moved = family.refitted(config, space.spec, space.target)
-    return (
-        None if moved is None else Candidate(family=family, config=family.resized(moved, space.problem, space.target) if resizes else moved)
-    )
+    return None if moved is None else Candidate(family=family, config=moved)
