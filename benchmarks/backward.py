@@ -16,6 +16,7 @@ import math
 import os
 import re
 import shlex
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -23,7 +24,23 @@ from pathlib import Path
 from typing import Any
 
 import backward_training
-from backward_cells import DETERMINISTIC, FA2_REPEATABLE, FA4_REPEATABLE, OURS, Cell, Checked, cells, check_cell, start, time_cell
+from backward_cells import (
+    DEFAULT_STEP,
+    DETERMINISTIC,
+    FA2_REPEATABLE,
+    FA4_REPEATABLE,
+    OURS,
+    STEP,
+    Cell,
+    Checked,
+    cells,
+    check_cell,
+    drawn_cells,
+    here,
+    start,
+    start_drawn,
+    time_cell,
+)
 from children import in_children
 from forward import until
 from forward_report import NO_TIME
@@ -45,8 +62,8 @@ PARTS: dict[str, Callable[..., Any]] = {
 def wrong(checked: Checked, bound: float) -> str:
     """What is wrong with our gradients, empty where nothing is: not finite, more than twice as far off as torch's best, or of those that no
     backend of torch's gives, as with dropout, beyond this bound on the norm."""
-    ours = checked.errors.get(OURS, [])
-    if not all(map(math.isfinite, ours)):
+    ours = [checked.errors[name] for name in (OURS, STEP) if name in checked.errors]
+    if not all(math.isfinite(mine) for errors in ours for mine in errors):
         return "not finite"
     theirs = [
         errors
@@ -55,15 +72,15 @@ def wrong(checked: Checked, bound: float) -> str:
     ]
     # What peers lack stands last.
     limits = [2 * max(best) for best in zip(*theirs, strict=True)]
-    if any(mine > limit for mine, limit in zip(ours, limits, strict=False)):
+    if any(mine > limit for errors in ours for mine, limit in zip(errors, limits, strict=False)):
         return "more than twice the framework's error"
-    return "beyond its tolerance" if any(mine > bound for mine in ours[len(limits) :]) else ""
+    return "beyond its tolerance" if any(mine > bound for errors in ours for mine in errors[len(limits) :]) else ""
 
 
 def row_of(cell: Cell, checked: Checked, times: dict[str, Measurement], failed: str) -> dict[str, Any]:
     """A cell's JSON."""
     us = {name: time.median_us for name, time in times.items()}
-    peers = {name: time for name, time in us.items() if name != OURS}
+    peers = {name: time for name, time in us.items() if name not in (OURS, STEP, DEFAULT_STEP)}
     return {
         "cell": cell.name,
         "problem": cell.problem.label(),
@@ -75,6 +92,7 @@ def row_of(cell: Cell, checked: Checked, times: dict[str, Measurement], failed: 
         "best_peer": min(peers, key=lambda name: peers[name]) if peers else None,
         "over_best": min(peers.values()) / us[OURS] if peers and OURS in us else None,
         "over": {name: time / us[OURS] for name, time in us.items() if name != OURS and OURS in us},
+        "step_over": us[DEFAULT_STEP] / us[STEP] if STEP in us and DEFAULT_STEP in us else None,
         "wrong": wrong(checked, tolerance(cell.problem.spec()).gradient_norm),
         "failed": failed,
     }
@@ -83,7 +101,11 @@ def row_of(cell: Cell, checked: Checked, times: dict[str, Measurement], failed: 
 def table(rows: list[dict[str, Any]]) -> str:
     """A line for each cell: rates in TFLOP/s, and ours over the best peer's; of deterministic cells, in a table of their own, over each."""
     groups = [[row for row in rows if row["cell"].startswith(DETERMINISTIC) == deterministic] for deterministic in (False, True)]
-    return "\n\n".join(_table(group, OVER_EACH if group is groups[1] else OVER_BEST) for group in groups if group)
+    found = "\n\n".join(_table(group, OVER_EACH if group is groups[1] else OVER_BEST) for group in groups if group)
+    steps = sorted(row["step_over"] for row in rows if row["step_over"])
+    if steps:
+        found += f"\n\nwhole training steps over torch's default: median {statistics.median(steps):.2f}, least {steps[0]:.2f}"
+    return found
 
 
 OVER_BEST: dict[str, Callable[[dict[str, Any]], float | None]] = {"the best": lambda row: row["over_best"]}
@@ -91,12 +113,14 @@ OVER_EACH = {name: lambda row, name=name: row["over"].get(name) for name in (FA2
 
 
 def _table(rows: list[dict[str, Any]], over: dict[str, Callable[[dict[str, Any]], float | None]]) -> str:
-    names = list(dict.fromkeys(name for row in rows for name in row["tflops"]))
-    titles = ["cell", "served", *names, *(f"over {name}" for name in over), "remark"]
+    names = list(dict.fromkeys(name for row in rows for name in row["tflops"] if name not in (STEP, DEFAULT_STEP)))
+    whole = any(row["step_over"] for row in rows)
+    titles = ["cell", "served", *names, *(f"over {name}" for name in over), *(["steps over torch's"] if whole else []), "remark"]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for row in rows:
         rates = [f"{row['tflops'][name]:.0f}" if name in row["tflops"] else "-" for name in names]
         ratios = ["-" if ratio is None else f"{ratio:.2f}x" for ratio in (of(row) for of in over.values())]
+        ratios += (["-" if row["step_over"] is None else f"{row['step_over']:.2f}x"]) if whole else []
         lines.append(f"| {' | '.join([row['cell'], row['kind'], *rates, *ratios, row['wrong'] or row['failed']])} |")
     for name, of in over.items():
         found = [ratio for ratio in map(of, rows) if ratio]
@@ -111,6 +135,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", default=",".join(GROUPS), help="groups of cells, with commas between them (default: %(default)s)")
     parser.add_argument("--parts", default=",".join(PARTS), help="the other parts, or nothing (default: %(default)s)")
+    parser.add_argument(
+        "--drawn", type=int, default=0, help="in place of these cells so many that are drawn at random (--seed), served as users are"
+    )
     parser.add_argument("--d", type=int, help="only cells of this head size")
     parser.add_argument("--n", type=int, help="only cells of this length")
     parser.add_argument("--only", default="", help="only cells whose name this regular expression finds")
@@ -122,11 +149,14 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    if local_gpu() is None:
+    gpu = local_gpu()
+    if gpu is None:
         raise SystemExit("backward.py times kernels on a GPU and found none: run it on the GPU's machine")
+    listed = drawn_cells(options.drawn, seed=options.seed, gpu=here()) if options.drawn else cells(tuple(options.cells.split(",")))
+    prepare = start_drawn if options.drawn else start
     chosen = [
         cell
-        for cell in cells(tuple(options.cells.split(",")))
+        for cell in listed
         if options.d in (None, cell.problem.d) and options.n in (None, cell.problem.n_kv) and re.search(options.only, cell.name)
     ]
     began = time.monotonic()
@@ -141,11 +171,11 @@ def main() -> None:
 
     # All before the first is timed: one process at a time has the GPU.
     checking = [(check_cell, (cell, options.seed)) for cell in chosen]
-    checks = list(in_children(checking, start=start, count=options.jobs, limit_s=options.limit))
+    checks = list(in_children(checking, start=prepare, count=options.jobs, limit_s=options.limit))
     print(f"{len(checks)} checked after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     sound = [(cell, checked) for cell, (checked, failed) in zip(chosen, checks, strict=True) if not failed]
     rows += [row_of(cell, Checked(), {}, failed) for cell, (_, failed) in zip(chosen, checks, strict=True) if failed]
-    timing = in_children([(time_cell, (cell, options.seed, options.seconds)) for cell, _ in sound], start=start, limit_s=options.limit)
+    timing = in_children([(time_cell, (cell, options.seed, options.seconds)) for cell, _ in sound], start=prepare, limit_s=options.limit)
     for (cell, checked), (times, failed) in until(began + options.budget_s, zip(sound, timing, strict=True)):
         rows.append(row_of(cell, checked, times or {}, failed))
         keep()

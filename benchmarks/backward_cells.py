@@ -10,6 +10,8 @@ from typing import Any
 import flash_attention_4
 import torch
 from forward_cells import problem_of
+from searches import shipped
+from unprepared import drawn
 
 from flashtune import dispatch
 from flashtune.core.launching import launcher
@@ -31,6 +33,10 @@ from flashtune.tuner.verify.inputs import Inputs, make_inputs
 
 OURS, FA4, FA2_REPEATABLE, FA4_REPEATABLE = "flashtune", "fa4", "fa2 deterministic", "fa4 deterministic"
 LENGTHS = (512, 1024, 4096, 16384)
+DRAWN = "drawn"
+"""The group of backwards that were drawn at random."""
+STEP, DEFAULT_STEP = "training step", "default's training step"
+"""Of drawn cells: whole calls with their gradients, by dispatch and by torch's default, the host included."""
 DETERMINISTIC = "deterministic"
 """The group of plain cells whose every call must write the same bits."""
 
@@ -65,6 +71,8 @@ class Cell:
     @property
     def name(self) -> str:
         """For tables and messages."""
+        if self.group == DRAWN:
+            return self.case
         return f"{self.group} {self.case} D={self.problem.d} N={self.problem.n_kv}"
 
 
@@ -99,6 +107,19 @@ def _trained(d: int, n: int, features: Features, *, sharing: int = 1) -> Problem
     return replace(problem_of(d, n, features, sharing=sharing), direction="bwd")
 
 
+def drawn_cells(count: int, *, seed: int, gpu: str) -> list[Cell]:
+    """Backwards without a row of their own, drawn at random."""
+    known = [record.key for record in shipped()]
+    problems = [cell.problem for cell in drawn(count, seed=seed, gpu=gpu, known=known, kind="training")]
+    return [Cell(group=DRAWN, case=f"{p.label()} H={p.heads} B={p.batch}", problem=p) for p in problems]
+
+
+def start_drawn() -> None:
+    """Prepare a child process in which a user's own policy serves."""
+    withdraw()
+    flash_attention_4.keep_compiled()
+
+
 def start() -> None:
     """Prepare a child process: silent and killable; kernels serve that nobody measured, and the table says which."""
     withdraw()
@@ -122,6 +143,9 @@ def runs_of(cell: Cell, inputs: Inputs) -> tuple[dict[str, Run], dict[str, str],
     makers |= {name: partial(framework_call, inputs, name) for name in ("cudnn", "flash", "efficient")}
     if cell.group == DETERMINISTIC:
         makers = {name: makers[name] for name in (OURS, FA4_REPEATABLE)} | {FA2_REPEATABLE: partial(fa2_repeatable, inputs)}
+    if cell.group == DRAWN:
+        makers |= {"default": partial(framework_call, inputs), STEP: partial(step, inputs)}
+        makers |= {DEFAULT_STEP: partial(framework_call, inputs, step=True)}
     for name, make in makers.items():
         try:
             run = make()
@@ -152,7 +176,7 @@ def same_bits() -> Iterator[None]:
 def served_by(cell: Cell) -> Explanation:
     """What serves ours."""
     with same_bits() if cell.group == DETERMINISTIC else nullcontext():
-        return dispatch.explain_problem(cell.problem, _here())
+        return dispatch.explain_problem(cell.problem, here())
 
 
 def fa2_repeatable(inputs: Inputs) -> Run | None:
@@ -167,7 +191,8 @@ def fa2_repeatable(inputs: Inputs) -> Run | None:
     return None if call is None else run
 
 
-def _here() -> str:
+def here() -> str:
+    """This machine's GPU as rows name it."""
     gpu = local_gpu()
     assert gpu is not None and gpu.target is not None, "needs a GPU that the table knows"
     return gpu.target.slug
@@ -179,7 +204,7 @@ def ours(served: Explanation, inputs: Inputs) -> Run | None:
         return framework_call(inputs)
     spec = inputs.problem.spec()
     chosen = family(served.template)
-    config = served.config or chosen.default(spec, find_target(_here()))
+    config = served.config or chosen.default(spec, find_target(here()))
     source = Source.of(chosen, variant_of(chosen, spec, config))
     launch = launcher(load_source(source.text, source.stem))
     arguments = {**inputs.operands, "dlse": None}
@@ -188,6 +213,23 @@ def ours(served: Explanation, inputs: Inputs) -> Run | None:
     def run() -> tuple[torch.Tensor, ...]:
         launch(*arguments.values(), **inputs.keywords)
         return tuple(written)
+
+    return run
+
+
+def step(inputs: Inputs) -> Run:
+    """A call of ours and its gradients, as a model's training makes them."""
+    p, given = inputs.problem, inputs.parameters
+    f, leaves = p.features, [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    words: dict[str, Any] = {"attn_mask": given.mask, "scale": given.scale, "enable_gqa": p.gqa_ratio > 1, "causal_alignment": f.alignment}
+    words |= {"is_causal": f.causal} if given.mask is None else {"window": (None, 0)} if f.causal else {}
+    words |= {"window": f.window} if f.window is not None else {}
+    words |= {"softcap": given.softcap} if f.softcap else {}
+    words |= {"dropout_p": given.dropout_p, "seed": given.seed} if f.dropout else {}
+    words |= given.per_head()
+
+    def run() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(dispatch.attention(*leaves, **words), leaves, inputs.operands["dout"])
 
     return run
 
@@ -211,7 +253,7 @@ def check_cell(cell: Cell, seed: int) -> Checked:
     where = everywhere(p) if p.batch * p.heads * p.n_q <= MANY_ROWS else places(p, seed)
     expected, errors = oracle(inputs, where), {}
     for name, run in runs.items():
-        if p.features.dropout and (name != OURS or served.template is None):
+        if name == DEFAULT_STEP or (p.features.dropout and (name not in (OURS, STEP) or served.template is None)):
             continue
         found = dict(zip([operand.name for operand in p.contract.written], run(), strict=False))
         errors[name] = []

@@ -6,11 +6,11 @@ They are checked against the float64 oracle in several processes at once, then o
 does: interleaved, L2 flushed, the framework's attention among them, the GPU's state read meanwhile, and whole calls in an eager loop. A
 tenth of a search's time.
 
-`--sizes`, `--models`, `--short`, `--sparse`, `--steps`, `--few`, `--covering`, `--ragged`, `--backward` race problems without rows: their
-candidates are other rows' configs, what the cost model thinks best, and the family's starts; `--twins` races rows whose twin is far
-behind, `--rescale` plain and masked rows with other ways to rescale what came before a maximum that grew, and `--older` all other rows
-that were raced before there were any. Where it costs hardly anything, a kernel that has less to lose on a model's scores wins over
-others, and one that already ships (race_twins.py).
+`--sizes`, `--models`, `--short`, `--sparse`, `--steps`, `--few`, `--covering`, `--ragged`, `--backward`, `--backward-sizes` race problems
+without rows: their candidates are other rows' configs, what the cost model thinks best, and the family's starts; `--twins` races rows
+whose twin is far behind, `--rescale` plain and masked rows with other ways to rescale what came before a maximum that grew, and `--older`
+all other rows that were raced before there were any. Where it costs hardly anything, a kernel that has less to lose on a model's scores
+wins over others, and one that already ships (race_twins.py).
 `--rows-of h200` races the rows of that GPU on this one, the most important first. With `--budget-s`
 the first problems that fit are checked and raced:
 
@@ -33,7 +33,7 @@ from typing import Any
 from children import Children
 from covering import of_covering, of_ragged
 from forward import until
-from forward_cells import problem_of
+from forward_cells import TOKENS, problem_of
 from forward_report import NO_TIME
 from race_steps import of_steps
 from race_twins import ARCHIVED, Archive, has_settling_winner, measured, read_archive, shipped_first, with_twins
@@ -60,7 +60,7 @@ from flashtune.core.shipped_kernels import PACKAGE, shipped_index
 from flashtune.core.target import Target, find_target
 from flashtune.db.library import shipped_path
 from flashtune.db.store import Store
-from flashtune.templates import family
+from flashtune.templates import families, family
 from flashtune.templates.rendering import variant_of
 from flashtune.tuner.children import tasks
 from flashtune.tuner.machine import local_gpu, provenance
@@ -176,6 +176,30 @@ def backwards_of(results: Sequence[SearchResult], target: Target) -> Work:
             if (problem.key(target.slug), name) not in known:
                 found.append((problem, [Candidate(family=kind, config=config) for config in chosen]))
     return sorted(found, key=lambda item: PLAIN_LENGTHS.index(item[0].n_kv))
+
+
+TRAINED_SIZES = ((80, 80), (96, 96), (72, 72), (192, 192), (160, 160), (192, 128), (40, 40), (112, 112))
+"""Head sizes of `--backward-sizes`, those of most models first."""
+
+
+def backwards_of_sizes(results: Sequence[SearchResult], target: Target, *, most: int) -> Work:
+    """Backwards of head sizes that no row is of, and of heads that many share: a length that fills the GPU and a short one, `most` starts
+    of each. A kernel is compiled once for all lengths."""
+    known = {result.problem.key(target.slug) for result in results if result.problem.direction == "bwd"}
+    problems = [(d, d_v, n, features, 1) for n in (4096, 1024) for d, d_v in TRAINED_SIZES for features in (Features(), CAUSAL)]
+    problems += [(d, d, n, CAUSAL, 4) for n in (4096, 1024) for d in (80, 96, 64, 192)]
+    problems += [(d, d, n, features, 8) for n in (4096, 1024) for d in (64, 128) for features in (Features(), CAUSAL)]
+    problems += [(d, d, 4096, Features(causal=True, window=(300, 0)), 1) for d in (128, 96, 64)]
+    found: Work = []
+    for d, d_v, n, features, sharing in problems:
+        # As many heads as are whole groups.
+        heads = 2048 // d // sharing * sharing
+        sizes = {"batch": TOKENS // n, "heads": heads, "kv_heads": heads // sharing, "n_q": n, "n_kv": n, "d": d, "d_v": d_v}
+        problem = Problem(**sizes, dtype="bf16", features=features, direction="bwd").seen()
+        kind = next(kind for kind in families().values() if kind.direction == "bwd" and kind.supports(problem.spec(), target) is None)
+        if problem.key(target.slug) not in known:
+            found.append((problem, [Candidate(family=kind, config=config) for config in kind.starts(problem.spec(), target)[:most]]))
+    return found
 
 
 def check_problem(problem: Problem, candidates: Candidates, target: Target, seed: int) -> list[Checked]:
@@ -317,6 +341,7 @@ def arguments() -> argparse.Namespace:
         "--chunks", action="store_true", help="race rows of heads of 136 to 248 columns with their tiles in chunks, instead of rows"
     )
     parser.add_argument("--backward", action="store_true", help="race backward problems that no row is of, instead of rows")
+    parser.add_argument("--backward-sizes", action="store_true", help="race backwards of head sizes that no row is of, instead of rows")
     parser.add_argument("--steps", action="store_true", help="race decoding steps of many kinds that no row is of, instead of rows")
     parser.add_argument("--few", action="store_true", help="race few queries over a cache that no row is of, instead of rows")
     parser.add_argument("--rows-of", metavar="GPU", help="race the rows of this GPU that this machine's has none of, instead of its own")
@@ -348,10 +373,26 @@ def all_work(options: argparse.Namespace, target: Target) -> Work:
     choose = partial(candidates_of, target=target, most=options.most, archive=read_archive(options.archived, measured_on))
     if options.rows_of:
         return of_another_gpu(asked, find_target(options.rows_of).slug, target, choose)
-    lists = ("models", "sizes", "backward", "short", "sparse", "covering", "ragged", "older", "twins", "rescale", "chunks", "steps", "few")
+    lists = (
+        "models",
+        "sizes",
+        "backward",
+        "backward_sizes",
+        "short",
+        "sparse",
+        "covering",
+        "ragged",
+        "older",
+        "twins",
+        "rescale",
+        "chunks",
+        "steps",
+        "few",
+    )
     own = [] if any(getattr(options, name) for name in lists) else [result for result in asked if result.gpu == target.slug]
     work: Work = [(result.problem, choose(result)) for result in own]
     work += backwards_of(mine, target) if options.backward else []
+    work += backwards_of_sizes(mine, target, most=4 * options.most) if options.backward_sizes else []
     work += of_twins(mine, target) if options.twins else []
     work += of_rescaled(mine, target) if options.rescale else []
     work += of_chunks(mine, target) if options.chunks else []

@@ -22,10 +22,10 @@ import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from children import Children, Job
 from forward import until
@@ -75,6 +75,14 @@ FEW, CACHE = (2, 512), (1024, 65536)
 FEW_BATCHES, FEW_SHARING = 16, (1, 4, 8)
 FEW_FEATURES: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"causal": True}, {"causal": True, "window": (1024, 0)})
 
+SHORT_HEAD_SIZES = (32, 48, 56, 64, 64, 72, 80, 88, 96, 104, 128)
+SHORT_FEATURES: tuple[dict[str, Any], ...] = ({}, {}, {}, {"causal": True}, {"mask": "bool"}, {"mask": "bias"})
+SHORT, MANY = (16, 512), (64, 4096)
+"""Keys and sequences of many short ones: patches in windows, sentences, captions."""
+
+Kind = Literal["any", "steps", "few", "short", "training"]
+"""What is drawn: calls of every kind, decoding steps, few queries over a cache, many short sequences, or backwards (for backward.py)."""
+
 TFLOPS, TB_S = 450.0, 3.0
 """Rates that times are guessed by before anything runs."""
 FROM_US, TO_US = 20.0, 2000.0
@@ -110,12 +118,12 @@ class Shape:
     own: Candidate | None = None
 
 
-def drawn(count: int, *, seed: int, gpu: str, known: Collection[ProblemKey], decoding: float = DECODING, few: bool = False) -> list[Cell]:
-    """`count` calls of usual sizes whose keys are not `known`, which take 20 us to 2 ms by a guess; the share `decoding` of those that
-    are drawn are decoding steps. With `few` all are few queries over a cache."""
+def drawn(count: int, *, seed: int, gpu: str, known: Collection[ProblemKey], kind: Kind = "any") -> list[Cell]:
+    """`count` calls of usual sizes, of one kind, whose keys are not `known` and which take 20 us to 2 ms by a guess."""
+    draw = {"any": _draw, "steps": partial(_draw, decoding=1.0), "few": _draw_few, "short": _draw_short, "training": _draw_training}[kind]
     dice, cells = random.Random(seed), dict[ProblemKey, Cell]()
     while len(cells) < count:
-        problem = _draw_few(dice) if few else _draw(dice, decoding)
+        problem = draw(dice)
         if problem is None or not FROM_US <= guess_us(problem) <= TO_US or max(_bytes(problem)) > MOST_BYTES:
             continue
         key = problem.key(gpu)
@@ -125,7 +133,7 @@ def drawn(count: int, *, seed: int, gpu: str, known: Collection[ProblemKey], dec
     return list(cells.values())
 
 
-def _draw(dice: random.Random, decoding: float) -> Problem | None:
+def _draw(dice: random.Random, decoding: float = DECODING) -> Problem | None:
     """Any call; None for one that makes no sense."""
     d, d_v = dice.choice(HEAD_SIZES)
     heads, sharing, features = dice.choice(HEADS), dice.choice(SHARING), dict(dice.choice(FEATURES))
@@ -162,6 +170,21 @@ def _draw_few(dice: random.Random) -> Problem:
     dtype = "fp16" if dice.random() < FP16 else "bf16"
     sizes = {"batch": batch, "heads": kv_heads * sharing, "kv_heads": kv_heads, "n_q": n_q, "n_kv": n_kv, "d": d, "d_v": d_v}
     return Problem(**sizes, dtype=dtype, features=Features(**features)).seen()
+
+
+def _draw_short(dice: random.Random) -> Problem:
+    """Many short sequences, each by itself."""
+    d, heads, features = dice.choice(SHORT_HEAD_SIZES), dice.choice(HEADS), dict(dice.choice(SHORT_FEATURES))
+    n, batch = (int(2 ** dice.uniform(*map(math.log2, bounds))) for bounds in (SHORT, MANY))
+    dtype = "fp16" if dice.random() < FP16 else "bf16"
+    sizes = {"batch": batch, "heads": heads, "kv_heads": heads, "n_q": n, "n_kv": n, "d": d, "d_v": d}
+    return Problem(**sizes, dtype=dtype, features=Features(**features)).seen()
+
+
+def _draw_training(dice: random.Random) -> Problem | None:
+    """The backward of any call but a decoding step."""
+    problem = _draw(dice, decoding=0.0)
+    return None if problem is None else replace(problem, direction="bwd")
 
 
 def guess_us(problem: Problem) -> float:
@@ -369,8 +392,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=40, help="shapes (default: %(default)s)")
     kinds = parser.add_mutually_exclusive_group()
-    kinds.add_argument("--steps", action="store_true", help="decoding steps alone")
-    kinds.add_argument("--few", action="store_true", help="few queries over a cache alone")
+    kinds.add_argument("--steps", dest="kind", action="store_const", const="steps", default="any", help="decoding steps alone")
+    kinds.add_argument("--few", dest="kind", action="store_const", const="few", help="few queries over a cache alone")
+    kinds.add_argument("--short", dest="kind", action="store_const", const="short", help="many short sequences alone")
     parser.add_argument("--seed", type=int, default=0, help="of the shapes, their inputs and the searches (default: %(default)s)")
     parser.add_argument("--trials", type=int, default=12, help="first candidates of each search (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=0.25, help="timing per cell (default: %(default)s)")
@@ -386,9 +410,8 @@ def main() -> None:
     options = arguments()
     gpu = local_gpu()
     target: Target | None = gpu.target if gpu is not None else None
-    decoding = 1.0 if options.steps else DECODING
     known = [record.key for record in shipped()]
-    shapes = partial(drawn, options.count, seed=options.seed, known=known, decoding=decoding, few=options.few)
+    shapes = partial(drawn, options.count, seed=options.seed, known=known, kind=options.kind)
     if options.list:
         for cell in shapes(gpu="h200" if target is None else target.slug):
             print(f"{cell.name}: about {guess_us(cell.problem):.0f} us")

@@ -416,6 +416,7 @@ class Machine:
             # Wide enough for what stands for random bits, and with a NaN for memory that nobody has written.
             uint32=torch.float64,
             SliceLayout=lambda *_: None,
+            DotOperandLayout=lambda **_: None,
             join=lambda one, other: array(torch.stack((one, other), -1)),
             arange=lambda first, end, layout: array(torch.arange(first, end)),
             zeros=lambda shape, dtype, _layout: array(torch.zeros([int(size) for size in shape], dtype=dtype)),

@@ -51,6 +51,15 @@ CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
         {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "section": 1, "held": "k", "exp_poly": True, "wait_early": True},
     ),
     "bias": (problem(Features(causal=True, mask="bias"), heads=4, kv_heads=2), {"BLOCK_M": 128, "num_stages": 1, "dq_sums": "registers"}),
+    # Products of 96 columns of tiles of 128, and a last warpgroup with fewer columns of dQ.
+    "pieces": (
+        problem(Features(causal=True, dropout=True, alignment="bottom_right"), n_q=150, n_kv=200, d=80, d_v=80, heads=4, kv_heads=2),
+        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "section": 2, "held": "both", "wait_early": True},
+    ),
+    "pieces by tma": (
+        problem(Features(), d=72, d_v=64),
+        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "tma", "persistent": True, "held": "k"},
+    ),
     "left": (
         problem(Features(causal=True, window=(40, 0)), d=96, d_v=96, dtype="bf16", kv_heads=2),
         {"BLOCK_M": 64, "num_stages": 1, "dq_sums": "registers", "section": 16, "persistent": "taken", "held": "v"},
@@ -106,7 +115,7 @@ def main() -> None:
         report[name] = check(launch, inputs, oracle(inputs, everywhere(p))).reason
         if name == "bias":
             report["strided bias"] = [same_of_strides(launch, inputs, mask) for mask in strided(inputs.keywords["mask"])]
-        if name in ("full", "drawn"):
+        if name in ("full", "drawn", "pieces"):
             before = {written.name: inputs.operands[written.name].clone() for written in p.contract.written}
             inputs.poison()
             launch(*{**inputs.operands, "dk": None, "dv": None}.values(), **inputs.keywords)

@@ -73,7 +73,7 @@ def test_deterministic_cells_are_held_against_each_peer_that_writes_the_same_bit
 
 
 def test_what_serves_deterministic_cells_writes_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backward_cells, "_here", lambda: "h200")
+    monkeypatch.setattr(backward_cells, "here", lambda: "h200")
     [cell] = [c for c in backward_cells.cells(("deterministic",)) if c.name == "deterministic full D=64 N=4096"]
     served = backward_cells.served_by(cell)
     assert served.template == "flash_bwd_hopper_split"

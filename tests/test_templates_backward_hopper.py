@@ -32,17 +32,17 @@ def report() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("case", ["full", "causal", "window", "left", "drawn", "everything", "bias"])
+@pytest.mark.parametrize("case", ["full", "causal", "window", "left", "drawn", "everything", "bias", "pieces", "pieces by tma"])
 def test_gradients_are_those_of_the_reference(report: dict[str, Any], case: str) -> None:
     assert report[case] == ""
 
 
-@pytest.mark.parametrize("case", ["full", "drawn"])
+@pytest.mark.parametrize("case", ["full", "drawn", "pieces"])
 def test_only_the_gradients_that_are_asked_for_are_made(report: dict[str, Any], case: str) -> None:
     assert report[f"{case}: dq alone"] and report[f"{case}: dk and dv alone"] and report[f"{case}: no gradient of the lse"]
 
 
-@pytest.mark.parametrize("case", ["full", "drawn"])
+@pytest.mark.parametrize("case", ["full", "drawn", "pieces"])
 def test_large_scores_leave_no_nan(report: dict[str, Any], case: str) -> None:
     assert report[f"{case}: extreme"] == ""
 
@@ -63,6 +63,7 @@ def problem(features: Features, **changes: Any) -> Problem:
         (64, {"BLOCK_M": 64, "num_stages": 3, "dq_sums": "registers", "exp_poly": True, "wait_early": True}, 4),
         (128, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "exp_early": True, "persistent": "taken"}, 8),
         (64, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "persistent": "drawn", "held": "both"}, 4),
+        (80, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "held": "both"}, 8),
     ],
     ids=str,
 )
@@ -85,9 +86,10 @@ def test_it_compiles_to_products_in_flight_without_spills(d: int, changes: dict[
         assert loop["STL"] + loop["LDL"] <= (8 if loop["FSEL"] else 0)
         # Descriptors that don't change aren't kept in registers.
         assert loop["R2UR"] == 0
-        # An instruction takes 16 columns or keys: S, dP, dV, dK, and 128 keys for this warpgroup's part of dQ.
-        assert loop["HGMMA"] == 2 * d // 16 + 2 * 64 // 16 + 128 // 16
-        assert loop["REDG"] == adds
+        # An instruction takes 16 columns or keys: S, dP, each piece of dV and dK, and 128 keys for this warpgroup's part of dQ.
+        assert loop["HGMMA"] == 2 * layout.columns_d // 16 + 2 * len(layout.pieces) * 64 // 16 + 128 // 16
+    assert [loop["REDG"] for loop in loops] in [[*[few] * 2, *[adds] * 2] for few in {adds, adds * layout.last_part_d // layout.part_d}]
+    for loop in loops:
         assert loop["MUFU"] == (64 // 2 if config.get("exp_poly", False) is False else 24)
     if config["exp_early"]:
         # Exponentials stay ahead of the wait that follows them, as they stand in the text.

@@ -339,7 +339,13 @@ def _traced(given: Arguments, options: Options) -> Any:
         left, right = (None if side is None else index(side) for side in features.window or (None, None))
         window = (features.window is not None, left, right)
         asked = () if why_torch is None else GRADIENTS[why_torch]
-        flags = [call.deterministic, draws, *(getattr(features, name) for name in FLAGS), *(name in asked for name in ASKED)]
+        flags = [
+            call.deterministic,
+            backwards.fused(call),
+            draws,
+            *(getattr(features, name) for name in FLAGS),
+            *(name in asked for name in ASKED),
+        ]
         # A tracer may hold truth values as symbols, which a branch settles, and sizes, which `index` does and `int` doesn't.
         causal, *flags = [True if flag else False for flag in (features.causal, *flags)]  # noqa: SIM210
         ratio = index(problem.heads) // index(problem.kv_heads)
@@ -363,11 +369,12 @@ def _trainable(
     left: int | None,
     right: int | None,
     deterministic: bool,
+    fused: bool,
     draws: bool,
     *flags: bool,
 ) -> bool:
-    """Whether backward kernels are trusted with problems like this one, of usual sizes, or are there where it `draws`; `flags` are those
-    of FLAGS and ASKED.
+    """Whether backward kernels are trusted with problems like this one, of usual sizes, or are there where it `draws`; `fused` as
+    `backwards.fused` says, `flags` are those of FLAGS and ASKED.
 
     A compiler that traces takes the answer for a constant, and gives nothing but plain values.
     """
@@ -379,10 +386,10 @@ def _trainable(
     problem = backwards.usual(Problem(**sizes, dtype=dtype, features=features, direction="bwd"))
     memo = current()
     with memo.lock:
-        repeatable = backwards.same_bits_asked(deterministic)
+        words = {"repeatable": backwards.same_bits_asked(deterministic), "fused": fused}
         if draws:
-            return backwards.has_gradients(memo, problem, target, repeatable=repeatable)
-        return backwards.gradient_choice(memo, problem, target, repeatable=repeatable)[0] is not None
+            return backwards.has_gradients(memo, problem, target, **words)
+        return backwards.gradient_choice(memo, problem, target, **words)[0] is not None
 
 
 _trainable._dynamo_marked_constant = True  # type: ignore[attr-defined]

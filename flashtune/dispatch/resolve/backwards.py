@@ -36,25 +36,33 @@ def trained_as(problem: Problem, asked: Sequence[str] = ()) -> Problem:
     return replace(problem, direction="bwd", features=problem.features.asking(asked))
 
 
-def gradient_choice(memo: Memo, problem: Problem, target: Target, *, repeatable: bool = False) -> tuple[Choice | None, str]:
+def fused(call: Call) -> bool:
+    """Whether torch is as fast at a call's gradients as its kernels are: not where it would write all scores out, or a mask as large. On a
+    CPU kernels are interpreted, which takes longer than anything of torch's."""
+    return call.fused_by_torch or call.device.type == "cpu"
+
+
+def gradient_choice(
+    memo: Memo, problem: Problem, target: Target, *, repeatable: bool = False, fused: bool = True
+) -> tuple[Choice | None, str]:
     """The kernel that is trusted with the backward of `problem` on `target`, or None and why torch is; `repeatable` asks for the same bits
-    every time.
+    every time, and `fused` is what the function of that name says.
 
     What was never raced on the GPU's architecture serves only those who allow what is unmeasured, in the interpreter, too; so does what
-    torch does in less than the host needs for the launches.
+    torch does in less than the host needs for the launches. Of what isn't `fused` any kernel that takes it computes the gradients.
     """
     trained = replace(problem, direction="bwd")
     if "bwd" in memo.pinned:
         return Choice(kind="exact", spec=trained.spec(), note="its kernel is pinned"), ""
     pool = memo.pool(trained.key(target.slug), target)
     known = _repeatable(families()) if repeatable else families()
-    chosen = next(_gradient_choices(trained, target, pool, known, framework_serves=True, unmeasured=memo.unmeasured))
+    chosen = next(_gradient_choices(trained, target, pool, known, framework_serves=fused, unmeasured=memo.unmeasured))
     if chosen.family is not None:
         record = chosen.record
         # Where whole training steps were measured of this very key, they have decided.
         exact = record is not None and record.key == trained.key(target.slug)
         stepped = exact and record is not None and record.outcome.call_us is not None and record.framework_call_us is not None
-        if record is not None and not stepped and not memo.unmeasured:
+        if record is not None and fused and not stepped and not memo.unmeasured:
             known_us = record.median_us if record.framework_us is None else record.framework_us
             expected_us = known_us * trained.flops() / max(1, record.problem.flops())
             if expected_us < SHORTEST_BACKWARD_US:
@@ -64,7 +72,7 @@ def gradient_choice(memo: Memo, problem: Problem, target: Target, *, repeatable:
         return None, chosen.note
     with_more = f" with {' and '.join(trained.features.asked)}" if trained.features.asked else ""
     served = any(family.direction == "bwd" and family.supports(trained.spec(), target) is None for family in known.values())
-    if memo.unmeasured or not served:
+    if memo.unmeasured or not fused or not served:
         return None, f"none of our backward kernels takes such calls{with_more}"
     why = f"no backward kernel for such calls{with_more} was measured on GPUs like {target.name}"
     return None, f"{why} (FLASHTUNE_UNMEASURED=1 lets those serve that weren't)"
@@ -75,15 +83,15 @@ def usual(problem: Problem) -> Problem:
     return replace(problem, batch=8, heads=16 * (problem.heads // problem.kv_heads), kv_heads=16, n_q=2048, n_kv=2048)
 
 
-def has_gradients(memo: Memo, trained: Problem, target: Target, *, repeatable: bool) -> bool:
-    """Whether there is a backward kernel that was measured on the GPU's architecture, faster than torch's or not, or is allowed without:
-    at usual sizes, so that eager calls and compiled ones agree whatever theirs are."""
+def has_gradients(memo: Memo, trained: Problem, target: Target, *, repeatable: bool, fused: bool = True) -> bool:
+    """Whether there is a backward kernel that was measured on the GPU's architecture, faster than torch's or not, or serves without: at
+    usual sizes, so that eager calls and compiled ones agree whatever theirs are."""
     trained = usual(trained)
     known = _repeatable(families()) if repeatable else families()
     pool = memo.pool(trained.key(target.slug), target)
     chosen = next(_gradient_choices(trained, target, pool, known, framework_serves=False, unmeasured=memo.unmeasured))
     measured = chosen.record is not None and chosen.record.outcome.source == "measured"
-    return chosen.family is not None and (measured or memo.unmeasured)
+    return chosen.family is not None and (measured or memo.unmeasured or not fused)
 
 
 def _gradient_choices(

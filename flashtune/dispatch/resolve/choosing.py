@@ -107,7 +107,8 @@ def _out_of_reach(call: Call) -> str | None:
 def _trained(memo: Memo, call: Call, problem: Problem, given: Tensors, asked: Sequence[str]) -> Generator[Candidate, None, str]:
     """Plans of kernels for a call whose gradients are needed, also those that are `asked` for; returns why there are no more."""
     target, trained = devices.target_of(call.device), backwards.trained_as(problem, asked)
-    chosen, why = backwards.gradient_choice(memo, trained, target, repeatable=backwards.same_bits_asked(call.deterministic))
+    repeatable = backwards.same_bits_asked(call.deterministic)
+    chosen, why = backwards.gradient_choice(memo, trained, target, repeatable=repeatable, fused=backwards.fused(call))
     if chosen is not None:
         for forward in candidates(memo, backwards.forward_of(call), *call.views(*given[:3]), call.small_mask(given[3]), None):
             if forward.kind == "framework":
@@ -133,11 +134,11 @@ def _drawing(memo: Memo, call: Call, problem: Problem) -> Drawing | None:
     if memo.pinned or not call.torch_draws:
         return None
     trained, target = backwards.trained_as(problem), devices.target_of(call.device)
-    repeatable = backwards.same_bits_asked(call.deterministic)
-    chosen, why = backwards.gradient_choice(memo, trained, target, repeatable=repeatable)
+    words = {"repeatable": backwards.same_bits_asked(call.deterministic), "fused": backwards.fused(call)}
+    chosen, why = backwards.gradient_choice(memo, trained, target, **words)
     if chosen is not None:
         return Drawing(trains=True, recalls=True)
-    recalls = backwards.has_gradients(memo, trained, target, repeatable=repeatable)
+    recalls = backwards.has_gradients(memo, trained, target, **words)
     alone = unseeded() == IN_AUTOGRAD or not recalls
     return Drawing(recalls=recalls, torch_only=f"unseeded dropout drops what it would drop in training, and there {why}" if alone else None)
 
@@ -236,7 +237,8 @@ def explain_problem(memo: Memo, problem: Problem, target: Target) -> Explanation
     """What the policy says of `problem` on `target`, without tensors: strides and compilers have no say."""
     refused: list[str] = []
     if problem.direction == "bwd":
-        chosen, why = backwards.gradient_choice(memo, problem, target, repeatable=backwards.same_bits_asked(deterministic=False))
+        repeatable = backwards.same_bits_asked(deterministic=False)
+        chosen, why = backwards.gradient_choice(memo, problem, target, repeatable=repeatable, fused=torch_has(problem))
         if chosen is None or chosen.family is None:
             reason = f"{why}, so torch's own attention serves the gradient"
             return Explanation(kind="framework", reason=reason, gpu=target.slug, key=problem.key(target.slug))

@@ -50,6 +50,21 @@ class HopperTiles:
         return padded(self.spec.d_v)
 
     @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """First column and width of the parts of D that products work through."""
+        return self._pieces(self.spec.d)
+
+    def _pieces(self, head_dim: int) -> list[tuple[int, int]]:
+        """Widths are powers of two, as few as there are bits in the head size, rounded up to half of the smallest swizzle."""
+        unit, block = 64 // self.size, padded(head_dim)
+        reach = -(-head_dim // unit) * unit
+        found: list[tuple[int, int]] = []
+        for width in (256, 128, 64, 32):
+            if width >= unit and block > 64 and reach < block and reach // width % 2:
+                found.append((sum(width for _, width in found), width))
+        return found or [(0, block)]
+
+    @property
     def score_params(self) -> list[str]:
         """The numbers that a soft cap and dropout take."""
         return ["inner_scale"] * self.spec.softcap + ["seed", "offset", "threshold", "keep_scale"] * self.spec.dropout
@@ -196,11 +211,6 @@ class HopperLayout(HopperTiles):
         return 32 // self.size
 
     @property
-    def pieces(self) -> list[tuple[int, int]]:
-        """First column and width of the parts of D that products work through."""
-        return self._pieces(self.spec.d)
-
-    @property
     def v_pieces(self) -> list[tuple[int, int]]:
         """First column and width of the parts of D_v that have a product and an accumulator each; the first is half of a padded tile."""
         in_pieces = self.config.get("v_columns", "padded") == "pieces" and not self.fp8
@@ -210,16 +220,6 @@ class HopperLayout(HopperTiles):
     def v_columns(self) -> int:
         """Columns of the output that products compute and accumulators hold."""
         return sum(width for _, width in self.v_pieces)
-
-    def _pieces(self, head_dim: int) -> list[tuple[int, int]]:
-        """Widths are powers of two, as few as there are bits in the head size, rounded up to half of the smallest swizzle."""
-        unit, block = 64 // self.size, padded(head_dim)
-        reach = -(-head_dim // unit) * unit
-        found: list[tuple[int, int]] = []
-        for width in (256, 128, 64, 32):
-            if width >= unit and block > 64 and reach < block and reach // width % 2:
-                found.append((sum(width for _, width in found), width))
-        return found or [(0, block)]
 
     @property
     def sizes(self) -> list[str]:

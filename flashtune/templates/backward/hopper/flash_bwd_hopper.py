@@ -122,6 +122,17 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
             {"held": "both", "persistent": True},
             {"held": "both", "dq_sums": "tma", "num_stages": 3},
         ]
+    elif len(BackwardLayout.of(spec, Config.of()).pieces) > 1:
+        # Sums of fewer columns leave registers for all that can be held.
+        tiles = [
+            {},
+            {"held": "both"},
+            {"held": "both", "wait_early": True},
+            {"held": "k", "wait_early": True},
+            {"held": "both", "exp_early": True},
+            {"held": "both", "persistent": "taken"} if spec.causal else {"held": "both", "persistent": True},
+            {"held": "both", "exp_poly": True},
+        ]
     first: dict[str, Value] = {"BLOCK_M": 64, "BLOCK_N": 128, "num_stages": 2, "dq_sums": "registers"}
     first |= {"held": "none", "exp_early": False, "exp_poly": False, "wait_early": False, "persistent": False}
     return [Config.of(first | tile, section=section) for section in ((4, 16) if spec.causal else (2, 1)) for tile in tiles]

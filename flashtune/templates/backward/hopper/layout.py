@@ -108,6 +108,32 @@ class BackwardLayout(HopperBackward):
         return self.block_d // (self.consumers if self.by_columns else 1)
 
     @property
+    def last_part_d(self) -> int:
+        """The same of the last warpgroup's, which needn't have the columns that only fill a tile up to a power of two."""
+        narrow = self.by_columns and not self.by_tma
+        return self.columns_d - self.part_d * (self.consumers - 1) if narrow else self.part_d
+
+    @property
+    def v_pieces(self) -> list[tuple[int, int]]:
+        """First column and width of the parts of D_v that products work through, with a sum each of dV."""
+        return self._pieces(self.spec.d_v)
+
+    @property
+    def columns_d(self) -> int:
+        """Columns of q and k that products work through."""
+        return sum(width for _, width in self.pieces)
+
+    @property
+    def columns_dv(self) -> int:
+        """The same of v and dO."""
+        return sum(width for _, width in self.v_pieces)
+
+    @property
+    def v_products(self) -> int:
+        """In how many products the gradients of probabilities are made."""
+        return 2 if 0 < self.v_held < self.block_dv else len(self.v_pieces)
+
+    @property
     def by_tma(self) -> bool:
         """Whether the copy engine adds parts of dQ to the sums, from memory of their own."""
         return self.config["dq_sums"] == "tma"
@@ -146,7 +172,7 @@ class BackwardLayout(HopperBackward):
     def live_registers(self) -> int:
         """Accumulators and operands that a consumer thread holds at once: both scores, one as an operand, dK and dV, what is held."""
         m = self.config.number("BLOCK_M")
-        return m + m // 4 + (self.block_d + self.block_dv) // 2 + (self.k_held + self.v_held) // 4
+        return m + m // 4 + (self.columns_d + self.columns_dv) // 2 + (self.k_held + self.v_held) // 4
 
     @property
     def shared_bytes(self) -> int:
