@@ -190,6 +190,8 @@ def backwards_of_sizes(results: Sequence[SearchResult], target: Target, *, most:
     problems += [(d, d, n, CAUSAL, 4) for n in (4096, 1024) for d in (80, 96, 64, 192)]
     problems += [(d, d, n, features, 8) for n in (4096, 1024) for d in (64, 128) for features in (Features(), CAUSAL)]
     problems += [(d, d, 4096, Features(causal=True, window=(300, 0)), 1) for d in (128, 96, 64)]
+    featured = TRAINED[4], TRAINED[2], TRAINED[5], TRAINED[0], TRAINED[1], TRAINED[7], TRAINED[6]
+    problems += [(d, d, 4096, features, 1) for features in featured for d in (80, 96)]
     found: Work = []
     for d, d_v, n, features, sharing in problems:
         # As many heads as are whole groups.

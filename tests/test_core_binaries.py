@@ -135,8 +135,11 @@ def test_a_manifest_of_another_shape_or_format_is_one_sentence(tmp_path: Path, t
         read_manifest(tmp_path / "copy.json")
 
 
-@pytest.mark.parametrize("name", ["../copy.cubin.gz", "/etc/passwd", "", ".hidden", "a/b.gz"])
-def test_a_manifest_names_files_beside_it_alone(tmp_path: Path, name: str) -> None:
+OUTSIDE = ["../copy.cubin.gz", "/etc/passwd", "", ".hidden", "a/b.gz", "../../code/../b.gz", "../../../code/b.gz", "../../code/"]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_manifest_names_files_beside_it_or_its_architectures_code_alone(tmp_path: Path, name: str) -> None:
     path = tmp_path / "copy.json"
     path.write_text(Manifest(variant_id="", binaries=(replace(PLAIN, file=name),)).as_json())
     with pytest.raises(EnvironmentProblem, match="is no manifest of machine code"):

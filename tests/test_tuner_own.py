@@ -1,6 +1,5 @@
 """What a user's own search finds is compiled into the user's cache, once, and served from there."""
 
-import gzip
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from flashtune.core.target import find_target
 from flashtune.db.library import Library, shipped_path
 from flashtune.dispatch.launch import kernels
 from flashtune.tuner.publish import machine_code, own
-from flashtune.tuner.publish.machine_code import Built, triton_version
+from flashtune.tuner.publish.machine_code import Built, triton_version, with_files
 from flashtune.tuner.publish.sources import variant_for
 from flashtune.tuner.replies import Failed, MachineCode
 
@@ -82,8 +81,7 @@ def test_what_is_shipped_comes_first(cache: Path) -> None:
 @pytest.mark.usefixtures("nothing_shipped")
 def test_a_cache_that_others_can_write_to_serves_nothing(cache: Path) -> None:
     shipped = read_manifest(PACKAGE / SHIPPED.manifest)
-    files = {binary.file: (PACKAGE / SHIPPED.path).with_name(binary.file).read_bytes() for binary in shipped.binaries}
-    kernel_cache.keep("", shipped, files)
+    kernel_cache.keep("", *with_files(Built(manifest=shipped, codes=tuple(map(shipped.code, shipped.binaries))), "kernel"))
     assert kernels.manifest(VARIANT, "90") is not None
     cache.chmod(0o777)
     assert kernels.manifest(VARIANT, "90") is None
@@ -92,9 +90,8 @@ def test_a_cache_that_others_can_write_to_serves_nothing(cache: Path) -> None:
 @pytest.mark.usefixtures("nothing_shipped")
 def test_a_winner_that_a_search_kept_meanwhile_is_not_compiled_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shipped = read_manifest(PACKAGE / SHIPPED.manifest)
-    files = [(PACKAGE / SHIPPED.path).with_name(binary.file).read_bytes() for binary in shipped.binaries]
     binaries = tuple(replace(binary, triton=triton_version()) for binary in shipped.binaries)
-    built = Built(manifest=replace(shipped, binaries=binaries), codes=tuple(map(gzip.decompress, files)))
+    built = Built(manifest=replace(shipped, binaries=binaries), codes=tuple(map(shipped.code, shipped.binaries)))
     monkeypatch.setattr(own, "build", lambda order, **_: built)
     code = own.compile_winner(ROW, H200)
     assert isinstance(code, MachineCode) and kernels.manifest(VARIANT, "90") is None

@@ -31,8 +31,11 @@ Rule = Literal["equals", "multiple_of"]
 _OTHER_16_BITS_MAPS = {9: 6, 6: 9}
 """OTHER_16_BITS as CUtensorMapDataType."""
 
-_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.]*")
-"""Names that a manifest may give its files, which lie beside it."""
+CODE = "code"
+"""The folder of an architecture in which a package keeps the code of all its manifests: many of them launch the same small kernels."""
+
+_FILE = re.compile(rf"(\.\./\.\./{CODE}/)?[A-Za-z0-9_][A-Za-z0-9_.]*")
+"""Names that a manifest may give its files, which lie beside it or in that folder."""
 
 STRUCT_FORMATS: Mapping[str, str] = {
     "i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
@@ -111,7 +114,7 @@ class Binary:
     granted of the arguments, and `conditions` spell it out; a call that breaks one, or has an integer outside of its parameter's
     `limits`, needs another binary, or Triton. `threads` are those of a block, warps that a specialised kernel adds included. `cluster`
     is in blocks along x, and a launch's grid along x is multiplied by it. `launch_pdl` lets it start before the kernel ahead of it in
-    the stream has ended. `sha256` is that of the code, `file` its place beside the manifest (empty for code that has none).
+    the stream has ended. `sha256` is that of the code, `file` its place from the manifest's folder (empty for code that has none).
     """
 
     kernel: str

@@ -19,7 +19,7 @@ from flashtune.dispatch.policy import Choice, Pool, rank
 from flashtune.dispatch.resolve.code import code_of, tried, variant_of
 from flashtune.dispatch.resolve.memo import MOST_PLANS, Memo
 from flashtune.templates import families
-from flashtune.templates.family import Family
+from flashtune.templates.family import Family, blocks_of_head
 
 SHORTEST_BACKWARD_US = 120.0
 """Where torch's own is shorter, the host decides, and a step of ours costs it a little more than torch's: the shortest gradients in
@@ -34,6 +34,11 @@ def forward_of(call: Call) -> Call:
 def trained_as(problem: Problem, asked: Sequence[str] = ()) -> Problem:
     """The backward of a forward, `asked` for more than dQ, dK and dV (`flashtune.core.problem.ASKED`)."""
     return replace(problem, direction="bwd", features=problem.features.asking(asked))
+
+
+TORCH_TILE = 128
+"""Torch's tiles: of 192 causal rows, of which a quarter of two tiles' pairs count, its gradients take 278 us where pairs alone foretell 80
+(benchmarks/results/2026-11-24-h200-training)."""
 
 
 def fused(call: Call) -> bool:
@@ -64,7 +69,7 @@ def gradient_choice(
         stepped = exact and record is not None and record.outcome.call_us is not None and record.framework_call_us is not None
         if record is not None and fused and not stepped and not memo.unmeasured:
             known_us = record.median_us if record.framework_us is None else record.framework_us
-            expected_us = known_us * trained.flops() / max(1, record.problem.flops())
+            expected_us = known_us * _tiled(trained) / _tiled(record.problem)
             if expected_us < SHORTEST_BACKWARD_US:
                 return None, f"torch takes an estimated {expected_us:.1f} us for it, less than the launches of ours take the host"
         return chosen, ""
@@ -76,6 +81,12 @@ def gradient_choice(
         return None, f"none of our backward kernels takes such calls{with_more}"
     why = f"no backward kernel for such calls{with_more} was measured on GPUs like {target.name}"
     return None, f"{why} (FLASHTUNE_UNMEASURED=1 lets those serve that weren't)"
+
+
+def _tiled(problem: Problem) -> int:
+    """What tiles of TORCH_TILE queries and keys have to multiply, those that are partly seen as a whole."""
+    p = problem
+    return max(1, p.batch * p.heads * blocks_of_head(p.band, p.n_q, p.n_kv, TORCH_TILE, TORCH_TILE) * (p.d + p.d_v))
 
 
 def usual(problem: Problem) -> Problem:

@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from flashtune.core.binaries import Manifest, Sibling, difference, parse_manifest, read_manifest, source_digest
+from flashtune.core.binaries import CODE, Manifest, Sibling, difference, parse_manifest, read_manifest, source_digest
 from flashtune.core.config import KernelSpec, Value, Variant
 from flashtune.core.dtypes import OTHER_16_BITS
 from flashtune.core.errors import EnvironmentProblem
@@ -25,12 +25,16 @@ from flashtune.tuner.publish.machine_code import Built, Order, can_have_binaries
 from flashtune.tuner.publish.sources import variant_for
 
 _PASSES = {"fwd": "forward", "bwd": "backward"}
+_FOLDER = b'"""Generated kernels; the topmost README.md lists them."""\n'
+"""What makes a folder a package."""
+
 _TILE = ("BLOCK_M", "BLOCK_N")
 
 _PREFACE = """# Generated kernels
 
 `flashtune generate` writes this folder from a tuned database; nothing in it is edited by hand. A path says the GPU architecture, the
 pass, what is compiled in (head size, element type, features) and the tile, with whatever else tells apart kernels of the same tile.
+Machine code of all lies in `code`, by its hash; the manifest beside a module, a `.json`, names what the module launches.
 `index.json` says the same for programs, with the full keys of the rows.
 
 Times are medians in microseconds, of the kernel and of the framework's own attention in the same run. A row's label starts with N
@@ -159,12 +163,19 @@ def orders_of(one: Arranged) -> list[Order]:
 
 
 def machine_files(one: Arranged, built: Built, sibling: Built | None = None) -> dict[str, bytes]:
-    """Path to content of a kernel's manifest and machine code, beside its module, and what makes its sibling's of it."""
-    folder = PurePosixPath(one.kernel.path).parent
+    """Path to content of a kernel's manifest, beside its module, and of its machine code, in a folder for all kernels of the architecture
+    and by its hash, so that equal code is there once; with what makes its sibling's of it."""
     manifest, codes = with_files(built, PurePosixPath(one.kernel.path).stem)
+    names = {binary.file: f"{binary.kernel}.{binary.sha256[:16]}.cubin.gz" for binary in manifest.binaries}
+    manifest = replace(manifest, binaries=tuple(replace(one, file=f"../../{CODE}/{names[one.file]}") for one in manifest.binaries))
     if sibling is not None:
         manifest = replace(manifest, sibling=_beside(built, sibling))
-    return {one.kernel.manifest: manifest.as_json().encode()} | {f"{folder}/{name}": code for name, code in codes.items()}
+    folder = PurePosixPath(one.kernel.path).parents[2] / CODE
+    return {
+        one.kernel.manifest: manifest.as_json().encode(),
+        f"{folder}/__init__.py": _FOLDER,
+        **{f"{folder}/{names[file]}": code for file, code in codes.items()},
+    }
 
 
 def _beside(built: Built, sibling: Built) -> Sibling | None:
@@ -200,7 +211,7 @@ def text_files(arranged: Sequence[Arranged]) -> dict[str, bytes]:
     files = {one.kernel.path: one.text.encode() for one in arranged}
     for path in list(files):
         for parent in list(Path(path).parents)[:-1]:
-            files[f"{parent.as_posix()}/__init__.py"] = b'"""Generated kernels; the topmost README.md lists them."""\n'
+            files[f"{parent.as_posix()}/__init__.py"] = _FOLDER
     files["README.md"] = _readme(arranged).encode()
     return files
 

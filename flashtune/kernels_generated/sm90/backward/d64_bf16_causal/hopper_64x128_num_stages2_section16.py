@@ -4,9 +4,9 @@ A program holds a tile of keys and loops over the queries of its whole group tha
 memory, from registers, in an order that no two launches share: its last bits vary.
 
 Compiled in: bwd-bf16-d64-causal
-Template: flash_bwd_hopper 3e007fa829e3ecf4
-Variant: 5099cd027f26b568
-Config: BLOCK_M=64 BLOCK_N=128 dq_sums=registers held=both num_stages=2 section=16
+Template: flash_bwd_hopper 831b9a9a2c27a3df
+Variant: 1316699d124f3cf4
+Config: BLOCK_M=64 BLOCK_N=128 dq_sums=registers num_stages=2 section=16
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
@@ -46,8 +46,6 @@ PROBS_LAYOUT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=DV_LAYOU
 DSCORES_LAYOUT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=DK_LAYOUT, k_width=2))
 KEY_LAYOUT = gl.constexpr(gl.SliceLayout(1, SCORES_LAYOUT))
 QUERY_LAYOUT = gl.constexpr(gl.SliceLayout(0, SCORES_LAYOUT))
-# Keys and values as the left operands of scores and of their gradients.
-HELD_LAYOUT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=SCORES_LAYOUT, k_width=2))
 DSCORES_SHARED = gl.constexpr(gl.NVMMASharedLayout.get_default_for([KEYS.value, BLOCK_M.value], DTYPE.value))
 
 
@@ -336,8 +334,6 @@ def mainloop(
     number,
     dk,
     dv,
-    k_held,
-    v_held,
     place,
     key,
     smem,
@@ -354,10 +350,12 @@ def mainloop(
         zero = opaque_zero()
         q_tile = smem.q.smem.index(number % STAGES).reshape([BLOCK_M, BLOCK_D])
         dout_tile = smem.dout.smem.index(number % STAGES).reshape([BLOCK_M, BLOCK_DV])
+        k_tile = smem.k.index(W + zero).reshape([KEYS, BLOCK_D])
+        v_tile = smem.v.index(W + zero).reshape([KEYS, BLOCK_DV])
         wait_full(smem.q, number)
-        scores = warpgroup_mma(k_held, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
+        scores = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
         wait_full(smem.dout, number)
-        dprobs = warpgroup_mma(v_held, dout_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
+        dprobs = warpgroup_mma(v_tile, dout_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
         lse = smem.q.numbers.index(number % STAGES).load(QUERY_LAYOUT)  # [BLOCK_M]
         scores = warpgroup_mma_wait(1, deps=[scores])
         probs = gl.exp2(scores * params.score_scale - lse[None, :])  # [KEYS, BLOCK_M]
@@ -405,15 +403,13 @@ def consumer(dk_desc, dv_desc, smem, sizes, params, HAS_DQ: gl.constexpr, HAS_DK
     dk = gl.zeros([KEYS, BLOCK_D], gl.float32, DK_LAYOUT)
     dv = gl.zeros([KEYS, BLOCK_DV], gl.float32, DV_LAYOUT)
     mbarrier.wait(smem.kv_full.index(0), 0)
-    k_held = smem.k.index(W).reshape([KEYS, BLOCK_D]).load(HELD_LAYOUT)
-    v_held = smem.v.index(W).reshape([KEYS, BLOCK_DV]).load(HELD_LAYOUT)
     number = gl.to_tensor(0)
     head_place = (tile.batch * sizes.kv_heads + tile.kv_head) * sizes.group * sizes.m_tiles
     for _ in range(sizes.group):
         blocks = tile.first, tile.unmasked_first
-        number, dk, dv = mainloop(blocks, number, dk, dv, k_held, v_held, head_place, key, smem, sizes, params, HAS_DQ, HAS_DKDV, True, W)
+        number, dk, dv = mainloop(blocks, number, dk, dv, head_place, key, smem, sizes, params, HAS_DQ, HAS_DKDV, True, W)
         blocks = tile.unmasked_first, tile.unmasked_end
-        number, dk, dv = mainloop(blocks, number, dk, dv, k_held, v_held, head_place, key, smem, sizes, params, HAS_DQ, HAS_DKDV, False, W)
+        number, dk, dv = mainloop(blocks, number, dk, dv, head_place, key, smem, sizes, params, HAS_DQ, HAS_DKDV, False, W)
         head_place += sizes.m_tiles
     if HAS_DKDV:
         # The gradients leave through the memory of their keys and values, once nobody reads these.
