@@ -4,9 +4,9 @@ A program holds a tile of keys and loops over the queries of its whole group tha
 memory, from registers, in an order that no two launches share: its last bits vary.
 
 Compiled in: bwd-bf16-d96-causal-window
-Template: flash_bwd_hopper 2e0d2f2ded6c6041
-Variant: f8fc265170c27cb2
-Config: BLOCK_M=64 BLOCK_N=128 dq_sums=registers held=both num_stages=2 persistent=taken section=4
+Template: flash_bwd_hopper 27503e63c5fc34ff
+Variant: 5a17088b2af04967
+Config: BLOCK_M=64 BLOCK_N=128 dq_sums=registers held=both num_stages=2 section=4
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
@@ -64,7 +64,6 @@ class Sizes(NamedTuple):
     group: gl.tensor
     m_tiles: gl.tensor
     n_tiles: gl.tensor
-    tiles: gl.tensor
     diagonal: gl.tensor
     window_left: gl.tensor
 
@@ -108,10 +107,6 @@ class SharedStorage(NamedTuple):
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
     kv_full: gl.shared_memory_descriptor
-    kv_empty: gl.shared_memory_descriptor
-    work_indices: gl.shared_memory_descriptor
-    work: gl.tensor
-    kv_slot: gl.tensor
     dscores: gl.shared_memory_descriptor
     sums: gl.tensor
 
@@ -125,7 +120,6 @@ def preprocess(
     lse_2_ptr,
     delta_ptr,
     sums_ptr,
-    work_ptr,
     stride_pb,
     stride_ph,
     stride_pm,
@@ -174,7 +168,6 @@ def preprocess(
     tl.store(delta_ptr + place + tl.arange(0, ROWS), delta)
     if HAS_DQ:
         tl.store(sums_ptr + place * BLOCK_D + tl.arange(0, ROWS * BLOCK_D), tl.zeros([ROWS * BLOCK_D], tl.float32))
-    tl.store(work_ptr + tl.program_id(0) + tl.arange(0, 2), tl.zeros([2], tl.int32))
 
 
 @triton.jit(do_not_specialize=["heads", "n_q", "m_tiles"])
@@ -263,37 +256,12 @@ def in_thread_order(part):
 
 
 @gluon.jit
-def read_work_index(smem, iteration):
-    """The work index of the iteration-th tile of this program, as the producer drew it; past the last where it drew none."""
-    mbarrier.wait(smem.kv_full.index(iteration % 2), iteration // 2 & 1)
-    return gl.max(smem.work_indices.index(iteration % 2).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-
-
-@gluon.jit
-def at_kv_slot(smem, kv_slot):
-    """What the roles share, with the slot of a tile's first keys and values."""
-    return SharedStorage(
-        q=smem.q,
-        dout=smem.dout,
-        k=smem.k,
-        v=smem.v,
-        kv_full=smem.kv_full,
-        kv_empty=smem.kv_empty,
-        work_indices=smem.work_indices,
-        work=smem.work,
-        kv_slot=kv_slot,
-        dscores=smem.dscores,
-        sums=smem.sums,
-    )
-
-
-@gluon.jit
 def tile_at(program, sizes):
     """The tile of a program."""
     # A section of heads goes tile by tile, the longest first; the last one has the heads that are left.
     section = program // (sizes.n_tiles * SECTION)
     within = program - section * (sizes.n_tiles * SECTION)
-    width = gl.minimum(sizes.tiles // sizes.n_tiles - section * SECTION, SECTION)
+    width = gl.minimum(gl.num_programs(0) // sizes.n_tiles - section * SECTION, SECTION)
     n_tile = within // width
     place = section * SECTION + within - n_tile * width
     batch = place // sizes.kv_heads
@@ -370,15 +338,16 @@ def start_dv(probs, tile, dv):
 
 
 @gluon.jit
-def load_tile(work_index, iteration, number, descs, smem, sizes):
-    """Copies what the tile of an iteration takes."""
+def producer(descs, smem, sizes):
+    """The copying warp: runs ahead of the consumers as far as the stages allow."""
     q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc = descs
-    tile = tile_at(work_index, sizes)
-    kv_full = smem.kv_full.index(iteration % 2)
+    tile = tile_at(gl.program_id(0), sizes)
+    kv_full = smem.kv_full.index(0)
     mbarrier.expect(kv_full, CONSUMERS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
     for w in gl.static_range(CONSUMERS):
-        async_load(k_desc, [tile.batch, tile.kv_head, tile.key + w * KEYS, 0], kv_full, smem.k.index(iteration % 2 * CONSUMERS + w))
-        async_load(v_desc, [tile.batch, tile.kv_head, tile.key + w * KEYS, 0], kv_full, smem.v.index(iteration % 2 * CONSUMERS + w))
+        async_load(k_desc, [tile.batch, tile.kv_head, tile.key + w * KEYS, 0], kv_full, smem.k.index(w))
+        async_load(v_desc, [tile.batch, tile.kv_head, tile.key + w * KEYS, 0], kv_full, smem.v.index(w))
+    number = gl.to_tensor(0)
     for member in range(sizes.group):
         head = tile.kv_head * sizes.group + member
         place = (tile.batch * sizes.kv_heads * sizes.group + head) * sizes.m_tiles
@@ -387,29 +356,6 @@ def load_tile(work_index, iteration, number, descs, smem, sizes):
             load_rows(q_desc, corner, lse_desc, (place + block) * BLOCK_M, smem.q, number)
             load_rows(dout_desc, corner, delta_desc, (place + block) * BLOCK_M, smem.dout, number)
             number += 1
-    return number
-
-
-@gluon.jit
-def draw_work_index(iteration, smem):
-    """Draws the work index of an iteration's tile, which no other program has, and leaves it for the consumers."""
-    work_index = gl.atomic_add(smem.work, 1, sem="relaxed")
-    mbarrier.wait(smem.kv_empty.index(iteration % 2), iteration // 2 & 1 ^ 1)
-    smem.work_indices.index(iteration % 2).store(gl.full([1], work_index, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-    return work_index
-
-
-@gluon.jit
-def producer(descs, smem, sizes):
-    """The copying warp: runs ahead of the consumers as far as the stages allow, into the next tile, too."""
-    number = gl.to_tensor(0)
-    iteration = gl.to_tensor(0)
-    work_index = draw_work_index(iteration, smem)
-    while work_index < sizes.tiles:
-        number = load_tile(work_index, iteration, number, descs, smem, sizes)
-        iteration += 1
-        work_index = draw_work_index(iteration, smem)
-    mbarrier.arrive(smem.kv_full.index(iteration % 2), count=1)
 
 
 @gluon.jit
@@ -419,7 +365,7 @@ def start_dq(number, smem, zero, W: gl.constexpr):
     part = gl.zeros([PART_M, columns], gl.float32, DQ_LAYOUT if W < CONSUMERS - 1 else LAST_DQ_LAYOUT)
     for w in gl.static_range(CONSUMERS):
         dscores = smem.dscores.index(number % 2 * CONSUMERS + w + zero).permute((1, 0))
-        keys = smem.k.index(smem.kv_slot + w + zero).reshape([KEYS, BLOCK_D])
+        keys = smem.k.index(w + zero).reshape([KEYS, BLOCK_D])
         keys = keys.slice(W * PART_D, columns, 1)
         if w == 0:
             part = warpgroup_mma(dscores, keys, part, use_acc=False, is_async=True)  # [PART_M, columns]
@@ -461,8 +407,8 @@ def mainloop(
         zero = opaque_zero()
         q_tile = smem.q.smem.index(number % STAGES).reshape([BLOCK_M, BLOCK_D])
         dout_tile = smem.dout.smem.index(number % STAGES).reshape([BLOCK_M, BLOCK_DV])
-        k_tile = smem.k.index(smem.kv_slot + W + zero).reshape([KEYS, BLOCK_D])
-        v_tile = smem.v.index(smem.kv_slot + W + zero).reshape([KEYS, BLOCK_DV])
+        k_tile = smem.k.index(W + zero).reshape([KEYS, BLOCK_D])
+        v_tile = smem.v.index(W + zero).reshape([KEYS, BLOCK_DV])
         wait_full(smem.q, number)
         piece = q_tile.slice(0, 64, 1)
         scores = warpgroup_mma(k_held, piece.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
@@ -513,15 +459,16 @@ def mainloop(
 
 
 @gluon.jit
-def consume_tile(work_index, number, dk_desc, dv_desc, smem, sizes, params, HAS_DQ: gl.constexpr, HAS_DKDV: gl.constexpr, W: gl.constexpr):
-    """Keys W * KEYS .. W * KEYS + KEYS - 1 of a tile."""
-    tile = tile_at(work_index, sizes)
+def consumer(dk_desc, dv_desc, smem, sizes, params, HAS_DQ: gl.constexpr, HAS_DKDV: gl.constexpr, W: gl.constexpr):
+    """One warpgroup: keys W * KEYS .. W * KEYS + KEYS - 1 of the program's tile."""
+    tile = tile_at(gl.program_id(0), sizes)
     key = tile.key + W * KEYS
     dk = zero_dk()
     dv = zero_dv()
-    k_own, v_own = smem.k.index(smem.kv_slot + W), smem.v.index(smem.kv_slot + W)
-    k_held = k_own.reshape([KEYS, BLOCK_D]).slice(0, 64, 1).load(HELD_LAYOUT)
-    v_held = v_own.reshape([KEYS, BLOCK_DV]).slice(0, 64, 1).load(HELD_LAYOUT)
+    mbarrier.wait(smem.kv_full.index(0), 0)
+    k_held = smem.k.index(W).reshape([KEYS, BLOCK_D]).slice(0, 64, 1).load(HELD_LAYOUT)
+    v_held = smem.v.index(W).reshape([KEYS, BLOCK_DV]).slice(0, 64, 1).load(HELD_LAYOUT)
+    number = gl.to_tensor(0)
     head_place = (tile.batch * sizes.kv_heads + tile.kv_head) * sizes.group * sizes.m_tiles
     for _ in range(sizes.group):
         blocks = tile.first, tile.unmasked_first
@@ -534,30 +481,14 @@ def consume_tile(work_index, number, dk_desc, dv_desc, smem, sizes, params, HAS_
     if HAS_DKDV:
         # The gradients leave through the memory of their keys and values, once nobody reads these.
         named_barrier_sync(7, 128 * CONSUMERS)
-        k_own.reshape([KEYS, BLOCK_D]).slice(0, 64, 1).store((dk[0] * params.scale).to(DTYPE))
-        k_own.reshape([KEYS, BLOCK_D]).slice(64, 32, 1).store((dk[1] * params.scale).to(DTYPE))
-        v_own.reshape([KEYS, BLOCK_DV]).slice(0, 64, 1).store(dv[0].to(DTYPE))
-        v_own.reshape([KEYS, BLOCK_DV]).slice(64, 32, 1).store(dv[1].to(DTYPE))
+        smem.k.index(W).reshape([KEYS, BLOCK_D]).slice(0, 64, 1).store((dk[0] * params.scale).to(DTYPE))
+        smem.k.index(W).reshape([KEYS, BLOCK_D]).slice(64, 32, 1).store((dk[1] * params.scale).to(DTYPE))
+        smem.v.index(W).reshape([KEYS, BLOCK_DV]).slice(0, 64, 1).store(dv[0].to(DTYPE))
+        smem.v.index(W).reshape([KEYS, BLOCK_DV]).slice(64, 32, 1).store(dv[1].to(DTYPE))
         fence_async_shared()
-        async_store(dk_desc, [tile.batch, tile.kv_head, key, 0], k_own)
-        async_store(dv_desc, [tile.batch, tile.kv_head, key, 0], v_own)
-    if HAS_DKDV:
+        async_store(dk_desc, [tile.batch, tile.kv_head, key, 0], smem.k.index(W))
+        async_store(dv_desc, [tile.batch, tile.kv_head, key, 0], smem.v.index(W))
         tma.store_wait(0)
-    return number
-
-
-@gluon.jit
-def consumer(dk_desc, dv_desc, smem, sizes, params, HAS_DQ: gl.constexpr, HAS_DKDV: gl.constexpr, W: gl.constexpr):
-    """One warpgroup, which loops over the tiles of the program."""
-    number = gl.to_tensor(0)
-    iteration = gl.to_tensor(0)
-    work_index = read_work_index(smem, iteration)
-    while work_index < sizes.tiles:
-        here = at_kv_slot(smem, iteration % 2 * CONSUMERS)
-        number = consume_tile(work_index, number, dk_desc, dv_desc, here, sizes, params, HAS_DQ, HAS_DKDV, W)
-        mbarrier.arrive(smem.kv_empty.index(iteration % 2), count=1)
-        iteration += 1
-        work_index = read_work_index(smem, iteration)
 
 
 # Nothing is specialized on sizes, so one compiled kernel serves them all.
@@ -569,7 +500,6 @@ def consumer(dk_desc, dv_desc, smem, sizes, params, HAS_DQ: gl.constexpr, HAS_DK
         "group",
         "m_tiles",
         "n_tiles",
-        "tiles",
         "diagonal",
         "window_left",
     ]
@@ -584,14 +514,12 @@ def flash_bwd_hopper(
     dk_desc,
     dv_desc,
     sums_ptr,
-    work_ptr,
     n_q,
     n_kv,
     kv_heads,
     group,
     m_tiles,
     n_tiles,
-    tiles,
     diagonal,
     window_left,
     scale,
@@ -607,19 +535,15 @@ def flash_bwd_hopper(
     smem = SharedStorage(
         q=Pipeline(q_smem, lse_smem, make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS)),
         dout=Pipeline(dout_smem, delta_smem, make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS)),
-        k=gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, 1, 1, KEYS, BLOCK_D], k_desc.layout),
-        v=gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, 1, 1, KEYS, BLOCK_DV], v_desc.layout),
-        kv_full=make_barriers(2, 1),
-        kv_empty=make_barriers(2, CONSUMERS),
-        work_indices=gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        work=work_ptr,
-        kv_slot=gl.to_tensor(0),
+        k=gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, KEYS, BLOCK_D], k_desc.layout),
+        v=gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, KEYS, BLOCK_DV], v_desc.layout),
+        kv_full=make_barriers(1, 1),
         # Two slots, so that one barrier a block is enough.
         dscores=gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, KEYS, BLOCK_M], DSCORES_SHARED),
         sums=sums_ptr,
     )
     fence_async_shared()
-    sizes = Sizes(n_q, n_kv, kv_heads, group, m_tiles, n_tiles, tiles, diagonal, window_left)
+    sizes = Sizes(n_q, n_kv, kv_heads, group, m_tiles, n_tiles, diagonal, window_left)
     params = Params(scale, score_scale)
     descs = q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc
     gl.warp_specialize(
@@ -702,9 +626,7 @@ def launches(
     def numbers_of(tensor):
         return TensorDescriptor(tensor, list(tensor.shape), [1], [64], gl.NVMMASharedLayout(0, 32, 1))
 
-    # The place of the next tile, and how often a key head's tiles were done by a warpgroup.
-    work = torch.empty(rows // 64 * batches * heads + 1, dtype=torch.int32, device=q.device)
-    args = (out, dout, lse, lse if dlse is None else dlse, lse_2, deltas, sums, work, *out.stride(), *dout.stride(), heads, n_q, rows)
+    args = (out, dout, lse, lse if dlse is None else dlse, lse_2, deltas, sums, *out.stride(), *dout.stride(), heads, n_q, rows)
     args = (*args, dlse is not None, dq is not None)
     found = [(preprocess, (rows // 64 * batches * heads,), args, {"num_warps": 4, "enable_fp_fusion": True})]
     args = (
@@ -717,14 +639,12 @@ def launches(
         descriptor(k if dk is None else dk, 64, 128),
         descriptor(v if dv is None else dv, 64, 128),
         sums,
-        work,
         n_q,
         n_kv,
         kv_heads,
         heads // kv_heads,
         m_tiles,
         n_tiles,
-        n_tiles * batches * kv_heads,
         diagonal,
         min(window_left, 2**30) if window_left >= 0 else 2**30,
         scale,
@@ -732,7 +652,7 @@ def launches(
         dq is not None,
         dk is not None,
     )
-    found.append((flash_bwd_hopper, (min(n_tiles * batches * kv_heads, sms),), args, {"num_warps": 4, "enable_fp_fusion": True}))
+    found.append((flash_bwd_hopper, (n_tiles * batches * kv_heads,), args, {"num_warps": 4, "enable_fp_fusion": True}))
     if dq is not None:
         args = (sums, dq, *dq.stride(), heads, n_q, m_tiles, scale)
         found.append((finish_dq, (m_tiles * batches * heads,), args, {"num_warps": 4, "enable_fp_fusion": True}))
