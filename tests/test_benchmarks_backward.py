@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from flashtune import dispatch
+from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Measurement
 from flashtune.dispatch import Explanation
+from flashtune.tuner.timing.baseline import framework_call
 from flashtune.tuner.verify.inputs import make_inputs
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -49,6 +51,8 @@ def test_an_error_twice_the_frameworks_or_not_finite_is_wrong() -> None:
     assert "tolerance" in said([0.01, 0.01, 0.01, 0.05], [0.006, 0.006, 0.006])
     alone = backward_cells.Checked(errors={"flashtune": [0.05] * 3, "fa4": [0.0] * 3})
     assert "tolerance" in backward.wrong(alone, 0.04), "no backend of torch's to hold them against"
+    step = backward_cells.Checked(errors={"flashtune": [0.01] * 3, "training step": [0.01, 0.03, 0.01], "cudnn": [0.01] * 3})
+    assert "twice" in backward.wrong(step, 0.04), "a whole step's gradients count, too"
 
 
 def test_the_table_holds_ours_against_the_best_peer() -> None:
@@ -109,6 +113,20 @@ def test_where_torch_serves_its_gradients_are_what_is_timed_as_ours() -> None:
     inputs = make_inputs(problem, device="cpu", seed=0)
     run = backward_cells.ours(Explanation(kind="framework", reason="it was faster", gpu="h200", key=problem.key("h200")), inputs)
     assert run is not None and [x.shape for x in run()] == [inputs.q.shape, inputs.k.shape, inputs.v.shape]
+
+
+def test_a_drawn_cells_whole_step_has_the_gradients_of_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each feature reaches the call; torch's default has no soft cap, and drops other pairs."""
+    monkeypatch.setattr(backward_cells, "here", lambda: "h200")
+    [cell, *_] = backward_cells.drawn_cells(3, seed=5, gpu="h200")
+    assert cell.group == backward_cells.DRAWN and cell.name == cell.case
+    for features in (Features(causal=True), Features(mask="bool"), Features(mask="bias"), Features(causal=True, window=(3, 0))):
+        sizes = {"batch": 1, "heads": 2, "kv_heads": 1, "n_q": 20, "n_kv": 20, "d": 16, "d_v": 16}
+        inputs = make_inputs(Problem(**sizes, dtype="fp32", features=features, direction="bwd"), device="cpu", seed=1)
+        theirs = framework_call(inputs, step=True)
+        assert theirs is not None
+        for mine, other in zip(backward_cells.step(inputs)(), theirs(), strict=True):  # type: ignore[arg-type, call-overload]
+            torch.testing.assert_close(mine, other, atol=2e-5, rtol=2e-5)
 
 
 def test_the_small_model_trains_as_by_the_math_backend() -> None:

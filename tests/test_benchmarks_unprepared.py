@@ -74,6 +74,14 @@ def test_what_is_drawn_has_no_row_is_of_every_kind_and_repeats_with_its_seed() -
     assert [cell.problem for cell in without[:39]] == problems[1:40]
 
 
+def test_short_sequences_and_backwards_are_drawn_on_demand() -> None:
+    known = {row.key for row in searches.shipped()}
+    short = [cell.problem for cell in unprepared.drawn(60, seed=0, gpu="h200", known=known, kind="short")]
+    assert all(16 <= p.n_q == p.n_kv <= 512 and p.batch >= 64 for p in short) and {p.d for p in short} == set(unprepared.SHORT_HEAD_SIZES)
+    trained = [cell.problem for cell in unprepared.drawn(40, seed=0, gpu="h200", known=known, kind="training")]
+    assert {p.direction for p in trained} == {"bwd"} and all(p.n_q > 1 for p in trained)
+
+
 def test_what_is_drawn_is_served_by_what_was_measured_or_by_torch() -> None:
     kinds = set()
     for cell in drawn(40, seed=3):

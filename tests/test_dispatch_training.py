@@ -253,6 +253,19 @@ def test_a_row_with_another_feature_says_nothing_of_gradients(monkeypatch: pytes
         assert backwards.gradient_choice(memo, replace(PROBLEM, features=features), H200)[0] is None
 
 
+def test_a_row_of_a_biass_own_gradient_stands_for_calls_without_it_but_not_the_other_way_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of D = 256 with a bias no other rows ship, and torch took 11.2 ms where cuDNN could 3.3 (n561 in drawn73.txt)."""
+    trained = replace(PROBLEM, direction="bwd")
+    with_its_own, without = (replace(trained, features=Features(mask="bias", dbias=dbias)) for dbias in (True, False))
+    for trained, asked, serves in ((with_its_own, without, True), (without, with_its_own, False)):
+        row = record(trained, template="flash_bwd", config=family("flash_bwd").default(trained.spec(), H200), framework_us=2e4)
+        memo = Memo()
+        monkeypatch.setattr(memo, "pool", lambda key, target, row=row: [row])
+        assert (backwards.gradient_choice(memo, asked, H200)[0] is not None) == serves
+    wide = Problem(batch=24, heads=24, kv_heads=12, n_q=561, n_kv=561, d=256, d_v=256, dtype="bf16", features=Features(mask="bias"))
+    assert backwards.gradient_choice(Memo(), wide, H200)[0] is not None
+
+
 def test_what_explains_a_backward_problem_says_that_torch_serves_it() -> None:
     found = dispatch.explain_problem(replace(PROBLEM, direction="bwd"), "b200")
     assert (
