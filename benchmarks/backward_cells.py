@@ -1,5 +1,6 @@
 """What backward.py runs on the GPU, in child processes: its cells, everything that computes their gradients, errors and times."""
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -136,7 +137,7 @@ def inputs_of(cell: Cell, seed: int) -> Inputs:
 
 def runs_of(cell: Cell, inputs: Inputs) -> tuple[dict[str, Run], dict[str, str], Explanation]:
     """Ours and the peers that ran once, by name; why the others did not; and what serves ours."""
-    served = served_by(cell)
+    served = served_in_call(inputs) if cell.group == DRAWN else served_by(cell)
     runs: dict[str, Run] = {}
     notes: dict[str, str] = {}
     makers = {OURS: partial(ours, served, inputs), FA4: partial(fa4, inputs, False), FA4_REPEATABLE: partial(fa4, inputs, True)}
@@ -217,16 +218,32 @@ def ours(served: Explanation, inputs: Inputs) -> Run | None:
     return run
 
 
-def step(inputs: Inputs) -> Run:
-    """A call of ours and its gradients, as a model's training makes them."""
+def served_in_call(inputs: Inputs) -> Explanation:
+    """What serves the gradients of the very call that `step` makes, whose dropout has a seed."""
+    found = dispatch.explain(*leaves_of(inputs), **words_of(inputs))
+    return found.backward or dataclasses.replace(found, kind="framework", template=None, variant_id=None, config=None)
+
+
+def leaves_of(inputs: Inputs) -> list[torch.Tensor]:
+    """Queries, keys and values that ask for gradients."""
+    return [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+
+
+def words_of(inputs: Inputs) -> dict[str, Any]:
+    """The keywords of a call of ours with these inputs."""
     p, given = inputs.problem, inputs.parameters
-    f, leaves = p.features, [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    f = p.features
     words: dict[str, Any] = {"attn_mask": given.mask, "scale": given.scale, "enable_gqa": p.gqa_ratio > 1, "causal_alignment": f.alignment}
     words |= {"is_causal": f.causal} if given.mask is None else {"window": (None, 0)} if f.causal else {}
     words |= {"window": f.window} if f.window is not None else {}
     words |= {"softcap": given.softcap} if f.softcap else {}
     words |= {"dropout_p": given.dropout_p, "seed": given.seed} if f.dropout else {}
-    words |= given.per_head()
+    return words | given.per_head()
+
+
+def step(inputs: Inputs) -> Run:
+    """A call of ours and its gradients, as a model's training makes them."""
+    leaves, words = leaves_of(inputs), words_of(inputs)
 
     def run() -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(dispatch.attention(*leaves, **words), leaves, inputs.operands["dout"])
@@ -253,7 +270,7 @@ def check_cell(cell: Cell, seed: int) -> Checked:
     where = everywhere(p) if p.batch * p.heads * p.n_q <= MANY_ROWS else places(p, seed)
     expected, errors = oracle(inputs, where), {}
     for name, run in runs.items():
-        if name == DEFAULT_STEP or (p.features.dropout and (name not in (OURS, STEP) or served.template is None)):
+        if name == DEFAULT_STEP or (p.features.dropout and name != STEP and (name != OURS or served.template is None)):
             continue
         found = dict(zip([operand.name for operand in p.contract.written], run(), strict=False))
         errors[name] = []

@@ -129,6 +129,24 @@ def test_a_drawn_cells_whole_step_has_the_gradients_of_torchs(monkeypatch: pytes
             torch.testing.assert_close(mine, other, atol=2e-5, rtol=2e-5)
 
 
+def test_what_serves_a_drawn_cell_is_what_serves_its_very_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its seed: of dropout a problem alone tells what serves without one."""
+    asked: list[dict[str, Any]] = []
+    kernel = Explanation(kind="default", reason="", gpu="h200", template="flash_bwd")
+
+    def explain(*_: torch.Tensor, **words: Any) -> Explanation:
+        asked.append(words)
+        return Explanation(kind="near_n", reason="", gpu="h200", template="flash_fwd", backward=kernel if len(asked) == 1 else None)
+
+    monkeypatch.setattr(dispatch, "explain", explain)
+    sizes = {"batch": 1, "heads": 2, "kv_heads": 2, "n_q": 20, "n_kv": 20, "d": 16, "d_v": 16}
+    inputs = make_inputs(Problem(**sizes, dtype="fp32", features=Features(dropout=True), direction="bwd"), device="cpu", seed=1)
+    assert backward_cells.served_in_call(inputs) is kernel
+    theirs = backward_cells.served_in_call(inputs)
+    assert (theirs.kind, theirs.template) == ("framework", None)
+    assert all(words["seed"] == inputs.parameters.seed and words["dropout_p"] > 0 for words in asked)
+
+
 def test_the_small_model_trains_as_by_the_math_backend() -> None:
     words = {"device": "cpu", "steps": 6, "width": 32, "n": 16}
     ours = backward_training.losses(dispatch.attention, 3, **words)  # type: ignore[arg-type]

@@ -1,7 +1,6 @@
 """Rows take new hashes where their machine code is what it was, and nowhere else."""
 
 import json
-import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from flashtune.core.problem import Features
 from flashtune.core.results import TuningRecord
 from flashtune.db.library import shipped_path
 from flashtune.db.store import Store
+from flashtune.tuner.publish.machine_code import Built, with_files
 from flashtune.tuner.publish.sources import source_for, variant_for
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -82,9 +82,11 @@ def lay_beside(folder: Path, record: TuningRecord) -> None:
     kernel = read_index(GENERATED).find(record.outcome.variant_id)
     assert kernel is not None
     manifest = GENERATED / kernel.manifest
-    shutil.copy(manifest, folder / "kept.json")
-    for binary in read_manifest(manifest).binaries:
-        shutil.copy(manifest.parent / binary.file, folder)
+    read = read_manifest(manifest)
+    beside, files = with_files(Built(manifest=read, codes=tuple(map(read.code, read.binaries))), "kept")
+    (folder / "kept.json").write_text(beside.as_json())
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
 
 
 def test_machine_code_that_lies_ready_is_compared_in_the_place_of_ptx(

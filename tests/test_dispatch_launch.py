@@ -440,11 +440,12 @@ def test_damaged_machine_code_is_warned_of_and_left_to_triton(library: Library, 
     shipped = next(kernel for kernel in SHIPPED if PROBLEMS[kernel.variant_id].label() == "n4096-d64-bf16-causal")
     module = importlib.import_module(f"flashtune.kernels_generated.{shipped.module}")
     folder = (Path(kernels_generated.__file__).parent / shipped.path).parent
-    manifest = replace(read_manifest(folder.parent.parent.parent / shipped.manifest), folder=tmp_path)
-    for binary in manifest.binaries:
+    read = read_manifest(folder.parent.parent.parent / shipped.manifest)
+    for binary in read.binaries:
         content = bytearray((folder / binary.file).read_bytes())
         content[len(content) // 2] ^= 1
-        (tmp_path / binary.file).write_bytes(content)
+        (tmp_path / Path(binary.file).name).write_bytes(content)
+    manifest = replace(read, folder=tmp_path, binaries=tuple(replace(one, file=Path(one.file).name) for one in read.binaries))
     compiled: list[str] = []
 
     def by_triton(kernel: Any, *_: object) -> tuple[Binary, bytes]:

@@ -262,7 +262,8 @@ def _in_force(memo: Memo, chosen: Plan) -> KernelPlan | None:
 def explain_problem(problem: Problem, gpu: str) -> Explanation:
     """What would serve `problem` on the GPU of this name, by the records alone; needs neither tensors nor a GPU.
 
-    Of a backward under torch's deterministic mode it is what writes the same bits every time.
+    Of a backward under torch's deterministic mode it is what writes the same bits every time. A problem has no seed: of dropout it is what
+    serves calls without one.
 
     Raises InputError for an unknown GPU.
     """
@@ -341,7 +342,7 @@ def _traced(given: Arguments, options: Options) -> Any:
         asked = () if why_torch is None else GRADIENTS[why_torch]
         flags = [
             call.deterministic,
-            backwards.fused(call),
+            backwards.composite(call),
             draws,
             *(getattr(features, name) for name in FLAGS),
             *(name in asked for name in ASKED),
@@ -369,12 +370,12 @@ def _trainable(
     left: int | None,
     right: int | None,
     deterministic: bool,
-    fused: bool,
+    composite: bool,
     draws: bool,
     *flags: bool,
 ) -> bool:
-    """Whether backward kernels are trusted with problems like this one, of usual sizes, or are there where it `draws`; `fused` as
-    `backwards.fused` says, `flags` are those of FLAGS and ASKED.
+    """Whether backward kernels are trusted with problems like this one, of usual sizes, or are there where it `draws`; `composite`
+    as `backwards.composite` says, `flags` are those of FLAGS and ASKED.
 
     A compiler that traces takes the answer for a constant, and gives nothing but plain values.
     """
@@ -386,10 +387,10 @@ def _trainable(
     problem = backwards.usual(Problem(**sizes, dtype=dtype, features=features, direction="bwd"))
     memo = current()
     with memo.lock:
-        words = {"repeatable": backwards.same_bits_asked(deterministic), "fused": fused}
+        repeatable = backwards.same_bits_asked(deterministic)
         if draws:
-            return backwards.has_gradients(memo, problem, target, **words)
-        return backwards.gradient_choice(memo, problem, target, **words)[0] is not None
+            return backwards.has_gradients(memo, problem, target, repeatable=repeatable)
+        return backwards.gradient_choice(memo, problem, target, repeatable=repeatable, composite=composite)[0] is not None
 
 
 _trainable._dynamo_marked_constant = True  # type: ignore[attr-defined]

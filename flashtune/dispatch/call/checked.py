@@ -95,6 +95,11 @@ class Call:
         return band and not added and not (self.dropout_p and self.seeded)
 
     @property
+    def composite(self) -> bool:
+        """Whether torch computes this by operations on all scores, not by one of its kernels."""
+        return bool(self.softcap or self.return_lse or (self.dropout_p and self.seeded))
+
+    @property
     def torch_draws(self) -> bool:
         """Whether torch's own attention, where it serves this, draws dropout's mask itself: other bits than kernels draw."""
         return bool(self.dropout_p) and not (self.seeded or self.softcap or self.return_lse)

@@ -25,6 +25,14 @@ SHORTEST_BACKWARD_US = 120.0
 """Where torch's own is shorter, the host decides, and a step of ours costs it a little more than torch's: the shortest gradients in
 benchmarks/results/2026-11-22-h200-training whose whole steps ours were the faster at take torch about so long."""
 
+TORCH_TILE = 128
+"""Rows and columns of tiles of torch: gradients of 192 causal rows, in three tiles of which less than half of the pairs count, take 278 us
+where pairs alone foretell 80 (n192 of D = 72 in benchmarks/results/2026-11-24-h200-training)."""
+
+TORCH_BESIDE_US = 50.0
+"""What torch's gradients take beside their tiles: 16 drawn ones of 192 to 1088 rows, foretold by tiles at 61 to 213 us, took 1.3 to 2.0
+times as long, about 50 us and 1.2 times that (the same files)."""
+
 
 def forward_of(call: Call) -> Call:
     """The forward of a call whose gradients are kernels': it hands on the LSE, and takes tensors as `Call.views` makes them."""
@@ -36,40 +44,36 @@ def trained_as(problem: Problem, asked: Sequence[str] = ()) -> Problem:
     return replace(problem, direction="bwd", features=problem.features.asking(asked))
 
 
-TORCH_TILE = 128
-"""Torch's tiles: of 192 causal rows, of which a quarter of two tiles' pairs count, its gradients take 278 us where pairs alone foretell 80
-(benchmarks/results/2026-11-24-h200-training)."""
-
-
-def fused(call: Call) -> bool:
-    """Whether torch is as fast at a call's gradients as its kernels are: not where it would write all scores out, or a mask as large. On a
+def composite(call: Call) -> bool:
+    """Whether torch would compute a call's gradients by operations on all scores (`Call.composite`), several times as large as these. On a
     CPU kernels are interpreted, which takes longer than anything of torch's."""
-    return call.fused_by_torch or call.device.type == "cpu"
+    return call.composite and call.device.type != "cpu"
 
 
 def gradient_choice(
-    memo: Memo, problem: Problem, target: Target, *, repeatable: bool = False, fused: bool = True
+    memo: Memo, problem: Problem, target: Target, *, repeatable: bool = False, composite: bool = False
 ) -> tuple[Choice | None, str]:
     """The kernel that is trusted with the backward of `problem` on `target`, or None and why torch is; `repeatable` asks for the same bits
-    every time, and `fused` is what the function of that name says.
+    every time, and `composite` is what the function of that name says.
 
     What was never raced on the GPU's architecture serves only those who allow what is unmeasured, in the interpreter, too; so does what
-    torch does in less than the host needs for the launches. Of what isn't `fused` any kernel that takes it computes the gradients.
+    torch does in less than the host needs for the launches. Of what is `composite` any kernel that takes it computes the gradients.
     """
     trained = replace(problem, direction="bwd")
     if "bwd" in memo.pinned:
         return Choice(kind="exact", spec=trained.spec(), note="its kernel is pinned"), ""
     pool = memo.pool(trained.key(target.slug), target)
     known = _repeatable(families()) if repeatable else families()
-    chosen = next(_gradient_choices(trained, target, pool, known, framework_serves=fused, unmeasured=memo.unmeasured))
+    chosen = next(_gradient_choices(trained, target, pool, known, framework_serves=not composite, unmeasured=memo.unmeasured))
     if chosen.family is not None:
         record = chosen.record
         # Where whole training steps were measured of this very key, they have decided.
         exact = record is not None and record.key == trained.key(target.slug)
         stepped = exact and record is not None and record.outcome.call_us is not None and record.framework_call_us is not None
-        if record is not None and fused and not stepped and not memo.unmeasured:
+        if record is not None and not composite and not stepped and not memo.unmeasured:
             known_us = record.median_us if record.framework_us is None else record.framework_us
-            expected_us = known_us * _tiled(trained) / _tiled(record.problem)
+            beside_us = min(known_us, TORCH_BESIDE_US)
+            expected_us = beside_us + (known_us - beside_us) * _tiled(trained) / _tiled(record.problem)
             if expected_us < SHORTEST_BACKWARD_US:
                 return None, f"torch takes an estimated {expected_us:.1f} us for it, less than the launches of ours take the host"
         return chosen, ""
@@ -77,7 +81,7 @@ def gradient_choice(
         return None, chosen.note
     with_more = f" with {' and '.join(trained.features.asked)}" if trained.features.asked else ""
     served = any(family.direction == "bwd" and family.supports(trained.spec(), target) is None for family in known.values())
-    if memo.unmeasured or not fused or not served:
+    if memo.unmeasured or composite or not served:
         return None, f"none of our backward kernels takes such calls{with_more}"
     why = f"no backward kernel for such calls{with_more} was measured on GPUs like {target.name}"
     return None, f"{why} (FLASHTUNE_UNMEASURED=1 lets those serve that weren't)"
@@ -94,15 +98,15 @@ def usual(problem: Problem) -> Problem:
     return replace(problem, batch=8, heads=16 * (problem.heads // problem.kv_heads), kv_heads=16, n_q=2048, n_kv=2048)
 
 
-def has_gradients(memo: Memo, trained: Problem, target: Target, *, repeatable: bool, fused: bool = True) -> bool:
-    """Whether there is a backward kernel that was measured on the GPU's architecture, faster than torch's or not, or serves without: at
-    usual sizes, so that eager calls and compiled ones agree whatever theirs are."""
+def has_gradients(memo: Memo, trained: Problem, target: Target, *, repeatable: bool) -> bool:
+    """Whether there is a backward kernel that was measured on the GPU's architecture, faster than torch's or not, or is allowed without:
+    at usual sizes, so that eager calls and compiled ones agree whatever theirs are."""
     trained = usual(trained)
     known = _repeatable(families()) if repeatable else families()
     pool = memo.pool(trained.key(target.slug), target)
     chosen = next(_gradient_choices(trained, target, pool, known, framework_serves=False, unmeasured=memo.unmeasured))
     measured = chosen.record is not None and chosen.record.outcome.source == "measured"
-    return chosen.family is not None and (measured or memo.unmeasured or not fused)
+    return chosen.family is not None and (measured or memo.unmeasured)
 
 
 def _gradient_choices(

@@ -108,7 +108,7 @@ def _trained(memo: Memo, call: Call, problem: Problem, given: Tensors, asked: Se
     """Plans of kernels for a call whose gradients are needed, also those that are `asked` for; returns why there are no more."""
     target, trained = devices.target_of(call.device), backwards.trained_as(problem, asked)
     repeatable = backwards.same_bits_asked(call.deterministic)
-    chosen, why = backwards.gradient_choice(memo, trained, target, repeatable=repeatable, fused=backwards.fused(call))
+    chosen, why = backwards.gradient_choice(memo, trained, target, repeatable=repeatable, composite=backwards.composite(call))
     if chosen is not None:
         for forward in candidates(memo, backwards.forward_of(call), *call.views(*given[:3]), call.small_mask(given[3]), None):
             if forward.kind == "framework":
@@ -134,11 +134,11 @@ def _drawing(memo: Memo, call: Call, problem: Problem) -> Drawing | None:
     if memo.pinned or not call.torch_draws:
         return None
     trained, target = backwards.trained_as(problem), devices.target_of(call.device)
-    words = {"repeatable": backwards.same_bits_asked(call.deterministic), "fused": backwards.fused(call)}
-    chosen, why = backwards.gradient_choice(memo, trained, target, **words)
+    repeatable = backwards.same_bits_asked(call.deterministic)
+    chosen, why = backwards.gradient_choice(memo, trained, target, repeatable=repeatable)
     if chosen is not None:
         return Drawing(trains=True, recalls=True)
-    recalls = backwards.has_gradients(memo, trained, target, **words)
+    recalls = backwards.has_gradients(memo, trained, target, repeatable=repeatable)
     alone = unseeded() == IN_AUTOGRAD or not recalls
     return Drawing(recalls=recalls, torch_only=f"unseeded dropout drops what it would drop in training, and there {why}" if alone else None)
 
@@ -238,7 +238,7 @@ def explain_problem(memo: Memo, problem: Problem, target: Target) -> Explanation
     refused: list[str] = []
     if problem.direction == "bwd":
         repeatable = backwards.same_bits_asked(deterministic=False)
-        chosen, why = backwards.gradient_choice(memo, problem, target, repeatable=repeatable, fused=torch_has(problem))
+        chosen, why = backwards.gradient_choice(memo, problem, target, repeatable=repeatable, composite=problem.features.softcap)
         if chosen is None or chosen.family is None:
             reason = f"{why}, so torch's own attention serves the gradient"
             return Explanation(kind="framework", reason=reason, gpu=target.slug, key=problem.key(target.slug))

@@ -112,6 +112,7 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
         {"dq_sums": "tma"},
         {"persistent": "taken"} if spec.causal else {"persistent": True},
     ]
+    layout = BackwardLayout.of(spec, Config.of())
     if padded(spec.d) == 64:
         tiles = [
             {},
@@ -122,7 +123,7 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
             {"held": "both", "persistent": True},
             {"held": "both", "dq_sums": "tma", "num_stages": 3},
         ]
-    elif len(BackwardLayout.of(spec, Config.of()).pieces) > 1:
+    elif min(len(pieces) for pieces in (layout.pieces, layout.v_pieces)) > 1:
         # Sums of fewer columns leave registers for all that can be held.
         tiles = [
             {},
