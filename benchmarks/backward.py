@@ -120,7 +120,7 @@ def _table(rows: list[dict[str, Any]], over: dict[str, Callable[[dict[str, Any]]
     for row in rows:
         rates = [f"{row['tflops'][name]:.0f}" if name in row["tflops"] else "-" for name in names]
         ratios = ["-" if ratio is None else f"{ratio:.2f}x" for ratio in (of(row) for of in over.values())]
-        ratios += (["-" if row["step_over"] is None else f"{row['step_over']:.2f}x"]) if whole else []
+        ratios += ["-" if row["step_over"] is None else f"{row['step_over']:.2f}x"] if whole else []
         lines.append(f"| {' | '.join([row['cell'], row['kind'], *rates, *ratios, row['wrong'] or row['failed']])} |")
     for name, of in over.items():
         found = [ratio for ratio in map(of, rows) if ratio]

@@ -11,6 +11,7 @@ from typing import Any
 import flash_attention_4
 import torch
 from forward_cells import problem_of
+from forward_peers import words_of
 from searches import shipped
 from unprepared import drawn
 
@@ -111,8 +112,8 @@ def _trained(d: int, n: int, features: Features, *, sharing: int = 1) -> Problem
 def drawn_cells(count: int, *, seed: int, gpu: str) -> list[Cell]:
     """Backwards without a row of their own, drawn at random."""
     known = [record.key for record in shipped()]
-    problems = [cell.problem for cell in drawn(count, seed=seed, gpu=gpu, known=known, kind="training")]
-    return [Cell(group=DRAWN, case=f"{p.label()} H={p.heads} B={p.batch}", problem=p) for p in problems]
+    found = drawn(count, seed=seed, gpu=gpu, known=known, kind="training")
+    return [Cell(group=DRAWN, case=cell.name, problem=cell.problem) for cell in found]
 
 
 def start_drawn() -> None:
@@ -227,18 +228,6 @@ def served_in_call(inputs: Inputs) -> Explanation:
 def leaves_of(inputs: Inputs) -> list[torch.Tensor]:
     """Queries, keys and values that ask for gradients."""
     return [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-
-
-def words_of(inputs: Inputs) -> dict[str, Any]:
-    """The keywords of a call of ours with these inputs."""
-    p, given = inputs.problem, inputs.parameters
-    f = p.features
-    words: dict[str, Any] = {"attn_mask": given.mask, "scale": given.scale, "enable_gqa": p.gqa_ratio > 1, "causal_alignment": f.alignment}
-    words |= {"is_causal": f.causal} if given.mask is None else {"window": (None, 0)} if f.causal else {}
-    words |= {"window": f.window} if f.window is not None else {}
-    words |= {"softcap": given.softcap} if f.softcap else {}
-    words |= {"dropout_p": given.dropout_p, "seed": given.seed} if f.dropout else {}
-    return words | given.per_head()
 
 
 def step(inputs: Inputs) -> Run:

@@ -126,24 +126,33 @@ def data_of(cell: Cell, device: torch.device | str, seed: int) -> Data:
         inputs = normal = _padded(inputs) if cell.problem.features.mask == "bool" else inputs
         inputs = replace(normal, operands=normal.operands | {name: normal.operands[name].clone() for name in ("q", "k")})
         redistribute(inputs, cell.scores)
-    p, f, mask = cell.problem, cell.problem.features, inputs.parameters.mask
-    words: dict[str, Any] = {"is_causal": f.causal, "enable_gqa": p.gqa_ratio > 1, "causal_alignment": f.alignment}
-    if f.window is not None:
-        words["window"] = f.window
+    f, mask = cell.problem.features, inputs.parameters.mask
+    if f.softcap:
+        inputs = replace(inputs, parameters=replace(inputs.parameters, softcap=SOFTCAP))
+    words = words_of(inputs)
     if mask is not None:
         # As small as it is: expanding it is the callee's business.
         words["attn_mask"] = mask[:1, :1, :1] if cell.scores else mask[0, 0] if f.mask == "bool" else mask[:1]
+    framework = inputs if inputs.parameters.descale is None else _widened(inputs)
+    return Data(inputs=inputs, framework=framework, words=words, normal=normal)
+
+
+def words_of(inputs: Inputs) -> dict[str, Any]:
+    """The keywords of a call of ours with these inputs."""
+    f, given = inputs.problem.features, inputs.parameters
+    words: dict[str, Any] = {"is_causal": f.causal, "enable_gqa": inputs.problem.gqa_ratio > 1, "causal_alignment": f.alignment}
+    if f.window is not None:
+        words["window"] = f.window
+    if given.mask is not None:
+        words["attn_mask"] = given.mask
         if f.causal:
             # As in torch, `is_causal` stands alone.
             words |= {"is_causal": False, "window": (None, 0)}
     if f.softcap:
-        inputs = replace(inputs, parameters=replace(inputs.parameters, softcap=SOFTCAP))
-        words["softcap"] = SOFTCAP
+        words["softcap"] = given.softcap
     if f.dropout:
-        words |= {"dropout_p": inputs.parameters.dropout_p, "seed": seed}
-    words |= inputs.parameters.per_head()
-    framework = inputs if inputs.parameters.descale is None else _widened(inputs)
-    return Data(inputs=inputs, framework=framework, words=words, normal=normal)
+        words |= {"dropout_p": given.dropout_p, "seed": given.seed}
+    return words | given.per_head()
 
 
 def _padded(inputs: Inputs) -> Inputs:

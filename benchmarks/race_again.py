@@ -198,9 +198,10 @@ def backwards_of_sizes(results: Sequence[SearchResult], target: Target, *, most:
         heads = 2048 // d // sharing * sharing
         sizes = {"batch": TOKENS // n, "heads": heads, "kv_heads": heads // sharing, "n_q": n, "n_kv": n, "d": d, "d_v": d_v}
         problem = Problem(**sizes, dtype="bf16", features=features, direction="bwd").seen()
-        kinds = [kind for kind in families().values() if kind.direction == "bwd" and kind.supports(problem.spec(), target) is None]
         # The first is the fastest that serves calls which ask for no repeatable bits.
-        for kind in kinds[:1] if problem.key(target.slug) not in known else []:
+        kinds = (kind for kind in families().values() if kind.direction == "bwd" and kind.supports(problem.spec(), target) is None)
+        kind = next(kinds, None)
+        if kind is not None and problem.key(target.slug) not in known:
             found.append((problem, [Candidate(family=kind, config=config) for config in kind.starts(problem.spec(), target)[:most]]))
     return found
 

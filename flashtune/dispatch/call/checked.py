@@ -91,8 +91,7 @@ class Call:
     def fused_by_torch(self) -> bool:
         """Whether one call of torch's own attention serves this, with no mask built for it."""
         band = self.band.torch_causal and self.mask_kind == "none" if self.band.bounded else True
-        added = self.softcap or self.per_head or self.factors is not None or self.return_lse
-        return band and not added and not (self.dropout_p and self.seeded)
+        return band and not (self.composite or self.per_head or self.factors is not None)
 
     @property
     def composite(self) -> bool:
@@ -102,7 +101,7 @@ class Call:
     @property
     def torch_draws(self) -> bool:
         """Whether torch's own attention, where it serves this, draws dropout's mask itself: other bits than kernels draw."""
-        return bool(self.dropout_p) and not (self.seeded or self.softcap or self.return_lse)
+        return bool(self.dropout_p) and not self.composite
 
     def views(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, Hq, N_q, D), k (B, Hkv, N_kv, D), v (B, Hkv, N_kv, D_v): views, save for batch dimensions that can't be merged."""

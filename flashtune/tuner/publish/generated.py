@@ -167,7 +167,7 @@ def machine_files(one: Arranged, built: Built, sibling: Built | None = None) -> 
     and by its hash, so that equal code is there once; with what makes its sibling's of it."""
     manifest, codes = with_files(built, PurePosixPath(one.kernel.path).stem)
     names = {binary.file: f"{binary.kernel}.{binary.sha256[:16]}.cubin.gz" for binary in manifest.binaries}
-    manifest = replace(manifest, binaries=tuple(replace(one, file=f"../../{CODE}/{names[one.file]}") for one in manifest.binaries))
+    manifest = replace(manifest, binaries=tuple(replace(binary, file=f"../../{CODE}/{names[binary.file]}") for binary in manifest.binaries))
     if sibling is not None:
         manifest = replace(manifest, sibling=_beside(built, sibling))
     folder = PurePosixPath(one.kernel.path).parents[2] / CODE
