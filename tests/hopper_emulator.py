@@ -370,7 +370,7 @@ class Machine:
 
         def philox(c0: Any, c1: Any, _zero: Any, head: Any, _params: Any) -> list[torch.Tensor]:
             # Not bits, but what they would be drawn for.
-            return [((head.index * 2.0**14 + c0) * 2**14 + c1) * 4 + word for word in range(4)]
+            return [((head.index * 2.0**14 + torch.as_tensor(c0).double()) * 2**14 + c1) * 4 + word for word in range(4)]
 
         def random_words_dq(key: int, row: int, head: Any, _params: Any) -> torch.Tensor:
             column = torch.arange(key, key + self._module.DQ_BLOCK_N.value)[None, :]

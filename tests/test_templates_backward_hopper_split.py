@@ -31,7 +31,7 @@ def report() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("case", ["full", "extreme", "causal", "window", "everything", "everything narrow", "bias"])
+@pytest.mark.parametrize("case", ["full", "extreme", "causal", "window", "everything", "everything narrow", "bias", "pieces"])
 def test_gradients_are_those_of_the_reference(report: dict[str, Any], case: str) -> None:
     assert report[case] == ""
 
@@ -40,10 +40,12 @@ def test_each_kernel_writes_the_same_bits_by_itself(report: dict[str, Any]) -> N
     assert report["each gradient alone"]
 
 
-def test_it_compiles_to_products_in_flight_without_spills() -> None:
-    wanted = problem(Features(causal=True), d=256, d_v=256)
+@pytest.mark.parametrize(("d", "d_v", "held"), [(256, 256, 0), (160, 160, 128), (192, 128, 0)])
+def test_it_compiles_to_products_in_flight_without_spills(d: int, d_v: int, held: int) -> None:
+    wanted = problem(Features(causal=True), d=d, d_v=d_v)
     spec = wanted.spec()
-    config = FAMILY.default(spec, H200)
+    config = FAMILY.default(spec, H200).replace(held_columns=held)
+    assert FAMILY.violated(config, spec, H200) is None
     kernels = dict(compiled_kernels(render(FAMILY, variant_of(FAMILY, spec, config)), "backward", wanted, H200))
     assert list(kernels) == ["preprocess", "key_gradients", "query_gradients"]
     layout, expected = SplitLayout.of(spec, config), FAMILY.expected(config, spec, H200)
@@ -51,13 +53,14 @@ def test_it_compiles_to_products_in_flight_without_spills() -> None:
         facts = read_facts(kernels[name], H200)
         assert facts.shared_bytes <= shared_bytes
         assert expected is not None and (facts.registers, facts.threads) == (expected.registers, expected.threads)
-    # An instruction takes 16 columns or keys: S with dV, and dP with dK; one warpgroup takes the other's exponentials. Where there is
-    # something to hide, each loop comes a second time, for blocks at the diagonal.
+    # An instruction takes 16 columns or keys: S with dV, and dP with dK, of which each piece has its own; one warpgroup takes the other's
+    # exponentials. Where there is something to hide, each loop comes a second time, for blocks at the diagonal.
     keys, queries = (key_loops(machine_code(kernels[name])) for name in ("key_gradients", "query_gradients"))
-    assert [loop["HGMMA"] for loop in keys] == [256 // 16 + 64 // 16] * 3
-    assert sorted(loop["MUFU"] for loop in keys) == [0, 32, 32]
+    pieces, v_pieces = len(layout.pieces), len(layout.v_pieces)
+    s_dv, dp_dk = layout.columns_d // 16 + v_pieces * 64 // 16, layout.columns_dv // 16 + pieces * 64 // 16
+    assert sorted((loop["MUFU"], loop["HGMMA"]) for loop in keys) == [(0, dp_dk), (32, s_dv), (32, s_dv)]
     # S, dP, and dQ.
-    assert [loop["HGMMA"] for loop in queries] == [2 * 256 // 16 + 64 // 16] * 4
+    assert [loop["HGMMA"] for loop in queries] == [(layout.columns_d + layout.columns_dv) // 16 + pieces * 64 // 16] * 4
     # Nor are descriptors kept in registers.
     assert not any(loop["STL"] + loop["LDL"] + loop["R2UR"] for loop in [*keys, *queries])
 
@@ -89,7 +92,7 @@ def test_it_says_what_it_cant_serve() -> None:
 
 
 def test_every_config_of_its_starts_is_inside_its_space() -> None:
-    for d, d_v in ((256, 256), (192, 128), (128, 128), (64, 64)):
+    for d, d_v in ((256, 256), (192, 128), (160, 160), (128, 128), (96, 80), (64, 64)):
         spec = problem(Features(causal=True), d=d, d_v=d_v).spec()
         allowed = set(FAMILY.configs(spec, H200))
         assert len(FAMILY.starts(spec, H200)) >= 4 and set(FAMILY.starts(spec, H200)) <= allowed
@@ -98,7 +101,7 @@ def test_every_config_of_its_starts_is_inside_its_space() -> None:
 def test_every_variant_is_formatted_and_lints_clean(tmp_path: Path) -> None:
     features = [Features(), Features(causal=True, mask="bias"), Features(window=(3, 4), mask="bool", softcap=True)]
     features += [Features(causal=True, window=(3, 0), sinks=True), Features(alibi=True), Features(dropout=True)]
-    for index, (chosen, d) in enumerate((chosen, d) for chosen in features for d in (64, 256)):
+    for index, (chosen, d) in enumerate((chosen, d) for chosen in features for d in (64, 128, 256)):
         spec = problem(chosen, dtype=("bf16", "fp16")[index % 2], d=d - 8 * (index % 3), d_v=d - 8 * (index % 3)).spec()
         (tmp_path / f"{index}.py").write_text(render(FAMILY, variant_of(FAMILY, spec, FAMILY.starts(spec, H200)[index % 3])))
     settings = ["--config", str(Path(__file__).parent.parent / "pyproject.toml"), "--quiet", str(tmp_path)]

@@ -27,6 +27,21 @@ class HopperBackward(HopperTiles):
     __slots__ = ()
 
     @property
+    def v_pieces(self) -> list[tuple[int, int]]:
+        """First column and width of the parts of D_v that products work through, with a sum each of dV."""
+        return self._pieces(self.spec.d_v)
+
+    @property
+    def columns_d(self) -> int:
+        """Columns of q and k that products work through."""
+        return sum(width for _, width in self.pieces)
+
+    @property
+    def columns_dv(self) -> int:
+        """The same of v and dO."""
+        return sum(width for _, width in self.v_pieces)
+
+    @property
     def sizes(self) -> list[str]:
         """The kernel's parameters that are sizes, which travel through it as `Sizes`."""
         s = self.spec
@@ -112,21 +127,6 @@ class BackwardLayout(HopperBackward):
         """The same of the last warpgroup's, which needn't have the columns that only fill a tile up to a power of two."""
         narrow = self.by_columns and not self.by_tma
         return self.columns_d - self.part_d * (self.consumers - 1) if narrow else self.part_d
-
-    @property
-    def v_pieces(self) -> list[tuple[int, int]]:
-        """First column and width of the parts of D_v that products work through, with a sum each of dV."""
-        return self._pieces(self.spec.d_v)
-
-    @property
-    def columns_d(self) -> int:
-        """Columns of q and k that products work through."""
-        return sum(width for _, width in self.pieces)
-
-    @property
-    def columns_dv(self) -> int:
-        """The same of v and dO."""
-        return sum(width for _, width in self.v_pieces)
 
     @property
     def v_products(self) -> int:
@@ -227,28 +227,33 @@ class SplitLayout(HopperBackward):
     @property
     def k_held(self) -> int:
         """Columns of keys that their warpgroup has in registers; at head size 128 only those of values fit beside both sums."""
-        return min(self.config.number("held_columns"), self.block_d) if self.wide or self.block_d <= 64 else 0
+        return min(self.config.number("held_columns"), self.pieces[0][1]) if self.wide or self.block_d <= 64 else 0
 
     @property
     def v_held(self) -> int:
         """The same of values."""
-        return min(self.config.number("held_columns"), self.block_dv)
+        return min(self.config.number("held_columns"), self.v_pieces[0][1])
 
     @property
     def q_held(self) -> int:
         """The same of queries in the kernel of dQ."""
-        return min(self.config.number("DQ_held_columns"), self.block_d)
+        return min(self.config.number("DQ_held_columns"), self.pieces[0][1])
 
     @property
     def dout_held(self) -> int:
         """The same of dO."""
-        return min(self.config.number("DQ_held_columns"), self.block_dv)
+        return min(self.config.number("DQ_held_columns"), self.v_pieces[0][1])
 
     @property
     def halved(self) -> bool:
-        """Whether what is held is none, half or all of a tile: products take a power of two of columns."""
-        of_d, of_dv = (0, self.block_d // 2, self.block_d), (0, self.block_dv // 2, self.block_dv)
-        return {self.k_held, self.q_held} <= set(of_d) and {self.v_held, self.dout_held} <= set(of_dv)
+        """Whether what is held is none, half or all of a tile, or none or all of the first of its pieces."""
+
+        def holds(held: int, pieces: list[tuple[int, int]]) -> bool:
+            width = pieces[0][1]
+            return held in ((0, width) if len(pieces) > 1 else (0, width // 2, width))
+
+        of_d, of_dv = (self.k_held, self.q_held), (self.v_held, self.dout_held)
+        return all(holds(held, self.pieces) for held in of_d) and all(holds(held, self.v_pieces) for held in of_dv)
 
     @property
     def key_registers(self) -> int:
@@ -256,14 +261,14 @@ class SplitLayout(HopperBackward):
         m = self.config.number("BLOCK_M")
         if self.wide:
             # Scores or their gradients, again as an operand, beside one sum.
-            return m // 2 + m // 4 + self.block_d // 2 + self.k_held // 4
-        return m + m // 4 + (self.block_d + self.block_dv) // 2 + (self.k_held + self.v_held) // 4
+            return m // 2 + m // 4 + max(self.columns_d, self.columns_dv) // 2 + self.k_held // 4
+        return m + m // 4 + (self.columns_d + self.columns_dv) // 2 + (self.k_held + self.v_held) // 4
 
     @property
     def query_registers(self) -> int:
         """The same of the kernel of dQ: both scores, one of them as an operand, and dQ."""
         n = self.config.number("DQ_BLOCK_N")
-        return n + n // 4 + self.block_d // 2 + (self.q_held + self.dout_held) // 4
+        return n + n // 4 + self.columns_d // 2 + (self.q_held + self.dout_held) // 4
 
     @property
     def key_shared_bytes(self) -> int:
