@@ -6,13 +6,12 @@ They are checked against the float64 oracle in several processes at once, then o
 does: interleaved, L2 flushed, the framework's attention among them, the GPU's state read meanwhile, and whole calls in an eager loop. A
 tenth of a search's time.
 
-`--sizes`, `--models`, `--short`, `--sparse`, `--steps`, `--few`, `--covering`, `--ragged`, `--backward`, `--backward-sizes` race problems
-without rows: their candidates are other rows' configs, what the cost model thinks best, and the family's starts; `--twins` races rows
-whose twin is far behind, `--rescale` plain and masked rows with other ways to rescale what came before a maximum that grew, and `--older`
-all other rows that were raced before there were any. Where it costs hardly anything, a kernel that has less to lose on a model's scores
-wins over others, and one that already ships (race_twins.py).
-`--rows-of h200` races the rows of that GPU on this one, the most important first. With `--budget-s`
-the first problems that fit are checked and raced:
+`--sizes`, `--models`, `--short`, `--sparse`, `--steps`, `--few`, `--brief`, `--covering`, `--ragged`, `--backward`, `--backward-sizes`
+race problems without rows: their candidates are other rows' configs, what the cost model thinks best, and the family's starts; `--twins`
+races rows whose twin is far behind, `--rescale` plain and masked rows with other ways to rescale what came before a maximum that grew, and
+`--older` all other rows that were raced before there were any. Where it costs hardly anything, a kernel that has less to lose on a
+model's scores wins over others, and one that already ships (race_twins.py). `--rows-of h200` races the rows of that GPU on this one, the
+most important first. With `--budget-s` the first problems that fit are checked and raced:
 
     python benchmarks/race_again.py --rows-of h200 --db h100.sqlite --budget-s 150           # on an H100
 """
@@ -41,6 +40,7 @@ from race_work import (
     Candidates,
     Work,
     of_another_gpu,
+    of_brief,
     of_chunks,
     of_few,
     of_models,
@@ -181,15 +181,20 @@ def backwards_of(results: Sequence[SearchResult], target: Target) -> Work:
 TRAINED_SIZES = ((80, 80), (96, 96), (72, 72), (192, 192), (160, 160), (192, 128), (40, 40), (112, 112))
 """Head sizes of `--backward-sizes`, those of most models first."""
 
+PLAIN_TRAINED = ((64, 64), (128, 128), (256, 256))
+"""Those that have rows of every length but a short one."""
+
 
 def backwards_of_sizes(results: Sequence[SearchResult], target: Target, *, most: int) -> Work:
-    """Backwards of head sizes that no row is of, and of heads that many share: a length that fills the GPU and a short one, `most` starts
-    of each. A kernel is compiled once for all lengths."""
-    known = {result.problem.key(target.slug) for result in results if result.problem.direction == "bwd"}
+    """Backwards of head sizes that no row is of, of heads that many share, and of short sequences: the best two of each row of the same
+    spec, then `most` starts. A kernel is compiled once for all lengths."""
+    mine = [result for result in results if result.problem.direction == "bwd"]
+    known = {result.problem.key(target.slug) for result in mine}
     problems = [(d, d_v, n, features, 1) for n in (4096, 1024) for d, d_v in TRAINED_SIZES for features in (Features(), CAUSAL)]
     problems += [(d, d, n, CAUSAL, 4) for n in (4096, 1024) for d in (80, 96, 64, 192)]
     problems += [(d, d, n, features, 8) for n in (4096, 1024) for d in (64, 128) for features in (Features(), CAUSAL)]
     problems += [(d, d, 4096, Features(causal=True, window=(300, 0)), 1) for d in (128, 96, 64)]
+    problems += [(d, d_v, 256, features, 1) for d, d_v in (*PLAIN_TRAINED, *TRAINED_SIZES) for features in (Features(), CAUSAL)]
     featured = TRAINED[4], TRAINED[2], TRAINED[5], TRAINED[0], TRAINED[1], TRAINED[7], TRAINED[6]
     problems += [(d, d, 4096, features, 1) for features in featured for d in (80, 96)]
     found: Work = []
@@ -202,7 +207,11 @@ def backwards_of_sizes(results: Sequence[SearchResult], target: Target, *, most:
         kinds = (kind for kind in families().values() if kind.direction == "bwd" and kind.supports(problem.spec(), target) is None)
         kind = next(kinds, None)
         if kind is not None and problem.key(target.slug) not in known:
-            found.append((problem, [Candidate(family=kind, config=config) for config in kind.starts(problem.spec(), target)[:most]]))
+            same = [result for result in mine if result.problem.spec() == problem.spec() and result.outcomes[0].template == kind.name]
+            near = [kind.completed(outcome.config) for result in same for outcome in measured([result])[:2]]
+            valid = [config for config in near if kind.violated(config, problem.spec(), target) is None]
+            starts = kind.starts(problem.spec(), target)[:most]
+            found.append((problem, [Candidate(family=kind, config=config) for config in dict.fromkeys([*valid[:4], *starts])]))
     return found
 
 
@@ -348,6 +357,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--backward-sizes", action="store_true", help="race backwards of head sizes that no row is of, instead of rows")
     parser.add_argument("--steps", action="store_true", help="race decoding steps of many kinds that no row is of, instead of rows")
     parser.add_argument("--few", action="store_true", help="race few queries over a cache that no row is of, instead of rows")
+    parser.add_argument("--brief", action="store_true", help="race many sequences of few rows that no row is of, instead of rows")
     parser.add_argument("--rows-of", metavar="GPU", help="race the rows of this GPU that this machine's has none of, instead of its own")
     parser.add_argument("--only", default="", help="of all these problems those whose label this regular expression finds")
     parser.add_argument("--most", type=int, default=2, help="stored configs of each problem (default: %(default)s)")
@@ -392,6 +402,7 @@ def all_work(options: argparse.Namespace, target: Target) -> Work:
         "chunks",
         "steps",
         "few",
+        "brief",
     )
     own = [] if any(getattr(options, name) for name in lists) else [result for result in asked if result.gpu == target.slug]
     work: Work = [(result.problem, choose(result)) for result in own]
@@ -403,6 +414,7 @@ def all_work(options: argparse.Namespace, target: Target) -> Work:
     work += of_sparse(target, mine, most=4 * options.most, seed=options.seed) if options.sparse else []
     work += of_steps(target, mine, most=4 * options.most, seed=options.seed) if options.steps else []
     work += of_few(target, mine, most=4 * options.most, seed=options.seed) if options.few else []
+    work += of_brief(target, mine, most=4 * options.most, seed=options.seed) if options.brief else []
     work += of_older(mine, target) if options.older else []
     work += of_ragged(target, most=4 * options.most, seed=options.seed) if options.ragged else []
     work += of_covering(target, mine, most=4 * options.most, seed=options.seed) if options.covering else []

@@ -343,8 +343,29 @@ def few_shapes() -> list[Problem]:
 
 def of_few(target: Target, results: Sequence[SearchResult], *, most: int, seed: int) -> Work:
     """Those of `few_shapes` that have no row."""
+    return _without_row(few_shapes(), target, results, most=most, seed=seed)
+
+
+def brief_shapes() -> list[Problem]:
+    """Many sequences of 16 to 128 rows, as sentences, captions and patches in windows are, those first that most others are near to; and
+    calls of few heads, whose last tiles the GPU waits for."""
+    causal = {"causal": True}
+    found = [_shape(512, 16, n, 64) for n in (24, 56, 16, 40, 96)] + [_shape(512, 16, n, 64, dtype="fp16") for n in (20, 60)]
+    found += [_shape(512, 16, n, 64, **causal) for n in (24, 60, 16)] + [_shape(512, 16, n, d) for d in (96, 80, 128, 32) for n in (24, 60)]
+    found += [_shape(512, 16, n, d, **causal) for d in (128, 80) for n in (24, 60)] + [_shape(512, 16, 16, d, **causal) for d in (128, 80)]
+    found += [_shape(512, 16, n, d, mask="bool") for d in (64, 128) for n in (20, 60)] + [_shape(512, 16, 24, 64, mask="bias")]
+    found += [_shape(1, 8, 3840, d, causal=True, alibi=True) for d in (64, 128)] + [_shape(4, 8, 600, d, n_q=160) for d in (40, 80, 64)]
+    return found + [_shape(2, 8, 1536, d, sharing=8, sinks=True, **causal) for d in (64, 128)]
+
+
+def of_brief(target: Target, results: Sequence[SearchResult], *, most: int, seed: int) -> Work:
+    """Those of `brief_shapes` that have no row."""
+    return _without_row(brief_shapes(), target, results, most=most, seed=seed)
+
+
+def _without_row(problems: Sequence[Problem], target: Target, results: Sequence[SearchResult], *, most: int, seed: int) -> Work:
     known = _latest(results, target)
-    missing = (problem for problem in few_shapes() if problem.key(target.slug) not in known)
+    missing = (problem for problem in problems if problem.key(target.slug) not in known)
     return [(problem, partial(first_to_race, problem, target, most=most, seed=seed)) for problem in missing]
 
 
