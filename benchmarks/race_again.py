@@ -187,9 +187,9 @@ PLAIN_TRAINED = ((64, 64), (128, 128), (256, 256))
 
 def backwards_of_sizes(results: Sequence[SearchResult], target: Target, *, most: int) -> Work:
     """Backwards of head sizes that no row is of, of heads that many share, and of short sequences: the best two of each row of the same
-    spec, then `most` starts. A kernel is compiled once for all lengths."""
-    mine = [result for result in results if result.problem.direction == "bwd"]
-    known = {result.problem.key(target.slug) for result in mine}
+    spec, whatever GPU it is of, then `most` starts. A kernel is compiled once for all lengths."""
+    stored = [result for result in results if result.problem.direction == "bwd"]
+    known = {result.problem.key(target.slug) for result in stored if result.gpu == target.slug}
     problems = [(d, d_v, n, features, 1) for n in (4096, 1024) for d, d_v in TRAINED_SIZES for features in (Features(), CAUSAL)]
     problems += [(d, d, n, CAUSAL, 4) for n in (4096, 1024) for d in (80, 96, 64, 192)]
     problems += [(d, d, n, features, 8) for n in (4096, 1024) for d in (64, 128) for features in (Features(), CAUSAL)]
@@ -207,7 +207,7 @@ def backwards_of_sizes(results: Sequence[SearchResult], target: Target, *, most:
         kinds = (kind for kind in families().values() if kind.direction == "bwd" and kind.supports(problem.spec(), target) is None)
         kind = next(kinds, None)
         if kind is not None and problem.key(target.slug) not in known:
-            same = [result for result in mine if result.problem.spec() == problem.spec() and result.outcomes[0].template == kind.name]
+            same = [result for result in stored if result.problem.spec() == problem.spec() and result.outcomes[0].template == kind.name]
             near = [kind.completed(outcome.config) for result in same for outcome in measured([result])[:2]]
             valid = [config for config in near if kind.violated(config, problem.spec(), target) is None]
             starts = kind.starts(problem.spec(), target)[:most]
@@ -407,7 +407,7 @@ def all_work(options: argparse.Namespace, target: Target) -> Work:
     own = [] if any(getattr(options, name) for name in lists) else [result for result in asked if result.gpu == target.slug]
     work: Work = [(result.problem, choose(result)) for result in own]
     work += backwards_of(mine, target) if options.backward else []
-    work += backwards_of_sizes(mine, target, most=4 * options.most) if options.backward_sizes else []
+    work += backwards_of_sizes(results, target, most=4 * options.most) if options.backward_sizes else []
     work += of_twins(mine, target) if options.twins else []
     work += of_rescaled(mine, target) if options.rescale else []
     work += of_chunks(mine, target) if options.chunks else []
