@@ -95,6 +95,9 @@ class Chunks:
         found._turned = True
         return found
 
+    def load(self, _layout: Any) -> Array:
+        return array(self.values)
+
     def store(self, values: torch.Tensor) -> None:
         assert values.shape == self.values.shape
         place = 0

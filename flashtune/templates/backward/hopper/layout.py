@@ -3,7 +3,7 @@
 from flashtune.core.config import KernelSpec
 from flashtune.core.target import Target
 from flashtune.templates.family import padded
-from flashtune.templates.hopper.layout import ROWS, HopperTiles
+from flashtune.templates.hopper.layout import CHUNK_BYTES, ROWS, HopperTiles
 
 
 def refusal(name: str, widest: int, spec: KernelSpec, target: Target) -> str | None:
@@ -30,6 +30,11 @@ class HopperBackward(HopperTiles):
     def v_pieces(self) -> list[tuple[int, int]]:
         """First column and width of the parts of D_v that products work through, with a sum each of dV."""
         return self._pieces(self.spec.d_v)
+
+    @property
+    def chunked(self) -> bool:
+        """Whether tiles lie in shared memory as chunks of columns, as many as the head size has, in place of a power of two of columns."""
+        return False
 
     @property
     def columns_d(self) -> int:
@@ -205,6 +210,29 @@ class SplitLayout(HopperBackward):
         return self.block_d + self.block_dv > 256
 
     @property
+    def chunk(self) -> int:
+        """Columns of a chunk of shared memory."""
+        return CHUNK_BYTES // self.size
+
+    @property
+    def chunked(self) -> bool:
+        """Where that leaves out a chunk: at head sizes from 129 to 192."""
+        return self._in_chunks(self.spec.d) < self.block_d or self._in_chunks(self.spec.d_v) < self.block_dv
+
+    def _in_chunks(self, head_dim: int) -> int:
+        return -(-head_dim // self.chunk) * self.chunk
+
+    @property
+    def stored_d(self) -> int:
+        """Columns of a tile of q and k in shared memory."""
+        return self._in_chunks(self.spec.d) if self.chunked else self.block_d
+
+    @property
+    def stored_dv(self) -> int:
+        """The same of v and dO."""
+        return self._in_chunks(self.spec.d_v) if self.chunked else self.block_dv
+
+    @property
     def key_tiles(self) -> int:
         """Tiles of ROWS keys that a program holds."""
         return self.config.number("BLOCK_N") // ROWS
@@ -274,7 +302,7 @@ class SplitLayout(HopperBackward):
     def key_shared_bytes(self) -> int:
         """Keys, values, stages of queries, dO, their numbers, a bias and probabilities that cross, random words, a KiB for barriers."""
         size, block_m, block_n = self.size, self.config.number("BLOCK_M"), self.config.number("BLOCK_N")
-        row = size * (self.block_d + self.block_dv)
+        row = size * (self.stored_d + self.stored_dv)
         crossing = size * block_n if self.wide else 0
         bias = 2 * block_n if self.spec.mask == "bias" else 0
         words = 64 * block_m * (1 if self.wide else self.key_tiles) if self.spec.dropout else 0
@@ -284,5 +312,5 @@ class SplitLayout(HopperBackward):
     def query_shared_bytes(self) -> int:
         """Queries and dO, stages of keys and of values, and a KiB for barriers."""
         size, block_m, block_n = self.size, self.config.number("DQ_BLOCK_M"), self.config.number("DQ_BLOCK_N")
-        stages = self.config.number("DQ_num_stages") * self.block_d + self.v_stages * self.block_dv
-        return size * (block_m * (self.block_d + self.block_dv) + block_n * stages) + 1024
+        stages = self.config.number("DQ_num_stages") * self.stored_d + self.v_stages * self.stored_dv
+        return size * (block_m * (self.stored_d + self.stored_dv) + block_n * stages) + 1024
