@@ -1,0 +1,280 @@
+"""Attention forward for few query rows: several programs share the keys of a tile.
+
+Compiled in: fwd-bf16-d64
+Template: flash_decode a7d61d43e1e3cb19
+Variant: c06d4e5d41a2b780
+Config: BLOCK_M=16 BLOCK_N=32 combine=kernel loads=tma num_stages=1 num_warps=1 programs=1
+
+Generated; do not edit. `flashtune generate` writes it anew.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+@triton.jit
+def combined(part_out_ptr, part_lse_ptr, packed, rows, splits, SPLITS: tl.constexpr, UNROLL: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """Output and LSE of the rows `packed` from those of all `splits`, `rows` apart: `SPLITS` a step, `UNROLL` steps in flight.
+
+    Each split's output counts by its share of the softmax's sum: exp(its LSE - the largest). One that saw no key has an LSE of -inf.
+    """
+    ROWS: tl.constexpr = packed.shape[0]
+    offs_dv = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)  # [ROWS]
+    row_sum = tl.zeros([ROWS], tl.float32)  # [ROWS]
+    acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)  # [ROWS, BLOCK_DV]
+    for start in tl.range(0, splits, SPLITS, loop_unroll_factor=UNROLL):
+        at = start + tl.arange(0, SPLITS)  # [SPLITS]
+        offsets = at[:, None] * rows + packed[None, :]  # [SPLITS, ROWS]
+        inside = (at < splits)[:, None] & (packed < rows)[None, :]  # [SPLITS, ROWS]
+        # Other programs wrote these; .cg reads them where all meet, in L2.
+        lse = tl.load(part_lse_ptr + offsets, mask=inside, other=float("-inf"), cache_modifier=".cg")  # [SPLITS, ROWS]
+        out_ptrs = part_out_ptr + offsets[:, :, None] * BLOCK_DV + offs_dv  # [SPLITS, ROWS, BLOCK_DV]
+        outs = tl.load(out_ptrs, mask=inside[:, :, None], other=0.0, cache_modifier=".cg")  # [SPLITS, ROWS, BLOCK_DV]
+        new_max = tl.maximum(row_max, tl.max(lse, 0))  # [ROWS]
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # [ROWS]
+        rescale = tl.exp(row_max - shift)  # [ROWS]
+        weights = tl.exp(lse - shift[None, :])  # [SPLITS, ROWS]
+        row_max = new_max  # [ROWS]
+        row_sum = row_sum * rescale + tl.sum(weights, 0)  # [ROWS]
+        acc = acc * rescale[:, None] + tl.sum(outs * weights[:, :, None], 0)  # [ROWS, BLOCK_DV]
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # [ROWS]
+    return acc * (1.0 / row_sum)[:, None], row_max + tl.log(row_sum)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "heads",
+        "group",
+        "n_q",
+        "n_kv",
+    ]
+)
+def attention_forward(
+    q_ptr,
+    k_desc,
+    v_desc,
+    out_ptr,
+    lse_ptr,
+    part_out_ptr,
+    part_lse_ptr,
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_qd,
+    stride_ob,
+    stride_oh,
+    stride_om,
+    stride_od,
+    heads,
+    group,
+    n_q,
+    n_kv,
+    score_scale,
+):
+    """One tile's share of keys. Of `heads` query heads, `group` share a key head; `score_scale` brings scores to units of log 2."""
+    BLOCK_M: tl.constexpr = 16
+    BLOCK_N: tl.constexpr = 32
+    BLOCK_D: tl.constexpr = 64
+    BLOCK_DV: tl.constexpr = 64
+
+    split, splits = tl.program_id(1), tl.num_programs(1)
+    program = tl.program_id(0)
+    kv_heads = heads // group
+    rows = n_q * group
+    tiles = tl.cdiv(rows, BLOCK_M)
+    tile = program % tiles
+    kv_head = program // tiles % kv_heads
+    batch = program // tiles // kv_heads
+    packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    offs_m = packed // group  # [BLOCK_M]
+    head = (kv_head * group + packed % group)[:, None]  # [BLOCK_M, 1]
+    head_index = batch * heads + kv_head * group + packed % group  # [BLOCK_M]
+    # Where the results of this key head's splits are: tiles that are split are too few to pass 2^31.
+    part_lse_ptr += (batch * kv_heads + kv_head) * splits * rows
+    part_out_ptr += (batch * kv_heads + kv_head) * splits * rows * BLOCK_DV
+    offs_n = tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    offs_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    offs_dv = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
+
+    q_ptr += batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
+    q_ptrs = q_ptr + offs_m.to(tl.int64)[:, None] * stride_qm + offs_d.to(tl.int64)[None, :] * stride_qd  # [BLOCK_M, BLOCK_D]
+    q_tile = tl.load(q_ptrs, mask=(offs_m < n_q)[:, None], other=0.0)  # [BLOCK_M, BLOCK_D]
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)  # [BLOCK_M]
+    row_sum = tl.zeros([BLOCK_M], tl.float32)  # [BLOCK_M]
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)  # [BLOCK_M, BLOCK_DV]
+
+    # Splits take equal shares of whole blocks; where blocks are few, the last splits take none.
+    share = tl.cdiv(n_kv, BLOCK_N * splits) * BLOCK_N
+    split_first = split * share
+    split_last = tl.minimum(split_first + share, n_kv)
+
+    for start_n in range(split_first, split_last, BLOCK_N):
+        columns = start_n + offs_n  # [BLOCK_N]
+        k_tile = k_desc.load([batch, kv_head, start_n, 0]).reshape([BLOCK_N, BLOCK_D])  # [BLOCK_N, BLOCK_D]
+        scores = tl.dot(q_tile, k_tile.T)  # [BLOCK_M, BLOCK_N]
+        scores = tl.where(columns[None, :] < n_kv, scores, float("-inf"))  # [BLOCK_M, BLOCK_N]
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * score_scale)  # [BLOCK_M]
+        rescale = tl.exp2(row_max - new_max)  # [BLOCK_M]
+        probs = tl.exp2(scores * score_scale - new_max[:, None])  # [BLOCK_M, BLOCK_N]
+        row_max = new_max  # [BLOCK_M]
+        row_sum = row_sum * rescale + tl.sum(probs, 1)  # [BLOCK_M]
+        acc = acc * rescale[:, None]  # [BLOCK_M, BLOCK_DV]
+        v_tile = v_desc.load([batch, kv_head, start_n, 0]).reshape([BLOCK_N, BLOCK_DV])  # [BLOCK_N, BLOCK_DV]
+        acc = tl.dot(probs.to(v_tile.dtype), v_tile, acc)  # [BLOCK_M, BLOCK_DV]
+
+    # A row that saw no key has the sum 0 and the maximum -inf: its output is 0 and its LSE -inf.
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # [BLOCK_M]
+    result = acc * (1.0 / row_sum)[:, None]  # [BLOCK_M, BLOCK_DV]
+    lse = (row_max + tl.log2(row_sum)) * 0.6931471805599453  # [BLOCK_M]
+    finished = splits == 1
+    if splits > 1:
+        part_rows = split * rows + packed  # [BLOCK_M]
+        tl.store(part_lse_ptr + part_rows, lse, mask=packed < rows)
+        tl.store(part_out_ptr + part_rows[:, None] * BLOCK_DV + offs_dv[None, :], result, mask=(packed < rows)[:, None])
+    stored = tl.where(finished, n_q, 0)
+    tl.store(lse_ptr + tl.cast(head_index, tl.int64) * n_q + offs_m, lse, mask=offs_m < stored)
+    out_ptr += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
+    out_ptrs = out_ptr + offs_m.to(tl.int64)[:, None] * stride_om + offs_dv.to(tl.int64)[None, :] * stride_od  # [BLOCK_M, BLOCK_DV]
+    in_out = (offs_m < stored)[:, None]  # [BLOCK_M, 1]
+    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=in_out)
+
+
+@triton.jit(do_not_specialize=["heads", "group", "n_q", "splits"])
+def combine_splits(part_out_ptr, part_lse_ptr, out_ptr, lse_ptr, stride_ob, stride_oh, stride_om, stride_od, heads, group, n_q, splits):
+    """One query of one head. Of `heads` query heads, `group` share a key head."""
+    BLOCK_M: tl.constexpr = 1
+    BLOCK_DV: tl.constexpr = 64
+
+    program = tl.program_id(0)
+    kv_heads = heads // group
+    rows = n_q * group
+    tiles = tl.cdiv(rows, BLOCK_M)
+    tile = program % tiles
+    kv_head = program // tiles % kv_heads
+    batch = program // tiles // kv_heads
+    packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    offs_m = packed // group  # [BLOCK_M]
+    head = (kv_head * group + packed % group)[:, None]  # [BLOCK_M, 1]
+    head_index = batch * heads + kv_head * group + packed % group  # [BLOCK_M]
+    # Where the results of this key head's splits are: tiles that are split are too few to pass 2^31.
+    part_lse_ptr += (batch * kv_heads + kv_head) * splits * rows
+    part_out_ptr += (batch * kv_heads + kv_head) * splits * rows * BLOCK_DV
+    offs_dv = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
+    stored = n_q
+    result, lse = combined(part_out_ptr, part_lse_ptr, packed, rows, splits, 64, 1, BLOCK_DV)
+    tl.store(lse_ptr + tl.cast(head_index, tl.int64) * n_q + offs_m, lse, mask=offs_m < stored)
+    out_ptr += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
+    out_ptrs = out_ptr + offs_m.to(tl.int64)[:, None] * stride_om + offs_dv.to(tl.int64)[None, :] * stride_od  # [BLOCK_M, BLOCK_DV]
+    in_out = (offs_m < stored)[:, None]  # [BLOCK_M, 1]
+    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=in_out)
+
+
+def strides_of(x):
+    """The strides of `x` (B, H, N, D); 16 in place of those of dimensions of size 1, which may be anything and have no meaning."""
+    (b, h, n, _), (stride_b, stride_h, stride_n, stride_d) = x.shape, x.stride()
+    return [stride_b if b > 1 else 16, stride_h if h > 1 else 16, stride_n if n > 1 else 16, stride_d]
+
+
+def copyable(x):
+    """Whether TMA can read `x` (B, H, N, D): rows without gaps inside, all on 16-byte boundaries, nothing broadcast."""
+    stride_b, stride_h, stride_n, stride_d = strides_of(x)
+    unit = 16 // x.element_size()
+    aligned = stride_b % unit == stride_h % unit == stride_n % unit == x.data_ptr() % 16 == 0
+    return aligned and stride_d == 1 and min(stride_b, stride_h, stride_n) > 0
+
+
+def descriptor(x, rows, columns):
+    """The TMA descriptor of `x` (B, H, N, D) for tiles of `rows` by `columns`."""
+    return TensorDescriptor(x, list(x.shape), strides_of(x), [1, 1, rows, columns])
+
+
+def accepts(q, k, v, mask):
+    """Whether these tensors can be taken; Triton's interpreter can't multiply bf16."""
+    return isinstance(attention_forward, triton.JITFunction) and copyable(q) and copyable(k) and copyable(v)
+
+
+def split_count(blocks: int, tiles: int, programs: int) -> int:
+    """How many programs share a tile's blocks of keys: the fewest whose longest share is as short as where `programs` share all tiles."""
+    splits = min(max(programs // tiles, 1), blocks)
+    share = -(-blocks // splits)
+    return -(-blocks // share)
+
+
+def counts_needed(q, k):
+    """How many of `counts` a call takes."""
+    return 0
+
+
+def records(q, k, v, mask, scale):
+    """Whether `launches` computes nothing from tensors like these, so that what it makes of them on the meta device can be replayed."""
+    return scale > 0.0
+
+
+def launches(
+    q,
+    k,
+    v,
+    out,
+    lse,
+    *,
+    mask,
+    scale,
+    diagonal,
+    window_left,
+    window_right,
+    softcap,
+    dropout_p,
+    seed,
+    offset,
+    sms,
+    counts,
+    slopes=None,
+    descale=None,
+):
+    """The launches of one call: (kernel, grid, args, options) each."""
+    if scale <= 0.0:
+        # The row maximum is taken of the raw scores, so the scale has to be positive: its sign moves into a copy of q.
+        copy = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device=q.device)
+        q, scale = (torch.neg(q, out=copy), -scale) if scale < 0.0 else (copy.zero_(), 1.0)
+    batch, heads, n_q, _ = q.shape
+    kv_heads, n_kv = k.shape[1], k.shape[2]
+    group = heads // kv_heads
+    tiles = -(-n_q * group // 16) * batch * kv_heads
+    keys = n_kv
+    splits = split_count(max(-(-keys // 32), 1), tiles, 1 * sms)
+    # A tile with one split writes its output itself, and reads and writes no parts.
+    part_out, part_lse = lse, lse
+    if splits > 1:
+        part_out = torch.empty(splits * batch * heads * n_q, 64, dtype=torch.float32, device=q.device)
+        part_lse = torch.empty(splits * batch * heads * n_q, dtype=torch.float32, device=q.device)
+    args = (
+        q,
+        descriptor(k, 32, 64),
+        descriptor(v, 32, 64),
+        out,
+        lse,
+        part_out,
+        part_lse,
+        *q.stride(),
+        *out.stride(),
+        heads,
+        heads // kv_heads,
+        n_q,
+        n_kv,
+        scale * 1.4426950408889634,
+    )
+    options = {"num_warps": 1, "num_stages": 1}
+    launches = [(attention_forward, (tiles, splits), args, options)]
+    if splits > 1:
+        args = (part_out, part_lse, out, lse, *out.stride(), heads, group, n_q, splits)
+        launches.append((combine_splits, (batch * heads * n_q,), args, {"num_warps": 4}))
+    return launches
+
+
+def launch(q, k, v, out, lse, **settings):
+    """Run the kernel on the current stream."""
+    for kernel, grid, args, options in launches(q, k, v, out, lse, **settings):
+        kernel[grid](*args, **options)
