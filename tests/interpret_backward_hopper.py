@@ -60,6 +60,15 @@ CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
         problem(Features(), d=72, d_v=64),
         {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "tma", "persistent": True, "held": "k"},
     ),
+    # Products of 48 columns of tiles of 64, of which 32 are held.
+    "narrow pieces": (
+        problem(Features(causal=True), n_q=150, n_kv=200, d=40, d_v=40, heads=4, kv_heads=2),
+        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "section": 2, "held": "both", "column_unit": 16, "persistent": "drawn"},
+    ),
+    "three pieces": (
+        problem(Features(), d=112, d_v=80),
+        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "held": "v", "column_unit": 16, "wait_early": True},
+    ),
     "left": (
         problem(Features(causal=True, window=(40, 0)), d=96, d_v=96, dtype="bf16", kv_heads=2),
         {"BLOCK_M": 64, "num_stages": 1, "dq_sums": "registers", "section": 16, "persistent": "taken", "held": "v"},

@@ -199,9 +199,9 @@ def test_products_leave_out_padding_columns(d: int, d_v: int, computed: int) -> 
     assert loop["HGMMA"] == computed // 16 + 64 // 16
 
 
-@pytest.mark.parametrize(("d", "widths"), [(80, [64, 32]), (192, [128, 64])])
-def test_products_of_values_in_pieces_are_under_way_together_and_as_wide_as_the_pieces(d: int, widths: list[int]) -> None:
-    kernel = compiled(problem(d), BLOCK_M=64, v_columns="pieces")
+@pytest.mark.parametrize(("d", "unit", "widths"), [(80, 32, [64, 32]), (192, 32, [128, 64]), (40, 16, [32, 16]), (80, 16, [64, 16])])
+def test_products_of_values_in_pieces_are_under_way_together_and_as_wide_as_the_pieces(d: int, unit: int, widths: list[int]) -> None:
+    kernel = compiled(problem(d), BLOCK_M=64, v_columns="pieces", column_unit=unit)
     assert read_facts(kernel, H200).spills <= 8
     code = machine_code(kernel)
     [loop] = key_loops(code)

@@ -105,6 +105,9 @@ def wanted_of(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         (160, 160, {"BLOCK_M": 192, "intra_wg_overlap": 0, "smem_columns": "chunks", "maximum": "first"}),
         (160, 224, {"BLOCK_M": 64, "smem_columns": "chunks"}),
         (176, 160, {"num_stages": 3, "smem_columns": "chunks"}),
+        (40, 40, {"BLOCK_M": 192, "intra_wg_overlap": 0, "column_unit": 16, "maximum": "first"}),
+        (80, 80, {"tiles": "chained", "maximum": "first", "column_unit": 16}),
+        (144, 112, {"num_stages": 3, "smem_columns": "chunks", "column_unit": 16}),
     ],
     ids=str,
 )
@@ -243,17 +246,28 @@ def test_a_piece_in_a_wrong_place_is_seen(line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("d_v", "pieces"),
-    [(72, [64, 32]), (96, [64, 32]), (160, [128, 32]), (192, [128, 64]), (224, [128, 64, 32]), (40, []), (128, []), (112, [])],
+    ("d_v", "unit", "pieces"),
+    [
+        *((72, 32, [64, 32]), (96, 32, [64, 32]), (160, 32, [128, 32]), (192, 32, [128, 64]), (224, 32, [128, 64, 32]), (40, 32, [])),
+        *((128, 32, []), (112, 32, []), (40, 16, [32, 16]), (80, 16, [64, 16]), (112, 16, [64, 32, 16]), (136, 16, [128, 16])),
+        *((56, 16, []), (96, 16, []), (128, 16, [])),
+    ],
 )
-def test_pieces_are_powers_of_two_side_by_side_and_only_where_they_spare_columns(d_v: int, pieces: list[int]) -> None:
+def test_pieces_are_powers_of_two_side_by_side_and_only_where_they_spare_columns(d_v: int, unit: int, pieces: list[int]) -> None:
     spec = problem(64, d_v=d_v).spec()
-    configs = [c for c in FAMILY.configs(spec, H200) if c["v_columns"] == "pieces"]
+    configs = [c for c in FAMILY.configs(spec, H200) if (c["v_columns"], c["column_unit"]) == ("pieces", unit)]
     assert bool(configs) == bool(pieces)
     for found in configs[:1]:
         assert HopperLayout.of(spec, found).v_pieces == [(sum(pieces[:place]), width) for place, width in enumerate(pieces)]
     # What is served without a search has padded columns.
-    assert FAMILY.default(spec, H200)["v_columns"] == "padded"
+    assert (FAMILY.default(spec, H200)["v_columns"], FAMILY.default(spec, H200)["column_unit"]) == ("padded", 32)
+
+
+def test_depth_alone_is_rounded_up_to_a_smaller_unit_where_that_spares_columns() -> None:
+    spec = problem(40).spec()
+    config = next(c for c in FAMILY.starts(spec, H200) if (c["v_columns"], c["column_unit"]) == ("padded", 16))
+    assert HopperLayout.of(spec, config).pieces == [(0, 32), (32, 16)]
+    assert not any(c["column_unit"] == 16 for d in (32, 56, 64, 96, 128) for c in FAMILY.configs(problem(d).spec(), H200))
 
 
 @pytest.mark.parametrize(
@@ -318,15 +332,13 @@ def test_fewer_columns_leave_registers_for_larger_tiles() -> None:
 
 def test_axes_that_came_later_are_left_unsaid_so_that_earlier_variants_keep_their_text_and_ids() -> None:
     spec = problem(96).spec()
-    chosen = config(spec)
-    before = Config.of(
-        {name: value for name, value in chosen.items if name not in ("v_columns", "rescale", "smem_columns", "packed_heads")}
-    )
+    chosen, later = FAMILY.completed(config(spec)), {"v_columns", "rescale", "smem_columns", "packed_heads", "column_unit"}
+    before = Config.of({name: value for name, value in chosen.items if name not in later})
     assert FAMILY.completed(before) == chosen
     variants = [variant_of(FAMILY, spec, config) for config in (before, chosen, chosen.replace(v_columns="pieces"))]
     assert variants[0] == variants[1]
     assert variants[2].id != variants[0].id
-    assert not {"v_columns", "rescale", "smem_columns", "packed_heads"} & set(variants[1].config)
+    assert not later & set(variants[1].config)
     assert "v_columns=pieces" in render(FAMILY, variants[2])
     with pytest.raises(InputError, match="v_columns='other' is outside"):
         variant_of(FAMILY, spec, chosen.replace(v_columns="other"))

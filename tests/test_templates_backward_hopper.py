@@ -32,7 +32,9 @@ def report() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("case", ["full", "causal", "window", "left", "drawn", "everything", "bias", "pieces", "pieces by tma"])
+@pytest.mark.parametrize(
+    "case", ["full", "causal", "window", "left", "drawn", "everything", "bias", "pieces", "pieces by tma", "narrow pieces", "three pieces"]
+)
 def test_gradients_are_those_of_the_reference(report: dict[str, Any], case: str) -> None:
     assert report[case] == ""
 
@@ -64,6 +66,8 @@ def problem(features: Features, **changes: Any) -> Problem:
         (128, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "exp_early": True, "persistent": "taken"}, 8),
         (64, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "persistent": "drawn", "held": "both"}, 4),
         (80, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "held": "both"}, 8),
+        (40, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "held": "both", "column_unit": 16}, 4),
+        (80, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "column_unit": 16}, 8),
     ],
     ids=str,
 )

@@ -12,7 +12,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.family import Axis, Constraint, Family, padded
-from flashtune.templates.hopper.layout import HopperLayout, packed_heads, tiles_of
+from flashtune.templates.hopper.layout import COLUMN_UNITS, HopperLayout, packed_heads, tiles_of
 from flashtune.templates.predicates import warpgroup_facts
 
 PACKED_HEADS = (1, 2, 4, 8)
@@ -74,6 +74,13 @@ AXES = (
         why="columns of tiles in shared memory: a power of two, or chunks of 64 without those past the head size: room against more copies",
     ),
     Axis(
+        name="column_unit",
+        values=COLUMN_UNITS,
+        absent=COLUMN_UNITS[0],
+        unsaid=True,
+        why="what products round head sizes up to: D = 40 to 64 columns or to 48, D = 80 to 96 or not at all, against narrower products",
+    ),
+    Axis(
         name="packed_heads",
         values=PACKED_HEADS,
         absent=1,
@@ -130,19 +137,25 @@ CONSTRAINTS = (
         name="registers",
         holds=lambda c, s, t: _registers_fit(HopperLayout.of(s, c)),
         why="scores, probs and output of a warpgroup live in registers, with 16 to 32 for the rest",
-        axes=("BLOCK_M", "BLOCK_N", "intra_wg_overlap", "ctas_per_sm", "v_columns"),
+        axes=("BLOCK_M", "BLOCK_N", "intra_wg_overlap", "ctas_per_sm", "v_columns", "column_unit"),
     ),
     Constraint(
         name="columns in pieces",
         holds=lambda c, s, t: c.get("v_columns", "padded") == "padded" or len(HopperLayout.of(s, c).v_pieces) > 1,
         why="head sizes of values that are powers of two when rounded up to 32 have no padding to leave out, nor has fp8 up to 128",
-        axes=("v_columns",),
+        axes=("v_columns", "column_unit"),
+    ),
+    Constraint(
+        name="unit of columns",
+        holds=lambda c, s, t: c.get("column_unit", COLUMN_UNITS[0]) == COLUMN_UNITS[0] or HopperLayout.of(s, c).unit_spares,
+        why="another unit changes nothing where it leaves out no column",
+        axes=("v_columns", "column_unit"),
     ),
     Constraint(
         name="chunks of columns",
         holds=lambda c, s, t: not (layout := HopperLayout.of(s, c)).chunked or _leaves_padding_out(layout),
         why="two-byte head sizes of 136 to 192 have chunks of padding, which products have to leave out, too; one block is ahead at most",
-        axes=("smem_columns", "v_columns", "intra_wg_overlap"),
+        axes=("smem_columns", "v_columns", "intra_wg_overlap", "column_unit"),
     ),
     Constraint(
         name="persistent tiles",
@@ -261,6 +274,7 @@ def _config(block_m: int, block_n: int, num_stages: int, tiles: str, spec: Kerne
         "ctas_per_sm": 1,
         "v_columns": "padded",
         "smem_columns": "padded",
+        "column_unit": COLUMN_UNITS[0],
         "packed_heads": 1,
         **more,
     }
@@ -316,6 +330,7 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
         found += [_config(128, 64, 3, tiles, spec, pingpong=True, **columns) for tiles in ("loop", "one")]
         found += [_config(128, 64, 3, "loop", spec, pingpong=True, maximum="running", rescale="grown", **columns)]
         found += [_config(128, 128, 2, "loop", spec, pingpong=True, **columns)] if spec.d_v <= 128 else []
+    found += [config.replace(column_unit=COLUMN_UNITS[-1], v_columns=columns) for config in usual[:2] for columns in ("padded", "pieces")]
     return list(dict.fromkeys(found))
 
 
@@ -343,5 +358,16 @@ FAMILY = Family(
     layout=HopperLayout.of,
     successor=successor,
     resized=resized,
-    path_axes=("BLOCK_M", "intra_wg_overlap", "pingpong", "tiles", "order", "maximum", "rescale", "v_columns", "smem_columns"),
+    path_axes=(
+        "BLOCK_M",
+        "intra_wg_overlap",
+        "pingpong",
+        "tiles",
+        "order",
+        "maximum",
+        "rescale",
+        "v_columns",
+        "smem_columns",
+        "column_unit",
+    ),
 )

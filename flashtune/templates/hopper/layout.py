@@ -18,6 +18,10 @@ ROWS = 64
 CHUNK_BYTES = 128
 """Bytes of a row in a chunk of shared memory: the widest swizzle of the copy engine and of matrix instructions."""
 
+COLUMN_UNITS = (32, 16)
+"""Multiples of columns that pieces of a head size may have, those first that are meant where a config doesn't say: a matrix instruction
+takes 16, and the smallest swizzle has 32."""
+
 CONSUMER_REGISTERS = {(1, 1): 248, (2, 1): 240, (3, 1): 160, (4, 1): 120, (1, 2): 232, (2, 2): 104, (1, 3): 136, (1, 4): 104}
 """What a consumer thread may hold, by (warpgroups, programs on an SM): the register file less the producer's share."""
 
@@ -54,15 +58,31 @@ class HopperTiles:
         """First column and width of the parts of D that products work through."""
         return self._pieces(self.spec.d)
 
+    @property
+    def v_pieces(self) -> list[tuple[int, int]]:
+        """The same of D_v, with an accumulator each."""
+        return self._pieces(self.spec.d_v)
+
+    @property
+    def column_unit(self) -> int:
+        """Of so many columns' multiples pieces are, in two bytes an element."""
+        return int(self.config.get("column_unit", COLUMN_UNITS[0]))
+
     def _pieces(self, head_dim: int) -> list[tuple[int, int]]:
-        """Widths are powers of two, as few as there are bits in the head size, rounded up to half of the smallest swizzle."""
-        unit, block = 64 // self.size, padded(head_dim)
+        """Widths are powers of two, as few as there are bits in the head size, rounded up to the unit."""
+        unit, block = self.column_unit * 2 // self.size, padded(head_dim)
         reach = -(-head_dim // unit) * unit
         found: list[tuple[int, int]] = []
-        for width in (256, 128, 64, 32):
-            if width >= unit and block > 64 and reach < block and reach // width % 2:
+        for width in (256, 128, 64, 32, 16):
+            if width >= unit and reach < block and reach // width % 2:
                 found.append((sum(width for _, width in found), width))
         return found or [(0, block)]
+
+    @property
+    def unit_spares(self) -> bool:
+        """Whether products have fewer columns by this unit than by the usual one."""
+        usual = replace(self, config=self.config.replace(column_unit=COLUMN_UNITS[0]))
+        return self.size == 2 and (self.pieces, self.v_pieces) != (usual.pieces, usual.v_pieces)
 
     @property
     def score_params(self) -> list[str]:
@@ -212,7 +232,7 @@ class HopperLayout(HopperTiles):
 
     @property
     def v_pieces(self) -> list[tuple[int, int]]:
-        """First column and width of the parts of D_v that have a product and an accumulator each; the first is half of a padded tile."""
+        """The parts of D_v where the config says so, the first of which is half of a padded tile, or all of a tile."""
         in_pieces = self.config.get("v_columns", "padded") == "pieces" and not self.fp8
         return self._pieces(self.spec.d_v) if in_pieces else [(0, self.block_dv)]
 

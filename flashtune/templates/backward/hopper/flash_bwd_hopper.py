@@ -9,6 +9,7 @@ from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.backward.hopper.layout import BackwardLayout, refusal
 from flashtune.templates.family import Axis, Constraint, Family, padded
+from flashtune.templates.hopper.layout import COLUMN_UNITS
 from flashtune.templates.predicates import warpgroup_facts
 
 AXES = (
@@ -51,6 +52,13 @@ AXES = (
         absent="none",
         unsaid=True,
     ),
+    Axis(
+        name="column_unit",
+        values=COLUMN_UNITS,
+        absent=COLUMN_UNITS[0],
+        unsaid=True,
+        why="what products round head sizes up to: D = 40 to 64 columns or to 48, D = 80 to 96 or not at all, against narrower products",
+    ),
     Axis(name="section", values=(1, 2, 4, 8, 16), why="heads that run side by side: a triangle's balance against queries that stay in L2"),
 )
 
@@ -66,7 +74,13 @@ CONSTRAINTS = (
         name="registers",
         holds=lambda c, s, t: BackwardLayout.of(s, c).live_registers <= BackwardLayout.of(s, c).consumer_registers - 16,
         why="both scores and the sums of dK and dV live in a warpgroup's registers",
-        axes=("BLOCK_M", "BLOCK_N", "held"),
+        axes=("BLOCK_M", "BLOCK_N", "held", "column_unit"),
+    ),
+    Constraint(
+        name="unit of columns",
+        holds=lambda c, s, t: c.get("column_unit", COLUMN_UNITS[0]) == COLUMN_UNITS[0] or BackwardLayout.of(s, c).unit_spares,
+        why="another unit changes nothing where it leaves out no column",
+        axes=("column_unit",),
     ),
     Constraint(
         name="blocks ahead",
@@ -136,7 +150,9 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
         ]
     first: dict[str, Value] = {"BLOCK_M": 64, "BLOCK_N": 128, "num_stages": 2, "dq_sums": "registers"}
     first |= {"held": "none", "exp_early": False, "exp_poly": False, "wait_early": False, "persistent": False}
-    return [Config.of(first | tile, section=section) for section in ((4, 16) if spec.causal else (2, 1)) for tile in tiles]
+    first |= {"column_unit": COLUMN_UNITS[0]}
+    usual, others = ([Config.of(first | tile, section=section) for tile in tiles] for section in ((4, 16) if spec.causal else (2, 1)))
+    return usual + [config.replace(column_unit=COLUMN_UNITS[-1]) for config in usual[1:4]] + others
 
 
 def expected(config: Config, spec: KernelSpec, target: Target) -> CompileFacts:
@@ -156,7 +172,7 @@ FAMILY = Family(
     expected=expected,
     interpretable=False,
     layout=BackwardLayout.of,
-    path_axes=("BLOCK_M", "num_stages", "dq_sums", "exp_early", "exp_poly", "wait_early", "persistent", "held"),
+    path_axes=("BLOCK_M", "num_stages", "dq_sums", "exp_early", "exp_poly", "wait_early", "persistent", "held", "column_unit"),
     gone={"ahead": False, "release": "memory"},
     repeatable=False,
 )

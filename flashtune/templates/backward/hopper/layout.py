@@ -27,11 +27,6 @@ class HopperBackward(HopperTiles):
     __slots__ = ()
 
     @property
-    def v_pieces(self) -> list[tuple[int, int]]:
-        """First column and width of the parts of D_v that products work through, with a sum each of dV."""
-        return self._pieces(self.spec.d_v)
-
-    @property
     def chunked(self) -> bool:
         """Whether tiles lie in shared memory as chunks of columns, as many as the head size has, in place of a power of two of columns."""
         return False
@@ -131,12 +126,12 @@ class BackwardLayout(HopperBackward):
     def last_part_d(self) -> int:
         """The same of the last warpgroup's, which needn't have the columns that only fill a tile up to a power of two."""
         narrow = self.by_columns and not self.by_tma
-        return self.columns_d - self.part_d * (self.consumers - 1) if narrow else self.part_d
+        return padded(self.columns_d - self.part_d * (self.consumers - 1)) if narrow else self.part_d
 
     @property
     def v_products(self) -> int:
         """In how many products the gradients of probabilities are made."""
-        return 2 if 0 < self.v_held < self.block_dv else len(self.v_pieces)
+        return 2 if len(self.v_pieces) == 1 and 0 < self.v_held < self.block_dv else len(self.v_pieces)
 
     @property
     def by_tma(self) -> bool:
@@ -161,12 +156,12 @@ class BackwardLayout(HopperBackward):
     @property
     def k_held(self) -> int:
         """The columns of its keys that a warpgroup has in registers, too, from which scores take them."""
-        return 64 if self.config.get("held", "none") in ("k", "both") else 0
+        return min(64, self.pieces[0][1]) if self.config.get("held", "none") in ("k", "both") else 0
 
     @property
     def v_held(self) -> int:
         """The same of values, for the gradients of probabilities."""
-        return 64 if self.config.get("held", "none") in ("v", "both") else 0
+        return min(64, self.v_pieces[0][1]) if self.config.get("held", "none") in ("v", "both") else 0
 
     @property
     def held_tiles(self) -> list[str]:
