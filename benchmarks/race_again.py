@@ -8,10 +8,11 @@ tenth of a search's time.
 
 `--sizes`, `--models`, `--short`, `--sparse`, `--steps`, `--few`, `--brief`, `--covering`, `--ragged`, `--backward`, `--backward-sizes`
 race problems without rows: their candidates are other rows' configs, what the cost model thinks best, and the family's starts; `--twins`
-races rows whose twin is far behind, `--rescale` plain and masked rows with other ways to rescale what came before a maximum that grew, and
-`--older` all other rows that were raced before there were any. Where it costs hardly anything, a kernel that has less to lose on a
-model's scores wins over others, and one that already ships (race_twins.py). `--rows-of h200` races the rows of that GPU on this one, the
-most important first. With `--budget-s` the first problems that fit are checked and raced:
+races rows whose twin is far behind, `--units` rows whose products could have fewer columns, `--rescale` plain and masked rows with other
+ways to rescale what came before a maximum that grew, and `--older` all other rows that were raced before there were any. Where it costs
+hardly anything, a kernel that has less to lose on a model's scores wins over others, and one that already ships (race_twins.py).
+`--rows-of h200` races the rows of that GPU on this one, the most important first. With `--budget-s` the first problems that fit are
+checked and raced:
 
     python benchmarks/race_again.py --rows-of h200 --db h100.sqlite --budget-s 150           # on an H100
 """
@@ -50,6 +51,7 @@ from race_work import (
     of_sizes,
     of_sparse,
     of_twins,
+    of_units,
 )
 from random_inputs import random_inputs
 
@@ -353,6 +355,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--chunks", action="store_true", help="race rows of heads of 136 to 248 columns with their tiles in chunks, instead of rows"
     )
+    parser.add_argument(
+        "--units", action="store_true", help="race head sizes of which products of 16 columns leave out more, instead of rows"
+    )
     parser.add_argument("--backward", action="store_true", help="race backward problems that no row is of, instead of rows")
     parser.add_argument("--backward-sizes", action="store_true", help="race backwards of head sizes that no row is of, instead of rows")
     parser.add_argument("--steps", action="store_true", help="race decoding steps of many kinds that no row is of, instead of rows")
@@ -403,6 +408,7 @@ def all_work(options: argparse.Namespace, target: Target) -> Work:
         "steps",
         "few",
         "brief",
+        "units",
     )
     own = [] if any(getattr(options, name) for name in lists) else [result for result in asked if result.gpu == target.slug]
     work: Work = [(result.problem, choose(result)) for result in own]
@@ -412,6 +418,7 @@ def all_work(options: argparse.Namespace, target: Target) -> Work:
     work += of_rescaled(mine, target) if options.rescale else []
     work += of_chunks(mine, target) if options.chunks else []
     work += of_sparse(target, mine, most=4 * options.most, seed=options.seed) if options.sparse else []
+    work += of_units(results, target) if options.units else []
     work += of_steps(target, mine, most=4 * options.most, seed=options.seed) if options.steps else []
     work += of_few(target, mine, most=4 * options.most, seed=options.seed) if options.few else []
     work += of_brief(target, mine, most=4 * options.most, seed=options.seed) if options.brief else []

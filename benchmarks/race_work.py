@@ -5,17 +5,16 @@ and masked rows with all ways to rescale."""
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
 
 from drawn import DRAWN, shapes_of
 from forward_cells import TOKENS
 from forward_report import LONG
+from race_shapes import brief_shapes, few_shapes, short_shapes, sparse_shapes
 from race_twins import measured
 from searches import first_candidates, shipped
 from tune import wanting
 
 from flashtune.core.config import Config, Value, settles
-from flashtune.core.dtypes import DType
 from flashtune.core.nearness import distance, nearest
 from flashtune.core.problem import DECODE_ROWS, Features, Problem, ProblemKey
 from flashtune.core.results import Outcome, SearchResult
@@ -207,6 +206,27 @@ def of_chunks(results: Sequence[SearchResult], target: Target) -> Work:
     return sorted(work, key=lambda item: (_place(item[0].n_kv), importance(item[0])))
 
 
+def of_units(results: Sequence[SearchResult], target: Target) -> Work:
+    """Rows of head sizes of which products leave out columns by a unit of 16, of this GPU or another one: winner and best kernel with
+    running maxima, of a backward the best two, each with that unit as well, and in a forward with V in pieces of it or not."""
+    work: Work = []
+    mine_last = sorted(results, key=lambda result: result.gpu == target.slug)
+    for result in {result.problem.key(target.slug): result for result in mine_last}.values():
+        problem, known = result.problem, measured([result])
+        backward = problem.direction == "bwd"
+        if backward:
+            own = [one for outcome in known[:2] if (one := _valid(outcome, problem, target)) is not None]
+        else:
+            own = _winner_and_running(known, problem, target)
+        columns = (None,) if backward else ("padded", "pieces")
+        changed = [{"column_unit": 16} | ({} if kind is None else {"v_columns": kind}) for kind in columns]
+        ways = [replace(one, config=one.config.replace(**more)) for one in own if "column_unit" in one.config for more in changed]
+        found = [one for one in dict.fromkeys(own + ways) if one.family.violated(one.config, problem.spec(), target) is None]
+        if len(found) > len(own):
+            work.append((problem, found))
+    return sorted(work, key=lambda item: (_place(item[0].n_kv), importance(item[0])))
+
+
 NEAR_WINNERS = 2
 """So many winners of the nearest rows of a head size race beside an older row's own."""
 
@@ -273,39 +293,6 @@ def _valid(outcome: Outcome, problem: Problem, target: Target) -> Candidate | No
     return None if kind.violated(config, problem.spec(), target) is not None else Candidate(family=kind, config=config)
 
 
-def _shape(
-    batch: int, heads: int, n: int, d: int, *, d_v: int = 0, sharing: int = 1, n_q: int = 0, dtype: DType = "bf16", **features: Any
-) -> Problem:
-    sizes = {"batch": batch, "heads": heads, "kv_heads": heads // sharing, "n_q": n_q or n, "n_kv": n, "d": d, "d_v": d_v or d}
-    return Problem(**sizes, dtype=dtype, features=Features(**features))
-
-
-def short_shapes() -> list[Problem]:
-    """Shapes near which drawn ones were served worst (unprepared.py): few keys, which tiles of other sizes fit; features at few keys, whose
-    rows are of many; steps of all heads over few keys; biases whose rows of N aren't aligned; and head sizes whose rows were tried of few
-    configs."""
-    window = {"causal": True, "window": (300, 0)}
-    found = [_shape(16, 16, 1024, 160), _shape(16, 16, 1024, 40), _shape(2, 8, 4096, 40), _shape(16, 16, 1024, 192, d_v=128)]
-    found += [_shape(1, 16, 2001, d, mask="bias") for d in (128, 64)]
-    found += [_shape(64, 16, 256, d, causal=causal) for d in (128, 64) for causal in (False, True)]
-    found += [_shape(96, 16, 192, d, causal=causal) for d in (128, 64) for causal in (False, True)]
-    found += [_shape(32, 16, 512, d, causal=True, alibi=True) for d in (128, 64)]
-    found += [_shape(32, 16, 512, d, mask=mask) for mask in ("bool", "bias") for d in (128, 64)]
-    found += [_shape(64, 32, n, d, n_q=1) for d in (128, 64) for n in (256, 1024)]
-    found += [_shape(2, 16, 1536, d, causal=True, dropout=True) for d in (64, 128)]
-    found += [_shape(16, 16, 1024, d, **window) for d in (128, 64)]
-    found += [_shape(6, 8, 2048, 64, causal=True), _shape(6, 8, 2048, 128, causal=True)]
-    found += [_shape(32, 16, 512, d, causal=True) for d in (112, 80, 160, 96)]
-    found += [_shape(64, 16, 256, d) for d in (256, 80, 40)] + [_shape(64, 16, 192, 192, d_v=128, mask="bool")]
-    found += [_shape(4, 16, 4096, d, causal=True, softcap=True) for d in (40, 80)]
-    found += [_shape(16, 16, 1024, d, mask="bias") for d in (80, 160)] + [_shape(64, 32, n, 112, n_q=1) for n in (256, 1024)]
-    found += [_shape(32, 40, 640, 64, sharing=8, causal=True), _shape(16, 16, 1024, 256, causal=True, dropout=True)]
-    # Whose bf16 winners never raced in fp16.
-    found += [_shape(TOKENS // n, 32, n, 64, dtype="fp16") for n in (4096, 16384, 8192, 2048)]
-    found += [_shape(TOKENS // n, 32, n, 64, dtype="fp16", causal=True) for n in (2048, 16384)]
-    return found
-
-
 def of_short(target: Target, results: Sequence[SearchResult], *, most: int, seed: int) -> Work:
     """All of `short_shapes`; what is stored of those that have a row races again beside what a search of today would try first."""
     known = {result.problem.key(target.slug): _stored(result, target) for result in results}
@@ -318,44 +305,9 @@ def _stored(result: SearchResult, target: Target) -> list[Candidate]:
     return [one for outcome in measured([result])[:2] if (one := _valid(outcome, result.problem, target)) is not None]
 
 
-CACHES = ((4, 32, 8192), (1, 128, 8192), (8, 8, 4096), (2, 300, 16384), (8, 100, 2560))
-"""Batches, queries and keys of few queries over a cache: prompts in chunks, and guesses that a model checks."""
-
-
-def few_shapes() -> list[Problem]:
-    """Few queries over a cache by head size and sharing, those first that most models have."""
-    causal = {"causal": True, "alignment": "bottom_right"}
-    window = causal | {"window": (1024, 0)}
-    found: list[Problem] = []
-    for b, n_q, n_kv in CACHES:
-        found += [_shape(b, 32, n_kv, 128, sharing=sharing, n_q=n_q, **causal) for sharing in (4, 8, 1)]
-        found += [_shape(b, 64, n_kv, 64, sharing=sharing, n_q=n_q, **causal) for sharing in (8, 4)]
-    for b, n_q, n_kv in ((16, 26, 8192), (4, 90, 16384)):
-        found += [_shape(b, 32, n_kv, d, sharing=4, n_q=n_q, **window) for d in (128, 64, 256, 40, 96)]
-    found += [_shape(4, 64, 8192, 64, sharing=8, n_q=n_q, sinks=True, **features) for n_q in (32, 128) for features in (causal, window)]
-    found += [_shape(4, 64, 8192, 192, d_v=128, sharing=8, n_q=9, dtype="fp16", **window)]
-    for b, n_q, n_kv in CACHES[:4]:
-        found += [_shape(b, 16, n_kv, d, sharing=4, n_q=n_q, **causal) for d in (256, 160, 80)]
-    found += [_shape(b, 16, n_kv, 192, d_v=128, n_q=n_q, **causal) for b, n_q, n_kv in CACHES[:2]]
-    found += [_shape(b, 8, n_kv, d, n_q=n_q, **causal) for b, n_q, n_kv in ((3, 180, 15360), (4, 60, 8192)) for d in (40, 64, 80)]
-    return found + [_shape(6, 32, 8192, d, sharing=4, n_q=n_q) for n_q in (100, 24) for d in (64, 160)]
-
-
 def of_few(target: Target, results: Sequence[SearchResult], *, most: int, seed: int) -> Work:
     """Those of `few_shapes` that have no row."""
     return _without_row(few_shapes(), target, results, most=most, seed=seed)
-
-
-def brief_shapes() -> list[Problem]:
-    """Many sequences of 16 to 128 rows, as sentences, captions and patches in windows are, those first that most others are near to; and
-    calls of few heads, whose last tiles the GPU waits for."""
-    causal = {"causal": True}
-    found = [_shape(512, 16, n, 64) for n in (24, 56, 16, 40, 96)] + [_shape(512, 16, n, 64, dtype="fp16") for n in (20, 60)]
-    found += [_shape(512, 16, n, 64, **causal) for n in (24, 60, 16)] + [_shape(512, 16, n, d) for d in (96, 80, 128, 32) for n in (24, 60)]
-    found += [_shape(512, 16, n, d, **causal) for d in (128, 80) for n in (24, 60)] + [_shape(512, 16, 16, d, **causal) for d in (128, 80)]
-    found += [_shape(512, 16, n, d, mask="bool") for d in (64, 128) for n in (20, 60)] + [_shape(512, 16, 24, 64, mask="bias")]
-    found += [_shape(1, 8, 3840, d, causal=True, alibi=True) for d in (64, 128)] + [_shape(4, 8, 600, d, n_q=160) for d in (40, 80, 64)]
-    return found + [_shape(2, 8, 1536, d, sharing=8, sinks=True, **causal) for d in (64, 128)]
 
 
 def of_brief(target: Target, results: Sequence[SearchResult], *, most: int, seed: int) -> Work:
@@ -371,32 +323,6 @@ def _without_row(problems: Sequence[Problem], target: Target, results: Sequence[
 
 FOUND_NEAR = 4
 """So many of their winners race, those of the nearest problems."""
-
-
-def sparse_shapes() -> list[Problem]:
-    """Shapes of kinds that few rows are of, near which drawn ones were served worst or by moved configs, those first that most others are
-    near to: D = 40, whose rows were tried of few configs; features and short calls at sizes between powers of two; few rows over many
-    keys; calls that hardly fill the GPU; and steps of head sizes without any."""
-    causal, window = {"causal": True}, {"causal": True, "window": (300, 0)}
-    mask, dropout, alibi = {"mask": "bool"}, {"causal": True, "dropout": True}, {"causal": True, "alibi": True}
-    found = [_shape(16, 16, 1024, 40, **features) for features in ({}, causal, window, dropout, mask, alibi)]
-    found += [_shape(4, 16, 4096, 40, **features) for features in ({}, causal)]
-    found += [_shape(16, 16, 1024, d, **window) for d in (96, 80, 160)] + [_shape(16, 16, 1024, d, mask="bool") for d in (80, 96, 160)]
-    found += [_shape(16, 16, 1024, d, **dropout) for d in (96, 80, 160)] + [_shape(8, 16, 2048, 160, causal=True)]
-    found += [_shape(32, 16, 512, d) for d in (96, 80, 192, 160, 112)] + [_shape(32, 16, 512, 192, causal=True)]
-    found += [_shape(8, 16, 2048, 96, causal=True), _shape(2, 16, 2048, 80, causal=True, window=(1024, 0))]
-    found += [_shape(16, 16, n, d, n_q=256) for n, d in ((4096, 64), (4096, 96), (4096, 128))]
-    found += [_shape(16, 16, 1024, 96, mask="bias"), _shape(16, 16, 1024, 112, mask="bool"), _shape(4, 16, 4096, 72, mask="bool")]
-    found += [_shape(16, 8, 1024, 256, **features) for features in (mask, {"mask": "bias"}, window)]
-    found += [_shape(32, 16, 512, d, **alibi) for d in (96, 160)] + [_shape(32, 16, 512, 112, **window)]
-    found += [_shape(16, 16, 1024, 192, **features) for features in (mask, dropout)] + [_shape(32, 16, 512, 192, d_v=128)]
-    found += [_shape(64, 32, 1024, d, n_q=1) for d in (80, 160, 40)] + [_shape(32, 16, 1024, 256, n_q=1)]
-    found += [
-        _shape(32, 16, 512, 40, causal=True),
-        _shape(16, 16, 1024, 40, causal=True, softcap=True),
-        _shape(16, 16, 1024, 256, **dropout),
-    ]
-    return found
 
 
 def of_sparse(target: Target, results: Sequence[SearchResult], *, most: int, seed: int) -> Work:

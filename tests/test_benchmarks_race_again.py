@@ -26,6 +26,7 @@ from flashtune.tuner.propose.space import Candidate
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import race_again
+import race_shapes
 import race_twins
 import race_work
 import searches
@@ -208,6 +209,27 @@ def test_older_rows_race_with_both_ways_to_rescale_and_winners_of_near_rows() ->
         assert not callable(candidates) and len(set(candidates)) == len(candidates) > 1
         assert not any("rescale" in outcome.config for outcome in latest[problem].outcomes if outcome.finalist)
         assert any(candidate.config["rescale"] == "grown" for candidate in candidates if "rescale" in candidate.config)
+
+
+@pytest.mark.parametrize("target", [H200, H100], ids=str)
+def test_head_sizes_that_a_unit_of_16_spares_columns_of_race_with_both_units(target: Target) -> None:
+    work = race_again.work_of(options("--units", "--only", "^n(1024|4096)-"), target)
+    found = {(problem.d, problem.direction) for problem, _ in work}
+    assert {(40, "fwd"), (80, "fwd"), (40, "bwd"), (80, "bwd")} <= found
+    assert not {64, 96, 128, 256} & {problem.d for problem, _ in work if problem.d == problem.d_v}
+    for problem, candidates in work:
+        assert not callable(candidates) and len(set(candidates)) == len(candidates)
+        assert {c.config["column_unit"] for c in candidates if "column_unit" in c.config} == {16, 32}
+        assert all(c.family.violated(c.config, problem.spec(), target) is None for c in candidates)
+
+
+@pytest.mark.parametrize("target", [H200, H100], ids=str)
+def test_many_short_sequences_race_where_no_row_is_of_them(target: Target) -> None:
+    with Store.open(shipped_path(), writable=False) as store:
+        known = {result.problem.key(target.slug) for result in store.results() if result.gpu == target.slug}
+    work = race_again.work_of(options("--brief"), target)
+    assert work and not {problem.key(target.slug) for problem, _ in work} & known
+    assert {problem.key(target.slug) for problem in race_shapes.brief_shapes()} - known == {p.key(target.slug) for p, _ in work}
 
 
 @pytest.mark.parametrize("shapes", ["--short", "--sparse"])

@@ -12,7 +12,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.family import Axis, Constraint, Family, padded
-from flashtune.templates.hopper.layout import COLUMN_UNITS, HopperLayout, packed_heads, tiles_of
+from flashtune.templates.hopper.layout import COLUMN_UNIT, HopperLayout, packed_heads, tiles_of
 from flashtune.templates.predicates import warpgroup_facts
 
 PACKED_HEADS = (1, 2, 4, 8)
@@ -73,13 +73,7 @@ AXES = (
         unsaid=True,
         why="columns of tiles in shared memory: a power of two, or chunks of 64 without those past the head size: room against more copies",
     ),
-    Axis(
-        name="column_unit",
-        values=COLUMN_UNITS,
-        absent=COLUMN_UNITS[0],
-        unsaid=True,
-        why="what products round head sizes up to: D = 40 to 64 columns or to 48, D = 80 to 96 or not at all, against narrower products",
-    ),
+    COLUMN_UNIT,
     Axis(
         name="packed_heads",
         values=PACKED_HEADS,
@@ -147,8 +141,8 @@ CONSTRAINTS = (
     ),
     Constraint(
         name="unit of columns",
-        holds=lambda c, s, t: c.get("column_unit", COLUMN_UNITS[0]) == COLUMN_UNITS[0] or HopperLayout.of(s, c).unit_spares,
-        why="another unit changes nothing where it leaves out no column",
+        holds=lambda c, s, t: c.get("column_unit", 32) == 32 or HopperLayout.of(s, c).unit_changes,
+        why="another unit is for head sizes of which it leaves out columns",
         axes=("v_columns", "column_unit"),
     ),
     Constraint(
@@ -274,7 +268,7 @@ def _config(block_m: int, block_n: int, num_stages: int, tiles: str, spec: Kerne
         "ctas_per_sm": 1,
         "v_columns": "padded",
         "smem_columns": "padded",
-        "column_unit": COLUMN_UNITS[0],
+        "column_unit": 32,
         "packed_heads": 1,
         **more,
     }
@@ -330,7 +324,7 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
         found += [_config(128, 64, 3, tiles, spec, pingpong=True, **columns) for tiles in ("loop", "one")]
         found += [_config(128, 64, 3, "loop", spec, pingpong=True, maximum="running", rescale="grown", **columns)]
         found += [_config(128, 128, 2, "loop", spec, pingpong=True, **columns)] if spec.d_v <= 128 else []
-    found += [config.replace(column_unit=COLUMN_UNITS[-1], v_columns=columns) for config in usual[:2] for columns in ("padded", "pieces")]
+    found += [config.replace(column_unit=16, v_columns=columns) for config in usual[:2] for columns in ("padded", "pieces")]
     return list(dict.fromkeys(found))
 
 

@@ -10,7 +10,7 @@ from typing import Self
 from flashtune.core.config import Config, KernelSpec, asks_first, rescales_grown, settles
 from flashtune.core.dtypes import ITEMSIZE
 from flashtune.core.problem import Problem
-from flashtune.templates.family import padded
+from flashtune.templates.family import Axis, padded
 
 ROWS = 64
 """Rows of a warpgroup, those of its matrix instructions: queries, or keys in the backward pass."""
@@ -18,9 +18,14 @@ ROWS = 64
 CHUNK_BYTES = 128
 """Bytes of a row in a chunk of shared memory: the widest swizzle of the copy engine and of matrix instructions."""
 
-COLUMN_UNITS = (32, 16)
-"""Multiples of columns that pieces of a head size may have, those first that are meant where a config doesn't say: a matrix instruction
-takes 16, and the smallest swizzle has 32."""
+COLUMN_UNIT = Axis(
+    name="column_unit",
+    values=(32, 16),
+    absent=32,
+    unsaid=True,
+    why="what products round head sizes up to: D = 40 to 64 columns or to 48, D = 80 to 96 or not at all, against narrower products",
+)
+"""An axis of all families whose products work through head sizes in pieces: a matrix instruction takes 16 columns of depth."""
 
 CONSUMER_REGISTERS = {(1, 1): 248, (2, 1): 240, (3, 1): 160, (4, 1): 120, (1, 2): 232, (2, 2): 104, (1, 3): 136, (1, 4): 104}
 """What a consumer thread may hold, by (warpgroups, programs on an SM): the register file less the producer's share."""
@@ -65,8 +70,8 @@ class HopperTiles:
 
     @property
     def column_unit(self) -> int:
-        """Of so many columns' multiples pieces are, in two bytes an element."""
-        return int(self.config.get("column_unit", COLUMN_UNITS[0]))
+        """What pieces round a head size up to, of elements of two bytes."""
+        return int(self.config.get("column_unit", 32))
 
     def _pieces(self, head_dim: int) -> list[tuple[int, int]]:
         """Widths are powers of two, as few as there are bits in the head size, rounded up to the unit."""
@@ -79,9 +84,33 @@ class HopperTiles:
         return found or [(0, block)]
 
     @property
-    def unit_spares(self) -> bool:
-        """Whether products have fewer columns by this unit than by the usual one."""
-        usual = replace(self, config=self.config.replace(column_unit=COLUMN_UNITS[0]))
+    def chunked(self) -> bool:
+        """Whether tiles lie in shared memory as chunks of columns, as many as the head size has, in place of a power of two of columns."""
+        return False
+
+    @property
+    def chunk(self) -> int:
+        """Columns of a chunk of shared memory."""
+        return CHUNK_BYTES // self.size
+
+    def in_chunks(self, head_dim: int) -> int:
+        """A head size rounded up to whole chunks."""
+        return -(-head_dim // self.chunk) * self.chunk
+
+    @property
+    def stored_d(self) -> int:
+        """Columns of a tile of q and k in shared memory."""
+        return self.in_chunks(self.spec.d) if self.chunked else self.block_d
+
+    @property
+    def stored_dv(self) -> int:
+        """The same of v, of the output and of its gradient."""
+        return self.in_chunks(self.spec.d_v) if self.chunked else self.block_dv
+
+    @property
+    def unit_changes(self) -> bool:
+        """Whether this unit leaves products other columns than the usual one."""
+        usual = replace(self, config=self.config.replace(column_unit=32))
         return self.size == 2 and (self.pieces, self.v_pieces) != (usual.pieces, usual.v_pieces)
 
     @property
@@ -200,23 +229,8 @@ class HopperLayout(HopperTiles):
 
     @property
     def chunked(self) -> bool:
-        """Whether tiles lie in shared memory as chunks of columns, as many as the head size has, in place of a power of two of columns."""
+        """Whether the config says so."""
         return self.config.get("smem_columns", "padded") == "chunks"
-
-    @property
-    def chunk(self) -> int:
-        """Columns of a chunk of shared memory."""
-        return CHUNK_BYTES // self.size
-
-    @property
-    def stored_d(self) -> int:
-        """Columns of a tile of q and k in shared memory."""
-        return -(-self.spec.d // self.chunk) * self.chunk if self.chunked else self.block_d
-
-    @property
-    def stored_dv(self) -> int:
-        """Columns of a tile of v and of the output in shared memory."""
-        return -(-self.spec.d_v // self.chunk) * self.chunk if self.chunked else self.block_dv
 
     @property
     def out_columns(self) -> int:

@@ -9,7 +9,7 @@ from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.backward.hopper.layout import BackwardLayout, refusal
 from flashtune.templates.family import Axis, Constraint, Family, padded
-from flashtune.templates.hopper.layout import COLUMN_UNITS
+from flashtune.templates.hopper.layout import COLUMN_UNIT
 from flashtune.templates.predicates import warpgroup_facts
 
 AXES = (
@@ -52,13 +52,7 @@ AXES = (
         absent="none",
         unsaid=True,
     ),
-    Axis(
-        name="column_unit",
-        values=COLUMN_UNITS,
-        absent=COLUMN_UNITS[0],
-        unsaid=True,
-        why="what products round head sizes up to: D = 40 to 64 columns or to 48, D = 80 to 96 or not at all, against narrower products",
-    ),
+    COLUMN_UNIT,
     Axis(name="section", values=(1, 2, 4, 8, 16), why="heads that run side by side: a triangle's balance against queries that stay in L2"),
 )
 
@@ -78,8 +72,8 @@ CONSTRAINTS = (
     ),
     Constraint(
         name="unit of columns",
-        holds=lambda c, s, t: c.get("column_unit", COLUMN_UNITS[0]) == COLUMN_UNITS[0] or BackwardLayout.of(s, c).unit_spares,
-        why="another unit changes nothing where it leaves out no column",
+        holds=lambda c, s, t: c.get("column_unit", 32) == 32 or BackwardLayout.of(s, c).unit_changes,
+        why="another unit is for head sizes of which it leaves out columns",
         axes=("column_unit",),
     ),
     Constraint(
@@ -150,9 +144,9 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
         ]
     first: dict[str, Value] = {"BLOCK_M": 64, "BLOCK_N": 128, "num_stages": 2, "dq_sums": "registers"}
     first |= {"held": "none", "exp_early": False, "exp_poly": False, "wait_early": False, "persistent": False}
-    first |= {"column_unit": COLUMN_UNITS[0]}
+    first |= {"column_unit": 32}
     usual, others = ([Config.of(first | tile, section=section) for tile in tiles] for section in ((4, 16) if spec.causal else (2, 1)))
-    return usual + [config.replace(column_unit=COLUMN_UNITS[-1]) for config in usual[1:4]] + others
+    return usual + [config.replace(column_unit=16) for config in usual[1:4]] + others
 
 
 def expected(config: Config, spec: KernelSpec, target: Target) -> CompileFacts:

@@ -3,7 +3,7 @@
 from flashtune.core.config import KernelSpec
 from flashtune.core.target import Target
 from flashtune.templates.family import padded
-from flashtune.templates.hopper.layout import CHUNK_BYTES, ROWS, HopperTiles
+from flashtune.templates.hopper.layout import ROWS, HopperTiles
 
 
 def refusal(name: str, widest: int, spec: KernelSpec, target: Target) -> str | None:
@@ -25,11 +25,6 @@ class HopperBackward(HopperTiles):
     """What both families have in common: what their kernels take."""
 
     __slots__ = ()
-
-    @property
-    def chunked(self) -> bool:
-        """Whether tiles lie in shared memory as chunks of columns, as many as the head size has, in place of a power of two of columns."""
-        return False
 
     @property
     def columns_d(self) -> int:
@@ -205,27 +200,9 @@ class SplitLayout(HopperBackward):
         return self.block_d + self.block_dv > 256
 
     @property
-    def chunk(self) -> int:
-        """Columns of a chunk of shared memory."""
-        return CHUNK_BYTES // self.size
-
-    @property
     def chunked(self) -> bool:
         """Where that leaves out a chunk: at head sizes from 129 to 192."""
-        return self._in_chunks(self.spec.d) < self.block_d or self._in_chunks(self.spec.d_v) < self.block_dv
-
-    def _in_chunks(self, head_dim: int) -> int:
-        return -(-head_dim // self.chunk) * self.chunk
-
-    @property
-    def stored_d(self) -> int:
-        """Columns of a tile of q and k in shared memory."""
-        return self._in_chunks(self.spec.d) if self.chunked else self.block_d
-
-    @property
-    def stored_dv(self) -> int:
-        """The same of v and dO."""
-        return self._in_chunks(self.spec.d_v) if self.chunked else self.block_dv
+        return self.in_chunks(self.spec.d) < self.block_d or self.in_chunks(self.spec.d_v) < self.block_dv
 
     @property
     def key_tiles(self) -> int:
