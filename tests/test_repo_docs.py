@@ -4,7 +4,6 @@ import re
 import shutil
 import tomllib
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +133,19 @@ def served_by_a_row(problem: Problem, target: Target) -> bool:
     return choose(problem, target, SHIPPED, families()).record is not None
 
 
+WORDS = ("tuned", "near", "search", "torch")
+
+
+def what_serves(problem: Problem, target: Target) -> str:
+    """The table's word for a problem on a GPU."""
+    if measured(problem, target.slug):
+        return "tuned"
+    if served_by_a_row(problem, target):
+        return "near"
+    served = target.compilable and any(family.supports(problem.spec(), target) is None for family in families().values())
+    return "search" if served else "torch"
+
+
 def test_the_readmes_table_says_what_runs_where() -> None:
     text = (ROOT / "README.md").read_text().split("## What runs where")[1].split("## ")[0]
     head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
@@ -142,10 +154,10 @@ def test_the_readmes_table_says_what_runs_where() -> None:
     assert sorted(slug for column in columns for slug in column) == sorted(COLUMNS)
     for name, *cells in rows:
         for slugs, said in zip(columns, cells, strict=True):
-            for problem, target in product(MEANT[name], map(find_target, slugs)):
-                served = target.compilable and any(family.supports(problem.spec(), target) is None for family in families().values())
-                here, near = measured(problem, target.slug), served_by_a_row(problem, target)
-                assert said == ("tuned" if here else "near" if near else "search" if served else "torch"), (name, target.slug)
+            for target in map(find_target, slugs):
+                found = [what_serves(problem, target) for problem in MEANT[name]]
+                # Where some have rows of their own and others don't, the table promises the less.
+                assert said == max(found, key=WORDS.index), (name, target.slug)
 
 
 def test_ci_runs_the_readmes_test_command() -> None:

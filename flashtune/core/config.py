@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import lru_cache
@@ -125,6 +126,13 @@ class KernelSpec:
     sinks: bool = False
     dbias: bool = False
     dslopes: bool = False
+
+    @property
+    def stride_unit(self) -> int:
+        """The 2, 4 or 8 that divides strides of tensors of these head sizes, or 0: of arguments Triton asks only whether 16 does, and loads
+        them one by one where it doesn't."""
+        unit = math.gcd(self.d, self.d_v, 16)
+        return unit if 1 < unit < 16 else 0
 
     @property
     def banded(self) -> bool:
