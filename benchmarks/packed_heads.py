@@ -36,6 +36,7 @@ PLAIN: dict[str, Value] = {
     "ctas_per_sm": 1,
     "v_columns": "padded",
     "smem_columns": "padded",
+    "column_unit": 32,
     "maximum": "first",
     "rescale": "grown",
 }

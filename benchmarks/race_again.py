@@ -188,8 +188,8 @@ PLAIN_TRAINED = ((64, 64), (128, 128), (256, 256))
 
 
 def backwards_of_sizes(results: Sequence[SearchResult], target: Target, *, most: int) -> Work:
-    """Backwards of head sizes that no row is of, of heads that many share, and of short sequences: the best two of each row of the same
-    spec, whatever GPU it is of, then `most` starts. A kernel is compiled once for all lengths."""
+    """Backwards of head sizes that no row is of, of heads that many share, and of short sequences: four of the best of rows of the same
+    spec, those of the nearest lengths first, whatever GPU they are of, then `most` starts. A kernel is compiled once for all lengths."""
     stored = [result for result in results if result.problem.direction == "bwd"]
     known = {result.problem.key(target.slug) for result in stored if result.gpu == target.slug}
     problems = [(d, d_v, n, features, 1) for n in (4096, 1024) for d, d_v in TRAINED_SIZES for features in (Features(), CAUSAL)]
@@ -209,8 +209,10 @@ def backwards_of_sizes(results: Sequence[SearchResult], target: Target, *, most:
         kinds = (kind for kind in families().values() if kind.direction == "bwd" and kind.supports(problem.spec(), target) is None)
         kind = next(kinds, None)
         if kind is not None and problem.key(target.slug) not in known:
-            same = [result for result in stored if result.problem.spec() == problem.spec() and result.outcomes[0].template == kind.name]
-            near = [kind.completed(outcome.config) for result in same for outcome in measured([result])[:2]]
+            same = [result for result in stored if result.problem.spec() == problem.spec()]
+            same.sort(key=lambda result: abs(math.log2(result.problem.n_kv / n)))
+            best = [outcome for result in same for outcome in measured([result])[:2] if outcome.template == kind.name]
+            near = dict.fromkeys(kind.completed(outcome.config) for outcome in best)
             valid = [config for config in near if kind.violated(config, problem.spec(), target) is None]
             starts = kind.starts(problem.spec(), target)[:most]
             found.append((problem, [Candidate(family=kind, config=config) for config in dict.fromkeys([*valid[:4], *starts])]))

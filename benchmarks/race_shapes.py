@@ -66,7 +66,7 @@ def few_shapes() -> list[Problem]:
 
 
 def brief_shapes() -> list[Problem]:
-    """Many sequences of 16 to 128 rows, as sentences, captions and patches in windows are, those first that most others are near to; and
+    """Many sequences of 16 to 96 rows, as sentences, captions and patches in windows are, those first that most others are near to; and
     calls of few heads, whose last tiles the GPU waits for."""
     causal = {"causal": True}
     found = [shape(512, 16, n, 64) for n in (24, 56, 16, 40, 96)] + [shape(512, 16, n, 64, dtype="fp16") for n in (20, 60)]

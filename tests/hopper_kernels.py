@@ -46,6 +46,7 @@ PLAIN: dict[str, int | str | bool] = {
     "rescale": "always",
     "v_columns": "padded",
     "smem_columns": "padded",
+    "column_unit": 32,
     "packed_heads": 1,
 }
 """The config that tests change, written out so that no better default changes what they look at."""

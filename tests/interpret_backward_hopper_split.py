@@ -25,6 +25,11 @@ CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
         problem(Features(causal=True, alignment="bottom_right"), n_q=150, n_kv=70, d=128, d_v=72),
         {**NARROW, "BLOCK_M": 64, "num_stages": 2, "DQ_BLOCK_N": 64, "DQ_num_stages": 2, "DQ_held_columns": 128, "section": 4},
     ),
+    # Chunks of columns in three stages, each of which is filled again.
+    "three stages": (
+        problem(Features(causal=True), n_q=330, n_kv=270, d=160, d_v=192, heads=1),
+        {**WIDE, "num_stages": 3, "held_columns": 128, "DQ_num_stages": 3},
+    ),
     # Products of 96 columns of tiles of 128.
     "pieces": (
         problem(Features(causal=True, dropout=True), n_q=70, n_kv=130, d=96, d_v=80, kv_heads=2),

@@ -31,7 +31,9 @@ def report() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("case", ["full", "extreme", "causal", "window", "everything", "everything narrow", "bias", "pieces"])
+@pytest.mark.parametrize(
+    "case", ["full", "extreme", "causal", "window", "everything", "everything narrow", "bias", "pieces", "three stages"]
+)
 def test_gradients_are_those_of_the_reference(report: dict[str, Any], case: str) -> None:
     assert report[case] == ""
 

@@ -56,6 +56,7 @@ class Axis(NamedTuple):
     `absent` is what configs did that were written before this axis was declared; None for one that was there from the start.
     `formerly` is the name that it has in configs of earlier versions; None where it was always called so.
     `unsaid` leaves it out of variants that do the same as without it: their text and ids stay what they were before it was declared.
+    Where it doesn't `refit`, `Family.refitted` gives it no other value than `absent`: those are a search's to measure first.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Axis(NamedTuple):
     absent: Value | None = None
     formerly: str | None = None
     unsaid: bool = False
+    refits: bool = True
 
 
 class Constraint(NamedTuple):
@@ -196,7 +198,8 @@ class Family:
     def refitted(self, config: Config, spec: KernelSpec, target: Target) -> Config | None:
         """The valid config nearest to one of the declared space: itself, or one with as few axes changed as possible, by as few steps.
 
-        Among equals the axes that are declared first, which matter most, stay. None where the space holds no valid config.
+        Among equals the axes that are declared first, which matter most, stay; those that don't refit take no new value. None where that
+        leaves no valid config.
         """
         values = config.as_dict()
         held = _Held(spec, target)
@@ -211,7 +214,8 @@ class Family:
                 if any(constraint.axes is not None and not any(axis.name in constraint.axes for axis in axes) for constraint in broken):
                     continue
                 at = [axis.values.index(config[axis.name]) for axis in axes]
-                for other in product(*([i for i in range(len(axis.values)) if i != now] for axis, now in zip(axes, at, strict=True))):
+                open_to = ([i for i, value in enumerate(axis.values) if axis.refits or value == axis.absent] for axis in axes)
+                for other in product(*([i for i in places if i != now] for places, now in zip(open_to, at, strict=True))):
                     steps = sum(abs(i - now) for i, now in zip(other, at, strict=True))
                     changes = {axis.name: axis.values[i] for axis, i in zip(axes, other, strict=True)}
                     moves.append((steps, tuple(-place for place in places), changes))

@@ -136,7 +136,7 @@ CONSTRAINTS = (
     Constraint(
         name="columns in pieces",
         holds=lambda c, s, t: c.get("v_columns", "padded") == "padded" or len(HopperLayout.of(s, c).v_pieces) > 1,
-        why="head sizes of values that are powers of two when rounded up to 32 have no padding to leave out, nor has fp8 up to 128",
+        why="head sizes of values that are powers of two when rounded up to the unit have no padding to leave out, nor has fp8 up to 128",
         axes=("v_columns", "column_unit"),
     ),
     Constraint(

@@ -45,7 +45,7 @@ CONSTRAINTS = (
     Constraint(
         name="halves",
         holds=lambda c, s, t: SplitLayout.of(s, c).halved,
-        why="a product's columns are a power of two, in registers as in shared memory",
+        why="a product's columns are a power of two, in registers as in shared memory; of several pieces the first is held",
         axes=("held_columns", "DQ_held_columns"),
     ),
     Constraint(
@@ -75,12 +75,13 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
         keys, queries = [(64, 128, 2, 0), (64, 128, 2, 64)], [(128, 64, 2, 0), (128, 64, 2, 128), (128, 128, 2, 0)]
     elif padded(spec.d) == 64:
         keys, queries = [(64, 128, 3, 0), (64, 128, 3, 64)], [(128, 128, 2, 0), (128, 128, 2, 64), (192, 64, 3, 64)]
-    elif spec.d <= 192:
+    elif max(spec.d, spec.d_v) <= 192:
         # Chunks of columns leave room for more blocks in flight.
         keys, queries = [(64, 64, 3, 128), (64, 64, 3, 0), (64, 64, 2, 0)], [(128, 64, 3, 0), (128, 64, 2, 0)]
     pairs = [(keys[0], queries[0]), (keys[1], queries[-1]), *((keys[0], one) for one in queries[1:])]
-    if padded(spec.d) == 256:
-        pairs += [(one, queries[-1]) for one in keys[2:]]
+    if len(keys) > 2:
+        pairs.append((keys[-1], queries[-1]))
+    elif padded(spec.d) == 256:
         # With a bias and dropout there is shared memory for no more.
         pairs.append(((64, 64, 1, 0), queries[0]))
     names = ("BLOCK_M", "BLOCK_N", "num_stages", "held_columns")

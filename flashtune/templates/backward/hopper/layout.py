@@ -196,7 +196,7 @@ class SplitLayout(HopperBackward):
 
     @property
     def wide(self) -> bool:
-        """Whether dK and dV of 64 keys don't fit one warpgroup's registers, so that one has dV and the other dK."""
+        """Whether one warpgroup has dV of 64 keys and the other dK: both, as wide as tiles are, don't fit one's registers."""
         return self.block_d + self.block_dv > 256
 
     @property
