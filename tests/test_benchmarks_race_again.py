@@ -211,8 +211,9 @@ def test_older_rows_race_with_both_ways_to_rescale_and_winners_of_near_rows() ->
         assert any(candidate.config["rescale"] == "grown" for candidate in candidates if "rescale" in candidate.config)
 
 
-@pytest.mark.parametrize("target", [H200, H100], ids=str)
-def test_head_sizes_that_a_unit_of_16_spares_columns_of_race_with_both_units(target: Target) -> None:
+def test_head_sizes_that_a_unit_of_16_spares_columns_of_race_with_both_units() -> None:
+    # Few of them are of rows of its own.
+    target = H100
     work = race_again.work_of(options("--units", "--only", "^n(1024|4096)-"), target)
     found = {(problem.d, problem.direction) for problem, _ in work}
     assert {(40, "fwd"), (80, "fwd"), (40, "bwd"), (80, "bwd")} <= found
