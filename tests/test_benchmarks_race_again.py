@@ -224,7 +224,7 @@ def test_head_sizes_that_a_unit_of_16_spares_columns_of_race_with_both_units() -
         assert all(c.family.violated(c.config, problem.spec(), target) is None for c in candidates)
 
 
-@pytest.mark.parametrize("target", [H200, H100], ids=str)
+@pytest.mark.parametrize("target", [H200, H100], ids=["h200", "h100"])
 def test_many_short_sequences_race_where_no_row_is_of_them(target: Target) -> None:
     with Store.open(shipped_path(), writable=False) as store:
         known = {result.problem.key(target.slug) for result in store.results() if result.gpu == target.slug}

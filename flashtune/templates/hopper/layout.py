@@ -110,10 +110,10 @@ class HopperTiles:
         return self.in_chunks(self.spec.d_v) if self.chunked else self.block_dv
 
     @property
-    def unit_changes(self) -> bool:
-        """Whether this unit leaves products other columns than the usual one."""
+    def unit_fits(self) -> bool:
+        """Whether the unit is the usual one, or leaves products other columns than that."""
         usual = replace(self, config=self.config.replace(column_unit=32))
-        return self.size == 2 and (self.pieces, self.v_pieces) != (usual.pieces, usual.v_pieces)
+        return self.column_unit == 32 or (self.size == 2 and (self.pieces, self.v_pieces) != (usual.pieces, usual.v_pieces))
 
     @property
     def score_params(self) -> list[str]:

@@ -72,7 +72,7 @@ CONSTRAINTS = (
     ),
     Constraint(
         name="unit of columns",
-        holds=lambda c, s, t: c.get("column_unit", 32) == 32 or BackwardLayout.of(s, c).unit_changes,
+        holds=lambda c, s, t: BackwardLayout.of(s, c).unit_fits,
         why="another unit is for head sizes of which it leaves out columns",
         axes=("column_unit",),
     ),
