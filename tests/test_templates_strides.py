@@ -1,6 +1,7 @@
 """Head sizes that are no multiples of 16: kernels with plain pointers load as many bytes at once as for others, on whatever strides."""
 
 import re
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -39,16 +40,27 @@ def test_numbers_are_right_on_strides_of_either_kind(report: dict[str, Any], cas
     ],
 )
 def test_sixteen_bytes_are_loaded_and_stored_at_once(gpu: str, template: str, d: int) -> None:
+    for name, widths in accesses(gpu, template, d).items():
+        # What adds up the parts of few queries stores a row a program.
+        assert widths and (name == "combine_splits" or not any("U16" in width for width in widths)), name
+        assert name == "combine_splits" or any("128" in width for width in widths), name
+
+
+@pytest.mark.parametrize("template", ["flash_fwd", "flash_bwd"])
+def test_they_are_loaded_and_stored_as_those_that_16_divides(template: str) -> None:
+    assert accesses("a100", template, 72) == accesses("a100", template, 80)
+
+
+def accesses(gpu: str, template: str, d: int) -> dict[str, Counter[str]]:
+    """How often the machine code of each kernel loads and stores, by how much at once."""
     target, kind = find_target(gpu), family(template)
     sizes = {"batch": 2, "heads": 4, "kv_heads": 4, "n_q": 1 if template == "flash_decode" else 1024, "n_kv": 1024, "d": d, "d_v": d}
     backward = template == "flash_bwd"
     problem = Problem(**sizes, dtype="bf16", features=Features(), direction="bwd" if backward else "fwd")
     source = render(kind, variant_of(kind, problem.spec(), kind.default(problem.spec(), target)))
-    for name, kernel in compiled_kernels(source, "backward" if backward else "forward", problem, target):
-        widths = [found for line in machine_code(kernel) for found in re.findall(r"\b(?:LDGSTS|LDG|STG)\.E\S*", line)]
-        # What adds up the parts of few queries stores a row a program.
-        assert widths and (name == "combine_splits" or not any("U16" in width for width in widths)), name
-        assert name == "combine_splits" or any("128" in width for width in widths), name
+    kernels = dict(compiled_kernels(source, "backward" if backward else "forward", problem, target))
+    access = re.compile(r"\b(?:LDGSTS|LDG|STG)\.E\S*")
+    return {name: Counter(access.findall("\n".join(machine_code(kernel)))) for name, kernel in kernels.items()}
 
 
 @pytest.mark.parametrize(
