@@ -8,6 +8,7 @@ import pytest
 from hopper_kernels import machine_code
 from interpreting import interpreted
 
+from flashtune.core.config import Value
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
 from flashtune.templates import family
@@ -37,27 +38,38 @@ def test_numbers_are_right_on_strides_of_either_kind(report: dict[str, Any], cas
         ("a100", "flash_bwd", 72),
         ("h200", "flash_fwd", 40),
         ("a100", "flash_decode", 72),
+        ("h200", "flash_bwd_hopper", 40),
+        ("h200", "flash_bwd_hopper_split", 136),
     ],
 )
 def test_sixteen_bytes_are_loaded_and_stored_at_once(gpu: str, template: str, d: int) -> None:
-    for name, widths in accesses(gpu, template, d).items():
-        # What adds up the parts of few queries stores a row a program.
-        assert widths and (name == "combine_splits" or not any("U16" in width for width in widths)), name
-        assert name == "combine_splits" or any("128" in width for width in widths), name
+    found = accesses(gpu, template, d)
+    # Products that the copy engine loads for and stores have no other accesses, and what adds up the parts of few queries stores a row a program.
+    narrow = [name for name, widths in found.items() if any("U16" in width for width in widths) and name != "combine_splits"]
+    assert not narrow
+    assert any("128" in width for widths in found.values() for width in widths)
 
 
-@pytest.mark.parametrize("template", ["flash_fwd", "flash_bwd"])
-def test_they_are_loaded_and_stored_as_those_that_16_divides(template: str) -> None:
-    assert accesses("a100", template, 72) == accesses("a100", template, 80)
+@pytest.mark.parametrize(
+    ("gpu", "template", "changed"),
+    [
+        ("a100", "flash_fwd", {}),
+        ("a100", "flash_bwd", {}),
+        ("h200", "flash_bwd_hopper", {}),
+        ("h200", "flash_bwd_hopper", {"persistent": "drawn"}),
+    ],
+)
+def test_they_are_loaded_and_stored_as_those_that_16_divides(gpu: str, template: str, changed: dict[str, Value]) -> None:
+    assert accesses(gpu, template, 72, **changed) == accesses(gpu, template, 80, **changed)
 
 
-def accesses(gpu: str, template: str, d: int) -> dict[str, Counter[str]]:
-    """How often the machine code of each kernel loads and stores, by how much at once."""
+def accesses(gpu: str, template: str, d: int, **changed: Value) -> dict[str, Counter[str]]:
+    """How often the machine code of each kernel of the default config but for `changed` loads and stores, by how much at once."""
     target, kind = find_target(gpu), family(template)
     sizes = {"batch": 2, "heads": 4, "kv_heads": 4, "n_q": 1 if template == "flash_decode" else 1024, "n_kv": 1024, "d": d, "d_v": d}
-    backward = template == "flash_bwd"
+    backward = kind.direction == "bwd"
     problem = Problem(**sizes, dtype="bf16", features=Features(), direction="bwd" if backward else "fwd")
-    source = render(kind, variant_of(kind, problem.spec(), kind.default(problem.spec(), target)))
+    source = render(kind, variant_of(kind, problem.spec(), kind.default(problem.spec(), target).replace(**changed)))
     kernels = dict(compiled_kernels(source, "backward" if backward else "forward", problem, target))
     access = re.compile(r"\b(?:LDGSTS|LDG|STG)\.E\S*")
     return {name: Counter(access.findall("\n".join(machine_code(kernel)))) for name, kernel in kernels.items()}

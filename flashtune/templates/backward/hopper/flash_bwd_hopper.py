@@ -1,7 +1,7 @@
 """The family `flash_bwd_hopper`: warp-specialised attention backward for Hopper in Gluon, in five products.
 
 Tiles and roles are those of FlashAttention-3's backward (Shah et al., 2024) as far as Triton can express them; what is shared, a program's
-tile of keys and two warpgroups of 64 of them, is in `_hopper_roles.jinja`.
+tile of keys and two warpgroups of 64 of them, is in `_roles.jinja`.
 """
 
 from flashtune.core.config import Config, KernelSpec, Value
