@@ -64,16 +64,15 @@ def gradient_choice(
         return Choice(kind="exact", spec=trained.spec(), note="its kernel is pinned"), ""
     pool = memo.pool(trained.key(target.slug), target)
     known = _repeatable(families()) if repeatable else families()
-    chosen = next(_gradient_choices(trained, target, pool, known, framework_serves=not composite, unmeasured=memo.unmeasured))
+    choices = _gradient_choices(trained, target, pool, known, framework_serves=not composite, unmeasured=memo.unmeasured)
+    chosen = next(choices)
     if chosen.family is not None:
         record = chosen.record
         # Where whole training steps were measured of this very key, they have decided.
         exact = record is not None and record.key == trained.key(target.slug)
         stepped = exact and record is not None and record.outcome.call_us is not None and record.framework_call_us is not None
         if record is not None and not composite and not stepped and not memo.unmeasured:
-            known_us = record.median_us if record.framework_us is None else record.framework_us
-            beside_us = min(known_us, TORCH_BESIDE_US)
-            expected_us = beside_us + (known_us - beside_us) * _tiled(trained) / _tiled(record.problem)
+            expected_us = _torch_us(trained, record, choices)
             if expected_us < SHORTEST_BACKWARD_US:
                 return None, f"torch takes an estimated {expected_us:.1f} us for it, less than the launches of ours take the host"
         return chosen, ""
@@ -85,6 +84,16 @@ def gradient_choice(
         return None, f"none of our backward kernels takes such calls{with_more}"
     why = f"no backward kernel for such calls{with_more} was measured on GPUs like {target.name}"
     return None, f"{why} (FLASHTUNE_UNMEASURED=1 lets those serve that weren't)"
+
+
+def _torch_us(trained: Problem, record: TuningRecord, others: Iterator[Choice]) -> float:
+    """What torch is expected to take for a backward: by the record that serves it, or by the next one beside which torch was timed, as it
+    wasn't beside kernels that repeat their bits."""
+    if record.framework_us is None:
+        record = next((one.record for one in others if one.record is not None and one.record.framework_us is not None), record)
+    known_us = record.median_us if record.framework_us is None else record.framework_us
+    beside_us = min(known_us, TORCH_BESIDE_US)
+    return beside_us + (known_us - beside_us) * _tiled(trained) / _tiled(record.problem)
 
 
 def _tiled(problem: Problem) -> int:
