@@ -1,9 +1,9 @@
 """Learns what the cost model is wrong by from all trials at hand, without a GPU: `python benchmarks/fit_residual.py --write`.
 
-Gaussian process regression (flashtune/templates/learned) over the trials of an H200's rows, archived and shipped, and those of searches
-of random shapes (unprepared.py); of decoding steps also over those of split_counts.py. Prints how good a choice among a problem's trials
-is that knows nothing of them, or of the whole run that drew it: by the cost model with its constants alone, with what the others' trials
-say, and with the caution that dispatch adds. With --write, what all of them say is kept for dispatch.
+Gaussian process regression (flashtune/templates/learned) over the trials of an H200's and an H100's rows, archived and shipped, and those
+of searches of random shapes (unprepared.py); of decoding steps also over those of split_counts.py. Prints how good a choice among a
+problem's trials is that knows nothing of them, or of the whole run that drew it: by the cost model with its constants alone, with what the
+others' trials say, and with the caution that dispatch adds. With --write, what all of them say is kept for dispatch.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from trials import GPU, Trials, of_rows
 
 from flashtune.core.config import Config
 from flashtune.core.problem import Features, Problem, ProblemKey
+from flashtune.core.target import Target, find_target
 from flashtune.dispatch.policy.ranking import CAUTION
 from flashtune.templates import family
 from flashtune.templates.cost import sharing
@@ -43,32 +44,37 @@ FOLDER = Path(residual.__file__).parent
 SPLITS = Path(__file__).parent / "results" / "2026-11-24-h200-splits" / "split_counts.json"
 
 
+GPUS = (GPU, find_target("h100"))
+"""Whose rows tell of the architecture."""
+
+
 class Told(NamedTuple):
-    """A problem with the trials that say something: their microseconds, and by how much longer than expected each takes."""
+    """A problem with the trials that say something: their microseconds, by how much longer than expected each takes, and on what GPU."""
 
     problem: Problem
     times: Trials
     wrong: dict[Tried, float]
+    gpu: Target = GPU
 
 
-def telling(likeness: Likeness, problem: Problem, tried: Trials) -> Told | None:
+def telling(likeness: Likeness, problem: Problem, tried: Trials, gpu: Target = GPU) -> Told | None:
     """The trials of a problem, what they are wrong by less its mean; None where fewer than two can be told."""
     if problem.direction != "fwd" or problem.dtype == "fp8" or not likeness.serves(problem):
         return None
     trials = {one: us for one, us in tried.items() if one[0] in likeness.families}
     most = HOPELESS * min(trials.values(), default=math.inf)
-    logs = {one: math.log(min(trials[one], most)) - log - likeness.families[one[0]] for one, log in expected(problem, trials).items()}
+    logs = {one: math.log(min(trials[one], most)) - log - likeness.families[one[0]] for one, log in expected(problem, trials, gpu).items()}
     mean = statistics.fmean(logs.values()) if logs else 0.0
-    return Told(problem, trials, {one: log - mean for one, log in logs.items()}) if len(logs) > 1 else None
+    return Told(problem, trials, {one: log - mean for one, log in logs.items()}, gpu) if len(logs) > 1 else None
 
 
-def expected(problem: Problem, trials: Trials) -> dict[Tried, float]:
+def expected(problem: Problem, trials: Trials, gpu: Target) -> dict[Tried, float]:
     """What the cost model expects of each that keeps the constraints, a logarithm."""
     spec, found = problem.spec(), {}
     for name, config in trials:
         kind = family(name)
-        if kind.supports(spec, GPU) is None and kind.violated(config, spec, GPU) is None:
-            log = log_us(kind, config, problem, GPU)
+        if kind.supports(spec, gpu) is None and kind.violated(config, spec, gpu) is None:
+            log = log_us(kind, config, problem, gpu)
             if log is not None:
                 found[name, config] = log
     return found
@@ -107,7 +113,7 @@ def prepared(likeness: Likeness, trials: Sequence[Told]) -> tuple[dict[str, NDAr
     """What is known of trials but their weights, and the covariance of all."""
     problems = np.array([likeness.problem(one.problem) for one in trials])
     told = [
-        (number, tuple(likeness.config(one.problem, config, GPU)), wrong)
+        (number, tuple(likeness.config(one.problem, config, one.gpu)), wrong)
         for number, one in enumerate(trials)
         for config, wrong in one.wrong.items()
     ]
@@ -153,7 +159,7 @@ def rates(trials: Sequence[Told], wrong: Callable[[Problem, Sequence[Tried]], Se
     """Of each problem with enough trials the rate of the one that is expected to be the fastest, of the best one's."""
     found = []
     for one in trials:
-        logs = expected(one.problem, one.times)
+        logs = expected(one.problem, one.times, one.gpu)
         if len(logs) >= CHOSEN_OF:
             errors = dict(zip(logs, wrong(one.problem, list(logs)), strict=True))
             first = min(logs, key={tried: logs[tried] + errors[tried] for tried in logs}.__getitem__)
@@ -163,7 +169,8 @@ def rates(trials: Sequence[Told], wrong: Callable[[Problem, Sequence[Tried]], Se
 
 def all_trials(likeness: Likeness) -> tuple[list[Told], list[tuple[str, Told]]]:
     """Those of rows, and of decoding steps those of split_counts.py; and those of runs with the run's name."""
-    rows = [found for problem, trials in of_rows() if (found := telling(likeness, problem, trials)) is not None]
+    tried = [(gpu, problem, trials) for gpu in GPUS for problem, trials in of_rows(gpu=gpu)]
+    rows = [found for gpu, problem, trials in tried if (found := telling(likeness, problem, trials, gpu)) is not None]
     return [*rows, *(of_splits() if likeness is STEPS else ())], list(of_runs(likeness))
 
 

@@ -9,8 +9,9 @@ tenth of a search's time.
 `--sizes`, `--models`, `--short`, `--sparse`, `--steps`, `--few`, `--brief`, `--covering`, `--ragged`, `--backward`, `--backward-sizes`
 race problems without rows: their candidates are other rows' configs, what the cost model thinks best, and the family's starts; `--twins`
 races rows whose twin is far behind, `--units` rows whose products could have fewer columns, `--rescale` plain and masked rows with other
-ways to rescale what came before a maximum that grew, and `--older` all other rows that were raced before there were any. Where it costs
-hardly anything, a kernel that has less to lose on a model's scores wins over others, and one that already ships (race_twins.py).
+ways to rescale what came before a maximum that grew, `--older` all other rows that were raced before there were any, and `--changed` those
+whose text has changed since, each with its best configs alone. Where it costs hardly anything, a kernel that has less to lose on a model's
+scores wins over others, and one that already ships (race_twins.py).
 `--rows-of h200` races the rows of that GPU on this one, the most important first. With `--budget-s` the first problems that fit are
 checked and raced:
 
@@ -42,6 +43,7 @@ from race_work import (
     Work,
     of_another_gpu,
     of_brief,
+    of_changed,
     of_chunks,
     of_few,
     of_models,
@@ -360,6 +362,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--units", action="store_true", help="race head sizes of which products of 16 columns leave out more, instead of rows"
     )
+    parser.add_argument("--changed", action="store_true", help="race rows whose kernel's text has changed, with their best configs alone")
     parser.add_argument("--backward", action="store_true", help="race backward problems that no row is of, instead of rows")
     parser.add_argument("--backward-sizes", action="store_true", help="race backwards of head sizes that no row is of, instead of rows")
     parser.add_argument("--steps", action="store_true", help="race decoding steps of many kinds that no row is of, instead of rows")
@@ -411,6 +414,7 @@ def all_work(options: argparse.Namespace, target: Target) -> Work:
         "few",
         "brief",
         "units",
+        "changed",
     )
     own = [] if any(getattr(options, name) for name in lists) else [result for result in asked if result.gpu == target.slug]
     work: Work = [(result.problem, choose(result)) for result in own]
@@ -421,6 +425,7 @@ def all_work(options: argparse.Namespace, target: Target) -> Work:
     work += of_chunks(mine, target) if options.chunks else []
     work += of_sparse(target, mine, most=4 * options.most, seed=options.seed) if options.sparse else []
     work += of_units(results, target) if options.units else []
+    work += of_changed(results, target, most=options.most) if options.changed else []
     work += of_steps(target, mine, most=4 * options.most, seed=options.seed) if options.steps else []
     work += of_few(target, mine, most=4 * options.most, seed=options.seed) if options.few else []
     work += of_brief(target, mine, most=4 * options.most, seed=options.seed) if options.brief else []

@@ -14,6 +14,7 @@ from flashtune.core.results import Fate, Outcome, SearchResult
 from flashtune.core.target import Target
 from flashtune.db.store import Store
 from flashtune.templates import family
+from flashtune.templates.rendering import variant_of
 from flashtune.tuner.propose.space import Candidate
 from flashtune.tuner.timing.finalists import by_misled
 
@@ -39,6 +40,15 @@ def measured(results: Iterable[SearchResult]) -> list[Outcome]:
     """What was measured right, the best of the closing races first, then by time."""
     known = [o for result in results for o in result.outcomes if o.measurement is not None and o.fate is Fate.CORRECT]
     return sorted(known, key=lambda o: (o.rank or 99, o.measurement.median_us if o.measurement else 0.0))
+
+
+def is_rendered(result: SearchResult) -> bool:
+    """Whether the winner's text, where there is one, is still what was measured."""
+    best = result.best
+    if best is None:
+        return True
+    kind = family(best.template)
+    return variant_of(kind, result.problem.spec(), kind.completed(best.config)).template_hash == best.template_hash
 
 
 def has_settling_winner(result: SearchResult) -> bool:

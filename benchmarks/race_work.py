@@ -10,7 +10,7 @@ from drawn import DRAWN, shapes_of
 from forward_cells import TOKENS
 from forward_report import LONG
 from race_shapes import brief_shapes, few_shapes, short_shapes, sparse_shapes
-from race_twins import measured
+from race_twins import is_rendered, measured
 from searches import first_candidates, shipped
 from tune import wanting
 
@@ -18,7 +18,7 @@ from flashtune.core.config import Config, Value, settles
 from flashtune.core.nearness import distance, nearest
 from flashtune.core.problem import DECODE_ROWS, Features, Problem, ProblemKey
 from flashtune.core.results import Outcome, SearchResult
-from flashtune.core.target import Target
+from flashtune.core.target import Target, find_target
 from flashtune.dispatch.policy import choose, torch_has
 from flashtune.templates import families
 from flashtune.tuner.propose.space import Candidate
@@ -208,7 +208,7 @@ def of_chunks(results: Sequence[SearchResult], target: Target) -> Work:
 
 def of_units(results: Sequence[SearchResult], target: Target) -> Work:
     """Rows of head sizes of which products leave out columns by a unit of 16, of this GPU or another one: winner and best kernel with
-    running maxima, of a backward the best two, each with that unit as well, and in a forward with V in pieces of it or not."""
+    running maxima, of a backward the best two, each with both units, and in a forward with V in pieces of the smaller one or not."""
     work: Work = []
     mine_last = sorted(results, key=lambda result: result.gpu == target.slug)
     for result in {result.problem.key(target.slug): result for result in mine_last}.values():
@@ -218,13 +218,26 @@ def of_units(results: Sequence[SearchResult], target: Target) -> Work:
             own = [one for outcome in known[:2] if (one := _valid(outcome, problem, target)) is not None]
         else:
             own = _winner_and_running(known, problem, target)
-        columns = (None,) if backward else ("padded", "pieces")
-        changed = [{"column_unit": 16} | ({} if kind is None else {"v_columns": kind}) for kind in columns]
+        columns = ("",) if backward else ("padded", "pieces")
+        units = [(32, columns[0]), *((16, kind) for kind in columns)]
+        changed: list[dict[str, Value]] = [{"column_unit": unit} | ({"v_columns": kind} if kind else {}) for unit, kind in units]
         ways = [replace(one, config=one.config.replace(**more)) for one in own if "column_unit" in one.config for more in changed]
         found = [one for one in dict.fromkeys(own + ways) if one.family.violated(one.config, problem.spec(), target) is None]
-        if len(found) > len(own):
+        if {one.config.get("column_unit", 32) for one in found} == {16, 32}:
             work.append((problem, found))
     return sorted(work, key=lambda item: (_place(item[0].n_kv), importance(item[0])))
+
+
+def of_changed(results: Sequence[SearchResult], target: Target, *, most: int) -> Work:
+    """Problems of rows of this GPU, or of another one of its architecture, whose kernel's text has changed since: the best configs of each
+    row as they are, and nothing else."""
+    stale = [r for r in results if find_target(r.gpu).arch == target.arch and not is_rendered(r)]
+    found: dict[ProblemKey, tuple[Problem, dict[Candidate, None]]] = {}
+    for result in stale:
+        _, racing = found.setdefault(result.problem.key(target.slug), (result.problem, {}))
+        own = [one for outcome in measured([result]) if (one := _valid(outcome, result.problem, target)) is not None]
+        racing.update(dict.fromkeys(own[:most]))
+    return sorted([(problem, list(racing)) for problem, racing in found.values()], key=lambda one: importance(one[0]))
 
 
 NEAR_WINNERS = 2

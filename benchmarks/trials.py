@@ -1,11 +1,11 @@
-"""Trials of rows of an H200, as stored."""
+"""Trials of rows of an H200 or another GPU, as stored."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from flashtune.core.problem import Problem
 from flashtune.core.results import SearchResult
-from flashtune.core.target import find_target
+from flashtune.core.target import Target, find_target
 from flashtune.db.library import shipped_path
 from flashtune.db.store import Store
 from flashtune.templates import families
@@ -16,16 +16,19 @@ GPU = find_target("h200")
 ARCHIVED = Path(__file__).parent / "results" / "2026-11-21-h200-forward" / "tuned.sqlite"
 """Rows of longer searches, of older kernels."""
 
+GAVE_WAY = Path(__file__).parent / "results" / "2026-11-25-h100-units" / "gave_way.sqlite"
+"""Rows in whose place another GPU's ship (give_way.py)."""
+
 Trials = dict[Tried, float]
 """Microseconds of each."""
 
 
-def of_rows(databases: Sequence[Path] = (shipped_path(), ARCHIVED)) -> Iterator[tuple[Problem, Trials]]:
-    """The trials of each row of these databases."""
+def of_rows(databases: Sequence[Path] = (shipped_path(), ARCHIVED, GAVE_WAY), *, gpu: Target = GPU) -> Iterator[tuple[Problem, Trials]]:
+    """The trials of each row of a GPU in these databases."""
     for path in databases:
         with Store.open(path, writable=False) as store:
             for result in store.results():
-                if result.gpu == GPU.slug:
+                if result.gpu == gpu.slug:
                     yield result.problem, times_of(result)
 
 

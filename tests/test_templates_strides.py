@@ -44,7 +44,7 @@ def test_numbers_are_right_on_strides_of_either_kind(report: dict[str, Any], cas
 )
 def test_sixteen_bytes_are_loaded_and_stored_at_once(gpu: str, template: str, d: int) -> None:
     found = accesses(gpu, template, d)
-    # Products that the copy engine loads for and stores have no other accesses, and what adds up the parts of few queries stores a row a program.
+    # What adds up the parts of few queries stores a row a program; products that the copy engine serves have no accesses of their own.
     narrow = [name for name, widths in found.items() if any("U16" in width for width in widths) and name != "combine_splits"]
     assert not narrow
     assert any("128" in width for widths in found.values() for width in widths)

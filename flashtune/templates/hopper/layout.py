@@ -27,7 +27,7 @@ COLUMN_UNIT = Axis(
     why="what products round head sizes up to: D = 40 to 64 columns or to 48, D = 80 to 96 or not at all, against narrower products",
 )
 """An axis of `flash_fwd_hopper` and `flash_bwd_hopper`: a matrix instruction takes 16 columns of depth. No stand-in is moved to 16, which
-no row has measured yet."""
+is worth more or less by head size and features: only rows that were measured with it have it."""
 
 CONSUMER_REGISTERS = {(1, 1): 248, (2, 1): 240, (3, 1): 160, (4, 1): 120, (1, 2): 232, (2, 2): 104, (1, 3): 136, (1, 4): 104}
 """What a consumer thread may hold, by (warpgroups, programs on an SM): the register file less the producer's share."""

@@ -57,6 +57,7 @@ def _of_config(_: Problem, tried: Tried, __: Target) -> list[float]:
         config.number("ctas_per_sm"),
         math.log2(config.number("section")),
         math.log2(packed_heads(config)),
+        config["column_unit"] == 16,
     ]
 
 
@@ -104,6 +105,7 @@ FORWARDS = Likeness(
         "ctas_per_sm": 2.0,
         "log section": 8.0,
         "log packed heads": 2.0,
+        "column_unit=16": 4.0,
     },
     lengths=frozenset({"log N_q", "log N_kv", "log query rows", "log keys in the window"}),
     of_problem=_of_problem,

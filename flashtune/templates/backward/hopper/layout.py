@@ -124,6 +124,11 @@ class BackwardLayout(HopperBackward):
         return padded(self.columns_d - self.part_d * (self.consumers - 1)) if narrow else self.part_d
 
     @property
+    def summed_d(self) -> int:
+        """Columns of dQ's sums in memory: what all parts have, beside each other."""
+        return self.part_d * (self.consumers - 1) + self.last_part_d if self.by_columns else self.part_d
+
+    @property
     def v_products(self) -> int:
         """In how many products the gradients of probabilities are made."""
         return 2 if len(self.v_pieces) == 1 and 0 < self.v_held < self.block_dv else len(self.v_pieces)

@@ -4,9 +4,9 @@ A program holds a tile of keys and loops over the queries of its whole group tha
 memory, from registers, in an order that no two launches share: its last bits vary.
 
 Compiled in: bwd-bf16-d40
-Template: flash_bwd_hopper 1801b047696387ab
-Variant: 0dfe03e5b43a448f
-Config: BLOCK_M=64 BLOCK_N=128 dq_sums=registers exp_poly=True held=both num_stages=2 section=2
+Template: flash_bwd_hopper d52d94ff7e812e60
+Variant: a7e098f2327fc38a
+Config: BLOCK_M=64 BLOCK_N=128 column_unit=16 dq_sums=registers held=both num_stages=2 section=2
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
@@ -37,13 +37,17 @@ SECTION = gl.constexpr(2)
 # What each warpgroup makes of a tile of dQ.
 PART_M = gl.constexpr(64)
 PART_D = gl.constexpr(32)
+LAST_PART_D = gl.constexpr(16)
 # Scores have keys as rows, so that they and their gradients leave a product as the left operand of the next.
 SCORES_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
-DK_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
-DV_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
+DK_LAYOUT_0 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16]))
+DK_LAYOUT_1 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 16, 16]))
+DV_LAYOUT_0 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16]))
+DV_LAYOUT_1 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 16, 16]))
 DQ_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16]))
-PROBS_LAYOUT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=DV_LAYOUT, k_width=2))
-DSCORES_LAYOUT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=DK_LAYOUT, k_width=2))
+LAST_DQ_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 16, 16]))
+PROBS_LAYOUT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=DV_LAYOUT_0, k_width=2))
+DSCORES_LAYOUT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=DK_LAYOUT_0, k_width=2))
 KEY_LAYOUT = gl.constexpr(gl.SliceLayout(1, SCORES_LAYOUT))
 QUERY_LAYOUT = gl.constexpr(gl.SliceLayout(0, SCORES_LAYOUT))
 # Keys and values as the left operands of scores and of their gradients.
@@ -127,14 +131,23 @@ def preprocess(
     rows,
     HAS_DLSE: tl.constexpr,
     HAS_DQ: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """What the products need of 64 of a head's `rows`: rowsum(dO * O) - dLSE, the LSE in units of log 2, and zeroed sums of dQ.
 
     Rows past the end, and those that see no key, have the LSE +inf, by which they have no probabilities.
     """
     ROWS: tl.constexpr = 64
-    BLOCK_D: tl.constexpr = 64
     BLOCK_DV: tl.constexpr = 64
+
+    if ALIGNED:
+        # The compiler learns from this alone that 8 divides them: it asks of arguments whether 16 does.
+        stride_pb = stride_pb // 8 * 8
+        stride_ph = stride_ph // 8 * 8
+        stride_pm = stride_pm // 8 * 8
+        stride_ob = stride_ob // 8 * 8
+        stride_oh = stride_oh // 8 * 8
+        stride_om = stride_om // 8 * 8
 
     tiles = rows // ROWS
     head_index = tl.program_id(0) // tiles
@@ -161,7 +174,9 @@ def preprocess(
     tl.store(lse_2_ptr + place + tl.arange(0, ROWS), tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634))
     tl.store(delta_ptr + place + tl.arange(0, ROWS), delta)
     if HAS_DQ:
-        tl.store(sums_ptr + place * BLOCK_D + tl.arange(0, ROWS * BLOCK_D), tl.zeros([ROWS * BLOCK_D], tl.float32))
+        sums_ptr += place * 48
+        tl.store(sums_ptr + tl.arange(0, ROWS * 32), tl.zeros([ROWS * 32], tl.float32))
+        tl.store(sums_ptr + ROWS * 32 + tl.arange(0, ROWS * 16), tl.zeros([ROWS * 16], tl.float32))
 
 
 @triton.jit(do_not_specialize=["heads", "n_q", "m_tiles"])
@@ -176,25 +191,36 @@ def finish_dq(
     n_q,
     m_tiles,
     scale,
+    ALIGNED: tl.constexpr,
 ):
     """dQ of one block of rows from its sums, which lie in the order of `in_thread_order`."""
     PART_M: tl.constexpr = 64
-    PART_D: tl.constexpr = 32
-    PARTS: tl.constexpr = 2
+
+    if ALIGNED:
+        # The compiler learns from this alone that 8 divides them: it asks of arguments whether 16 does.
+        stride_dqb = stride_dqb // 8 * 8
+        stride_dqh = stride_dqh // 8 * 8
+        stride_dqm = stride_dqm // 8 * 8
 
     head_index = tl.program_id(0) // m_tiles
     start = tl.program_id(0) % m_tiles * 64
     dq_ptr += (head_index // heads).to(tl.int64) * stride_dqb + (head_index % heads).to(tl.int64) * stride_dqh
-    sums_ptr += tl.program_id(0).to(tl.int64) * (PARTS * PART_M * PART_D)
-    for part in tl.static_range(PARTS):
-        sums = tl.load(sums_ptr + part * (PART_M * PART_D) + tl.arange(0, PART_M * PART_D))
-        corners = sums.reshape([PART_D // 8, PART_M // 16, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5))
-        tile = corners.reshape([PART_M, PART_D]) * scale  # [PART_M, PART_D]
-        offs_m = start + tl.arange(0, PART_M)
-        offs_d = part * PART_D + tl.arange(0, PART_D)
-        dq_ptrs = dq_ptr + offs_m.to(tl.int64)[:, None] * stride_dqm + offs_d.to(tl.int64)[None, :] * stride_dqd  # [PART_M, PART_D]
-        in_tile = (offs_m < n_q)[:, None] & (offs_d < 40)[None, :]
-        tl.store(dq_ptrs, tile.to(dq_ptr.dtype.element_ty), mask=in_tile)
+    sums_ptr += tl.program_id(0).to(tl.int64) * (PART_M * 48)
+    offs_m = start + tl.arange(0, PART_M)
+    sums = tl.load(sums_ptr + tl.arange(0, PART_M * 32))
+    corners = sums.reshape([4, PART_M // 16, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5))
+    tile = corners.reshape([PART_M, 32]) * scale  # [PART_M, 32]
+    offs_d = tl.arange(0, 32)
+    dq_ptrs = dq_ptr + offs_m.to(tl.int64)[:, None] * stride_dqm + offs_d.to(tl.int64)[None, :] * stride_dqd  # [PART_M, 32]
+    in_tile = (offs_m < n_q)[:, None]
+    tl.store(dq_ptrs, tile.to(dq_ptr.dtype.element_ty), mask=in_tile)
+    sums = tl.load(sums_ptr + PART_M * 32 + tl.arange(0, PART_M * 16))
+    corners = sums.reshape([2, PART_M // 16, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5))
+    tile = corners.reshape([PART_M, 16]) * scale  # [PART_M, 16]
+    offs_d = 32 + tl.arange(0, 16)
+    dq_ptrs = dq_ptr + offs_m.to(tl.int64)[:, None] * stride_dqm + offs_d.to(tl.int64)[None, :] * stride_dqd  # [PART_M, 16]
+    in_tile = (offs_m < n_q)[:, None] & (offs_d < 40)[None, :]
+    tl.store(dq_ptrs, tile.to(dq_ptr.dtype.element_ty), mask=in_tile)
 
 
 @gluon.jit
@@ -243,9 +269,10 @@ def opaque_zero():
 
 @gluon.jit
 def in_thread_order(part):
-    """A part of dQ (PART_M, PART_D) as rows of 256, in which the four values that a thread holds of a corner lie side by side."""
-    corners = part.reshape([PART_M // 16, 2, 8, PART_D // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
-    return corners.reshape([PART_M * PART_D // 256, 256])
+    """A part of dQ (PART_M, its columns) as rows of 256, in which the four values that a thread holds of a corner lie side by side."""
+    columns: gl.constexpr = part.shape[1]
+    corners = part.reshape([PART_M // 16, 2, 8, columns // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
+    return corners.reshape([PART_M * columns // 256, 256])
 
 
 @gluon.jit
@@ -269,37 +296,6 @@ def tile_at(program, sizes):
 
 
 @gluon.jit
-def exp2(x):
-    """2 to the x. Of four in a thread, one by a polynomial of the third degree, off by 7.5e-5 at most: the special unit takes 16 a clock.
-
-    Below -126 it stays what it is there. Above 127 it is wrong, as no score is that counts.
-    """
-    # x is j plus f, which 1.5 * 2^23 rounds apart; j's bits are left in the lowest of the sum, whence they move to the exponent.
-    text: gl.constexpr = """
-    {
-        .reg .f32 x, j, f, p;
-        .reg .b32 e, b;
-        ex2.approx.ftz.f32 $0, $4;
-        ex2.approx.ftz.f32 $1, $5;
-        ex2.approx.ftz.f32 $2, $6;
-        max.f32 x, $7, 0fC2FC0000;
-        add.rn.f32 j, x, 0f4B400000;
-        sub.rn.f32 f, j, 0f4B400000;
-        sub.rn.f32 f, x, f;
-        fma.rn.f32 p, f, 0f3D61FB71, 0f3E786EF8;
-        fma.rn.f32 p, p, f, 0f3F31798D;
-        fma.rn.f32 p, p, f, 0f3F7FFB4A;
-        mov.b32 b, p;
-        mov.b32 e, j;
-        shl.b32 e, e, 23;
-        add.s32 b, b, e;
-        mov.b32 $3, b;
-    }
-    """
-    return gl.inline_asm_elementwise(text, "=f,=f,=f,=f,f,f,f,f", [x], dtype=gl.float32, is_pure=True, pack=4)
-
-
-@gluon.jit
 def mask_probs(probs, key, row, sizes):
     """0 where a query (from `row` on) doesn't see a key (from `key` on). Selected, for what is masked may be infinite."""
     keys = key + gl.arange(0, KEYS, layout=KEY_LAYOUT)  # [KEYS]
@@ -310,6 +306,44 @@ def mask_probs(probs, key, row, sizes):
     from_first: gl.constexpr = "{ .reg .pred sees; setp.ge.s32 sees, $2, $3; selp.f32 $0, $1, 0f00000000, sees; }"
     probs = gl.inline_asm_elementwise(from_first, "=f,f,r,r", [probs, columns, first[:, None]], dtype=gl.float32, is_pure=True, pack=1)
     return probs  # [KEYS, BLOCK_M]
+
+
+@gluon.jit
+def zero_dk():
+    """A sum of nothing for every piece of dk."""
+    return (
+        gl.zeros([KEYS, 32], gl.float32, DK_LAYOUT_0),
+        gl.zeros([KEYS, 16], gl.float32, DK_LAYOUT_1),
+    )
+
+
+@gluon.jit
+def start_dk(dscores, tile, dk):
+    """Starts dk plus a block's product on the tensor cores, without the columns that only fill the tile up to a power of two."""
+    left_0 = gl.convert_layout(dscores, gl.DotOperandLayout(operand_index=0, parent=DK_LAYOUT_0, k_width=2))
+    piece_0 = warpgroup_mma(left_0, tile.slice(0, 32, 1), dk[0], is_async=True)
+    left_1 = gl.convert_layout(dscores, gl.DotOperandLayout(operand_index=0, parent=DK_LAYOUT_1, k_width=2))
+    piece_1 = warpgroup_mma(left_1, tile.slice(32, 16, 1), dk[1], is_async=True)
+    return piece_0, piece_1
+
+
+@gluon.jit
+def zero_dv():
+    """A sum of nothing for every piece of dv."""
+    return (
+        gl.zeros([KEYS, 32], gl.float32, DV_LAYOUT_0),
+        gl.zeros([KEYS, 16], gl.float32, DV_LAYOUT_1),
+    )
+
+
+@gluon.jit
+def start_dv(probs, tile, dv):
+    """Starts dv plus a block's product on the tensor cores, without the columns that only fill the tile up to a power of two."""
+    left_0 = gl.convert_layout(probs, gl.DotOperandLayout(operand_index=0, parent=DV_LAYOUT_0, k_width=2))
+    piece_0 = warpgroup_mma(left_0, tile.slice(0, 32, 1), dv[0], is_async=True)
+    left_1 = gl.convert_layout(probs, gl.DotOperandLayout(operand_index=0, parent=DV_LAYOUT_1, k_width=2))
+    piece_1 = warpgroup_mma(left_1, tile.slice(32, 16, 1), dv[1], is_async=True)
+    return piece_0, piece_1
 
 
 @gluon.jit
@@ -336,24 +370,26 @@ def producer(descs, smem, sizes):
 @gluon.jit
 def start_dq(number, smem, zero, W: gl.constexpr):
     """Starts this warpgroup's part of dQ, dS K over all keys of the tile."""
-    part = gl.zeros([PART_M, PART_D], gl.float32, DQ_LAYOUT)
+    columns: gl.constexpr = PART_D if W < CONSUMERS - 1 else LAST_PART_D
+    part = gl.zeros([PART_M, columns], gl.float32, DQ_LAYOUT if W < CONSUMERS - 1 else LAST_DQ_LAYOUT)
     for w in gl.static_range(CONSUMERS):
         dscores = smem.dscores.index(number % 2 * CONSUMERS + w + zero).permute((1, 0))
         keys = smem.k.index(w + zero).reshape([KEYS, BLOCK_D])
-        keys = keys.slice(W * PART_D, PART_D, 1)
+        keys = keys.slice(W * PART_D, columns, 1)
         if w == 0:
-            part = warpgroup_mma(dscores, keys, part, use_acc=False, is_async=True)  # [PART_M, PART_D]
+            part = warpgroup_mma(dscores, keys, part, use_acc=False, is_async=True)  # [PART_M, columns]
         else:
-            part = warpgroup_mma(dscores, keys, part, is_async=True)  # [PART_M, PART_D]
+            part = warpgroup_mma(dscores, keys, part, is_async=True)  # [PART_M, columns]
     return part
 
 
 @gluon.jit
 def add_dq(part, place, smem, zero, W: gl.constexpr):
     """Adds this warpgroup's part of dQ to the sums of a block."""
-    ordered = in_thread_order(part).reshape([PART_M * PART_D])
-    start = smem.sums + (place * CONSUMERS + W).to(gl.int64) * (PART_M * PART_D)
-    gl.atomic_add(start + gl.arange(0, PART_M * PART_D, layout=ordered.type.layout), ordered, sem="relaxed")
+    values: gl.constexpr = PART_M * part.shape[1]
+    ordered = in_thread_order(part).reshape([values])
+    start = smem.sums + place.to(gl.int64) * (PART_M * 48) + W * (PART_M * PART_D)
+    gl.atomic_add(start + gl.arange(0, values, layout=ordered.type.layout), ordered, sem="relaxed")
 
 
 @gluon.jit
@@ -380,13 +416,21 @@ def mainloop(
         zero = opaque_zero()
         q_tile = smem.q.smem.index(number % STAGES).reshape([BLOCK_M, BLOCK_D])
         dout_tile = smem.dout.smem.index(number % STAGES).reshape([BLOCK_M, BLOCK_DV])
+        k_tile = smem.k.index(W + zero).reshape([KEYS, BLOCK_D])
+        v_tile = smem.v.index(W + zero).reshape([KEYS, BLOCK_DV])
         wait_full(smem.q, number)
-        scores = warpgroup_mma(k_held, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
+        piece = q_tile.slice(0, 32, 1)
+        scores = warpgroup_mma(k_held, piece.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
+        piece = q_tile.slice(32, 16, 1)
+        scores = warpgroup_mma(k_tile.slice(32, 16, 1), piece.permute((1, 0)), scores, is_async=True)  # [KEYS, BLOCK_M]
         wait_full(smem.dout, number)
-        dprobs = warpgroup_mma(v_held, dout_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
+        piece = dout_tile.slice(0, 32, 1)
+        dprobs = warpgroup_mma(v_held, piece.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
+        piece = dout_tile.slice(32, 16, 1)
+        dprobs = warpgroup_mma(v_tile.slice(32, 16, 1), piece.permute((1, 0)), dprobs, is_async=True)  # [KEYS, BLOCK_M]
         lse = smem.q.numbers.index(number % STAGES).load(QUERY_LAYOUT)  # [BLOCK_M]
-        scores = warpgroup_mma_wait(1, deps=[scores])
-        probs = exp2(scores * params.score_scale - lse[None, :])  # [KEYS, BLOCK_M]
+        scores = warpgroup_mma_wait(2, deps=[scores])
+        probs = gl.exp2(scores * params.score_scale - lse[None, :])  # [KEYS, BLOCK_M]
         if MASKED:
             probs = mask_probs(probs, key, block * BLOCK_M, sizes)
         delta = smem.dout.numbers.index(number % STAGES).load(QUERY_LAYOUT)  # [BLOCK_M]
@@ -397,27 +441,27 @@ def mainloop(
             smem.dscores.index(number % 2 * CONSUMERS + W + zero).store(dscores)
         dscores = gl.convert_layout(dscores, DSCORES_LAYOUT)
         if HAS_DKDV:
-            dv = warpgroup_mma(probs, dout_tile, dv, is_async=True)  # [KEYS, BLOCK_DV]
+            dv = start_dv(probs, dout_tile, dv)
         if HAS_DQ:
             fence_async_shared()
             # Behind it both halves of dS are there, and nobody reads those of the block before.
             named_barrier_sync(5, 128 * CONSUMERS)
             part = start_dq(number, smem, zero, W)
             if HAS_DKDV:
-                dv = warpgroup_mma_wait(CONSUMERS, deps=[dv])
+                dv = warpgroup_mma_wait(CONSUMERS, deps=[dv[0], dv[1]])
                 release(smem.dout, number)
-                dk = warpgroup_mma(dscores, q_tile, dk, is_async=True)  # [KEYS, BLOCK_D]
-                part = warpgroup_mma_wait(1, deps=[part])
+                dk = start_dk(dscores, q_tile, dk)
+                part = warpgroup_mma_wait(2, deps=[part])
             else:
                 part = warpgroup_mma_wait(0, deps=[part])
                 release(smem.dout, number)
             add_dq(part, place + block, smem, zero, W)
         else:
-            dk = warpgroup_mma(dscores, q_tile, dk, is_async=True)  # [KEYS, BLOCK_D]
-            dv = warpgroup_mma_wait(1, deps=[dv])
+            dk = start_dk(dscores, q_tile, dk)
+            dv = warpgroup_mma_wait(2, deps=[dv[0], dv[1]])
             release(smem.dout, number)
         if HAS_DKDV:
-            dk = warpgroup_mma_wait(0, deps=[dk])
+            dk = warpgroup_mma_wait(0, deps=[dk[0], dk[1]])
         release(smem.q, number)
         number += 1
     return number, dk, dv
@@ -428,11 +472,11 @@ def consumer(dk_desc, dv_desc, smem, sizes, params, HAS_DQ: gl.constexpr, HAS_DK
     """One warpgroup: keys W * KEYS .. W * KEYS + KEYS - 1 of the program's tile."""
     tile = tile_at(gl.program_id(0), sizes)
     key = tile.key + W * KEYS
-    dk = gl.zeros([KEYS, BLOCK_D], gl.float32, DK_LAYOUT)
-    dv = gl.zeros([KEYS, BLOCK_DV], gl.float32, DV_LAYOUT)
+    dk = zero_dk()
+    dv = zero_dv()
     mbarrier.wait(smem.kv_full.index(0), 0)
-    k_held = smem.k.index(W).reshape([KEYS, BLOCK_D]).load(HELD_LAYOUT)
-    v_held = smem.v.index(W).reshape([KEYS, BLOCK_DV]).load(HELD_LAYOUT)
+    k_held = smem.k.index(W).reshape([KEYS, BLOCK_D]).slice(0, 32, 1).load(HELD_LAYOUT)
+    v_held = smem.v.index(W).reshape([KEYS, BLOCK_DV]).slice(0, 32, 1).load(HELD_LAYOUT)
     number = gl.to_tensor(0)
     head_place = (tile.batch * sizes.kv_heads + tile.kv_head) * sizes.group * sizes.m_tiles
     for _ in range(sizes.group):
@@ -444,8 +488,10 @@ def consumer(dk_desc, dv_desc, smem, sizes, params, HAS_DQ: gl.constexpr, HAS_DK
     if HAS_DKDV:
         # The gradients leave through the memory of their keys and values, once nobody reads these.
         named_barrier_sync(7, 128 * CONSUMERS)
-        smem.k.index(W).reshape([KEYS, BLOCK_D]).store((dk * params.scale).to(DTYPE))
-        smem.v.index(W).reshape([KEYS, BLOCK_DV]).store(dv.to(DTYPE))
+        smem.k.index(W).reshape([KEYS, BLOCK_D]).slice(0, 32, 1).store((dk[0] * params.scale).to(DTYPE))
+        smem.k.index(W).reshape([KEYS, BLOCK_D]).slice(32, 16, 1).store((dk[1] * params.scale).to(DTYPE))
+        smem.v.index(W).reshape([KEYS, BLOCK_DV]).slice(0, 32, 1).store(dv[0].to(DTYPE))
+        smem.v.index(W).reshape([KEYS, BLOCK_DV]).slice(32, 16, 1).store(dv[1].to(DTYPE))
         fence_async_shared()
         async_store(dk_desc, [tile.batch, tile.kv_head, key, 0], smem.k.index(W))
         async_store(dv_desc, [tile.batch, tile.kv_head, key, 0], smem.v.index(W))
@@ -577,14 +623,17 @@ def launches(
     rows = m_tiles * 64
     lse_2 = torch.empty(batches * heads * rows, dtype=torch.float32, device=q.device)
     deltas = torch.empty_like(lse_2)
+    present = [x for x in (q, k, v, out, dout, dq, dk, dv) if x is not None]
+    sizes = [(size, stride) for x in present for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
+    aligned = all(size == 1 or stride % 8 == 0 for size, stride in sizes)
     # Nothing is written to those of a call without dQ.
-    sums = torch.empty((batches * heads * rows * 64 // 256 if dq is not None else 8, 256), dtype=torch.float32, device=q.device)
+    sums = torch.empty((batches * heads * rows * 48 // 256 if dq is not None else 8, 256), dtype=torch.float32, device=q.device)
 
     def numbers_of(tensor):
         return TensorDescriptor(tensor, list(tensor.shape), [1], [64], gl.NVMMASharedLayout(0, 32, 1))
 
     args = (out, dout, lse, lse if dlse is None else dlse, lse_2, deltas, sums, *out.stride(), *dout.stride(), heads, n_q, rows)
-    args = (*args, dlse is not None, dq is not None)
+    args = (*args, dlse is not None, dq is not None, aligned)
     found = [(preprocess, (rows // 64 * batches * heads,), args, {"num_warps": 4, "enable_fp_fusion": True})]
     args = (
         descriptor(q, 64, 64),
@@ -609,7 +658,7 @@ def launches(
     )
     found.append((flash_bwd_hopper, (n_tiles * batches * kv_heads,), args, {"num_warps": 4, "enable_fp_fusion": True}))
     if dq is not None:
-        args = (sums, dq, *dq.stride(), heads, n_q, m_tiles, scale)
+        args = (sums, dq, *dq.stride(), heads, n_q, m_tiles, scale, aligned)
         found.append((finish_dq, (m_tiles * batches * heads,), args, {"num_warps": 4, "enable_fp_fusion": True}))
     return found
 

@@ -4,9 +4,9 @@ A program holds a tile of keys and loops over the queries of its whole group tha
 memory, from registers, in an order that no two launches share: its last bits vary.
 
 Compiled in: bwd-bf16-d80-causal
-Template: flash_bwd_hopper bd6b50db1f3bd9ea
-Variant: 71354f76f70674c3
-Config: BLOCK_M=64 BLOCK_N=128 dq_sums=registers exp_poly=True held=both num_stages=2 section=4
+Template: flash_bwd_hopper 6eed20e67bdd18c0
+Variant: f4c7771e8ff772ee
+Config: BLOCK_M=64 BLOCK_N=128 column_unit=16 dq_sums=registers exp_poly=True held=both num_stages=2 section=4
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
@@ -37,15 +37,15 @@ SECTION = gl.constexpr(4)
 # What each warpgroup makes of a tile of dQ.
 PART_M = gl.constexpr(64)
 PART_D = gl.constexpr(64)
-LAST_PART_D = gl.constexpr(32)
+LAST_PART_D = gl.constexpr(16)
 # Scores have keys as rows, so that they and their gradients leave a product as the left operand of the next.
 SCORES_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 DK_LAYOUT_0 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
-DK_LAYOUT_1 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16]))
+DK_LAYOUT_1 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 16, 16]))
 DV_LAYOUT_0 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
-DV_LAYOUT_1 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16]))
+DV_LAYOUT_1 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 16, 16]))
 DQ_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
-LAST_DQ_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16]))
+LAST_DQ_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 16, 16]))
 PROBS_LAYOUT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=DV_LAYOUT_0, k_width=2))
 DSCORES_LAYOUT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=DK_LAYOUT_0, k_width=2))
 KEY_LAYOUT = gl.constexpr(gl.SliceLayout(1, SCORES_LAYOUT))
@@ -138,7 +138,6 @@ def preprocess(
     Rows past the end, and those that see no key, have the LSE +inf, by which they have no probabilities.
     """
     ROWS: tl.constexpr = 64
-    BLOCK_D: tl.constexpr = 128
     BLOCK_DV: tl.constexpr = 128
 
     tiles = rows // ROWS
@@ -166,7 +165,9 @@ def preprocess(
     tl.store(lse_2_ptr + place + tl.arange(0, ROWS), tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634))
     tl.store(delta_ptr + place + tl.arange(0, ROWS), delta)
     if HAS_DQ:
-        tl.store(sums_ptr + place * BLOCK_D + tl.arange(0, ROWS * BLOCK_D), tl.zeros([ROWS * BLOCK_D], tl.float32))
+        sums_ptr += place * 80
+        tl.store(sums_ptr + tl.arange(0, ROWS * 64), tl.zeros([ROWS * 64], tl.float32))
+        tl.store(sums_ptr + ROWS * 64 + tl.arange(0, ROWS * 16), tl.zeros([ROWS * 16], tl.float32))
 
 
 @triton.jit(do_not_specialize=["heads", "n_q", "m_tiles"])
@@ -184,22 +185,26 @@ def finish_dq(
 ):
     """dQ of one block of rows from its sums, which lie in the order of `in_thread_order`."""
     PART_M: tl.constexpr = 64
-    PART_D: tl.constexpr = 64
-    PARTS: tl.constexpr = 2
 
     head_index = tl.program_id(0) // m_tiles
     start = tl.program_id(0) % m_tiles * 64
     dq_ptr += (head_index // heads).to(tl.int64) * stride_dqb + (head_index % heads).to(tl.int64) * stride_dqh
-    sums_ptr += tl.program_id(0).to(tl.int64) * (PARTS * PART_M * PART_D)
-    for part in tl.static_range(PARTS):
-        sums = tl.load(sums_ptr + part * (PART_M * PART_D) + tl.arange(0, PART_M * PART_D))
-        corners = sums.reshape([PART_D // 8, PART_M // 16, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5))
-        tile = corners.reshape([PART_M, PART_D]) * scale  # [PART_M, PART_D]
-        offs_m = start + tl.arange(0, PART_M)
-        offs_d = part * PART_D + tl.arange(0, PART_D)
-        dq_ptrs = dq_ptr + offs_m.to(tl.int64)[:, None] * stride_dqm + offs_d.to(tl.int64)[None, :] * stride_dqd  # [PART_M, PART_D]
-        in_tile = (offs_m < n_q)[:, None] & (offs_d < 80)[None, :]
-        tl.store(dq_ptrs, tile.to(dq_ptr.dtype.element_ty), mask=in_tile)
+    sums_ptr += tl.program_id(0).to(tl.int64) * (PART_M * 80)
+    offs_m = start + tl.arange(0, PART_M)
+    sums = tl.load(sums_ptr + tl.arange(0, PART_M * 64))
+    corners = sums.reshape([8, PART_M // 16, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5))
+    tile = corners.reshape([PART_M, 64]) * scale  # [PART_M, 64]
+    offs_d = tl.arange(0, 64)
+    dq_ptrs = dq_ptr + offs_m.to(tl.int64)[:, None] * stride_dqm + offs_d.to(tl.int64)[None, :] * stride_dqd  # [PART_M, 64]
+    in_tile = (offs_m < n_q)[:, None]
+    tl.store(dq_ptrs, tile.to(dq_ptr.dtype.element_ty), mask=in_tile)
+    sums = tl.load(sums_ptr + PART_M * 64 + tl.arange(0, PART_M * 16))
+    corners = sums.reshape([2, PART_M // 16, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5))
+    tile = corners.reshape([PART_M, 16]) * scale  # [PART_M, 16]
+    offs_d = 64 + tl.arange(0, 16)
+    dq_ptrs = dq_ptr + offs_m.to(tl.int64)[:, None] * stride_dqm + offs_d.to(tl.int64)[None, :] * stride_dqd  # [PART_M, 16]
+    in_tile = (offs_m < n_q)[:, None]
+    tl.store(dq_ptrs, tile.to(dq_ptr.dtype.element_ty), mask=in_tile)
 
 
 @gluon.jit
@@ -327,7 +332,7 @@ def zero_dk():
     """A sum of nothing for every piece of dk."""
     return (
         gl.zeros([KEYS, 64], gl.float32, DK_LAYOUT_0),
-        gl.zeros([KEYS, 32], gl.float32, DK_LAYOUT_1),
+        gl.zeros([KEYS, 16], gl.float32, DK_LAYOUT_1),
     )
 
 
@@ -337,7 +342,7 @@ def start_dk(dscores, tile, dk):
     left_0 = gl.convert_layout(dscores, gl.DotOperandLayout(operand_index=0, parent=DK_LAYOUT_0, k_width=2))
     piece_0 = warpgroup_mma(left_0, tile.slice(0, 64, 1), dk[0], is_async=True)
     left_1 = gl.convert_layout(dscores, gl.DotOperandLayout(operand_index=0, parent=DK_LAYOUT_1, k_width=2))
-    piece_1 = warpgroup_mma(left_1, tile.slice(64, 32, 1), dk[1], is_async=True)
+    piece_1 = warpgroup_mma(left_1, tile.slice(64, 16, 1), dk[1], is_async=True)
     return piece_0, piece_1
 
 
@@ -346,7 +351,7 @@ def zero_dv():
     """A sum of nothing for every piece of dv."""
     return (
         gl.zeros([KEYS, 64], gl.float32, DV_LAYOUT_0),
-        gl.zeros([KEYS, 32], gl.float32, DV_LAYOUT_1),
+        gl.zeros([KEYS, 16], gl.float32, DV_LAYOUT_1),
     )
 
 
@@ -356,7 +361,7 @@ def start_dv(probs, tile, dv):
     left_0 = gl.convert_layout(probs, gl.DotOperandLayout(operand_index=0, parent=DV_LAYOUT_0, k_width=2))
     piece_0 = warpgroup_mma(left_0, tile.slice(0, 64, 1), dv[0], is_async=True)
     left_1 = gl.convert_layout(probs, gl.DotOperandLayout(operand_index=0, parent=DV_LAYOUT_1, k_width=2))
-    piece_1 = warpgroup_mma(left_1, tile.slice(64, 32, 1), dv[1], is_async=True)
+    piece_1 = warpgroup_mma(left_1, tile.slice(64, 16, 1), dv[1], is_async=True)
     return piece_0, piece_1
 
 
@@ -402,7 +407,7 @@ def add_dq(part, place, smem, zero, W: gl.constexpr):
     """Adds this warpgroup's part of dQ to the sums of a block."""
     values: gl.constexpr = PART_M * part.shape[1]
     ordered = in_thread_order(part).reshape([values])
-    start = smem.sums + (place * CONSUMERS + W).to(gl.int64) * (PART_M * PART_D)
+    start = smem.sums + place.to(gl.int64) * (PART_M * 80) + W * (PART_M * PART_D)
     gl.atomic_add(start + gl.arange(0, values, layout=ordered.type.layout), ordered, sem="relaxed")
 
 
@@ -435,13 +440,13 @@ def mainloop(
         wait_full(smem.q, number)
         piece = q_tile.slice(0, 64, 1)
         scores = warpgroup_mma(k_held, piece.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
-        piece = q_tile.slice(64, 32, 1)
-        scores = warpgroup_mma(k_tile.slice(64, 32, 1), piece.permute((1, 0)), scores, is_async=True)  # [KEYS, BLOCK_M]
+        piece = q_tile.slice(64, 16, 1)
+        scores = warpgroup_mma(k_tile.slice(64, 16, 1), piece.permute((1, 0)), scores, is_async=True)  # [KEYS, BLOCK_M]
         wait_full(smem.dout, number)
         piece = dout_tile.slice(0, 64, 1)
         dprobs = warpgroup_mma(v_held, piece.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
-        piece = dout_tile.slice(64, 32, 1)
-        dprobs = warpgroup_mma(v_tile.slice(64, 32, 1), piece.permute((1, 0)), dprobs, is_async=True)  # [KEYS, BLOCK_M]
+        piece = dout_tile.slice(64, 16, 1)
+        dprobs = warpgroup_mma(v_tile.slice(64, 16, 1), piece.permute((1, 0)), dprobs, is_async=True)  # [KEYS, BLOCK_M]
         lse = smem.q.numbers.index(number % STAGES).load(QUERY_LAYOUT)  # [BLOCK_M]
         scores = warpgroup_mma_wait(2, deps=[scores])
         probs = exp2(scores * params.score_scale - lse[None, :])  # [KEYS, BLOCK_M]
@@ -503,9 +508,9 @@ def consumer(dk_desc, dv_desc, smem, sizes, params, HAS_DQ: gl.constexpr, HAS_DK
         # The gradients leave through the memory of their keys and values, once nobody reads these.
         named_barrier_sync(7, 128 * CONSUMERS)
         smem.k.index(W).reshape([KEYS, BLOCK_D]).slice(0, 64, 1).store((dk[0] * params.scale).to(DTYPE))
-        smem.k.index(W).reshape([KEYS, BLOCK_D]).slice(64, 32, 1).store((dk[1] * params.scale).to(DTYPE))
+        smem.k.index(W).reshape([KEYS, BLOCK_D]).slice(64, 16, 1).store((dk[1] * params.scale).to(DTYPE))
         smem.v.index(W).reshape([KEYS, BLOCK_DV]).slice(0, 64, 1).store(dv[0].to(DTYPE))
-        smem.v.index(W).reshape([KEYS, BLOCK_DV]).slice(64, 32, 1).store(dv[1].to(DTYPE))
+        smem.v.index(W).reshape([KEYS, BLOCK_DV]).slice(64, 16, 1).store(dv[1].to(DTYPE))
         fence_async_shared()
         async_store(dk_desc, [tile.batch, tile.kv_head, key, 0], smem.k.index(W))
         async_store(dv_desc, [tile.batch, tile.kv_head, key, 0], smem.v.index(W))
@@ -640,7 +645,7 @@ def launches(
     lse_2 = torch.empty(batches * heads * rows, dtype=torch.float32, device=q.device)
     deltas = torch.empty_like(lse_2)
     # Nothing is written to those of a call without dQ.
-    sums = torch.empty((batches * heads * rows * 128 // 256 if dq is not None else 16, 256), dtype=torch.float32, device=q.device)
+    sums = torch.empty((batches * heads * rows * 80 // 256 if dq is not None else 16, 256), dtype=torch.float32, device=q.device)
 
     def numbers_of(tensor):
         return TensorDescriptor(tensor, list(tensor.shape), [1], [64], gl.NVMMASharedLayout(0, 32, 1))

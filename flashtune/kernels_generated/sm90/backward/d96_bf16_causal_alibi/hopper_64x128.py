@@ -4,8 +4,8 @@ A program holds a tile of keys and loops over the queries of its whole group tha
 memory, from registers, in an order that no two launches share: its last bits vary.
 
 Compiled in: bwd-bf16-d96-causal-alibi
-Template: flash_bwd_hopper 2e57d00293ad8a1b
-Variant: 2b4b751e4cebac2b
+Template: flash_bwd_hopper 6e144e1137fe02c5
+Variant: 7816770e46b86255
 Config: BLOCK_M=64 BLOCK_N=128 dq_sums=registers held=both num_stages=2 section=4
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -147,7 +147,6 @@ def preprocess(
     Rows past the end, and those that see no key, have the LSE +inf, by which they have no probabilities.
     """
     ROWS: tl.constexpr = 64
-    BLOCK_D: tl.constexpr = 128
     BLOCK_DV: tl.constexpr = 128
 
     tiles = rows // ROWS
@@ -175,7 +174,9 @@ def preprocess(
     tl.store(lse_2_ptr + place + tl.arange(0, ROWS), tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634))
     tl.store(delta_ptr + place + tl.arange(0, ROWS), delta)
     if HAS_DQ:
-        tl.store(sums_ptr + place * BLOCK_D + tl.arange(0, ROWS * BLOCK_D), tl.zeros([ROWS * BLOCK_D], tl.float32))
+        sums_ptr += place * 96
+        tl.store(sums_ptr + tl.arange(0, ROWS * 64), tl.zeros([ROWS * 64], tl.float32))
+        tl.store(sums_ptr + ROWS * 64 + tl.arange(0, ROWS * 32), tl.zeros([ROWS * 32], tl.float32))
 
 
 @triton.jit(do_not_specialize=["heads", "n_q", "m_tiles"])
@@ -193,22 +194,26 @@ def finish_dq(
 ):
     """dQ of one block of rows from its sums, which lie in the order of `in_thread_order`."""
     PART_M: tl.constexpr = 64
-    PART_D: tl.constexpr = 64
-    PARTS: tl.constexpr = 2
 
     head_index = tl.program_id(0) // m_tiles
     start = tl.program_id(0) % m_tiles * 64
     dq_ptr += (head_index // heads).to(tl.int64) * stride_dqb + (head_index % heads).to(tl.int64) * stride_dqh
-    sums_ptr += tl.program_id(0).to(tl.int64) * (PARTS * PART_M * PART_D)
-    for part in tl.static_range(PARTS):
-        sums = tl.load(sums_ptr + part * (PART_M * PART_D) + tl.arange(0, PART_M * PART_D))
-        corners = sums.reshape([PART_D // 8, PART_M // 16, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5))
-        tile = corners.reshape([PART_M, PART_D]) * scale  # [PART_M, PART_D]
-        offs_m = start + tl.arange(0, PART_M)
-        offs_d = part * PART_D + tl.arange(0, PART_D)
-        dq_ptrs = dq_ptr + offs_m.to(tl.int64)[:, None] * stride_dqm + offs_d.to(tl.int64)[None, :] * stride_dqd  # [PART_M, PART_D]
-        in_tile = (offs_m < n_q)[:, None] & (offs_d < 96)[None, :]
-        tl.store(dq_ptrs, tile.to(dq_ptr.dtype.element_ty), mask=in_tile)
+    sums_ptr += tl.program_id(0).to(tl.int64) * (PART_M * 96)
+    offs_m = start + tl.arange(0, PART_M)
+    sums = tl.load(sums_ptr + tl.arange(0, PART_M * 64))
+    corners = sums.reshape([8, PART_M // 16, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5))
+    tile = corners.reshape([PART_M, 64]) * scale  # [PART_M, 64]
+    offs_d = tl.arange(0, 64)
+    dq_ptrs = dq_ptr + offs_m.to(tl.int64)[:, None] * stride_dqm + offs_d.to(tl.int64)[None, :] * stride_dqd  # [PART_M, 64]
+    in_tile = (offs_m < n_q)[:, None]
+    tl.store(dq_ptrs, tile.to(dq_ptr.dtype.element_ty), mask=in_tile)
+    sums = tl.load(sums_ptr + PART_M * 64 + tl.arange(0, PART_M * 32))
+    corners = sums.reshape([4, PART_M // 16, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5))
+    tile = corners.reshape([PART_M, 32]) * scale  # [PART_M, 32]
+    offs_d = 64 + tl.arange(0, 32)
+    dq_ptrs = dq_ptr + offs_m.to(tl.int64)[:, None] * stride_dqm + offs_d.to(tl.int64)[None, :] * stride_dqd  # [PART_M, 32]
+    in_tile = (offs_m < n_q)[:, None]
+    tl.store(dq_ptrs, tile.to(dq_ptr.dtype.element_ty), mask=in_tile)
 
 
 @gluon.jit
@@ -396,7 +401,7 @@ def add_dq(part, place, smem, zero, W: gl.constexpr):
     """Adds this warpgroup's part of dQ to the sums of a block."""
     values: gl.constexpr = PART_M * part.shape[1]
     ordered = in_thread_order(part).reshape([values])
-    start = smem.sums + (place * CONSUMERS + W).to(gl.int64) * (PART_M * PART_D)
+    start = smem.sums + place.to(gl.int64) * (PART_M * 96) + W * (PART_M * PART_D)
     gl.atomic_add(start + gl.arange(0, values, layout=ordered.type.layout), ordered, sem="relaxed")
 
 
@@ -646,7 +651,7 @@ def launches(
     lse_2 = torch.empty(batches * heads * rows, dtype=torch.float32, device=q.device)
     deltas = torch.empty_like(lse_2)
     # Nothing is written to those of a call without dQ.
-    sums = torch.empty((batches * heads * rows * 128 // 256 if dq is not None else 16, 256), dtype=torch.float32, device=q.device)
+    sums = torch.empty((batches * heads * rows * 96 // 256 if dq is not None else 16, 256), dtype=torch.float32, device=q.device)
 
     def numbers_of(tensor):
         return TensorDescriptor(tensor, list(tensor.shape), [1], [64], gl.NVMMASharedLayout(0, 32, 1))

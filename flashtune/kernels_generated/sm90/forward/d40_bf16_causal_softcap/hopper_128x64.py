@@ -5,10 +5,10 @@ Key blocks go from right to left.
 One block goes from scores to values.
 
 Compiled in: fwd-bf16-d40-causal-softcap
-Template: flash_fwd_hopper 219dcfdedac33575
-Variant: ea16eb3146a7c72d
-Config: BLOCK_M=128 BLOCK_N=64 ctas_per_sm=2 intra_wg_overlap=0 maximum=first num_stages=2 order=fixed pingpong=False rescale=grown
-section=8 tiles=one
+Template: flash_fwd_hopper 63937303a5cd43bf
+Variant: d3be92b91311ec51
+Config: BLOCK_M=128 BLOCK_N=64 column_unit=16 ctas_per_sm=2 intra_wg_overlap=0 maximum=first num_stages=2 order=fixed pingpong=False
+rescale=grown section=8 tiles=one v_columns=pieces
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
@@ -36,11 +36,11 @@ STAGES = gl.constexpr(2)
 Q_SLOTS = gl.constexpr(2)
 SECTION = gl.constexpr(8)
 SCORES_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
-OUT_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
-PROBS_LAYOUT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=OUT_LAYOUT, k_width=2))
+OUT_LAYOUT_0 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16]))
+OUT_LAYOUT_1 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 16, 16]))
+PROBS_LAYOUT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=OUT_LAYOUT_0, k_width=2))
 ROW_LAYOUT = gl.constexpr(gl.SliceLayout(1, SCORES_LAYOUT))
 COLUMN_LAYOUT = gl.constexpr(gl.SliceLayout(0, SCORES_LAYOUT))
-OUT_ROW_LAYOUT = gl.constexpr(gl.SliceLayout(1, OUT_LAYOUT))
 # One bit for each column that a thread holds of a row, four threads to a row.
 MASK_BITS_LAYOUT = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -177,14 +177,44 @@ def release(pipeline, number, pred=True):
 def start_qk(q_tile, k_tile):
     """Starts Q K^T on the tensor cores."""
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES_LAYOUT)
-    k_tile = k_tile.reshape([BLOCK_N, BLOCK_D]).permute((1, 0))
-    return warpgroup_mma(q_tile.reshape([ROWS, BLOCK_D]), k_tile, zeros, use_acc=False, is_async=True)  # [ROWS, BLOCK_N]
+    # Without the columns that only fill the tile up to a power of two.
+    q_tile = q_tile.reshape([ROWS, BLOCK_D])
+    k_tile = k_tile.reshape([BLOCK_N, BLOCK_D])
+    k_piece = k_tile.slice(0, 32, 1).permute((1, 0))
+    scores = warpgroup_mma(q_tile.slice(0, 32, 1), k_piece, zeros, use_acc=False, is_async=True)  # [ROWS, BLOCK_N]
+    k_piece = k_tile.slice(32, 16, 1).permute((1, 0))
+    scores = warpgroup_mma(q_tile.slice(32, 16, 1), k_piece, scores, is_async=True)  # [ROWS, BLOCK_N]
+    return scores
+
+
+@gluon.jit
+def zero_acc():
+    """A sum of nothing for every piece."""
+    return (
+        gl.zeros([ROWS, 32], gl.float32, OUT_LAYOUT_0),
+        gl.zeros([ROWS, 16], gl.float32, OUT_LAYOUT_1),
+    )
+
+
+@gluon.jit
+def rescale_acc(acc, factor):
+    """Rows of all pieces times their factors."""
+    return (
+        acc[0] * gl.convert_layout(factor, gl.SliceLayout(1, OUT_LAYOUT_0))[:, None],  # [ROWS, 32]
+        acc[1] * gl.convert_layout(factor, gl.SliceLayout(1, OUT_LAYOUT_1))[:, None],  # [ROWS, 16]
+    )
 
 
 @gluon.jit
 def start_pv(p_tile, v_tile, acc):
-    """Starts acc + P V on the tensor cores."""
-    return warpgroup_mma(unpack(p_tile), v_tile.reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)  # [ROWS, BLOCK_DV]
+    """Starts acc + P V on the tensor cores, without the columns that only fill the tile up to a power of two."""
+    probs = unpack(p_tile)
+    v_tile = v_tile.reshape([BLOCK_N, BLOCK_DV])
+    probs_0 = gl.convert_layout(probs, gl.DotOperandLayout(operand_index=0, parent=OUT_LAYOUT_0, k_width=2))
+    piece_0 = warpgroup_mma(probs_0, v_tile.slice(0, 32, 1), acc[0], is_async=True)
+    probs_1 = gl.convert_layout(probs, gl.DotOperandLayout(operand_index=0, parent=OUT_LAYOUT_1, k_width=2))
+    piece_1 = warpgroup_mma(probs_1, v_tile.slice(32, 16, 1), acc[1], is_async=True)
+    return piece_0, piece_1
 
 
 @gluon.jit
@@ -559,7 +589,7 @@ def raise_maxima(probs, acc, row_max, row_sum):
     growth = gl.minimum(gl.log2(gl.maximum(gl.max(probs, 1), 1.0)), 126.0)
     rescale = gl.exp2(-growth)  # [ROWS]
     probs = probs * rescale[:, None]
-    acc = acc * gl.convert_layout(rescale, OUT_ROW_LAYOUT)[:, None]
+    acc = rescale_acc(acc, rescale)
     row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None]
     return probs, acc, row_max + growth, row_sum
 
@@ -604,7 +634,7 @@ def lazy_softmax(scores, row_max, scale, W: gl.constexpr, GUARD: gl.constexpr):
 def rescale_acc_and_sum(acc, row_sum, growth):
     """The output and the sums so far, relative to maxima that grew."""
     rescale = gl.exp2(-growth)  # [ROWS]
-    acc = acc * gl.convert_layout(rescale, OUT_ROW_LAYOUT)[:, None]
+    acc = rescale_acc(acc, rescale)
     return acc, row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None]
 
 
@@ -661,7 +691,7 @@ def attend(block, q_tile, acc, state, coord, column, unmasked, smem, sizes, para
     p_tile = pack(probs)
     wait_full(smem.v, block)
     product = start_pv(p_tile, smem.v.smem.index(stage), acc)
-    acc = warpgroup_mma_wait(0, deps=[product])
+    acc = warpgroup_mma_wait(0, deps=[product[0], product[1]])
     release(smem.v, block)
     return acc, SoftmaxState(row_max, row_sum)
 
@@ -706,8 +736,11 @@ def epilogue(acc, row_max, row_sum, out_tile, out_desc, lse_ptr, coord, sizes):
     batch, head, row = coord
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW_LAYOUT)  # [ROWS]
     inverse = gl.where(row_sum > 0.0, 1.0 / row_sum, 0.0)  # [ROWS]
-    acc = acc * gl.convert_layout(inverse, OUT_ROW_LAYOUT)[:, None]  # [ROWS, BLOCK_DV]
-    out_tile.reshape([ROWS, BLOCK_DV]).store(acc.to(DTYPE))
+    acc = rescale_acc(acc, inverse)
+    # What the memory holds past the last piece is past the output's columns, which TMA leaves out too.
+    out_columns = out_tile.reshape([ROWS, BLOCK_DV])
+    out_columns.slice(0, 32, 1).store(acc[0].to(DTYPE))
+    out_columns.slice(32, 16, 1).store(acc[1].to(DTYPE))
     fence_async_shared()
     async_store(out_desc, [batch, head, row, 0], out_tile)
     offs_m = row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
@@ -736,7 +769,7 @@ def compute_tile(iteration, work_index, block, missed, passes, out_desc, lse_ptr
     tile_blocks = block_range(tile.row, BLOCK_M, sizes)
     blocks = block_range(coord.row, ROWS, sizes)
     block = skip_blocks(block, tile_blocks.end - blocks.end, smem, W)
-    acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, OUT_LAYOUT)
+    acc = zero_acc()
     mbarrier.wait(smem.q.full.index(W), iteration & 1)
     row_max, row_sum = init_softmax()
     state = SoftmaxState(row_max, row_sum)

@@ -5,9 +5,10 @@ Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
 Compiled in: fwd-bf16-d72
-Template: flash_fwd_hopper 7f2d4d1c7de09558
-Variant: 45c7f1f625fa255e
-Config: BLOCK_M=192 BLOCK_N=64 ctas_per_sm=1 intra_wg_overlap=1 maximum=running num_stages=3 order=fixed pingpong=False section=1 tiles=loop
+Template: flash_fwd_hopper 75e5925ddaeeef43
+Variant: 053d82ed49e96bb1
+Config: BLOCK_M=192 BLOCK_N=64 column_unit=16 ctas_per_sm=1 intra_wg_overlap=1 maximum=running num_stages=3 order=fixed pingpong=False
+section=1 tiles=loop
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
@@ -165,8 +166,8 @@ def start_qk(q_tile, k_tile):
     k_tile = k_tile.reshape([BLOCK_N, BLOCK_D])
     k_piece = k_tile.slice(0, 64, 1).permute((1, 0))
     scores = warpgroup_mma(q_tile.slice(0, 64, 1), k_piece, zeros, use_acc=False, is_async=True)  # [ROWS, BLOCK_N]
-    k_piece = k_tile.slice(64, 32, 1).permute((1, 0))
-    scores = warpgroup_mma(q_tile.slice(64, 32, 1), k_piece, scores, is_async=True)  # [ROWS, BLOCK_N]
+    k_piece = k_tile.slice(64, 16, 1).permute((1, 0))
+    scores = warpgroup_mma(q_tile.slice(64, 16, 1), k_piece, scores, is_async=True)  # [ROWS, BLOCK_N]
     return scores
 
 

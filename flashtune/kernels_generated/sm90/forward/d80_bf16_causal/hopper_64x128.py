@@ -5,10 +5,10 @@ Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
 Compiled in: fwd-bf16-d80-causal
-Template: flash_fwd_hopper b0363883759f74fd
-Variant: 91e2c02e36b61767
-Config: BLOCK_M=64 BLOCK_N=128 ctas_per_sm=1 intra_wg_overlap=1 maximum=first num_stages=2 order=fixed pingpong=False rescale=grown
-section=1 tiles=one
+Template: flash_fwd_hopper c411cd637be4495a
+Variant: 21afb4d21325baa7
+Config: BLOCK_M=64 BLOCK_N=128 column_unit=16 ctas_per_sm=1 intra_wg_overlap=1 maximum=first num_stages=2 order=fixed pingpong=False
+rescale=grown section=1 tiles=one v_columns=pieces
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
@@ -35,11 +35,11 @@ ROWS = gl.constexpr(64)
 STAGES = gl.constexpr(2)
 Q_SLOTS = gl.constexpr(1)
 SCORES_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
-OUT_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
-PROBS_LAYOUT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=OUT_LAYOUT, k_width=2))
+OUT_LAYOUT_0 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
+OUT_LAYOUT_1 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 16, 16]))
+PROBS_LAYOUT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=OUT_LAYOUT_0, k_width=2))
 ROW_LAYOUT = gl.constexpr(gl.SliceLayout(1, SCORES_LAYOUT))
 COLUMN_LAYOUT = gl.constexpr(gl.SliceLayout(0, SCORES_LAYOUT))
-OUT_ROW_LAYOUT = gl.constexpr(gl.SliceLayout(1, OUT_LAYOUT))
 # One bit for each column that a thread holds of a row, four threads to a row.
 MASK_BITS_LAYOUT = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -180,15 +180,39 @@ def start_qk(q_tile, k_tile):
     k_tile = k_tile.reshape([BLOCK_N, BLOCK_D])
     k_piece = k_tile.slice(0, 64, 1).permute((1, 0))
     scores = warpgroup_mma(q_tile.slice(0, 64, 1), k_piece, zeros, use_acc=False, is_async=True)  # [ROWS, BLOCK_N]
-    k_piece = k_tile.slice(64, 32, 1).permute((1, 0))
-    scores = warpgroup_mma(q_tile.slice(64, 32, 1), k_piece, scores, is_async=True)  # [ROWS, BLOCK_N]
+    k_piece = k_tile.slice(64, 16, 1).permute((1, 0))
+    scores = warpgroup_mma(q_tile.slice(64, 16, 1), k_piece, scores, is_async=True)  # [ROWS, BLOCK_N]
     return scores
 
 
 @gluon.jit
+def zero_acc():
+    """A sum of nothing for every piece."""
+    return (
+        gl.zeros([ROWS, 64], gl.float32, OUT_LAYOUT_0),
+        gl.zeros([ROWS, 16], gl.float32, OUT_LAYOUT_1),
+    )
+
+
+@gluon.jit
+def rescale_acc(acc, factor):
+    """Rows of all pieces times their factors."""
+    return (
+        acc[0] * gl.convert_layout(factor, gl.SliceLayout(1, OUT_LAYOUT_0))[:, None],  # [ROWS, 64]
+        acc[1] * gl.convert_layout(factor, gl.SliceLayout(1, OUT_LAYOUT_1))[:, None],  # [ROWS, 16]
+    )
+
+
+@gluon.jit
 def start_pv(p_tile, v_tile, acc):
-    """Starts acc + P V on the tensor cores."""
-    return warpgroup_mma(unpack(p_tile), v_tile.reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)  # [ROWS, BLOCK_DV]
+    """Starts acc + P V on the tensor cores, without the columns that only fill the tile up to a power of two."""
+    probs = unpack(p_tile)
+    v_tile = v_tile.reshape([BLOCK_N, BLOCK_DV])
+    probs_0 = gl.convert_layout(probs, gl.DotOperandLayout(operand_index=0, parent=OUT_LAYOUT_0, k_width=2))
+    piece_0 = warpgroup_mma(probs_0, v_tile.slice(0, 64, 1), acc[0], is_async=True)
+    probs_1 = gl.convert_layout(probs, gl.DotOperandLayout(operand_index=0, parent=OUT_LAYOUT_1, k_width=2))
+    piece_1 = warpgroup_mma(probs_1, v_tile.slice(64, 16, 1), acc[1], is_async=True)
+    return piece_0, piece_1
 
 
 @gluon.jit
@@ -549,7 +573,7 @@ def raise_maxima(probs, acc, row_max, row_sum):
     growth = gl.minimum(gl.log2(gl.maximum(gl.max(probs, 1), 1.0)), 126.0)
     rescale = gl.exp2(-growth)  # [ROWS]
     probs = probs * rescale[:, None]
-    acc = acc * gl.convert_layout(rescale, OUT_ROW_LAYOUT)[:, None]
+    acc = rescale_acc(acc, rescale)
     row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None]
     return probs, acc, row_max + growth, row_sum
 
@@ -594,7 +618,7 @@ def lazy_softmax(scores, row_max, scale, W: gl.constexpr, GUARD: gl.constexpr):
 def rescale_acc_and_sum(acc, row_sum, growth):
     """The output and the sums so far, relative to maxima that grew."""
     rescale = gl.exp2(-growth)  # [ROWS]
-    acc = acc * gl.convert_layout(rescale, OUT_ROW_LAYOUT)[:, None]
+    acc = rescale_acc(acc, rescale)
     return acc, row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None]
 
 
@@ -645,7 +669,7 @@ def attend(block, q_tile, acc, state, coord, column, unmasked, smem, sizes, para
     scores = start_qk(q_tile, smem.k.smem.index(stage))
     wait_full(smem.v, block - 1)
     product = start_pv(state.p_tile, smem.v.smem.index(value_stage), acc)
-    scores = warpgroup_mma_wait(1, deps=[scores])
+    scores = warpgroup_mma_wait(2, deps=[scores])
     release(smem.k, block)
     scores = modify_scores(scores, coord, column, unmasked, sizes, params)
     if SETTLED:
@@ -654,7 +678,7 @@ def attend(block, q_tile, acc, state, coord, column, unmasked, smem, sizes, para
     else:
         row_sum = state.row_sum
         probs, part, growth, grown, row_max = lazy_softmax(scores, state.row_max, params.scale, W, True)
-    acc = warpgroup_mma_wait(0, deps=[product])
+    acc = warpgroup_mma_wait(0, deps=[product[0], product[1]])
     release(smem.v, block - 1)
     # Before the vote, for only what rarely happens waits for its answer.
     p_tile = pack(probs)
@@ -711,8 +735,11 @@ def epilogue(acc, row_max, row_sum, out_tile, out_desc, lse_ptr, coord, sizes):
     batch, head, row = coord
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW_LAYOUT)  # [ROWS]
     inverse = gl.where(row_sum > 0.0, 1.0 / row_sum, 0.0)  # [ROWS]
-    acc = acc * gl.convert_layout(inverse, OUT_ROW_LAYOUT)[:, None]  # [ROWS, BLOCK_DV]
-    out_tile.reshape([ROWS, BLOCK_DV]).store(acc.to(DTYPE))
+    acc = rescale_acc(acc, inverse)
+    # What the memory holds past the last piece is past the output's columns, which TMA leaves out too.
+    out_columns = out_tile.reshape([ROWS, BLOCK_DV])
+    out_columns.slice(0, 64, 1).store(acc[0].to(DTYPE))
+    out_columns.slice(64, 16, 1).store(acc[1].to(DTYPE))
     fence_async_shared()
     async_store(out_desc, [batch, head, row, 0], out_tile)
     offs_m = row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
@@ -727,7 +754,7 @@ def compute_tile(iteration, work_index, block, missed, passes, out_desc, lse_ptr
     tile = tile_at(work_index, sizes)
     coord = TileCoord(tile.batch, tile.head, tile.row + W * ROWS)
     blocks = block_range(tile.row, BLOCK_M, sizes)
-    acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, OUT_LAYOUT)
+    acc = zero_acc()
     mbarrier.wait(smem.q.full.index(W), iteration & 1)
     q_tile = smem.q.smem.index(W)
     column = (blocks.end - 1) * BLOCK_N
@@ -736,7 +763,7 @@ def compute_tile(iteration, work_index, block, missed, passes, out_desc, lse_ptr
     block += blocks.end - blocks.first
     wait_full(smem.v, block - 1)
     product = start_pv(state.p_tile, smem.v.smem.index((block - 1) % STAGES), acc)
-    acc = warpgroup_mma_wait(0, deps=[product])
+    acc = warpgroup_mma_wait(0, deps=[product[0], product[1]])
     release(smem.v, block - 1)
     writes, missed = check_overflow(state.row_sum, work_index, missed, passes, tiles, W)
     if writes:

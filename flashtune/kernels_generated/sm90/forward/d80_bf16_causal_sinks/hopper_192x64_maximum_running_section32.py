@@ -5,10 +5,10 @@ Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
 Compiled in: fwd-bf16-d80-causal-sinks
-Template: flash_fwd_hopper 4e3efb2f81a67818
-Variant: 366d5e50d15eea40
-Config: BLOCK_M=192 BLOCK_N=64 ctas_per_sm=1 intra_wg_overlap=1 maximum=running num_stages=3 order=drawn pingpong=True rescale=grown
-section=32 tiles=loop v_columns=pieces
+Template: flash_fwd_hopper 65781cdfdeda1f6b
+Variant: fce27b7dbdb68859
+Config: BLOCK_M=192 BLOCK_N=64 column_unit=16 ctas_per_sm=1 intra_wg_overlap=1 maximum=running num_stages=3 order=drawn pingpong=True
+rescale=grown section=32 tiles=loop v_columns=pieces
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
@@ -37,7 +37,7 @@ Q_SLOTS = gl.constexpr(3)
 SECTION = gl.constexpr(32)
 SCORES_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 OUT_LAYOUT_0 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
-OUT_LAYOUT_1 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16]))
+OUT_LAYOUT_1 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 16, 16]))
 PROBS_LAYOUT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=OUT_LAYOUT_0, k_width=2))
 ROW_LAYOUT = gl.constexpr(gl.SliceLayout(1, SCORES_LAYOUT))
 COLUMN_LAYOUT = gl.constexpr(gl.SliceLayout(0, SCORES_LAYOUT))
@@ -202,8 +202,8 @@ def start_qk(q_tile, k_tile):
     k_tile = k_tile.reshape([BLOCK_N, BLOCK_D])
     k_piece = k_tile.slice(0, 64, 1).permute((1, 0))
     scores = warpgroup_mma(q_tile.slice(0, 64, 1), k_piece, zeros, use_acc=False, is_async=True)  # [ROWS, BLOCK_N]
-    k_piece = k_tile.slice(64, 32, 1).permute((1, 0))
-    scores = warpgroup_mma(q_tile.slice(64, 32, 1), k_piece, scores, is_async=True)  # [ROWS, BLOCK_N]
+    k_piece = k_tile.slice(64, 16, 1).permute((1, 0))
+    scores = warpgroup_mma(q_tile.slice(64, 16, 1), k_piece, scores, is_async=True)  # [ROWS, BLOCK_N]
     return scores
 
 
@@ -212,7 +212,7 @@ def zero_acc():
     """A sum of nothing for every piece."""
     return (
         gl.zeros([ROWS, 64], gl.float32, OUT_LAYOUT_0),
-        gl.zeros([ROWS, 32], gl.float32, OUT_LAYOUT_1),
+        gl.zeros([ROWS, 16], gl.float32, OUT_LAYOUT_1),
     )
 
 
@@ -221,7 +221,7 @@ def rescale_acc(acc, factor):
     """Rows of all pieces times their factors."""
     return (
         acc[0] * gl.convert_layout(factor, gl.SliceLayout(1, OUT_LAYOUT_0))[:, None],  # [ROWS, 64]
-        acc[1] * gl.convert_layout(factor, gl.SliceLayout(1, OUT_LAYOUT_1))[:, None],  # [ROWS, 32]
+        acc[1] * gl.convert_layout(factor, gl.SliceLayout(1, OUT_LAYOUT_1))[:, None],  # [ROWS, 16]
     )
 
 
@@ -233,7 +233,7 @@ def start_pv(p_tile, v_tile, acc):
     probs_0 = gl.convert_layout(probs, gl.DotOperandLayout(operand_index=0, parent=OUT_LAYOUT_0, k_width=2))
     piece_0 = warpgroup_mma(probs_0, v_tile.slice(0, 64, 1), acc[0], is_async=True)
     probs_1 = gl.convert_layout(probs, gl.DotOperandLayout(operand_index=0, parent=OUT_LAYOUT_1, k_width=2))
-    piece_1 = warpgroup_mma(probs_1, v_tile.slice(64, 32, 1), acc[1], is_async=True)
+    piece_1 = warpgroup_mma(probs_1, v_tile.slice(64, 16, 1), acc[1], is_async=True)
     return piece_0, piece_1
 
 
@@ -613,7 +613,7 @@ def epilogue(acc, row_max, row_sum, out_tile, out_desc, lse_ptr, coord, sizes, p
     fence_async_shared()
     async_store(out_desc, [batch, head, row, 0], out_tile)
     tma.store_wait(0)
-    out_columns.slice(0, 32, 1).store(acc[1].to(DTYPE))
+    out_columns.slice(0, 16, 1).store(acc[1].to(DTYPE))
     fence_async_shared()
     async_store(out_desc, [batch, head, row, BLOCK_DV // 2], out_tile)
     offs_m = row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
