@@ -25,7 +25,6 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -34,8 +33,8 @@ from typing import Any
 from children import Children
 from covering import of_covering, of_ragged
 from forward import until
-from forward_cells import TOKENS, problem_of
 from forward_report import NO_TIME
+from race_backwards import REPEATABLE, backwards_of, backwards_of_sizes
 from race_steps import of_steps
 from race_twins import ARCHIVED, Archive, has_settling_winner, measured, read_archive, shipped_first, with_twins
 from race_work import (
@@ -58,13 +57,13 @@ from race_work import (
 from random_inputs import random_inputs
 
 from flashtune.core.config import Config, KernelSpec, Value
-from flashtune.core.problem import Features, Problem
+from flashtune.core.problem import Problem
 from flashtune.core.results import Baseline, CompileFacts, Fate, Measurement, Outcome, SearchResult
 from flashtune.core.shipped_kernels import PACKAGE, shipped_index
 from flashtune.core.target import Target, find_target
 from flashtune.db.library import shipped_path
 from flashtune.db.store import Store
-from flashtune.templates import families, family
+from flashtune.templates import family
 from flashtune.templates.rendering import variant_of
 from flashtune.tuner.children import tasks
 from flashtune.tuner.machine import local_gpu, provenance
@@ -89,31 +88,6 @@ CHECKING = 0.9
 
 BESIDE_S = 1.1
 """What a race takes beside its timing: inputs, loading, whole calls."""
-
-CAUSAL = Features(causal=True)
-PLAIN_LENGTHS = (4096, 1024, 16384, 512, 2048)
-REPEATABLE = "flash_bwd_hopper_split"
-"""The family of deterministic calls and of heads above 128 columns."""
-
-TRAINED = (
-    Features(mask="bool"),
-    Features(mask="bias"),
-    Features(dropout=True),
-    Features(causal=True, mask="bool"),
-    Features(causal=True, dropout=True),
-    Features(causal=True, window=(1024, 0)),
-    Features(causal=True, softcap=True),
-    Features(causal=True, alibi=True),
-    Features(causal=True, sinks=True),
-    Features(causal=True, window=(1024, 0), sinks=True),
-    Features(causal=True, window=(1024, 0), softcap=True),
-    Features(mask="bool", dropout=True),
-    Features(mask="bias", dbias=True),
-    Features(causal=True, mask="bias", dbias=True),
-    Features(causal=True, alibi=True, dslopes=True),
-)
-"""Features of the backward problems that `--backward` races, beside plain and causal ones."""
-
 
 BACKENDS: dict[KernelSpec, str] = {}
 """Which of torch's backends serves a spec, of those that this process has raced."""
@@ -151,74 +125,6 @@ def candidates_of(result: SearchResult, target: Target, *, most: int, archive: A
     # Decoding kernels are checked and timed in no time, and each way to add up has configs that suit it.
     chosen = list(found)[: 3 * most if any("combine" in candidate.config for candidate in found) else most + 1]
     return with_twins(chosen, result, archive, target)
-
-
-def backwards_of(results: Sequence[SearchResult], target: Target) -> Work:
-    """Backward problems that have no raced result yet, and the first starts of a family for each; those of repeatable kernels, which
-    deterministic calls ask for, beside the others' rows.
-
-    Lengths are the outer loop, so that a kernel is compiled once and found compiled for all others.
-    """
-    known = {(r.problem.key(target.slug), r.outcomes[0].template) for r in results if r.outcomes and r.problem.direction == "bwd"}
-    plain = Features(), CAUSAL
-    atomic = [problem_of(d, n, features) for n in PLAIN_LENGTHS for d in (128, 64) for features in plain]
-    atomic += [problem_of(d, n, features, dtype="fp16") for n in (4096, 1024) for d in (128, 64) for features in plain]
-    atomic += [problem_of(128, n, CAUSAL, sharing=4) for n in PLAIN_LENGTHS[:3]]
-    atomic += [problem_of(d, n, features) for n in (4096, 1024) for d in (128, 64) for features in TRAINED]
-    split = [problem_of(256, n, features) for n in PLAIN_LENGTHS for features in plain]
-    split += [problem_of(256, 4096, features, dtype="fp16") for features in plain]
-    split += [problem_of(256, 4096, CAUSAL, sharing=4), *(problem_of(256, 4096, features) for features in (*TRAINED[:7], TRAINED[-3]))]
-    split += [problem_of(d, n, features) for n in PLAIN_LENGTHS[:3] for d in (128, 64) for features in plain]
-    split += [problem_of(d, 4096, features) for d in (128, 64) for features in (*TRAINED[:5], *TRAINED[-3:])]
-    found = []
-    for name, problems in (("flash_bwd_hopper", atomic), (REPEATABLE, split)):
-        kind = family(name)
-        for problem in (replace(problem, direction="bwd") for problem in problems):
-            starts = kind.starts(problem.spec(), target)
-            # Heads side by side matter to short triangles alone.
-            chosen = starts[:3] + starts[len(starts) // 2 :][:1]
-            if (problem.key(target.slug), name) not in known:
-                found.append((problem, [Candidate(family=kind, config=config) for config in chosen]))
-    return sorted(found, key=lambda item: PLAIN_LENGTHS.index(item[0].n_kv))
-
-
-TRAINED_SIZES = ((80, 80), (96, 96), (72, 72), (192, 192), (160, 160), (192, 128), (40, 40), (112, 112))
-"""Head sizes of `--backward-sizes`, those of most models first."""
-
-PLAIN_TRAINED = ((64, 64), (128, 128), (256, 256))
-"""Those that have rows of every length but a short one."""
-
-
-def backwards_of_sizes(results: Sequence[SearchResult], target: Target, *, most: int) -> Work:
-    """Backwards of head sizes that no row is of, of heads that many share, and of short sequences: four of the best of rows of the same
-    spec, those of the nearest lengths first, whatever GPU they are of, then `most` starts. A kernel is compiled once for all lengths."""
-    stored = [result for result in results if result.problem.direction == "bwd"]
-    known = {result.problem.key(target.slug) for result in stored if result.gpu == target.slug}
-    problems = [(d, d_v, n, features, 1) for n in (4096, 1024) for d, d_v in TRAINED_SIZES for features in (Features(), CAUSAL)]
-    problems += [(d, d, n, CAUSAL, 4) for n in (4096, 1024) for d in (80, 96, 64, 192)]
-    problems += [(d, d, n, features, 8) for n in (4096, 1024) for d in (64, 128) for features in (Features(), CAUSAL)]
-    problems += [(d, d, 4096, Features(causal=True, window=(300, 0)), 1) for d in (128, 96, 64)]
-    problems += [(d, d_v, 256, features, 1) for d, d_v in (*PLAIN_TRAINED, *TRAINED_SIZES) for features in (Features(), CAUSAL)]
-    featured = TRAINED[4], TRAINED[2], TRAINED[5], TRAINED[0], TRAINED[1], TRAINED[7], TRAINED[6]
-    problems += [(d, d, 4096, features, 1) for features in featured for d in (80, 96)]
-    found: Work = []
-    for d, d_v, n, features, sharing in problems:
-        # As many heads as are whole groups.
-        heads = 2048 // d // sharing * sharing
-        sizes = {"batch": TOKENS // n, "heads": heads, "kv_heads": heads // sharing, "n_q": n, "n_kv": n, "d": d, "d_v": d_v}
-        problem = Problem(**sizes, dtype="bf16", features=features, direction="bwd").seen()
-        # The first is the fastest that serves calls which ask for no repeatable bits.
-        kinds = (kind for kind in families().values() if kind.direction == "bwd" and kind.supports(problem.spec(), target) is None)
-        kind = next(kinds, None)
-        if kind is not None and problem.key(target.slug) not in known:
-            same = [result for result in stored if result.problem.spec() == problem.spec()]
-            same.sort(key=lambda result: abs(math.log2(result.problem.n_kv / n)))
-            best = [outcome for result in same for outcome in measured([result])[:2] if outcome.template == kind.name]
-            near = dict.fromkeys(kind.completed(outcome.config) for outcome in best)
-            valid = [config for config in near if kind.violated(config, problem.spec(), target) is None]
-            starts = kind.starts(problem.spec(), target)[:most]
-            found.append((problem, [Candidate(family=kind, config=config) for config in dict.fromkeys([*valid[:4], *starts])]))
-    return found
 
 
 def check_problem(problem: Problem, candidates: Candidates, target: Target, seed: int) -> list[Checked]:
