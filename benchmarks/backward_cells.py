@@ -12,8 +12,8 @@ import flash_attention_4
 import torch
 from forward_cells import problem_of
 from forward_peers import words_of
+from random_shapes import drawn
 from searches import shipped
-from unprepared import drawn
 
 from flashtune import dispatch
 from flashtune.core.launching import launcher

@@ -24,9 +24,9 @@ from fit_expected import FAMILY
 from forward_report import sizes_of
 from numpy.typing import NDArray
 from race_work import Work, first_to_race, found_near
+from random_shapes import drawn, guess_us
 from searches import shipped
 from tune import wanting
-from unprepared import drawn, guess_us
 
 from flashtune import dispatch
 from flashtune.core.config import Config, KernelSpec

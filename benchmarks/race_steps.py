@@ -4,7 +4,7 @@ from functools import partial
 from itertools import cycle
 
 from race_work import Work, first_to_race
-from unprepared import HEAD_SIZES
+from random_shapes import HEAD_SIZES
 
 from flashtune.core.problem import Problem
 from flashtune.core.results import SearchResult

@@ -15,28 +15,25 @@ import argparse
 import json
 import math
 import os
-import random
 import shlex
 import statistics
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from children import Children, Job
 from forward import until
-from forward_cells import DEFAULT_AND_FA4, Cell
+from forward_cells import Cell
 from forward_peers import OURS, OWN, Checked, check_cell, data_of, leave_if_sticky, peers_of, start, stopwatch
 from forward_report import NO_TIME, Row, fa4_ratios, tables
+from random_shapes import drawn, guess_us
 from searches import check_first, propose, shipped, text_of
 
-from flashtune.core.dtypes import ITEMSIZE
-from flashtune.core.errors import InputError
-from flashtune.core.problem import Features, Problem, ProblemKey
 from flashtune.core.results import Measurement
 from flashtune.core.target import Target
 from flashtune.tuner.children import tasks
@@ -47,48 +44,6 @@ from flashtune.tuner.timing.stopwatch import Run
 from flashtune.tuner.verify.inputs import Inputs
 
 DEVICE = "cuda:0"
-HEAD_SIZES = ((40, 40), (64, 64), (72, 72), (80, 80), (96, 96), (112, 112), (128, 128), (160, 160), (192, 192), (192, 128), (256, 256))
-HEADS = (4, 8, 12, 16, 20, 24, 32, 40, 64)
-SHARING = (1, 1, 1, 2, 4, 5, 8)
-FEATURES: tuple[dict[str, Any], ...] = (
-    {},
-    {},
-    {},
-    {"causal": True},
-    {"causal": True},
-    {"causal": True},
-    {"causal": True, "window": (1024, 0)},
-    {"causal": True, "window": (300, 0)},
-    {"mask": "bool"},
-    {"mask": "bias"},
-    {"causal": True, "dropout": True},
-    {"causal": True, "softcap": True},
-    {"causal": True, "alibi": True},
-    {"causal": True, "sinks": True},
-)
-"""As likely as they stand here often; all else is even, N to its logarithm."""
-KEYS = (128, 16384)
-DECODING, CROSS, FP16 = 0.1, 0.15, 0.2
-"""How many are steps of one row over a cache, have other numbers of rows than of keys, or are fp16."""
-FEW, CACHE = (2, 512), (1024, 65536)
-"""Rows and keys of few queries over a cache: prompts in chunks, and guesses that a model checks."""
-FEW_BATCHES, FEW_SHARING = 16, (1, 4, 8)
-FEW_FEATURES: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"causal": True}, {"causal": True, "window": (1024, 0)})
-
-SHORT_HEAD_SIZES = (32, 48, 56, 64, 64, 72, 80, 88, 96, 104, 128)
-SHORT_FEATURES: tuple[dict[str, Any], ...] = ({}, {}, {}, {"causal": True}, {"mask": "bool"}, {"mask": "bias"})
-SHORT, MANY = (16, 512), (64, 4096)
-"""Keys and sequences of many short ones: patches in windows, sentences, captions."""
-
-Kind = Literal["any", "steps", "few", "short", "training"]
-"""What is drawn: calls of every kind, decoding steps, few queries over a cache, many short sequences, or backwards (for backward.py)."""
-
-TFLOPS, TB_S = 450.0, 3.0
-"""Rates that times are guessed by before anything runs."""
-FROM_US, TO_US = 20.0, 2000.0
-MOST_BYTES = 1 << 30
-"""Of a mask, and of all else."""
-
 SHARES = {"checking": 0.5, "looking": 0.78}
 """Where in the time the checks and the first looks end."""
 
@@ -116,87 +71,6 @@ class Shape:
     times: dict[str, Measurement] = field(default_factory=dict)
     told: dict[Candidate, float] = field(default_factory=dict)
     own: Candidate | None = None
-
-
-def drawn(count: int, *, seed: int, gpu: str, known: Collection[ProblemKey], kind: Kind = "any") -> list[Cell]:
-    """`count` calls of usual sizes, of one kind, whose keys are not `known` and which take 20 us to 2 ms by a guess."""
-    draw = {"any": _draw, "steps": partial(_draw, decoding=1.0), "few": _draw_few, "short": _draw_short, "training": _draw_training}[kind]
-    dice, cells = random.Random(seed), dict[ProblemKey, Cell]()
-    while len(cells) < count:
-        problem = draw(dice)
-        if problem is None or not FROM_US <= guess_us(problem) <= TO_US or max(_bytes(problem)) > MOST_BYTES:
-            continue
-        key = problem.key(gpu)
-        if key not in known and key not in cells:
-            case = f"{problem.label()} H={problem.heads}"
-            cells[key] = Cell(group="unprepared", case=case, problem=problem, peers=DEFAULT_AND_FA4)
-    return list(cells.values())
-
-
-def _draw(dice: random.Random, decoding: float = DECODING) -> Problem | None:
-    """Any call; None for one that makes no sense."""
-    d, d_v = dice.choice(HEAD_SIZES)
-    heads, sharing, features = dice.choice(HEADS), dice.choice(SHARING), dict(dice.choice(FEATURES))
-    low, high = map(math.log2, KEYS)
-    n = int(2 ** dice.uniform(low, high))
-    if dice.random() < 0.5:
-        n = -(-n // 64) * 64
-    n_q, kind = n, dice.random()
-    if kind < decoding:
-        n_q, features = 1, {}
-    elif kind < decoding + CROSS:
-        n_q = int(2 ** dice.uniform(low, math.log2(n + 1)))
-        if features.get("causal"):
-            features["alignment"] = "bottom_right"
-    batch = int(2 ** dice.uniform(0, 7))
-    dtype = "fp16" if dice.random() < FP16 else "bf16"
-    if heads % sharing:
-        return None
-    try:
-        sizes = {"batch": batch, "heads": heads, "kv_heads": heads // sharing, "n_q": n_q, "n_kv": n, "d": d, "d_v": d_v}
-        return Problem(**sizes, dtype=dtype, features=Features(**features)).seen()
-    except InputError:
-        return None
-
-
-def _draw_few(dice: random.Random) -> Problem:
-    """A few queries over a cache."""
-    d, d_v = dice.choice(HEAD_SIZES)
-    kv_heads, sharing, features = dice.choice((2, 4, 8, 16)), dice.choice(FEW_SHARING), dict(dice.choice(FEW_FEATURES))
-    n_q, n_kv = (int(2 ** dice.uniform(*map(math.log2, bounds))) for bounds in (FEW, CACHE))
-    if features.get("causal"):
-        features["alignment"] = "bottom_right"
-    batch = int(2 ** dice.uniform(0, math.log2(FEW_BATCHES)))
-    dtype = "fp16" if dice.random() < FP16 else "bf16"
-    sizes = {"batch": batch, "heads": kv_heads * sharing, "kv_heads": kv_heads, "n_q": n_q, "n_kv": n_kv, "d": d, "d_v": d_v}
-    return Problem(**sizes, dtype=dtype, features=Features(**features)).seen()
-
-
-def _draw_short(dice: random.Random) -> Problem:
-    """Many short sequences, each by itself."""
-    d, heads, features = dice.choice(SHORT_HEAD_SIZES), dice.choice(HEADS), dict(dice.choice(SHORT_FEATURES))
-    n, batch = (int(2 ** dice.uniform(*map(math.log2, bounds))) for bounds in (SHORT, MANY))
-    dtype = "fp16" if dice.random() < FP16 else "bf16"
-    sizes = {"batch": batch, "heads": heads, "kv_heads": heads, "n_q": n, "n_kv": n, "d": d, "d_v": d}
-    return Problem(**sizes, dtype=dtype, features=Features(**features)).seen()
-
-
-def _draw_training(dice: random.Random) -> Problem | None:
-    """The backward of any call but a decoding step."""
-    problem = _draw(dice, decoding=0.0)
-    return None if problem is None else replace(problem, direction="bwd")
-
-
-def guess_us(problem: Problem) -> float:
-    """About how long a call takes."""
-    return max(problem.flops() / TFLOPS, sum(_bytes(problem)) / TB_S) / 1e6
-
-
-def _bytes(p: Problem) -> tuple[int, int]:
-    """Of the mask, and of all else."""
-    mask = {"none": 0, "bool": p.n_q * p.n_kv, "bias": 2 * p.heads * p.n_q * p.n_kv}[p.features.mask]
-    heads = p.heads * p.n_q * (p.d + p.d_v) + p.kv_heads * p.n_kv * (p.d + p.d_v)
-    return mask, ITEMSIZE[p.dtype] * p.batch * heads
 
 
 def verdict(rows: Sequence[Row]) -> dict[str, dict[str, float]]:

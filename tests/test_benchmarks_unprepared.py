@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import flash_attention_4
 import forward
+import random_shapes
 import repeats
 import searches
 import tune
@@ -52,7 +53,7 @@ MADE_BY = Provenance(flashtune="0", torch="0", triton="0")
 
 
 def drawn(count: int, seed: int = 0) -> list[Cell]:
-    return unprepared.drawn(count, seed=seed, gpu="h200", known={row.key for row in searches.shipped()})
+    return random_shapes.drawn(count, seed=seed, gpu="h200", known={row.key for row in searches.shipped()})
 
 
 def test_what_is_drawn_has_no_row_is_of_every_kind_and_repeats_with_its_seed() -> None:
@@ -62,23 +63,24 @@ def test_what_is_drawn_has_no_row_is_of_every_kind_and_repeats_with_its_seed() -
     assert [cell.problem for cell in drawn(40)] == [cell.problem for cell in cells[:40]]
     assert {cell.problem for cell in drawn(40, seed=1)}.isdisjoint(cell.problem for cell in cells)
     problems = [cell.problem for cell in cells]
-    assert {(p.d, p.d_v) for p in problems} == set(unprepared.HEAD_SIZES)
-    assert {Features(**features) for features in unprepared.FEATURES} <= {
+    assert {(p.d, p.d_v) for p in problems} == set(random_shapes.HEAD_SIZES)
+    assert {Features(**features) for features in random_shapes.FEATURES} <= {
         replace(p.features, alignment="top_left", window=p.features.window) for p in problems
     }
     assert {1, 2, 4, 5, 8} == {p.gqa_ratio for p in problems} and {p.dtype for p in problems} == {"bf16", "fp16"}
     assert {p.n_q == 1 for p in problems} == {False, True} and any(1 < p.n_q < p.n_kv for p in problems)
-    assert all(20 <= unprepared.guess_us(p) <= 2000 for p in problems)
+    assert all(20 <= random_shapes.guess_us(p) <= 2000 for p in problems)
     # A row that comes to be takes its shape out of the draw, and no other.
-    without = unprepared.drawn(40, seed=0, gpu="h200", known={row.key for row in searches.shipped()} | {cells[0].problem.key("h200")})
+    without = random_shapes.drawn(40, seed=0, gpu="h200", known={row.key for row in searches.shipped()} | {cells[0].problem.key("h200")})
     assert [cell.problem for cell in without[:39]] == problems[1:40]
 
 
 def test_short_sequences_and_backwards_are_drawn_on_demand() -> None:
     known = {row.key for row in searches.shipped()}
-    short = [cell.problem for cell in unprepared.drawn(60, seed=0, gpu="h200", known=known, kind="short")]
-    assert all(16 <= p.n_q == p.n_kv <= 512 and p.batch >= 64 for p in short) and {p.d for p in short} == set(unprepared.SHORT_HEAD_SIZES)
-    trained = [cell.problem for cell in unprepared.drawn(40, seed=0, gpu="h200", known=known, kind="training")]
+    short = [cell.problem for cell in random_shapes.drawn(60, seed=0, gpu="h200", known=known, kind="short")]
+    assert all(16 <= p.n_q == p.n_kv <= 512 and p.batch >= 64 for p in short)
+    assert {p.d for p in short} == set(random_shapes.SHORT_HEAD_SIZES)
+    trained = [cell.problem for cell in random_shapes.drawn(40, seed=0, gpu="h200", known=known, kind="training")]
     assert {p.direction for p in trained} == {"bwd"} and all(p.n_q > 1 for p in trained)
 
 
