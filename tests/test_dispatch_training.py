@@ -182,6 +182,23 @@ def test_a_mask_that_torch_takes_long_for_is_left_to_kernels_though_the_nearest_
     assert backwards.gradient_choice(Memo(), masked, find_target(gpu))[0] is not None
 
 
+@pytest.mark.parametrize("d", [40, 72, 80, 96])
+@pytest.mark.parametrize("causal", [False, True])
+def test_another_gpus_backward_of_the_head_size_serves_before_the_gpus_own_of_another(d: int, causal: bool) -> None:
+    longer = replace(PROBLEM, direction="bwd", d=d, d_v=d, n_q=4096, n_kv=4096, features=Features(causal=causal))
+    found, _ = backwards.gradient_choice(Memo(), longer, H200)
+    assert found is not None and found.record is not None and (found.record.key.gpu, found.record.key.d) == ("h100", d)
+
+
+@pytest.mark.parametrize(("d", "wanted"), [(40, 80), (48, 80), (72, 80), (88, 96), (112, 128), (160, 256)])
+@pytest.mark.parametrize("gpu", ["h200", "h100"])
+def test_backwards_whose_products_are_in_pieces_stand_in_for_each_other(gpu: str, d: int, wanted: int) -> None:
+    """Tiles of D = 64 are as wide as those of D = 40 and lose 12 % there, D = 80's lose 2.5 % (benchmarks/stand_in_gradients.py)."""
+    masked = replace(PROBLEM, direction="bwd", d=d, d_v=d, n_q=1024, n_kv=1024, features=Features(mask="bool"))
+    found, _ = backwards.gradient_choice(Memo(), masked, find_target(gpu))
+    assert found is not None and found.record is not None and found.record.key.d == wanted
+
+
 @pytest.mark.parametrize("gpu", ["h200", "a100", "b200"])
 def test_where_torch_would_write_out_all_scores_a_kernel_that_nobody_measured_has_the_gradients(gpu: str) -> None:
     """With a seed for dropout, 1.3 s in place of 0.5 ms: benchmarks/results/2026-11-24-h200-training."""

@@ -89,6 +89,16 @@ read at less than a third of the rate of N = 4096 (the same file)."""
 OTHER_GPU = 8.0
 """What another GPU of the architecture counts beside `nearness.distance`: two octaves of N."""
 
+PER_SIZE_OF_GRADIENTS, OTHER_COLUMNS = 2.0, 16.0
+"""What a factor of two in a head size counts of backwards, and that only one of two works through its columns in pieces, or has more of
+them than a warpgroup has room for: at D = 40 the winners of D = 72 to 96, which do, took 3 to 5 % longer than the best, those of D = 64
+and 128 11 to 12 %, at D = 72 and 80 0 % for 4 to 7 %, while those of four times the length took 0 % longer, all in the median
+(benchmarks/stand_in_gradients.py)."""
+
+OTHER_GPU_OF_GRADIENTS = 1.0
+"""The same of backwards, among which no cost model chooses: winners of an H200 took 0.3 % longer than the best there is on an H100 in the
+median and 4.6 % at most, those of another head size 7.5 % at the 90th percentile and 14 % at most (benchmarks/stand_in_gradients.py)."""
+
 
 class Estimate(NamedTuple):
     """What a stand-in is thought to lose against a search of its own, never measured; `unknown` is what no rows tell of."""
@@ -129,11 +139,24 @@ def comparable(theirs: ProblemKey, ours: ProblemKey) -> bool:
 @lru_cache(maxsize=65536)
 def kinds_apart(theirs: ProblemKey, ours: ProblemKey) -> float:
     """`nearness.distance` of two kinds (`kind_of`), with head sizes as kernels pad them, OTHER_SIZE where the real ones differ, and
-    OTHER_SCORES where what becomes of scores does; among equals the nearer real size."""
-    rounded = [replace(key, d=padded(key.d), d_v=padded(key.d_v)) for key in (theirs, ours)]
+    OTHER_SCORES where what becomes of scores does; among equals the nearer real size. Of backwards real sizes count by themselves, and
+    whether products are in pieces."""
     other = OTHER_SIZE if (theirs.d, theirs.d_v) != (ours.d, ours.d_v) else 0.0
     other += OTHER_SCORES * (_of_scores(theirs.features) != _of_scores(ours.features))
-    return distance(*rounded) + other + octaves(theirs.d, ours.d) + octaves(theirs.d_v, ours.d_v)
+    sizes = octaves(theirs.d, ours.d) + octaves(theirs.d_v, ours.d_v)
+    if ours.direction == "bwd":
+        other += PER_SIZE_OF_GRADIENTS * sizes
+        other += OTHER_COLUMNS * sum(a != b for a, b in zip(_columns(theirs), _columns(ours), strict=True))
+        return distance(replace(theirs, d=ours.d, d_v=ours.d_v), ours) + other
+    rounded = [replace(key, d=padded(key.d), d_v=padded(key.d_v)) for key in (theirs, ours)]
+    return distance(*rounded) + other + sizes
+
+
+def _columns(key: ProblemKey) -> tuple[object, ...]:
+    """Whether a fourth or more of what tiles are padded to is past 16 columns of the head sizes, so that products leave it out; and
+    whether tiles are too wide for the sums of a warpgroup."""
+    sizes = key.d, key.d_v
+    return [4 * -(-d // 16) * 16 <= 3 * padded(d) for d in sizes], max(map(padded, sizes)) > 128
 
 
 @lru_cache(maxsize=4096)

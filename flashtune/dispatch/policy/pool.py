@@ -134,7 +134,8 @@ class Pool:
     def _gpu(self, key: ProblemKey) -> float:
         if key.gpu == self._target.slug:
             return 0.0
-        return losses.OTHER_GPU + octaves(targets()[key.gpu].sms, self._target.sms)
+        other = losses.OTHER_GPU_OF_GRADIENTS if key.direction == "bwd" else losses.OTHER_GPU
+        return other + octaves(targets()[key.gpu].sms, self._target.sms)
 
 
 def _nearest_first(found: list[tuple[float, ProblemKey]]) -> Iterator[tuple[float, list[ProblemKey]]]:

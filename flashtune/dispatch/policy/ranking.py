@@ -65,10 +65,11 @@ def rank(
     Steps 3 and 4 hold kernels behind which nothing was measured on this architecture. They serve where the framework can't
     (`framework_serves` says whether torch has the features), and elsewhere only if `unmeasured` allows it.
 
-    Near is `flashtune.core.nearness.distance`, with head sizes as kernels pad them and another GPU as far as two octaves of N; ties go to
-    the same alignment, then among records of one key to the preferred one (flashtune.db.preference), then to records of the user over
-    shipped ones, the larger sizes, the shorter time and the lower variant id, so that equal libraries choose equally everywhere. Between
-    a decoding step and more rows, between passes, and between element types of other sizes nothing is near.
+    Near is `flashtune.core.nearness.distance`, with head sizes as kernels pad them and another GPU as far as two octaves of N (of
+    backwards see `losses.kinds_apart`, `losses.OTHER_GPU_OF_GRADIENTS`); ties go to the same alignment, then among records of one key to
+    the preferred one (flashtune.db.preference), then to records of the user over shipped ones, the larger sizes, the shorter time and the
+    lower variant id, so that equal libraries choose equally everywhere. Between a decoding step and more rows, between passes, and
+    between element types of other sizes nothing is near.
 
     A record that says that the framework was faster makes it the choice, provided that `framework_serves`. For its own key a record says
     so by its whole calls where they were measured, host included; for another by `losses.expected_ratio`, and only if the mean of those
