@@ -12,8 +12,13 @@ from flashtune.core.problem import Features, Problem
 from flashtune.templates import family
 from flashtune.templates.learned.residual import Tried
 
-DRAWN = sorted((Path(__file__).parent / "results").glob("*-h200-unprepared/*.json"))
+RESULTS = Path(__file__).parent / "results"
+
+DRAWN = sorted(RESULTS.glob("*-h200-unprepared/*.json"))
 """The committed runs on an H200."""
+
+DRAWN_ON_H100 = sorted(path for name in ("seed", "few", "short") for path in RESULTS.glob(f"*-h100*/{name}[0-9]*.json"))
+"""Those on an H100."""
 
 
 def shapes_of(path: Path) -> Iterator[tuple[Problem, dict[str, Any], dict[str, Any]]]:

@@ -1,7 +1,7 @@
 """Learns what the cost model is wrong by from all trials at hand, without a GPU: `python benchmarks/fit_residual.py --write`.
 
 Gaussian process regression (flashtune/templates/learned) over the trials of an H200's and an H100's rows, archived and shipped, and those
-of searches of random shapes (unprepared.py); of decoding steps also over those of split_counts.py. Prints how good a choice among a
+of searches of random shapes there (unprepared.py); of decoding steps also over those of split_counts.py. Prints how good a choice among a
 problem's trials is that knows nothing of them, or of the whole run that drew it: by the cost model with its constants alone, with what the
 others' trials say, and with the caution that dispatch adds. With --write, what all of them say is kept for dispatch.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from drawn import DRAWN, shapes_of, tried_in
+from drawn import DRAWN, DRAWN_ON_H100, shapes_of, tried_in
 from fit_expected import CHOSEN_OF
 from numpy.typing import NDArray
 from scipy.linalg import cho_factor, cho_solve
@@ -96,10 +96,11 @@ def of_splits() -> Iterator[Told]:
 
 def of_runs(likeness: Likeness) -> Iterator[tuple[str, Told]]:
     """Problems of runs of unprepared.py, with the run's name."""
-    for path in DRAWN:
-        for problem, _, search in shapes_of(path):
-            if (found := telling(likeness, problem, tried_in(search))) is not None:
-                yield path.stem, found
+    for gpu, paths in zip(GPUS, (DRAWN, DRAWN_ON_H100), strict=True):
+        for path in paths:
+            for problem, _, search in shapes_of(path):
+                if (found := telling(likeness, problem, tried_in(search), gpu)) is not None:
+                    yield path.stem, found
 
 
 def learn(likeness: Likeness, trials: Sequence[Told]) -> dict[str, NDArray[Any]]:
@@ -189,7 +190,8 @@ def by_runs(rows: Sequence[Told], runs: Sequence[tuple[str, Told]]) -> None:
             ("and by trials", rates(left_out, partial(known.of, target=GPU))),
         ):
             found[word] += shares
-            print(f"{name} {word}: {said(shares)}")
+            if shares:
+                print(f"{name} {word}: {said(shares)}")
     for word, shares in found.items():
         print(f"all {word}: {said(shares)}")
 
