@@ -35,6 +35,7 @@ from backward_cells import (
     Checked,
     cells,
     check_cell,
+    combined_cells,
     drawn_cells,
     here,
     start,
@@ -138,6 +139,9 @@ def main() -> None:
     parser.add_argument(
         "--drawn", type=int, default=0, help="in place of these cells so many that are drawn at random (--seed), served as users are"
     )
+    parser.add_argument(
+        "--combined", action="store_true", help="in their place calls with several features that no row has, served so, too"
+    )
     parser.add_argument("--d", type=int, help="only cells of this head size")
     parser.add_argument("--n", type=int, help="only cells of this length")
     parser.add_argument("--only", default="", help="only cells whose name this regular expression finds")
@@ -152,8 +156,9 @@ def main() -> None:
     gpu = local_gpu()
     if gpu is None:
         raise SystemExit("backward.py times kernels on a GPU and found none: run it on the GPU's machine")
-    listed = drawn_cells(options.drawn, seed=options.seed, gpu=here()) if options.drawn else cells(tuple(options.cells.split(",")))
-    prepare = start_drawn if options.drawn else start
+    listed = combined_cells() if options.combined else cells(tuple(options.cells.split(",")))
+    listed = drawn_cells(options.drawn, seed=options.seed, gpu=here()) if options.drawn else listed
+    prepare = start_drawn if options.drawn or options.combined else start
     chosen = [
         cell
         for cell in listed

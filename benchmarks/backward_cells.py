@@ -116,6 +116,25 @@ def drawn_cells(count: int, *, seed: int, gpu: str) -> list[Cell]:
     return [Cell(group=DRAWN, case=cell.name, problem=cell.problem) for cell in found]
 
 
+COMBINED = (
+    Features(causal=True, sinks=True),
+    Features(causal=True, mask="bool", sinks=True),
+    Features(causal=True, mask="bool", window=(1024, 0)),
+    Features(mask="bool", alibi=True),
+    Features(causal=True, window=(1024, 0), alibi=True),
+    Features(mask="bias", dropout=True),
+    Features(mask="bias", dbias=True, dropout=True),
+    Features(causal=True, alibi=True, dropout=True),
+)
+"""Features that models train with together and that no row has: padded batches, and dropout beside a bias."""
+
+
+def combined_cells() -> list[Cell]:
+    """Backwards with several features at once, served as users are."""
+    problems = [_trained(d, 2048, features) for d in (64, 128, 160, 256) for features in COMBINED]
+    return [Cell(group=DRAWN, case=problem.label(), problem=problem) for problem in problems]
+
+
 def start_drawn() -> None:
     """Prepare a child process in which a user's own policy serves."""
     withdraw()

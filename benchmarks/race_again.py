@@ -6,12 +6,12 @@ They are checked against the float64 oracle in several processes at once, then o
 does: interleaved, L2 flushed, the framework's attention among them, the GPU's state read meanwhile, and whole calls in an eager loop. A
 tenth of a search's time.
 
-`--sizes`, `--models`, `--short`, `--sparse`, `--steps`, `--few`, `--brief`, `--covering`, `--ragged`, `--backward`, `--backward-sizes`
-race problems without rows: their candidates are other rows' configs, what the cost model thinks best, and the family's starts; `--twins`
-races rows whose twin is far behind, `--units` rows whose products could have fewer columns, `--rescale` plain and masked rows with other
-ways to rescale what came before a maximum that grew, `--older` all other rows that were raced before there were any, and `--changed` those
-whose text has changed since, each with its best configs alone. Where it costs hardly anything, a kernel that has less to lose on a model's
-scores wins over others, and one that already ships (race_twins.py).
+`--sizes`, `--models`, `--short`, `--sparse`, `--steps`, `--few`, `--brief`, `--covering`, `--ragged`, `--backward`, `--backward-sizes`,
+`--divided` race problems without rows: their candidates are other rows' configs, what the cost model thinks best, and the family's starts;
+`--twins` races rows whose twin is far behind, `--units` rows whose products could have fewer columns, `--rescale` plain and masked rows
+with other ways to rescale what came before a maximum that grew, `--older` all other rows that were raced before there were any, and
+`--changed` those whose text has changed since, each with its best configs alone. Where it costs hardly anything, a kernel that has less to
+lose on a model's scores wins over others, and one that already ships (race_twins.py).
 `--rows-of h200` races the rows of that GPU on this one, the most important first. With `--budget-s` the first problems that fit are
 checked and raced:
 
@@ -25,6 +25,7 @@ import re
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -34,7 +35,7 @@ from children import Children
 from covering import of_covering, of_ragged
 from forward import until
 from forward_report import NO_TIME
-from race_backwards import REPEATABLE, backwards_of, backwards_of_sizes
+from race_backwards import REPEATABLE, backwards_of, backwards_of_sizes, of_divided
 from race_steps import of_steps
 from race_twins import ARCHIVED, Archive, has_settling_winner, measured, read_archive, shipped_first, with_twins
 from race_work import (
@@ -269,6 +270,9 @@ def arguments() -> argparse.Namespace:
         "--units", action="store_true", help="race head sizes of which products of 16 columns leave out more, instead of rows"
     )
     parser.add_argument("--changed", action="store_true", help="race rows whose kernel's text has changed, with their best configs alone")
+    parser.add_argument(
+        "--divided", action="store_true", help="race gradients of one sequence of models, which divide queries, instead of rows"
+    )
     parser.add_argument("--backward", action="store_true", help="race backward problems that no row is of, instead of rows")
     parser.add_argument("--backward-sizes", action="store_true", help="race backwards of head sizes that no row is of, instead of rows")
     parser.add_argument("--steps", action="store_true", help="race decoding steps of many kinds that no row is of, instead of rows")
@@ -303,44 +307,31 @@ def all_work(options: argparse.Namespace, target: Target) -> Work:
     choose = partial(candidates_of, target=target, most=options.most, archive=read_archive(options.archived, measured_on))
     if options.rows_of:
         return of_another_gpu(asked, find_target(options.rows_of).slug, target, choose)
-    lists = (
-        "models",
-        "sizes",
-        "backward",
-        "backward_sizes",
-        "short",
-        "sparse",
-        "covering",
-        "ragged",
-        "older",
-        "twins",
-        "rescale",
-        "chunks",
-        "steps",
-        "few",
-        "brief",
-        "units",
-        "changed",
-    )
-    own = [] if any(getattr(options, name) for name in lists) else [result for result in asked if result.gpu == target.slug]
-    work: Work = [(result.problem, choose(result)) for result in own]
-    work += backwards_of(mine, target) if options.backward else []
-    work += backwards_of_sizes(results, target, most=4 * options.most) if options.backward_sizes else []
-    work += of_twins(mine, target) if options.twins else []
-    work += of_rescaled(mine, target) if options.rescale else []
-    work += of_chunks(mine, target) if options.chunks else []
-    work += of_sparse(target, mine, most=4 * options.most, seed=options.seed) if options.sparse else []
-    work += of_units(results, target) if options.units else []
-    work += of_changed(results, target, most=options.most) if options.changed else []
-    work += of_steps(target, mine, most=4 * options.most, seed=options.seed) if options.steps else []
-    work += of_few(target, mine, most=4 * options.most, seed=options.seed) if options.few else []
-    work += of_brief(target, mine, most=4 * options.most, seed=options.seed) if options.brief else []
-    work += of_older(mine, target) if options.older else []
-    work += of_ragged(target, most=4 * options.most, seed=options.seed) if options.ragged else []
-    work += of_covering(target, mine, most=4 * options.most, seed=options.seed) if options.covering else []
-    work += of_short(target, mine, most=4 * options.most, seed=options.seed) if options.short else []
-    work += of_sizes(target, mine, most=4 * options.most, seed=options.seed) if options.sizes else []
-    return work + (of_models(target, most=4 * options.most, seed=options.seed) if options.models else [])
+    first = {"most": 4 * options.most, "seed": options.seed}
+    lists: dict[str, Callable[[], Work]] = {
+        "backward": partial(backwards_of, mine, target),
+        "backward_sizes": partial(backwards_of_sizes, results, target, most=4 * options.most),
+        "divided": partial(of_divided, results, target, most=2 * options.most),
+        "twins": partial(of_twins, mine, target),
+        "rescale": partial(of_rescaled, mine, target),
+        "chunks": partial(of_chunks, mine, target),
+        "sparse": partial(of_sparse, target, mine, **first),
+        "units": partial(of_units, results, target),
+        "changed": partial(of_changed, results, target, most=options.most),
+        "steps": partial(of_steps, target, mine, **first),
+        "few": partial(of_few, target, mine, **first),
+        "brief": partial(of_brief, target, mine, **first),
+        "older": partial(of_older, mine, target),
+        "ragged": partial(of_ragged, target, **first),
+        "covering": partial(of_covering, target, mine, **first),
+        "short": partial(of_short, target, mine, **first),
+        "sizes": partial(of_sizes, target, mine, **first),
+        "models": partial(of_models, target, **first),
+    }
+    asked_for = [find for name, find in lists.items() if getattr(options, name)]
+    if not asked_for:
+        return [(result.problem, choose(result)) for result in asked if result.gpu == target.slug]
+    return [one for find in asked_for for one in find()]
 
 
 def main() -> None:

@@ -1,17 +1,22 @@
 """The backward problems that race_again.py races: those that no row is of, beside plain ones with features and of other head sizes."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from forward_cells import TOKENS, problem_of
 from race_twins import measured
 from race_work import Work
+from searches import shipped
 
+from flashtune.core.config import Config
+from flashtune.core.models import models
+from flashtune.core.nearness import nearest
 from flashtune.core.problem import Features, Problem
 from flashtune.core.results import SearchResult
 from flashtune.core.target import Target
 from flashtune.templates import families, family
+from flashtune.templates.family import Family
 from flashtune.tuner.propose.space import Candidate
 
 CAUSAL = Features(causal=True)
@@ -87,6 +92,7 @@ def backwards_of_sizes(results: Sequence[SearchResult], target: Target, *, most:
     problems += [(d, d_v, 256, features, 1) for d, d_v in (*PLAIN_TRAINED, *TRAINED_SIZES) for features in (Features(), CAUSAL)]
     featured = TRAINED[4], TRAINED[2], TRAINED[5], TRAINED[0], TRAINED[1], TRAINED[7], TRAINED[6]
     problems += [(d, d, 4096, features, 1) for features in featured for d in (80, 96)]
+    problems += [(d, d_v, 4096, features, 1) for features in (TRAINED[4], TRAINED[2]) for d, d_v in TRAINED_SIZES[3:6]]
     found: Work = []
     for d, d_v, n, features, sharing in problems:
         # As many heads as are whole groups.
@@ -105,3 +111,50 @@ def backwards_of_sizes(results: Sequence[SearchResult], target: Target, *, most:
             starts = kind.starts(problem.spec(), target)[:most]
             found.append((problem, [Candidate(family=kind, config=config) for config in dict.fromkeys([*valid[:4], *starts])]))
     return found
+
+
+TRAINED_LENGTHS = (2048, 1024, 4096)
+"""Of one sequence of a model, those of most fine-tuning first."""
+
+
+def one_sequence() -> Iterator[Problem]:
+    """Backwards of one sequence of every model that has as many queries as keys, each once."""
+    seen = set()
+    for n in TRAINED_LENGTHS:
+        for attention in (attention for model in models().values() for attention in model.attentions if attention.n_q is None):
+            problem = attention.problem(n=n if attention.causal else min(attention.n), dtype="bf16", batch=1, direction="bwd")
+            key = problem.key("any")
+            if key not in seen:
+                seen.add(key)
+                yield problem.seen()
+
+
+def of_divided(results: Sequence[SearchResult], target: Target, *, most: int) -> Work:
+    """Backwards of one sequence whose tiles of keys are too few for the GPU (`divided_queries`) and that no row is of: the `most` best of
+    the nearest rows with queries divided, then the first of them without."""
+    known = {result.problem.key(target.slug) for result in results if result.gpu == target.slug}
+    found: Work = []
+    for problem in one_sequence():
+        spec = problem.spec()
+        kinds = [kind for kind in families().values() if kind.direction == "bwd" and kind.supports(spec, target) is None]
+        if not kinds or problem.key(target.slug) in known:
+            continue
+        configs = _near_configs(problem, kinds[0], target)[:most] or kinds[0].starts(spec, target)[:most]
+        divided = [
+            config for config in (kinds[0].resized(config, problem, target) for config in configs) if config.get("divided_queries", False)
+        ]
+        if divided:
+            racing = dict.fromkeys([*divided, configs[0].replace(divided_queries=False)])
+            found.append((problem, [Candidate(family=kinds[0], config=config) for config in racing]))
+    return found
+
+
+def _near_configs(problem: Problem, kind: Family, target: Target) -> list[Config]:
+    """What the nearest rows stand with for a problem, the nearest first, each once."""
+    found: dict[Config, None] = {}
+    for _, record in nearest(problem.key(target.slug), shipped()):
+        if record.outcome.template == kind.name:
+            moved = kind.refitted(kind.completed(record.outcome.config), problem.spec(), target)
+            if moved is not None:
+                found[moved] = None
+    return list(found)

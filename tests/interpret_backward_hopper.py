@@ -69,6 +69,19 @@ CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
         problem(Features(), d=112, d_v=80),
         {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "held": "v", "column_unit": 16, "wait_early": True},
     ),
+    # Divisions of a group's queries that begin and end within a head, some of which see no key, and sums in two pieces.
+    "divided": (
+        problem(Features(causal=True, dropout=True, alignment="bottom_right"), n_q=330, n_kv=200, d=80, d_v=72, heads=6, kv_heads=2),
+        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "section": 2, "held": "both", "wait_early": True, "divided_queries": True},
+    ),
+    "divided window": (
+        problem(Features(window=(70, 30), mask="bool", alibi=True), n_q=290, n_kv=260, batch=2, heads=2, kv_heads=2),
+        {"BLOCK_M": 64, "num_stages": 3, "dq_sums": "registers", "section": 4, "divided_queries": True},
+    ),
+    "divided bias": (
+        problem(Features(mask="bias"), n_q=270, dtype="bf16", d=112, d_v=112),
+        {"BLOCK_M": 64, "num_stages": 1, "dq_sums": "registers", "column_unit": 16, "divided_queries": True},
+    ),
     "left": (
         problem(Features(causal=True, window=(40, 0)), d=96, d_v=96, dtype="bf16", kv_heads=2),
         {"BLOCK_M": 64, "num_stages": 1, "dq_sums": "registers", "section": 16, "persistent": "taken", "held": "v"},
@@ -84,7 +97,9 @@ def launcher_of(p: Problem, changes: dict[str, Any], seed: int, chosen: Family =
     module = load_source(render(chosen, variant_of(chosen, p.spec(), config)), chosen.name)
 
     # Fewer multiprocessors than tiles, so that persistent programs have several, and not all as many.
-    sms = max(1, -(-p.n_kv // 128) * p.batch * p.kv_heads - 1)
+    tiles = -(-p.n_kv // 128) * p.batch * p.kv_heads
+    # More where tiles are divided, by a number that their blocks aren't divided by.
+    sms = 5 * tiles if changes.get("divided_queries") else max(1, tiles - 1)
 
     def launch(q: torch.Tensor, k: torch.Tensor, *tensors: torch.Tensor | None, **settings: Any) -> None:
         assert module.accepts(q, k, tensors[0], settings["mask"])
@@ -124,7 +139,7 @@ def main() -> None:
         report[name] = check(launch, inputs, oracle(inputs, everywhere(p))).reason
         if name == "bias":
             report["strided bias"] = [same_of_strides(launch, inputs, mask) for mask in strided(inputs.keywords["mask"])]
-        if name in ("full", "drawn", "pieces"):
+        if name in ("full", "drawn", "pieces", "divided"):
             before = {written.name: inputs.operands[written.name].clone() for written in p.contract.written}
             inputs.poison()
             launch(*{**inputs.operands, "dk": None, "dv": None}.values(), **inputs.keywords)

@@ -56,6 +56,14 @@ CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
         problem(Features(causal=True, mask="bool", dropout=True, softcap=True, alibi=True), n_q=70, n_kv=130, heads=1),
         {**NARROW, "BLOCK_M": 64, "DQ_BLOCK_N": 128, "num_stages": 2, "section": 16},
     ),
+    "divided": (
+        problem(Features(causal=True, dropout=True, alibi=True), n_q=200, n_kv=140, d=160, d_v=136, heads=3),
+        {**WIDE, "num_stages": 2, "held_columns": 128, "DQ_num_stages": 1, "section": 2, "divided_queries": True},
+    ),
+    "divided narrow": (
+        problem(Features(window=(70, 30), mask="bool"), n_q=330, n_kv=140, batch=2, d=40, d_v=40),
+        {**NARROW, "BLOCK_M": 64, "num_stages": 2, "held_columns": 0, "DQ_BLOCK_N": 64, "DQ_num_stages": 2, "divided_queries": True},
+    ),
     "bias": (
         problem(Features(causal=True, mask="bias", dbias=True), n_q=70, n_kv=90, kv_heads=2, d=136, d_v=72),
         {**WIDE, "num_stages": 1, "held_columns": 128},

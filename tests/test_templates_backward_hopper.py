@@ -18,9 +18,11 @@ from flashtune.core.problem import Features, Problem
 from flashtune.core.reference import dropout_keep_rows
 from flashtune.core.target import find_target
 from flashtune.templates import family
-from flashtune.templates.backward.hopper.layout import BackwardLayout
+from flashtune.templates.backward.hopper.layout import BackwardLayout, divisions_of
+from flashtune.templates.cost import predict_us
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.children.compile import compiled_kernels, read_facts
+from flashtune.tuner.verify.inputs import make_inputs
 
 FAMILY = family("flash_bwd_hopper")
 
@@ -32,19 +34,20 @@ def report() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    "case", ["full", "causal", "window", "left", "drawn", "everything", "bias", "pieces", "pieces by tma", "narrow pieces", "three pieces"]
-)
+CASES = ["full", "causal", "window", "left", "drawn", "everything", "bias", "pieces", "pieces by tma", "narrow pieces", "three pieces"]
+
+
+@pytest.mark.parametrize("case", [*CASES, "divided", "divided window", "divided bias"])
 def test_gradients_are_those_of_the_reference(report: dict[str, Any], case: str) -> None:
     assert report[case] == ""
 
 
-@pytest.mark.parametrize("case", ["full", "drawn", "pieces"])
+@pytest.mark.parametrize("case", ["full", "drawn", "pieces", "divided"])
 def test_only_the_gradients_that_are_asked_for_are_made(report: dict[str, Any], case: str) -> None:
     assert report[f"{case}: dq alone"] and report[f"{case}: dk and dv alone"] and report[f"{case}: no gradient of the lse"]
 
 
-@pytest.mark.parametrize("case", ["full", "drawn", "pieces"])
+@pytest.mark.parametrize("case", ["full", "drawn", "pieces", "divided"])
 def test_large_scores_leave_no_nan(report: dict[str, Any], case: str) -> None:
     assert report[f"{case}: extreme"] == ""
 
@@ -68,6 +71,9 @@ def problem(features: Features, **changes: Any) -> Problem:
         (80, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "held": "both"}, 8),
         (40, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "held": "both", "column_unit": 16}, 4),
         (80, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "column_unit": 16}, 8),
+        (128, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "wait_early": True, "divided_queries": True}, 8),
+        (64, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "held": "both", "divided_queries": True}, 4),
+        (80, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "held": "both", "divided_queries": True}, 8),
     ],
     ids=str,
 )
@@ -77,7 +83,8 @@ def test_it_compiles_to_products_in_flight_without_spills(d: int, changes: dict[
     config = FAMILY.default(spec, H200).replace(**changes)
     assert FAMILY.violated(config, spec, H200) is None
     kernels = dict(compiled_kernels(render(FAMILY, variant_of(FAMILY, spec, config)), "backward", wanted, H200))
-    assert list(kernels) == ["preprocess", "flash_bwd_hopper"] + ["finish_dq"] * (config["persistent"] != "drawn")
+    behind = ["add_divisions"] * bool(config.get("divided_queries", False)) + ["finish_dq"] * (config["persistent"] != "drawn")
+    assert list(kernels) == ["preprocess", "flash_bwd_hopper", *behind]
     facts, layout = read_facts(kernels["flash_bwd_hopper"], H200), BackwardLayout.of(spec, config)
     assert facts.shared_bytes <= layout.shared_bytes
     expected = FAMILY.expected(config, spec, H200)
@@ -101,6 +108,51 @@ def test_it_compiles_to_products_in_flight_without_spills(d: int, changes: dict[
         assert order.count(f"W{'E' * 32}W") >= 4
     # ptxas waits after each product where it can't prove that they may overlap.
     assert sum("WARPGROUP.DEPBAR" in line for line in code) <= count(code)["HGMMA"] / 3
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "n", "features", "divided"),
+    [
+        # What was measured to gain: python benchmarks/divided_queries.py.
+        (32, 8, 1024, Features(causal=True), 3),
+        (32, 8, 2048, Features(causal=True), 2),
+        (28, 4, 2048, Features(causal=True), 4),
+        (16, 4, 2048, Features(mask="bool"), 2),
+        # And what wasn't.
+        (32, 8, 4096, Features(causal=True), 1),
+        (16, 16, 577, Features(), 1),
+        (12, 12, 1024, Features(causal=True), 1),
+        (32, 8, 2048, Features(causal=True, window=(1024, 0)), 1),
+    ],
+)
+def test_queries_are_divided_where_tiles_of_keys_are_few(heads: int, kv_heads: int, n: int, features: Features, divided: int) -> None:
+    wanted = problem(features, batch=1, heads=heads, kv_heads=kv_heads, n_q=n, n_kv=n)
+    drawn = FAMILY.default(wanted.spec(), H200).replace(persistent="drawn", dq_sums="registers")
+    moved = FAMILY.resized(drawn, wanted, H200)
+    assert FAMILY.violated(moved, wanted.spec(), H200) is None
+    assert moved == (drawn if divided == 1 else drawn.replace(persistent=False, divided_queries=True))
+    assert FAMILY.resized(drawn.replace(persistent=False, divided_queries=True), wanted, H200).get("divided_queries", False) == (
+        divided > 1
+    )
+    assert divisions_of(moved, wanted, H200) == divided
+    module = load_source(render(FAMILY, variant_of(FAMILY, wanted.spec(), moved)), "flash_bwd_hopper")
+    inputs = make_inputs(wanted, device="meta", seed=0)
+    launches = module.launches(*inputs.arguments, **inputs.keywords | {"sms": H200.sms, "counts": None})
+    grids = {kernel.__name__: grid for kernel, grid, *_ in launches}
+    assert grids["flash_bwd_hopper"] == (min(-(-n // 128) * kv_heads, H200.sms if divided == 1 else 2**30) * divided,)
+    assert ("add_divisions" in grids) == (divided > 1)
+
+
+def test_the_cost_model_knows_what_division_is_worth() -> None:
+    wanted = problem(Features(), batch=1, heads=28, kv_heads=4, n_q=1024, n_kv=1024)
+    config = FAMILY.default(wanted.spec(), H200)
+    times = []
+    for divided in (True, False):
+        one = config.replace(divided_queries=divided)
+        facts = FAMILY.expected(one, wanted.spec(), H200)
+        assert facts is not None
+        times.append(predict_us(one, facts, wanted, H200))
+    assert times[0] < 0.6 * times[1]
 
 
 def test_exponentials_by_a_polynomial_are_exact_to_bf16_and_fp16() -> None:

@@ -32,7 +32,20 @@ def report() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "case", ["full", "extreme", "causal", "window", "everything", "everything narrow", "bias", "pieces", "three stages"]
+    "case",
+    [
+        "full",
+        "extreme",
+        "causal",
+        "window",
+        "everything",
+        "everything narrow",
+        "bias",
+        "pieces",
+        "three stages",
+        "divided",
+        "divided narrow",
+    ],
 )
 def test_gradients_are_those_of_the_reference(report: dict[str, Any], case: str) -> None:
     assert report[case] == ""

@@ -18,6 +18,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.backward import flash_bwd
+from flashtune.templates.backward.hopper.layout import divisions_of
 from flashtune.templates.decode.flash_decode import few_rows, row_splits, split_count
 from flashtune.templates.family import blocks_of_head, blocks_of_tiles, padded
 from flashtune.templates.hopper.layout import HopperLayout, packed_problem, tile_queries, tiles_of
@@ -243,8 +244,19 @@ def _fused_backward_us(config: Config, facts: CompileFacts, problem: Problem, ta
     latency, balanced = c.load_latency if config.number("num_stages") == 1 else 0.0, config["section"] != 1
     # O and dO are read and sums zeroed, then these are read and dQ is written.
     total = _rows_us(problem, target, 2 * d_v * size + 8 * d + d * size, c)
+    divisions = divisions_of(config, problem, target)
     return total + _gradients_us(
-        config, True, facts, problem, target, c, latency=latency, overlap=c.overlap_shared, balanced=balanced, adds_queries=True
+        config,
+        True,
+        facts,
+        problem,
+        target,
+        c,
+        latency=latency,
+        overlap=c.overlap_shared,
+        balanced=balanced,
+        adds_queries=True,
+        divisions=divisions,
     )
 
 
@@ -256,7 +268,18 @@ def _split_backward_us(config: Config, facts: CompileFacts, problem: Problem, ta
     for prefix, seen in (("", facts), ("DQ_", replace(facts, spills=0))):
         tile = Config.of({name: config[f"{prefix}{name}"] for name in ("BLOCK_M", "BLOCK_N", "num_stages")})
         latency, balanced = c.load_latency if tile["num_stages"] == 1 else 0.0, config["section"] != 1
-        total += _gradients_us(tile, not prefix, seen, problem, target, c, latency=latency, overlap=c.overlap_shared, balanced=balanced)
+        total += _gradients_us(
+            tile,
+            not prefix,
+            seen,
+            problem,
+            target,
+            c,
+            latency=latency,
+            overlap=c.overlap_shared,
+            balanced=balanced,
+            divisions=1 if prefix else divisions_of(config, problem, target),
+        )
     return total
 
 
@@ -285,10 +308,12 @@ def _gradients_us(
     balanced: bool,
     active: int = 1,
     adds_queries: bool = False,
+    divisions: int = 1,
 ) -> float:
     """Microseconds of a backward's kernel that holds the keys of a tile, and adds up dQ in memory or not, or that holds its queries.
 
-    `latency` are clocks that a block waits for its loads; `balanced` says that a band's long tiles come first. The forward's constants, at
+    `latency` are clocks that a block waits for its loads; `balanced` says that a band's long tiles come first; `divisions` programs share a
+    tile, whose parts of dK and dV are then read and written once more. The forward's constants, at
     other products; nothing of it was fitted to measured backward kernels yet.
     """
     p, m, n, d, d_v = problem, tile.number("BLOCK_M"), tile.number("BLOCK_N"), padded(problem.d), padded(problem.d_v)
@@ -302,9 +327,10 @@ def _gradients_us(
     memory += adds_queries * 4 * m * d / c.sum_bytes_per_clock
     busy = max(matrix + softmax - overlap * min(matrix, softmax), memory) + c.spill_clocks_per_byte * facts.spills * facts.threads
     per_block = busy + (c.block_overhead + latency) / active
-    slots, programs = target.sms * active, p.batch * _tiles_of_gradients(p, tile, of_keys)
+    slots, programs = target.sms * active, p.batch * _tiles_of_gradients(p, tile, of_keys) * divisions
+    added_us = programs * 8 * n * (d + d_v) / (target.bandwidth_gbs * 1e3) if divisions > 1 else 0.0
     uneven = 1.0 if p.features.banded and balanced else math.ceil(programs / slots) * slots / programs
-    return (p.batch * blocks * per_block + programs * c.tile_overhead / active) / target.sms * uneven / target.boost_mhz
+    return added_us + (p.batch * blocks * per_block + programs * c.tile_overhead / active) / target.sms * uneven / target.boost_mhz
 
 
 def _kind(problem: Problem) -> str:

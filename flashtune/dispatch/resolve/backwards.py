@@ -1,6 +1,8 @@
 """Which backward kernels are trusted with gradients, and the plans that compute them."""
 
 import functools
+import itertools
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -88,9 +90,13 @@ def gradient_choice(
 
 def _torch_us(trained: Problem, record: TuningRecord, others: Iterator[Choice]) -> float:
     """What torch is expected to take for a backward: by the record that serves it, or by the next one beside which torch was timed, as it
-    wasn't beside kernels that repeat their bits."""
-    if record.framework_us is None:
-        record = next((one.record for one in others if one.record is not None and one.record.framework_us is not None), record)
+    wasn't beside kernels that repeat their bits; endless where it reads a matrix and no record tells."""
+    tellers = (one for one in itertools.chain([record], (other.record for other in others)) if one is not None)
+    timed = (one for one in tellers if one.framework_us is not None and _reads_matrix(one.problem) == _reads_matrix(trained))
+    teller = next(timed, None)
+    if teller is None and _reads_matrix(trained):
+        return math.inf
+    record = teller or record
     known_us = record.median_us if record.framework_us is None else record.framework_us
     beside_us = min(known_us, TORCH_BESIDE_US)
     return beside_us + (known_us - beside_us) * _tiled(trained) / _tiled(record.problem)
@@ -123,10 +129,38 @@ def _gradient_choices(
 ) -> Iterator[Choice]:
     """The policy's choices without rows that have other features than `problem` beside its diagonal: torch has a gradient of everything,
     but takes up to nine times as long for one feature as for another, so that such rows say nothing of when it is the better choice. Only
-    gradients that nobody asks for here may have been among a row's: without them ours takes less time, too."""
+    gradients that nobody asks for here may have been among a row's: without them ours takes less time, too.
+
+    Where no row has the very features and torch would read a matrix of all scores, which made it 3 to 100 times as slow as ours, measured
+    rows with some of the features stand for all of them (benchmarks/results/2026-11-26-h100-divided)."""
+    told = False
     for choice in rank(problem, target, records, known, **words):
-        if isinstance(choice, Choice) and (choice.record is None or _tells(choice.record.problem, problem)):
+        if not isinstance(choice, Choice):
+            continue
+        if choice.record is None and not told and _reads_matrix(problem):
+            told = True
+            yield from _with_fewer_features(problem, target, records, known)
+        if choice.record is None or _tells(choice.record.problem, problem):
+            told = told or choice.record is not None
             yield choice
+
+
+def _with_fewer_features(
+    problem: Problem, target: Target, records: Pool | Sequence[TuningRecord], known: Mapping[str, Family]
+) -> Iterator[Choice]:
+    """The choices by measured rows whose features are some of a problem's."""
+    for choice in rank(problem, target, records, known, framework_serves=False):
+        if isinstance(choice, Choice) and choice.record is not None and choice.record.outcome.source == "measured":
+            theirs, ours = choice.record.problem.features, problem.features
+            mask = theirs.mask in ("none", ours.mask) and (theirs.window is None or ours.window is not None)
+            if mask and all(getattr(ours, name) >= getattr(theirs, name) for name in FLAGS) and set(ours.asked) <= set(theirs.asked):
+                yield choice
+
+
+def _reads_matrix(problem: Problem) -> bool:
+    """Whether torch is given a mask or a bias of all scores for what a problem has."""
+    f = problem.features
+    return f.mask != "none" or f.window is not None or f.alibi or f.sinks
 
 
 def _tells(theirs: Problem, ours: Problem) -> bool:

@@ -5,9 +5,10 @@ tile of keys and two warpgroups of 64 of them, is in `_roles.jinja`.
 """
 
 from flashtune.core.config import Config, KernelSpec, Value
+from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
-from flashtune.templates.backward.hopper.layout import BackwardLayout, refusal
+from flashtune.templates.backward.hopper.layout import DIVIDED_QUERIES, BackwardLayout, divides, refusal
 from flashtune.templates.family import Axis, Constraint, Family, padded
 from flashtune.templates.hopper.layout import COLUMN_UNIT
 from flashtune.templates.predicates import warpgroup_facts
@@ -53,6 +54,7 @@ AXES = (
         unsaid=True,
     ),
     COLUMN_UNIT,
+    DIVIDED_QUERIES,
     Axis(name="section", values=(1, 2, 4, 8, 16), why="heads that run side by side: a triangle's balance against queries that stay in L2"),
 )
 
@@ -95,12 +97,26 @@ CONSTRAINTS = (
         axes=("dq_sums", "persistent"),
     ),
     Constraint(
+        name="divided queries",
+        holds=lambda c, s, t: not BackwardLayout.of(s, c).divides or (c["dq_sums"] == "registers" and not c["persistent"]),
+        why="programs that share tiles are as many as fill the GPU, so that none takes a second, and copy nothing to memory but sums",
+        axes=("dq_sums", "persistent", "divided_queries"),
+    ),
+    Constraint(
         name="parts of dQ",
         holds=lambda c, s, t: BackwardLayout.of(s, c).part_d >= 32,
         why="a tile of keys can be divided by no fewer columns",
         axes=("BLOCK_M", "BLOCK_N"),
     ),
 )
+
+
+def resized(config: Config, problem: Problem, target: Target) -> Config:
+    """With queries divided among programs where that leaves the busiest multiprocessor much less to do; these take one tile each."""
+    divided = divides(config, problem, target)
+    if bool(config.get("divided_queries", False)) == divided:
+        return config
+    return config.replace(divided_queries=True, dq_sums="registers", persistent=False) if divided else config.replace(divided_queries=False)
 
 
 def supports(spec: KernelSpec, target: Target) -> str | None:
@@ -144,7 +160,7 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
         ]
     first: dict[str, Value] = {"BLOCK_M": 64, "BLOCK_N": 128, "num_stages": 2, "dq_sums": "registers"}
     first |= {"held": "none", "exp_early": False, "exp_poly": False, "wait_early": False, "persistent": False}
-    first |= {"column_unit": 32}
+    first |= {"column_unit": 32, "divided_queries": False}
     usual, others = ([Config.of(first | tile, section=section) for tile in tiles] for section in ((4, 16) if spec.causal else (2, 1)))
     return usual + [config.replace(column_unit=16) for config in usual[1:4]] + others
 
@@ -166,7 +182,19 @@ FAMILY = Family(
     expected=expected,
     interpretable=False,
     layout=BackwardLayout.of,
-    path_axes=("BLOCK_M", "num_stages", "dq_sums", "exp_early", "exp_poly", "wait_early", "persistent", "held", "column_unit"),
+    resized=resized,
+    path_axes=(
+        "BLOCK_M",
+        "num_stages",
+        "dq_sums",
+        "exp_early",
+        "exp_poly",
+        "wait_early",
+        "persistent",
+        "held",
+        "column_unit",
+        "divided_queries",
+    ),
     gone={"ahead": False, "release": "memory"},
     repeatable=False,
 )

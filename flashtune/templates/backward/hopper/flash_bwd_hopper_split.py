@@ -5,9 +5,10 @@ so that there is no order to vary; and head sizes above 128, whose programs hold
 """
 
 from flashtune.core.config import Config, KernelSpec
+from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
-from flashtune.templates.backward.hopper.layout import SplitLayout, refusal
+from flashtune.templates.backward.hopper.layout import DIVIDED_QUERIES, SplitLayout, divides, refusal
 from flashtune.templates.family import Axis, Constraint, Family, padded
 from flashtune.templates.predicates import warpgroup_facts
 
@@ -20,6 +21,7 @@ AXES = (
     Axis(name="DQ_num_stages", values=(1, 2, 3), why="blocks of K in flight, and of V one fewer: latency hidden against shared memory"),
     Axis(name="held_columns", values=(0, 64, 128), why="columns of K and V that stay in registers, against reads of shared memory"),
     Axis(name="DQ_held_columns", values=(0, 64, 128), why="the same of Q and dO in the kernel of dQ"),
+    DIVIDED_QUERIES,
     Axis(name="section", values=(1, 2, 4, 8, 16), why="heads that run side by side: a triangle's balance against what stays in L2"),
 )
 
@@ -63,6 +65,12 @@ CONSTRAINTS = (
 )
 
 
+def resized(config: Config, problem: Problem, target: Target) -> Config:
+    """With queries divided among programs where that leaves the busiest multiprocessor much less to do."""
+    divided = divides(config, problem, target)
+    return config if bool(config.get("divided_queries", False)) == divided else config.replace(divided_queries=divided)
+
+
 def supports(spec: KernelSpec, target: Target) -> str | None:
     """Why this family can't serve `spec` on `target`, or None."""
     return refusal("flash_bwd_hopper_split", 256, spec, target)
@@ -87,7 +95,7 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
     names = ("BLOCK_M", "BLOCK_N", "num_stages", "held_columns")
     dq_names = ("DQ_BLOCK_M", "DQ_BLOCK_N", "DQ_num_stages", "DQ_held_columns")
     return [
-        Config.of(dict(zip(names + dq_names, of_keys + of_queries, strict=True)), section=section)
+        Config.of(dict(zip(names + dq_names, of_keys + of_queries, strict=True)), section=section, divided_queries=False)
         for section in ((4, 16) if spec.causal else (2, 1))
         for of_keys, of_queries in pairs
     ]
@@ -109,6 +117,7 @@ FAMILY = Family(
     expected=expected,
     interpretable=False,
     layout=SplitLayout.of,
-    path_axes=("BLOCK_M", "num_stages", "held_columns", "DQ_BLOCK_M", "DQ_BLOCK_N", "DQ_num_stages", "DQ_held_columns"),
+    resized=resized,
+    path_axes=("BLOCK_M", "num_stages", "held_columns", "DQ_BLOCK_M", "DQ_BLOCK_N", "DQ_num_stages", "DQ_held_columns", "divided_queries"),
 )
 """Attention backward for Hopper in two kernels."""

@@ -1,8 +1,13 @@
 """What follows from a spec and a config of the backward families for Hopper, stated once for templates, constraints and the cost model."""
 
-from flashtune.core.config import KernelSpec
+import inspect
+from functools import lru_cache
+
+from flashtune.core.band import UNBOUNDED
+from flashtune.core.config import Config, KernelSpec
+from flashtune.core.problem import Problem
 from flashtune.core.target import Target
-from flashtune.templates.family import padded
+from flashtune.templates.family import Axis, padded
 from flashtune.templates.hopper.layout import ROWS, HopperTiles
 
 
@@ -19,6 +24,60 @@ def refusal(name: str, widest: int, spec: KernelSpec, target: Target) -> str | N
     if not 64 <= padded(spec.d_v) <= padded(spec.d) <= widest:
         return f"{name} has tiles for head sizes from 33 to {widest}, those of v no larger, not {spec.d} and {spec.d_v}"
     return None
+
+
+DIVIDED_QUERIES = Axis(
+    name="divided_queries",
+    values=(False, True),
+    why="whether programs share the queries of a tile of keys where tiles are few: all at work against sums that are added up",
+    absent=False,
+    unsaid=True,
+)
+"""An axis of both families. `resized` sets it: no search asks for it."""
+
+WORTH_DIVIDING = 0.85
+"""The share of its time that dividing may leave a kernel at most: what is counted is rough, and another kernel must be compiled."""
+
+
+def query_divisions(
+    m_tiles: int, group: int, tiles: int, left: int, right: int, block_m: int, block_n: int, sms: int, worth: float = 1.0
+) -> int:
+    """Among how many programs the queries of each of so many tiles of keys are divided: as leaves the busiest multiprocessor the
+    least, or 1 where that is more than `worth` of what it has undivided. A side of the window without a bound is -1."""
+    seen = m_tiles if min(left, right) < 0 else min(m_tiles, (left + right + block_n) // block_m + 1)
+    triangle = (left < 0) != (right < 0)
+
+    def busiest(divisions: int) -> float:
+        # In blocks of queries: a program takes four beside its own, and its part of dK and dV five (fitted, divided_queries.py).
+        longest, programs = group * seen / divisions + 4, tiles * divisions
+        adding = 5 * programs / sms if divisions > 1 else 0
+        if not triangle:
+            return adding + -(-programs // sms) * longest
+        # The longest go first, and the mean has half as many.
+        return adding + max(longest, programs * (longest / 2 + 2) / sms)
+
+    if tiles >= 2 * sms:
+        return 1
+    best = min(range(1, min(group * seen, 16) + 1), key=busiest)
+    return best if busiest(best) <= worth * busiest(1) else 1
+
+
+def divides(config: Config, problem: Problem, target: Target) -> bool:
+    """Whether queries are divided at these sizes."""
+    return _divisions(config.number("BLOCK_M"), config.number("BLOCK_N"), problem, target.sms, WORTH_DIVIDING) > 1
+
+
+def divisions_of(config: Config, problem: Problem, target: Target) -> int:
+    """How many programs share a tile's queries in a launch, as the host will find."""
+    divided = config.get("divided_queries", False)
+    return _divisions(config.number("BLOCK_M"), config.number("BLOCK_N"), problem, target.sms, 1.0) if divided else 1
+
+
+@lru_cache(maxsize=4096)
+def _divisions(block_m: int, block_n: int, problem: Problem, sms: int, worth: float) -> int:
+    m_tiles, tiles = -(-problem.n_q // block_m), -(-problem.n_kv // block_n) * problem.batch * problem.kv_heads
+    left, right = (UNBOUNDED if side is None else side for side in (problem.band.left, problem.band.right))
+    return query_divisions(m_tiles, problem.gqa_ratio, tiles, left, right, block_m, block_n, sms, worth)
 
 
 class HopperBackward(HopperTiles):
@@ -40,7 +99,7 @@ class HopperBackward(HopperTiles):
     def sizes(self) -> list[str]:
         """The kernel's parameters that are sizes, which travel through it as `Sizes`."""
         s = self.spec
-        found = ["n_q", "n_kv", "kv_heads", "group", "m_tiles", "n_tiles"] + ["tiles"] * self.persistent
+        found = ["n_q", "n_kv", "kv_heads", "group", "m_tiles", "n_tiles"] + ["tiles"] * self.persistent + ["divisions"] * self.divides
         found += [f"bias_by_{part}" for part in ("batch", "head", "row", "column")] * (s.mask == "bias")
         return found + s.band_sizes
 
@@ -68,6 +127,21 @@ class HopperBackward(HopperTiles):
     def finishes(self) -> bool:
         """Whether it finishes dQ of heads that are done."""
         return self.config.get("persistent", False) == "drawn"
+
+    @property
+    def divides(self) -> bool:
+        """Whether several programs share the queries of a tile of keys, and dK and dV are added up from what each of them found."""
+        return bool(self.config.get("divided_queries", False))
+
+    @property
+    def divided_columns(self) -> dict[str, int]:
+        """Columns of what such a program leaves in memory of dK and dV."""
+        return {"dk": self.columns_d, "dv": self.columns_dv}
+
+    @property
+    def query_divisions(self) -> str:
+        """The host's function that says among how many."""
+        return inspect.getsource(query_divisions)
 
     @property
     def bias_by_pointer(self) -> bool:
