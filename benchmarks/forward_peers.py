@@ -147,7 +147,7 @@ def words_of(inputs: Inputs) -> dict[str, Any]:
         words["attn_mask"] = given.mask
         if f.causal:
             # As in torch, `is_causal` stands alone.
-            words |= {"is_causal": False, "window": (None, 0)}
+            words |= {"is_causal": False, "window": (None if f.window is None else f.window[0], 0)}
     if f.softcap:
         words["softcap"] = given.softcap
     if f.dropout:

@@ -1,0 +1,923 @@
+"""Attention backward for Hopper, bit for bit repeatable: one warp copies tiles with TMA, the other warpgroups compute.
+
+Two kernels in seven products. A program of `key_gradients` holds a tile of keys and loops over its division of the queries of the group that see it;
+a program of `query_gradients` holds a tile of queries and loops over its keys. What divisions have found is added up in a fixed order.
+
+Compiled in: bwd-bf16-d256-causal-softcap
+Template: flash_bwd_hopper_split 34ce4fcb619b01e9
+Variant: 066ffb9a93508c15
+Config: BLOCK_M=64 BLOCK_N=64 DQ_BLOCK_M=128 DQ_BLOCK_N=64 DQ_held_columns=0 DQ_num_stages=2 divided_queries=True held_columns=128
+num_stages=2 section=4
+
+Generated; do not edit. `flashtune generate` writes it anew.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+# Triton 3.6 has no other names for the copies than the longer ones, newer versions none but the short.
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+DTYPE = gl.constexpr(gl.bfloat16)
+BLOCK_D = gl.constexpr(256)
+BLOCK_DV = gl.constexpr(256)
+SECTION = gl.constexpr(4)
+# The kernel of dK and dV.
+BLOCK_M = gl.constexpr(64)
+BLOCK_N = gl.constexpr(64)
+KEYS = gl.constexpr(64)
+KEY_TILES = gl.constexpr(1)
+STAGES = gl.constexpr(2)
+# Scores have keys as rows, so that they and their gradients leave a product as the left operand of the next.
+SCORES_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
+DK_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16]))
+DV_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16]))
+PROBS_LAYOUT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=DV_LAYOUT, k_width=2))
+DSCORES_LAYOUT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=DK_LAYOUT, k_width=2))
+HELD_LAYOUT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=SCORES_LAYOUT, k_width=2))
+KEY_LAYOUT = gl.constexpr(gl.SliceLayout(1, SCORES_LAYOUT))
+QUERY_LAYOUT = gl.constexpr(gl.SliceLayout(0, SCORES_LAYOUT))
+PROBS_SHARED = gl.constexpr(gl.NVMMASharedLayout.get_default_for([KEYS.value, BLOCK_M.value], DTYPE.value))
+# The kernel of dQ, with queries as rows.
+DQ_BLOCK_M = gl.constexpr(128)
+DQ_BLOCK_N = gl.constexpr(64)
+ROWS = gl.constexpr(64)
+ROW_TILES = gl.constexpr(2)
+DQ_STAGES = gl.constexpr(2)
+V_STAGES = gl.constexpr(1)
+ROW_SCORES_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
+DQ_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16]))
+ROW_DSCORES_LAYOUT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=DQ_LAYOUT, k_width=2))
+ROW_LAYOUT = gl.constexpr(gl.SliceLayout(1, ROW_SCORES_LAYOUT))
+COLUMN_LAYOUT = gl.constexpr(gl.SliceLayout(0, ROW_SCORES_LAYOUT))
+
+
+class Sizes(NamedTuple):
+    """The sizes of a call."""
+
+    n_q: gl.tensor
+    n_kv: gl.tensor
+    kv_heads: gl.tensor
+    group: gl.tensor
+    m_tiles: gl.tensor
+    n_tiles: gl.tensor
+    divisions: gl.tensor
+    diagonal: gl.tensor
+
+
+class Params(NamedTuple):
+    """What tiles work with beside sizes."""
+
+    scale: gl.tensor
+    score_scale: gl.tensor
+    inner_scale: gl.tensor
+
+
+class TileCoord(NamedTuple):
+    """Where a tile of keys begins, of which head of k and v, and the blocks of queries that see it.
+
+    These are first .. end-1, of which unmasked_first .. unmasked_end-1 see all of it.
+    """
+
+    batch: gl.tensor
+    kv_head: gl.tensor
+    division: gl.tensor
+    key: gl.tensor
+    first: gl.tensor
+    unmasked_first: gl.tensor
+    unmasked_end: gl.tensor
+    end: gl.tensor
+
+
+class Pipeline(NamedTuple):
+    """Stages of shared memory, with a number for each row beside them, and the barriers that tell when each is full and empty again."""
+
+    smem: gl.shared_memory_descriptor
+    numbers: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+
+class Ring(NamedTuple):
+    """Stages of shared memory and the barriers that tell when each is full and empty again."""
+
+    smem: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+
+class KeyStorage(NamedTuple):
+    """What the roles of a program of dK and dV share."""
+
+    q: Pipeline
+    dout: Pipeline
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    kv_full: gl.shared_memory_descriptor
+    probs: gl.shared_memory_descriptor
+    probs_full: gl.shared_memory_descriptor
+
+
+class QueryStorage(NamedTuple):
+    """What the roles of a program of dQ share."""
+
+    q: gl.shared_memory_descriptor
+    dout: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    k: Ring
+    v: Ring
+
+
+class RowNumbers(NamedTuple):
+    """A number for each query, `rows` to a head."""
+
+    lse_ptr: gl.tensor
+    delta_ptr: gl.tensor
+    rows: gl.tensor
+
+
+class QueryTile(NamedTuple):
+    """Where a tile of queries begins, of which head, and the blocks of keys that it sees.
+
+    These are first .. end-1, of which unmasked_first .. unmasked_end-1 are seen by all of it.
+    """
+
+    batch: gl.tensor
+    kv_head: gl.tensor
+    member: gl.tensor
+    row: gl.tensor
+    first: gl.tensor
+    unmasked_first: gl.tensor
+    unmasked_end: gl.tensor
+    end: gl.tensor
+
+
+@triton.jit(do_not_specialize=["heads", "n_q", "rows"])
+def preprocess(
+    out_ptr,
+    dout_ptr,
+    lse_ptr,
+    dlse_ptr,
+    lse_2_ptr,
+    delta_ptr,
+    stride_pb,
+    stride_ph,
+    stride_pm,
+    stride_pd,
+    stride_ob,
+    stride_oh,
+    stride_om,
+    stride_od,
+    heads,
+    n_q,
+    rows,
+    HAS_DLSE: tl.constexpr,
+):
+    """What the products need of 64 of a head's `rows`: rowsum(dO * O) - dLSE and the LSE in units of log 2.
+
+    Rows past the end, and those that see no key, have the LSE +inf, by which they have no probabilities.
+    """
+    ROWS: tl.constexpr = 64
+    BLOCK_DV: tl.constexpr = 256
+
+    tiles = rows // ROWS
+    head_index = tl.program_id(0) // tiles
+    start = tl.program_id(0) % tiles * ROWS
+    batch = head_index // heads
+    head = head_index % heads
+    offs_m = start + tl.arange(0, ROWS)  # [ROWS]
+    in_rows = offs_m < n_q  # [ROWS]
+    offs_dv = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
+    out_ptr += batch.to(tl.int64) * stride_pb + head.to(tl.int64) * stride_ph
+    dout_ptr += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
+    out_ptrs = out_ptr + offs_m.to(tl.int64)[:, None] * stride_pm + offs_dv.to(tl.int64)[None, :] * stride_pd  # [ROWS, BLOCK_DV]
+    dout_ptrs = dout_ptr + offs_m.to(tl.int64)[:, None] * stride_om + offs_dv.to(tl.int64)[None, :] * stride_od  # [ROWS, BLOCK_DV]
+    in_tile = in_rows[:, None]
+    out_tile = tl.load(out_ptrs, mask=in_tile, other=0.0).to(tl.float32)  # [ROWS, BLOCK_DV]
+    dout_tile = tl.load(dout_ptrs, mask=in_tile, other=0.0).to(tl.float32)  # [ROWS, BLOCK_DV]
+    delta = tl.sum(out_tile * dout_tile, 1)  # [ROWS]
+    lse = tl.load(lse_ptr + head_index.to(tl.int64) * n_q + offs_m, mask=in_rows, other=float("-inf"))  # [ROWS]
+    if HAS_DLSE:
+        # What flows to the LSE of a row that sees no key goes no further.
+        dlse = tl.load(dlse_ptr + head_index.to(tl.int64) * n_q + offs_m, mask=in_rows, other=0.0)  # [ROWS]
+        delta -= tl.where(lse == float("-inf"), 0.0, dlse)  # [ROWS]
+    place = head_index.to(tl.int64) * rows + start
+    tl.store(lse_2_ptr + place + tl.arange(0, ROWS), tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634))
+    tl.store(delta_ptr + place + tl.arange(0, ROWS), delta)
+
+
+@triton.jit(do_not_specialize=["kv_heads", "n_kv", "rows", "divisions"])
+def add_divisions(
+    dk_parts_ptr,
+    dv_parts_ptr,
+    dk_ptr,
+    dv_ptr,
+    stride_dkb,
+    stride_dkh,
+    stride_dkn,
+    stride_dkd,
+    stride_dvb,
+    stride_dvh,
+    stride_dvn,
+    stride_dvd,
+    kv_heads,
+    n_kv,
+    rows,
+    divisions,
+    dk_scale,
+):
+    """dK and dV of 16 of a head's keys from what each division has found of them, one added to the other."""
+    ROWS: tl.constexpr = 16
+
+    head_index = tl.program_id(0) // (rows // ROWS)
+    start = tl.program_id(0) % (rows // ROWS) * ROWS
+    batch = (head_index // kv_heads).to(tl.int64)
+    head = (head_index % kv_heads).to(tl.int64)
+    offs_n = start + tl.arange(0, ROWS)  # [ROWS]
+    place = head_index.to(tl.int64) * divisions * rows + offs_n  # [ROWS]
+    offs_d = tl.arange(0, 256)  # [256]
+    parts_ptrs = dk_parts_ptr + place[:, None] * 256 + offs_d[None, :]  # [ROWS, 256]
+    total = tl.load(parts_ptrs)  # [ROWS, 256]
+    for _ in range(1, divisions):
+        parts_ptrs += rows * 256
+        total += tl.load(parts_ptrs)
+    total *= dk_scale
+    out_ptrs = dk_ptr + batch * stride_dkb + head * stride_dkh
+    out_ptrs += offs_n.to(tl.int64)[:, None] * stride_dkn + offs_d.to(tl.int64)[None, :] * stride_dkd  # [ROWS, 256]
+    tl.store(out_ptrs, total.to(dk_ptr.dtype.element_ty), mask=(offs_n < n_kv)[:, None])
+    offs_d = tl.arange(0, 256)  # [256]
+    parts_ptrs = dv_parts_ptr + place[:, None] * 256 + offs_d[None, :]  # [ROWS, 256]
+    total = tl.load(parts_ptrs)  # [ROWS, 256]
+    for _ in range(1, divisions):
+        parts_ptrs += rows * 256
+        total += tl.load(parts_ptrs)
+    out_ptrs = dv_ptr + batch * stride_dvb + head * stride_dvh
+    out_ptrs += offs_n.to(tl.int64)[:, None] * stride_dvn + offs_d.to(tl.int64)[None, :] * stride_dvd  # [ROWS, 256]
+    tl.store(out_ptrs, total.to(dv_ptr.dtype.element_ty), mask=(offs_n < n_kv)[:, None])
+
+
+@gluon.jit
+def make_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
+    """NUMBER barriers that each wait for ARRIVALS arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUMBER):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers
+
+
+@gluon.jit
+def wait_full(pipeline, number):
+    """Waits until the number-th filling of the pipeline has landed in its stage."""
+    stages: gl.constexpr = pipeline.full.shape[0]
+    mbarrier.wait(pipeline.full.index(number % stages), number // stages & 1)
+
+
+@gluon.jit
+def release(pipeline, number):
+    """Says that this warpgroup has read the number-th filling."""
+    stages: gl.constexpr = pipeline.full.shape[0]
+    mbarrier.arrive(pipeline.empty.index(number % stages), count=1)
+
+
+@gluon.jit
+def load_rows(desc, corner, numbers_desc, place, pipeline, number):
+    """Starts the copy of a block of rows and of their numbers as soon as its stage is empty."""
+    stages: gl.constexpr = pipeline.full.shape[0]
+    stage = number % stages
+    mbarrier.wait(pipeline.empty.index(stage), number // stages & 1 ^ 1)
+    mbarrier.expect(pipeline.full.index(stage), desc.block_type.nbytes + numbers_desc.block_type.nbytes)
+    async_load(desc, corner, pipeline.full.index(stage), pipeline.smem.index(stage))
+    async_load(numbers_desc, [place], pipeline.full.index(stage), pipeline.numbers.index(stage))
+
+
+# Hardware barriers from 5 on are free; Triton uses those before.
+@gluon.jit
+def named_barrier_sync(BARRIER: gl.constexpr, THREADS: gl.constexpr):
+    """Waits at a hardware barrier until THREADS threads are there."""
+    gl.inline_asm_elementwise("bar.sync $1, $2; mov.u32 $0, 0;", "=r,r,r", [BARRIER, THREADS], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def opaque_zero():
+    """0, which LLVM doesn't know: it would compute every matrix descriptor ahead of the loop and spill them."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def tile_at(program, sizes):
+    """The tile of a program, and which of its divisions."""
+    tiles = gl.num_programs(0) // sizes.divisions
+    division = program % sizes.divisions
+    program = program // sizes.divisions
+    # A section of heads goes tile by tile, the longest first; the last one has the heads that are left.
+    section = program // (sizes.n_tiles * SECTION)
+    within = program - section * (sizes.n_tiles * SECTION)
+    width = gl.minimum(tiles // sizes.n_tiles - section * SECTION, SECTION)
+    n_tile = within // width
+    place = section * SECTION + within - n_tile * width
+    batch = place // sizes.kv_heads
+    key = n_tile * BLOCK_N
+    first = 0
+    end = sizes.m_tiles
+    unmasked_first = 0
+    last_key = gl.minimum(key + BLOCK_N, sizes.n_kv) - 1 - sizes.diagonal
+    first_key = key - sizes.diagonal
+    first = gl.maximum(first_key, 0) // BLOCK_M
+    unmasked_first = (gl.maximum(last_key, 0) + BLOCK_M - 1) // BLOCK_M
+    # Zeros stand for keys past the end, and the exponential of a score of 0 may be infinite.
+    unmasked_first = gl.where(key + BLOCK_N > sizes.n_kv, end, gl.minimum(unmasked_first, end))
+    unmasked_end = end
+    return TileCoord(batch, place - batch * sizes.kv_heads, division, key, first, unmasked_first, unmasked_end, end)
+
+
+@gluon.jit
+def divided(tile, member, sizes):
+    """The tile with what its division has of the blocks of one head's queries: those of all heads of a group are divided as one row."""
+    blocks = tile.end - tile.first
+    begin = tile.first - member * blocks
+    first = begin + blocks * sizes.group * tile.division // sizes.divisions
+    end = begin + blocks * sizes.group * (tile.division + 1) // sizes.divisions
+    first = gl.minimum(gl.maximum(first, tile.first), tile.end)
+    end = gl.minimum(gl.maximum(end, first), tile.end)
+    unmasked_first = gl.minimum(gl.maximum(tile.unmasked_first, first), end)
+    unmasked_end = gl.minimum(gl.maximum(tile.unmasked_end, first), end)
+    return TileCoord(tile.batch, tile.kv_head, tile.division, tile.key, first, unmasked_first, unmasked_end, end)
+
+
+@gluon.jit
+def scaled_tanh(x, scale):
+    """tanh(x scale log(2) / 2) = (1 - u) / (1 + u) with u = 2^-|x scale|; 3e-6 off at most.
+
+    The quotient is the polynomial of degree 7 that is nearest to it between 0 and 1 (by Remez's exchange): the units for exponentials and
+    reciprocals are the limit here.
+    """
+    # In assembly, where |x| is no instruction of its own.
+    power: gl.constexpr = "{ .reg .f32 y; abs.ftz.f32 y, $1; mul.ftz.f32 y, y, $2; ex2.approx.ftz.f32 $0, y; }"
+    u = gl.inline_asm_elementwise(power, "=f,f,f", [x, -scale], dtype=gl.float32, is_pure=True, pack=1)
+    t = -0.104484465 * u + 0.513458976
+    t = t * u - 1.16142851
+    t = t * u + 1.69353364
+    t = t * u - 1.93414545
+    t = t * u + 1.99275594
+    t = t * u - 1.99969014
+    t = t * u + 0.999997812
+    return gl.inline_asm_elementwise("copysign.f32 $0, $1, $2;", "=f,f,f", [x, t], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def mask_probs(probs, key, row, sizes):
+    """0 where a query (from `row` on) doesn't see a key (from `key` on). Selected, for what is masked may be infinite."""
+    keys = key + gl.arange(0, KEYS, layout=KEY_LAYOUT)  # [KEYS]
+    columns = gl.arange(0, BLOCK_M, layout=QUERY_LAYOUT)[None, :]  # [1, BLOCK_M]
+    first = keys - (row + sizes.diagonal)  # [KEYS]
+    first = gl.where(keys < sizes.n_kv, first, BLOCK_M)  # [KEYS]
+    # In assembly, or the compiler gathers predicates in registers of their own.
+    from_first: gl.constexpr = "{ .reg .pred sees; setp.ge.s32 sees, $2, $3; selp.f32 $0, $1, 0f00000000, sees; }"
+    probs = gl.inline_asm_elementwise(from_first, "=f,f,r,r", [probs, columns, first[:, None]], dtype=gl.float32, is_pure=True, pack=1)
+    return probs  # [KEYS, BLOCK_M]
+
+
+@gluon.jit
+def mask_probs_dq(probs, key, row, sizes):
+    """0 where a query (from `row` on) doesn't see a key (from `key` on). Selected, for what is masked may be infinite."""
+    columns = gl.arange(0, DQ_BLOCK_N, layout=COLUMN_LAYOUT)[None, :]  # [1, DQ_BLOCK_N]
+    rows = row + gl.arange(0, ROWS, layout=ROW_LAYOUT) + (sizes.diagonal - key)  # [ROWS]
+    last = gl.minimum(rows, sizes.n_kv - 1 - key)  # [ROWS]
+    # In assembly, or the compiler gathers predicates in registers of their own.
+    to_last: gl.constexpr = "{ .reg .pred sees; setp.le.s32 sees, $2, $3; selp.f32 $0, $1, 0f00000000, sees; }"
+    probs = gl.inline_asm_elementwise(to_last, "=f,f,r,r", [probs, columns, last[:, None]], dtype=gl.float32, is_pure=True, pack=1)
+    return probs  # [ROWS, DQ_BLOCK_N]
+
+
+@gluon.jit
+def mainloop_dv(blocks, number, dv, k_held, key, smem, sizes, params, MASKED: gl.constexpr):
+    """Blocks blocks[0] .. blocks[1]-1 of one head's queries: their probabilities, which both warpgroups need, and dV."""
+    zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, SCORES_LAYOUT)
+    for block in range(blocks[0], blocks[1]):
+        zero = opaque_zero()
+        q_tile = smem.q.smem.index(number % STAGES + zero).reshape([BLOCK_M, BLOCK_D])
+        dout_tile = smem.dout.smem.index(number % STAGES + zero).reshape([BLOCK_M, BLOCK_DV])
+        k_tile = smem.k.index(zero).reshape([KEYS, BLOCK_D])
+        wait_full(smem.q, number)
+        half = q_tile.slice(0, 128, 1)
+        scores = warpgroup_mma(k_held, half.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
+        half = q_tile.slice(128, 128, 1)
+        scores = warpgroup_mma(k_tile.slice(128, 128, 1), half.permute((1, 0)), scores, is_async=True)  # [KEYS, BLOCK_M]
+        lse = smem.q.numbers.index(number % STAGES).load(QUERY_LAYOUT)  # [BLOCK_M]
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        capped = scaled_tanh(scores, params.inner_scale)  # [KEYS, BLOCK_M]
+        scores = capped
+        probs = gl.exp2(scores * params.score_scale - lse[None, :])  # [KEYS, BLOCK_M]
+        if MASKED:
+            probs = mask_probs(probs, key, block * BLOCK_M, sizes)
+        # The stage of Q is only filled again when the other warpgroup has read what lies in this one.
+        shared_probs = probs * (1.0 - capped * capped)  # [KEYS, BLOCK_M]
+        smem.probs.index(number % STAGES + zero).store(shared_probs.to(DTYPE))
+        mbarrier.arrive(smem.probs_full.index(number % STAGES), count=1)
+        release(smem.q, number)
+        probs = gl.convert_layout(probs.to(DTYPE), PROBS_LAYOUT)
+        wait_full(smem.dout, number)
+        dv = warpgroup_mma(probs, dout_tile, dv, is_async=True)  # [KEYS, BLOCK_DV]
+        dv = warpgroup_mma_wait(0, deps=[dv])
+        release(smem.dout, number)
+        number += 1
+    return number, dv
+
+
+@gluon.jit
+def mainloop_dk(blocks, number, dk, v_held, smem, params):
+    """The same blocks: dK, of the other warpgroup's probabilities."""
+    zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, SCORES_LAYOUT)
+    for _ in range(blocks[0], blocks[1]):
+        zero = opaque_zero()
+        q_tile = smem.q.smem.index(number % STAGES + zero).reshape([BLOCK_M, BLOCK_D])
+        dout_tile = smem.dout.smem.index(number % STAGES + zero).reshape([BLOCK_M, BLOCK_DV])
+        v_tile = smem.v.index(zero).reshape([KEYS, BLOCK_DV])
+        wait_full(smem.dout, number)
+        half = dout_tile.slice(0, 128, 1)
+        dprobs = warpgroup_mma(v_held, half.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
+        half = dout_tile.slice(128, 128, 1)
+        dprobs = warpgroup_mma(v_tile.slice(128, 128, 1), half.permute((1, 0)), dprobs, is_async=True)  # [KEYS, BLOCK_M]
+        delta = smem.dout.numbers.index(number % STAGES).load(QUERY_LAYOUT)  # [BLOCK_M]
+        dprobs = warpgroup_mma_wait(0, deps=[dprobs])
+        release(smem.dout, number)
+        mbarrier.wait(smem.probs_full.index(number % STAGES), number // STAGES & 1)
+        probs = smem.probs.index(number % STAGES + zero).load(SCORES_LAYOUT).to(gl.float32)  # [KEYS, BLOCK_M]
+        dscores = (probs * (dprobs - delta[None, :])).to(DTYPE)  # [KEYS, BLOCK_M]
+        dscores = gl.convert_layout(dscores, DSCORES_LAYOUT)
+        wait_full(smem.q, number)
+        dk = warpgroup_mma(dscores, q_tile, dk, is_async=True)  # [KEYS, BLOCK_D]
+        dk = warpgroup_mma_wait(0, deps=[dk])
+        release(smem.q, number)
+        number += 1
+    return number, dk
+
+
+@gluon.jit
+def value_consumer(dv_ptr, smem, sizes, params):
+    """The warpgroup that has dV."""
+    tile = tile_at(gl.program_id(0), sizes)
+    dv = gl.zeros([KEYS, BLOCK_DV], gl.float32, DV_LAYOUT)
+    mbarrier.wait(smem.kv_full.index(0), 0)
+    k_held = smem.k.index(0).reshape([KEYS, BLOCK_D]).slice(0, 128, 1).load(HELD_LAYOUT)
+    number = gl.to_tensor(0)
+    for member in range(sizes.group):
+        share = divided(tile, member, sizes)
+        blocks = share.first, share.unmasked_first
+        number, dv = mainloop_dv(blocks, number, dv, k_held, tile.key, smem, sizes, params, True)
+        blocks = share.unmasked_first, share.unmasked_end
+        number, dv = mainloop_dv(blocks, number, dv, k_held, tile.key, smem, sizes, params, False)
+    row = ((tile.batch * sizes.kv_heads + tile.kv_head) * sizes.divisions + tile.division) * (sizes.n_tiles * BLOCK_N) + tile.key
+    rows = gl.arange(0, KEYS, layout=gl.SliceLayout(1, DV_LAYOUT))
+    columns = gl.arange(0, 256, layout=gl.SliceLayout(0, DV_LAYOUT))
+    ptrs = dv_ptr + row.to(gl.int64) * 256 + rows[:, None] * 256 + columns[None, :]  # [KEYS, 256]
+    gl.store(ptrs, dv)
+
+
+@gluon.jit
+def key_consumer(dk_ptr, smem, sizes, params):
+    """The warpgroup that has dK."""
+    tile = tile_at(gl.program_id(0), sizes)
+    dk = gl.zeros([KEYS, BLOCK_D], gl.float32, DK_LAYOUT)
+    mbarrier.wait(smem.kv_full.index(0), 0)
+    v_held = smem.v.index(0).reshape([KEYS, BLOCK_DV]).slice(0, 128, 1).load(HELD_LAYOUT)
+    number = gl.to_tensor(0)
+    for member in range(sizes.group):
+        share = divided(tile, member, sizes)
+        number, dk = mainloop_dk((share.first, share.end), number, dk, v_held, smem, params)
+    row = ((tile.batch * sizes.kv_heads + tile.kv_head) * sizes.divisions + tile.division) * (sizes.n_tiles * BLOCK_N) + tile.key
+    rows = gl.arange(0, KEYS, layout=gl.SliceLayout(1, DK_LAYOUT))
+    columns = gl.arange(0, 256, layout=gl.SliceLayout(0, DK_LAYOUT))
+    ptrs = dk_ptr + row.to(gl.int64) * 256 + rows[:, None] * 256 + columns[None, :]  # [KEYS, 256]
+    gl.store(ptrs, dk)
+
+
+@gluon.jit
+def producer(descs, smem, sizes):
+    """The copying warp: runs ahead of the consumers as far as the stages allow."""
+    q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc = descs
+    tile = tile_at(gl.program_id(0), sizes)
+    kv_full = smem.kv_full.index(0)
+    mbarrier.expect(kv_full, KEY_TILES * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+    for w in gl.static_range(KEY_TILES):
+        async_load(k_desc, [tile.batch, tile.kv_head, tile.key + w * KEYS, 0], kv_full, smem.k.index(w))
+        async_load(v_desc, [tile.batch, tile.kv_head, tile.key + w * KEYS, 0], kv_full, smem.v.index(w))
+    number = gl.to_tensor(0)
+    for member in range(sizes.group):
+        head = tile.kv_head * sizes.group + member
+        place = (tile.batch * sizes.kv_heads * sizes.group + head) * sizes.m_tiles
+        share = divided(tile, member, sizes)
+        for block in range(share.first, share.end):
+            corner = [tile.batch, head, block * BLOCK_M, 0]
+            load_rows(q_desc, corner, lse_desc, (place + block) * BLOCK_M, smem.q, number)
+            load_rows(dout_desc, corner, delta_desc, (place + block) * BLOCK_M, smem.dout, number)
+            number += 1
+
+
+# Nothing is specialized on sizes, so one compiled kernel serves them all.
+@gluon.jit(
+    do_not_specialize=[
+        "n_q",
+        "n_kv",
+        "kv_heads",
+        "group",
+        "m_tiles",
+        "n_tiles",
+        "divisions",
+        "diagonal",
+    ]
+)
+def key_gradients(
+    q_desc,
+    k_desc,
+    v_desc,
+    dout_desc,
+    lse_desc,
+    delta_desc,
+    dk_ptr,
+    dv_ptr,
+    n_q,
+    n_kv,
+    kv_heads,
+    group,
+    m_tiles,
+    n_tiles,
+    divisions,
+    diagonal,
+    scale,
+    score_scale,
+    inner_scale,
+):
+    """dK and dV of a tile of keys: splits the program into two consumers and the producer."""
+    q_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
+    dout_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_M, BLOCK_DV], dout_desc.layout)
+    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse_desc.layout)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], delta_desc.layout)
+    smem = KeyStorage(
+        q=Pipeline(q_smem, lse_smem, make_barriers(STAGES, 1), make_barriers(STAGES, 2)),
+        dout=Pipeline(dout_smem, delta_smem, make_barriers(STAGES, 1), make_barriers(STAGES, 2)),
+        k=gl.allocate_shared_memory(DTYPE, [KEY_TILES, 1, 1, KEYS, BLOCK_D], k_desc.layout),
+        v=gl.allocate_shared_memory(DTYPE, [KEY_TILES, 1, 1, KEYS, BLOCK_DV], v_desc.layout),
+        kv_full=make_barriers(1, 1),
+        probs=gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, BLOCK_M], PROBS_SHARED),
+        probs_full=make_barriers(STAGES, 1),
+    )
+    fence_async_shared()
+    sizes = Sizes(n_q, n_kv, kv_heads, group, m_tiles, n_tiles, divisions, diagonal)
+    params = Params(scale, score_scale, inner_scale)
+    descs = q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc
+    gl.warp_specialize(
+        [
+            (value_consumer, (dv_ptr, smem, sizes, params)),
+            (key_consumer, (dk_ptr, smem, sizes, params)),
+            (producer, (descs, smem, sizes)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+@gluon.jit
+def query_tile_at(program, sizes):
+    """The tile of queries of a program."""
+    # A section of heads goes tile by tile, the longest first; the last one has the heads that are left.
+    section = program // (sizes.m_tiles * SECTION)
+    within = program - section * (sizes.m_tiles * SECTION)
+    width = gl.minimum(gl.num_programs(0) // sizes.m_tiles - section * SECTION, SECTION)
+    m_tile = sizes.m_tiles - 1 - within // width
+    heads = sizes.kv_heads * sizes.group
+    place = section * SECTION + within % width
+    batch = place // heads
+    head = place - batch * heads
+    kv_head = head // sizes.group
+    row = m_tile * DQ_BLOCK_M
+    first = 0
+    end = sizes.n_tiles
+    unmasked_first = 0
+    # Zeros stand for keys past the end, and the exponential of a score of 0 may be infinite.
+    unmasked_end = sizes.n_kv // DQ_BLOCK_N
+    first_row = row + sizes.diagonal
+    last_row = gl.minimum(row + DQ_BLOCK_M, sizes.n_q) - 1 + sizes.diagonal
+    end = gl.minimum(end, gl.maximum(last_row + DQ_BLOCK_N, 0) // DQ_BLOCK_N)
+    unmasked_end = gl.minimum(unmasked_end, gl.maximum(first_row + 1, 0) // DQ_BLOCK_N)
+    unmasked_end = gl.minimum(unmasked_end, end)
+    return QueryTile(batch, kv_head, head - kv_head * sizes.group, row, first, unmasked_first, unmasked_end, end)
+
+
+@gluon.jit
+def load_block(desc, corner, pipeline, number):
+    """Starts the copy of a block of keys or values as soon as its stage is empty."""
+    stages: gl.constexpr = pipeline.full.shape[0]
+    stage = number % stages
+    mbarrier.wait(pipeline.empty.index(stage), number // stages & 1 ^ 1)
+    mbarrier.expect(pipeline.full.index(stage), desc.block_type.nbytes)
+    async_load(desc, corner, pipeline.full.index(stage), pipeline.smem.index(stage))
+
+
+@gluon.jit
+def query_producer(descs, smem, sizes):
+    """The copying warp: runs ahead of the consumers as far as the stages allow."""
+    q_desc, k_desc, v_desc, dout_desc = descs
+    tile = query_tile_at(gl.program_id(0), sizes)
+    head = tile.kv_head * sizes.group + tile.member
+    q_full = smem.q_full.index(0)
+    mbarrier.expect(q_full, ROW_TILES * (q_desc.block_type.nbytes + dout_desc.block_type.nbytes))
+    for w in gl.static_range(ROW_TILES):
+        async_load(q_desc, [tile.batch, head, tile.row + w * ROWS, 0], q_full, smem.q.index(w))
+        async_load(dout_desc, [tile.batch, head, tile.row + w * ROWS, 0], q_full, smem.dout.index(w))
+    number = gl.to_tensor(0)
+    for block in range(tile.first, tile.end):
+        corner = [tile.batch, tile.kv_head, block * DQ_BLOCK_N, 0]
+        load_block(k_desc, corner, smem.k, number)
+        load_block(v_desc, corner, smem.v, number)
+        number += 1
+
+
+@gluon.jit
+def mainloop_dq(
+    blocks,
+    number,
+    dq,
+    lse,
+    delta,
+    row,
+    smem,
+    sizes,
+    params,
+    MASKED: gl.constexpr,
+    W: gl.constexpr,
+):
+    """Blocks blocks[0] .. blocks[1]-1 of one head's keys. Every product of a block has ended before the next block begins."""
+    zeros = gl.zeros([ROWS, DQ_BLOCK_N], gl.float32, ROW_SCORES_LAYOUT)
+    for block in range(blocks[0], blocks[1]):
+        zero = opaque_zero()
+        k_tile = smem.k.smem.index(number % DQ_STAGES + zero).reshape([DQ_BLOCK_N, BLOCK_D])
+        v_tile = smem.v.smem.index(number % V_STAGES + zero).reshape([DQ_BLOCK_N, BLOCK_DV])
+        q_tile = smem.q.index(W + zero).reshape([ROWS, BLOCK_D])
+        dout_tile = smem.dout.index(W + zero).reshape([ROWS, BLOCK_DV])
+        wait_full(smem.k, number)
+        scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [ROWS, DQ_BLOCK_N]
+        wait_full(smem.v, number)
+        dprobs = warpgroup_mma(dout_tile, v_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [ROWS, DQ_BLOCK_N]
+        scores = warpgroup_mma_wait(1, deps=[scores])
+        capped = scaled_tanh(scores, params.inner_scale)  # [ROWS, DQ_BLOCK_N]
+        scores = capped
+        probs = gl.exp2(scores * params.score_scale - lse[:, None])  # [ROWS, DQ_BLOCK_N]
+        if MASKED:
+            probs = mask_probs_dq(probs, block * DQ_BLOCK_N, row, sizes)
+        dprobs = warpgroup_mma_wait(0, deps=[dprobs])
+        release(smem.v, number)
+        dscores = (probs * (dprobs - delta[:, None]) * (1.0 - capped * capped)).to(DTYPE)  # [ROWS, DQ_BLOCK_N]
+        dq = warpgroup_mma(gl.convert_layout(dscores, ROW_DSCORES_LAYOUT), k_tile, dq, is_async=True)  # [ROWS, BLOCK_D]
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        release(smem.k, number)
+        number += 1
+    return number, dq
+
+
+@gluon.jit
+def query_consumer(dq_desc, numbers, smem, sizes, params, W: gl.constexpr):
+    """One warpgroup: queries W * ROWS .. W * ROWS + ROWS - 1 of the program's tile."""
+    tile = query_tile_at(gl.program_id(0), sizes)
+    row = tile.row + W * ROWS
+    head_index = (tile.batch * sizes.kv_heads + tile.kv_head) * sizes.group + tile.member
+    # Rows past the end are never stored, and no other row takes anything from them.
+    offs_m = gl.minimum(row + gl.arange(0, ROWS, layout=ROW_LAYOUT), sizes.n_q - 1)  # [ROWS]
+    lse = gl.load(numbers.lse_ptr + head_index.to(gl.int64) * numbers.rows + offs_m)  # [ROWS]
+    delta = gl.load(numbers.delta_ptr + head_index.to(gl.int64) * numbers.rows + offs_m)  # [ROWS]
+    dq = gl.zeros([ROWS, BLOCK_D], gl.float32, DQ_LAYOUT)
+    mbarrier.wait(smem.q_full.index(0), 0)
+    number = gl.to_tensor(0)
+    blocks = tile.unmasked_first, tile.unmasked_end
+    number, dq = mainloop_dq(blocks, number, dq, lse, delta, row, smem, sizes, params, False, W)
+    blocks = tile.unmasked_end, tile.end
+    number, dq = mainloop_dq(blocks, number, dq, lse, delta, row, smem, sizes, params, True, W)
+    # dQ leaves through the memory of this warpgroup's own queries.
+    smem.q.index(W).reshape([ROWS, BLOCK_D]).store((dq * params.scale).to(DTYPE))
+    fence_async_shared()
+    async_store(dq_desc, [tile.batch, tile.kv_head * sizes.group + tile.member, row, 0], smem.q.index(W))
+    tma.store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "rows",
+        "n_q",
+        "n_kv",
+        "kv_heads",
+        "group",
+        "m_tiles",
+        "n_tiles",
+        "divisions",
+        "diagonal",
+    ]
+)
+def query_gradients(
+    q_desc,
+    k_desc,
+    v_desc,
+    dout_desc,
+    dq_desc,
+    lse_ptr,
+    delta_ptr,
+    rows,
+    n_q,
+    n_kv,
+    kv_heads,
+    group,
+    m_tiles,
+    n_tiles,
+    divisions,
+    diagonal,
+    scale,
+    score_scale,
+    inner_scale,
+):
+    """dQ of a tile of queries: splits the program into its consumers and the producer."""
+    k_smem = gl.allocate_shared_memory(DTYPE, [DQ_STAGES, 1, 1, DQ_BLOCK_N, BLOCK_D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(DTYPE, [V_STAGES, 1, 1, DQ_BLOCK_N, BLOCK_DV], v_desc.layout)
+    smem = QueryStorage(
+        q=gl.allocate_shared_memory(DTYPE, [ROW_TILES, 1, 1, ROWS, BLOCK_D], q_desc.layout),
+        dout=gl.allocate_shared_memory(DTYPE, [ROW_TILES, 1, 1, ROWS, BLOCK_DV], dout_desc.layout),
+        q_full=make_barriers(1, 1),
+        k=Ring(k_smem, make_barriers(DQ_STAGES, 1), make_barriers(DQ_STAGES, ROW_TILES)),
+        v=Ring(v_smem, make_barriers(V_STAGES, 1), make_barriers(V_STAGES, ROW_TILES)),
+    )
+    fence_async_shared()
+    sizes = Sizes(n_q, n_kv, kv_heads, group, m_tiles, n_tiles, divisions, diagonal)
+    params = Params(scale, score_scale, inner_scale)
+    numbers = RowNumbers(lse_ptr, delta_ptr, rows)
+    gl.warp_specialize(
+        [
+            (query_consumer, (dq_desc, numbers, smem, sizes, params, 0)),
+            (query_consumer, (dq_desc, numbers, smem, sizes, params, 1)),
+            (query_producer, ((q_desc, k_desc, v_desc, dout_desc), smem, sizes)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+def query_divisions(
+    m_tiles: int, group: int, tiles: int, left: int, right: int, block_m: int, block_n: int, sms: int, worth: float = 1.0
+) -> int:
+    """Among how many programs the queries of each of so many tiles of keys are divided: as leaves the busiest multiprocessor the
+    least, or 1 where that is more than `worth` of what it has undivided. A side of the window without a bound is -1."""
+    seen = m_tiles if min(left, right) < 0 else min(m_tiles, (left + right + block_n) // block_m + 1)
+    triangle = (left < 0) != (right < 0)
+
+    def busiest(divisions: int) -> float:
+        # In blocks of queries: a program takes four beside its own, and its part of dK and dV five (fitted, divided_queries.py).
+        longest, programs = group * seen / divisions + 4, tiles * divisions
+        adding = 5 * programs / sms if divisions > 1 else 0
+        if not triangle:
+            return adding + -(-programs // sms) * longest
+        # The longest go first, and the mean has half as many.
+        return adding + max(longest, programs * (longest / 2 + 2) / sms)
+
+    if tiles >= 2 * sms:
+        return 1
+    best = min(range(1, min(group * seen, 16) + 1), key=busiest)
+    return best if busiest(best) <= worth * busiest(1) else 1
+
+
+def accepts(q, k, v, mask):
+    """Whether the copy engine can take these tensors: aligned, unit stride along D, other strides multiples of 16 bytes."""
+    return all(
+        t.data_ptr() % 16 == 0
+        and t.stride(3) == 1
+        and t.shape[3] % 8 == 0
+        and all(size == 1 or (stride > 0 and stride % 8 == 0) for size, stride in zip(t.shape[:3], t.stride()[:3], strict=True))
+        for t in (q, k, v)
+    )
+
+
+def counts_needed(q, k):
+    """How many of `counts` a call takes."""
+    return 0
+
+
+def records(q, k, v, mask, scale):
+    """Whether `launches` computes nothing from tensors like these, so that what it makes of them on the meta device can be replayed."""
+    return True
+
+
+def descriptor(tensor, rows, columns):
+    """A TMA descriptor over (B, H, N, D) with tiles of `rows` rows of one head; the copy engine fills what is outside with zeros."""
+    strides = [stride if size > 1 else 16 for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)]
+    block = [1, 1, rows, columns]
+    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16))
+
+
+def launches(
+    q,
+    k,
+    v,
+    out,
+    lse,
+    dout,
+    dlse,
+    dq,
+    dk,
+    dv,
+    *,
+    mask,
+    scale,
+    diagonal,
+    window_left,
+    window_right,
+    softcap,
+    dropout_p,
+    seed,
+    offset,
+    sms,
+    counts,
+    slopes=None,
+):
+    """The launches of one call: (kernel, grid, args, options) each. Without `dq`, or `dk` and `dv`, what makes only these is left out.
+
+    dout, dk and dv are tensors that the copy engine can take, too.
+    """
+    batches, heads, n_q, _ = q.shape
+    kv_heads, n_kv = k.shape[1], k.shape[2]
+    m_tiles, n_tiles = -(-n_q // 64), -(-n_kv // 64)
+    rows = m_tiles * 64
+    lse_2 = torch.empty(batches * heads * rows, dtype=torch.float32, device=q.device)
+    deltas = torch.empty_like(lse_2)
+    args = (out, dout, lse, lse if dlse is None else dlse, lse_2, deltas, *out.stride(), *dout.stride(), heads, n_q, rows)
+    found = [(preprocess, (rows // 64 * batches * heads,), (*args, dlse is not None), {"num_warps": 4, "enable_fp_fusion": True})]
+    divisions = query_divisions(
+        m_tiles, heads // kv_heads, n_tiles * batches * kv_heads, window_left, window_right, 64, 64, sms
+    )
+    # Nothing is written to those of a call without dK and dV.
+    keys = batches * kv_heads * divisions * n_tiles * 64 if dk is not None else 1
+    dk_parts = torch.empty((keys, 256), dtype=torch.float32, device=q.device)
+    dv_parts = torch.empty((keys, 256), dtype=torch.float32, device=q.device)
+    if dk is not None:
+
+        def numbers_of(tensor):
+            return TensorDescriptor(tensor, list(tensor.shape), [1], [64], gl.NVMMASharedLayout(0, 32, 1))
+
+        args = (
+            descriptor(q, 64, 256),
+            descriptor(k, 64, 256),
+            descriptor(v, 64, 256),
+            descriptor(dout, 64, 256),
+            numbers_of(lse_2),
+            numbers_of(deltas),
+            dk_parts,
+            dv_parts,
+            n_q,
+            n_kv,
+            kv_heads,
+            heads // kv_heads,
+            m_tiles,
+            n_tiles,
+            divisions,
+            diagonal,
+            scale,
+            softcap * 1.4426950408889634,
+            2 * 1.4426950408889634 * scale / softcap,
+        )
+        found.append((key_gradients, (n_tiles * batches * kv_heads * divisions,), args, {"num_warps": 4, "enable_fp_fusion": True}))
+        keys = n_tiles * 64
+        args = (dk_parts, dv_parts, dk, dv, *dk.stride(), *dv.stride(), kv_heads, n_kv, keys, divisions, scale)
+        found.append((add_divisions, (keys // 16 * batches * kv_heads,), args, {"num_warps": 4, "enable_fp_fusion": True}))
+    if dq is not None:
+        m_tiles, n_tiles = -(-n_q // 128), -(-n_kv // 64)
+        args = (
+            descriptor(q, 64, 256),
+            descriptor(k, 64, 256),
+            descriptor(v, 64, 256),
+            descriptor(dout, 64, 256),
+            descriptor(dq, 64, 256),
+            lse_2,
+            deltas,
+            rows,
+            n_q,
+            n_kv,
+            kv_heads,
+            heads // kv_heads,
+            m_tiles,
+            n_tiles,
+            divisions,
+            diagonal,
+            scale,
+            softcap * 1.4426950408889634,
+            2 * 1.4426950408889634 * scale / softcap,
+        )
+        found.append((query_gradients, (m_tiles * batches * heads,), args, {"num_warps": 4, "enable_fp_fusion": True}))
+    return found
+
+
+def launch(*tensors, **settings):
+    """Run the kernels on the current stream."""
+    for kernel, grid, args, options in launches(*tensors, **settings):
+        kernel[grid](*args, **options)
