@@ -76,6 +76,9 @@ def backwards_of(results: Sequence[SearchResult], target: Target) -> Work:
 TRAINED_SIZES = ((80, 80), (96, 96), (72, 72), (192, 192), (160, 160), (192, 128), (40, 40), (112, 112))
 """Head sizes of `--backward-sizes`, those of most models first."""
 
+SMALL_TRAINED = ((32, 32), (16, 16), (64, 128))
+"""Others, of vision models' windows, of proteins' pairs, and with wider values."""
+
 PLAIN_TRAINED = ((64, 64), (128, 128), (256, 256))
 """Those that have rows of every length but a short one."""
 
@@ -93,10 +96,12 @@ def backwards_of_sizes(results: Sequence[SearchResult], target: Target, *, most:
     featured = TRAINED[4], TRAINED[2], TRAINED[5], TRAINED[0], TRAINED[1], TRAINED[7], TRAINED[6]
     problems += [(d, d, 4096, features, 1) for features in featured for d in (80, 96)]
     problems += [(d, d_v, 4096, features, 1) for features in (TRAINED[4], TRAINED[2]) for d, d_v in TRAINED_SIZES[3:6]]
+    problems += [(d, d_v, n, features, 1) for n in (1024, 256, 4096) for d, d_v in SMALL_TRAINED for features in (Features(), CAUSAL)]
+    problems += [(32, 32, n, features, 1) for n in (1024, 256) for features in (TRAINED[0], TRAINED[1], TRAINED[2], TRAINED[12])]
     found: Work = []
     for d, d_v, n, features, sharing in problems:
-        # As many heads as are whole groups.
-        heads = 2048 // d // sharing * sharing
+        # As many heads as are whole groups, of small ones no more than their models have.
+        heads = 2048 // d // sharing * sharing if d > 32 else 32
         sizes = {"batch": TOKENS // n, "heads": heads, "kv_heads": heads // sharing, "n_q": n, "n_kv": n, "d": d, "d_v": d_v}
         problem = Problem(**sizes, dtype="bf16", features=features, direction="bwd").seen()
         # The first is the fastest that serves calls which ask for no repeatable bits.

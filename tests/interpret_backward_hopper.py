@@ -69,6 +69,19 @@ CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
         problem(Features(), d=112, d_v=80),
         {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "held": "v", "column_unit": 16, "wait_early": True},
     ),
+    # Heads of fewer columns than a tile has, and of more in values than in keys.
+    "small heads": (
+        problem(Features(causal=True, dropout=True), d=32, d_v=24, n_q=150, n_kv=200, heads=4, kv_heads=2),
+        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "held": "both", "persistent": "drawn"},
+    ),
+    "smallest heads": (
+        problem(Features(mask="bias", dbias=True), d=8, d_v=16, n_kv=130),
+        {"BLOCK_M": 128, "num_stages": 1, "dq_sums": "registers"},
+    ),
+    "wider values": (
+        problem(Features(causal=True), d=40, d_v=128, dtype="bf16"),
+        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "tma", "wait_early": True},
+    ),
     # Divisions of a group's queries that begin and end within a head, some of which see no key, and sums in two pieces.
     "divided": (
         problem(Features(causal=True, dropout=True, alignment="bottom_right"), n_q=330, n_kv=200, d=80, d_v=72, heads=6, kv_heads=2),

@@ -56,6 +56,14 @@ CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
         problem(Features(causal=True, mask="bool", dropout=True, softcap=True, alibi=True), n_q=70, n_kv=130, heads=1),
         {**NARROW, "BLOCK_M": 64, "DQ_BLOCK_N": 128, "num_stages": 2, "section": 16},
     ),
+    "small heads": (
+        problem(Features(causal=True, mask="bool"), n_q=130, n_kv=70, d=24, d_v=32),
+        {**NARROW, "BLOCK_M": 64, "DQ_BLOCK_N": 64, "num_stages": 2, "held_columns": 64, "DQ_held_columns": 64},
+    ),
+    "small values": (
+        problem(Features(), n_q=90, n_kv=80, d=200, d_v=24),
+        {**WIDE, "num_stages": 2, "held_columns": 128, "DQ_num_stages": 2},
+    ),
     "divided": (
         problem(Features(causal=True, dropout=True, alibi=True), n_q=200, n_kv=140, d=160, d_v=136, heads=3),
         {**WIDE, "num_stages": 2, "held_columns": 128, "DQ_num_stages": 1, "section": 2, "divided_queries": True},

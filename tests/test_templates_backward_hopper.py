@@ -204,7 +204,8 @@ def test_it_says_what_it_cant_serve() -> None:
     assert "9.0" in why(Features(), "b200")
     assert "fp32" in why(Features(), dtype="fp32")
     assert "multiples of 8" in why(Features(), d=100, d_v=100)
-    assert "33 to 128" in why(Features(), d=256, d_v=256) and "33 to 128" in why(Features(), d=64, d_v=128)
+    assert why(Features(), d=8, d_v=32) == "" == why(Features(), d=64, d_v=128)
+    assert "up to 128" in why(Features(), d=256, d_v=256) and "up to 128" in why(Features(), d=64, d_v=136)
 
 
 def test_every_variant_is_formatted_and_lints_clean(tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ def _text_hash(family: Family, spec: KernelSpec, config: Config) -> str:
 
 
 def _text(family: Family, variant: Variant) -> str:
+    layout = family.layout(variant.spec, variant.config)
     text = (
         environment()
         .get_template(family.template_file)
@@ -88,9 +89,9 @@ def _text(family: Family, variant: Variant) -> str:
             variant=variant,
             spec=variant.spec,
             config=variant.config.as_dict(),
-            layout=family.layout(variant.spec, variant.config),
-            block_d=padded(variant.spec.d),
-            block_dv=padded(variant.spec.d_v),
+            layout=layout,
+            block_d=getattr(layout, "block_d", padded(variant.spec.d)),
+            block_dv=getattr(layout, "block_dv", padded(variant.spec.d_v)),
         )
     )
     return re.sub(r"\n{3,}", "\n\n\n", text).rstrip("\n") + "\n"

@@ -63,27 +63,27 @@ class HopperTiles:
     @property
     def pieces(self) -> list[tuple[int, int]]:
         """First column and width of the parts of D that products work through."""
-        return self._pieces(self.spec.d)
+        return self._pieces(self.spec.d, self.block_d)
 
     @property
     def v_pieces(self) -> list[tuple[int, int]]:
         """The same of D_v, with an accumulator each."""
-        return self._pieces(self.spec.d_v)
+        return self._pieces(self.spec.d_v, self.block_dv)
 
     @property
     def column_unit(self) -> int:
         """What pieces round a head size up to, of elements of two bytes."""
         return int(self.config.get("column_unit", 32))
 
-    def _pieces(self, head_dim: int) -> list[tuple[int, int]]:
-        """Widths are powers of two, as few as there are bits in the head size, rounded up to the unit."""
-        unit, block = self.column_unit * 2 // self.size, padded(head_dim)
+    def _pieces(self, head_dim: int, block: int) -> list[tuple[int, int]]:
+        """Widths are powers of two, as few as there are bits in the head size, rounded up to the unit; a single one is the whole tile."""
+        unit = self.column_unit * 2 // self.size
         reach = -(-head_dim // unit) * unit
         found: list[tuple[int, int]] = []
         for width in (256, 128, 64, 32, 16):
             if width >= unit and reach < block and reach // width % 2:
                 found.append((sum(width for _, width in found), width))
-        return found or [(0, block)]
+        return found if len(found) > 1 else [(0, block)]
 
     @property
     def chunked(self) -> bool:
@@ -250,7 +250,7 @@ class HopperLayout(HopperTiles):
     def v_pieces(self) -> list[tuple[int, int]]:
         """The parts of D_v where the config says so, the first of which is half of a padded tile, or all of a tile."""
         in_pieces = self.config.get("v_columns", "padded") == "pieces" and not self.fp8
-        return self._pieces(self.spec.d_v) if in_pieces else [(0, self.block_dv)]
+        return self._pieces(self.spec.d_v, self.block_dv) if in_pieces else [(0, self.block_dv)]
 
     @property
     def v_columns(self) -> int:

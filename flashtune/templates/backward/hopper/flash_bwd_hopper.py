@@ -9,7 +9,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.backward.hopper.layout import DIVIDED_QUERIES, BackwardLayout, divides, refusal
-from flashtune.templates.family import Axis, Constraint, Family, padded
+from flashtune.templates.family import Axis, Constraint, Family
 from flashtune.templates.hopper.layout import COLUMN_UNIT
 from flashtune.templates.predicates import warpgroup_facts
 
@@ -137,7 +137,7 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
         {"persistent": "taken"} if spec.causal else {"persistent": True},
     ]
     layout = BackwardLayout.of(spec, Config.of())
-    if padded(spec.d) == 64:
+    if layout.block_d == 64:
         tiles = [
             {},
             {"held": "both"},

@@ -9,7 +9,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.backward.hopper.layout import DIVIDED_QUERIES, SplitLayout, divides, refusal
-from flashtune.templates.family import Axis, Constraint, Family, padded
+from flashtune.templates.family import Axis, Constraint, Family
 from flashtune.templates.predicates import warpgroup_facts
 
 AXES = (
@@ -79,9 +79,10 @@ def supports(spec: KernelSpec, target: Target) -> str | None:
 def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
     """What was the fastest on an H200 without columns in registers, then the same with them, and other depths and tiles."""
     keys, queries = [(64, 64, 2, 0), (64, 64, 2, 128)], [(128, 64, 2, 0)]
-    if padded(spec.d) == 128:
+    block_d = SplitLayout.of(spec, Config.of()).block_d
+    if block_d == 128:
         keys, queries = [(64, 128, 2, 0), (64, 128, 2, 64)], [(128, 64, 2, 0), (128, 64, 2, 128), (128, 128, 2, 0)]
-    elif padded(spec.d) == 64:
+    elif block_d == 64:
         keys, queries = [(64, 128, 3, 0), (64, 128, 3, 64)], [(128, 128, 2, 0), (128, 128, 2, 64), (192, 64, 3, 64)]
     elif max(spec.d, spec.d_v) <= 192:
         # Chunks of columns leave room for more blocks in flight.
@@ -89,7 +90,7 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
     pairs = [(keys[0], queries[0]), (keys[1], queries[-1]), *((keys[0], one) for one in queries[1:])]
     if len(keys) > 2:
         pairs.append((keys[-1], queries[-1]))
-    elif padded(spec.d) == 256:
+    elif block_d == 256:
         # With a bias and dropout there is shared memory for no more.
         pairs.append(((64, 64, 1, 0), queries[0]))
     names = ("BLOCK_M", "BLOCK_N", "num_stages", "held_columns")

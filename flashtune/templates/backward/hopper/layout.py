@@ -21,8 +21,9 @@ def refusal(name: str, widest: int, spec: KernelSpec, target: Target) -> str | N
         return f"{name} takes fp16 and bf16, not {spec.dtype}"
     if spec.d % 8 or spec.d_v % 8:
         return f"{name} needs head sizes that are multiples of 8 (TMA), not {spec.d} and {spec.d_v}"
-    if not 64 <= padded(spec.d_v) <= padded(spec.d) <= widest:
-        return f"{name} has tiles for head sizes from 33 to {widest}, those of v no larger, not {spec.d} and {spec.d_v}"
+    largest = max(spec.d, spec.d_v)
+    if largest > widest or (largest > 128 and padded(spec.d_v) > padded(spec.d)):
+        return f"{name} has tiles for head sizes up to {widest}, those of v above 128 no larger, not {spec.d} and {spec.d_v}"
     return None
 
 
@@ -84,6 +85,16 @@ class HopperBackward(HopperTiles):
     """What both families have in common: what their kernels take."""
 
     __slots__ = ()
+
+    @property
+    def block_d(self) -> int:
+        """Columns of a tile of q and k: no fewer than of v, whose sums are the first to be divided, and no fewer than a swizzle has."""
+        return max(padded(self.spec.d), self.block_dv)
+
+    @property
+    def block_dv(self) -> int:
+        """The same of v and dO."""
+        return max(padded(self.spec.d_v), 64)
 
     @property
     def columns_d(self) -> int:
@@ -281,7 +292,7 @@ class SplitLayout(HopperBackward):
     @property
     def chunked(self) -> bool:
         """Where that leaves out a chunk: at head sizes from 129 to 192."""
-        return self.in_chunks(self.spec.d) < self.block_d or self.in_chunks(self.spec.d_v) < self.block_dv
+        return self.wide and (self.in_chunks(self.spec.d) < self.block_d or self.in_chunks(self.spec.d_v) < self.block_dv)
 
     @property
     def key_tiles(self) -> int:
