@@ -3,14 +3,17 @@
     python benchmarks/divided_queries.py
 
 Prints the gate's verdict of each, then microseconds by how many programs share a tile, in turns, beside torch's choice, and how many the
-host's rule takes.
+host's rule takes. Without a GPU `--read FILE` compares what such a file says with today's rule; of a number of programs that was not timed
+the slower neighbour counts.
 """
 
 import argparse
+import math
 import multiprocessing
 import re
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from forward_peers import stopwatch
@@ -21,7 +24,7 @@ from flashtune.core.dtypes import DType
 from flashtune.core.launching import launcher
 from flashtune.core.modules import load_source
 from flashtune.core.problem import Features, Problem
-from flashtune.core.target import Target
+from flashtune.core.target import Target, find_target
 from flashtune.dispatch.policy import choose
 from flashtune.templates import family
 from flashtune.templates.backward.hopper.layout import divisions_of
@@ -101,11 +104,43 @@ def divided_run(problem: Problem, config: Config, divisions: int, inputs: Inputs
     return partial(launcher(module), *inputs.arguments, **inputs.keywords)
 
 
+def rule_of(problem: Problem, target: Target) -> int:
+    """Among how many programs a kernel's queries are divided that stands in here; 1 where it isn't worth while."""
+    config = family_of(problem).resized(stored_config(problem, target), problem, target)
+    return divisions_of(config, problem, target)
+
+
+def losses(text: str, target: Target) -> dict[str, float]:
+    """How much longer what the rule takes was than the best, of the problems that a file has times of."""
+    found = {}
+    for problem in CASES:
+        sizes = f"{problem.label()} b{problem.batch} h{problem.heads}/{problem.kv_heads}: "
+        line = next((line for line in text.splitlines() if line.startswith(sizes)), None)
+        if line is None:
+            continue
+        pairs = (pair.split() for pair in line.removeprefix(sizes).split(" us")[0].split(", "))
+        us = {name: float(time) for name, time in pairs}
+        times = {1: us["undivided"]} | {count: us[str(count)] for count in DIVISIONS[1:]}
+        rule = min(rule_of(problem, target), DIVISIONS[-1])
+        around = max(count for count in times if count <= rule), min(count for count in times if count >= rule)
+        found[sizes] = max(times[count] for count in around) / min(times.values())
+    return found
+
+
 def main() -> None:
     """Check, time, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="of the problems those whose label this regular expression finds")
-    only = parser.parse_args().only
+    parser.add_argument("--read", metavar="FILE", help="what this script printed on an H100")
+    options = parser.parse_args()
+    only = options.only
+    if options.read:
+        found = losses(Path(options.read).read_text(), find_target("h100"))
+        for sizes, loss in found.items():
+            print(f"{sizes}{loss:.3f} of the best")
+        mean = math.exp(sum(map(math.log, found.values())) / len(found))
+        print(f"{len(found)} problems: {mean:.3f} in the mean, {max(found.values()):.3f} at most")
+        return
     gpu = local_gpu()
     if gpu is None or gpu.target is None or not gpu.target.is_hopper:
         raise SystemExit("divided_queries.py runs kernels for Hopper and found no such GPU: run it on an H100 or H200")

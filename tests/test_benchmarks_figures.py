@@ -114,7 +114,7 @@ def test_readmes_figures_of_backwards_are_those_of_the_rows() -> None:
         for row in Library.of(shipped_path()).records(gpu="h100", direction="bwd")
         if row.problem.d <= 128 and row.framework_us is not None and row.problem.features.label() in ("full", "causal")
     ]
-    assert f"those of D = 40 to 128 on an H100 {min(others):.2f} to {max(others):.2f} times" in said
+    assert f"those of D = 16 to 128 on an H100 {min(others):.2f} to {max(others):.2f} times" in said
     assert f"are {min(gains[True]):.2f} to {max(gains[True]):.2f} times as fast as cuDNN's for full and causal attention" in said
     assert (
         f"{min(gains[False]):.1f} to {max(gains[False]):.1f} times as fast as torch's choice with a mask, a bias, ALiBi or a window" in said

@@ -98,7 +98,7 @@ CONSTRAINTS = (
     ),
     Constraint(
         name="divided queries",
-        holds=lambda c, s, t: not BackwardLayout.of(s, c).divides or (c["dq_sums"] == "registers" and not c["persistent"]),
+        holds=lambda c, s, t: not BackwardLayout.of(s, c).divides or (c["dq_sums"] == "registers" and not c.get("persistent", False)),
         why="programs that share tiles are as many as fill the GPU, so that none takes a second, and copy nothing to memory but sums",
         axes=("dq_sums", "persistent", "divided_queries"),
     ),
