@@ -100,9 +100,9 @@ def backwards_of_sizes(results: Sequence[SearchResult], target: Target, *, most:
     problems += [(32, 32, n, features, 1) for n in (1024, 256) for features in (TRAINED[0], TRAINED[1], TRAINED[2], TRAINED[12])]
     found: Work = []
     for d, d_v, n, features, sharing in problems:
-        # As many heads as are whole groups, of small ones no more than their models have.
-        heads = 2048 // d // sharing * sharing if d > 32 else 32
-        sizes = {"batch": TOKENS // n, "heads": heads, "kv_heads": heads // sharing, "n_q": n, "n_kv": n, "d": d, "d_v": d_v}
+        # As many heads as are whole groups; of small ones, which an oracle takes long for, no more than their models have.
+        heads, batch = (2048 // d // sharing * sharing, TOKENS // n) if d > 32 else (32, TOKENS // n // 4)
+        sizes = {"batch": batch, "heads": heads, "kv_heads": heads // sharing, "n_q": n, "n_kv": n, "d": d, "d_v": d_v}
         problem = Problem(**sizes, dtype="bf16", features=features, direction="bwd").seen()
         # The first is the fastest that serves calls which ask for no repeatable bits.
         kinds = (kind for kind in families().values() if kind.direction == "bwd" and kind.supports(problem.spec(), target) is None)
