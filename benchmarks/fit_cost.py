@@ -23,7 +23,8 @@ from flashtune.core.results import CompileFacts, SearchResult
 from flashtune.core.target import find_target
 from flashtune.db.store import Store
 from flashtune.templates import families
-from flashtune.templates.cost import CONSTANTS, Constants, predict_us
+from flashtune.templates.cost import predict_us
+from flashtune.templates.cost_constants import CONSTANTS, Constants
 
 TRIALS = Path(__file__).parent / "results" / "2026-11-21-h200-forward" / "tuned.sqlite"
 FITTED = (

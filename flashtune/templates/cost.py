@@ -6,7 +6,6 @@ The constants are fitted to the committed sweeps (benchmarks/sweeps), which a te
 """
 
 import math
-from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,8 +16,8 @@ from flashtune.core.dtypes import ITEMSIZE
 from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
-from flashtune.templates.backward import flash_bwd
-from flashtune.templates.backward.hopper.layout import divisions_of
+from flashtune.templates.cost_constants import CONSTANTS, Constants, kind_of, peak_per_clock, programs_per_sm
+from flashtune.templates.cost_of_gradients import backward_us
 from flashtune.templates.decode.flash_decode import few_rows, row_splits, split_count
 from flashtune.templates.family import blocks_of_head, blocks_of_tiles, padded
 from flashtune.templates.hopper.layout import HopperLayout, packed_problem, tile_queries, tiles_of
@@ -26,78 +25,6 @@ from flashtune.templates.hopper.layout import HopperLayout, packed_problem, tile
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-
-class Constants(NamedTuple):
-    """What the datasheets don't say; fitted to the H200's sweeps."""
-
-    matrix_efficiency: float = 0.9
-    """Share of the peak that the matrix units reach at best within a block's products."""
-    narrow_efficiency: float = 0.33
-    """The same on Hopper for programs of fewer than four warps, which can't use its warpgroup instructions."""
-    vector_ops_per_score: float = 5.5
-    """FP32 instructions per score beside the exponential: scale and subtract, row max, row sum, conversion."""
-    maxima_ops_per_score: float = 0.75
-    """What of these is spared where row maxima settle; fitted to pairs of trials of the shipped rows, as `maxima_wait`."""
-    asking_ops_per_score: float = 2.5
-    """What comes to them where blocks ask whether a score outweighs all before it, which spares the wait for row maxima; by twelve pairs of
-    times at N = 4096 (benchmarks/results/2026-11-23-h200-scores/outgrown_first.txt)."""
-    vector_lanes: int = 128
-    """FP32 instructions that an SM starts per clock."""
-    l2_bytes_per_clock: float = 46.0
-    """Bytes per clock that one SM gets from L2."""
-    load_latency: float = 1200.0
-    """Clocks from a load to its data; each pipeline stage of a plain kernel hides more of them."""
-    block_overhead: float = 340.0
-    """Clocks of a key block that no unit is busy in: barriers and waits."""
-    maxima_wait: float = 150.0
-    """What of these is the wait for a block's row maxima."""
-    tile_overhead: float = 4750.0
-    """Clocks to start a tile, load Q, and store the output."""
-    persistent_share: float = 0.45
-    """What of a tile's overhead stays where a program goes from tile to tile."""
-    overlap_alone: float = 0.49
-    """Share of the shorter of matrix and softmax work that a plain kernel hides with one warpgroup on the SM."""
-    overlap_shared: float = 0.77
-    """The same with several warpgroups on the SM."""
-    overlap_lookahead: float = 0.62
-    """The same where the kernel itself puts products beside the softmax, with one warpgroup."""
-    overlap_lookahead_shared: float = 0.98
-    """The same with several."""
-    overlap_twice: float = 0.8
-    """The same where scores of the next block are under way, too, with several."""
-    fill: float = 0.5
-    """What a tile pays to begin and end such an overlap, for each step of it: a share of a block's products."""
-    chained_fill: float = 0.7
-    """What of this is left where tiles are chained."""
-    edge_ops_per_score: float = 3.0
-    """FP32 instructions more per score of a block at the edge of a band."""
-    softcap_ops_per_score: float = 12.0
-    """The same for a soft cap, beside its second special function."""
-    dropout_ops_per_score: float = 20.0
-    """The same for dropout: a quarter of a Philox call of ten rounds, and the comparison."""
-    bias_ops_per_score: float = 3.0
-    """The same for ALiBi, a mask or a bias."""
-    tile_bytes_per_clock: float = 40.0
-    """At what rate an SM loads queries and stores outputs."""
-    uneven_drawn: float = 0.39
-    """The share of a wave that is lost in the end where programs draw their tiles."""
-    draw_clocks: float = 300.0
-    """Clocks to draw a tile."""
-    spill_clocks_per_byte: float = 0.019
-    """Clocks per key block for each byte that all threads of a program spill together."""
-    sum_bytes_per_clock: float = 17.0
-    """Bytes of float32 sums per clock that one SM adds up in L2; flash-attention's pull request 2889 gives some 30 GB/s an SM."""
-    launch_us: float = 4.7
-    """Fixed cost of a launch on the GPU."""
-    memory_latency: float = 1600.0
-    """Clocks from a load to its data where all SMs read from memory at once; an estimate, as the two that follow."""
-    second_launch_us: float = 2.5
-    """What a launch that waits for another one adds."""
-    part_us: float = 0.5
-    """What the last program of a tile takes for each split that it adds up."""
-
-
-CONSTANTS = Constants()
 
 MANY_TILES = 1 << 20
 """More are even: a list of them takes seconds, and no SM has a thousandth more to do than another."""
@@ -150,20 +77,11 @@ def _work(problem: Problem, block_m: int, block_n: int, section: int) -> "NDArra
     return np.concatenate([np.tile(np.repeat(blocks, section), heads // section), np.repeat(blocks, heads % section)])
 
 
-def programs_per_sm(facts: CompileFacts, target: Target) -> int:
-    """How many programs fit on one SM by registers, shared memory and threads; 0 where not even one fits."""
-    registers = max(1, facts.registers) * facts.threads
-    by_registers = target.registers_per_sm // registers
-    by_shared = target.shared_bytes_per_sm // (facts.shared_bytes + 1024) if facts.shared_bytes else 32
-    return min(by_registers, by_shared, target.max_threads_per_sm // facts.threads, 32)
-
-
 def predict_us(config: Config, facts: CompileFacts, problem: Problem, target: Target, constants: Constants = CONSTANTS) -> float:
     """The estimated run time in microseconds; infinite where the program doesn't fit on an SM."""
     c = constants
     if problem.direction == "bwd":
-        found = _fused_backward_us if "dq_sums" in config else _backward_us if "ORDER" in config else _split_backward_us
-        return found(config, facts, problem, target, c) + len(problem.features.asked) * _score_gradients_us(config, problem, target, c)
+        return backward_us(config, facts, problem, target, c)
     resident = programs_per_sm(facts, target)
     if resident == 0:
         return math.inf
@@ -200,146 +118,6 @@ def predict_us(config: Config, facts: CompileFacts, problem: Problem, target: Ta
     clocks = (blocks * block.clocks + tiles * per_tile) / target.sms * uneven
     memory_us = problem.io_bytes() / (target.bandwidth_gbs * 1e3)
     return c.launch_us + max(clocks / target.boost_mhz, memory_us)
-
-
-def _score_gradients_us(config: Config, problem: Problem, target: Target, c: Constants) -> float:
-    """Microseconds of the kernel of a bias's or of slopes' gradient: S and dP anew, from tiles that come anew, too."""
-    p, size = problem, ITEMSIZE[problem.dtype]
-    d, d_v = padded(p.d), padded(p.d_v)
-    block_m, block_n = (64, 64) if d + d_v > 256 else (128, 64)
-    if "ORDER" in config:
-        block_m, block_n = config.number("DQ_BLOCK_M"), config.number("DQ_BLOCK_N")
-    blocks = blocks_of_head(p.band, p.n_q, p.n_kv, block_m, block_n) * p.batch * p.heads
-    matrix = 2 * block_m * block_n * (d + d_v) / _peak_per_clock(_kind(p), target) / c.matrix_efficiency
-    memory = (block_m + block_n) * (d + d_v) * size / c.l2_bytes_per_clock
-    clocks = blocks * (max(matrix, memory) + c.block_overhead) / target.sms
-    return c.second_launch_us + clocks / target.boost_mhz
-
-
-def _backward_us(config: Config, facts: CompileFacts, problem: Problem, target: Target, c: Constants) -> float:
-    """Microseconds of a whole backward of two kernels: delta, dK with dV, dQ. `facts` are of the second; the third's are estimated."""
-    p = problem
-    kernels = (
-        (flash_bwd.key_config(config), facts),
-        (flash_bwd.query_config(config), flash_bwd.expected_of_queries(config, p.spec(), target)),
-    )
-    total = _rows_us(p, target, 2 * p.d_v * ITEMSIZE[p.dtype] + 12, c)
-    for (tile, seen), of_keys in zip(kernels, (True, False), strict=True):
-        resident = programs_per_sm(seen, target)
-        if resident == 0:
-            return math.inf
-        programs = p.batch * _tiles_of_gradients(p, tile, of_keys)
-        active = max(1, min(resident, math.ceil(programs / target.sms)))
-        overlap = c.overlap_shared if active * max(1, seen.threads // 128) > 1 else c.overlap_alone
-        latency, balanced = c.load_latency / tile.number("num_stages") ** 2, config["ORDER"] == "longest_first"
-        total += _gradients_us(tile, of_keys, seen, p, target, c, latency=latency, overlap=overlap, balanced=balanced, active=active)
-    return total
-
-
-def _fused_backward_us(config: Config, facts: CompileFacts, problem: Problem, target: Target, c: Constants) -> float:
-    """Microseconds of a whole backward of one kernel, with what prepares its rows and what converts the sums of dQ."""
-    if programs_per_sm(facts, target) == 0:
-        return math.inf
-    size, d, d_v = ITEMSIZE[problem.dtype], padded(problem.d), padded(problem.d_v)
-    latency, balanced = c.load_latency if config.number("num_stages") == 1 else 0.0, config["section"] != 1
-    # O and dO are read and sums zeroed, then these are read and dQ is written.
-    total = _rows_us(problem, target, 2 * d_v * size + 8 * d + d * size, c)
-    divisions = divisions_of(config, problem, target)
-    return total + _gradients_us(
-        config,
-        True,
-        facts,
-        problem,
-        target,
-        c,
-        latency=latency,
-        overlap=c.overlap_shared,
-        balanced=balanced,
-        adds_queries=True,
-        divisions=divisions,
-    )
-
-
-def _split_backward_us(config: Config, facts: CompileFacts, problem: Problem, target: Target, c: Constants) -> float:
-    """Microseconds of a whole backward of Hopper's two kernels, with what prepares their rows. `facts` are of that of dK and dV."""
-    if programs_per_sm(facts, target) == 0:
-        return math.inf
-    total = _rows_us(problem, target, 2 * padded(problem.d_v) * ITEMSIZE[problem.dtype] + 12, c)
-    for prefix, seen in (("", facts), ("DQ_", replace(facts, spills=0))):
-        tile = Config.of({name: config[f"{prefix}{name}"] for name in ("BLOCK_M", "BLOCK_N", "num_stages")})
-        latency, balanced = c.load_latency if tile["num_stages"] == 1 else 0.0, config["section"] != 1
-        total += _gradients_us(
-            tile,
-            not prefix,
-            seen,
-            problem,
-            target,
-            c,
-            latency=latency,
-            overlap=c.overlap_shared,
-            balanced=balanced,
-            divisions=1 if prefix else divisions_of(config, problem, target),
-        )
-    return total
-
-
-def _rows_us(problem: Problem, target: Target, row_bytes: int, c: Constants) -> float:
-    """Microseconds of a backward's launches, and of what prepares its rows and moves so many bytes for each."""
-    rows = problem.batch * problem.heads * problem.n_q
-    return c.launch_us + 2 * c.second_launch_us + rows * row_bytes / (target.bandwidth_gbs * 1e3)
-
-
-def _tiles_of_gradients(problem: Problem, tile: Config, of_keys: bool) -> int:
-    """Programs to a batch of a backward's kernel that holds the keys of a tile, or its queries."""
-    p = problem
-    return p.kv_heads * math.ceil(p.n_kv / tile.number("BLOCK_N")) if of_keys else p.heads * math.ceil(p.n_q / tile.number("BLOCK_M"))
-
-
-def _gradients_us(
-    tile: Config,
-    of_keys: bool,
-    facts: CompileFacts,
-    problem: Problem,
-    target: Target,
-    c: Constants,
-    *,
-    latency: float,
-    overlap: float,
-    balanced: bool,
-    active: int = 1,
-    adds_queries: bool = False,
-    divisions: int = 1,
-) -> float:
-    """Microseconds of a backward's kernel that holds the keys of a tile, and adds up dQ in memory or not, or that holds its queries.
-
-    `latency` are clocks that a block waits for its loads; `balanced` says that a band's long tiles come first; `divisions` programs share a
-    tile, whose parts of dK and dV are then read and written once more. The forward's constants, at
-    other products; nothing of it was fitted to measured backward kernels yet.
-    """
-    p, m, n, d, d_v = problem, tile.number("BLOCK_M"), tile.number("BLOCK_N"), padded(problem.d), padded(problem.d_v)
-    blocks = p.heads * (blocks_of_head(p.band.turned, p.n_kv, p.n_q, n, m) if of_keys else blocks_of_head(p.band, p.n_q, p.n_kv, m, n))
-    # dV and dK beside S and dP, or dQ beside them.
-    products = 2 * (d + d_v) + adds_queries * d if of_keys else 2 * d + d_v
-    scores = m * n
-    matrix = 2 * scores * products / _peak_per_clock(_kind(p), target) / c.matrix_efficiency
-    softmax = scores / target.exp_per_clock + c.vector_ops_per_score * scores / c.vector_lanes
-    memory = (m if of_keys else n) * (d + d_v) * ITEMSIZE[p.dtype] / c.l2_bytes_per_clock
-    memory += adds_queries * 4 * m * d / c.sum_bytes_per_clock
-    busy = max(matrix + softmax - overlap * min(matrix, softmax), memory) + c.spill_clocks_per_byte * facts.spills * facts.threads
-    per_block = busy + (c.block_overhead + latency) / active
-    slots, programs = target.sms * active, p.batch * _tiles_of_gradients(p, tile, of_keys) * divisions
-    added_us = programs * 8 * n * (d + d_v) / (target.bandwidth_gbs * 1e3) if divisions > 1 else 0.0
-    uneven = 1.0 if p.features.banded and balanced else math.ceil(programs / slots) * slots / programs
-    return added_us + (p.batch * blocks * per_block + programs * c.tile_overhead / active) / target.sms * uneven / target.boost_mhz
-
-
-def _kind(problem: Problem) -> str:
-    return "tf32" if problem.features.tf32 else problem.dtype
-
-
-def _peak_per_clock(kind: str, target: Target) -> float:
-    """Operations of matrix products of this kind that an SM does in a clock at its peak."""
-    return target.peak_tflops.get(kind, target.peak_tflops["fp32"]) * 1e6 / target.sms / target.boost_mhz
 
 
 class Sharing(NamedTuple):
@@ -416,7 +194,7 @@ class _Block(NamedTuple):
         block_m, block_n = config.number("BLOCK_M"), config.number("BLOCK_N")
         d, d_v, size = padded(problem.d), padded(problem.d_v), ITEMSIZE[problem.dtype]
         scores = block_m * block_n
-        kind = _kind(problem)
+        kind = kind_of(problem)
         hopper = HopperLayout.of(problem.spec(), config) if "intra_wg_overlap" in config else None
         if kind == "fp8" and hopper is None:
             # Plain kernels multiply it as fp16.
@@ -427,7 +205,7 @@ class _Block(NamedTuple):
             # Its products leave out columns of padding.
             products, d_v = sum(width for _, width in hopper.pieces) + hopper.v_columns, hopper.v_columns
         efficiency = c.narrow_efficiency if narrow else c.matrix_efficiency
-        matrix = 2 * scores * products / _peak_per_clock(kind, target) / efficiency
+        matrix = 2 * scores * products / peak_per_clock(kind, target) / efficiency
         asks = asks_first(config) and not settles(config)
         ops_per_score = c.vector_ops_per_score - c.maxima_ops_per_score * settles(config) + c.asking_ops_per_score * asks
         # Where no maximum changes, or not by much, nothing is rescaled.

@@ -1,0 +1,151 @@
+"""The cost model of the backward pass (`cost.py` has the forward's): its kernels one after another, and what prepares and follows them."""
+
+import math
+from dataclasses import replace
+
+from flashtune.core.config import Config
+from flashtune.core.dtypes import ITEMSIZE
+from flashtune.core.problem import Problem
+from flashtune.core.results import CompileFacts
+from flashtune.core.target import Target
+from flashtune.templates.backward import flash_bwd
+from flashtune.templates.backward.hopper.layout import divisions_of
+from flashtune.templates.cost_constants import Constants, kind_of, peak_per_clock, programs_per_sm
+from flashtune.templates.family import blocks_of_head, padded
+
+
+def backward_us(config: Config, facts: CompileFacts, problem: Problem, target: Target, c: Constants) -> float:
+    """Microseconds of a whole backward; infinite where a program doesn't fit on an SM. `facts` are of the kernel of dK and dV."""
+    found = _fused_backward_us if "dq_sums" in config else _plain_backward_us if "ORDER" in config else _split_backward_us
+    return found(config, facts, problem, target, c) + len(problem.features.asked) * _score_gradients_us(config, problem, target, c)
+
+
+def _plain_backward_us(config: Config, facts: CompileFacts, problem: Problem, target: Target, c: Constants) -> float:
+    """Microseconds of a whole backward of two kernels: delta, dK with dV, dQ. `facts` are of the second; the third's are estimated."""
+    p = problem
+    kernels = (
+        (flash_bwd.key_config(config), facts),
+        (flash_bwd.query_config(config), flash_bwd.expected_of_queries(config, p.spec(), target)),
+    )
+    total = _rows_us(p, target, 2 * p.d_v * ITEMSIZE[p.dtype] + 12, c)
+    for (tile, seen), of_keys in zip(kernels, (True, False), strict=True):
+        resident = programs_per_sm(seen, target)
+        if resident == 0:
+            return math.inf
+        programs = p.batch * _tiles_of_gradients(p, tile, of_keys)
+        active = max(1, min(resident, math.ceil(programs / target.sms)))
+        overlap = c.overlap_shared if active * max(1, seen.threads // 128) > 1 else c.overlap_alone
+        latency, balanced = c.load_latency / tile.number("num_stages") ** 2, config["ORDER"] == "longest_first"
+        total += _gradients_us(tile, of_keys, seen, p, target, c, latency=latency, overlap=overlap, balanced=balanced, active=active)
+    return total
+
+
+def _fused_backward_us(config: Config, facts: CompileFacts, problem: Problem, target: Target, c: Constants) -> float:
+    """Microseconds of a whole backward of one kernel, with what prepares its rows and what converts the sums of dQ."""
+    if programs_per_sm(facts, target) == 0:
+        return math.inf
+    size, d, d_v = ITEMSIZE[problem.dtype], padded(problem.d), padded(problem.d_v)
+    latency, balanced = c.load_latency if config.number("num_stages") == 1 else 0.0, config["section"] != 1
+    # O and dO are read and sums zeroed, then these are read and dQ is written.
+    total = _rows_us(problem, target, 2 * d_v * size + 8 * d + d * size, c)
+    divisions = divisions_of(config, problem, target)
+    return total + _gradients_us(
+        config,
+        True,
+        facts,
+        problem,
+        target,
+        c,
+        latency=latency,
+        overlap=c.overlap_shared,
+        balanced=balanced,
+        adds_queries=True,
+        divisions=divisions,
+    )
+
+
+def _split_backward_us(config: Config, facts: CompileFacts, problem: Problem, target: Target, c: Constants) -> float:
+    """Microseconds of a whole backward of Hopper's two kernels, with what prepares their rows. `facts` are of that of dK and dV."""
+    if programs_per_sm(facts, target) == 0:
+        return math.inf
+    total = _rows_us(problem, target, 2 * padded(problem.d_v) * ITEMSIZE[problem.dtype] + 12, c)
+    for prefix, seen in (("", facts), ("DQ_", replace(facts, spills=0))):
+        tile = Config.of({name: config[f"{prefix}{name}"] for name in ("BLOCK_M", "BLOCK_N", "num_stages")})
+        latency, balanced = c.load_latency if tile["num_stages"] == 1 else 0.0, config["section"] != 1
+        total += _gradients_us(
+            tile,
+            not prefix,
+            seen,
+            problem,
+            target,
+            c,
+            latency=latency,
+            overlap=c.overlap_shared,
+            balanced=balanced,
+            divisions=1 if prefix else divisions_of(config, problem, target),
+        )
+    return total
+
+
+def _rows_us(problem: Problem, target: Target, row_bytes: int, c: Constants) -> float:
+    """Microseconds of a backward's launches, and of what prepares its rows and moves so many bytes for each."""
+    rows = problem.batch * problem.heads * problem.n_q
+    return c.launch_us + 2 * c.second_launch_us + rows * row_bytes / (target.bandwidth_gbs * 1e3)
+
+
+def _tiles_of_gradients(problem: Problem, tile: Config, of_keys: bool) -> int:
+    """Programs to a batch of a backward's kernel that holds the keys of a tile, or its queries."""
+    p = problem
+    return p.kv_heads * math.ceil(p.n_kv / tile.number("BLOCK_N")) if of_keys else p.heads * math.ceil(p.n_q / tile.number("BLOCK_M"))
+
+
+def _gradients_us(
+    tile: Config,
+    of_keys: bool,
+    facts: CompileFacts,
+    problem: Problem,
+    target: Target,
+    c: Constants,
+    *,
+    latency: float,
+    overlap: float,
+    balanced: bool,
+    active: int = 1,
+    adds_queries: bool = False,
+    divisions: int = 1,
+) -> float:
+    """Microseconds of a backward's kernel that holds the keys of a tile, and adds up dQ in memory or not, or that holds its queries.
+
+    `latency` are clocks that a block waits for its loads; `balanced` says that a band's long tiles come first; `divisions` programs share a
+    tile, whose parts of dK and dV are then read and written once more. The forward's constants, at
+    other products; nothing of it was fitted to measured backward kernels yet.
+    """
+    p, m, n, d, d_v = problem, tile.number("BLOCK_M"), tile.number("BLOCK_N"), padded(problem.d), padded(problem.d_v)
+    blocks = p.heads * (blocks_of_head(p.band.turned, p.n_kv, p.n_q, n, m) if of_keys else blocks_of_head(p.band, p.n_q, p.n_kv, m, n))
+    # dV and dK beside S and dP, or dQ beside them.
+    products = 2 * (d + d_v) + adds_queries * d if of_keys else 2 * d + d_v
+    scores = m * n
+    matrix = 2 * scores * products / peak_per_clock(kind_of(p), target) / c.matrix_efficiency
+    softmax = scores / target.exp_per_clock + c.vector_ops_per_score * scores / c.vector_lanes
+    memory = (m if of_keys else n) * (d + d_v) * ITEMSIZE[p.dtype] / c.l2_bytes_per_clock
+    memory += adds_queries * 4 * m * d / c.sum_bytes_per_clock
+    busy = max(matrix + softmax - overlap * min(matrix, softmax), memory) + c.spill_clocks_per_byte * facts.spills * facts.threads
+    per_block = busy + (c.block_overhead + latency) / active
+    slots, programs = target.sms * active, p.batch * _tiles_of_gradients(p, tile, of_keys) * divisions
+    added_us = programs * 8 * n * (d + d_v) / (target.bandwidth_gbs * 1e3) if divisions > 1 else 0.0
+    uneven = 1.0 if p.features.banded and balanced else math.ceil(programs / slots) * slots / programs
+    return added_us + (p.batch * blocks * per_block + programs * c.tile_overhead / active) / target.sms * uneven / target.boost_mhz
+
+
+def _score_gradients_us(config: Config, problem: Problem, target: Target, c: Constants) -> float:
+    """Microseconds of the kernel of a bias's or of slopes' gradient: S and dP anew, from tiles that come anew, too."""
+    p, size = problem, ITEMSIZE[problem.dtype]
+    d, d_v = padded(p.d), padded(p.d_v)
+    block_m, block_n = (64, 64) if d + d_v > 256 else (128, 64)
+    if "ORDER" in config:
+        block_m, block_n = config.number("DQ_BLOCK_M"), config.number("DQ_BLOCK_N")
+    blocks = blocks_of_head(p.band, p.n_q, p.n_kv, block_m, block_n) * p.batch * p.heads
+    matrix = 2 * block_m * block_n * (d + d_v) / peak_per_clock(kind_of(p), target) / c.matrix_efficiency
+    memory = (block_m + block_n) * (d + d_v) * size / c.l2_bytes_per_clock
+    clocks = blocks * (max(matrix, memory) + c.block_overhead) / target.sms
+    return c.second_launch_us + clocks / target.boost_mhz
