@@ -45,6 +45,7 @@ from backward_cells import (
 from children import in_children
 from forward import until
 from forward_report import NO_TIME
+from random_shapes import Kind
 
 from flashtune.core.results import Measurement
 from flashtune.core.tolerances import tolerance
@@ -142,6 +143,9 @@ def main() -> None:
     parser.add_argument(
         "--combined", action="store_true", help="in their place calls with several features that no row has, served so, too"
     )
+    parser.add_argument(
+        "--sequences", action="store_true", help="those that are drawn are of one sequence or two, as models are fine-tuned"
+    )
     parser.add_argument("--d", type=int, help="only cells of this head size")
     parser.add_argument("--n", type=int, help="only cells of this length")
     parser.add_argument("--only", default="", help="only cells whose name this regular expression finds")
@@ -156,8 +160,9 @@ def main() -> None:
     gpu = local_gpu()
     if gpu is None:
         raise SystemExit("backward.py times kernels on a GPU and found none: run it on the GPU's machine")
+    kind: Kind = "sequences" if options.sequences else "training"
     listed = combined_cells() if options.combined else cells(tuple(options.cells.split(",")))
-    listed = drawn_cells(options.drawn, seed=options.seed, gpu=here()) if options.drawn else listed
+    listed = drawn_cells(options.drawn, seed=options.seed, gpu=here(), kind=kind) if options.drawn else listed
     prepare = start_drawn if options.drawn or options.combined else start
     chosen = [
         cell

@@ -12,7 +12,7 @@ import flash_attention_4
 import torch
 from forward_cells import problem_of
 from forward_peers import words_of
-from random_shapes import drawn
+from random_shapes import Kind, drawn
 from searches import shipped
 
 from flashtune import dispatch
@@ -109,10 +109,10 @@ def _trained(d: int, n: int, features: Features, *, sharing: int = 1) -> Problem
     return replace(problem_of(d, n, features, sharing=sharing), direction="bwd")
 
 
-def drawn_cells(count: int, *, seed: int, gpu: str) -> list[Cell]:
+def drawn_cells(count: int, *, seed: int, gpu: str, kind: Kind = "training") -> list[Cell]:
     """Backwards without a row of their own, drawn at random."""
     known = [record.key for record in shipped()]
-    found = drawn(count, seed=seed, gpu=gpu, known=known, kind="training")
+    found = drawn(count, seed=seed, gpu=gpu, known=known, kind=kind)
     return [Cell(group=DRAWN, case=cell.name, problem=cell.problem) for cell in found]
 
 

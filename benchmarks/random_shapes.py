@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -46,8 +46,27 @@ SHORT_FEATURES: tuple[dict[str, Any], ...] = ({}, {}, {}, {"causal": True}, {"ma
 SHORT, MANY = (16, 512), (64, 4096)
 """Keys and sequences of many short ones: patches in windows, sentences, captions."""
 
-Kind = Literal["any", "steps", "few", "short", "training"]
-"""What is drawn: calls of every kind, decoding steps, few queries over a cache, many short sequences, or backwards (for backward.py)."""
+SEQUENCES, SEQUENCE = (1, 1, 2), (256, 8192)
+"""Sequences and keys of backwards of few of them, as models are fine-tuned."""
+SHARED_BY = (1, 4, 4, 5, 7, 8)
+SEQUENCE_FEATURES: tuple[dict[str, Any], ...] = (
+    {},
+    {"mask": "bool"},
+    {"mask": "bias"},
+    {"causal": True},
+    {"causal": True},
+    {"causal": True},
+    {"causal": True, "window": (1024, 0)},
+    {"causal": True, "mask": "bool"},
+    {"causal": True, "mask": "bool", "window": (1024, 0)},
+    {"causal": True, "dropout": True},
+    {"causal": True, "softcap": True},
+    {"mask": "bias", "dropout": True},
+)
+
+Kind = Literal["any", "steps", "few", "short", "training", "sequences"]
+"""What is drawn: calls of every kind, decoding steps, few queries over a cache, many short sequences, or (for backward.py) backwards, of
+any calls or of few sequences."""
 
 TFLOPS, TB_S = 450.0, 3.0
 """Rates that times are guessed by before anything runs."""
@@ -58,10 +77,16 @@ MOST_BYTES = 1 << 30
 
 def drawn(count: int, *, seed: int, gpu: str, known: Collection[ProblemKey], kind: Kind = "any") -> list[Cell]:
     """`count` calls of usual sizes, of one kind, whose keys are not `known` and which take 20 us to 2 ms by a guess."""
-    draw = {"any": _draw, "steps": partial(_draw, decoding=1.0), "few": _draw_few, "short": _draw_short, "training": _draw_training}[kind]
+    draw: dict[Kind, Callable[[random.Random], Problem | None]] = {
+        "any": _draw,
+        "steps": partial(_draw, decoding=1.0),
+        "few": _draw_few,
+        "short": _draw_short,
+    }
+    draw |= {"training": _draw_training, "sequences": _draw_sequences}
     dice, cells = random.Random(seed), dict[ProblemKey, Cell]()
     while len(cells) < count:
-        problem = draw(dice)
+        problem = draw[kind](dice)
         if problem is None or not FROM_US <= guess_us(problem) <= TO_US or max(_bytes(problem)) > MOST_BYTES:
             continue
         key = problem.key(gpu)
@@ -123,6 +148,16 @@ def _draw_training(dice: random.Random) -> Problem | None:
     """The backward of any call but a decoding step."""
     problem = _draw(dice, decoding=0.0)
     return None if problem is None else replace(problem, direction="bwd")
+
+
+def _draw_sequences(dice: random.Random) -> Problem:
+    """The backward of one sequence or two, whose heads often share keys."""
+    d, d_v = dice.choice([*HEAD_SIZES, (32, 32)])
+    kv_heads, sharing, features = dice.choice((2, 4, 8, 10)), dice.choice(SHARED_BY), dict(dice.choice(SEQUENCE_FEATURES))
+    n, batch = int(2 ** dice.uniform(*map(math.log2, SEQUENCE))), dice.choice(SEQUENCES)
+    dtype = "fp16" if dice.random() < FP16 else "bf16"
+    sizes = {"batch": batch, "heads": kv_heads * sharing, "kv_heads": kv_heads, "n_q": n, "n_kv": n, "d": d, "d_v": d_v}
+    return Problem(**sizes, dtype=dtype, features=Features(**features), direction="bwd").seen()
 
 
 def guess_us(problem: Problem) -> float:
