@@ -64,9 +64,10 @@ def test_it_compiles_to_tensor_core_code(gpu: str) -> None:
         assert facts[name].shared_bytes <= bound + 1024
 
 
-def test_only_the_backward_family_serves_the_backward() -> None:
+def test_only_backward_families_serve_the_backward() -> None:
     target = find_target("h200")
     serving = [name for name, chosen in families().items() if chosen.supports(problem(Features()).spec(), target) is None]
-    assert serving == ["flash_bwd"]
+    assert serving == ["flash_bwd_hopper", "flash_bwd_hopper_split", "flash_bwd"]
+    assert {families()[name].direction for name in serving} == {"bwd"}
     forward = Problem(batch=1, heads=2, kv_heads=1, n_q=512, n_kv=512, d=64, d_v=64, dtype="bf16")
     assert "backward" in (family("flash_bwd").supports(forward.spec(), target) or "")
