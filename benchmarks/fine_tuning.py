@@ -3,7 +3,7 @@
 Few sequences, as they are fine-tuned on one GPU: forward, loss, gradients and AdamW, the host included, both ways taken in turn on the same
 tokens. A padded batch has sequences of unequal lengths, which its mask says. Layers that don't fit the time are left out, all alike.
 
-Prints seconds of a step and their ratio, and the loss of the first step of both.
+Prints seconds of a step, with the first and third quartile, and their ratio, and the loss of the first step of both.
 """
 
 import argparse
@@ -76,8 +76,8 @@ def tokens_of(case: Case) -> dict[str, torch.Tensor]:
     return words
 
 
-def measure(case: Case, rounds: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Median seconds of a step and the first losses, by way."""
+def measure(case: Case, rounds: int) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Quartiles of a step's seconds and the first losses, by way."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(case.config, attn_implementation="sdpa").to("cuda", torch.bfloat16).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
@@ -99,7 +99,7 @@ def measure(case: Case, rounds: int) -> tuple[dict[str, float], dict[str, float]
             losses.setdefault(way, loss.item())
             if turn > 1:
                 spent[way].append(time.perf_counter() - begun)
-    return {way: statistics.median(times) for way, times in spent.items()}, losses
+    return {way: statistics.quantiles(times, n=4) for way, times in spent.items()}, losses
 
 
 def main() -> None:
@@ -112,8 +112,10 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}", flush=True)
     for case in cases():
         times, losses = measure(case, options.rounds)
-        shown = ", ".join(f"{way} {times[way]:.4f} s, first loss {losses[way]:.4f}" for way in WAYS)
-        print(f"{case.name}, {case.batch} x {case.n}: {times['sdpa'] / times['flashtune']:.2f} times as fast; {shown}", flush=True)
+        shown = ", ".join(
+            f"{way} {middle:.4f} s ({low:.4f} to {high:.4f}), first loss {losses[way]:.4f}" for way, (low, middle, high) in times.items()
+        )
+        print(f"{case.name}, {case.batch} x {case.n}: {times['sdpa'][1] / times['flashtune'][1]:.2f} times as fast; {shown}", flush=True)
         gc.collect()
         torch.cuda.empty_cache()
 
