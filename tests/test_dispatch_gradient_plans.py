@@ -29,6 +29,7 @@ from flashtune.templates.rendering import render, variant_of
 
 ROOT = Path(kernels_generated.__file__).parent
 HOPPER = next(kernel for kernel in SHIPPED if PROBLEMS[kernel.variant_id].direction == "bwd" and kernel.template == "flash_bwd_hopper")
+DIVIDED = next(kernel for kernel in SHIPPED if "divided_queries" in kernel.path and "/d128_bf16_causal/" in kernel.path)
 MANIFEST = read_manifest(ROOT / HOPPER.manifest)
 PROBLEM = PROBLEMS[HOPPER.variant_id]
 
@@ -85,16 +86,16 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Decoding:
     return library
 
 
-def given(n: int = 200, *, of_query: bool = True, of_keys: bool = True) -> Given:
-    q, k, v, out, dout = (torch.zeros(2, n, 3, PROBLEM.d, dtype=torch.bfloat16).transpose(1, 2) for _ in range(5))
+def given(n: int = 200, *, of_query: bool = True, of_keys: bool = True, d: int = PROBLEM.d) -> Given:
+    q, k, v, out, dout = (torch.zeros(2, n, 3, d, dtype=torch.bfloat16).transpose(1, 2) for _ in range(5))
     lse = torch.zeros(2, 3, n)
     return Given(q, k, v, out, lse, dout, None, None, None, None, 0, of_query, of_keys)
 
 
-def built(one: Given, manifest: Manifest = MANIFEST) -> GradientPlan:
+def built(one: Given, manifest: Manifest = MANIFEST, path: str = HOPPER.path, causal: bool = PROBLEM.features.causal) -> GradientPlan:
     """The plan of calls like this one, with machine code for a GPU."""
-    host = load_host_code((ROOT / HOPPER.path).read_text(encoding="utf-8"), "hopper")
-    call = parse(Arguments(one.query, one.key, one.value), Options(is_causal=PROBLEM.features.causal))
+    host = load_host_code((ROOT / path).read_text(encoding="utf-8"), "hopper")
+    call = parse(Arguments(one.query, one.key, one.value), Options(is_causal=causal))
     plan = GradientPlan(
         replace(call, device=torch.device("cuda", 0)), host, manifest=manifest, whole=lambda: pytest.fail("all of it loaded")
     )
@@ -134,6 +135,20 @@ def test_a_backward_is_launched_with_its_calls_tensors_and_scratch_of_its_own(li
             scratch = {prepare["lse_2_ptr"], prepare["delta_ptr"], prepare["sums_ptr"]}
             assert {main["lse_desc"], main["delta_desc"]} < scratch and len(scratch) == 3
             assert all(grad.stride() == x.stride() for grad, x in zip(grads[:3], one[:3], strict=True))
+
+
+def test_parts_of_divided_queries_are_added_up_where_the_gradients_are(library: Decoding) -> None:
+    one = given(n=1500, d=128)
+    plan = built(one, read_manifest(ROOT / DIVIDED.manifest), DIVIDED.path, causal=True)
+    grads = plan.run(one)
+    [launches] = library.calls.values()
+    assert [name for name, _ in launches] == ["preprocess", "flash_bwd_hopper", "add_divisions", "finish_dq"]
+    (_, main), (_, added) = launches[1:3]
+    assert (added["dk_ptr"], added["dv_ptr"]) == tuple(grad.data_ptr() for grad in grads[1:3] if grad is not None)
+    parts = main["dk_ptr"], main["dv_ptr"]
+    assert parts == (added["dk_parts_ptr"], added["dv_parts_ptr"]) and len({*parts, added["dk_ptr"], added["dv_ptr"]}) == 4
+    # Of one division at least, in float32, with whole tiles of keys.
+    assert abs(parts[0] - parts[1]) >= 2 * 3 * 1536 * 128 * 4
 
 
 def test_gradients_of_a_bias_and_of_slopes_lie_where_the_recorded_launches_write_them() -> None:
