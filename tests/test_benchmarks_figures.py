@@ -121,6 +121,12 @@ def test_readmes_figures_of_backwards_are_those_of_the_rows() -> None:
     )
     assert f"{min(asked):.1f} to {max(asked):.1f} times where a bias or slopes get gradients" in said
     assert f"and {min(dropped):.1f} to {max(dropped):.1f} times with dropout" in said
+    wide = [
+        row.framework_us / row.median_us
+        for row in Library.of(shipped_path()).records(gpu="h200", direction="bwd")
+        if row.problem.d == 256 and row.framework_us is not None and row.problem.features.label() in ("full", "causal")
+    ]
+    assert f"of D = 256 they are {min(wide):.2f} to {max(wide):.2f} times as fast as cuDNN's" in said
 
 
 def test_tables_of_forwards_are_written_into_readme_and_nothing_else_is_touched() -> None:
