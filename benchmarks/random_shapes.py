@@ -82,8 +82,9 @@ def drawn(count: int, *, seed: int, gpu: str, known: Collection[ProblemKey], kin
         "steps": partial(_draw, decoding=1.0),
         "few": _draw_few,
         "short": _draw_short,
+        "training": _draw_training,
+        "sequences": _draw_sequences,
     }
-    draw |= {"training": _draw_training, "sequences": _draw_sequences}
     dice, cells = random.Random(seed), dict[ProblemKey, Cell]()
     while len(cells) < count:
         problem = draw[kind](dice)

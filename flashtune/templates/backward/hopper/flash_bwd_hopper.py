@@ -4,11 +4,12 @@ Tiles and roles are those of FlashAttention-3's backward (Shah et al., 2024) as 
 tile of keys and two warpgroups of 64 of them, is in `_roles.jinja`.
 """
 
+from functools import partial
+
 from flashtune.core.config import Config, KernelSpec, Value
-from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
-from flashtune.templates.backward.hopper.layout import DIVIDED_QUERIES, BackwardLayout, divides, refusal
+from flashtune.templates.backward.hopper.layout import DIVIDED_QUERIES, BackwardLayout, refusal, resized
 from flashtune.templates.family import Axis, Constraint, Family
 from flashtune.templates.hopper.layout import COLUMN_UNIT
 from flashtune.templates.predicates import warpgroup_facts
@@ -111,14 +112,6 @@ CONSTRAINTS = (
 )
 
 
-def resized(config: Config, problem: Problem, target: Target) -> Config:
-    """With queries divided among programs where that leaves the busiest multiprocessor much less to do; these take one tile each."""
-    divided = divides(config, problem, target)
-    if bool(config.get("divided_queries", False)) == divided:
-        return config
-    return config.replace(divided_queries=True, dq_sums="registers", persistent=False) if divided else config.replace(divided_queries=False)
-
-
 def supports(spec: KernelSpec, target: Target) -> str | None:
     """Why this family can't serve `spec` on `target`, or None."""
     return refusal("flash_bwd_hopper", 128, spec, target)
@@ -182,7 +175,8 @@ FAMILY = Family(
     expected=expected,
     interpretable=False,
     layout=BackwardLayout.of,
-    resized=resized,
+    # A program that shares a tile takes no second one, and adds dQ from registers.
+    resized=partial(resized, dq_sums="registers", persistent=False),
     path_axes=(
         "BLOCK_M",
         "num_stages",

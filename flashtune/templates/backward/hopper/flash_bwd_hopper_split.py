@@ -5,10 +5,9 @@ so that there is no order to vary; and head sizes above 128, whose programs hold
 """
 
 from flashtune.core.config import Config, KernelSpec
-from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
-from flashtune.templates.backward.hopper.layout import DIVIDED_QUERIES, SplitLayout, divides, refusal
+from flashtune.templates.backward.hopper.layout import DIVIDED_QUERIES, SplitLayout, refusal, resized
 from flashtune.templates.family import Axis, Constraint, Family
 from flashtune.templates.predicates import warpgroup_facts
 
@@ -63,12 +62,6 @@ CONSTRAINTS = (
         axes=("DQ_BLOCK_M", "DQ_BLOCK_N", "DQ_held_columns"),
     ),
 )
-
-
-def resized(config: Config, problem: Problem, target: Target) -> Config:
-    """With queries divided among programs where that leaves the busiest multiprocessor much less to do."""
-    divided = divides(config, problem, target)
-    return config if bool(config.get("divided_queries", False)) == divided else config.replace(divided_queries=divided)
 
 
 def supports(spec: KernelSpec, target: Target) -> str | None:

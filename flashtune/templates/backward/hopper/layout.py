@@ -4,7 +4,7 @@ import inspect
 from functools import lru_cache
 
 from flashtune.core.band import UNBOUNDED
-from flashtune.core.config import Config, KernelSpec
+from flashtune.core.config import Config, KernelSpec, Value
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target
 from flashtune.templates.family import Axis, padded
@@ -63,9 +63,12 @@ def query_divisions(
     return best if busiest(best) <= worth * busiest(1) else 1
 
 
-def divides(config: Config, problem: Problem, target: Target) -> bool:
-    """Whether queries are divided at these sizes."""
-    return _divisions(config.number("BLOCK_M"), config.number("BLOCK_N"), problem, target.sms, WORTH_DIVIDING) > 1
+def resized(config: Config, problem: Problem, target: Target, **where_divided: Value) -> Config:
+    """With queries divided among programs where that leaves the busiest multiprocessor much less to do, and then with `where_divided`."""
+    divided = _divisions(config.number("BLOCK_M"), config.number("BLOCK_N"), problem, target.sms, WORTH_DIVIDING) > 1
+    if bool(config.get("divided_queries", False)) == divided:
+        return config
+    return config.replace(divided_queries=divided, **(where_divided if divided else {}))
 
 
 def divisions_of(config: Config, problem: Problem, target: Target) -> int:
