@@ -142,7 +142,8 @@ def attributes(*, pdl: bool, cooperative: bool, cluster: int) -> Any:
 
 class StreamMemory:
     """Memory for the launches of one stream: counters, which are zero before and after each launch, and scratch, which nobody reads after
-    the call that wrote it. A captured graph, which may be replayed on any stream, has counters of its own.
+    the call that wrote it. A captured graph, which may be replayed on any stream, has counters of its own. Threads may share a stream: a
+    call of several launches that hand something on in scratch makes them in its `turn`.
 
     It is the driver's own allocation: memory from torch's allocator could belong to a graph's pool, and be given to others. What a stream
     or a graph was given stays its own for as long as the process runs.
@@ -155,6 +156,7 @@ class StreamMemory:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._places: dict[tuple[str, int, int, int, int], int] = {}
+        self._turns: dict[tuple[int, int], threading.Lock] = {}
         self._free: dict[int, tuple[int, int]] = {}
 
     def counters(self, device: int, stream: int, size: int, capturing: bool) -> int:
@@ -164,6 +166,10 @@ class StreamMemory:
     def scratch(self, device: int, stream: int, size: int) -> int:
         """The address of at least `size` bytes, a multiple of 256."""
         return self._address("scratch", device, stream, 0, size)
+
+    def turn(self, device: int, stream: int) -> threading.Lock:
+        """What a thread holds while it makes launches on a stream that no other thread's may come between."""
+        return self._turns.get((device, stream)) or self._turns.setdefault((device, stream), threading.Lock())
 
     def _address(self, kind: str, device: int, stream: int, capture: int, size: int) -> int:
         room = max(256, 1 << (size - 1).bit_length())

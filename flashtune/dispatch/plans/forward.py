@@ -127,8 +127,8 @@ class KernelPlan(ModulePlan):
     """Launches a forward's kernel, or for a while that of its twin, where scores mislead this one (`misled`)."""
 
     __slots__ = (
-        "_copies_mask", "_counters", "_framework", "_heads", "_layout", "_like_query", "_lse_offset", "_memory", "_other", "_plain",
-        "_rest", "_scratch", "_temporaries", "misled", "twin",
+        "_copies_mask", "_counters", "_framework", "_hands_on", "_heads", "_layout", "_like_query", "_lse_offset", "_memory", "_other",
+        "_plain", "_rest", "_scratch", "_temporaries", "misled", "twin",
     )  # fmt: skip
 
     def __init__(self, call: Call, module: ModuleType, q: Tensor, *, twin: Twin | None = None, **others: Any) -> None:
@@ -149,6 +149,8 @@ class KernelPlan(ModulePlan):
         self._like_query = False
         self._temporaries: tuple[int, ...] = ()
         self._scratch = self._lse_offset = 0
+        # Whether a launch of a call reads what an earlier one left in scratch memory.
+        self._hands_on = False
         # The addresses behind the counters of a call without a mask and anything per head, where there are no temporaries.
         self._rest: tuple[int, ...] = (0, *self._heads)
         # The stream of the last call, its counters and scratch, and `_rest` with its temporaries; one value, so that threads read it whole.
@@ -161,7 +163,7 @@ class KernelPlan(ModulePlan):
             return
         with torch.cuda.device(call.device):
             operands, parameters = self._given(query, key, value, attn_mask, per_head)
-            q, k, _, _, lse = operands
+            q, k, *_ = operands
             mask = launching.copyable_mask(self.module, parameters.mask)
             self._copies_mask = mask is not parameters.mask
             parameters = replace(parameters, mask=mask)
@@ -180,13 +182,18 @@ class KernelPlan(ModulePlan):
             if self.program is not None:
                 if count is not None:
                     self.misled = Misled(count.word, self.program.programs)
-                self._plain = self.program.last_source <= prepared.COUNTS
                 self._like_query = self._layout[1] == q.stride() and call.d == call.d_v and call.out_dtype == call.dtype
-                self._temporaries, self._scratch = placed(self.program.temporaries)
-                if not call.return_lse:
-                    # Kernels write it anyway.
-                    self._lse_offset = self._scratch
-                    self._scratch += padded(lse.numel() * 4)
+                self._take_memory_for(self.program)
+
+    def _take_memory_for(self, program: Program) -> None:
+        """Decide on what lies where in the scratch memory of a call."""
+        self._plain = program.last_source <= prepared.COUNTS
+        self._temporaries, self._scratch = placed(program.temporaries)
+        self._hands_on = len(program.recorded) > 1 and bool(program.temporaries)
+        if not self.call.return_lse:
+            # Kernels write it anyway.
+            self._lse_offset = self._scratch
+            self._scratch += padded(math.prod(self._layout[2]) * 4)
 
     def _count(self, device: int) -> driver.ToldCount | None:
         """Where the kernel counts its misled programs; None where nothing would follow from it."""
@@ -293,7 +300,12 @@ class KernelPlan(ModulePlan):
             if per_head is not None:
                 heads = [known if x is None else x.data_ptr() for x, known in zip(per_head.views(call), heads, strict=True)]
             addresses += [0 if mask is None else mask.data_ptr(), *heads, *(scratch + offset for offset in self._temporaries)]
-        program.run(addresses, stream, bits)
+        if self._hands_on and held is None:
+            # Another thread's launches on this stream would come between these, and in the same memory.
+            with driver.STREAM_MEMORY.turn(index, stream):
+                program.run(addresses, stream, bits)
+        else:
+            program.run(addresses, stream, bits)
         # Until here nobody else may be given the scratch memory; later work of this stream may.
         del held
         if lse is None:
