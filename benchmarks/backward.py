@@ -146,6 +146,7 @@ def main() -> None:
     parser.add_argument(
         "--sequences", action="store_true", help="those that are drawn are of one sequence or two, as models are fine-tuned"
     )
+    parser.add_argument("--captions", action="store_true", help="those that are drawn have 16 to 128 keys, as captions and sentences do")
     parser.add_argument("--d", type=int, help="only cells of this head size")
     parser.add_argument("--n", type=int, help="only cells of this length")
     parser.add_argument("--only", default="", help="only cells whose name this regular expression finds")
@@ -160,7 +161,7 @@ def main() -> None:
     gpu = local_gpu()
     if gpu is None:
         raise SystemExit("backward.py times kernels on a GPU and found none: run it on the GPU's machine")
-    kind: Kind = "sequences" if options.sequences else "training"
+    kind: Kind = "captions" if options.captions else "sequences" if options.sequences else "training"
     listed = combined_cells() if options.combined else cells(tuple(options.cells.split(",")))
     listed = drawn_cells(options.drawn, seed=options.seed, gpu=here(), kind=kind) if options.drawn else listed
     prepare = start_drawn if options.drawn or options.combined else start

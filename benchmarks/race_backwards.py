@@ -1,7 +1,7 @@
 """The backward problems that race_again.py races: those that no row is of, beside plain ones with features and of other head sizes."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from forward_cells import TOKENS, problem_of
@@ -9,7 +9,7 @@ from race_twins import measured
 from race_work import Work
 from searches import shipped
 
-from flashtune.core.config import Config
+from flashtune.core.config import Config, Value
 from flashtune.core.models import models
 from flashtune.core.nearness import nearest
 from flashtune.core.problem import Features, Problem
@@ -134,22 +134,59 @@ def one_sequence() -> Iterator[Problem]:
                 yield problem.seen()
 
 
+ONE_TILE = ((77, 77), (128, 128), (4096, 77), (64, 64), (1024, 77))
+"""Queries and keys: captions, sentences, patches under captions, windows of patches."""
+
+
+def few_keys() -> Iterator[Problem]:
+    """Backwards of 16,384 queries at least, whose keys a tile has."""
+    lists = {
+        (77, 77): [(64, f) for f in (CAUSAL, Features(mask="bool"), Features())] + [(128, CAUSAL), (80, CAUSAL)],
+        (128, 128): [(d, f) for d in (64, 128) for f in (Features(), CAUSAL, Features(mask="bool"), Features(dropout=True))],
+        (4096, 77): [(d, f) for d in (64, 40, 80, 128, 72) for f in (Features(),)] + [(64, Features(mask="bool"))],
+        (64, 64): [(32, Features(mask="bias")), (32, Features(mask="bias", dbias=True)), (32, Features()), (64, Features())],
+        (1024, 77): [(64, Features()), (80, Features())],
+    }
+    lists[128, 128] += [(64, Features(mask="bool", dropout=True)), (64, Features(mask="bias")), (96, Features())]
+    for n_q, n_kv in ONE_TILE:
+        for d, features in lists[n_q, n_kv]:
+            heads, batch = (2048 // d, max(TOKENS // n_q, 8)) if d > 32 else (32, TOKENS // n_q)
+            sizes = {"batch": batch, "heads": heads, "kv_heads": heads, "n_q": n_q, "n_kv": n_kv, "d": d, "d_v": d}
+            yield Problem(**sizes, dtype="bf16", features=features, direction="bwd").seen()
+
+
 def of_divided(results: Sequence[SearchResult], target: Target, *, most: int) -> Work:
-    """Backwards of one sequence whose tiles of keys are too few for the GPU (`divided_queries`) and that no row is of: the `most` best of
-    the nearest rows with queries divided, then the first of them without."""
+    """Backwards of one sequence whose tiles of keys are too few for the GPU: with queries divided, then the first without."""
+    return _of_resized(one_sequence(), {"divided_queries": True}, {"divided_queries": False}, results, target, most)
+
+
+def of_stored(results: Sequence[SearchResult], target: Target, *, most: int) -> Work:
+    """Backwards whose keys a tile has: with dQ stored, then the first with its sums added up."""
+    return _of_resized(few_keys(), {"dq_sums": "stored"}, {"dq_sums": "registers"}, results, target, most)
+
+
+def _of_resized(
+    problems: Iterable[Problem],
+    wanted: Mapping[str, Value],
+    usual: Mapping[str, Value],
+    results: Sequence[SearchResult],
+    target: Target,
+    most: int,
+) -> Work:
+    """Those that no row is of and that `Family.resized` gives the `wanted` values: the `most` best of the nearest rows with these, then the
+    first of them with the `usual` ones."""
     known = {result.problem.key(target.slug) for result in results if result.gpu == target.slug}
     found: Work = []
-    for problem in one_sequence():
+    for problem in problems:
         spec = problem.spec()
         kinds = [kind for kind in families().values() if kind.direction == "bwd" and kind.supports(spec, target) is None]
         if not kinds or problem.key(target.slug) in known:
             continue
         configs = _near_configs(problem, kinds[0], target)[:most] or kinds[0].starts(spec, target)[:most]
-        divided = [
-            config for config in (kinds[0].resized(config, problem, target) for config in configs) if config.get("divided_queries", False)
-        ]
-        if divided:
-            racing = dict.fromkeys([*divided, configs[0].replace(divided_queries=False)])
+        resized = [kinds[0].resized(config, problem, target) for config in configs]
+        resized = [config for config in resized if wanted.items() <= config.as_dict().items()]
+        if resized:
+            racing = dict.fromkeys([*resized, configs[0].replace(**usual)])
             found.append((problem, [Candidate(family=kinds[0], config=config) for config in racing]))
     return found
 

@@ -64,9 +64,14 @@ SEQUENCE_FEATURES: tuple[dict[str, Any], ...] = (
     {"mask": "bias", "dropout": True},
 )
 
-Kind = Literal["any", "steps", "few", "short", "training", "sequences"]
+CAPTIONS, PATCHES = (16, 128), (16, 4096)
+"""Keys of backwards that one tile holds, each sequence by itself or under queries of an image's patches."""
+CAPTION_HEAD_SIZES = (32, 40, 64, 64, 64, 72, 80, 96, 128)
+CAPTION_FEATURES: tuple[dict[str, Any], ...] = (*SHORT_FEATURES, {"dropout": True}, {"mask": "bool", "dropout": True})
+
+Kind = Literal["any", "steps", "few", "short", "training", "sequences", "captions"]
 """What is drawn: calls of every kind, decoding steps, few queries over a cache, many short sequences, or (for backward.py) backwards, of
-any calls or of few sequences."""
+any calls, of few sequences or of few keys."""
 
 TFLOPS, TB_S = 450.0, 3.0
 """Rates that times are guessed by before anything runs."""
@@ -84,6 +89,7 @@ def drawn(count: int, *, seed: int, gpu: str, known: Collection[ProblemKey], kin
         "short": _draw_short,
         "training": _draw_training,
         "sequences": _draw_sequences,
+        "captions": _draw_captions,
     }
     dice, cells = random.Random(seed), dict[ProblemKey, Cell]()
     while len(cells) < count:
@@ -158,6 +164,16 @@ def _draw_sequences(dice: random.Random) -> Problem:
     n, batch = int(2 ** dice.uniform(*map(math.log2, SEQUENCE))), dice.choice(SEQUENCES)
     dtype = "fp16" if dice.random() < FP16 else "bf16"
     sizes = {"batch": batch, "heads": kv_heads * sharing, "kv_heads": kv_heads, "n_q": n, "n_kv": n, "d": d, "d_v": d_v}
+    return Problem(**sizes, dtype=dtype, features=Features(**features), direction="bwd").seen()
+
+
+def _draw_captions(dice: random.Random) -> Problem:
+    """The backward of many sequences of few keys, half of them with queries of their own number."""
+    d, heads, features = dice.choice(CAPTION_HEAD_SIZES), dice.choice(HEADS), dict(dice.choice(CAPTION_FEATURES))
+    n_kv, batch = (int(2 ** dice.uniform(*map(math.log2, bounds))) for bounds in (CAPTIONS, MANY))
+    n_q = n_kv if features.get("causal") or dice.random() < 0.5 else int(2 ** dice.uniform(*map(math.log2, PATCHES)))
+    dtype = "fp16" if dice.random() < FP16 else "bf16"
+    sizes = {"batch": batch, "heads": heads, "kv_heads": heads, "n_q": n_q, "n_kv": n_kv, "d": d, "d_v": d}
     return Problem(**sizes, dtype=dtype, features=Features(**features), direction="bwd").seen()
 
 

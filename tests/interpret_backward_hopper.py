@@ -95,6 +95,29 @@ CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
         problem(Features(mask="bias"), n_q=270, dtype="bf16", d=112, d_v=112),
         {"BLOCK_M": 64, "num_stages": 1, "dq_sums": "registers", "column_unit": 16, "divided_queries": True},
     ),
+    # All keys in one tile, so that nothing of dQ is added up: parts by columns, the last of fewer, and tile after tile.
+    "stored": (
+        problem(Features(causal=True, dropout=True), n_q=150, n_kv=100, d=80, d_v=72, heads=4, kv_heads=2, batch=2),
+        {"BLOCK_M": 64, "num_stages": 1, "dq_sums": "stored", "held": "both", "persistent": "taken"},
+    ),
+    # Parts by rows.
+    "stored rows": (
+        problem(Features(mask="bool", softcap=True, alibi=True, dslopes=True), n_q=200, n_kv=77, batch=2),
+        {"BLOCK_M": 128, "num_stages": 2, "dq_sums": "stored", "persistent": True},
+    ),
+    "stored divided": (
+        problem(Features(mask="bias", dbias=True), n_q=330, n_kv=77, d=40, d_v=40, heads=4, kv_heads=2),
+        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "stored", "column_unit": 16, "divided_queries": True},
+    ),
+    # Queries that see no key, and more keys than a tile has: sums after all.
+    "stored unseen": (
+        problem(Features(causal=True, alignment="bottom_right"), n_q=290, n_kv=120, d=72, d_v=72, dtype="bf16"),
+        {"BLOCK_M": 64, "num_stages": 1, "dq_sums": "stored", "section": 4},
+    ),
+    "stored of more": (
+        problem(Features(window=(70, 30), sinks=True), n_q=150, n_kv=140),
+        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "stored", "held": "k", "wait_early": True, "persistent": True},
+    ),
     "left": (
         problem(Features(causal=True, window=(40, 0)), d=96, d_v=96, dtype="bf16", kv_heads=2),
         {"BLOCK_M": 64, "num_stages": 1, "dq_sums": "registers", "section": 16, "persistent": "taken", "held": "v"},
@@ -152,7 +175,7 @@ def main() -> None:
         report[name] = check(launch, inputs, oracle(inputs, everywhere(p))).reason
         if name == "bias":
             report["strided bias"] = [same_of_strides(launch, inputs, mask) for mask in strided(inputs.keywords["mask"])]
-        if name in ("full", "drawn", "pieces", "divided"):
+        if name in ("full", "drawn", "pieces", "divided", "stored"):
             before = {written.name: inputs.operands[written.name].clone() for written in p.contract.written}
             inputs.poison()
             launch(*{**inputs.operands, "dk": None, "dv": None}.values(), **inputs.keywords)

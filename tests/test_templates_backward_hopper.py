@@ -35,19 +35,25 @@ def report() -> dict[str, Any]:
 
 
 CASES = ["full", "causal", "window", "left", "drawn", "everything", "bias", "pieces", "pieces by tma", "narrow pieces", "three pieces"]
+CASES += ["small heads", "smallest heads", "wider values", "divided", "divided window", "divided bias"]
+CASES += ["stored", "stored rows", "stored divided", "stored unseen", "stored of more"]
 
 
-@pytest.mark.parametrize("case", [*CASES, "divided", "divided window", "divided bias"])
+@pytest.mark.parametrize("case", CASES)
 def test_gradients_are_those_of_the_reference(report: dict[str, Any], case: str) -> None:
     assert report[case] == ""
 
 
-@pytest.mark.parametrize("case", ["full", "drawn", "pieces", "divided"])
+def test_each_case_is_looked_at(report: dict[str, Any]) -> None:
+    assert {name for name in report if ":" not in name and name != "strided bias"} == set(CASES)
+
+
+@pytest.mark.parametrize("case", ["full", "drawn", "pieces", "divided", "stored"])
 def test_only_the_gradients_that_are_asked_for_are_made(report: dict[str, Any], case: str) -> None:
     assert report[f"{case}: dq alone"] and report[f"{case}: dk and dv alone"] and report[f"{case}: no gradient of the lse"]
 
 
-@pytest.mark.parametrize("case", ["full", "drawn", "pieces", "divided"])
+@pytest.mark.parametrize("case", ["full", "drawn", "pieces", "divided", "stored"])
 def test_large_scores_leave_no_nan(report: dict[str, Any], case: str) -> None:
     assert report[f"{case}: extreme"] == ""
 
@@ -108,6 +114,52 @@ def test_it_compiles_to_products_in_flight_without_spills(d: int, changes: dict[
         assert order.count(f"W{'E' * 32}W") >= 4
     # ptxas waits after each product where it can't prove that they may overlap.
     assert sum("WARPGROUP.DEPBAR" in line for line in code) <= count(code)["HGMMA"] / 3
+
+
+@pytest.mark.parametrize(
+    ("d", "changes"),
+    [
+        (64, {"BLOCK_M": 64, "num_stages": 2, "persistent": "taken", "held": "both"}),
+        (128, {"BLOCK_M": 64, "num_stages": 2, "wait_early": True}),
+        (80, {"BLOCK_M": 64, "num_stages": 2, "held": "both", "divided_queries": True}),
+        (40, {"BLOCK_M": 64, "num_stages": 2, "persistent": "taken", "held": "both", "column_unit": 16}),
+    ],
+    ids=str,
+)
+def test_a_tile_with_all_keys_writes_dq_without_sums(d: int, changes: dict[str, Any]) -> None:
+    wanted = problem(Features(causal=True), d=d, d_v=d, n_kv=77)
+    spec = wanted.spec()
+    config = FAMILY.default(spec, H200).replace(dq_sums="stored", **changes)
+    assert FAMILY.violated(config, spec, H200) is None
+    kernels = dict(compiled_kernels(render(FAMILY, variant_of(FAMILY, spec, config)), "stored", wanted, H200))
+    assert list(kernels) == ["preprocess", "flash_bwd_hopper", *["add_divisions"] * bool(config.get("divided_queries", False))]
+    assert read_facts(kernels["flash_bwd_hopper"], H200).shared_bytes <= BackwardLayout.of(spec, config).shared_bytes
+    loops = key_loops(machine_code(kernels["flash_bwd_hopper"]))
+    assert len(loops) == 4 and all(loop["STL"] + loop["LDL"] <= 8 and loop["REDG"] == 0 < loop["STG"] for loop in loops)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "features", "stored"),
+    [
+        ({"n_q": 77, "n_kv": 77}, Features(causal=True), True),
+        ({"n_q": 4096, "n_kv": 77}, Features(), True),
+        ({"n_q": 128, "n_kv": 128}, Features(mask="bias"), True),
+        ({"n_q": 129, "n_kv": 129}, Features(), False),
+        # The first queries, or the last, see no key.
+        ({"n_q": 200, "n_kv": 100}, Features(causal=True, alignment="bottom_right"), False),
+        ({"n_q": 200, "n_kv": 100}, Features(window=(30, 0)), False),
+    ],
+    ids=str,
+)
+def test_dq_is_stored_where_a_tile_has_all_keys(sizes: dict[str, int], features: Features, stored: bool) -> None:
+    wanted = problem(features, batch=64, heads=16, kv_heads=16, d=64, d_v=64, **sizes)
+    for dq_sums, persistent in (("registers", "drawn"), ("tma", False), ("stored", "taken")):
+        config = FAMILY.default(wanted.spec(), H200).replace(
+            dq_sums=dq_sums, persistent=persistent if wanted.features.mask == "none" else False
+        )
+        moved = FAMILY.resized(config, wanted, H200)
+        assert FAMILY.violated(moved, wanted.spec(), H200) is None
+        assert (moved["dq_sums"] == "stored") == stored and FAMILY.resized(moved, wanted, H200) == moved
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,9 @@ def _fused_backward_us(config: Config, facts: CompileFacts, problem: Problem, ta
         return math.inf
     size, d, d_v = ITEMSIZE[problem.dtype], padded(problem.d), padded(problem.d_v)
     latency, balanced = c.load_latency if config.number("num_stages") == 1 else 0.0, config["section"] != 1
-    # O and dO are read and sums zeroed, then these are read and dQ is written.
-    total = _rows_us(problem, target, 2 * d_v * size + 8 * d + d * size, c)
+    # O and dO are read, and where there are sums these are zeroed, then read, and dQ is written.
+    sums = config["dq_sums"] != "stored"
+    total = _rows_us(problem, target, 2 * d_v * size + sums * 8 * d + d * size, c)
     divisions = divisions_of(config, problem, target)
     return total + _gradients_us(
         config,
@@ -59,7 +60,8 @@ def _fused_backward_us(config: Config, facts: CompileFacts, problem: Problem, ta
         latency=latency,
         overlap=c.overlap_shared,
         balanced=balanced,
-        adds_queries=True,
+        of_queries=True,
+        sums=sums,
         divisions=divisions,
     )
 
@@ -111,10 +113,12 @@ def _gradients_us(
     overlap: float,
     balanced: bool,
     active: int = 1,
-    adds_queries: bool = False,
+    of_queries: bool = False,
+    sums: bool = False,
     divisions: int = 1,
 ) -> float:
-    """Microseconds of a backward's kernel that holds the keys of a tile, and adds up dQ in memory or not, or that holds its queries.
+    """Microseconds of a backward's kernel that holds the keys of a tile, and makes dQ (`of_queries`), with `sums` in memory or without, or
+    that holds its queries.
 
     `latency` are clocks that a block waits for its loads; `balanced` says that a band's long tiles come first; `divisions` programs share a
     tile, whose parts of dK and dV are then read and written once more. The forward's constants, at
@@ -123,12 +127,12 @@ def _gradients_us(
     p, m, n, d, d_v = problem, tile.number("BLOCK_M"), tile.number("BLOCK_N"), padded(problem.d), padded(problem.d_v)
     blocks = p.heads * (blocks_of_head(p.band.turned, p.n_kv, p.n_q, n, m) if of_keys else blocks_of_head(p.band, p.n_q, p.n_kv, m, n))
     # dV and dK beside S and dP, or dQ beside them.
-    products = 2 * (d + d_v) + adds_queries * d if of_keys else 2 * d + d_v
+    products = 2 * (d + d_v) + of_queries * d if of_keys else 2 * d + d_v
     scores = m * n
     matrix = 2 * scores * products / peak_per_clock(kind_of(p), target) / c.matrix_efficiency
     softmax = scores / target.exp_per_clock + c.vector_ops_per_score * scores / c.vector_lanes
     memory = (m if of_keys else n) * (d + d_v) * ITEMSIZE[p.dtype] / c.l2_bytes_per_clock
-    memory += adds_queries * 4 * m * d / c.sum_bytes_per_clock
+    memory += sums * 4 * m * d / c.sum_bytes_per_clock
     busy = max(matrix + softmax - overlap * min(matrix, softmax), memory) + c.spill_clocks_per_byte * facts.spills * facts.threads
     per_block = busy + (c.block_overhead + latency) / active
     slots, programs = target.sms * active, p.batch * _tiles_of_gradients(p, tile, of_keys) * divisions

@@ -4,12 +4,11 @@ Tiles and roles are those of FlashAttention-3's backward (Shah et al., 2024) as 
 tile of keys and two warpgroups of 64 of them, is in `_roles.jinja`.
 """
 
-from functools import partial
-
 from flashtune.core.config import Config, KernelSpec, Value
+from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
-from flashtune.templates.backward.hopper.layout import DIVIDED_QUERIES, BackwardLayout, refusal, resized
+from flashtune.templates.backward.hopper.layout import DIVIDED_QUERIES, BackwardLayout, divided, refusal
 from flashtune.templates.family import Axis, Constraint, Family
 from flashtune.templates.hopper.layout import COLUMN_UNIT
 from flashtune.templates.predicates import warpgroup_facts
@@ -18,7 +17,11 @@ AXES = (
     Axis(name="BLOCK_M", values=(64, 128), why="query rows of a block: fewer steps and barriers against registers"),
     Axis(name="BLOCK_N", values=(128,), why="keys of a program, 64 for each of its warpgroups"),
     Axis(name="num_stages", values=(1, 2, 3), why="blocks of Q and dO in flight: latency hidden against shared memory"),
-    Axis(name="dq_sums", values=("registers", "tma"), why="who adds dQ up in memory: threads at once, or the copy engine by shared memory"),
+    Axis(
+        name="dq_sums",
+        values=("registers", "tma", "stored"),
+        why="who adds dQ up in memory: threads at once, the copy engine by shared memory, or nobody, for a tile has all keys",
+    ),
     Axis(
         name="exp_early",
         values=(False, True),
@@ -93,15 +96,21 @@ CONSTRAINTS = (
     ),
     Constraint(
         name="finished dQ",
-        holds=lambda c, s, t: not BackwardLayout.of(s, c).drawn or c["dq_sums"] == "registers",
+        holds=lambda c, s, t: not BackwardLayout.of(s, c).drawn or c["dq_sums"] != "tma",
         why="nothing says when what the copy engine adds has arrived, and its warp doesn't know what was drawn",
         axes=("dq_sums", "persistent"),
     ),
     Constraint(
         name="divided queries",
-        holds=lambda c, s, t: not BackwardLayout.of(s, c).divides or (c["dq_sums"] == "registers" and not c.get("persistent", False)),
+        holds=lambda c, s, t: not BackwardLayout.of(s, c).divides or (c["dq_sums"] != "tma" and not c.get("persistent", False)),
         why="programs that share tiles are as many as fill the GPU, so that none takes a second, and copy nothing to memory but sums",
         axes=("dq_sums", "persistent", "divided_queries"),
+    ),
+    Constraint(
+        name="stored dQ",
+        holds=lambda c, s, t: not (BackwardLayout.of(s, c).stores and BackwardLayout.of(s, c).finishes),
+        why="where nothing is added up, nobody has to finish it",
+        axes=("dq_sums", "persistent"),
     ),
     Constraint(
         name="parts of dQ",
@@ -164,6 +173,24 @@ def expected(config: Config, spec: KernelSpec, target: Target) -> CompileFacts:
     return warpgroup_facts(target, registers=168, shared=layout.shared_bytes, consumers=layout.consumers)
 
 
+def resized(config: Config, problem: Problem, target: Target) -> Config:
+    """With queries divided where tiles are few, by programs that take no second tile, and dQ stored where a tile has all keys."""
+    config = divided(config, problem, target, dq_sums="registers", persistent=False)
+    stored = one_tile(problem, config.number("BLOCK_N"))
+    if stored == (config["dq_sums"] == "stored"):
+        return config
+    if not stored:
+        return config.replace(dq_sums="registers")
+    return config.replace(dq_sums="stored", persistent="taken" if config["persistent"] == "drawn" else config["persistent"])
+
+
+def one_tile(problem: Problem, block_n: int) -> bool:
+    """Whether a tile has all keys and every query sees one of them."""
+    band, n_q, n_kv = problem.band, problem.n_q, problem.n_kv
+    seen = (band.right is None or band.diagonal + band.right >= 0) and (band.left is None or n_q - 1 + band.diagonal - band.left < n_kv)
+    return n_kv <= block_n and seen
+
+
 FAMILY = Family(
     name="flash_bwd_hopper",
     folder="backward/hopper",
@@ -175,8 +202,7 @@ FAMILY = Family(
     expected=expected,
     interpretable=False,
     layout=BackwardLayout.of,
-    # A program that shares a tile takes no second one, and adds dQ from registers.
-    resized=partial(resized, dq_sums="registers", persistent=False),
+    resized=resized,
     path_axes=(
         "BLOCK_M",
         "num_stages",

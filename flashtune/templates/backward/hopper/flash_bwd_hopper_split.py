@@ -7,7 +7,7 @@ so that there is no order to vary; and head sizes above 128, whose programs hold
 from flashtune.core.config import Config, KernelSpec
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
-from flashtune.templates.backward.hopper.layout import DIVIDED_QUERIES, SplitLayout, refusal, resized
+from flashtune.templates.backward.hopper.layout import DIVIDED_QUERIES, SplitLayout, divided, refusal
 from flashtune.templates.family import Axis, Constraint, Family
 from flashtune.templates.predicates import warpgroup_facts
 
@@ -111,7 +111,7 @@ FAMILY = Family(
     expected=expected,
     interpretable=False,
     layout=SplitLayout.of,
-    resized=resized,
+    resized=divided,
     path_axes=("BLOCK_M", "num_stages", "held_columns", "DQ_BLOCK_M", "DQ_BLOCK_N", "DQ_num_stages", "DQ_held_columns", "divided_queries"),
 )
 """Attention backward for Hopper in two kernels."""

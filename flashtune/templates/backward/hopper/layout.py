@@ -34,7 +34,7 @@ DIVIDED_QUERIES = Axis(
     absent=False,
     unsaid=True,
 )
-"""An axis of both families. `resized` sets it: no search asks for it."""
+"""An axis of both families. `divided` sets it: no search asks for it."""
 
 WORTH_DIVIDING = 0.85
 """The share of its time that dividing may leave a kernel at most: what is counted is rough, and another kernel must be compiled."""
@@ -63,12 +63,12 @@ def query_divisions(
     return best if busiest(best) <= worth * busiest(1) else 1
 
 
-def resized(config: Config, problem: Problem, target: Target, **where_divided: Value) -> Config:
+def divided(config: Config, problem: Problem, target: Target, **where_divided: Value) -> Config:
     """With queries divided among programs where that leaves the busiest multiprocessor much less to do, and then with `where_divided`."""
-    divided = _divisions(config.number("BLOCK_M"), config.number("BLOCK_N"), problem, target.sms, WORTH_DIVIDING) > 1
-    if bool(config.get("divided_queries", False)) == divided:
+    divides = _divisions(config.number("BLOCK_M"), config.number("BLOCK_N"), problem, target.sms, WORTH_DIVIDING) > 1
+    if bool(config.get("divided_queries", False)) == divides:
         return config
-    return config.replace(divided_queries=divided, **(where_divided if divided else {}))
+    return config.replace(divided_queries=divides, **(where_divided if divides else {}))
 
 
 def divisions_of(config: Config, problem: Problem, target: Target) -> int:
@@ -125,7 +125,7 @@ class HopperBackward(HopperTiles):
         if s.mask == "bool":
             found += ["mask_bits_ptr", "mask_by_batch", "mask_by_head"]
         found += [f"bias_{part}" for part in ("ptr", "stride_b", "stride_h", "stride_m", "stride_n")] * self.bias_by_pointer
-        return found + [f"dq_{part}" for part in ("ptr", "step_b", "step_h", "step_m")] * self.finishes
+        return found + [f"dq_{part}" for part in ("ptr", "step_b", "step_h", "step_m")] * (self.finishes or self.stores)
 
     @property
     def persistent(self) -> bool:
@@ -141,6 +141,11 @@ class HopperBackward(HopperTiles):
     def finishes(self) -> bool:
         """Whether it finishes dQ of heads that are done."""
         return self.config.get("persistent", False) == "drawn"
+
+    @property
+    def stores(self) -> bool:
+        """Whether it stores what a block makes of dQ where that is all of it."""
+        return self.config.get("dq_sums", "") == "stored"
 
     @property
     def divides(self) -> bool:
