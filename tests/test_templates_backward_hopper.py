@@ -160,6 +160,7 @@ def test_dq_is_stored_where_a_tile_has_all_keys(sizes: dict[str, int], features:
         moved = FAMILY.resized(config, wanted, H200)
         assert FAMILY.violated(moved, wanted.spec(), H200) is None
         assert (moved["dq_sums"] == "stored") == stored and FAMILY.resized(moved, wanted, H200) == moved
+        assert not stored or bool(moved["persistent"]) == (wanted.features.mask != "bias")
 
 
 @pytest.mark.parametrize(

@@ -174,14 +174,17 @@ def expected(config: Config, spec: KernelSpec, target: Target) -> CompileFacts:
 
 
 def resized(config: Config, problem: Problem, target: Target) -> Config:
-    """With queries divided where tiles are few, by programs that take no second tile, and dQ stored where a tile has all keys."""
+    """With queries divided where tiles are few, by programs that take no second tile, and dQ stored where a tile has all keys, by programs
+    that take tile after tile where that fits: theirs end soon (1.3 times as fast, benchmarks/results/2026-11-26-h200-stored)."""
     config = divided(config, problem, target, dq_sums="registers", persistent=False)
-    stored = one_tile(problem, config.number("BLOCK_N"))
-    if stored == (config["dq_sums"] == "stored"):
+    if not one_tile(problem, config.number("BLOCK_N")):
+        return config.replace(dq_sums="registers") if config["dq_sums"] == "stored" else config
+    config = config.replace(dq_sums="stored")
+    if config["persistent"] not in (False, "drawn") or config.get("divided_queries", False):
         return config
-    if not stored:
-        return config.replace(dq_sums="registers")
-    return config.replace(dq_sums="stored", persistent="taken" if config["persistent"] == "drawn" else config["persistent"])
+    taken, spec = config.replace(persistent="taken"), problem.spec()
+    fits = spec.mask != "bias" and BackwardLayout.of(spec, taken).shared_bytes <= target.shared_bytes_per_block
+    return taken if fits else config.replace(persistent=False)
 
 
 def one_tile(problem: Problem, block_n: int) -> bool:
