@@ -7,7 +7,7 @@ does: interleaved, L2 flushed, the framework's attention among them, the GPU's s
 tenth of a search's time.
 
 `--sizes`, `--models`, `--short`, `--sparse`, `--steps`, `--few`, `--brief`, `--covering`, `--ragged`, `--backward`, `--backward-sizes`,
-`--divided`, `--stored` race problems without rows: their candidates are other rows' configs, what the cost model thinks best, and the
+`--divided`, `--own-sums` race problems without rows: their candidates are other rows' configs, what the cost model thinks best, and the
 family's starts; `--twins` races rows whose twin is far behind, `--units` rows whose products could have fewer columns, `--rescale` plain
 and masked rows with other ways to rescale what came before a maximum that grew, `--older` all other rows that were raced before there were
 any, and `--changed` those whose text has changed since, each with its best configs alone. Where it costs hardly anything, a kernel that has
@@ -35,7 +35,7 @@ from children import Children
 from covering import of_covering, of_ragged
 from forward import until
 from forward_report import NO_TIME
-from race_backwards import REPEATABLE, backwards_of, backwards_of_sizes, of_divided, of_stored
+from race_backwards import REPEATABLE, backwards_of, backwards_of_sizes, of_divided, of_own_sums
 from race_steps import of_steps
 from race_twins import ARCHIVED, Archive, has_settling_winner, measured, read_archive, shipped_first, with_twins
 from race_work import (
@@ -273,7 +273,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--divided", action="store_true", help="race gradients of one sequence of models, which divide queries, instead of rows"
     )
-    parser.add_argument("--stored", action="store_true", help="race gradients of so few keys that a tile has all, instead of rows")
+    parser.add_argument("--own-sums", action="store_true", help="race gradients of few keys with sums of dQ that are programs' own, too")
     parser.add_argument("--backward", action="store_true", help="race backward problems that no row is of, instead of rows")
     parser.add_argument("--backward-sizes", action="store_true", help="race backwards of head sizes that no row is of, instead of rows")
     parser.add_argument("--steps", action="store_true", help="race decoding steps of many kinds that no row is of, instead of rows")
@@ -313,7 +313,7 @@ def all_work(options: argparse.Namespace, target: Target) -> Work:
         "backward": partial(backwards_of, mine, target),
         "backward_sizes": partial(backwards_of_sizes, results, target, most=4 * options.most),
         "divided": partial(of_divided, results, target, most=2 * options.most),
-        "stored": partial(of_stored, results, target, most=2 * options.most),
+        "own_sums": partial(of_own_sums, results, target, most=2 * options.most),
         "twins": partial(of_twins, mine, target),
         "rescale": partial(of_rescaled, mine, target),
         "chunks": partial(of_chunks, mine, target),

@@ -134,6 +134,9 @@ def one_sequence() -> Iterator[Problem]:
                 yield problem.seen()
 
 
+OWN_KEYS = (512, 1024, 2048, 256)
+"""Of rows that might do with sums that are programs' own."""
+
 ONE_TILE = ((77, 77), (128, 128), (4096, 77), (64, 64), (1024, 77))
 """Queries and keys: captions, sentences, patches under captions, windows of patches."""
 
@@ -160,9 +163,25 @@ def of_divided(results: Sequence[SearchResult], target: Target, *, most: int) ->
     return _of_resized(one_sequence(), {"divided_queries": True}, {"divided_queries": False}, results, target, most)
 
 
-def of_stored(results: Sequence[SearchResult], target: Target, *, most: int) -> Work:
-    """Backwards whose keys a tile has: with dQ stored, then the first with its sums added up."""
-    return _of_resized(few_keys(), {"dq_sums": "stored"}, {"dq_sums": "registers"}, results, target, most)
+def of_own_sums(results: Sequence[SearchResult], target: Target, *, most: int) -> Work:
+    """Rows of up to OWN_KEYS keys: their `most` best configs with sums of dQ that are programs' own, whether these are thought to pay or
+    not, and then as they are. Then backwards whose keys a tile has, and that no row is of, as `of_divided` takes them."""
+    found: Work = []
+    kind = family("flash_bwd_hopper")
+    for result in sorted(results, key=lambda result: OWN_KEYS.index(result.problem.n_kv) if result.problem.n_kv in OWN_KEYS else 9):
+        problem = result.problem
+        few_heads = 2 * problem.batch * problem.kv_heads < target.sms
+        if result.gpu != target.slug or problem.direction != "bwd" or problem.n_kv > max(OWN_KEYS) or few_heads:
+            continue
+        spec = problem.spec()
+        usual = dict.fromkeys(kind.completed(one.config) for one in measured([result]) if one.template == kind.name)
+        usual = {config: None for config in usual if config["dq_sums"] != "own" and not config.get("divided_queries", False)}
+        near = [kind.refitted(config.replace(dq_sums="own", persistent=True), spec, target) for config in usual]
+        own = dict.fromkeys(config for config in near if config is not None and config["dq_sums"] == "own")
+        if own:
+            racing = [*list(own)[:most], *list(usual)[: most // 2]]
+            found.append((problem, [Candidate(family=kind, config=config) for config in racing]))
+    return found + _of_resized(few_keys(), {"dq_sums": "own"}, {"dq_sums": "registers"}, results, target, most)
 
 
 def _of_resized(

@@ -368,7 +368,7 @@ class Machine:
         def where(condition: Any, one: Any, other: Any) -> Any:
             return torch.where(condition, one, other) if isinstance(condition, torch.Tensor) else one if condition else other
 
-        def load(place: Pointer) -> Array:
+        def load(place: Pointer, cache_modifier: str = "") -> Array:
             return array(torch.as_tensor(place.memory[place.offset]))
 
         def philox(c0: Any, c1: Any, _zero: Any, head: Any, _params: Any) -> list[torch.Tensor]:

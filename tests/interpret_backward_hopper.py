@@ -98,25 +98,47 @@ CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
     # All keys in one tile, so that nothing of dQ is added up: parts by columns, the last of fewer, and tile after tile.
     "stored": (
         problem(Features(causal=True, dropout=True), n_q=150, n_kv=100, d=80, d_v=72, heads=4, kv_heads=2, batch=2),
-        {"BLOCK_M": 64, "num_stages": 1, "dq_sums": "stored", "held": "both", "persistent": "taken"},
+        {"BLOCK_M": 64, "num_stages": 1, "dq_sums": "own", "held": "both", "persistent": "taken"},
     ),
     # Parts by rows.
     "stored rows": (
         problem(Features(mask="bool", softcap=True, alibi=True, dslopes=True), n_q=200, n_kv=77, batch=2),
-        {"BLOCK_M": 128, "num_stages": 2, "dq_sums": "stored", "persistent": True},
+        {"BLOCK_M": 128, "num_stages": 2, "dq_sums": "own", "persistent": True},
     ),
     "stored divided": (
         problem(Features(mask="bias", dbias=True), n_q=330, n_kv=77, d=40, d_v=40, heads=4, kv_heads=2),
-        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "stored", "column_unit": 16, "divided_queries": True},
+        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "own", "column_unit": 16, "divided_queries": True},
     ),
     # Queries that see no key, and more keys than a tile has: sums after all.
     "stored unseen": (
         problem(Features(causal=True, alignment="bottom_right"), n_q=290, n_kv=120, d=72, d_v=72, dtype="bf16"),
-        {"BLOCK_M": 64, "num_stages": 1, "dq_sums": "stored", "section": 4},
+        {"BLOCK_M": 64, "num_stages": 1, "dq_sums": "own", "section": 4},
+    ),
+    # Programs that have all tiles of their heads: first, middle and last ones, of a triangle, a window and heads that share keys.
+    "own sums": (
+        problem(Features(causal=True, alignment="bottom_right"), n_q=330, n_kv=400, heads=6, kv_heads=3),
+        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "own", "held": "both", "exp_poly": True, "persistent": True},
+    ),
+    "own sums of a window": (
+        problem(Features(window=(70, 30), sinks=True), n_q=500, n_kv=520, batch=2, d=80, d_v=80),
+        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "own", "held": "both", "wait_early": True, "persistent": True},
+    ),
+    "own sums by rows": (
+        problem(Features(mask="bool", softcap=True), n_q=300, n_kv=270, dtype="bf16", heads=3, kv_heads=3, d=40, d_v=40),
+        {"BLOCK_M": 128, "num_stages": 1, "dq_sums": "own", "column_unit": 16, "persistent": True},
+    ),
+    # Keys that no query sees, and queries that see none.
+    "own sums of some": (
+        problem(Features(causal=True, dropout=True), n_q=150, n_kv=400, kv_heads=2),
+        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "own", "persistent": True},
+    ),
+    "own sums unseen": (
+        problem(Features(window=(30, 0)), n_q=400, n_kv=260, kv_heads=2),
+        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "own", "persistent": True},
     ),
     "stored of more": (
         problem(Features(window=(70, 30), sinks=True), n_q=150, n_kv=140),
-        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "stored", "held": "k", "wait_early": True, "persistent": True},
+        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "own", "held": "k", "wait_early": True, "persistent": True},
     ),
     "left": (
         problem(Features(causal=True, window=(40, 0)), d=96, d_v=96, dtype="bf16", kv_heads=2),
@@ -175,7 +197,7 @@ def main() -> None:
         report[name] = check(launch, inputs, oracle(inputs, everywhere(p))).reason
         if name == "bias":
             report["strided bias"] = [same_of_strides(launch, inputs, mask) for mask in strided(inputs.keywords["mask"])]
-        if name in ("full", "drawn", "pieces", "divided", "stored"):
+        if name in ("full", "drawn", "pieces", "divided", "stored", "own sums"):
             before = {written.name: inputs.operands[written.name].clone() for written in p.contract.written}
             inputs.poison()
             launch(*{**inputs.operands, "dk": None, "dv": None}.values(), **inputs.keywords)

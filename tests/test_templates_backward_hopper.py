@@ -37,6 +37,7 @@ def report() -> dict[str, Any]:
 CASES = ["full", "causal", "window", "left", "drawn", "everything", "bias", "pieces", "pieces by tma", "narrow pieces", "three pieces"]
 CASES += ["small heads", "smallest heads", "wider values", "divided", "divided window", "divided bias"]
 CASES += ["stored", "stored rows", "stored divided", "stored unseen", "stored of more"]
+CASES += ["own sums", "own sums of a window", "own sums by rows", "own sums of some", "own sums unseen"]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -48,12 +49,12 @@ def test_each_case_is_looked_at(report: dict[str, Any]) -> None:
     assert {name for name in report if ":" not in name and name != "strided bias"} == set(CASES)
 
 
-@pytest.mark.parametrize("case", ["full", "drawn", "pieces", "divided", "stored"])
+@pytest.mark.parametrize("case", ["full", "drawn", "pieces", "divided", "stored", "own sums"])
 def test_only_the_gradients_that_are_asked_for_are_made(report: dict[str, Any], case: str) -> None:
     assert report[f"{case}: dq alone"] and report[f"{case}: dk and dv alone"] and report[f"{case}: no gradient of the lse"]
 
 
-@pytest.mark.parametrize("case", ["full", "drawn", "pieces", "divided", "stored"])
+@pytest.mark.parametrize("case", ["full", "drawn", "pieces", "divided", "stored", "own sums"])
 def test_large_scores_leave_no_nan(report: dict[str, Any], case: str) -> None:
     assert report[f"{case}: extreme"] == ""
 
@@ -129,7 +130,7 @@ def test_it_compiles_to_products_in_flight_without_spills(d: int, changes: dict[
 def test_a_tile_with_all_keys_writes_dq_without_sums(d: int, changes: dict[str, Any]) -> None:
     wanted = problem(Features(causal=True), d=d, d_v=d, n_kv=77)
     spec = wanted.spec()
-    config = FAMILY.default(spec, H200).replace(dq_sums="stored", **changes)
+    config = FAMILY.default(spec, H200).replace(dq_sums="own", **changes)
     assert FAMILY.violated(config, spec, H200) is None
     kernels = dict(compiled_kernels(render(FAMILY, variant_of(FAMILY, spec, config)), "stored", wanted, H200))
     assert list(kernels) == ["preprocess", "flash_bwd_hopper", *["add_divisions"] * bool(config.get("divided_queries", False))]
@@ -153,13 +154,13 @@ def test_a_tile_with_all_keys_writes_dq_without_sums(d: int, changes: dict[str, 
 )
 def test_dq_is_stored_where_a_tile_has_all_keys(sizes: dict[str, int], features: Features, stored: bool) -> None:
     wanted = problem(features, batch=64, heads=16, kv_heads=16, d=64, d_v=64, **sizes)
-    for dq_sums, persistent in (("registers", "drawn"), ("tma", False), ("stored", "taken")):
+    for dq_sums, persistent in (("registers", "drawn"), ("tma", False), ("own", "taken")):
         config = FAMILY.default(wanted.spec(), H200).replace(
             dq_sums=dq_sums, persistent=persistent if wanted.features.mask == "none" else False
         )
         moved = FAMILY.resized(config, wanted, H200)
         assert FAMILY.violated(moved, wanted.spec(), H200) is None
-        assert (moved["dq_sums"] == "stored") == stored and FAMILY.resized(moved, wanted, H200) == moved
+        assert (moved["dq_sums"] == "own") == stored and FAMILY.resized(moved, wanted, H200) == moved
         assert not stored or bool(moved["persistent"]) == (wanted.features.mask != "bias")
 
 

@@ -47,7 +47,7 @@ def _fused_backward_us(config: Config, facts: CompileFacts, problem: Problem, ta
     size, d, d_v = ITEMSIZE[problem.dtype], padded(problem.d), padded(problem.d_v)
     latency, balanced = c.load_latency if config.number("num_stages") == 1 else 0.0, config["section"] != 1
     # O and dO are read, and where there are sums these are zeroed, then read, and dQ is written.
-    sums = config["dq_sums"] != "stored"
+    sums = config["dq_sums"] != "own"
     total = _rows_us(problem, target, 2 * d_v * size + sums * 8 * d + d * size, c)
     divisions = divisions_of(config, problem, target)
     return total + _gradients_us(

@@ -19,8 +19,8 @@ AXES = (
     Axis(name="num_stages", values=(1, 2, 3), why="blocks of Q and dO in flight: latency hidden against shared memory"),
     Axis(
         name="dq_sums",
-        values=("registers", "tma", "stored"),
-        why="who adds dQ up in memory: threads at once, the copy engine by shared memory, or nobody, for a tile has all keys",
+        values=("registers", "tma", "own"),
+        why="who adds dQ up: threads at once, the copy engine by shared memory, or programs by themselves, which have all keys of a head",
     ),
     Axis(
         name="exp_early",
@@ -107,9 +107,9 @@ CONSTRAINTS = (
         axes=("dq_sums", "persistent", "divided_queries"),
     ),
     Constraint(
-        name="stored dQ",
-        holds=lambda c, s, t: not (BackwardLayout.of(s, c).stores and BackwardLayout.of(s, c).finishes),
-        why="where nothing is added up, nobody has to finish it",
+        name="own sums",
+        holds=lambda c, s, t: not (BackwardLayout.of(s, c).owns and BackwardLayout.of(s, c).finishes),
+        why="a program that has all keys of a head finishes its dQ itself",
         axes=("dq_sums", "persistent"),
     ),
     Constraint(
@@ -174,24 +174,41 @@ def expected(config: Config, spec: KernelSpec, target: Target) -> CompileFacts:
 
 
 def resized(config: Config, problem: Problem, target: Target) -> Config:
-    """With queries divided where tiles are few, by programs that take no second tile, and dQ stored where a tile has all keys, by programs
-    that take tile after tile where that fits: theirs end soon (1.3 times as fast, benchmarks/results/2026-11-26-h200-stored)."""
-    config = divided(config, problem, target, dq_sums="registers", persistent=False)
-    if not one_tile(problem, config.number("BLOCK_N")):
-        return config.replace(dq_sums="registers") if config["dq_sums"] == "stored" else config
-    config = config.replace(dq_sums="stored")
-    if config["persistent"] not in (False, "drawn") or config.get("divided_queries", False):
-        return config
-    taken, spec = config.replace(persistent="taken"), problem.spec()
-    fits = spec.mask != "bias" and BackwardLayout.of(spec, taken).shared_bytes <= target.shared_bytes_per_block
-    return taken if fits else config.replace(persistent=False)
+    """With queries divided where tiles are few, by programs that take no second tile, else with all tiles of a head for one program where
+    that pays."""
+    config, spec = divided(config, problem, target, dq_sums="registers", persistent=False), problem.spec()
+    if not every_query_sees_a_key(problem) or problem.n_kv > MOST_OWN_KEYS:
+        return shared(config)
+    one_tile, divides = problem.n_kv <= config.number("BLOCK_N"), config.get("divided_queries", False)
+    by_heads = config.replace(dq_sums="own", persistent=True)
+    if divides or spec.mask == "bias" or BackwardLayout.of(spec, by_heads).shared_bytes > target.shared_bytes_per_block:
+        return config.replace(dq_sums="own", persistent=False) if one_tile else shared(config)
+    return by_heads if one_tile or heads_fill(problem, target) else shared(config)
 
 
-def one_tile(problem: Problem, block_n: int) -> bool:
-    """Whether a tile has all keys and every query sees one of them."""
-    band, n_q, n_kv = problem.band, problem.n_q, problem.n_kv
-    seen = (band.right is None or band.diagonal + band.right >= 0) and (band.left is None or n_q - 1 + band.diagonal - band.left < n_kv)
-    return n_kv <= block_n and seen
+def shared(config: Config) -> Config:
+    """The same with sums of dQ that programs share."""
+    return config.replace(dq_sums="registers") if config["dq_sums"] == "own" else config
+
+
+MOST_OWN_KEYS = 2048
+"""Heads of more keys are few, and their programs' sums outgrow L2."""
+
+LEAST_FILLED = 0.9
+"""The least share of programs' time in which they may have heads to take."""
+
+
+def heads_fill(problem: Problem, target: Target) -> bool:
+    """Whether key heads keep so many programs as there are multiprocessors busy."""
+    heads = problem.batch * problem.kv_heads
+    return heads >= LEAST_FILLED * target.sms * -(-heads // target.sms)
+
+
+def every_query_sees_a_key(problem: Problem) -> bool:
+    """Whether the band leaves each query a key."""
+    band = problem.band
+    first = band.right is None or band.diagonal + band.right >= 0
+    return first and (band.left is None or problem.n_q - 1 + band.diagonal - band.left < problem.n_kv)
 
 
 FAMILY = Family(

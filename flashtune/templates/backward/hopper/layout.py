@@ -125,7 +125,7 @@ class HopperBackward(HopperTiles):
         if s.mask == "bool":
             found += ["mask_bits_ptr", "mask_by_batch", "mask_by_head"]
         found += [f"bias_{part}" for part in ("ptr", "stride_b", "stride_h", "stride_m", "stride_n")] * self.bias_by_pointer
-        return found + [f"dq_{part}" for part in ("ptr", "step_b", "step_h", "step_m")] * (self.finishes or self.stores)
+        return found + [f"dq_{part}" for part in ("ptr", "step_b", "step_h", "step_m")] * (self.finishes or self.owns)
 
     @property
     def persistent(self) -> bool:
@@ -143,9 +143,14 @@ class HopperBackward(HopperTiles):
         return self.config.get("persistent", False) == "drawn"
 
     @property
-    def stores(self) -> bool:
-        """Whether it stores what a block makes of dQ where that is all of it."""
-        return self.config.get("dq_sums", "") == "stored"
+    def owns(self) -> bool:
+        """Whether sums of dQ are a program's own, or none are needed, where it has all keys of a head."""
+        return self.config.get("dq_sums", "") == "own"
+
+    @property
+    def by_heads(self) -> bool:
+        """Whether a program takes all tiles of a key head, one after another."""
+        return self.owns and self.config.get("persistent", False) is True
 
     @property
     def divides(self) -> bool:
