@@ -145,14 +145,16 @@ def test_a_tile_with_all_keys_writes_dq_without_sums(d: int, changes: dict[str, 
         ({"n_q": 77, "n_kv": 77}, Features(causal=True), True),
         ({"n_q": 4096, "n_kv": 77}, Features(), True),
         ({"n_q": 128, "n_kv": 128}, Features(mask="bias"), True),
-        ({"n_q": 129, "n_kv": 129}, Features(), False),
+        # Several tiles of whole heads, as far as that pays, and no further.
+        ({"n_q": 512, "n_kv": 512}, Features(causal=True), True),
+        ({"n_q": 577, "n_kv": 577}, Features(), False),
         # The first queries, or the last, see no key.
         ({"n_q": 200, "n_kv": 100}, Features(causal=True, alignment="bottom_right"), False),
         ({"n_q": 200, "n_kv": 100}, Features(window=(30, 0)), False),
     ],
     ids=str,
 )
-def test_dq_is_stored_where_a_tile_has_all_keys(sizes: dict[str, int], features: Features, stored: bool) -> None:
+def test_sums_of_dq_are_a_programs_own_where_keys_are_few(sizes: dict[str, int], features: Features, stored: bool) -> None:
     wanted = problem(features, batch=64, heads=16, kv_heads=16, d=64, d_v=64, **sizes)
     for dq_sums, persistent in (("registers", "drawn"), ("tma", False), ("own", "taken")):
         config = FAMILY.default(wanted.spec(), H200).replace(
@@ -162,6 +164,13 @@ def test_dq_is_stored_where_a_tile_has_all_keys(sizes: dict[str, int], features:
         assert FAMILY.violated(moved, wanted.spec(), H200) is None
         assert (moved["dq_sums"] == "own") == stored and FAMILY.resized(moved, wanted, H200) == moved
         assert not stored or bool(moved["persistent"]) == (wanted.features.mask != "bias")
+
+
+def test_programs_take_whole_heads_only_where_these_keep_them_busy() -> None:
+    config = FAMILY.default(problem(Features()).spec(), H200)
+    for batch, owns in ((16, True), (9, False), (4, False)):
+        wanted = problem(Features(), batch=batch, heads=16, kv_heads=16, d=64, d_v=64, n_q=500, n_kv=500)
+        assert (FAMILY.resized(config, wanted, H200)["dq_sums"] == "own") == owns
 
 
 @pytest.mark.parametrize(

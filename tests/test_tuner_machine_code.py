@@ -173,7 +173,7 @@ def test_a_kernel_that_a_call_launches_again_with_other_constants_has_a_binary_f
 def test_machine_code_stays_small() -> None:
     packed = [path.stat().st_size for path in PACKAGE.rglob("*.gz")]
     assert len(packed) == len({binary.sha256 for _, manifest in manifests() for binary in manifest.binaries}), "equal code is there once"
-    assert sum(packed) < 21_250_000
+    assert sum(packed) < 21_350_000
     assert max(packed) < 100_000
 
 

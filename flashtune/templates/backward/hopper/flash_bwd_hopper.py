@@ -177,13 +177,14 @@ def resized(config: Config, problem: Problem, target: Target) -> Config:
     """With queries divided where tiles are few, by programs that take no second tile, else with all tiles of a head for one program where
     that pays."""
     config, spec = divided(config, problem, target, dq_sums="registers", persistent=False), problem.spec()
-    if not every_query_sees_a_key(problem) or problem.n_kv > MOST_OWN_KEYS:
+    if not every_query_sees_a_key(problem):
         return shared(config)
     one_tile, divides = problem.n_kv <= config.number("BLOCK_N"), config.get("divided_queries", False)
     by_heads = config.replace(dq_sums="own", persistent=True)
     if divides or spec.mask == "bias" or BackwardLayout.of(spec, by_heads).shared_bytes > target.shared_bytes_per_block:
         return config.replace(dq_sums="own", persistent=False) if one_tile else shared(config)
-    return by_heads if one_tile or heads_fill(problem, target) else shared(config)
+    pays = BackwardLayout.of(spec, by_heads).block_d <= 64 and problem.n_kv <= MOST_OWN_KEYS and heads_fill(problem, target)
+    return by_heads if one_tile or pays else shared(config)
 
 
 def shared(config: Config) -> Config:
@@ -191,8 +192,9 @@ def shared(config: Config) -> Config:
     return config.replace(dq_sums="registers") if config["dq_sums"] == "own" else config
 
 
-MOST_OWN_KEYS = 2048
-"""Heads of more keys are few, and their programs' sums outgrow L2."""
+MOST_OWN_KEYS = 512
+"""Of several tiles: with D = 64 it takes 11 and 4 % off 512 keys (causal and full), and costs 6 and 24 % at 1024; with D = 128 it costs
+12 % and more (race.txt in benchmarks/results/2026-11-26-h200-own-sums)."""
 
 LEAST_FILLED = 0.9
 """The least share of programs' time in which they may have heads to take."""

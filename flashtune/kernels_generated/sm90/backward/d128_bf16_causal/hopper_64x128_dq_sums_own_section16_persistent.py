@@ -1,0 +1,719 @@
+"""Attention backward for Hopper: one warp copies tiles with TMA, two warpgroups compute, of 64 keys each.
+
+A program holds a tile of keys and loops over the queries of its whole group that see it, in five products. Where it has not all keys of a head, dQ is added up in float32 in
+memory, from registers, in an order that no two launches share: its last bits vary.
+
+Compiled in: bwd-bf16-d128-causal
+Template: flash_bwd_hopper 98bfa80f8d307fd0
+Variant: e19ca3159a62d3d8
+Config: BLOCK_M=64 BLOCK_N=128 dq_sums=own num_stages=2 persistent=True section=16
+
+Generated; do not edit. `flashtune generate` writes it anew.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+# Triton 3.6 has no other names for the copies than the longer ones, newer versions none but the short.
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+DTYPE = gl.constexpr(gl.bfloat16)
+BLOCK_M = gl.constexpr(64)
+BLOCK_N = gl.constexpr(128)
+BLOCK_D = gl.constexpr(128)
+BLOCK_DV = gl.constexpr(128)
+CONSUMERS = gl.constexpr(2)
+KEYS = gl.constexpr(64)
+STAGES = gl.constexpr(2)
+SECTION = gl.constexpr(16)
+# What each warpgroup makes of a tile of dQ.
+PART_M = gl.constexpr(64)
+PART_D = gl.constexpr(64)
+# Scores have keys as rows, so that they and their gradients leave a product as the left operand of the next.
+SCORES_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
+DK_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
+DV_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
+DQ_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
+PROBS_LAYOUT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=DV_LAYOUT, k_width=2))
+DSCORES_LAYOUT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=DK_LAYOUT, k_width=2))
+KEY_LAYOUT = gl.constexpr(gl.SliceLayout(1, SCORES_LAYOUT))
+QUERY_LAYOUT = gl.constexpr(gl.SliceLayout(0, SCORES_LAYOUT))
+DSCORES_SHARED = gl.constexpr(gl.NVMMASharedLayout.get_default_for([KEYS.value, BLOCK_M.value], DTYPE.value))
+
+
+class Sizes(NamedTuple):
+    """The sizes of a call."""
+
+    n_q: gl.tensor
+    n_kv: gl.tensor
+    kv_heads: gl.tensor
+    group: gl.tensor
+    m_tiles: gl.tensor
+    n_tiles: gl.tensor
+    tiles: gl.tensor
+    diagonal: gl.tensor
+
+
+class Params(NamedTuple):
+    """What tiles work with beside sizes."""
+
+    scale: gl.tensor
+    score_scale: gl.tensor
+    dq_ptr: gl.tensor
+    dq_step_b: gl.tensor
+    dq_step_h: gl.tensor
+    dq_step_m: gl.tensor
+
+
+class TileCoord(NamedTuple):
+    """Where a tile of keys begins, of which head of k and v, and the blocks of queries that see it.
+
+    These are first .. end-1, of which unmasked_first .. unmasked_end-1 see all of it.
+    """
+
+    batch: gl.tensor
+    kv_head: gl.tensor
+    key: gl.tensor
+    first: gl.tensor
+    unmasked_first: gl.tensor
+    unmasked_end: gl.tensor
+    end: gl.tensor
+
+
+class Pipeline(NamedTuple):
+    """Stages of shared memory, with a number for each row beside them, and the barriers that tell when each is full and empty again."""
+
+    smem: gl.shared_memory_descriptor
+    numbers: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+
+class SharedStorage(NamedTuple):
+    """What the roles of a program share."""
+
+    q: Pipeline
+    dout: Pipeline
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    kv_full: gl.shared_memory_descriptor
+    kv_empty: gl.shared_memory_descriptor
+    kv_slot: gl.tensor
+    dscores: gl.shared_memory_descriptor
+    sums: gl.tensor
+
+
+@triton.jit(do_not_specialize=["heads", "n_q", "rows"])
+def preprocess(
+    out_ptr,
+    dout_ptr,
+    lse_ptr,
+    dlse_ptr,
+    lse_2_ptr,
+    delta_ptr,
+    sums_ptr,
+    stride_pb,
+    stride_ph,
+    stride_pm,
+    stride_pd,
+    stride_ob,
+    stride_oh,
+    stride_om,
+    stride_od,
+    heads,
+    n_q,
+    rows,
+    HAS_DLSE: tl.constexpr,
+    HAS_DQ: tl.constexpr,
+):
+    """What the products need of 64 of a head's `rows`: rowsum(dO * O) - dLSE, the LSE in units of log 2, and zeroed sums of dQ.
+
+    Rows past the end, and those that see no key, have the LSE +inf, by which they have no probabilities.
+    """
+    ROWS: tl.constexpr = 64
+    BLOCK_D: tl.constexpr = 128
+    BLOCK_DV: tl.constexpr = 128
+
+    tiles = rows // ROWS
+    head_index = tl.program_id(0) // tiles
+    start = tl.program_id(0) % tiles * ROWS
+    batch = head_index // heads
+    head = head_index % heads
+    offs_m = start + tl.arange(0, ROWS)  # [ROWS]
+    in_rows = offs_m < n_q  # [ROWS]
+    offs_dv = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
+    out_ptr += batch.to(tl.int64) * stride_pb + head.to(tl.int64) * stride_ph
+    dout_ptr += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
+    out_ptrs = out_ptr + offs_m.to(tl.int64)[:, None] * stride_pm + offs_dv.to(tl.int64)[None, :] * stride_pd  # [ROWS, BLOCK_DV]
+    dout_ptrs = dout_ptr + offs_m.to(tl.int64)[:, None] * stride_om + offs_dv.to(tl.int64)[None, :] * stride_od  # [ROWS, BLOCK_DV]
+    in_tile = in_rows[:, None]
+    out_tile = tl.load(out_ptrs, mask=in_tile, other=0.0).to(tl.float32)  # [ROWS, BLOCK_DV]
+    dout_tile = tl.load(dout_ptrs, mask=in_tile, other=0.0).to(tl.float32)  # [ROWS, BLOCK_DV]
+    delta = tl.sum(out_tile * dout_tile, 1)  # [ROWS]
+    lse = tl.load(lse_ptr + head_index.to(tl.int64) * n_q + offs_m, mask=in_rows, other=float("-inf"))  # [ROWS]
+    if HAS_DLSE:
+        # What flows to the LSE of a row that sees no key goes no further.
+        dlse = tl.load(dlse_ptr + head_index.to(tl.int64) * n_q + offs_m, mask=in_rows, other=0.0)  # [ROWS]
+        delta -= tl.where(lse == float("-inf"), 0.0, dlse)  # [ROWS]
+    place = head_index.to(tl.int64) * rows + start
+    tl.store(lse_2_ptr + place + tl.arange(0, ROWS), tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634))
+    tl.store(delta_ptr + place + tl.arange(0, ROWS), delta)
+    if HAS_DQ:
+        tl.store(sums_ptr + place * BLOCK_D + tl.arange(0, ROWS * BLOCK_D), tl.zeros([ROWS * BLOCK_D], tl.float32))
+
+
+@triton.jit(do_not_specialize=["heads", "n_q", "m_tiles"])
+def finish_dq(
+    sums_ptr,
+    dq_ptr,
+    stride_dqb,
+    stride_dqh,
+    stride_dqm,
+    stride_dqd,
+    heads,
+    n_q,
+    m_tiles,
+    scale,
+):
+    """dQ of one block of rows from its sums, which lie in the order of `in_thread_order`."""
+    PART_M: tl.constexpr = 64
+    PART_D: tl.constexpr = 64
+    PARTS: tl.constexpr = 2
+
+    head_index = tl.program_id(0) // m_tiles
+    start = tl.program_id(0) % m_tiles * 64
+    dq_ptr += (head_index // heads).to(tl.int64) * stride_dqb + (head_index % heads).to(tl.int64) * stride_dqh
+    sums_ptr += tl.program_id(0).to(tl.int64) * (PARTS * PART_M * PART_D)
+    for part in tl.static_range(PARTS):
+        sums = tl.load(sums_ptr + part * (PART_M * PART_D) + tl.arange(0, PART_M * PART_D))
+        corners = sums.reshape([PART_D // 8, PART_M // 16, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5))
+        tile = corners.reshape([PART_M, PART_D]) * scale  # [PART_M, PART_D]
+        offs_m = start + tl.arange(0, PART_M)
+        offs_d = part * PART_D + tl.arange(0, PART_D)
+        dq_ptrs = dq_ptr + offs_m.to(tl.int64)[:, None] * stride_dqm + offs_d.to(tl.int64)[None, :] * stride_dqd  # [PART_M, PART_D]
+        in_tile = (offs_m < n_q)[:, None]
+        tl.store(dq_ptrs, tile.to(dq_ptr.dtype.element_ty), mask=in_tile)
+
+
+@gluon.jit
+def make_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
+    """NUMBER barriers that each wait for ARRIVALS arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUMBER):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers
+
+
+@gluon.jit
+def wait_full(pipeline, number):
+    """Waits until the number-th filling of the pipeline has landed in its stage."""
+    mbarrier.wait(pipeline.full.index(number % STAGES), number // STAGES & 1)
+
+
+@gluon.jit
+def release(pipeline, number):
+    """Says that this warpgroup has read the number-th filling."""
+    mbarrier.arrive(pipeline.empty.index(number % STAGES), count=1)
+
+
+@gluon.jit
+def load_rows(desc, corner, numbers_desc, place, pipeline, number):
+    """Starts the copy of a block of rows and of their numbers as soon as its stage is empty."""
+    stage = number % STAGES
+    mbarrier.wait(pipeline.empty.index(stage), number // STAGES & 1 ^ 1)
+    mbarrier.expect(pipeline.full.index(stage), desc.block_type.nbytes + numbers_desc.block_type.nbytes)
+    async_load(desc, corner, pipeline.full.index(stage), pipeline.smem.index(stage))
+    async_load(numbers_desc, [place], pipeline.full.index(stage), pipeline.numbers.index(stage))
+
+
+# Hardware barriers from 5 on are free; Triton uses those before.
+@gluon.jit
+def named_barrier_sync(BARRIER: gl.constexpr, THREADS: gl.constexpr):
+    """Waits at a hardware barrier until THREADS threads are there."""
+    gl.inline_asm_elementwise("bar.sync $1, $2; mov.u32 $0, 0;", "=r,r,r", [BARRIER, THREADS], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def opaque_zero():
+    """0, which LLVM doesn't know: it would compute every matrix descriptor ahead of the loop and spill them."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def in_thread_order(part):
+    """A part of dQ (PART_M, PART_D) as rows of 256, in which the four values that a thread holds of a corner lie side by side."""
+    corners = part.reshape([PART_M // 16, 2, 8, PART_D // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
+    return corners.reshape([PART_M * PART_D // 256, 256])
+
+
+@gluon.jit
+def num_iterations(sizes):
+    """How many tiles a program has at most: those of its heads."""
+    return (sizes.tiles // sizes.n_tiles + gl.num_programs(0) - 1) // gl.num_programs(0) * sizes.n_tiles
+
+
+@gluon.jit
+def fixed_work_index(iteration, sizes):
+    """The work index of the iteration-th tile of this program: head after head."""
+    head = iteration // sizes.n_tiles
+    return (head * gl.num_programs(0) + gl.program_id(0)) * sizes.n_tiles + iteration - head * sizes.n_tiles
+
+
+@gluon.jit
+def at_kv_slot(smem, kv_slot):
+    """What the roles share, with the slot of a tile's first keys and values."""
+    return SharedStorage(
+        q=smem.q,
+        dout=smem.dout,
+        k=smem.k,
+        v=smem.v,
+        kv_full=smem.kv_full,
+        kv_empty=smem.kv_empty,
+        kv_slot=kv_slot,
+        dscores=smem.dscores,
+        sums=smem.sums,
+    )
+
+
+@gluon.jit
+def tile_at(program, sizes):
+    """The tile of a program."""
+    place = program // sizes.n_tiles
+    n_tile = program - place * sizes.n_tiles
+    batch = place // sizes.kv_heads
+    key = n_tile * BLOCK_N
+    first = 0
+    end = sizes.m_tiles
+    unmasked_first = 0
+    last_key = gl.minimum(key + BLOCK_N, sizes.n_kv) - 1 - sizes.diagonal
+    first_key = key - sizes.diagonal
+    first = gl.maximum(first_key, 0) // BLOCK_M
+    unmasked_first = (gl.maximum(last_key, 0) + BLOCK_M - 1) // BLOCK_M
+    # Zeros stand for keys past the end, and the exponential of a score of 0 may be infinite.
+    unmasked_first = gl.where(key + BLOCK_N > sizes.n_kv, end, gl.minimum(unmasked_first, end))
+    unmasked_end = end
+    return TileCoord(batch, place - batch * sizes.kv_heads, key, first, unmasked_first, unmasked_end, end)
+
+
+@gluon.jit
+def mask_probs(probs, key, row, sizes):
+    """0 where a query (from `row` on) doesn't see a key (from `key` on). Selected, for what is masked may be infinite."""
+    keys = key + gl.arange(0, KEYS, layout=KEY_LAYOUT)  # [KEYS]
+    columns = gl.arange(0, BLOCK_M, layout=QUERY_LAYOUT)[None, :]  # [1, BLOCK_M]
+    first = keys - (row + sizes.diagonal)  # [KEYS]
+    first = gl.where(keys < sizes.n_kv, first, BLOCK_M)  # [KEYS]
+    # In assembly, or the compiler gathers predicates in registers of their own.
+    from_first: gl.constexpr = "{ .reg .pred sees; setp.ge.s32 sees, $2, $3; selp.f32 $0, $1, 0f00000000, sees; }"
+    probs = gl.inline_asm_elementwise(from_first, "=f,f,r,r", [probs, columns, first[:, None]], dtype=gl.float32, is_pure=True, pack=1)
+    return probs  # [KEYS, BLOCK_M]
+
+
+@gluon.jit
+def load_tile(iteration, number, descs, smem, sizes):
+    """Copies what the tile of an iteration takes."""
+    q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc = descs
+    tile = tile_at(fixed_work_index(iteration, sizes), sizes)
+    kv_full = smem.kv_full.index(iteration % 2)
+    mbarrier.wait(smem.kv_empty.index(iteration % 2), iteration // 2 & 1 ^ 1)
+    mbarrier.expect(kv_full, CONSUMERS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+    for w in gl.static_range(CONSUMERS):
+        async_load(k_desc, [tile.batch, tile.kv_head, tile.key + w * KEYS, 0], kv_full, smem.k.index(iteration % 2 * CONSUMERS + w))
+        async_load(v_desc, [tile.batch, tile.kv_head, tile.key + w * KEYS, 0], kv_full, smem.v.index(iteration % 2 * CONSUMERS + w))
+    for member in range(sizes.group):
+        head = tile.kv_head * sizes.group + member
+        place = (tile.batch * sizes.kv_heads * sizes.group + head) * sizes.m_tiles
+        for block in range(tile.first, tile.end):
+            corner = [tile.batch, head, block * BLOCK_M, 0]
+            load_rows(q_desc, corner, lse_desc, (place + block) * BLOCK_M, smem.q, number)
+            load_rows(dout_desc, corner, delta_desc, (place + block) * BLOCK_M, smem.dout, number)
+            number += 1
+    return number
+
+
+@gluon.jit
+def producer(descs, smem, sizes):
+    """The copying warp: runs ahead of the consumers as far as the stages allow, into the next tile, too."""
+    number = gl.to_tensor(0)
+    for iteration in range(num_iterations(sizes)):
+        if fixed_work_index(iteration, sizes) < sizes.tiles:
+            number = load_tile(iteration, number, descs, smem, sizes)
+
+
+@gluon.jit
+def start_dq(number, smem, zero, W: gl.constexpr):
+    """Starts this warpgroup's part of dQ, dS K over all keys of the tile."""
+    part = gl.zeros([PART_M, PART_D], gl.float32, DQ_LAYOUT)
+    for w in gl.static_range(CONSUMERS):
+        dscores = smem.dscores.index(number % 2 * CONSUMERS + w + zero).permute((1, 0))
+        keys = smem.k.index(smem.kv_slot + w + zero).reshape([KEYS, BLOCK_D])
+        keys = keys.slice(W * PART_D, PART_D, 1)
+        if w == 0:
+            part = warpgroup_mma(dscores, keys, part, use_acc=False, is_async=True)  # [PART_M, PART_D]
+        else:
+            part = warpgroup_mma(dscores, keys, part, is_async=True)  # [PART_M, PART_D]
+    return part
+
+
+@gluon.jit
+def add_dq(part, place, smem, zero, W: gl.constexpr):
+    """Adds this warpgroup's part of dQ to the sums of a block."""
+    ordered = in_thread_order(part).reshape([PART_M * PART_D])
+    start = smem.sums + (place * CONSUMERS + W).to(gl.int64) * (PART_M * PART_D)
+    gl.atomic_add(start + gl.arange(0, PART_M * PART_D, layout=ordered.type.layout), ordered, sem="relaxed")
+
+
+@gluon.jit
+def store_dq(part, place, sizes, params, W: gl.constexpr):
+    """Writes this warpgroup's part of dQ of a block, of which no other program has any."""
+    layout: gl.constexpr = part.type.layout
+    heads = sizes.kv_heads * sizes.group
+    head = place // sizes.m_tiles  # of all batches
+    row = place % sizes.m_tiles * BLOCK_M
+    step_b, step_h, step_m = params.dq_step_b, params.dq_step_h, params.dq_step_m
+    target = params.dq_ptr + (head // heads).to(gl.int64) * step_b + (head % heads).to(gl.int64) * step_h + row.to(gl.int64) * step_m
+    offs_m = gl.arange(0, PART_M, layout=gl.SliceLayout(1, layout))
+    offs_d = W * PART_D + gl.arange(0, PART_D, layout=gl.SliceLayout(0, layout))
+    dq = (part * params.scale).to(DTYPE)  # [PART_M, PART_D]
+    in_tile = (offs_m < sizes.n_q - row)[:, None]
+    gl.store(target + offs_m[:, None] * step_m + offs_d[None, :], dq, mask=in_tile)
+
+
+@gluon.jit
+def own_sums(tile, work_index, sizes):
+    """From a head's place in dQ to that of its sums among this program's, the block before which earlier tiles have added to them, and the
+    one before which no later tile does."""
+    head = tile.batch * sizes.kv_heads + tile.kv_head
+    begun = gl.where(tile.key == 0, 0, tile_at(work_index - 1, sizes).end)
+    ended = gl.where(tile.key + BLOCK_N < sizes.n_kv, tile_at(work_index + 1, sizes).first, sizes.m_tiles)
+    return (gl.program_id(0) - head) * sizes.group * sizes.m_tiles, begun, ended
+
+
+@gluon.jit
+def keep_dq(part, place, block, own, smem, sizes, params, W: gl.constexpr):
+    """Adds this warpgroup's part of dQ of a block to its own sums, or writes what is complete. A thread finds what it left there itself."""
+    shift, begun, ended = own
+    ordered = in_thread_order(part).reshape([PART_M * PART_D])
+    index = place + block + shift
+    start = smem.sums + (index * CONSUMERS + W).to(gl.int64) * (PART_M * PART_D)
+    ptrs = start + gl.arange(0, PART_M * PART_D, layout=ordered.type.layout)
+    if block < ended:
+        if block < begun:
+            # Not from the first cache, which additions pass by.
+            ordered += gl.load(ptrs, cache_modifier=".cg")
+        corners = ordered.reshape([PART_D // 8, PART_M // 16, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5))
+        store_dq(corners.reshape([PART_M, PART_D]), place + block, sizes, params, W)
+    elif block < begun:
+        gl.atomic_add(ptrs, ordered, sem="relaxed")
+    else:
+        gl.store(ptrs, ordered)
+
+
+@gluon.jit
+def mainloop(
+    blocks,
+    number,
+    dk,
+    dv,
+    place,
+    own,
+    key,
+    smem,
+    sizes,
+    params,
+    HAS_DQ: gl.constexpr,
+    HAS_DKDV: gl.constexpr,
+    WHOLE: gl.constexpr,
+    MASKED: gl.constexpr,
+    W: gl.constexpr,
+):
+    """Blocks blocks[0] .. blocks[1]-1 of one head's queries. Every product of a block has ended before the next block begins."""
+    zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, SCORES_LAYOUT)
+    for block in range(blocks[0], blocks[1]):
+        zero = opaque_zero()
+        q_tile = smem.q.smem.index(number % STAGES).reshape([BLOCK_M, BLOCK_D])
+        dout_tile = smem.dout.smem.index(number % STAGES).reshape([BLOCK_M, BLOCK_DV])
+        k_tile = smem.k.index(smem.kv_slot + W + zero).reshape([KEYS, BLOCK_D])
+        v_tile = smem.v.index(smem.kv_slot + W + zero).reshape([KEYS, BLOCK_DV])
+        wait_full(smem.q, number)
+        scores = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
+        wait_full(smem.dout, number)
+        dprobs = warpgroup_mma(v_tile, dout_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
+        lse = smem.q.numbers.index(number % STAGES).load(QUERY_LAYOUT)  # [BLOCK_M]
+        scores = warpgroup_mma_wait(1, deps=[scores])
+        probs = gl.exp2(scores * params.score_scale - lse[None, :])  # [KEYS, BLOCK_M]
+        if MASKED:
+            probs = mask_probs(probs, key, block * BLOCK_M, sizes)
+        delta = smem.dout.numbers.index(number % STAGES).load(QUERY_LAYOUT)  # [BLOCK_M]
+        dprobs = warpgroup_mma_wait(0, deps=[dprobs])
+        dscores = (probs * (dprobs - delta[None, :])).to(DTYPE)  # [KEYS, BLOCK_M]
+        probs = gl.convert_layout(probs.to(DTYPE), PROBS_LAYOUT)
+        if HAS_DQ:
+            smem.dscores.index(number % 2 * CONSUMERS + W + zero).store(dscores)
+        dscores = gl.convert_layout(dscores, DSCORES_LAYOUT)
+        if HAS_DKDV:
+            dv = warpgroup_mma(probs, dout_tile, dv, is_async=True)  # [KEYS, BLOCK_DV]
+        if HAS_DQ:
+            fence_async_shared()
+            # Behind it both halves of dS are there, and nobody reads those of the block before.
+            named_barrier_sync(5, 128 * CONSUMERS)
+            part = start_dq(number, smem, zero, W)
+            if HAS_DKDV:
+                dv = warpgroup_mma_wait(CONSUMERS, deps=[dv])
+                release(smem.dout, number)
+                dk = warpgroup_mma(dscores, q_tile, dk, is_async=True)  # [KEYS, BLOCK_D]
+                part = warpgroup_mma_wait(1, deps=[part])
+            else:
+                part = warpgroup_mma_wait(0, deps=[part])
+                release(smem.dout, number)
+            if WHOLE:
+                keep_dq(part, place, block, own, smem, sizes, params, W)
+            else:
+                add_dq(part, place + block, smem, zero, W)
+        else:
+            dk = warpgroup_mma(dscores, q_tile, dk, is_async=True)  # [KEYS, BLOCK_D]
+            dv = warpgroup_mma_wait(1, deps=[dv])
+            release(smem.dout, number)
+        if HAS_DKDV:
+            dk = warpgroup_mma_wait(0, deps=[dk])
+        release(smem.q, number)
+        number += 1
+    return number, dk, dv
+
+
+@gluon.jit
+def consume_tile(iteration, number, dk_desc, dv_desc, smem, sizes, params, HAS_DQ: gl.constexpr, HAS_DKDV: gl.constexpr, WHOLE: gl.constexpr, W: gl.constexpr):
+    """The tile of an iteration: keys W * KEYS .. W * KEYS + KEYS - 1 of it."""
+    tile = tile_at(fixed_work_index(iteration, sizes), sizes)
+    own = own_sums(tile, fixed_work_index(iteration, sizes), sizes)
+    key = tile.key + W * KEYS
+    dk = gl.zeros([KEYS, BLOCK_D], gl.float32, DK_LAYOUT)
+    dv = gl.zeros([KEYS, BLOCK_DV], gl.float32, DV_LAYOUT)
+    mbarrier.wait(smem.kv_full.index(iteration % 2), iteration // 2 & 1)
+    k_own, v_own = smem.k.index(smem.kv_slot + W), smem.v.index(smem.kv_slot + W)
+    head_place = (tile.batch * sizes.kv_heads + tile.kv_head) * sizes.group * sizes.m_tiles
+    for _ in range(sizes.group):
+        blocks = tile.first, tile.unmasked_first
+        number, dk, dv = mainloop(blocks, number, dk, dv, head_place, own, key, smem, sizes, params, HAS_DQ, HAS_DKDV, WHOLE, True, W)
+        blocks = tile.unmasked_first, tile.unmasked_end
+        number, dk, dv = mainloop(blocks, number, dk, dv, head_place, own, key, smem, sizes, params, HAS_DQ, HAS_DKDV, WHOLE, False, W)
+        head_place += sizes.m_tiles
+    if HAS_DKDV:
+        # The gradients leave through the memory of their keys and values, once nobody reads these.
+        named_barrier_sync(7, 128 * CONSUMERS)
+        k_own.reshape([KEYS, BLOCK_D]).store((dk * params.scale).to(DTYPE))
+        v_own.reshape([KEYS, BLOCK_DV]).store(dv.to(DTYPE))
+        fence_async_shared()
+        async_store(dk_desc, [tile.batch, tile.kv_head, key, 0], k_own)
+        async_store(dv_desc, [tile.batch, tile.kv_head, key, 0], v_own)
+        tma.store_wait(0)
+    mbarrier.arrive(smem.kv_empty.index(iteration % 2), count=1)
+    return number
+
+
+@gluon.jit
+def consumer(dk_desc, dv_desc, smem, sizes, params, HAS_DQ: gl.constexpr, HAS_DKDV: gl.constexpr, WHOLE: gl.constexpr, W: gl.constexpr):
+    """One warpgroup, which loops over the tiles of the program."""
+    number = gl.to_tensor(0)
+    for iteration in range(num_iterations(sizes)):
+        if fixed_work_index(iteration, sizes) < sizes.tiles:
+            here = at_kv_slot(smem, iteration % 2 * CONSUMERS)
+            number = consume_tile(iteration, number, dk_desc, dv_desc, here, sizes, params, HAS_DQ, HAS_DKDV, WHOLE, W)
+
+
+# Nothing is specialized on sizes, so one compiled kernel serves them all.
+@gluon.jit(
+    do_not_specialize=[
+        "n_q",
+        "n_kv",
+        "kv_heads",
+        "group",
+        "m_tiles",
+        "n_tiles",
+        "tiles",
+        "diagonal",
+    ]
+)
+def flash_bwd_hopper(
+    q_desc,
+    k_desc,
+    v_desc,
+    dout_desc,
+    lse_desc,
+    delta_desc,
+    dk_desc,
+    dv_desc,
+    sums_ptr,
+    n_q,
+    n_kv,
+    kv_heads,
+    group,
+    m_tiles,
+    n_tiles,
+    tiles,
+    diagonal,
+    scale,
+    score_scale,
+    dq_ptr,
+    dq_step_b,
+    dq_step_h,
+    dq_step_m,
+    HAS_DQ: gl.constexpr,
+    HAS_DKDV: gl.constexpr,
+    WHOLE: gl.constexpr,
+):
+    """Splits the program into two consumers and the producer."""
+    q_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
+    dout_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_M, BLOCK_DV], dout_desc.layout)
+    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse_desc.layout)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], delta_desc.layout)
+    smem = SharedStorage(
+        q=Pipeline(q_smem, lse_smem, make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS)),
+        dout=Pipeline(dout_smem, delta_smem, make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS)),
+        k=gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, 1, 1, KEYS, BLOCK_D], k_desc.layout),
+        v=gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, 1, 1, KEYS, BLOCK_DV], v_desc.layout),
+        kv_full=make_barriers(2, 1),
+        kv_empty=make_barriers(2, CONSUMERS),
+        kv_slot=gl.to_tensor(0),
+        # Two slots, so that one barrier a block is enough.
+        dscores=gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, KEYS, BLOCK_M], DSCORES_SHARED),
+        sums=sums_ptr,
+    )
+    fence_async_shared()
+    sizes = Sizes(n_q, n_kv, kv_heads, group, m_tiles, n_tiles, tiles, diagonal)
+    params = Params(scale, score_scale, dq_ptr, dq_step_b, dq_step_h, dq_step_m)
+    descs = q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc
+    gl.warp_specialize(
+        [
+            (consumer, (dk_desc, dv_desc, smem, sizes, params, HAS_DQ, HAS_DKDV, WHOLE, 0)),
+            (consumer, (dk_desc, dv_desc, smem, sizes, params, HAS_DQ, HAS_DKDV, WHOLE, 1)),
+            (producer, (descs, smem, sizes)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+def accepts(q, k, v, mask):
+    """Whether the copy engine can take these tensors: aligned, unit stride along D, other strides multiples of 16 bytes."""
+    return all(
+        t.data_ptr() % 16 == 0
+        and t.stride(3) == 1
+        and t.shape[3] % 8 == 0
+        and all(size == 1 or (stride > 0 and stride % 8 == 0) for size, stride in zip(t.shape[:3], t.stride()[:3], strict=True))
+        for t in (q, k, v)
+    )
+
+
+def counts_needed(q, k):
+    """How many of `counts` a call takes."""
+    return 0
+
+
+def records(q, k, v, mask, scale):
+    """Whether `launches` computes nothing from tensors like these, so that what it makes of them on the meta device can be replayed."""
+    return True
+
+
+def descriptor(tensor, rows, columns):
+    """A TMA descriptor over (B, H, N, D) with tiles of `rows` rows of one head; the copy engine fills what is outside with zeros."""
+    strides = [stride if size > 1 else 16 for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)]
+    block = [1, 1, rows, columns]
+    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16))
+
+
+def launches(
+    q,
+    k,
+    v,
+    out,
+    lse,
+    dout,
+    dlse,
+    dq,
+    dk,
+    dv,
+    *,
+    mask,
+    scale,
+    diagonal,
+    window_left,
+    window_right,
+    softcap,
+    dropout_p,
+    seed,
+    offset,
+    sms,
+    counts,
+    slopes=None,
+):
+    """The launches of one call: (kernel, grid, args, options) each. Without `dq`, or `dk` and `dv`, what makes only these is left out.
+
+    dout, dk and dv are tensors that the copy engine can take, too.
+    """
+    batches, heads, n_q, _ = q.shape
+    kv_heads, n_kv = k.shape[1], k.shape[2]
+    m_tiles, n_tiles = -(-n_q // 64), -(-n_kv // 128)
+    rows = m_tiles * 64
+    lse_2 = torch.empty(batches * heads * rows, dtype=torch.float32, device=q.device)
+    deltas = torch.empty_like(lse_2)
+    # What a program makes of dQ is all of it, and of every query where each sees a key.
+    seen = window_right < 0 or diagonal + window_right >= 0
+    seen = seen and (window_left < 0 or n_q - 1 + diagonal - window_left < n_kv)
+    whole = seen
+    programs = min(batches * kv_heads, sms)
+    summed = programs * (heads // kv_heads) if whole else batches * heads
+    # Nothing is written to those of a call without sums of dQ.
+    sums = torch.empty((summed * rows * 128 // 256 if dq is not None else 16, 256), dtype=torch.float32, device=q.device)
+
+    def numbers_of(tensor):
+        return TensorDescriptor(tensor, list(tensor.shape), [1], [64], gl.NVMMASharedLayout(0, 32, 1))
+
+    args = (out, dout, lse, lse if dlse is None else dlse, lse_2, deltas, sums, *out.stride(), *dout.stride(), heads, n_q, rows)
+    args = (*args, dlse is not None, dq is not None and not whole)
+    found = [(preprocess, (rows // 64 * batches * heads,), args, {"num_warps": 4, "enable_fp_fusion": True})]
+    args = (
+        descriptor(q, 64, 128),
+        descriptor(k, 64, 128),
+        descriptor(v, 64, 128),
+        descriptor(dout, 64, 128),
+        numbers_of(lse_2),
+        numbers_of(deltas),
+        descriptor(k if dk is None else dk, 64, 128),
+        descriptor(v if dv is None else dv, 64, 128),
+        sums,
+        n_q,
+        n_kv,
+        kv_heads,
+        heads // kv_heads,
+        m_tiles,
+        n_tiles,
+        n_tiles * batches * kv_heads,
+        diagonal,
+        scale,
+        scale * 1.4426950408889634,
+        # Nothing is written to what stands for a dQ that nobody asked for.
+        q if dq is None else dq,
+        *(q if dq is None else dq).stride()[:3],
+        dq is not None,
+        dk is not None,
+        whole,
+    )
+    found.append((flash_bwd_hopper, (programs,), args, {"num_warps": 4, "enable_fp_fusion": True}))
+    if dq is not None and not whole:
+        args = (sums, dq, *dq.stride(), heads, n_q, m_tiles, scale)
+        found.append((finish_dq, (m_tiles * batches * heads,), args, {"num_warps": 4, "enable_fp_fusion": True}))
+    return found
+
+
+def launch(*tensors, **settings):
+    """Run the kernels on the current stream."""
+    for kernel, grid, args, options in launches(*tensors, **settings):
+        kernel[grid](*args, **options)
