@@ -137,22 +137,25 @@ def one_sequence() -> Iterator[Problem]:
 OWN_KEYS = (512, 1024, 2048, 256)
 """Of rows that might do with sums that are programs' own."""
 
-ONE_TILE = ((77, 77), (128, 128), (4096, 77), (64, 64), (1024, 77))
-"""Queries and keys: captions, sentences, patches under captions, windows of patches."""
+FEW_KEYS: dict[tuple[int, int], list[tuple[int, Features]]] = {
+    (77, 77): [(64, CAUSAL), (64, Features(mask="bool")), (64, Features()), (128, CAUSAL), (80, CAUSAL)],
+    (128, 128): [
+        *((d, features) for d in (64, 128) for features in (Features(), CAUSAL, Features(mask="bool"), Features(dropout=True))),
+        (64, Features(mask="bool", dropout=True)),
+        (64, Features(mask="bias")),
+        (96, Features()),
+    ],
+    (4096, 77): [*((d, Features()) for d in (64, 40, 80, 128, 72)), (64, Features(mask="bool"))],
+    (64, 64): [(32, Features(mask="bias")), (32, Features(mask="bias", dbias=True)), (32, Features()), (64, Features())],
+    (1024, 77): [(64, Features()), (80, Features())],
+}
+"""Of queries and keys, head sizes and features: captions, sentences, patches under captions, windows of patches, fewer patches."""
 
 
 def few_keys() -> Iterator[Problem]:
     """Backwards of some 8,192 queries of all batches or more, whose keys a tile has."""
-    lists = {
-        (77, 77): [(64, f) for f in (CAUSAL, Features(mask="bool"), Features())] + [(128, CAUSAL), (80, CAUSAL)],
-        (128, 128): [(d, f) for d in (64, 128) for f in (Features(), CAUSAL, Features(mask="bool"), Features(dropout=True))],
-        (4096, 77): [(d, f) for d in (64, 40, 80, 128, 72) for f in (Features(),)] + [(64, Features(mask="bool"))],
-        (64, 64): [(32, Features(mask="bias")), (32, Features(mask="bias", dbias=True)), (32, Features()), (64, Features())],
-        (1024, 77): [(64, Features()), (80, Features())],
-    }
-    lists[128, 128] += [(64, Features(mask="bool", dropout=True)), (64, Features(mask="bias")), (96, Features())]
-    for n_q, n_kv in ONE_TILE:
-        for d, features in lists[n_q, n_kv]:
+    for (n_q, n_kv), kinds in FEW_KEYS.items():
+        for d, features in kinds:
             heads, batch = (2048 // d, max(TOKENS // n_q // 2, 4)) if d > 32 else (32, TOKENS // n_q // 2)
             sizes = {"batch": batch, "heads": heads, "kv_heads": heads, "n_q": n_q, "n_kv": n_kv, "d": d, "d_v": d}
             yield Problem(**sizes, dtype="bf16", features=features, direction="bwd").seen()
@@ -174,12 +177,12 @@ def of_own_sums(results: Sequence[SearchResult], target: Target, *, most: int) -
         if result.gpu != target.slug or problem.direction != "bwd" or problem.n_kv > max(OWN_KEYS) or few_heads:
             continue
         spec = problem.spec()
-        usual = dict.fromkeys(kind.completed(one.config) for one in measured([result]) if one.template == kind.name)
-        usual = {config: None for config in usual if config["dq_sums"] != "own" and not config.get("divided_queries", False)}
+        stored = dict.fromkeys(kind.completed(one.config) for one in measured([result]) if one.template == kind.name)
+        usual = [config for config in stored if config["dq_sums"] != "own" and not config["divided_queries"]]
         near = [kind.refitted(config.replace(dq_sums="own", persistent=True), spec, target) for config in usual]
         own = dict.fromkeys(config for config in near if config is not None and config["dq_sums"] == "own")
         if own:
-            racing = [*list(own)[:most], *list(usual)[: most // 2]]
+            racing = [*list(own)[:most], *usual[: most // 2]]
             found.append((problem, [Candidate(family=kind, config=config) for config in racing]))
     return found + _of_resized(few_keys(), {"dq_sums": "own"}, {"dq_sums": "registers"}, results, target, most)
 

@@ -233,6 +233,15 @@ def test_many_short_sequences_race_where_no_row_is_of_them(target: Target) -> No
     assert {problem.key(target.slug) for problem in race_shapes.brief_shapes()} - known == {p.key(target.slug) for p, _ in work}
 
 
+def test_sums_that_are_a_programs_own_race_with_shared_ones() -> None:
+    work = race_again.work_of(options("--own-sums"), H200)
+    assert {problem.n_kv for problem, _ in work} >= {64, 77, 128, 512, 1024}
+    for problem, candidates in work:
+        assert not callable(candidates) and len(set(candidates)) == len(candidates)
+        assert {c.config["dq_sums"] == "own" for c in candidates} == {True, False}
+        assert all(c.family.violated(c.config, problem.spec(), H200) is None for c in candidates)
+
+
 @pytest.mark.parametrize("shapes", ["--short", "--sparse"])
 def test_drawn_shapes_race_with_twins_of_near_rows_and_rows_of_them_again(shapes: str) -> None:
     work = race_again.work_of(options(shapes, "--only", "n1024-d40-bf16-full$"), H200)

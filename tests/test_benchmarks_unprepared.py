@@ -82,6 +82,9 @@ def test_short_sequences_and_backwards_are_drawn_on_demand() -> None:
     assert {p.d for p in short} == set(random_shapes.SHORT_HEAD_SIZES)
     trained = [cell.problem for cell in random_shapes.drawn(40, seed=0, gpu="h200", known=known, kind="training")]
     assert {p.direction for p in trained} == {"bwd"} and all(p.n_q > 1 for p in trained)
+    captions = [cell.problem for cell in random_shapes.drawn(40, seed=0, gpu="h200", known=known, kind="captions")]
+    assert {p.direction for p in captions} == {"bwd"} and all(16 <= p.n_kv <= 128 for p in captions)
+    assert {p.n_q == p.n_kv for p in captions} == {True, False}
 
 
 def test_what_is_drawn_is_served_by_what_was_measured_or_by_torch() -> None:

@@ -207,10 +207,8 @@ def heads_fill(problem: Problem, target: Target) -> bool:
 
 
 def every_query_sees_a_key(problem: Problem) -> bool:
-    """Whether the band leaves each query a key."""
-    band = problem.band
-    first = band.right is None or band.diagonal + band.right >= 0
-    return first and (band.left is None or problem.n_q - 1 + band.diagonal - band.left < problem.n_kv)
+    """Whether the band leaves each query a key: it does where it leaves one to the first and to the last."""
+    return all(problem.band.keys(row, row, problem.n_kv) for row in (0, problem.n_q - 1))
 
 
 FAMILY = Family(
