@@ -1,7 +1,7 @@
-"""Prints README's tables of rates from committed results of forward.py: `python benchmarks/readme_table.py [FILE ...]`.
+"""Prints the tables of rates in benchmarks/README.md from committed results of forward.py: `python benchmarks/readme_table.py [FILE ...]`.
 
-Without files it takes forward*.json of the newest folder under benchmarks/results that has one; `--write` puts the tables into README.md,
-whose words stay as they are. All of a table is of one element type.
+Without files it takes the run that the page shows; `--write` puts the tables into the page, whose words stay as they are. All cells of a
+table have one element type.
 """
 
 import argparse
@@ -13,7 +13,9 @@ from typing import Any
 from forward_cells import LENGTHS
 
 RESULTS = Path(__file__).parent / "results"
-README = RESULTS.parent.parent / "README.md"
+PAGE = RESULTS.parent / "README.md"
+PLAIN_RUN = RESULTS / "2026-11-22-h200-forward" / "forward_plain_features.json"
+"""The run of forward.py that the page and the chart of the README show."""
 
 CASES = {
     "mask": "boolean mask (1, 1, N, N)",
@@ -31,12 +33,6 @@ NAMES = {"cudnn": "cuDNN", "flash": "FA2", "efficient": "memory-efficient", "fa4
 
 Row = dict[str, Any]
 """A cell of a result (`forward_report.Row.as_json`)."""
-
-
-def newest() -> list[Path]:
-    """The results of the newest folder that has some."""
-    folder = max(path.parent for path in RESULTS.glob("*/forward*.json"))
-    return sorted(folder.glob("forward*.json"))
 
 
 def rows_of(files: Iterable[Path]) -> list[Row]:
@@ -86,13 +82,13 @@ def _against(row: Row) -> str:
 
 
 def rewritten(text: str, tables: Iterable[str]) -> str:
-    """README with these tables in place of those with the same first heading; raises ValueError where it has none, or several."""
+    """The page with these tables in place of those with the same first heading; raises ValueError where it has none, or several."""
     for table in tables:
         begin = "|".join(table.split("|")[:2]) + "|"
         lines = text.split("\n")
         starts = [i for i, line in enumerate(lines) if line.startswith(begin) and not lines[i - 1].startswith("|")]
         if len(starts) != 1:
-            raise ValueError(f"README has {len(starts)} tables that begin with {begin!r}, and should have one")
+            raise ValueError(f"the page has {len(starts)} tables that begin with {begin!r}, and should have one")
         end = next(i for i in range(starts[0], len(lines)) if not lines[i].startswith("|"))
         text = "\n".join([*lines[: starts[0]], table, *lines[end:]])
     return text
@@ -102,12 +98,12 @@ def main() -> None:
     """Print or write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
-    parser.add_argument("--write", action="store_true", help="put the tables into README.md")
+    parser.add_argument("--write", action="store_true", help="put the tables into benchmarks/README.md")
     options = parser.parse_args()
-    rows = rows_of(options.files or newest())
+    rows = rows_of(options.files or [PLAIN_RUN])
     tables = [plain_table(rows), feature_table(rows)]
     if options.write:
-        README.write_text(rewritten(README.read_text(), tables))
+        PAGE.write_text(rewritten(PAGE.read_text(), tables))
     else:
         print("\n\n".join(tables))
 

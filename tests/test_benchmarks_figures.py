@@ -1,4 +1,4 @@
-"""README's figures of calls, the races' log and the notes beside it say what the committed results and the shipped rows say."""
+"""The figures page's numbers, the races' log and the notes beside it agree with the committed results and the shipped records."""
 
 import json
 import math
@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import readme_table
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "benchmarks" / "README.md"
 CALLS = ROOT / "benchmarks" / "results" / "2026-11-22-h200-calls"
 GAVE_WAY = ROOT / "benchmarks" / "results" / "2026-11-25-h100-units" / "gave_way.sqlite"
 RACED = re.compile(r"(?P<label>n\S+) +(?P<us>[\d.]+) us +(?P<ratio>[\d.]+)x call +(?P<call>[\d.]+) (?P<config>.*)")
@@ -79,12 +80,12 @@ def test_what_the_notes_say_of_throttled_races_is_what_the_rows_keep() -> None:
     assert said in one_line(CALLS / "README.md")
 
 
-def test_readmes_figures_of_calls_are_those_of_the_committed_runs() -> None:
+def test_figures_of_calls_are_those_of_the_committed_runs() -> None:
     grid = results("grid")
     prefill = [one["speedup"] for one in grid if one["cell"] != "decoding"]
     decoding = [one["speedup"] for one in grid if one["cell"] == "decoding"]
     mean = math.exp(sum(map(math.log, prefill)) / len(prefill))
-    said = one_line(ROOT / "README.md")
+    said = one_line(PAGE)
     assert (
         f"runs at {min(prefill):.2f} to {max(prefill):.2f} times torch's rate in prefill (geometric mean {mean:.2f} of {len(prefill)}); "
         f"decoding at {min(decoding):.2f} to {max(decoding):.2f}"
@@ -96,7 +97,7 @@ def test_readmes_figures_of_calls_are_those_of_the_committed_runs() -> None:
     assert f"A call costs the host {min(plain):.1f} to {max(plain):.1f} times what torch's costs" in said
 
 
-def test_readmes_figures_of_backwards_are_those_of_the_rows() -> None:
+def test_figures_of_backwards_are_those_of_the_rows() -> None:
     gains: dict[bool, list[float]] = {True: [], False: []}
     dropped: list[float] = []
     asked: list[float] = []
@@ -106,7 +107,7 @@ def test_readmes_figures_of_backwards_are_those_of_the_rows() -> None:
             group = gains[features.label() in ("full", "causal")] if not features.dropout else dropped if features.mask == "none" else []
             group = asked if features.dbias or features.dslopes else group
             group.append(row.framework_us / row.median_us)
-    said = one_line(ROOT / "README.md")
+    said = one_line(PAGE)
     sizes = sorted({row.problem.d for row in shipped() if row.problem.direction == "bwd" and row.problem.d <= 128})
     assert f"tuned backwards of D = {', '.join(map(str, sizes[:-1]))} and {sizes[-1]} are" in said
     others = [
@@ -129,8 +130,8 @@ def test_readmes_figures_of_backwards_are_those_of_the_rows() -> None:
     assert f"of D = 256 they are {min(wide):.2f} to {max(wide):.2f} times as fast as cuDNN's" in said
 
 
-def test_tables_of_forwards_are_written_into_readme_and_nothing_else_is_touched() -> None:
-    before = (ROOT / "README.md").read_text()
+def test_tables_of_forwards_are_written_into_the_page_and_nothing_else_is_touched() -> None:
+    before = (PAGE).read_text()
     # The fixtures are the results of a folder that stays as it is.
     rows = readme_table.rows_of(sorted((ROOT / "benchmarks" / "results" / "2026-11-21-h200-forward").glob("forward_[pf]*.json")))
     plain, features = readme_table.plain_table(rows), readme_table.feature_table(rows)
@@ -143,7 +144,7 @@ def test_tables_of_forwards_are_written_into_readme_and_nothing_else_is_touched(
         readme_table.rewritten(after.replace("| N = 4096 |", "| n |"), [features])
 
 
-def test_rates_in_readme_are_of_cells_that_were_timed_and_right() -> None:
+def test_rates_in_the_page_are_of_cells_that_were_timed_and_right() -> None:
     [file] = (ROOT / "benchmarks" / "results" / "2026-11-21-h200-forward").glob("forward_features.json")
     row = json.loads(file.read_text())["rows"][0]
     assert readme_table.feature_table([row]) != readme_table.feature_table([])
@@ -161,7 +162,7 @@ class Faulty:
         return json.dumps({"rows": [self._row]})
 
 
-def test_readmes_tables_of_forwards_are_what_one_run_wrote() -> None:
-    said = (ROOT / "README.md").read_text()
-    rows = readme_table.rows_of([ROOT / "benchmarks" / "results" / "2026-11-22-h200-forward" / "forward_plain_features.json"])
+def test_tables_of_forwards_are_what_one_run_wrote() -> None:
+    said = (PAGE).read_text()
+    rows = readme_table.rows_of([readme_table.PLAIN_RUN])
     assert readme_table.rewritten(said, [readme_table.plain_table(rows), readme_table.feature_table(rows)]) == said

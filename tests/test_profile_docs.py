@@ -67,7 +67,7 @@ def test_a_wrong_figure_would_be_noticed() -> None:
     assert unproven(text.replace("94.1% are S", "94.2% are S")) == ["94.2", REFUTED]
 
 
-# --- the report that README links ------------------------------------------------------------------------------------------------
+# --- the report that benchmarks/README.md links ------------------------------------------------------------------------------------------------
 
 ROOT = BACKGROUND.parent.parent
 REPORT = ROOT / "docs" / "reports" / "h200-b4-h16-n4096-d128-bf16.html"
@@ -85,7 +85,7 @@ def told() -> dict[str, tuple[float, float]]:
         re.search(words, REPORT.read_text())
         for words in (r"framework / tuned at N = 4096: (\d\.\d\d)", r"<b>(\d+) TFLOP/s</b>tuned kernel")
     )
-    cell = re.search(r"\| D=128, full \|[^\n]*", (ROOT / "README.md").read_text())
+    cell = re.search(r"\| D=128, full \|[^\n]*", (ROOT / "benchmarks" / "README.md").read_text())
     assert tip is not None and rate is not None and cell is not None
     tflops, ratio = re.findall(r"(\d+) \((\d\.\d\d)x\)", cell[0])[LENGTHS.index(4096)]
     [row] = [
