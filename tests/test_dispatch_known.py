@@ -42,7 +42,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Plans:
 
     monkeypatch.setattr(devices, "INTERPRETING", True)
     monkeypatch.setattr(api, "_first_call", first_call)
-    monkeypatch.setitem(api.SERVING.__dict__, "plans", found)
+    monkeypatch.setattr(api.STACK.get(), "plans", found)
     return found
 
 

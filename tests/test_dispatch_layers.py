@@ -1,13 +1,15 @@
 """Databases in layers: scoped, stacked, removed, per thread or for all; plans are kept for each stack and never served under another."""
 
+import asyncio
 import gc
 import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import Context, copy_context
+import weakref
+from collections.abc import Iterator
+from contextlib import nullcontext
+from contextvars import copy_context
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,9 +28,6 @@ from flashtune.dispatch.resolve import layers
 from flashtune.dispatch.resolve.memo import Memo
 
 machine = pretended.machine
-handed_on = pytest.mark.skipif(
-    not hasattr(torch._C, "_remove_obj_from_tls"), reason="this torch doesn't hand on the context of who calls backward"
-)
 
 
 @pytest.fixture
@@ -167,81 +166,61 @@ for keep in [True, False] * 20:
         assert done.returncode == 0, done.stderr
 
 
-@handed_on
-def test_threads_of_autograd_have_the_layers_of_who_called_backward() -> None:
-    """A checkpoint is computed again there. On the CPU torch starts one for a backward that lies deep enough in others."""
-    script = """
-import os, threading, torch
-from flashtune import dispatch
-from flashtune.dispatch.resolve.layers import SERVING, current
+def test_tasks_of_one_thread_are_each_served_by_their_own(models: tuple[Path, Path]) -> None:
+    """What each lays while others wait, and removes again, is for itself alone; every task has what lay where it was made."""
 
-seen = []
+    async def task(path: Path | None) -> list[str]:
+        seen = []
+        for _ in range(3):
+            with nullcontext() if path is None else dispatch.use(path):
+                await asyncio.sleep(0)
+                attend()
+                seen.append(origin())
+            await asyncio.sleep(0)
+            seen.append(origin())
+        return seen
 
-class Nested(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, depth):
-        ctx.depth = depth
-        return x * 1
+    async def all_at_once() -> list[list[str]]:
+        with dispatch.use(models[1]):
+            inner = asyncio.create_task(task(None))
+        return [*await asyncio.gather(*(task(path) for path in (*models, None))), await inner]
 
-    @staticmethod
-    def backward(ctx, grad):
-        current()
-        if ctx.depth:
-            with torch.enable_grad():
-                backward(ctx.depth - 1)
-        else:
-            assert threading.current_thread() is not threading.main_thread()
-            seen.append([current().settings.unmeasured, SERVING.plans is plans])
-        return grad, None
-
-def backward(depth):
-    Nested.apply(torch.ones((), requires_grad=True), depth).backward()
-
-plain = current().plans
-for unmeasured in (True, False):
-    with dispatch.use(unmeasured=unmeasured):
-        plans = SERVING.plans
-        backward(80)
-    plans = plain
-    backward(80)
-    assert SERVING.plans is plain
-print(seen, flush=True)
-os._exit(0)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600)
-    assert done.stdout.split("\n")[0] == str([[True, True], [None, True], [False, True], [None, True]]), done.stderr
+    assert asyncio.run(all_at_once()) == [["a", "none"] * 3, ["b", "none"] * 3, ["none"] * 6, ["b"] * 6]
+    assert origin() == "none"
 
 
-@handed_on
-def test_what_a_thread_of_autograd_lays_and_removes_leaves_nothing_of_the_callers_there() -> None:
-    """A GPU's lives on: a block that lays a layer is computed again there, and what was in force for its caller stayed for good."""
+def test_a_task_that_never_ends_or_is_cancelled_leaves_no_layer_to_others(models: tuple[Path, Path]) -> None:
+    async def forgetful() -> None:
+        dispatch.use(models[0])
+        await asyncio.sleep(3600)
 
-    def evaluated(node: Callable[[], bool | None], given: Context) -> bool | None:
-        torch._C._stash_obj_in_tls("context", given)
-        try:
-            return node()
-        finally:
-            torch._C._remove_obj_from_tls("context")
+    async def others() -> list[str]:
+        waiting = [asyncio.create_task(forgetful()) for _ in range(3)]
+        await asyncio.sleep(0)
+        seen = [origin()]
+        waiting[0].cancel()
+        await asyncio.wait(waiting, timeout=0.01)
+        everywhere = dispatch.use(models[1], everywhere=True)
+        seen.append(await asyncio.create_task(asyncio.to_thread(origin)))
+        everywhere.remove()
+        return [*seen, origin()]
 
-    def unmeasured() -> bool | None:
-        return layers.current().settings.unmeasured
+    assert asyncio.run(others()) == ["none", "b", "none"]
+    assert origin() == "none"
 
-    def block() -> bool | None:
-        with dispatch.use(unmeasured=False):
-            return unmeasured()
 
-    with ThreadPoolExecutor(1) as device:
+def test_a_thread_that_runs_in_a_copy_of_the_context_has_its_layers(models: tuple[Path, Path]) -> None:
+    async def asked() -> list[str]:
+        with dispatch.use(models[0]) as used:
+            loop = asyncio.get_running_loop()
+            seen = [await asyncio.to_thread(origin), await loop.run_in_executor(None, origin)]
+            copied = copy_context()
+            dispatch.reload()
+            seen.append(copied.run(origin))
+            copied.run(used.remove)
+            return [*seen, copied.run(origin), origin()]
 
-        def backward(node: Callable[[], bool | None]) -> bool | None:
-            return device.submit(evaluated, node, copy_context()).result()
-
-        with dispatch.use(unmeasured=True):
-            kept = copy_context()
-            assert [backward(node) for node in (unmeasured, block, unmeasured)] == [True, False, True]
-        assert backward(unmeasured) is None
-        with dispatch.use(unmeasured=False):
-            assert backward(unmeasured) is False
-            assert device.submit(evaluated, unmeasured, kept).result() is None, "what was removed meanwhile serves nobody"
+    assert asyncio.run(asked()) == ["a", "none", "a", "none", "a"]
 
 
 def test_a_forked_process_waits_for_no_lock_of_a_thread_that_it_doesnt_have() -> None:
@@ -275,7 +254,7 @@ def test_another_threads_layer_cannot_be_removed_from_here(models: tuple[Path, P
     thread = threading.Thread(target=lambda: used.append(dispatch.use(models[0])))
     thread.start()
     thread.join()
-    with pytest.raises(InputError, match="another thread alone"):
+    with pytest.raises(InputError, match="another thread or task"):
         used[0].remove()
 
 
@@ -364,10 +343,15 @@ def test_rows_from_another_machine_are_warned_of_once_for_each_database(models: 
 
 
 def test_layers_of_threads_that_ended_are_forgotten(models: tuple[Path, Path]) -> None:
-    """A thread that lays one and ends without removing it would hold up every other thread's calls for good."""
+    laid: list[weakref.ref[layers.Stack]] = []
+
+    def work() -> None:
+        dispatch.use(models[0])
+        laid.append(weakref.ref(layers.STACK.get()))
+
     for _ in range(3):
-        thread = threading.Thread(target=lambda: dispatch.use(models[0]) and None)
+        thread = threading.Thread(target=work)
         thread.start()
         thread.join()
     gc.collect()
-    assert not layers._laid and origin() == "none"
+    assert [one() for one in laid] == [None] * 3 and origin() == "none"

@@ -42,7 +42,7 @@ from flashtune.dispatch.resolve.given import (
     why_torch_ever,
     why_torch_now,
 )
-from flashtune.dispatch.resolve.layers import SERVING, current
+from flashtune.dispatch.resolve.layers import STACK, current
 from flashtune.dispatch.resolve.memo import Memo
 from flashtune.dispatch.torch_ops import overriding, tracing, training
 from flashtune.dispatch.torch_ops.asked import make_when_asked
@@ -139,7 +139,7 @@ def attention(
     draws = SEEDED if seed is not None else unseeded() if dropout_p else UNSEEDED
     signature: tuple[Any, ...] | None = None
     direct: Callable[..., torch.Tensor] | None = None
-    plans = SERVING.plans
+    plans = STACK.get().plans
     try:
         recent = plans.recent
         if (

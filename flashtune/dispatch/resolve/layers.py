@@ -1,20 +1,17 @@
-"""Which databases serve a call: the layers that a thread or the whole process has laid over the user's own results.
+"""Which databases serve a call: the layers that a thread, a task or the whole process has laid over the user's own results.
 
-Each stack of layers has its own memo of plans. A call reads one attribute of its thread to find the plans of what is in force there; all
-else happens when layers come and go, and when a plan is missing.
+Each stack of layers has its own memo of plans. A call reads one context variable to find the plans of what is in force there; all else
+happens when layers come and go, and when a plan is missing.
 """
 
 import os
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import Context, ContextVar
+from contextvars import ContextVar
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
-
-import torch
+from typing import Self
 
 from flashtune.core.errors import InputError
 from flashtune.dispatch.plans.known import Plans
@@ -27,16 +24,16 @@ MOST_MEMOS = 32
 class Use:
     """Databases, or a choice, in force from the call of `use` until `remove`, or until the end of a `with` that it stands in."""
 
-    __slots__ = ("__weakref__", "_thread", "alone", "database", "everywhere", "unmeasured")
+    __slots__ = ("alone", "database", "everywhere", "removed", "unmeasured")
 
     def __init__(self, database: str | None, *, alone: bool, everywhere: bool, unmeasured: bool | None) -> None:
         self.database, self.alone, self.everywhere, self.unmeasured = database, alone, everywhere, unmeasured
-        self._thread = threading.get_ident()
+        self.removed = False
 
     def remove(self) -> None:
         """Take it out again, wherever in the stack it lies; of no effect where that was done before.
 
-        Raises InputError in another thread than the one whose calls it is for.
+        Raises InputError in a thread or task whose calls it isn't for.
         """
         global _everywhere
         if self.everywhere:
@@ -44,15 +41,14 @@ class Use:
                 _everywhere = tuple(use for use in _everywhere if use is not self)
             _changed()
             return
-        if not self.of_this_thread():
-            raise InputError("these databases are used by another thread alone: remove them there, or use them with everywhere=True")
-        _lay(tuple(use for use in SERVING.stack if use is not self))
-        _laid.discard(self)
-        current()
-
-    def of_this_thread(self) -> bool:
-        """Whether it was made in the thread that asks."""
-        return threading.get_ident() == self._thread
+        uses = STACK.get().uses
+        if self not in uses and not self.removed:
+            raise InputError(
+                "these databases are used by another thread or task alone: remove them there, or use them with everywhere=True"
+            )
+        self.removed = True
+        if self in uses:
+            _lay(tuple(use for use in uses if use is not self))
 
     def __enter__(self) -> Self:
         return self
@@ -61,25 +57,23 @@ class Use:
         self.remove()
 
 
-class _Serving(threading.local):
-    """What serves this thread: plans by signature, and the thread's own layers. Where a thread has none, the class's values count."""
+class Stack:
+    """The layers of a context, the topmost first, and the plans of all that is in force there.
 
-    plans = Plans()
-    stack: tuple[Use, ...] = ()
+    Contexts that were copied from one share it, so that what one of them finds out serves all. Plans that are no longer in force are
+    empty: who finds nothing there asks `current`.
+    """
+
+    __slots__ = ("__weakref__", "plans", "uses")
+
+    def __init__(self, uses: tuple[Use, ...] = ()) -> None:
+        self.uses = uses
+        self.plans = Plans()
 
 
-class _HandedOn:
-    """The class's value while any thread has layers: a thread of autograd is served by those of the thread that called backward."""
-
-    def __get__(self, serving: _Serving | None, kind: type[_Serving] | None = None) -> Plans:
-        return current().plans if _stack() else _plans
-
-
-SERVING = _Serving()
-_LAYERS: ContextVar[tuple[Use, ...]] = ContextVar("flashtune.layers", default=())
-_HANDED_ON: Any = _HandedOn()
-_plans: Plans = SERVING.plans
-_laid: weakref.WeakSet[Use] = weakref.WeakSet()
+_BOTTOM = Stack()
+STACK: ContextVar[Stack] = ContextVar("flashtune.layers", default=_BOTTOM)
+"""A thread begins at the bottom, a task of asyncio with what lies where it was made."""
 _lock = threading.RLock()
 _everywhere: tuple[Use, ...] = ()
 _reloaded: Use | None = None
@@ -99,39 +93,24 @@ def _unlock() -> None:
 os.register_at_fork(after_in_child=_unlock)
 
 
-def _stack() -> tuple[Use, ...]:
-    """This thread's layers, the topmost first; in a thread of autograd's own they lie over those of the thread that called backward."""
-    own = SERVING.stack
-    # Never an object of ours: one that is left there when a thread ends waits for the interpreter's lock for good.
-    if not (_laid and torch._C._is_key_in_tls("context")):
-        return own
-    context: Context | None = torch._C._get_obj_in_tls("context")
-    given = () if context is None else context.get(_LAYERS, ())
-    # What was removed since, in another task or thread, serves nobody; and the thread that calls backward may be this one.
-    stack = (*own, *(use for use in given if use in _laid and use not in own))
-    # For a backward within this one, which is handed a copy of this thread's context.
-    _LAYERS.set(stack)
-    return stack
-
-
-def _lay(stack: tuple[Use, ...]) -> None:
-    SERVING.stack = stack
-    # Torch hands on a copy of the context of who calls backward.
-    _LAYERS.set(stack)
+def _lay(uses: tuple[Use, ...]) -> None:
+    STACK.set(Stack(uses) if uses else _BOTTOM)
+    current()
 
 
 def use(database: str | Path | None = None, *, alone: bool = False, everywhere: bool = False, unmeasured: bool | None = None) -> Use:
-    """Serve this thread's calls from `database` (a path or URL) first: a model's own file, say.
+    """Serve the calls of this thread, or task of asyncio, from `database` (a path or URL) first: a model's own file, say.
 
         with dispatch.use("model/tuned.sqlite"):
             model(x)
 
     It is in force at once, over what was laid before it, `FLASHTUNE_DB`, the user's own results and the shipped ones, until the `with` ends
     or `remove` of what is returned is called. Its measured rows go before those of lower layers for the same key. `alone` hides all
-    lower layers. `everywhere` is for all threads, also those of data loaders and servers; a thread's own layers lie over those. Threads
-    of autograd have those of the thread that called backward where torch hands its context on (2.13 does, 2.11 doesn't); elsewhere
-    activation checkpoints, which are recomputed there on a GPU, need `everywhere`. `unmeasured` says whether kernels may serve behind
-    which nothing was measured on the GPU's architecture; by default the environment does (FLASHTUNE_UNMEASURED=1).
+    lower layers. `everywhere` is for all threads and tasks, also those of data loaders and servers; their own layers lie over those. A
+    context variable holds the others: tasks that begin meanwhile have them to their end, and so has a thread that runs in a copy of this
+    context. Gradients are computed under what was in force for the forward, in whichever thread; activation checkpoints, which are
+    recomputed in torch's own threads on a GPU, need `everywhere`. `unmeasured` says whether kernels may serve behind which nothing was
+    measured on the GPU's architecture; by default the environment does (FLASHTUNE_UNMEASURED=1).
 
     Raises DatabaseError where there is no such database or it is damaged, InputError where neither a database nor `unmeasured` is given.
     """
@@ -139,36 +118,25 @@ def use(database: str | Path | None = None, *, alone: bool = False, everywhere: 
     if database is None and unmeasured is None:
         raise InputError("nothing to use: give the path or URL of a database")
     added = Use(_located(database), alone=alone, everywhere=everywhere, unmeasured=unmeasured)
+    own = () if everywhere else STACK.get().uses
+    with _lock:
+        memo = _memo_of(_settings((added, *own, *_everywhere)))
+    memo.read()
     if everywhere:
-        with _lock:
-            memo = _memo_of(_settings((added, *_everywhere)))
-        memo.read()
         with _lock:
             _everywhere = (added, *_everywhere)
         _changed()
     else:
-        with _lock:
-            memo = _memo_of(_settings((added, *_stack(), *_everywhere)))
-        memo.read()
-        _lay((added, *SERVING.stack))
-        _laid.add(added)
-        current()
+        _lay((added, *own))
     return added
 
 
 def current() -> Memo:
-    """The memo of what is in force in this thread, which its next calls then find at once."""
-    global _plans
+    """The memo of what is in force here, which the next calls then find at once."""
+    stack = STACK.get()
     with _lock:
-        stack = _stack()
-        memo = _pinned or _memo_of(_settings((*stack, *_everywhere)))
-        if stack and stack[0].of_this_thread():
-            SERVING.plans = memo.plans
-        else:
-            SERVING.__dict__.pop("plans", None)
-        if not stack:
-            _plans = memo.plans
-        _Serving.plans = _HANDED_ON if _laid else _plans
+        memo = _pinned or _memo_of(_settings((*stack.uses, *_everywhere)))
+        stack.plans = memo.plans
         evicted, _evicted[:] = _evicted[:], []
     # A memo's own lock is never waited for under the one of all: who decides holds it, and may come to ask what is in force.
     for one in evicted:
@@ -229,7 +197,7 @@ def _memo_of(settings: Settings) -> Memo:
 
 
 def _changed(others: list[Memo] | None = None) -> None:
-    """Make every thread look anew at its next call: the dicts that threads hold are left empty."""
+    """Make everybody look anew at the next call: the dicts that stacks hold are left empty."""
     with _lock:
         memos = [*_memos.values(), *(others or [])]
     for memo in memos:
