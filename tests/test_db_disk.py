@@ -26,6 +26,7 @@ assert migrations  # imported before any test drops its privileges: a child may 
 
 
 def exported(folder: Path) -> Path:
+    folder.mkdir()
     with Store.open(samples.write(folder.parent / "origin" / "a.sqlite"), writable=False) as store:
         store.export(folder / "a.sqlite", winners_only=False)
     return folder / "a.sqlite"

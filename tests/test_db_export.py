@@ -16,6 +16,7 @@ def filled(path: Path) -> Path:
 
 
 def test_an_export_of_everything_holds_everything(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
     with Store.open(filled(tmp_path / "a.sqlite"), writable=False) as store:
         assert store.export(tmp_path / "out" / "b.sqlite", winners_only=False) == 14
         with Store.open(tmp_path / "out" / "b.sqlite", writable=False) as exported:

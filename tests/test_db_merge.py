@@ -58,8 +58,8 @@ def best_of(paths: list[Path]) -> list[TuningRecord]:
 
 
 def test_a_merge_of_three_databases_loses_no_best_row_and_says_what_gave_way(three: list[Path], tmp_path: Path) -> None:
-    merged = merge(three, tmp_path / "out" / "all.sqlite")
-    written = Library.of(tmp_path / "out" / "all.sqlite")
+    merged = merge(three, tmp_path / "all.sqlite")
+    written = Library.of(tmp_path / "all.sqlite")
     assert [r.outcome.variant_id for r in written.records()] == ["everywhere", "a1", "b2", "c3", "c4", "c9"]
     assert [replace(record, origin="") for record in written.records()] == best_of(three), "with provenance and the framework's time"
     assert len(written.winners()) == len(merged.kept) == 6
@@ -234,6 +234,7 @@ def test_the_command_reports_what_lost_and_what_cannot_be_served(three: list[Pat
         tmp_path / "strange.sqlite", (one("s1", 1024, 1.0, config=Config.of(GONE=1)), one("s2", 32768, 1.0, config=Config.of(GONE=1)))
     )
     out = tmp_path / "model" / "tuned.sqlite"
+    out.parent.mkdir()
     words = ["merge", *map(str, [*three, strange]), "--out", str(out)]
     done = flashtune(*words, "--json", "--licence", "Apache-2.0")
     assert done.exit_code == 0, done.output
@@ -257,6 +258,7 @@ def test_the_command_reports_what_lost_and_what_cannot_be_served(three: list[Pat
 
 def test_an_export_beside_weights_has_a_card_with_licence_and_hash_that_use_checks(three: list[Path], tmp_path: Path) -> None:
     out = tmp_path / "weights" / "tuned.sqlite"
+    out.parent.mkdir()
     done = flashtune("export", str(out), "--db", str(three[0]), "--licence", "Apache-2.0", "--json")
     assert done.exit_code == 0, done.output
     card = json.loads(card_path(out).read_text())

@@ -1,5 +1,6 @@
 """`flashtune export`: a compact database to ship with a model."""
 
+import os
 from typing import Any
 
 import click
@@ -57,12 +58,15 @@ def export(
 def licence_for(destination: str, licence: str | None, *, force: bool) -> str | None:
     """The licence of the card to write beside a file, checked; raises InputError where there is none and an older card would stay. A file
     that is there itself is refused later, without `force`."""
-    from flashtune.db.card import checked_licence, refuse_stale_card
+    from flashtune.db.card import checked_licence, refuse_stale_card, refuse_taken_card
     from flashtune.db.store import sqlite_path
 
     path = sqlite_path(destination)
-    if licence is None and path is not None and (force or not path.exists() or path.stat().st_size == 0):
-        refuse_stale_card(path)
+    if path is not None and (force or not os.path.exists(path) or os.path.getsize(path) == 0):
+        if licence is None:
+            refuse_stale_card(path)
+        else:
+            refuse_taken_card(path, replace=force)
     return None if licence is None else checked_licence(licence)
 
 

@@ -124,6 +124,8 @@ class LazyGroup(click.Group):
             sys.stderr.close()
             ctx.exit(0)
         except OSError as error:
+            if error.filename is not None:
+                _say(ctx, EnvironmentProblem(f"{error.filename} can't be read or written ({error.strerror}): name another path"))
             if error.errno != errno.ENOSPC:
                 raise
             click.echo(f"flashtune: the output can't be written ({error.strerror}): free some space there", err=True)

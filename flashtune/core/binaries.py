@@ -17,9 +17,12 @@ from typing import Any, Literal, NamedTuple
 
 from flashtune.core.dtypes import OTHER_16_BITS
 from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.files import parse_json, read_bounded
 
 FORMAT = 1
 """Version of the manifest's layout; another one is not read."""
+MOST_BYTES = 1 << 24
+"""No larger manifest is read: the longest that we write has a hundredth of it."""
 
 INTERLEAVE_NONE = 0
 L2_PROMOTION_128B = 2
@@ -272,9 +275,9 @@ def read_manifest(path: Path, *, sha256: str | None = None) -> Manifest:
     Raises EnvironmentProblem where it can't be read, or hasn't the hash that is given.
     """
     try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise EnvironmentProblem(f"can't read the manifest {path} ({error.strerror}): install flashtune again") from error
+        content = read_bounded(path, MOST_BYTES)
+    except (OSError, ValueError) as error:
+        raise EnvironmentProblem(f"can't read the manifest {path} ({error}): install flashtune again") from error
     if sha256 is not None and hashlib.sha256(content).hexdigest() != sha256:
         raise EnvironmentProblem(f"{path} isn't the manifest that its index names: install flashtune again")
     return parse_manifest(content, path)
@@ -283,7 +286,7 @@ def read_manifest(path: Path, *, sha256: str | None = None) -> Manifest:
 def parse_manifest(content: bytes, path: Path) -> Manifest:
     """The manifest that `as_json` wrote, with `path` as the place of its file; raises EnvironmentProblem for anything else."""
     try:
-        fields = json.loads(content)
+        fields = parse_json(content)
         if fields["format"] != FORMAT:
             raise EnvironmentProblem(f"{path} has the format {fields['format']!r}, not {FORMAT}: install one version of flashtune")
         binaries = tuple(map(_binary, fields["binaries"]))

@@ -7,13 +7,13 @@ import fcntl
 import json
 import os
 import stat
-import tempfile
 from collections.abc import Hashable, Iterable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from flashtune.core.errors import EnvironmentProblem, InputError
+from flashtune.core.files import parse_json, write_whole
 from flashtune.core.problem import DECODE_ROWS, DIRECTIONS, Features, Problem, next_power_of_two
 
 FORMAT = 1
@@ -122,17 +122,7 @@ def _added(path: Path, problems: Iterable[Problem]) -> bool:
         text = _text(thinned([*known, *problems])).encode()
         if len(text) > MOST_BYTES:
             raise InputError(f"{path} would have more than {MOST_BYTES} bytes with these calls, so it stays as it is: name another file")
-        aside: str | None = None
-        try:
-            handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-            with os.fdopen(handle, "wb") as new:
-                new.write(text)
-            os.chmod(aside, stat.S_IMODE(status.st_mode))
-            os.replace(aside, path)
-        except OSError:
-            if aside is not None:
-                Path(aside).unlink(missing_ok=True)
-            raise
+        write_whole(path, text, mode=stat.S_IMODE(status.st_mode))
     return True
 
 
@@ -148,9 +138,9 @@ def _parsed(text: bytes, path: Path) -> list[Problem]:
     if len(text) > MOST_BYTES:
         raise InputError(f"{path} is no file of calls (it has more than {MOST_BYTES} bytes): {remedy}")
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} is no file of calls ({error or 'nested too deeply'}): {remedy}") from error
+        found = parse_json(text)
+    except ValueError as error:
+        raise InputError(f"{path} is no file of calls ({error}): {remedy}") from error
     if not isinstance(found, dict) or "format" not in found or not isinstance(found.get("calls"), list):
         raise InputError(f"{path} is no file of calls (it lacks a format or a list of calls): {remedy}")
     if type(found["format"]) is not int or found["format"] != FORMAT:

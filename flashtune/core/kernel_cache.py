@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from flashtune.core.binaries import Manifest, parse_manifest
+from flashtune.core.binaries import Manifest, read_manifest
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.folders import cache_dir, wanted_cache_dir
 
@@ -63,7 +63,7 @@ def find(variant_id: str, arch: str, triton: str | None = None) -> Manifest | No
     for _, folder in sorted(found, reverse=True):
         path = folder / _MANIFEST
         with suppress(OSError, EnvironmentProblem):
-            manifest = parse_manifest(path.read_bytes(), path)
+            manifest = read_manifest(path)
             files = [_MANIFEST, *(binary.file for binary in manifest.binaries)]
             if manifest.variant_id == variant_id and all(_own(folder / name) for name in files):
                 return manifest

@@ -1,7 +1,6 @@
 """The index of a folder of generated kernels: which file is which kernel, and which files were written."""
 
 import hashlib
-import json
 import re
 import zlib
 from collections.abc import Mapping
@@ -10,10 +9,13 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.files import read_json
 
 INDEX = "index.json"
 FORMAT = 1
 """Version of the index's layout; another one is not read."""
+MOST_BYTES = 1 << 26
+"""No larger index is read: that of some hundred kernels has a fortieth of it."""
 
 _PATH = re.compile(r"(?:[A-Za-z0-9_]+/)*[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)+")
 _MODULE = re.compile(r"(?:[A-Za-z0-9_]+/)*[A-Za-z0-9_]+\.py")
@@ -63,9 +65,9 @@ def read_index(folder: Path) -> Index:
     """The index of this folder, empty where there is none; raises EnvironmentProblem for a file that `flashtune generate` didn't write."""
     path = folder / INDEX
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = read_json(path, MOST_BYTES)
         if fields["format"] != FORMAT:
-            raise ValueError(f"format {fields['format']!r}")
+            raise ValueError("another format")
         kernels = [
             GeneratedKernel(kernel["variant_id"], kernel["template"], kernel["arch"], kernel["path"], kernel.get("sibling", ""))
             for kernel in fields["kernels"]
@@ -74,7 +76,7 @@ def read_index(folder: Path) -> Index:
         strange = [name for name in files if not _PATH.fullmatch(name)]
         strange += [kernel.path for kernel in kernels if not _MODULE.fullmatch(kernel.path)]
         if strange:
-            raise ValueError(f"path {strange[0]!r}")
+            raise ValueError(f"path {strange[0][:80]!r}")
     except FileNotFoundError:
         return Index()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

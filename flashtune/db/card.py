@@ -5,15 +5,19 @@ The hash is of the file's bytes: `sha256sum` checks it, too.
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from flashtune.core.errors import DatabaseError, InputError
+from flashtune.core.errors import DatabaseError, EnvironmentProblem, InputError
+from flashtune.core.files import read_json, write_whole
 from flashtune.core.results import TuningRecord
-from flashtune.db.values import tidy
+from flashtune.db.values import shown, tidy
 
 FORMAT = 1
 LICENCE_LENGTH = 255
+MOST_BYTES = 1 << 20
+"""No larger card is read: ours have some hundred bytes."""
 
 
 def card_path(database: Path) -> Path:
@@ -23,7 +27,8 @@ def card_path(database: Path) -> Path:
 
 def digest(database: Path) -> str:
     """SHA-256 of the file."""
-    return hashlib.sha256(database.read_bytes()).hexdigest()
+    with database.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def checked_licence(text: str) -> str:
@@ -36,8 +41,22 @@ def checked_licence(text: str) -> str:
 
 def refuse_stale_card(database: Path) -> None:
     """Raise InputError where a card lies beside this place: it would name another file than the one to be written there without one."""
-    if (path := card_path(database)).exists():
+    if os.path.lexists(path := card_path(database)):
         raise InputError(f"{path} is the card of another file than this one would be: give --licence for a new card, or remove it")
+
+
+def refuse_taken_card(database: Path, *, replace: bool) -> None:
+    """Raise InputError where no card can be put beside this place: its name is too long, or taken and not to be replaced."""
+    path = card_path(database)
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        # Whether there is a folder, the database's own path says.
+        return
+    except OSError as error:
+        raise InputError(f"the card {path} can't be written ({error.strerror}): choose another path") from error
+    if not replace:
+        raise InputError(f"{path} exists already, where the card would lie: choose another path, or replace it with --force")
 
 
 def write_card(database: Path, licence: str, records: Iterable[TuningRecord]) -> Path:
@@ -57,19 +76,22 @@ def write_card(database: Path, licence: str, records: Iterable[TuningRecord]) ->
         **{name: every(getattr(record.provenance, name) for record in records) for name in ("flashtune", "triton", "driver", "gpu_name")},
     }
     path = card_path(database)
-    path.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+    try:
+        write_whole(path, (json.dumps(fields, indent=1) + "\n").encode())
+    except OSError as error:
+        raise EnvironmentProblem(f"the card {path} can't be written ({error.strerror}): free space there, and export again") from error
     return path
 
 
 def check_card(database: Path) -> None:
     """Raise DatabaseError where a card lies beside this file and names another hash, or is none."""
     path = card_path(database)
-    if not path.is_file():
+    if not os.path.lexists(path):
         return
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = read_json(path, MOST_BYTES)
         wanted = fields["sha256"] if fields["format"] == FORMAT else None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DatabaseError(f"{path} is no card of a tuned database ({error!r}): export it again, or remove the card") from error
+        raise DatabaseError(f"{path} is no card of a tuned database ({shown(error)}): export it again, or remove the card") from error
     if wanted != digest(database):
         raise DatabaseError(f"{database} isn't the file that {path.name} beside it names: fetch both again, or export it again")

@@ -141,8 +141,10 @@ class Library(Mapping[ProblemKey, list[TuningRecord]]):
 def _rows(layer: Layer) -> Mapping[ProblemKey, list[TuningRecord]]:
     """What every search of a layer found best. The two layers that every process has are read without SQLAlchemy: the package's own
     database, and the user's while there is none."""
-    if layer.precedence and "://" not in str(layer.location) and os.path.isfile(path := os.path.expanduser(layer.location)):
-        check_card(Path(path))
+    if layer.precedence:
+        path = _file_of(layer.location)
+        if path is not None and os.path.isfile(path):
+            check_card(path)
     if layer.optional and "://" not in str(layer.location) and not os.path.lexists(layer.location):
         return {}
     if layer.location == shipped_path() and not shipped_path().with_name(f"{shipped_path().name}-wal").exists():
@@ -152,6 +154,15 @@ def _rows(layer: Layer) -> Mapping[ProblemKey, list[TuningRecord]]:
             # Whatever is wrong with it, the store says it best.
             pass
     return by_key(_through_store(layer))
+
+
+def _file_of(location: str | Path) -> Path | None:
+    """The file that a path or URL names; None for a server."""
+    if "://" not in str(location):
+        return Path(os.path.expanduser(location))
+    from flashtune.db.store import sqlite_path
+
+    return sqlite_path(location)
 
 
 def _labelled(layer: Layer, records: list[TuningRecord]) -> list[TuningRecord]:

@@ -266,18 +266,21 @@ def export_file(path: Path, work: Callable[[Connection], None], *, replace: bool
     """A compact database with what `work` writes, in one file that needs no other beside it."""
     name = str(path)
     taken = f"{name} exists already: choose another path, or replace it with --force"
-    path = Path(os.path.realpath(path))
+    if os.path.islink(path) and not replace:
+        # What it leads to may be anybody's; with `replace` the link itself is replaced.
+        raise DatabaseError(taken)
+    if not os.path.lexists(path.parent):
+        raise DatabaseError(f"there is no folder {path.parent} for {name}: make it first, or choose another path")
     try:
         header_size(path, name)
     except MissingDatabaseError:
-        replace = replace or path.exists()
+        replace = replace or os.path.lexists(path)
     else:
         if not replace:
             raise DatabaseError(taken)
         if unfinished(path):
             raise DatabaseError(f"{name} is being written by another process: wait until it ends, or choose another path")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         _build(path, name, work, wal=False, replace=replace)
     except FileExistsError as error:
         raise DatabaseError(taken) from error

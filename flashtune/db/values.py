@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
+from flashtune.core.files import parse_json
+
 LARGEST = 2**31 - 1
 """The largest whole number that every database's INTEGER holds."""
 NAME_LENGTH = 64
@@ -81,8 +83,8 @@ class Row(NamedTuple):
         """A JSON object in canonical form (sorted keys, no blanks), so that equal values are equal texts."""
         text = self.text(column, limit=limit)
         try:
-            value = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            value = parse_json(text)
+        except ValueError as error:
             raise RowError(column, f"is {shown(text)}, which is no JSON") from error
         if not isinstance(value, dict) or canonical(value) != text:
             raise RowError(column, f"is {shown(text)}, not a JSON object in canonical form")

@@ -5,6 +5,7 @@ import os
 import tempfile
 from pathlib import Path
 
+from flashtune.core import files
 from flashtune.core.errors import EnvironmentProblem, InputError
 
 SUFFIXES = (".html", ".png", ".svg")
@@ -33,17 +34,7 @@ def require_matplotlib() -> None:
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write `data` so that nobody ever sees half a file; raises InputError where that fails (a full disk, say)."""
-    aside: str | None = None
     try:
-        handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        # mkstemp makes files that only their owner can read; a report is an ordinary file.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(aside, 0o666 & ~umask)
-        os.replace(aside, path)
+        files.write_whole(path, data)
     except OSError as error:
-        if aside is not None:
-            Path(aside).unlink(missing_ok=True)
         raise InputError(f"--plot {path} can't be written: {error.strerror or error}") from error

@@ -16,7 +16,8 @@ from flashtune.core.binaries import CODE, Manifest, Sibling, difference, parse_m
 from flashtune.core.config import KernelSpec, Value, Variant
 from flashtune.core.dtypes import OTHER_16_BITS
 from flashtune.core.errors import EnvironmentProblem
-from flashtune.core.kernel_index import FORMAT, INDEX, GeneratedKernel, digest, read_index
+from flashtune.core.files import write_whole
+from flashtune.core.kernel_index import FORMAT, INDEX, GeneratedKernel, Index, digest, read_index
 from flashtune.core.results import Fate, TuningRecord
 from flashtune.core.target import Target, find_target
 from flashtune.templates import family, unservable
@@ -292,19 +293,34 @@ def same(name: str, wanted: bytes | None, found: bytes | None) -> bool:
 
 def differing(files: Mapping[str, bytes], folder: Path) -> list[str]:
     """Names of files that aren't in the folder as given, or that its index names beside these."""
-    found = present(folder, files.keys() | read_index(folder).files.keys())
+    found = present(folder, files.keys() | _own_files(folder, files).files.keys())
     return sorted(name for name in files.keys() | found.keys() if not same(name, files.get(name), found.get(name)))
 
 
 def require_writable(folder: Path) -> None:
     """Raise what `write` would, before work is done for it, where the folder can't be made or written, or has another's index."""
-    there = next(path for path in (folder, *folder.parents) if path.exists())
     try:
+        there = next(path for path in (folder, *folder.parents) if path.exists())
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
         raise _unwritable(folder, error) from error
-    read_index(folder)
+    _own_files(folder)
+
+
+def _own_files(folder: Path, names: Iterable[str] = ()) -> Index:
+    """The folder's index; raises EnvironmentProblem where a link stands at the folder, or at one of these names or the index's in it: what
+    is written and removed there would be elsewhere."""
+    _refuse_links(folder, [INDEX])
+    index = read_index(folder)
+    _refuse_links(folder, {*index.files, *(kernel.manifest for kernel in index.kernels), *names})
+    return index
+
+
+def _refuse_links(folder: Path, names: Iterable[str]) -> None:
+    inside = {folder / part for name in names for part in (name, *PurePosixPath(name).parents)}
+    if link := next((path for path in sorted(inside) if path.is_symlink()), None):
+        raise EnvironmentProblem(f"{link} is a link, and kernels are written to no other place: remove it, or choose another --out")
 
 
 def write(files: Mapping[str, bytes], folder: Path) -> Changes:
@@ -313,7 +329,7 @@ def write(files: Mapping[str, bytes], folder: Path) -> Changes:
     Nothing else is touched: a file that the index doesn't name stays, and so does a stale one whose content isn't what was written. Raises
     EnvironmentProblem where the folder can't be written, or where its index isn't one of ours.
     """
-    before = read_index(folder)
+    before = _own_files(folder, files)
     stale = present(folder, before.files.keys() - files.keys())
     ours = [name for name, content in stale.items() if same_digest(name, content, before.files[name])]
     found = present(folder, files)
@@ -322,7 +338,7 @@ def write(files: Mapping[str, bytes], folder: Path) -> Changes:
         # The index goes last, so that it names nothing that isn't there.
         for name in sorted(changed, key=lambda name: name == INDEX):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(files[name])
+            write_whole(folder / name, files[name])
         for name in ours:
             (folder / name).unlink()
         for parent in sorted({parent for name in ours for parent in Path(name).parents[:-1]}, reverse=True):
