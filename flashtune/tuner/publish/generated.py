@@ -318,7 +318,7 @@ def _own_files(folder: Path, names: Iterable[str] = ()) -> Index:
 
 
 def _refuse_links(folder: Path, names: Iterable[str]) -> None:
-    inside = {folder / part for name in names for part in (name, *PurePosixPath(name).parents)}
+    inside = {folder / part for name in names for part in (Path(name), *Path(name).parents)}
     if link := next((path for path in sorted(inside) if path.is_symlink()), None):
         raise EnvironmentProblem(f"{link} is a link, and kernels are written to no other place: remove it, or choose another --out")
 
