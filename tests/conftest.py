@@ -28,6 +28,14 @@ settings.load_profile("flashtune")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the golden files under tests/golden anew instead of comparing")
+    parser.addoption("--table", metavar="FILE", help="write how many tests of each file passed and failed, and who served their calls")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if (table := config.getoption("--table")) and not hasattr(config, "workerinput"):
+        from served_table import ServedTable
+
+        config.pluginmanager.register(ServedTable(Path(table)))
 
 
 def pytest_unconfigure() -> None:

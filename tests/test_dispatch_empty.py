@@ -67,6 +67,12 @@ def test_what_torch_lacks_is_empty_too_and_the_lse_of_no_keys_is_minus_infinity(
     assert torch.equal(lse, torch.full(q.shape[:-1], float("-inf")))
 
 
+@pytest.mark.parametrize("words", [{}, {"is_causal": True}, {"window": 2}], ids=str)
+def test_no_queries_have_no_output_beside_sinks_either(words: dict[str, Any]) -> None:
+    q, k, v = tensors(SHAPES["no queries"])
+    assert dispatch.attention(q, k, v, sinks=torch.zeros(4), **words).shape == q.shape
+
+
 def test_explain_says_that_there_is_nothing_to_compute() -> None:
     found = dispatch.explain(*tensors(SHAPES["no batch"]))
     assert found.kind == "framework"

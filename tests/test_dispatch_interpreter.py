@@ -1,5 +1,6 @@
 """The kernel path for real, on the CPU: Triton's interpreter is switched on at import, so each test starts a process of its own."""
 
+import pytest
 from interpreting import printed
 
 QUIET = ("-q", "-W", "ignore", "-p", "no:cacheprovider")
@@ -8,6 +9,13 @@ QUIET = ("-q", "-W", "ignore", "-p", "no:cacheprovider")
 def test_kernels_agree_with_the_float64_reference_in_the_interpreter() -> None:
     """The table of test_dispatch_numbers.py, with fewer examples; FLASHTUNE_TEST_EXAMPLES=100 runs more by hand."""
     said = printed("-m pytest", *QUIET, "tests/test_dispatch_numbers.py", FLASHTUNE_TEST_EXAMPLES="6")
+    assert " passed" in said and "failed" not in said
+
+
+@pytest.mark.parametrize("share", ["1/2", "2/2"])
+def test_kernels_serve_every_pair_of_features_types_layouts_and_gradients(share: str) -> None:
+    """The other branch of test_dispatch_matrix.py, whose tests fail where torch serves in a kernel's place."""
+    said = printed("-m pytest", *QUIET, "tests/test_dispatch_matrix.py", FLASHTUNE_TEST_SHARE=share)
     assert " passed" in said and "failed" not in said
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from tiny_models import MODELS, made
 
 from flashtune import dispatch
 from flashtune.core.errors import InputError
@@ -18,38 +19,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.usefixtures("one_thread", "registered")
 NAME = "tuned_attention"
-SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "initializer_range": 0.3,
-}
-COMMON = {**SIZES, "num_key_value_heads": 2, "max_position_embeddings": 128, "eos_token_id": None, "pad_token_id": 0}
-WINDOWS = {**COMMON, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
-EXPERTS = {"num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 2}
-GPT2 = {
-    "n_embd": 32,
-    "n_head": 4,
-    "n_layer": 2,
-    "n_positions": 128,
-    "attn_pdrop": 0.3,
-    "vocab_size": 61,
-    "eos_token_id": None,
-    "bos_token_id": 1,
-}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt2": ("GPT2Config", {**GPT2, "initializer_range": 0.3}),
-    "llama": ("LlamaConfig", COMMON),
-    "mistral": ("MistralConfig", {**COMMON, "sliding_window": 7}),
-    "gemma2": ("Gemma2Config", {**WINDOWS, "head_dim": 16, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 5.0}),
-    "qwen3": ("Qwen3Config", {**WINDOWS, "use_sliding_window": True, "head_dim": 16}),
-    "gpt_oss": ("GptOssConfig", {**WINDOWS, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}),
-    "bert": ("BertConfig", {**SIZES, "max_position_embeddings": 128}),
-    # Its attention isn't told of its windows.
-    "qwen2_moe": ("Qwen2MoeConfig", {**WINDOWS, **EXPERTS, "use_sliding_window": True}),
-}
 WRITERS = [name for name in MODELS if name not in ("bert", "qwen2_moe")]
 TOKENS = torch.randint(1, 61, (2, 23), generator=torch.Generator().manual_seed(3))
 PADDING = torch.ones_like(TOKENS)
@@ -61,20 +30,6 @@ def registered() -> None:
     from flashtune.integrations import transformers as tuned
 
     assert tuned.register() == NAME
-
-
-def made(name: str) -> "PreTrainedModel":
-    import transformers
-
-    torch.manual_seed(1)
-    of_config, words = MODELS[name]
-    config = getattr(transformers, of_config)(**words)
-    config._attn_implementation = "eager"
-    model = transformers.BertForMaskedLM(config) if name == "bert" else transformers.AutoModelForCausalLM.from_config(config)
-    if name == "gpt_oss":
-        for layer in model.model.layers:
-            torch.nn.init.normal_(layer.self_attn.sinks)
-    return model.eval()
 
 
 @pytest.fixture(scope="module")

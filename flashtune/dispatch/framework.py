@@ -92,7 +92,7 @@ def attention(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, 
     with no_autocast(call.device.type), sound_backends_of(call, q, k, v, mask):
         out = sdpa(q, k, v, attn_mask=mask, dropout_p=call.dropout_p, is_causal=causal, scale=scale, enable_gqa=shared)
     if given.sinks is not None:
-        out = out[:, :, -call.n_q :, : call.d_v]
+        out = out[:, :, out.shape[2] - call.n_q :, : call.d_v]
     return call.restored(out), None
 
 

@@ -1,0 +1,72 @@
+"""Both branches of `attention` by force, torch's own operations and kernels, and who served a call in the end."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import pytest
+
+from flashtune import dispatch
+from flashtune.dispatch import api
+from flashtune.dispatch.plans.forward import FrameworkPlan
+from flashtune.dispatch.plans.gradients import GradientPlan
+from flashtune.dispatch.plans.known import Plan
+from flashtune.dispatch.resolve import backwards, choosing
+from flashtune.dispatch.resolve.given import GRADIENTS
+from flashtune.dispatch.resolve.layers import current
+from flashtune.dispatch.torch_ops.training import TrainingPlan
+
+Branch = Literal["torch", "kernels"]
+
+BRANCHES: tuple[Branch, ...] = ("torch", "kernels")
+
+
+@contextmanager
+def forced(branch: Branch) -> Iterator[None]:
+    """All calls of this thread are served by torch, or by kernels wherever one takes the call; plans that are known are forgotten."""
+    with pytest.MonkeyPatch.context() as patch, dispatch.use(unmeasured=True):
+        _force(patch, branch)
+        forget()
+        try:
+            yield
+        finally:
+            forget()
+
+
+def _force(patch: pytest.MonkeyPatch, branch: Branch) -> None:
+    if branch == "torch":
+        why_now = api.why_torch_now
+
+        def why_torch(*tensors: Any) -> str | None:
+            why = why_now(*tensors)
+            return "a test has torch serve it" if why is None or why in GRADIENTS else why
+
+        patch.setattr(api, "why_torch_now", why_torch)
+        return
+    ranked, gradient_choice = choosing._ranked, backwards.gradient_choice
+    patch.setattr(choosing, "_ranked", lambda *given, **words: ranked(*given, **{**words, "framework_serves": False}))
+    patch.setattr(backwards, "gradient_choice", lambda *given, **words: gradient_choice(*given, **{**words, "composite": True}))
+
+
+def forget() -> None:
+    """No plan is known."""
+    memo = current()
+    with memo.lock:
+        memo.plans.clear()
+        memo.spans.clear()
+        memo.backwards.clear()
+
+
+def served() -> str:
+    """Who served the call that was decided on last: "torch", "kernel", of a call with gradients "kernel + kernel" or "kernel + formula"."""
+    known = list(current().plans.values())
+    return _named(known[-1]) if known else "torch"
+
+
+def _named(plan: Plan) -> str:
+    if isinstance(plan, FrameworkPlan):
+        return "torch"
+    if isinstance(plan, TrainingPlan):
+        found = {isinstance(made, GradientPlan) for made, _ in plan.backward._plans.values()}
+        return "kernel" if not found else "kernel + kernel" if found == {True} else "kernel + formula"
+    return "kernel"

@@ -1,0 +1,80 @@
+"""diffusers on a GPU with dispatch.attention inside, on both branches: a UNet with cross-attention, and Flux's two kinds of blocks."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from branches import BRANCHES, Branch, forced, served
+
+pytest.importorskip("diffusers")
+DEVICE = os.environ.get("FLASHTUNE_TEST_DEVICE", "cuda")
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def unet() -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+
+    model = UNet2DConditionModel(
+        sample_size=16, block_out_channels=(32, 64), norm_num_groups=4, cross_attention_dim=24, attention_head_dim=4, layers_per_block=1,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    )  # fmt: skip
+    return model, (torch.randn(2, 4, 16, 16), 3, torch.randn(2, 7, 24)), {}
+
+
+def flux() -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
+
+    model = FluxTransformer2DModel(
+        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8),
+    )  # fmt: skip
+    words = {
+        "hidden_states": torch.randn(2, 20, 4),
+        "encoder_hidden_states": torch.randn(2, 9, 32),
+        "pooled_projections": torch.randn(2, 32),
+        "timestep": torch.tensor([1.0, 3.0]),
+        "img_ids": torch.randn(20, 3),
+        "txt_ids": torch.randn(9, 3),
+    }
+    return model, (), words
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+@pytest.mark.parametrize("block", [unet, flux], ids=["unet", "flux"])
+def test_outputs_and_gradients_are_the_models_own(
+    block: Callable[[], Any], dtype: torch.dtype, branch: Branch, record_property: Callable[[str, str], None]
+) -> None:
+    from flashtune.integrations.diffusers import apply, restore
+
+    torch.manual_seed(0)
+    model, given, words = block()
+    model = model.to(DEVICE, dtype)
+
+    def moved(x: Any) -> Any:
+        return x.to(DEVICE, dtype) if isinstance(x, torch.Tensor) else x
+
+    given, words = tuple(map(moved, given)), {name: moved(x) for name, x in words.items()}
+
+    def run() -> tuple[torch.Tensor, list[torch.Tensor]]:
+        model.zero_grad()
+        out = model(*given, **words).sample
+        out.float().square().mean().backward()
+        return out.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    wanted, wanted_gradients = run()
+    with forced(branch):
+        apply(model)
+        found, gradients = run()
+        by = served()
+        restore(model)
+    record_property("served", by)
+    assert (by == "torch") == (branch == "torch"), f"{by} served"
+    bound = 2e-4 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found, wanted, atol=bound * float(wanted.abs().max()), rtol=bound)
+    largest = max(float(x.float().norm()) for x in wanted_gradients)
+    for ours, theirs in zip(gradients, wanted_gradients, strict=True):
+        assert float((ours.float() - theirs.float()).norm()) <= bound * (float(theirs.float().norm()) + 1e-2 * largest)
