@@ -26,6 +26,7 @@ class ServedTable:
             self.failed.append(report.nodeid)
         if report.when == "call" or report.failed or (report.when == "setup" and report.skipped):
             self.outcomes[suite]["failed" if report.failed else "skipped" if report.skipped else "passed"] += 1
+        if report.when == "teardown":
             self.served[suite].update(str(said) for name, said in report.user_properties if name == "served")
 
     def pytest_sessionfinish(self) -> None:

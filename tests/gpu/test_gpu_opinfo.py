@@ -18,6 +18,11 @@ DEVICE = os.environ.get("FLASHTUNE_TEST_DEVICE", "cuda")
 NAME = "nn.functional.scaled_dot_product_attention"
 BOUNDS = {torch.float16: TOLERANCES["fp16"], torch.bfloat16: TOLERANCES["bf16"], torch.float32: TOLERANCES["fp32"]}
 
+FUSED = 4
+"""Samples of three dimensions torch computes by its math backend, which widens 16 bits to 32. Fused kernels, torch's and ours, round
+weights and outputs, and scores up to 80 leave of a gradient only what two numbers differ by that are so rounded: of these samples up to so
+many times the bound of gradients (docs/differences-from-torch.md)."""
+
 
 @functools.cache
 def samples(dtype: torch.dtype) -> list[Any]:
@@ -68,6 +73,6 @@ def test_a_sample_is_as_right_as_torchs_own(
     theirs = results(F.scaled_dot_product_attention, tensors, words)
     for place, (mine, right, other) in enumerate(zip(ours, wanted, theirs, strict=True)):
         largest = float(right.abs().max())
-        unit = 1e-12 if dtype == torch.float64 else BOUNDS[dtype].gradient_norm
+        unit = 1e-12 if dtype == torch.float64 else FUSED * BOUNDS[dtype].gradient_norm
         off, torchs = (float((x.double().cpu() - right).abs().max()) for x in (mine, other))
         assert off <= 2 * torchs + unit * largest, f"result {place} is off by {off:.3g}, torch's by {torchs:.3g}, of {largest:.3g}"

@@ -18,7 +18,7 @@ from flashtune.dispatch.launch import devices
 
 BOUND = TOLERANCES["fp16"]
 PROBLEM = Problem(batch=2, heads=4, kv_heads=4, n_q=640, n_kv=640, d=64, d_v=64, dtype="fp16")
-BLOCKS = (32, 128)
+BLOCKS = (64, 128)
 
 pytestmark = pytest.mark.filterwarnings("ignore:flashtune. rows of")
 
