@@ -20,7 +20,7 @@ from flashtune.core.band import Band
 from flashtune.core.collector import held_off
 from flashtune.core.errors import InputError
 from flashtune.core.target import find_target
-from flashtune.dispatch import framework
+from flashtune.core.torch_attention import readable
 from flashtune.dispatch.launch import devices
 from flashtune.dispatch.plans.drawing import random_bits
 from flashtune.dispatch.plans.memory import out_strides
@@ -298,7 +298,7 @@ def test_torch_is_handed_copies_of_what_its_kernels_would_misread(shift: int) ->
     room = torch.randn(8 + 2 * 3 * 5 * 16)
     start = next(place for place in range(4) if (room.data_ptr() + 4 * place) % 16 == 0)
     given = room[start + shift :][: 3 * 5 * 16].view(1, 3, 5, 16).as_subclass(OnGpu)
-    found = framework.aligned(given)
+    found = readable(given)
     assert (found is given) == (shift % 4 == 0)
     assert found.data_ptr() % 16 == 0 and torch.equal(found, given) and found.stride() == given.stride()
 

@@ -358,7 +358,7 @@ def test_cudnn_computes_no_gradient_under_a_mask() -> None:
 )
 def test_torch_draws_without_gradients_by_the_backends_that_it_draws_by_with_them(draws: bool, gradient: bool, kept: bool) -> None:
     """Each backend drops other pairs: what is computed again, as in a checkpoint, would differ."""
-    call: Any = SimpleNamespace(device=torch.device("cuda"), deterministic=False, torch_draws=draws)
+    call: Any = SimpleNamespace(device=torch.device("cuda"), deterministic=False, torch_draws=draws, identity=True)
     q, mask = torch.zeros(1, 1, 4, 8, requires_grad=True), torch.ones(4, 4, dtype=torch.bool)
     with torch.set_grad_enabled(gradient), framework.sound_backends_of(call, q, q, q, mask):
         assert torch.backends.cuda.cudnn_sdp_enabled() != kept

@@ -4,15 +4,15 @@ formula, for calls that no backward kernel takes."""
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashtune.core import reference
 from flashtune.core.parameters import CallParameters, per_head_words
-from flashtune.core.torch_attention import autocasting, sdpa, sound_backends
+from flashtune.core.torch_attention import MOST_HEADS, autocasting, differentiable_sdpa, readable, sdpa, sound_backends
 from flashtune.dispatch.call import Call, PerHead
 
 Outputs = tuple[Tensor, Tensor | None]
@@ -24,31 +24,32 @@ SINK_ELEMENTS = 2**23
 """Elements of the output that are widened to float32 at a time for the gradient of sinks."""
 
 
-def takes_as_it_is(call: Call, mask: Tensor | None) -> bool:
+FEW_SCORES = 2**20
+"""So many scores torch holds at most where it computes gradients by its math, as it would by its own choice."""
+
+
+def takes_as_it_is(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
     """Whether torch's function serves a call with the very arguments of `attention`."""
     # Torch's fused CPU kernel looks for rows and columns in a mask that broadcasts.
     fits = mask is None or (call.dtype != torch.float64 and mask.dim() > 1)
-    return call.fused_by_torch and not call.deterministic and call.identity and call.scale > 0.0 and fits and not call.empty
+    fits = fits and call.fused_by_torch and not call.deterministic and call.identity and call.scale > 0.0
+    if not fits or call.empty or not call.d_v or call.dropout_p == 1.0:
+        return False
+    if call.device.type != "cuda":
+        return True
+    alone = mask is not None and mask.requires_grad and not any(x.requires_grad for x in (q, k, v))
+    if alone or not call.d or max(call.batch, call.heads) > MOST_HEADS or (mask is not None and mask.dtype not in (torch.bool, q.dtype)):
+        return False
+    return all(made is given for made, given in zip(_readable(q, k, v, mask), (q, k, v, mask), strict=True))
 
 
-def has_address(x: Tensor) -> bool:
-    """Whether a tensor may be asked where it lies in memory: fake ones warn, and will raise."""
-    return not isinstance(x, FakeTensor)
-
-
-def aligned(x: Tensor) -> Tensor:
-    """The tensor, or a copy of it where it doesn't begin at a multiple of 16 bytes of a GPU's memory.
-
-    There cuDNN, torch's first choice, reads other numbers than the tensor's without a word, and its FlashAttention-2 ends in a fault which
-    spoils the process (torch 2.11 on an H200, `benchmarks/results/2026-11-22-h200-unaligned`).
-    """
-    if x.device.type != "cuda" or torch.compiler.is_compiling() or not has_address(x):
-        return x
-    try:
-        return x.clone() if x.data_ptr() % 16 else x
-    except RuntimeError:
-        # What torch.func or a tracer has wrapped has no address.
-        return x
+def _readable(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The same in memory that torch's CUDA backends read right."""
+    if mask is not None and mask.device.type == "cuda":
+        # Torch pads a mask's rows, of one column, too, before it expands them.
+        wide = mask if mask.shape[-1] == k.shape[2] else mask.expand(*mask.shape[:-1], k.shape[2])
+        mask = readable(wide, repeats=True)
+    return readable(q), readable(k), readable(v), mask
 
 
 def attention(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, keep: Tensor | None, per_head: PerHead | None) -> Outputs:
@@ -60,22 +61,27 @@ def attention(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, 
     float64 inputs), whose scores take B Hq N_q N_kv elements of memory; `keep` (B, Hq, N_q, N_kv) is dropout's mask there.
     """
     mask = call.small_mask(mask)
-    q, k, v = (aligned(x) for x in call.views(q, k, v))
-    given = call.parameters(None if mask is None else aligned(mask), per_head)
-    # Torch 2.11 divides by the number of heads.
-    if call.softcap or call.return_lse or keep is not None or call.heads == 0:
+    q, k, v = call.views(q, k, v)
+    given = call.parameters(mask, per_head)
+    if (call.empty or not call.d_v or call.dropout_p == 1.0) and not call.return_lse:
+        zeros = torch.zeros((call.batch, call.heads, call.n_q, call.d_v), dtype=call.out_dtype, device=call.device)
+        return call.restored(_beside(zeros, q, k, v, mask, given.slopes, given.sinks)), None
+    if call.composite or keep is not None:
         out, lse = _composite(call, q, k, v, given, keep)
-        return call.restored(out), call.restored(lse) if call.return_lse else None
-    mask, descale, slopes = given.mask, given.descale, given.slopes
+        return call.restored(out), call.restored(_beside(lse, v)) if call.return_lse else None
+    descale, slopes = given.descale, given.slopes
     if descale is not None:
         q, k, v = ((x.float() * factor[..., None, None]).to(call.out_dtype) for x, factor in zip((q, k, v), descale, strict=True))
     if slopes is not None:
         # Wide, since the 16-bit types hold no large distances.
         bias = reference.alibi(slopes.to(_wide(call)), call.n_q, call.n_kv, call.band.diagonal)
         mask = reference.joined(bias, mask)
+    if mask is not None and mask.dtype not in (torch.bool, q.dtype) and (q.is_cuda or q.dtype == torch.float64):
+        # Torch's kernels on GPUs take no wider mask, and its fused one on CPUs reads the memory of a narrower one as if it were float64.
+        wide = torch.promote_types(q.dtype, mask.dtype)
+        q, k, v, mask = q.to(wide), k.to(wide), v.to(wide), mask.to(wide)
     # A tracer may hold symbolic truth values, which torch refuses; a branch on one settles it.
     causal = True if call.band.torch_causal and mask is None else False  # noqa: SIM210
-    shared = True if call.shared else False  # noqa: SIM210
     scale = call.scale
     if scale <= 0.0:
         # Torch's fused backends assume a positive one; its CPU's gives NaN in causal rows otherwise.
@@ -85,15 +91,43 @@ def attention(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, 
         mask = reference.hidden_outside(seen[None, None], mask)
     if given.sinks is not None:
         q, k, v, mask = _with_sinks(q, k, v, mask, given.sinks.to(_wide(call)) / scale, causal)
-    if mask is not None and mask.dtype != torch.bool and q.dtype == torch.float64:
-        # Torch's fused CPU kernel reads the memory of a narrower mask as if it were float64.
-        mask = mask.to(q.dtype)
     # Whatever autocast takes is in its type already, but for fp8 inputs and ALiBi's bias, which aren't to be rounded.
     with no_autocast(call.device.type), sound_backends_of(call, q, k, v, mask):
-        out = sdpa(q, k, v, attn_mask=mask, dropout_p=call.dropout_p, is_causal=causal, scale=scale, enable_gqa=shared)
+        out = _sdpa(call, q, k, v, mask, is_causal=causal, scale=scale).to(call.out_dtype)
     if given.sinks is not None:
         out = out[:, :, out.shape[2] - call.n_q :, : call.d_v]
     return call.restored(out), None
+
+
+def _beside(x: Tensor, *others: Tensor | None) -> Tensor:
+    """The same, which gives all of the others gradients of zeros."""
+    for other in others:
+        if other is not None and other.requires_grad:
+            x = x + other[..., :0].to(x.dtype).sum()
+    return x
+
+
+def _sdpa(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **words: Any) -> Tensor:
+    """Torch's own attention of tensors (B, H, ...) in any memory and number: handed on as its backends take them."""
+    # A tracer may hold a symbolic truth value here, too.
+    words |= {"dropout_p": call.dropout_p, "enable_gqa": True if call.shared else False}  # noqa: SIM210
+    if not q.is_cuda:
+        return sdpa(q, k, v, mask, **words)
+    if mask is not None and mask.requires_grad and not any(x.requires_grad for x in (q, k, v)):
+        # Torch keeps no LSE for the gradient of a bias alone.
+        q = _beside(q, mask)
+    if not call.d:
+        # Torch's kernels give nothing where there are no columns.
+        q, k = (torch.nn.functional.pad(x, (0, 8)) for x in (q, k))
+    q, k, v, mask = _readable(q, k, v, mask)
+    if torch.compiler.is_compiling() or max(q.shape[:2]) <= MOST_HEADS:
+        return differentiable_sdpa(q, k, v, mask, **words)
+    dim = 0 if q.shape[0] > MOST_HEADS else 1
+    key_heads = max(1, MOST_HEADS * k.shape[dim] // q.shape[dim])
+    sizes = key_heads * q.shape[dim] // k.shape[dim], key_heads, key_heads
+    parts = [x.split(size, dim) for x, size in zip((q, k, v), sizes, strict=True)]
+    masks = [mask] * len(parts[0]) if mask is None or mask.shape[dim] == 1 else mask.split(sizes[0], dim)
+    return torch.cat([_sdpa(call, *part, **words) for part in zip(*parts, masks, strict=True)], dim)
 
 
 _SINK_KEY = 256.0
@@ -170,12 +204,14 @@ _ON: dict[SDPBackend, Callable[[], bool]] = {
 def sound_backends_of(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> contextlib.AbstractContextManager[object]:
     """Keeps calls whose gradient is needed to the backends whose gradients are right, and the same every time where that was asked for; and
     those that draw, which may be computed again with gradients: each backend drops other pairs."""
-    if call.device.type != "cuda" or not (call.deterministic or mask is not None):
+    if call.device.type != "cuda" or (mask is None and call.identity and not call.deterministic):
         return contextlib.nullcontext()
     differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *([] if mask is None else [mask])))
     if not (differentiable or call.torch_draws):
         return contextlib.nullcontext()
-    backends = [SDPBackend.MATH] if call.deterministic else sound_backends(mask)
+    # Of what isn't of four dimensions, or broadcasts, torch computes gradients without rounding the output ahead of them.
+    few = not call.identity and call.batch * call.heads * call.n_q * call.n_kv <= FEW_SCORES
+    backends = [SDPBackend.MATH] if call.deterministic or few else sound_backends(mask)
     if backends is None:
         return contextlib.nullcontext()
     # A caller's sdpa_kernel holds on, save for compilers, which can't ask; where it leaves none of these, it was meant to.

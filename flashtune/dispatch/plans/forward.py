@@ -18,7 +18,7 @@ from flashtune.core.binaries import Manifest
 from flashtune.core.config import Config
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.parameters import PER_HEAD, CallParameters
-from flashtune.core.torch_attention import sdpa
+from flashtune.core.torch_attention import differentiable_sdpa, sdpa
 from flashtune.dispatch import framework
 from flashtune.dispatch.call import Call, PerHead
 from flashtune.dispatch.launch import driver, prepared
@@ -42,8 +42,7 @@ class FrameworkPlan:
     def of(cls, call: Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> "FrameworkPlan":
         """The plan for a call with these tensors, or others that lie in memory as they do."""
         words: Mapping[str, Any] | None = None
-        tensors = (query, key, value, mask)
-        if framework.takes_as_it_is(call, mask) and all(x is None or framework.aligned(x) is x for x in tensors):
+        if framework.takes_as_it_is(call, query, key, value, mask):
             asked = {"dropout_p": call.dropout_p, "is_causal": call.band.torch_causal, "scale": call.scale, "enable_gqa": call.shared}
             usual = {"dropout_p": 0.0, "is_causal": False, "scale": 1.0 / math.sqrt(call.d or 1), "enable_gqa": False}
             # Torch's parser takes its time for each.
@@ -55,7 +54,12 @@ class FrameworkPlan:
 
     def direct(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         """What does the same for calls without a mask and anything per head; None where that is no call of torch's function alone."""
-        return None if self.words is None else functools.partial(sdpa, **self.words)
+        return None if self.words is None else functools.partial(self._torchs, **self.words)
+
+    @property
+    def _torchs(self) -> Callable[..., Tensor]:
+        """Torch's function, or that with a backward which takes any gradient, where some don't."""
+        return differentiable_sdpa if self.call.device.type == "cuda" else sdpa
 
     def grown(self, *_: object) -> "FrameworkPlan":
         """The plan for another number of keys: torch is told of none."""
@@ -68,10 +72,10 @@ class FrameworkPlan:
         call = self.call
         if (words := self.words) is not None:
             if attn_mask is None:
-                return sdpa(query, key, value, **words), None
+                return self._torchs(query, key, value, **words), None
             # With gradients or without: torch.jit.trace compares even the lines.
             with framework.sound_backends_of(call, query, key, value, attn_mask):
-                return sdpa(query, key, value, attn_mask, **words), None
+                return self._torchs(query, key, value, attn_mask, **words), None
         keep = None
         if call.dropout_p and not call.torch_draws:
             sizes = (call.batch, call.heads, call.n_q, call.n_kv)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 
-from flashtune.core.torch_attention import sdpa
 from flashtune.dispatch.call import PerHead
 from flashtune.dispatch.plans.drawing import DRAWS, MOST_DRAWS, drawn_as, draws_in_a_capture, random_bits, recalled, remember
 from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan, Outputs
@@ -59,14 +58,14 @@ class RecallingPlan(FrameworkPlan):
 
     def direct(self) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
         """As that of the framework's."""
-        words = self.words
+        words, torchs = self.words, self._torchs
         if words is None:
             return None
 
         def direct(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             if DRAWS:
                 return self.run(query, key, value, None, None, None)[0]
-            return sdpa(query, key, value, **words)
+            return torchs(query, key, value, **words)
 
         return direct
 

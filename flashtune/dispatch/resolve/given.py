@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flashtune.core.parameters import PER_HEAD
-from flashtune.core.torch_attention import autocasting
+from flashtune.core.torch_attention import autocasting, has_address
 from flashtune.dispatch.call import PerHead
-from flashtune.dispatch.framework import has_address
 from flashtune.dispatch.launch import devices
 
 GRADIENT = "a gradient is needed"
