@@ -85,6 +85,27 @@ def test_output_gradients_are_laid_out_as_the_output_is() -> None:
     assert laid_out(strides, room).data_ptr() % 16 == 0
 
 
+def test_a_backward_of_torchs_gets_gradients_laid_out_as_the_output_is_beside_hooks_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (normal(2, 4, 16, 32, seed=seed).transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for seed in range(3))
+    met: list[tuple[int, ...]] = []
+    wanted = torch.autograd.grad(torch_attention.sdpa(q, k, v).sum(), (q, k, v))
+    for first in (True, False):
+        out = torch_attention.differentiable_sdpa(q, k, v)
+        handle = out.register_hook(lambda x: met.append(x.stride()) or x * 2)
+        assert out.grad_fn is not None
+        out.grad_fn.register_prehook(lambda grads: met.append(grads[0].stride()))
+        if not first:
+            handle.remove()
+        found = torch.autograd.grad(out.sum(), (q, k, v))
+        torch.testing.assert_close(found, tuple(x * 2 for x in wanted) if first else wanted)
+        assert met[0] == met[-1] == out.stride() and len(met) == 1 + first
+        met.clear()
+    func = torch.func.grad(lambda q: torch_attention.differentiable_sdpa(q, k, v).sum())
+    torch.testing.assert_close(func(q.detach()), wanted[0])
+    mapped = torch.func.vmap(torch.func.grad(lambda q, k, v: torch_attention.differentiable_sdpa(q, k, v).sum()))
+    torch.testing.assert_close(mapped(*(x.detach()[:, None] for x in (q, k, v)))[:, 0], wanted[0])
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("batch", "heads", "kv_heads"), [(7, 2, 2), (7, 4, 2), (2, 8, 4)])
 def test_more_heads_than_a_launch_has_room_for_are_served_in_parts(
