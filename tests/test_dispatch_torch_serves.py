@@ -12,7 +12,7 @@ from flashtune.core import reference, torch_attention
 from flashtune.core.tolerances import TOLERANCES
 from flashtune.core.torch_attention import laid_out, readable
 from flashtune.dispatch import framework
-from flashtune.dispatch.call import Arguments, Options, parse
+from flashtune.dispatch.call import Arguments, Options, PerHead, parse
 
 FP32 = TOLERANCES["fp32"]
 
@@ -20,7 +20,7 @@ FP32 = TOLERANCES["fp32"]
 class OnGpu(torch.Tensor):
     """A tensor that says it is on a GPU."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -76,7 +76,7 @@ def test_of_masks_only_what_differs_is_copied(kind: str) -> None:
 
 
 def test_output_gradients_are_laid_out_as_the_output_is() -> None:
-    strides = (2048, 512, 32, 1)
+    strides = X.stride()
     assert laid_out(strides, X) is X
     for other in (X.mT.contiguous().mT, X[:, :1].expand(X.shape), torch.ones((), dtype=X.dtype).expand(X.shape)):
         found = laid_out(strides, other)
@@ -88,10 +88,15 @@ def test_output_gradients_are_laid_out_as_the_output_is() -> None:
 def test_a_backward_of_torchs_gets_gradients_laid_out_as_the_output_is_beside_hooks_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (normal(2, 4, 16, 32, seed=seed).transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for seed in range(3))
     met: list[tuple[int, ...]] = []
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        met.append(x.stride())
+        return x * 2
+
     wanted = torch.autograd.grad(torch_attention.sdpa(q, k, v).sum(), (q, k, v))
     for first in (True, False):
         out = torch_attention.differentiable_sdpa(q, k, v)
-        handle = out.register_hook(lambda x: met.append(x.stride()) or x * 2)
+        handle = out.register_hook(doubled)  # type: ignore[no-untyped-call]
         assert out.grad_fn is not None
         out.grad_fn.register_prehook(lambda grads: met.append(grads[0].stride()))
         if not first:
@@ -157,7 +162,7 @@ def test_what_is_wider_than_its_queries_isnt_handed_to_a_gpu_beside_them(words: 
     q = X[..., :8, :]
     for given, wide in ((q, False), (on_gpu(q), True)):
         met.clear()
-        mask, per_head = words.get("attn_mask"), dispatch.api.PerHead(words.get("alibi_slopes"))
+        mask, per_head = words.get("attn_mask"), PerHead(words.get("alibi_slopes"))
         call = parse(Arguments(q, q, q, mask, per_head=per_head), Options())
         out = framework.attention(call, given, given, given, mask, None, per_head)[0]
         assert met == [torch.float32] * 4 if wide else met == [torch.bfloat16] * 3 + [torch.float32]
@@ -212,3 +217,9 @@ def test_a_gradient_of_the_lse_alone_leaves_zeros_for_the_values() -> None:
     q, k, v = (normal(2, 4, 10, 16, seed=seed).requires_grad_() for seed in range(3))
     dq, dk, dv = torch.autograd.grad(dispatch.attention(q, k, v, return_lse=True)[1].sum(), (q, k, v))
     assert dq.any() and dk.any() and not dv.any()
+
+
+def test_each_element_of_a_repeated_bias_that_is_differentiated_has_its_own_gradient() -> None:
+    bias = on_gpu(X[:1, :, :, :1].float().expand(2, 4, 16, 32)).requires_grad_()
+    [grad] = torch.autograd.grad(readable(bias, repeats=True).sum(), bias)
+    assert torch.equal(grad, torch.ones(2, 4, 16, 32))

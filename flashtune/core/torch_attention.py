@@ -58,8 +58,8 @@ def readable(x: Tensor, *, repeats: bool = False) -> Tensor:
 
 
 def _copied(x: Tensor, repeats: bool) -> Tensor:
-    """A dense copy; of what `repeats` only the rows that differ."""
-    if not repeats:
+    """A dense copy; of what `repeats`, and needs no gradient, only the rows that differ."""
+    if not repeats or x.requires_grad:
         return x.clone(memory_format=torch.preserve_format if x.stride(-1) == 1 and all(x.stride()) else torch.contiguous_format)
     once = (*(slice(None) if stride else slice(1) for stride in x.stride()[:-1]), slice(None))
     return x[once].clone(memory_format=torch.contiguous_format).expand(x.shape)

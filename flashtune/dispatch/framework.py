@@ -125,8 +125,8 @@ def _sdpa(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **wo
     dim = 0 if q.shape[0] > MOST_HEADS else 1
     key_heads = max(1, MOST_HEADS * k.shape[dim] // q.shape[dim])
     sizes = key_heads * q.shape[dim] // k.shape[dim], key_heads, key_heads
-    parts = [x.split(size, dim) for x, size in zip((q, k, v), sizes, strict=True)]
-    masks = [mask] * len(parts[0]) if mask is None or mask.shape[dim] == 1 else mask.split(sizes[0], dim)
+    parts = [torch.split(x, size, dim) for x, size in zip((q, k, v), sizes, strict=True)]
+    masks = [mask] * len(parts[0]) if mask is None or mask.shape[dim] == 1 else torch.split(mask, sizes[0], dim)
     return torch.cat([_sdpa(call, *part, **words) for part in zip(*parts, masks, strict=True)], dim)
 
 

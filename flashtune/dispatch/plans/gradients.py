@@ -9,6 +9,7 @@ import torch
 
 from flashtune.core import launching
 from flashtune.core.parameters import CallParameters
+from flashtune.core.torch_attention import readable
 from flashtune.dispatch import framework
 from flashtune.dispatch.call import Call
 from flashtune.dispatch.launch import devices, prepared
@@ -275,13 +276,15 @@ def _places(*tensors: torch.Tensor | None) -> Hashable:
 
 
 def _readable(given: Given) -> Given:
-    """The same with gradients as kernels read them fast (rows without gaps, on 16-byte boundaries, nothing broadcast) and the LSE and its
-    gradient dense, since kernels are told of no strides of these."""
-    lse, dout, dlse = given.lse, given.dout, given.dlse
+    """The same with gradients as kernels read them fast (rows without gaps, on 16-byte boundaries, nothing broadcast), the LSE and its
+    gradient dense, since kernels are told of no strides of these, and the mask on a 16-byte boundary, where the copy engine takes it."""
+    lse, dout, dlse, mask = given.lse, given.dout, given.dlse, given.mask
     unit = 16 // dout.element_size()
     outer = [stride for size, stride in zip(dout.shape[:3], dout.stride()[:3], strict=True) if size > 1]
     fits = dout.stride(3) == 1 and dout.data_ptr() % 16 == 0 and all(stride and stride % unit == 0 for stride in outer)
-    if fits and lse.is_contiguous() and (dlse is None or dlse.is_contiguous()):
+    placed = mask is None or mask.data_ptr() % 16 == 0
+    if fits and placed and lse.is_contiguous() and (dlse is None or dlse.is_contiguous()):
         return given
     dout = dout if fits else dout.clone(memory_format=torch.contiguous_format)
-    return given._replace(dout=dout, lse=lse.contiguous(), dlse=None if dlse is None else dlse.contiguous())
+    mask = mask if mask is None or placed else readable(mask, repeats=True)
+    return given._replace(dout=dout, lse=lse.contiguous(), dlse=None if dlse is None else dlse.contiguous(), mask=mask)
