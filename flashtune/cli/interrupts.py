@@ -1,11 +1,13 @@
 """Ctrl-C and SIGTERM: both interrupt a command, and what follows in quick succession (`timeout` sends two) is the same interruption."""
 
+import os
+import select
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 
 QUICK_S = 3.0
@@ -14,8 +16,14 @@ QUICK_S = 3.0
 AGAIN_S = 0.01
 """So soon an interruption is raised again that Python dropped because it was raised in a finalizer."""
 
+DEAF_S = 1.5
+"""A signal that Python hasn't handled by then ends the process: its main thread is within a call of C that knows no signals."""
+
 INTERRUPTED = 130
 """The exit code."""
+
+_HANDLED, _OVER = b"\xff", b"\0"
+"""Among the numbers of signals in the pipe that the watch reads: Python has handled what came, and the watch is over."""
 
 
 class Interrupts:
@@ -24,6 +32,7 @@ class Interrupts:
     def __init__(self) -> None:
         self._last: float | None = None
         self._hook = sys.unraisablehook
+        self._watch: int | None = None
 
     @property
     def came(self) -> bool:
@@ -33,6 +42,8 @@ class Interrupts:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """The handler of both signals."""
         now = time.monotonic()
+        if self._watch is not None:
+            os.write(self._watch, _HANDLED)
         if self._last is not None and now - self._last < QUICK_S:
             return
         self._last = now
@@ -50,20 +61,60 @@ class Interrupts:
         else:
             self._hook(dropped)
 
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Have a thread end the process where a signal goes unheard for `DEAF_S`, as SIGKILL would: what was saved stays whole.
+
+        A look-up of a host, a wait for another's lock in SQLite and a compiler in this process take as long as they take, and children
+        are begun with signals held back.
+        """
+        reading, self._watch = os.pipe()
+        os.set_blocking(self._watch, False)
+        before = signal.set_wakeup_fd(self._watch, warn_on_full_buffer=False)
+        watch = threading.Thread(target=_watch, args=(reading,), name="signals", daemon=True)
+        watch.start()
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+            writing, self._watch = self._watch, None
+            os.write(writing, _OVER)
+            watch.join()
+            os.close(writing)
+            os.close(reading)
+
+
+def _watch(reading: int) -> None:
+    waiting = False
+    while True:
+        if waiting and not select.select([reading], [], [], DEAF_S)[0]:
+            os.write(2, b"flashtune: interrupted\n")
+            os._exit(INTERRUPTED)
+        said = os.read(reading, 4096)
+        if _OVER in said:
+            return
+        for one in said:
+            if one in (signal.SIGINT, signal.SIGTERM):
+                waiting = True
+            elif one == _HANDLED[0]:
+                waiting = False
+
 
 @contextmanager
 def interruptible(interrupts: Interrupts) -> Iterator[None]:
     """Handle both signals meanwhile, but for one that whoever started the command has it ignore."""
-    before, hook = {}, sys.unraisablehook
+    before, hook, watch = {}, sys.unraisablehook, ExitStack()
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 before[number] = signal.signal(number, interrupts)
         before[signal.SIGALRM] = signal.signal(signal.SIGALRM, interrupts.again)
         sys.unraisablehook = interrupts.unheard
+        watch.enter_context(interrupts.watched())
     try:
         yield
     finally:
+        watch.close()
         sys.unraisablehook = hook
         if signal.SIGALRM in before:
             signal.setitimer(signal.ITIMER_REAL, 0)

@@ -43,11 +43,12 @@ def _leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _say(ctx: click.Context, error: FlashtuneError) -> NoReturn:
+def _say(ctx: click.Context, error: FlashtuneError, *, interrupted: bool = False) -> NoReturn:
     from flashtune.cli.console import one_line
 
-    click.echo(f"flashtune: {one_line(mask_secrets(str(error)))}", err=True)
-    ctx.exit(error.exit_code)
+    said = one_line(mask_secrets(str(error)))
+    click.echo(f"flashtune: interrupted ({said})" if interrupted else f"flashtune: {said}", err=True)
+    ctx.exit(INTERRUPTED if interrupted else error.exit_code)
 
 
 def _say_if_triton_is_missing(ctx: click.Context) -> None:
@@ -115,7 +116,8 @@ class LazyGroup(click.Group):
             click.echo("flashtune: interrupted", err=True)
             ctx.exit(INTERRUPTED)
         except FlashtuneError as error:
-            _say(ctx, error)
+            # What was interrupted may call it a failure of its own, and what then couldn't be kept is worth a word.
+            _say(ctx, error, interrupted=interrupts.came)
         except click.UsageError as error:
             _report(error)
             ctx.exit(error.exit_code)

@@ -3,7 +3,6 @@
 import logging
 import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,6 +27,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import Source, TuningRecord
 from flashtune.core.secrets import command_line
 from flashtune.core.target import Target, find_target
+from flashtune.core.threads import begun
 from flashtune.tuner.search.stopping import UNTIL
 
 logger = logging.getLogger("flashtune.search")
@@ -192,22 +192,21 @@ def run_search(
     trace_times()
     # It imports torch, this process the rest, and a thread looks for GPUs: side by side.
     start_server()
-    with ThreadPoolExecutor(1) as beside:
-        looking = beside.submit(choose_source, target, options.predict)
-        from flashtune.cli.progress import SearchProgress
-        from flashtune.cli.storage import study_storage
-        from flashtune.db.library import Layer, Library, overlay_path, shipped_path
-        from flashtune.db.store import Store
-        from flashtune.profiler.calls_task import time_calls
-        from flashtune.templates import families, family
-        from flashtune.tuner.machine import cores, devices_of, numbered, provenance, require_interpreter
-        from flashtune.tuner.propose.space import SearchSpace
-        from flashtune.tuner.publish.own import compile_winner, keep
-        from flashtune.tuner.publish.winners import Keeping
-        from flashtune.tuner.search.plan import SearchPlan
-        from flashtune.tuner.searching import Search
+    looking = begun(choose_source, target, options.predict)
+    from flashtune.cli.progress import SearchProgress
+    from flashtune.cli.storage import study_storage
+    from flashtune.db.library import Layer, Library, overlay_path, shipped_path
+    from flashtune.db.store import Store
+    from flashtune.profiler.calls_task import time_calls
+    from flashtune.templates import families, family
+    from flashtune.tuner.machine import cores, devices_of, numbered, provenance, require_interpreter
+    from flashtune.tuner.propose.space import SearchSpace
+    from flashtune.tuner.publish.own import compile_winner, keep
+    from flashtune.tuner.publish.winners import Keeping
+    from flashtune.tuner.search.plan import SearchPlan
+    from flashtune.tuner.searching import Search
 
-        source = looking.result()
+    source = looking.result()
     if source == "predicted":
         require_interpreter()
         # The same command may come to a machine with GPUs, so how many there are here doesn't matter.

@@ -29,13 +29,20 @@ def start_server() -> None:
 @contextmanager
 def serving(first: Sequence[str] = ()) -> Iterator[None]:
     """The server runs, and within the block it may be asked for children; where it is started here, it imports these modules `first`."""
-    # The server, and through it the children until they withdraw, take over what this thread holds back; the tracker of resources,
-    # which unblocks these signals where it is started, is started before.
+    # The server, and through it the children until they withdraw, take over what this thread holds back.
+    with held_back():
+        multiprocessing.set_forkserver_preload([*first, *PRELOADED])
+        forkserver.ensure_running()
+        yield
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Processes that are started within the block have the signals held back until they withdraw."""
+    # The tracker of resources unblocks these signals where it is started.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
     try:
-        multiprocessing.set_forkserver_preload([*first, *PRELOADED])
-        forkserver.ensure_running()
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -50,6 +50,9 @@ class Keeper:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None and not self.ready.is_set() and self._process.pid is not None:
+            # It imports Optuna still, and nobody waits for what it would keep.
+            self._process.kill()
         self._starting.join()
         self._pipe.close()
         if self._process.pid is not None:

@@ -18,6 +18,7 @@ from flashtune.core.parameters import per_head_words
 from flashtune.core.problem import COMPILED_AS_THEY_ARE, Features, Problem
 from flashtune.core.target import Target
 from flashtune.tuner.children import child, tasks
+from flashtune.tuner.children.forkserver import held_back
 
 SIZES = {"aligned": 1056, "any_size": 1059}
 """Specialisations by name, in the order in which a launch tries them, with a number of keys that makes Triton's JIT choose them.
@@ -162,7 +163,8 @@ def build_all(orders: Sequence[Order], *, jobs: int) -> Iterator[tuple[Order, Bu
     if not orders:
         return
     with ProcessPoolExecutor(max_workers=min(jobs, len(orders)), mp_context=get_context("spawn"), initializer=child.withdraw) as pool:
-        waiting = {pool.submit(_attempt, order): order for order in orders}
+        with held_back():
+            waiting = {pool.submit(_attempt, order): order for order in orders}
         try:
             for done in as_completed(waiting):
                 try:
@@ -171,6 +173,11 @@ def build_all(orders: Sequence[Order], *, jobs: int) -> Iterator[tuple[Order, Bu
                     raise EnvironmentProblem(
                         f"a compiler's process died with {waiting[done].stem} under way: try again with --jobs 1"
                     ) from error
+        except BaseException:
+            # Whoever interrupts this, or takes no more of it, needn't wait for compilers.
+            for process in list(pool._processes.values()):
+                process.kill()
+            raise
         finally:
             pool.shutdown(cancel_futures=True)
 

@@ -1,8 +1,6 @@
 """Two ways from a compiled candidate to a time: measured on the GPU that is here, or predicted for one that isn't."""
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -11,6 +9,7 @@ from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.problem import Problem
 from flashtune.core.results import Baseline, CompileFacts, Conditions, Fate, Measurement, Outcome
 from flashtune.core.target import Target
+from flashtune.core.threads import begun
 from flashtune.templates.cost import predict_us
 from flashtune.tuner.children import tasks
 from flashtune.tuner.children.workers import Pending, Workers
@@ -215,14 +214,7 @@ class _Early:
     """A watch that a thread of its own opens, so that nobody waits before `get`."""
 
     def __init__(self, make: Callable[[], GpuWatch]) -> None:
-        self._opened: Future[GpuWatch] = Future()
-        threading.Thread(target=self._open, args=(make,), name="watch", daemon=True).start()
-
-    def _open(self, make: Callable[[], GpuWatch]) -> None:
-        try:
-            self._opened.set_result(make().__enter__())
-        except BaseException as error:
-            self._opened.set_exception(error)
+        self._opened = begun(lambda: make().__enter__())
 
     def get(self) -> GpuWatch:
         """The watch, when it is open; raises what opening it raised."""
