@@ -1,7 +1,7 @@
 """The proof that a search loses nothing and does nothing twice, through kills, a killed host and a server that is restarted.
 
     python tests/storms.py kills [--kills 24]     a grid of six problems, killed at random moments all over it, ends with the rows of an
-                                                  undisturbed run
+                                                  undisturbed run; with --server study and rows are on a PostgreSQL
     python tests/storms.py hosts [--hosts 4]      searches on one PostgreSQL, each with a space of process ids of its own, as hosts have;
                                                   one is killed, and the server restarted once
 
@@ -13,7 +13,6 @@ import json
 import os
 import random
 import shutil
-import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,9 @@ from typing import Any
 
 import optuna
 from postgres import PostgresServer, binaries
+from sqlalchemy import create_engine, text
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.pool import NullPool
 
 from flashtune.core.results import Provenance, SearchResult
 from flashtune.db.store import Store
@@ -104,8 +106,11 @@ def rows(location: str | Path) -> list[SearchResult]:
     return sorted(found, key=lambda result: result.problem.n_kv)
 
 
-def kills(count: int, *, problems: int, trials: int, seconds: float, seed: int) -> dict[str, Any]:
-    """Kill a search `count` times, each at a random moment of its own share of the grid; its rows must be those of an undisturbed one."""
+def kills(count: int, *, problems: int, trials: int, seconds: float, seed: int, server: PostgresServer | None = None) -> dict[str, Any]:
+    """Kill a search `count` times, each at a random moment of its own share of the grid; its rows must be those of an undisturbed one.
+
+    Study and rows are on the `server` where there is one, else in files.
+    """
     rng = random.Random(seed)
     total = problems * trials
     with tempfile.TemporaryDirectory() as undisturbed_home, tempfile.TemporaryDirectory() as home:
@@ -113,24 +118,28 @@ def kills(count: int, *, problems: int, trials: int, seconds: float, seed: int) 
         calm.start()
         calm.ended()
         undisturbed = rows(Path(undisturbed_home) / "tuned.sqlite")
-        search = Searching(Path(home), trials=trials, seconds=seconds, problems=problems)
-        studies = Path(home) / "cache" / "studies.sqlite"
+        storage, tuned = f"sqlite:///{home}/cache/studies.sqlite", f"{home}/tuned.sqlite"
+        more: tuple[str, ...] = ()
+        if server is not None:
+            storage, tuned = server.create("killed_studies"), server.create("killed_tuned")
+            more = ("--storage", storage, "--db", tuned)
+        search = Searching(Path(home), trials=trials, seconds=seconds, problems=problems, more=more)
         kept = []
         for number in range(count):
-            known, wanted = quick_count(studies), round(rng.uniform(number, number + 1) * total / count)
+            known, wanted = quick_count(storage), round(rng.uniform(number, number + 1) * total / count)
             search.start(max(1, wanted - known + trials // 4))
             if rng.random() < EARLY:
                 time.sleep(rng.uniform(0.0, 4.0))
             else:
-                while quick_count(studies) < min(wanted, total) and search.process is not None and search.process.poll() is None:
+                while quick_count(storage) < min(wanted, total) and search.process is not None and search.process.poll() is None:
                     time.sleep(0.02)
                 time.sleep(rng.uniform(0.0, 2 * seconds))
             search.kill()
-            kept.append(quick_count(studies))
+            kept.append(quick_count(storage))
         search.start()
         search.ended()
-        found = rows(Path(home) / "tuned.sqlite")
-        told, done = study_outcomes(f"sqlite:///{studies}"), Counter(search.timed())
+        found = rows(tuned)
+        told, done = study_outcomes(storage), Counter(search.timed())
     assert found == undisturbed
     assert len(told) == total and set(told.values()) == {1}
     # A trial that was under way at a kill is the only one that may be made again.
@@ -147,12 +156,15 @@ def kills(count: int, *, problems: int, trials: int, seconds: float, seed: int) 
     }
 
 
-def quick_count(path: Path) -> int:
-    """How many trials a study's file holds; 0 where it isn't there yet. Opened for writing: a kill leaves a journal to roll back."""
+def quick_count(storage: str) -> int:
+    """How many trials a study holds; 0 where it isn't there yet. A file is opened for writing: a kill leaves a journal to roll back."""
+    if (path := storage.removeprefix("sqlite:///")) != storage:
+        storage = f"sqlite:///file:{path}?mode=rw&uri=true&timeout=60"
+    engine = create_engine(storage, poolclass=NullPool)
     try:
-        with sqlite3.connect(f"file:{path}?mode=rw", uri=True, timeout=60) as studies:
-            return int(studies.execute("SELECT count(*) FROM trial_system_attributes WHERE key = 'outcome'").fetchone()[0])
-    except sqlite3.Error:
+        with engine.connect() as studies:
+            return int(studies.execute(text("SELECT count(*) FROM trial_system_attributes WHERE key = 'outcome'")).scalar_one())
+    except DBAPIError:
         return 0
 
 
@@ -241,9 +253,10 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=0.2, help="that a trial takes")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--server", action="store_true", help="kill a search whose study and rows are on a PostgreSQL")
     options = parser.parse_args()
     sizes = {"problems": options.problems, "trials": options.trials, "seconds": options.seconds}
-    if options.storm == "kills":
+    if options.storm == "kills" and not options.server:
         print(json.dumps(kills(options.kills, seed=options.seed, **sizes), indent=1))
         return
     folder = binaries()
@@ -251,6 +264,9 @@ def main() -> None:
         parser.error("no PostgreSQL server here: install the Debian package postgresql")
     apart = os.getuid() == 0 and shutil.which("unshare") is not None
     with PostgresServer(folder) as server:
+        if options.storm == "kills":
+            print(json.dumps(kills(options.kills, seed=options.seed, server=server, **sizes), indent=1))
+            return
         print(json.dumps({"apart": apart, **hosts(server, options.hosts, apart=apart, **sizes)}, indent=1))
 
 

@@ -102,7 +102,7 @@ class Failing:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int, code: int) -> None:
         self.calls, self._number, self._code = 0, number, code
-        for name in ("open", "replace", "fchmod"):
+        for name in ("open", "replace", "fchmod", "mkdir", "unlink"):
             monkeypatch.setattr(os, name, self._counted(getattr(os, name)))
 
     def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,6 +126,7 @@ def test_a_write_that_fails_at_any_step_leaves_the_folder_as_it_was(code: int, t
             with suppress(Failure):
                 write_whole(tmp_path / "a", b"new", mode=0o644)
                 done = True
+            patch.undo()
         assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a": b"new" if done else b"old"}
         assert failing.calls >= min(number, 3)
     assert number == 4
