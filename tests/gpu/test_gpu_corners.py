@@ -54,7 +54,7 @@ def agrees(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
         for x, ours, right in zip(inputs, torch.autograd.grad(out, inputs, dout), theirs, strict=True):
             gap, norm = float((ours.double() - right).norm()), float(right.norm())
             # What is added to a whole row of scores has no gradient but what is left of rounded ones.
-            slack = 1e-2 if x is mask and x.numel() < 200 else 1e-3
+            slack = 3e-2 if x is mask and x.numel() < 200 else 1e-3
             assert gap <= BOUND.gradient_norm * norm + slack, f"off by {gap:.3g} of {norm:.3g}"
     return out.detach()
 

@@ -61,7 +61,7 @@ def test_outputs_and_gradients_are_the_models_own(
     given, words = tuple(map(moved, given)), {name: moved(x) for name, x in words.items()}
 
     exact = results(copy.deepcopy(model).float(), [x.float() if isinstance(x, torch.Tensor) else x for x in given], words)
-    theirs = results(model, given, words)
+    # Torch's own isn't run beside: cuDNN takes the strides of a first gradient for those of all later ones (torch 2.11).
     with forced(branch):
         apply(model)
         ours = results(model, given, words)
@@ -70,10 +70,9 @@ def test_outputs_and_gradients_are_the_models_own(
     record_property("served", by)
     assert (by == "torch") == (branch == "torch"), f"{by} served"
     largest = max(float(right.norm()) for right in exact[1:])
-    for mine, torchs, right in zip(ours, theirs, exact, strict=True):
-        off, other = (float((x.float() - right).norm()) for x in (mine, torchs))
-        slack = (1e-4 if dtype == torch.float32 else 4e-3) * max(float(right.norm()), 1e-2 * largest)
-        assert off <= 2 * other + slack, f"off by {off:.3g}, with torch's attention by {other:.3g}, of {float(right.norm()):.3g}"
+    for mine, right in zip(ours, exact, strict=True):
+        off, norm = float((mine.float() - right).norm()), float(right.norm())
+        assert off <= (1e-4 if dtype == torch.float32 else 1e-2) * max(norm, 1e-2 * largest), f"off by {off:.3g} of {norm:.3g}"
 
 
 def results(model: Any, given: Any, words: dict[str, Any]) -> list[torch.Tensor]:

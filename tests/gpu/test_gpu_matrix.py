@@ -17,5 +17,6 @@ def test_values_and_meaning_are_those_of_the_reference(case: Case, branch: Branc
         check(case, DEVICE, LARGE)
         by = served()
     record_property("served", by)
-    # What has nothing to compute needs no kernel.
-    assert (by == "torch") == (branch == "torch" or case.rows == "empty"), f"{by} served"
+    # What has nothing to compute needs no kernel, and kernels take columns of 8-bit values in no order but one after the other.
+    refused = case.rows == "empty" or (case.dtype == "fp8" and case.layout == "columns")
+    assert (by == "torch") == (branch == "torch" or refused), f"{by} served"

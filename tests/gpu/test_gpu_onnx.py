@@ -100,4 +100,6 @@ def test_a_node_has_the_output_of_onnxs_reference(node: Node, branch: Branch, re
     # ONNX's own tests allow 1e-3 of float32, and its reference rounds between its steps to the inputs' type.
     atol = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}[wide.dtype]
     torch.testing.assert_close(out.to(wide.dtype), wide, atol=atol, rtol=atol)
-    assert (by == "torch") == (branch == "torch"), f"{by} served"
+    # Rows of fewer than 16 bytes, one number each, are no kernel's.
+    refused = arrays["Q"].ndim == 4 and arrays["Q"].shape[3] == 1
+    assert (by == "torch") == (branch == "torch" or refused), f"{by} served"
