@@ -113,7 +113,7 @@ def test_more_heads_than_a_grid_has_room_for(shape: tuple[int, ...], masked: boo
 @pytest.mark.parametrize("offset", [1, 2, 4, 7])
 @pytest.mark.parametrize("what", ["inputs", "mask", "bool mask", "gradient", "all"])
 @pytest.mark.parametrize(("n", "d"), [(200, 64), (200, 60), (256, 64)])
-@pytest.mark.filterwarnings("error:flashtune")
+@pytest.mark.filterwarnings("error:.*is skipped from now on:RuntimeWarning")
 def test_tensors_at_any_place_in_memory(offset: int, what: str, n: int, d: int, served_by: str) -> None:
     q, k, v = inputs(3, 4, n, d)
     if what in ("inputs", "all"):
