@@ -16,7 +16,7 @@ QUICK_S = 3.0
 AGAIN_S = 0.01
 """So soon an interruption is raised again that Python dropped because it was raised in a finalizer."""
 
-DEAF_S = 1.5
+DEAF_S = 1.2
 """A signal that Python hasn't handled by then ends the process: its main thread is within a call of C that knows no signals."""
 
 INTERRUPTED = 130
