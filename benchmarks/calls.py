@@ -33,7 +33,6 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from flashtune import dispatch, kernels_generated
 from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan
-from flashtune.dispatch.plans.recalling import RememberingPlan
 from flashtune.dispatch.resolve import layers
 from flashtune.tuner.machine import provenance
 
@@ -114,8 +113,6 @@ def tensors(
 
 def described(plan: Any) -> str:
     """What serves: `framework`, or a kernel's module, its launches a call and where its machine code is from."""
-    if isinstance(plan, RememberingPlan):
-        plan = plan.forward
     if not isinstance(plan, KernelPlan):
         return "framework" if isinstance(plan, FrameworkPlan) else "kernels with gradients"
     name = plan.module.__name__.rpartition(".")[2].removeprefix("flashtune_host_")

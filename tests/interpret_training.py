@@ -1,6 +1,5 @@
 """Trains through dispatch with kernels in Triton's interpreter; prints one JSON report. A test starts it with TRITON_INTERPRET=1."""
 
-import concurrent.futures
 import json
 import re
 import warnings
@@ -20,8 +19,6 @@ from flashtune.core.errors import InputError
 from flashtune.core.modules import load_source
 from flashtune.core.problem import Problem
 from flashtune.core.target import find_target
-from flashtune.dispatch.plans import recalling
-from flashtune.dispatch.plans.drawing import DRAWS
 from flashtune.dispatch.plans.forward import KernelPlan
 from flashtune.dispatch.resolve import backwards
 from flashtune.profiler.whole_calls import call_times
@@ -182,94 +179,63 @@ def checkpointed(x: list[torch.Tensor], reentrant: bool) -> list[list[torch.Tens
 
 
 def recomputed() -> dict[str, object]:
-    """Calls with dropout at sizes at which torch trains and kernels could: what kernels computed without gradients they compute again."""
-    found: dict[str, object] = {}
+    """Whether dropout without a seed drops the same pairs with gradients and without, where kernels train and where torch does."""
     x = leaves()
     by_kernels = seeded(step_of, *x)
+    found = {f"{case}, by kernels": right for case, right in of_both(x, by_kernels).items()}
     choose, backwards.gradient_choice = backwards.gradient_choice, lambda *_, **__: (None, "it is faster")  # type: ignore[assignment]
-    asked: list[int] = []
-    recalled, recalling.recalled = recalling.recalled, lambda *given: asked.append(1) or recalled(*given)  # type: ignore[assignment, func-returns-value]
     dispatch.reload()
-    DRAWS.clear()
     try:
-        by_torch = seeded(step_of, *x)
-        own = seeded(lambda: sdpa(*x))
+        by_torch, own = seeded(step_of, *x), seeded(lambda: sdpa(*x))
         found["torch trains"] = torch.equal(own, by_torch[0]) and not all_equal(by_torch[:1], by_kernels[:1])
-        passes = checkpointed(x, True)
-        found["reentrant"] = torch.equal(passes[0][0], own) and all_equal(*passes) and same_when_checkpointed()
-        found["nobody asked"] = not asked and not DRAWS
-        with torch.no_grad():
-            explained = dispatch.explain(*x, dropout_p=0.5, enable_gqa=True)
-            first = seeded(lambda: [attend(*x), torch.rand(3), attend(*x)])
-        found["kind"], of_gradients = explained.kind, dispatch.explain(*x, dropout_p=0.5, enable_gqa=True)
-        found["explained"] = "remembered" in explained.reason and "draw again" in of_gradients.reason and of_gradients.kind == "framework"
-        after = torch.get_rng_state()
-        found["without gradients"] = torch.equal(first[0], by_kernels[0]) and torch.equal(first[2], by_kernels[1])
-        for name in ("again", "and again"):
-            found[name] = all_equal(seeded(step_of, *x), by_kernels) and torch.equal(torch.get_rng_state(), after)
-        # Only torch's operations serve under a mode and under transforms: they drop what kernels dropped.
+        found |= {f"{case}, by torch": right for case, right in of_both(x, by_torch).items()}
         with FlopCounterMode(display=False):
-            found["under a mode"] = close(seeded(step_of, *x), by_kernels)
-        found["transformed"] = close([seeded(lambda: torch.func.vjp(attend, *(one.detach() for one in x))[0])], by_kernels[:1])
-        with dispatch.use(unmeasured=True, everywhere=True), concurrent.futures.ThreadPoolExecutor(1) as pool:
-            found["in a thread"] = all_equal(pool.submit(seeded, step_of, *x).result(), by_kernels)
-        # As sentence-transformers' cached losses do: inside of another backward.
-        hooked: list[list[torch.Tensor]] = []
-
-        def again(_: torch.Tensor) -> None:
-            with torch.enable_grad():
-                hooked.append(seeded(step_of, *x))
-            with torch.no_grad():
-                hooked[0][1] = seeded(lambda: [attend(*x), torch.rand(3), attend(*x)])[2]
-
-        cached = first[0].clone().requires_grad_().sum()
-        cached.register_hook(again)
-        cached.backward()
-        found["in a hook"] = all_equal(hooked[0], by_kernels)
-        passes = checkpointed(x, False)
-        found["not reentrant"] = torch.equal(passes[0][0], by_kernels[0]) and all_equal(*passes)
-        found["elsewhere torch trains"] = all_equal(
-            *([function(*x).detach(), torch.get_rng_state()] for function in (attend, sdpa) if torch.manual_seed(2))
-        )
-        fewer = x[0][:, :, :9]
-        shorter = [seeded(lambda: attend(fewer, *x[1:])), seeded(lambda: sdpa(fewer, *x[1:]))]
-        found["of other sizes torch trains"] = torch.equal(*shorter)
-        # A mask's gradient is the formula's, or a kernel's.
-        bias = torch.zeros(20, 24)
+            found["under a mode"] = close(seeded(step_of, *x), by_torch)
         with torch.no_grad():
-            plain = seeded(lambda: attend(*x, attn_mask=bias))
-        found["of a bias"] = torch.equal(plain, seeded(lambda: attend(*x, attn_mask=bias.requires_grad_())).detach())
-        found["compiled"] = all(all_equal(both, by_kernels[:1] * 2) for both in passes_compiled(x))
-        has, backwards.has_gradients = backwards.has_gradients, lambda *_, **__: False
-        found["compiled where torch alone trains"] = all(torch.equal(*both) for both in passes_compiled(x)[::3]) and not DRAWS
-        backwards.has_gradients = has
-        dispatch.reload()
-        DRAWS.clear()
-        with torch.inference_mode():
-            inferred = seeded(attend, *x)
-        found["in inference mode"] = all_equal([inferred, seeded(attend, *x).detach()], by_kernels[:1] * 2)
-        DRAWS.clear()
-        found["where no kernel launches"] = where_no_kernel_launches(x, own) and not DRAWS
+            found["explained"] = "whoever serves it in training" in dispatch.explain(*x, dropout_p=0.5, enable_gqa=True).reason
     finally:
-        backwards.gradient_choice, recalling.recalled = choose, recalled
+        backwards.gradient_choice = choose
         dispatch.reload()
-        DRAWS.clear()
+    found["where no kernel launches"] = where_no_kernel_launches(x, own)
+    return found
+
+
+def of_both(x: list[torch.Tensor], wanted: list[torch.Tensor]) -> dict[str, bool]:
+    """The same of the ways to compute a call without gradients and again with them, each of which is to give what is `wanted`."""
+    found = {}
+    with torch.no_grad():
+        out = seeded(lambda: [attend(*x), torch.rand(3), attend(*x)])
+    found["without gradients"] = torch.equal(out[0], wanted[0]) and torch.equal(out[2], wanted[1])
+    with torch.inference_mode():
+        found["in inference mode"] = torch.equal(seeded(attend, *x), wanted[0])
+    for name, reentrant in (("reentrant", True), ("not reentrant", False)):
+        passes = checkpointed(x, reentrant)
+        found[name] = torch.equal(passes[0][0], wanted[0]) and all_equal(*passes)
+    hooked: list[list[torch.Tensor]] = []
+
+    def again(_: torch.Tensor) -> None:
+        with torch.enable_grad():
+            hooked.append(seeded(step_of, *x))
+
+    # As sentence-transformers' cached losses do: inside of another backward.
+    cached = out[0].clone().requires_grad_().sum()
+    cached.register_hook(again)
+    cached.backward()
+    found["in a hook"] = all_equal(hooked[0], wanted)
+    found["compiled"] = all(all_equal(both, wanted[:1] * 2) for both in passes_compiled(x))
     return found
 
 
 def passes_compiled(x: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     """What is computed without gradients and then with them, either or both by what a compiler made of it, and so in a checkpoint."""
     torch._dynamo.reset()
-    dispatch.reload()
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
     found: list[list[torch.Tensor]] = []
     for first, second in ((compiled, compiled), (attend, compiled), (compiled, attend)):
-        DRAWS.clear()
         with torch.no_grad():
             out = seeded(first, *x)
         found.append([out, seeded(second, *x).detach()])
     again: list[torch.Tensor] = []
-    DRAWS.clear()
 
     def function(*t: torch.Tensor) -> torch.Tensor:
         out = compiled(*t)

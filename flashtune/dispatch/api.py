@@ -20,10 +20,9 @@ from flashtune.core.target import find_target
 from flashtune.core.torch_attention import autocasting
 from flashtune.dispatch.call import Arguments, Options, PerHead, parse, unwrapped
 from flashtune.dispatch.launch import devices
-from flashtune.dispatch.plans.drawing import SEEDED, UNSEEDED, draws_in_a_capture, unseeded, way_back
+from flashtune.dispatch.plans.drawing import draws_in_a_capture, way_back
 from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan, Outputs
 from flashtune.dispatch.plans.known import Plan
-from flashtune.dispatch.plans.recalling import RememberingPlan
 from flashtune.dispatch.policy import growing
 from flashtune.dispatch.resolve import backwards, called, choosing
 from flashtune.dispatch.resolve.code import tried
@@ -90,8 +89,8 @@ def attention(
         return_lse: return (output, lse) with lse the natural logarithm of the softmax's denominator, float32 (..., Hq, N_q), -inf for
             rows with nothing to attend to; dropout doesn't enter it.
         seed: 64 bits that fix dropout's mask as a function of absolute indices (flashtune.core.reference.dropout_keep with
-            offset 0); None draws from torch's generator. What kernels drew from it without a gradient they draw again with one, from where
-            the generator stood then, but under torch.func, a mode or a tracer; torch drops other pairs.
+            offset 0); None draws from torch's generator, and then the call is served by whoever would serve it in training: from one state
+            of the generator the same pairs are dropped without gradients and with them. Kernels and torch drop different pairs.
         allow_tf32: let float32 inputs be multiplied as TF32 by kernels.
         alibi_slopes: float32 (Hq,) or (B, Hq), as in flash-attn: the score of query i and key j loses slope |i + shift - j|, after
             softcap and before masks; the shift is that of `causal_alignment`.
@@ -135,8 +134,6 @@ def attention(
     options = (dropout_p, is_causal, scale, enable_gqa, window, softcap, causal_alignment, return_lse, allow_tf32, deterministic)
     if torch.compiler.is_compiling():
         return _traced(Arguments(query, key, value, attn_mask, seed, per_head), Options(*options))
-    # Who may draw dropout's mask hangs on what is to drop the same.
-    draws = SEEDED if seed is not None else unseeded() if dropout_p else UNSEEDED
     signature: tuple[Any, ...] | None = None
     direct: Callable[..., torch.Tensor] | None = None
     plans = STACK.get().plans
@@ -146,7 +143,7 @@ def attention(
             recent is not None
             and attn_mask is None
             and per_head is None
-            and recent.draws == draws
+            and recent.seeded is (seed is not None)
             and recent.options == options
             and recent.check(query, key, value)
             and (recent.grad_mode is None or recent.grad_mode is torch.is_grad_enabled())
@@ -185,7 +182,7 @@ def attention(
                 key.device,
                 value.device,
                 options,
-                draws,
+                seed is not None,
                 memory,
                 why_torch,
                 None if per_head is None else per_head.signature(),
@@ -193,7 +190,7 @@ def attention(
             plan = plans.get(signature)
             if plan is not None and memory is None and per_head is None and (why_torch is None or why_torch is GRADIENT):
                 cast_to = torch.get_autocast_dtype(query.device.type) if cast else None
-                plans.served(signature, plan, options, draws=draws, cast_to=cast_to, tensors=(query, key, value))
+                plans.served(signature, plan, options, seeded=seed is not None, cast_to=cast_to, tensors=(query, key, value))
     except (AttributeError, TypeError, ValueError, RuntimeError):
         # Something isn't a tensor, is one without sizes or memory, or can't be hashed or compared; parsing says what.
         signature, plan = None, None
@@ -245,7 +242,7 @@ def explain(*arguments: Any, **keywords: Any) -> Explanation:
 
 def _forward_of(plan: Plan) -> Plan:
     """The plan of the forward that this one is around; itself where it is around none."""
-    return plan.forward if isinstance(plan, (training.TrainingPlan, RememberingPlan)) else plan
+    return plan.forward if isinstance(plan, training.TrainingPlan) else plan
 
 
 def _in_force(memo: Memo, chosen: Plan) -> KernelPlan | None:
@@ -276,9 +273,10 @@ def _first_call(signature: tuple[Any, ...] | None, given: Arguments, options: Op
     """Check, choose, run and remember; a kernel that can't be built here gives way to the next choice."""
     if signature is None and overriding.nested(given, options):
         return overriding.torchs(*given[:4], options), None
-    memo, draws = current(), bool(options.dropout_p) and given.seed is None
-    # Who serves dropout of one length, and remembers it, says nothing of another's.
-    span = None if draws else growing.span_of(signature)
+    memo = current()
+    # Who serves unseeded dropout of one length says nothing of another's.
+    rate = options.dropout_p
+    span = None if isinstance(rate, torch.Tensor) or (rate and given.seed is None) else growing.span_of(signature)
     if span is not None and (around := memo.spans.get(span)) is not None:
         with memo.lock:
             try:
@@ -292,6 +290,10 @@ def _first_call(signature: tuple[Any, ...] | None, given: Arguments, options: Op
             return grown.run(*given)
     call = parse(given, options)
     plan = FrameworkPlan.of(call, *given[:4])
+    draws = call.dropout_p > 0.0 and given.seed is None
+    if draws and torch.cuda.is_initialized() and draws_in_a_capture(call, None):
+        # Nothing is decided: the next call outside of a graph may be a kernel's.
+        return plan.captured(*given)
     with memo.lock:
         if signature is not None and (decided := memo.plans.get(signature)) is not None:
             # Another thread decided while this one waited.
@@ -300,15 +302,13 @@ def _first_call(signature: tuple[Any, ...] | None, given: Arguments, options: Op
         called.meet(memo, call, given, why_torch)
         for candidate in choosing.candidates(memo, call, *given[:4], why_torch):
             if candidate.kind == "framework":
-                if candidate.recalls is not None:
-                    plan = training.recalling(memo, plan, candidate.recalls)
-                elif span is not None and span not in memo.spans:
+                if span is not None and span not in memo.spans:
                     around = plan if plan.words is not None and choosing.serves_span(memo, call, None, options.sides()) else None
                     memo.spans[span] = around
                 break
             chosen = training.TrainingPlan(memo, call, candidate.plan) if candidate.trains else candidate.plan
             build = partial(chosen.build, *given[:4], given.per_head)
-            back = way_back(call.device) if draws and not draws_in_a_capture(call, given.seed) else None
+            back = way_back(call.device) if draws else None
             outputs = tried(memo, candidate.variant, call.device, build, partial(chosen.run, *given))
             if outputs is None:
                 if back is not None:
@@ -332,7 +332,7 @@ def _traced(given: Arguments, options: Options) -> Any:
     call = parse(given, options)
     why_torch = "transformed" if transformed() or switched_off() else why_torch_ever(*given[:4], given.per_head)
     problem, trains = call.problem, False
-    # What is computed without gradients may be computed again with them, by a graph that asks nobody what was drawn.
+    # What is computed without gradients may be computed again with them.
     draws = call.torch_draws and (why_torch is None or why_torch in GRADIENTS)
     if problem is not None and (draws or why_torch in GRADIENTS):
         # What is known of other sizes would do: only whether anything was measured counts.
@@ -343,7 +343,6 @@ def _traced(given: Arguments, options: Options) -> Any:
         flags = [
             call.deterministic,
             backwards.composite(call),
-            draws,
             *(getattr(features, name) for name in FLAGS),
             *(name in asked for name in ASKED),
         ]
@@ -371,11 +370,10 @@ def _trainable(
     right: int | None,
     deterministic: bool,
     composite: bool,
-    draws: bool,
     *flags: bool,
 ) -> bool:
-    """Whether backward kernels are trusted with problems like this one, of usual sizes, or are there where it `draws`; `composite`
-    as `backwards.composite` says, `flags` are those of FLAGS and ASKED.
+    """Whether backward kernels are trusted with problems like this one, of usual sizes; `composite` as `backwards.composite` says,
+    `flags` are those of FLAGS and ASKED.
 
     A compiler that traces takes the answer for a constant, and gives nothing but plain values.
     """
@@ -388,8 +386,6 @@ def _trainable(
     memo = current()
     with memo.lock:
         repeatable = backwards.same_bits_asked(deterministic)
-        if draws:
-            return backwards.has_gradients(memo, problem, target, repeatable=repeatable)
         return backwards.gradient_choice(memo, problem, target, repeatable=repeatable, composite=composite)[0] is not None
 
 

@@ -86,6 +86,12 @@ class FrameworkPlan:
                 keep = reference.dropout_keep(*random_bits(seed, call.device), *sizes, call.dropout_p, device=call.device)
         return framework.attention(call, query, key, value, attn_mask, keep, per_head)
 
+    def captured(self, *given: Any) -> Outputs:
+        """The same for unseeded dropout in a CUDA graph, whose replays draw anew: torch registers its generator with the graph. What cuDNN
+        and cuBLAS load at their first call is no part of the graph."""
+        with driver.relaxed_capture() if torch.version.cuda else contextlib.nullcontext():
+            return self.run(*given)
+
 
 class ModulePlan:
     """Launches a rendered module: through the driver where its host code could be recorded (`program`), else by Triton's own launcher."""
@@ -266,7 +272,7 @@ class KernelPlan(ModulePlan):
         if call.dropout_p:
             if draws_in_a_capture(call, seed):
                 # Numbers that are drawn here would be the same at every replay of the graph.
-                return self._framework.run(query, key, value, attn_mask, seed, per_head)
+                return self._framework.captured(query, key, value, attn_mask, seed, per_head)
             bits = random_bits(seed, device)
         if program is None:
             return self._through_triton(query, key, value, attn_mask, bits, per_head)

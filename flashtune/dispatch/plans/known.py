@@ -38,7 +38,7 @@ class Recent:
     """
 
     options: tuple[Any, ...]
-    draws: int
+    seeded: bool
     grad_mode: bool | None
     cast_to: torch.dtype | None
     check: Callable[[Tensor, Tensor, Tensor], bool]
@@ -68,7 +68,7 @@ class Plans(dict[Hashable, Plan]):
         plan: Plan,
         options: tuple[Any, ...],
         *,
-        draws: int,
+        seeded: bool,
         cast_to: torch.dtype | None = None,
         tensors: tuple[Tensor, Tensor, Tensor],
     ) -> None:
@@ -83,7 +83,7 @@ class Plans(dict[Hashable, Plan]):
             check = _guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
             grad_mode = torch.is_grad_enabled() if any(x.requires_grad for x in tensors) else None
             direct = plan.direct() if isinstance(plan, FrameworkPlan) else None
-            made = self._made[signature] = Recent(options, draws, grad_mode, cast_to, check, plan, direct)
+            made = self._made[signature] = Recent(options, seeded, grad_mode, cast_to, check, plan, direct)
         self.recent = made
         if signature not in self:
             # It was forgotten meanwhile, by another thread.

@@ -113,17 +113,6 @@ def usual(problem: Problem) -> Problem:
     return replace(problem, batch=8, heads=16 * (problem.heads // problem.kv_heads), kv_heads=16, n_q=2048, n_kv=2048)
 
 
-def has_gradients(memo: Memo, trained: Problem, target: Target, *, repeatable: bool) -> bool:
-    """Whether there is a backward kernel that was measured on the GPU's architecture, faster than torch's or not, or is allowed without:
-    at usual sizes, so that eager calls and compiled ones agree whatever theirs are."""
-    trained = usual(trained)
-    known = _repeatable(families()) if repeatable else families()
-    pool = memo.pool(trained.key(target.slug), target)
-    chosen = next(_gradient_choices(trained, target, pool, known, framework_serves=False, unmeasured=memo.unmeasured))
-    measured = chosen.record is not None and chosen.record.outcome.source == "measured"
-    return chosen.family is not None and (measured or memo.unmeasured)
-
-
 def _gradient_choices(
     problem: Problem, target: Target, records: Pool | Sequence[TuningRecord], known: Mapping[str, Family], **words: bool
 ) -> Iterator[Choice]:

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +16,7 @@ from flashtune.core.target import Target
 from flashtune.core.torch_dtypes import KERNEL_DTYPES
 from flashtune.dispatch.call import Call
 from flashtune.dispatch.launch import devices, kernels
-from flashtune.dispatch.plans.drawing import IN_AUTOGRAD, unseeded
 from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan, Twin
-from flashtune.dispatch.plans.recalling import RememberingPlan
 from flashtune.dispatch.policy import Choice, Kind, Pool, Refusal, growing, rank, torch_has
 from flashtune.dispatch.policy.ready import ready_first
 from flashtune.dispatch.resolve import backwards
@@ -33,23 +31,17 @@ Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """Query, key, value and mask, as they were given."""
 
 
-Recalls = Literal["kernels", "operations"]
-"""Who can compute again what kernels drew without gradients: kernels, forward and backward, or torch's operations with a mask."""
-
-
 class Candidate(NamedTuple):
     """A plan that may serve, the step of the policy that chose it, and what says why; `variant` is None where it is the framework's.
 
-    Where it `trains`, kernels compute the gradients, too, and the plan is that of the forward (`forward_of`). `recalls` says what drops
-    again, in the framework's place, what kernels dropped without gradients (`training.recalling`); None where nothing has to.
+    Where it `trains`, kernels compute the gradients, too, and the plan is that of the forward (`forward_of`).
     """
 
-    plan: FrameworkPlan | KernelPlan | RememberingPlan
+    plan: FrameworkPlan | KernelPlan
     kind: Kind
     said: Callable[[], Explanation]
     variant: Variant | None = None
     trains: bool = False
-    recalls: Recalls | None = None
 
     @property
     def explanation(self) -> Explanation:
@@ -66,28 +58,29 @@ def candidates(memo: Memo, call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Te
     problem = call.problem
     if torch_only is None:
         torch_only = _out_of_reach(call)
-    may_train = torch_only is None or torch_only in GRADIENTS
     if torch_only in GRADIENTS and problem is not None:
         why = yield from _trained(memo, call, problem, (q, k, v, mask), GRADIENTS[torch_only])
         torch_only = f"{torch_only}, and {why}"
         if call.mask_kind != "none" and call.device.type == "cuda":
             torch_only += " (without cuDNN, whose gradients can be NaN under a mask)"
-    drawing = _drawing(memo, call, problem) if may_train and problem is not None else None
-    if drawing is not None:
-        torch_only = drawing.torch_only if torch_only is None else torch_only
+    fused = call.fused_by_torch
+    if torch_only is None and problem is not None and call.torch_draws and not memo.pinned:
+        # What is computed without gradients may be computed again with them, and has to drop the same pairs then.
+        repeatable = backwards.same_bits_asked(call.deterministic)
+        chosen, why = backwards.gradient_choice(memo, backwards.trained_as(problem), devices.target_of(call.device), repeatable=repeatable)
+        fused = fused and chosen is None
+        if chosen is None:
+            torch_only = f"unseeded dropout is served by whoever serves it in training, and there {why}"
     if torch_only is None and problem is not None:
         if devices.INTERPRETING:
             memo.warn_of_missing()
-        yield from _by_rank(memo, call, problem, (q, k, v, mask), drawing or Drawing())
+        yield from _by_rank(memo, call, problem, (q, k, v, mask), framework_serves=fused)
         return
     memo.warn_of_missing()
     gpu = "cpu" if call.device.type == "cpu" else _slug(call.device)
     key = problem.key(gpu) if problem is not None and gpu != call.device.type else None
     said = functools.partial(Explanation, kind="framework", reason=f"{torch_only}, so torch's own attention serves it", gpu=gpu, key=key)
-    recalls = _recalling(call, drawing)
-    if recalls == "kernels":
-        said = functools.partial(_said_more, said, "what kernels drew without gradients they draw again")
-    yield Candidate(plan=FrameworkPlan.of(call, q, k, v, mask), kind="framework", said=said, recalls=recalls)
+    yield Candidate(plan=FrameworkPlan.of(call, q, k, v, mask), kind="framework", said=said)
 
 
 def _out_of_reach(call: Call) -> str | None:
@@ -117,55 +110,18 @@ def _trained(memo: Memo, call: Call, problem: Problem, given: Tensors, asked: Se
     return why
 
 
-class Drawing(NamedTuple):
-    """What unseeded dropout makes of a call: whether kernels draw in training, whether they may draw again what was drawn without
-    gradients, and why only torch can serve it, if that is so."""
-
-    trains: bool = False
-    recalls: bool = False
-    torch_only: str | None = None
-
-
-def _drawing(memo: Memo, call: Call, problem: Problem) -> Drawing | None:
-    """The same of this call; None where nothing is drawn, or not by who serves.
-
-    What is computed without gradients may be computed again with them, and has to drop the same then.
-    """
-    if memo.pinned or not call.torch_draws:
-        return None
-    trained, target = backwards.trained_as(problem), devices.target_of(call.device)
-    repeatable = backwards.same_bits_asked(call.deterministic)
-    chosen, why = backwards.gradient_choice(memo, trained, target, repeatable=repeatable)
-    if chosen is not None:
-        return Drawing(trains=True, recalls=True)
-    recalls = backwards.has_gradients(memo, trained, target, repeatable=repeatable)
-    alone = unseeded() == IN_AUTOGRAD or not recalls
-    return Drawing(recalls=recalls, torch_only=f"unseeded dropout drops what it would drop in training, and there {why}" if alone else None)
-
-
-def _recalling(call: Call, drawing: Drawing | None) -> Recalls | None:
-    """What is to compute a call of the framework's again, where a kernel drew for one like it without gradients."""
-    if drawing is not None and drawing.recalls:
-        return "kernels"
-    drawn = call.device.type == "cuda" or devices.INTERPRETING
-    return "operations" if drawn and call.torch_draws and call.problem is not None else None
-
-
-def _by_rank(memo: Memo, call: Call, problem: Problem, given: Tensors, drawing: Drawing) -> Iterator[Candidate]:
+def _by_rank(memo: Memo, call: Call, problem: Problem, given: Tensors, *, framework_serves: bool) -> Iterator[Candidate]:
     """Plans in the policy's order, of kernels that can be built and take these tensors."""
     target, known, records = memo.surroundings(call.device, problem)
     q, k, v = call.views(*given[:3])
     mask = call.full_mask(given[3])
     interpreted = call.device.type == "cpu"
-    # Gradients of a bias and of what is given per head may be torch's where others aren't.
-    remembers = drawing.recalls and (not drawing.trains or call.mask_kind == "bias" or call.per_head)
     refused: list[str] = []
     failed: set[str] = set()
     if (pinned := memo.pinned.get("fwd")) is not None and pinned.accepts(q, k, v, mask):
         said = functools.partial(Explanation, kind="exact", reason="its kernel is pinned", gpu=target.slug)
         yield Candidate(plan=KernelPlan(call, pinned, q), kind="exact", said=said)
-    # Where kernels draw in training, torch would drop other pairs.
-    words = {"framework_serves": call.fused_by_torch and not drawing.trains, "unmeasured": memo.unmeasured or interpreted}
+    words = {"framework_serves": framework_serves, "unmeasured": memo.unmeasured or interpreted}
     for choice in _ranked(memo, problem, target, records, known, **words):
         if isinstance(choice, Refusal):
             refused.append(_refusal(memo, choice))
@@ -173,7 +129,7 @@ def _by_rank(memo: Memo, call: Call, problem: Problem, given: Tensors, drawing: 
         family, config = choice.family, choice.config
         if family is None or config is None:
             said = functools.partial(explained, choice, problem, target, tuple(refused))
-            yield Candidate(plan=FrameworkPlan.of(call, q, k, v, mask), kind=choice.kind, said=said, recalls=_recalling(call, drawing))
+            yield Candidate(plan=FrameworkPlan.of(call, q, k, v, mask), kind=choice.kind, said=said)
             continue
         if family.name in failed and choice.record is not None:
             continue
@@ -185,12 +141,7 @@ def _by_rank(memo: Memo, call: Call, problem: Problem, given: Tensors, drawing: 
                 memo.warn_of_elsewhere(choice.record, call.device)
             twin = _twin(memo, call, choice, target, q)
             plan = KernelPlan(call, module, q, twin=twin, manifest=manifest, whole=whole, warn=memo.warn_once)
-            if not remembers:
-                yield Candidate(plan=plan, kind=choice.kind, said=said, variant=variant)
-            else:
-                remembering = RememberingPlan(plan, torch_trains=not drawing.trains)
-                said = functools.partial(_said_more, said, "what it draws is remembered, to be drawn again with gradients")
-                yield Candidate(plan=remembering, kind=choice.kind, said=said, variant=variant)
+            yield Candidate(plan=plan, kind=choice.kind, said=said, variant=variant)
             # The caller comes back only when this one failed.
             why = memo.broken.get((variant.id, str(call.device)), "it failed")
         elif module is not None:
@@ -256,12 +207,6 @@ def _explained_both(forward: Candidate, chosen: Choice, problem: Problem, target
     """The explanation of a forward by kernels, and of the backward's kernel that was `chosen`."""
     variant = None if chosen.family is None else variant_of(chosen, chosen.family)
     return replace(forward.explanation, backward=explained(chosen, problem, target, (), variant))
-
-
-def _said_more(said: Callable[[], Explanation], more: str) -> Explanation:
-    """The same with another clause of its reason."""
-    found = said()
-    return replace(found, reason=f"{found.reason}; {more}")
 
 
 def _ranked(

@@ -10,7 +10,7 @@ from flashtune.core.parameters import PER_HEAD
 from flashtune.core.torch_dtypes import output_torch_dtype
 from flashtune.dispatch import framework
 from flashtune.dispatch.call import Arguments, Call, Options, PerHead, parse, seed_bits, signed
-from flashtune.dispatch.plans.drawing import drawn_as, draws_in_a_capture, random_bits, remember
+from flashtune.dispatch.plans.drawing import draws_in_a_capture, random_bits
 from flashtune.dispatch.plans.forward import Outputs
 from flashtune.dispatch.plans.memory import out_strides
 
@@ -95,11 +95,9 @@ def define(eager: Callable[..., Any]) -> None:
         call = _parsed(query, key, value, given)
         draws = call.torch_draws and not draws_in_a_capture(call, None)
         if draws:
-            # It is in graphs only where kernels draw with gradients, too, which eager calls may have to be reminded of.
+            # It is in graphs only where kernels draw with gradients, too.
             given["seed"] = random_bits(None, query.device)[0]
         served = eager(query, key, value, window=window, **given)
-        if draws:
-            remember(given["seed"] ^ drawn_as(call))
         out, lse = served if given["return_lse"] else (served, query.new_empty(0, dtype=torch.float32))
         # What the graph was promised; the framework's own backends choose otherwise.
         shape, strides = _promised(call, query, key, value)

@@ -7,8 +7,6 @@ bits every time, only families serve that add up in a fixed order.
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,13 +14,11 @@ import torch
 from flashtune.core.errors import InputError
 from flashtune.core.torch_dtypes import output_torch_dtype
 from flashtune.dispatch.call import Arguments, Call, Options, PerHead, parse, signed
-from flashtune.dispatch.plans.drawing import drawn_as, draws_in_a_capture, random_bits
+from flashtune.dispatch.plans.drawing import draws_in_a_capture, random_bits
 from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan, Outputs
 from flashtune.dispatch.plans.gradients import Given
 from flashtune.dispatch.plans.memory import out_strides
-from flashtune.dispatch.plans.recalling import RecallingPlan, RememberingPlan
-from flashtune.dispatch.resolve import backwards, choosing, layers
-from flashtune.dispatch.resolve.code import tried
+from flashtune.dispatch.resolve import backwards, layers
 from flashtune.dispatch.resolve.given import DECIDED
 from flashtune.dispatch.resolve.memo import Memo
 
@@ -132,7 +128,7 @@ class TrainingPlan:
 
     __slots__ = ("_framework", "backward", "call", "forward", "memo", "numbers")
 
-    def __init__(self, memo: Memo, call: Call, forward: FrameworkPlan | KernelPlan | RememberingPlan) -> None:
+    def __init__(self, memo: Memo, call: Call, forward: FrameworkPlan | KernelPlan) -> None:
         """`forward` serves `backwards.forward_of(call)`."""
         self.memo, self.call, self.forward = memo, call, forward
         self.backward = backwards.backward(memo, backwards.forward_of(call))
@@ -165,7 +161,7 @@ class TrainingPlan:
         if call.dropout_p:
             if draws_in_a_capture(call, seed):
                 # Numbers that are drawn here would be the same at every replay of the graph.
-                return self._framework.run(query, key, value, attn_mask, seed, per_head)
+                return self._framework.captured(query, key, value, attn_mask, seed, per_head)
             # As calls without gradients draw them: a checkpoint that is recomputed goes from one to the other.
             bits = random_bits(seed, call.device)[0]
         if not call.identity:
@@ -180,40 +176,6 @@ class TrainingPlan:
         if call.rank == 4:
             return out, lse
         return call.restored(out), call.restored(lse) if call.return_lse else None
-
-
-def recalling(memo: Memo, plan: FrameworkPlan, by: choosing.Recalls) -> RecallingPlan:
-    """The framework's plan for unseeded dropout, save that kernels or torch's operations drop again what kernels dropped without gradients.
-
-    Operations do where no kernel can serve, as under a mode, a transform or a mode of torch's that wants the same bits; their mask is as
-    large as the scores.
-    """
-    call = plan.call
-    again = _kernels(memo, call) if by == "kernels" else FrameworkPlan(call=replace(call, seeded=True)).run
-    return RecallingPlan(call=call, words=plan.words, like=drawn_as(call), again=again)
-
-
-def _kernels(memo: Memo, call: Call) -> Callable[..., Outputs]:
-    """Kernels for a call whose gradients would be the framework's, chosen when it comes."""
-    chosen: list[TrainingPlan] = []
-
-    def kernels(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, *others: Any) -> Outputs:
-        given = query, key, value, attn_mask, *others
-        if chosen:
-            return chosen[0].run(*given)
-        inner = backwards.forward_of(call)
-        with memo.lock:
-            # The last is torch's operations, with the mask that kernels draw.
-            for forward in choosing.candidates(memo, inner, *call.views(query, key, value), call.small_mask(attn_mask), None):
-                made = TrainingPlan(memo, call, forward.plan)
-                build = partial(made.build, query, key, value, attn_mask, given[-1])
-                outputs = tried(memo, forward.variant, call.device, build, partial(made.run, *given))
-                if outputs is not None:
-                    chosen.append(made)
-                    return outputs
-        raise AssertionError("the candidates end with the framework")
-
-    return kernels
 
 
 class _Attention(torch.autograd.Function):
