@@ -1,6 +1,8 @@
 """Bad arguments are refused in one sentence with the value and the remedy, and torch refuses them too (or documents that it should)."""
 
+import itertools
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,11 +11,16 @@ import torch.nn.functional as F
 
 from flashtune import dispatch
 from flashtune.core.errors import FlashtuneError, InputError, InputTypeError
+from flashtune.dispatch import api
 
 Q = torch.randn(2, 4, 8, 16)
 E4M3 = Q.to(torch.float8_e4m3fn)
 GQA = torch.randn(2, 2, 8, 16)
 NESTED = torch.nested.nested_tensor([torch.randn(4, 3, 16), torch.randn(4, 5, 16)])
+JAGGED = torch.nested.nested_tensor([torch.randn(n, 4, 16) for n in (5, 9)], layout=torch.jagged).transpose(1, 2)
+NO_NESTED = (
+    "query is a nested tensor, which torch's own attention alone takes, and that without {}: pad it to a dense one and mask the padding"
+)
 
 BAD: list[tuple[str, tuple[Any, ...], dict[str, Any], type[FlashtuneError], str]] = [
     ("not-a-tensor", (Q.tolist(), Q, Q), {}, InputTypeError, "query must be a tensor, not list"),
@@ -47,7 +54,26 @@ BAD: list[tuple[str, tuple[Any, ...], dict[str, Any], type[FlashtuneError], str]
     ("scale-learnt", (Q, Q, Q), {"scale": torch.tensor(1.0, requires_grad=True)}, InputTypeError, "scale must be a number, not Tensor"),
 ]
 OURS: list[tuple[str, tuple[Any, ...], dict[str, Any], type[FlashtuneError], str]] = [
+    ("dropout-empty", (Q, Q, Q), {"dropout_p": torch.ones(0)}, InputTypeError, "dropout_p must be a number, not Tensor"),
+    ("dropout-two", (Q, Q, Q), {"dropout_p": torch.ones(2)}, InputTypeError, "dropout_p must be a number, not Tensor"),
+    ("scale-large", (Q, Q, Q), {"scale": 1e308}, InputError, "scale=1e+308 is larger than float32 holds: give a number below 3.4e+38"),
+    (
+        "scale-double",
+        (Q.double(),) * 3,
+        {"scale": -(2**1024)},
+        InputError,
+        "scale is larger than float64 holds: give a number below",
+    ),
+    ("softcap-large", (Q, Q, Q), {"softcap": 2**1024}, InputError, "softcap is larger than float32 holds: give a number below"),
+    ("softcap-small", (Q, Q, Q), {"softcap": 1e-50}, InputError, "softcap=1e-50 is less than float32's 1.2e-38: give a larger cap, or 0"),
+    ("factor-large", (E4M3,) * 3, {"k_descale": 1e308}, InputError, "k_descale=1e+308 is larger than float32 holds: give a number below"),
+    ("factor-of-values", (E4M3,) * 3, {"v_descale": 10**400}, InputError, "v_descale is larger than float32 holds: give a number below"),
     ("nested", (NESTED, NESTED, NESTED), {"softcap": 1.0}, InputTypeError, "query is a nested tensor"),
+    ("jagged-softcap", (JAGGED,) * 3, {"softcap": 1.0}, InputTypeError, NO_NESTED.format("softcap")),
+    ("jagged-window", (JAGGED,) * 3, {"window": 3}, InputTypeError, NO_NESTED.format("window")),
+    ("jagged-lse", (JAGGED,) * 3, {"return_lse": True, "seed": 3}, InputTypeError, NO_NESTED.format("return_lse and seed")),
+    ("jagged-alibi", (JAGGED,) * 3, {"alibi_slopes": torch.ones(4)}, InputTypeError, NO_NESTED.format("alibi_slopes")),
+    ("jagged-keys", (Q, JAGGED, JAGGED), {"sinks": torch.ones(4)}, InputTypeError, "key is a nested tensor"),
     # torch calls this an error, in these words where a backend checks it.
     (
         "causal-and-mask",
@@ -151,3 +177,18 @@ def test_a_bad_call_is_refused_again_after_a_good_one() -> None:
             dispatch.attention(Q, Q, Q, dropout_p=0.1, seed="1")
         with pytest.raises(InputError):
             dispatch.attention(Q, Q, Q[:, :, :5])
+
+
+def test_explain_names_no_kernel_that_cannot_be_built_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(*_: object) -> None:
+        raise RuntimeError("out of shared memory")
+
+    variant = SimpleNamespace(id="0" * 16, template="flash_decode", config=SimpleNamespace(label=lambda: "BLOCK_M=64"))
+    kernel = SimpleNamespace(plan=SimpleNamespace(build=build), variant=variant, trains=False)
+    found = api.choosing.candidates
+    monkeypatch.setattr(api.choosing, "candidates", lambda *given: itertools.chain([kernel], found(*given)))
+    with (
+        dispatch.use(unmeasured=False),
+        pytest.warns(RuntimeWarning, match="flash_decode with BLOCK_M=64 failed on cpu.*out of shared memory"),
+    ):
+        assert dispatch.explain(Q, Q, Q).kind == "framework"

@@ -135,3 +135,19 @@ def test_a_compiled_model_is_served() -> None:
     with torchs_place():
         torch.testing.assert_close(compiled(Q), sdpa(Q, Q, Q, is_causal=True) * 2)
     torch.testing.assert_close(compiled(Q), sdpa(Q, Q, Q, is_causal=True) * 2)
+
+
+def test_what_ours_refuses_and_torch_takes_is_torchs(served: list[str]) -> None:
+    mask = torch.ones(12, 12, dtype=torch.bool).tril(5)
+    mask[3] = False
+    wanted = F.scaled_dot_product_attention(Q, Q, Q, mask, is_causal=True)
+    with torchs_place():
+        torch.testing.assert_close(F.scaled_dot_product_attention(Q, Q, Q, mask, is_causal=True), wanted)
+        torch.testing.assert_close(F.scaled_dot_product_attention(Q, Q, Q, mask, 0.0, True), wanted)
+    assert len(served) == 2
+
+
+def test_what_both_refuse_is_said_in_the_words_of_both() -> None:
+    with torchs_place(), pytest.raises(TypeError, match="dropout_p") as caught:
+        F.scaled_dot_product_attention(Q, Q, Q, dropout_p="much")  # type: ignore[arg-type]
+    assert "dropout_p must be a number, not str" in str(caught.value.__context__)

@@ -1,6 +1,7 @@
 """Which keys a query sees (`Band`), and how callers write it (`parse_window`)."""
 
 import numbers
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, cast, get_args
 
@@ -54,15 +55,11 @@ class Band:
         """Whether a side hides keys."""
         return self.left is not None or self.right is not None
 
-    @property
-    def torch_causal(self) -> bool:
-        """Whether this is exactly torch's `is_causal`."""
-        return self.left is None and self.right == 0 and self.diagonal == 0
-
-    def trimmed(self, n_q: int, n_kv: int) -> "Band":
-        """Without the sides that hide no pair at these sizes: one query over the last key isn't causal."""
-        left = None if self.left is not None and self.left >= n_q - 1 + self.diagonal else self.left
-        right = None if self.right is not None and self.right >= n_kv - 1 - self.diagonal else self.right
+    def trimmed(self, n_q: int, n_kv: int, surely: Callable[[bool], bool] = bool) -> "Band":
+        """Without the sides that hide no pair at these sizes: one query over the last key isn't causal. `surely` is asked whether a
+        comparison of sizes holds, for they may be symbolic."""
+        left = None if self.left is not None and surely(self.left >= n_q - 1 + self.diagonal) else self.left
+        right = None if self.right is not None and surely(self.right >= n_kv - 1 - self.diagonal) else self.right
         return Band(left=left, right=right, diagonal=self.diagonal)
 
     def from_row(self, first: int) -> "Band":
@@ -103,10 +100,10 @@ class Sides(NamedTuple):
         left, right = parse_window(window)
         return cls(window=(left, 0 if is_causal else right), alignment=cast(Alignment, alignment))
 
-    def band(self, n_q: int, n_kv: int) -> Band:
-        """The band at these sizes, without sides that hide nothing."""
+    def band(self, n_q: int, n_kv: int, surely: Callable[[bool], bool] = bool) -> Band:
+        """The band at these sizes, without sides that hide nothing (`Band.trimmed`)."""
         left, right = self.window
-        return Band(left=left, right=right, diagonal=diagonal_of(self.alignment, n_q, n_kv)).trimmed(n_q, n_kv)
+        return Band(left=left, right=right, diagonal=diagonal_of(self.alignment, n_q, n_kv)).trimmed(n_q, n_kv, surely)
 
 
 def _pairs_up_to(n_q: int, n_kv: int, shift: int) -> int:

@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend
 
 sdpa = torch._C._nn.scaled_dot_product_attention  # pyright: ignore[reportAttributeAccessIssue]
 """What torch.nn.functional binds at its import. `F.scaled_dot_product_attention = dispatch.attention` leaves this one alone, even before
 flashtune is imported; looked up there at each call, or at import, attention would call itself."""
+
+_functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 
 _AUTOCASTS = frozenset(kind for kind in ("cpu", "cuda", "hpu", "mps", "mtia", "xpu") if torch.amp.is_autocast_available(kind))
 """Asked once: torch.compile can't trace the question in torch 2.11."""
@@ -95,6 +98,20 @@ def laid_out(strides: tuple[int, ...], x: Tensor) -> Tensor:
         if x.stride() == strides:
             return x
     return x.new_empty_strided(x.shape, strides).copy_(x)
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func or a forward-mode gradient is active."""
+    return forward_ad._current_level >= 0 or _functorch.peek_interpreter_stack() is not None
+
+
+def vmapped() -> bool:
+    """Whether torch.func.vmap is among the active transforms."""
+    return any(one.key() == _functorch.TransformType.Vmap for one in _functorch.get_interpreter_stack() or ())
+
+
+# What torch.compiler.assume_constant_result sets, which would import the compiler here: dynamo then asks while it traces.
+vmapped._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def sound_backends(mask: torch.Tensor | None) -> list[SDPBackend] | None:

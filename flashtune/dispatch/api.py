@@ -18,7 +18,7 @@ from flashtune.core.parameters import PER_HEAD
 from flashtune.core.problem import ASKED, FLAGS, Features, MaskKind, Problem
 from flashtune.core.target import find_target
 from flashtune.core.torch_attention import autocasting
-from flashtune.dispatch.call import Arguments, Options, PerHead, parse, unwrapped
+from flashtune.dispatch.call import Arguments, Call, Options, PerHead, parse, unwrapped
 from flashtune.dispatch.launch import devices
 from flashtune.dispatch.plans.drawing import draws_in_a_capture, way_back
 from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan, Outputs
@@ -216,7 +216,7 @@ def _with_signature_of(_: Callable[_P, Any]) -> Callable[[Callable[..., _R]], Ca
 
 @_with_signature_of(attention)
 def explain(*arguments: Any, **keywords: Any) -> Explanation:
-    """What would serve the same call of `attention`, and why; nothing is launched. Raises as `attention` does."""
+    """What would serve the same call of `attention`, and why; kernels are built, and none is launched. Raises as `attention` does."""
     given = inspect.signature(attention).bind(*arguments, **keywords)
     given.apply_defaults()
     words = given.arguments
@@ -235,9 +235,20 @@ def explain(*arguments: Any, **keywords: Any) -> Explanation:
     memo = current()
     with memo.lock:
         why_torch = why_torch_now(query, key, value, mask, per_head)
-        chosen = next(choosing.candidates(memo, call, query, key, value, mask, why_torch))
+
+        def builds(one: choosing.Candidate) -> bool:
+            build = partial(_plan_of(memo, call, one).build, query, key, value, mask, per_head)
+            return bool(tried(memo, one.variant, call.device, build, lambda: True))
+
+        # A kernel that can't be built here serves no call.
+        chosen = next(filter(builds, choosing.candidates(memo, call, query, key, value, mask, why_torch)))
         plan = _in_force(memo, _forward_of(chosen.plan))
         return chosen.explanation if plan is None else chosen.explanation.remembering(plan)
+
+
+def _plan_of(memo: Memo, call: Call, candidate: choosing.Candidate) -> Plan:
+    """What serves a call by this candidate, with its gradients where kernels compute them."""
+    return training.TrainingPlan(memo, call, candidate.plan) if candidate.trains else candidate.plan
 
 
 def _forward_of(plan: Plan) -> Plan:
@@ -291,7 +302,7 @@ def _first_call(signature: tuple[Any, ...] | None, given: Arguments, options: Op
     call = parse(given, options)
     plan = FrameworkPlan.of(call, *given[:4])
     draws = call.dropout_p > 0.0 and given.seed is None
-    if draws and torch.cuda.is_initialized() and draws_in_a_capture(call, None):
+    if draws and torch.cuda.is_initialized() and draws_in_a_capture(call, None):  # type: ignore[no-untyped-call]
         # Nothing is decided: the next call outside of a graph may be a kernel's.
         return plan.captured(*given)
     with memo.lock:
@@ -306,7 +317,7 @@ def _first_call(signature: tuple[Any, ...] | None, given: Arguments, options: Op
                     around = plan if plan.words is not None and choosing.serves_span(memo, call, None, options.sides()) else None
                     memo.spans[span] = around
                 break
-            chosen = training.TrainingPlan(memo, call, candidate.plan) if candidate.trains else candidate.plan
+            chosen = _plan_of(memo, call, candidate)
             build = partial(chosen.build, *given[:4], given.per_head)
             back = way_back(call.device) if draws else None
             outputs = tried(memo, candidate.variant, call.device, build, partial(chosen.run, *given))

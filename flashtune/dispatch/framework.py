@@ -12,7 +12,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashtune.core import reference
 from flashtune.core.parameters import CallParameters, per_head_words
-from flashtune.core.torch_attention import MOST_HEADS, autocasting, differentiable_sdpa, readable, sdpa, sound_backends
+from flashtune.core.torch_attention import (
+    MOST_HEADS,
+    autocasting,
+    differentiable_sdpa,
+    readable,
+    sdpa,
+    sound_backends,
+    transformed,
+    vmapped,
+)
 from flashtune.dispatch.call import Call, PerHead
 
 Outputs = tuple[Tensor, Tensor | None]
@@ -33,7 +42,7 @@ def takes_as_it_is(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | N
     # Torch's fused CPU kernel looks for rows and columns in a mask that broadcasts.
     fits = mask is None or (call.dtype != torch.float64 and mask.dim() > 1)
     fits = fits and call.fused_by_torch and not call.deterministic and call.identity and call.scale > 0.0
-    if not fits or call.empty or not call.d_v or call.dropout_p == 1.0:
+    if not fits or call.empty or not call.d_v or call.dropout_p == 1.0 or transformed():
         return False
     if call.device.type != "cuda":
         return True
@@ -52,6 +61,12 @@ def _readable(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Ten
     return readable(q), readable(k), readable(v), mask
 
 
+def as_bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A boolean mask on a GPU as the bias that torch makes of it, but for -inf in the place of the smallest number, with which cuDNN gives
+    the mean of the values in rows that see no key (torch 2.11)."""
+    return mask.to(dtype).log() if mask is not None and mask.dtype == torch.bool and mask.is_cuda else mask
+
+
 def attention(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, keep: Tensor | None, per_head: PerHead | None) -> Outputs:
     """Serve `call` in torch operations, differentiable: output and, when asked for, the float32 LSE.
 
@@ -66,7 +81,14 @@ def attention(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, 
     if (call.empty or not call.d_v or call.dropout_p == 1.0) and not call.return_lse:
         zeros = torch.zeros((call.batch, call.heads, call.n_q, call.d_v), dtype=call.out_dtype, device=call.device)
         return call.restored(_beside(zeros, q, k, v, mask, given.slopes, given.sinks)), None
-    if call.composite or keep is not None:
+    operations = call.composite or keep is not None
+    if not operations and vmapped():
+        # Of what vmap has batched cuDNN gives wrong gradients and memory-efficient attention refuses its own LSE, or a mask that isn't
+        # batched; torch's math adds a mask that is in place to scores that aren't (torch 2.11).
+        operations = True
+        if call.dropout_p:
+            keep = torch.rand((call.batch, call.heads, call.n_q, call.n_kv), device=call.device) >= call.dropout_p
+    if operations:
         out, lse = _composite(call, q, k, v, given, keep)
         return call.restored(out), call.restored(_beside(lse, v)) if call.return_lse else None
     descale, slopes = given.descale, given.slopes
@@ -81,7 +103,7 @@ def attention(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, 
         wide = torch.promote_types(q.dtype, mask.dtype)
         q, k, v, mask = q.to(wide), k.to(wide), v.to(wide), mask.to(wide)
     # A tracer may hold symbolic truth values, which torch refuses; a branch on one settles it.
-    causal = True if call.band.torch_causal and mask is None else False  # noqa: SIM210
+    causal = True if call.torch_causal and mask is None else False  # noqa: SIM210
     scale = call.scale
     if scale <= 0.0:
         # Torch's fused backends assume a positive one; its CPU's gives NaN in causal rows otherwise.
@@ -119,7 +141,7 @@ def _sdpa(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **wo
     if not call.d:
         # Torch's kernels give nothing where there are no columns.
         q, k = (torch.nn.functional.pad(x, (0, 8)) for x in (q, k))
-    q, k, v, mask = _readable(q, k, v, mask)
+    q, k, v, mask = _readable(q, k, v, as_bias(mask, q.dtype))
     if torch.compiler.is_compiling() or max(q.shape[:2]) <= MOST_HEADS:
         return differentiable_sdpa(q, k, v, mask, **words)
     dim = 0 if q.shape[0] > MOST_HEADS else 1

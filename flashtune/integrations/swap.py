@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch.jit import _builtins
 
 from flashtune import dispatch
+from flashtune.core.errors import InputError, InputTypeError
 from flashtune.core.torch_attention import sdpa
 
 _serving: ContextVar[bool] = ContextVar("flashtune_serving", default=False)
@@ -78,7 +79,11 @@ def _stand_in(before: Callable[..., Any]) -> Callable[..., Any]:
 
     def scaled_dot_product_attention(query: Any, key: Any, value: Any, attn_mask: Any = None, *others: Any, **words: Any) -> Any:
         if _inside():
-            return dispatch.attention(query, key, value, attn_mask, *others, **words)
+            try:
+                return dispatch.attention(query, key, value, attn_mask, *others, **words)
+            except (InputError, InputTypeError):
+                # Torch takes some of what ours refuses, as a mask beside is_causal on the CPU, and else says so in its own words.
+                return before(query, key, value, attn_mask, *others, **words)
         if type(attn_mask).__name__ == "CausalBias" and before is sdpa:
             # It knows torch's function by its place only.
             return type(attn_mask)._dispatch(query, key, value, attn_mask, *others, **words)

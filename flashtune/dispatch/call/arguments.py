@@ -2,6 +2,8 @@
 
 import math
 import numbers
+import sys
+from dataclasses import replace
 from itertools import zip_longest
 from operator import index
 from typing import Any, NamedTuple
@@ -13,7 +15,7 @@ from flashtune.core.errors import InputError, InputTypeError
 from flashtune.core.parameters import FACTORS, PER_HEAD, PER_HEAD_FLAGS
 from flashtune.core.problem import MAX_HEAD_DIM, Features, MaskKind, Problem
 from flashtune.core.torch_dtypes import KERNEL_DTYPES, output_torch_dtype
-from flashtune.dispatch.call.checked import Call, PerHead
+from flashtune.dispatch.call.checked import Call, PerHead, surely
 
 
 class Arguments(NamedTuple):
@@ -68,13 +70,16 @@ def parse(given: Arguments, options: Options) -> Call:
     if options.causal_alignment not in ALIGNMENTS:
         raise InputError(f"unknown causal_alignment {options.causal_alignment!r}: use one of {', '.join(ALIGNMENTS)}")
     # A side that hides no pair at these sizes would only cost a slower kernel: decoding one token isn't causal.
-    band = Sides.of(options.window, is_causal, options.causal_alignment).band(n_q, n_kv)
+    band = Sides.of(options.window, is_causal, options.causal_alignment).band(n_q, n_kv, surely)
     dropout_p = _number("dropout_p", options.dropout_p)
     if not 0.0 <= dropout_p <= 1.0:
         raise InputError(f"dropout_p={dropout_p} is not a probability: give a rate between 0 and 1")
-    softcap = _number("softcap", options.softcap)
+    wide = query.dtype == torch.float64
+    softcap = _number("softcap", options.softcap, wide=wide)
     if softcap < 0.0:
         raise InputError(f"softcap={softcap} is negative: give a positive cap, or 0 for none")
+    if 0.0 < softcap < _SMALLEST and not wide:
+        raise InputError(f"softcap={softcap} is less than float32's {_SMALLEST:.2g}: give a larger cap, or 0 for none")
     if seed is not None:
         seed_bits(seed)
     per_head = per_head or PerHead()
@@ -88,7 +93,8 @@ def parse(given: Arguments, options: Options) -> Call:
             direction="fwd",
             dtype=KERNEL_DTYPES[query.dtype],
             features=Features.within(
-                band,
+                # Features say no more of the diagonal than whether it begins at the first key.
+                replace(band, diagonal=0 if surely(band.diagonal == 0) else 1),
                 mask=mask_kind,
                 dropout=dropout_p > 0.0,
                 softcap=softcap > 0.0,
@@ -101,7 +107,7 @@ def parse(given: Arguments, options: Options) -> Call:
         out_dtype=output_torch_dtype(query.dtype),
         device=query.device,
         problem=problem,
-        scale=1.0 / math.sqrt(d or 1) if options.scale is None else _number("scale", options.scale),
+        scale=1.0 / math.sqrt(d or 1) if options.scale is None else _number("scale", options.scale, wide=wide),
         band=band,
         softcap=softcap,
         per_head=any(x is not None for x in per_head),
@@ -268,12 +274,20 @@ def _flag(name: str, value: object) -> bool:
     return value
 
 
-def _number(name: str, value: object) -> float:
-    """A finite real number."""
+def _number(name: str, value: object, *, wide: bool = False) -> float:
+    """A finite real number that float32 holds; float64 where it is `wide`."""
     if isinstance(value, torch.Tensor) or not isinstance(value, numbers.Real):
         raise InputTypeError(f"{name} must be a number, not {type(value).__name__}: pass a Python float")
-    number = float(value)
-    # Not math.isfinite, which compilers that trace a symbolic number don't know.
-    if not -math.inf < number < math.inf:
-        raise InputError(f"{name}={number} is not finite: give an ordinary number")
-    return number
+    given: Any = value
+    # Not math.isfinite, which compilers that trace a symbolic number don't know; and before `float`, which large integers overflow.
+    if not -_LARGEST <= given <= _LARGEST and not (wide and -_LARGEST64 <= given <= _LARGEST64):
+        shown = f"{name}={value}" if isinstance(value, float) else name
+        if isinstance(value, float) and not -math.inf < value < math.inf:
+            raise InputError(f"{shown} is not finite: give an ordinary number")
+        kind, most = ("float64", _LARGEST64) if wide else ("float32", _LARGEST)
+        raise InputError(f"{shown} is larger than {kind} holds: give a number below {most:.2g}")
+    return float(value)
+
+
+_LARGEST, _SMALLEST, _LARGEST64 = 2.0**128 - 2.0**104, 2.0**-126, sys.float_info.max
+"""The largest and the smallest normal number of float32, and the largest of float64."""

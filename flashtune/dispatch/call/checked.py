@@ -13,6 +13,15 @@ from flashtune.core.parameters import FACTORS, PER_HEAD, CallParameters, per_hea
 from flashtune.core.problem import MaskKind, Problem
 
 
+def surely(condition: bool) -> bool:
+    """Whether a comparison of sizes holds; where a compiler traces, of all that symbolic ones stand for: to take its value binds them."""
+    if not torch.compiler.is_compiling():
+        return bool(condition)
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
+
+
 class PerHead(NamedTuple):
     """As the caller gave them, in the order of `PER_HEAD`; tensors broadcast to (*batch_dims, H) of the call."""
 
@@ -90,8 +99,13 @@ class Call:
     @property
     def fused_by_torch(self) -> bool:
         """Whether one call of torch's own attention serves this, with no mask built for it."""
-        band = self.band.torch_causal and self.mask_kind == "none" if self.band.bounded else True
+        band = self.torch_causal and self.mask_kind == "none" if self.band.bounded else True
         return band and not (self.composite or self.per_head or self.factors is not None)
+
+    @property
+    def torch_causal(self) -> bool:
+        """Whether the band is exactly torch's `is_causal`."""
+        return self.band.left is None and self.band.right == 0 and surely(self.band.diagonal == 0)
 
     @property
     def composite(self) -> bool:

@@ -3,10 +3,16 @@
 import functools
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from flashtune.dispatch.call import Call, seed_bits
+from flashtune.dispatch.launch import driver
+
+Outputs = tuple[Tensor, Tensor | None]
 
 _MASK64 = 2**64 - 1
 
@@ -35,6 +41,41 @@ def random_bits(seed: int | None, device: torch.device) -> tuple[int, int]:
             generator.set_offset(position + 4)
         return _bits_at(generator, position), 0
     return int(torch.randint(2**63 - 1, ()).item()), 0
+
+
+def relaxed(run: Callable[..., Outputs], *given: Any) -> Outputs:
+    """The outputs of a plan's `run` in a capture, forward and backward. What cuDNN and cuBLAS allocate at their first call in a thread,
+    autograd's own threads among them, is no part of a graph; what ran before it may have been kernels of ours."""
+    if torch.version.cuda is None:
+        return run(*given)
+    *tensors, seed, per_head = given
+    outputs: Outputs = _Relaxed.apply(  # type: ignore[no-untyped-call]
+        lambda *x: run(*x[:4], seed, per_head and type(per_head)(*x[4:])), *tensors, *(per_head or ())
+    )
+    return outputs
+
+
+class _Relaxed(torch.autograd.Function):
+    """`run` of tensors, whose graph is kept for the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Outputs], *given: Any) -> Outputs:
+        asked = ctx.needs_input_grad[1:]
+        inputs = [x.detach().requires_grad_(needed) if isinstance(x, Tensor) else x for x, needed in zip(given, asked, strict=True)]
+        with driver.relaxed_capture(), torch.set_grad_enabled(any(asked)):
+            outputs = run(*inputs)
+        ctx.graph = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad], outputs
+        ctx.set_materialize_grads(False)
+        return outputs[0].detach(), None if outputs[1] is None else outputs[1].detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        wanted, outputs = ctx.graph
+        pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if out is not None and grad is not None]
+        with driver.relaxed_capture():
+            found = iter(torch.autograd.grad([out for out, _ in pairs], wanted, [grad for _, grad in pairs], True, allow_unused=True))
+        return None, *(next(found) if needed else None for needed in ctx.needs_input_grad[1:])
 
 
 def way_back(device: torch.device) -> Callable[[], object]:

@@ -23,7 +23,7 @@ from flashtune.dispatch import framework
 from flashtune.dispatch.call import Call, PerHead
 from flashtune.dispatch.launch import driver, prepared
 from flashtune.dispatch.launch.program import Program
-from flashtune.dispatch.plans.drawing import draws_in_a_capture, random_bits
+from flashtune.dispatch.plans.drawing import draws_in_a_capture, random_bits, relaxed
 from flashtune.dispatch.plans.memory import out_strides, padded, placed
 from flashtune.dispatch.plans.misled import Misled
 
@@ -43,13 +43,13 @@ class FrameworkPlan:
         """The plan for a call with these tensors, or others that lie in memory as they do."""
         words: Mapping[str, Any] | None = None
         if framework.takes_as_it_is(call, query, key, value, mask):
-            asked = {"dropout_p": call.dropout_p, "is_causal": call.band.torch_causal, "scale": call.scale, "enable_gqa": call.shared}
+            asked = {"dropout_p": call.dropout_p, "is_causal": call.torch_causal, "scale": call.scale, "enable_gqa": call.shared}
             usual = {"dropout_p": 0.0, "is_causal": False, "scale": 1.0 / math.sqrt(call.d or 1), "enable_gqa": False}
             # Torch's parser takes its time for each.
             words = {name: value for name, value in asked.items() if value != usual[name]}
         return cls(call=call, words=words)
 
-    def build(self, *_: object) -> None:
+    def build(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, per_head: PerHead | None) -> None:
         """There is nothing to be built."""
 
     def direct(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
@@ -75,7 +75,7 @@ class FrameworkPlan:
                 return self._torchs(query, key, value, **words), None
             # With gradients or without: torch.jit.trace compares even the lines.
             with framework.sound_backends_of(call, query, key, value, attn_mask):
-                return self._torchs(query, key, value, attn_mask, **words), None
+                return self._torchs(query, key, value, framework.as_bias(attn_mask, query.dtype), **words), None
         keep = None
         if call.dropout_p and not call.torch_draws:
             sizes = (call.batch, call.heads, call.n_q, call.n_kv)
@@ -87,10 +87,8 @@ class FrameworkPlan:
         return framework.attention(call, query, key, value, attn_mask, keep, per_head)
 
     def captured(self, *given: Any) -> Outputs:
-        """The same for unseeded dropout in a CUDA graph, whose replays draw anew: torch registers its generator with the graph. What cuDNN
-        and cuBLAS load at their first call is no part of the graph."""
-        with driver.relaxed_capture() if torch.version.cuda else contextlib.nullcontext():
-            return self.run(*given)
+        """The same for unseeded dropout in a CUDA graph, whose replays draw anew: torch registers its generator with the graph."""
+        return relaxed(self.run, *given)
 
 
 class ModulePlan:

@@ -14,6 +14,10 @@ from flashtune.dispatch.plans.forward import FrameworkPlan, Outputs
 class Plan(Protocol):
     """What serves calls that are alike."""
 
+    def build(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, per_head: PerHead | None) -> None:
+        """Take or compile machine code for calls like this one."""
+        ...
+
     def run(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, seed: int | None, per_head: PerHead | None
     ) -> Outputs:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.overrides import _get_overloaded_args, handle_torch_function, has_torch_function
 
+from flashtune.core.errors import InputTypeError
 from flashtune.core.parameters import PER_HEAD
 from flashtune.core.torch_attention import sdpa
 from flashtune.dispatch.call import Arguments, Options, PerHead
@@ -15,6 +16,7 @@ def overridden(attention: Callable[..., Any], *, query: Any, key: Any, value: An
     """The call for torch's protocol of overrides: tracers' proxies and function modes see `attention` itself. Other classes that override
     functions, nested tensors for one, have an implementation of torch's and are asked for that."""
     options, per_head = Options(**{name: words[name] for name in Options._fields}), PerHead(*(words[name] for name in PER_HEAD))
+    nested(Arguments(query, key, value, attn_mask, seed, per_head), options)
     asked = _get_overloaded_args((query, key, value, attn_mask))
     proxied = is_causal_bias(attn_mask) or any(isinstance(x, torch.fx.Proxy) for x in asked)
     if asked and not proxied and _torch_has(options, seed, per_head):
@@ -23,8 +25,16 @@ def overridden(attention: Callable[..., Any], *, query: Any, key: Any, value: An
 
 
 def nested(given: Arguments, options: Options) -> bool:
-    """Whether a tensor is nested, of strided layout, in a call that torch's own function takes."""
-    return any(isinstance(x, torch.Tensor) and x.is_nested for x in given[:3]) and _torch_has(options, given.seed, given.per_head)
+    """Whether a tensor is nested; raises InputTypeError where torch's own function, which serves those, doesn't take all that is asked."""
+    found = [name for name, x in zip(Arguments._fields, given[:3], strict=False) if isinstance(x, torch.Tensor) and x.is_nested]
+    if not found or _torch_has(options, given.seed, given.per_head):
+        return bool(found)
+    more = [name for name, x, usual in zip(Options._fields[4:], options[4:], Options()[4:], strict=True) if x != usual]
+    more += [name for name, x in zip(("seed", *PER_HEAD), (given.seed, *(given.per_head or PerHead())), strict=True) if x is not None]
+    raise InputTypeError(
+        f"{found[0]} is a nested tensor, which torch's own attention alone takes, and that without {' and '.join(more)}: "
+        "pad it to a dense one and mask the padding"
+    )
 
 
 def is_torchs(given: Arguments, options: Options) -> bool:

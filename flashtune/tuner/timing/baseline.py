@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashtune.core import reference
+from flashtune.core.band import Band
 from flashtune.core.torch_attention import sdpa, sound_backends
 from flashtune.tuner.verify.inputs import Inputs
 
@@ -43,7 +44,7 @@ def framework_call(inputs: Inputs, backend: str | None = None, *, step: bool = F
         own = own.detach().requires_grad_()
     if slopes is not None and p.features.dslopes:
         slopes = slopes.detach().requires_grad_()
-    causal = given.band.torch_causal and own is None and slopes is None
+    causal = given.band == Band(right=0) and own is None and slopes is None
     lower_right = own is None and slopes is None and backend in (None, "flash") and _flash_takes_lower_right(inputs)
 
     def joined() -> torch.Tensor | None:
