@@ -83,7 +83,7 @@ def test_records_are_filtered_and_in_order_of_keys(store: Store) -> None:
     for gpu in ("h200", "a100"):
         for n in (4096, 512):
             for dtype in ("fp16", "bf16"):
-                store.save(samples.result(samples.outcome("v"), gpu=gpu, of=samples.problem(n, dtype=dtype)))
+                store.save(samples.result(samples.outcome("v", 500.0), gpu=gpu, of=samples.problem(n, dtype=dtype)))
     keys = [(r.key.gpu, r.key.n, r.key.dtype) for r in store.records()]
     assert keys == sorted((gpu, n, dtype) for gpu in ("a100", "h200") for n in (512, 4096) for dtype in ("bf16", "fp16"))
     assert [r.key.n for r in store.records(gpu="a100", dtype="bf16", d=None)] == [512, 4096]

@@ -18,7 +18,7 @@ from flashtune.core.errors import DatabaseError
 from flashtune.core.results import Outcome, SearchResult
 from flashtune.db import library
 from flashtune.db.library import Library, shipped_path
-from flashtune.db.shipped import Shipped
+from flashtune.db.records import FileRecords
 from flashtune.db.store import Store
 
 KEY = samples.PROBLEM.key("h200")
@@ -118,11 +118,11 @@ def test_a_row_that_settles_has_the_best_measured_trial_that_does_not_as_its_twi
     assert (record.twin.variant_id if record.twin else None) == twin
     # Where only the best is exported, its twin comes along.
     assert Library.of(tmp_path / "b.sqlite").best(record.key) == replace(record, origin=str(tmp_path / "b.sqlite"))
-    assert [replace(r, origin="") for r in Shipped(tmp_path / "a.sqlite").winners()] == [replace(record, origin="")]
+    assert [replace(r, origin="") for r in FileRecords(tmp_path / "a.sqlite").winners()] == [replace(record, origin="")]
 
 
 def test_the_packages_database_is_read_by_threads_and_by_a_forked_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    shipped = Shipped(shipped_path())
+    shipped = FileRecords(shipped_path(), shipped=True)
     keys = list(shipped)[:3]
     wanted = [shipped[key] for key in keys]
     with ThreadPoolExecutor(3) as pool:
@@ -134,7 +134,7 @@ def test_the_packages_database_is_read_by_threads_and_by_a_forked_process(monkey
 
 
 def test_a_row_with_running_maxima_needs_no_twin(tmp_path: Path) -> None:
-    samples.write(tmp_path / "a.sqlite", (samples.result(settling("a", 1.0, "running", rank=1), settling("b", 2.0, "running", rank=2)),))
+    samples.write(tmp_path / "a.sqlite", (samples.result(settling("a", 10.0, "running", rank=1), settling("b", 20.0, "running", rank=2)),))
     assert [record.twin for record in Library.of(tmp_path / "a.sqlite").winners()] == [None]
 
 
@@ -156,24 +156,26 @@ def test_the_hot_path_reads_no_database(own_database: Path, shipped: Path) -> No
 
 @pytest.mark.parametrize("which", ["overlay", "shipped"])
 @pytest.mark.parametrize("damage", [lambda path: path.write_text("no database " * 20), lambda path: path.mkdir()], ids=["text", "folder"])
-def test_a_broken_layer_is_an_error_not_a_silence(own_database: Path, shipped: Path, which: str, damage: Callable[[Path], object]) -> None:
+def test_a_broken_layer_that_nobody_named_is_left_out_with_a_warning_and_an_error_by_name(own_database: Path, shipped: Path, which: str, damage: Callable[[Path], object]) -> None:
     samples.write(own_database, (one("mine"),))
     samples.write(shipped, (one("theirs"),))
     path = own_database if which == "overlay" else shipped
     path.unlink()
     damage(path)
+    with pytest.warns(RuntimeWarning, match=f"the {which} database is left out: {path}"):
+        assert served() == (("theirs", "shipped") if which == "overlay" else ("mine", "overlay"))
     with pytest.raises(DatabaseError, match=str(path)):
-        Library.default()
+        Library.of(path)
 
 
-def test_a_damaged_shipped_row_is_an_error_of_the_calls_that_read_it(own_database: Path, shipped: Path) -> None:
+def test_a_damaged_shipped_row_leaves_the_shipped_rows_out_of_calls_that_read_it(own_database: Path, shipped: Path) -> None:
     samples.write(shipped, (one("theirs"), samples.result(samples.outcome("other"), of=samples.problem(512))))
     with closing(sqlite3.connect(shipped)) as connection, connection:
         connection.execute("UPDATE trial SET fate = 'lucky' WHERE variant_id = 'theirs'")
     found = Library.default()
     assert [record.outcome.variant_id for record in found[samples.problem(512).key("h200")]] == ["other"]
-    with pytest.raises(DatabaseError, match=f"{shipped}.*lucky"):
-        found.best(KEY)
+    with pytest.warns(RuntimeWarning, match=f"{shipped}.*lucky"):
+        assert found.best(KEY) is None
 
 
 def test_a_named_database_stands_alone_and_must_exist(own_database: Path, shipped: Path, tmp_path: Path) -> None:
@@ -239,7 +241,7 @@ def test_reading_a_database_loads_neither_torch_nor_alembic(own_database: Path) 
 def test_the_shipped_winners_are_the_stores_own_and_need_no_sqlalchemy() -> None:
     with Store.open(shipped_path(), writable=False) as store:
         wanted = [replace(record, origin="") for record in store.winners()]
-    assert [replace(record, origin="") for record in Shipped(shipped_path()).winners()] == wanted and wanted
+    assert [replace(record, origin="") for record in FileRecords(shipped_path(), shipped=True).winners()] == wanted and wanted
     assert any(record.twin is not None for record in wanted)
     code = """
 import sys

@@ -156,7 +156,7 @@ def test_a_merge_of_three_databases_loses_no_best_row_of_either_kind(tmp_path: P
     contents = (
         # Of 1024 keys the repeatable kernel is the fastest one, so that it serves all calls.
         (trained("fast_a", 2000.0, 2400.0, repeats=False), same, trained("one", 300.0, 450.0, n=1024, repeats=True)),
-        (trained("fast_b", 1900.0, 2400.0, repeats=False), trained("alone_b", 1.0, repeats=True), same),
+        (trained("fast_b", 1900.0, 2400.0, repeats=False), trained("alone_b", 700.0, repeats=True), same),
         (
             trained("guessed", 1.0, repeats=False, source="predicted"),
             trained("two", 310.0, 400.0, n=1024, repeats=False),
@@ -213,12 +213,12 @@ def test_of_layers_those_rows_are_checked_and_compiled_that_serve(
 def test_rows_that_cannot_be_served_give_way_to_the_next_of_their_kind(tmp_path: Path) -> None:
     gone = Config.of(GONE=1)
     results = (
-        trained("gone_fast", 1.0, 2400.0, repeats=False, config=gone),
+        trained("gone_fast", 700.0, 2400.0, repeats=False, config=gone),
         trained("fast", 2000.0, 2400.0, repeats=False),
-        trained("gone_same", 1.0, 2400.0, repeats=True, config=gone),
+        trained("gone_same", 700.0, 2400.0, repeats=True, config=gone),
         trained("same_bits", 2600.0, repeats=True),
-        trained("gone_stranger", 1.0, repeats=True, template="flash_gone"),
-        trained("gone_lone", 1.0, n=1024, repeats=True, config=gone),
+        trained("gone_stranger", 700.0, repeats=True, template="flash_gone"),
+        trained("gone_lone", 100.0, n=1024, repeats=True, config=gone),
         trained("lone", 300.0, n=1024, repeats=False),
     )
     done = flashtune("merge", str(samples.write(tmp_path / "a.sqlite", results)), "--out", str(tmp_path / "b.sqlite"), "--json")
@@ -231,7 +231,7 @@ def test_rows_that_cannot_be_served_give_way_to_the_next_of_their_kind(tmp_path:
 
 def test_the_command_reports_what_lost_and_what_cannot_be_served(three: list[Path], tmp_path: Path) -> None:
     strange = samples.write(
-        tmp_path / "strange.sqlite", (one("s1", 1024, 1.0, config=Config.of(GONE=1)), one("s2", 32768, 1.0, config=Config.of(GONE=1)))
+        tmp_path / "strange.sqlite", (one("s1", 1024, 5.0, config=Config.of(GONE=1)), one("s2", 32768, 5000.0, config=Config.of(GONE=1)))
     )
     out = tmp_path / "model" / "tuned.sqlite"
     out.parent.mkdir()

@@ -14,9 +14,10 @@ from sqlalchemy import Connection, create_engine, inspect
 from flashtune.core.errors import FlashtuneError
 from flashtune.core.problem import ProblemKey
 from flashtune.core.results import Fate
-from flashtune.db import migrations, schema
-from flashtune.db.schema import APPLICATION_ID, SCHEMA_VERSION, VERSION_TABLE, Base, ProblemRow
+from flashtune.db import migrations, values
+from flashtune.db.schema import Base, ProblemRow
 from flashtune.db.store import Store
+from flashtune.db.values import APPLICATION_ID, SCHEMA_VERSION, VERSION_TABLE
 
 FIXTURES = Path(__file__).parent / "fixtures" / "db"
 
@@ -122,7 +123,7 @@ def later_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str) ->
     shutil.copytree(migrations.FOLDER, folder)
     (folder / "versions" / "v0004_later.py").write_text(NEXT.format(last=last))
     monkeypatch.setattr(migrations, "FOLDER", folder)
-    monkeypatch.setattr(schema, "SCHEMA_VERSION", "0004")
+    monkeypatch.setattr(values, "SCHEMA_VERSION", "0004")
 
 
 def test_an_older_file_is_read_through_a_migrated_copy_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,12 +245,12 @@ dispatch.explain(q, q, q)
 collected.clear()
 from flashtune.db import rows
 from flashtune.db.library import shipped_path
-from flashtune.db.shipped import Shipped
+from flashtune.db.records import FileRecords
 read, outcome = [], rows.read_outcome
 rows.read_outcome = lambda row: read.append(row) or outcome(row)
 found = dispatch.explain_problem(Problem(batch=1, heads=16, kv_heads=16, n_q=512, n_kv=512, d=128, d_v=128, dtype="bf16"), "h200")
 decided = len(collected)
-assert found.kind != "framework" and 0 < len(read) < 16 < len(Shipped(shipped_path())), len(read)
+assert found.kind != "framework" and 0 < len(read) < 16 < len(FileRecords(shipped_path(), shipped=True)), len(read)
 assert record(lambda q: [(lambda: None, (1,), (q[1:],), {})], [q], {"q": Tensor(0)}) is not None
 new = set(sys.modules) - before
 tools = {"optuna", "sqlalchemy", "alembic", "jinja2", "click", "rich", "triton", "sympy", "statistics", "tomllib", "shlex"}

@@ -1,57 +1,75 @@
 """What can be said of a database file before it is trusted, and of the errors that SQLite and the system give."""
 
+import re
 import sqlite3
 import stat
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from sqlalchemy import Connection
-from sqlalchemy.exc import DBAPIError
-
 from flashtune.core.errors import DatabaseError, EnvironmentProblem, FlashtuneError
-from flashtune.db import schema
-from flashtune.db.values import tidy
+from flashtune.db import values
+from flashtune.db.values import RowError, tidy
 
 AGAIN = "restore a copy of it, or delete it and search again"
-FAULTS = (DBAPIError, sqlite3.Error, UnicodeDecodeError, OSError)
-"""What reading and writing a file can raise. SQLite quotes damaged names in its messages, and Python's driver then fails to decode them."""
 SIDECARS = ("-wal", "-journal", "-shm")
 """SQLite's own files beside a database; the first two may hold writes that the database lacks."""
 
 _MAGIC = b"SQLite format 3\0"
+
+_BLANKS = re.compile(r" ?([(),]) ?")
+_NAME = r'(?:\w+|"\w+")'
+_NAMES = rf"\({_NAME}(?:,{_NAME})*\)"
+_TYPE = r"(?:INTEGER|BIGINT|SMALLINT|FLOAT|REAL|DOUBLE(?: PRECISION)?|TEXT|VARCHAR)(?:\(\d+\))?"
+_COLUMN = rf"{_NAME}(?: {_TYPE})?(?: ?NOT NULL)?(?: PRIMARY KEY)?"
+_KEY = rf"(?:CONSTRAINT {_NAME} )?(?:(?:PRIMARY KEY|UNIQUE){_NAMES}|FOREIGN KEY{_NAMES}REFERENCES {_NAME}{_NAMES})"
+_PLAIN = re.compile(
+    rf"CREATE TABLE {_NAME}\((?:{_COLUMN}|{_KEY})(?:,(?:{_COLUMN}|{_KEY}))*\)|CREATE (?:UNIQUE )?INDEX {_NAME} ON {_NAME}{_NAMES}",
+    re.ASCII | re.IGNORECASE,
+)
+"""The statements that may make a table or an index, without blanks around brackets and commas."""
 
 
 class MissingDatabaseError(DatabaseError):
     """There is no database at this place: normal for an overlay that was never written."""
 
 
-def examine(connection: Connection, name: str, *, thorough: bool) -> str:
+def examine(connection: sqlite3.Connection, name: str, *, thorough: bool) -> str:
     """The schema version of a database that is sound and ours; raises DatabaseError for any other. Reads only."""
-    if connection.exec_driver_sql("PRAGMA application_id").scalar() != schema.APPLICATION_ID:
+    if connection.execute("PRAGMA application_id").fetchone() != (values.APPLICATION_ID,):
         raise DatabaseError(f"{name} is a SQLite file of another application, not a tuned database: give another path")
-    objects = connection.exec_driver_sql("SELECT type, name, sql FROM sqlite_schema").all()
-    for kind, item, sql in objects:
-        if kind not in ("table", "index") or (kind == "table" and not str(sql).upper().startswith("CREATE TABLE")):
-            raise DatabaseError(f"{name} holds the {str(kind)[:20]} {str(item)[:40]!r}, which flashtune never writes: don't use this file")
-    tables = {str(item) for kind, item, _ in objects if kind == "table"}
-    for table in (schema.VERSION_TABLE, *schema.Base.metadata.tables):
+    refuse_expressions(connection, name)
+    tables = {str(item) for (item,) in connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")}
+    for table in (values.VERSION_TABLE, *values.TABLES):
         if table not in tables:
             raise DatabaseError(f"{name} lacks the table {table!r}, so it is damaged: {AGAIN}")
-        computed = connection.exec_driver_sql(f"SELECT name FROM pragma_table_xinfo('{table}') WHERE hidden <> 0").scalar()
-        if computed is not None:
-            raise DatabaseError(
-                f"{name} computes the column {table}.{str(computed)[:40]!r}, which flashtune never does: don't use this file"
-            )
-    versions = connection.exec_driver_sql(f"SELECT version_num FROM {schema.VERSION_TABLE}").scalars().all()
-    version = checked_version(versions[0] if len(versions) == 1 else None, name)
+    versions = connection.execute(f"SELECT version_num FROM {values.VERSION_TABLE} LIMIT 2").fetchall()
+    version = checked_version(versions[0][0] if len(versions) == 1 else None, name)
     if thorough:
-        problem = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
+        (problem,) = connection.execute("PRAGMA quick_check(1)").fetchone()
         if problem != "ok":
             raise DatabaseError(f"{name} is damaged ({tidy(' '.join(str(problem).split()), 200)}): {AGAIN}")
-        stray = connection.exec_driver_sql("PRAGMA foreign_key_check").first()
+        stray = connection.execute("PRAGMA foreign_key_check").fetchone()
         if stray is not None:
             raise DatabaseError(f"{name} is damaged (row {stray[1]} of {stray[0]!r} points at no {stray[2]!r}): {AGAIN}")
     return version
+
+
+def refuse_expressions(connection: sqlite3.Connection, name: str) -> None:
+    """Raise DatabaseError unless the schema consists of plain tables and indexes, which hold nothing for SQLite to evaluate.
+
+    An allow-list: no CHECK, DEFAULT or COLLATE, no generated columns, no indexes on expressions or of some rows, no views, triggers or
+    virtual tables pass, whatever version wrote the file.
+    """
+    for kind, item, sql in connection.execute("SELECT type, name, sql FROM sqlite_schema"):
+        if sql is None and kind == "index" and str(item).startswith("sqlite_autoindex_"):
+            continue
+        if not isinstance(sql, str) or not _PLAIN.fullmatch(_BLANKS.sub(r"\1", " ".join(sql.split()))):
+            raise DatabaseError(
+                f"{name} holds the {str(kind)[:20]} {str(item)[:40]!r} with more than plain columns, which flashtune never writes: "
+                "don't use this file"
+            )
 
 
 def checked_version(version: object, name: str) -> str:
@@ -60,12 +78,12 @@ def checked_version(version: object, name: str) -> str:
         not isinstance(version, str)
         or len(version) != 4
         or not (version.isascii() and version.isdigit())
-        or version < schema.OLDEST_VERSION
+        or version < values.OLDEST_VERSION
     ):
         raise DatabaseError(f"{name} has the impossible schema version {str(version)[:20]!r}: {AGAIN}")
-    if version > schema.SCHEMA_VERSION:
+    if version > values.SCHEMA_VERSION:
         raise DatabaseError(
-            f"{name} was written by a newer flashtune (schema {version}, this one knows {schema.SCHEMA_VERSION}): upgrade flashtune"
+            f"{name} was written by a newer flashtune (schema {version}, this one knows {values.SCHEMA_VERSION}): upgrade flashtune"
         )
     return version
 
@@ -74,7 +92,8 @@ def explain(error: Exception, name: str) -> FlashtuneError:
     """One sentence for what SQLite or the system said of the file `name`."""
     if isinstance(error, FlashtuneError):
         return error
-    cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
+    # Errors of SQLAlchemy, which isn't imported here, hold the driver's as `orig`.
+    cause = getattr(error, "orig", None) or error
     said = "unreadable names" if isinstance(cause, UnicodeDecodeError) else tidy(" ".join(str(cause).split()), 200)
     if isinstance(cause, PermissionError):
         return EnvironmentProblem(
@@ -96,9 +115,20 @@ def explain(error: Exception, name: str) -> FlashtuneError:
             return DatabaseError(f"{name} is damaged ({said}): {AGAIN}")
 
 
+@contextmanager
+def row_named(name: str, table: str, number: object) -> Iterator[None]:
+    """Turns a RowError into an error that says which row of which file it is."""
+    try:
+        yield
+    except RowError as error:
+        raise DatabaseError(
+            f"{name}: in row {number} of {table!r}, {error}: the file was edited or damaged, restore a copy or search again"
+        ) from error
+
+
 def is_busy(error: Exception) -> bool:
     """Whether another process holds a lock, so that the same may succeed later."""
-    cause = error.orig if isinstance(error, DBAPIError) else error
+    cause = getattr(error, "orig", None) or error
     code = getattr(cause, "sqlite_errorcode", None)
     return isinstance(code, int) and code & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
@@ -123,7 +153,7 @@ def header_size(path: Path, name: str) -> int:
         raise MissingDatabaseError(f"{name} is empty, not a database: check the path, or run a search to fill it")
     if len(header) < 100 or not header.startswith(_MAGIC):
         raise DatabaseError(f"{name} is not a SQLite database: give another path")
-    if int.from_bytes(header[68:72], "big") != schema.APPLICATION_ID:
+    if int.from_bytes(header[68:72], "big") != values.APPLICATION_ID:
         raise DatabaseError(f"{name} is a SQLite file of another application, not a tuned database: give another path")
     # 1 stands for 65536. SQLite would take a page that lacks its end for one that ends in zeros.
     page_size = int.from_bytes(header[16:18], "big") or 1

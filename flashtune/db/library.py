@@ -1,26 +1,34 @@
 """What dispatch and `flashtune show` read: databases that were asked for, the user's own results below them, then the shipped ones.
 
-Records are loaded into memory once, so that no SQL is on the hot path; the shipped ones key by key, as they are asked for. Importing this
-module loads neither torch nor SQLAlchemy.
+Records of a file are loaded key by key, as they are requested, and once, so that no SQL is on the hot path. Importing this module loads
+neither torch nor SQLAlchemy.
 """
 
+import functools
 import os
-import sqlite3
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, Unpack
+from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 
 import platformdirs
 
+from flashtune.core.errors import FlashtuneError
 from flashtune.core.problem import ProblemKey
 from flashtune.core.results import Bits, TuningRecord
 from flashtune.db.card import check_card
+from flashtune.db.inspection import MissingDatabaseError
 from flashtune.db.preference import by_key, foremost, key_order, preference, serve_all, worth_keeping
-from flashtune.db.shipped import Shipped
+from flashtune.db.records import FileChanged, FileRecords
 
 if TYPE_CHECKING:
     from flashtune.db.store import KeyFilter
+
+T = TypeVar("T")
+
+MOST_KEYS = 8192
+"""A library of more keys is searched by them for each call; the shipped one has 1644."""
 
 
 def shipped_path() -> Path:
@@ -48,27 +56,28 @@ class Layer:
     """Whether the database may be missing."""
     precedence: int = 0
     """That of its records (TuningRecord.precedence)."""
+    implied: bool = False
+    """Whether nobody requested it by name, so that it is left out, with a warning, where it can't be read."""
 
 
 class Library(Mapping[ProblemKey, list[TuningRecord]]):
     """The records of every key over some layers, the best first; the earlier layer wins a tie.
 
-    Raises DatabaseError where a layer is broken, or is missing and not optional.
+    Raises DatabaseError, now or where its records are read, for a layer that is broken and not `implied`, or missing and not optional.
     """
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.layers = tuple(layers)
         self._rows = [_rows(layer) for layer in self.layers]
         self._known: dict[ProblemKey, list[TuningRecord]] = {}
-        self._keys = dict.fromkeys(sorted({key for found in self._rows for key in found}, key=key_order))
 
     def __getitem__(self, key: ProblemKey) -> list[TuningRecord]:
         if key not in self._known:
-            if key not in self._keys:
-                raise KeyError(key)
             found: list[TuningRecord] = []
             for place, layer in enumerate(self.layers):
-                found += _labelled(layer, self._of(place, key))
+                found += _labelled(layer, self._of(place, lambda records: records.get(key, [])))
+            if not found:
+                raise KeyError(key)
             self._known[key] = sorted(found, key=preference)
         return self._known[key]
 
@@ -78,13 +87,42 @@ class Library(Mapping[ProblemKey, list[TuningRecord]]):
     def __len__(self) -> int:
         return len(self._keys)
 
-    def _of(self, place: int, key: ProblemKey) -> list[TuningRecord]:
+    @functools.cached_property
+    def _keys(self) -> dict[ProblemKey, None]:
+        found = {key for place in range(len(self.layers)) for key in self._of(place, list)}
+        return dict.fromkeys(sorted(found, key=key_order))
+
+    @functools.cached_property
+    def large(self) -> bool:
+        """Whether it has more keys than a call can look at, so that those `near` to it are all that may serve it."""
+        return sum(self._of(place, len) for place in range(len(self.layers))) > MOST_KEYS
+
+    def near(self, key: ProblemKey, gpus: Collection[str]) -> Mapping[ProblemKey, list[TuningRecord]]:
+        """The records that may serve a call with this key on one of these GPUs; of layers of many keys the nearest alone."""
+        if not self.large:
+            return self
+        found: set[ProblemKey] = set()
+        for place in range(len(self.layers)):
+            found |= self._of(place, lambda records: records.near(key, gpus) if isinstance(records, FileRecords) else set(records))
+        return _Part(self, sorted(found, key=key_order))
+
+    def _of(self, place: int, read: Callable[[Mapping[ProblemKey, list[TuningRecord]]], T]) -> T:
+        """What `read` returns of a layer; where its file changed, of the file as it is now.
+
+        A layer that is `implied` is left out, with a warning, once it can't be read.
+        """
+        layer = self.layers[place]
         try:
-            return self._rows[place].get(key, [])
-        except (sqlite3.Error, ValueError):
-            # Whatever is wrong with it, the store says it best.
-            self._rows[place] = by_key(_through_store(self.layers[place]))
-            return self._rows[place].get(key, [])
+            try:
+                return read(self._rows[place])
+            except FileChanged:
+                self._rows[place] = _opened(layer)
+                return read(self._rows[place])
+        except FileChanged:
+            self._rows[place] = by_key(_through_store(layer))
+        except FlashtuneError as error:
+            self._rows[place] = _left_out(layer, error)
+        return read(self._rows[place])
 
     @classmethod
     def default(cls) -> Self:
@@ -102,8 +140,8 @@ class Library(Mapping[ProblemKey, list[TuningRecord]]):
             asked.append(named)
         layers = [Layer(location=location, precedence=len(asked) - place) for place, location in enumerate(asked)]
         if not alone:
-            layers.append(Layer(location=overlay_path(), origin="overlay", optional=True))
-            layers.append(Layer(location=shipped_path(), origin="shipped", optional=True))
+            layers.append(Layer(location=overlay_path(), origin="overlay", optional=True, implied=True))
+            layers.append(Layer(location=shipped_path(), origin="shipped", optional=True, implied=True))
         return cls(layers)
 
     @classmethod
@@ -138,22 +176,51 @@ class Library(Mapping[ProblemKey, list[TuningRecord]]):
         return [record for same in self.values() for record in same]
 
 
+class _Part(Mapping[ProblemKey, list[TuningRecord]]):
+    """Some keys of a library."""
+
+    def __init__(self, library: Library, keys: Sequence[ProblemKey]) -> None:
+        self._library, self._keys = library, dict.fromkeys(keys)
+
+    def __getitem__(self, key: ProblemKey) -> list[TuningRecord]:
+        return self._library[key]
+
+    def __iter__(self) -> Iterator[ProblemKey]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
 def _rows(layer: Layer) -> Mapping[ProblemKey, list[TuningRecord]]:
-    """What every search of a layer found best. The two layers that every process has are read without SQLAlchemy: the package's own
-    database, and the user's while there is none."""
-    if layer.precedence:
-        path = _file_of(layer.location)
-        if path is not None and os.path.isfile(path):
-            check_card(path)
-    if layer.optional and "://" not in str(layer.location) and not os.path.lexists(layer.location):
+    """The records of a layer by key; none, with a warning, where it can't be read and is `implied`."""
+    try:
+        return _opened(layer)
+    except FlashtuneError as error:
+        return _left_out(layer, error)
+
+
+def _left_out(layer: Layer, error: FlashtuneError) -> Mapping[ProblemKey, list[TuningRecord]]:
+    """No records, in place of those of a layer that nobody requested by name; raises the error for any other."""
+    if not layer.implied:
+        raise error
+    warnings.warn(f"flashtune: the {layer.origin} database is left out: {error}", RuntimeWarning, stacklevel=2)
+    return {}
+
+
+def _opened(layer: Layer) -> Mapping[ProblemKey, list[TuningRecord]]:
+    """The records of a layer by key: a file's as they are requested, without SQLAlchemy, where nothing is to be done to it first."""
+    path = _file_of(layer.location)
+    if path is None:
+        return by_key(_through_store(layer))
+    if layer.precedence and os.path.isfile(path):
+        check_card(path)
+    if layer.optional and not os.path.lexists(path):
         return {}
-    if layer.location == shipped_path() and not shipped_path().with_name(f"{shipped_path().name}-wal").exists():
-        try:
-            return Shipped(shipped_path())
-        except (sqlite3.Error, ValueError):
-            # Whatever is wrong with it, the store says it best.
-            pass
-    return by_key(_through_store(layer))
+    try:
+        return FileRecords(path, shipped=layer.location == shipped_path())
+    except (FileChanged, MissingDatabaseError):
+        return by_key(_through_store(layer))
 
 
 def _file_of(location: str | Path) -> Path | None:
@@ -174,7 +241,6 @@ def _labelled(layer: Layer, records: list[TuningRecord]) -> list[TuningRecord]:
 
 def _through_store(layer: Layer) -> list[TuningRecord]:
     """What every search of a layer found best; nothing where an optional layer is missing."""
-    from flashtune.db.inspection import MissingDatabaseError
     from flashtune.db.store import Store
 
     try:

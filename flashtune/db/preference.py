@@ -1,5 +1,6 @@
 """Which of several records of one key is the best; one rule for a database, for layers of databases and for dispatch."""
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from operator import attrgetter
@@ -9,17 +10,23 @@ from flashtune.core.problem import ProblemKey
 from flashtune.core.results import Bits, TuningRecord
 from flashtune.db.rows import moment
 
+FEWEST_SAMPLES, WIDEST_SPREAD = 10, 0.5
+"""Evidence of a gain: samples of each time, and the spread of their quantiles over the median. Of 1671 shipped records one spreads more."""
+
+_RELEASE = re.compile(r"([0-9]{1,4})\.([0-9]{1,4})(?:\.([0-9]{1,4}))?(?![0-9])")
+
 _COLUMNS = attrgetter(*(field.name for field in fields(ProblemKey)))
 
 
-def preference(record: TuningRecord) -> tuple[int, int, int, float, str]:
+def preference(record: TuningRecord) -> tuple[object, ...]:
     """Sorts the best record of a key first.
 
-    Measured beats predicted, and then a layer that was asked for those that lie below it. Times of different runs can't be compared
-    (clocks, inputs and batch sizes differ), but their ratios to the framework's time in the same run can: among measured records that
-    have one, the lowest ratio wins (`TuningRecord.relative_time`). Next come measured records without the framework's time, the newest
-    first; then predictions, the newest first, because a later cost model supersedes an earlier one. Ties go to the smaller variant id,
-    so that two machines choose alike.
+    Measured beats predicted, and then a layer that was requested those that lie below it. Times of different runs can't be compared
+    (clocks, inputs and batch sizes differ), but their ratios to the framework's time in the same run can
+    (`TuningRecord.relative_time`). So of measured records those that have one go first, of these those with enough evidence, then the
+    newest torch and Triton: a ratio to a torch that was slower says nothing of today's. Among equals the lowest ratio wins. Next come
+    measured records without the framework's time, the newest first; then predictions, the newest first, because a later cost model
+    supersedes an earlier one. Ties go to the smaller variant id, so that two machines choose alike.
     """
     age = -moment(record.provenance.created_at).timestamp()
     layer = -record.precedence
@@ -28,7 +35,19 @@ def preference(record: TuningRecord) -> tuple[int, int, int, float, str]:
     relative = record.relative_time
     if relative is None:
         return 1, layer, 1, age, record.outcome.variant_id
-    return 1, layer, 0, relative, record.outcome.variant_id
+    return 1, layer, 0, not _evident(record), _newest_first(record), relative, record.outcome.variant_id
+
+
+def _evident(record: TuningRecord) -> bool:
+    """Whether its time and the framework's were taken often enough, and alike enough, to be compared."""
+    times = (record.outcome.measurement, record.baseline and record.baseline.measurement)
+    return all(time is not None and time.samples >= FEWEST_SAMPLES and time.noise <= WIDEST_SPREAD for time in times)
+
+
+def _newest_first(record: TuningRecord) -> tuple[int, ...]:
+    """The versions of torch and Triton, negated; what isn't a release's number counts as the oldest."""
+    found = (_RELEASE.match(text) for text in (record.provenance.torch, record.provenance.triton))
+    return tuple(-int(part or 0) for release in found for part in (release.groups() if release else (0, 0, 0)))
 
 
 def by_key(records: Iterable[TuningRecord]) -> dict[ProblemKey, list[TuningRecord]]:

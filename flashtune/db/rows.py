@@ -10,6 +10,7 @@ from dataclasses import fields
 from datetime import UTC, datetime
 from typing import Any
 
+from flashtune.core import limits
 from flashtune.core.config import RUNNING, Config, settles
 from flashtune.core.dtypes import DTYPES
 from flashtune.core.errors import InputError
@@ -287,6 +288,22 @@ def twin_of(outcome: Outcome, row: Row | None) -> Outcome | None:
         return None
     twin = read_outcome(row)
     return twin if twin.template == outcome.template and twin.fate is Fate.CORRECT and twin.source == "measured" else None
+
+
+def refuse_impossible(gpu: str, problem: Problem, outcome: Outcome, baseline: Baseline | None) -> None:
+    """Raise RowError for measured times that no kernel reaches on this GPU, or that torch never takes."""
+    if outcome.source != "measured" or outcome.measurement is None:
+        return
+    least = limits.least_us(problem, gpu)
+    for column, time_us in (("median_us", outcome.measurement.median_us), ("call_us", outcome.call_us)):
+        if time_us is not None and time_us < least:
+            raise RowError(column, f"is {time_us:g}, but on {gpu} no kernel computes {problem.label()} in less than {least:.3g} microseconds")
+    if baseline is None:
+        return
+    most = limits.most_framework_us(problem, gpu)
+    for column, time_us in (("baseline_median_us", baseline.measurement.median_us), ("baseline_call_us", baseline.call_us)):
+        if time_us is not None and time_us > most:
+            raise RowError(column, f"is {time_us:g}, but on {gpu} torch computes {problem.label()} within {most:.3g} microseconds")
 
 
 def _read_config(row: Row) -> Config:

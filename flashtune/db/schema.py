@@ -4,21 +4,10 @@ Values that must come back exactly (features, configs) are kept as canonical JSO
 sees what the file really holds: `flashtune.db.rows` validates every value. Times are microseconds.
 """
 
-from typing import Annotated, Final
+from typing import Annotated
 
 from sqlalchemy import BigInteger, Float, ForeignKey, Index, Integer, MetaData, SmallInteger, String, Text, UniqueConstraint
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
-
-SCHEMA_VERSION: Final = "0003"
-"""The newest Alembic revision; revisions are four digits that count upwards."""
-
-OLDEST_VERSION: Final = "0001"
-
-VERSION_TABLE: Final = "flashtune_schema"
-"""Where Alembic keeps the revision: a name of our own, so that another application's database is never taken for ours."""
-
-APPLICATION_ID: Final = 0x464C5455
-"""SQLite's `application_id` of a tuned database ("FLTU"): bytes 68 to 71 of the file."""
 
 PrimaryKey = Annotated[int, mapped_column(Integer, primary_key=True)]
 Word = Annotated[str, mapped_column(String(64))]

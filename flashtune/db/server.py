@@ -11,7 +11,8 @@ from sqlalchemy.pool import NullPool
 from flashtune.core.errors import DatabaseError, EnvironmentProblem
 from flashtune.core.secrets import mask_secrets
 from flashtune.db.inspection import MissingDatabaseError, checked_version
-from flashtune.db.schema import SCHEMA_VERSION, VERSION_TABLE, Base
+from flashtune.db.schema import Base
+from flashtune.db.values import SCHEMA_VERSION, VERSION_TABLE
 
 T = TypeVar("T")
 

@@ -10,6 +10,7 @@ file is whole (no `-wal` beside it) whenever nobody is writing. A new file is bu
 """
 
 import errno
+import math
 import os
 import secrets
 import shutil
@@ -20,15 +21,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
-from urllib.parse import quote
 
 from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
 from flashtune.core.errors import DatabaseError, FlashtuneError
-from flashtune.db import schema
+from flashtune.db import values
+from flashtune.db.connecting import bounded, connect, patience
 from flashtune.db.inspection import (
-    FAULTS,
     SIDECARS,
     MissingDatabaseError,
     examine,
@@ -42,16 +43,20 @@ from flashtune.db.inspection import (
 
 T = TypeVar("T")
 
+FAULTS = (DBAPIError, sqlite3.Error, UnicodeDecodeError, OSError)
+"""What reading and writing a file can raise. SQLite quotes damaged names in its messages, and Python's driver then fails to decode them."""
 BUSY_SECONDS = 60.0
 """How long a write waits for other writers."""
 QUIET_SECONDS = 0.02
 """A file changed within this time may be changing still: clocks of file systems tick every few milliseconds."""
 SETTLE_SECONDS = 5.0
 """How long a reader waits for a moment in which nobody writes, before it reads under SQLite's own locks."""
-LARGEST_VALUE = 1 << 20
-"""SQLite refuses any value longer than this many bytes, so that a hostile file can't fill the memory."""
 CHECKED_BYTES = 64 << 20
 """Files up to this size are checked in full whenever they are opened; the time of that grows with the size."""
+LEAST_UNFINISHED, MOST_UNFINISHED = 64 << 20, 4
+"""Files with unfinished writes may have so many bytes, and so many times those of their database besides, to be copied with it."""
+LARGEST_COPY = 1 << 30
+"""So many bytes at most are copied."""
 
 _COPY = "copy.sqlite"
 
@@ -82,10 +87,10 @@ class SqliteFile:
             self._create()
             size = self._path.stat().st_size
         check = size <= CHECKED_BYTES
-        version = self.read(lambda connection: examine(connection, self.name, thorough=check))
+        version = self.read(lambda connection: examine(_raw(connection), self.name, thorough=check))
         if self._writable:
             # What can't be written must be refused now, not after a long search.
-            self.write(_upgrade if version != schema.SCHEMA_VERSION else _change_no_row)
+            self.write(_upgrade if version != values.SCHEMA_VERSION else _change_no_row)
             if not os.access(self._path.parent, os.W_OK):
                 raise explain(PermissionError(errno.EACCES, os.strerror(errno.EACCES)), self.name)
 
@@ -98,7 +103,7 @@ class SqliteFile:
     def read(self, work: Callable[[Connection], T]) -> T:
         """What `work` returns; it may be called again when the file changed while it ran."""
         if self._writable:
-            return self._attempt(lambda: _transact(_engine(self._path, "mode=rw"), work, write=False))
+            return self._attempt(lambda: _transact(_engine(self._path, "mode=rw", self.name), work, write=False))
         deadline = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < deadline:
             before = signature(self._path)
@@ -113,19 +118,19 @@ class SqliteFile:
             else:
                 if signature(self._path) == before:
                     return found
-        return self._attempt(lambda: _transact(_engine(self._path, "mode=ro"), work, write=False))
+        return self._attempt(lambda: _transact(_engine(self._path, "mode=ro", self.name), work, write=False))
 
     def write(self, work: Callable[[Connection], T]) -> T:
         """What `work` returns; all that it wrote is kept, or nothing. It may be called again after a lock."""
         if not self._path.exists():
             self._create()
-        return self._attempt(lambda: _transact(_engine(self._path, "mode=rw"), work, write=True))
+        return self._attempt(lambda: _transact(_engine(self._path, "mode=rw", self.name), work, write=True))
 
     def _read_settled(self, seen: tuple[object, ...], work: Callable[[Connection], T]) -> T:
         """Read a file that nobody is writing; through a private copy where writes are unfinished or the schema is older."""
         header_size(self._path, self.name)
         if not unfinished(self._path):
-            engine = _engine(self._path, "mode=ro&immutable=1")
+            engine = _engine(self._path, "mode=ro&immutable=1", self.name)
             if not _transact(engine, _is_older, write=False):
                 return _transact(engine, work, write=False)
         with self._lock:
@@ -133,17 +138,19 @@ class SqliteFile:
                 self._copy()
                 self._copied_from = seen
             assert self._scratch is not None
-            return _transact(_engine(Path(self._scratch.name) / _COPY, "mode=rw"), work, write=False)
+            return _transact(_engine(Path(self._scratch.name) / _COPY, "mode=rw", self.name), work, write=False)
 
     def _copy(self) -> None:
         """Recover the file in a private folder, and bring it to the newest schema there."""
         self.close()
         self._scratch = tempfile.TemporaryDirectory(prefix="flashtune-db-")
         copy = Path(self._scratch.name) / _COPY
-        for source in (self._path, *unfinished(self._path)):
+        beside = unfinished(self._path)
+        _refuse_large(self._path, beside, self.name)
+        for source in (self._path, *beside):
             shutil.copyfile(source, copy.with_name(_COPY + source.name[len(self._path.name) :]))
-        engine = _engine(copy, "mode=rw")
-        if _transact(engine, lambda connection: examine(connection, self.name, thorough=True), write=False) != schema.SCHEMA_VERSION:
+        engine = _engine(copy, "mode=rw", self.name)
+        if _transact(engine, lambda connection: examine(_raw(connection), self.name, thorough=True), write=False) != values.SCHEMA_VERSION:
             _transact(engine, _upgrade, write=True)
 
     def _attempt(self, work: Callable[[], T]) -> T:
@@ -165,8 +172,8 @@ class SqliteFile:
             raise explain(error, self.name) from error
         if self._path.exists():
             # An empty file (mktemp makes them) can't be replaced: another process may be filling it now.
-            self._attempt(lambda: _transact(_engine(self._path, "mode=rw"), _upgrade, write=True))
-            self._attempt(lambda: _alone(self._path, "PRAGMA journal_mode=WAL"))
+            self._attempt(lambda: _transact(_engine(self._path, "mode=rw", self.name), _upgrade, write=True))
+            self._attempt(lambda: _alone(self._path, "PRAGMA journal_mode=WAL", self.name))
             return
         try:
             _build(self._path, self.name, _nothing, wal=True)
@@ -175,34 +182,36 @@ class SqliteFile:
             return
 
 
-def _engine(path: Path, query: str) -> Engine:
-    engine = create_engine("sqlite://", creator=lambda: connect(path, query), poolclass=NullPool)
+def _engine(path: Path, query: str, name: str) -> Engine:
+    options = {"flashtune_name": name, "flashtune_files": [path.with_name(path.name + suffix) for suffix in ("", *SIDECARS[:2])]}
+    engine = create_engine(
+        "sqlite://",
+        creator=lambda: connect(path, query, name, busy_seconds=min(5.0, BUSY_SECONDS)),
+        poolclass=NullPool,
+        execution_options=options,
+    )
     # pysqlite's own BEGIN comes late and deferred; ours says at once whether the transaction will write.
     event.listen(engine, "begin", _begin)
     return engine
-
-
-def connect(path: Path, query: str) -> sqlite3.Connection:
-    """A connection on which nothing in the file's schema is trusted and every write is durable once committed."""
-    uri = f"file:{quote(os.fsencode(path))}?{query}"
-    connection = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=min(5.0, BUSY_SECONDS), check_same_thread=False)
-    try:
-        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LARGEST_VALUE)
-        for pragma in ("trusted_schema=OFF", "cell_size_check=ON", "mmap_size=0", "foreign_keys=ON", "synchronous=FULL"):
-            connection.execute(f"PRAGMA {pragma}")
-    except BaseException:
-        connection.close()
-        raise
-    return connection
 
 
 def _begin(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE" if connection.get_execution_options().get("flashtune_write") else "BEGIN")
 
 
-def _transact(engine: Engine, work: Callable[[Connection], T], *, write: bool) -> T:
+def _transact(engine: Engine, work: Callable[[Connection], T], *, write: bool, own: bool = False) -> T:
+    """What `work` returns; where the file isn't our `own` work, only within the time that its size allows."""
     with engine.execution_options(flashtune_write=write).begin() as connection:
-        return work(connection)
+        options = connection.get_execution_options()
+        with bounded(_raw(connection), options["flashtune_name"], math.inf if own else patience(*options["flashtune_files"])):
+            return work(connection)
+
+
+def _raw(connection: Connection) -> sqlite3.Connection:
+    """The driver's own connection."""
+    found = connection.connection.driver_connection
+    assert isinstance(found, sqlite3.Connection)
+    return found
 
 
 def _upgrade(connection: Connection) -> None:
@@ -218,20 +227,35 @@ def _nothing(connection: Connection) -> None:
 
 def _change_no_row(connection: Connection) -> None:
     """Write nothing, by a statement that a read-only file refuses: outside of WAL mode SQLite lets a writing transaction begin there."""
-    connection.exec_driver_sql(f"UPDATE {schema.VERSION_TABLE} SET version_num = version_num WHERE 0")
+    connection.exec_driver_sql(f"UPDATE {values.VERSION_TABLE} SET version_num = version_num WHERE 0")
 
 
 def _is_older(connection: Connection) -> bool:
     """Whether this is one of our databases and needs a migration before it can be read."""
-    if connection.exec_driver_sql("PRAGMA application_id").scalar() != schema.APPLICATION_ID:
+    if connection.exec_driver_sql("PRAGMA application_id").scalar() != values.APPLICATION_ID:
         return False
-    version = connection.exec_driver_sql(f"SELECT max(version_num) FROM {schema.VERSION_TABLE}").scalar()
-    return isinstance(version, str) and version < schema.SCHEMA_VERSION
+    version = connection.exec_driver_sql(f"SELECT max(version_num) FROM {values.VERSION_TABLE}").scalar()
+    return isinstance(version, str) and version < values.SCHEMA_VERSION
 
 
-def _alone(path: Path, statement: str) -> None:
+def _refuse_large(path: Path, beside: list[Path], name: str) -> None:
+    """Raise DatabaseError where what lies beside a database is larger than writers of ours let it become."""
+    size = path.stat().st_size
+    most = LEAST_UNFINISHED + MOST_UNFINISHED * size
+    if (found := sum(file.stat().st_size for file in beside)) > most:
+        raise DatabaseError(
+            f"{name} has {found >> 20} MiB of unfinished writes beside it, too many for its {size >> 10} KiB: "
+            "open it where it was written, or delete them"
+        )
+    if size + found > LARGEST_COPY:
+        raise DatabaseError(
+            f"{name} has {size + found >> 20} MiB with its unfinished writes, too much for a private copy: open it where it was written"
+        )
+
+
+def _alone(path: Path, statement: str, name: str) -> None:
     """Run a statement that no transaction may hold."""
-    connection = connect(path, "mode=rw")
+    connection = connect(path, "mode=rw", name)
     try:
         connection.execute(statement)
     finally:
@@ -245,10 +269,10 @@ def _build(path: Path, name: str, work: Callable[[Connection], None], *, wal: bo
     """
     aside = path.with_name(f".flashtune-{secrets.token_hex(8)}.new")
     try:
-        engine = _engine(aside, "mode=rwc")
-        _transact(engine, _upgrade, write=True)
-        _transact(engine, work, write=True)
-        _alone(aside, "PRAGMA journal_mode=WAL" if wal else "VACUUM")
+        engine = _engine(aside, "mode=rwc", name)
+        _transact(engine, _upgrade, write=True, own=True)
+        _transact(engine, work, write=True, own=True)
+        _alone(aside, "PRAGMA journal_mode=WAL" if wal else "VACUUM", name)
         if replace:
             os.replace(aside, path)
         else:

@@ -1,8 +1,7 @@
 """The store: search results in, best records out. Everything that a search learned is kept; what is best is a query."""
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -19,11 +18,12 @@ from flashtune.core.problem import ProblemKey
 from flashtune.core.results import Bits, Outcome, SearchResult, TuningRecord
 from flashtune.core.secrets import mask_secrets
 from flashtune.db import rows
+from flashtune.db.inspection import row_named
 from flashtune.db.preference import ALL_REPEAT, by_key, foremost, key_order, serve_all, worth_keeping
 from flashtune.db.schema import ProblemRow, RunRow, TrialRow
 from flashtune.db.server import Server
 from flashtune.db.sqlite_file import SqliteFile
-from flashtune.db.values import LARGEST, Row, RowError
+from flashtune.db.values import LARGEST, Row
 from flashtune.db.writing import ResultRows, write_file
 
 T = TypeVar("T")
@@ -193,29 +193,21 @@ class Store:
 
     def _record(self, found: dict[str, Any], twin: dict[str, Any] | None) -> TuningRecord:
         (key, run), outcome = self._run(found), self._outcome(found)
-        with self._naming("trial", "" if twin is None else twin["trial.id"]):
+        with row_named(self.name, "trial", "" if twin is None else twin["trial.id"]):
             twin_outcome = rows.twin_of(outcome, None if twin is None else _part(twin, "trial"))
+        with row_named(self.name, "trial", found["trial.id"]):
+            rows.refuse_impossible(key.gpu, run["problem"], outcome, run["baseline"])
         return TuningRecord(key=key, outcome=outcome, twin=twin_outcome, origin=self.name, **run)
 
     def _run(self, found: dict[str, Any]) -> tuple[ProblemKey, dict[str, Any]]:
-        with self._naming("problem", found["problem.id"]):
+        with row_named(self.name, "problem", found["problem.id"]):
             key = rows.read_key(_part(found, "problem"))
-        with self._naming("run", found["run.id"]):
+        with row_named(self.name, "run", found["run.id"]):
             return key, rows.read_run(_part(found, "run"), key)
 
     def _outcome(self, found: dict[str, Any]) -> Outcome:
-        with self._naming("trial", found["trial.id"]):
+        with row_named(self.name, "trial", found["trial.id"]):
             return rows.read_outcome(_part(found, "trial"))
-
-    @contextmanager
-    def _naming(self, table: str, number: object) -> Iterator[None]:
-        """Turns a RowError into an error that says which row of which file it is."""
-        try:
-            yield
-        except RowError as error:
-            raise DatabaseError(
-                f"{self.name}: in row {number} of {table!r}, {error}: the file was edited or damaged, restore a copy or search again"
-            ) from error
 
 
 def _access(location: str | Path, *, writable: bool) -> _Access:

@@ -4,7 +4,21 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
+
+SCHEMA_VERSION: Final = "0003"
+"""The newest Alembic revision; revisions are four digits that count upwards."""
+
+OLDEST_VERSION: Final = "0001"
+
+VERSION_TABLE: Final = "flashtune_schema"
+"""Where Alembic keeps the revision: a name of our own, so that another application's database is never taken for ours."""
+
+APPLICATION_ID: Final = 0x464C5455
+"""SQLite's `application_id` of a tuned database ("FLTU"): bytes 68 to 71 of the file."""
+
+TABLES: Final = ("problem", "run", "trial")
+"""The tables of flashtune.db.schema."""
 
 from flashtune.core.files import parse_json
 

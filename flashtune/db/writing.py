@@ -30,9 +30,9 @@ class ResultRows:
         run = rows.run_row(result)
         trials = [rows.trial_row(outcome, number) for number, outcome in enumerate(result.outcomes)]
         try:
-            rows.read_run(Row(run), rows.read_key(Row(key)))
+            found = rows.read_run(Row(run), rows.read_key(Row(key)))
             for trial in trials:
-                rows.read_outcome(Row(trial))
+                rows.refuse_impossible(result.gpu, result.problem, rows.read_outcome(Row(trial)), found["baseline"])
         except RowError as error:
             raise InputError(f"this search result can't be kept: {error}") from error
         return cls(problem=key, run=run, trials=trials)

@@ -3,7 +3,8 @@
 from alembic import context
 from sqlalchemy import Connection
 
-from flashtune.db.schema import VERSION_TABLE, Base
+from flashtune.db.schema import Base
+from flashtune.db.values import VERSION_TABLE
 
 connection: Connection = context.config.attributes["connection"]
 context.configure(connection=connection, target_metadata=Base.metadata, version_table=VERSION_TABLE)

@@ -104,8 +104,11 @@ def _configured(record: TuningRecord, family: Family, context: Context) -> Fit |
     except InputError as error:
         return Refusal(reason=str(error), invalid=True, record=record)
     changed = ""
-    if (own := record.problem.spec()) != spec:
-        if (why := family.supports(spec, target) or (family.unfit(config, own, target) if record.key.gpu == key.gpu else None)) is not None:
+    own = record.problem.spec()
+    if (own, record.key.gpu) != (spec, key.gpu) and (why := family.unfit(config, own, targets().get(record.key.gpu, target))) is not None:
+        return Refusal(reason=why, invalid=True, record=record)
+    if own != spec:
+        if (why := family.supports(spec, target)) is not None:
             return Refusal(reason=why, record=record)
         moved = context.pool.refitted(family, config, spec)
         if moved is None:

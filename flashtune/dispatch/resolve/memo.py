@@ -17,7 +17,7 @@ from flashtune.core.config import Direction, Variant
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.problem import Problem, ProblemKey
 from flashtune.core.results import TuningRecord
-from flashtune.core.target import Target
+from flashtune.core.target import Target, targets
 from flashtune.dispatch.launch import devices, kernels
 from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan
 from flashtune.dispatch.plans.gradients import Backward
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 MOST_PLANS = 8192
 """Growing sequences make a new signature with each token; beyond so many, all are forgotten and decided anew."""
+
+MOST_POOLS = 64
+"""So many groups of problems have their records sorted at a time."""
 
 _ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 """How FLASHTUNE_UNMEASURED is written."""
@@ -63,7 +66,7 @@ class Memo:
         self.settings = settings
         self.pinned: dict[Direction, ModuleType] = {} if pinned is None else dict([pinned])
         self._library: Library | None = None
-        self._pools: dict[tuple[object, ...], Pool] = {}
+        self._pools: dict[Hashable, Pool] = {}
         self._code: dict[tuple[str, str], tuple[Manifest, ModuleType | None]] = {}
         self._warned: set[str] = set()
         self._told: set[str] = set()
@@ -119,11 +122,15 @@ class Memo:
     def pool(self, key: ProblemKey, target: Target) -> Pool:
         """The records that may serve `key` on this GPU; the library is read when this is first called."""
         self.read()
-        group = group_of(key)
+        assert self._library is not None, "it was just read"
+        # Of a library too large for every call to look at all of it, each key has its own part.
+        group: Hashable = key if self._library.large else group_of(key)
         if group not in self._pools:
-            assert self._library is not None, "it was just read"
+            while len(self._pools) >= MOST_POOLS:
+                del self._pools[next(iter(self._pools))]
             with held_off():
-                self._pools[group] = Pool(key, target, self._library, families())
+                gpus = [gpu for gpu, known in targets().items() if known.arch == target.arch] or [target.slug]
+                self._pools[group] = Pool(key, target, self._library.near(key, gpus), families())
         return self._pools[group]
 
     def machine_code(self, family: Family, variant: Variant, target: Target) -> tuple[Manifest | None, ModuleType | None]:
