@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from flashtune.core.dtypes import OTHER_16_BITS
 from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.unpacking import PLAIN, read_unpacked, unpacked
 from flashtune.core.files import parse_json, read_bounded
 
 FORMAT = 1
@@ -199,8 +200,7 @@ class Manifest:
             raise EnvironmentProblem(f"the machine code of {binary.kernel} is in no file: take it from where it was compiled")
         path = self.folder / binary.file
         try:
-            # 31 reads gzip's header.
-            code = zlib.decompress(path.read_bytes(), wbits=31)
+            code = read_unpacked(path)
             if binary.sha256 in self.differences:
                 code = _changed(code, self.differences[binary.sha256])
         except (OSError, ValueError, zlib.error) as error:
@@ -240,7 +240,7 @@ def difference(code: bytes, other: bytes) -> str:
 
 def _changed(code: bytes, packed: str) -> bytes:
     """The other code of `difference`; raises ValueError or zlib.error for what it didn't make."""
-    told = zlib.decompress(base64.b64decode(packed, validate=True))
+    told = unpacked(base64.b64decode(packed, validate=True), PLAIN)
     return _xor(code, told) if len(code) == len(told) else told
 
 

@@ -2,13 +2,13 @@
 
 import hashlib
 import re
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
 from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.unpacking import unpacked
 from flashtune.core.files import read_json
 
 INDEX = "index.json"
@@ -86,4 +86,4 @@ def read_index(folder: Path) -> Index:
 
 def digest(name: str, content: bytes) -> str:
     """SHA-256 of a generated file's content; of what a compressed one holds, for compressors differ."""
-    return hashlib.sha256(zlib.decompress(content, wbits=31) if name.endswith(".gz") else content).hexdigest()
+    return hashlib.sha256(unpacked(content) if name.endswith(".gz") else content).hexdigest()

@@ -29,7 +29,7 @@ CHECKED_BYTES, READ_WHOLE = 4 << 20, 1 << 18
 """Files of at most so many bytes are checked in full when they are opened, and read in full, so that what is wrong is said at once."""
 MOST_RUNS = 4096
 """Runs of one key, beyond which a file isn't read."""
-MOST_NEAR = 128
+MOST_NEAR = 24
 """So many keys with more N than a call's and as many with less are candidates for it, of its spec and of any, on each GPU."""
 FAR = 16
 """Other keys of the call's spec are within this factor of its N."""
@@ -71,7 +71,7 @@ class FileRecords(Mapping[ProblemKey, list[TuningRecord]]):
     """
 
     def __init__(self, path: Path, *, shipped: bool = False) -> None:
-        self._name, self._path = str(path), Path(os.path.realpath(path))
+        self._name, self._path, self._shipped = str(path), Path(os.path.realpath(path)), shipped
         self._lock = threading.Lock()
         self._ids: dict[ProblemKey, int] = {}
         self._whole: dict[ProblemKey, list[TuningRecord]] | None = None
@@ -144,8 +144,7 @@ class FileRecords(Mapping[ProblemKey, list[TuningRecord]]):
 
     def _refuse_change(self) -> None:
         """Raise FileChanged where the file was written in place; one that was deleted or replaced is still open as it was."""
-        now = signature(self._path)
-        if now == self._seen:
+        if self._shipped or (now := signature(self._path)) == self._seen:
             return
         old, new = self._seen[0], now[0]
         if not (isinstance(old, tuple) and (new is None or (isinstance(new, tuple) and new[0] != old[0]))):
