@@ -216,7 +216,10 @@ def test_a_missing_column_is_refused(tmp_path: Path) -> None:
         ("CREATE TRIGGER t AFTER INSERT ON run BEGIN DELETE FROM trial; END", "trigger"),
         ("CREATE VIEW v AS SELECT * FROM trial", "view"),
         ("CREATE VIRTUAL TABLE v USING fts5(x)", "table 'v'"),
-        ("ALTER TABLE trial ADD COLUMN boom GENERATED ALWAYS AS (printf('%.*c', 1000000000, 'x')) VIRTUAL", "'trial' with more than plain columns"),
+        (
+            "ALTER TABLE trial ADD COLUMN boom GENERATED ALWAYS AS (printf('%.*c', 1000000000, 'x')) VIRTUAL",
+            "'trial' with more than plain columns",
+        ),
     ],
 )
 def test_schemas_that_act_are_refused(tmp_path: Path, statement: str, said: str) -> None:

@@ -156,7 +156,9 @@ def test_the_hot_path_reads_no_database(own_database: Path, shipped: Path) -> No
 
 @pytest.mark.parametrize("which", ["overlay", "shipped"])
 @pytest.mark.parametrize("damage", [lambda path: path.write_text("no database " * 20), lambda path: path.mkdir()], ids=["text", "folder"])
-def test_a_broken_layer_that_nobody_named_is_left_out_with_a_warning_and_an_error_by_name(own_database: Path, shipped: Path, which: str, damage: Callable[[Path], object]) -> None:
+def test_a_broken_layer_that_nobody_named_is_left_out_with_a_warning_and_an_error_by_name(
+    own_database: Path, shipped: Path, which: str, damage: Callable[[Path], object]
+) -> None:
     samples.write(own_database, (one("mine"),))
     samples.write(shipped, (one("theirs"),))
     path = own_database if which == "overlay" else shipped

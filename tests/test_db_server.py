@@ -11,9 +11,9 @@ from sqlalchemy import make_url, text
 from flashtune.core.errors import DatabaseError, EnvironmentProblem, FlashtuneError
 from flashtune.db import server
 from flashtune.db.inspection import MissingDatabaseError
-from flashtune.db.values import SCHEMA_VERSION
 from flashtune.db.server import Server
 from flashtune.db.store import Store
+from flashtune.db.values import SCHEMA_VERSION
 
 Connect = Callable[[bool], Store]
 

@@ -17,8 +17,8 @@ from typing import Any, Literal, NamedTuple
 
 from flashtune.core.dtypes import OTHER_16_BITS
 from flashtune.core.errors import EnvironmentProblem
-from flashtune.core.unpacking import PLAIN, read_unpacked, unpacked
 from flashtune.core.files import parse_json, read_bounded
+from flashtune.core.unpacking import PLAIN, read_unpacked, unpacked
 
 FORMAT = 1
 """Version of the manifest's layout; another one is not read."""

@@ -8,8 +8,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from flashtune.core.errors import EnvironmentProblem
-from flashtune.core.unpacking import unpacked
 from flashtune.core.files import read_json
+from flashtune.core.unpacking import unpacked
 
 INDEX = "index.json"
 FORMAT = 1

@@ -63,7 +63,9 @@ def bounded(connection: sqlite3.Connection, name: str, seconds: float) -> Iterat
             raise raised[0] from None
         cause = getattr(error, "orig", None) or error
         if getattr(cause, "sqlite_errorcode", None) == sqlite3.SQLITE_INTERRUPT:
-            raise DatabaseError(f"{name} takes more than {seconds:g} s to read, so it is damaged or made to do harm: don't use it") from error
+            raise DatabaseError(
+                f"{name} takes more than {seconds:g} s to read, so it is damaged or made to do harm: don't use it"
+            ) from error
         raise
     finally:
         connection.set_progress_handler(None, 0)

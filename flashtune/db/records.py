@@ -213,7 +213,9 @@ class FileRecords(Mapping[ProblemKey, list[TuningRecord]]):
             most = -1 if problem is None else MOST_RUNS
             found = self._connection.execute(f"{winners} LIMIT {most}", parameters).fetchall()
             others = self._connection.execute(f"{twins_of} LIMIT {most}", parameters).fetchall()
-        twins = {fields["run_id"]: Row(fields) for fields in (dict(zip(names["trial"], found_values, strict=True)) for found_values in others)}
+        twins = {
+            fields["run_id"]: Row(fields) for fields in (dict(zip(names["trial"], found_values, strict=True)) for found_values in others)
+        }
         return [self._record(one, twins) for one in found]
 
     def _record(self, found_values: Sequence[object], twins: Mapping[object, Row]) -> TuningRecord:

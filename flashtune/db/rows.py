@@ -297,7 +297,9 @@ def refuse_impossible(gpu: str, problem: Problem, outcome: Outcome, baseline: Ba
     least = limits.least_us(problem, gpu)
     for column, time_us in (("median_us", outcome.measurement.median_us), ("call_us", outcome.call_us)):
         if time_us is not None and time_us < least:
-            raise RowError(column, f"is {time_us:g}, but on {gpu} no kernel computes {problem.label()} in less than {least:.3g} microseconds")
+            raise RowError(
+                column, f"is {time_us:g}, but on {gpu} no kernel computes {problem.label()} in less than {least:.3g} microseconds"
+            )
     if baseline is None:
         return
     most = limits.most_framework_us(problem, gpu)

@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple, TypeVar
 
+from flashtune.core.files import parse_json
+
 SCHEMA_VERSION: Final = "0003"
 """The newest Alembic revision; revisions are four digits that count upwards."""
 
@@ -19,8 +21,6 @@ APPLICATION_ID: Final = 0x464C5455
 
 TABLES: Final = ("problem", "run", "trial")
 """The tables of flashtune.db.schema."""
-
-from flashtune.core.files import parse_json
 
 LARGEST = 2**31 - 1
 """The largest whole number that every database's INTEGER holds."""
