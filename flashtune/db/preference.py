@@ -40,7 +40,7 @@ def preference(record: TuningRecord) -> tuple[object, ...]:
 
 def _evident(record: TuningRecord) -> bool:
     """Whether its time and the framework's were taken often enough, and alike enough, to be compared."""
-    times = (record.outcome.measurement, record.baseline and record.baseline.measurement)
+    times = (record.outcome.measurement, record.baseline.measurement if record.baseline else None)
     return all(time is not None and time.samples >= FEWEST_SAMPLES and time.noise <= WIDEST_SPREAD for time in times)
 
 
