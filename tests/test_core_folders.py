@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flashtune.core.folders import cache_dir, refused, wanted_cache_dir
+from flashtune.core.folders import cache_dir, refused, unwritable, wanted_cache_dir
 
 ASK = "from flashtune.core.folders import cache_dir; print(cache_dir()); print(cache_dir())"
 
@@ -75,3 +75,71 @@ def test_the_home_folder_is_meant_by_its_sign(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("FLASHTUNE_CACHE", "~/cache")
     assert wanted_cache_dir() == tmp_path / "cache"
+
+
+def full_disk(folder: Path) -> Path:
+    """A file system with hardly any room, where one may be mounted; the folder that stands for it in the kernel elsewhere."""
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(folder)], capture_output=True, check=False).returncode:
+        pytest.skip("no file system can be mounted here")
+    return folder
+
+
+def test_a_full_disk_is_found_by_writing(tmp_path: Path) -> None:
+    full = full_disk(tmp_path / "full")
+    try:
+        assert unwritable(full) == f"{full} can't be written (No space left on device)"
+        assert list(full.iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(full)], check=True)
+
+
+def test_places_where_nothing_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert unwritable(tmp_path / "file") == f"{tmp_path / 'file'} can't be written (Not a directory)"
+    assert "can't be written" in (unwritable(tmp_path / "file" / "below") or "")
+    assert "can't be written" in (unwritable(Path("/proc/flashtune")) or "")
+    assert unwritable(tmp_path / "new") is None and list((tmp_path / "new").iterdir()) == []
+
+
+COMPILE = """
+import os, stat, sys, warnings
+from flashtune.core.folders import let_triton_write
+from flashtune.core.modules import load_source
+from flashtune.core.target import find_target
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    try:
+        let_triton_write()
+        let_triton_write()
+    except OSError as error:
+        sys.exit(f"refused: {error.strerror}")
+from flashtune.tuner.children.compile import compiling_for
+import torch
+text = "import triton\\nimport triton.language as tl\\n@triton.jit\\ndef kernel(x):\\n    tl.store(x, 1.0)\\n"
+kernel = load_source(text, "probe").kernel
+with compiling_for(find_target("h200")):
+    kernel.warmup(torch.float32, grid=(1,))
+where = os.environ["TRITON_CACHE_DIR"]
+print(len(caught), caught[0].message, where, oct(stat.S_IMODE(os.stat(where).st_mode)), bool(os.listdir(where)), sep="\\n")
+"""
+
+
+@pytest.mark.parametrize("scratch", ["folder", "file"])
+def test_triton_compiles_where_its_own_cache_cannot_be_written(tmp_path: Path, scratch: str) -> None:
+    """A home that is a file, which stops root, too; with scratch space Triton writes there, without it there is one error and no kernel."""
+    (tmp_path / "home").write_text("a file, not a folder")
+    (tmp_path / "folder").mkdir()
+    environment = {**os.environ, "HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "folder")}
+    environment.pop("TRITON_CACHE_DIR", None)
+    code = COMPILE if scratch == "folder" else COMPILE.replace("import os,", "import tempfile; tempfile.tempdir = '/proc'\nimport os,", 1)
+    told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600, check=False)
+    if scratch == "file":
+        assert told.returncode == 1 and told.stderr.startswith("refused: ") and "can't be written" in told.stderr
+        return
+    assert told.returncode == 0, told.stderr
+    count, message, where, mode, filled = told.stdout.splitlines()
+    cache = tmp_path / "home" / ".triton" / "cache"
+    assert count == "1" and message.startswith(f"flashtune: {cache} can't be written (Not a directory), so")
+    assert Path(where).parent.parent == tmp_path / "folder" and mode == "0o700" and filled == "True"
+    assert list((tmp_path / "folder").iterdir()) == [], "it goes when the process ends"

@@ -7,16 +7,20 @@ import sqlite3
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
+from typing import Any
 
 import db_samples as samples
 import pytest
 from db_faults import complete_names, folder_bytes, fork, killed_inside_a_transaction
 
+from flashtune.cli import doctor
 from flashtune.core.errors import EnvironmentProblem, FlashtuneError
 from flashtune.db import migrations
 from flashtune.db.library import Library
+from flashtune.db.sqlite_file import unwritable
 from flashtune.db.store import Store
 
 assert migrations  # imported before any test drops its privileges: a child may not be able to read the source
@@ -78,6 +82,42 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("mounting is not allowed here; the test with RLIMIT_FSIZE covers the rest")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("state", ["full", "read-only"])
+def test_a_database_that_cannot_be_written_is_found_by_writing(small_disk: Path, state: str) -> None:
+    path = samples.write(small_disk / "a.sqlite")
+    if state == "full":
+        with suppress(OSError), open(small_disk / "ballast", "wb", buffering=0) as ballast:
+            while ballast.write(bytes(1 << 10)):
+                pass
+    else:
+        subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    before = path.read_bytes()
+    for place in (path, small_disk / "new" / "b.sqlite"):
+        assert "can't be written" in (unwritable(place) or ""), place
+    assert path.read_bytes() == before
+    told = {check["name"]: check for check in _databases(own=path)}["overlay database"]
+    assert not told["ok"] and str(small_disk) in told["found"] and "FLASHTUNE_OWN_DB" in told["remedy"]
+
+
+def _databases(own: Path) -> list[dict[str, Any]]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("FLASHTUNE_OWN_DB", str(own))
+        return doctor._databases()
+
+
+def test_a_database_that_can_be_written_stays_as_it_was(tmp_path: Path) -> None:
+    path = samples.write(tmp_path / "db" / "a.sqlite")
+    before = folder_bytes(path.parent)
+    assert unwritable(path) is None and folder_bytes(path.parent) == before
+    assert unwritable(tmp_path / "new" / "deep" / "b.sqlite") is None and not (tmp_path / "new").exists()
+    (tmp_path / "file").write_text("")
+    assert "Not a directory" in (unwritable(tmp_path / "file" / "b.sqlite") or "")
+    with sqlite3.connect(path, isolation_level=None) as holder:
+        holder.execute("BEGIN IMMEDIATE")
+        assert unwritable(path) is None, "who waits for another writer may write"
+        holder.execute("ROLLBACK")
 
 
 def save_until_full(store: Store) -> int:

@@ -1,5 +1,7 @@
 """After the first call, when kernels refuse or fail, and what `explain` says of it; the reference stands in for kernels."""
 
+import errno
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,7 +25,7 @@ from flashtune.core.target import find_target
 from flashtune.db.store import Store
 from flashtune.dispatch import api, policy
 from flashtune.dispatch.launch import devices, kernels
-from flashtune.dispatch.resolve import choosing, layers
+from flashtune.dispatch.resolve import choosing, layers, memo
 from flashtune.dispatch.resolve.memo import Memo
 from flashtune.templates import families, family
 from flashtune.templates.family import Family
@@ -316,6 +318,53 @@ def test_when_every_kernel_fails_the_framework_serves(machine: Machine, monkeypa
     with pytest.warns(RuntimeWarning, match="No space left on device"):
         assert_right(attend())
     assert dispatch.explain(Q, Q, Q, is_causal=True).kind == "framework"
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.ENOTDIR])
+def test_a_fault_of_the_machine_is_no_kernels_and_passes(
+    machine: Machine, own_database: Path, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One warning for all kernels, with cause and remedy; once it is over, the kernel serves."""
+    exact = save(own_database)
+    timers: list[tuple[float, Callable[[], None]]] = []
+
+    def timer(seconds: float, call: Callable[[], None]) -> Any:
+        timers.append((seconds, call))
+        return SimpleNamespace(start=lambda: None)
+
+    monkeypatch.setattr(memo, "Timer", timer)
+
+    def fails(family: Family, variant: Variant) -> Any:
+        raise OSError(code, os.strerror(code), f"/home/user/.triton/cache/{variant.id}")
+
+    monkeypatch.setattr(kernels, "load", fails)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        assert_right(attend())
+        assert_right(attend(scale=0.25))
+    [message] = [str(one.message) for one in warned]
+    assert message.startswith(f"flashtune: no kernel can be compiled here ({os.strerror(code)}): free some space")
+    assert any(os.strerror(code) in line for line in dispatch.explain(Q, Q, Q, is_causal=True).refused)
+    monkeypatch.setattr(kernels, "load", machine.load)
+    assert_right(attend())
+    assert machine.launched == [], "nothing is tried at once"
+    [(seconds, retry)] = timers
+    assert seconds == memo.RETRY_S
+    retry()
+    assert_right(attend())
+    assert [variant.id for variant in machine.launched] == [exact.id]
+    assert dispatch.explain(Q, Q, Q, is_causal=True).kind == "exact"
+
+
+def test_a_fault_of_the_machine_while_triton_compiles_at_the_launch_passes_too(machine: Machine, own_database: Path) -> None:
+    exact = save(own_database)
+    machine.fails[exact.id] = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/home/user/.triton/cache")
+    with pytest.warns(RuntimeWarning, match="no kernel can be compiled here"):
+        assert_right(attend())
+    machine.fails.clear()
+    layers.current().retry()
+    assert_right(attend())
+    assert machine.launched[-1].id == exact.id
 
 
 @pytest.mark.parametrize(

@@ -107,11 +107,15 @@ def _cache() -> dict[str, Any]:
 
 def _databases() -> list[dict[str, Any]]:
     from flashtune.db.library import Library, asked_path, overlay_path, shipped_path
+    from flashtune.db.sqlite_file import unwritable
 
     found = []
-    asked = asked_path()
-    known: list[tuple[str, str | Path]] = [("shipped database", shipped_path()), ("overlay database", overlay_path())]
+    asked, own = asked_path(), overlay_path()
+    known: list[tuple[str, str | Path]] = [("shipped database", shipped_path()), ("overlay database", own)]
     for name, path in [*known, *([] if asked is None else [("FLASHTUNE_DB", asked)])]:
+        if path == own and "://" not in own and (why := unwritable(Path(own))) is not None:
+            found.append(_check(name, False, why, "free some space, or name a file that searches can write in FLASHTUNE_OWN_DB"))
+            continue
         if "://" not in str(path) and not Path(path).exists() and path != asked:
             found.append(_check(name, True, f"{path} (none yet)"))
             continue

@@ -1,8 +1,11 @@
-"""The folder for what a search remembers between commands: the user's alone, or a private one that goes when the process ends."""
+"""Folders that can be written: for what a search remembers between commands, and for Triton; a private one, which goes when the process
+ends, where theirs can't be."""
 
+import errno
 import os
 import stat
 import tempfile
+import warnings
 from functools import cache
 from pathlib import Path
 
@@ -37,7 +40,48 @@ def refused(folder: Path) -> str | None:
             folder.chmod(stat.S_IMODE(status.st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH))
     except OSError as error:
         return f"{folder} can't be used ({error.strerror})"
-    return None if os.access(folder, os.W_OK | os.X_OK) else f"{folder} can't be written"
+    return unwritable(folder)
+
+
+ROOM = 1 << 20
+"""Bytes that a folder must have room for: a kernel in all stages of its compilation takes some hundred thousand."""
+
+
+def unwritable(folder: Path) -> str | None:
+    """Why nothing can be written to `folder`, which is created where it is missing; None where it can. Found out by writing: permission
+    bits mean nothing to root, on a read-only file system, or on a full disk."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
+            if probe.write(bytes(ROOM)) < ROOM:
+                return f"{folder} can't be written ({os.strerror(errno.ENOSPC)})"
+    except OSError as error:
+        why = os.strerror(errno.ENOTDIR) if isinstance(error, FileExistsError) else error.strerror
+        return f"{folder} can't be written ({why})"
+    return None
+
+
+def let_triton_write() -> None:
+    """Point Triton's cache at a private folder of this process and its children where its own can't be written, with one warning; raises
+    OSError where there is none either."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~/")
+    wanted = Path(os.environ.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache"))
+    why = unwritable(wanted)
+    if why is None:
+        return
+    try:
+        private = Path(_temporary().name) / "triton"
+        other = unwritable(private)
+    except OSError as error:
+        other = f"no temporary folder can be made ({error.strerror})"
+    if other is not None:
+        raise OSError(errno.EROFS, f"{why}, and {other}")
+    # Triton reads it anew for each kernel, and so do children.
+    os.environ["TRITON_CACHE_DIR"] = str(private)
+    said = f"flashtune: {why}, so Triton's kernels are kept in {private} until this process ends"
+    warnings.warn(f"{said}: point TRITON_CACHE_DIR at a folder that can be written", RuntimeWarning, stacklevel=2)
 
 
 @cache

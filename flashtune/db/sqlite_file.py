@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,6 +27,7 @@ from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
+from flashtune.core import folders
 from flashtune.core.errors import DatabaseError, FlashtuneError
 from flashtune.db import values
 from flashtune.db.connecting import bounded, connect, patience
@@ -59,6 +61,23 @@ LARGEST_COPY = 1 << 30
 """So many bytes at most are copied."""
 
 _COPY = "copy.sqlite"
+
+
+def unwritable(path: Path) -> str | None:
+    """Why rows can't be written to the database at `path`, found out by writing what is taken back; None where they can."""
+    path = Path(os.path.realpath(path))
+    folder = next(place for place in path.parents if os.path.lexists(place))
+    if (why := folders.unwritable(folder)) is not None or not path.exists():
+        return why
+    try:
+        with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=rw", uri=True, timeout=1.0, isolation_level=None)) as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            connection.execute("CREATE TABLE flashtune_probe (x)")
+            connection.execute("ROLLBACK")
+    except sqlite3.Error as error:
+        # Who waits for another writer may write. What is no database at all is for those to say who read it.
+        return None if is_busy(error) or "not a database" in str(error) else f"{path} can't be written ({error})"
+    return None
 
 
 class SqliteFile:

@@ -9,6 +9,7 @@ from flashtune.core import modules
 from flashtune.core.binaries import Manifest, machine_arch, source_digest
 from flashtune.core.config import Config, KernelSpec, Variant
 from flashtune.core.dtypes import OTHER_16_BITS
+from flashtune.core.folders import let_triton_write
 from flashtune.core.shipped_kernels import PACKAGE, folder_of, shipped_index, shipped_manifest
 from flashtune.dispatch.launch.hostcode import load_host_code
 from flashtune.templates.family import Family
@@ -40,6 +41,7 @@ def may_be_compiled(family: Family, spec: KernelSpec, config: Config, known_hash
 
 def load(family: Family, chosen: Variant) -> ModuleType:
     """The module with `accepts` and `launch` (see flashtune.templates.family) of this variant."""
+    let_triton_write()
     shipped = _shipped_name(chosen)
     if shipped is not None:
         return importlib.import_module(shipped)

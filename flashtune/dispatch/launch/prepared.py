@@ -11,6 +11,7 @@ import torch
 
 from flashtune.core import launching
 from flashtune.core.binaries import Binary, Manifest, machine_arch
+from flashtune.core.folders import let_triton_write
 from flashtune.core.parameters import PER_HEAD, CallParameters, per_head_words
 from flashtune.dispatch.launch import driver
 from flashtune.dispatch.launch.program import Program
@@ -107,6 +108,7 @@ def compiled(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], opt
     """The machine code that Triton's JIT makes for these arguments."""
     from flashtune.core.compiled import from_compiled
 
+    let_triton_write()
     return from_compiled(kernel.warmup(*arguments, grid=grid, **launching.compiler_options(options)))
 
 

@@ -143,7 +143,8 @@ def _by_rank(memo: Memo, call: Call, problem: Problem, given: Tensors, *, framew
             plan = KernelPlan(call, module, q, twin=twin, manifest=manifest, whole=whole, warn=memo.warn_once)
             yield Candidate(plan=plan, kind=choice.kind, said=said, variant=variant)
             # The caller comes back only when this one failed.
-            why = memo.broken.get((variant.id, str(call.device)), "it failed")
+            kernel = (variant.id, str(call.device))
+            why = memo.broken.get(kernel) or memo.faults.get(kernel) or "it failed"
         elif module is not None:
             why = "it doesn't take these strides or addresses"
         refused.append(f"{variant.template} {variant.id}: {why}")

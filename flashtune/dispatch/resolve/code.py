@@ -1,6 +1,8 @@
 """From a choice to what runs: the kernel's module and machine code, and what is remembered of those that failed."""
 
+import errno
 import functools
+import os
 from collections.abc import Callable
 from types import ModuleType
 from typing import TypeVar
@@ -18,6 +20,8 @@ from flashtune.dispatch.resolve.memo import Memo
 from flashtune.templates.family import Family
 
 _Found = TypeVar("_Found")
+
+_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def variant_of(choice: Choice, family: Family) -> Variant:
@@ -42,7 +46,7 @@ def _loaded(
     memo: Memo, variant: Variant, device: torch.device, load: Callable[[], ModuleType] | ModuleType
 ) -> tuple[ModuleType | None, str]:
     """The kernel's module, which may be given itself, or None and why it can't be had."""
-    why = memo.broken.get((variant.id, str(device)))
+    why = memo.broken.get((variant.id, str(device))) or memo.faults.get((variant.id, str(device)))
     if why is not None:
         return None, why
     try:
@@ -50,18 +54,23 @@ def _loaded(
     except (OSError, ImportError) as error:
         if not devices.TRITON:
             return None, "Triton is not installed, and no machine code was shipped for it"
+        if (fault := environment_fault(error)) is not None:
+            return None, memo.meet_fault((variant.id, str(device)), fault)
         return None, report_failure(memo, variant, device, error)
 
 
 def tried(memo: Memo, variant: Variant | None, device: torch.device, build: Callable[[], None], run: Callable[[], _Found]) -> _Found | None:
-    """What a plan gives at its first call, built and run; None where its kernel failed for its own sake, which is remembered and warned
-    of. What has no `variant`, a pinned kernel or torch's own, raises whatever it meets."""
+    """Result of a plan's first call, built and run; None where its kernel failed for its own sake, which is remembered and warned of, or
+    where the machine keeps it from being compiled. What has no `variant`, a pinned kernel or torch's own, raises whatever it meets."""
     built = False
     try:
         build()
         built = True
         return run()
     except Exception as error:
+        if variant is not None and (fault := environment_fault(error)) is not None:
+            memo.meet_fault((variant.id, str(device)), fault)
+            return None
         if variant is None or not (_uncompilable(error) if built else _unbuildable(error)):
             raise
         report_failure(memo, variant, device, error)
@@ -75,6 +84,17 @@ def report_failure(memo: Memo, variant: Variant, device: torch.device, error: Ba
     memo.broken[variant.id, str(device)] = why
     memo.warn_once(f"flashtune: {variant.template} with {variant.config.label()} failed on {device} and is skipped from now on: {why}")
     return why
+
+
+def environment_fault(error: BaseException) -> str | None:
+    """Reason why this machine keeps kernels from being compiled, where that is no fault of a kernel's; None for other errors."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno is not None:
+            return os.strerror(cause.errno) if cause.filename is not None else cause.strerror
+        cause = cause.__cause__
+    # Triton repeats what its assembler says, which writes files, too.
+    return next((said for code in _OF_DISKS if (said := os.strerror(code)) in str(error)), None)
 
 
 def _unbuildable(error: Exception) -> bool:

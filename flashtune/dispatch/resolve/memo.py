@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from threading import Timer
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,9 @@ from flashtune.templates.family import Family
 if TYPE_CHECKING:
     from flashtune.db.library import Library
 
+RETRY_S = 60.0
+"""So long after a fault of this machine, as a full disk, calls that it took kernels from are decided anew."""
+
 MOST_PLANS = 8192
 """Growing sequences make a new signature with each token; beyond so many, all are forgotten and decided anew."""
 
@@ -51,7 +55,7 @@ class Settings:
 
 class Memo:
     """Plans by signature and, of decoding steps, by span (flashtune.dispatch.policy.growing; None where each is decided by itself), the
-    library's records by group, kernels that failed, warnings given.
+    library's records by group, kernels that failed for good (`broken`) or for now (`faults`), warnings given.
 
     `pinned` is a pass and a rendered module that serves every call of it which it accepts, for measurements.
     Reading a plan takes no lock; everything that decides holds `lock`.
@@ -63,6 +67,7 @@ class Memo:
         self.backwards: dict[Hashable, Backward] = {}
         self.spans: dict[Hashable, FrameworkPlan | KernelPlan | None] = {}
         self.broken: dict[tuple[str, str], str] = {}
+        self.faults: dict[tuple[str, str], str] = {}
         self.settings = settings
         self.pinned: dict[Direction, ModuleType] = {} if pinned is None else dict([pinned])
         self._library: Library | None = None
@@ -87,6 +92,25 @@ class Memo:
             self.plans.clear()
             self.spans.clear()
         self.plans[signature] = plan
+
+    def meet_fault(self, kernel: tuple[str, str], why: str) -> str:
+        """Warn once that this machine keeps kernels from being compiled, let others serve for RETRY_S, and return the reason in a line."""
+        if not self.faults:
+            later = Timer(RETRY_S, self.retry)
+            later.daemon = True
+            later.start()
+        self.faults[kernel] = why
+        remedy = "free some space, or point TRITON_CACHE_DIR and TMPDIR at folders that can be written"
+        self.warn_once(f"flashtune: no kernel can be compiled here ({why}): {remedy}; until then others serve, and it is tried again")
+        return why
+
+    def retry(self) -> None:
+        """Forget the faults of this machine, and what was decided under them."""
+        with self.lock:
+            self.faults.clear()
+            self.plans.clear()
+            self.spans.clear()
+            self.backwards.clear()
 
     def move(self) -> None:
         """Put the plans into another dict: whoever still holds the old one finds nothing there, and asks anew what is in force."""

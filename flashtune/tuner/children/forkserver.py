@@ -10,6 +10,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 
+from flashtune.core import folders
+from flashtune.core.errors import EnvironmentProblem
+
 PRELOADED = ["torch"]
 """What the server has imported."""
 
@@ -26,11 +29,21 @@ def start_server() -> None:
         pass
 
 
+def _let_triton_write() -> None:
+    try:
+        folders.let_triton_write()
+    except OSError as error:
+        remedy = "free some space, or point TRITON_CACHE_DIR or TMPDIR at a folder that can be written"
+        raise EnvironmentProblem(f"Triton can't keep what it compiles ({error.strerror}): {remedy}") from error
+
+
 @contextmanager
 def serving(first: Sequence[str] = ()) -> Iterator[None]:
     """The server runs, and within the block it may be asked for children; where it is started here, it imports these modules `first`."""
     # The server, and through it the children until they withdraw, take over what this thread holds back.
     with held_back():
+        # Children take over this environment.
+        _let_triton_write()
         multiprocessing.set_forkserver_preload([*first, *PRELOADED])
         forkserver.ensure_running()
         yield
