@@ -351,7 +351,7 @@ def unwilling_gpu(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from flashtune.core.target import find_target
     from flashtune.tuner import machine
 
-    monkeypatch.setattr(machine, "local_gpu", lambda: machine.LocalGpu(name="NVIDIA A100", target=find_target("a100")))
+    monkeypatch.setattr(machine, "local_gpus", lambda: (machine.LocalGpu(name="NVIDIA A100", target=find_target("a100")),))
 
 
 @pytest.mark.usefixtures("no_gpu")

@@ -71,14 +71,15 @@ def _versions() -> dict[str, Any]:
 
 
 def _gpu() -> dict[str, Any]:
-    from flashtune.tuner.machine import local_gpu
+    from flashtune.tuner.machine import local_gpus
 
-    gpu = local_gpu()
-    if gpu is None:
+    gpus = local_gpus()
+    if not gpus:
         return _check("GPU", True, "none: search predicts, dispatch uses the framework")
-    if gpu.target is None:
-        return _check("GPU", False, gpu.name, "flashtune doesn't know this GPU yet: add it as CONTRIBUTING.md says")
-    return _check("GPU", True, f"{gpu.name} ({gpu.target.slug})")
+    unknown = [gpu.name for gpu in gpus if gpu.target is None]
+    if unknown:
+        return _check("GPU", False, unknown[0], "flashtune doesn't know this GPU yet: add it as CONTRIBUTING.md says")
+    return _check("GPU", True, ", ".join(dict.fromkeys(f"{gpu.name} ({gpu.target.slug})" for gpu in gpus if gpu.target is not None)))
 
 
 def _compiler() -> dict[str, Any]:

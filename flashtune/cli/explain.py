@@ -6,9 +6,7 @@ from dataclasses import asdict
 import click
 
 from flashtune.cli.console import console, print_json
-from flashtune.cli.options import GPU, ProblemOptions, db_option, json_option, problem_options
-from flashtune.core.errors import InputError
-from flashtune.core.target import find_target
+from flashtune.cli.options import GPU, ProblemOptions, db_option, gpu_of, json_option, problem_options
 
 
 @click.command()
@@ -24,15 +22,8 @@ def explain(*, asked: ProblemOptions, gpu_name: str | None, causal: bool, locati
     flashtune explain --gpu-name h200 --n 3000 --d 128 --causal
     """
     from flashtune.dispatch import explain_problem, use
-    from flashtune.tuner.machine import local_gpu
 
-    if gpu_name is None:
-        gpu = local_gpu()
-        if gpu is None or gpu.target is None:
-            raise InputError("this machine has no GPU that flashtune knows: name one with --gpu-name")
-        target = gpu.target
-    else:
-        target = find_target(gpu_name)
+    target = gpu_of(gpu_name)
     problem = asked.problem(n=asked.n[0], d=asked.d[0], dtype=asked.dtypes(["bf16"])[0], causal=causal)
     seen = problem.seen()
     with nullcontext() if location is None else use(location, alone=True):

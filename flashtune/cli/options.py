@@ -16,7 +16,7 @@ from flashtune.core.dtypes import DTYPES, DType, parse_dtype
 from flashtune.core.errors import InputError
 from flashtune.core.models import TOKENS, find_model, models
 from flashtune.core.problem import ASKED, DIRECTIONS, MASK_KINDS, MAX_HEAD_DIM, Features, MaskKind, Problem
-from flashtune.core.target import find_target, targets
+from flashtune.core.target import Target, find_target, targets
 
 if TYPE_CHECKING:
     from flashtune.db.store import KeyFilter
@@ -315,6 +315,18 @@ def problem_options(*, many: bool) -> Callable[[Callable[..., None]], Callable[.
         return gathered
 
     return decorate
+
+
+def gpu_of(name: str | None) -> Target:
+    """The GPU of this name, or the one in this machine where none is given; raises InputError where there is none."""
+    if name is not None:
+        return find_target(name)
+    from flashtune.tuner.machine import local_gpu
+
+    gpu = local_gpu()
+    if gpu is None or gpu.target is None:
+        raise InputError("this machine has no GPU that flashtune knows: name one with --gpu-name")
+    return gpu.target
 
 
 def filters_of(*, gpu_name: str | None = None, d: int | None = None, n: int | None = None, dtype: str | None = None) -> "KeyFilter":

@@ -16,6 +16,7 @@ from flashtune.cli.options import (
     TEMPLATE,
     ListCommand,
     ProblemOptions,
+    gpu_of,
     json_option,
     problem_options,
     refuse_beside,
@@ -26,7 +27,7 @@ from flashtune.core.errors import EnvironmentProblem, InputError
 from flashtune.core.problem import Problem
 from flashtune.core.results import Source, TuningRecord
 from flashtune.core.secrets import command_line
-from flashtune.core.target import Target, find_target
+from flashtune.core.target import Target
 from flashtune.core.threads import begun
 from flashtune.tuner.search.stopping import UNTIL
 
@@ -65,7 +66,10 @@ class SearchOptions:
 
 @click.command(cls=ListCommand)
 @click.option(
-    "--gpu-name", type=GPU, required=True, metavar="NAME", help="The GPU to tune for: a slug (a100, h200) or the driver's own name."
+    "--gpu-name",
+    type=GPU,
+    metavar="NAME",
+    help="The GPU to tune for: a slug (a100, h200) or the driver's own name (default: the one in this machine).",
 )
 @problem_options(many=True)
 @click.option("--causal", "bands", flag_value="causal", help="Causal attention only (default: causal and full).")
@@ -116,7 +120,7 @@ class SearchOptions:
 @click.option("--predict", is_flag=True, help="Rank by the cost model even where another GPU, or this one, is present.")
 @json_option
 def search(
-    *, asked: ProblemOptions, bands: Bands | None, gpu_name: str, until: str, budget: str | None, as_json: bool, **others: Any
+    *, asked: ProblemOptions, bands: Bands | None, gpu_name: str | None, until: str, budget: str | None, as_json: bool, **others: Any
 ) -> None:
     """Find the fastest kernel for each problem on a GPU, and store it.
 
@@ -124,7 +128,7 @@ def search(
     On a machine without a GPU they are compiled for the named GPU and ranked by a cost model: rows are `predicted`.
 
     \b
-    flashtune search --gpu-name a100 --d 64
+    flashtune search --d 64
     flashtune search --gpu-name h200 --model llama-3-8b --n 8192
     flashtune search --gpu-name h200 --calls calls.json --budget 10m
     flashtune search --gpu-name h200 --d 128 --n 4096 --causal --dtype bf16 --trials 200
@@ -139,7 +143,7 @@ def search(
 
     Started several times, on several machines with one --storage and --db on a server, the same command shares the work.
     """
-    target = find_target(gpu_name)
+    target = gpu_of(gpu_name)
     problems = problems_of(asked, bands)
     if asked.calls is not None:
         from flashtune.cli.called import worth_searching
@@ -249,7 +253,7 @@ def run_search(
         Search(
             plan,
             storage=storage,
-            provenance=provenance(command=command, seed=plan.seed, measured=source == "measured"),
+            provenance=provenance(command=command, seed=plan.seed, measured=source == "measured", target=target),
             save=partial(store.save, once=True),
             listener=progress,
         ).run()
@@ -286,15 +290,13 @@ def keep_machine_code(records: list[TuningRecord], target: Target, *, jobs: int)
 
 def choose_source(target: Target, predict: bool) -> Source:
     """Whether this machine measures or predicts; raises EnvironmentProblem where another GPU is present and --predict was not given."""
-    from flashtune.tuner.machine import local_gpu
+    from flashtune.tuner.machine import local_gpus
 
-    if predict:
+    gpus = () if predict else local_gpus()
+    if not gpus:
         return "predicted"
-    gpu = local_gpu()
-    if gpu is None:
-        return "predicted"
-    if gpu.target is None or gpu.target.slug != target.slug:
-        raise EnvironmentProblem(
-            f"this machine's GPU is {gpu.name}, not {target.name}: search on the GPU itself, or add --predict to rank by the cost model"
-        )
+    if all(gpu.target is None or gpu.target.slug != target.slug for gpu in gpus):
+        names = " and ".join(dict.fromkeys(gpu.name if gpu.target is None else f"{gpu.name} ({gpu.target.slug})" for gpu in gpus))
+        own = "leave --gpu-name out to search for this one" if gpus[0].target is not None else "search on the GPU itself"
+        raise EnvironmentProblem(f"this machine's GPU is {names}, not {target.name}: {own}, or add --predict to rank by the cost model")
     return "measured"

@@ -88,7 +88,7 @@ STANDING = {
 """What tables say of the steps of the policy (flashtune.dispatch.policy.rank)."""
 
 Standing = Callable[[Problem], dict[str, Any]]
-"""What serves a problem: `kind` of choice, and `estimated_loss` against a search of its own, where another problem's row serves."""
+"""What serves a problem: `kind` of choice; `estimated_loss` against a search of its own is None, since no estimate is calibrated."""
 
 
 def standing_on(gpu_name: str, location: str | None) -> Standing:
@@ -107,7 +107,7 @@ def standing_on(gpu_name: str, location: str | None) -> Standing:
         if (group := group_of(key)) not in pools:
             pools[group] = Pool(key, target, records, known)
         choice = choose(problem, target, pools[group], known, framework_serves=torch_has(problem))
-        return {"kind": choice.kind, "estimated_loss": None if choice.estimate is None else round(choice.estimate.median, 4)}
+        return {"kind": choice.kind, "estimated_loss": None}
 
     return standing
 
@@ -130,10 +130,7 @@ def show_models(models: Sequence[Model], standing: Standing | None, *, as_json: 
     if not models:
         console().print("no models match: loosen --d and --n")
         return
-    title = "Models by their attentions (sources: --json)"
-    if standing is not None:
-        title += "; in brackets what a stand-in is estimated to lose"
-    table = Table(title=title, title_justify="left")
+    table = Table(title="Models by their attentions (sources: --json)", title_justify="left")
     for heading in ("model", "attention", "heads", "D", "N", "features", *(("prefill", "one step") if standing is not None else ())):
         table.add_column(heading)
     for model in models:
@@ -159,9 +156,6 @@ def _model_json(model: Model, standing: Standing | None) -> dict[str, Any]:
     return found
 
 
-WORTH_SAYING = 0.005
-"""Estimated losses below it are left out."""
-
 STEP_BATCH = 8
 """Sequences of the decoding steps that are asked about."""
 
@@ -175,5 +169,4 @@ def _served(kind: ModelAttention, standing: Standing) -> list[dict[str, Any]]:
 
 
 def _words(served: dict[str, Any]) -> str:
-    loss = served["estimated_loss"]
-    return STANDING[served["kind"]] + (f" ({loss:.0%})" if loss and loss >= WORTH_SAYING and served["kind"] != "framework" else "")
+    return STANDING[served["kind"]]

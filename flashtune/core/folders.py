@@ -73,10 +73,9 @@ def let_triton_write() -> None:
         return
     try:
         private = Path(_temporary().name) / "triton"
-        other = unwritable(private)
     except OSError as error:
-        other = f"no temporary folder can be made ({error.strerror})"
-    if other is not None:
+        raise OSError(errno.EROFS, f"{why}, and no temporary folder can be made ({error.strerror})") from None
+    if (other := unwritable(private)) is not None:
         raise OSError(errno.EROFS, f"{why}, and {other}")
     # Triton reads it anew for each kernel, and so do children.
     os.environ["TRITON_CACHE_DIR"] = str(private)

@@ -1,8 +1,10 @@
-"""GPUs as the tuner sees them: a table of facts with sources (`flashtune.core.gpus`) and the look-up by any of their names."""
+"""GPUs as the tuner sees them, and the look-up by any of their names: a table of facts with sources (`flashtune.core.gpus`), and cards of
+this machine beside it (`flashtune.core.cards`)."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 from flashtune.core.errors import InputError, did_you_mean
 
@@ -39,6 +41,10 @@ class Target:
     aliases: tuple[str, ...]
     sources: tuple[str, ...]
 
+    def __reduce__(self) -> tuple[Callable[..., "Target"], tuple[object, ...]]:
+        """Another process that is handed a GPU knows it from then on (`know`)."""
+        return _handed, tuple(getattr(self, field.name) for field in fields(self))
+
     @property
     def capability(self) -> int | None:
         """The compute capability as a number (90 for Hopper); None for GPUs that aren't NVIDIA's."""
@@ -65,29 +71,61 @@ class Target:
         return self.sms * self.exp_per_clock * self.boost_mhz * 1e6
 
 
+def _handed(*values: Any) -> Target:
+    return know(Target(**dict(zip((field.name for field in fields(Target)), values, strict=True))))
+
+
 @cache
 def targets() -> dict[str, Target]:
-    """Every GPU of the table, by slug."""
+    """Every GPU that this process knows, by slug: those of the table, then cards that a driver described (`know`)."""
     # Its rows are of this module's class.
     from flashtune.core.gpus import GPUS
 
     return {target.slug: target for target in GPUS}
 
 
-def _plain(name: str) -> str:
-    """`NVIDIA A100-SXM4-80GB` and `a100 sxm4 80gb` alike."""
+def know(target: Target) -> Target:
+    """Have this GPU found by its names from now on, where its slug isn't known."""
+    targets().setdefault(target.slug, target)
+    return target
+
+
+def plain_words(name: str) -> list[str]:
+    """The words of a GPU's name in lower case, without those of brands: `a100`, `sxm4`, `80gb` of NVIDIA A100-SXM4-80GB."""
     words = "".join(c if c.isalnum() else " " for c in name.lower()).split()
-    return "".join(word for word in words if word not in ("nvidia", "amd", "geforce", "instinct", "radeon", "tesla"))
+    return [word for word in words if word not in ("nvidia", "amd", "geforce", "instinct", "radeon", "tesla")]
 
 
 def find_target(name: str) -> Target:
-    """The GPU with this slug, alias or driver name (case and punctuation don't matter); raises InputError with the nearest names."""
-    slugs: dict[str, str] = {}
+    """The GPU with this slug, alias or driver name (case and punctuation don't matter), of the table or of this machine; raises InputError
+    with the nearest names."""
+    plain = "".join(plain_words(name))
+    slug = _names().get(plain)
+    if slug is None:
+        _know_cards_here()
+        known = _names()
+        slug = known.get(plain)
+        if slug is None:
+            hint = did_you_mean(plain, known, cutoff=0.4) or f"use one of {', '.join(targets())}"
+            raise InputError(f"unknown GPU {name!r}: {hint} (flashtune doctor lists them all)")
+    return targets()[slug]
+
+
+def _names() -> dict[str, str]:
+    """Slugs by all names of GPUs, without punctuation."""
+    found: dict[str, str] = {}
     for target in targets().values():
         for alias in (target.slug, target.name, *target.aliases, *target.driver_names):
-            slugs.setdefault(_plain(alias), target.slug)
-    slug = slugs.get(_plain(name))
-    if slug is None:
-        hint = did_you_mean(_plain(name), slugs, cutoff=0.4) or f"use one of {', '.join(targets())}"
-        raise InputError(f"unknown GPU {name!r}: {hint} (flashtune doctor lists them all)")
-    return targets()[slug]
+            found.setdefault("".join(plain_words(alias)), target.slug)
+    return found
+
+
+@cache
+def _know_cards_here() -> None:
+    """Have the cards of this machine known that the table lacks, as their driver describes them."""
+    from flashtune.core import cards
+
+    known = _names()
+    for facts in cards.here():
+        if "".join(plain_words(facts.name)) not in known:
+            know(cards.described(facts))

@@ -4,7 +4,7 @@ import functools
 
 from flashtune.core.errors import InputError
 from flashtune.core.results import Bits, TuningRecord
-from flashtune.core.target import find_target, targets
+from flashtune.core.target import targets
 from flashtune.templates.family import Family
 
 
@@ -52,11 +52,13 @@ BITS = Bits(repeats=repeats, may_vary=may_vary)
 
 
 def unservable(record: TuningRecord) -> str | None:
-    """Why this version's templates can't serve a record on its own GPU, as for one that an earlier version wrote; None where they can."""
+    """Why this version's templates can't serve a record on its own GPU, as for one that an earlier version wrote; None where they can, as
+    far as that can be told of a card that isn't known here."""
+    target = targets().get(record.key.gpu)
     try:
-        target, chosen = find_target(record.key.gpu), family(record.outcome.template)
+        chosen = family(record.outcome.template)
         config = chosen.completed(record.outcome.config)
         chosen.validate(config)
     except InputError as error:
         return str(error)
-    return chosen.unfit(config, record.problem.spec(), target)
+    return None if target is None else chosen.unfit(config, record.problem.spec(), target)

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import flashtune
+from flashtune.core.cards import started_driver
 from flashtune.core.errors import EnvironmentProblem, InputError
 from flashtune.core.results import Provenance
 from flashtune.core.target import Target, find_target
@@ -24,7 +25,7 @@ ANSWER_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalGpu:
-    """The GPU that torch sees as device 0; `target` is None where the table doesn't know it."""
+    """A GPU that torch sees; `target` is None for one that is neither in the table nor NVIDIA's."""
 
     name: str
     target: Target | None
@@ -37,9 +38,13 @@ def cores() -> int:
 
 
 def local_gpu() -> LocalGpu | None:
-    """The GPU of this machine, or None where there is none (or torch was built without GPU support)."""
-    names = gpu_names()
-    return LocalGpu(name=names[0], target=_target_of(names[0])) if names else None
+    """The GPU of this machine that torch takes first, or None where there is none (or torch was built without GPU support)."""
+    return next(iter(local_gpus()), None)
+
+
+def local_gpus() -> tuple[LocalGpu, ...]:
+    """The GPUs of this machine, in torch's order."""
+    return tuple(LocalGpu(name=name, target=_target_of(name)) for name in gpu_names())
 
 
 def gpu_names() -> tuple[str, ...]:
@@ -56,23 +61,13 @@ def gpu_names() -> tuple[str, ...]:
 
 def gpu_may_be_present() -> bool:
     """False only where no NVIDIA driver sees a GPU and no AMD driver is loaded; asked without torch, which most profiles don't need."""
-    started = _started_driver()
+    started = started_driver()
     return (started is not None and started[1] > 0) or Path("/dev/kfd").exists()
-
-
-def _started_driver() -> tuple[ctypes.CDLL, int] | None:
-    """NVIDIA's driver and how many GPUs it sees (`CUDA_VISIBLE_DEVICES` counts); None where there is none that starts."""
-    count = ctypes.c_int()
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    return None if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) else (driver, count.value)
 
 
 def _driver_names() -> tuple[str, ...] | None:
     """What the driver says of them; None where torch says otherwise: where it can't start the driver, or was built for a later one."""
-    built_for, version, started = _built_for(), ctypes.c_int(), _started_driver()
+    built_for, version, started = _built_for(), ctypes.c_int(), started_driver()
     if built_for is None or started is None:
         return None
     driver, count = started
@@ -118,14 +113,18 @@ def numbered(which: str) -> Sequence[int] | None:
 
 
 def devices_of(which: str, target: Target) -> tuple[str, ...]:
-    """The GPUs that `which` names (see `numbered`), as CUDA_VISIBLE_DEVICES names them; none for one GPU that nobody chose. Raises
-    InputError for a word that names none or a GPU that isn't there, EnvironmentProblem where one of them is no `target`."""
-    if which == "1":
-        return ()
+    """The GPUs that `which` names (see `numbered`), as CUDA_VISIBLE_DEVICES names them: of a number of them the first that are a `target`;
+    none for one GPU that nobody chose and that torch takes anyway. Raises InputError for a word that names none or a GPU that isn't there,
+    EnvironmentProblem where one of them is no `target`."""
     chosen, found = numbered(which), gpu_names()
     count = len(found)
     if chosen is None:
         chosen = range(count)
+    elif isinstance(chosen, range) and len(chosen) <= max(1, count):
+        fitting = [index for index in range(count) if _target_of(found[index]) == target]
+        chosen = fitting[: len(chosen)] if len(fitting) >= len(chosen) else chosen
+        if list(chosen) == [0]:
+            return ()
     if (missing := next((index for index in chosen if index >= count), None)) is not None:
         raise InputError(f"--gpus {which} asks for GPU {missing}, and this machine has {count}, counted from 0: ask for fewer")
     for index in chosen:
@@ -163,13 +162,14 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
 
 
-def provenance(*, command: str, seed: int | None, measured: bool) -> Provenance:
-    """Versions, driver and limits of this machine; the GPU's own facts only for a `measured` record.
+def provenance(*, command: str, seed: int | None, measured: bool, target: Target | None = None) -> Provenance:
+    """Versions, driver and limits of this machine; the GPU's own facts only for a `measured` record: of the first that is a `target`.
 
     Clocks under load are what `flashtune.tuner.timing.conditions` reads while finalists race: a GPU that waits for a search to start is
     idle.
     """
-    gpu = local_gpu() if measured else None
+    gpus = local_gpus() if measured else ()
+    gpu = next((gpu for gpu in gpus if gpu.target == target), next(iter(gpus), None))
     known = driver_facts() if gpu is not None else ()
     # The driver's tool counts GPUs in an order of its own, and those that are hidden from torch, too.
     facts = next((one for one in known if gpu is not None and one["name"] == gpu.name), {})

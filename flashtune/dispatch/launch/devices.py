@@ -9,13 +9,14 @@ import re
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from flashtune.core import cards
 from flashtune.core.errors import InputError
 from flashtune.core.results import Provenance
-from flashtune.core.target import Target, find_target, targets
+from flashtune.core.target import Target, find_target, know, targets
 
 TRITON = importlib.util.find_spec("triton") is not None
 """Whether Triton is installed."""
@@ -30,11 +31,10 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def target_of(device: torch.device) -> Target:
-    """The GPU behind a CUDA or ROCm device.
+    """The GPU behind a CUDA or ROCm device; for the CPU the one that the interpreter stands for.
 
-    One that the table doesn't have (a partition of a GPU, a new model) takes its sizes from the driver and its other figures from the
-    table's GPU of the same architecture with the nearest number of SMs; where there is none of that architecture, they are 0. For the CPU
-    it is the one that the interpreter stands for.
+    NVIDIA's that the table doesn't have (a new model, a partition) are described by their driver; AMD's take their sizes from it, and
+    their other figures from the table's of the same architecture with the nearest number of units.
     """
     return _interpreted() if device.type == "cpu" else _gpu(device.index)
 
@@ -54,39 +54,37 @@ def _gpu(index: int) -> Target:
 
 
 def described(name: str, properties: object, *, amd: bool) -> Target:
-    """The target that the driver's `properties` (torch.cuda.get_device_properties) describe; its slug is made of its name."""
+    """The target that torch's properties of a device (torch.cuda.get_device_properties) describe, where the driver itself isn't at hand."""
 
     def number(field: str, default: int = 0) -> int:
         return int(getattr(properties, field, 0) or default)
 
-    arch = str(getattr(properties, "gcnArchName", "")).split(":")[0] if amd else f"{number('major')}{number('minor')}"
-    sms = number("multi_processor_count", 1)
-    told: dict[str, Any] = {
-        "slug": "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split()),
-        "name": name,
-        "sms": sms,
-        "shared_bytes_per_block": number("shared_memory_per_block_optin", number("shared_memory_per_block", 49152)),
-        "driver_names": (name,),
-        "aliases": (),
-        "sources": ("the driver",),
-    }
-    if alike := [target for target in targets().values() if target.arch == arch]:
-        return replace(min(alike, key=lambda target: (abs(target.sms - sms), target.slug)), **told)
-    return Target(
-        **told,
-        vendor="amd" if amd else "nvidia",
-        arch=arch,
-        shared_bytes_per_sm=number("shared_memory_per_multiprocessor", number("shared_memory_per_block", 49152)),
+    block = number("shared_memory_per_block_optin", number("shared_memory_per_block", 49152))
+    facts = cards.Facts(
+        name=name,
+        major=number("major"),
+        minor=number("minor"),
+        sms=number("multi_processor_count", 1),
+        clock=number("clock_rate", 1_000_000),
+        memory_clock=number("memory_clock_rate"),
+        bus_width=number("memory_bus_width"),
+        l2_bytes=number("L2_cache_size", 4 << 20),
+        shared_bytes_per_block=block,
+        shared_bytes_per_sm=number("shared_memory_per_multiprocessor", block + 1024),
         registers_per_sm=number("regs_per_multiprocessor", 65536),
         max_threads_per_sm=number("max_threads_per_multi_processor", 1024),
         warp_size=number("warp_size", 64 if amd else 32),
-        l2_bytes=number("L2_cache_size"),
-        bandwidth_gbs=0.0,
-        boost_mhz=0,
-        exp_per_clock=16,
-        peak_tflops={},
-        compilable=amd or number("major") >= 8,
+        memory_bytes=number("total_memory"),
     )
+    target = cards.described(facts)
+    if not amd:
+        return know(target)
+    arch = str(getattr(properties, "gcnArchName", "")).split(":")[0]
+    told = {"slug": target.slug, "name": name, "sms": facts.sms, "shared_bytes_per_block": block, "driver_names": (name,), "aliases": ()}
+    if alike := [other for other in targets().values() if other.arch == arch]:
+        nearest = min(alike, key=lambda other: (abs(other.sms - facts.sms), other.slug))
+        return know(replace(nearest, **told, sources=("the driver",)))
+    return know(replace(target, vendor="amd", arch=arch, compilable=True))
 
 
 class Here(NamedTuple):

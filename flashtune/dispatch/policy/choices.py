@@ -144,11 +144,10 @@ def near_choice(fit: Fit, context: Context, *, preferred: Preferred | None = Non
         # What is expected to beat the nearest row loses no more than that, and is known by it to the framework.
         nearest = losses.estimate(preferred.nearest.key, key)
         loss = min(loss, nearest, key=lambda one: one.median)
-        note += f", preferred to {preferred.nearest.problem.label()} by {-math.expm1(-preferred.gain):.0%} that the cost model expects"
+        note += f", preferred to {preferred.nearest.problem.label()}, which the cost model expects to take longer"
         near = _ratio(preferred.nearest, context, nearest)
         if near is not None:
             ratio = (near[0] * math.exp(-preferred.gain), near[1])
-    note = f"{note}; {loss.label()}"
     if kind == "predicted":
         note += "; nothing was measured: its own time is the cost model's"
     if not losses.same_features(record.key, key):
@@ -156,7 +155,7 @@ def near_choice(fit: Fit, context: Context, *, preferred: Preferred | None = Non
     if ratio is not None:
         note += ratio[1]
         if ratio[0] > 1.0 and context.framework_serves:
-            note += f"; by that the framework would take {1.0 - 1.0 / ratio[0]:.1%} less time, so it serves"
+            note += "; by its record and the cost model the framework is expected to take less time, so it serves"
             spec = problem.spec()
             return Choice(kind="framework", spec=spec, note=note, record=record, differences=differing, estimate=loss)
     return Choice(

@@ -101,16 +101,11 @@ median and 4.6 % at most, those of another head size 7.5 % at the 90th percentil
 
 
 class Estimate(NamedTuple):
-    """What a stand-in is thought to lose against a search of its own, never measured; `unknown` is what no rows tell of."""
+    """Share of time that a stand-in may lose against a search of its own, median and 90th percentile: orders choices, and isn't shown,
+    since it isn't calibrated (benchmarks/calibration.py)."""
 
     median: float
     worst: float
-    unknown: tuple[str, ...] = ()
-
-    def label(self) -> str:
-        """In words."""
-        said = f"estimated to take {self.median:.1%} longer than what a search of its own finds ({self.worst:.0%} at the 90th percentile)"
-        return said + (f", not counting {' and '.join(self.unknown)}, of which no rows tell" if self.unknown else "")
 
 
 def kind_of(key: ProblemKey) -> ProblemKey:
@@ -228,15 +223,10 @@ def estimate(theirs: ProblemKey, ours: ProblemKey) -> Estimate:
         kinds.append(f"n, {min(far, 5)} octaves")
     elif full(theirs) != full(ours):
         kinds.append("a full GPU")
-    unknown = ["the other GPU"] if theirs.gpu != ours.gpu else []
-    if theirs.n_q <= DECODE_ROWS and theirs.n_q != ours.n_q:
-        unknown.append("the number of rows")
-    if ours.direction != "fwd":
-        unknown.append("what sets the backward apart from the forward, whose losses these are")
     median = worst = 1.0
     for kind in kinds:
         median, worst = median * (1 + LOSSES[kind].median), worst * (1 + LOSSES[kind].worst)
-    return Estimate(median=median - 1, worst=worst - 1, unknown=tuple(unknown))
+    return Estimate(median=median - 1, worst=worst - 1)
 
 
 def expected_ratio(record: TuningRecord, ours: ProblemKey, loss: Estimate) -> float | None:

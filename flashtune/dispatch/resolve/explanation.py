@@ -22,8 +22,8 @@ class Explanation:
     `template`, `variant_id` and `config` are None where the framework serves. `source`, `origin`, `record_key` and the record's times (of
     its own problem, in microseconds) are None where no record led there; `key` where none can stand for the call (float64, CPU
     tensors). `refused` says of each better-placed record or family why it was passed over.
-    Where the record is of another key, `differences` says what is theirs for what (`d=128 for 80`), and `estimated_loss` which share of
-    time the kernel is thought to lose against a search of its own: an estimate from other rows, never measured.
+    Where the record is of another key, `differences` says what is theirs for what (`d=128 for 80`). `estimated_loss`, the share of time
+    that the kernel loses against a search of its own, is None: no estimate of it is calibrated (benchmarks/calibration.py).
     `backward` is what computes the gradients of a call that needs them by kernels; where it is None, torch's own attention does.
     `twin` is the config that serves in the place of one that settles row maxima while scores mislead that, None where none is known. Of
     calls like this one that were made, `misled_programs` says how many programs were misled so far, `went_over` how often calls went over
@@ -91,7 +91,6 @@ def explained(
         framework_us=None if record is None else record.framework_us,
         refused=tuple(refused),
         differences=choice.differences,
-        estimated_loss=None if choice.estimate is None else choice.estimate.median,
         twin=choice.twin,
     )
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from flashtune.core.config import Variant
 from flashtune.core.results import Fate, TuningRecord
-from flashtune.core.target import Target, find_target
+from flashtune.core.target import Target, targets
 from flashtune.templates import family
 from flashtune.templates.rendering import variant_of
 from flashtune.tuner.children import tasks
@@ -45,7 +45,8 @@ def recheck(records: Sequence[TuningRecord], *, here: Target | None, seed: int) 
                 continue
             limits = workers.limits
             if here is not None:
-                if find_target(record.key.gpu).arch != here.arch:
+                measured_on = targets().get(record.key.gpu)
+                if measured_on is None or measured_on.arch != here.arch:
                     yield record, None
                     continue
                 ready = workers.prepare(record.problem, here, seed, framework=False)
