@@ -207,7 +207,7 @@ def properties(**words: Any) -> SimpleNamespace:
 
 def test_a_gpu_that_the_table_lacks_is_described_by_its_driver_and_its_architecture() -> None:
     part = devices.described("NVIDIA H200 MIG 3g.71gb", properties(), amd=False)
-    assert (part.arch, part.sms, part.slug, part.has_tma) == ("90", 60, "nvidia-h200-mig-3g-71gb", True)
+    assert (part.arch, part.sms, part.slug, part.has_tma) == ("90", 60, "h200-mig-3g-71gb", True)
     assert part.shared_bytes_per_sm == find_target("h200").shared_bytes_per_sm
     strange = devices.described("NVIDIA Z1", properties(major=42, regs_per_multiprocessor=123), amd=False)
     assert (strange.arch, strange.registers_per_sm, strange.compilable) == ("420", 123, True)

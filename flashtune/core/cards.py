@@ -113,7 +113,7 @@ def _read(driver: Any, index: int) -> Facts | None:
     device, value, size, name = ctypes.c_int(), ctypes.c_int(), ctypes.c_size_t(), ctypes.create_string_buffer(256)
     if driver.cuDeviceGet(ctypes.byref(device), index) or driver.cuDeviceGetName(name, len(name), device):
         return None
-    values = []
+    values: list[int] = []
     for attribute in _ATTRIBUTES:
         if driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device):
             return None

@@ -80,10 +80,10 @@ def described(name: str, properties: object, *, amd: bool) -> Target:
     if not amd:
         return know(target)
     arch = str(getattr(properties, "gcnArchName", "")).split(":")[0]
-    told = {"slug": target.slug, "name": name, "sms": facts.sms, "shared_bytes_per_block": block, "driver_names": (name,), "aliases": ()}
     if alike := [other for other in targets().values() if other.arch == arch]:
         nearest = min(alike, key=lambda other: (abs(other.sms - facts.sms), other.slug))
-        return know(replace(nearest, **told, sources=("the driver",)))
+        nearest = replace(nearest, slug=target.slug, name=name, driver_names=(name,), aliases=(), sources=("the driver",))
+        return know(replace(nearest, sms=facts.sms, shared_bytes_per_block=block))
     return know(replace(target, vendor="amd", arch=arch, compilable=True))
 
 
