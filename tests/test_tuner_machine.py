@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from flashtune.core import target
 from flashtune.core.errors import EnvironmentProblem, FlashtuneError, InputError
 from flashtune.core.target import find_target
 from flashtune.tuner import machine
@@ -30,6 +31,7 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     driver_facts.cache_clear()
     yield path
     driver_facts.cache_clear()
+    target._know_cards_here.cache_clear()
 
 
 class Driver:
@@ -56,6 +58,9 @@ class Driver:
     def cuDeviceGetName(self, name: Any, length: int, device: Any) -> int:
         name.value = self.names[device.value].encode()[: length - 1]
         return 0
+
+    def cuDeviceGetAttribute(self, place: Any, attribute: int, device: Any) -> int:
+        return 999
 
 
 TWO = ("NVIDIA H200", "NVIDIA A100-SXM4-80GB")
