@@ -120,4 +120,4 @@ def _read(driver: Any, index: int) -> Facts | None:
         values.append(value.value)
     if driver.cuDeviceTotalMem_v2(ctypes.byref(size), device):
         return None
-    return Facts(name.value.decode(), *values, size.value)
+    return Facts._make([name.value.decode(), *values, size.value])
