@@ -22,6 +22,7 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import quote
 
 from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.exc import DBAPIError
@@ -70,7 +71,7 @@ def unwritable(path: Path) -> str | None:
     if (why := folders.unwritable(folder)) is not None or not path.exists():
         return why
     try:
-        with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=rw", uri=True, timeout=1.0, isolation_level=None)) as connection:
+        with closing(sqlite3.connect(f"file:{quote(os.fsencode(path))}?mode=rw", uri=True, timeout=1.0, isolation_level=None)) as connection:
             connection.execute("BEGIN IMMEDIATE")
             connection.execute("CREATE TABLE flashtune_probe (x)")
             connection.execute("ROLLBACK")
