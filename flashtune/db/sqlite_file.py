@@ -70,8 +70,9 @@ def unwritable(path: Path) -> str | None:
     folder = next(place for place in path.parents if os.path.lexists(place))
     if (why := folders.unwritable(folder)) is not None or not path.exists():
         return why
+    uri = f"file:{quote(os.fsencode(path))}?mode=rw"
     try:
-        with closing(sqlite3.connect(f"file:{quote(os.fsencode(path))}?mode=rw", uri=True, timeout=1.0, isolation_level=None)) as connection:
+        with closing(sqlite3.connect(uri, uri=True, timeout=1.0, isolation_level=None)) as connection:
             connection.execute("BEGIN IMMEDIATE")
             connection.execute("CREATE TABLE flashtune_probe (x)")
             connection.execute("ROLLBACK")
