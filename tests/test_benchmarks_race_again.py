@@ -13,6 +13,7 @@ from children_here import Here
 
 from flashtune import dispatch
 from flashtune.core.config import Config, settles
+from flashtune.core.limits import least_us
 from flashtune.core.problem import DECODE_ROWS, Problem
 from flashtune.core.results import Conditions, Fate, Measurement, Provenance
 from flashtune.core.target import Target, find_target
@@ -61,9 +62,10 @@ def check_problem(problem: Problem, candidates: race_again.Candidates, target: T
 
 def race_problem(problem: Problem, checked: list[race_again.Checked], *_: object) -> dict[str, Any]:
     """The last is the fastest; the framework takes twice as long."""
-    times = [Measurement.of([100.0 - place]) for place in range(len(checked))]
-    calls = [time.median_us for time in times]
-    return {"times": [*times, Measurement.of([200.0])], "calls": [*calls, 200.0], "backend": "cudnn", "began": 1.0, "ended": 2.0, "pid": 1}
+    slowest = 100.0 + 2.0 * least_us(problem, "h100")
+    times = [Measurement.of([slowest - place]) for place in range(len(checked))]
+    calls, framework = [time.median_us for time in times], Measurement.of([2.0 * slowest])
+    return {"times": [*times, framework], "calls": [*calls, framework.median_us], "backend": "cudnn", "began": 1.0, "ended": 2.0, "pid": 1}
 
 
 def raced(monkeypatch: pytest.MonkeyPatch, target: Target, *words: str) -> list[str]:
