@@ -1,5 +1,6 @@
 """Both branches of `attention` by force, torch's own operations and kernels, and who served a call in the end."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -58,7 +59,7 @@ def forget() -> None:
 
 
 def served() -> str:
-    """Who served the call that was decided on last: "torch", "kernel", of a call with gradients "kernel + kernel" or "kernel + formula"."""
+    """Who served the call that was decided on last: "torch", a template, or of a call with gradients "template + template" (or formula)."""
     known = list(current().plans.values())
     return _named(known[-1]) if known else "torch"
 
@@ -67,6 +68,11 @@ def _named(plan: Plan) -> str:
     if isinstance(plan, FrameworkPlan):
         return "torch"
     if isinstance(plan, TrainingPlan):
-        found = {isinstance(made, GradientPlan) for made, _ in plan.backward._plans.values()}
-        return "kernel" if not found else "kernel + kernel" if found == {True} else "kernel + formula"
-    return "kernel"
+        found = {_template(made) if isinstance(made, GradientPlan) else "formula" for made, _ in plan.backward._plans.values()}
+        return " + ".join([_named(plan.forward), *sorted(found)])
+    return _template(plan)
+
+
+def _template(plan: Any) -> str:
+    said = re.search(r"^Template: (\w+)", getattr(getattr(plan, "module", None), "__doc__", None) or "", re.MULTILINE)
+    return said[1] if said else "kernel"
