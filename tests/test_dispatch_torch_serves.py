@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashtune import dispatch
 from flashtune.core import reference, torch_attention
@@ -109,6 +110,14 @@ def test_a_backward_of_torchs_gets_gradients_laid_out_as_the_output_is_beside_ho
     torch.testing.assert_close(func(q.detach()), wanted[0])
     mapped = torch.func.vmap(torch.func.grad(lambda q, k, v: torch_attention.differentiable_sdpa(q, k, v).sum()))
     torch.testing.assert_close(mapped(*(x.detach()[:, None] for x in (q, k, v)))[:, 0], wanted[0])
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_an_output_without_any_gradient_and_second_gradients_are_torchs() -> None:
+    q, k, v = (normal(1, 1, 5, 4, seed=seed).double().requires_grad_() for seed in range(3))
+    with sdpa_kernel(SDPBackend.MATH):
+        assert torch.autograd.gradcheck(torch_attention.differentiable_sdpa, (q, k, v))
+        assert torch.autograd.gradgradcheck(torch_attention.differentiable_sdpa, (q, k, v))
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -84,12 +84,14 @@ def differentiable_sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor 
 
 
 @functools.lru_cache(256)
-def _laying_out(strides: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
+def _laying_out(strides: tuple[int, ...]) -> Callable[[Tensor | None], Tensor | None]:
     return functools.partial(laid_out, strides)
 
 
-def laid_out(strides: tuple[int, ...], x: Tensor) -> Tensor:
-    """The tensor, or a copy of it where it hasn't these strides or begins at no multiple of 16 bytes."""
+def laid_out(strides: tuple[int, ...], x: Tensor | None) -> Tensor | None:
+    """The tensor, or a copy of it where it hasn't these strides or begins at no multiple of 16 bytes; None is no gradient at all."""
+    if x is None:
+        return None
     try:
         if x.stride() == strides and x.data_ptr() % 16 == 0:
             return x
