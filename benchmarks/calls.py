@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from flashtune import dispatch, kernels_generated
+from flashtune import dispatch
 from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan
 from flashtune.dispatch.resolve import layers
 from flashtune.tuner.machine import provenance
@@ -118,10 +118,9 @@ def described(plan: Any) -> str:
     name = plan.module.__name__.rpartition(".")[2].removeprefix("flashtune_host_")
     if plan.program is None:
         return f"{name} by Triton's launcher"
-    package = Path(kernels_generated.__file__).parent
     source = "compiled here"
-    if plan.manifest is not None and plan.manifest.folder is not None:
-        source = "package" if plan.manifest.folder.is_relative_to(package) else "cache"
+    if plan.manifest is not None and (plan.manifest.archive or plan.manifest.folder) is not None:
+        source = "cache" if plan.manifest.archive is None else "package"
     return f"{name}, {len(plan.program.recorded)} launches, {source}"
 
 

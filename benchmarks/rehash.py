@@ -1,12 +1,11 @@
 """Gives shipped rows their kernels' new hashes where a change of wording left the machine code as it was: `python benchmarks/rehash.py`.
 
-The text that a row was measured with is the file that the index of kernels_generated names for it, so this comes before `flashtune
-generate`. Both texts are compiled for the row's GPU, and PTX without line numbers must be the same in every launch
-(docs/decisions/0013-hash-of-the-text.md). With `--generated FOLDER`, into which today's texts were generated beforehand, nothing is
-compiled again whose machine code there is that of the shipped text, but for names. With `--same-work`, code is also taken for the same
-where only its bookkeeping differs: equal registers, spills and shared memory, and as many instructions of every kind that computes,
-moves or waits for tiles; such kernels are named, for a race. Rows whose machine code has changed are named and left alone: they need a
-search. Exits with 1 where there are any.
+What a row was measured with is the machine code that the package has of its variant, so this comes before `flashtune generate`. Today's
+text is compiled for the row's GPU, and every section of its code but names must be the same (docs/decisions/0013-hash-of-the-text.md).
+With `--generated FOLDER`, into which today's texts were generated beforehand, nothing is compiled whose machine code is there. With
+`--same-work`, code is also taken for the same where only its bookkeeping differs: equal registers, spills and shared memory, and as many
+instructions of every kind that computes, moves or waits for tiles; such kernels are named, for a race. Rows whose machine code has changed
+are named and left alone: they need a search. Exits with 1 where there are any.
 
 With `--raced FILE` results of race_again.py take the place of those rows of the same problems whose winners' text has changed, or has
 a successor, before that:
@@ -20,21 +19,23 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import flashtune.kernels_generated
-from flashtune.core.binaries import read_manifest
 from flashtune.core.config import Variant
+from flashtune.core.kernel_archive import Archive
 from flashtune.core.kernel_index import read_index
-from flashtune.core.problem import Problem
-from flashtune.core.results import CompileFacts, Outcome, SearchResult, TuningRecord
-from flashtune.core.target import Target, find_target
+from flashtune.core.results import Outcome, SearchResult, TuningRecord
+from flashtune.core.target import find_target
 from flashtune.db.library import shipped_path
 from flashtune.db.store import Store
 from flashtune.templates import family
 from flashtune.templates.rendering import variant_of
-from flashtune.tuner.children.compile import compiled_kernels, cuobjdump, read_facts
+from flashtune.tuner.children.compile import cuobjdump
+from flashtune.tuner.publish.generated import manifest_in, present_archive
+from flashtune.tuner.publish.machine_code import Built, Order, build
 from flashtune.tuner.publish.sources import source_for, variant_for
 
 GENERATED = Path(flashtune.kernels_generated.__path__[0])
@@ -47,20 +48,19 @@ BOOKKEEPING = re.compile(
 """Instructions on addresses, indices and predicates, of which the compiler takes a few more or less for the same work."""
 
 
-def code_of(text: str, problem: Problem, target: Target) -> list[str]:
-    """PTX of every kernel that a launch of `problem` takes, without names, comments and what belongs to debuggers."""
-    found = [(name, kernel.asm["ptx"].split(".section")[0]) for name, kernel in compiled_kernels(text, "rehash", problem, target)]
-    return [
-        " ".join(re.sub(rf"^\s*\.(loc|file)\b.*$|//.*$|\b{name}(?=_param_|\b)", "", ptx, flags=re.MULTILINE).split()) for name, ptx in found
-    ]
+def code_of(built: Built) -> object:
+    """Every binary of a kernel, without names."""
+    pairs = zip(built.manifest.binaries, built.codes, strict=True)
+    return [(one.specialization, one.threads, one.shared_bytes, sections_of(code, one.kernel)) for one, code in pairs]
 
 
-def work_of(text: str, problem: Problem, target: Target) -> list[tuple[CompileFacts, Counter[str]]]:
-    """What the compiler says of every kernel, and how many instructions it has of each kind but BOOKKEEPING."""
+def work_of(built: Built) -> object:
+    """Registers and stack of every binary, its threads and shared memory, and how many instructions it has of each kind but BOOKKEEPING."""
     found = []
-    for _, kernel in compiled_kernels(text, "rehash", problem, target):
-        lines = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\w+)", cuobjdump(kernel.asm["cubin"], "-sass"))
-        found.append((read_facts(kernel, target), Counter(name for name in lines if not BOOKKEEPING.fullmatch(name))))
+    for one, code in zip(built.manifest.binaries, built.codes, strict=True):
+        lines = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\w+)", cuobjdump(code, "-sass"))
+        usage = re.findall(r"(?:REG|STACK|LOCAL):\d+", cuobjdump(code, "-res-usage"))
+        found.append((one.threads, one.shared_bytes, usage, Counter(name for name in lines if not BOOKKEEPING.fullmatch(name))))
     return found
 
 
@@ -79,24 +79,30 @@ def sections_of(cubin: bytes, name: str) -> Counter[tuple[bytes, bytes]]:
     return found
 
 
-def compiled_in(folder: Path | None, variant_id: str) -> object:
-    """The machine code that `generate` left in a folder for this variant, without names; None where there is none."""
-    kept = None if folder is None else read_index(folder).find(variant_id)
-    if folder is None or kept is None or not (folder / kept.manifest).is_file():
-        return None
-    manifest = read_manifest(folder / kept.manifest)
-    return [(one.specialization, one.threads, one.shared_bytes, sections_of(manifest.code(one), one.kernel)) for one in manifest.binaries]
+@cache
+def archive_in(folder: Path, arch: str) -> Archive | None:
+    """The machine code of a folder of generated kernels for an architecture."""
+    return present_archive(folder, read_index(folder), arch)
+
+
+def compiled_in(folder: Path, variant_id: str, arch: str) -> Built | None:
+    """The machine code that a folder of generated kernels has of a variant; None where there is none."""
+    manifest = manifest_in(archive_in(folder, arch), read_index(folder), variant_id, arch)
+    return None if manifest is None else Built(manifest=manifest, codes=tuple(map(manifest.code, manifest.binaries)))
+
+
+def compiled(record: TuningRecord) -> Built:
+    """The machine code of a record's kernel, as today's template and compiler make it."""
+    source, target = source_for(record), find_target(record.key.gpu)
+    return build(Order(text=source.text, stem=source.stem, variant_id=source.variant_id, spec=record.problem.spec(), target=target))
 
 
 def same_code(
-    records: Iterable[TuningRecord],
-    folder: Path = GENERATED,
-    measure: Callable[[str, Problem, Target], object] = code_of,
-    generated: Path | None = None,
+    records: Iterable[TuningRecord], folder: Path = GENERATED, measure: Callable[[Built], object] = code_of, generated: Path | None = None
 ) -> tuple[dict[str, Variant], list[TuningRecord]]:
     """Of records whose text is no longer what it was: new variants by old id where `measure` finds the same, and the other records.
 
-    Where `generated` has machine code of today's text that is the kept one's, nothing is measured.
+    What `generated` has machine code of isn't compiled.
     """
     same: dict[str, Variant] = {}
     changed = []
@@ -104,13 +110,10 @@ def same_code(
         old, new = record.outcome, variant_for(record)
         if old.variant_id in same or old.template_hash == new.template_hash:
             continue
-        kept, target = read_index(folder).find(old.variant_id), find_target(record.key.gpu)
-        compiled = compiled_in(generated, new.id)
-        if kept and compiled is not None and compiled_in(folder, old.variant_id) == compiled:
-            same[old.variant_id] = new
-            continue
-        text = source_for(record).text
-        if kept and measure((folder / kept.path).read_text(), record.problem, target) == measure(text, record.problem, target):
+        arch = find_target(record.key.gpu).arch
+        kept = compiled_in(folder, old.variant_id, arch)
+        ready = None if kept is None or generated is None else compiled_in(generated, new.id, arch)
+        if kept is not None and measure(kept) == measure(ready or compiled(record)):
             same[old.variant_id] = new
         else:
             changed.append(record)

@@ -7,19 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from flashtune.core.binaries import read_manifest
 from flashtune.core.config import Config
-from flashtune.core.kernel_index import read_index
 from flashtune.core.problem import Features
 from flashtune.core.results import TuningRecord
+from flashtune.core.target import find_target
 from flashtune.db.library import shipped_path
 from flashtune.db.store import Store
-from flashtune.tuner.publish.machine_code import Built, with_files
+from flashtune.tuner.publish.generated import write_archives
+from flashtune.tuner.publish.machine_code import Built, Order, build
+from flashtune.tuner.publish.packing import Shipped, pack_kernels
 from flashtune.tuner.publish.sources import source_for, variant_for
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
-from rehash import GENERATED, is_current, renamed, replaced, same_code, sections_of, winners_of, work_of
+from rehash import GENERATED, archive_in, compiled_in, is_current, renamed, replaced, same_code, sections_of, winners_of, work_of
 
 DIVIDED = "    batch = program // tiles // kv_heads\n"
 
@@ -46,10 +47,21 @@ def earlier(record: TuningRecord) -> TuningRecord:
 
 
 def keep(folder: Path, record: TuningRecord, text: str) -> None:
-    """Put the kernel of a row into a folder of generated kernels."""
-    kernel = {"variant_id": record.outcome.variant_id, "template": record.outcome.template, "arch": "90", "path": "kept.py", "rows": []}
-    (folder / "index.json").write_text(json.dumps({"format": 1, "kernels": [kernel], "files": {}}))
-    (folder / "kept.py").write_text(text)
+    """Put the machine code of a text, as a row's kernel, into a folder of generated kernels."""
+    order = Order(text=text, stem="kept", variant_id=record.outcome.variant_id, spec=record.problem.spec(), target=find_target("h200"))
+    lay(folder, record, build(order))
+
+
+def lay(folder: Path, record: TuningRecord, built: Built) -> None:
+    """Put machine code into a folder of generated kernels, under the id of a row's kernel."""
+    kept = replace(built, manifest=replace(built.manifest, variant_id=record.outcome.variant_id))
+    packed = pack_kernels([Shipped(name="kept", text="", built=kept)])
+    write_archives({folder / "sm90.kernels": packed.content})
+    piece = packed.manifests[record.outcome.variant_id]
+    kernel = {"variant_id": record.outcome.variant_id, "template": record.outcome.template, "arch": "90", "path": "kept.py"}
+    fields = {"format": 2, "archives": {"90": packed.facts._asdict()}, "kernels": [kernel | {"manifest": [piece.sha256, *piece.place]}]}
+    (folder / "index.json").write_text(json.dumps(fields | {"files": {}}))
+    archive_in.cache_clear()
 
 
 def test_a_row_whose_text_is_todays_is_left_alone(today: TuningRecord, tmp_path: Path) -> None:
@@ -77,40 +89,28 @@ def test_other_code_and_a_lost_file_need_a_search(today: TuningRecord, tmp_path:
     assert same_code([before], tmp_path) == ({}, [before])
 
 
-def lay_beside(folder: Path, record: TuningRecord) -> None:
-    """Put the shipped machine code of a row's kernel beside the one that `keep` put into a folder."""
-    kernel = read_index(GENERATED).find(record.outcome.variant_id)
-    assert kernel is not None
-    manifest = GENERATED / kernel.manifest
-    read = read_manifest(manifest)
-    beside, files = with_files(Built(manifest=read, codes=tuple(map(read.code, read.binaries))), "kept")
-    (folder / "kept.json").write_text(beside.as_json())
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
+def shipped_code(record: TuningRecord) -> Built:
+    found = compiled_in(GENERATED, record.outcome.variant_id, "90")
+    assert found is not None
+    return found
 
 
-def test_machine_code_that_lies_ready_is_compared_in_the_place_of_ptx(
-    today: TuningRecord, shipped: list[TuningRecord], tmp_path: Path
+def test_machine_code_that_lies_ready_is_not_compiled(
+    today: TuningRecord, shipped: list[TuningRecord], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def nobody(*_: object) -> object:
-        raise AssertionError("machine code says it")
-
+    monkeypatch.setattr("rehash.build", lambda order: pytest.fail("it lies ready"))
     before = earlier(today)
-    keep(tmp_path, before, "no kernel at all")
-    lay_beside(tmp_path, today)
-    same, changed = same_code([before], tmp_path, nobody, GENERATED)
+    lay(tmp_path, before, shipped_code(today))
+    same, changed = same_code([before], tmp_path, generated=GENERATED)
     assert (list(same), changed) == (["0" * 16], [])
     other = next(record for record in shipped if record.outcome.template == "flash_fwd_hopper")
-    lay_beside(tmp_path, other)
-    with pytest.raises(AssertionError):
-        same_code([before], tmp_path, nobody, GENERATED)
+    lay(tmp_path, before, shipped_code(other))
+    assert same_code([before], tmp_path, generated=GENERATED) == ({}, [before])
 
 
 def test_sections_of_machine_code_differ_by_content_and_not_by_name(today: TuningRecord) -> None:
-    kernel = read_index(GENERATED).find(today.outcome.variant_id)
-    assert kernel is not None
-    manifest = read_manifest(GENERATED / kernel.manifest)
-    code, name = manifest.code(manifest.binaries[0]), manifest.binaries[0].kernel
+    built = shipped_code(today)
+    code, name = built.codes[0], built.manifest.binaries[0].kernel
     found = sections_of(code, name)
     [(place, length)] = [(code.index(content), len(content)) for title, content in found if title == b".text."]
     assert length > 1000

@@ -241,7 +241,7 @@ def test_rows_that_this_version_cannot_serve_give_way_or_are_named(
     with Store.open(path, writable=True) as store:
         store.save(newest)
     (written := tmp_path / "written" / "index.json").parent.mkdir()
-    written.write_text('{"format": 1, "kernels": [], "files": {}}')
+    written.write_text('{"format": 2, "archives": {}, "kernels": [], "files": {}}')
     for words in ((), ("--check",), ("--json",)):
         alone = flashtune("generate", "--db", str(path), "--out", str(written.parent), *words)
         assert alone.exit_code == 5 and alone.stdout == "" and "left out" in alone.stderr and "'GONE'" in alone.stderr

@@ -7,15 +7,14 @@ import threading
 import time
 import types
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_dispatch_launch import PROBLEMS, SHIPPED, Library
+from test_dispatch_launch import PROBLEMS, SHIPPED, Library, code_of, text_of
 
-from flashtune import kernels_generated
-from flashtune.core.binaries import STRUCT_FORMATS, Binary, Manifest, read_manifest
+from flashtune.core.binaries import STRUCT_FORMATS, Binary, Manifest
+from flashtune.core.kernel_index import GeneratedKernel
 from flashtune.core.modules import load_source
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
@@ -27,10 +26,9 @@ from flashtune.dispatch.plans.gradients import Given, GradientPlan
 from flashtune.templates import family
 from flashtune.templates.rendering import render, variant_of
 
-ROOT = Path(kernels_generated.__file__).parent
 HOPPER = next(kernel for kernel in SHIPPED if PROBLEMS[kernel.variant_id].direction == "bwd" and kernel.template == "flash_bwd_hopper")
 DIVIDED = next(kernel for kernel in SHIPPED if "divided_queries" in kernel.path and "/d128_bf16_causal/" in kernel.path)
-MANIFEST = read_manifest(ROOT / HOPPER.manifest)
+MANIFEST = code_of(HOPPER)
 PROBLEM = PROBLEMS[HOPPER.variant_id]
 
 Launched = tuple[str, dict[str, int]]
@@ -92,9 +90,11 @@ def given(n: int = 200, *, of_query: bool = True, of_keys: bool = True, d: int =
     return Given(q, k, v, out, lse, dout, None, None, None, None, 0, of_query, of_keys)
 
 
-def built(one: Given, manifest: Manifest = MANIFEST, path: str = HOPPER.path, causal: bool = PROBLEM.features.causal) -> GradientPlan:
+def built(
+    one: Given, manifest: Manifest = MANIFEST, kernel: GeneratedKernel = HOPPER, causal: bool = PROBLEM.features.causal
+) -> GradientPlan:
     """The plan of calls like this one, with machine code for a GPU."""
-    host = load_host_code((ROOT / path).read_text(encoding="utf-8"), "hopper")
+    host = load_host_code(text_of(kernel), "hopper")
     call = parse(Arguments(one.query, one.key, one.value), Options(is_causal=causal))
     plan = GradientPlan(
         replace(call, device=torch.device("cuda", 0)), host, manifest=manifest, whole=lambda: pytest.fail("all of it loaded")
@@ -139,7 +139,7 @@ def test_a_backward_is_launched_with_its_calls_tensors_and_scratch_of_its_own(li
 
 def test_parts_of_divided_queries_are_added_up_where_the_gradients_are(library: Decoding) -> None:
     one = given(n=1500, d=128)
-    plan = built(one, read_manifest(ROOT / DIVIDED.manifest), DIVIDED.path, causal=True)
+    plan = built(one, code_of(DIVIDED), DIVIDED, causal=True)
     grads = plan.run(one)
     [launches] = library.calls.values()
     assert [name for name, _ in launches] == ["preprocess", "flash_bwd_hopper", "add_divisions", "finish_dq"]

@@ -7,15 +7,18 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from flashtune import dispatch
 from flashtune.core import shipped_kernels
 from flashtune.core.band import Band
 from flashtune.core.binaries import Manifest
 from flashtune.core.config import Variant
 from flashtune.core.errors import EnvironmentProblem, InputError
+from flashtune.core.kernel_archive import archive_bytes, pack
 from flashtune.core.parameters import CallParameters
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
@@ -41,28 +44,35 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(kernels, "PACKAGE", "pretended_kernels")
     yield package
     shipped_kernels.shipped_index.cache_clear()
+    shipped_kernels.shipped_archive.cache_clear()
     for name in [name for name in sys.modules if name.startswith("pretended_kernels")]:
         del sys.modules[name]
 
 
-def ship(package: Path, variant: Variant, text: str) -> None:
-    """Put a module into the package as `flashtune generate` does, for this variant."""
-    folder = package / "sm90" / "forward"
-    folder.mkdir(parents=True)
-    for parent in (folder, folder.parent):
-        (parent / "__init__.py").touch()
-    (folder / "pointers.py").write_text(text)
-    kernel = {"variant_id": variant.id, "template": variant.template, "arch": "90", "path": "sm90/forward/pointers.py", "rows": []}
-    (package / "index.json").write_text(json.dumps({"format": 1, "kernels": [kernel], "files": {}}))
+def ship(package: Path, variant: Variant, host: str = "SHIPPED = True\n") -> dict[str, Any]:
+    """Put a kernel into the package and its archive as `flashtune generate` does, without a binary; returns the index's fields."""
+    manifest = Manifest(variant_id=variant.id, binaries=(), host=host).as_json().encode()
+    packed = pack(manifest)
+    content, sha256 = archive_bytes([packed])
+    (package / "sm90.kernels").write_bytes(content)
+    kernel = {"variant_id": variant.id, "template": variant.template, "arch": "90", "path": "sm90/forward/pointers.py"}
+    kernel |= {"manifest": [hashlib.sha256(manifest).hexdigest(), 0, 0, len(manifest)]}
+    archives = {"90": {"sha256": sha256, "groups": [[len(packed), len(manifest)]]}}
+    fields = {"format": 2, "archives": archives, "kernels": [kernel], "files": {}}
+    (package / "index.json").write_text(json.dumps(fields))
+    return fields
 
 
-def test_a_shipped_file_serves_and_needs_no_template(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shipped_kernel_serves_and_needs_no_template(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = Variant(template="flash_fwd", template_hash="5" * 16, spec=SPEC, config=CONFIG)
-    ship(shipped, recorded, "SHIPPED = True\n")
+    ship(shipped, recorded)
     monkeypatch.setitem(sys.modules, "flashtune.templates.rendering", None)
     found = kernels.variant(POINTERS, SPEC, CONFIG, known_hash="5" * 16)
     assert found == recorded
-    assert kernels.load(POINTERS, found).SHIPPED is True
+    manifest = kernels.manifest(found, "90")
+    assert manifest is not None
+    host = kernels.host_code(POINTERS, found, manifest)
+    assert host is not None and host.SHIPPED is True and host.__name__ == "flashtune_host_pointers"
 
 
 def test_what_was_not_shipped_is_rendered_from_the_installed_template(shipped: Path) -> None:
@@ -78,39 +88,52 @@ def test_a_config_outside_the_declared_space_names_no_module(shipped: Path) -> N
         kernels.variant(POINTERS, SPEC, CONFIG.replace(BLOCK_M="../../etc"), known_hash="5" * 16)
 
 
-def test_a_module_that_the_index_does_not_name_is_not_loaded(shipped: Path) -> None:
+def test_a_kernel_that_the_index_does_not_name_is_not_loaded(shipped: Path) -> None:
     found = variant_of(POINTERS, SPEC, CONFIG)
     ship(shipped, replace(found, template_hash="6" * 16), "raise AssertionError('loaded')\n")
-    (shipped / f"flash_fwd_{found.id}.py").write_text("raise AssertionError('loaded')\n")
-    assert callable(kernels.load(POINTERS, found).launch)
+    assert kernels.manifest(found, "90") is None and callable(kernels.load(POINTERS, found).launch)
 
 
 @pytest.mark.parametrize("path", ["../../stranger.py", "/tmp/stranger.py", "sm90/.hidden.py", "os.path", "sm90//x.py", ""])
 def test_an_index_that_names_a_file_elsewhere_is_refused(shipped: Path, path: str) -> None:
     found = variant_of(POINTERS, SPEC, CONFIG)
-    ship(shipped, found, "")
+    ship(shipped, found)
     text = (shipped / "index.json").read_text().replace("sm90/forward/pointers.py", path)
     (shipped / "index.json").write_text(text)
     with pytest.raises(EnvironmentProblem, match="is no index of generated kernels"):
-        kernels.load(POINTERS, found)
+        kernels.manifest(found, "90")
 
 
-@pytest.mark.parametrize("damage", ["changed", "missing", "no index of its digest"])
-def test_a_damaged_manifest_is_warned_of_once_and_leaves_the_kernel_to_triton(shipped: Path, damage: str) -> None:
+@pytest.mark.parametrize("damage", ["another archive", "cut", "another manifest", "place outside"])
+def test_a_damaged_archive_is_warned_of_once_and_leaves_the_kernel_to_triton(shipped: Path, damage: str) -> None:
     found = variant_of(POINTERS, SPEC, CONFIG)
-    ship(shipped, found, "SHIPPED = True\n")
-    name = "sm90/forward/pointers.json"
-    index = json.loads((shipped / "index.json").read_text())
-    (shipped / "index.json").write_text(json.dumps(index | {"files": {name: "0" * 64}}))
-    if damage == "changed":
-        (shipped / name).write_text("{}")
-    elif damage == "no index of its digest":
-        (shipped / name).mkdir()
+    fields = ship(shipped, found)
+    path = shipped / "sm90.kernels"
+    if damage == "another archive":
+        path.write_bytes(archive_bytes([pack(b"another")])[0])
+    elif damage == "cut":
+        path.write_bytes(path.read_bytes()[:-5])
+    elif damage == "another manifest":
+        fields["kernels"][0]["manifest"][0] = "0" * 64
+    else:
+        fields["kernels"][0]["manifest"][3] += 1
+    (shipped / "index.json").write_text(json.dumps(fields))
     memo = Memo()
-    with pytest.warns(RuntimeWarning, match=r"pointers\.json.*install flashtune again; until then Triton compiles flash_fwd") as warned:
+    with pytest.warns(RuntimeWarning, match=r"sm90\.kernels.*install flashtune.*; until then Triton compiles flash_fwd") as warned:
         served = [memo.machine_code(POINTERS, found, H200) for _ in range(2)]
     assert served == [(None, None)] * 2 and len(warned) == 1
-    assert kernels.load(POINTERS, found).SHIPPED is True
+    assert callable(kernels.load(POINTERS, found).launch)
+
+
+def test_a_kernel_whose_archive_is_not_installed_is_compiled_and_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem(batch=4, heads=16, kv_heads=16, n_q=4096, n_kv=4096, d=128, d_v=128, dtype="bf16", features=Features())
+    monkeypatch.setattr(shipped_kernels, "find_archive", lambda *_: None)
+    shipped_kernels.shipped_archive.cache_clear()
+    dispatch.reload()
+    found = dispatch.explain_problem(problem, "h200")
+    shipped_kernels.shipped_archive.cache_clear()
+    assert found.kind == "exact"
+    assert "its machine code is in flashtune-kernels-sm90, which isn't installed, so Triton compiles it at the first call" in found.reason
 
 
 def test_host_code_of_the_users_own_kernel_needs_no_triton_and_is_of_the_text_that_was_compiled(shipped: Path) -> None:
@@ -127,10 +150,9 @@ def test_host_code_of_the_users_own_kernel_needs_no_triton_and_is_of_the_text_th
     assert kernels.host_code(POINTERS, own, replace(manifest, source_sha256="0" * 64)) is None
 
 
-def test_loading_one_shipped_kernel_imports_no_other_and_neither_sql_nor_jinja() -> None:
+def test_serving_one_shipped_kernel_imports_neither_triton_nor_sql_nor_jinja() -> None:
     code = """
 import sys
-from flashtune.core.config import Variant
 from flashtune.db.library import Library, shipped_path
 from flashtune.dispatch.launch import kernels
 from flashtune.templates import family
@@ -140,10 +162,10 @@ kinds = set(sys.modules) - before
 for name in kinds: sys.modules.pop(name)
 chosen = family(record.outcome.template)
 found = kernels.variant(chosen, record.problem.spec(), chosen.completed(record.outcome.config), known_hash=record.outcome.template_hash)
-kernels.load(chosen, found)
+host = kernels.host_code(chosen, found, kernels.manifest(found, "90"))
 new = set(sys.modules) - before
-print(sum(name.startswith("flashtune.kernels_generated.") and hasattr(sys.modules[name], "launch") for name in new))
-print(*sorted(new & {"jinja2", "sqlalchemy", "flashtune.templates.rendering"}))
+print(callable(host.launches))
+print(*sorted(new & {"jinja2", "sqlalchemy", "triton", "flashtune.templates.rendering"}))
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.split("\n")[:2] == ["1", ""]
+    assert run.stdout.split("\n")[:2] == ["True", ""]

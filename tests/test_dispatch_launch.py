@@ -1,27 +1,27 @@
 """Prepared launches against a stand-in for the driver: what reaches a kernel is what its host code said, whatever threads do."""
 
 import ctypes
-import importlib
 import itertools
 import struct
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from flashtune import kernels_generated
 from flashtune.core import launching
-from flashtune.core.binaries import Binary, Manifest, Parameter, TensorMap, read_manifest
+from flashtune.core.binaries import Binary, Manifest, Parameter, TensorMap
 from flashtune.core.dtypes import output_dtype
-from flashtune.core.kernel_index import GeneratedKernel, read_index
+from flashtune.core.kernel_archive import HEADER_BYTES, Place
+from flashtune.core.kernel_index import GeneratedKernel
 from flashtune.core.modules import load_source
 from flashtune.core.parameters import PER_HEAD, CallParameters
 from flashtune.core.problem import Features, MaskKind, Problem
+from flashtune.core.shipped_kernels import PACKAGE, shipped_index, shipped_manifest
 from flashtune.core.target import find_target
 from flashtune.core.torch_dtypes import TORCH_DTYPES
 from flashtune.db import library as databases
@@ -35,6 +35,7 @@ from flashtune.dispatch.resolve import choosing
 from flashtune.dispatch.resolve.memo import Memo
 from flashtune.templates import family
 from flashtune.templates.rendering import render, variant_of
+from flashtune.tuner.publish.sources import source_for
 
 MAP = TensorMap(element_type=9, element_bytes=2, box=(1, 1, 64, 128), swizzle=3)
 PARAMETERS = (
@@ -227,11 +228,29 @@ def test_host_code_that_computes_is_not_recorded() -> None:
     assert record(launches, [torch.zeros(2)], {"q": Tensor(0)}) is None
 
 
-SHIPPED = read_index(Path(kernels_generated.__file__).parent).kernels
+SHIPPED = shipped_index(PACKAGE).kernels
 # Host code differs by what is compiled in, which a folder is of, and by whether kernels count misled programs.
 FOLDERS = list({(Path(kernel.path).parent, "maximum_running" in kernel.path): kernel for kernel in SHIPPED}.values())
 WINNERS = databases.Library.of(databases.shipped_path()).winners()
-PROBLEMS = {one.outcome.variant_id: one.problem for record in WINNERS for one in (record.as_twin(), record) if one is not None}
+RECORDS = {one.outcome.variant_id: one for record in WINNERS for one in (record.as_twin(), record) if one is not None}
+PROBLEMS = {name: record.problem for name, record in RECORDS.items()}
+
+
+def text_of(kernel: GeneratedKernel) -> str:
+    """The source of a shipped kernel."""
+    return source_for(RECORDS[kernel.variant_id]).text
+
+
+def module_of(kernel: GeneratedKernel) -> ModuleType:
+    """A shipped kernel's module, with Triton's functions."""
+    return load_source(text_of(kernel), kernel.variant_id)
+
+
+def code_of(kernel: GeneratedKernel) -> Manifest:
+    """The machine code of a shipped kernel."""
+    found = shipped_manifest(PACKAGE, kernel.variant_id, kernel.arch)
+    assert found is not None
+    return found
 
 
 def given_of(problem: Problem) -> tuple[prepared.Operands, CallParameters]:
@@ -265,7 +284,7 @@ def given_of(problem: Problem) -> tuple[prepared.Operands, CallParameters]:
 
 @pytest.mark.parametrize("kernel", FOLDERS, ids=lambda kernel: kernel.path)
 def test_what_is_recorded_of_a_shipped_kernel_is_what_it_launches(kernel: GeneratedKernel) -> None:
-    compare(importlib.import_module(f"flashtune.kernels_generated.{kernel.module}"), PROBLEMS[kernel.variant_id])
+    compare(module_of(kernel), PROBLEMS[kernel.variant_id])
 
 
 @pytest.mark.parametrize("name", ["flash_fwd", "flash_fwd_hopper"])
@@ -340,7 +359,7 @@ def test_a_bias_whose_rows_arent_aligned_is_copied_once_a_call_and_launches_are_
     for name, value in (("_cuda_getDevice", None), ("_cuda_getCurrentRawStream", 5), ("_cuda_isCurrentStreamCapturing", False)):
         monkeypatch.setattr(torch._C, name, lambda *_, value=value: value, raising=False)
     kernel = next(one for one in SHIPPED if one.template == "flash_fwd_hopper" and "d64_bf16_bias/" in one.path)
-    module = importlib.import_module(f"flashtune.kernels_generated.{kernel.module}")
+    module = module_of(kernel)
     q, k = torch.zeros(2, 4, 9, 64, dtype=torch.bfloat16), torch.zeros(2, 4, 21, 64, dtype=torch.bfloat16)
     plan = KernelPlan(parse(Arguments(q, k, k, torch.zeros(shape, dtype=q.dtype)), Options()), module, q)
     copied: list[torch.Tensor] = []
@@ -370,7 +389,7 @@ def test_a_bias_whose_rows_arent_aligned_is_copied_once_a_call_and_launches_are_
 
 def test_a_bias_that_the_copy_engine_takes_is_handed_over_as_it_is() -> None:
     kernel = next(one for one in SHIPPED if one.template == "flash_fwd_hopper" and "d64_bf16_bias/" in one.path)
-    module = importlib.import_module(f"flashtune.kernels_generated.{kernel.module}")
+    module = module_of(kernel)
     aligned = torch.zeros(1, 4, 9, 24, dtype=torch.bfloat16).expand(2, 4, 9, 24)
     assert launching.copyable_mask(module, aligned) is aligned and launching.copyable_mask(module, None) is None
     odd = aligned[..., 1:22]
@@ -401,9 +420,7 @@ def test_a_plan_hands_over_the_memory_of_the_stream_that_it_is_on(monkeypatch: p
 
 @pytest.mark.parametrize("kernel", FOLDERS, ids=lambda kernel: kernel.path)
 def test_host_code_without_triton_says_what_the_module_says(kernel: GeneratedKernel) -> None:
-    module = importlib.import_module(f"flashtune.kernels_generated.{kernel.module}")
-    path = Path(kernels_generated.__file__).parent / kernel.path
-    host = load_host_code(path.read_text(encoding="utf-8"), path.stem)
+    module, host = module_of(kernel), load_host_code(code_of(kernel).host, kernel.variant_id)
     operands, given = given_of(PROBLEMS[kernel.variant_id])
     q, k, v, *_ = operands
     assert host.accepts(q, k, v, given.mask) == module.accepts(q, k, v, given.mask)
@@ -438,14 +455,14 @@ def test_a_sequence_that_grows_reads_no_file_and_no_host_code_anew(library: Libr
 
 def test_damaged_machine_code_is_warned_of_and_left_to_triton(library: Library, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     shipped = next(kernel for kernel in SHIPPED if PROBLEMS[kernel.variant_id].label() == "n4096-d64-bf16-causal")
-    module = importlib.import_module(f"flashtune.kernels_generated.{shipped.module}")
-    folder = (Path(kernels_generated.__file__).parent / shipped.path).parent
-    read = read_manifest(folder.parent.parent.parent / shipped.manifest)
-    for binary in read.binaries:
-        content = bytearray((folder / binary.file).read_bytes())
-        content[len(content) // 2] ^= 1
-        (tmp_path / Path(binary.file).name).write_bytes(content)
-    manifest = replace(read, folder=tmp_path, binaries=tuple(replace(one, file=Path(one.file).name) for one in read.binaries))
+    module, read = module_of(shipped), code_of(shipped)
+    assert read.archive is not None
+    damaged = bytearray(read.archive.path.read_bytes())
+    first = Place.of(read.binaries[0].file).group
+    start = HEADER_BYTES + sum(group.packed for group in read.archive.groups[:first])
+    damaged[start : start + read.archive.groups[first].packed] = bytes(read.archive.groups[first].packed)
+    (tmp_path / "damaged.kernels").write_bytes(damaged)
+    manifest = replace(read, archive=replace(read.archive, path=tmp_path / "damaged.kernels"))
     compiled: list[str] = []
 
     def by_triton(kernel: Any, *_: object) -> tuple[Binary, bytes]:

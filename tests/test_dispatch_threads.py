@@ -1,22 +1,18 @@
 """Threads that share a stream: no launch of one call reads what another call's launches left in the stream's memory."""
 
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from test_dispatch_gradient_plans import Decoding, library  # noqa: F401
-from test_dispatch_launch import PROBLEMS, SHIPPED
+from test_dispatch_launch import PROBLEMS, SHIPPED, code_of, text_of
 
-from flashtune import kernels_generated
-from flashtune.core.binaries import read_manifest
 from flashtune.dispatch.call import Arguments, Options, parse
 from flashtune.dispatch.launch import driver
 from flashtune.dispatch.launch.hostcode import load_host_code
 from flashtune.dispatch.plans.forward import KernelPlan
 
-ROOT = Path(kernels_generated.__file__).parent
 MASKED = next(
     kernel
     for kernel in SHIPPED
@@ -32,8 +28,8 @@ def masked() -> tuple[torch.Tensor, torch.Tensor]:
 
 def plan_of(x: torch.Tensor, mask: torch.Tensor) -> KernelPlan:
     """The plan of a call whose mask a kernel packs ahead of the kernel that reads it, with machine code for a GPU."""
-    host = load_host_code((ROOT / MASKED.path).read_text(encoding="utf-8"), "masked")
-    plan = KernelPlan(parse(Arguments(x, x, x, mask), Options()), host, x, manifest=read_manifest(ROOT / MASKED.manifest))
+    host = load_host_code(text_of(MASKED), "masked")
+    plan = KernelPlan(parse(Arguments(x, x, x, mask), Options()), host, x, manifest=code_of(MASKED))
     operands, parameters = plan._given(x, x, x, mask, None)
     plan.program = plan._prepared(operands, parameters, compiles=False)
     assert plan.program is not None and [one.kernel for one in plan.program.recorded] == ["pack_mask", "flash_fwd_hopper"]

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path, PurePosixPath
 
@@ -12,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LINKS = ("tuner", "templates", "kernels_generated", "db")
-DATA_SUFFIXES = {".jinja", ".toml", ".sqlite", ".mako", ".ini", ".json", ".gz", ".npz", ".md"}
+DATA_SUFFIXES = {".jinja", ".toml", ".sqlite", ".mako", ".ini", ".json", ".npz", ".md"}
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
@@ -30,6 +31,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ignored = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "site", "benchmarks")
     shutil.copytree(ROOT, tree, symlinks=True, ignore=ignored)
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, tree, cwd=folder)
+    run(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", folder / "kernels", tree / "kernels" / "sm90", cwd=folder)
     return folder
 
 
@@ -101,6 +103,40 @@ def test_installed_wheel_has_the_command(installed: Path, tmp_path: Path) -> Non
     import flashtune
 
     assert flashtune.__version__ in printed
+
+
+def test_wheels_are_small(built: Path) -> None:
+    (wheel,), (kernels,) = built.glob("*.whl"), built.glob("kernels/*.whl")
+    assert wheel.stat().st_size < 3_000_000
+    assert kernels.stat().st_size < 14_000_000
+    assert [PurePosixPath(name).suffix for name in zipfile.ZipFile(kernels).namelist() if ".dist-info/" not in name] == [".py", ".kernels"]
+
+
+def test_machine_code_serves_once_the_package_of_kernels_is_installed(built: Path, installed: Path, tmp_path: Path) -> None:
+    code = """
+import sys
+sys.path[:0] = sys.argv[1:]
+from flashtune.core.shipped_kernels import PACKAGE, shipped_archive, shipped_index, shipped_manifest
+print(shipped_archive(PACKAGE, "90") and shipped_archive(PACKAGE, "90").path)
+manifest = shipped_manifest(PACKAGE, shipped_index(PACKAGE).kernels[0].variant_id, "90")
+print(manifest and all(manifest.code(binary) for binary in manifest.binaries))
+"""
+    # Without site: an environment of developers has them already.
+    command = [sys.executable, "-S", "-c", code, installed]
+    assert run(*command, cwd=tmp_path, PYTHONPATH="").split() == ["None", "None"]
+    target = tmp_path / "kernels"
+    (wheel,) = built.glob("kernels/*.whl")
+    run(sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--no-index", "--target", target, wheel, cwd=tmp_path)
+    assert run(*command, target, cwd=tmp_path, PYTHONPATH="").split() == [str(target / "flashtune_kernels_sm90" / "sm90.kernels"), "True"]
+
+
+def test_the_package_of_kernels_has_flashtunes_version() -> None:
+    import flashtune
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    kernels = tomllib.loads((ROOT / "kernels" / "sm90" / "pyproject.toml").read_text())["project"]
+    assert kernels["version"] == flashtune.__version__
+    assert project["optional-dependencies"]["kernels"] == [f"{kernels['name']}=={kernels['version']}"]
 
 
 def test_editable_install_runs_these_very_sources() -> None:

@@ -1,6 +1,5 @@
 """Machine code of generated kernels: reproducible, the very instructions of a launch by Triton's JIT, and fit for usual calls."""
 
-import os
 import re
 import subprocess
 import sys
@@ -17,22 +16,33 @@ import triton
 from click.testing import CliRunner
 
 from flashtune.cli.main import main
-from flashtune.core.binaries import Binary, Manifest, read_manifest, source_digest
-from flashtune.core.kernel_index import read_index
+from flashtune.core.binaries import Binary, Manifest, source_digest
+from flashtune.core.kernel_archive import Archive
+from flashtune.core.kernel_index import INDEX, read_index
 from flashtune.core.launching import provided
 from flashtune.core.modules import load_source
 from flashtune.core.problem import Problem
-from flashtune.core.shipped_kernels import shipped_manifest
+from flashtune.core.shipped_kernels import PACKAGE, folder_of, shipped_index, shipped_manifest
 from flashtune.db.library import Library, shipped_path
 from flashtune.dispatch.launch.hostcode import load_host_code
 from flashtune.templates import BITS
 from flashtune.tuner.children.at_hand import machine_code_of, taking
 from flashtune.tuner.children.compile import compiling_for
-from flashtune.tuner.publish.generated import Arranged, arrange, kept, machine_files, orders_of, write
+from flashtune.tuner.publish.generated import (
+    Arranged,
+    archive_of,
+    arrange,
+    index_text,
+    kept,
+    manifest_in,
+    orders_of,
+    present_archive,
+    write,
+    write_archives,
+)
 from flashtune.tuner.publish.machine_code import IN_PARTS, OUTPUT_ALONE, SIZES, Built, Order, build, build_all, with_files
 from flashtune.tuner.verify.inputs import make_inputs
 
-PACKAGE = Path(__file__).resolve().parent.parent / "flashtune" / "kernels_generated"
 pinned = pytest.mark.skipif(triton.__version__ != "3.6.0", reason="shipped code is compared with what Triton 3.6.0 compiles")
 
 
@@ -121,14 +131,25 @@ def test_code_that_serves_any_size_stands_once_and_masks_have_one_for_aligned_si
 
 
 def manifests() -> Iterator[tuple[Arranged, Manifest]]:
+    archive = shipped()
     for one in arranged():
-        yield one, read_manifest(PACKAGE / one.kernel.manifest)
+        manifest = manifest_in(archive, shipped_index(PACKAGE), one.variant.id, "90")
+        assert manifest is not None
+        yield one, manifest
+
+
+@cache
+def shipped() -> Archive:
+    """The archive of the checkout, unpacked."""
+    found = present_archive(folder_of(PACKAGE), shipped_index(PACKAGE), "90")
+    assert found is not None
+    return found
 
 
 def test_every_shipped_kernel_has_machine_code_of_its_very_text() -> None:
     for one, manifest in manifests():
         assert manifest.variant_id == one.variant.id
-        assert manifest.source_sha256 == source_digest((PACKAGE / one.kernel.path).read_text())
+        assert manifest.source_sha256 == source_digest(one.text)
         for binary in manifest.binaries:
             code = manifest.code(binary)
             assert code[:4] == b"\x7fELF"
@@ -170,11 +191,13 @@ def test_a_kernel_that_a_call_launches_again_with_other_constants_has_a_binary_f
     assert names == [("pack", "any_size"), ("pack", "any_size_2"), ("attend", "any_size")]
 
 
-def test_machine_code_stays_small() -> None:
-    packed = [path.stat().st_size for path in PACKAGE.rglob("*.gz")]
-    assert len(packed) == len({binary.sha256 for _, manifest in manifests() for binary in manifest.binaries}), "equal code is there once"
-    assert sum(packed) < 21_350_000
-    assert max(packed) < 100_000
+def test_the_archive_stays_small_and_each_piece_is_near() -> None:
+    archive = shipped()
+    assert archive.path.stat().st_size < 10_000_000
+    # What a first call unpacks for one kernel.
+    assert max(group.size for group in archive.groups) < 2_500_000
+    places = {binary.sha256: binary.file for _, manifest in manifests() for binary in manifest.binaries}
+    assert len(set(places.values())) == len(places), "equal code is there once"
 
 
 def shaped(problem: Problem, n_kv: int) -> Problem:
@@ -185,7 +208,7 @@ def shaped(problem: Problem, n_kv: int) -> Problem:
 @cache
 def host_codes() -> list[tuple[Arranged, Manifest, ModuleType]]:
     """What a call runs of each shipped kernel's module, beside its machine code."""
-    return [(one, manifest, load_host_code(one.text, one.variant.id)) for one, manifest in manifests()]
+    return [(one, manifest, load_host_code(manifest.host, one.variant.id)) for one, manifest in manifests()]
 
 
 @pytest.mark.parametrize("heads_inside", [False, True], ids=["BHND", "BNHD"])
@@ -206,7 +229,8 @@ def test_usual_calls_meet_the_conditions_of_a_shipped_binary(n_kv: int, heads_in
 
 
 def test_a_call_whose_offsets_pass_32_bits_is_refused() -> None:
-    [manifest] = [manifest for one, manifest in manifests() if one is decode()]
+    manifest = shipped_manifest(PACKAGE, decode().variant.id, "90")
+    assert manifest is not None
     inputs = make_inputs(replace(decode().records[0].problem, batch=1), device="meta", seed=0)
     module = load_source(decode().text, decode().variant.id)
     far = torch.empty_strided(inputs.k.shape, (2**40, 2**35, inputs.k.shape[3], 1), device="meta", dtype=inputs.k.dtype)
@@ -231,68 +255,66 @@ def test_a_sample_of_the_shipped_machine_code_is_what_the_pinned_triton_compiles
         assert " 0 files unlike" in result.stdout
         return
     # From the same PTX of some kernels ptxas makes one of two codes, whose registers are numbered differently.
-    [one] = [one for one in arranged() if one.kernel.manifest in result.stdout]
-    assert " 3 files unlike" in result.stdout and one.kernel.path.removesuffix(".py") in result.stderr
-    built, shipped = build(ordered(one)), read_manifest(PACKAGE / one.kernel.manifest)
-    assert [binary.parameters for binary in built.manifest.binaries] == [binary.parameters for binary in shipped.binaries]
-    for ours, binary in zip(built.codes, shipped.binaries, strict=True):
-        found, wanted = operations(ours, tmp_path / "ours"), operations(shipped.code(binary), tmp_path / "shipped")
+    [one] = [one for one in arranged() if f": {one.kernel.path.removesuffix('.py')}\n" in result.stderr]
+    built, kept_one = build(ordered(one)), manifest_in(shipped(), shipped_index(PACKAGE), one.variant.id, "90")
+    assert kept_one is not None
+    assert [binary.parameters for binary in built.manifest.binaries] == [binary.parameters for binary in kept_one.binaries]
+    for ours, binary in zip(built.codes, kept_one.binaries, strict=True):
+        found, wanted = operations(ours, tmp_path / "ours"), operations(kept_one.code(binary), tmp_path / "shipped")
         assert found == wanted and len(found) > 100
 
 
 @pytest.fixture
 def folder(tmp_path: Path, built: Built) -> Path:
-    write(machine_files(decode(), built), tmp_path)
+    packed = archive_of([decode()], "90", {(decode().variant.id, "90"): built}, None)
+    assert packed is not None
+    write_archives({tmp_path / "sm90.kernels": packed.content})
+    write({INDEX: index_text([decode()], {}, {"90": packed}).encode()}, tmp_path)
     return tmp_path
+
+
+def kept_in(folder: Path, order: Order, triton: str) -> Built | None:
+    index = read_index(folder)
+    return kept(order, index, present_archive(folder, index, "90"), triton)
 
 
 def test_code_is_kept_as_long_as_text_and_triton_are_the_same(folder: Path, built: Built) -> None:
     version = built.manifest.binaries[0].triton
-    own, manifest = ordered(decode()), folder / decode().kernel.manifest
-    assert kept(own, manifest, version) == built
-    assert kept(own, manifest, "3.7.0") is None
-    assert kept(replace(own, variant_id="0" * 16), manifest, version) is None
-    assert kept(replace(own, text=own.text + "\n"), manifest, version) is None
+    own = ordered(decode())
+    assert kept_in(folder, own, version) == built
+    assert kept_in(folder, own, "3.7.0") is None
+    assert kept_in(folder, replace(own, variant_id="0" * 16), version) is None
+    assert kept_in(folder, replace(own, text=own.text + "\n"), version) is None
 
 
-@pytest.mark.parametrize("suffix", [".cubin.gz", ".json"])
-def test_damaged_code_is_not_kept(folder: Path, built: Built, suffix: str) -> None:
-    path = next(path for path in folder.rglob("*") if path.name.endswith(suffix))
+@pytest.mark.parametrize("place", [10, 40, 0.5, -10])
+def test_damaged_code_is_not_kept(folder: Path, built: Built, place: float) -> None:
+    path = folder / "sm90.kernels"
     content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
+    content[int(len(content) * place) if isinstance(place, float) else place] ^= 1
     path.write_bytes(content)
-    found = kept(ordered(decode()), folder / decode().kernel.manifest, built.manifest.binaries[0].triton)
-    assert found is None or found != built
+    assert kept_in(folder, ordered(decode()), built.manifest.binaries[0].triton) in (None, built)
+    if place != 40:
+        assert kept_in(folder, ordered(decode()), built.manifest.binaries[0].triton) is None
 
 
-def test_machine_code_of_the_other_16_bit_type_is_told_by_its_difference(built: Built, tmp_path: Path) -> None:
-    own, other = orders_of(decode())
-    sibling = build(other)
-    assert (own.spec.dtype, other.spec.dtype) == ("bf16", "fp16") and sibling.codes != built.codes
-    write(machine_files(decode(), built, sibling), tmp_path)
-    manifest = tmp_path / decode().kernel.manifest
-    read, version = read_manifest(manifest), built.manifest.binaries[0].triton
-    assert read.sibling is not None and all(len(packed) < 2000 for _, packed in read.sibling.codes)
-    assert kept(other, manifest, version) == sibling and kept(own, manifest, version) == built
-    assert kept(replace(other, text=own.text), manifest, version) is None
-
-
-def test_a_sibling_that_differs_in_more_than_types_is_left_out(built: Built) -> None:
-    _, other = orders_of(decode())
-    sibling = build(other)
-    more = replace(sibling.manifest.binaries[0], shared_bytes=1 + sibling.manifest.binaries[0].shared_bytes)
-    unlike = replace(sibling, manifest=replace(sibling.manifest, binaries=(more, *sibling.manifest.binaries[1:])))
-    assert machine_files(decode(), built, unlike) == machine_files(decode(), built)
+def test_packing_again_changes_no_byte_and_takes_groups_as_they_are(built: Built, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = present_archive(folder, read_index(folder), "90")
+    built_of = {(decode().variant.id, "90"): built}
+    anew = archive_of([decode()], "90", built_of, None)
+    monkeypatch.setattr("flashtune.tuner.publish.packing.pack", lambda group: pytest.fail("packed again"))
+    again = archive_of([decode()], "90", built_of, before)
+    assert again is not None and again == anew and again.content == (folder / "sm90.kernels").read_bytes()
 
 
 def test_nearly_all_shipped_kernels_serve_both_16_bit_types() -> None:
-    index = read_index(PACKAGE)
+    index = shipped_index(PACKAGE)
     ids = {kernel.variant_id for kernel in index.kernels}
     with_sibling = [one for one in arranged() if one.sibling is not None]
     missing = [one.kernel.path for one in with_sibling if (found := index.find(one.variant.id)) is None or found.sibling != one.sibling.id]
     assert len(missing) <= len(with_sibling) // 50 and len(with_sibling) > 400, missing
     for one in with_sibling[::40]:
-        found = shipped_manifest("flashtune.kernels_generated", one.sibling.id, one.kernel.arch)
+        found = shipped_manifest(PACKAGE, one.sibling.id, one.kernel.arch)
         assert found is not None and one.sibling.id not in ids and found.source_sha256 == source_digest(orders_of(one)[1].text)
         assert all(found.code(binary)[:4] == b"\x7fELF" for binary in found.binaries)
 
@@ -310,22 +332,11 @@ def test_the_same_text_gives_the_same_bytes_in_another_process_under_another_nam
     assert "CompilationError" in found["bad"]
 
 
-def test_the_index_names_every_file_of_machine_code() -> None:
-    index = read_index(PACKAGE)
-    for one, manifest in manifests():
-        parent = Path(one.kernel.path).parent
-        assert one.kernel.manifest in index.files
-        assert {index.files[os.path.normpath(parent / binary.file)] for binary in manifest.binaries} == {
-            binary.sha256 for binary in manifest.binaries
-        }
-
-
 def test_reading_shipped_code_takes_neither_triton_nor_torch() -> None:
     code = f"""
 import sys
-from pathlib import Path
-from flashtune.core.binaries import read_manifest
-manifest = read_manifest(Path({str(PACKAGE / decode().kernel.manifest)!r}))
+from flashtune.core.shipped_kernels import PACKAGE, shipped_manifest
+manifest = shipped_manifest(PACKAGE, {decode().variant.id!r}, "90")
 print(sum(len(manifest.code(binary)) for binary in manifest.binaries), sorted({{"torch", "triton"}} & set(sys.modules)))
 """
     ran: Any = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -10,9 +10,7 @@ from triton import knobs
 
 from flashtune.cli import search
 from flashtune.core import kernel_cache, shipped_kernels
-from flashtune.core.binaries import read_manifest
 from flashtune.core.errors import EnvironmentProblem
-from flashtune.core.kernel_index import read_index
 from flashtune.core.launching import compiler_options
 from flashtune.core.target import find_target
 from flashtune.db.library import Library, shipped_path
@@ -25,8 +23,8 @@ from flashtune.tuner.replies import Failed, MachineCode
 H200 = find_target("h200")
 ROW = next(record for record in Library.of(shipped_path()).records() if record.outcome.template == "flash_decode")
 VARIANT = variant_for(ROW)
-PACKAGE = Path(__file__).resolve().parent.parent / "flashtune" / "kernels_generated"
-[SHIPPED] = [kernel for kernel in read_index(PACKAGE).kernels if kernel.variant_id == VARIANT.id]
+SHIPPED = shipped_kernels.shipped_manifest(shipped_kernels.PACKAGE, VARIANT.id, "90")
+assert SHIPPED is not None
 
 
 @pytest.fixture
@@ -60,8 +58,7 @@ def test_a_winner_is_compiled_once_and_found_by_dispatch(cache: Path) -> None:
     assert own.compile_winners([ROW], H200, jobs=1) == {}
     assert found.folder.stat().st_mtime_ns == before
     if {binary.triton for binary in found.binaries} == {"3.6.0"}:
-        shipped = read_manifest(PACKAGE / SHIPPED.manifest)
-        assert [binary.sha256 for binary in found.binaries] == [binary.sha256 for binary in shipped.binaries]
+        assert [binary.sha256 for binary in found.binaries] == [binary.sha256 for binary in SHIPPED.binaries]
 
 
 @pytest.mark.usefixtures("nothing_shipped", "cache")
@@ -74,13 +71,13 @@ def test_a_winners_twin_is_compiled_with_it() -> None:
 
 def test_what_is_shipped_comes_first(cache: Path) -> None:
     shipped = kernels.manifest(VARIANT, "90")
-    assert shipped is not None and shipped.folder is not None and shipped.folder.is_relative_to(PACKAGE)
+    assert shipped is not None and shipped.archive is not None and shipped.folder is None
     assert not cache.exists()
 
 
 @pytest.mark.usefixtures("nothing_shipped")
 def test_a_cache_that_others_can_write_to_serves_nothing(cache: Path) -> None:
-    shipped = read_manifest(PACKAGE / SHIPPED.manifest)
+    shipped = SHIPPED
     kernel_cache.keep("", *with_files(Built(manifest=shipped, codes=tuple(map(shipped.code, shipped.binaries))), "kernel"))
     assert kernels.manifest(VARIANT, "90") is not None
     cache.chmod(0o777)
@@ -89,7 +86,7 @@ def test_a_cache_that_others_can_write_to_serves_nothing(cache: Path) -> None:
 
 @pytest.mark.usefixtures("nothing_shipped")
 def test_a_winner_that_a_search_kept_meanwhile_is_not_compiled_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shipped = read_manifest(PACKAGE / SHIPPED.manifest)
+    shipped = SHIPPED
     binaries = tuple(replace(binary, triton=triton_version()) for binary in shipped.binaries)
     built = Built(manifest=replace(shipped, binaries=binaries), codes=tuple(map(shipped.code, shipped.binaries)))
     monkeypatch.setattr(own, "build", lambda order, **_: built)
@@ -137,7 +134,7 @@ def test_a_winner_that_cannot_be_kept_meanwhile_is_left_to_the_end(monkeypatch: 
         raise EnvironmentProblem("no space left: free some")
 
     monkeypatch.setattr(kernel_cache, "keep", full)
-    own.keep(MachineCode(text="", manifest=read_manifest(PACKAGE / SHIPPED.manifest)))
+    own.keep(MachineCode(text="", manifest=SHIPPED))
     monkeypatch.setattr(own, "build_all", lambda orders, *, jobs: iter([(order, "again") for order in orders]))
     assert list(own.compile_winners([ROW], H200, jobs=1).values()) == ["again"]
 

@@ -96,11 +96,11 @@ def create(folder: Path, torch: str) -> str:
 
 
 def install(folder: Path, torch: str) -> None:
-    """Install flashtune and all it needs, with this torch; raises CalledProcessError after pip has said why."""
+    """Install flashtune, its kernels and all it needs, with this torch; raises CalledProcessError after pip has said why."""
     # The base interpreter's torch came with its own Triton, which is not to be replaced.
     wanted = [] if torch == "base" else ["-c", "constraints.txt", torch]
     # Python compiles what is imported when it is; pip would take a minute to compile the 15 000 files that came with torch and the rest.
-    subprocess.run([*pip(folder), "install", "-qq", "--no-compile", *wanted, "-e", ".[dev]"], cwd=ROOT, check=True)
+    subprocess.run([*pip(folder), "install", "-qq", "--no-compile", *wanted, "-e", ".[dev]", "-e", "kernels/sm90"], cwd=ROOT, check=True)
 
 
 def pip(folder: Path) -> list[str]:

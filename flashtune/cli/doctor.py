@@ -30,6 +30,7 @@ def doctor(as_json: bool) -> None:
         *_made("C compiler", lambda: [_compiler()]),
         *_made("ptxas", lambda: [_ptxas()]),
         *_made("cache", lambda: [_cache()]),
+        *_made("machine code", lambda: _machine_code()),
         *_made("databases", lambda: _databases()),
     ]
     healthy = all(check["ok"] for check in checks)
@@ -104,6 +105,21 @@ def _cache() -> dict[str, Any]:
     free = shutil.disk_usage(path).free
     found = f"{path} ({free >> 20} MiB free)" + (f": only until a command ends, because {why}" if why else "")
     return _check("cache", free > 100 << 20, found, "free some space, or point FLASHTUNE_CACHE elsewhere")
+
+
+def _machine_code() -> list[dict[str, Any]]:
+    from flashtune.core.shipped_kernels import PACKAGE, distribution, shipped_archive, shipped_index
+
+    found = []
+    for arch in shipped_index(PACKAGE).archives:
+        try:
+            archive = shipped_archive(PACKAGE, arch)
+        except FlashtuneError as error:
+            found.append(_check("machine code", False, distribution(arch), str(error)))
+            continue
+        without = f"{distribution(arch)} isn't installed, so Triton compiles kernels at first calls: pip install flashtune[kernels]"
+        found.append(_check("machine code", True, without if archive is None else str(archive.path)))
+    return found
 
 
 def _databases() -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from flashtune.core.words import counted
 
 if TYPE_CHECKING:
     from flashtune.tuner.publish.generated import Arranged
+    from flashtune.tuner.publish.packing import Packed
 
 
 @click.command()
@@ -43,15 +44,28 @@ def generate(
 ) -> None:
     """Write the winners of a database (default: the shipped one) as source and as machine code, one module per distinct variant.
 
-    An index names what was written; of that, what no longer belongs is removed, and nothing else is touched. Generating twice gives the
-    same text and the same machine code. Rows that this version can't serve are named and left out; where none is left, nothing is touched.
+    Machine code of all goes into an archive for each architecture. An index names what was written; of that, what no longer belongs is
+    removed, and nothing else is touched. In a checkout the package gets a selection of modules, and `kernels/` the archive.
+    Generating twice gives the same text and the same machine code. Rows that this version can't serve are named and left out; where none
+    is left, nothing is touched.
+
     Machine code is compiled where the folder has none of the same text and Triton; --check compiles all of it, or a --sample.
     """
     from flashtune.core.kernel_index import INDEX
+    from flashtune.core.shipped_kernels import archive_name, checkout_folder
     from flashtune.db.library import Library, shipped_path
     from flashtune.templates import BITS, unservable
     from flashtune.tuner.machine import cores
-    from flashtune.tuner.publish.generated import arrange, differing, index_text, require_writable, text_files, write
+    from flashtune.tuner.publish.generated import (
+        arrange,
+        differing,
+        index_text,
+        require_writable,
+        selected,
+        text_files,
+        write,
+        write_archives,
+    )
 
     package = shipped_folder()
     if out is None and not check and not in_a_checkout(package):
@@ -67,15 +81,20 @@ def generate(
     if not arranged:
         wanted = "no row" if gpu_name is None else f"no row of gpu {find_target(gpu_name).slug}"
         raise NoKernelFound(f"{location or shipped_path()} holds {wanted} that could be served: search first, or name another database")
-    files = text_files(arranged)
     kernels = [one.kernel.path for one in arranged]
     anew = set(kernels) if rebuild or check else set()
     if sample is not None:
-        anew = set(random.Random(index_text(arranged, files)).sample(kernels, min(sample, len(kernels))))
-    files |= _machine_code(arranged, anew, folder, jobs or cores())
-    files[INDEX] = index_text(arranged, files).encode()
+        anew = set(random.Random(repr(kernels)).sample(kernels, min(sample, len(kernels))))
+    archives = _archives(arranged, anew, folder, jobs or cores())
+    in_checkout = folder == package and in_a_checkout(package)
+    files = text_files(selected(arranged) if folder == package else arranged)
+    files[INDEX] = index_text(arranged, files, archives).encode()
+    places = {
+        (checkout_folder(folder, arch) if in_checkout else folder) / archive_name(arch): packed.content for arch, packed in archives.items()
+    }
     if check:
         other = differing(files, folder)
+        other += [str(path) for path, content in places.items() if not path.is_file() or path.read_bytes() != content]
         if as_json:
             print_json({"folder": str(folder), "files": kernels, "differing": other})
         else:
@@ -84,26 +103,31 @@ def generate(
         if other:
             raise SystemExit(1)
         return
+    new = write_archives(places)
     changes = write(files, folder)
     for name in changes.left:
         messages().print(f"left alone: {name} is no longer needed, but someone has changed it")
+    written_files = [*map(str, new), *changes.written]
     if as_json:
-        print_json({"folder": str(folder), "files": kernels, "written": list(changes.written), "removed": list(changes.removed)})
+        print_json({"folder": str(folder), "files": kernels, "written": written_files, "removed": list(changes.removed)})
     else:
-        written = f"{counted(len(changes.written), 'file')} written, {len(changes.removed)} removed"
+        written = f"{counted(len(written_files), 'file')} written, {len(changes.removed)} removed"
         console().print(f"{counted(len(kernels), 'kernel')} in {folder}: {written}")
 
 
-def _machine_code(arranged: Sequence["Arranged"], anew: set[str], folder: Path, jobs: int) -> dict[str, bytes]:
-    """Files with the machine code of these kernels: what the folder has, but compiled now for the paths in `anew` and where it has none."""
-    from flashtune.tuner.publish.generated import kept, machine_files, orders_of
+def _archives(arranged: Sequence["Arranged"], anew: set[str], folder: Path, jobs: int) -> dict[str, "Packed"]:
+    """The archive of each architecture: of what the folder's has, but compiled now for the paths in `anew` and where it has none."""
+    from flashtune.core.kernel_index import read_index
+    from flashtune.tuner.publish.generated import archive_of, kept, orders_of, present_archive
     from flashtune.tuner.publish.machine_code import Built, build_all, triton_version
 
+    index = read_index(folder)
+    before = {arch: present_archive(folder, index, arch) for arch in {one.kernel.arch for one in arranged}}
     found: dict[tuple[str, str], Built] = {}
     waiting = []
     for one in arranged:
         for order in orders_of(one):
-            kept_one = None if one.kernel.path in anew else kept(order, folder / one.kernel.manifest, triton_version())
+            kept_one = None if one.kernel.path in anew else kept(order, index, before[one.kernel.arch], triton_version())
             if kept_one is None:
                 waiting.append(order)
             else:
@@ -114,11 +138,8 @@ def _machine_code(arranged: Sequence["Arranged"], anew: set[str], folder: Path, 
         else:
             messages().print(f"compiled {number} of {len(waiting)}: {order.stem}")
             found[order.variant_id, order.target.arch] = built
-    files: dict[str, bytes] = {}
-    for one in arranged:
-        if (own := found.get((one.variant.id, one.kernel.arch))) is not None:
-            files |= machine_files(one, own, None if one.sibling is None else found.get((one.sibling.id, one.kernel.arch)))
-    return files
+    packed = {arch: archive_of(arranged, arch, found, archive) for arch, archive in sorted(before.items())}
+    return {arch: one for arch, one in packed.items() if one is not None}
 
 
 def shipped_folder() -> Path:

@@ -13,6 +13,7 @@ from flashtune.cli.records import print_records, record_row
 from flashtune.core.errors import InputError
 from flashtune.core.models import Model, ModelAttention, models
 from flashtune.core.problem import Problem
+from flashtune.core.results import TuningRecord
 from flashtune.core.target import find_target
 
 
@@ -29,6 +30,7 @@ from flashtune.core.target import find_target
     is_flag=True,
     help="The models that --model knows, in place of rows, all or those of --d and --n; with --gpu-name, what is measured there.",
 )
+@click.option("--kernel", metavar="ID", help="The source of a record's kernel, or of its fallback's, by the id that explain prints.")
 @click.option("--wide", is_flag=True, help="All columns, the config among them, however long the lines become.")
 @json_option
 def show(
@@ -39,6 +41,7 @@ def show(
     dtype: str | None,
     source: str | None,
     list_models: bool,
+    kernel: str | None,
     wide: bool,
     as_json: bool,
 ) -> None:
@@ -49,9 +52,10 @@ def show(
     flashtune show --db my-model.sqlite --gpu-name h200 --json
     flashtune show --models
     flashtune show --models --gpu-name h200
+    flashtune show --kernel 461cfd82b42bdeb6 > kernel.py
     """
     if list_models:
-        given = {"--source": source, "--dtype": dtype, "--wide": wide}
+        given = {"--source": source, "--dtype": dtype, "--kernel": kernel, "--wide": wide}
         if refused := next((name for name, value in given.items() if value), None):
             raise InputError(f"{refused} was given together with --models, which lists no rows: leave one of them out")
         if location is not None and gpu_name is None:
@@ -67,6 +71,9 @@ def show(
         for r in library.records(passed_over=unservable, **filters_of(gpu_name=gpu_name, d=d, n=n, dtype=dtype))
         if source is None or r.outcome.source == source
     ]
+    if kernel is not None:
+        print(source_of(kernel, records), end="")
+        return
     if as_json:
         print_json([record_row(r) for r in records])
         return
@@ -74,6 +81,17 @@ def show(
         console().print("no rows match: run flashtune search, or loosen the filters")
         return
     print_records(records, wide=wide)
+
+
+def source_of(variant_id: str, records: Sequence[TuningRecord]) -> str:
+    """The source that the template makes of the kernel with this id, which serves one of these records or is its fallback."""
+    from flashtune.tuner.publish.sources import source_for
+
+    for record in records:
+        for one in (record, record.as_twin()):
+            if one is not None and one.outcome.variant_id == variant_id:
+                return source_for(one).text
+    raise InputError(f"no record's kernel has the id {variant_id!r}: take one that flashtune explain prints")
 
 
 STANDING = {

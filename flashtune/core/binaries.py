@@ -5,20 +5,19 @@ mirror what Triton 3.6 does in triton/backends/nvidia/driver.py: `cuLaunchKernel
 shared memory, and the parameters in their order, followed by two pointers to scratch memory (null here).
 """
 
-import base64
 import hashlib
 import json
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from flashtune.core.dtypes import OTHER_16_BITS
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.files import parse_json, read_bounded
-from flashtune.core.unpacking import PLAIN, read_unpacked, unpacked
+from flashtune.core.kernel_archive import Archive, Place
+from flashtune.core.unpacking import read_unpacked
 
 FORMAT = 1
 """Version of the manifest's layout; another one is not read."""
@@ -32,14 +31,8 @@ OUTSIDE_IS_ZERO = 0
 
 Rule = Literal["equals", "multiple_of"]
 
-_OTHER_16_BITS_MAPS = {9: 6, 6: 9}
-"""OTHER_16_BITS as CUtensorMapDataType."""
-
-CODE = "code"
-"""The folder of an architecture in which a package keeps the code of all its manifests: many of them launch the same small kernels."""
-
-_FILE = re.compile(rf"(\.\./\.\./{CODE}/)?[A-Za-z0-9_][A-Za-z0-9_.]*")
-"""Names that a manifest may give its files, which lie beside it or in that folder."""
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.]*")
+"""Names that a manifest may give its files, which lie beside it."""
 
 STRUCT_FORMATS: Mapping[str, str] = {
     "i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
@@ -118,7 +111,8 @@ class Binary:
     granted of the arguments, and `conditions` spell it out; a call that breaks one, or has an integer outside of its parameter's
     `limits`, needs another binary, or Triton. `threads` are those of a block, warps that a specialised kernel adds included. `cluster`
     is in blocks along x, and a launch's grid along x is multiplied by it. `launch_pdl` lets it start before the kernel ahead of it in
-    the stream has ended. `sha256` is that of the code, `file` its place from the manifest's folder (empty for code that has none).
+    the stream has ended. `sha256` is that of the code, `file` its name in the manifest's folder, or its place in the manifest's
+    archive (empty for code that has none).
     """
 
     kernel: str
@@ -159,32 +153,21 @@ class Binary:
         return None
 
 
-class Sibling(NamedTuple):
-    """The same kernel for the other 16-bit type: instructions, but for the types that some of them name, are mostly the same.
-
-    `codes` holds the SHA-256 of each binary's code, in the manifest's order, with what makes it of the code in its file (`difference`).
-    All else of a binary follows from the manifest's own.
-    """
-
-    variant_id: str
-    source_sha256: str
-    codes: tuple[tuple[str, str], ...]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The binaries of one rendered module, in the order in which they should be tried; `folder` is where their files lie.
+    """The binaries of one rendered module, in the order in which they should be tried, and where their code is: in files of `folder`, or
+    in an `archive`.
 
-    `source_sha256` is that of the module's text. `sibling` is what else these files serve. Where this is a sibling's, `differences` says by
-    a code's SHA-256 what makes it of the one in its file.
+    `source_sha256` is that of the module's text; `host` is the text of its host code, which only an archive may give; elsewhere it is
+    empty, and that code is rendered.
     """
 
     variant_id: str
     binaries: tuple[Binary, ...]
     source_sha256: str = ""
+    host: str = ""
     folder: Path | None = None
-    sibling: Sibling | None = None
-    differences: Mapping[str, str] = field(default_factory=dict)
+    archive: Archive | None = None
 
     def of(self, kernel: str) -> tuple[Binary, ...]:
         """Those of one kernel of the module, by its function's name."""
@@ -196,67 +179,26 @@ class Manifest:
 
     def code(self, binary: Binary) -> bytes:
         """The machine code (a cubin), checked; raises EnvironmentProblem where it is missing or isn't what the manifest says."""
+        if self.archive is not None:
+            return self.archive.read(Place.of(binary.file), binary.sha256)
         if self.folder is None:
             raise EnvironmentProblem(f"the machine code of {binary.kernel} is in no file: take it from where it was compiled")
         path = self.folder / binary.file
         try:
             code = read_unpacked(path)
-            if binary.sha256 in self.differences:
-                code = _changed(code, self.differences[binary.sha256])
         except (OSError, ValueError, zlib.error) as error:
             raise EnvironmentProblem(f"can't read machine code from {path} ({error}): install flashtune again") from error
         if hashlib.sha256(code).hexdigest() != binary.sha256:
             raise EnvironmentProblem(f"{path} isn't the machine code that its manifest names: install flashtune again")
         return code
 
-    def of_sibling(self) -> "Manifest | None":
-        """The manifest of the same kernel for the other 16-bit type, from the same files; None where they don't tell."""
-        if self.sibling is None or len(self.sibling.codes) != len(self.binaries):
-            return None
-        return Manifest(
-            variant_id=self.sibling.variant_id,
-            source_sha256=self.sibling.source_sha256,
-            binaries=tuple(_of_other_type(one, sha256) for one, (sha256, _) in zip(self.binaries, self.sibling.codes, strict=True)),
-            folder=self.folder,
-            differences=dict(self.sibling.codes),
-        )
-
     def as_json(self) -> str:
-        """The manifest's text: the same for equal manifests, whatever folder they are in."""
-        assert not self.differences, "what follows from another manifest isn't written"
+        """The manifest's text: the same for equal manifests, wherever their code is."""
         head = {"format": FORMAT, "variant_id": self.variant_id, "source_sha256": self.source_sha256}
-        beside = {} if self.sibling is None else {"sibling": self.sibling._asdict()}
-        text = json.dumps(head | {"binaries": [_as_dict(binary) for binary in self.binaries]} | beside, indent=1)
-        # A parameter or a condition to a line.
-        return re.sub(r"\{[^{}]*\}", lambda found: " ".join(found[0].split()), text) + "\n"
-
-
-def difference(code: bytes, other: bytes) -> str:
-    """What makes the other code of the one: both XORed, which is 0 nearly everywhere, packed, in base64. Where they aren't as
-    long as each other, it is the other itself."""
-    told = _xor(code, other) if len(code) == len(other) else other
-    return base64.b64encode(zlib.compress(told, 9)).decode()
-
-
-def _changed(code: bytes, packed: str) -> bytes:
-    """The other code of `difference`; raises ValueError or zlib.error for what it didn't make."""
-    told = unpacked(base64.b64decode(packed, validate=True), PLAIN)
-    return _xor(code, told) if len(code) == len(told) else told
-
-
-def _xor(one: bytes, other: bytes) -> bytes:
-    return (int.from_bytes(one, "little") ^ int.from_bytes(other, "little")).to_bytes(len(one), "little")
-
-
-def _of_other_type(binary: Binary, sha256: str) -> Binary:
-    """A binary as it is with the other 16-bit type in the place of its own."""
-    parameters = []
-    for one in binary.parameters:
-        element, described = OTHER_16_BITS.get(one.element, one.element), one.tensor_map
-        if described is not None:
-            described = described._replace(element_type=_OTHER_16_BITS_MAPS.get(described.element_type, described.element_type))
-        parameters.append(one._replace(element=element, tensor_map=described))
-    return replace(binary, parameters=tuple(parameters), sha256=sha256)
+        text = json.dumps(head | {"binaries": [_as_dict(binary) for binary in self.binaries]}, indent=1)
+        # A parameter or a condition to a line; host code, which has braces of its own, comes last.
+        text = re.sub(r"\{[^{}]*\}", lambda found: " ".join(found[0].split()), text)
+        return (f'{text.rstrip()[:-1].rstrip()},\n "host": {json.dumps(self.host)}\n}}' if self.host else text) + "\n"
 
 
 def machine_arch(capability: int) -> str:
@@ -269,31 +211,33 @@ def source_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def read_manifest(path: Path, *, sha256: str | None = None) -> Manifest:
-    """The manifest in this file; its binaries' files are looked for beside it.
-
-    Raises EnvironmentProblem where it can't be read, or hasn't the hash that is given.
-    """
+def read_manifest(path: Path) -> Manifest:
+    """The manifest in this file; its binaries' files are looked for beside it. Raises EnvironmentProblem where it can't be read."""
     try:
         content = read_bounded(path, MOST_BYTES)
     except (OSError, ValueError) as error:
         raise EnvironmentProblem(f"can't read the manifest {path} ({error}): install flashtune again") from error
-    if sha256 is not None and hashlib.sha256(content).hexdigest() != sha256:
-        raise EnvironmentProblem(f"{path} isn't the manifest that its index names: install flashtune again")
     return parse_manifest(content, path)
 
 
-def parse_manifest(content: bytes, path: Path) -> Manifest:
-    """The manifest that `as_json` wrote, with `path` as the place of its file; raises EnvironmentProblem for anything else."""
+def parse_manifest(content: bytes, path: Path, archive: Archive | None = None) -> Manifest:
+    """The manifest that `as_json` wrote, with `path` as the place of its file, or of the archive that it and its code are from; raises
+    EnvironmentProblem for anything else."""
     try:
         fields = parse_json(content)
         if fields["format"] != FORMAT:
             raise EnvironmentProblem(f"{path} has the format {fields['format']!r}, not {FORMAT}: install one version of flashtune")
         binaries = tuple(map(_binary, fields["binaries"]))
-        if strange := [binary.file for binary in binaries if not _FILE.fullmatch(binary.file)]:
-            raise ValueError(f"file {strange[0]!r}")
+        for binary in binaries:
+            if archive is not None:
+                Place.of(binary.file)
+            elif not _FILE.fullmatch(binary.file):
+                raise ValueError(f"file {binary.file!r}")
         named = {name: fields[name] for name in ("variant_id", "source_sha256")}
-        return Manifest(**named, binaries=binaries, folder=path.parent, sibling=_sibling(fields.get("sibling")))
+        named["host"] = "" if archive is None else fields.get("host", "")
+        if strange := [name for name, value in named.items() if not isinstance(value, str)]:
+            raise ValueError(f"{strange[0]} {named[strange[0]]!r}")
+        return Manifest(**named, binaries=binaries, folder=path.parent if archive is None else None, archive=archive)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise EnvironmentProblem(f"{path} is no manifest of machine code ({error!r}): install flashtune again") from error
 
@@ -304,15 +248,6 @@ def _as_dict(binary: Binary) -> dict[str, Any]:
     parameters = [one._asdict() | {"tensor_map": described} for one, described in zip(binary.parameters, maps, strict=True)]
     found["parameters"] = [{name: value for name, value in one.items() if value not in ("", None)} for one in parameters]
     return found | {"conditions": [condition._asdict() for condition in binary.conditions]}
-
-
-def _sibling(fields: dict[str, Any] | None) -> Sibling | None:
-    if fields is None:
-        return None
-    codes = tuple((sha256, packed) for sha256, packed in fields["codes"])
-    if strange := [one for pair in codes for one in pair if not isinstance(one, str)]:
-        raise ValueError(f"sibling's code {strange[0]!r}")
-    return Sibling(**{**fields, "codes": codes})
 
 
 def _binary(fields: dict[str, Any]) -> Binary:

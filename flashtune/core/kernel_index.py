@@ -1,64 +1,93 @@
-"""The index of a folder of generated kernels: which file is which kernel, and which files were written."""
+"""The index of a folder of generated kernels: which are there, where an archive has their machine code, and which files were written."""
 
 import hashlib
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.files import read_json
-from flashtune.core.unpacking import unpacked
+from flashtune.core.kernel_archive import Group, Place
 
 INDEX = "index.json"
-FORMAT = 1
+FORMAT = 2
 """Version of the index's layout; another one is not read."""
 MOST_BYTES = 1 << 26
-"""No larger index is read: that of some hundred kernels has a fortieth of it."""
+"""No larger index is read: that of some thousand kernels has a hundredth of it."""
 
 _PATH = re.compile(r"(?:[A-Za-z0-9_]+/)*[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)+")
 _MODULE = re.compile(r"(?:[A-Za-z0-9_]+/)*[A-Za-z0-9_]+\.py")
 """Paths that an index may name, as files and as modules: below its folder, with `/`, nothing hidden, no way up."""
 
 
-class GeneratedKernel(NamedTuple):
-    """A rendered module: the variant that it is, the architecture of its rows' GPUs, and its path below the index's folder.
+class Piece(NamedTuple):
+    """A manifest in an archive: its place and its SHA-256."""
 
-    `sibling` is the variant of the other 16-bit type that its machine code also serves (flashtune.core.binaries), empty where none is.
+    place: Place
+    sha256: str
+
+
+class GeneratedKernel(NamedTuple):
+    """A kernel: the variant that it is, the architecture of its rows' GPUs, and the path of its module, which names it and need not exist.
+
+    `manifest` is that of its machine code (flashtune.core.binaries), None where there is none. `sibling` is the variant of the same kernel
+    for the other 16-bit type, empty where none was compiled beside it, and `sibling_manifest` is that one's.
     """
 
     variant_id: str
     template: str
     arch: str
     path: str
+    manifest: Piece | None = None
     sibling: str = ""
+    sibling_manifest: Piece | None = None
 
     @property
     def module(self) -> str:
         """The name of the module within the package that the folder is."""
         return self.path.removesuffix(".py").replace("/", ".")
 
-    @property
-    def manifest(self) -> str:
-        """Where the manifest of its machine code lies, below the index's folder (flashtune.core.binaries)."""
-        return f"{self.path.removesuffix('.py')}.json"
+
+class ArchiveFacts(NamedTuple):
+    """What an index knows of an architecture's archive: the digest in its header, and its groups."""
+
+    sha256: str
+    groups: tuple[Group, ...]
 
 
-class Index(NamedTuple):
-    """The kernels of a folder, and the digest (see `digest`) of every file that was written there beside the index itself."""
+@dataclass(frozen=True)
+class Index:
+    """The kernels of a folder, the archives of their machine code by architecture, and the digest (see `digest`) of every file that was
+    written there beside the index itself."""
 
     kernels: tuple[GeneratedKernel, ...] = ()
-    files: Mapping[str, str] = MappingProxyType({})
+    files: Mapping[str, str] = field(default_factory=dict)
+    archives: Mapping[str, ArchiveFacts] = field(default_factory=dict)
 
     def find(self, variant_id: str, arch: str | None = None) -> GeneratedKernel | None:
         """The kernel with this id: the one for `arch` where there is one, else any, whose text is the same."""
-        found = [kernel for kernel in self.kernels if kernel.variant_id == variant_id]
+        found = self._by_id.get(variant_id, [])
         return next((kernel for kernel in found if kernel.arch == arch), found[0] if found else None)
 
-    def find_sibling(self, variant_id: str, arch: str) -> GeneratedKernel | None:
-        """The kernel for `arch` whose machine code also serves the variant with this id."""
-        return next((kernel for kernel in self.kernels if kernel.sibling == variant_id and kernel.arch == arch), None)
+    def manifest_of(self, variant_id: str, arch: str) -> Piece | None:
+        """Where the manifest of a variant for an architecture is, be it a kernel's own or its sibling's; None where there is none."""
+        return self._manifests.get((variant_id, arch))
+
+    @cached_property
+    def _by_id(self) -> dict[str, list[GeneratedKernel]]:
+        found: dict[str, list[GeneratedKernel]] = {}
+        for kernel in self.kernels:
+            found.setdefault(kernel.variant_id, []).append(kernel)
+        return found
+
+    @cached_property
+    def _manifests(self) -> dict[tuple[str, str], Piece]:
+        siblings = {(one.sibling, one.arch): one.sibling_manifest for one in self.kernels}
+        found = siblings | {(one.variant_id, one.arch): one.manifest for one in self.kernels}
+        return {name: piece for name, piece in found.items() if piece is not None}
 
 
 def read_index(folder: Path) -> Index:
@@ -68,8 +97,17 @@ def read_index(folder: Path) -> Index:
         fields = read_json(path, MOST_BYTES)
         if fields["format"] != FORMAT:
             raise ValueError("another format")
+        archives = {
+            arch: ArchiveFacts(_digest(one["sha256"]), tuple(Group(*map(_number, group)) for group in one["groups"]))
+            for arch, one in fields["archives"].items()
+        }
         kernels = [
-            GeneratedKernel(kernel["variant_id"], kernel["template"], kernel["arch"], kernel["path"], kernel.get("sibling", ""))
+            GeneratedKernel(
+                *(kernel[name] for name in ("variant_id", "template", "arch", "path")),
+                manifest=_piece(kernel.get("manifest")),
+                sibling=kernel.get("sibling", ""),
+                sibling_manifest=_piece(kernel.get("sibling_manifest")),
+            )
             for kernel in fields["kernels"]
         ]
         files = dict(fields["files"])
@@ -81,9 +119,28 @@ def read_index(folder: Path) -> Index:
         return Index()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise EnvironmentProblem(f"{path} is no index of generated kernels ({error}): choose another folder, or install again") from error
-    return Index(kernels=tuple(kernels), files=files)
+    return Index(kernels=tuple(kernels), files=files, archives=archives)
 
 
-def digest(name: str, content: bytes) -> str:
-    """SHA-256 of a generated file's content; of what a compressed one holds, for compressors differ."""
-    return hashlib.sha256(unpacked(content) if name.endswith(".gz") else content).hexdigest()
+def _piece(fields: Any) -> Piece | None:
+    if fields is None:
+        return None
+    sha256, *place = fields
+    return Piece(Place(*map(_number, place)), _digest(sha256))
+
+
+def _number(value: Any) -> int:
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(f"number {value!r}")
+    return value
+
+
+def _digest(value: Any) -> str:
+    if not re.fullmatch("[0-9a-f]{64}", value):
+        raise ValueError(f"digest {value!r}")
+    return str(value)
+
+
+def digest(content: bytes) -> str:
+    """SHA-256 of a generated file's content."""
+    return hashlib.sha256(content).hexdigest()

@@ -1,12 +1,14 @@
-"""The kernels that a package ships: its index, and the machine code of a variant."""
+"""The kernels that a package ships: its index, and the machine code of a variant, from the archive that the index pins."""
 
 import functools
 import importlib
+import importlib.util
 from pathlib import Path
 
-from flashtune.core.binaries import Manifest, read_manifest
+from flashtune.core.binaries import Manifest, parse_manifest
 from flashtune.core.collector import held_off
 from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.kernel_archive import Archive
 from flashtune.core.kernel_index import Index, read_index
 
 PACKAGE = "flashtune.kernels_generated"
@@ -19,6 +21,21 @@ def folder_of(package: str) -> Path:
     return Path(folder)
 
 
+def archive_name(arch: str) -> str:
+    """The name of an architecture's archive in whatever folder it lies in."""
+    return f"sm{arch}.kernels" if arch.isdigit() else f"{arch}.kernels"
+
+
+def checkout_folder(generated: Path, arch: str) -> Path:
+    """Where a checkout keeps the archive of an architecture, beside the package whose generated kernels lie in this folder."""
+    return generated.parents[1] / "kernels" / f"sm{arch}" / f"flashtune_kernels_sm{arch}"
+
+
+def distribution(arch: str) -> str:
+    """The name of the package that installs the archive of an architecture (Target.arch)."""
+    return f"flashtune-kernels-sm{arch}"
+
+
 @functools.cache
 def shipped_index(package: str) -> Index:
     """The index of a package of generated kernels."""
@@ -26,20 +43,58 @@ def shipped_index(package: str) -> Index:
         return read_index(folder_of(package))
 
 
-def shipped_manifest(package: str, variant_id: str, arch: str) -> Manifest | None:
-    """The machine code that a package has of a variant for an architecture (Target.arch), its own or by a kernel of the other 16-bit
-    type; None where there is none.
+@functools.cache
+def shipped_archive(package: str, arch: str) -> Archive | None:
+    """The archive that a package's index names for an architecture; None where none is installed.
 
-    Raises EnvironmentProblem where the package's files aren't those that its index names.
+    Raises EnvironmentProblem where it is another than the index names.
     """
-    index = shipped_index(package)
-    own = index.find(variant_id, arch)
-    found = index.find_sibling(variant_id, arch) if own is None else own
-    if found is None or found.arch != arch or found.manifest not in index.files:
+    return find_archive(folder_of(package), shipped_index(package), arch)
+
+
+def find_archive(folder: Path, index: Index, arch: str) -> Archive | None:
+    """The archive that a folder's index names: in the folder itself, in the checkout, or in the package that was installed for it; None
+    where there is none. Raises EnvironmentProblem where there are only others than the index names."""
+    facts, problem = index.archives.get(arch), None
+    if facts is None:
         return None
-    path = folder_of(package) / found.manifest
-    read = read_manifest(path, sha256=index.files[found.manifest])
-    manifest = read.of_sibling() if own is None else read
-    if manifest is None or manifest.variant_id != variant_id:
-        raise EnvironmentProblem(f"{path} is the manifest of another kernel than its index says: install flashtune again")
+    for place in (folder, checkout_folder(folder, arch), _installed(arch)):
+        if place is not None and (place / archive_name(arch)).is_file():
+            found = Archive(path=place / archive_name(arch), sha256=facts.sha256, groups=facts.groups)
+            try:
+                found.check()
+            except EnvironmentProblem as error:
+                problem = problem or error
+            else:
+                return found
+    if problem is not None:
+        raise problem
+    return None
+
+
+def _installed(arch: str) -> Path | None:
+    """The folder of the installed package of an architecture's archive; nothing of it is run."""
+    found = importlib.util.find_spec(distribution(arch).replace("-", "_"))
+    return None if found is None or not found.submodule_search_locations else Path(next(iter(found.submodule_search_locations)))
+
+
+def lacks_archive(package: str, variant_id: str, arch: str) -> bool:
+    """Whether machine code of a variant was compiled for an architecture, in an archive that isn't installed."""
+    return shipped_index(package).manifest_of(variant_id, arch) is not None and shipped_archive(package, arch) is None
+
+
+def shipped_manifest(package: str, variant_id: str, arch: str) -> Manifest | None:
+    """The machine code that a package has of a variant for an architecture (Target.arch); None where there is none.
+
+    Raises EnvironmentProblem where the archive isn't the one that the package's index names.
+    """
+    piece = shipped_index(package).manifest_of(variant_id, arch)
+    archive = None if piece is None else shipped_archive(package, arch)
+    if piece is None or archive is None:
+        return None
+    manifest = parse_manifest(archive.read(piece.place, piece.sha256), archive.path, archive)
+    if manifest.variant_id != variant_id:
+        raise EnvironmentProblem(
+            f"{archive.path} has another kernel's manifest where its index names {variant_id}: install flashtune again"
+        )
     return manifest

@@ -1,8 +1,7 @@
-"""Variant in, module out: the shipped file of `kernels_generated` where there is one, else rendered and loaded."""
+"""Variant in, module out: host code from the archive of shipped kernels where that has it, else rendered and loaded."""
 
-import importlib
 from dataclasses import replace
-from importlib.machinery import SourceFileLoader
+from pathlib import PurePosixPath
 from types import ModuleType
 
 from flashtune.core import modules
@@ -10,7 +9,7 @@ from flashtune.core.binaries import Manifest, machine_arch, source_digest
 from flashtune.core.config import Config, KernelSpec, Variant
 from flashtune.core.dtypes import OTHER_16_BITS
 from flashtune.core.folders import let_triton_write
-from flashtune.core.shipped_kernels import PACKAGE, folder_of, shipped_index, shipped_manifest
+from flashtune.core.shipped_kernels import PACKAGE, shipped_index, shipped_manifest
 from flashtune.dispatch.launch.hostcode import load_host_code
 from flashtune.templates.family import Family
 
@@ -18,8 +17,8 @@ from flashtune.templates.family import Family
 def variant(family: Family, spec: KernelSpec, config: Config, known_hash: str | None = None) -> Variant:
     """The variant of these on this installation; raises InputError where the config is outside the declared space.
 
-    `known_hash` is the template's hash in the record that served. Where a file was shipped for exactly that variant, neither the template
-    nor Jinja needs to be read.
+    `known_hash` is the template's hash in the record that served. Where exactly that variant was shipped, neither the template nor Jinja
+    needs to be read.
     """
     family.validate(config)
     if (shipped := _shipped(family, spec, config, known_hash)) is not None:
@@ -42,9 +41,6 @@ def may_be_compiled(family: Family, spec: KernelSpec, config: Config, known_hash
 def load(family: Family, chosen: Variant) -> ModuleType:
     """The module with `accepts` and `launch` (see flashtune.templates.family) of this variant."""
     let_triton_write()
-    shipped = _shipped_name(chosen)
-    if shipped is not None:
-        return importlib.import_module(shipped)
     from flashtune.templates import rendering
 
     return modules.load_source(rendering.render(family, chosen), f"{chosen.template}_{chosen.id}")
@@ -64,15 +60,11 @@ def manifest(chosen: Variant, arch: str) -> Manifest | None:
 
 
 def host_code(family: Family, chosen: Variant, machine_code: Manifest) -> ModuleType | None:
-    """The host functions of a variant whose machine code is at hand, loaded without Triton: of the shipped file, else of the text that the
+    """The host functions of a variant whose machine code is at hand, loaded without Triton: from beside that, else of the text that the
     installed template renders to; None where the machine code is of another text than that."""
-    found = shipped_index(PACKAGE).find(chosen.id)
-    if found is not None and found.template == chosen.template:
-        path = folder_of(PACKAGE) / found.path
-        # By Python's own loader: its bytecode lies beside an installed module.
-        code = SourceFileLoader(f"{PACKAGE}.{found.module}", str(path)).get_code(f"{PACKAGE}.{found.module}")
-        assert code is not None, "a source file has code"
-        return load_host_code(code, path.stem)
+    if machine_code.host:
+        found = shipped_index(PACKAGE).find(chosen.id)
+        return load_host_code(machine_code.host, f"{chosen.template}_{chosen.id}" if found is None else PurePosixPath(found.path).stem)
     from flashtune.templates import rendering
 
     text = rendering.render(family, chosen)
@@ -82,22 +74,17 @@ def host_code(family: Family, chosen: Variant, machine_code: Manifest) -> Module
 
 
 def _shipped(family: Family, spec: KernelSpec, config: Config, known_hash: str | None) -> Variant | None:
-    """The variant of a template's hash where a file was shipped for exactly that."""
+    """The variant of a template's hash where exactly that was shipped."""
     if known_hash is None:
         return None
     recorded = Variant(template=family.name, template_hash=known_hash, spec=spec, config=family.said(config))
-    return None if _shipped_name(recorded) is None else recorded
+    found = shipped_index(PACKAGE).find(recorded.id)
+    return recorded if found is not None and found.template == recorded.template else None
 
 
 def _sibling_shipped(family: Family, spec: KernelSpec, config: Config, known_hash: str | None, arch: str) -> bool:
-    """Whether a kernel was shipped for the other 16-bit type, of the record's hash, whose machine code serves this spec, too."""
+    """Whether a kernel of the record's hash was shipped for the other 16-bit type together with its sibling for this spec's."""
     other = OTHER_16_BITS.get(spec.dtype)
     shipped = None if other is None else _shipped(family, replace(spec, dtype=other), config, known_hash)
     found = None if shipped is None else shipped_index(PACKAGE).find(shipped.id, arch)
-    return found is not None and found.arch == arch and bool(found.sibling)
-
-
-def _shipped_name(chosen: Variant) -> str | None:
-    """The shipped module's name, or None. Only what the package's own index names can be loaded."""
-    found = shipped_index(PACKAGE).find(chosen.id)
-    return f"{PACKAGE}.{found.module}" if found is not None and found.template == chosen.template else None
+    return found is not None and found.arch == arch and found.sibling_manifest is not None

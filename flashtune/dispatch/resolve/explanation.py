@@ -7,6 +7,7 @@ from flashtune.core.config import Config, Variant
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.problem import Problem, ProblemKey
 from flashtune.core.results import Source, TuningRecord
+from flashtune.core.shipped_kernels import distribution, lacks_archive
 from flashtune.core.target import Target
 from flashtune.core.words import counted
 from flashtune.dispatch.launch import kernels
@@ -70,8 +71,8 @@ def explained(
     record, reason = choice.record, choice.note
     if variant is not None and record is not None and _as_raced(choice, record) and variant.template_hash != record.outcome.template_hash:
         reason += f"; the template {variant.template} has changed since, so search again for a current time"
-    if variant is not None and not interpreted and target.arch.isdigit() and not _compiled(variant, target):
-        reason += "; there is no machine code of it, so Triton compiles it at the first call"
+    if variant is not None and not interpreted and target.arch.isdigit() and (why := _uncompiled(variant, target)) is not None:
+        reason += f"; {why}, so Triton compiles it at the first call"
     if choice.kind == "framework" and record is None and refused:
         reason += f" ({refused[0]})"
     if interpreted:
@@ -101,12 +102,16 @@ def _as_raced(choice: Choice, record: TuningRecord) -> bool:
     return family is not None and choice.spec == record.problem.spec() and choice.config == family.completed(record.outcome.config)
 
 
-def _compiled(variant: Variant, target: Target) -> bool:
-    """Whether machine code of this variant is at hand."""
+def _uncompiled(variant: Variant, target: Target) -> str | None:
+    """Why machine code of this variant isn't at hand; None where it is."""
     try:
-        return kernels.manifest(variant, target.arch) is not None
-    except EnvironmentProblem:
-        return False
+        if kernels.manifest(variant, target.arch) is not None:
+            return None
+        if lacks_archive(kernels.PACKAGE, variant.id, target.arch):
+            return f"its machine code is in {distribution(target.arch)}, which isn't installed"
+    except EnvironmentProblem as error:
+        return str(error)
+    return "there is no machine code of it"
 
 
 def described(refusal: Refusal) -> str:

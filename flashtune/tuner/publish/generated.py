@@ -3,26 +3,29 @@
 import json
 import re
 import tempfile
-import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
-from flashtune.core.binaries import CODE, Manifest, Sibling, difference, parse_manifest, read_manifest, source_digest
+from flashtune.core.binaries import Manifest, parse_manifest, source_digest
 from flashtune.core.config import KernelSpec, Value, Variant
 from flashtune.core.dtypes import OTHER_16_BITS
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.files import write_whole
+from flashtune.core.kernel_archive import Archive
 from flashtune.core.kernel_index import FORMAT, INDEX, GeneratedKernel, Index, digest, read_index
+from flashtune.core.problem import Features
 from flashtune.core.results import Fate, TuningRecord
+from flashtune.core.shipped_kernels import archive_name, find_archive
 from flashtune.core.target import Target, find_target
 from flashtune.templates import family, unservable
 from flashtune.templates.rendering import render, variant_of
-from flashtune.tuner.publish.machine_code import Built, Order, can_have_binaries, with_files
+from flashtune.tuner.publish.machine_code import Built, Order, can_have_binaries
+from flashtune.tuner.publish.packing import Packed, Shipped, Unpacked, pack_kernels
 from flashtune.tuner.publish.sources import variant_for
 
 _PASSES = {"fwd": "forward", "bwd": "backward"}
@@ -35,8 +38,8 @@ _PREFACE = """# Generated kernels
 
 `flashtune generate` writes this folder from a tuned database; nothing in it is edited by hand. A path says the GPU architecture, the
 pass, what is compiled in (head size, element type, features) and the tile, with whatever else tells apart kernels of the same tile.
-Machine code of all lies in `code`, by its hash; the manifest beside a module, a `.json`, names what the module launches.
-`index.json` says the same for programs, with the full keys of the rows.
+`index.json` names all kernels, and pins the archive of their machine code (`kernels/` in the repository, docs/decisions/0019-binaries.md).
+The package shows a selection of them as text; `flashtune show --kernel ID` prints any.
 
 Times are medians in microseconds, of the kernel and of the framework's own attention in the same run. A row's label starts with N
 (queries x keys where they differ); `gqa4` means four query heads to a key head. A twin serves in place of its row's winner, a kernel that
@@ -163,41 +166,30 @@ def orders_of(one: Arranged) -> list[Order]:
     ]
 
 
-def machine_files(one: Arranged, built: Built, sibling: Built | None = None) -> dict[str, bytes]:
-    """Path to content of a kernel's manifest, beside its module, and of its machine code, in a folder for all kernels of the architecture
-    and by its hash, so that equal code is there once; with what makes its sibling's of it."""
-    manifest, codes = with_files(built, PurePosixPath(one.kernel.path).stem)
-    names = {binary.file: f"{binary.kernel}.{binary.sha256[:16]}.cubin.gz" for binary in manifest.binaries}
-    manifest = replace(manifest, binaries=tuple(replace(binary, file=f"../../{CODE}/{names[binary.file]}") for binary in manifest.binaries))
-    if sibling is not None:
-        manifest = replace(manifest, sibling=_beside(built, sibling))
-    folder = PurePosixPath(one.kernel.path).parents[2] / CODE
-    return {
-        one.kernel.manifest: manifest.as_json().encode(),
-        f"{folder}/__init__.py": _FOLDER,
-        **{f"{folder}/{names[file]}": code for file, code in codes.items()},
-    }
+def archive_of(arranged: Sequence[Arranged], arch: str, built: Mapping[tuple[str, str], Built], before: Archive | None) -> Packed | None:
+    """The archive of these kernels' machine code for an architecture; None where there is none."""
+    kernels = [
+        Shipped(name=order.stem, text=order.text, built=built[order.variant_id, arch])
+        for one in arranged
+        if one.kernel.arch == arch
+        for order in orders_of(one)
+        if (order.variant_id, arch) in built
+    ]
+    return pack_kernels(kernels, before) if kernels else None
 
 
-def _beside(built: Built, sibling: Built) -> Sibling | None:
-    """The sibling by its differences; None where more of its binaries differs than types and code, or where one difference would have to
-    make equal code of two."""
-    if len(built.codes) != len(sibling.codes):
-        return None
-    hashes = (binary.sha256 for binary in sibling.manifest.binaries)
-    codes = tuple(zip(hashes, map(difference, built.codes, sibling.codes), strict=True))
-    if len(set(codes)) != len(dict(codes)):
-        return None
-    found = Sibling(variant_id=sibling.manifest.variant_id, source_sha256=sibling.manifest.source_sha256, codes=codes)
-    follows = replace(built.manifest, sibling=found).of_sibling()
-    return found if follows is not None and follows.binaries == sibling.manifest.binaries else None
+def present_archive(folder: Path, index: Index, arch: str) -> Unpacked | None:
+    """The archive that a folder's index names for an architecture, in whichever place; None where none is, or is whole."""
+    with suppress(EnvironmentProblem):
+        found = find_archive(folder, index, arch)
+        return None if found is None else Unpacked(path=found.path, sha256=found.sha256, groups=found.groups)
+    return None
 
 
-def kept(order: Order, manifest: Path, triton: str) -> Built | None:
-    """What this Triton compiled from the very text, as the files of a manifest have it, if their hashes hold; else None."""
+def kept(order: Order, index: Index, archive: Archive | None, triton: str) -> Built | None:
+    """What this Triton compiled from the very text, as an archive has it, if its hashes hold; else None."""
     try:
-        own = read_manifest(manifest)
-        found = next((one for one in (own, own.of_sibling()) if one is not None and one.variant_id == order.variant_id), None)
+        found = manifest_in(archive, index, order.variant_id, order.target.arch)
         if found is None or {found.source_sha256, *(binary.triton for binary in found.binaries)} != {source_digest(order.text), triton}:
             return None
         codes = tuple(map(found.code, found.binaries))
@@ -205,6 +197,33 @@ def kept(order: Order, manifest: Path, triton: str) -> Built | None:
         return None
     binaries = tuple(replace(binary, file="") for binary in found.binaries)
     return Built(manifest=Manifest(variant_id=found.variant_id, binaries=binaries, source_sha256=found.source_sha256), codes=codes)
+
+
+def manifest_in(archive: Archive | None, index: Index, variant_id: str, arch: str) -> Manifest | None:
+    """A variant's manifest in an archive of this index; None where there is none. Raises EnvironmentProblem where it can't be read."""
+    piece = index.manifest_of(variant_id, arch)
+    if piece is None or archive is None:
+        return None
+    return parse_manifest(archive.read(piece.place, piece.sha256), archive.path, archive)
+
+
+def selected(arranged: Sequence[Arranged]) -> list[Arranged]:
+    """The kernels that the package shows as text: of each family and kind of call the one of most rows, and those of the longest plain
+    column in benchmarks/README.md."""
+    most: dict[tuple[str, str], Arranged] = {}
+    for one in arranged:
+        place = one.kernel.template, one.kernel.path.split("/")[1]
+        if place not in most or len(one.records) > len(most[place].records):
+            most[place] = one
+    shown = {one.kernel.variant_id for one in most.values()}
+    shown |= {one.kernel.variant_id for one in arranged if any(map(_is_shown, one.records))}
+    return [one for one in arranged if one.kernel.variant_id in shown]
+
+
+def _is_shown(record: TuningRecord) -> bool:
+    key, features = record.key, record.problem.features
+    plain = record.problem.direction == "fwd" and features in (Features(), Features(causal=True)) and key.gqa_ratio == 1
+    return plain and (key.gpu, key.dtype) == ("h200", "bf16") and (key.n, key.n_q) == (16384, 16384) and key.d == key.d_v in (64, 128, 256)
 
 
 def text_files(arranged: Sequence[Arranged]) -> dict[str, bytes]:
@@ -243,32 +262,23 @@ def _standing(record: TuningRecord) -> str:
     return record.outcome.source + (", unchecked" if record.outcome.fate is Fate.UNCHECKED else "")
 
 
-def index_text(arranged: Iterable[Arranged], files: Mapping[str, bytes]) -> str:
-    """The index of these kernels and files."""
-    fields = {
-        "format": FORMAT,
-        "kernels": [
-            {**_told(one, files), "rows": [_row(record) for record in one.records], "twins": [_row(record) for record in one.twins]}
-            for one in arranged
-        ],
-        "files": {name: digest(name, content) for name, content in sorted(files.items())},
-    }
-    return json.dumps(fields, indent=1) + "\n"
+def index_text(arranged: Iterable[Arranged], files: Mapping[str, bytes], archives: Mapping[str, Packed]) -> str:
+    """The index of these kernels, archives by architecture, and files."""
+    kernels = ",\n".join(f"  {json.dumps(_described(one, archives.get(one.kernel.arch)))}" for one in arranged)
+    found = {arch: {"sha256": packed.facts.sha256, "groups": packed.facts.groups} for arch, packed in sorted(archives.items())}
+    listed = json.dumps({name: digest(content) for name, content in sorted(files.items())}, indent=1)
+    return f'{{"format": {FORMAT},\n "archives": {json.dumps(found)},\n "kernels": [\n{kernels}\n ],\n "files": {listed}}}\n'
 
 
-def _told(one: Arranged, files: Mapping[str, bytes]) -> dict[str, Any]:
-    """The kernel's own fields, with its sibling where these files have machine code of it."""
-    manifest = files.get(one.kernel.manifest)
-    found = None if manifest is None else parse_manifest(manifest, Path(one.kernel.manifest)).sibling
-    fields = one.kernel._asdict()
-    return {name: fields[name] for name in fields if name != "sibling"} | ({} if found is None else {"sibling": found.variant_id})
-
-
-def _row(record: TuningRecord) -> dict[str, Any]:
-    key = asdict(record.key)
-    return {**key, "features": json.loads(key["features"]), "median_us": record.median_us, "framework_us": record.framework_us} | {
-        "standing": _standing(record)
-    }
+def _described(one: Arranged, archive: Packed | None) -> dict[str, Any]:
+    """A kernel's fields, with its manifest's place and its sibling's where the archive has machine code of them."""
+    found: dict[str, Any] = {name: getattr(one.kernel, name) for name in ("variant_id", "template", "arch", "path")}
+    manifests = {} if archive is None else archive.manifests
+    if (piece := manifests.get(one.variant.id)) is not None:
+        found["manifest"] = [piece.sha256, *piece.place]
+    if one.sibling is not None and (piece := manifests.get(one.sibling.id)) is not None:
+        found |= {"sibling": one.sibling.id, "sibling_manifest": [piece.sha256, *piece.place]}
+    return found
 
 
 def present(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
@@ -276,25 +286,10 @@ def present(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
 
 
-def same_digest(name: str, content: bytes, expected: str) -> bool:
-    """Whether a file's content has this digest; damaged ones have none."""
-    try:
-        return digest(name, content) == expected
-    except zlib.error:
-        return False
-
-
-def same(name: str, wanted: bytes | None, found: bytes | None) -> bool:
-    """Whether a file's content is what is wanted (None for no file); compressed ones by what they hold."""
-    if wanted is None or found is None:
-        return wanted is found
-    return wanted == found or (name.endswith(".gz") and same_digest(name, found, digest(name, wanted)))
-
-
 def differing(files: Mapping[str, bytes], folder: Path) -> list[str]:
     """Names of files that aren't in the folder as given, or that its index names beside these."""
     found = present(folder, files.keys() | _own_files(folder, files).files.keys())
-    return sorted(name for name in files.keys() | found.keys() if not same(name, files.get(name), found.get(name)))
+    return sorted(name for name in files.keys() | found.keys() if files.get(name) != found.get(name))
 
 
 def require_writable(folder: Path) -> None:
@@ -313,7 +308,7 @@ def _own_files(folder: Path, names: Iterable[str] = ()) -> Index:
     is written and removed there would be elsewhere."""
     _refuse_links(folder, [INDEX])
     index = read_index(folder)
-    _refuse_links(folder, {*index.files, *(kernel.manifest for kernel in index.kernels), *names})
+    _refuse_links(folder, {*index.files, *map(archive_name, index.archives), *names})
     return index
 
 
@@ -331,9 +326,9 @@ def write(files: Mapping[str, bytes], folder: Path) -> Changes:
     """
     before = _own_files(folder, files)
     stale = present(folder, before.files.keys() - files.keys())
-    ours = [name for name, content in stale.items() if same_digest(name, content, before.files[name])]
+    ours = [name for name, content in stale.items() if digest(content) == before.files[name]]
     found = present(folder, files)
-    changed = [name for name, content in files.items() if not same(name, content, found.get(name))]
+    changed = [name for name, content in files.items() if content != found.get(name)]
     try:
         # The index goes last, so that it names nothing that isn't there.
         for name in sorted(changed, key=lambda name: name == INDEX):
@@ -348,6 +343,21 @@ def write(files: Mapping[str, bytes], folder: Path) -> Changes:
     except OSError as error:
         raise _unwritable(folder, error) from error
     return Changes(written=tuple(sorted(changed)), removed=tuple(sorted(ours)), left=tuple(sorted(stale.keys() - set(ours))))
+
+
+def write_archives(places: Mapping[Path, bytes]) -> list[Path]:
+    """Make these files hold these archives; returns those that are new or other. Raises EnvironmentProblem where one can't be written, or
+    where a link stands at its place."""
+    for path in places:
+        _refuse_links(path.parent, [path.name])
+    changed = [path for path, content in places.items() if not path.is_file() or path.read_bytes() != content]
+    for path in changed:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, places[path])
+        except OSError as error:
+            raise _unwritable(path.parent, error) from error
+    return changed
 
 
 def _unwritable(folder: Path, error: OSError) -> EnvironmentProblem:
