@@ -10,7 +10,8 @@ import json
 import math
 import statistics
 from collections.abc import Iterable
-from pathlib import Path
+
+from archived import folder
 
 from flashtune.core.config import Config
 from flashtune.core.nearness import SIXTEEN_BITS, distance
@@ -21,7 +22,7 @@ from flashtune.db.store import Store
 from flashtune.templates import families
 from flashtune.tuner.propose.space import SearchSpace
 
-TRIALS = Path(__file__).parent / "results" / "2026-11-21-h200-forward" / "tuned.sqlite"
+TRIALS = folder() / "2026-11-21-h200-forward" / "tuned.sqlite"
 
 Tried = tuple[str, Config]
 """A family's name and a config."""

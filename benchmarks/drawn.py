@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from archived import folder
 from trials import Trials
 
 from flashtune.core.config import Config
@@ -12,7 +13,7 @@ from flashtune.core.problem import Features, Problem
 from flashtune.templates import family
 from flashtune.templates.learned.residual import Tried
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = folder()
 
 DRAWN = sorted(RESULTS.glob("*-h200-unprepared/*.json"))
 """The committed runs on an H200."""

@@ -10,10 +10,10 @@ import argparse
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import replay
+from archived import folder
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
@@ -26,7 +26,7 @@ from flashtune.templates import families
 from flashtune.templates.cost import predict_us
 from flashtune.templates.cost_constants import CONSTANTS, Constants
 
-TRIALS = Path(__file__).parent / "results" / "2026-11-21-h200-forward" / "tuned.sqlite"
+TRIALS = folder() / "2026-11-21-h200-forward" / "tuned.sqlite"
 FITTED = (
     "tile_overhead",
     "block_overhead",

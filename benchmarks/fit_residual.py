@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from archived import folder
 from drawn import DRAWN, DRAWN_ON_H100, shapes_of, tried_in
 from fit_expected import CHOSEN_OF
 from numpy.typing import NDArray
@@ -41,7 +42,7 @@ HOPELESS = 2.5
 
 FOLDER = Path(residual.__file__).parent
 
-SPLITS = Path(__file__).parent / "results" / "2026-11-24-h200-splits" / "split_counts.json"
+SPLITS = folder() / "2026-11-24-h200-splits" / "split_counts.json"
 
 
 GPUS = (GPU, find_target("h100"))

@@ -25,13 +25,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from archived import folder
+
 from flashtune.core.config import Config
 from flashtune.core.problem import Features, Problem
 from flashtune.core.results import CompileFacts, Measurement, Provenance
 from flashtune.core.target import Target
 from flashtune.tuner.replies import Called, Compiled, Launched, MachineCode, Ready, Rounds, Timed
 
-LOG = Path(__file__).parent / "results" / "2026-11-23-h200-search" / "grid_cold.txt"
+LOG = folder() / "2026-11-23-h200-search" / "grid_cold.txt"
 FACTS = CompileFacts(registers=128, spills=0, shared_bytes=65536, threads=128, tensor_core_ops=8)
 """Of kernels of which nothing is expected."""
 STARTS_S, AT_HAND_S, CALLS_S = 1.1, 0.4, 0.27

@@ -13,14 +13,15 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+
+from archived import folder
 
 from flashtune.core.results import Outcome, SearchResult
 from flashtune.db.store import Store
 from flashtune.tuner.timing.finalists import placed
 from flashtune.tuner.timing.racing import Contest
 
-TRIALS = Path(__file__).parent / "results" / "2026-11-21-h200-forward" / "tuned.sqlite"
+TRIALS = folder() / "2026-11-21-h200-forward" / "tuned.sqlite"
 
 DRIFT = 0.002
 """What clocks change from round to round (the standard deviation of a step)."""

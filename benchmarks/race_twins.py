@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from archived import folder
+
 from flashtune.core.config import asks_first, settles
 from flashtune.core.problem import Problem, ProblemKey
 from flashtune.core.results import Fate, Outcome, SearchResult
@@ -18,7 +20,7 @@ from flashtune.templates.rendering import variant_of
 from flashtune.tuner.propose.space import Candidate
 from flashtune.tuner.timing.finalists import by_misled
 
-ARCHIVED = Path(__file__).parent / "results" / "2026-11-21-h200-forward" / "tuned.sqlite"
+ARCHIVED = folder() / "2026-11-21-h200-forward" / "tuned.sqlite"
 """Trials of searches from before maxima settled everywhere, among them the best configs whose maxima run."""
 
 SHIPPED_GAIN = 0.01

@@ -10,9 +10,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from archived import folder
 from forward_cells import LENGTHS
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = folder()
 PAGE = RESULTS.parent / "README.md"
 PLAIN_RUN = RESULTS / "2026-11-22-h200-forward" / "forward_plain_features.json"
 """The run of forward.py that the page and the chart of the README show."""

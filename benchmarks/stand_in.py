@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from unittest.mock import patch
 
+from archived import folder
 from drawn import DRAWN, shapes_of
 from fit_residual import LeftOut, all_trials
 from trials import ARCHIVED, GPU, times_of
@@ -35,7 +36,7 @@ from flashtune.templates.expected import LIKENESSES
 from flashtune.templates.learned.residual import Likeness
 from flashtune.tuner.propose.carrying import record_of
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = folder()
 GRID = RESULTS / "2026-11-22-h200-calls" / "grid.json"
 
 LONG_STEP = 2048

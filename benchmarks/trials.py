@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from archived import folder
+
 from flashtune.core.problem import Problem
 from flashtune.core.results import SearchResult
 from flashtune.core.target import Target, find_target
@@ -13,10 +15,10 @@ from flashtune.templates.learned.residual import Tried
 
 GPU = find_target("h200")
 
-ARCHIVED = Path(__file__).parent / "results" / "2026-11-21-h200-forward" / "tuned.sqlite"
+ARCHIVED = folder() / "2026-11-21-h200-forward" / "tuned.sqlite"
 """Rows of longer searches, of older kernels."""
 
-GAVE_WAY = Path(__file__).parent / "results" / "2026-11-25-h100-units" / "gave_way.sqlite"
+GAVE_WAY = folder() / "2026-11-25-h100-units" / "gave_way.sqlite"
 """Rows in whose place another GPU's ship (give_way.py)."""
 
 Trials = dict[Tried, float]

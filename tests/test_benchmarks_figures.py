@@ -17,11 +17,12 @@ from flashtune.db.library import Library, shipped_path
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import readme_table
+from archived import folder
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "benchmarks" / "README.md"
-CALLS = ROOT / "benchmarks" / "results" / "2026-11-22-h200-calls"
-GAVE_WAY = ROOT / "benchmarks" / "results" / "2026-11-25-h100-units" / "gave_way.sqlite"
+CALLS = folder() / "2026-11-22-h200-calls"
+GAVE_WAY = folder() / "2026-11-25-h100-units" / "gave_way.sqlite"
 RACED = re.compile(r"(?P<label>n\S+) +(?P<us>[\d.]+) us +(?P<ratio>[\d.]+)x call +(?P<call>[\d.]+) (?P<config>.*)")
 
 
@@ -133,7 +134,7 @@ def test_figures_of_backwards_are_those_of_the_rows() -> None:
 def test_tables_of_forwards_are_written_into_the_page_and_nothing_else_is_touched() -> None:
     before = (PAGE).read_text()
     # The fixtures are the results of a folder that stays as it is.
-    rows = readme_table.rows_of(sorted((ROOT / "benchmarks" / "results" / "2026-11-21-h200-forward").glob("forward_[pf]*.json")))
+    rows = readme_table.rows_of(sorted((folder() / "2026-11-21-h200-forward").glob("forward_[pf]*.json")))
     plain, features = readme_table.plain_table(rows), readme_table.feature_table(rows)
     assert "| D=128, causal | 350 (1.09x) | 500 (1.19x)" in plain and plain.count("\n") == 7
     assert "| window 1024, causal | 454 | Flex (1.65x) | 570 | Flex (1.88x) |" in features
@@ -145,7 +146,7 @@ def test_tables_of_forwards_are_written_into_the_page_and_nothing_else_is_touche
 
 
 def test_rates_in_the_page_are_of_cells_that_were_timed_and_right() -> None:
-    [file] = (ROOT / "benchmarks" / "results" / "2026-11-21-h200-forward").glob("forward_features.json")
+    [file] = (folder() / "2026-11-21-h200-forward").glob("forward_features.json")
     row = json.loads(file.read_text())["rows"][0]
     assert readme_table.feature_table([row]) != readme_table.feature_table([])
     for fault in ({"wrong": "max_abs is 1"}, {"failed": "killed"}, {"times": {}}):

@@ -10,6 +10,10 @@ import torch
 
 from flashtune.core import tolerances
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+from archived import folder
+
 ROOT = Path(__file__).parent.parent
 TEXT = Path(tolerances.__file__).read_text()
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn}
@@ -24,7 +28,7 @@ def test_the_roundoffs_that_the_comments_name_are_those_of_the_types(name: str) 
 
 
 def test_the_bounds_of_fp8_hold_what_the_committed_simulation_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    printed = (ROOT / "benchmarks" / "results" / "2026-11-22-fp8-weights" / "weights.txt").read_text()
+    printed = (folder() / "2026-11-22-fp8-weights" / "weights.txt").read_text()
     largest = re.search(r"largest: norm (\S+), element (\S+)", printed)
     assert largest is not None
     bound = tolerances.TOLERANCES["fp8"]

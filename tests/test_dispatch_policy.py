@@ -36,6 +36,7 @@ from flashtune.templates.rendering import variant_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
+from archived import folder
 from forward_cells import cells
 
 H200, H100, A100 = find_target("h200"), find_target("h100"), find_target("a100")
@@ -44,7 +45,7 @@ PROBLEM = Problem(batch=4, heads=16, kv_heads=16, n_q=4096, n_kv=4096, d=128, d_
 # With all steps: kernels that nothing was measured of serve by request alone.
 choose, rank = partial(policy.choose, unmeasured=True), partial(policy.rank, unmeasured=True)
 
-RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "2026-11-23-stand-in"
+RESULTS = folder() / "2026-11-23-stand-in"
 STEPS = {"exact": 0, "near_n": 1, "stand_in": 1, "near_gpu": 1, "predicted": 2, "default": 3}
 
 

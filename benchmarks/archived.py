@@ -1,0 +1,101 @@
+"""Results of runs, most of which lie in an archive: `python benchmarks/archived.py` unpacks them into benchmarks/results.
+
+    python benchmarks/archived.py           unpack, as every script that reads earlier runs does by itself
+    python benchmarks/archived.py pack      put all folders of benchmarks/results into the archive, and write tables and newest runs anew
+
+A run is a folder `<date>-<gpu>-<what>`, which git ignores. Beside the archive the scripts of most runs have a table of their figures each,
+and their newest run as it was written.
+"""
+
+import csv
+import hashlib
+import io
+import json
+import lzma
+import re
+import statistics
+import sys
+import tarfile
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent / "results"
+ARCHIVE = HERE / "archive.tar.xz"
+MARK = HERE / ".unpacked"
+RUN = re.compile(r"20\d\d-\d\d-\d\d-[\w-]+")
+
+TABLED = ("forward", "backward", "unprepared", "calls")
+COLUMNS = ("run", "file", "gpu", "torch", "part", "figure", "cells", "median", "least", "most")
+FIGURES = ("ratio", "speedup", "forward_ratio", "tokens_ratio", "new_tokens_ratio", "first_call_s", "over_own")
+"""Numbers of a row that tables show, beside its ratios to peers."""
+
+
+@cache
+def folder() -> Path:
+    """benchmarks/results with all runs unpacked."""
+    digest = hashlib.sha256(ARCHIVE.read_bytes()).hexdigest()
+    if not MARK.is_file() or MARK.read_text() != digest:
+        with tempfile.TemporaryDirectory(dir=HERE, prefix=".unpacking-") as aside:
+            with tarfile.open(ARCHIVE) as archive:
+                archive.extractall(aside, filter="data")
+            for path in sorted(path for path in Path(aside).rglob("*") if path.is_file()):
+                place = HERE / path.relative_to(aside)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                # Whole files in one step, since other processes may do the same.
+                path.replace(place)
+        MARK.write_text(digest)
+    return HERE
+
+
+def pack() -> None:
+    """Write the archive of all runs, the same bytes for the same files, then tables and newest runs."""
+    folder()
+    files = [path for run in sorted(HERE.iterdir()) if RUN.fullmatch(run.name) for path in sorted(run.rglob("*")) if path.is_file()]
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for path in files:
+            entry = tarfile.TarInfo(path.relative_to(HERE).as_posix())
+            entry.size = path.stat().st_size
+            with path.open("rb") as content:
+                archive.addfile(entry, content)
+    ARCHIVE.write_bytes(lzma.compress(packed.getvalue(), preset=9 | lzma.PRESET_EXTREME))
+    MARK.write_text(hashlib.sha256(ARCHIVE.read_bytes()).hexdigest())
+    runs: dict[str, list[tuple[str, Path, dict[str, Any]]]] = defaultdict(list)
+    for path in files:
+        kept = json.loads(path.read_text()) if path.suffix == ".json" else None
+        told = isinstance(kept, dict) and (kept.get("provenance") or kept.get("machine"))
+        found = re.search(r"benchmarks/(\w+)\.py", told["command"]) if told else None
+        if found and found[1] in TABLED:
+            runs[found[1]].append((told["created_at"], path, kept))
+    for script, members in runs.items():
+        members.sort(key=lambda one: one[:2])
+        with (HERE / f"{script}.csv").open("w", newline="") as table:
+            writer = csv.writer(table, lineterminator="\n")
+            writer.writerows([COLUMNS, *(line for _, path, kept in members for line in lines_of(path, kept))])
+        (HERE / f"{script}.json").write_bytes(members[-1][1].read_bytes())
+
+
+def lines_of(path: Path, kept: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """The lines of a run's file in its script's table: of each figure of its rows the median, the least and the most."""
+    told = kept.get("provenance") or kept["machine"]
+    for part, rows in kept.items():
+        figures: dict[str, list[float]] = defaultdict(list)
+        for row in rows if isinstance(rows, list) else []:
+            peers = {f"times as fast as {name}": value for name, value in (row.get("ratio_to") or row.get("over") or {}).items()}
+            for name, value in (peers | {name: row.get(name) for name in FIGURES}).items():
+                if isinstance(value, int | float):
+                    figures[name].append(value)
+        for name, values in figures.items():
+            shown = (f"{value:.4g}" for value in (statistics.median(values), min(values), max(values)))
+            yield (path.parent.name, path.name, told["gpu_name"], told["torch"], part, name, len(values), *shown)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["pack"]:
+        pack()
+    else:
+        print(folder())
