@@ -38,7 +38,9 @@ FIGURES = ("ratio", "speedup", "forward_ratio", "tokens_ratio", "new_tokens_rati
 def folder() -> Path:
     """benchmarks/results with all runs unpacked."""
     digest = hashlib.sha256(ARCHIVE.read_bytes()).hexdigest()
-    if not MARK.is_file() or MARK.read_text() != digest:
+    mark, *runs = MARK.read_text().split("\n") if MARK.is_file() else [""]
+    # Git may have taken folders away that another commit tracks.
+    if mark != digest or not all((HERE / run).is_dir() for run in runs):
         with tempfile.TemporaryDirectory(dir=HERE, prefix=".unpacking-") as aside:
             with tarfile.open(ARCHIVE) as archive:
                 archive.extractall(aside, filter="data")
@@ -47,7 +49,7 @@ def folder() -> Path:
                 place.parent.mkdir(parents=True, exist_ok=True)
                 # Whole files in one step, since other processes may do the same.
                 path.replace(place)
-        MARK.write_text(digest)
+            MARK.write_text("\n".join([digest, *sorted(path.name for path in Path(aside).iterdir())]))
     return HERE
 
 
@@ -63,7 +65,6 @@ def pack() -> None:
             with path.open("rb") as content:
                 archive.addfile(entry, content)
     ARCHIVE.write_bytes(lzma.compress(packed.getvalue(), preset=9 | lzma.PRESET_EXTREME))
-    MARK.write_text(hashlib.sha256(ARCHIVE.read_bytes()).hexdigest())
     runs: dict[str, list[tuple[str, Path, dict[str, Any]]]] = defaultdict(list)
     for path in files:
         kept = json.loads(path.read_text()) if path.suffix == ".json" else None

@@ -1,6 +1,7 @@
 """The archive of earlier runs: unpacked once, whole, and what its tables say is in it."""
 
 import csv
+import shutil
 import sys
 from pathlib import Path
 
@@ -34,5 +35,8 @@ def test_an_archive_is_unpacked_anew_where_it_is_another(tmp_path: Path, monkeyp
     unpack()
     assert not kept.exists(), "nothing is unpacked twice"
     archived.MARK.write_text("another")
+    unpack()
+    assert kept.read_bytes() == content
+    shutil.rmtree(kept.parent)
     unpack()
     assert kept.read_bytes() == content

@@ -103,7 +103,10 @@ def read_index(folder: Path) -> Index:
         }
         kernels = [
             GeneratedKernel(
-                *(kernel[name] for name in ("variant_id", "template", "arch", "path")),
+                variant_id=kernel["variant_id"],
+                template=kernel["template"],
+                arch=kernel["arch"],
+                path=kernel["path"],
                 manifest=_piece(kernel.get("manifest")),
                 sibling=kernel.get("sibling", ""),
                 sibling_manifest=_piece(kernel.get("sibling_manifest")),

@@ -7,7 +7,7 @@ from flashtune.core.config import Config, Variant
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.problem import Problem, ProblemKey
 from flashtune.core.results import Source, TuningRecord
-from flashtune.core.shipped_kernels import distribution, lacks_archive
+from flashtune.core.shipped_kernels import PACKAGE, distribution, lacks_archive
 from flashtune.core.target import Target
 from flashtune.core.words import counted
 from flashtune.dispatch.launch import kernels
@@ -107,7 +107,7 @@ def _uncompiled(variant: Variant, target: Target) -> str | None:
     try:
         if kernels.manifest(variant, target.arch) is not None:
             return None
-        if lacks_archive(kernels.PACKAGE, variant.id, target.arch):
+        if lacks_archive(PACKAGE, variant.id, target.arch):
             return f"its machine code is in {distribution(target.arch)}, which isn't installed"
     except EnvironmentProblem as error:
         return str(error)

@@ -99,7 +99,8 @@ def _grouped(pieces: Sequence[tuple[str, bytes]], most: int, first: int) -> tupl
     """Pieces of one kind put together in groups of so many bytes, which are numbered from `first`, and the place of each. Each begins
     where an instruction may."""
     groups: list[bytearray] = []
-    places, kinds = [], []
+    places: list[Place] = []
+    kinds: list[str] = []
     for kind, content in pieces:
         if not groups or kinds[-1] != kind or len(groups[-1]) + len(content) > most:
             groups.append(bytearray())
