@@ -49,7 +49,7 @@ def planted(folder: Path, path: Path, target: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.symlink_to(target)
     victim = (path / "victim.py" if target.is_dir() else path).relative_to(folder).as_posix()
-    fields = {"format": 1, "kernels": [], "files": {victim: digest(victim, b"precious")}}
+    fields = {"format": 2, "archives": {}, "kernels": [], "files": {victim: digest(b"precious")}}
     if victim != INDEX:
         (folder / INDEX).write_text(json.dumps(fields))
 

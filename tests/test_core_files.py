@@ -23,7 +23,7 @@ DEEP = {
     "unclosed": "[" * 1_000_000,
     "just too deep for us": "[" * (DEEPEST + 2) + "]" * (DEEPEST + 2),
     "behind brackets in strings": '["]",' * 900 + "0" + "]" * 900,
-    "behind a good beginning": '{"format": 1, "kernels": [], "files": {}, "calls": [], "x": ' + "[" * 980 + "]" * 980 + "}",
+    "behind a good beginning": '{"format": 2, "archives": {}, "kernels": [], "files": {}, "calls": [], "x": ' + "[" * 980 + "]" * 980 + "}",
 }
 
 

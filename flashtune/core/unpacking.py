@@ -5,13 +5,13 @@ from pathlib import Path
 
 MOST_BYTES = 16 << 20
 """So large is no kernel, packed or not: the largest shipped one has 0.2 MiB."""
-GZIP, PLAIN = 31, 15
-"""How zlib is told of the header: gzip's or its own."""
+GZIP = 31
+"""How zlib is told of gzip's header."""
 
 
-def unpacked(content: bytes, form: int = GZIP) -> bytes:
-    """What this holds; raises zlib.error where it is damaged or holds more than MOST_BYTES."""
-    packer = zlib.decompressobj(wbits=form)
+def unpacked(content: bytes) -> bytes:
+    """What this gzipped content holds; raises zlib.error where it is damaged or holds more than MOST_BYTES."""
+    packer = zlib.decompressobj(wbits=GZIP)
     found = packer.decompress(content, MOST_BYTES)
     if not packer.eof:
         raise zlib.error(f"it is cut off or holds more than {MOST_BYTES >> 20} MiB")
