@@ -64,7 +64,7 @@ docs: setup
 newest:
 	@$(MAKE) --no-print-directory setup VENV=$(NEWEST)
 	@$(NEWEST)/bin/python -m pip --disable-pip-version-check install -qq --upgrade --no-deps triton
-	@$(NEWEST)/bin/python benchmarks/check_compiles.py
+	@$(NEWEST)/bin/python benchmarks/run.py check_compiles
 
 dist: setup
 	@$(BIN)/python -m build

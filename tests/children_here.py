@@ -4,9 +4,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from children import Answer, Job
+from benchmarks.shared.children import Answer, Job
 
 
 def in_this_process(jobs: Iterable[Job], asked: list[str]) -> Iterator[Answer]:

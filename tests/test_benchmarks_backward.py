@@ -1,4 +1,4 @@
-"""benchmarks/backward.py without a GPU: its cells, what it calls wrong, its table, and that its small model trains."""
+"""The cases `backward` and `training` without a GPU: cells, verdicts, tables, and that the small model trains."""
 
 import json
 import sys
@@ -13,21 +13,21 @@ import torch
 from flashtune import dispatch
 from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Measurement
+from flashtune.core.target import find_target
 from flashtune.dispatch import Explanation
 from flashtune.tuner.timing.baseline import framework_call
 from flashtune.tuner.verify.inputs import make_inputs
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import backward
-import backward_cells
-import backward_training
-from forward_report import NO_TIME
-from random_inputs import random_inputs
+from benchmarks.cases import backward, training
+from benchmarks.cases.race import random_inputs
+from benchmarks.shared import backward_cells
+from benchmarks.shared.children import NO_TIME
 
 
 def test_the_cells_are_backwards_of_every_size_and_feature() -> None:
-    found = backward_cells.cells(backward.GROUPS)
+    found = backward_cells.cells(backward_cells.GROUPS)
     assert len({cell.name for cell in found}) == len(found)
     plain = {(cell.problem.d, cell.problem.n_kv, cell.case) for cell in found if cell.group == "plain"}
     assert plain == {(d, n, case) for d in (64, 128, 256) for n in (512, 1024, 4096, 16384) for case in ("full", "causal")}
@@ -98,8 +98,8 @@ def test_cells_for_which_there_is_no_time_are_named(tmp_path: Path, monkeypatch:
             yield (backward_cells.Checked() if task is backward_cells.check_cell else {"flashtune": Measurement.of([9.0])}), ""
 
     monkeypatch.setattr(backward, "in_children", answers)
-    monkeypatch.setattr(backward, "local_gpu", object)
-    monkeypatch.setattr(sys, "argv", ["backward.py", "--cells", "plain", "--d", "64", "--n", "512", "--parts", "", "--budget-s", "0"])
+    monkeypatch.setattr(backward, "this_gpu", lambda: find_target("h200"))
+    monkeypatch.setattr(sys, "argv", ["backward.py", "--cells", "plain", "--d", "64", "--n", "512", "--budget-s", "0"])
     monkeypatch.setenv("OUT", str(tmp_path))
     with pytest.raises(SystemExit):
         backward.main()
@@ -115,11 +115,11 @@ def test_where_torch_serves_its_gradients_are_what_is_timed_as_ours() -> None:
     assert run is not None and [x.shape for x in run()] == [inputs.q.shape, inputs.k.shape, inputs.v.shape]
 
 
-def test_a_drawn_cells_whole_step_has_the_gradients_of_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_random_cells_whole_step_has_the_gradients_of_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each feature reaches the call; torch's default has no soft cap, and drops other pairs."""
     monkeypatch.setattr(backward_cells, "here", lambda: "h200")
-    [cell, *_] = backward_cells.drawn_cells(3, seed=5, gpu="h200")
-    assert cell.group == backward_cells.DRAWN and cell.name == cell.case
+    [cell, *_] = backward_cells.random_cells(3, seed=5, gpu="h200")
+    assert cell.group == backward_cells.RANDOM and cell.name == cell.case
     for features in (Features(causal=True), Features(mask="bool"), Features(mask="bias"), Features(causal=True, window=(3, 0))):
         sizes = {"batch": 1, "heads": 2, "kv_heads": 1, "n_q": 20, "n_kv": 20, "d": 16, "d_v": 16}
         inputs = make_inputs(Problem(**sizes, dtype="fp32", features=features, direction="bwd"), device="cpu", seed=1)
@@ -129,7 +129,7 @@ def test_a_drawn_cells_whole_step_has_the_gradients_of_torchs(monkeypatch: pytes
             torch.testing.assert_close(mine, other, atol=2e-5, rtol=2e-5)
 
 
-def test_what_serves_a_drawn_cell_is_what_serves_its_very_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_serves_a_random_cell_is_what_serves_its_very_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """With its seed: of dropout a problem alone tells what serves without one."""
     asked: list[dict[str, Any]] = []
     kernel = Explanation(kind="default", reason="", gpu="h200", template="flash_bwd")
@@ -149,7 +149,7 @@ def test_what_serves_a_drawn_cell_is_what_serves_its_very_call(monkeypatch: pyte
 
 def test_the_small_model_trains_as_by_the_math_backend() -> None:
     words = {"device": "cpu", "steps": 6, "width": 32, "n": 16}
-    ours = backward_training.losses(dispatch.attention, 3, **words)  # type: ignore[arg-type]
-    wanted = backward_training.losses(backward_training.math_attention, 3, **words)  # type: ignore[arg-type]
+    ours = training.losses(dispatch.attention, 3, **words)  # type: ignore[arg-type]
+    wanted = training.losses(training.math_attention, 3, **words)  # type: ignore[arg-type]
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(wanted), atol=0.05, rtol=0.0)
     assert ours[-1] < ours[0]

@@ -1,14 +1,15 @@
-"""benchmarks/calibration.py counts how often estimates hold; the committed run of it is why none is shown."""
+"""The case `calibration` counts how often estimates hold; its committed run is the reason that none is shown."""
 
 import re
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import calibration
+from benchmarks.cases import calibration
+from benchmarks.cases.archive import folder
 
-RESULT = Path(calibration.__file__).parent / "results" / "2026-11-27-calibration" / "coverage.txt"
+RESULT = folder() / "2026-11-27-calibration" / "coverage.txt"
 
 
 def test_an_estimate_holds_where_what_was_lost_is_no_more() -> None:

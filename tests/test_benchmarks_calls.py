@@ -1,4 +1,4 @@
-"""benchmarks/calls.py without a GPU: a new process's first result is told beside torch's of the same sizes."""
+"""The case `calls` without a GPU: a new process's first result stands beside torch's of the same sizes."""
 
 import subprocess
 import sys
@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import calls
+from benchmarks.cases import calls
 
 
 def test_first_results_are_told_beside_torchs_of_the_same_sizes(monkeypatch: pytest.MonkeyPatch) -> None:

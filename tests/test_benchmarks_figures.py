@@ -14,10 +14,10 @@ import pytest
 from flashtune.core.results import TuningRecord
 from flashtune.db.library import Library, shipped_path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import readme_table
-from archived import folder
+from benchmarks.cases import readme_table
+from benchmarks.cases.archive import folder
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "benchmarks" / "README.md"

@@ -1,4 +1,4 @@
-"""benchmarks/forward.py without a GPU: its cells, its figures, its verdicts, and what becomes of peers and cells that fail."""
+"""The case `forward` without a GPU: cells, figures, verdicts, and peers and cells that fail."""
 
 import json
 import sys
@@ -18,23 +18,20 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import Measurement, TuningRecord
 from flashtune.core.target import Target, find_target
 from flashtune.templates import families, family
-from flashtune.tuner.machine import LocalGpu
 from flashtune.tuner.timing.baseline import framework_call
 from flashtune.tuner.timing.stopwatch import Run
 from flashtune.tuner.verify.distributions import PRESENT
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import forward
-import forward_peers
-import tune
-from children import in_children
-from forward_cells import CUDNN_FP8, GROUPS, LENGTHS, RANDOM, Cell, cells
-from forward_known import serving
-from forward_peers import OURS, Checked, Error
-from forward_report import NO_TIME, Row, fa4_ratios, geometric_mean, summary, tables
 
-KNOWN = fa4_ratios()
+from benchmarks.cases import forward, tune
+from benchmarks.shared import peers as forward_peers
+from benchmarks.shared.cells import CUDNN_FP8, GROUPS, LENGTHS, RANDOM, Cell, cells
+from benchmarks.shared.children import in_children
+from benchmarks.shared.peers import OURS, Checked, Error
+from benchmarks.shared.report import NO_TIME, Row, geometric_mean, summary, tables
+
 GOOD = Error(max_abs=1e-3, relative_norm=1e-3, tolerances=0.1)
 
 
@@ -109,32 +106,13 @@ def test_cells_can_be_chosen_and_peers_left_out() -> None:
     assert all("flex" not in c.peers for c in chosen)
 
 
-def test_flash_attention_4_is_known_where_it_was_measured_beside_cudnn() -> None:
-    assert set(KNOWN) == {(d, causal, n) for d in (64, 128) for causal in (False, True) for n in (1024, 4096, 16384)}
-    assert KNOWN[128, True, 16384] == pytest.approx(1.088, abs=1e-3)
-    assert KNOWN[64, True, 1024] == pytest.approx(0.732, abs=1e-3)
-
-
 def test_ratios_are_the_peers_time_over_ours() -> None:
     cell = find("plain", "causal", d=128, n_kv=16384)
     found = row(cell, {OURS: 100.0, "cudnn": 120.0, "flash": 90.0})
     assert found.ratio("cudnn") == pytest.approx(1.2)
     assert found.ratio("flex") is None
     assert found.best_peer == "flash"
-    assert found.fa4_ratio(KNOWN) == pytest.approx(1.2 * 555.0 / 604.0)
     assert found.rate(OURS) == pytest.approx(cell.problem.flops() / 100.0 / 1e6)
-
-
-def test_flash_attention_4s_own_time_counts_before_what_is_known_of_it() -> None:
-    found = row(find("plain", "causal", d=128, n_kv=16384), {OURS: 100.0, "cudnn": 120.0, "fa4": 130.0})
-    assert found.fa4_ratio(KNOWN) == pytest.approx(1.3)
-
-
-def test_flash_attention_4_has_no_ratio_where_it_is_unknown() -> None:
-    us = {OURS: 100.0, "cudnn": 120.0}
-    assert row(find("plain", "full", d=128, n_kv=2048), us).fa4_ratio(KNOWN) is None
-    assert row(find("features", "gqa", d=128), us).fa4_ratio(KNOWN) is None
-    assert row(find("plain", "full", d=128, n_kv=4096), {OURS: 100.0}).fa4_ratio(KNOWN) is None
 
 
 def test_the_summary_is_the_least_and_the_geometric_mean_of_plain_and_of_feature_cells() -> None:
@@ -146,12 +124,12 @@ def test_the_summary_is_the_least_and_the_geometric_mean_of_plain_and_of_feature
         row(find("features", "alibi", d=64), {OURS: 100.0, "cudnn": 500.0, "flex": 400.0}),
         Row(cell=find("plain", "full", d=256, n_kv=2048), failed="killed after 120 s"),
     ]
-    found = summary(rows, KNOWN)
+    found = summary(rows)
     assert found["cudnn"] == {"min": pytest.approx(1.0), "geometric_mean": pytest.approx(2.0), "cells": 2}
     assert found["best peer"]["min"] == pytest.approx(0.5)
     assert "FlashAttention-4" not in found
     assert found["features, best peer"] == {"min": pytest.approx(4.0), "geometric_mean": pytest.approx(6.0), "cells": 2}
-    assert "features, ours / best peer: min 4.00, geometric mean 6.00 over 2 cells" in tables(rows, KNOWN)
+    assert "features, ours / best peer: min 4.00, geometric mean 6.00 over 2 cells" in tables(rows)
 
 
 def test_decode_is_rated_by_the_bytes_of_the_cache() -> None:
@@ -160,15 +138,15 @@ def test_decode_is_rated_by_the_bytes_of_the_cache() -> None:
     assert found.rate(OURS) == pytest.approx(2 * 2 * 16 * 8 * 4096 * 128 / 100.0 / 1e6)
     assert found.rate("copy") == pytest.approx(2 * 2**30 / 500.0 / 1e6)
     assert found.best_peer == "cudnn", "the copy is no peer"
-    assert f"{found.rate(OURS) / found.rate('copy'):.0%}" in tables([found], KNOWN)  # type: ignore[operator]
+    assert f"{found.rate(OURS) / found.rate('copy'):.0%}" in tables([found])  # type: ignore[operator]
 
 
 def test_small_cells_are_shown_in_microseconds() -> None:
     found = row(find("small", "128 rows"), {OURS: 12.34, "flash": 37.0})
-    heading, line = tables([found], KNOWN).splitlines()
+    heading, line = tables([found]).splitlines()
     assert heading.split()[0] == "us"
     assert "  12.3  " in line and "  37.0  " in line and "3.00 flash" in line
-    assert found.as_json(KNOWN)["rates"][OURS] == pytest.approx(found.cell.problem.flops() / 12.34 / 1e6)
+    assert found.as_json()["rates"][OURS] == pytest.approx(found.cell.problem.flops() / 12.34 / 1e6)
 
 
 @pytest.mark.parametrize(
@@ -190,20 +168,20 @@ def test_an_error_of_more_than_twice_the_frameworks_is_wrong(ours: Error, theirs
     found = row(find("plain", "full", d=64, n_kv=512), {OURS: 1.0}, **theirs)
     found = replace(found, checked=replace(found.checked, errors={OURS: ours, **theirs}))
     assert bool(found.wrong) is wrong
-    assert ("WRONG" in tables([found], KNOWN)) is wrong
+    assert ("WRONG" in tables([found])) is wrong
 
 
 def test_tables_and_json_tell_of_every_cell_whatever_became_of_it() -> None:
     timed = row(find("plain", "full", d=64, n_kv=4096), {OURS: 100.0, "cudnn": 120.0}, cudnn=GOOD)
     timed = replace(timed, checked=replace(timed.checked, notes={"flex": "RuntimeError: no"}))
     failed = Row(cell=find("plain", "full", d=64, n_kv=512), failed="killed after 120 s")
-    text = tables([timed, failed], KNOWN)
+    text = tables([timed, failed])
     assert "exact flash_fwd" in text
     assert "1.20" in text
     assert "FAILED: killed after 120 s" in text
     assert "plain full D=64 N=4096: flex: RuntimeError: no" in text
     assert "min 1.20, geometric mean 1.20 over 1 cells" in text
-    found = [r.as_json(KNOWN) for r in (timed, failed)]
+    found = [r.as_json() for r in (timed, failed)]
     json.dumps(found, allow_nan=False)
     assert found[0]["times"][OURS]["median_us"] == 100.0
     assert found[0]["ratio_to"] == {"cudnn": pytest.approx(1.2)}
@@ -295,7 +273,7 @@ def test_a_cell_that_hangs_crashes_or_raises_costs_itself() -> None:
 def test_words_that_are_no_cells_or_numbers_are_refused(
     main: Callable[[], None], words: tuple[str, str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["script.py", *words])
+    monkeypatch.setattr(sys, "argv", ["run.py case", *words])
     with pytest.raises(SystemExit):
         main()
     assert said in capsys.readouterr().err
@@ -318,9 +296,9 @@ def test_tune_hands_on_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
         return []
 
     monkeypatch.setattr(tune, "run_search", run_search)
-    monkeypatch.setattr(tune, "local_gpu", lambda: LocalGpu(name="NVIDIA H200", target=find_target("h200")))
+    monkeypatch.setattr(tune, "this_gpu", lambda: find_target("h200"))
     words = ["--cells", "plain,small", "--d", "64,128", "--n", "512,8192", "--dtype", "bf16"]
-    monkeypatch.setattr(sys, "argv", ["tune.py", "--db", "x.sqlite", *words])
+    monkeypatch.setattr(sys, "argv", ["run.py tune", "--db", "x.sqlite", *words])
     tune.main()
     (plain, one), (small, both) = searched
     assert [label for label in plain if "n512" in label] == [f"n512-d{d}-bf16-{case}" for d in (64, 128) for case in ("full", "causal")]
@@ -333,7 +311,7 @@ def test_tune_hands_on_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_peer_that_no_cell_has_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["forward.py", "--without", "flex,foo"])
+    monkeypatch.setattr(sys, "argv", ["run.py forward", "--without", "flex,foo"])
     with pytest.raises(SystemExit):
         forward.arguments()
     assert "unknown peers foo" in capsys.readouterr().err
@@ -381,7 +359,7 @@ def test_a_cell_of_scores_is_compared_in_output_and_lse_and_timed_beside_random_
     assert RANDOM not in checked.errors
     found = Row(cell=cell, checked=checked, times=forward_peers.time_cell(cell, "cpu", 0, 0.1))
     assert not found.wrong and found.ratio(RANDOM) == 1.0 and found.best_peer != RANDOM
-    assert found.as_json(KNOWN)["scores"] == cell.scores
+    assert found.as_json()["scores"] == cell.scores
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -423,7 +401,7 @@ def test_distributions_have_a_column_each_and_those_that_lose_are_named() -> Non
         Row(cell=scores_cell("causal bf16 sink+30"), failed=NO_TIME),
         Row(cell=scores_cell("causal bf16 sink+14"), failed="killed after 60 s"),
     ]
-    blocks = tables(rows, KNOWN).split("\n\n")
+    blocks = tables(rows).split("\n\n")
     by_title = {block.split("  ")[0]: [line.split() for line in block.splitlines()] for block in blocks}
     speeds = by_title["rate over cuDNN's"]
     assert speeds[0][-4:] == ["random", "sink+8", "sink+14", "sink+30"]
@@ -431,7 +409,7 @@ def test_distributions_have_a_column_each_and_those_that_lose_are_named() -> Non
     assert speeds[2] == ["causal", "bf16", "D=16", "N=80", "0.90"]
     assert by_title["rate over our own on random numbers"][1][-2:] == ["1.00", "0.90"]
     assert by_title["largest error over cuDNN's"][1][-2:] == ["1.00", "2.00"]
-    said = tables(rows, KNOWN)
+    said = tables(rows)
     assert "scores causal bf16 sink+14 D=16 N=80: FAILED: killed after 60 s\n1 of 5 left out: time was up" in said
     assert "scores, ours / cudnn: min 0.90" in said and "scores, ours / random numbers: min 0.90" in said
     assert "below 0.95 of the rate on random numbers:\nscores full bf16 sink+8 D=16 N=80: 0.90" in said
@@ -448,57 +426,13 @@ def test_a_run_that_is_ended_leaves_a_whole_file(tmp_path: Path, monkeypatch: py
         return [row(cell, {OURS: 1.0}) for cell in cells]
 
     monkeypatch.setattr(forward, "run", run)
-    monkeypatch.setattr(forward, "local_gpu", lambda: LocalGpu(name="NVIDIA H200", target=find_target("h200")))
+    monkeypatch.setattr(forward, "this_gpu", lambda: find_target("h200"))
     monkeypatch.setenv("OUT", str(tmp_path))
-    monkeypatch.setattr(sys, "argv", ["forward.py", "--cells", "plain", "--d", "64", "--n", "512"])
+    monkeypatch.setattr(sys, "argv", ["run.py forward", "--cells", "plain", "--d", "64", "--n", "512"])
     forward.main()
     # The second came within WRITING_S of the first.
     assert kept == [1, 1]
     assert len(json.loads((tmp_path / "forward.json").read_text())["rows"]) == len(chosen) == 2
-
-
-def test_what_an_earlier_run_found_is_taken_where_the_same_kernels_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    h200 = find_target("h200")
-    asked = "full bf16 (random|sink.8|needle.30|drift-60) D=64 N=4096"
-    chosen = cells(("scores",), only=asked)
-    timed: list[list[Cell]] = []
-
-    def run(every: list[Cell], *, keep: Callable[[list[Row]], object], known: dict[Cell, Row], **_: object) -> list[Row]:
-        mine = [cell for cell in every if cell not in known]
-        timed.append(mine)
-        own, twin = serving(mine[0].problem, h200)
-        fresh = [row(cell, {name: 1.0 for name in (OURS, *cell.peers)}) for cell in mine[:-1]]
-        fresh = [replace(one, checked=replace(one.checked, variant=own, twin=twin)) for one in fresh]
-        fresh += [Row(cell=mine[-1], failed=NO_TIME)]
-        return [*fresh, *known.values()]
-
-    def written(*words: str) -> dict[str, Any]:
-        monkeypatch.setattr(sys, "argv", ["forward.py", "--cells", "scores", "--only", asked, *words])
-        with pytest.raises(SystemExit):
-            forward.main()
-        found: dict[str, Any] = json.loads((tmp_path / "forward.json").read_text())
-        found["provenance"]["gpu_name"] = "NVIDIA H200"
-        return found
-
-    monkeypatch.setattr(forward, "run", run)
-    monkeypatch.setattr(forward, "local_gpu", lambda: LocalGpu(name="NVIDIA H200", target=h200))
-    monkeypatch.setenv("OUT", str(tmp_path))
-    first = written()
-    # A kernel of another text, whoever's twin it is, isn't the one that was timed.
-    first["rows"][0]["served"]["twin"] = "another"
-    (tmp_path / "first.json").write_text(json.dumps(first))
-    second = written("--known", str(tmp_path / "first.json"))
-    found = {one["case"]: one["run"] for one in second["rows"]}
-    assert timed == [chosen, [chosen[0], chosen[-1]]]
-    theirs = {name: first["provenance"][name] for name in ("command", "created_at")}
-    assert [found[cell.case] for cell in chosen] == [None, theirs, theirs, None]
-    # Anywhere what several runs found is put together.
-    monkeypatch.setattr(forward, "local_gpu", lambda: None)
-    monkeypatch.setattr(forward, "run", None)
-    (tmp_path / "second.json").write_text(json.dumps(second))
-    both = written("--known", str(tmp_path / "first.json"), "--known", str(tmp_path / "second.json"))
-    mine = {name: second["provenance"][name] for name in ("command", "created_at")}
-    assert {one["case"]: one["run"] for one in both["rows"]} == found | {chosen[0].case: mine}
 
 
 class Frontend:

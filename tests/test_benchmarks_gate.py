@@ -1,14 +1,13 @@
-"""What the GPU scripts of the gate need of rendered kernels and of the sanitizer's words, without either."""
+"""The cases `check_gate` and `racecheck` without a GPU: lines of rendered kernels, and the sanitizer's words."""
 
 import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import check_gate
-import racecheck
+from benchmarks.cases import check_gate, racecheck
 
 SAID = """========= Warning: (Warp Level Programming) Potential WAW hazard detected at __shared__ 0x34000 in block (0,0,0) :
 =========     Write Thread (127,0,0) at flash_fwd_hopper+0x6870 in kernel.py:432

@@ -1,4 +1,4 @@
-"""benchmarks/check_compiles.py: every family for every architecture, and a failure that shows."""
+"""The case `check_compiles`: every family for every architecture, and a failure that shows."""
 
 import sys
 from pathlib import Path
@@ -9,9 +9,9 @@ from flashtune.core.target import find_target, targets
 from flashtune.templates import families
 from flashtune.tuner.children.tasks import Source
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import check_compiles
+from benchmarks.cases import check_compiles
 
 
 def test_every_architecture_and_family_is_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,10 +34,10 @@ from flashtune.templates.family import Axis, Constraint, Family
 from flashtune.templates.learned.residual import Residual
 from flashtune.templates.rendering import variant_of
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from archived import folder
-from forward_cells import cells
+from benchmarks.cases.archive import folder
+from benchmarks.shared.cells import cells
 
 H200, H100, A100 = find_target("h200"), find_target("h100"), find_target("a100")
 PROBLEM = Problem(batch=4, heads=16, kv_heads=16, n_q=4096, n_kv=4096, d=128, d_v=128, dtype="bf16", features=Features(causal=True))
@@ -570,7 +570,7 @@ def test_a_stand_in_serves_only_where_its_rows_tell_of_a_gain() -> None:
 
 
 def test_a_short_decoding_step_is_not_served_by_what_won_at_sixteen_times_its_keys() -> None:
-    """By the row of 8192 keys it took 20.2 us where torch took 15.3, in an earlier run of benchmarks/calls.py."""
+    """By the row of 8192 keys it took 20.2 us where torch took 15.3, in an earlier run of benchmarks/run.py calls."""
     long = [row for row in SHIPPED if row.key.n >= 8192 and row.key == decoding(1, row.key.n).key("h200")]
     assert policy.choose(decoding(1, 500), H200, long, families()).kind == "framework"
     assert policy.choose(decoding(1, 8192), H200, long, families()).kind == "exact"
@@ -740,7 +740,7 @@ def test_what_torch_kept_busy_on_another_gpu_is_counted_with_its_sms() -> None:
 
 
 def test_a_long_step_of_few_heads_is_not_judged_by_what_torch_takes_for_a_short_one() -> None:
-    """Torch took 31 us for it in an earlier run of benchmarks/calls.py, three times what it takes where its row is of."""
+    """Torch took 31 us for it in an earlier run of benchmarks/run.py calls, three times what it takes where its row is of."""
     step = Problem(batch=1, heads=12, kv_heads=12, n_q=1, n_kv=8192, d=64, d_v=64, dtype="bf16")
     known = {replace(step, batch=4, n_kv=512).key("h200"), decoding(1, 8192).key("h200")}
     rows = [row for row in SHIPPED if row.key in known]

@@ -224,7 +224,7 @@ def test_with_sinks_torch_is_not_thought_to_be_as_fast_as_kernels_are_without_it
 @pytest.mark.parametrize(("d", "wanted"), [(40, 80), (48, 80), (72, 80), (88, 96), (112, 128), (160, 256)])
 @pytest.mark.parametrize("gpu", ["h200", "h100"])
 def test_backwards_whose_products_are_in_pieces_stand_in_for_each_other(gpu: str, d: int, wanted: int) -> None:
-    """Tiles of D = 64 are as wide as those of D = 40 and lose 12 % there, D = 80's lose 2.5 % (benchmarks/stand_in_gradients.py)."""
+    """Tiles of D = 64 are as wide as those of D = 40 and lose 12 % there, D = 80's lose 2.5 % (benchmarks/run.py stand_in_gradients)."""
     masked = replace(PROBLEM, direction="bwd", d=d, d_v=d, n_q=1024, n_kv=1024, features=Features(mask="bool"))
     found, _ = backwards.gradient_choice(Memo(), masked, find_target(gpu))
     assert found is not None and found.record is not None and found.record.key.d == wanted

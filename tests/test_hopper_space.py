@@ -222,7 +222,7 @@ def test_the_cost_model_knows_what_packing_spares(n_q: int) -> None:
     # One wave of tiles in place of four.
     assert tiles_of(found, wanted) <= H200.sms < 3 * H200.sms < tiles_of(config, wanted)
     assert 0.25 < spared < 0.3
-    # Nor does what it leaves out say otherwise (benchmarks/fit_expected.py).
+    # Nor does what it leaves out say otherwise (benchmarks/run.py fit_expected).
     apart = [log_us(FAMILY, one, wanted, H200) for one in (found, config)]
     assert None not in apart and 0.25 < math.exp(apart[0] - apart[1]) < 0.35
 

@@ -67,7 +67,7 @@ def test_a_wrong_figure_would_be_noticed() -> None:
     assert unproven(text.replace("94.1% are S", "94.2% are S")) == ["94.2", REFUTED]
 
 
-# --- the report that benchmarks/README.md links ------------------------------------------------------------------------------------------------
+# --- the report that benchmarks/README.md links ---------------------------------------------------------------------------------------
 
 ROOT = BACKGROUND.parent.parent
 REPORT = ROOT / "docs" / "reports" / "h200-b4-h16-n4096-d128-bf16.html"

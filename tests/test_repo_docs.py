@@ -21,9 +21,10 @@ from flashtune.dispatch.resolve import backwards
 from flashtune.dispatch.resolve.memo import Memo, Settings
 from flashtune.templates import families
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from archived import folder
+from benchmarks import run
+from benchmarks.cases.archive import folder
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks" / "README.md"
@@ -68,11 +69,10 @@ def test_the_readmes_snippet_runs_on_this_machine(capsys: pytest.CaptureFixture[
     assert "serves" in capsys.readouterr().out
 
 
-def test_the_benchmarks_page_names_every_script_and_every_folder_of_results() -> None:
+def test_the_benchmarks_page_names_every_case_and_every_folder_of_results() -> None:
     page = BENCHMARKS.read_text()
-    scripts = {path.name for path in BENCHMARKS.parent.glob("*.py")}
     folders = {path.name for path in folder().iterdir() if path.is_dir()}
-    assert scripts == set(re.findall(r"`(\w+\.py)", page))
+    assert run.cases().keys() == set(re.findall(r"\| `(\w+)", page))
     assert folders <= set(re.findall(r"\(results/([\w-]+)", page))
 
 

@@ -16,23 +16,23 @@ from flashtune.templates import family
 from flashtune.templates.cost import predict_us
 from flashtune.templates.expected import left_out
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import replay
+from benchmarks.cases import sweeps
 
 
 @pytest.fixture
 def sweep(request: pytest.FixtureRequest) -> SearchResult:
     """The sweep whose place is the parameter; not read before a test needs it, since every worker collects this file."""
-    return replay.sweeps()[request.param]
+    return sweeps.sweeps()[request.param]
 
 
 of_every_sweep = pytest.mark.parametrize("sweep", range(4), indirect=True)
 
 
 def test_four_problems_were_swept_in_full() -> None:
-    assert len(replay.sweeps()) == 4
-    for sweep in replay.sweeps():
+    assert len(sweeps.sweeps()) == 4
+    for sweep in sweeps.sweeps():
         assert len(sweep.outcomes) > 400
         assert len({outcome.variant_id for outcome in sweep.outcomes}) == len(sweep.outcomes)
         assert {outcome.fate for outcome in sweep.outcomes} <= set(Fate)
@@ -41,26 +41,26 @@ def test_four_problems_were_swept_in_full() -> None:
 
 @of_every_sweep
 def test_the_cost_models_first_ten_hold_a_config_within_5_percent_of_the_best(sweep: SearchResult) -> None:
-    assert replay.cost_ratio(sweep) <= 1.05
+    assert sweeps.cost_ratio(sweep) <= 1.05
 
 
 @of_every_sweep
 def test_forty_trials_without_any_hand_written_start_find_a_config_within_1_percent_of_the_best(sweep: SearchResult) -> None:
     """With every seed: noise in the times differs, and so do the proposals."""
-    place = replay.swept(sweep)
+    place = sweeps.swept(sweep)
     for seed in range(3):
-        assert replay.replayed(place, "gp", "none", 40, seed).regrets[-1] <= 0.01, seed
+        assert sweeps.replayed(place, "gp", "none", 40, seed).regrets[-1] <= 0.01, seed
 
 
 @of_every_sweep
 def test_twenty_trials_without_the_starts_among_the_five_best_find_a_config_within_half_a_percent(sweep: SearchResult) -> None:
-    place = replay.swept(sweep)
+    place = sweeps.swept(sweep)
     for seed in range(3):
-        assert replay.replayed(place, "gp", "less5", 20, seed).regrets[-1] <= 0.005, seed
+        assert sweeps.replayed(place, "gp", "less5", 20, seed).regrets[-1] <= 0.005, seed
 
 
 def test_a_replayed_search_begins_with_todays_starts_but_for_those_that_are_struck() -> None:
-    place = replay.swept(replay.sweeps()[0])
+    place = sweeps.swept(sweeps.sweeps()[0])
     times = {(c.family.name, c.config): place.regret([place.answers[c.family.name, c.config]]) for c in place.space.every()}
     fifth = sorted(times.values())[4]
     kept = place.starts(5)

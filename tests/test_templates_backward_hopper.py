@@ -176,7 +176,7 @@ def test_programs_take_whole_heads_only_where_these_keep_them_busy() -> None:
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "n", "features", "divided"),
     [
-        # What was measured to gain: python benchmarks/divided_queries.py.
+        # Measured to gain: benchmarks/results/2026-11-26-h100-divided.
         (32, 8, 1024, Features(causal=True), 3),
         (32, 8, 2048, Features(causal=True), 2),
         (28, 4, 2048, Features(causal=True), 4),

@@ -28,21 +28,21 @@ from flashtune.templates.learned.forwards import FORWARDS
 from flashtune.templates.learned.residual import Likeness, Residual, Tried
 from flashtune.templates.learned.steps import STEPS
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
-import fit_residual
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.fit import residual as fit
 
 H200 = find_target("h200")
 HOPPER, DECODE = families()["flash_fwd_hopper"], families()["flash_decode"]
 PLAIN = Problem(batch=2, heads=16, kv_heads=16, n_q=3000, n_kv=3000, d=128, d_v=128, dtype="bf16", features=Features(causal=True))
 STARTS = [(HOPPER.name, config) for config in HOPPER.starts(PLAIN.spec(), H200)[:6]]
 STEP = Problem(batch=4, heads=32, kv_heads=8, n_q=1, n_kv=8192, d=128, d_v=128, dtype="bf16")
-OUT = fit_residual.FOLDER / FORWARDS.file
+OUT = fit.FOLDER / FORWARDS.file
 both = pytest.mark.parametrize("likeness", [FORWARDS, STEPS], ids=["forwards", "steps"])
 
 
 def learned(likeness: Likeness, problem: Problem, wrong: dict[Tried, float]) -> Residual:
     """Of one problem's trials, which took so much longer than expected, a logarithm."""
-    return Residual(likeness, fit_residual.learn(likeness, [fit_residual.Told(problem, {}, wrong)]))
+    return Residual(likeness, fit.learn(likeness, [fit.Observed(problem, {}, wrong)]))
 
 
 def test_trials_tell_of_their_own_configs_at_like_problems_and_nothing_far_away() -> None:
@@ -129,15 +129,15 @@ def test_what_is_expected_of_forwards_and_decoding_steps_is_with_what_was_learne
 
 def kept(likeness: Likeness) -> dict[str, Any]:
     """What ships."""
-    with np.load(fit_residual.FOLDER / likeness.file) as found:
+    with np.load(fit.FOLDER / likeness.file) as found:
         return dict(found)
 
 
 @both
 def test_what_ships_was_learned_from_the_trials_at_hand_by_the_model_of_today(likeness: Likeness) -> None:
-    rows, runs = fit_residual.all_trials(likeness)
-    shipped, anew = kept(likeness), fit_residual.learn(likeness, [*rows, *(one for _, one in runs)])
-    advice = "run benchmarks/fit_residual.py --write"
+    rows, runs = fit.all_trials(likeness)
+    shipped, anew = kept(likeness), fit.learn(likeness, [*rows, *(one for _, one in runs)])
+    advice = "run benchmarks/run.py fit_residual --write"
     assert shipped.keys() == anew.keys() and shipped["trials"] == anew["trials"], advice
     for name in shipped.keys() - {"trials"}:
         np.testing.assert_allclose(shipped[name], anew[name], rtol=1e-3, atol=1e-4, err_msg=advice)

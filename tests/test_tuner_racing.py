@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import simulated_races
 from db_samples import outcome
 
 from flashtune.core.problem import Problem
@@ -18,10 +19,11 @@ from flashtune.tuner.propose.space import Candidate
 from flashtune.tuner.timing.finalists import first_by_calls, placed, to_call, to_race, twin_ahead
 from flashtune.tuner.timing.racing import RACES, TIE, Contest, trimmed_mean
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import picks
+from benchmarks.cases.archive import folder
 
+TRIALS = folder() / "2026-11-21-h200-forward" / "tuned.sqlite"
 STEP = Problem(batch=1, heads=8, kv_heads=2, n_q=1, n_kv=4096, d=64, d_v=64, dtype="bf16")
 
 
@@ -170,10 +172,10 @@ def test_ties_go_to_the_stored_row_then_to_fewer_warps_then_to_less_memory() -> 
 
 
 def test_repeated_searches_pick_alike_under_the_noise_of_committed_races() -> None:
-    """Every ninth row; benchmarks/picks.py does all of them."""
-    with Store.open(picks.TRIALS, writable=False) as store:
-        rows = [found for result in store.results()[::9] if len(found := picks.finalists_of(result)) > 1]
-    found = [picks.repeated(finalists, picks.today, 10, seed=1) for finalists in rows]
+    """Every ninth record of a search of many trials."""
+    with Store.open(TRIALS, writable=False) as store:
+        rows = [found for result in store.results()[::9] if len(found := simulated_races.finalists_of(result)) > 1]
+    found = [simulated_races.repeated(finalists, 10, seed=1) for finalists in rows]
     assert len(rows) >= 10
     assert sum(agreement >= 0.8 for agreement, _, _ in found) >= 0.9 * len(rows)
     assert all(loss <= 2 * TIE for _, loss, _ in found)

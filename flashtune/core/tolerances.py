@@ -7,8 +7,8 @@ inputs ~ N(0, 1) a few unit roundoffs cover it. TF32 rounds each operand to 10 b
 fp8 inputs are compared with the oracle on the values that they stand for, so that only the kernel's own rounding counts: of P to e4m3,
 unit roundoff u = 2^-4, where a kernel multiplies PV as fp8. Weights p_j (1 + e_j) with |e_j| <= u turn o = sum p_j v_j into o + sum p_j
 e_j v_j. For independent v_j, which are all but orthogonal, that is at most u |o|: the norm's bound. An element is off by u max|v| at
-worst; signs of e_j that don't agree make it a quarter of that. `benchmarks/fp8_weights.py` simulates this for N of 77 to 8192, D of 16
-to 128, causal and full, scores of up to 2.25 standard deviations and |v| ~ N(0, 1): at most 0.04 |o|, and 0.03 (1 + |o|) an element
+worst; signs of e_j that don't agree make it a quarter of that. A simulation with N of 77 to 8192, D of 16 to 128, causal and full,
+scores of up to 2.25 standard deviations and |v| ~ N(0, 1) found at most 0.04 |o|, and 0.03 (1 + |o|) an element
 (benchmarks/results/2026-11-22-fp8-weights). The bounds leave room for descales and dropout. The products of e4m3 are exact, but Hopper
 keeps only some 14 bits of their sums (DeepSeek-V3 technical report, section 3.5.2), which the LSE's bound allows for.
 """

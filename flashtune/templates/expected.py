@@ -43,7 +43,7 @@ suffice; tiles of 64 rows under a soft cap; warpgroups that take turns; three st
 beside another program's; a program for each tile; how much taller than 128 rows a tile is (a share of them); and the logarithm of what
 padding adds to the rows. Of settling, of a program for each tile and of tall tiles it is that for tiles of one block of keys, and as much
 less as they have more.
-From the trials of an H200's rows (benchmarks/fit_expected.py); searches of random shapes agree in every sign
+From the trials of an H200's rows (benchmarks/run.py fit_expected); searches of random shapes agree in every sign
 (benchmarks/results/2026-11-23-stand-in/expected.json)."""
 
 LIKENESSES = (FORWARDS, STEPS)

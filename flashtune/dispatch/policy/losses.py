@@ -52,7 +52,7 @@ cost 21 to 22 (benchmarks/results/2026-11-22-h200-steps/steps.json)."""
 
 FAR = 2.0
 """From so many octaves of keys on, a row tells little of what torch takes for a decoding step: with 12 heads of D = 64 its calls took 31.0
-us for a sequence of 8192 keys, and 15.9 for 16 of 1024, twice as much to read (an earlier run of `benchmarks/calls.py --parts grid`)."""
+us for a sequence of 8192 keys, and 15.9 for 16 of 1024, twice as much to read (an earlier run of `run.py calls --parts grid`)."""
 
 FAR_IN_WORK = 3.0
 """From so many octaves of scores on, a row tells little of whether torch or a kernel is the faster where the features are the same: with a
@@ -93,16 +93,16 @@ PER_SIZE_OF_GRADIENTS, OTHER_COLUMNS = 2.0, 16.0
 """What a factor of two in a head size counts of backwards, and that only one of two works through its columns in pieces, or has more of
 them than a warpgroup has room for: at D = 40 the winners of D = 72 to 96, which do, took 3 to 5 % longer than the best, those of D = 64
 and 128 11 to 12 %, at D = 72 and 80 0 % for 4 to 7 %, while those of four times the length took 0 % longer, all in the median
-(benchmarks/stand_in_gradients.py)."""
+(benchmarks/run.py stand_in_gradients)."""
 
 OTHER_GPU_OF_GRADIENTS = 1.0
 """The same of backwards, among which no cost model chooses: winners of an H200 took 0.3 % longer than the best there is on an H100 in the
-median and 4.6 % at most, those of another head size 7.5 % at the 90th percentile and 14 % at most (benchmarks/stand_in_gradients.py)."""
+median and 4.6 % at most, those of another head size 7.5 % at the 90th percentile and 14 % at most (run.py stand_in_gradients)."""
 
 
 class Estimate(NamedTuple):
     """Share of time that a stand-in may lose against a search of its own, median and 90th percentile: orders choices, and isn't shown,
-    since it isn't calibrated (benchmarks/calibration.py)."""
+    since it isn't calibrated (benchmarks/run.py calibration)."""
 
     median: float
     worst: float

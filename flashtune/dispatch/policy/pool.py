@@ -19,7 +19,7 @@ Rows = Mapping[ProblemKey, Sequence[TuningRecord]]
 """The records of each key, the best first; what is asked for a key may be read then."""
 
 TELLERS = 3
-"""So many rows are asked what torch takes: by leaving rows out (benchmarks/stand_in.py)."""
+"""So many rows are asked what torch takes: by leaving rows out (benchmarks/run.py stand_in)."""
 
 _Answer = TypeVar("_Answer")
 

@@ -22,7 +22,7 @@ PER_DISTANCE, PER_DISTANCE_STEP = 0.001, 0.005
 CAUTION = 1.0
 """So many standard deviations of what the most alike trial leaves open are added to what is expected (`Residual.of`). Problems
 left out one by one, the trial that is expected to be the fastest reaches 0.90 of the best one's rate in 93.9 % of 542 steps, without it in
-91.7 %, and of 1349 others in 98.3 and 98.0 % (benchmarks/fit_residual.py)."""
+91.7 %, and of 1349 others in 98.3 and 98.0 % (benchmarks/run.py fit_residual)."""
 
 LEAST_GAIN = 0.01
 """So much it must be expected to gain."""
@@ -30,7 +30,7 @@ LEAST_GAIN = 0.01
 OTHER_KIND = 0.02
 """And so much more where the nearest record is of the call's own features, and the other isn't, and again of head sizes.
 
-These from leaving rows out (benchmarks/stand_in.py) and from random shapes (benchmarks/replay_unprepared.py); half and twice of each come
+These from leaving rows out (benchmarks/run.py stand_in) and from random shapes (run.py replay_random); half and twice of each come
 to nearly the same."""
 
 

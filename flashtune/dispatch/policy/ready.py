@@ -14,7 +14,7 @@ further apart (flashtune.dispatch.policy.losses.LOSSES), and compiling takes sec
 
 LITTLE_BEHIND = 0.03
 """So much more time, a logarithm, may the cost model expect it to take, about as much as what it expects is off by
-(benchmarks/fit_residual.py): of 21 random shapes two were served at 0.64 and 0.79 of their own search by tiles of much longer sequences
+(benchmarks/run.py fit_residual): of 21 random shapes two were served at 0.64 and 0.79 of their own search by tiles of much longer sequences
 (benchmarks/results/2026-11-22-h200-unprepared/seed23.json)."""
 
 AHEAD = 24

@@ -24,7 +24,7 @@ class Explanation:
     its own problem, in microseconds) are None where no record led there; `key` where none can stand for the call (float64, CPU
     tensors). `refused` says of each better-placed record or family why it was passed over.
     Where the record is of another key, `differences` says what is theirs for what (`d=128 for 80`). `estimated_loss`, the share of time
-    that the kernel loses against a search of its own, is None: no estimate of it is calibrated (benchmarks/calibration.py).
+    that the kernel loses against a search of its own, is None: no estimate of it is calibrated (benchmarks/run.py calibration).
     `backward` is what computes the gradients of a call that needs them by kernels; where it is None, torch's own attention does.
     `twin` is the config that serves in the place of one that settles row maxima while scores mislead that, None where none is known. Of
     calls like this one that were made, `misled_programs` says how many programs were misled so far, `went_over` how often calls went over

@@ -115,4 +115,4 @@ FORWARDS = Likeness(
     noise=0.03,
     offset=0.1,
 )
-"""Rounded by hand: scales of the greatest likelihood choose no better (benchmarks/fit_residual.py)."""
+"""Rounded by hand: scales of the greatest likelihood choose no better (benchmarks/run.py fit_residual)."""

@@ -1,7 +1,7 @@
 """What the cost model is still wrong by for kernels of some families, told by the trials of similar problems and configs.
 
 Gaussian process regression (Rasmussen and Williams, Gaussian Processes for Machine Learning, 2006, chapter 2) of the logarithm of measured
-over expected time. benchmarks/fit_residual.py solves for the weights; here they are only multiplied with how alike trials are.
+over expected time. benchmarks/run.py fit_residual solves for the weights; here they are only multiplied with how alike trials are.
 """
 
 import math

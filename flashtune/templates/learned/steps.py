@@ -73,7 +73,7 @@ def _of_config(problem: Problem, tried: Tried, target: Target) -> list[float]:
 
 FAMILIES = {"flash_decode": 0.0, "flash_fwd_hopper": 0.25, "flash_fwd_tma": 0.35, "flash_fwd": 0.77}
 """By how much the cost model flatters each beside flash_decode, in the mean of 414 such pairs of rows and of drawn shapes: a
-logarithm (benchmarks/fit_expected.py)."""
+logarithm (benchmarks/run.py fit_expected)."""
 
 STEPS = Likeness(
     families=FAMILIES,

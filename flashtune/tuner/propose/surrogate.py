@@ -37,7 +37,7 @@ LENGTHS = {
     "tiles": 1.0,
 }
 """The same where they do. The lengths and `ERROR` made trials of earlier rows the likeliest by an earlier cost model
-(benchmarks/fit_lengths.py); by today's others would, and find the best of the committed sweeps no sooner."""
+(benchmarks/run.py fit_lengths); by today's others would, and find the best of the committed sweeps no sooner."""
 MANY = 128
 """Of so many candidates the covariances with each other are computed alone: rows of all of them would hardly be asked for again."""
 SAME, OTHER = 1e6, 0.3

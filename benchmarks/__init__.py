@@ -1,0 +1,1 @@
+"""Benchmarks of flashtune: cases, what they share, and fits of models (`run.py`)."""

@@ -1,0 +1,1 @@
+"""Cases: one module each, whose `main` reads its options from the command line."""

@@ -1,0 +1,76 @@
+"""Compilation of every template family for every kind of GPU with the Triton that is installed.
+
+Needs no GPU. The specs are those of the case `check_numerics`. For Hopper, which every family serves, configs that show every tile size and
+code path are compiled; for the other architectures each family's default. Says which Triton it was and how many compiled, with a line
+for each that failed, and exits with 1 where one did. `make newest` runs it under the newest Triton.
+"""
+
+import importlib.metadata
+import os
+from collections.abc import Iterator
+
+from benchmarks.cases.check_numerics import every_problem, paths
+from benchmarks.shared.environment import parser
+from flashtune.core.problem import Problem
+from flashtune.core.results import Fate
+from flashtune.core.target import Target, find_target, targets
+from flashtune.templates import families
+from flashtune.templates.family import Family
+from flashtune.templates.rendering import variant_of
+from flashtune.tuner.children import tasks
+from flashtune.tuner.children.tasks import Source
+from flashtune.tuner.children.workers import Workers
+from flashtune.tuner.replies import Failed
+
+THOROUGH = "h200"
+"""Every code path is compiled for this GPU."""
+
+
+def gpus() -> list[Target]:
+    """One GPU of every architecture that Triton compiles for, the thorough one first."""
+    thorough = find_target(THOROUGH)
+    found = {thorough.arch: thorough}
+    for target in targets().values():
+        if target.compilable:
+            found.setdefault(target.arch, target)
+    return list(found.values())
+
+
+def candidates(chosen: list[Family], on: list[Target]) -> Iterator[tuple[Problem, Target, Source]]:
+    """Every kernel that is to compile, rendered."""
+    for target in on:
+        for problem in every_problem():
+            spec = problem.spec()
+            for family in chosen:
+                if family.supports(spec, target) is None:
+                    thorough = target.slug == THOROUGH
+                    for config in paths(family, problem, target) if thorough else [family.default(spec, target)]:
+                        yield problem, target, Source.of(family, variant_of(family, spec, config))
+
+
+def main() -> None:
+    """Compile in parallel, and report."""
+    words = parser(__doc__)
+    words.add_argument("--template", choices=list(families()), help="only this family")
+    words.add_argument("--gpu-name", type=find_target, help="only for this GPU")
+    words.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    options = words.parse_args()
+    chosen = [family for family in families().values() if options.template in (None, family.name)]
+    compiled = failed = 0
+    with Workers(jobs=options.jobs) as workers:
+        limit_s = workers.limits.compile_s
+        waiting = [
+            (problem, target, source, workers.submit("compile", tasks.compile_candidate, source, problem, target, limit_s=limit_s))
+            for problem, target, source in candidates(chosen, [options.gpu_name] if options.gpu_name else gpus())
+        ]
+        for problem, target, source, compiling in waiting:
+            reply = compiling.reply()
+            # One that compiles into more shared memory than the GPU has is the search's business.
+            if isinstance(reply, Failed) and reply.fate is not Fate.CONSTRAINT:
+                failed += 1
+                print(f"{target.slug} {problem.label()} {source.stem}: {reply.fate}: {reply.reason}", flush=True)
+            else:
+                compiled += 1
+    print(f"Triton {importlib.metadata.version('triton')}: {compiled} compiled, {failed} failed")
+    if failed:
+        raise SystemExit(1)

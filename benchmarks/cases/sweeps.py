@@ -1,0 +1,240 @@
+"""Replay of searches on the committed sweeps: regret by trials of the shipped search and of other samplers, without a GPU.
+
+A sweep (benchmarks/sweeps/*.sqlite) holds the outcome of every candidate of a problem, written by `flashtune search --sampler exhaustive`.
+Trials of a replayed search are answered by the sweep, with some noise that a seed draws. Regret is the sweep's time of the best candidate
+so far over the best time of the space, less one.
+"""
+
+import json
+import math
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache, lru_cache
+from pathlib import Path
+
+import optuna
+
+from benchmarks.shared.environment import parser
+from flashtune.core.config import Config
+from flashtune.core.results import Fate, Outcome, SearchResult
+from flashtune.core.target import find_target
+from flashtune.db.store import Store
+from flashtune.templates import families
+from flashtune.templates.cost import predict_us
+from flashtune.templates.family import Constraint, Family
+from flashtune.tuner.propose import sampling
+from flashtune.tuner.propose.space import Candidate, SearchSpace
+from flashtune.tuner.propose.study import Study
+
+SWEEPS = Path(__file__).parent.parent / "sweeps"
+STARTS = {"all": 0, "less5": 5, "less20": 20, "none": 10**6}
+"""Number of a sweep's fastest candidates that are struck from the hand-written starts."""
+NOISE = 0.005
+"""Standard deviation of a trial's median around the sweep's, as a share."""
+AHEAD = 8
+"""Candidates under way at a time, as with eight compilers side by side."""
+SHOWN = (5, 10, 20, 30, 40, 60)
+
+
+@cache
+def sweeps(folder: Path = SWEEPS) -> list[SearchResult]:
+    """Every recorded sweep, by problem."""
+    found: list[SearchResult] = []
+    for path in sorted(folder.glob("*.sqlite")):
+        with Store.open(path, writable=False) as store:
+            found += [_completed(sweep) for sweep in store.results()]
+    return found
+
+
+def _completed(sweep: SearchResult) -> SearchResult:
+    """A sweep with the axes that its spaces have gained since, at what configs did without them."""
+    known = families()
+    return replace(sweep, outcomes=tuple(replace(o, config=known[o.template].completed(o.config)) for o in sweep.outcomes))
+
+
+def best_us(outcomes: Sequence[Outcome]) -> float:
+    """The fastest correct outcome's time, in microseconds."""
+    return min(o.measurement.median_us for o in outcomes if o.fate is Fate.CORRECT and o.measurement is not None)
+
+
+def top_by_cost(sweep: SearchResult, count: int) -> list[Outcome]:
+    """The `count` candidates that the cost model ranks first, from what the compiler said of each."""
+    target = find_target(sweep.gpu)
+    known = [o for o in sweep.outcomes if o.facts is not None]
+    return sorted(known, key=lambda o: (predict_us(o.config, o.facts, sweep.problem, target), o.variant_id))[:count]  # type: ignore[arg-type]
+
+
+def cost_ratio(sweep: SearchResult, count: int = 10) -> float:
+    """The best measured time among the cost model's first `count` over the sweep's best (1 is perfect)."""
+    return best_us(top_by_cost(sweep, count)) / best_us(list(sweep.outcomes))
+
+
+class Swept:
+    """A sweep to search in: its space, as far as today's constraints allow it, and what became of each candidate."""
+
+    def __init__(self, sweep: SearchResult) -> None:
+        self.problem = sweep.problem
+        self.space = SearchSpace(_as_swept(sweep), sweep.problem, find_target(sweep.gpu))
+        self.answers = {(o.template, o.config): o for o in sweep.outcomes}
+        candidates = list(self.space.every())
+        ranked = sorted(
+            (o.measurement.median_us, c.family.name, c.config.as_json())
+            for c in candidates
+            if (o := self.answers[c.family.name, c.config]).measurement is not None and o.fate is Fate.CORRECT
+        )
+        self.best_us, self.size = ranked[0][0], len(candidates)
+        self._order = [(name, text) for _, name, text in ranked]
+        self._only = self._single_values(candidates)
+
+    def starts(self, without: int = 0) -> list[Candidate]:
+        """Today's starts that the sweep has, but for those among its `without` fastest.
+
+        Axes on which the sweep holds one value take that value.
+        """
+        fastest = set(self._order[:without])
+        found: dict[tuple[str, str], Candidate] = {}
+        for start in SearchSpace(families(), self.problem, self.space.target).starts():
+            family = self.space.families.get(start.family.name)
+            if family is None:
+                continue
+            config = start.config.replace(**self._only[family.name])
+            if family.violated(config, self.space.spec, self.space.target) is None:
+                found.setdefault((family.name, config.as_json()), Candidate(family=family, config=config))
+        return [] if without >= len(self._order) else [candidate for key, candidate in found.items() if key not in fastest]
+
+    def outcome(self, candidate: Candidate, noise: random.Random) -> Outcome:
+        """Outcome of a trial."""
+        known = self.answers[candidate.family.name, candidate.config]
+        if known.measurement is None:
+            return known
+        return replace(known, measurement=known.measurement.scaled(math.exp(noise.gauss(0.0, NOISE))))
+
+    def regret(self, outcomes: Sequence[Outcome]) -> float:
+        """Regret of the best of these, by the sweep's own times."""
+        own = [self.answers[o.template, o.config] for o in outcomes]
+        timed = [o for o in own if o.fate is Fate.CORRECT]
+        return best_us(timed) / self.best_us - 1 if timed else math.inf
+
+    @staticmethod
+    def _single_values(candidates: Sequence[Candidate]) -> dict[str, dict[str, int | str | bool]]:
+        held: dict[str, dict[str, set[int | str | bool]]] = {}
+        for candidate in candidates:
+            for name, value in candidate.config.items:
+                held.setdefault(candidate.family.name, {}).setdefault(name, set()).add(value)
+        return {family: {name: next(iter(kinds)) for name, kinds in axes.items() if len(kinds) == 1} for family, axes in held.items()}
+
+
+@lru_cache(maxsize=16)
+def _swept(index: int) -> Swept:
+    return Swept(sweeps()[index])
+
+
+def swept(sweep: SearchResult) -> Swept:
+    """Made once for each sweep."""
+    return _swept(next(index for index, other in enumerate(sweeps()) if other is sweep))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One search of one sweep, with its regret after each trial."""
+
+    problem: str
+    sampler: str
+    starts: str
+    seed: int
+    regrets: tuple[float, ...]
+    cpu_s: float = 0.0
+
+
+def replayed(place: Swept, sampler: str, starts: str, trials: int, seed: int, *, ahead: int = AHEAD) -> Run:
+    """A search of the sweep with up to `ahead` candidates under way, whose outcomes come in the order of proposal."""
+    study = Study(
+        place.space,
+        place.problem,
+        sampler="gp",
+        seed=seed,
+        source="measured",
+        storage=optuna.storages.InMemoryStorage(),
+        by=sampling.KINDS[sampler](place.space, place.problem, seed=seed, starts=place.starts(STARTS[starts])),
+    )
+    noise = random.Random(seed)
+    waiting: list[Candidate] = []
+    found: list[Outcome] = []
+    regrets: list[float] = []
+    started = time.process_time()
+    while len(found) < trials:
+        waiting += study.ask(ahead - len(waiting), limit=trials)
+        if not waiting:
+            break
+        candidate = waiting.pop(0)
+        found.append(place.outcome(candidate, noise))
+        study.tell(candidate, found[-1])
+        regrets.append(place.regret(found))
+    spent = time.process_time() - started
+    regrets += regrets[-1:] * (trials - len(regrets))
+    label = place.problem.label()
+    return Run(problem=label, sampler=sampler, starts=starts, seed=seed, regrets=tuple(regrets), cpu_s=spent)
+
+
+def _as_swept(sweep: SearchResult) -> dict[str, Family]:
+    """The families of a sweep, without what their spaces have gained since."""
+    held: dict[str, set[Config]] = {}
+    for outcome in sweep.outcomes:
+        held.setdefault(outcome.template, set()).add(outcome.config)
+    return {
+        name: replace(family, constraints=(*family.constraints, _known(held[name]))) for name, family in families().items() if name in held
+    }
+
+
+def _known(configs: set[Config]) -> Constraint:
+    return Constraint(name="swept", holds=lambda config, spec, target: config in configs, why="the sweep has no answer for others")
+
+
+def summary(runs: Sequence[Run]) -> list[str]:
+    """A line to each problem, sampler and choice of starts: median and 90th percentile of the regret."""
+    groups: dict[tuple[str, str, str], list[Run]] = {}
+    for run in runs:
+        groups.setdefault((run.starts, run.sampler, run.problem), []).append(run)
+    counts = [count for count in SHOWN if count <= len(runs[0].regrets)]
+    lines = [
+        f"{'starts':7s} {'search':22s} {'problem':24s} seeds " + " ".join(f"{'at ' + str(count):>13s}" for count in counts) + "  CPU s"
+    ]
+    for (starts, sampler, problem), group in groups.items():
+        cells = []
+        for count in counts:
+            regrets = sorted(run.regrets[count - 1] for run in group)
+            cells.append(f"{statistics.median(regrets):6.2%} {regrets[math.ceil(0.9 * len(regrets)) - 1]:6.2%}")
+        spent = statistics.median(run.cpu_s for run in group)
+        lines.append(f"{starts:7s} {sampler:22s} {problem:24s} {len(group):5d} " + " ".join(cells) + f"  {spent:5.2f}")
+    return lines
+
+
+def main() -> None:
+    """Print a table and, with `--out`, keep it with every run."""
+    words = parser(__doc__)
+    words.add_argument("--samplers", default="gp,random,tpe", help="samplers (%(default)s)")
+    words.add_argument("--starts", default=",".join(STARTS), help="all, less5, less20 (without those among a sweep's fastest), none")
+    words.add_argument("--trials", type=int, default=60, help="of each search (default: %(default)s)")
+    words.add_argument("--seeds", type=int, default=30, help="searches of each kind (default: %(default)s)")
+    words.add_argument("--ahead", type=int, default=AHEAD, help="candidates under way at a time")
+    words.add_argument("--out", type=Path, help="a folder for the table and every run")
+    options = words.parse_args()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    runs = [
+        replayed(swept(sweep), sampler, starts, options.trials, seed, ahead=options.ahead)
+        for starts in options.starts.split(",")
+        for sampler in options.samplers.split(",")
+        for sweep in sweeps()
+        for seed in range(options.seeds)
+    ]
+    lines = summary(runs)
+    print("\n".join(lines))
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        name = f"{options.samplers.replace(',', '_')}-{options.starts.replace(',', '_')}-{options.ahead}"
+        (options.out / f"{name}.txt").write_text("\n".join(lines) + "\n")
+        rows = [{**asdict(run), "regrets": [round(r, 5) for r in run.regrets]} for run in runs]
+        (options.out / f"{name}.json").write_text("[\n" + ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows) + "\n]\n")

@@ -1,0 +1,232 @@
+"""Fit of the cost model's error by Gaussian process regression over all committed trials; `--write` keeps it for dispatch.
+
+Trials are those of an H200's and an H100's records, archived and shipped, and of searches of random shapes there; of decoding steps also a
+sweep over numbers of splits. Prints the quality of choices among a problem's trials by a model that saw none of them, or nothing of the
+whole run that drew it: by the cost model alone, with the regression, and with the caution that dispatch adds.
+"""
+
+import hashlib
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.linalg import cho_factor, cho_solve
+
+from benchmarks.fit.expected import CHOSEN_OF
+from benchmarks.shared.environment import parser
+from benchmarks.shared.trials import GPU, RESULTS, RUNS, RUNS_ON_H100, Trials, of_rows, shapes_of, tried_in
+from flashtune.core.config import Config
+from flashtune.core.problem import Features, Problem, ProblemKey
+from flashtune.core.target import Target, find_target
+from flashtune.dispatch.policy.ranking import CAUTION
+from flashtune.templates import family
+from flashtune.templates.cost import sharing
+from flashtune.templates.decode import flash_decode
+from flashtune.templates.expected import LIKENESSES, log_us
+from flashtune.templates.learned import residual
+from flashtune.templates.learned.forwards import FORWARDS
+from flashtune.templates.learned.residual import Likeness, Residual, Tried, alike
+from flashtune.templates.learned.steps import STEPS
+
+HOPELESS = 2.5
+"""Largest ratio to a problem's best trial: slower trials count as this slow."""
+
+FOLDER = Path(residual.__file__).parent
+
+SPLITS = RESULTS / "2026-11-24-h200-splits" / "split_counts.json"
+"""Times of decoding steps by their number of splits."""
+
+
+GPUS = (GPU, find_target("h100"))
+"""GPUs of the architecture whose trials are used."""
+
+
+class Observed(NamedTuple):
+    """Trials of a problem: their microseconds, log errors of the cost model less their mean, and the GPU."""
+
+    problem: Problem
+    times: Trials
+    wrong: dict[Tried, float]
+    gpu: Target = GPU
+
+
+def observations(likeness: Likeness, problem: Problem, tried: Trials, gpu: Target = GPU) -> Observed | None:
+    """Trials of a problem with the cost model's errors; None where fewer than two can be predicted."""
+    if problem.direction != "fwd" or problem.dtype == "fp8" or not likeness.serves(problem):
+        return None
+    trials = {one: us for one, us in tried.items() if one[0] in likeness.families}
+    most = HOPELESS * min(trials.values(), default=math.inf)
+    logs = {one: math.log(min(trials[one], most)) - log - likeness.families[one[0]] for one, log in expected(problem, trials, gpu).items()}
+    mean = statistics.fmean(logs.values()) if logs else 0.0
+    return Observed(problem, trials, {one: log - mean for one, log in logs.items()}, gpu) if len(logs) > 1 else None
+
+
+def expected(problem: Problem, trials: Trials, gpu: Target) -> dict[Tried, float]:
+    """Log of the cost model's time of each trial that is valid today."""
+    spec, found = problem.spec(), {}
+    for name, config in trials:
+        kind = family(name)
+        if kind.supports(spec, gpu) is None and kind.violated(config, spec, gpu) is None:
+            log = log_us(kind, config, problem, gpu)
+            if log is not None:
+                found[name, config] = log
+    return found
+
+
+def of_splits() -> Iterator[Observed]:
+    """Decoding steps of SPLITS: of the numbers of splits that were timed those that some `programs` leads to."""
+    kind = flash_decode.FAMILY
+    programs = next(axis for axis in kind.axes if axis.name == "programs").values
+    for step in json.loads(SPLITS.read_text()):
+        problem = Problem(**step["sizes"], features=Features())
+        trials: Trials = {}
+        for config in (Config.of(step["config"]).replace(programs=number) for number in programs):
+            if (us := step["us"].get(str(sharing(config, problem, GPU).splits))) is not None:
+                trials[kind.name, kind.completed(config)] = us
+        if (found := observations(STEPS, problem, trials)) is not None:
+            yield found
+
+
+def of_runs(likeness: Likeness) -> Iterator[tuple[str, Observed]]:
+    """Problems of runs on random shapes, with the run's name."""
+    for gpu, paths in zip(GPUS, (RUNS, RUNS_ON_H100), strict=True):
+        for path in paths:
+            for problem, _, search in shapes_of(path):
+                if (found := observations(likeness, problem, tried_in(search), gpu)) is not None:
+                    yield path.stem, found
+
+
+def learn(likeness: Likeness, trials: Sequence[Observed]) -> dict[str, NDArray[Any]]:
+    """Arrays of a `Residual`, with a digest of its trials."""
+    known, covariance = prepared(likeness, trials)
+    weights = cho_solve(cho_factor(covariance, lower=True, overwrite_a=True), known["wrong"])
+    return {**known, "weights": weights.astype(np.float32), "trials": np.array(digest(trials))}
+
+
+def prepared(likeness: Likeness, trials: Sequence[Observed]) -> tuple[dict[str, NDArray[Any]], NDArray[np.float64]]:
+    """Arrays of a `Residual` but its weights, and the covariance of all trials."""
+    problems = np.array([likeness.problem(one.problem) for one in trials])
+    observed = [
+        (number, tuple(likeness.config(one.problem, config, one.gpu)), wrong)
+        for number, one in enumerate(trials)
+        for config, wrong in one.wrong.items()
+    ]
+    places = {coordinates: place for place, coordinates in enumerate(dict.fromkeys(coordinates for _, coordinates, _ in observed))}
+    problem_of = np.array([number for number, _, _ in observed], dtype=np.int16)
+    config_of = np.array([places[coordinates] for _, coordinates, _ in observed], dtype=np.int16)
+    wrong = np.array([wrong for _, _, wrong in observed], dtype=np.float32)
+    # As they are kept, so that the weights are those of what is read.
+    coordinates = {"problems": problems.astype(np.float32), "configs": np.array(list(places), dtype=np.float32)}
+    there, same = (alike(coordinates[name].astype(float), coordinates[name].astype(float)) for name in ("problems", "configs"))
+    covariance = likeness.together**2 * there[np.ix_(problem_of, problem_of)] + likeness.alone**2
+    covariance *= same[np.ix_(config_of, config_of)]
+    covariance += likeness.offset**2 * (problem_of[:, None] == problem_of[None, :])
+    covariance[np.diag_indices_from(covariance)] += likeness.noise**2
+    return {**coordinates, "problem_of": problem_of, "config_of": config_of, "wrong": wrong}, covariance
+
+
+class LeftOut:
+    """Regressions over all trials but those of one key, without solving anew (Rasmussen and Williams, 2006, equation 5.12)."""
+
+    def __init__(self, likeness: Likeness, trials: Sequence[Observed]) -> None:
+        self._likeness = likeness
+        self._known, covariance = prepared(likeness, trials)
+        self._inverse = np.linalg.inv(covariance)
+        self._weights = self._inverse @ self._known["wrong"]
+        self._keys = [one.problem.key(GPU.slug) for one in trials]
+
+    def without(self, key: ProblemKey) -> Residual:
+        """Regression over the trials of other keys."""
+        mine = np.isin(self._known["problem_of"], [place for place, one in enumerate(self._keys) if one == key])
+        weights = self._weights - self._inverse[:, mine] @ np.linalg.solve(self._inverse[np.ix_(mine, mine)], self._weights[mine])
+        others = {name: self._known[name][~mine] for name in ("problem_of", "config_of")}
+        return Residual(self._likeness, {**self._known, **others, "weights": weights[~mine]})
+
+
+def digest(trials: Sequence[Observed]) -> str:
+    """Digest of the trials."""
+    said = [[one.problem.label(), one.problem.batch, one.problem.heads, sorted(map(repr, one.times.items()))] for one in trials]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+
+
+def rates(trials: Sequence[Observed], wrong: Callable[[Problem, Sequence[Tried]], Sequence[float]]) -> list[float]:
+    """Rate of each problem's trial that is predicted to be the fastest, over the best trial's rate; of problems with enough trials."""
+    found = []
+    for one in trials:
+        logs = expected(one.problem, one.times, one.gpu)
+        if len(logs) >= CHOSEN_OF:
+            errors = dict(zip(logs, wrong(one.problem, list(logs)), strict=True))
+            first = min(logs, key={tried: logs[tried] + errors[tried] for tried in logs}.__getitem__)
+            found.append(min(one.times[tried] for tried in logs) / one.times[first])
+    return found
+
+
+def all_trials(likeness: Likeness) -> tuple[list[Observed], list[tuple[str, Observed]]]:
+    """Trials of records (of decoding steps also SPLITS), and those of runs with the run's name."""
+    tried = [(gpu, problem, trials) for gpu in GPUS for problem, trials in of_rows(gpu=gpu)]
+    rows = [found for gpu, problem, trials in tried if (found := observations(likeness, problem, trials, gpu)) is not None]
+    return [*rows, *(of_splits() if likeness is STEPS else ())], list(of_runs(likeness))
+
+
+def without_run(likeness: Likeness, rows: Sequence[Observed], runs: Sequence[tuple[str, Observed]], name: str) -> Residual:
+    """Regression over the trials of records and of all runs but one."""
+    return Residual(likeness, learn(likeness, [*rows, *(one for run, one in runs if run != name)]))
+
+
+def by_runs(rows: Sequence[Observed], runs: Sequence[tuple[str, Observed]]) -> None:
+    """Print the quality of choices among each run's trials, by a regression over records and other runs."""
+    found: dict[str, list[float]] = {"by the model": [], "and by trials": []}
+    for name in dict.fromkeys(name for name, _ in runs):
+        left_out, known = [one for run, one in runs if run == name], without_run(FORWARDS, rows, runs, name)
+        for word, shares in (
+            ("by the model", rates(left_out, unlearned)),
+            ("and by trials", rates(left_out, partial(known.of, target=GPU))),
+        ):
+            found[word] += shares
+            if shares:
+                print(f"{name} {word}: {said(shares)}")
+    for word, shares in found.items():
+        print(f"all {word}: {said(shares)}")
+
+
+def by_problems(likeness: Likeness, trials: Sequence[Observed]) -> None:
+    """Print the quality of choices among each problem's trials, by a regression over other keys, without and with dispatch's caution."""
+    others = LeftOut(likeness, trials)
+    known = [others.without(one.problem.key(GPU.slug)) for one in trials]
+    print(f"{likeness.file}, by the model: {said(rates(trials, unlearned))}")
+    for word, caution in (("and by trials", 0.0), ("with caution", CAUTION)):
+        shares = [rates([one], partial(of.of, target=GPU, caution=caution)) for one, of in zip(trials, known, strict=True)]
+        print(f"{likeness.file}, {word}: {said([share for of in shares for share in of])}")
+
+
+def unlearned(_: Problem, tried: Sequence[Tried]) -> Sequence[float]:
+    """No error: the cost model alone."""
+    return [0.0] * len(tried)
+
+
+def main() -> None:
+    """Print the quality with runs or problems left out; write the regression with --write."""
+    words = parser(__doc__)
+    words.add_argument("--write", action="store_true", help=f"write the regression over all trials into {FOLDER.name}/")
+    options = words.parse_args()
+    for likeness in LIKENESSES:
+        rows, runs = all_trials(likeness)
+        trials = [*rows, *(one for _, one in runs)]
+        print(f"{likeness.file}: {len(rows)} problems with {sum(len(one.wrong) for one in rows)} trials, {len(runs)} with others of runs")
+        if likeness is FORWARDS:
+            by_runs(rows, runs)
+        by_problems(likeness, trials)
+        if options.write:
+            np.savez_compressed(FOLDER / likeness.file, **learn(likeness, trials))
+
+
+def said(shares: Sequence[float]) -> str:
+    """A run's rates in a line."""
+    reached = ", ".join(f"{sum(share >= least for share in shares) / len(shares):.1%} from {least:.2f}" for least in (0.97, 0.9))
+    return f"{len(shares)} problems, mean {statistics.geometric_mean(shares):.4f}, {reached}, {min(shares):.2f} at least"

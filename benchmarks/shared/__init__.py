@@ -1,0 +1,1 @@
+"""Parts that several cases share: cells, peers, reports, child processes, searches, random shapes, committed trials."""

@@ -1,0 +1,49 @@
+"""Parts of a search on this machine's GPU, for cases in which several searches take turns: first candidates, checks, proposals."""
+
+from collections.abc import Mapping
+from functools import cache
+
+from flashtune.core.problem import Problem
+from flashtune.core.results import TuningRecord
+from flashtune.core.target import Target
+from flashtune.db.library import Library, shipped_path
+from flashtune.templates import families
+from flashtune.tuner.children import tasks
+from flashtune.tuner.propose.carrying import carried
+from flashtune.tuner.propose.sampling import ByExpectedImprovement
+from flashtune.tuner.propose.space import Candidate, SearchSpace
+from flashtune.tuner.replies import Failed
+
+
+def text_of(candidate: Candidate, problem: Problem) -> tasks.Source:
+    """Rendered text of a candidate for this problem."""
+    return tasks.Source.of(candidate.family, candidate.variant(problem.spec()))
+
+
+@cache
+def shipped() -> tuple[TuningRecord, ...]:
+    """Records of the package alone, whatever was searched on this machine."""
+    return tuple(Library.of(shipped_path()).winners())
+
+
+def first_candidates(problem: Problem, target: Target, *, count: int, seed: int) -> list[Candidate]:
+    """First candidates of a search: winners of near records, then those of the cost model and the hand-written starts."""
+    space = SearchSpace(families(), problem, target)
+    opening = ByExpectedImprovement(space, problem, seed=seed).opening
+    return list(dict.fromkeys([*carried(space, problem, shipped(), "measured"), *opening]))[:count]
+
+
+def check_first(problem: Problem, target: Target, seed: int, begin: int, end: int) -> list[Candidate]:
+    """In a child process: of the candidates `begin` to `end` that a search tries first, those that are right on this GPU, compiled."""
+    found = []
+    for candidate in first_candidates(problem, target, count=end, seed=seed)[begin:]:
+        if not isinstance(tasks.recheck_on_device(text_of(candidate, problem), problem, target, seed), Failed):
+            found.append(candidate)
+    return found
+
+
+def propose(problem: Problem, target: Target, seed: int, times_us: Mapping[Candidate, float], count: int) -> list[Candidate]:
+    """In a child process: candidates that a search tries next, after these times in microseconds; compiled, and not yet checked."""
+    space = SearchSpace(families(), problem, target)
+    found = ByExpectedImprovement(space, problem, seed=seed).propose(count, dict(times_us), ())
+    return [one for one in found if not isinstance(tasks.compile_candidate(text_of(one, problem), problem, target), Failed)]

@@ -1,0 +1,72 @@
+"""Committed times that models are fitted to: trials of records, shipped and archived, and searches of random shapes."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases.archive import folder
+from flashtune.core.config import Config
+from flashtune.core.problem import Features, Problem
+from flashtune.core.results import SearchResult
+from flashtune.core.target import Target, find_target
+from flashtune.db.library import shipped_path
+from flashtune.db.store import Store
+from flashtune.templates import families, family
+from flashtune.templates.learned.residual import Tried
+
+RESULTS = folder()
+GPU = find_target("h200")
+
+ARCHIVED = RESULTS / "2026-11-21-h200-forward" / "tuned.sqlite"
+"""Records of longer searches, of older kernels."""
+
+GAVE_WAY = RESULTS / "2026-11-25-h100-units" / "gave_way.sqlite"
+"""Records in whose place another GPU's ship."""
+
+Trials = dict[Tried, float]
+"""Microseconds of each."""
+
+
+def of_rows(databases: Sequence[Path] = (shipped_path(), ARCHIVED, GAVE_WAY), *, gpu: Target = GPU) -> Iterator[tuple[Problem, Trials]]:
+    """Trials of each record of a GPU in these databases."""
+    for path in databases:
+        with Store.open(path, writable=False) as store:
+            for result in store.results():
+                if result.gpu == gpu.slug:
+                    yield result.problem, times_of(result)
+
+
+def times_of(result: SearchResult) -> Trials:
+    """Every config that has a time in the scale of the trials, in microseconds; finalists by their race where that is all there is."""
+    known, found = families(), {}
+    for outcome in result.outcomes:
+        measured = outcome.trial or outcome.measurement
+        if measured is not None and outcome.fate.timed:
+            found[outcome.template, known[outcome.template].completed(outcome.config)] = measured.median_us
+    return found
+
+
+RUNS = sorted(RESULTS.glob("*-h200-unprepared/*.json"))
+"""Committed runs of the case `random_shapes` on an H200."""
+
+RUNS_ON_H100 = sorted(path for name in ("seed", "few", "short") for path in RESULTS.glob(f"*-h100*/{name}[0-9]*.json"))
+"""Committed runs on an H100."""
+
+
+def shapes_of(path: Path) -> Iterator[tuple[Problem, dict[str, Any], dict[str, Any]]]:
+    """Each shape of a run with its row and its search, empty where there was none."""
+    kept = json.loads(path.read_text())
+    for row in kept["rows"]:
+        problem = Problem(**row["problem"], features=Features.from_json(row["features"]))
+        yield problem, row, kept["searches"].get(problem.label(), {})
+
+
+def tried_in(search: dict[str, Any]) -> Trials:
+    """Trials of a shape's search, where the run kept them."""
+    return {tried_as(one): one["us"] for one in search.get("tried", [])}
+
+
+def tried_as(one: dict[str, Any]) -> Tried:
+    """The config of a trial, or of a search's best."""
+    return one["template"], family(one["template"]).completed(Config.of(one["config"]))

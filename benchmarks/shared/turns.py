@@ -1,0 +1,128 @@
+"""Timing of two ways of a call in turns, and the description of what serves ours: for cases that compare whole calls with torch's."""
+
+import json
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from benchmarks.shared.environment import made_by, output_folder
+from flashtune import dispatch
+from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan
+from flashtune.dispatch.resolve import layers
+
+Call = Callable[[], Any]
+
+DEVICE = "cuda"
+
+
+def timed_in_turns(calls: dict[str, Call], *, rounds: int, repeats: int, warm: bool = True) -> dict[str, list[float]]:
+    """Microseconds a call, of `repeats` back to back, for each of `rounds` and each of `calls`: wall time until the GPU is done.
+
+    A round before these isn't counted, unless they are not to be `warm`.
+    """
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(0 if warm else 1, rounds + 1):
+        for name in sorted(calls, reverse=turn % 2 == 1):
+            call = calls[name]
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(repeats):
+                call()
+            torch.cuda.synchronize()
+            if turn:
+                found[name].append((time.perf_counter() - start) / repeats * 1e6)
+    return found
+
+
+def host_in_turns(calls: dict[str, Call], *, rounds: int = 40, repeats: int = 48) -> dict[str, list[float]]:
+    """Microseconds of host time a call: the GPU catches up between groups of calls that its queue holds."""
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds + 2):
+        for name in sorted(calls, reverse=turn % 2 == 1):
+            call = calls[name]
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(repeats):
+                call()
+            spent = time.perf_counter() - start
+            if turn > 1:
+                found[name].append(spent / repeats * 1e6)
+    torch.cuda.synchronize()
+    return found
+
+
+def medians(found: dict[str, list[float]]) -> dict[str, float]:
+    """The median of each."""
+    return {name: round(statistics.median(times), 2) for name, times in found.items()}
+
+
+def guarded(cell: dict[str, Any], measure: Callable[[], dict[str, Any]], *, limit_s: float = 90.0) -> Iterator[dict[str, Any]]:
+    """The row that `measure` returns; where it fails or takes longer than `limit_s`, the cell with the reason."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"no result within {limit_s:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield measure()
+    except Exception as error:
+        lines = str(error).strip().splitlines() or ["no message"]
+        yield cell | {"failed": f"{type(error).__name__}: {lines[0][:300]}"}
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()
+
+
+def tensors(
+    b: int, h: int, n: int, d: int, *, kv_heads: int | None = None, n_kv: int | None = None, dtype: torch.dtype = torch.bfloat16
+) -> Any:
+    """Random q, k, v."""
+    q = torch.randn(b, h, n, d, device=DEVICE, dtype=dtype)
+    k, v = (torch.randn(b, kv_heads or h, n_kv or n, d, device=DEVICE, dtype=dtype) for _ in range(2))
+    return q, k, v
+
+
+def described(plan: Any) -> str:
+    """Description of a plan: `framework`, or a kernel's module, its launches a call and where its machine code is from."""
+    if not isinstance(plan, KernelPlan):
+        return "framework" if isinstance(plan, FrameworkPlan) else "kernels with gradients"
+    name = plan.module.__name__.rpartition(".")[2].removeprefix("flashtune_host_")
+    if plan.program is None:
+        return f"{name} by Triton's launcher"
+    source = "compiled here"
+    if plan.manifest is not None and (plan.manifest.archive or plan.manifest.folder) is not None:
+        source = "cache" if plan.manifest.archive is None else "package"
+    return f"{name}, {len(plan.program.recorded)} launches, {source}"
+
+
+def served_by(call: Call) -> str:
+    """Description of the plans that serve a call of ours, chosen anew."""
+    dispatch.reload()
+    call()
+    return "; ".join(sorted({described(plan) for plan in layers.current().plans.values()}))
+
+
+def report(name: str, parts: dict[str, Callable[[], Iterator[dict[str, Any]]]]) -> None:
+    """Run parts, print their rows as they come, and write NAME.json after each; raises SystemExit where one failed."""
+    results: dict[str, Any] = {"provenance": made_by(None)}
+    failed = 0
+    for part, rows in parts.items():
+        started = time.perf_counter()
+        results[part] = []
+        print(part, flush=True)
+        for row in rows():
+            results[part].append(row)
+            failed += "failed" in row
+            shown = "  ".join(f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items())
+            print(f"  {shown}", flush=True)
+            (output_folder() / f"{name}.json").write_text(json.dumps(results, indent=1))
+        print(f"  ({time.perf_counter() - started:.0f} s)", flush=True)
+    if failed:
+        raise SystemExit(f"{failed} of the figures could not be measured")

@@ -1,0 +1,272 @@
+"""Forward calls on a GPU beyond numbers: threads, streams, CUDA graphs, torch.compile, views, first calls; whole outputs beside torch's."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from call_checks import close, in_threads, inputs
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from flashtune import dispatch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="streams and graphs need a GPU")
+
+
+@pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    torch.manual_seed(0)
+
+
+def prepared_plans() -> int:
+    """How many plans launch through the driver."""
+    from flashtune.dispatch.resolve import layers
+
+    return sum(getattr(plan, "program", None) is not None for plan in layers.current().plans.values())
+
+
+def test_kernels_are_launched_through_the_driver() -> None:
+    """plain, causal, shared heads, mask, bias, window, soft cap, ALiBi, sinks, dropout, fp8 and decoding go through prepared launches"""
+    dispatch.reload()
+    q, k, v = inputs()
+    mask = torch.rand(384, 384, device="cuda") > 0.3
+    slopes = torch.rand(8, device="cuda")
+    calls: list[dict[str, Any]] = [
+        {}, {"is_causal": True}, {"attn_mask": mask}, {"window": 64}, {"softcap": 20.0}, {"alibi_slopes": slopes}, {"sinks": slopes},
+        {"dropout_p": 0.1, "seed": 3},
+        {"attn_mask": torch.randn(1, 8, 384, 384, device="cuda", dtype=torch.bfloat16)}, {"return_lse": True},
+    ]  # fmt: skip
+    for words in calls:
+        served = dispatch.explain(q, k, v, **words).kind
+        before = prepared_plans()
+        ours = dispatch.attention(q, k, v, **words)
+        again = dispatch.attention(q, k, v, **words)
+        ours, again = (x[0] if isinstance(x, tuple) else x for x in (ours, again))
+        assert torch.equal(ours, again), f"{list(words)}: two calls differ"
+        if not {"softcap", "alibi_slopes", "sinks", "dropout_p", "window", "return_lse"} & set(words):
+            close(ours, sdpa(q, k, v, **words))
+        assert served == "framework" or prepared_plans() == before + 1, f"{list(words)} (served: {served}) went through Triton"
+    few = torch.randn(2, 8, 1, 128, device="cuda", dtype=torch.bfloat16)
+    close(dispatch.attention(few, k, v), sdpa(few, k, v))
+    fp8 = [x.to(torch.float8_e4m3fn) for x in (q, k, v)]
+    wanted = sdpa(*(x.to(torch.bfloat16) for x in fp8))
+    close(dispatch.attention(*fp8), wanted)
+    close(dispatch.attention(*fp8, q_descale=2.0, k_descale=torch.full((), 0.5, device="cuda")), wanted)
+
+
+def test_biases_that_the_copy_engine_does_not_take() -> None:
+    """biases whose rows or first element aren't aligned, whole or repeated, go through prepared launches, each call with its own"""
+    dispatch.reload()
+    q, k, v = inputs(2, 8, 333, 64)
+    shapes = ((1, 8, 333, 333), (2, 8, 333, 333), (2, 1, 333, 333), (333, 333), (2, 8, 1, 333))
+    for shape in shapes:
+        before, biases = prepared_plans(), [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+        served = dispatch.explain(q, k, v, attn_mask=biases[0]).kind
+        for bias in biases:
+            close(dispatch.attention(q, k, v, attn_mask=bias), sdpa(q, k, v, attn_mask=bias))
+        assert served == "framework" or prepared_plans() == before + 1, f"{shape} (served: {served}) went through Triton"
+    k, v = (x[:, :, :328].contiguous() for x in (k, v))
+    shifted = torch.randn(333 * 328 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(333, 328)
+    close(dispatch.attention(q, k, v, attn_mask=shifted), sdpa(q, k, v, attn_mask=shifted.clone()))
+
+
+def test_threads_with_streams_of_their_own() -> None:
+    """16 threads on 8 streams share one plan, and every output is what the call gives alone"""
+    streams = [torch.cuda.Stream() for _ in range(8)]
+    sets = [inputs(1, 8, 512, 128) for _ in range(16)]
+    wanted = [dispatch.attention(*one, is_causal=True) for one in sets]
+    torch.cuda.synchronize()
+    wrong: list[int] = []
+
+    def work(index: int) -> None:
+        with torch.cuda.stream(streams[index % 8]):
+            outs = [dispatch.attention(*sets[index], is_causal=True) for _ in range(200)]
+            torch.cuda.current_stream().synchronize()
+        if not all(torch.equal(out, wanted[index]) for out in outs):
+            wrong.append(index)
+
+    in_threads(16, work)
+    assert not wrong, f"threads {wrong} got wrong outputs"
+
+
+def test_first_calls_of_sixteen_threads_at_once() -> None:
+    """16 new threads make a first call of one signature at once, none with a CUDA context of its own"""
+    dispatch.reload()
+    q, k, v = inputs(1, 4, 640, 64)
+    wanted = sdpa(q, k, v)
+    torch.cuda.synchronize()
+    barrier = threading.Barrier(16)
+
+    def work(index: int) -> None:
+        barrier.wait()
+        for _ in range(3):
+            close(dispatch.attention(q, k, v), wanted)
+
+    in_threads(16, work)
+
+
+def test_graphs_capture_first_and_later_calls() -> None:
+    """a CUDA graph captures a first call and a remembered one; replays follow new inputs, beside an eager loop on another stream"""
+    for known in (False, True):
+        dispatch.reload()
+        q, k, v = inputs(2, 8, 1024, 64)
+        if known:
+            dispatch.attention(q, k, v, is_causal=True)
+        # What torch itself sets up at a first call isn't part of the check.
+        sdpa(q, k, v, is_causal=True)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = dispatch.attention(q, k, v, is_causal=True)
+        other = inputs(2, 8, 1024, 64)
+        stream = torch.cuda.Stream()
+        alone = dispatch.attention(*other, is_causal=True)
+        for _ in range(5):
+            for x in (q, k, v):
+                x.normal_()
+            torch.cuda.synchronize()
+            with torch.cuda.stream(stream):
+                beside = [dispatch.attention(*other, is_causal=True) for _ in range(20)]
+            for _ in range(20):
+                graph.replay()
+            torch.cuda.synchronize()
+            close(out, sdpa(q, k, v, is_causal=True))
+            assert all(torch.equal(x, alone) for x in beside)
+        from flashtune.dispatch.resolve import layers
+
+        assert not layers.current().broken, f"a capture marked kernels broken: {layers.current().broken}"
+
+
+def test_dropout_in_a_graph_draws_anew() -> None:
+    """unseeded dropout can be captured, and replays draw new masks"""
+    dispatch.reload()
+    q, k, v = inputs(1, 4, 256, 64)
+    # What torch itself sets up at a first call isn't part of the check.
+    sdpa(q, k, v, dropout_p=0.5)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = dispatch.attention(q, k, v, dropout_p=0.5)
+    graph.replay()
+    first = out.clone()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert not torch.equal(first, out)
+
+
+def test_compiled_calls() -> None:
+    """torch.compile, with and without CUDA graphs of its own, gives what eager gives"""
+    for mode in (None, "reduce-overhead"):
+        torch._dynamo.reset()
+        dispatch.reload()
+        compiled = torch.compile(lambda q, k, v: dispatch.attention(q * 2, k, v, is_causal=True) + 1, fullgraph=True, mode=mode)
+        for _ in range(5):
+            q, k, v = inputs(2, 8, 512, 128)
+            with torch.no_grad():
+                close(compiled(q, k, v), sdpa(q * 2, k, v, is_causal=True) + 1)
+
+
+def test_eager_calls_after_graph_trees() -> None:
+    """what a first call allocates while graph trees warm up stays whole after them"""
+    torch._dynamo.reset()
+    dispatch.reload()
+    compiled = torch.compile(lambda q, k, v: dispatch.attention(q, k, v, is_causal=True), mode="reduce-overhead")
+    q, k, v = inputs(1, 16, 2048, 128)
+    with torch.no_grad():
+        for _ in range(4):
+            compiled(q, k, v)
+        junk = [torch.full((1 << 20,), 7, dtype=torch.int32, device="cuda") for _ in range(16)]
+        for _ in range(3):
+            close(dispatch.attention(q, k, v, is_causal=True), sdpa(q, k, v, is_causal=True))
+            close(compiled(q, k, v), sdpa(q, k, v, is_causal=True))
+        del junk
+
+
+def test_layouts_in_turn() -> None:
+    """calls of one shape whose tensors differ in alignment and strides each get what they can be read with"""
+    b, h, n, d = 2, 4, 200, 64
+    for _ in range(2):
+        for shift in (0, 1, 3, 8):
+            for which in range(3):
+                tensors = inputs(b, h, n, d)
+                room = torch.zeros(b * h * n * d + 8, device="cuda", dtype=torch.bfloat16)
+                moved = room[shift : shift + b * h * n * d].view(b, h, n, d).copy_(tensors[which])
+                tensors[which] = moved
+                close(dispatch.attention(*tensors, is_causal=True), sdpa(*(x.clone() for x in tensors), is_causal=True))
+    packed = torch.randn(2, 300, 3, 8, 64, device="cuda", dtype=torch.bfloat16)
+    q, k, v = packed.permute(2, 0, 3, 1, 4)
+    close(dispatch.attention(q, k, v), sdpa(q, k, v))
+
+
+def test_views_that_are_only_marked_negative() -> None:
+    """a view with the negative bit counts as what it stands for"""
+    z = torch.randn(2, 4, 64, 32, dtype=torch.complex64, device="cuda")
+    q = z.conj().imag
+    k, v = (torch.randn(2, 4, 64, 32, device="cuda") for _ in range(2))
+    torch.testing.assert_close(dispatch.attention(q, k, v), sdpa(q.resolve_neg(), k, v), atol=2e-2, rtol=2e-2)
+
+
+def test_other_devices_and_streams() -> None:
+    """a call runs on the current stream: work enqueued before it is waited for"""
+    q, k, v = inputs(4, 16, 1024, 64)
+    stream = torch.cuda.Stream()
+    dispatch.attention(q, k, v)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        q2 = q * 2
+        out = dispatch.attention(q2, k, v)
+    stream.synchronize()
+    close(out, sdpa(q * 2, k, v))
+
+
+def test_misled_calls_go_over_to_the_twin_and_come_back() -> None:
+    """calls whose scores mislead a kernel that settles maxima are served by its twin, without waiting, and its own again later"""
+    from flashtune.core.problem import Features, Problem
+    from flashtune.dispatch.plans.misled import LONGEST_PERIOD
+    from flashtune.tuner.verify.distributions import redistribute
+    from flashtune.tuner.verify.inputs import make_inputs
+
+    dispatch.reload()
+    problem = Problem(batch=4, heads=16, kv_heads=16, n_q=4096, n_kv=4096, d=128, d_v=128, dtype="bf16", features=Features(causal=True))
+    normal, misled = (make_inputs(problem, device="cuda", seed=0) for _ in range(2))
+    redistribute(misled, "misled-100%")
+    data = {name: (x.q, x.k, x.v) for name, x in (("normal", normal), ("misled", misled))}
+    expected = {name: sdpa(*tensors, is_causal=True) for name, tensors in data.items()}
+
+    def call(name: str, count: int) -> None:
+        for _ in range(count):
+            out = dispatch.attention(*data[name], is_causal=True)
+        close(out, expected[name])
+
+    def told() -> dispatch.Explanation:
+        torch.cuda.synchronize()
+        return dispatch.explain(*data["normal"], is_causal=True)
+
+    call("normal", 50)
+    assert told().twin is not None, "the row that serves has no twin"
+    assert (told().misled_programs, told().went_over, told().twin_serves) == (0, 0, False), "random numbers mislead nothing"
+    call("misled", 1)
+    assert told().misled_programs > 0
+    # Of the second fifty the first sees what the others counted while the host was ahead.
+    call("misled", 50)
+    call("misled", 50)
+    assert (told().went_over, told().twin_serves) == (1, True)
+    before, counted = torch.are_deterministic_algorithms_enabled(), told().misled_programs
+    torch.use_deterministic_algorithms(True)
+    try:
+        call("misled", 2)
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert told().misled_programs > counted, "in deterministic mode one kernel serves"
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = dispatch.attention(*data["misled"], is_causal=True)
+    counted = told().misled_programs
+    graph.replay()
+    assert told().misled_programs == counted, "the graph has the twin"
+    close(out, expected["misled"])
+    in_threads(4, lambda place: call("misled" if place % 2 else "normal", 100))
+    call("normal", 5 * LONGEST_PERIOD)
+    assert not told().twin_serves, "it came back"
+    assert "again" in told().reason
