@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.shared.environment import parser
+from benchmarks.shared.environment import argument_parser
 
 HERE = Path(__file__).parent.parent / "results"
 ARCHIVE = HERE / "archive.tar.xz"
@@ -100,9 +100,9 @@ def lines_of(path: Path, kept: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
 
 def main() -> None:
     """Unpack or pack."""
-    words = parser(__doc__)
-    words.add_argument("--pack", action="store_true", help="write the archive, tables and newest runs anew")
-    if words.parse_args().pack:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--pack", action="store_true", help="write the archive, tables and newest runs anew")
+    if parser.parse_args().pack:
         pack()
     else:
         print(folder())

@@ -38,7 +38,7 @@ from benchmarks.shared.backward_cells import (
     time_cell,
 )
 from benchmarks.shared.children import NO_TIME, in_children, until
-from benchmarks.shared.environment import made_by, names_of, numbers_of, output_folder, parser, this_gpu
+from benchmarks.shared.environment import argument_parser, made_by, names_of, numbers_of, output_folder, this_gpu
 from flashtune.core.results import Measurement
 from flashtune.core.tolerances import tolerance
 
@@ -118,22 +118,22 @@ def _table(rows: list[Row], over: dict[str, Callable[[Row], float | None]]) -> s
 
 def arguments() -> argparse.Namespace:
     """Options of the command line."""
-    words = parser(__doc__)
-    words.add_argument("--cells", type=lambda text: names_of(text, GROUPS, "cells"), default=",".join(GROUPS), help="groups (%(default)s)")
-    words.add_argument("--random", type=int, default=0, metavar="COUNT", help="random shapes without records instead, chosen as for users")
-    words.add_argument("--combined", action="store_true", help="several features at once instead, chosen as for users")
-    kinds = words.add_mutually_exclusive_group()
+    parser = argument_parser(__doc__)
+    parser.add_argument("--cells", type=lambda text: names_of(text, GROUPS, "cells"), default=",".join(GROUPS), help="groups (%(default)s)")
+    parser.add_argument("--random", type=int, default=0, metavar="COUNT", help="random shapes without records instead, chosen as for users")
+    parser.add_argument("--combined", action="store_true", help="several features at once instead, chosen as for users")
+    kinds = parser.add_mutually_exclusive_group()
     for kind, what in (("sequences", "one sequence or two, as models are fine-tuned"), ("captions", "16 to 128 keys, as captions have")):
         kinds.add_argument(f"--{kind}", dest="kind", action="store_const", const=kind, default="training", help=f"random shapes of {what}")
-    words.add_argument("--d", type=numbers_of, help="only these head sizes, with commas between them")
-    words.add_argument("--n", type=numbers_of, help="only these lengths, with commas between them")
-    words.add_argument("--only", default="", help="only cells whose name this regular expression finds")
-    words.add_argument("--seconds", type=float, default=0.5, help="timing per cell (default: %(default)s)")
-    words.add_argument("--limit", type=float, default=180.0, help="seconds after which a cell is killed (default: %(default)s)")
-    words.add_argument("--jobs", type=int, default=4, help="cells checked at once (default: %(default)s)")
-    words.add_argument("--budget-s", type=float, default=math.inf, help="seconds for everything; cells beyond it are left out")
-    words.add_argument("--seed", type=int, default=0)
-    return words.parse_args()
+    parser.add_argument("--d", type=numbers_of, help="only these head sizes, with commas between them")
+    parser.add_argument("--n", type=numbers_of, help="only these lengths, with commas between them")
+    parser.add_argument("--only", default="", help="only cells whose name this regular expression finds")
+    parser.add_argument("--seconds", type=float, default=0.5, help="timing per cell (default: %(default)s)")
+    parser.add_argument("--limit", type=float, default=180.0, help="seconds after which a cell is killed (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=4, help="cells checked at once (default: %(default)s)")
+    parser.add_argument("--budget-s", type=float, default=math.inf, help="seconds for everything; cells beyond it are left out")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
 
 
 def chosen_cells(options: argparse.Namespace, gpu: str) -> list[Cell]:

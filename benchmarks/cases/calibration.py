@@ -11,7 +11,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from benchmarks.fit.residual import all_trials, without_run
-from benchmarks.shared.environment import parser
+from benchmarks.shared.environment import argument_parser
 from benchmarks.shared.trials import RUNS, RUNS_ON_H100, shapes_of, tried_as
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target, find_target
@@ -59,7 +59,7 @@ def coverage(cases: list[Case]) -> dict[str, tuple[int, int, int]]:
 
 def main() -> None:
     """Print a line to each range of estimates."""
-    parser(__doc__).parse_args()
+    argument_parser(__doc__).parse_args()
     cases: list[Case] = []
     rows = [record for record in Library.of(shipped_path()).records() if record.key.direction == "fwd"]
     trials = {likeness: all_trials(likeness) for likeness in LIKENESSES}

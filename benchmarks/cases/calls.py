@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from benchmarks.shared.environment import names_of, parser, this_gpu
+from benchmarks.shared.environment import argument_parser, names_of, this_gpu
 from benchmarks.shared.turns import DEVICE, Call, guarded, host_in_turns, medians, report, served_by, tensors, timed_in_turns
 from flashtune import dispatch
 
@@ -249,9 +249,9 @@ PARTS = {"host": host_part, "grid": grid_part, "process": process_part, "trainin
 
 def main() -> None:
     """Run the parts that are named."""
-    words = parser(__doc__)
+    parser = argument_parser(__doc__)
     names = tuple(PARTS)
-    words.add_argument("--parts", type=lambda text: names_of(text, names, "parts"), default=",".join(names), help="parts (%(default)s)")
-    options = words.parse_args()
+    parser.add_argument("--parts", type=lambda text: names_of(text, names, "parts"), default=",".join(names), help="parts (%(default)s)")
+    options = parser.parse_args()
     this_gpu()
     report("calls", {name: PARTS[name] for name in options.parts})

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 
 from benchmarks.cases.check_numerics import every_problem, paths
-from benchmarks.shared.environment import parser
+from benchmarks.shared.environment import argument_parser
 from flashtune.core.problem import Problem
 from flashtune.core.results import Fate
 from flashtune.core.target import Target, find_target, targets
@@ -50,11 +50,11 @@ def candidates(chosen: list[Family], on: list[Target]) -> Iterator[tuple[Problem
 
 def main() -> None:
     """Compile in parallel, and report."""
-    words = parser(__doc__)
-    words.add_argument("--template", choices=list(families()), help="only this family")
-    words.add_argument("--gpu-name", type=find_target, help="only for this GPU")
-    words.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    options = words.parse_args()
+    parser = argument_parser(__doc__)
+    parser.add_argument("--template", choices=list(families()), help="only this family")
+    parser.add_argument("--gpu-name", type=find_target, help="only for this GPU")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    options = parser.parse_args()
     chosen = [family for family in families().values() if options.template in (None, family.name)]
     compiled = failed = 0
     with Workers(jobs=options.jobs) as workers:

@@ -12,7 +12,7 @@ import statistics
 import time
 from dataclasses import dataclass, replace
 
-from benchmarks.shared.environment import made_by, output_folder, parser, this_gpu
+from benchmarks.shared.environment import argument_parser, made_by, output_folder, this_gpu
 from flashtune.core.config import Config
 from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Fate
@@ -192,11 +192,11 @@ def faults(workers: Workers, target: Target, only: str, seed: int) -> list[dict[
 
 def main() -> None:
     """Plant, check, measure, write."""
-    words = parser(__doc__)
-    words.add_argument("--seed", type=int, default=0)
-    words.add_argument("--only", default="", help="only faults whose name holds this")
-    words.add_argument("--without-costs", action="store_true", help="leave out what checks cost")
-    options = words.parse_args()
+    parser = argument_parser(__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="only faults whose name holds this")
+    parser.add_argument("--without-costs", action="store_true", help="leave out what checks cost")
+    options = parser.parse_args()
     target = this_gpu()
     if not target.is_hopper:
         raise SystemExit(f"check_gate plants faults in Hopper kernels, and this machine has an {target.slug}: run it on an H100 or H200")

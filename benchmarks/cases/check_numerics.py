@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
 
-from benchmarks.shared.environment import made_by, output_folder, parser, this_gpu
+from benchmarks.shared.environment import argument_parser, made_by, output_folder, this_gpu
 from flashtune.core.config import Config, Direction
 from flashtune.core.problem import DIRECTIONS, Features, Problem
 from flashtune.core.results import Fate
@@ -96,12 +96,12 @@ def paths(family: Family, problem: Problem, target: Target) -> list[Config]:
 
 def main() -> None:
     """Compile all in parallel, check one after another, write."""
-    words = parser(__doc__)
-    words.add_argument("--seed", type=int, default=0)
-    words.add_argument("--template", help="only this family")
-    words.add_argument("-k", default="", help="only problems whose label holds this (sinks, d64, causal)")
-    words.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    options = words.parse_args()
+    parser = argument_parser(__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--template", help="only this family")
+    parser.add_argument("-k", default="", help="only problems whose label holds this (sinks, d64, causal)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    options = parser.parse_args()
     target, rows = this_gpu(), []
     with Workers(jobs=options.jobs) as workers:
         waiting = []

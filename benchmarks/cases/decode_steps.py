@@ -15,7 +15,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from benchmarks.shared.environment import parser, this_gpu
+from benchmarks.shared.environment import argument_parser, this_gpu
 from benchmarks.shared.turns import Call, guarded, host_in_turns, medians, report, served_by, tensors, timed_in_turns
 from flashtune import dispatch
 
@@ -93,9 +93,9 @@ def rows() -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """Time the steps."""
-    words = parser(__doc__)
-    words.add_argument("--use", metavar="DB", help="a database whose records count before the shipped ones")
-    options = words.parse_args()
+    parser = argument_parser(__doc__)
+    parser.add_argument("--use", metavar="DB", help="a database whose records count before the shipped ones")
+    options = parser.parse_args()
     this_gpu()
     with torch.no_grad(), contextlib.nullcontext() if options.use is None else dispatch.use(options.use):
         report("decode_steps", {"steps": rows})

@@ -24,7 +24,7 @@ from dataclasses import replace
 
 from benchmarks.shared.cells import USUAL, Cell, cells, groups_of, peers_of_text
 from benchmarks.shared.children import NO_TIME, in_children, until
-from benchmarks.shared.environment import made_by, numbers_of, output_folder, parser, this_gpu
+from benchmarks.shared.environment import argument_parser, made_by, numbers_of, output_folder, this_gpu
 from benchmarks.shared.peers import Checked, check_cell, start, time_cell
 from benchmarks.shared.report import Row, summary, tables
 
@@ -70,18 +70,18 @@ def run(
 
 def arguments() -> argparse.Namespace:
     """Options of the command line."""
-    words = parser(__doc__)
-    words.add_argument("--cells", type=groups_of, default=",".join(USUAL), help="groups of cells; also models and scores (%(default)s)")
-    words.add_argument("--d", type=numbers_of, help="only these head sizes, with commas between them")
-    words.add_argument("--n", type=numbers_of, help="only these numbers of keys, with commas between them")
-    words.add_argument("--only", default="", metavar="PATTERN", help="only cells whose name this regular expression finds")
-    words.add_argument("--without", type=peers_of_text, default="", help="peers to leave out, such as flex, which compiles for longest")
-    words.add_argument("--seconds", type=float, default=0.5, help="timing per cell (default: %(default)s)")
-    words.add_argument("--budget-s", type=float, default=math.inf, help="seconds for everything; cells beyond it are left out")
-    words.add_argument("--limit", type=float, default=120.0, help="seconds after which a cell is killed (default: %(default)s)")
-    words.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="cells checked at once (default: %(default)s)")
-    words.add_argument("--seed", type=int, default=0)
-    return words.parse_args()
+    parser = argument_parser(__doc__)
+    parser.add_argument("--cells", type=groups_of, default=",".join(USUAL), help="groups of cells; also models and scores (%(default)s)")
+    parser.add_argument("--d", type=numbers_of, help="only these head sizes, with commas between them")
+    parser.add_argument("--n", type=numbers_of, help="only these numbers of keys, with commas between them")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="only cells whose name this regular expression finds")
+    parser.add_argument("--without", type=peers_of_text, default="", help="peers to leave out, such as flex, which compiles for longest")
+    parser.add_argument("--seconds", type=float, default=0.5, help="timing per cell (default: %(default)s)")
+    parser.add_argument("--budget-s", type=float, default=math.inf, help="seconds for everything; cells beyond it are left out")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds after which a cell is killed (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="cells checked at once (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.shared.environment import names_of, parser, this_gpu
+from benchmarks.shared.environment import argument_parser, names_of, this_gpu
 from benchmarks.shared.turns import DEVICE, Call, described, guarded, medians, report, timed_in_turns
 from flashtune import dispatch
 from flashtune.dispatch.resolve import layers
@@ -148,8 +148,8 @@ def pair(what: str, times: dict[str, float]) -> dict[str, float]:
 
 def main() -> None:
     """Run the models that are named."""
-    words = parser(__doc__)
-    words.add_argument("--models", type=lambda text: names_of(text, MODELS, "models"), default=",".join(MODELS), help="(%(default)s)")
-    options = words.parse_args()
+    parser = argument_parser(__doc__)
+    parser.add_argument("--models", type=lambda text: names_of(text, MODELS, "models"), default=",".join(MODELS), help="(%(default)s)")
+    options = parser.parse_args()
     this_gpu()
     report("models", {"models": lambda: models_part(options.models)})

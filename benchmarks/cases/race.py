@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.shared.children import NO_TIME, Children, Job, until
-from benchmarks.shared.environment import command, parser, this_gpu
+from benchmarks.shared.environment import argument_parser, command, this_gpu
 from benchmarks.shared.racing import Candidates, Work, of_another_gpu, of_changed, of_models, of_records, shipped_first, ships
 from flashtune.core.config import KernelSpec
 from flashtune.core.problem import Problem
@@ -202,24 +202,24 @@ def result_of(problem: Problem, checked: list[Checked], raced: dict[str, Any], g
 
 def arguments() -> argparse.Namespace:
     """Options of the command line."""
-    words = parser(__doc__)
-    words.add_argument("--db", help="the database to write")
-    words.add_argument("--records", default=str(shipped_path()), help="the database whose records race (default: the shipped one)")
-    which = words.add_mutually_exclusive_group()
+    parser = argument_parser(__doc__)
+    parser.add_argument("--db", help="the database to write")
+    parser.add_argument("--records", default=str(shipped_path()), help="the database whose records race (default: the shipped one)")
+    which = parser.add_mutually_exclusive_group()
     which.add_argument("--records-of", metavar="GPU", help="race the problems of this GPU's records that this machine's has none of")
     which.add_argument("--changed", action="store_true", help="race records whose kernel has changed, with their best configs alone")
     which.add_argument("--models", action="store_true", help="race models' attentions that have no record")
-    words.add_argument("--only", default="", metavar="PATTERN", help="only problems whose label this regular expression finds")
-    words.add_argument("--most", type=int, default=2, help="stored configs of each problem (default: %(default)s)")
-    words.add_argument("--jobs", type=int, default=8, help="processes that check (default: %(default)s)")
-    words.add_argument("--seconds", type=float, default=0.4, help="of timing for each problem (default: %(default)s)")
-    words.add_argument("--limit-s", type=float, default=90.0, help="for each problem (default: %(default)s)")
-    words.add_argument("--budget-s", type=float, default=math.inf, help="seconds for everything; problems beyond it are left out")
-    words.add_argument("--list", action="store_true", help="print the problems in their order and end; needs no GPU")
-    words.add_argument("--seed", type=int, default=0)
-    options = words.parse_args()
+    parser.add_argument("--only", default="", metavar="PATTERN", help="only problems whose label this regular expression finds")
+    parser.add_argument("--most", type=int, default=2, help="stored configs of each problem (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=8, help="processes that check (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=0.4, help="of timing for each problem (default: %(default)s)")
+    parser.add_argument("--limit-s", type=float, default=90.0, help="for each problem (default: %(default)s)")
+    parser.add_argument("--budget-s", type=float, default=math.inf, help="seconds for everything; problems beyond it are left out")
+    parser.add_argument("--list", action="store_true", help="print the problems in their order and end; needs no GPU")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
     if options.db is None and not options.list:
-        words.error("the following arguments are required: --db")
+        parser.error("the following arguments are required: --db")
     return options
 
 

@@ -20,7 +20,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.shared.environment import output_folder, parser
+from benchmarks.shared.environment import argument_parser, output_folder
 from flashtune.core.config import Config
 from flashtune.core.launching import compiler_options, provided
 from flashtune.core.modules import load_source
@@ -237,12 +237,12 @@ def _parted(where: str) -> tuple[str, int]:
 
 def main() -> None:
     """Report on the kernels that are named, or be the process that launches one."""
-    words = parser(__doc__)
-    words.add_argument("--kernels", default="running,settling", help=f"of {', '.join(KERNELS)} (default: %(default)s)")
-    words.add_argument("--replace", nargs=2, metavar=("OLD", "NEW"), help="change the rendered text")
-    words.add_argument("--limit", type=float, default=80.0, help="seconds for all kernels, which run at once (default: %(default)s)")
-    words.add_argument("--launch", choices=KERNELS, help="launch one kernel in this process, and nothing more")
-    options = words.parse_args()
+    parser = argument_parser(__doc__)
+    parser.add_argument("--kernels", default="running,settling", help=f"of {', '.join(KERNELS)} (default: %(default)s)")
+    parser.add_argument("--replace", nargs=2, metavar=("OLD", "NEW"), help="change the rendered text")
+    parser.add_argument("--limit", type=float, default=80.0, help="seconds for all kernels, which run at once (default: %(default)s)")
+    parser.add_argument("--launch", choices=KERNELS, help="launch one kernel in this process, and nothing more")
+    options = parser.parse_args()
     folder, names = output_folder(), options.kernels.split(",")
     if options.launch:
         launch(options.launch, options.replace, folder)

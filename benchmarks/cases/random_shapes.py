@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.shared.cells import Cell
 from benchmarks.shared.children import NO_TIME, Answer, Children, Job, until
-from benchmarks.shared.environment import made_by, output_folder, parser, this_gpu
+from benchmarks.shared.environment import argument_parser, made_by, output_folder, this_gpu
 from benchmarks.shared.peers import OURS, OWN, Checked, check_cell, data_of, leave_if_sticky, peers_of, start, stopwatch
 from benchmarks.shared.random_shapes import guess_us, random_problems
 from benchmarks.shared.report import Row, tables
@@ -275,22 +275,22 @@ def search_json(cell: Cell, shape: Shape) -> dict[str, Any]:
 
 def arguments() -> argparse.Namespace:
     """Options of the command line."""
-    words = parser(__doc__)
-    words.add_argument("--count", type=int, default=40, help="shapes (default: %(default)s)")
-    kinds = words.add_mutually_exclusive_group()
+    parser = argument_parser(__doc__)
+    parser.add_argument("--count", type=int, default=40, help="shapes (default: %(default)s)")
+    kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--steps", dest="kind", action="store_const", const="steps", default="any", help="decoding steps alone")
     kinds.add_argument("--few", dest="kind", action="store_const", const="few", help="few queries over a cache alone")
     kinds.add_argument("--short", dest="kind", action="store_const", const="short", help="many short sequences alone")
-    words.add_argument("--seed", type=int, default=0, help="of the shapes, their inputs and the searches (default: %(default)s)")
-    words.add_argument("--trials", type=int, default=12, help="first candidates of each search (default: %(default)s)")
-    words.add_argument("--seconds", type=float, default=0.25, help="timing per cell (default: %(default)s)")
-    words.add_argument("--limit", type=float, default=60.0, help="seconds after which a cell is killed (default: %(default)s)")
-    words.add_argument(
+    parser.add_argument("--seed", type=int, default=0, help="of the shapes, their inputs and the searches (default: %(default)s)")
+    parser.add_argument("--trials", type=int, default=12, help="first candidates of each search (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=0.25, help="timing per cell (default: %(default)s)")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds after which a cell is killed (default: %(default)s)")
+    parser.add_argument(
         "--budget-s", type=float, default=math.inf, help="seconds for everything; what lacks time is tried of less or left out"
     )
-    words.add_argument("--jobs", type=int, default=max(1, cores() - 1), help="checks, or compilers, at once (default: %(default)s)")
-    words.add_argument("--list", action="store_true", help="print the shapes of an H200 and end")
-    return words.parse_args()
+    parser.add_argument("--jobs", type=int, default=max(1, cores() - 1), help="checks, or compilers, at once (default: %(default)s)")
+    parser.add_argument("--list", action="store_true", help="print the shapes of an H200 and end")
+    return parser.parse_args()
 
 
 def main() -> None:

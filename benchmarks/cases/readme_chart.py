@@ -6,7 +6,7 @@ The figures are those of the table in benchmarks/README.md, from one committed r
 from pathlib import Path
 
 from benchmarks.cases.readme_table import PLAIN_RUN, rows_of
-from benchmarks.shared.environment import parser
+from benchmarks.shared.environment import argument_parser
 
 CHART = Path(__file__).parent.parent.parent / "docs" / "images" / "forward-h200.svg"
 COLOURS = {64: "#1b9e77", 128: "#d95f02", 256: "#7570b3"}
@@ -14,7 +14,7 @@ COLOURS = {64: "#1b9e77", 128: "#d95f02", 256: "#7570b3"}
 
 def main() -> None:
     """Write the chart; the same run gives the same bytes."""
-    parser(__doc__).parse_args()
+    argument_parser(__doc__).parse_args()
     import matplotlib
 
     matplotlib.use("svg")

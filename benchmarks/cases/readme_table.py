@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.cases.archive import folder
 from benchmarks.shared.cells import LENGTHS
-from benchmarks.shared.environment import parser
+from benchmarks.shared.environment import argument_parser
 
 RESULTS = folder()
 PAGE = RESULTS.parent / "README.md"
@@ -97,10 +97,10 @@ def rewritten(text: str, tables: Iterable[str]) -> str:
 
 def main() -> None:
     """Print or write."""
-    words = parser(__doc__)
-    words.add_argument("files", nargs="*", type=Path, metavar="FILE")
-    words.add_argument("--write", action="store_true", help="put the tables into benchmarks/README.md")
-    options = words.parse_args()
+    parser = argument_parser(__doc__)
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
+    parser.add_argument("--write", action="store_true", help="put the tables into benchmarks/README.md")
+    options = parser.parse_args()
     rows = rows_of(options.files or [PLAIN_RUN])
     tables = [plain_table(rows), feature_table(rows)]
     if options.write:

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import replace
 
 from benchmarks.shared.children import Children, Job
-from benchmarks.shared.environment import parser, this_gpu
+from benchmarks.shared.environment import argument_parser, this_gpu
 from benchmarks.shared.searches import shipped
 from flashtune.core.config import Config
 from flashtune.core.problem import Features, Problem
@@ -71,12 +71,12 @@ def repeat(problem: Problem, candidate: Candidate, target: Target, seed: int, ti
 
 def main() -> None:
     """Together, then alone."""
-    words = parser(__doc__)
-    words.add_argument("--times", type=int, default=200, help="launches of each (default: %(default)s)")
-    words.add_argument("--limit-s", type=float, default=1.0, help="seconds of launches of each (default: %(default)s)")
-    words.add_argument("--jobs", type=int, default=12, help="processes at once in the second round (default: %(default)s)")
-    words.add_argument("--seed", type=int, default=0)
-    options = words.parse_args()
+    parser = argument_parser(__doc__)
+    parser.add_argument("--times", type=int, default=200, help="launches of each (default: %(default)s)")
+    parser.add_argument("--limit-s", type=float, default=1.0, help="seconds of launches of each (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=12, help="processes at once in the second round (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
     target, wrong = this_gpu(), False
     chosen = [(problem, candidate) for problem in problems() for candidate in candidates_of(problem, target)]
     how = (target, options.seed, options.times, options.limit_s)

@@ -11,7 +11,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from benchmarks.fit.residual import all_trials, without_run
-from benchmarks.shared.environment import parser
+from benchmarks.shared.environment import argument_parser
 from benchmarks.shared.trials import shapes_of, tried_as
 from flashtune import dispatch
 from flashtune.core.problem import Problem
@@ -43,9 +43,9 @@ def shares(path: Path) -> Iterator[tuple[Problem, float, float | None]]:
 
 def main() -> None:
     """Print a line to each shape, then the median, the least, and how many reach 0.97 and 0.90."""
-    words = parser(__doc__)
-    words.add_argument("files", type=Path, nargs="+", metavar="FILE", help="an unprepared.json")
-    files = words.parse_args().files
+    parser = argument_parser(__doc__)
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="an unprepared.json")
+    files = parser.parse_args().files
     trials = {likeness: all_trials(likeness) for likeness in LIKENESSES}
     for path in files:
         dispatch.reload(alone=True)

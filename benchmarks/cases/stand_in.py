@@ -16,7 +16,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from benchmarks.fit.residual import LeftOut, all_trials
-from benchmarks.shared.environment import parser
+from benchmarks.shared.environment import argument_parser
 from benchmarks.shared.trials import ARCHIVED, GPU, times_of
 from flashtune.core.nearness import octaves
 from flashtune.core.problem import DECODE_ROWS, ProblemKey
@@ -141,9 +141,9 @@ def report(tables: dict[str, dict[str, dict[str, float]]], torch: dict[str, dict
 
 def main() -> None:
     """Print the tables; with --out, write them and every case."""
-    words = parser(__doc__)
-    words.add_argument("--out", type=Path, help="a folder for losses.json, cases.json and losses.txt")
-    out = words.parse_args().out
+    parser = argument_parser(__doc__)
+    parser.add_argument("--out", type=Path, help="a folder for losses.json, cases.json and losses.txt")
+    out = parser.parse_args().out
     shipped = Library.of(shipped_path()).records(gpu=GPU.slug)
     trials = {}
     for likeness in LIKENESSES:

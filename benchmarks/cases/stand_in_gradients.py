@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from benchmarks.shared.environment import parser
+from benchmarks.shared.environment import argument_parser
 from benchmarks.shared.trials import GAVE_WAY, Trials, times_of
 from flashtune.core.config import Config
 from flashtune.core.problem import Problem
@@ -97,7 +97,7 @@ def said(losses: list[float]) -> str:
 
 def main() -> None:
     """Print."""
-    parser(__doc__).parse_args()
+    argument_parser(__doc__).parse_args()
     results = of_databases()
     print(f"winners of an {OTHER} on an {HERE}: {said(list(of_gpus(results)))}")
     for name, varying, same in (("D", head_size, keys), ("N", keys, head_size)):

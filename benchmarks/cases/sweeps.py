@@ -17,7 +17,7 @@ from pathlib import Path
 
 import optuna
 
-from benchmarks.shared.environment import parser
+from benchmarks.shared.environment import argument_parser
 from flashtune.core.config import Config
 from flashtune.core.results import Fate, Outcome, SearchResult
 from flashtune.core.target import find_target
@@ -214,14 +214,14 @@ def summary(runs: Sequence[Run]) -> list[str]:
 
 def main() -> None:
     """Print a table and, with `--out`, keep it with every run."""
-    words = parser(__doc__)
-    words.add_argument("--samplers", default="gp,random,tpe", help="samplers (%(default)s)")
-    words.add_argument("--starts", default=",".join(STARTS), help="all, less5, less20 (without those among a sweep's fastest), none")
-    words.add_argument("--trials", type=int, default=60, help="of each search (default: %(default)s)")
-    words.add_argument("--seeds", type=int, default=30, help="searches of each kind (default: %(default)s)")
-    words.add_argument("--ahead", type=int, default=AHEAD, help="candidates under way at a time")
-    words.add_argument("--out", type=Path, help="a folder for the table and every run")
-    options = words.parse_args()
+    parser = argument_parser(__doc__)
+    parser.add_argument("--samplers", default="gp,random,tpe", help="samplers (%(default)s)")
+    parser.add_argument("--starts", default=",".join(STARTS), help="all, less5, less20 (without those among a sweep's fastest), none")
+    parser.add_argument("--trials", type=int, default=60, help="of each search (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=30, help="searches of each kind (default: %(default)s)")
+    parser.add_argument("--ahead", type=int, default=AHEAD, help="candidates under way at a time")
+    parser.add_argument("--out", type=Path, help="a folder for the table and every run")
+    options = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     runs = [
         replayed(swept(sweep), sampler, starts, options.trials, seed, ahead=options.ahead)

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.shared.environment import made_by, names_of, output_folder, parser, this_gpu
+from benchmarks.shared.environment import argument_parser, made_by, names_of, output_folder, this_gpu
 from flashtune import dispatch
 
 Attention = Callable[..., torch.Tensor]
@@ -254,10 +254,10 @@ PARTS = ("masks", "memory", "curves", "models")
 
 def main() -> None:
     """Run, print and write."""
-    words = parser(__doc__)
-    words.add_argument("--parts", type=lambda text: names_of(text, PARTS, "parts"), default=",".join(PARTS), help="parts (%(default)s)")
-    words.add_argument("--rounds", type=int, default=12, help="steps of each model that count, each way (default: %(default)s)")
-    options = words.parse_args()
+    parser = argument_parser(__doc__)
+    parser.add_argument("--parts", type=lambda text: names_of(text, PARTS, "parts"), default=",".join(PARTS), help="parts (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=12, help="steps of each model that count, each way (default: %(default)s)")
+    options = parser.parse_args()
     this_gpu()
     found: dict[str, Any] = {"provenance": made_by()}
     parts = {"masks": masks, "memory": memory, "curves": curves, "models": lambda: model_steps(options.rounds)}

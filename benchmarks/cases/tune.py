@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from benchmarks.shared.cells import USUAL, Group, cells, dtypes_of, groups_of
-from benchmarks.shared.environment import command, numbers_of, parser, this_gpu
+from benchmarks.shared.environment import argument_parser, command, numbers_of, this_gpu
 from benchmarks.shared.searches import shipped
 from flashtune.cli.search import SearchOptions, run_search
 from flashtune.core.problem import Problem
@@ -43,20 +43,20 @@ def problems_of(group: Group, gpu: str = "h200", *, d: Collection[int] | None = 
 
 def arguments() -> argparse.Namespace:
     """Options of the command line."""
-    words = parser(__doc__)
-    words.add_argument("--db", help="the database to write")
-    words.add_argument("--list", action="store_true", help="print the problems that would be searched, of an H200, and end")
-    words.add_argument("--limit-s", type=float, help=f"seconds for all: the first problems, {SECONDS_EACH:g} seconds for each")
-    words.add_argument("--cells", type=groups_of, default=",".join(USUAL), help="groups of cells; also models and scores (%(default)s)")
-    words.add_argument("--d", type=numbers_of, help="only these head sizes, with commas between them")
-    words.add_argument("--n", type=numbers_of, help="only these numbers of keys, with commas between them")
-    words.add_argument("--dtype", type=dtypes_of, help="only these element types, with commas between them")
-    words.add_argument("--trials", type=int, default=40, help="trials per problem (default: %(default)s)")
-    words.add_argument("--fp16-trials", type=int, default=10, help="the same for fp16 (default: %(default)s)")
-    words.add_argument("--seed", type=int, default=0)
-    options = words.parse_args()
+    parser = argument_parser(__doc__)
+    parser.add_argument("--db", help="the database to write")
+    parser.add_argument("--list", action="store_true", help="print the problems that would be searched, of an H200, and end")
+    parser.add_argument("--limit-s", type=float, help=f"seconds for all: the first problems, {SECONDS_EACH:g} seconds for each")
+    parser.add_argument("--cells", type=groups_of, default=",".join(USUAL), help="groups of cells; also models and scores (%(default)s)")
+    parser.add_argument("--d", type=numbers_of, help="only these head sizes, with commas between them")
+    parser.add_argument("--n", type=numbers_of, help="only these numbers of keys, with commas between them")
+    parser.add_argument("--dtype", type=dtypes_of, help="only these element types, with commas between them")
+    parser.add_argument("--trials", type=int, default=40, help="trials per problem (default: %(default)s)")
+    parser.add_argument("--fp16-trials", type=int, default=10, help="the same for fp16 (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
     if options.db is None and not options.list:
-        words.error("the following arguments are required: --db")
+        parser.error("the following arguments are required: --db")
     return options
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import optuna
 
-from benchmarks.shared.environment import command, made_by, output_folder, parser, this_gpu
+from benchmarks.shared.environment import argument_parser, command, made_by, output_folder, this_gpu
 from benchmarks.shared.searches import shipped, text_of
 from flashtune.cli.console import messages
 from flashtune.cli.progress import SearchProgress
@@ -174,22 +174,22 @@ def regret(problem: Problem, target: Target, pick: Outcome, options: argparse.Na
 
 def main() -> None:
     """Run and print."""
-    words = parser(__doc__)
-    words.add_argument("--d", type=int, default=256, help="head size (%(default)s)")
-    words.add_argument("--n", type=int, default=3001, help="length (%(default)s)")
-    words.add_argument("--batch", type=int, default=4, help="(%(default)s)")
-    words.add_argument("--heads", type=int, default=20, help="(%(default)s)")
-    words.add_argument("--kv-heads", type=int, default=4, help="(%(default)s)")
-    words.add_argument("--full", action="store_true", help="without the causal mask")
-    words.add_argument(
+    parser = argument_parser(__doc__)
+    parser.add_argument("--d", type=int, default=256, help="head size (%(default)s)")
+    parser.add_argument("--n", type=int, default=3001, help="length (%(default)s)")
+    parser.add_argument("--batch", type=int, default=4, help="(%(default)s)")
+    parser.add_argument("--heads", type=int, default=20, help="(%(default)s)")
+    parser.add_argument("--kv-heads", type=int, default=4, help="(%(default)s)")
+    parser.add_argument("--full", action="store_true", help="without the causal mask")
+    parser.add_argument(
         "--all", default="flash_fwd_hopper", help="families all of whose candidates are tried, commas between them (%(default)s)"
     )
-    words.add_argument("--search", default="", help="further words for `flashtune search`, such as '--budget 8s'")
-    words.add_argument("--search-s", type=float, default=60.0, help="seconds after which the search is given up (default: %(default)s)")
-    words.add_argument("--sweep-s", type=float, default=60.0, help="seconds for the sweep (default: %(default)s)")
-    words.add_argument("--seconds", type=float, default=0.6, help="of each closing race (default: %(default)s)")
-    words.add_argument("--jobs", type=int, default=max(1, cores() - 1), help="the sweep's compilers (default: %(default)s)")
-    options = words.parse_args()
+    parser.add_argument("--search", default="", help="further words for `flashtune search`, such as '--budget 8s'")
+    parser.add_argument("--search-s", type=float, default=60.0, help="seconds after which the search is given up (default: %(default)s)")
+    parser.add_argument("--sweep-s", type=float, default=60.0, help="seconds for the sweep (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=0.6, help="of each closing race (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=max(1, cores() - 1), help="the sweep's compilers (default: %(default)s)")
+    options = parser.parse_args()
     target = this_gpu()
     problem = Problem(
         batch=options.batch,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from benchmarks.cases import sweeps as replay
-from benchmarks.shared.environment import parser
+from benchmarks.shared.environment import argument_parser
 from benchmarks.shared.trials import ARCHIVED
 from flashtune.core.config import Config
 from flashtune.core.problem import Problem
@@ -110,10 +110,10 @@ def ranks(constants: Constants, sweep: SearchResult) -> dict[str, float]:
 
 def main() -> None:
     """Print the constants, or their rankings of held-out sweeps."""
-    words = parser(__doc__)
-    words.add_argument("--held-out", action="store_true", help="rank each sweep by constants fitted without it")
-    words.add_argument("--rounds", type=int, default=12, help="most evaluations of a fit (default: %(default)s)")
-    options = words.parse_args()
+    parser = argument_parser(__doc__)
+    parser.add_argument("--held-out", action="store_true", help="rank each sweep by constants fitted without it")
+    parser.add_argument("--rounds", type=int, default=12, help="most evaluations of a fit (default: %(default)s)")
+    options = parser.parse_args()
     sweeps = replay.sweeps()
     with Store.open(ARCHIVED, writable=False) as store:
         trials = [trials_of(result) for result in store.results()]

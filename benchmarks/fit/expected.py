@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.shared.environment import parser
+from benchmarks.shared.environment import argument_parser
 from benchmarks.shared.trials import GPU, RUNS, Trials, of_rows, shapes_of, tried_in
 from flashtune.core.config import Config
 from flashtune.core.problem import DECODE_ROWS, Problem
@@ -132,9 +132,9 @@ def report() -> dict[str, dict[str, float]]:
 
 def main() -> None:
     """Print both fits; with --out, keep them, and what is expected of decoding steps by several families."""
-    words = parser(__doc__)
-    words.add_argument("--out", type=Path, help="a folder for expected.json and steps.json")
-    out = words.parse_args().out
+    parser = argument_parser(__doc__)
+    parser.add_argument("--out", type=Path, help="a folder for expected.json and steps.json")
+    out = parser.parse_args().out
     found = report()
     steps = of_steps()
     for name, fit in [*found.items(), ("steps, beside flash_decode", flattered(steps))]:

@@ -15,7 +15,7 @@ from scipy.optimize import minimize
 
 from benchmarks.cases import sweeps as replay
 from benchmarks.fit.cost import NEAR_THE_BEST
-from benchmarks.shared.environment import parser
+from benchmarks.shared.environment import argument_parser
 from benchmarks.shared.trials import ARCHIVED
 from flashtune.core.results import SearchResult
 from flashtune.core.target import find_target
@@ -98,7 +98,7 @@ def loss(logs: Array, axes: Sequence[str], groups: Iterable[Group]) -> tuple[flo
 
 def main() -> None:
     """Fit, and print its likelihood on trials and on sweeps."""
-    parser(__doc__).parse_args()
+    argument_parser(__doc__).parse_args()
     with Store.open(ARCHIVED, writable=False) as store:
         trials = [group for result in store.results() if (group := group_of(result)) is not None]
     sweeps = {sweep.problem.label(): group for sweep in replay.sweeps() if (group := group_of(sweep)) is not None}

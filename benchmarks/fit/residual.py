@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from scipy.linalg import cho_factor, cho_solve
 
 from benchmarks.fit.expected import CHOSEN_OF
-from benchmarks.shared.environment import parser
+from benchmarks.shared.environment import argument_parser
 from benchmarks.shared.trials import GPU, RESULTS, RUNS, RUNS_ON_H100, Trials, of_rows, shapes_of, tried_in
 from flashtune.core.config import Config
 from flashtune.core.problem import Features, Problem, ProblemKey
@@ -212,9 +212,9 @@ def unlearned(_: Problem, tried: Sequence[Tried]) -> Sequence[float]:
 
 def main() -> None:
     """Print the quality with runs or problems left out; write the regression with --write."""
-    words = parser(__doc__)
-    words.add_argument("--write", action="store_true", help=f"write the regression over all trials into {FOLDER.name}/")
-    options = words.parse_args()
+    parser = argument_parser(__doc__)
+    parser.add_argument("--write", action="store_true", help=f"write the regression over all trials into {FOLDER.name}/")
+    options = parser.parse_args()
     for likeness in LIKENESSES:
         rows, runs = all_trials(likeness)
         trials = [*rows, *(one for _, one in runs)]

@@ -14,7 +14,7 @@ from flashtune.tuner.machine import local_gpu, provenance
 Name = TypeVar("Name", bound=str)
 
 
-def parser(description: str | None) -> ArgumentParser:
+def argument_parser(description: str | None) -> ArgumentParser:
     """An argument parser that keeps the description's lines."""
     return ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
 
