@@ -96,7 +96,7 @@ def planted() -> Iterator[None]:
         patch.setattr(environment, "loader", ChoiceLoader([planted_templates(), environment.loader]))
         yield
     rendering.sources_hash.cache_clear()
-    rendering._text_hash.cache_clear()
+    rendering.text_hash.cache_clear()
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from hopper_kernels import Launch, Truncate, assembly, functions_of
+from hopper_kernels import Launch, Truncate, assembly, functions_of, names_of
 from hopper_protocol import Number
 
 from flashtune.core.reference import dropout_keep_rows
@@ -195,7 +195,7 @@ class Machine:
         self._kernel, (self._programs,), self._arguments, _ = launch
         self._dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[str(module.DTYPE.value)]
         stand_ins = self._stand_ins()
-        names = [name for name, value in vars(module).items() if type(value).__name__ == "GluonJITFunction" and name not in stand_ins]
+        names = [name for name, value in names_of(module).items() if type(value).__name__ == "GluonJITFunction" and name not in stand_ins]
         self._run = functions_of(module, tuple(names), stand_ins, Truncate())[self._kernel.__name__]
 
     def run(self) -> None:

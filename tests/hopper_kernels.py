@@ -20,10 +20,10 @@ from triton.language import constexpr
 from flashtune.core.config import Config, KernelSpec
 from flashtune.core.dtypes import DType
 from flashtune.core.launching import provided
-from flashtune.core.modules import load_source
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
 from flashtune.templates.hopper.flash_fwd_hopper import FAMILY
+from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.children.compile import compiling_for
 from flashtune.tuner.verify.inputs import Inputs, make_inputs
@@ -73,7 +73,7 @@ def source(spec: KernelSpec, **changes: int | str | bool) -> str:
 
 def rendered(spec: KernelSpec, **changes: int | str | bool) -> ModuleType:
     """The imported module of `config(spec, **changes)`."""
-    return load_source(source(spec, **changes), "hopper")
+    return load_kernel(source(spec, **changes), "hopper")
 
 
 def launches(module: ModuleType, inputs: Inputs, **keywords: Any) -> list[Launch]:
@@ -128,6 +128,11 @@ def key_loops(code: list[str]) -> list[Counter[str]]:
     return [found for found in counts if found["HGMMA"] + found["QGMMA"]]
 
 
+def names_of(module: Any) -> dict[str, Any]:
+    """What a rendered module defines."""
+    return vars(getattr(module, "module", module))
+
+
 def words_of(allowed: torch.Tensor) -> torch.Tensor:
     """The bits of a block's columns, bool (..., BLOCK_N), as the four words of a row, int64 (..., 4).
 
@@ -150,8 +155,8 @@ class Truncate(ast.NodeTransformer):
 
 def functions_of(module: ModuleType, names: tuple[str, ...], scope: dict[str, Any], change: ast.NodeTransformer) -> dict[str, Any]:
     """The named device functions of a rendered module as ordinary ones; they see each other, the module's constants and `scope`."""
-    shared = {name: value for name, value in vars(module).items() if hasattr(value, "_fields")}
-    scope = {name: value.value for name, value in vars(module).items() if isinstance(value, constexpr)} | shared | scope
+    shared = {name: value for name, value in names_of(module).items() if hasattr(value, "_fields")}
+    scope = {name: value.value for name, value in names_of(module).items() if isinstance(value, constexpr)} | shared | scope
     for name in names:
         tree = ast.parse(inspect.getsource(getattr(module, name).fn))
         [function] = tree.body

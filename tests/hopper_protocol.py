@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from hopper_kernels import Launch, Truncate, functions_of
+from hopper_kernels import Launch, Truncate, functions_of, names_of
 
 Block = tuple[int, int, int, int]
 """Batch, query head, first query row of a warpgroup, first key."""
@@ -238,7 +238,7 @@ class Machine:
         kernel, _, arguments, _ = launch
         self._given = [self._argument(name, value) for name, value in zip(kernel.arg_names, arguments, strict=True)]
         stand_ins = self._stand_ins()
-        names = [name for name, value in vars(module).items() if type(value).__name__ == "GluonJITFunction" and name not in stand_ins]
+        names = [name for name, value in names_of(module).items() if type(value).__name__ == "GluonJITFunction" and name not in stand_ins]
         self._kernel = functions_of(module, tuple(names), stand_ins, Truncate())[kernel.__name__]
 
     def run(self) -> None:

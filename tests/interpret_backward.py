@@ -8,10 +8,10 @@ import torch.nn.functional as F
 
 from flashtune.core import reference
 from flashtune.core.launching import launcher
-from flashtune.core.modules import load_source
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
 from flashtune.templates import family
+from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.verify.correctness import check, everywhere, oracle
 from flashtune.tuner.verify.inputs import Inputs, make_inputs, run_forward, without_repeats
@@ -39,7 +39,7 @@ CASES = {
 def module_of(p: Problem, order: str) -> object:
     spec = p.spec()
     config = BWD.default(spec, GPU).replace(**TILES, ORDER=order)
-    return load_source(render(BWD, variant_of(BWD, spec, config)), "flash_bwd")
+    return load_kernel(render(BWD, variant_of(BWD, spec, config)), "flash_bwd")
 
 
 def very_negative() -> Inputs:

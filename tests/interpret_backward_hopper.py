@@ -12,11 +12,11 @@ from hopper_emulator import Machine
 from triton.experimental.gluon._runtime import GluonJITFunction
 
 from flashtune.core.launching import provided
-from flashtune.core.modules import load_source
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
 from flashtune.templates import family
 from flashtune.templates.family import Family
+from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.verify.cases import make_extreme
 from flashtune.tuner.verify.correctness import check, everywhere, oracle
@@ -152,7 +152,7 @@ def launcher_of(p: Problem, changes: dict[str, Any], seed: int, chosen: Family =
     config = chosen.default(p.spec(), GPU).replace(**changes)
     broken = chosen.violated(config, p.spec(), GPU)
     assert broken is None, broken
-    module = load_source(render(chosen, variant_of(chosen, p.spec(), config)), chosen.name)
+    module = load_kernel(render(chosen, variant_of(chosen, p.spec(), config)), chosen.name)
 
     # Fewer multiprocessors than tiles, so that persistent programs have several, and not all as many.
     tiles = -(-p.n_kv // 128) * p.batch * p.kv_heads

@@ -10,10 +10,10 @@ from attention_cases import CASES, AttentionCase, make_case, written_beside
 
 from flashtune.core.config import Config
 from flashtune.core.launching import launcher
-from flashtune.core.modules import load_source
 from flashtune.core.problem import Problem
 from flashtune.core.target import find_target
 from flashtune.templates import Family, family
+from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.verify.correctness import check, everywhere, oracle
 
@@ -44,7 +44,7 @@ def run(chosen: Family, case: AttentionCase, index: int) -> dict[str, object]:
     if chosen.supports(spec, GPU) is not None:
         return {"name": case.name, "supported": False, "accepted": False, "error": 0.0, "reason": ""}
     config = config_for(chosen, case.problem, index)
-    module = load_source(render(chosen, variant_of(chosen, spec, config)), chosen.name)
+    module = load_kernel(render(chosen, variant_of(chosen, spec, config)), chosen.name)
     inputs = make_case(case, "cpu")
     accepted = module.accepts(inputs.q, inputs.k, inputs.v, inputs.keywords["mask"])
     report: dict[str, object] = {

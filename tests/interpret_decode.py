@@ -7,30 +7,32 @@ import functools
 import json
 import random
 import sys
-from types import ModuleType
 from typing import Any
 
 import torch
 
+from flashtune.core import launching
 from flashtune.core.band import ALIGNMENTS
-from flashtune.core.launching import sms_of
-from flashtune.core.modules import load_source
+from flashtune.core.launching import launcher, sms_of
 from flashtune.core.problem import MASK_KINDS, Features, Problem
 from flashtune.core.target import find_target
 from flashtune.templates import family
+from flashtune.templates.launches import pointers
+from flashtune.templates.launches.pointers import split_count
+from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.verify.correctness import check, everywhere, oracle
 from flashtune.tuner.verify.inputs import make_inputs
 
 
 class PoisonedTorch:
-    """Torch as a rendered module sees it, but new memory holds NaN: a part that is read must have been written."""
+    """torch, but new memory holds NaN: a part that is read must have been written."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
-    def empty(self, *shape: int, **words: Any) -> torch.Tensor:
-        return torch.full(shape, float("nan"), **words)
+    def empty(self, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.full(shape, float("nan") if dtype.is_floating_point else 77, dtype=dtype, device=device)
 
 
 def problem_of(draw: random.Random) -> Problem:
@@ -67,17 +69,16 @@ def run(draw: random.Random) -> dict[str, object]:
     )
     if draw.random() < 0.3 and chosen.violated(config.replace(loads="tma"), spec, target) is None:
         config = config.replace(loads="tma")
-    module: ModuleType = load_source(render(chosen, variant_of(chosen, spec, config)), chosen.name)
+    module = load_kernel(render(chosen, variant_of(chosen, spec, config)), chosen.name)
     inputs = make_inputs(problem, device="cpu", seed=draw.randint(0, 2**30), heads_inside=draw.random() < 0.5)
     counts = torch.zeros(1000, dtype=torch.int32)
-    words: dict[str, Any] = {"torch": PoisonedTorch()}
-    if splits:
-        words["split_count"] = lambda blocks, tiles, programs: splits
-    vars(module).update(words)
+    # Scratch memory is poisoned, and the number of splits may be any.
+    launching.torch = PoisonedTorch()  # type: ignore[attr-defined]
+    pointers.split_count = (lambda blocks, tiles, programs: splits) if splits else split_count
     label = f"{problem.label()} b{problem.batch}h{problem.heads} splits={splits} {config.label()}"
     if not module.accepts(inputs.q, inputs.k, inputs.v, inputs.keywords["mask"]):
         return {"label": label, "refused": True}
-    launch = functools.partial(module.launch, sms=sms_of(torch.device("cpu")), counts=counts)
+    launch = functools.partial(launcher(module), sms=sms_of(torch.device("cpu")), counts=counts)
     expected = oracle(inputs, everywhere(problem))
     # Twice, since the first launch has to leave the counts as it found them.
     reasons = [check(launch, inputs, expected).reason for _ in range(2)]

@@ -11,10 +11,10 @@ import torch
 
 from flashtune.core import reference
 from flashtune.core.launching import launcher
-from flashtune.core.modules import load_source
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
 from flashtune.templates import Family, family
+from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of
 
 PROBLEM = Problem(batch=2, heads=2, kv_heads=1, n_q=50, n_kv=120, d=16, d_v=128, dtype="fp16", features=Features(dropout=True))
@@ -36,7 +36,7 @@ def masks(chosen: Family) -> list[dict[str, object]]:
         if block_m not in sizes:
             continue
         config = chosen.default(p.spec(), find_target("h200")).replace(BLOCK_M=block_m, BLOCK_N=block_n, num_warps=num_warps)
-        module = load_source(render(chosen, variant_of(chosen, p.spec(), config)), chosen.name)
+        module = load_kernel(render(chosen, variant_of(chosen, p.spec(), config)), chosen.name)
         out, lse = torch.full((p.batch, p.heads, p.n_q, p.d_v), float("nan")).half(), torch.empty(p.batch, p.heads, p.n_q)
         launcher(module)(q, k, v, out, lse, **words, dropout_p=rate, seed=SEED, offset=OFFSET)
         keep = out[..., : p.n_kv] > 0

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from flashtune.core.launching import provided
-from flashtune.core.modules import load_source
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
 from flashtune.templates import family
+from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.verify.correctness import check, everywhere, oracle
 from flashtune.tuner.verify.inputs import make_inputs
@@ -56,7 +56,7 @@ def main() -> None:
         p = Problem(**{"batch": 2, "heads": 2, "kv_heads": 1, "n_q": 37, "n_kv": 45, "dtype": "fp16"} | sizes, features=features)
         kind = family(template)
         config = kind.default(p.spec(), GPU)
-        module = load_source(render(kind, variant_of(kind, p.spec(), config)), template)
+        module = load_kernel(render(kind, variant_of(kind, p.spec(), config)), template)
         for kept in ("usual", "odd"):
             inputs = make_inputs(p, device="cpu", seed=seed, heads_inside=seed % 2 == 1)
             if kept == "odd":

@@ -16,13 +16,13 @@ from flashtune import dispatch
 from flashtune.core import reference
 from flashtune.core.band import Band
 from flashtune.core.errors import InputError
-from flashtune.core.modules import load_source
 from flashtune.core.problem import Problem
 from flashtune.core.target import find_target
 from flashtune.dispatch.plans.forward import KernelPlan
 from flashtune.dispatch.resolve import backwards
 from flashtune.profiler.whole_calls import call_times
 from flashtune.templates import family
+from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.verify.inputs import make_inputs
 
@@ -277,7 +277,7 @@ def whole_steps() -> list[object]:
     """How many ways of a training step are timed, and whether a backward kernel that is pinned is among those that run."""
     problem = Problem(batch=1, heads=2, kv_heads=1, n_q=20, n_kv=24, d=16, d_v=16, dtype="fp32", direction="bwd")
     chosen, spec = family("flash_bwd"), problem.spec()
-    module = load_source(render(chosen, variant_of(chosen, spec, chosen.default(spec, find_target("l4")))), "pinned")
+    module = load_kernel(render(chosen, variant_of(chosen, spec, chosen.default(spec, find_target("l4")))), "pinned")
     launches, ran = module.launches, []
     module.launches = lambda *given, **words: ran.append(given) or launches(*given, **words)  # type: ignore[func-returns-value]
     torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]

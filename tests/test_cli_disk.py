@@ -83,7 +83,7 @@ def test_a_folder_of_kernels_is_never_half_written_whichever_write_fails(code: i
         # That a folder can't be made again that is there is nobody's loss.
         assert said is None or (str(folder) in said and "\n" not in said)
         assert said is None or not done
-        assert not [name for name in named if digest(name, found[name]) not in (named[name], digest(name, FILES.get(name, b"")))]
+        assert not [name for name in named if digest(found[name]) not in (named[name], digest(FILES.get(name, b"")))]
         assert not [name for name in found if name.endswith(".new")]
         write(FILES, folder)
         assert {name: content for name, content in snapshot(folder).items() if name in FILES} == FILES

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from flashtune.core.binaries import Binary, Condition, Manifest, Parameter, TensorMap, parse_manifest
 from flashtune.core.compiled import from_compiled
 from flashtune.core.errors import EnvironmentProblem
-from flashtune.core.launching import provided
-from flashtune.core.modules import load_source
+from flashtune.core.launches import Operand
+from flashtune.core.launching import plan, provided
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
 from flashtune.templates import family
+from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.children.compile import compiling_for
 from flashtune.tuner.verify.inputs import make_inputs
@@ -64,8 +64,15 @@ PLAIN = Binary(
 
 
 def arguments(**changes: Any) -> list[Any]:
-    tensor = torch.zeros(64, dtype=torch.bfloat16)
-    values = {"q_ptr": tensor, "k_desc": object(), "stride": 128, "unit": 1, "seed": 2**64 - 1, "WIDE": False, "scale": 0.5}
+    values = {
+        "q_ptr": Operand(0, (64,), (1,), "bf16"),
+        "k_desc": object(),
+        "stride": 128,
+        "unit": 1,
+        "seed": 2**64 - 1,
+        "WIDE": False,
+        "scale": 0.5,
+    }
     assert changes.keys() <= values.keys()
     return list({**values, **changes}.values())
 
@@ -121,12 +128,6 @@ def test_a_manifest_names_files_beside_it_alone(tmp_path: Path, name: str) -> No
         read(path)
 
 
-def test_host_code_is_taken_from_no_folder(tmp_path: Path) -> None:
-    path = saved(tmp_path)
-    path.write_text(replace(read(path), host="raise AssertionError").as_json())
-    assert '"host"' in path.read_text() and read(path).host == ""
-
-
 def test_arguments_that_meet_every_condition_match() -> None:
     manifest = Manifest(variant_id="", binaries=(PLAIN,))
     assert manifest.matching("copy", arguments()) is PLAIN
@@ -136,8 +137,8 @@ def test_arguments_that_meet_every_condition_match() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"q_ptr": torch.zeros(64, dtype=torch.bfloat16)[1:]},
-        {"q_ptr": torch.zeros(64, dtype=torch.float16)},
+        {"q_ptr": Operand(0, (63,), (1,), "bf16", aligned=False)},
+        {"q_ptr": Operand(0, (64,), (1,), "fp16")},
         {"q_ptr": None},
         {"stride": 24},
         {"stride": 2**31},
@@ -192,10 +193,12 @@ def test_parameters_are_those_of_the_ptx_in_order_then_two_scratch_pointers(name
     if chosen.supports(problem.spec(), H200) is not None:
         problem = replace(problem, features=Features(causal=True))
     variant = variant_of(chosen, problem.spec(), chosen.default(problem.spec(), H200))
-    module = load_source(render(chosen, variant), f"{name}_{variant.id}")
+    module = load_kernel(render(chosen, variant), f"{name}_{variant.id}")
     inputs = make_inputs(problem, device="meta", seed=2**40)
     with compiling_for(H200):
-        for kernel, grid, args, options in module.launches(*inputs.arguments, **inputs.keywords, **provided(module, inputs.q, inputs.k)):
+        words = inputs.keywords | provided(module, inputs.q, inputs.k)
+        planned = plan(module.host, module.host.spec, inputs.arguments, words).launches
+        for (kernel, grid, args, options), launch in zip(module.launches(*inputs.arguments, **words), planned, strict=True):
             compiled = kernel.warmup(*args, grid=grid, **options)
             binary, code = from_compiled(compiled)
             entry = compiled.asm["ptx"].split(".visible .entry ")[1].split(")")[0]
@@ -212,4 +215,4 @@ def test_parameters_are_those_of_the_ptx_in_order_then_two_scratch_pointers(name
             assert binary.arch == "sm_90a"
             assert (binary.global_scratch_bytes, binary.profile_scratch_bytes) == (0, 0)
             # Meta tensors have the address 0 and lie where the JIT's own conditions hold.
-            assert binary.refusal(args) is None
+            assert binary.refusal(launch.arguments) is None

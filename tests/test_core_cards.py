@@ -26,7 +26,7 @@ from flashtune.core.target import find_target, targets
 from flashtune.db.store import Store
 from flashtune.dispatch.launch import devices
 from flashtune.templates import family
-from flashtune.templates.rendering import variant_of
+from flashtune.templates.rendering import text_hash, variant_of
 from flashtune.tuner import machine
 from flashtune.tuner.machine import devices_of, local_gpu, local_gpus, provenance
 
@@ -215,7 +215,7 @@ def _own_result(tmp_path: Path) -> SearchResult:
     variant = variant_of(chosen, problem.spec(), chosen.default(problem.spec(), card))
     outcome = Outcome(
         template=variant.template,
-        template_hash=variant.template_hash,
+        template_hash=text_hash(chosen, variant),
         variant_id=variant.id,
         config=variant.config,
         fate=Fate.CORRECT,

@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from test_dispatch_launch import PROBLEMS, SHIPPED, Library, code_of, text_of
+from test_dispatch_launch import PROBLEMS, SHIPPED, Library, code_of, host_of_shipped
 
+from flashtune.core import launching
 from flashtune.core.binaries import STRUCT_FORMATS, Binary, Manifest
 from flashtune.core.kernel_index import GeneratedKernel
-from flashtune.core.modules import load_source
+from flashtune.core.launches import Operand
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
 from flashtune.dispatch.call import Arguments, Options, PerHead, parse
 from flashtune.dispatch.launch import devices, driver, prepared
-from flashtune.dispatch.launch.hostcode import load_host_code
-from flashtune.dispatch.launch.recording import Address
 from flashtune.dispatch.plans.gradients import Given, GradientPlan
 from flashtune.templates import family
+from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of
 
 HOPPER = next(kernel for kernel in SHIPPED if PROBLEMS[kernel.variant_id].direction == "bwd" and kernel.template == "flash_bwd_hopper")
@@ -94,7 +94,7 @@ def built(
     one: Given, manifest: Manifest = MANIFEST, kernel: GeneratedKernel = HOPPER, causal: bool = PROBLEM.features.causal
 ) -> GradientPlan:
     """The plan of calls like this one, with machine code for a GPU."""
-    host = load_host_code(text_of(kernel), "hopper")
+    host = host_of_shipped(kernel)
     call = parse(Arguments(one.query, one.key, one.value), Options(is_causal=causal))
     plan = GradientPlan(
         replace(call, device=torch.device("cuda", 0)), host, manifest=manifest, whole=lambda: pytest.fail("all of it loaded")
@@ -155,7 +155,7 @@ def test_gradients_of_a_bias_and_of_slopes_lie_where_the_recorded_launches_write
     features = Features(mask="bias", alibi=True, dbias=True, dslopes=True)
     problem = Problem(batch=2, heads=3, kv_heads=3, n_q=200, n_kv=200, d=64, d_v=64, dtype="bf16", features=features, direction="bwd")
     chosen, spec = family("flash_bwd"), problem.spec()
-    module = load_source(render(chosen, variant_of(chosen, spec, chosen.default(spec, find_target("h200")))), "asked")
+    module = load_kernel(render(chosen, variant_of(chosen, spec, chosen.default(spec, find_target("h200")))), "asked")
     bias, slopes = torch.zeros(2, 3, 200, 200, dtype=torch.bfloat16), torch.zeros(2, 3)
     one = given()._replace(mask=bias, slopes=slopes, of_mask=True, of_slopes=True)
     call = parse(Arguments(one.query, one.key, one.value, bias, per_head=PerHead(alibi_slopes=slopes)), Options())
@@ -168,12 +168,12 @@ def test_gradients_of_a_bias_and_of_slopes_lie_where_the_recorded_launches_write
         for name, value in (("_cuda_getDevice", None), ("_cuda_getCurrentRawStream", 5)):
             patch.setattr(torch._C, name, lambda *_, value=value: value, raising=False)
         *_, dbias, dslopes = plan.run(one)
-    _, tensors, recording = prepared.launches(module, plan._operands(one), one.parameters(call))
-    assert recording is not None and dbias is not None and dslopes is not None
-    assert dbias.shape == bias.shape and dslopes.shape == slopes.shape and len(met[0]) == len(tensors) + 1
-    of_bias, of_slopes = (step for step in recording.launches if step.kernel == "score_gradients")
-    place = prepared.operand_names(module).index("dbias")
-    places = [[x.source for x in step.arguments if isinstance(x, Address)] for step in (of_bias, of_slopes)]
+    planned = prepared.planned(module, plan._operands(one), one.parameters(call))
+    assert planned is not None and dbias is not None and dslopes is not None
+    assert dbias.shape == bias.shape and dslopes.shape == slopes.shape and len(met[0]) == len(planned.tensors) + 1
+    of_bias, of_slopes = (step for step in planned.launches if step.kernel == "score_gradients")
+    place = launching.operand_names(spec).index("dbias")
+    places = [[x.source for x in step.arguments if isinstance(x, Operand)] for step in (of_bias, of_slopes)]
     assert place in places[0] and place + 1 not in places[0] and place + 1 in places[1] and place not in places[1]
     assert met[0][place] == dbias.data_ptr()
     # What the kernels read besides: the bias and the slopes themselves.

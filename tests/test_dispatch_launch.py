@@ -7,7 +7,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,22 +18,23 @@ from flashtune.core.binaries import Binary, Manifest, Parameter, TensorMap
 from flashtune.core.dtypes import output_dtype
 from flashtune.core.kernel_archive import HEADER_BYTES, Place
 from flashtune.core.kernel_index import GeneratedKernel
-from flashtune.core.modules import load_source
+from flashtune.core.launches import Descriptor, Launch, Operand, Resident, Varying
+from flashtune.core.launching import LoadedKernel, Plan
 from flashtune.core.parameters import PER_HEAD, CallParameters
 from flashtune.core.problem import Features, MaskKind, Problem
+from flashtune.core.results import TuningRecord
 from flashtune.core.shipped_kernels import PACKAGE, shipped_index, shipped_manifest
 from flashtune.core.target import find_target
 from flashtune.core.torch_dtypes import TORCH_DTYPES
 from flashtune.db import library as databases
 from flashtune.dispatch.call import Arguments, Options, PerHead, parse
 from flashtune.dispatch.launch import devices, driver, kernels, prepared
-from flashtune.dispatch.launch.hostcode import load_host_code
 from flashtune.dispatch.launch.program import Program
-from flashtune.dispatch.launch.recording import Address, Descriptor, Drawn, Recorded, Recording, Tensor, record
 from flashtune.dispatch.plans.forward import KernelPlan
 from flashtune.dispatch.resolve import choosing
 from flashtune.dispatch.resolve.memo import Memo
 from flashtune.templates import family
+from flashtune.templates.loading import host_of, load_kernel
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.publish.sources import source_for
 
@@ -52,11 +53,12 @@ BINARY = Binary(
     kernel="forward", specialization="", entry="forward", arch="sm_90a", triton="3.6.0", threads=384, shared_bytes=200_000, cluster=1,
     launch_pdl=True, cooperative=False, global_scratch_bytes=0, profile_scratch_bytes=0, parameters=PARAMETERS, conditions=(), sha256="",
 )  # fmt: skip
+Q = Operand(0, (2, 3, 40, 128), (15360, 5120, 128, 1), "bf16")
 ARGUMENTS = (
-    Descriptor(Address(0, 256), (2, 3, 40, 128), (15360, 5120, 128, 1)), Address(1, 64), -5, "constant", 0.125,
-    Drawn.of(0, 2**64 - 1), Drawn.of(1, 7), 2**40,
+    Descriptor(Q, Q.shape, Q.strides, (1, 1, 64, 128), "swizzled"), Operand(1, (9,), (1,), "fp32"), -5, "constant", 0.125,
+    Varying.of(0, 2**64 - 1), Varying.of(1, 7), 2**40,
 )  # fmt: skip
-RECORDING = Recording(launches=(Recorded(kernel="forward", grid=(132, 1, 1), arguments=ARGUMENTS),), temporaries=())
+PLAN = Plan([Launch("forward", (132,), ARGUMENTS, {})], [], [])
 FORMATS = ("map", *"iiii", *"qqqq", "Q", "i", "f", "Q", "I", "q", "Q", "Q")
 """What the kernel of BINARY takes, parameter by parameter: map, shape, strides, pointer, numbers and two pointers to scratch."""
 
@@ -116,12 +118,12 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 
 
 def program() -> Program:
-    return Program(RECORDING, [BINARY], [77], 0, [1 << 20, 1 << 21])
+    return Program(PLAN, [BINARY], [77], 0, [1 << 20, 1 << 21])
 
 
 def given(base: int, numbers: tuple[int, int]) -> list[Any]:
     """The parameters from the second on of a launch with addresses `base` and `base` + 2^30."""
-    return [2, 3, 40, 128, 15360, 5120, 128, 1, base + 2**30 + 64, -5, 0.125, *numbers, 2**40, 0, 0]
+    return [2, 3, 40, 128, 15360, 5120, 128, 1, base + 2**30, -5, 0.125, *numbers, 2**40, 0, 0]
 
 
 @pytest.mark.parametrize("opaque", [False, True], ids=["address-is-a-word", "address-through-the-driver"])
@@ -135,7 +137,7 @@ def test_a_launch_is_given_what_the_host_code_said_at_the_calls_own_addresses(li
     for (config, function, words), base, numbers in zip(
         library.launched, (1 << 33, 1 << 34, 1 << 33), ((2**64 - 3, 2**32 - 1), (1, 2), (0, 0)), strict=True
     ):
-        assert function == 77 and words[0][0] == base + 256
+        assert function == 77 and words[0][0] == base
         assert words[1:] == given(base, numbers)
         assert (config.grid_x, config.grid_y, config.grid_z, config.block_x, config.shared_bytes) == (132, 1, 1, 384, 200_000)
         assert config.stream == 4660
@@ -144,8 +146,8 @@ def test_a_launch_is_given_what_the_host_code_said_at_the_calls_own_addresses(li
 
 
 def test_an_empty_grid_is_not_launched(library: Library) -> None:
-    empty = Recording(launches=(Recorded(kernel="forward", grid=(0, 1, 1), arguments=ARGUMENTS),), temporaries=())
-    Program(empty, [BINARY], [77], 0, [0, 0]).run([0, 0], 0, (0, 0))
+    empty = Plan([Launch("forward", (0,), ARGUMENTS, {})], [], [])
+    Program(empty, [BINARY], [77], 0, [1 << 20, 1 << 21]).run([0, 0], 0, (0, 0))
     assert library.launched == []
 
 
@@ -167,7 +169,7 @@ def test_sixteen_threads_share_a_program_and_never_each_others_addresses(library
         thread.join()
     assert len(library.launched) == 16 * 25
     for config, _, words in library.launched:
-        base = words[0][0] - 256
+        base = words[0][0]
         assert words[1:] == given(base, (base, (base >> 36) - 1)) and config.stream == base >> 36
 
 
@@ -185,65 +187,17 @@ def test_a_thread_without_a_context_gets_one_and_other_errors_are_raised(library
     assert library.launched[-1][2][1:] == given(1 << 33, (3, 4))
 
 
-def kernel(name: str) -> Any:
-    return SimpleNamespace(__name__=name)
-
-
-def test_host_code_is_recorded_with_views_temporaries_and_numbers_that_change() -> None:
-    def launches(q: torch.Tensor, out: torch.Tensor, *, mask: torch.Tensor, scale: float, seed: int, factors: Any) -> list[Any]:
-        part = torch.empty(q.shape[2], 4, dtype=torch.float32, device=q.device)
-        descriptor = SimpleNamespace(base=q, shape=list(q.shape), strides=list(q.stride()))
-        first = (kernel("pack"), (3,), (mask[1:].view(torch.uint8), part[2:], *part.stride()), {})
-        second = (kernel("forward"), (7, 2), (descriptor, out, part, factors[1], scale * 2, seed & 2**64 - 1, q.shape[2]), {})
-        return [first, second]
-
-    q, out, mask, factor = torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5, 8), torch.zeros(4, 6, dtype=torch.bool), torch.ones(3)
-    keywords = {
-        "q": Tensor(0),
-        "out": Tensor(1),
-        "mask": Tensor(2),
-        "factors": (None, Tensor(3)),
-        "scale": 0.5,
-        "seed": Drawn.of(0, 2**64 - 1),
-    }
-    found = record(launches, [q, out, mask, factor], keywords)
-    assert found is not None and found.temporaries == (5 * 4 * 4,)
-    pack, forward = found.launches
-    assert pack == Recorded(kernel="pack", grid=(3, 1, 1), arguments=(Address(2, 6), Address(4, 32), 4, 1))
-    assert forward.grid == (7, 2, 1)
-    assert forward.arguments[:5] == (
-        Descriptor(Address(0, 0), (1, 2, 5, 8), (80, 40, 8, 1)),
-        Address(1, 0),
-        Address(4, 0),
-        Address(3, 0),
-        1.0,
-    )
-    assert isinstance(forward.arguments[5], Drawn) and forward.arguments[5].source == 0 and forward.arguments[6] == 5
-
-
-def test_host_code_that_computes_is_not_recorded() -> None:
-    def launches(q: torch.Tensor) -> list[Any]:
-        return [(kernel("forward"), (1,), (-q,), {})]
-
-    assert record(launches, [torch.zeros(2)], {"q": Tensor(0)}) is None
-
-
 SHIPPED = shipped_index(PACKAGE).kernels
-# Host code differs by what is compiled in, which a folder is of, and by whether kernels count misled programs.
-FOLDERS = list({(Path(kernel.path).parent, "maximum_running" in kernel.path): kernel for kernel in SHIPPED}.values())
 WINNERS = databases.Library.of(databases.shipped_path()).winners()
-RECORDS = {one.outcome.variant_id: one for record in WINNERS for one in (record.as_twin(), record) if one is not None}
-PROBLEMS = {name: record.problem for name, record in RECORDS.items()}
+RECORDS = [one for record in WINNERS for one in (record.as_twin(), record) if one is not None]
+# Launches differ by what is compiled in, and by whether kernels count mispredicting programs.
+OF_SPECS = list(
+    {(one.outcome.template, one.problem.spec(), "maximum=first" in one.outcome.config.label()): one for one in RECORDS}.values()
+)
 
 
-def text_of(kernel: GeneratedKernel) -> str:
-    """The source of a shipped kernel."""
-    return source_for(RECORDS[kernel.variant_id]).text
-
-
-def module_of(kernel: GeneratedKernel) -> ModuleType:
-    """A shipped kernel's module, with Triton's functions."""
-    return load_source(text_of(kernel), kernel.variant_id)
+BY_ID = {one.outcome.variant_id: one for one in RECORDS}
+PROBLEMS = {name: record.problem for name, record in BY_ID.items()}
 
 
 def code_of(kernel: GeneratedKernel) -> Manifest:
@@ -251,6 +205,16 @@ def code_of(kernel: GeneratedKernel) -> Manifest:
     found = shipped_manifest(PACKAGE, kernel.variant_id, kernel.arch)
     assert found is not None
     return found
+
+
+def host_of_shipped(kernel: GeneratedKernel) -> LoadedKernel:
+    """The host side of a shipped kernel."""
+    return host_side(BY_ID[kernel.variant_id])
+
+
+def host_side(record: TuningRecord) -> LoadedKernel:
+    chosen = family(record.outcome.template)
+    return LoadedKernel(host_of(chosen, record.problem.spec(), record.outcome.config))
 
 
 def given_of(problem: Problem) -> tuple[prepared.Operands, CallParameters]:
@@ -282,57 +246,66 @@ def given_of(problem: Problem) -> tuple[prepared.Operands, CallParameters]:
     return operands, parameters
 
 
-@pytest.mark.parametrize("kernel", FOLDERS, ids=lambda kernel: kernel.path)
-def test_what_is_recorded_of_a_shipped_kernel_is_what_it_launches(kernel: GeneratedKernel) -> None:
-    compare(module_of(kernel), PROBLEMS[kernel.variant_id])
+@pytest.mark.parametrize("record", OF_SPECS, ids=lambda record: f"{record.outcome.template}-{record.problem.label()}")
+def test_a_plan_names_the_calls_own_tensors_and_its_scratch_memory(record: TuningRecord) -> None:
+    kernel = host_side(record)
+    operands, parameters = given_of(record.problem)
+    q, k, v, *_ = operands
+    assert kernel.accepts(q, k, v, parameters.mask)
+    plan = prepared.planned(kernel, operands, parameters)
+    assert plan is not None and [x is None or any(x is y for y in plan.tensors) for x in operands] == [True] * len(operands)
+    sources = {x.source for launch in plan.launches for x in map(operand_of, launch.arguments) if x is not None}
+    named = {place for place, x in enumerate([*plan.tensors, *plan.scratch]) if x is not None}
+    assert sources <= named and {prepared.Q, prepared.K, prepared.V} <= sources
+    varying = {x.source for launch in plan.launches for x in launch.arguments if isinstance(x, Varying)}
+    assert varying == ({prepared.SEED, prepared.OFFSET} if record.problem.features.dropout else set())
+
+
+def operand_of(argument: Any) -> Operand | None:
+    base = argument.base if isinstance(argument, Descriptor) else argument
+    return base if isinstance(base, Operand) else None
 
 
 @pytest.mark.parametrize("name", ["flash_fwd", "flash_fwd_hopper"])
-def test_what_is_recorded_of_all_that_heads_have_their_own_of_is_what_is_launched(name: str) -> None:
+def test_a_plan_of_all_that_heads_have_their_own_of_is_what_is_launched(name: str) -> None:
     features = Features(causal=True, mask="bool", alibi=True, sinks=True)
     problem = Problem(batch=2, heads=4, kv_heads=2, n_q=70, n_kv=304, d=64, d_v=64, dtype="fp8", features=features)
     chosen, spec = family(name), problem.spec()
     config = chosen.default(spec, find_target("h200"))
-    compare(load_source(render(chosen, variant_of(chosen, spec, config)), "per_head"), problem)
+    compare(load_kernel(render(chosen, variant_of(chosen, spec, config)), "per_head"), problem)
 
 
 @pytest.mark.parametrize("mask", ["bool", "bias"])
 @pytest.mark.parametrize("name", ["flash_bwd", "flash_bwd_hopper", "flash_bwd_hopper_split"])
-def test_what_is_recorded_of_a_backward_with_features_is_what_is_launched(name: str, mask: MaskKind) -> None:
+def test_a_plan_of_a_backward_with_features_is_what_is_launched(name: str, mask: MaskKind) -> None:
     features = Features(causal=True, mask=mask, alibi=True, dropout=True, softcap=True)
     sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "n_q": 70, "n_kv": 304, "d": 64, "d_v": 64}
     problem = Problem(**sizes, dtype="bf16", features=features, direction="bwd")
     chosen, spec = family(name), problem.spec()
     config = chosen.default(spec, find_target("h200"))
-    compare(load_source(render(chosen, variant_of(chosen, spec, config)), name), problem)
+    compare(load_kernel(render(chosen, variant_of(chosen, spec, config)), name), problem)
 
 
-def compare(module: Any, problem: Problem) -> None:
-    """The same launches as with real tensors, with every address where the recording says."""
-    steps, tensors, recording = prepared.launches(module, *given_of(problem))
-    assert recording is not None and len(steps) == len(recording.launches)
-    starts = [0 if x is None else x.data_ptr() for x in tensors]
-    sizes = list(recording.temporaries)
-
-    def assert_at(address: Address, x: torch.Tensor) -> None:
-        if address.source < len(starts):
-            assert starts[address.source] + address.offset == x.data_ptr()
-        else:
-            assert address.offset == x.storage_offset() * x.element_size()
-            assert sizes[address.source - len(starts)] == x.untyped_storage().nbytes()
-
-    for (function, grid, arguments, _), recorded in zip(steps, recording.launches, strict=True):
-        assert recorded.kernel == function.__name__ and recorded.grid == (*grid, 1, 1)[:3]
-        for real, kept in zip(arguments, recorded.arguments, strict=True):
-            if isinstance(kept, Address):
-                assert_at(kept, real)
-            elif isinstance(kept, Descriptor):
-                assert_at(kept.address, real.base)
-                assert (kept.shape, kept.strides) == (tuple(real.shape), tuple(real.strides))
-            else:
-                assert kept == (address := real.data_ptr() if isinstance(real, torch.Tensor) else real) and type(kept) is type(address)
-    drawn = {x.source for recorded in recording.launches for x in recorded.arguments if isinstance(x, Drawn)}
-    assert drawn == ({prepared.SEED, prepared.OFFSET} if problem.features.dropout else set())
+def compare(kernel: LoadedKernel, problem: Problem) -> None:
+    """The plan's operands are the tensors that Triton is given, at their addresses."""
+    operands, parameters = given_of(problem)
+    plan = prepared.planned(kernel, operands, parameters)
+    assert plan is not None
+    steps = kernel.launches(*operands, **parameters.keywords() | launching.provided(kernel, *operands[:2]))
+    assert len(steps) == len(plan.launches)
+    for (function, grid, arguments, options), launch in zip(steps, plan.launches, strict=True):
+        assert (launch.kernel, launch.grid, launch.options) == (function.__name__, grid, options)
+        for real, planned in zip(arguments, launch.arguments, strict=True):
+            operand = operand_of(planned)
+            if operand is None:
+                assert isinstance(planned, (Resident, Varying)) or (planned == real and type(planned) is type(real))
+                continue
+            base = real.base if isinstance(planned, Descriptor) else real
+            if operand.source < len(plan.tensors):
+                assert base.data_ptr() == plan.tensors[operand.source].data_ptr()  # type: ignore[union-attr]
+            assert base.dtype == launching.TYPES[operand.dtype]
+            if isinstance(planned, Descriptor):
+                assert (planned.shape, planned.strides, planned.block) == tuple(map(tuple, (real.shape, real.strides, real.block_shape)))
 
 
 def test_a_plan_hands_over_the_addresses_of_what_each_call_gives_per_head(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,7 +313,7 @@ def test_a_plan_hands_over_the_addresses_of_what_each_call_gives_per_head(monkey
         monkeypatch.setattr(torch._C, name, lambda *_, value=value: value, raising=False)
     q = torch.zeros(2, 4, 9, 64, dtype=torch.float8_e4m3fn)
     given: dict[str, Any] = {"alibi_slopes": torch.zeros(4), "k_descale": torch.zeros(2, 4), "v_descale": 2.0, "sinks": torch.zeros(8)[::2]}
-    plan = KernelPlan(parse(Arguments(q, q, q, per_head=PerHead(**given)), Options()), SimpleNamespace(), q)  # type: ignore[arg-type]
+    plan = KernelPlan(parse(Arguments(q, q, q, per_head=PerHead(**given)), Options()), LoadedKernel(None), q)  # type: ignore[arg-type]
     runs: list[list[int]] = []
     plan.program = SimpleNamespace(run=lambda addresses, stream, bits: runs.append(addresses))  # type: ignore[assignment]
     plan._plain, plan._heads = False, [0, 101, 102, 103, 0]
@@ -349,7 +322,7 @@ def test_a_plan_hands_over_the_addresses_of_what_each_call_gives_per_head(monkey
         plan.run(q, q, q, None, None, PerHead(**given))
         wanted = {name: x.data_ptr() for name, x in given.items() if isinstance(x, torch.Tensor)} | {"q_descale": 101, "v_descale": 103}
         assert runs[-1][: prepared.OUT] == [q.data_ptr()] * 3
-        assert runs[-1][prepared.HEADS :] == [wanted[name] for name in PER_HEAD]
+        assert runs[-1][prepared.HEADS :] == [*(wanted[name] for name in PER_HEAD), 0]
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 9, 21), (1, 4, 9, 21), (2, 1, 9, 21), (9, 21), (2, 1, 1, 21)], ids=str)
@@ -358,12 +331,11 @@ def test_a_bias_whose_rows_arent_aligned_is_copied_once_a_call_and_launches_are_
 ) -> None:
     for name, value in (("_cuda_getDevice", None), ("_cuda_getCurrentRawStream", 5), ("_cuda_isCurrentStreamCapturing", False)):
         monkeypatch.setattr(torch._C, name, lambda *_, value=value: value, raising=False)
-    kernel = next(one for one in SHIPPED if one.template == "flash_fwd_hopper" and "d64_bf16_bias/" in one.path)
-    module = module_of(kernel)
+    kernel = hopper(Features(mask="bias"))
     q, k = torch.zeros(2, 4, 9, 64, dtype=torch.bfloat16), torch.zeros(2, 4, 21, 64, dtype=torch.bfloat16)
-    plan = KernelPlan(parse(Arguments(q, k, k, torch.zeros(shape, dtype=q.dtype)), Options()), module, q)
+    plan = KernelPlan(parse(Arguments(q, k, k, torch.zeros(shape, dtype=q.dtype)), Options()), kernel, q)
     copied: list[torch.Tensor] = []
-    known = launching.copyable_mask
+    known = launching.bias_copy
 
     def noted(*given: Any) -> torch.Tensor:
         found = known(*given)
@@ -371,11 +343,11 @@ def test_a_bias_whose_rows_arent_aligned_is_copied_once_a_call_and_launches_are_
         copied.append(found)
         return found
 
-    monkeypatch.setattr(launching, "copyable_mask", noted)
+    monkeypatch.setattr(launching, "bias_copy", noted)
     runs: list[tuple[int, torch.Tensor]] = []
 
     def run(addresses: list[int], *_: object) -> None:
-        runs.append((addresses[prepared.MASK], copied[-1].clone()))
+        runs.append((addresses[prepared.HEADS + len(PER_HEAD)], copied[-1].clone()))
 
     plan.program = SimpleNamespace(run=run)  # type: ignore[assignment]
     plan._plain, plan._copies_mask = False, True
@@ -383,17 +355,23 @@ def test_a_bias_whose_rows_arent_aligned_is_copied_once_a_call_and_launches_are_
         mask = torch.randn(shape).bfloat16()
         plan.run(q, k, k, mask, None, None)
         address, seen = runs[-1]
-        assert address == copied[-1].data_ptr() and torch.equal(seen, mask.expand(2, 4, 9, 21))
-        assert module.copyable(copied[-1]) and module.records(q, k, k, copied[-1], 0.1)
+        assert address == copied[-1].data_ptr() and torch.equal(seen.expand(2, 4, 9, 21), mask.expand(2, 4, 9, 21))
+
+
+def hopper(features: Features) -> LoadedKernel:
+    chosen = family("flash_fwd_hopper")
+    spec = Problem(batch=2, heads=4, kv_heads=4, n_q=9, n_kv=21, d=64, d_v=64, dtype="bf16", features=features).spec()
+    return LoadedKernel(host_of(chosen, spec, chosen.default(spec, find_target("h200"))))
 
 
 def test_a_bias_that_the_copy_engine_takes_is_handed_over_as_it_is() -> None:
-    kernel = next(one for one in SHIPPED if one.template == "flash_fwd_hopper" and "d64_bf16_bias/" in one.path)
-    module = module_of(kernel)
+    host = hopper(Features(mask="bias")).host
+    assert host is not None
     aligned = torch.zeros(1, 4, 9, 24, dtype=torch.bfloat16).expand(2, 4, 9, 24)
-    assert launching.copyable_mask(module, aligned) is aligned and launching.copyable_mask(module, None) is None
-    odd = aligned[..., 1:22]
-    assert launching.copyable_mask(SimpleNamespace(), odd) is odd  # type: ignore[arg-type]
+    assert launching.bias_copy(host, aligned) is None and launching.bias_copy(host, None) is None
+    assert launching.bias_copy(host, aligned[..., 1:22]) is not None
+    by_pointer = host_of(family("flash_fwd"), host.spec, family("flash_fwd").default(host.spec, find_target("h200")))
+    assert launching.bias_copy(by_pointer, aligned[..., 1:22]) is None
 
 
 def test_a_plan_hands_over_the_memory_of_the_stream_that_it_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,7 +382,7 @@ def test_a_plan_hands_over_the_memory_of_the_stream_that_it_is_on(monkeypatch: p
     taken = SimpleNamespace(counters=lambda _, stream, *__: 1000 * stream, scratch=lambda _, stream, __: 4096 * stream)
     monkeypatch.setattr(driver, "STREAM_MEMORY", taken)
     q, k, v = torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 9, 16), torch.zeros(1, 2, 9, 16)
-    plan = KernelPlan(parse(Arguments(q, k, v), Options(enable_gqa=True)), SimpleNamespace(), q)  # type: ignore[arg-type]
+    plan = KernelPlan(parse(Arguments(q, k, v), Options(enable_gqa=True)), LoadedKernel(None), q)  # type: ignore[arg-type]
     runs: list[list[int]] = []
     plan.program = SimpleNamespace(run=lambda addresses, stream, bits: runs.append(addresses))  # type: ignore[assignment]
     plan._plain, plan._counters, plan._scratch, plan._lse_offset, plan._temporaries = False, 8, 1024, 768, (0, 512)
@@ -415,18 +393,7 @@ def test_a_plan_hands_over_the_memory_of_the_stream_that_it_is_on(monkeypatch: p
             plan.run(q, k, v, None, None, per_head)
             place = 4096 * stream
             assert runs[-1][:3] == [x.data_ptr() for x in (q, k, v)]
-            assert runs[-1][prepared.LSE :] == [place + 768, 1000 * stream, *[0] * (1 + len(PER_HEAD)), place, place + 512]
-
-
-@pytest.mark.parametrize("kernel", FOLDERS, ids=lambda kernel: kernel.path)
-def test_host_code_without_triton_says_what_the_module_says(kernel: GeneratedKernel) -> None:
-    module, host = module_of(kernel), load_host_code(code_of(kernel).host, kernel.variant_id)
-    operands, given = given_of(PROBLEMS[kernel.variant_id])
-    q, k, v, *_ = operands
-    assert host.accepts(q, k, v, given.mask) == module.accepts(q, k, v, given.mask)
-    ours, theirs = (prepared.launches(each, operands, given) for each in (host, module))
-    assert ours[2] == theirs[2] is not None
-    assert [step[0].__name__ for step in ours[0]] == [step[0].__name__ for step in theirs[0]]
+            assert runs[-1][prepared.LSE :] == [place + 768, 1000 * stream, *[0] * (2 + len(PER_HEAD)), place, place + 512]
 
 
 def test_a_sequence_that_grows_reads_no_file_and_no_host_code_anew(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -455,7 +422,8 @@ def test_a_sequence_that_grows_reads_no_file_and_no_host_code_anew(library: Libr
 
 def test_damaged_machine_code_is_warned_of_and_left_to_triton(library: Library, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     shipped = next(kernel for kernel in SHIPPED if PROBLEMS[kernel.variant_id].label() == "n4096-d64-bf16-causal")
-    module, read = module_of(shipped), code_of(shipped)
+    record = BY_ID[shipped.variant_id]
+    module, read = load_kernel(source_for(record).text, "damaged"), code_of(shipped)
     assert read.archive is not None
     damaged = bytearray(read.archive.path.read_bytes())
     first = Place.of(read.binaries[0].file).group

@@ -19,6 +19,7 @@ from flashtune import dispatch
 from flashtune.core import reference
 from flashtune.core.band import Band
 from flashtune.core.config import Config, Variant
+from flashtune.core.launching import LoadedKernel
 from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Baseline, Fate, Measurement, Outcome, Provenance, SearchResult, Source
 from flashtune.core.target import find_target
@@ -29,7 +30,7 @@ from flashtune.dispatch.resolve import choosing, layers, memo
 from flashtune.dispatch.resolve.memo import Memo
 from flashtune.templates import families, family
 from flashtune.templates.family import Family
-from flashtune.templates.rendering import variant_of
+from flashtune.templates.rendering import text_hash, variant_of
 
 H200 = find_target("h200")
 POINTERS = family("flash_fwd")
@@ -68,7 +69,7 @@ class Machine:
         def launches(*tensors: torch.Tensor, **words: Any) -> list[Any]:
             return [(Kernel(), (1,), tensors, {"num_warps": 4, **words})]
 
-        return SimpleNamespace(accepts=accepts, counts_needed=lambda q, k: 0, launches=launches)
+        return LoadedKernel(None, SimpleNamespace(accepts=accepts, counts_needed=lambda q, k: 0, launches=launches))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -99,7 +100,6 @@ def save(
     config: Config | None = None,
     source: Source = "measured",
     framework_us: float | None = 200.0,
-    old_hash: str | None = None,
 ) -> Variant:
     """One search's winner, written to a database as a search would."""
     variant = variant_of(POINTERS, problem.spec(), config_of())
@@ -108,7 +108,7 @@ def save(
         variant = replace(variant, config=config)
     outcome = Outcome(
         template=variant.template,
-        template_hash=old_hash or variant.template_hash,
+        template_hash=text_hash(POINTERS, variant_of(POINTERS, problem.spec(), config_of())),
         variant_id=variant.id,
         config=variant.config,
         fate=Fate.CORRECT,
@@ -419,12 +419,6 @@ def test_where_the_framework_was_faster_it_serves_unless_it_lacks_the_feature(ma
     out, _ = dispatch.attention(Q, Q, Q, is_causal=True, return_lse=True)
     assert machine.launched == [variant]
     assert_right(out)
-
-
-def test_a_changed_template_is_said(machine: Machine, own_database: Path) -> None:
-    save(own_database, old_hash="f" * 16)
-    explained = dispatch.explain(Q, Q, Q, is_causal=True)
-    assert explained.kind == "exact" and "has changed since" in explained.reason
 
 
 def test_reload_sees_a_search_that_ended_meanwhile_and_a_models_own_database(machine: Machine, own_database: Path, tmp_path: Path) -> None:

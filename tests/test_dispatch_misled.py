@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from flashtune import dispatch
+from flashtune.core import launching
 from flashtune.core.config import Config, settles
 from flashtune.core.parameters import CallParameters
 from flashtune.core.target import find_target
@@ -266,12 +267,12 @@ def test_recorded_launches_count_at_their_plans_own_addresses() -> None:
     inputs = hopper_kernels.make_inputs(wanted, device="cpu", seed=0)
     parameters = CallParameters(scale=0.125, band=wanted.band)
     for told in ((1 << 40, 1 << 41), None):
-        steps, _, recording = prepared.launches(module, inputs.arguments, parameters, told)
-        assert recording is not None and not recording.temporaries
-        kernel, _, arguments, _ = steps[-1]
-        places = [kernel.arg_names.index(name) for name in ("misled_ptr", "host_misled_ptr")]
-        recorded = [recording.launches[-1].arguments[place] for place in places]
-        assert recorded == list(told or (arguments[place].data_ptr() for place in places))
+        plan = prepared.planned(module, inputs.arguments, parameters, told)
+        assert plan is not None and not plan.scratch
+        names = module.flash_fwd_hopper.arg_names
+        places = [names.index(name) for name in ("misled_ptr", "host_misled_ptr")]
+        unread = [x.data_ptr() for x in launching.unread(inputs.q.device)]
+        assert [plan.launches[-1].arguments[place].address for place in places] == list(told or unread)
 
 
 RECORDS = [record for record in Library.of(shipped_path()).records(gpu="h200") if record.twin is not None]

@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 import torch
 from test_dispatch_gradient_plans import Decoding, library  # noqa: F401
-from test_dispatch_launch import PROBLEMS, SHIPPED, code_of, text_of
+from test_dispatch_launch import PROBLEMS, SHIPPED, code_of, host_of_shipped
 
 from flashtune.dispatch.call import Arguments, Options, parse
 from flashtune.dispatch.launch import driver
-from flashtune.dispatch.launch.hostcode import load_host_code
 from flashtune.dispatch.plans.forward import KernelPlan
 
 MASKED = next(
@@ -28,11 +27,11 @@ def masked() -> tuple[torch.Tensor, torch.Tensor]:
 
 def plan_of(x: torch.Tensor, mask: torch.Tensor) -> KernelPlan:
     """The plan of a call whose mask a kernel packs ahead of the kernel that reads it, with machine code for a GPU."""
-    host = load_host_code(text_of(MASKED), "masked")
+    host = host_of_shipped(MASKED)
     plan = KernelPlan(parse(Arguments(x, x, x, mask), Options()), host, x, manifest=code_of(MASKED))
     operands, parameters = plan._given(x, x, x, mask, None)
     plan.program = plan._prepared(operands, parameters, compiles=False)
-    assert plan.program is not None and [one.kernel for one in plan.program.recorded] == ["pack_mask", "flash_fwd_hopper"]
+    assert plan.program is not None and [one.kernel for one in plan.program.planned] == ["pack_mask", "flash_fwd_hopper"]
     plan._take_memory_for(plan.program)
     return plan
 

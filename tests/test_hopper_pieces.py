@@ -14,13 +14,13 @@ from hopper_protocol import Number
 from flashtune.core.config import Config
 from flashtune.core.dtypes import DType
 from flashtune.core.errors import InputError
-from flashtune.core.modules import load_source
 from flashtune.core.problem import Features
 from flashtune.core.reference import visible
 from flashtune.db.library import shipped_path
 from flashtune.db.store import Store
 from flashtune.templates.hopper.flash_fwd_hopper import FAMILY
 from flashtune.templates.hopper.layout import HopperLayout
+from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.verify.inputs import Inputs, make_inputs
 
@@ -80,7 +80,7 @@ def inputs_of(d: int, d_v: int) -> Inputs:
 def run(inputs: Inputs, text: str, seed: int) -> None:
     """Launches a rendered kernel on poisoned outputs."""
     inputs.poison()
-    module = load_source(text, "pieces")
+    module = load_kernel(text, "pieces")
     [(kernel, (programs,), arguments, options)] = launches(module, inputs, sms=2)
     Forward(module, (kernel, (programs,), arguments, options), seed=seed).run()
 
@@ -155,7 +155,7 @@ def with_edges(features: Features, group: int, text_of: Callable[[str], str], ch
     wanted = replace(problem(64, features, dtype="fp16"), batch=2, heads=2 * group, kv_heads=2, n_q=45, n_kv=192)
     inputs = make_inputs(wanted, device="cpu", seed=group)
     inputs.poison()
-    module = load_source(text_of(source(wanted.spec(), **changes)), "pieces")
+    module = load_kernel(text_of(source(wanted.spec(), **changes)), "pieces")
     [(kernel, (programs,), arguments, options)] = launches(module, inputs, sms=2)
     Masked(module, (kernel, (programs,), arguments, options), seed=group).run()
     q, k, v = (tensor.double() for tensor in (inputs.q, inputs.k, inputs.v))

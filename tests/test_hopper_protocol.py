@@ -12,10 +12,10 @@ from hopper_protocol import Machine
 
 from flashtune.core.config import KernelSpec
 from flashtune.core.dtypes import DType
-from flashtune.core.modules import load_source
 from flashtune.core.problem import Features, Problem
 from flashtune.core.reference import visible
 from flashtune.templates.hopper.layout import tiles_of
+from flashtune.templates.loading import load_kernel
 
 CAUSAL = Features(causal=True)
 BAND = Features(window=(70, 40))
@@ -50,7 +50,7 @@ def assert_tells(machine: Machine) -> None:
 def run(problem: Problem, text: str, launch: Launch, chosen: dict[str, Any], *, programs: int, seed: int) -> None:
     """Runs the kernel's roles and checks each output tile."""
     group, packed = problem.gqa_ratio, chosen["packed_heads"]
-    machine = Machine(load_source(text, "protocol"), launch, programs=programs, kv_group=group, seed=seed, raises=RAISES[seed % 4])
+    machine = Machine(load_kernel(text, "protocol"), launch, programs=programs, kv_group=group, seed=seed, raises=RAISES[seed % 4])
     machine.run()
     assert machine.counter == [0]
     assert_tells(machine)

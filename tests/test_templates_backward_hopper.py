@@ -13,13 +13,13 @@ import torch
 from hopper_kernels import H200, Array, count, key_loops, machine_code, on_numpy
 from interpreting import interpreted
 
-from flashtune.core.modules import load_source
 from flashtune.core.problem import Features, Problem
 from flashtune.core.reference import dropout_keep_rows
 from flashtune.core.target import find_target
 from flashtune.templates import family
 from flashtune.templates.backward.hopper.layout import BackwardLayout, divisions_of
 from flashtune.templates.cost import predict_us
+from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.children.compile import compiled_kernels, read_facts
 from flashtune.tuner.verify.inputs import make_inputs
@@ -198,7 +198,7 @@ def test_queries_are_divided_where_tiles_of_keys_are_few(heads: int, kv_heads: i
         divided > 1
     )
     assert divisions_of(moved, wanted, H200) == divided
-    module = load_source(render(FAMILY, variant_of(FAMILY, wanted.spec(), moved)), "flash_bwd_hopper")
+    module = load_kernel(render(FAMILY, variant_of(FAMILY, wanted.spec(), moved)), "flash_bwd_hopper")
     inputs = make_inputs(wanted, device="meta", seed=0)
     launches = module.launches(*inputs.arguments, **inputs.keywords | {"sms": H200.sms, "counts": None})
     grids = {kernel.__name__: grid for kernel, grid, *_ in launches}
@@ -221,7 +221,7 @@ def test_the_cost_model_knows_what_division_is_worth() -> None:
 def test_exponentials_by_a_polynomial_are_exact_to_bf16_and_fp16() -> None:
     spec = problem(Features()).spec()
     config = FAMILY.default(spec, H200).replace(exp_poly=True)
-    parts = on_numpy(load_source(render(FAMILY, variant_of(FAMILY, spec, config)), "flash_bwd_hopper"), "exp2")
+    parts = on_numpy(load_kernel(render(FAMILY, variant_of(FAMILY, spec, config)), "flash_bwd_hopper"), "exp2")
     x = np.linspace(-126, 2, 4 * 10_001, dtype=np.float32)
     found = parts.exp2(x.view(Array)).astype(np.float64)
     assert abs(found / np.exp2(x.astype(np.float64)) - 1).max() < 8e-5
@@ -245,7 +245,7 @@ def test_dropout_takes_few_instructions_for_each_pair() -> None:
 @pytest.mark.parametrize(("row", "key", "p"), [(0, 0, 0.1), (192, 1088, 0.7), (64, 64, 0.5), (64, 0, 0.99), (0, 64, 1.0)])
 def test_dropout_keeps_what_the_forward_kept(row: int, key: int, p: float) -> None:
     spec = problem(Features(dropout=True)).spec()
-    module = load_source(render(FAMILY, variant_of(FAMILY, spec, FAMILY.default(spec, H200))), "flash_bwd_hopper")
+    module = load_kernel(render(FAMILY, variant_of(FAMILY, spec, FAMILY.default(spec, H200))), "flash_bwd_hopper")
     parts = on_numpy(module, "philox", "byte_selectors", "apply_dropout")
     seed, offset, index = 2**63 + 12345, 7, 5
     params = {name: 0 for name in module.Params._fields} | {"seed": seed, "offset": offset, "threshold": round(p * 32768)}

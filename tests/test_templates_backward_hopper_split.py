@@ -12,12 +12,12 @@ from hopper_kernels import H200, Array, key_loops, machine_code, on_numpy
 from interpreting import interpreted
 from test_templates_backward_hopper import problem
 
-from flashtune.core.modules import load_source
 from flashtune.core.problem import Features
 from flashtune.core.reference import dropout_keep_rows
 from flashtune.core.target import find_target
 from flashtune.templates import family
 from flashtune.templates.backward.hopper.layout import SplitLayout
+from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.children.compile import compiled_kernels, read_facts
 
@@ -71,7 +71,7 @@ def test_it_compiles_to_products_in_flight_without_spills(d: int, d_v: int, held
 @pytest.mark.parametrize(("row", "key", "p"), [(0, 0, 0.1), (192, 1088, 0.7), (64, 0, 1.0)])
 def test_dropout_keeps_what_the_forward_kept(row: int, key: int, p: float) -> None:
     spec = problem(Features(dropout=True), d=256, d_v=256).spec()
-    module = load_source(render(FAMILY, variant_of(FAMILY, spec, FAMILY.default(spec, H200))), "flash_bwd_hopper_split")
+    module = load_kernel(render(FAMILY, variant_of(FAMILY, spec, FAMILY.default(spec, H200))), "flash_bwd_hopper_split")
     parts = on_numpy(module, "philox", "random_words_dq", "byte_selectors_dq", "apply_dropout")
     seed, offset, index = 2**63 + 12345, 7, 5
     params = {name: 0 for name in module.Params._fields} | {"seed": seed, "offset": offset, "threshold": round(p * 32768)}

@@ -8,10 +8,10 @@ import pytest
 from compiling import cross_compile
 
 from flashtune.core.launching import provided
-from flashtune.core.modules import load_source
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import Target, find_target
 from flashtune.templates import family
+from flashtune.templates.loading import load_kernel
 from flashtune.templates.predicates import shared_bytes
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.children.compile import compiling_for
@@ -30,7 +30,7 @@ def source(name: str, wanted: Problem, target: Target, **changes: int | str | bo
 
 
 def compiled(text: str, wanted: Problem, target: Target) -> Any:
-    module = load_source(text, "compiled")
+    module = load_kernel(text, "compiled")
     inputs = make_inputs(wanted, device="meta", seed=0)
     with compiling_for(target):
         [(kernel, grid, args, options)] = module.launches(*inputs.arguments, **inputs.keywords | provided(module, inputs.q, inputs.k))

@@ -14,11 +14,12 @@ from interpreting import interpreted
 from flashtune.core.config import Config
 from flashtune.core.dtypes import DType
 from flashtune.core.launching import sms_of
-from flashtune.core.modules import load_source
 from flashtune.core.problem import DECODE_ROWS, Features, Problem
 from flashtune.core.target import find_target, targets
 from flashtune.templates.decode.flash_decode import FAMILY
 from flashtune.templates.family import wave_efficiency
+from flashtune.templates.launches.pointers import split_count
+from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.children.compile import compiling_for, read_facts
 from flashtune.tuner.verify.inputs import make_inputs
@@ -32,7 +33,7 @@ EVERYTHING = Features(causal=True, window=(100, 0), mask="bias", softcap=True, a
 
 def module(problem: Problem = STEP, **changes: int | str | bool) -> Any:
     config = FAMILY.default(problem.spec(), H200).replace(**changes)
-    return load_source(render(FAMILY, variant_of(FAMILY, problem.spec(), config)), "decode")
+    return load_kernel(render(FAMILY, variant_of(FAMILY, problem.spec(), config)), "decode")
 
 
 def launched(problem: Problem, **changes: int | str | bool) -> list[Any]:
@@ -58,7 +59,7 @@ def test_splits_are_the_fewest_with_the_shortest_longest_share_that_the_programs
     tiles: int, keys: int, programs: int, block_n: int
 ) -> None:
     blocks = max(1, -(-keys // block_n))
-    splits = module(programs=programs, BLOCK_N=block_n).split_count(blocks, tiles, programs * SMS)
+    splits = split_count(blocks, tiles, programs * SMS)
     assert 1 <= splits <= blocks
     assert splits == 1 or tiles * splits <= programs * SMS
     share = -(-blocks // splits)
@@ -93,7 +94,7 @@ def test_splits_are_counted_over_the_keys_that_rows_see(features: Features, n_q:
     (_, (tiles, splits), _, _) = launches(found, inputs)[0]
     assert tiles == 8
     # A tile's rows may see a few keys fewer than the bound.
-    assert splits in {found.split_count(-(-(visible + more) // 32), tiles, 8 * SMS) for more in (0, 1, 2)}
+    assert splits in {split_count(-(-(visible + more) // 32), tiles, 8 * SMS) for more in (0, 1, 2)}
 
 
 def test_a_tile_that_isnt_split_writes_its_output_itself() -> None:

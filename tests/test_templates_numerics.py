@@ -7,10 +7,10 @@ import torch
 from attention_cases import CASES
 from interpreting import interpreted
 
-from flashtune.core.modules import load_source
 from flashtune.core.problem import FLAGS, Problem
 from flashtune.core.target import find_target
 from flashtune.templates import family
+from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of
 
 BF16 = {"bf16", "bf16-causal"}
@@ -46,7 +46,7 @@ def test_every_feature_that_is_on_or_off_has_a_case() -> None:
 def test_bf16_is_taken_where_kernels_are_compiled(name: str) -> None:
     spec = Problem(batch=1, heads=1, kv_heads=1, n_q=16, n_kv=16, d=16, d_v=16, dtype="bf16").spec()
     chosen = family(name)
-    module = load_source(render(chosen, variant_of(chosen, spec, chosen.default(spec, find_target("h200")))), name)
+    module = load_kernel(render(chosen, variant_of(chosen, spec, chosen.default(spec, find_target("h200")))), name)
     x = torch.zeros(1, 1, 16, 16, dtype=torch.bfloat16)
     assert module.accepts(x, x, x, None)
 
@@ -54,7 +54,7 @@ def test_bf16_is_taken_where_kernels_are_compiled(name: str) -> None:
 def test_tma_takes_only_what_the_copy_engine_can_read() -> None:
     chosen = family("flash_fwd_tma")
     spec = Problem(batch=2, heads=2, kv_heads=2, n_q=16, n_kv=16, d=16, d_v=16, dtype="fp16").spec()
-    module = load_source(render(chosen, variant_of(chosen, spec, chosen.default(spec, find_target("h200")))), chosen.name)
+    module = load_kernel(render(chosen, variant_of(chosen, spec, chosen.default(spec, find_target("h200")))), chosen.name)
 
     def taken(x: torch.Tensor) -> bool:
         right = torch.zeros(2, 2, 16, 16, dtype=torch.float16)
@@ -79,7 +79,7 @@ def test_tma_takes_only_what_the_copy_engine_can_read() -> None:
 def test_a_negative_scale_keeps_the_strides_that_tma_needs() -> None:
     chosen = family("flash_fwd_tma")
     spec = Problem(batch=1, heads=1, kv_heads=1, n_q=16, n_kv=16, d=20, d_v=16, dtype="fp16").spec()
-    module = load_source(render(chosen, variant_of(chosen, spec, chosen.default(spec, find_target("h200")))), chosen.name)
+    module = load_kernel(render(chosen, variant_of(chosen, spec, chosen.default(spec, find_target("h200")))), chosen.name)
     x, v = torch.randn(1, 1, 16, 24, dtype=torch.float16)[..., :20], torch.randn(1, 1, 16, 16, dtype=torch.float16)
     assert module.accepts(x, x, v, None)
     lse = torch.empty(1, 1, 16)

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from flashtune.core.dtypes import DType
-from flashtune.core.modules import load_source
 from flashtune.core.problem import Features, Problem
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import find_target
 from flashtune.core.torch_dtypes import TORCH_DTYPES
 from flashtune.templates import families, family
 from flashtune.templates.cost import predict_us
+from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.propose.space import SearchSpace
 from flashtune.tuner.publish import generated, machine_code
@@ -131,7 +131,7 @@ def test_two_kernels_for_large_heads_are_predicted_as_a_whole() -> None:
 
 def test_machine_code_is_built_from_launches_of_its_own_pass() -> None:
     chosen, spec = family("flash_bwd"), replace(BIG, features=Features(causal=True, dropout=True)).spec()
-    module = load_source(render(chosen, variant_of(chosen, spec, chosen.default(spec, H200))), "backward")
+    module = load_kernel(render(chosen, variant_of(chosen, spec, chosen.default(spec, H200))), "backward")
     arguments, words = machine_code._typical_call(module, spec, H200, 336)
     assert [kernel.__name__ for kernel, *_ in module.launches(*arguments, **words)] == ["row_deltas", "key_gradients", "query_gradients"]
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,13 +18,12 @@ from flashtune.cli.main import main
 from flashtune.core.binaries import Binary, Manifest, source_digest
 from flashtune.core.kernel_archive import Archive
 from flashtune.core.kernel_index import INDEX, read_index
-from flashtune.core.launching import provided
-from flashtune.core.modules import load_source
+from flashtune.core.launching import LoadedKernel, plan, provided
 from flashtune.core.problem import Problem
 from flashtune.core.shipped_kernels import PACKAGE, folder_of, shipped_index, shipped_manifest
 from flashtune.db.library import Library, shipped_path
-from flashtune.dispatch.launch.hostcode import load_host_code
-from flashtune.templates import BITS
+from flashtune.templates import BITS, family
+from flashtune.templates.loading import host_of, load_kernel
 from flashtune.tuner.children.at_hand import machine_code_of, taking
 from flashtune.tuner.children.compile import compiling_for
 from flashtune.tuner.publish.generated import (
@@ -75,16 +73,18 @@ def sass(code: bytes, path: Path) -> list[str]:
 
 def test_instructions_are_those_of_a_launch_by_the_jit(built: Built, tmp_path: Path) -> None:
     one = ordered(decode())
-    module = load_source(one.text, "jit")
+    module = load_kernel(one.text, "jit")
     record = decode().records[0]
     inputs = make_inputs(replace(record.problem, batch=1, heads=4, kv_heads=1), device="meta", seed=0)
     words = inputs.keywords | provided(module, inputs.q, inputs.k) | {"sms": one.target.sms}
     compared = 0
     with compiling_for(one.target):
-        again = load_source(one.text, "again").launches(*inputs.arguments, **words)
-        for (kernel, grid, args, options), (fresh, *_) in zip(module.launches(*inputs.arguments, **words), again, strict=True):
+        again = load_kernel(one.text, "again").launches(*inputs.arguments, **words)
+        planned = plan(module.host, module.host.spec, inputs.arguments, words).launches
+        launches = module.launches(*inputs.arguments, **words)
+        for (kernel, grid, args, options), (fresh, *_), launch in zip(launches, again, planned, strict=True):
             compiled = kernel.warmup(*args, grid=grid, **options)
-            binary = built.manifest.matching(kernel.__name__, args)
+            binary = built.manifest.matching(kernel.__name__, launch.arguments)
             assert binary is not None
             code = built.codes[built.manifest.binaries.index(binary)]
             ours, jits = sass(code, tmp_path / "ours"), sass(compiled.asm["cubin"], tmp_path / "jits")
@@ -206,38 +206,42 @@ def shaped(problem: Problem, n_kv: int) -> Problem:
 
 
 @cache
-def host_codes() -> list[tuple[Arranged, Manifest, ModuleType]]:
-    """What a call runs of each shipped kernel's module, beside its machine code."""
-    return [(one, manifest, load_host_code(manifest.host, one.variant.id)) for one, manifest in manifests()]
+def host_sides() -> list[tuple[Arranged, Manifest, LoadedKernel]]:
+    """What a call runs of each shipped kernel beside its machine code."""
+    return [
+        (one, manifest, LoadedKernel(host_of(family(one.variant.template), one.variant.spec, one.variant.config)))
+        for one, manifest in manifests()
+    ]
 
 
 @pytest.mark.parametrize("heads_inside", [False, True], ids=["BHND", "BNHD"])
 @pytest.mark.parametrize("n_kv", [1, 197, 4096])
 def test_usual_calls_meet_the_conditions_of_a_shipped_binary(n_kv: int, heads_inside: bool) -> None:
-    for one, manifest, module in host_codes():
+    for one, manifest, module in host_sides():
         inputs = make_inputs(shaped((one.records or one.twins)[0].problem, n_kv), device="meta", seed=2**64 - 1, heads_inside=heads_inside)
         if not module.accepts(inputs.q, inputs.k, inputs.v, inputs.keywords["mask"]):
             continue
         words = inputs.keywords | provided(module, inputs.q, inputs.k) | {"sms": one.target.sms}
-        steps = module.launches(*inputs.arguments, **words)
+        assert module.host is not None
+        launches = plan(module.host, module.host.spec, inputs.arguments, words).launches
         if one.variant.spec.direction == "bwd":
             # Without a gradient of the LSE.
-            steps += module.launches(*inputs.arguments[:6], None, *inputs.arguments[7:], **words)
-        for kernel, _, args, _ in steps:
-            tried = {binary.specialization: binary.refusal(args) for binary in manifest.of(kernel.__name__)}
-            assert None in tried.values(), (one.kernel.path, kernel.__name__, tried)
+            launches += plan(module.host, module.host.spec, (*inputs.arguments[:6], None, *inputs.arguments[7:]), words).launches
+        for launch in launches:
+            tried = {binary.specialization: binary.refusal(launch.arguments) for binary in manifest.of(launch.kernel)}
+            assert None in tried.values(), (one.kernel.path, launch.kernel, tried)
 
 
 def test_a_call_whose_offsets_pass_32_bits_is_refused() -> None:
     manifest = shipped_manifest(PACKAGE, decode().variant.id, "90")
     assert manifest is not None
     inputs = make_inputs(replace(decode().records[0].problem, batch=1), device="meta", seed=0)
-    module = load_source(decode().text, decode().variant.id)
+    module = load_kernel(decode().text, decode().variant.id)
     far = torch.empty_strided(inputs.k.shape, (2**40, 2**35, inputs.k.shape[3], 1), device="meta", dtype=inputs.k.dtype)
     words = inputs.keywords | provided(module, inputs.q, far) | {"sms": 132}
-    (kernel, _, args, _), *_ = module.launches(inputs.q, far, inputs.v, inputs.out, inputs.lse, **words)
-    [binary] = manifest.of(kernel.__name__)
-    refusal = binary.refusal(args)
+    launch, *_ = plan(module.host, module.host.spec, (inputs.q, far, inputs.v, inputs.out, inputs.lse), words).launches
+    [binary] = manifest.of(launch.kernel)
+    refusal = binary.refusal(launch.arguments)
     takes_strides = any(parameter.name == "stride_kh" for parameter in binary.parameters)
     assert (refusal is not None) == takes_strides
 

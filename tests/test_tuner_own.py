@@ -114,7 +114,7 @@ def test_a_search_keeps_what_its_trials_compiled(monkeypatch: pytest.MonkeyPatch
     before, kernel = here.dir, SimpleNamespace(__name__="k", warmup=warmup)
     module = SimpleNamespace(launches=lambda: [(kernel, (1,), (), {"num_warps": 4})])
     binary = SimpleNamespace(kernel="k", specialization="any_size", sha256="s")
-    monkeypatch.setattr("flashtune.core.modules.load_source", lambda *_: module)
+    monkeypatch.setattr("flashtune.templates.loading.load_kernel", lambda *_: module)
     monkeypatch.setattr("flashtune.core.compiled.from_compiled", lambda *_, **__: (binary, b""))
     monkeypatch.setattr(machine_code, "_typical_calls", lambda *_: iter([("any_size", (), {})]))
     order = machine_code.Order(text="", stem="s", variant_id="v", spec=VARIANT.spec, target=H200)

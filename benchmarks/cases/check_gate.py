@@ -93,15 +93,15 @@ FAULTS = (
     ),
     Fault(
         name="the first head's mask for all",
-        old="        int(matrices.shape[1] > 1),\n",
-        new="        0,\n",
+        old="coord.head * sizes.mask_per_head",
+        new="coord.head * 0",
         says="off by",
         problem=MASKED,
     ),
     Fault(
         name="the first batch's mask for all",
-        old="matrices.shape[1] if matrices.shape[0] > 1 else 0,",
-        new="0,",
+        old="coord.batch * sizes.mask_per_batch",
+        new="coord.batch * 0",
         says="off by",
         problem=MASKED,
     ),
@@ -142,12 +142,12 @@ def cost(problem: Problem, seed: int, target: Target) -> dict[str, object]:
     import torch
 
     from flashtune.core.launching import launcher
-    from flashtune.core.modules import load_source
+    from flashtune.templates.loading import load_kernel
     from flashtune.tuner.verify.correctness import Verifier
     from flashtune.tuner.verify.inputs import make_inputs
 
     config = FAMILY.default(problem.spec(), target)
-    launch = launcher(load_source(render(FAMILY, variant_of(FAMILY, problem.spec(), config)), "cost"))
+    launch = launcher(load_kernel(render(FAMILY, variant_of(FAMILY, problem.spec(), config)), "cost"))
     inputs = make_inputs(problem, device="cuda", seed=seed)
     found: dict[str, object] = {"problem": problem.label()}
     for name, thorough in (("thorough", True), ("plain", False)):

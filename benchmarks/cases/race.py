@@ -32,7 +32,7 @@ from flashtune.core.target import Target, find_target
 from flashtune.core.torch_dtypes import TORCH_DTYPES
 from flashtune.db.library import shipped_path
 from flashtune.db.store import Store
-from flashtune.templates.rendering import variant_of
+from flashtune.templates.rendering import text_hash, variant_of
 from flashtune.tuner.children import tasks
 from flashtune.tuner.machine import local_gpu, provenance
 from flashtune.tuner.propose.space import Candidate
@@ -82,10 +82,10 @@ def check_problem(problem: Problem, candidates: Candidates, target: Target, seed
 def compile_as_called(source: tasks.Source, problem: Problem, target: Target) -> None:
     """Compile for the wide seeds and offsets of calls, another type than a check's, here and not in the process that times."""
     from flashtune.core.launching import compiler_options, provided
-    from flashtune.core.modules import load_source
+    from flashtune.templates.loading import load_kernel
     from flashtune.tuner.children.compile import compiling_for
 
-    module, inputs = load_source(source.text, source.stem), make_inputs(problem, device="meta", seed=0)
+    module, inputs = load_kernel(source.text, source.stem), make_inputs(problem, device="meta", seed=0)
     words = inputs.keywords | provided(module, inputs.q, inputs.k) | {"sms": target.sms, "seed": 2**64 - 1, "offset": 2**32 - 1}
     with compiling_for(target):
         for kernel, grid, args, options in module.launches(*inputs.arguments, **words):
@@ -118,8 +118,8 @@ def random_inputs(problem: Problem, *, seed: int, device: str = "cuda") -> Input
 def race_problem(problem: Problem, checked: list[Checked], target: Target, seed: int, seconds: float) -> dict[str, Any]:
     """In a child process that times alone: GPU times and whole calls of the candidates and last of PyTorch."""
     from flashtune.core.launching import launcher
-    from flashtune.core.modules import load_source
     from flashtune.profiler.whole_calls import call_times
+    from flashtune.templates.loading import load_kernel
 
     marks = [time.perf_counter()]
     inputs = random_inputs(problem, seed=seed)
@@ -127,7 +127,7 @@ def race_problem(problem: Problem, checked: list[Checked], target: Target, seed:
     modules = []
     for one in checked:
         source = tasks.Source.of(one.candidate.family, one.candidate.variant(problem.spec()))
-        modules.append(load_source(source.text, source.stem))
+        modules.append(load_kernel(source.text, source.stem))
     runs: list[Any] = [partial(launcher(module), *inputs.arguments, **inputs.keywords) for module in modules]
     torchs, backend = pytorch(inputs, checked[0].candidate)
     runs += [] if torchs is None else [torchs]
@@ -170,7 +170,7 @@ def result_of(problem: Problem, checked: list[Checked], raced: dict[str, Any], g
         variant = variant_of(one.candidate.family, problem.spec(), one.candidate.config)
         outcomes[one.candidate] = Outcome(
             template=variant.template,
-            template_hash=variant.template_hash,
+            template_hash=text_hash(one.candidate.family, variant),
             variant_id=variant.id,
             config=one.candidate.config,
             fate=Fate.CORRECT,

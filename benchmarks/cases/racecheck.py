@@ -23,9 +23,9 @@ from pathlib import Path
 from benchmarks.shared.environment import argument_parser, output_folder
 from flashtune.core.config import Config
 from flashtune.core.launching import compiler_options, provided
-from flashtune.core.modules import load_source
 from flashtune.core.problem import Features, Problem
 from flashtune.templates import family
+from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of
 
 FAMILY = family("flash_fwd_hopper")
@@ -90,7 +90,7 @@ def launch(name: str, replaced: list[str] | None, folder: Path) -> None:
     from flashtune.tuner.verify.inputs import make_inputs
 
     problem = problem_of(KERNELS[name][1])
-    module = load_source(text_of(name, replaced), f"racecheck_{name}")
+    module = load_kernel(text_of(name, replaced), f"racecheck_{name}")
     # Made on the CPU: the sanitizer looks at each kernel that is launched.
     made = make_inputs(problem, device="cpu", seed=0)
     inputs = type(made)(problem=problem, operands={key: x.cuda() for key, x in made.operands.items()}, parameters=made.parameters)

@@ -17,12 +17,12 @@ from benchmarks.shared.random_shapes import Kind, random_problems
 from benchmarks.shared.searches import shipped
 from flashtune import dispatch
 from flashtune.core.launching import launcher
-from flashtune.core.modules import load_source
 from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Measurement
 from flashtune.core.target import find_target
 from flashtune.dispatch import Explanation
 from flashtune.templates import family
+from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import variant_of
 from flashtune.tuner.children.child import withdraw
 from flashtune.tuner.children.tasks import Source, one_line
@@ -228,7 +228,7 @@ def ours(served: Explanation, inputs: Inputs) -> Run | None:
     chosen = family(served.template)
     config = served.config or chosen.default(spec, find_target(here()))
     source = Source.of(chosen, variant_of(chosen, spec, config))
-    launch = launcher(load_source(source.text, source.stem))
+    launch = launcher(load_kernel(source.text, source.stem))
     arguments = {**inputs.operands, "dlse": None}
     written = [inputs.operands[operand.name] for operand in inputs.problem.contract.written]
 

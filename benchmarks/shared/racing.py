@@ -15,7 +15,7 @@ from flashtune.core.results import Fate, Outcome, SearchResult
 from flashtune.core.shipped_kernels import PACKAGE, shipped_index
 from flashtune.core.target import Target, find_target
 from flashtune.templates import family
-from flashtune.templates.rendering import variant_of
+from flashtune.templates.rendering import text_hash, variant_of
 from flashtune.tuner.propose.space import Candidate
 from flashtune.tuner.timing.finalists import by_misled
 
@@ -54,7 +54,7 @@ def is_current(result: SearchResult) -> bool:
     if best is None:
         return True
     kind = family(best.template)
-    return variant_of(kind, result.problem.spec(), kind.completed(best.config)).template_hash == best.template_hash
+    return text_hash(kind, variant_of(kind, result.problem.spec(), kind.completed(best.config))) == best.template_hash
 
 
 def importance(problem: Problem) -> tuple[int, int]:

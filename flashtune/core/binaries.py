@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.files import parse_json, read_bounded
 from flashtune.core.kernel_archive import Archive, Place
+from flashtune.core.launches import Operand, Resident
 from flashtune.core.unpacking import read_unpacked
 
 FORMAT = 1
@@ -39,11 +40,6 @@ STRUCT_FORMATS: Mapping[str, str] = {
     "fp16": "e", "fp32": "f", "fp64": "d", "pointer": "Q",
 }  # fmt: skip
 """How the `struct` module writes each kind of parameter but a tensor map."""
-
-_TORCH_NAMES = {
-    "float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5",
-    "bool": "u1", "int8": "i8", "int16": "i16", "int32": "i32", "int64": "i64", "uint8": "u8",
-}  # fmt: skip
 
 
 class TensorMap(NamedTuple):
@@ -133,21 +129,23 @@ class Binary:
     file: str = ""
 
     def refusal(self, arguments: Sequence[Any]) -> str | None:
-        """Why these arguments of a launch (as `launches` gives them) can't go to this binary, or None where they can.
+        """Why these arguments of a planned launch can't go to this binary, or None where they can.
 
-        Tensors are judged by address and element type; descriptors aren't looked at, for the module makes them to measure.
+        Operands are judged by alignment and element type; descriptors aren't looked at, for host code makes them to measure.
         """
         for condition in self.conditions:
             value = arguments[condition.position]
-            value = value.data_ptr() if hasattr(value, "data_ptr") else value
+            if isinstance(value, (Operand, Resident)):
+                # Of an address only this is known, and asked.
+                value = 0 if value.aligned else 1
             if not condition.holds(value):
                 return f"{condition.name}={value!r} breaks {condition.rule} {condition.value!r}"
         for parameter in self.parameters:
             value = arguments[parameter.position]
             if parameter.kind == "pointer":
-                dtype = str(getattr(value, "dtype", "")).removeprefix("torch.")
-                if _TORCH_NAMES.get(dtype) != parameter.element:
-                    return f"{parameter.name} holds {dtype or 'no elements'}, not {parameter.element}"
+                dtype = value.dtype if isinstance(value, (Operand, Resident)) else "no elements"
+                if dtype != parameter.element:
+                    return f"{parameter.name} holds {dtype}, not {parameter.element}"
             elif (limits := parameter.limits) is not None and not limits[0] <= value <= limits[1]:
                 return f"{parameter.name}={value!r} is outside of {parameter.kind}"
         return None
@@ -158,14 +156,12 @@ class Manifest:
     """The binaries of one rendered module, in the order in which they should be tried, and where their code is: in files of `folder`, or
     in an `archive`.
 
-    `source_sha256` is that of the module's text; `host` is the text of its host code, which only an archive may give; elsewhere it is
-    empty, and that code is rendered.
+    `source_sha256` is that of the module's text.
     """
 
     variant_id: str
     binaries: tuple[Binary, ...]
     source_sha256: str = ""
-    host: str = ""
     folder: Path | None = None
     archive: Archive | None = None
 
@@ -196,9 +192,8 @@ class Manifest:
         """The manifest's text: the same for equal manifests, wherever their code is."""
         head = {"format": FORMAT, "variant_id": self.variant_id, "source_sha256": self.source_sha256}
         text = json.dumps(head | {"binaries": [_as_dict(binary) for binary in self.binaries]}, indent=1)
-        # A parameter or a condition to a line; host code, which has braces of its own, comes last.
-        text = re.sub(r"\{[^{}]*\}", lambda found: " ".join(found[0].split()), text)
-        return (f'{text.rstrip()[:-1].rstrip()},\n "host": {json.dumps(self.host)}\n}}' if self.host else text) + "\n"
+        # A parameter or a condition to a line.
+        return re.sub(r"\{[^{}]*\}", lambda found: " ".join(found[0].split()), text) + "\n"
 
 
 def machine_arch(capability: int) -> str:
@@ -234,7 +229,6 @@ def parse_manifest(content: bytes, path: Path, archive: Archive | None = None) -
             elif not _FILE.fullmatch(binary.file):
                 raise ValueError(f"file {binary.file!r}")
         named = {name: fields[name] for name in ("variant_id", "source_sha256")}
-        named["host"] = "" if archive is None else fields.get("host", "")
         if strange := [name for name, value in named.items() if not isinstance(value, str)]:
             raise ValueError(f"{strange[0]} {named[strange[0]]!r}")
         return Manifest(**named, binaries=binaries, folder=path.parent if archive is None else None, archive=archive)

@@ -170,20 +170,19 @@ class KernelSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A kernel in full: the template, what is compiled in, the config, and the hash of the text that the template makes of them."""
+    """A kernel in full: the template, what is compiled in, and the config."""
 
     template: str
-    template_hash: str
     spec: KernelSpec
     config: Config
 
     @property
     def id(self) -> str:
-        """16 hex digits, the same on every machine and in every version that renders the same text."""
+        """16 hex digits, the same on every machine."""
         return _id_of(self)
 
 
 @lru_cache(maxsize=4096)
 def _id_of(variant: Variant) -> str:
-    parts = [variant.template, variant.template_hash, variant.spec.as_dict(), variant.config.as_dict()]
+    parts = [variant.template, variant.spec.as_dict(), variant.config.as_dict()]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]

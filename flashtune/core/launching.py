@@ -1,14 +1,212 @@
-"""What a rendered kernel's launch takes from its device: how many multiprocessors there are, and counts that programs share."""
+"""Launches on tensors: a kernel's host side applied to a call's tensors, and what a device provides for it."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from flashtune.core.config import KernelSpec
+from flashtune.core.launches import Descriptor, Host, Launch, LaunchInputs, Operand, Resident, Scratch, copyable
+
+TYPES = {
+    "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64, "u1": torch.bool, "u8": torch.uint8,
+    "fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2,
+    "i8": torch.int8, "i16": torch.int16, "i32": torch.int32, "i64": torch.int64,
+}  # fmt: skip
+"""torch's element types by Triton's names."""
+
+_NAMES = {dtype: name for name, dtype in TYPES.items()}
 _COUNTS: dict[tuple[torch.device, int], torch.Tensor] = {}
 _UNREAD: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+
+_FORWARD = ("q", "k", "v", "out", "lse")
+_BACKWARD = (*_FORWARD, "dout", "dlse", "dq", "dk", "dv")
+_MORE = ("counts", "mask", "slopes", "q_descale", "k_descale", "v_descale", "sinks", "bias")
+"""Tensors that follow a pass's operands in the order of sources; those that a call lacks keep their places."""
+
+
+def operand_names(spec: KernelSpec) -> tuple[str, ...]:
+    """Names of the tensors that a pass takes by place, in their order."""
+    if spec.direction == "fwd":
+        return _FORWARD
+    return (*_BACKWARD, *("dbias",) * spec.dbias, *("dslopes",) * spec.dslopes)
+
+
+def operand(source: int, x: torch.Tensor) -> Operand:
+    """A tensor as host code sees it."""
+    # Meta tensors have no address, and count as aligned.
+    aligned = x.device.type == "meta" or x.data_ptr() % 16 == 0
+    return Operand(source, tuple(x.shape), tuple(x.stride()), _NAMES[x.dtype], aligned)
+
+
+class Plan(NamedTuple):
+    """The launches of one call as data, the tensors that their operands name, and the scratch memory behind these."""
+
+    launches: list[Launch]
+    tensors: list[torch.Tensor | None]
+    scratch: list[Operand]
+
+
+def plan(host: Host, spec: KernelSpec, tensors: Sequence[torch.Tensor | None], words: Mapping[str, Any]) -> Plan:
+    """The launches of a call of `spec`; `tensors` are its operands in the order of `operand_names`.
+
+    `words` are the call's parameters (`CallParameters.keywords`) with what the device provides (`provided`). Where the kernel needs it, a
+    scale that isn't positive moves into a copy of q, and a bias that the copy engine can't read is copied.
+    """
+    names = operand_names(spec)
+    q, scale = positive_scale(host, tensors[0], words["scale"])  # type: ignore[arg-type]
+    held = [q, *tensors[1:]]
+    places: dict[str, Operand | None] = {
+        name: None if x is None else operand(i, x) for i, (name, x) in enumerate(zip(names, held, strict=True))
+    }
+    more = {name: words.get(name) for name in ("counts", "mask", "slopes", "sinks")}
+    more |= dict(zip(("q_descale", "k_descale", "v_descale"), words.get("descale") or (), strict=False))
+    more["bias"] = bias_copy(host, words.get("mask"))
+    first = len(held)
+    held += [more.get(name) for name in _MORE]
+    found = {name: operand(first + i, x) for i, name in enumerate(_MORE) if (x := more.get(name)) is not None}
+    descale = tuple(found.pop(name) for name in ("q_descale", "k_descale", "v_descale") if name in found)
+    if "bias" not in found and "mask" in found:
+        places["bias"] = host.narrowed_bias(found["mask"])
+    misses = words.get("misses")
+    if misses is not None and isinstance(misses[0], torch.Tensor):
+        misses = tuple(operand(len(held) + i, x) for i, x in enumerate(misses))
+        held += words["misses"]
+    scratch = Scratch(len(held))
+    numbers = {name: words[name] for name in _NUMBERS if name in words}
+    inputs = LaunchInputs(**places, **found, **numbers, descale=descale or None, misses=misses, scale=scale)  # type: ignore[arg-type]
+    return Plan(host.launches(inputs, scratch), held, scratch.operands)
+
+
+_NUMBERS = ("diagonal", "window_left", "window_right", "softcap", "dropout_p", "seed", "offset", "sms")
+
+
+def positive_scale(host: Host, q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
+    """q and the scale as the kernel takes them: where it needs a positive scale, the sign moves into a copy of q, laid out as q is."""
+    if scale > 0.0 or not host.positive_scale:
+        return q, scale
+    copy = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device=q.device)
+    if q.dtype.itemsize == 1:
+        # torch negates no e4m3 numbers; their sign is the highest bit.
+        torch.bitwise_xor(q.view(torch.uint8), 128 if scale < 0.0 else q.view(torch.uint8), out=copy.view(torch.uint8))
+        return copy, -scale or 1.0
+    return (torch.neg(q, out=copy), -scale) if scale < 0.0 else (copy.zero_(), 1.0)
+
+
+def bias_copy(host: Host, mask: torch.Tensor | None) -> torch.Tensor | None:
+    """A copy of an additive mask (B, Hq, N_q, N_kv) in aligned rows, without what it repeats, where the copy engine can't read the mask
+    itself; else None."""
+    if mask is None:
+        return None
+    narrowed = host.narrowed_bias(operand(0, mask))
+    if narrowed is None or copyable(narrowed):
+        return None
+    part = mask[tuple(slice(size) for size in narrowed.shape)]
+    unit = 16 // part.element_size()
+    padded = torch.empty(*part.shape[:3], -(-part.shape[3] // unit) * unit, dtype=part.dtype, device=part.device)
+    # The copy engine fills what is outside of the view with zeros.
+    copy = padded[..., : part.shape[3]]
+    return copy.copy_(part)
+
+
+class LoadedKernel:
+    """A kernel's host side, and the module of its kernels where these are loaded for Triton to launch.
+
+    Without a host (a template of one's own) the module's own functions `accepts`, `counts_needed` and `launches` take its place. Other
+    attributes are the module's.
+    """
+
+    def __init__(self, host: Host | None, module: ModuleType | None = None) -> None:
+        self.host, self.module = host, module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+    @property
+    def interpreted(self) -> bool:
+        """Whether Triton's interpreter runs the kernels."""
+        from triton import knobs
+
+        return bool(knobs.runtime.interpret)
+
+    def accepts(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:
+        """Whether the kernel takes tensors that lie in memory like these."""
+        if self.host is None:
+            return bool(self.module.accepts(q, k, v, mask))  # type: ignore[union-attr]
+        interpreted = self.module is not None and self.interpreted
+        q_, k_, v_ = (operand(i, x) for i, x in enumerate((q, k, v)))
+        return self.host.accepts(q_, k_, v_, None if mask is None else operand(3, mask), interpreted=interpreted)
+
+    def counts_needed(self, q: torch.Tensor, k: torch.Tensor) -> int:
+        """Elements of `counts` that a launch takes."""
+        if self.host is None:
+            return int(self.module.counts_needed(q, k))  # type: ignore[union-attr]
+        return self.host.counts_needed(operand(0, q), operand(1, k))
+
+    @property
+    def counts_misses(self) -> bool:
+        """Whether launches count the programs whose frozen row maxima mispredicted."""
+        return self.host is not None and self.host.counts_misses
+
+    def launches(self, *tensors: torch.Tensor | None, **words: Any) -> list[tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]]:
+        """Each launch of a call as Triton takes it: the kernel, its grid, its arguments, and the compiler's options."""
+        if self.host is None:
+            found: list[Any] = self.module.launches(*tensors, **words)  # type: ignore[union-attr]
+            return found
+        planned = plan(self.host, self.host.spec, tensors, words)
+        arguments = Arguments(planned)
+        return [(getattr(self.module, one.kernel), one.grid, arguments.of(one), dict(one.options)) for one in planned.launches]
+
+
+class Arguments:
+    """Arguments of planned launches as Triton takes them: tensors and descriptors in the place of operands."""
+
+    def __init__(self, planned: Plan) -> None:
+        self._tensors = planned.tensors
+        self._device = next(x.device for x in planned.tensors if x is not None)
+        self._scratch = [torch.empty(x.shape, dtype=TYPES[x.dtype], device=self._device) for x in planned.scratch]
+
+    def of(self, launch: Launch) -> tuple[Any, ...]:
+        """The arguments of one launch."""
+        return tuple(map(self._argument, launch.arguments))
+
+    def _argument(self, x: Any) -> Any:
+        if isinstance(x, Operand):
+            return self._tensor(x)
+        if isinstance(x, Resident):
+            # What is compiled depends on the type and the alignment alone.
+            return unread(self._device)[0]
+        return self._descriptor(x) if isinstance(x, Descriptor) else x
+
+    def _tensor(self, x: Operand) -> torch.Tensor:
+        held = [*self._tensors, *self._scratch][x.source]
+        assert held is not None, "launches name tensors that the call has"
+        if held.dtype != TYPES[x.dtype]:
+            held = held.view(TYPES[x.dtype])
+        same = tuple(held.shape) == x.shape and tuple(held.stride()) == x.strides
+        return held if same else held.as_strided(x.shape, x.strides)
+
+    def _descriptor(self, x: Descriptor) -> Any:
+        base = self._tensor(x.base)
+        if tuple(base.shape) != x.shape:
+            base = base.as_strided(x.shape, x.strides)
+        if x.layout == "triton":
+            from triton.tools.tensor_descriptor import TensorDescriptor
+
+            return TensorDescriptor(base, list(x.shape), list(x.strides), list(x.block))
+        from triton.experimental.gluon import language as gl
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+        width = x.base.item_bytes
+        # Only the width of elements counts for a swizzle.
+        layout = (
+            gl.NVMMASharedLayout(0, 8 * width, len(x.block))
+            if x.layout == "plain"
+            else gl.NVMMASharedLayout.get_default_for(list(x.block), {1: gl.uint8, 2: gl.uint16}[width])
+        )
+        return GluonDescriptor(base, list(x.shape), list(x.strides), list(x.block), layout)
 
 
 @functools.cache
@@ -33,32 +231,18 @@ def counts_of(device: torch.device, size: int) -> torch.Tensor | None:
     return _COUNTS[place]
 
 
-def tells_misled(module: ModuleType) -> bool:
-    """Whether launches of a rendered module count programs that their scores misled (`misled`)."""
-    return "misled" in (module.launches.__kwdefaults__ or ())
-
-
-def copyable_mask(module: ModuleType, mask: torch.Tensor | None) -> torch.Tensor | None:
-    """The mask (B, Hq, N_q, N_kv) of a forward as the copy engine takes it: itself, or a copy that looks the same, in aligned rows and
-    without what is repeated. Host code would make that at every launch, too, but couldn't be recorded then."""
-    if mask is None or not hasattr(module, "compact_bias") or module.copyable(mask):
-        return mask
-    copied: torch.Tensor = module.compact_bias(mask)[..., : mask.shape[3]]
-    return copied.expand(mask.shape)
-
-
 def unread(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where misled programs are counted if nobody reads it: two int32 on the device."""
+    """Where mispredicting programs are counted if nobody reads it: two int32 on the device."""
     if device not in _UNREAD:
         _UNREAD[device] = torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int32, device=device)
     return _UNREAD[device]
 
 
-def provided(module: ModuleType, q: torch.Tensor, k: torch.Tensor) -> dict[str, Any]:
-    """The keyword arguments `sms`, `counts` and `misled` for a launch of a rendered module with these, on the current stream."""
-    found: dict[str, Any] = {"sms": sms_of(q.device), "counts": counts_of(q.device, module.counts_needed(q, k))}
-    if tells_misled(module):
-        found["misled"] = unread(q.device)
+def provided(kernel: LoadedKernel, q: torch.Tensor, k: torch.Tensor) -> dict[str, Any]:
+    """The keyword arguments `sms`, `counts` and `misses` for a launch of a kernel on these tensors, on the current stream."""
+    found: dict[str, Any] = {"sms": sms_of(q.device), "counts": counts_of(q.device, kernel.counts_needed(q, k))}
+    if kernel.counts_misses:
+        found["misses"] = unread(q.device)
     return found
 
 
@@ -67,14 +251,14 @@ def compiler_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return {"enable_fp_fusion": True, **options}
 
 
-def launcher(module: ModuleType) -> Callable[..., None]:
-    """A function that runs the launches of a rendered module on the current stream, given what is `provided` for each call.
+def launcher(kernel: LoadedKernel) -> Callable[..., None]:
+    """A function that runs the launches of a kernel on the current stream, given what is `provided` for each call.
 
-    Settings that name `sms` or `counts` take their place: a module asked about fewer multiprocessors starts fewer programs.
+    Settings that name `sms` or `counts` take their place: a kernel with fewer multiprocessors starts fewer programs.
     """
 
     def launch(q: torch.Tensor, k: torch.Tensor, *tensors: torch.Tensor | None, **settings: Any) -> None:
-        for kernel, grid, args, options in module.launches(q, k, *tensors, **(provided(module, q, k) | settings)):
-            kernel[grid](*args, **compiler_options(options))
+        for function, grid, args, options in kernel.launches(q, k, *tensors, **(provided(kernel, q, k) | settings)):
+            function[grid](*args, **compiler_options(options))
 
     return launch

@@ -5,19 +5,19 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from flashtune.core.errors import FlashtuneError
-from flashtune.core.modules import load_source
+from flashtune.core.launching import LoadedKernel
 from flashtune.core.problem import Problem
 from flashtune.core.results import Fate
 from flashtune.core.target import Target
 from flashtune.dispatch import api
 from flashtune.dispatch.resolve import layers
 from flashtune.dispatch.resolve.memo import Memo
+from flashtune.templates.loading import load_kernel
 from flashtune.tuner.children import tasks
 from flashtune.tuner.replies import Called, Failed
 from flashtune.tuner.timing.baseline import framework_call
@@ -59,14 +59,14 @@ def time_calls(sources: list[tasks.Source], problem: Problem, target: Target, se
     """Whole calls of some kernels and of the framework: a task for the process that has a problem's inputs on its GPU."""
     try:
         inputs = tasks.inputs_on_device(problem, target, seed)
-        modules = [load_source(source.text, source.stem) for source in sources]
+        modules = [load_kernel(source.text, source.stem) for source in sources]
         times = call_times(modules, inputs, budget_s=budget_s)
     except (FlashtuneError, RuntimeError, ValueError, TypeError) as error:
         return Failed(fate=Fate.RUNTIME, reason=tasks.one_line(error))
     return Called(times=tuple(times[: len(sources)]), framework=times[-1] if len(times) > len(sources) else None)
 
 
-def call_times(modules: Sequence[ModuleType], inputs: Inputs, *, budget_s: float) -> list[float]:
+def call_times(modules: Sequence[LoadedKernel], inputs: Inputs, *, budget_s: float) -> list[float]:
     """Median microseconds of a call, back to back, with each rendered module in turn and last, where it has the problem, with the
     framework's function.
 

@@ -1,33 +1,9 @@
 """What a template family declares: its axes as data, its constraints as named predicates, and what it can serve.
 
-The rendered file of every family is an ordinary module with the same functions, which the tuner and dispatch call alike (given here for
-the forward; a backward's `launches` takes the operands of its contract in flashtune.core.passes in their place, with `dbias` and `dslopes`
-where its spec asks for these, and may be given None for `dlse` and for gradients that nobody asked for):
-
-    accepts(q, k, v, mask) -> bool
-        whether these strides and pointers can be taken (descriptor kernels need 16-byte alignment);
-    counts_needed(q, k) -> int
-        how many elements of `counts` a launch takes; where it is 0, `counts` may be None;
-    records(q, k, v, mask, scale) -> bool
-        whether `launches` only describes a call with tensors like these, and computes nothing from them;
-    launches(q, k, v, out, lse, *, mask, scale, diagonal, window_left, window_right, softcap, dropout_p, seed, offset, sms, counts,
-        slopes=None, descale=None, sinks=None)
-        -> list of (kernel, grid, args, options), so that a compiler can take the same launch without a GPU (meta tensors). Where
-        `records` is True they follow from sizes, strides and numbers alone: each tensor in args (or base of a descriptor there) is
-        one that was given, a view that begins where that begins, or new memory that an earlier kernel of the list writes;
-    launch(same arguments) -> None
-        runs them on the current stream.
-
-q (B, Hq, N_q, D), k (B, Hkv, N_kv, D), v (B, Hkv, N_kv, D_v), out (B, Hq, N_q, D_v) with any strides; lse (B, Hq, N_q) float32
-contiguous, natural log; mask None or a view expanded to (B, Hq, N_q, N_kv), with stride 0 where it is broadcast; window sides are
--1 for unbounded; `diagonal` shifts the band (0 top-left, N_kv - N_q bottom-right). `slopes` are ALiBi's, float32 (B, Hq) with any
-strides. fp8 inputs stand for value * descale: `descale` is a tuple of three float32 tensors with any strides, q (B, Hq), k (B, Hkv),
-v (B, Hkv); their `out` is bf16. `sinks` (B, Hq), of any float type and strides, are logits of the softmax's denominator, and in the LSE;
-only modules of a spec that has them take the argument. Callers leave out what the spec lacks of these three. `sms` is the device's number
-of multiprocessors and `counts` int32 that are zero before and after every launch. Modules of kernels that settle row maxima also take
-`misled`, two int32 with addresses that are multiples of 16: programs whose scores misled them count themselves in the first, on the device,
-and write the new count to the second, which may be the host's own memory; it is never zeroed. flashtune.core.launching provides all three.
-flashtune.core.reference defines the numbers.
+The rendered file of a family is a module of kernels. Their host side is Python of the package (`Family.host`): which tensors a kernel
+takes, and its launches as a pure function of shapes, strides and numbers (`flashtune.core.launches`). `flashtune.templates.loading` puts
+both together.
+`flashtune.core.reference` defines the numbers.
 """
 
 import math
@@ -42,6 +18,7 @@ import numpy as np
 from flashtune.core.band import Band
 from flashtune.core.config import Config, Direction, KernelSpec, Value
 from flashtune.core.errors import InputError
+from flashtune.core.launches import Host
 from flashtune.core.problem import Problem, next_power_of_two
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
@@ -55,7 +32,6 @@ class Axis(NamedTuple):
 
     `absent` is what configs did that were written before this axis was declared; None for one that was there from the start.
     `formerly` is the name that it has in configs of earlier versions; None where it was always called so.
-    `unsaid` leaves it out of variants that do the same as without it: their text and ids stay what they were before it was declared.
     Where it doesn't `refit`, `Family.refitted` gives it no other value than `absent`: those are a search's to measure first.
     """
 
@@ -64,7 +40,6 @@ class Axis(NamedTuple):
     why: str
     absent: Value | None = None
     formerly: str | None = None
-    unsaid: bool = False
     refits: bool = True
 
 
@@ -110,6 +85,7 @@ class Family:
     `path_axes` are the axes that change which code is rendered, so that two configs that agree in them share a code path.
     `repeatable` says whether launches on the same inputs write the same bits, wherever scores are within float32 of one another (decision
     0014): not with sums in memory, whose order is left to chance. The gate holds a family to it, and deterministic calls ask for it.
+    `host` makes the host side of its kernels; None for a template whose text defines that itself (`flashtune.templates.loading`).
     `expected` is what the compiler will say of a config, as far as it can be told before it is asked; searches order candidates by it.
     """
 
@@ -128,6 +104,7 @@ class Family:
     successor: Callable[[Config], Config] = lambda config: config
     resized: Callable[[Config, Problem, Target], Config] = lambda config, problem, target: config
     path_axes: tuple[str, ...] = field(default=())
+    host: Callable[[KernelSpec, Config], Host] | None = None
     repeatable: bool = True
     expected: Callable[[Config, KernelSpec, Target], CompileFacts | None] = lambda config, spec, target: None
 
@@ -177,13 +154,8 @@ class Family:
         lacking = {axis.name: axis.absent for axis in self.axes if axis.absent is not None and axis.name not in config}
         return config.replace(**lacking) if lacking else config
 
-    def said(self, config: Config) -> Config:
-        """What of a config a variant says: the inverse of `completed` for axes that are left unsaid."""
-        silent = {axis.name for axis in self.axes if axis.unsaid and config.get(axis.name, "") == axis.absent}
-        return Config.of({name: value for name, value in config.items if name not in silent}) if silent else config
-
     def validate(self, config: Config) -> None:
-        """Raise InputError unless `config` has exactly the declared axes with declared values (types included); some may stay unsaid."""
+        """Raise InputError unless `config` has exactly the declared axes with declared values (types included)."""
         declared = {axis.name: axis for axis in self.axes}
         given = config.as_dict()
         if strange := sorted(given.keys() - declared.keys()):
@@ -191,8 +163,6 @@ class Family:
                 f"config of {self.name} has the undeclared axis {strange[0]!r}: it was not written by this version of flashtune"
             )
         for name, axis in declared.items():
-            if name not in given and axis.unsaid:
-                continue
             if name not in given:
                 raise InputError(f"config of {self.name} lacks the axis {name!r}: it was not written by this version of flashtune")
             if not any(given[name] == value and type(given[name]) is type(value) for value in axis.values):

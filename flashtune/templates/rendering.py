@@ -1,7 +1,9 @@
 """The one strict Jinja environment: variant in, source text out; pure, and the same bytes every time."""
 
 import hashlib
+import json
 import re
+from collections.abc import Mapping
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -56,12 +58,11 @@ def _source(name: str) -> str:
 def variant_of(family: Family, spec: KernelSpec, config: Config) -> Variant:
     """The variant of this family; raises InputError where the config is outside the declared space."""
     family.validate(config)
-    said = family.said(config)
-    return Variant(template=family.name, template_hash=_text_hash(family, spec, said), spec=spec, config=said)
+    return Variant(template=family.name, spec=spec, config=config)
 
 
 def render(family: Family, variant: Variant) -> str:
-    """The source of `variant`: a module with the functions that templates.family lists.
+    """The source of `variant`: a module of its kernels.
 
     The config is validated against the declared space first, so that nothing else can reach the text.
     """
@@ -70,11 +71,10 @@ def render(family: Family, variant: Variant) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _text_hash(family: Family, spec: KernelSpec, config: Config) -> str:
-    """16 hex digits over the text that `family` renders for these: they change when this kernel does, not when its template does."""
-    unnamed = Variant(template=family.name, template_hash="", spec=spec, config=config)
+def text_hash(family: Family, variant: Variant) -> str:
+    """16 hex digits over the text of a variant: they change when this kernel does, not when its template does."""
     try:
-        return hashlib.sha256(_text(family, unnamed).encode()).hexdigest()[:16]
+        return hashlib.sha256(_text(family, variant).encode()).hexdigest()[:16]
     except TemplateError:
         # What can't be rendered still has a name to fail under.
         return sources_hash(family.template_file)
@@ -94,4 +94,17 @@ def _text(family: Family, variant: Variant) -> str:
             block_dv=getattr(layout, "block_dv", padded(variant.spec.d_v)),
         )
     )
+    if family.host is not None:
+        # By this constant `flashtune.templates.loading` finds the host side of a text.
+        kernel = {"template": variant.template, "spec": variant.spec.as_dict(), "config": variant.config.as_dict()}
+        text += f"\n\nKERNEL = {_literal(kernel)}"
     return re.sub(r"\n{3,}", "\n\n\n", text).rstrip("\n") + "\n"
+
+
+def _literal(values: Mapping[str, object], indent: str = "") -> str:
+    """A dictionary as formatted Python, an entry to a line."""
+    lines = ["{"]
+    for name, value in values.items():
+        nested = _literal(value, f"{indent}    ") if isinstance(value, Mapping) else None
+        lines.append(f'{indent}    "{name}": {nested or (json.dumps(value) if isinstance(value, str) else repr(value))},')
+    return "\n".join([*lines, f"{indent}}}"])

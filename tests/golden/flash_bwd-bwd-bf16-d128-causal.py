@@ -1,14 +1,13 @@
 """Attention backward with plain pointers, bit for bit repeatable.
 
 Compiled in: bwd-bf16-d128-causal
-Template: flash_bwd d35f6de5c5cc974f
-Variant: 4cb8882729f516a6
+Template: flash_bwd
+Variant: 42e3d59396376351
 Config: BLOCK_M=32 BLOCK_N=128 DQ_BLOCK_M=128 DQ_BLOCK_N=64 DQ_num_stages=2 DQ_num_warps=8 ORDER=longest_first num_stages=2 num_warps=8
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
 
-import torch
 import triton
 import triton.language as tl
 
@@ -339,91 +338,29 @@ def query_gradients(
     tl.store(dq_ptrs, (dq * scale).to(dq_ptr.dtype.element_ty), mask=in_rows[:, None])
 
 
-def accepts(q, k, v, mask):
-    """Whether these tensors can be taken: any strides will do, but Triton's interpreter can't multiply bf16."""
-    return isinstance(key_gradients, triton.JITFunction)
-
-
-def counts_needed(q, k):
-    """How many of `counts` a call takes."""
-    return 0
-
-
-def records(q, k, v, mask, scale):
-    """Whether `launches` computes nothing from tensors like these, so that what it makes of them on the meta device can be replayed."""
-    return True
-
-
-def launches(
-    q,
-    k,
-    v,
-    out,
-    lse,
-    dout,
-    dlse,
-    dq,
-    dk,
-    dv,
-    *,
-    mask,
-    scale,
-    diagonal,
-    window_left,
-    window_right,
-    softcap,
-    dropout_p,
-    seed,
-    offset,
-    sms,
-    counts,
-    slopes=None,
-):
-    """The launches of one call: (kernel, grid, args, options) each. Without `dq`, or `dk` and `dv`, what makes only these is left out."""
-    batch, heads, n_q, _ = q.shape
-    kv_heads, n_kv = k.shape[1], k.shape[2]
-    deltas = torch.empty((batch, heads, n_q), dtype=torch.float32, device=q.device)
-    # A tile has up to 2^8 rows and columns, so that smaller strides than these keep its offsets below 2^31.
-    wide = max(*q.stride()[2:], *k.stride()[2:], *v.stride()[2:], *dout.stride()[2:]) >= 2**22
-    tensors = (
-        q,
-        k,
-        v,
-        dout,
-        lse,
-        deltas,
-        *q.stride(),
-        *k.stride(),
-        *v.stride(),
-        *dout.stride(),
-    )
-    numbers = (
-        heads,
-        heads // kv_heads,
-        n_q,
-        n_kv,
-        scale,
-        scale * 1.4426950408889634,
-        diagonal,
-        wide,
-    )
-    grid = (triton.cdiv(n_q, 32) * batch * heads,)
-    args = (out, dout, lse, lse if dlse is None else dlse, deltas, *out.stride(), *dout.stride(), heads, n_q, dlse is not None)
-    found = [(row_deltas, grid, args, {"num_warps": 4, "enable_fp_fusion": True})]
-    if dk is not None:
-        grid = (triton.cdiv(n_kv, 128) * batch * kv_heads,)
-        args = (*tensors, dk, dv, *dk.stride(), *dv.stride(), *numbers)
-        options = {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": True}
-        found.append((key_gradients, grid, args, options))
-    if dq is not None:
-        grid = (triton.cdiv(n_q, 128) * batch * heads,)
-        args = (*tensors, dq, *dq.stride(), *numbers)
-        options = {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": True}
-        found.append((query_gradients, grid, args, options))
-    return found
-
-
-def launch(*tensors, **settings):
-    """Run the kernels on the current stream."""
-    for kernel, grid, args, options in launches(*tensors, **settings):
-        kernel[grid](*args, **options)
+KERNEL = {
+    "template": "flash_bwd",
+    "spec": {
+        "direction": "bwd",
+        "dtype": "bf16",
+        "d": 128,
+        "d_v": 128,
+        "causal": True,
+        "window": False,
+        "mask": "none",
+        "dropout": False,
+        "softcap": False,
+        "tf32": False,
+    },
+    "config": {
+        "BLOCK_M": 32,
+        "BLOCK_N": 128,
+        "DQ_BLOCK_M": 128,
+        "DQ_BLOCK_N": 64,
+        "DQ_num_stages": 2,
+        "DQ_num_warps": 8,
+        "ORDER": "longest_first",
+        "num_stages": 2,
+        "num_warps": 8,
+    },
+}

@@ -1,14 +1,13 @@
 """Attention backward with plain pointers, bit for bit repeatable.
 
 Compiled in: bwd-fp32-d80x64-window-alibi-dropout-softcap-bool
-Template: flash_bwd d7c2b13f42023a84
-Variant: 54bdf0c6c05f590a
+Template: flash_bwd
+Variant: f6e4249a929c5f40
 Config: BLOCK_M=32 BLOCK_N=128 DQ_BLOCK_M=128 DQ_BLOCK_N=64 DQ_num_stages=2 DQ_num_warps=8 ORDER=rows num_stages=2 num_warps=8
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
 
-import torch
 import triton
 import triton.language as tl
 
@@ -574,103 +573,30 @@ def query_gradients(
     tl.store(dq_ptrs, (dq * scale).to(dq_ptr.dtype.element_ty), mask=in_rows[:, None] & in_d)
 
 
-def accepts(q, k, v, mask):
-    """Whether these tensors can be taken: any strides will do."""
-    return True
-
-
-def counts_needed(q, k):
-    """How many of `counts` a call takes."""
-    return 0
-
-
-def records(q, k, v, mask, scale):
-    """Whether `launches` computes nothing from tensors like these, so that what it makes of them on the meta device can be replayed."""
-    return True
-
-
-def launches(
-    q,
-    k,
-    v,
-    out,
-    lse,
-    dout,
-    dlse,
-    dq,
-    dk,
-    dv,
-    *,
-    mask,
-    scale,
-    diagonal,
-    window_left,
-    window_right,
-    softcap,
-    dropout_p,
-    seed,
-    offset,
-    sms,
-    counts,
-    slopes=None,
-):
-    """The launches of one call: (kernel, grid, args, options) each. Without `dq`, or `dk` and `dv`, what makes only these is left out."""
-    batch, heads, n_q, _ = q.shape
-    kv_heads, n_kv = k.shape[1], k.shape[2]
-    deltas = torch.empty((batch, heads, n_q), dtype=torch.float32, device=q.device)
-    # A tile has up to 2^8 rows and columns, so that smaller strides than these keep its offsets below 2^31.
-    wide = max(*q.stride()[2:], *k.stride()[2:], *v.stride()[2:], *dout.stride()[2:]) >= 2**22
-    tensors = (
-        q,
-        k,
-        v,
-        dout,
-        lse,
-        deltas,
-        mask,
-        *q.stride(),
-        *k.stride(),
-        *v.stride(),
-        *dout.stride(),
-        *mask.stride(),
-        slopes,
-        *slopes.stride(),
-    )
-    numbers = (
-        heads,
-        heads // kv_heads,
-        n_q,
-        n_kv,
-        scale,
-        softcap * 1.4426950408889634,
-        scale / softcap,
-        diagonal,
-        min(window_left, 2**30) if window_left >= 0 else 2**30,
-        min(window_right, 2**30) if window_right >= 0 else 2**30,
-        # Shifted to the top of a register, a threshold of 32768 is 0: then this factor drops everything.
-        1.0 / (1.0 - dropout_p) if round(dropout_p * 32768) < 32768 else 0.0,
-        round(dropout_p * 32768),
-        seed & 0xFFFFFFFFFFFFFFFF,
-        offset & 0xFFFFFFFF,
-        wide,
-    )
-    grid = (triton.cdiv(n_q, 32) * batch * heads,)
-    args = (out, dout, lse, lse if dlse is None else dlse, deltas, *out.stride(), *dout.stride(), heads, n_q, dlse is not None)
-    found = [(row_deltas, grid, args, {"num_warps": 4, "enable_fp_fusion": True})]
-    if dk is not None:
-        grid = (triton.cdiv(n_kv, 128) * batch * kv_heads,)
-        args = (*tensors, dk, dv, *dk.stride(), *dv.stride(), *numbers)
-        options = {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": True}
-        found.append((key_gradients, grid, args, options))
-    if dq is not None:
-        grid = (triton.cdiv(n_q, 128) * batch * heads,)
-        args = (*tensors, dq, *dq.stride(), *numbers)
-        options = {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": True}
-        found.append((query_gradients, grid, args, options))
-    return found
-
-
-def launch(*tensors, **settings):
-    """Run the kernels on the current stream."""
-    for kernel, grid, args, options in launches(*tensors, **settings):
-        kernel[grid](*args, **options)
+KERNEL = {
+    "template": "flash_bwd",
+    "spec": {
+        "direction": "bwd",
+        "dtype": "fp32",
+        "d": 80,
+        "d_v": 64,
+        "causal": False,
+        "window": True,
+        "mask": "bool",
+        "dropout": True,
+        "softcap": True,
+        "tf32": False,
+        "alibi": True,
+    },
+    "config": {
+        "BLOCK_M": 32,
+        "BLOCK_N": 128,
+        "DQ_BLOCK_M": 128,
+        "DQ_BLOCK_N": 64,
+        "DQ_num_stages": 2,
+        "DQ_num_warps": 8,
+        "ORDER": "rows",
+        "num_stages": 2,
+        "num_warps": 8,
+    },
+}

@@ -1,14 +1,13 @@
 """Attention forward for few query rows: several programs share the keys of a tile.
 
 Compiled in: fwd-bf16-d64-causal-window-sinks
-Template: flash_decode f3af8dcb308f1d52
-Variant: cb8e947251f879dd
+Template: flash_decode
+Variant: 64ca9bb68967b0bf
 Config: BLOCK_M=16 BLOCK_N=64 combine=rows loads=pointer num_stages=3 num_warps=4 programs=2
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
 
-import torch
 import triton
 import triton.language as tl
 
@@ -243,97 +242,28 @@ def attention_forward(
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=in_out)
 
 
-def accepts(q, k, v, mask):
-    """Whether these tensors can be taken: any strides will do, but Triton's interpreter can't multiply bf16."""
-    return isinstance(attention_forward, triton.JITFunction)
-
-
-def split_count(blocks: int, tiles: int, programs: int) -> int:
-    """How many programs share a tile's blocks of keys: the fewest whose longest share is as short as where `programs` share all tiles."""
-    splits = min(max(programs // tiles, 1), blocks)
-    share = -(-blocks // splits)
-    return -(-blocks // share)
-
-
-def counts_needed(q, k):
-    """How many of `counts` a call takes."""
-    return -(-q.shape[2] * (q.shape[1] // k.shape[1]) // 16) * q.shape[0] * k.shape[1]
-
-
-def records(q, k, v, mask, scale):
-    """Whether `launches` computes nothing from tensors like these, so that what it makes of them on the meta device can be replayed."""
-    return scale > 0.0
-
-
-def launches(
-    q,
-    k,
-    v,
-    out,
-    lse,
-    *,
-    mask,
-    scale,
-    diagonal,
-    window_left,
-    window_right,
-    softcap,
-    dropout_p,
-    seed,
-    offset,
-    sms,
-    counts,
-    slopes=None,
-    descale=None,
-    sinks=None,
-):
-    """The launches of one call: (kernel, grid, args, options) each."""
-    if scale <= 0.0:
-        # The row maximum is taken of the raw scores, so the scale has to be positive: its sign moves into a copy of q.
-        q, scale = (-q, -scale) if scale < 0.0 else (torch.zeros_like(q), 1.0)
-    batch, heads, n_q, _ = q.shape
-    kv_heads, n_kv = k.shape[1], k.shape[2]
-    group = heads // kv_heads
-    tiles = -(-n_q * group // 16) * batch * kv_heads
-    left, right = (side if side >= 0 else n_kv + n_q for side in (window_left, window_right))
-    keys = min(n_kv, diagonal + n_q + right, left + right + 16 // group + 2)
-    splits = split_count(max(-(-keys // 64), 1), tiles, 2 * sms)
-    # A tile with one split writes its output itself, and reads and writes no parts.
-    part_out, part_lse = lse, lse
-    if splits > 1:
-        part_out = torch.empty(splits * batch * heads * n_q, 64, dtype=torch.float32, device=q.device)
-        part_lse = torch.empty(splits * batch * heads * n_q, dtype=torch.float32, device=q.device)
-    # A tile has up to 2^8 rows and columns, so that smaller strides than these keep its offsets below 2^31.
-    wide = max(*k.stride()[2:], *v.stride()[2:]) >= 2**22
-    args = (
-        q,
-        k,
-        v,
-        out,
-        lse,
-        part_out,
-        part_lse,
-        counts,
-        *q.stride(),
-        *k.stride(),
-        *v.stride(),
-        *out.stride(),
-        sinks,
-        *sinks.stride(),
-        heads,
-        heads // kv_heads,
-        n_q,
-        n_kv,
-        scale * 1.4426950408889634,
-        diagonal,
-        min(window_left, 2**30) if window_left >= 0 else 2**30,
-        wide,
-    )
-    options = {"num_warps": 4, "num_stages": 3}
-    return [(attention_forward, (tiles, splits), args, options)]
-
-
-def launch(q, k, v, out, lse, **settings):
-    """Run the kernel on the current stream."""
-    for kernel, grid, args, options in launches(q, k, v, out, lse, **settings):
-        kernel[grid](*args, **options)
+KERNEL = {
+    "template": "flash_decode",
+    "spec": {
+        "direction": "fwd",
+        "dtype": "bf16",
+        "d": 64,
+        "d_v": 64,
+        "causal": True,
+        "window": True,
+        "mask": "none",
+        "dropout": False,
+        "softcap": False,
+        "tf32": False,
+        "sinks": True,
+    },
+    "config": {
+        "BLOCK_M": 16,
+        "BLOCK_N": 64,
+        "combine": "rows",
+        "loads": "pointer",
+        "num_stages": 3,
+        "num_warps": 4,
+        "programs": 2,
+    },
+}

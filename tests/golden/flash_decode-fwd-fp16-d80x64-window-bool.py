@@ -1,17 +1,15 @@
 """Attention forward for few query rows: several programs share the keys of a tile.
 
 Compiled in: fwd-fp16-d80x64-window-bool
-Template: flash_decode b6ad17b8f1743751
-Variant: d9228f84966a0677
+Template: flash_decode
+Variant: b1aa625526496367
 Config: BLOCK_M=16 BLOCK_N=64 combine=kernel loads=tma num_stages=3 num_warps=4 programs=2
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
 
-import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 @triton.jit
@@ -199,115 +197,27 @@ def combine_splits(part_out_ptr, part_lse_ptr, out_ptr, lse_ptr, stride_ob, stri
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=in_out)
 
 
-def strides_of(x):
-    """The strides of `x` (B, H, N, D); 16 in place of those of dimensions of size 1, which may be anything and have no meaning."""
-    (b, h, n, _), (stride_b, stride_h, stride_n, stride_d) = x.shape, x.stride()
-    return [stride_b if b > 1 else 16, stride_h if h > 1 else 16, stride_n if n > 1 else 16, stride_d]
-
-
-def copyable(x):
-    """Whether TMA can read `x` (B, H, N, D): rows without gaps inside, all on 16-byte boundaries, nothing broadcast."""
-    stride_b, stride_h, stride_n, stride_d = strides_of(x)
-    unit = 16 // x.element_size()
-    aligned = stride_b % unit == stride_h % unit == stride_n % unit == x.data_ptr() % 16 == 0
-    return aligned and stride_d == 1 and min(stride_b, stride_h, stride_n) > 0
-
-
-def descriptor(x, rows, columns):
-    """The TMA descriptor of `x` (B, H, N, D) for tiles of `rows` by `columns`."""
-    return TensorDescriptor(x, list(x.shape), strides_of(x), [1, 1, rows, columns])
-
-
-def accepts(q, k, v, mask):
-    """Whether these tensors can be taken."""
-    return copyable(q) and copyable(k) and copyable(v)
-
-
-def split_count(blocks: int, tiles: int, programs: int) -> int:
-    """How many programs share a tile's blocks of keys: the fewest whose longest share is as short as where `programs` share all tiles."""
-    splits = min(max(programs // tiles, 1), blocks)
-    share = -(-blocks // splits)
-    return -(-blocks // share)
-
-
-def counts_needed(q, k):
-    """How many of `counts` a call takes."""
-    return 0
-
-
-def records(q, k, v, mask, scale):
-    """Whether `launches` computes nothing from tensors like these, so that what it makes of them on the meta device can be replayed."""
-    return scale > 0.0
-
-
-def launches(
-    q,
-    k,
-    v,
-    out,
-    lse,
-    *,
-    mask,
-    scale,
-    diagonal,
-    window_left,
-    window_right,
-    softcap,
-    dropout_p,
-    seed,
-    offset,
-    sms,
-    counts,
-    slopes=None,
-    descale=None,
-):
-    """The launches of one call: (kernel, grid, args, options) each."""
-    if scale <= 0.0:
-        # The row maximum is taken of the raw scores, so the scale has to be positive: its sign moves into a copy of q.
-        copy = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device=q.device)
-        q, scale = (torch.neg(q, out=copy), -scale) if scale < 0.0 else (copy.zero_(), 1.0)
-    batch, heads, n_q, _ = q.shape
-    kv_heads, n_kv = k.shape[1], k.shape[2]
-    group = heads // kv_heads
-    tiles = -(-n_q * group // 16) * batch * kv_heads
-    left, right = (side if side >= 0 else n_kv + n_q for side in (window_left, window_right))
-    keys = min(n_kv, diagonal + n_q + right, left + right + 16 // group + 2)
-    splits = split_count(max(-(-keys // 64), 1), tiles, 2 * sms)
-    # A tile with one split writes its output itself, and reads and writes no parts.
-    part_out, part_lse = lse, lse
-    if splits > 1:
-        part_out = torch.empty(splits * batch * heads * n_q, 64, dtype=torch.float32, device=q.device)
-        part_lse = torch.empty(splits * batch * heads * n_q, dtype=torch.float32, device=q.device)
-    args = (
-        q,
-        descriptor(k, 64, 128),
-        descriptor(v, 64, 64),
-        out,
-        lse,
-        part_out,
-        part_lse,
-        mask,
-        *q.stride(),
-        *out.stride(),
-        *mask.stride(),
-        heads,
-        heads // kv_heads,
-        n_q,
-        n_kv,
-        scale * 1.4426950408889634,
-        diagonal,
-        min(window_left, 2**30) if window_left >= 0 else 2**30,
-        min(window_right, 2**30) if window_right >= 0 else 2**30,
-    )
-    options = {"num_warps": 4, "num_stages": 3}
-    launches = [(attention_forward, (tiles, splits), args, options)]
-    if splits > 1:
-        args = (part_out, part_lse, out, lse, *out.stride(), heads, group, n_q, splits)
-        launches.append((combine_splits, (batch * heads * n_q,), args, {"num_warps": 4}))
-    return launches
-
-
-def launch(q, k, v, out, lse, **settings):
-    """Run the kernel on the current stream."""
-    for kernel, grid, args, options in launches(q, k, v, out, lse, **settings):
-        kernel[grid](*args, **options)
+KERNEL = {
+    "template": "flash_decode",
+    "spec": {
+        "direction": "fwd",
+        "dtype": "fp16",
+        "d": 80,
+        "d_v": 64,
+        "causal": False,
+        "window": True,
+        "mask": "bool",
+        "dropout": False,
+        "softcap": False,
+        "tf32": False,
+    },
+    "config": {
+        "BLOCK_M": 16,
+        "BLOCK_N": 64,
+        "combine": "kernel",
+        "loads": "tma",
+        "num_stages": 3,
+        "num_warps": 4,
+        "programs": 2,
+    },
+}

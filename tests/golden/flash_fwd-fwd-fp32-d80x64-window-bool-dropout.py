@@ -1,14 +1,13 @@
 """Attention forward with plain pointers.
 
 Compiled in: fwd-fp32-d80x64-window-dropout-bool
-Template: flash_fwd 8de3e859b352caa6
-Variant: ca21295ca135f8ef
+Template: flash_fwd
+Variant: c642f0549a963806
 Config: BLOCK_M=128 BLOCK_N=64 LOAD_V_EARLY=True ORDER=heads maxnreg=0 num_stages=1 num_warps=8
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
 
-import torch
 import triton
 import triton.language as tl
 
@@ -248,83 +247,27 @@ def attention_forward(
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=in_out)
 
 
-def accepts(q, k, v, mask):
-    """Whether these tensors can be taken: any strides will do."""
-    return True
-
-
-def counts_needed(q, k):
-    """How many of `counts` a call takes."""
-    return 0
-
-
-def records(q, k, v, mask, scale):
-    """Whether `launches` computes nothing from tensors like these, so that what it makes of them on the meta device can be replayed."""
-    return scale > 0.0
-
-
-def launches(
-    q,
-    k,
-    v,
-    out,
-    lse,
-    *,
-    mask,
-    scale,
-    diagonal,
-    window_left,
-    window_right,
-    softcap,
-    dropout_p,
-    seed,
-    offset,
-    sms,
-    counts,
-    slopes=None,
-    descale=None,
-):
-    """The launches of one call: (kernel, grid, args, options) each."""
-    if scale <= 0.0:
-        # The row maximum is taken of the raw scores, so the scale has to be positive: its sign moves into a copy of q.
-        q, scale = (-q, -scale) if scale < 0.0 else (torch.zeros_like(q), 1.0)
-    batch, heads, n_q, _ = q.shape
-    kv_heads, n_kv = k.shape[1], k.shape[2]
-    grid = (triton.cdiv(n_q, 128) * batch * heads,)
-    # A tile has up to 2^8 rows and columns, so that smaller strides than these keep its offsets below 2^31.
-    wide = max(*k.stride()[2:], *v.stride()[2:]) >= 2**22
-    args = (
-        q,
-        k,
-        v,
-        out,
-        lse,
-        mask,
-        *q.stride(),
-        *k.stride(),
-        *v.stride(),
-        *out.stride(),
-        *mask.stride(),
-        heads,
-        heads // kv_heads,
-        n_q,
-        n_kv,
-        scale * 1.4426950408889634,
-        diagonal,
-        min(window_left, 2**30) if window_left >= 0 else 2**30,
-        min(window_right, 2**30) if window_right >= 0 else 2**30,
-        # Shifted to the top of a register, a threshold of 32768 is 0: then this factor drops everything.
-        1.0 / (1.0 - dropout_p) if round(dropout_p * 32768) < 32768 else 0.0,
-        round(dropout_p * 32768),
-        seed & 0xFFFFFFFFFFFFFFFF,
-        offset & 0xFFFFFFFF,
-        wide,
-    )
-    options = {"num_warps": 8, "num_stages": 1}
-    return [(attention_forward, grid, args, options)]
-
-
-def launch(q, k, v, out, lse, **settings):
-    """Run the kernel on the current stream."""
-    for kernel, grid, args, options in launches(q, k, v, out, lse, **settings):
-        kernel[grid](*args, **options)
+KERNEL = {
+    "template": "flash_fwd",
+    "spec": {
+        "direction": "fwd",
+        "dtype": "fp32",
+        "d": 80,
+        "d_v": 64,
+        "causal": False,
+        "window": True,
+        "mask": "bool",
+        "dropout": True,
+        "softcap": False,
+        "tf32": False,
+    },
+    "config": {
+        "BLOCK_M": 128,
+        "BLOCK_N": 64,
+        "LOAD_V_EARLY": True,
+        "ORDER": "heads",
+        "maxnreg": 0,
+        "num_stages": 1,
+        "num_warps": 8,
+    },
+}

@@ -1,8 +1,8 @@
 """Attention forward with plain pointers.
 
 Compiled in: fwd-fp8-d64-alibi-softcap
-Template: flash_fwd dfa18b79bd74cfbf
-Variant: 5ceb67d383fa6286
+Template: flash_fwd
+Variant: 96005c9a4e0afe25
 Config: BLOCK_M=128 BLOCK_N=64 LOAD_V_EARLY=False ORDER=rows maxnreg=0 num_stages=2 num_warps=8
 
 Generated; do not edit. `flashtune generate` writes it anew.
@@ -168,82 +168,28 @@ def attention_forward(
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=in_out)
 
 
-def accepts(q, k, v, mask):
-    """Whether these tensors can be taken: Q and K must be aligned: Triton 3.6 was seen to misread so narrow a V beside others."""
-    if not isinstance(attention_forward, triton.JITFunction):
-        return True  # Triton's interpreter has no such fault
-    return all(t.data_ptr() % 16 == 0 and t.stride(3) == 1 and all(s * t.element_size() % 16 == 0 for s in t.stride()[:3]) for t in (q, k))
-
-
-def counts_needed(q, k):
-    """How many of `counts` a call takes."""
-    return 0
-
-
-def records(q, k, v, mask, scale):
-    """Whether `launches` computes nothing from tensors like these, so that what it makes of them on the meta device can be replayed."""
-    return True
-
-
-def launches(
-    q,
-    k,
-    v,
-    out,
-    lse,
-    *,
-    mask,
-    scale,
-    diagonal,
-    window_left,
-    window_right,
-    softcap,
-    dropout_p,
-    seed,
-    offset,
-    sms,
-    counts,
-    slopes=None,
-    descale=None,
-):
-    """The launches of one call: (kernel, grid, args, options) each."""
-    batch, heads, n_q, _ = q.shape
-    kv_heads, n_kv = k.shape[1], k.shape[2]
-    grid = (triton.cdiv(n_q, 128) * batch * heads,)
-    # A tile has up to 2^8 rows and columns, so that smaller strides than these keep its offsets below 2^31.
-    wide = max(*k.stride()[2:], *v.stride()[2:]) >= 2**22
-    args = (
-        q,
-        k,
-        v,
-        out,
-        lse,
-        *q.stride(),
-        *k.stride(),
-        *v.stride(),
-        *out.stride(),
-        slopes,
-        *slopes.stride(),
-        descale[0],
-        *descale[0].stride(),
-        descale[1],
-        *descale[1].stride(),
-        descale[2],
-        *descale[2].stride(),
-        heads,
-        heads // kv_heads,
-        n_q,
-        n_kv,
-        softcap * 1.4426950408889634,
-        scale / softcap,
-        diagonal,
-        wide,
-    )
-    options = {"num_warps": 8, "num_stages": 2}
-    return [(attention_forward, grid, args, options)]
-
-
-def launch(q, k, v, out, lse, **settings):
-    """Run the kernel on the current stream."""
-    for kernel, grid, args, options in launches(q, k, v, out, lse, **settings):
-        kernel[grid](*args, **options)
+KERNEL = {
+    "template": "flash_fwd",
+    "spec": {
+        "direction": "fwd",
+        "dtype": "fp8",
+        "d": 64,
+        "d_v": 64,
+        "causal": False,
+        "window": False,
+        "mask": "none",
+        "dropout": False,
+        "softcap": True,
+        "tf32": False,
+        "alibi": True,
+    },
+    "config": {
+        "BLOCK_M": 128,
+        "BLOCK_N": 64,
+        "LOAD_V_EARLY": False,
+        "ORDER": "rows",
+        "maxnreg": 0,
+        "num_stages": 2,
+        "num_warps": 8,
+    },
+}

@@ -5,22 +5,21 @@ Key blocks go from right to left.
 One block goes from scores to values.
 
 Compiled in: fwd-fp8-d64-window-alibi-bool
-Template: flash_fwd_hopper c7c595376a03c71e
-Variant: 5a59e6d80147918d
-Config: BLOCK_M=64 BLOCK_N=64 ctas_per_sm=2 intra_wg_overlap=0 maximum=running num_stages=2 order=fixed pingpong=False section=1 tiles=one
+Template: flash_fwd_hopper
+Variant: 7a43d55e82eea19b
+Config: BLOCK_M=64 BLOCK_N=64 column_unit=32 ctas_per_sm=2 intra_wg_overlap=0 maximum=running num_stages=2 order=fixed packed_heads=1
+pingpong=False rescale=always section=1 smem_columns=padded tiles=one v_columns=padded
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 # Triton 3.6 has no other names for the copies than the longer ones, newer versions none but the short.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -648,29 +647,6 @@ def flash_fwd_hopper(
     )
 
 
-def accepts(q, k, v, mask):
-    """Whether the copy engine can take these tensors: aligned, unit stride along D, other strides multiples of 16 bytes."""
-    fits = all(
-        t.data_ptr() % 16 == 0
-        and t.stride(3) == 1
-        and t.shape[3] % 16 == 0
-        and all(size == 1 or (stride > 0 and stride % 16 == 0) for size, stride in zip(t.shape[:3], t.stride()[:3], strict=True))
-        for t in (q, k)
-    )
-    # Rows that repeat one row of the mask are written out as bits, of which half a GiB is enough.
-    matrices = (mask.shape[0] if mask.stride(0) else 1) * (mask.shape[1] if mask.stride(1) else 1)
-    return fits and (mask.stride(2) > 0 or matrices * mask.shape[2] * mask.shape[3] <= 2**32)
-
-
-def descriptor(tensor, rows, columns):
-    """A TMA descriptor over (B, H, N, D) with tiles of `rows` rows of one head; the copy engine fills what is outside with zeros."""
-    strides = [stride if size > 1 else 16 for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)]
-    block = [1, 1, rows, columns]
-    # Only the width counts.
-    layout = gl.NVMMASharedLayout.get_default_for(block, {1: gl.uint8, 2: gl.uint16}[tensor.element_size()])
-    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], block, layout)
-
-
 @triton.jit
 def pack_mask(mask_ptr, mask_bits_ptr, m_b, m_h, m_m, m_n, heads, n_q, n_kv, rows, BLOCK_N: tl.constexpr):
     """Writes 64 rows of a block of one matrix of the mask (batches, heads, N_q, N_kv) as words (batches, heads, blocks, rows, 4).
@@ -690,8 +666,6 @@ def pack_mask(mask_ptr, mask_bits_ptr, m_b, m_h, m_m, m_n, heads, n_q, n_kv, row
     words = tl.sum(tl.sum(bits.reshape([64, BLOCK_N // 8, 4, 2]), 3), 1)  # [64, 4]
     target = mask_bits_ptr + (program // row_tiles).to(tl.int64) * rows * 4 + offs_m[:, None] * 4 + tl.arange(0, 4)[None, :]
     tl.store(target, words.to(mask_bits_ptr.dtype.element_ty))
-
-
 @triton.jit
 def transpose_v(v_ptr, out_ptr, v_b, v_h, v_n, v_d, heads, n_kv, n_padded, D_V: tl.constexpr, WIDTH: tl.constexpr):
     """Copies WIDTH keys of one head of v (B, Hkv, N_kv, D_v) into out (B, Hkv, D_v, n_padded), zeros past N_kv.
@@ -711,105 +685,36 @@ def transpose_v(v_ptr, out_ptr, v_b, v_h, v_n, v_d, heads, n_kv, n_padded, D_V: 
     tl.store(target, tl.trans(tile), mask=(offs_d < D_V)[:, None] & (place < n_padded)[None, :])
 
 
-def magic_divisor(divisor):
-    """The factor and the shift by which `fast_divide` divides."""
-    shift = 31 + (divisor - 1).bit_length()
-    return -(-(1 << shift) // divisor), shift
-
-
-def counts_needed(q, k):
-    """How many of `counts` a call takes."""
-    return 0
-
-
-def records(q, k, v, mask, scale):
-    """Whether `launches` computes nothing from tensors like these, so that what it makes of them on the meta device can be replayed."""
-    return scale > 0.0
-
-
-def launches(
-    q,
-    k,
-    v,
-    out,
-    lse,
-    *,
-    mask,
-    scale,
-    diagonal,
-    window_left,
-    window_right,
-    softcap,
-    dropout_p,
-    seed,
-    offset,
-    sms,
-    counts,
-    slopes=None,
-    descale=None,
-):
-    """The launches of one call: (kernel, grid, args, options) each."""
-    if scale <= 0.0:
-        # The row maximum is taken of the raw scores, so the scale has to be positive: its sign moves into a copy of q.
-        copy = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device=q.device)
-        # Torch negates no e4m3 numbers; their sign is the highest bit.
-        torch.bitwise_xor(q.view(torch.uint8), 128 if scale < 0.0 else q.view(torch.uint8), out=copy.view(torch.uint8))
-        q, scale = copy, -scale or 1.0
-    batches, heads, n_q, _ = q.shape
-    m_tiles = -(-n_q // 64)
-    tiles = m_tiles * batches * heads
-    matrices = mask[: None if mask.stride(0) else 1, : None if mask.stride(1) else 1].view(torch.uint8)
-    blocks = -(-mask.shape[3] // 64)
-    rows = m_tiles * 64
-    mask_bits = torch.empty((*matrices.shape[:2], blocks, rows, 4), dtype=torch.int16, device=q.device)
-    packing = (matrices, mask_bits, *matrices.stride(), matrices.shape[1], n_q, mask.shape[3], rows, 64)
-    packers = mask_bits.numel() // 256
-    # Rows of whole swizzle units, which the copy engine takes.
-    n_padded = -(-v.shape[2] // 16) * 16
-    bits = v.view(torch.uint8)
-    v_transposed = torch.empty(*v.shape[:2], v.shape[3], n_padded, dtype=torch.uint8, device=v.device)
-    transposing = (bits, v_transposed, *v.stride(), v.shape[1], v.shape[2], n_padded, v.shape[3], 128)
-    transposers = v.shape[0] * v.shape[1] * -(-n_padded // 128)
-    arguments = (
-        descriptor(q, 64, 64),
-        descriptor(k, 64, 64),
-        descriptor(v_transposed.view(v.dtype), 64, 64),
-        descriptor(out, 64, 64),
-        lse,
-        n_q,
-        k.shape[2],
-        batches,
-        heads,
-        heads // k.shape[1],
-        m_tiles,
-        diagonal,
-        window_left,
-        window_right,
-        # Matrices to the next batch and to the next head.
-        matrices.shape[1] if matrices.shape[0] > 1 else 0,
-        int(matrices.shape[1] > 1),
-        *magic_divisor(m_tiles),
-        *magic_divisor(batches),
-        1.4426950408889634 * scale,
-        1 / scale,
-        mask_bits,
-        slopes,
-        *slopes.stride(),
-        descale[0],
-        *descale[0].stride(),
-        descale[1],
-        *descale[1].stride(),
-        descale[2],
-        *descale[2].stride(),
-    )
-    return [
-        (transpose_v, (transposers,), transposing, {}),
-        (pack_mask, (packers,), packing, {}),
-        (flash_fwd_hopper, (tiles,), arguments, {"num_warps": 4, "maxnreg": 128}),
-    ]
-
-
-def launch(q, k, v, out, lse, **settings):
-    """Runs the kernel on the current stream."""
-    for kernel, grid, arguments, options in launches(q, k, v, out, lse, **settings):
-        kernel[grid](*arguments, **options)
+KERNEL = {
+    "template": "flash_fwd_hopper",
+    "spec": {
+        "direction": "fwd",
+        "dtype": "fp8",
+        "d": 64,
+        "d_v": 64,
+        "causal": False,
+        "window": True,
+        "mask": "bool",
+        "dropout": False,
+        "softcap": False,
+        "tf32": False,
+        "alibi": True,
+    },
+    "config": {
+        "BLOCK_M": 64,
+        "BLOCK_N": 64,
+        "column_unit": 32,
+        "ctas_per_sm": 2,
+        "intra_wg_overlap": 0,
+        "maximum": "running",
+        "num_stages": 2,
+        "order": "fixed",
+        "packed_heads": 1,
+        "pingpong": False,
+        "rescale": "always",
+        "section": 1,
+        "smem_columns": "padded",
+        "tiles": "one",
+        "v_columns": "padded",
+    },
+}

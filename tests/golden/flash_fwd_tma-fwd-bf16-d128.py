@@ -1,17 +1,15 @@
 """Attention forward with TMA descriptors.
 
 Compiled in: fwd-bf16-d128
-Template: flash_fwd_tma ada87b7b578508f3
-Variant: 2dd5e811f754b9b6
+Template: flash_fwd_tma
+Variant: 8612870d3ca3ddbe
 Config: BLOCK_M=128 BLOCK_N=64 ORDER=rows maxnreg=0 num_stages=2 num_warps=8
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
 
-import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 @triton.jit(
@@ -101,87 +99,26 @@ def attention_forward(
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=in_out)
 
 
-def strides_of(x):
-    """The strides of `x` (B, H, N, D); 16 in place of those of dimensions of size 1, which may be anything and have no meaning."""
-    (b, h, n, _), (stride_b, stride_h, stride_n, stride_d) = x.shape, x.stride()
-    return [stride_b if b > 1 else 16, stride_h if h > 1 else 16, stride_n if n > 1 else 16, stride_d]
-
-
-def copyable(x):
-    """Whether TMA can read `x` (B, H, N, D): rows without gaps inside, all on 16-byte boundaries, nothing broadcast."""
-    stride_b, stride_h, stride_n, stride_d = strides_of(x)
-    unit = 16 // x.element_size()
-    aligned = stride_b % unit == stride_h % unit == stride_n % unit == x.data_ptr() % 16 == 0
-    return aligned and stride_d == 1 and min(stride_b, stride_h, stride_n) > 0
-
-
-def descriptor(x, rows, columns):
-    """The TMA descriptor of `x` (B, H, N, D) for tiles of `rows` by `columns`."""
-    return TensorDescriptor(x, list(x.shape), strides_of(x), [1, 1, rows, columns])
-
-
-def accepts(q, k, v, mask):
-    """Whether these tensors can be taken; Triton's interpreter can't multiply bf16."""
-    return isinstance(attention_forward, triton.JITFunction) and copyable(q) and copyable(k) and copyable(v)
-
-
-def counts_needed(q, k):
-    """How many of `counts` a call takes."""
-    return 0
-
-
-def records(q, k, v, mask, scale):
-    """Whether `launches` computes nothing from tensors like these, so that what it makes of them on the meta device can be replayed."""
-    return scale > 0.0
-
-
-def launches(
-    q,
-    k,
-    v,
-    out,
-    lse,
-    *,
-    mask,
-    scale,
-    diagonal,
-    window_left,
-    window_right,
-    softcap,
-    dropout_p,
-    seed,
-    offset,
-    sms,
-    counts,
-    slopes=None,
-    descale=None,
-):
-    """The launches of one call: (kernel, grid, args, options) each."""
-    if scale <= 0.0:
-        # The row maximum is taken of the raw scores, so the scale has to be positive: its sign moves into a copy of q.
-        copy = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device=q.device)
-        q, scale = (torch.neg(q, out=copy), -scale) if scale < 0.0 else (copy.zero_(), 1.0)
-    batch, heads, n_q, _ = q.shape
-    kv_heads, n_kv = k.shape[1], k.shape[2]
-    grid = (triton.cdiv(n_q, 128) * batch * heads,)
-    args = (
-        descriptor(q, 128, 128),
-        descriptor(k, 64, 128),
-        descriptor(v, 64, 128),
-        out,
-        lse,
-        *out.stride(),
-        heads,
-        heads // kv_heads,
-        n_q,
-        n_kv,
-        scale * 1.4426950408889634,
-    )
-    options = {"num_warps": 8, "num_stages": 2}
-    return [(attention_forward, grid, args, options)]
-
-
-def launch(q, k, v, out, lse, **settings):
-    """Run the kernel on the current stream."""
-    for kernel, grid, args, options in launches(q, k, v, out, lse, **settings):
-        kernel[grid](*args, **options)
+KERNEL = {
+    "template": "flash_fwd_tma",
+    "spec": {
+        "direction": "fwd",
+        "dtype": "bf16",
+        "d": 128,
+        "d_v": 128,
+        "causal": False,
+        "window": False,
+        "mask": "none",
+        "dropout": False,
+        "softcap": False,
+        "tf32": False,
+    },
+    "config": {
+        "BLOCK_M": 128,
+        "BLOCK_N": 64,
+        "ORDER": "rows",
+        "maxnreg": 0,
+        "num_stages": 2,
+        "num_warps": 8,
+    },
+}

@@ -1,6 +1,6 @@
 """Prepared launches: a call writes addresses and launches, nothing else.
 
-What was recorded of a kernel's host code is laid out as the driver wants it (CUDA driver API, cuLaunchKernelEx and cuTensorMapEncodeTiled),
+A plan's launches are laid out as the driver wants them (CUDA driver API, cuLaunchKernelEx and cuTensorMapEncodeTiled),
 in blocks of parameters that are taken from a pool, one for each call under way: threads share nothing else.
 """
 
@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashtune.core.binaries import INTERLEAVE_NONE, L2_PROMOTION_128B, OUTSIDE_IS_ZERO, STRUCT_FORMATS, Binary, Parameter
+from flashtune.core.launches import Descriptor, Launch, Operand, Resident, Varying
+from flashtune.core.launching import Plan
 from flashtune.dispatch.launch import driver
-from flashtune.dispatch.launch.recording import Address, Descriptor, Drawn, Recorded, Recording
 
 _MAP_BYTES = 128
 _MAP_ALIGNMENT = 64
@@ -25,28 +26,30 @@ class _Layout:
 
     image: bytearray = field(default_factory=bytearray)
     places: list[list[int]] = field(default_factory=list)
-    addresses: list[tuple[int, int, int]] = field(default_factory=list)
+    addresses: list[tuple[int, int]] = field(default_factory=list)
     maps: list[tuple[int, Descriptor, Parameter]] = field(default_factory=list)
     numbers: list[tuple[int, int, int]] = field(default_factory=list)
 
-    def add(self, recorded: Recorded, binary: Binary) -> None:
+    def add(self, launch: Launch, binary: Binary) -> None:
         """Lay out the parameters of one launch, each where its alignment allows."""
         places: list[int] = []
         self.places.append(places)
         for parameter in binary.parameters:
-            value = recorded.arguments[parameter.position]
+            value = launch.arguments[parameter.position]
             if isinstance(value, Descriptor):
                 assert parameter.tensor_map is not None, "a descriptor goes to a tensor map"
                 places.append(self._take(_MAP_BYTES, _MAP_ALIGNMENT))
                 self.maps.append((places[-1], value, parameter))
                 places.extend(self._number("i32", size) for size in value.shape)
                 places.extend(self._number("i64", stride) for stride in value.strides)
-            elif isinstance(value, Address):
+            elif isinstance(value, Operand):
                 places.append(self._take(8, 8))
-                self.addresses.append((places[-1], value.source, value.offset))
+                self.addresses.append((places[-1], value.source))
+            elif isinstance(value, Resident):
+                places.append(self._number(parameter.kind, value.address))
             else:
                 places.append(self._number(parameter.kind, value))
-                if isinstance(value, Drawn):
+                if isinstance(value, Varying):
                     self.numbers.append((places[-1], value.source, struct.calcsize(STRUCT_FORMATS[parameter.kind])))
         # Two pointers to scratch memory, which no kernel of ours uses.
         places.extend((self._number("u64", 0), self._number("u64", 0)))
@@ -78,10 +81,10 @@ class _Block:
         self.launches: list[tuple[int, int, int]] = []
         self.stream: int | None = None
         held: list[Any] = [raw]
-        for recorded, binary, function, places in zip(program.recorded, program.binaries, program.functions, layout.places, strict=True):
+        for planned, binary, function, places in zip(program.planned, program.binaries, program.functions, layout.places, strict=True):
             parameters = (ctypes.c_void_p * len(places))(*[start + place for place in places])
             attributes = driver.attributes(pdl=binary.launch_pdl, cooperative=binary.cooperative, cluster=binary.cluster)
-            x, y, z = recorded.grid
+            x, y, z = (*planned.grid, 1, 1)[:3]
             config = driver.LaunchConfig(
                 x * binary.cluster, y, z, binary.threads, 1, 1, binary.shared_bytes, None, ctypes.addressof(attributes), len(attributes)
             )
@@ -91,14 +94,14 @@ class _Block:
                 self.launches.append((ctypes.addressof(config), function, ctypes.addressof(parameters)))
         # Where the address is a word of the map, as on every driver so far, it is written like any other parameter.
         plain = [_address_is_first_word(start + place, what, parameter, addresses) for place, what, parameter in layout.maps]
-        self.bound = [] if all(plain) else [(start + place, what.address) for place, what, _ in layout.maps]
+        self.bound = [] if all(plain) else [(start + place, what.base.source) for place, what, _ in layout.maps]
         self._held = held
 
 
 def _address_is_first_word(place: int, descriptor: Descriptor, parameter: Parameter, addresses: Sequence[int]) -> bool:
     """Encodes a tensor map, and says whether its first word is the address, and another address changes nothing else."""
     words = (ctypes.c_uint64 * (_MAP_BYTES // 8)).from_address(place)
-    address = addresses[descriptor.address.source] + descriptor.address.offset
+    address = addresses[descriptor.base.source]
     encode(place, descriptor, parameter, address + 4096)
     first = list(words)
     encode(place, descriptor, parameter, address)
@@ -108,23 +111,21 @@ def _address_is_first_word(place: int, descriptor: Descriptor, parameter: Parame
 class Program:
     """The launches of a plan, ready for any number of calls at once."""
 
-    def __init__(
-        self, recording: Recording, binaries: Sequence[Binary], functions: Sequence[int], device: int, addresses: Sequence[int]
-    ) -> None:
+    def __init__(self, plan: Plan, binaries: Sequence[Binary], functions: Sequence[int], device: int, addresses: Sequence[int]) -> None:
         """`functions` are the binaries' handles on GPU `device`; `addresses` those of a first call.
 
         Raises DriverError where the driver refuses a tensor map.
         """
-        self.recorded, self.binaries, self.functions = recording.launches, tuple(binaries), tuple(functions)
+        self.planned, self.binaries, self.functions = plan.launches, tuple(binaries), tuple(functions)
         self.layout = _Layout()
-        for recorded, binary in zip(self.recorded, self.binaries, strict=True):
-            self.layout.add(recorded, binary)
-        self.temporaries = recording.temporaries
+        for planned, binary in zip(self.planned, self.binaries, strict=True):
+            self.layout.add(planned, binary)
+        self.temporaries = tuple(math.prod(x.shape) * x.item_bytes for x in plan.scratch)
         self._pool: list[_Block] = []
-        pointers = [(place // 8, source, offset) for place, source, offset in self.layout.addresses]
-        maps = [(place // 8, what.address.source, what.address.offset) for place, what, _ in self.layout.maps]
+        pointers = [(place // 8, source) for place, source in self.layout.addresses]
+        maps = [(place // 8, what.base.source) for place, what, _ in self.layout.maps]
         self._pointers, self._slots = pointers, pointers + maps
-        self.last_source = max(source for _, source, _ in self._slots)
+        self.last_source = max(source for _, source in self._slots)
         self._numbers = [(place // 8, source, (1 << 8 * size) - 1) for place, source, size in self.layout.numbers]
         self._launch = driver.library().cuLaunchKernelEx
         self._device = device
@@ -134,7 +135,7 @@ class Program:
     @property
     def programs(self) -> int:
         """Programs of the largest launch."""
-        return max(math.prod(recorded.grid) for recorded in self.recorded)
+        return max(math.prod(planned.grid) for planned in self.planned)
 
     def run(self, addresses: Sequence[int], stream: int, numbers: Sequence[int] = ()) -> None:
         """Launch on a stream. `addresses` are those of the call's tensors, temporaries last; `numbers` those that change.
@@ -147,10 +148,10 @@ class Program:
             driver.use_context(self._device)
             block = _Block(self, addresses)
         words = block.words
-        for at, what in block.bound:
-            driver.checked("cuTensorMapReplaceAddress", at, addresses[what.source] + what.offset)
-        for place, source, offset in self._pointers if block.bound else self._slots:
-            words[place] = addresses[source] + offset
+        for at, source in block.bound:
+            driver.checked("cuTensorMapReplaceAddress", at, addresses[source])
+        for place, source in self._pointers if block.bound else self._slots:
+            words[place] = addresses[source]
         for place, source, mask in self._numbers:
             words[place] = numbers[source] & mask
         if block.stream != stream:

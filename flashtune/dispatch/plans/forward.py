@@ -6,7 +6,6 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from flashtune.core.band import Sides
 from flashtune.core.binaries import Manifest
 from flashtune.core.config import Config
 from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.launching import LoadedKernel
 from flashtune.core.parameters import PER_HEAD, CallParameters
 from flashtune.core.torch_attention import differentiable_sdpa, sdpa
 from flashtune.dispatch import framework
@@ -92,36 +92,36 @@ class FrameworkPlan:
 
 
 class ModulePlan:
-    """Launches a rendered module: through the driver where its host code could be recorded (`program`), else by Triton's own launcher."""
+    """Launches a kernel: through the driver where its launches are planned (`program`), else by Triton's own launcher."""
 
     __slots__ = ("_warn", "_whole", "call", "manifest", "module", "program")
 
     def __init__(
         self,
         call: Call,
-        module: ModuleType,
+        module: LoadedKernel,
         *,
         manifest: Manifest | None = None,
-        whole: Callable[[], ModuleType] | None = None,
+        whole: Callable[[], LoadedKernel] | None = None,
         warn: Callable[[str], None] = warnings.warn,
     ) -> None:
-        """`manifest` is of the module's machine code, where that is at hand. `whole` loads the module with its kernels where `module` is
-        host code alone. `warn` is told of machine code that is damaged."""
+        """`manifest` is of the machine code, where that is at hand. `whole` loads the kernel with its module where `module`
+        is its host side alone. `warn` hears of machine code that is damaged."""
         self.call, self.module, self.manifest, self._whole, self._warn = call, module, manifest, whole, warn
         self.program: Program | None = None
 
     def _prepared(
-        self, operands: prepared.Operands, parameters: CallParameters, *, compiles: bool, told: tuple[int, int] | None = None
+        self, operands: prepared.Operands, parameters: CallParameters, *, compiles: bool, misses: tuple[int, int] | None = None
     ) -> Program | None:
         """The program; what is damaged of the machine code is passed over for what Triton compiles."""
         try:
-            return prepared.program(self.module, self.manifest, operands, parameters, compiles=compiles, told=told)
+            return prepared.program(self.module, self.manifest, operands, parameters, compiles=compiles, misses=misses)
         except EnvironmentProblem as error:
             if self.manifest is None:
                 raise
             self._warn(f"flashtune: {error}; until then Triton compiles it")
             self.manifest = None
-            return prepared.program(self.module, None, operands, parameters, compiles=compiles, told=told)
+            return prepared.program(self.module, None, operands, parameters, compiles=compiles, misses=misses)
 
 
 class Twin(NamedTuple):
@@ -135,11 +135,11 @@ class KernelPlan(ModulePlan):
     """Launches a forward's kernel, or for a while that of its twin, where scores mislead this one (`misled`)."""
 
     __slots__ = (
-        "_copies_mask", "_counters", "_framework", "_hands_on", "_heads", "_layout", "_like_query", "_lse_offset", "_memory", "_other",
-        "_plain", "_rest", "_scratch", "_temporaries", "misled", "twin",
+        "_copies_mask", "_counters", "_framework", "_hands_on", "_heads", "_layout", "_like_query", "_lse_offset", "_memory", "_moves_sign",
+        "_other", "_plain", "_rest", "_scratch", "_temporaries", "misled", "twin",
     )  # fmt: skip
 
-    def __init__(self, call: Call, module: ModuleType, q: Tensor, *, twin: Twin | None = None, **others: Any) -> None:
+    def __init__(self, call: Call, module: LoadedKernel, q: Tensor, *, twin: Twin | None = None, **others: Any) -> None:
         """`q` (B, Hq, N_q, D) as the kernel takes it: the output's dimensions lie in memory as its do, as in torch. `others` are those of
         ModulePlan."""
         super().__init__(call, module, **others)
@@ -150,7 +150,7 @@ class KernelPlan(ModulePlan):
         self._layout = (shape, out_strides(shape, q.stride()), shape[:3], (call.heads * call.n_q, call.n_q, 1))
         self._framework = FrameworkPlan(call=call)
         self._counters = 0
-        self._copies_mask = False
+        self._copies_mask = self._moves_sign = False
         # Addresses of what isn't given per head as a tensor.
         self._heads = [0] * len(PER_HEAD)
         self._plain = True
@@ -160,7 +160,7 @@ class KernelPlan(ModulePlan):
         # Whether a launch of a call reads what an earlier one left in scratch memory.
         self._hands_on = False
         # The addresses behind the counters of a call without a mask and anything per head, where there are no temporaries.
-        self._rest: tuple[int, ...] = (0, *self._heads)
+        self._rest: tuple[int, ...] = (0, *self._heads, 0)
         # The stream of the last call, its counters and scratch, and `_rest` with its temporaries; one value, so that threads read it whole.
         self._memory: tuple[int, int, int, tuple[int, ...]] = (-1, 0, 0, ())
 
@@ -172,21 +172,21 @@ class KernelPlan(ModulePlan):
         with torch.cuda.device(call.device):
             operands, parameters = self._given(query, key, value, attn_mask, per_head)
             q, k, *_ = operands
-            mask = launching.copyable_mask(self.module, parameters.mask)
-            self._copies_mask = mask is not parameters.mask
-            parameters = replace(parameters, mask=mask)
+            if (host := self.module.host) is not None:
+                self._copies_mask = launching.bias_copy(host, parameters.mask) is not None
+                self._moves_sign = host.positive_scale and call.scale <= 0.0
             self._counters = self.module.counts_needed(q, k)
             if call.factors is not None:
                 factors = prepared.resident_factors(call.device, call.factors)
                 resident: dict[str, int] = dict(zip(("q_descale", "k_descale", "v_descale"), factors, strict=True))
                 self._heads = [resident.get(name, 0) for name in PER_HEAD]
-                self._rest = (0, *self._heads)
+                self._rest = (0, *self._heads, 0)
             count = self._count(q.device.index)
-            told = None if count is None else count.addresses
-            self.program = self._prepared(operands, parameters, compiles=self._whole is None, told=told)
+            misses = None if count is None else count.addresses
+            self.program = self._prepared(operands, parameters, compiles=self._whole is None, misses=misses)
             if self.program is None and self._whole is not None:
                 self.module = self._whole()
-                self.program = self._prepared(operands, parameters, compiles=True, told=told)
+                self.program = self._prepared(operands, parameters, compiles=True, misses=misses)
             if self.program is not None:
                 if count is not None:
                     self.misled = Misled(count.word, self.program.programs)
@@ -197,7 +197,7 @@ class KernelPlan(ModulePlan):
         """Decide on what lies where in the scratch memory of a call."""
         self._plain = program.last_source <= prepared.COUNTS
         self._temporaries, self._scratch = placed(program.temporaries)
-        self._hands_on = len(program.recorded) > 1 and bool(program.temporaries)
+        self._hands_on = len(program.planned) > 1 and bool(program.temporaries)
         if not self.call.return_lse:
             # Kernels write it anyway.
             self._lse_offset = self._scratch
@@ -206,7 +206,7 @@ class KernelPlan(ModulePlan):
     def _count(self, device: int) -> driver.ToldCount | None:
         """Where the kernel counts its misled programs; None where nothing would follow from it."""
         # What is to be the same bits every time is served by one kernel.
-        if self.twin is None or self.call.deterministic or not launching.tells_misled(self.module):
+        if self.twin is None or self.call.deterministic or not self.module.counts_misses:
             return None
         return driver.TOLD_COUNTS.of(device, (self.twin.config, self.call))
 
@@ -276,6 +276,8 @@ class KernelPlan(ModulePlan):
             return self._through_triton(query, key, value, attn_mask, bits, per_head)
         if not call.identity:
             query, key, value = call.views(query, key, value)
+        if self._moves_sign and self.module.host is not None:
+            query, _ = launching.positive_scale(self.module.host, query, call.scale)
         if self._like_query:
             out = torch.empty_like(query)
         else:
@@ -301,13 +303,14 @@ class KernelPlan(ModulePlan):
         elif attn_mask is None and per_head is None:
             addresses += rest
         else:
-            mask = call.full_mask(attn_mask)
-            if self._copies_mask:
-                mask = launching.copyable_mask(self.module, mask)
+            mask, bias = call.full_mask(attn_mask), None
+            if self._copies_mask and self.module.host is not None:
+                bias = launching.bias_copy(self.module.host, mask)
             heads = self._heads
             if per_head is not None:
                 heads = [known if x is None else x.data_ptr() for x, known in zip(per_head.views(call), heads, strict=True)]
-            addresses += [0 if mask is None else mask.data_ptr(), *heads, *(scratch + offset for offset in self._temporaries)]
+            addresses += [0 if mask is None else mask.data_ptr(), *heads, 0 if bias is None else bias.data_ptr()]
+            addresses += [scratch + offset for offset in self._temporaries]
         if self._hands_on and held is None:
             # Another thread's launches on this stream would come between these, and in the same memory.
             with driver.STREAM_MEMORY.turn(index, stream):

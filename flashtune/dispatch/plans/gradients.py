@@ -2,12 +2,12 @@
 
 import contextlib
 from collections.abc import Callable, Hashable, Sequence
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
 from flashtune.core import launching
+from flashtune.core.launching import LoadedKernel
 from flashtune.core.parameters import CallParameters
 from flashtune.core.torch_attention import readable
 from flashtune.dispatch import framework
@@ -90,12 +90,12 @@ class Layout:
 class GradientPlan(ModulePlan):
     """Launches a backward's kernels."""
 
-    __slots__ = ("_all", "_layout", "_scratch", "_temporaries")
+    __slots__ = ("_all", "_copies_mask", "_layout", "_scratch", "_temporaries")
 
-    def __init__(self, call: Call, module: ModuleType, **others: Any) -> None:
+    def __init__(self, call: Call, module: LoadedKernel, **others: Any) -> None:
         super().__init__(call, module, **others)
         # Whether all gradients are computed, whoever asks: machine code is shipped of that alone.
-        self._all = False
+        self._all = self._copies_mask = False
         self._temporaries: tuple[int, ...] = ()
         self._scratch = 0
 
@@ -106,6 +106,8 @@ class GradientPlan(ModulePlan):
         if call.device.type != "cuda" or torch.version.cuda is None or self.module.counts_needed(given.query, given.key):
             return
         parameters = given.parameters(call)
+        if self.module.host is not None:
+            self._copies_mask = launching.bias_copy(self.module.host, parameters.mask) is not None
         with torch.cuda.device(call.device):
             self.program = self._prepared(self._operands(given), parameters, compiles=self._whole is None)
             if self.program is None and not devices.TRITON:
@@ -131,6 +133,9 @@ class GradientPlan(ModulePlan):
         # Its own in each call, and a graph's pool has it for a graph: nothing is shared, and nothing outlives the call.
         scratch = torch.empty(self._scratch, dtype=torch.uint8, device=call.device)
         start = scratch.data_ptr()
+        bias = None
+        if self._copies_mask and self.module.host is not None:
+            bias = launching.bias_copy(self.module.host, call.full_mask(mask))
         addresses = [0 if x is None else x.data_ptr() for x in operands]
         addresses += [
             # Counts, which backwards have none of.
@@ -142,6 +147,7 @@ class GradientPlan(ModulePlan):
             0,
             0,
             0 if sinks is None else sinks.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
         ]
         for offset in self._temporaries:
             addresses.append(start + offset)

@@ -9,13 +9,13 @@ from dataclasses import replace
 import torch
 
 from flashtune.core.config import Variant
+from flashtune.core.launching import operand_names
 from flashtune.core.passes import BACKWARD
 from flashtune.core.problem import FLAGS, Problem
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target
 from flashtune.dispatch.call import Call
 from flashtune.dispatch.calls import CALLS
-from flashtune.dispatch.launch.prepared import operand_names
 from flashtune.dispatch.plans.gradients import Backward, FormulaPlan, Given, GradientPlan, Gradients
 from flashtune.dispatch.policy import Choice, Pool, rank
 from flashtune.dispatch.resolve.code import code_of, tried, variant_of
@@ -180,7 +180,8 @@ def gradient_kernels(memo: Memo, call: Call, given: Given) -> Iterator[tuple[Var
         known = _repeatable(known)
     mask = call.full_mask(given.mask)
     pinned = memo.pinned.get("bwd")
-    writes_all = pinned is not None and operand_names(pinned)[len(BACKWARD.operands) :] == given.asked
+    written = operand_names(pinned.host.spec) if pinned is not None and pinned.host is not None else ()
+    writes_all = written[len(BACKWARD.operands) :] == given.asked
     if pinned is not None and writes_all and pinned.accepts(given.query, given.key, given.value, mask):
         yield None, GradientPlan(call, pinned)
     for choice in _gradient_choices(problem, target, records, known, framework_serves=False):

@@ -156,12 +156,11 @@ def _twin(memo: Memo, call: Call, choice: Choice, target: Target, q: Tensor) -> 
     family, config, record = choice.family, choice.twin, choice.record
     if family is None or config is None or record is None or record.twin is None:
         return None
-    known_hash = record.twin.template_hash
     like = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device="meta")
 
     def plan() -> KernelPlan | None:
         with memo.lock:
-            variant = kernels.variant(family, choice.spec, config, known_hash)
+            variant = kernels.variant(family, choice.spec, config)
             module, manifest, whole, _ = code_of(memo, family, variant, call.device, target)
             return None if module is None else KernelPlan(call, module, like, manifest=manifest, whole=whole, warn=memo.warn_once)
 
@@ -219,9 +218,8 @@ def _ranked(
 
 def _compiled(memo: Memo, target: Target, choice: Choice) -> bool:
     """Whether machine code of a choice's kernel is at hand."""
-    family, config, record = choice.family, choice.config, choice.record
-    known_hash = None if record is None else record.outcome.template_hash
-    if family is None or config is None or not kernels.may_be_compiled(family, choice.spec, config, known_hash, target.arch):
+    family, config = choice.family, choice.config
+    if family is None or config is None or not kernels.may_be_compiled(family, choice.spec, config, target.arch):
         return False
     return memo.machine_code(family, variant_of(choice, family), target)[0] is not None
 

@@ -4,7 +4,6 @@ import errno
 import functools
 import os
 from collections.abc import Callable
-from types import ModuleType
 from typing import TypeVar
 
 import torch
@@ -12,6 +11,7 @@ import torch
 from flashtune.core.binaries import Manifest
 from flashtune.core.config import Variant
 from flashtune.core.errors import FlashtuneError
+from flashtune.core.launching import LoadedKernel
 from flashtune.core.target import Target
 from flashtune.dispatch.launch import devices, kernels
 from flashtune.dispatch.launch.driver import NO_RESOURCES, DriverError
@@ -27,13 +27,12 @@ _OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 def variant_of(choice: Choice, family: Family) -> Variant:
     """The kernel that a choice of this family names."""
     assert choice.config is not None, "a choice with a family has a config"
-    known_hash = choice.record.outcome.template_hash if choice.record is not None else None
-    return kernels.variant(family, choice.spec, choice.config, known_hash)
+    return kernels.variant(family, choice.spec, choice.config)
 
 
 def code_of(
     memo: Memo, family: Family, variant: Variant, device: torch.device, target: Target
-) -> tuple[ModuleType | None, Manifest | None, Callable[[], ModuleType] | None, str]:
+) -> tuple[LoadedKernel | None, Manifest | None, Callable[[], LoadedKernel] | None, str]:
     """A kernel's module, its machine code, and where the module is host code alone what loads all of it; no module, and why, where it
     can't be had."""
     whole = functools.partial(kernels.load, family, variant)
@@ -43,14 +42,14 @@ def code_of(
 
 
 def _loaded(
-    memo: Memo, variant: Variant, device: torch.device, load: Callable[[], ModuleType] | ModuleType
-) -> tuple[ModuleType | None, str]:
+    memo: Memo, variant: Variant, device: torch.device, load: Callable[[], LoadedKernel] | LoadedKernel
+) -> tuple[LoadedKernel | None, str]:
     """The kernel's module, which may be given itself, or None and why it can't be had."""
     why = memo.broken.get((variant.id, str(device))) or memo.faults.get((variant.id, str(device)))
     if why is not None:
         return None, why
     try:
-        return load if isinstance(load, ModuleType) else load(), ""
+        return load if isinstance(load, LoadedKernel) else load(), ""
     except (OSError, ImportError) as error:
         if not devices.TRITON:
             return None, "Triton is not installed, and no machine code was shipped for it"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from flashtune.core.config import Config, Variant
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.problem import Problem, ProblemKey
-from flashtune.core.results import Source, TuningRecord
+from flashtune.core.results import Source
 from flashtune.core.shipped_kernels import PACKAGE, distribution, lacks_archive
 from flashtune.core.target import Target
 from flashtune.core.words import counted
@@ -69,8 +69,6 @@ def explained(
 ) -> Explanation:
     """The explanation of a choice and of what was passed over before it; `interpreted` says that Triton's interpreter runs it."""
     record, reason = choice.record, choice.note
-    if variant is not None and record is not None and _as_raced(choice, record) and variant.template_hash != record.outcome.template_hash:
-        reason += f"; the template {variant.template} has changed since, so search again for a current time"
     if variant is not None and not interpreted and target.arch.isdigit() and (why := _uncompiled(variant, target)) is not None:
         reason += f"; {why}, so Triton compiles it at the first call"
     if choice.kind == "framework" and record is None and refused:
@@ -94,12 +92,6 @@ def explained(
         differences=choice.differences,
         twin=choice.twin,
     )
-
-
-def _as_raced(choice: Choice, record: TuningRecord) -> bool:
-    """Whether a choice is of the kernel that its record is of: one that was moved, to other constraints or sizes, has another text."""
-    family = choice.family
-    return family is not None and choice.spec == record.problem.spec() and choice.config == family.completed(record.outcome.config)
 
 
 def _uncompiled(variant: Variant, target: Target) -> str | None:

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Timer
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +15,7 @@ from flashtune.core.binaries import Manifest
 from flashtune.core.collector import held_off
 from flashtune.core.config import Direction, Variant
 from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.launching import LoadedKernel
 from flashtune.core.problem import Problem, ProblemKey
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target, targets
@@ -57,11 +57,11 @@ class Memo:
     """Plans by signature and, of decoding steps, by span (flashtune.dispatch.policy.growing; None where each is decided by itself), the
     library's records by group, kernels that failed for good (`broken`) or for now (`faults`), warnings given.
 
-    `pinned` is a pass and a rendered module that serves every call of it which it accepts, for measurements.
+    `pinned` is a pass and a kernel that serves every call of it which it accepts, for measurements.
     Reading a plan takes no lock; everything that decides holds `lock`.
     """
 
-    def __init__(self, settings: Settings = Settings(), *, pinned: tuple[Direction, ModuleType] | None = None) -> None:
+    def __init__(self, settings: Settings = Settings(), *, pinned: tuple[Direction, LoadedKernel] | None = None) -> None:
         self.lock = threading.RLock()
         self.plans = Plans()
         self.backwards: dict[Hashable, Backward] = {}
@@ -69,10 +69,10 @@ class Memo:
         self.broken: dict[tuple[str, str], str] = {}
         self.faults: dict[tuple[str, str], str] = {}
         self.settings = settings
-        self.pinned: dict[Direction, ModuleType] = {} if pinned is None else dict([pinned])
+        self.pinned: dict[Direction, LoadedKernel] = {} if pinned is None else dict([pinned])
         self._library: Library | None = None
         self._pools: dict[Hashable, Pool] = {}
-        self._code: dict[tuple[str, str], tuple[Manifest, ModuleType | None]] = {}
+        self._code: dict[tuple[str, str], tuple[Manifest, LoadedKernel | None]] = {}
         self._warned: set[str] = set()
         self._told: set[str] = set()
 
@@ -157,7 +157,7 @@ class Memo:
                 self._pools[group] = Pool(key, target, self._library.near(key, gpus), families())
         return self._pools[group]
 
-    def machine_code(self, family: Family, variant: Variant, target: Target) -> tuple[Manifest | None, ModuleType | None]:
+    def machine_code(self, family: Family, variant: Variant, target: Target) -> tuple[Manifest | None, LoadedKernel | None]:
         """The machine code at hand and its host code; neither where there is none, or where files are damaged, which is warned of: Triton
         then compiles the text."""
         name = (variant.id, target.arch)

@@ -8,6 +8,7 @@ from flashtune.core.dtypes import ITEMSIZE
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.family import Axis, Family, constraint, padded
+from flashtune.templates.launches.backward import BackwardHost
 from flashtune.templates.predicates import capped_facts, has_scalar_products
 
 AXES = (
@@ -270,5 +271,6 @@ FAMILY = Family(
     expected=expected,
     interpretable=True,
     path_axes=("ORDER",),
+    host=BackwardHost,
 )
 """Attention backward with plain pointers."""

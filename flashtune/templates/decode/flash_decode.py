@@ -4,7 +4,6 @@ Decoding reads all of K and V for a row or two, so that the memory's bandwidth i
 most of the GPU idle (Dao, Haziza, Massa, Sizov, "Flash-Decoding", 2023). See docs/decisions/0011-decode.md.
 """
 
-import inspect
 import math
 
 from flashtune.core.config import Config, KernelSpec
@@ -14,6 +13,7 @@ from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.family import Axis, Family, constraint, padded, wave_efficiency
 from flashtune.templates.forward import flash_fwd
+from flashtune.templates.launches.pointers import DecodeHost
 from flashtune.templates.predicates import (
     expected_facts,
     first_with_room,
@@ -96,13 +96,6 @@ def copy_engine(config: Config, spec: KernelSpec, target: Target) -> bool:
 CONSTRAINTS = (shared_memory_fits, registers_fit, warps_have_work, copy_engine, stages_exist, scalar_products_are_short)
 
 
-def split_count(blocks: int, tiles: int, programs: int) -> int:
-    """How many programs share a tile's blocks of keys: the fewest whose longest share is as short as where `programs` share all tiles."""
-    splits = min(max(programs // tiles, 1), blocks)
-    share = -(-blocks // splits)
-    return -(-blocks // share)
-
-
 def few_rows(config: Config) -> int:
     """How many rows are added up at a time: by a program of the second launch, or by the last program of a tile."""
     return 2 if config["combine"] == "rows" else 1
@@ -183,10 +176,10 @@ FAMILY = Family(
     expected=expected,
     interpretable=True,
     layout=lambda spec, config: {
-        "split_count": inspect.getsource(split_count),
         "few_rows": few_rows(config),
         "row_splits": row_splits(config, spec.d_v),
     },
     path_axes=("combine", "loads"),
+    host=DecodeHost,
 )
 """Attention forward for few query rows."""

@@ -4,6 +4,7 @@ from flashtune.core.config import Config, KernelSpec, Value
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.family import Axis, Family
+from flashtune.templates.launches.pointers import PointerHost
 from flashtune.templates.predicates import (
     ORDERS,
     dropout_block_is_whole,
@@ -96,5 +97,6 @@ FAMILY = Family(
     expected=expected,
     interpretable=True,
     path_axes=("ORDER", "LOAD_V_EARLY"),
+    host=PointerHost,
 )
 """Attention forward with plain pointers."""

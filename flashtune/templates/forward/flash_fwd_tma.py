@@ -1,9 +1,12 @@
 """The family `flash_fwd_tma`: attention forward whose tiles come through Hopper's bulk tensor copy engine, for sm_90 and later."""
 
+from functools import partial
+
 from flashtune.core.config import Config, KernelSpec, Value
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.family import Axis, Family
+from flashtune.templates.launches.pointers import PointerHost
 from flashtune.templates.predicates import (
     ORDERS,
     dropout_block_is_whole,
@@ -83,5 +86,6 @@ FAMILY = Family(
     expected=expected,
     interpretable=True,
     path_axes=("ORDER",),
+    host=partial(PointerHost, described="qkv"),
 )
 """Attention forward with TMA descriptors."""

@@ -13,6 +13,7 @@ from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.family import Axis, Constraint, Family, padded
 from flashtune.templates.hopper.layout import COLUMN_UNIT, HopperLayout, packed_heads, tiles_of
+from flashtune.templates.launches.hopper_forward import HopperForwardHost
 from flashtune.templates.predicates import warpgroup_facts
 
 PACKED_HEADS = (1, 2, 4, 8)
@@ -56,21 +57,18 @@ AXES = (
         name="rescale",
         values=("always", "grown", "outgrown"),
         absent="always",
-        unsaid=True,
         why="what came before a larger maximum: multiplied always, where that grew past 2^2, or where it outweighs all: work against votes",
     ),
     Axis(
         name="v_columns",
         values=("padded", "pieces"),
         absent="padded",
-        unsaid=True,
         why="the output's columns: one product, padded to a power of two, or one for each power of two in them, against narrow products",
     ),
     Axis(
         name="smem_columns",
         values=("padded", "chunks"),
         absent="padded",
-        unsaid=True,
         why="columns of tiles in shared memory: a power of two, or chunks of 64 without those past the head size: room against more copies",
     ),
     COLUMN_UNIT,
@@ -78,7 +76,6 @@ AXES = (
         name="packed_heads",
         values=PACKED_HEADS,
         absent=1,
-        unsaid=True,
         why="heads that share keys and have their queries in one tile: rows that few queries leave empty, against tiles of many heads",
     ),
 )
@@ -364,4 +361,5 @@ FAMILY = Family(
         "smem_columns",
         "column_unit",
     ),
+    host=HopperForwardHost,
 )

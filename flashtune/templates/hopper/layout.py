@@ -22,7 +22,6 @@ COLUMN_UNIT = Axis(
     name="column_unit",
     values=(32, 16),
     absent=32,
-    unsaid=True,
     refits=False,
     why="what products round head sizes up to: D = 40 to 64 columns or to 48, D = 80 to 96 or not at all, against narrower products",
 )

@@ -23,10 +23,10 @@ from triton.runtime import driver
 from flashtune.core.binaries import Manifest
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.launching import compiler_options, provided
-from flashtune.core.modules import load_source
 from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target, targets
+from flashtune.templates.loading import load_kernel
 from flashtune.tuner.children.at_hand import taking
 from flashtune.tuner.verify.inputs import make_inputs
 
@@ -100,7 +100,7 @@ def code_hash(kernels: Sequence[tuple[str, Any]]) -> str:
 
 def launch_hash(source: str, stem: str, problem: Problem, target: Target) -> str:
     """Equal for sources whose kernels are launched alike for `problem`, at its own sizes: grids, numbers, shapes and strides."""
-    module = load_source(source, stem)
+    module = load_kernel(source, stem)
     inputs = make_inputs(problem, device="meta", seed=0)
     words = inputs.keywords | provided(module, inputs.q, inputs.k) | {"sms": target.sms}
     launches = module.launches(*inputs.arguments, **words)
@@ -125,7 +125,7 @@ def compiled_kernels(source: str, stem: str, problem: Problem, target: Target, m
 
     Sizes are cut to one batch and head: kernels take them at run time. What `manifest` has machine code of isn't compiled.
     """
-    module = load_source(source, stem)
+    module = load_kernel(source, stem)
     inputs = make_inputs(replace(problem, batch=1, heads=problem.gqa_ratio, kv_heads=1), device="meta", seed=0)
     words = inputs.keywords | provided(module, inputs.q, inputs.k) | {"sms": target.sms}
     found = []

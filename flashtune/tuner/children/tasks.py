@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flashtune.core.config import Variant
@@ -24,6 +23,7 @@ from flashtune.tuner.replies import Checked, Compared, Compiled, Failed, Launche
 from flashtune.tuner.spent import Spent
 
 if TYPE_CHECKING:
+    from flashtune.core.launching import LoadedKernel
     from flashtune.tuner.timing.stopwatch import Stopwatch
     from flashtune.tuner.verify.correctness import SmallCases, Verdict, Verifier
     from flashtune.tuner.verify.inputs import Inputs
@@ -258,12 +258,12 @@ def inputs_on_device(problem: Problem, target: Target, seed: int) -> "Inputs":
     return _ready(problem, target, seed).inputs
 
 
-def _loaded(source: Source) -> tuple[ModuleType, Callable[..., None]]:
+def _loaded(source: Source) -> tuple["LoadedKernel", Callable[..., None]]:
     """A candidate's module, and what launches it."""
     from flashtune.core.launching import launcher
-    from flashtune.core.modules import load_source
+    from flashtune.templates.loading import load_kernel
 
-    module = load_source(source.text, source.stem)
+    module = load_kernel(source.text, source.stem)
     return module, launcher(module)
 
 

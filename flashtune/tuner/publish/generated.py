@@ -169,7 +169,7 @@ def orders_of(one: Arranged) -> list[Order]:
 def archive_of(arranged: Sequence[Arranged], arch: str, built: Mapping[tuple[str, str], Built], before: Archive | None) -> Packed | None:
     """The archive of these kernels' machine code for an architecture; None where there is none."""
     kernels = [
-        Shipped(name=order.stem, text=order.text, built=built[order.variant_id, arch])
+        Shipped(name=order.stem, built=built[order.variant_id, arch])
         for one in arranged
         if one.kernel.arch == arch
         for order in orders_of(one)

@@ -8,12 +8,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from tempfile import TemporaryDirectory
-from types import ModuleType
 from typing import Any
 
 from flashtune.core.binaries import Binary, Manifest, source_digest
 from flashtune.core.config import KernelSpec
 from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.launching import LoadedKernel
 from flashtune.core.parameters import per_head_words
 from flashtune.core.problem import COMPILED_AS_THEY_ARE, Features, Problem
 from flashtune.core.target import Target
@@ -78,7 +78,7 @@ def build(order: Order, *, fresh: bool = True) -> Built:
 
     from flashtune.core.compiled import from_compiled
     from flashtune.core.launching import compiler_options
-    from flashtune.core.modules import load_source
+    from flashtune.templates.loading import load_kernel
     from flashtune.tuner.children.at_hand import machine_code_of, taking
     from flashtune.tuner.children.compile import compiling_for
 
@@ -90,7 +90,7 @@ def build(order: Order, *, fresh: bool = True) -> Built:
         if fresh:
             stack.enter_context(triton_knobs.cache.scope())
             triton_knobs.cache.dir = stack.enter_context(TemporaryDirectory(prefix="flashtune-build-"))
-        module = load_source(order.text, order.stem)
+        module = load_kernel(order.text, order.stem)
         stack.enter_context(compiling_for(order.target))
         for name, arguments, words in _typical_calls(module, order.spec, order.target):
             made: dict[tuple[str, str], tuple[Binary, bytes]] = {}
@@ -109,7 +109,7 @@ def build(order: Order, *, fresh: bool = True) -> Built:
     return Built(manifest=manifest, codes=tuple(code for _, code in found.values()))
 
 
-def _typical_calls(module: ModuleType, spec: KernelSpec, target: Target) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+def _typical_calls(module: LoadedKernel, spec: KernelSpec, target: Target) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     """The name, arguments and keywords of a launch for each specialisation."""
     for name, n_kv in SIZES.items():
         yield name, *_typical_call(module, spec, target, n_kv)
@@ -122,7 +122,7 @@ def _typical_calls(module: ModuleType, spec: KernelSpec, target: Target) -> Iter
             yield IN_PARTS, tuple((operands | {"dbias": shared}).values()), words
 
 
-def _typical_call(module: ModuleType, spec: KernelSpec, target: Target, n_kv: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _typical_call(module: LoadedKernel, spec: KernelSpec, target: Target, n_kv: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Meta tensors and keywords of a launch by which nothing is specialised but what SIZES says.
 
     Batches, heads and queries are neither 1 nor divisible by 16; a mask has rows and what is given per head a number of its own for every

@@ -1,6 +1,5 @@
 """Kernels packed into an architecture's archive (flashtune.core.kernel_archive): the same bytes for the same kernels."""
 
-import ast
 import hashlib
 import lzma
 import re
@@ -35,7 +34,6 @@ class Shipped:
     """A kernel to be packed; `name` is its module's path, by which alike ones come to lie together."""
 
     name: str
-    text: str
     built: Built
 
 
@@ -71,23 +69,13 @@ def pack_kernels(kernels: Sequence[Shipped], before: Archive | None = None) -> P
     return Packed(content, facts, manifests)
 
 
-def host_only(text: str) -> str:
-    """A module's text without the bodies of its kernels and of what these call: all that a launch of machine code runs."""
-    lines = text.split("\n")
-    for node in reversed(ast.parse(text).body):
-        if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(one) for one in node.decorator_list):
-            first = node.body[0]
-            lines[first.lineno - 1 : node.end_lineno] = [" " * first.col_offset + "..."]
-    return "\n".join(lines)
-
-
 def _codes(built: Built) -> Iterable[tuple[Binary, bytes]]:
     return zip(built.manifest.binaries, built.codes, strict=True)
 
 
 def _manifest(kernel: Shipped, place_of: dict[str, Place]) -> bytes:
     binaries = tuple(replace(binary, file=place_of[binary.sha256].label()) for binary in kernel.built.manifest.binaries)
-    return replace(kernel.built.manifest, binaries=binaries, host=host_only(kernel.text)).as_json().encode()
+    return replace(kernel.built.manifest, binaries=binaries).as_json().encode()
 
 
 def _alike(name: str) -> tuple[str, str]:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 
 from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts, Fate, Measurement, Outcome
+from flashtune.templates.rendering import text_hash
 from flashtune.tuner.children import tasks
 from flashtune.tuner.children.workers import Pending, Workers
 from flashtune.tuner.propose.space import Candidate
@@ -76,7 +77,7 @@ class Trials:
         time = None if isinstance(reply, Failed) else reply.time
         return Outcome(
             template=variant.template,
-            template_hash=variant.template_hash,
+            template_hash=text_hash(candidate.family, variant),
             variant_id=variant.id,
             config=candidate.config,
             fate=reply.fate,

@@ -11,6 +11,7 @@ from flashtune.core.target import Target
 from flashtune.templates.backward.hopper.layout import DIVIDED_QUERIES, BackwardLayout, divided, refusal
 from flashtune.templates.family import Axis, Constraint, Family
 from flashtune.templates.hopper.layout import COLUMN_UNIT
+from flashtune.templates.launches.hopper_backward import BackwardHopperHost
 from flashtune.templates.predicates import warpgroup_facts
 
 AXES = (
@@ -27,35 +28,30 @@ AXES = (
         values=(False, True),
         why="whether all exponentials run under dP, or the compiler leaves most for after it, against a branch",
         absent=False,
-        unsaid=True,
     ),
     Axis(
         name="exp_poly",
         values=(False, True),
         why="whether a quarter of exponentials is made of multiply-adds, which spares the special unit, against instructions",
         absent=False,
-        unsaid=True,
     ),
     Axis(
         name="wait_early",
         values=(False, True),
         why="whether a block is waited for and its LSE read before dQ of the one before is added up, which holds registers for long",
         absent=False,
-        unsaid=True,
     ),
     Axis(
         name="persistent",
         values=(False, True, "drawn", "taken"),
         why="whether programs take tile after tile, in fixed shares, drawn (two more warps then finish dQ) or taken (they don't)",
         absent=False,
-        unsaid=True,
     ),
     Axis(
         name="held",
         values=("none", "k", "v", "both"),
         why="of which 64 columns stay in registers: fewer reads of shared memory against products that the issuing warps wait for",
         absent="none",
-        unsaid=True,
     ),
     COLUMN_UNIT,
     DIVIDED_QUERIES,
@@ -237,5 +233,6 @@ FAMILY = Family(
     ),
     gone={"ahead": False, "release": "memory"},
     repeatable=False,
+    host=BackwardHopperHost,
 )
 """Attention backward for Hopper."""

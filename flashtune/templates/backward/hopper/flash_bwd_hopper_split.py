@@ -9,6 +9,7 @@ from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.backward.hopper.layout import DIVIDED_QUERIES, SplitLayout, divided, refusal
 from flashtune.templates.family import Axis, Constraint, Family
+from flashtune.templates.launches.hopper_backward import BackwardHopperSplitHost
 from flashtune.templates.predicates import warpgroup_facts
 
 AXES = (
@@ -113,5 +114,6 @@ FAMILY = Family(
     layout=SplitLayout.of,
     resized=divided,
     path_axes=("BLOCK_M", "num_stages", "held_columns", "DQ_BLOCK_M", "DQ_BLOCK_N", "DQ_num_stages", "DQ_held_columns", "divided_queries"),
+    host=BackwardHopperSplitHost,
 )
 """Attention backward for Hopper in two kernels."""

@@ -1,6 +1,5 @@
 """What follows from a spec and a config of the backward families for Hopper, stated once for templates, constraints and the cost model."""
 
-import inspect
 from functools import lru_cache
 
 from flashtune.core.band import UNBOUNDED
@@ -32,7 +31,6 @@ DIVIDED_QUERIES = Axis(
     values=(False, True),
     why="whether programs share the queries of a tile of keys where tiles are few: all at work against sums that are added up",
     absent=False,
-    unsaid=True,
 )
 """An axis of both families. `divided` sets it: no search asks for it."""
 
@@ -161,11 +159,6 @@ class HopperBackward(HopperTiles):
     def divided_columns(self) -> dict[str, int]:
         """Columns of what such a program leaves in memory of dK and dV."""
         return {"dk": self.columns_d, "dv": self.columns_dv}
-
-    @property
-    def query_divisions(self) -> str:
-        """The host's function that says among how many."""
-        return inspect.getsource(query_divisions)
 
     @property
     def bias_by_pointer(self) -> bool:

@@ -1,14 +1,13 @@
 """Attention forward with plain pointers.
 
 Compiled in: fwd-bf16-d128
-Template: flash_fwd 77de59689a5984fe
-Variant: cc8919f35e8ba6a6
+Template: flash_fwd
+Variant: a959f033bce92cf7
 Config: BLOCK_M=16 BLOCK_N=32 LOAD_V_EARLY=False ORDER=rows maxnreg=0 num_stages=1 num_warps=1
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
 
-import torch
 import triton
 import triton.language as tl
 
@@ -129,73 +128,27 @@ def attention_forward(
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=in_out)
 
 
-def accepts(q, k, v, mask):
-    """Whether these tensors can be taken: any strides will do, but Triton's interpreter can't multiply bf16."""
-    return isinstance(attention_forward, triton.JITFunction)
-
-
-def counts_needed(q, k):
-    """How many of `counts` a call takes."""
-    return 0
-
-
-def records(q, k, v, mask, scale):
-    """Whether `launches` computes nothing from tensors like these, so that what it makes of them on the meta device can be replayed."""
-    return scale > 0.0
-
-
-def launches(
-    q,
-    k,
-    v,
-    out,
-    lse,
-    *,
-    mask,
-    scale,
-    diagonal,
-    window_left,
-    window_right,
-    softcap,
-    dropout_p,
-    seed,
-    offset,
-    sms,
-    counts,
-    slopes=None,
-    descale=None,
-):
-    """The launches of one call: (kernel, grid, args, options) each."""
-    if scale <= 0.0:
-        # The row maximum is taken of the raw scores, so the scale has to be positive: its sign moves into a copy of q.
-        q, scale = (-q, -scale) if scale < 0.0 else (torch.zeros_like(q), 1.0)
-    batch, heads, n_q, _ = q.shape
-    kv_heads, n_kv = k.shape[1], k.shape[2]
-    grid = (triton.cdiv(n_q, 16) * batch * heads,)
-    # A tile has up to 2^8 rows and columns, so that smaller strides than these keep its offsets below 2^31.
-    wide = max(*k.stride()[2:], *v.stride()[2:]) >= 2**22
-    args = (
-        q,
-        k,
-        v,
-        out,
-        lse,
-        *q.stride(),
-        *k.stride(),
-        *v.stride(),
-        *out.stride(),
-        heads,
-        heads // kv_heads,
-        n_q,
-        n_kv,
-        scale * 1.4426950408889634,
-        wide,
-    )
-    options = {"num_warps": 1, "num_stages": 1}
-    return [(attention_forward, grid, args, options)]
-
-
-def launch(q, k, v, out, lse, **settings):
-    """Run the kernel on the current stream."""
-    for kernel, grid, args, options in launches(q, k, v, out, lse, **settings):
-        kernel[grid](*args, **options)
+KERNEL = {
+    "template": "flash_fwd",
+    "spec": {
+        "direction": "fwd",
+        "dtype": "bf16",
+        "d": 128,
+        "d_v": 128,
+        "causal": False,
+        "window": False,
+        "mask": "none",
+        "dropout": False,
+        "softcap": False,
+        "tf32": False,
+    },
+    "config": {
+        "BLOCK_M": 16,
+        "BLOCK_N": 32,
+        "LOAD_V_EARLY": False,
+        "ORDER": "rows",
+        "maxnreg": 0,
+        "num_stages": 1,
+        "num_warps": 1,
+    },
+}

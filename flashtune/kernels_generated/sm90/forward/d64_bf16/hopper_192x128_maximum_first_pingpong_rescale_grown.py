@@ -5,21 +5,19 @@ Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
 Compiled in: fwd-bf16-d64
-Template: flash_fwd_hopper 41c46ebd193a890f
-Variant: 78472becaa8eebcb
-Config: BLOCK_M=192 BLOCK_N=128 ctas_per_sm=1 intra_wg_overlap=1 maximum=first num_stages=3 order=fixed pingpong=True rescale=grown
-section=1 tiles=chained
+Template: flash_fwd_hopper
+Variant: 60b45e19fdb729de
+Config: BLOCK_M=192 BLOCK_N=128 column_unit=32 ctas_per_sm=1 intra_wg_overlap=1 maximum=first num_stages=3 order=fixed packed_heads=1
+pingpong=True rescale=grown section=1 smem_columns=padded tiles=chained v_columns=padded
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
 
 from typing import NamedTuple
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 # Triton 3.6 has no other names for the copies than the longer ones, newer versions none but the short.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -898,95 +896,35 @@ def flash_fwd_hopper(
     )
 
 
-def accepts(q, k, v, mask):
-    """Whether the copy engine can take these tensors: aligned, unit stride along D, other strides multiples of 16 bytes."""
-    return all(
-        t.data_ptr() % 16 == 0
-        and t.stride(3) == 1
-        and t.shape[3] % 8 == 0
-        and all(size == 1 or (stride > 0 and stride % 8 == 0) for size, stride in zip(t.shape[:3], t.stride()[:3], strict=True))
-        for t in (q, k, v)
-    )
-
-
-def descriptor(tensor, rows, columns):
-    """A TMA descriptor over (B, H, N, D) with tiles of `rows` rows of one head; the copy engine fills what is outside with zeros."""
-    strides = [stride if size > 1 else 16 for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)]
-    block = [1, 1, rows, columns]
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
-    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], block, layout)
-
-
-def magic_divisor(divisor):
-    """The factor and the shift by which `fast_divide` divides."""
-    shift = 31 + (divisor - 1).bit_length()
-    return -(-(1 << shift) // divisor), shift
-
-
-def counts_needed(q, k):
-    """How many of `counts` a call takes."""
-    return 0
-
-
-def records(q, k, v, mask, scale):
-    """Whether `launches` computes nothing from tensors like these, so that what it makes of them on the meta device can be replayed."""
-    return scale > 0.0
-
-
-def launches(
-    q,
-    k,
-    v,
-    out,
-    lse,
-    *,
-    mask,
-    scale,
-    diagonal,
-    window_left,
-    window_right,
-    softcap,
-    dropout_p,
-    seed,
-    offset,
-    sms,
-    counts,
-    slopes=None,
-    descale=None,
-    misled=None,
-):
-    """The launches of one call: (kernel, grid, args, options) each."""
-    if scale <= 0.0:
-        # The row maximum is taken of the raw scores, so the scale has to be positive: its sign moves into a copy of q.
-        copy = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device=q.device)
-        q, scale = (torch.neg(q, out=copy), -scale) if scale < 0.0 else (copy.zero_(), 1.0)
-    batches, heads, n_q, _ = q.shape
-    m_tiles = -(-n_q // 192)
-    tiles = m_tiles * batches * heads
-    programs = min(tiles, sms)
-    arguments = (
-        descriptor(q, 64, 64),
-        descriptor(k, 128, 64),
-        descriptor(v, 128, 64),
-        descriptor(out, 64, 64),
-        lse,
-        *misled,
-        n_q,
-        k.shape[2],
-        batches,
-        heads,
-        heads // k.shape[1],
-        m_tiles,
-        *magic_divisor(m_tiles),
-        *magic_divisor(heads),
-        1.4426950408889634 * scale,
-    )
-    return [
-        (flash_fwd_hopper, (programs,), arguments, {"num_warps": 4}),
-    ]
-
-
-def launch(q, k, v, out, lse, **settings):
-    """Runs the kernel on the current stream."""
-    for kernel, grid, arguments, options in launches(q, k, v, out, lse, **settings):
-        kernel[grid](*arguments, **options)
+KERNEL = {
+    "template": "flash_fwd_hopper",
+    "spec": {
+        "direction": "fwd",
+        "dtype": "bf16",
+        "d": 64,
+        "d_v": 64,
+        "causal": False,
+        "window": False,
+        "mask": "none",
+        "dropout": False,
+        "softcap": False,
+        "tf32": False,
+    },
+    "config": {
+        "BLOCK_M": 192,
+        "BLOCK_N": 128,
+        "column_unit": 32,
+        "ctas_per_sm": 1,
+        "intra_wg_overlap": 1,
+        "maximum": "first",
+        "num_stages": 3,
+        "order": "fixed",
+        "packed_heads": 1,
+        "pingpong": True,
+        "rescale": "grown",
+        "section": 1,
+        "smem_columns": "padded",
+        "tiles": "chained",
+        "v_columns": "padded",
+    },
+}

@@ -4,22 +4,21 @@ Two kernels in seven products. A program of `key_gradients` holds a tile of keys
 a program of `query_gradients` holds a tile of queries and loops over its keys. Nothing is added up in memory.
 
 Compiled in: bwd-bf16-d256-causal
-Template: flash_bwd_hopper_split 251e78769f7d323e
-Variant: 5c8b76ba022583b3
-Config: BLOCK_M=64 BLOCK_N=64 DQ_BLOCK_M=128 DQ_BLOCK_N=64 DQ_held_columns=0 DQ_num_stages=2 held_columns=0 num_stages=2 section=4
+Template: flash_bwd_hopper_split
+Variant: 712eaa9430d5f1c1
+Config: BLOCK_M=64 BLOCK_N=64 DQ_BLOCK_M=128 DQ_BLOCK_N=64 DQ_held_columns=0 DQ_num_stages=2 divided_queries=False held_columns=0
+num_stages=2 section=4
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 # Triton 3.6 has no other names for the copies than the longer ones, newer versions none but the short.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -653,122 +652,30 @@ def query_gradients(
     )
 
 
-def accepts(q, k, v, mask):
-    """Whether the copy engine can take these tensors: aligned, unit stride along D, other strides multiples of 16 bytes."""
-    return all(
-        t.data_ptr() % 16 == 0
-        and t.stride(3) == 1
-        and t.shape[3] % 8 == 0
-        and all(size == 1 or (stride > 0 and stride % 8 == 0) for size, stride in zip(t.shape[:3], t.stride()[:3], strict=True))
-        for t in (q, k, v)
-    )
-
-
-def counts_needed(q, k):
-    """How many of `counts` a call takes."""
-    return 0
-
-
-def records(q, k, v, mask, scale):
-    """Whether `launches` computes nothing from tensors like these, so that what it makes of them on the meta device can be replayed."""
-    return True
-
-
-def descriptor(tensor, rows, columns):
-    """A TMA descriptor over (B, H, N, D) with tiles of `rows` rows of one head; the copy engine fills what is outside with zeros."""
-    strides = [stride if size > 1 else 16 for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)]
-    block = [1, 1, rows, columns]
-    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16))
-
-
-def launches(
-    q,
-    k,
-    v,
-    out,
-    lse,
-    dout,
-    dlse,
-    dq,
-    dk,
-    dv,
-    *,
-    mask,
-    scale,
-    diagonal,
-    window_left,
-    window_right,
-    softcap,
-    dropout_p,
-    seed,
-    offset,
-    sms,
-    counts,
-    slopes=None,
-):
-    """The launches of one call: (kernel, grid, args, options) each. Without `dq`, or `dk` and `dv`, what makes only these is left out.
-
-    dout, dk and dv are tensors that the copy engine can take, too.
-    """
-    batches, heads, n_q, _ = q.shape
-    kv_heads, n_kv = k.shape[1], k.shape[2]
-    m_tiles, n_tiles = -(-n_q // 64), -(-n_kv // 64)
-    rows = m_tiles * 64
-    lse_2 = torch.empty(batches * heads * rows, dtype=torch.float32, device=q.device)
-    deltas = torch.empty_like(lse_2)
-    args = (out, dout, lse, lse if dlse is None else dlse, lse_2, deltas, *out.stride(), *dout.stride(), heads, n_q, rows)
-    found = [(preprocess, (rows // 64 * batches * heads,), (*args, dlse is not None), {"num_warps": 4, "enable_fp_fusion": True})]
-    if dk is not None:
-
-        def numbers_of(tensor):
-            return TensorDescriptor(tensor, list(tensor.shape), [1], [64], gl.NVMMASharedLayout(0, 32, 1))
-
-        args = (
-            descriptor(q, 64, 256),
-            descriptor(k, 64, 256),
-            descriptor(v, 64, 256),
-            descriptor(dout, 64, 256),
-            numbers_of(lse_2),
-            numbers_of(deltas),
-            descriptor(dk, 64, 256),
-            descriptor(dv, 64, 256),
-            n_q,
-            n_kv,
-            kv_heads,
-            heads // kv_heads,
-            m_tiles,
-            n_tiles,
-            diagonal,
-            scale,
-            scale * 1.4426950408889634,
-        )
-        found.append((key_gradients, (n_tiles * batches * kv_heads,), args, {"num_warps": 4, "enable_fp_fusion": True}))
-    if dq is not None:
-        m_tiles, n_tiles = -(-n_q // 128), -(-n_kv // 64)
-        args = (
-            descriptor(q, 64, 256),
-            descriptor(k, 64, 256),
-            descriptor(v, 64, 256),
-            descriptor(dout, 64, 256),
-            descriptor(dq, 64, 256),
-            lse_2,
-            deltas,
-            rows,
-            n_q,
-            n_kv,
-            kv_heads,
-            heads // kv_heads,
-            m_tiles,
-            n_tiles,
-            diagonal,
-            scale,
-            scale * 1.4426950408889634,
-        )
-        found.append((query_gradients, (m_tiles * batches * heads,), args, {"num_warps": 4, "enable_fp_fusion": True}))
-    return found
-
-
-def launch(*tensors, **settings):
-    """Run the kernels on the current stream."""
-    for kernel, grid, args, options in launches(*tensors, **settings):
-        kernel[grid](*args, **options)
+KERNEL = {
+    "template": "flash_bwd_hopper_split",
+    "spec": {
+        "direction": "bwd",
+        "dtype": "bf16",
+        "d": 256,
+        "d_v": 256,
+        "causal": True,
+        "window": False,
+        "mask": "none",
+        "dropout": False,
+        "softcap": False,
+        "tf32": False,
+    },
+    "config": {
+        "BLOCK_M": 64,
+        "BLOCK_N": 64,
+        "DQ_BLOCK_M": 128,
+        "DQ_BLOCK_N": 64,
+        "DQ_held_columns": 0,
+        "DQ_num_stages": 2,
+        "divided_queries": False,
+        "held_columns": 0,
+        "num_stages": 2,
+        "section": 4,
+    },
+}

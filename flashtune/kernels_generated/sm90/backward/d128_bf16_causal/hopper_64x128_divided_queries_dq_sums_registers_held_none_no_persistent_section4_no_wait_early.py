@@ -4,22 +4,21 @@ A program holds a tile of keys and loops over its division of the queries of the
 memory, from registers, in an order that no two launches share: its last bits vary.
 
 Compiled in: bwd-bf16-d128-causal
-Template: flash_bwd_hopper c70b0d7b42705cc3
-Variant: 2ddef928246236fc
-Config: BLOCK_M=64 BLOCK_N=128 divided_queries=True dq_sums=registers num_stages=2 section=4
+Template: flash_bwd_hopper
+Variant: 1d6cb24476dfa6dd
+Config: BLOCK_M=64 BLOCK_N=128 column_unit=32 divided_queries=True dq_sums=registers exp_early=False exp_poly=False held=none num_stages=2
+persistent=False section=4 wait_early=False
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 # Triton 3.6 has no other names for the copies than the longer ones, newer versions none but the short.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -560,143 +559,32 @@ def flash_bwd_hopper(
     )
 
 
-def query_divisions(
-    m_tiles: int, group: int, tiles: int, left: int, right: int, block_m: int, block_n: int, sms: int, worth: float = 1.0
-) -> int:
-    """Among how many programs the queries of each of so many tiles of keys are divided: as leaves the busiest multiprocessor the
-    least, or 1 where that is more than `worth` of what it has undivided. A side of the window without a bound is -1."""
-    seen = m_tiles if min(left, right) < 0 else min(m_tiles, (left + right + block_n) // block_m + 1)
-    triangle = (left < 0) != (right < 0)
-
-    def busiest(divisions: int) -> float:
-        # In blocks of queries: a program takes four beside its own, and its part of dK and dV five (fitted, divided_queries.py).
-        longest, programs = group * seen / divisions + 4, tiles * divisions
-        adding = 5 * programs / sms if divisions > 1 else 0
-        if not triangle:
-            return adding + -(-programs // sms) * longest
-        # The longest go first, and the mean has half as many.
-        return adding + max(longest, programs * (longest / 2 + 2) / sms)
-
-    if tiles >= 2 * sms:
-        return 1
-    best = min(range(1, min(group * seen, 16) + 1), key=busiest)
-    return best if busiest(best) <= worth * busiest(1) else 1
-
-
-def accepts(q, k, v, mask):
-    """Whether the copy engine can take these tensors: aligned, unit stride along D, other strides multiples of 16 bytes."""
-    return all(
-        t.data_ptr() % 16 == 0
-        and t.stride(3) == 1
-        and t.shape[3] % 8 == 0
-        and all(size == 1 or (stride > 0 and stride % 8 == 0) for size, stride in zip(t.shape[:3], t.stride()[:3], strict=True))
-        for t in (q, k, v)
-    )
-
-
-def counts_needed(q, k):
-    """How many of `counts` a call takes."""
-    return 0
-
-
-def records(q, k, v, mask, scale):
-    """Whether `launches` computes nothing from tensors like these, so that what it makes of them on the meta device can be replayed."""
-    return True
-
-
-def descriptor(tensor, rows, columns):
-    """A TMA descriptor over (B, H, N, D) with tiles of `rows` rows of one head; the copy engine fills what is outside with zeros."""
-    strides = [stride if size > 1 else 16 for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)]
-    block = [1, 1, rows, columns]
-    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16))
-
-
-def launches(
-    q,
-    k,
-    v,
-    out,
-    lse,
-    dout,
-    dlse,
-    dq,
-    dk,
-    dv,
-    *,
-    mask,
-    scale,
-    diagonal,
-    window_left,
-    window_right,
-    softcap,
-    dropout_p,
-    seed,
-    offset,
-    sms,
-    counts,
-    slopes=None,
-):
-    """The launches of one call: (kernel, grid, args, options) each. Without `dq`, or `dk` and `dv`, what makes only these is left out.
-
-    dout, dk and dv are tensors that the copy engine can take, too.
-    """
-    batches, heads, n_q, _ = q.shape
-    kv_heads, n_kv = k.shape[1], k.shape[2]
-    m_tiles, n_tiles = -(-n_q // 64), -(-n_kv // 128)
-    rows = m_tiles * 64
-    lse_2 = torch.empty(batches * heads * rows, dtype=torch.float32, device=q.device)
-    deltas = torch.empty_like(lse_2)
-    # Nothing is written to those of a call without dQ.
-    sums = torch.empty((batches * heads * rows * 128 // 256 if dq is not None else 16, 256), dtype=torch.float32, device=q.device)
-
-    def numbers_of(tensor):
-        return TensorDescriptor(tensor, list(tensor.shape), [1], [64], gl.NVMMASharedLayout(0, 32, 1))
-
-    divisions = query_divisions(
-        m_tiles, heads // kv_heads, n_tiles * batches * kv_heads, window_left, window_right, 64, 128, sms
-    )
-    # Nothing is written to those of a call without dK and dV.
-    keys = batches * kv_heads * divisions * n_tiles * 128 if dk is not None else 1
-    dk_parts = torch.empty((keys, 128), dtype=torch.float32, device=q.device)
-    dv_parts = torch.empty((keys, 128), dtype=torch.float32, device=q.device)
-    args = (out, dout, lse, lse if dlse is None else dlse, lse_2, deltas, sums, *out.stride(), *dout.stride(), heads, n_q, rows)
-    args = (*args, dlse is not None, dq is not None)
-    found = [(preprocess, (rows // 64 * batches * heads,), args, {"num_warps": 4, "enable_fp_fusion": True})]
-    args = (
-        descriptor(q, 64, 128),
-        descriptor(k, 64, 128),
-        descriptor(v, 64, 128),
-        descriptor(dout, 64, 128),
-        numbers_of(lse_2),
-        numbers_of(deltas),
-        dk_parts,
-        dv_parts,
-        sums,
-        n_q,
-        n_kv,
-        kv_heads,
-        heads // kv_heads,
-        m_tiles,
-        n_tiles,
-        divisions,
-        diagonal,
-        scale,
-        scale * 1.4426950408889634,
-        dq is not None,
-        dk is not None,
-    )
-    found.append((flash_bwd_hopper, (n_tiles * batches * kv_heads * divisions,), args, {"num_warps": 4, "enable_fp_fusion": True}))
-    if dk is not None:
-        keys = n_tiles * 128
-        args = (dk_parts, dv_parts, dk, dv, *dk.stride(), *dv.stride(), kv_heads, n_kv, keys, divisions, scale)
-        found.append((add_divisions, (keys // 16 * batches * kv_heads,), args, {"num_warps": 4, "enable_fp_fusion": True}))
-    if dq is not None:
-        args = (sums, dq, *dq.stride(), heads, n_q, m_tiles, scale)
-        found.append((finish_dq, (m_tiles * batches * heads,), args, {"num_warps": 4, "enable_fp_fusion": True}))
-    return found
-
-
-def launch(*tensors, **settings):
-    """Run the kernels on the current stream."""
-    for kernel, grid, args, options in launches(*tensors, **settings):
-        kernel[grid](*args, **options)
+KERNEL = {
+    "template": "flash_bwd_hopper",
+    "spec": {
+        "direction": "bwd",
+        "dtype": "bf16",
+        "d": 128,
+        "d_v": 128,
+        "causal": True,
+        "window": False,
+        "mask": "none",
+        "dropout": False,
+        "softcap": False,
+        "tf32": False,
+    },
+    "config": {
+        "BLOCK_M": 64,
+        "BLOCK_N": 128,
+        "column_unit": 32,
+        "divided_queries": True,
+        "dq_sums": "registers",
+        "exp_early": False,
+        "exp_poly": False,
+        "held": "none",
+        "num_stages": 2,
+        "persistent": False,
+        "section": 4,
+        "wait_early": False,
+    },
+}

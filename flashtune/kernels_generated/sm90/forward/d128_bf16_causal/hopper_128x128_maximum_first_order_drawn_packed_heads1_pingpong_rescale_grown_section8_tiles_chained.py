@@ -5,21 +5,19 @@ Key blocks go from right to left.
 The scores of one block are under way while the block before it meets its values.
 
 Compiled in: fwd-bf16-d128-causal
-Template: flash_fwd_hopper b31f30022a8a2caa
-Variant: 0d7869e9f79d8f39
-Config: BLOCK_M=128 BLOCK_N=128 ctas_per_sm=1 intra_wg_overlap=1 maximum=first num_stages=2 order=drawn pingpong=True section=8
-tiles=chained
+Template: flash_fwd_hopper
+Variant: d9702b6808432132
+Config: BLOCK_M=128 BLOCK_N=128 column_unit=32 ctas_per_sm=1 intra_wg_overlap=1 maximum=first num_stages=2 order=drawn packed_heads=1
+pingpong=True rescale=grown section=8 smem_columns=padded tiles=chained v_columns=padded
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
 
 from typing import NamedTuple
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 # Triton 3.6 has no other names for the copies than the longer ones, newer versions none but the short.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -53,6 +51,7 @@ MASK_BITS_LAYOUT = gl.constexpr(
 )
 WORK_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0]))
 LN_2 = gl.constexpr(0.6931471805599453)
+RESCALE_THRESHOLD = gl.constexpr(2.0)
 
 
 class Divisor(NamedTuple):
@@ -501,6 +500,12 @@ def count_blocks(number):
 
 
 @gluon.jit
+def count_peaked(number):
+    """Counts all blocks of a tile as such that raised maxima: it looks for them in every block."""
+    gl.inline_asm_elementwise("add.s32 raised, raised, $1; mov.b32 $0, 0;", "=r,r", [2 * number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def read_raised():
     """By how many blocks those in which this warp raised its maxima are more than the others; negative where they are fewer."""
     return gl.inline_asm_elementwise("add.s32 $0, raised, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
@@ -603,6 +608,50 @@ def raise_maxima(probs, acc, row_max, row_sum):
 
 
 @gluon.jit
+def vote_grown(growth, W: gl.constexpr):
+    """Whether the maximum of a row of this warp grew; each warp asks and answers by itself, without a barrier."""
+    compare: gl.constexpr = """
+    {
+        .reg .pred upper, lower;
+        setp.gt.f32 upper, $2, 0f00000000;
+        setp.gt.f32 lower, $3, 0f00000000;
+        or.pred upper, upper, lower;
+        mov.b32 $0, 0;
+        mov.b32 $1, 0;
+    """
+    vote: gl.constexpr = compare + f"vote.sync.any.pred answer{W}" + ", upper, 0xffffffff; }"
+    gl.inline_asm_elementwise(vote, "=r,=r,f,f", [growth], dtype=gl.int32, is_pure=False, pack=2)
+    return read_answer(W)
+
+
+@gluon.jit
+def lazy_softmax(scores, row_max, scale, W: gl.constexpr, GUARD: gl.constexpr):
+    """One block of the online softmax in base 2: a maximum stays until a score is more than 2^RESCALE_THRESHOLD times as heavy.
+
+    Returns its probs, their sums, by how much maxima grew, whether one of this warp did, and the maxima. The threshold is FlashAttention-4's
+    idea, for which 2^8 is enough; a smaller one keeps keys that take most of a row at weights that are rounded little or not at all.
+    """
+    block_max = gl.max(scores, 1) * scale  # [ROWS]
+    new_max = gl.where(block_max > row_max + RESCALE_THRESHOLD, block_max, row_max)  # [ROWS]
+    shift = new_max
+    if GUARD:
+        # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
+        shift = gl.where(new_max == float("-inf"), 0.0, new_max)
+    growth = shift - row_max  # [ROWS], infinite where a row sees its first key
+    grown = vote_grown(growth, W)
+    probs = gl.exp2(scores * scale - shift[:, None])  # [ROWS, BLOCK_N]
+    return probs, quarter_sums(probs), growth, grown, new_max
+
+
+@gluon.jit
+def rescale_acc_and_sum(acc, row_sum, growth):
+    """The output and the sums so far, relative to maxima that grew."""
+    rescale = gl.exp2(-growth)  # [ROWS]
+    acc = acc * gl.convert_layout(rescale, OUT_ROW_LAYOUT)[:, None]
+    return acc, row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None]
+
+
+@gluon.jit
 def pack(probs):
     """Probs by twos, which is how they wait for their product: else the compiler splits pairs that wait from one loop to the next."""
     even, odd = gl.split(probs.reshape([ROWS, BLOCK_N // 2, 2]))
@@ -660,7 +709,8 @@ def attend(block, q_tile, acc, state, coord, column, unmasked, smem, sizes, para
         row_sum = state.row_sum
         probs, part, row_max = settled_softmax(scores, state.row_max, params.scale, W)
     else:
-        probs, rescale, row_max, row_sum = online_softmax(scores, state.row_max, state.row_sum, params.scale, True)
+        row_sum = state.row_sum
+        probs, part, growth, grown, row_max = lazy_softmax(scores, state.row_max, params.scale, W, True)
     acc = warpgroup_mma_wait(0, deps=[product])
     release(smem.v, block - 1)
     # Before the vote, for only what rarely happens waits for its answer.
@@ -674,7 +724,9 @@ def attend(block, q_tile, acc, state, coord, column, unmasked, smem, sizes, para
             p_tile = pack(probs)
         row_sum += part
     else:
-        acc = acc * gl.convert_layout(rescale, OUT_ROW_LAYOUT)[:, None]
+        if grown != 0:
+            acc, row_sum = rescale_acc_and_sum(acc, row_sum, growth)
+        row_sum += part
     return acc, SoftmaxState(p_tile, row_max, row_sum)
 
 
@@ -712,6 +764,8 @@ def mainloop(block, slot, settling, acc, state, coord, blocks, smem, sizes, para
     settled = gl.minimum(gl.maximum(blocks.end - gl.minimum(blocks.unmasked_end, edge), 1), number)
     if vote_peaked(state.row_sum, W) != 0:
         settled = number
+        if W == 0:
+            count_peaked(number)
     if not settling:
         settled = number
     for n in range(1, settled):
@@ -893,99 +947,35 @@ def flash_fwd_hopper(
     )
 
 
-def accepts(q, k, v, mask):
-    """Whether the copy engine can take these tensors: aligned, unit stride along D, other strides multiples of 16 bytes."""
-    return all(
-        t.data_ptr() % 16 == 0
-        and t.stride(3) == 1
-        and t.shape[3] % 8 == 0
-        and all(size == 1 or (stride > 0 and stride % 8 == 0) for size, stride in zip(t.shape[:3], t.stride()[:3], strict=True))
-        for t in (q, k, v)
-    )
-
-
-def descriptor(tensor, rows, columns):
-    """A TMA descriptor over (B, H, N, D) with tiles of `rows` rows of one head; the copy engine fills what is outside with zeros."""
-    strides = [stride if size > 1 else 16 for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)]
-    block = [1, 1, rows, columns]
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
-    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], block, layout)
-
-
-def magic_divisor(divisor):
-    """The factor and the shift by which `fast_divide` divides."""
-    shift = 31 + (divisor - 1).bit_length()
-    return -(-(1 << shift) // divisor), shift
-
-
-def counts_needed(q, k):
-    """How many of `counts` a call takes."""
-    return 1
-
-
-def records(q, k, v, mask, scale):
-    """Whether `launches` computes nothing from tensors like these, so that what it makes of them on the meta device can be replayed."""
-    return scale > 0.0
-
-
-def launches(
-    q,
-    k,
-    v,
-    out,
-    lse,
-    *,
-    mask,
-    scale,
-    diagonal,
-    window_left,
-    window_right,
-    softcap,
-    dropout_p,
-    seed,
-    offset,
-    sms,
-    counts,
-    slopes=None,
-    descale=None,
-    misled=None,
-):
-    """The launches of one call: (kernel, grid, args, options) each."""
-    if scale <= 0.0:
-        # The row maximum is taken of the raw scores, so the scale has to be positive: its sign moves into a copy of q.
-        copy = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device=q.device)
-        q, scale = (torch.neg(q, out=copy), -scale) if scale < 0.0 else (copy.zero_(), 1.0)
-    batches, heads, n_q, _ = q.shape
-    m_tiles = -(-n_q // 128)
-    tiles = m_tiles * batches * heads
-    programs = min(tiles, sms)
-    arguments = (
-        descriptor(q, 64, 128),
-        descriptor(k, 128, 128),
-        descriptor(v, 128, 128),
-        descriptor(out, 64, 128),
-        lse,
-        counts,
-        *misled,
-        n_q,
-        k.shape[2],
-        batches,
-        heads,
-        heads // k.shape[1],
-        m_tiles,
-        diagonal,
-        *magic_divisor(m_tiles * 8),
-        *magic_divisor(heads),
-        # The heads of the last section, where that isn't whole.
-        *magic_divisor(batches * heads % 8 or 1),
-        1.4426950408889634 * scale,
-    )
-    return [
-        (flash_fwd_hopper, (programs,), arguments, {"num_warps": 4}),
-    ]
-
-
-def launch(q, k, v, out, lse, **settings):
-    """Runs the kernel on the current stream."""
-    for kernel, grid, arguments, options in launches(q, k, v, out, lse, **settings):
-        kernel[grid](*arguments, **options)
+KERNEL = {
+    "template": "flash_fwd_hopper",
+    "spec": {
+        "direction": "fwd",
+        "dtype": "bf16",
+        "d": 128,
+        "d_v": 128,
+        "causal": True,
+        "window": False,
+        "mask": "none",
+        "dropout": False,
+        "softcap": False,
+        "tf32": False,
+    },
+    "config": {
+        "BLOCK_M": 128,
+        "BLOCK_N": 128,
+        "column_unit": 32,
+        "ctas_per_sm": 1,
+        "intra_wg_overlap": 1,
+        "maximum": "first",
+        "num_stages": 2,
+        "order": "drawn",
+        "packed_heads": 1,
+        "pingpong": True,
+        "rescale": "grown",
+        "section": 8,
+        "smem_columns": "padded",
+        "tiles": "chained",
+        "v_columns": "padded",
+    },
+}

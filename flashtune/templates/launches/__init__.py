@@ -1,0 +1,1 @@
+"""Host code of the template families: the launches of a call, as pure functions of shapes, strides and numbers."""

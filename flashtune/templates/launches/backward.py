@@ -1,0 +1,139 @@
+"""Launches of flash_bwd, and of the kernels with plain pointers that all backward families share."""
+
+import math
+from typing import Any
+
+from flashtune.core.config import Config, KernelSpec
+from flashtune.core.launches import Launch, LaunchInputs, Operand, Scratch
+from flashtune.templates.family import padded
+from flashtune.templates.launches.common import cdiv, score_numbers, strides_divide, wide
+from flashtune.templates.launches.pointers import accepts_narrow, interpretable
+
+FUSED = {"enable_fp_fusion": True}
+SMALL = {"num_warps": 4, **FUSED}
+"""Compiler options of the small kernels before and after the products."""
+
+MOST_PARTS = 512
+"""Programs among which the gradient of a small bias is divided; the same on every GPU, because it fixes the order of the additions."""
+
+
+class PointerBackward:
+    """Launches that read a call's tensors by plain pointers; scores' gradients (of a bias or slopes) are computed in tiles of `tile`."""
+
+    def __init__(self, spec: KernelSpec, inputs: LaunchInputs, tile: tuple[int, int], options: dict[str, Any]) -> None:
+        self.spec, self.inputs, self.tile, self.options = spec, inputs, tile, options
+        i = inputs
+        self.aligned = strides_divide(spec, (i.q, i.k, i.v, i.out, i.dout, i.dq, i.dk, i.dv))
+
+    def row_deltas(self, deltas: Operand) -> Launch:
+        """rowsum(dO * O) - dLSE of every row."""
+        i = self.inputs
+        dout = needed(i.dout)
+        arguments = (
+            *(i.out, dout, i.lse, i.lse if i.dlse is None else i.dlse, deltas, *i.out.strides, *dout.strides),
+            *(i.heads, i.n_q, i.dlse is not None, *self.aligned),
+        )
+        return Launch("row_deltas", (cdiv(i.n_q, 32) * i.batch * i.heads,), arguments, SMALL)
+
+    def tensors(self, deltas: Operand) -> tuple[Any, ...]:
+        """What kernels take before what they write."""
+        i = self.inputs
+        masks = [] if self.spec.mask == "none" else [needed(i.mask)]
+        read = (i.q, i.k, i.v, needed(i.dout))
+        found: list[Any] = [*read, i.lse, deltas, *masks, *(stride for x in (*read, *masks) for stride in x.strides)]
+        if self.spec.alibi:
+            slopes = needed(i.slopes)
+            found += [slopes, *slopes.strides]
+        return tuple(found)
+
+    def numbers(self) -> tuple[Any, ...]:
+        """What kernels take after what they write."""
+        i = self.inputs
+        scores = score_numbers(self.spec, i)
+        return (i.heads, i.heads // i.kv_heads, i.n_q, i.n_kv, i.scale, *scores, wide((i.q, i.k, i.v, needed(i.dout))), *self.aligned)
+
+    def score_gradients(self, deltas: Operand, scratch: Scratch) -> list[Launch]:
+        """The gradients of a bias and of slopes, where they are requested."""
+        found: list[Launch] = []
+        i = self.inputs
+        if i.dbias is not None:
+            found += self._bias_gradients(i.dbias, deltas, scratch)
+        if i.dslopes is not None:
+            steps = (0, *i.dslopes.strides, 0)
+            arguments = (*self.tensors(deltas), i.dslopes, *steps, i.batch, 1, 1, 1, *self.numbers(), False, True, True)
+            tiles = cdiv(i.n_q, self.tile[0]) * i.batch * i.heads
+            found.append(Launch("score_gradients", (tiles,), arguments, self.options))
+        return found
+
+    def _bias_gradients(self, dbias: Operand, deltas: Operand, scratch: Scratch) -> list[Launch]:
+        """One launch; of a small bias it sums parts, which a second launch adds up, so that a GPU is kept busy."""
+        i, (m, n) = self.inputs, self.tile
+        repeats = [size > 1 and not stride for size, stride in zip(dbias.shape, dbias.strides, strict=True)]
+        own = [1 if repeated else size for size, repeated in zip(dbias.shape, repeats, strict=True)]
+        tiles = own[0] * own[1] * cdiv(own[2], m) * cdiv(own[3], n)
+        members = i.batch * i.heads // (own[0] * own[1])
+        members *= cdiv(i.n_q, m) if repeats[2] else 1
+        members *= cdiv(i.n_kv, n) if repeats[3] else 1
+        parts = max(1, min(members, MOST_PARTS // tiles))
+        grads, steps = dbias, (0, *dbias.strides)
+        if parts > 1:
+            grads = scratch.empty((parts, *own), "fp32")
+            steps = grads.strides
+        arguments = (
+            *(*self.tensors(deltas), grads, *steps, i.batch, i.batch // own[0], i.heads // own[1], parts),
+            *(*self.numbers(), *repeats[2:], *([False] if self.spec.alibi else [])),
+        )
+        found = [Launch("score_gradients", (tiles * parts,), arguments, self.options)]
+        if parts > 1:
+            count = math.prod(own)
+            summed = (grads, dbias, *dbias.strides, parts, count, *own[1:])
+            found.append(Launch("sum_parts", (cdiv(count, 256),), summed, SMALL))
+        return found
+
+
+class BackwardHost:
+    """Host side of flash_bwd."""
+
+    positive_scale = False
+    counts_misses = False
+
+    def __init__(self, spec: KernelSpec, config: Config) -> None:
+        self.spec, self.config = spec, config
+
+    def accepts(self, q: Operand, k: Operand, v: Operand, mask: Operand | None, *, interpreted: bool = False) -> bool:
+        """Any strides will do unless tiles are narrow."""
+        if interpreted:
+            return interpretable(self.spec)
+        return accepts_narrow(min(padded(self.spec.d), padded(self.spec.d_v)), q, k)
+
+    def counts_needed(self, q: Operand, k: Operand) -> int:
+        """None are needed."""
+        return 0
+
+    def narrowed_bias(self, mask: Operand) -> Operand | None:
+        """None: masks are read by pointer."""
+        return None
+
+    def launches(self, inputs: LaunchInputs, scratch: Scratch) -> list[Launch]:
+        """Row deltas, then the gradients that are requested."""
+        i, number = inputs, self.config.number
+        deltas = scratch.empty((i.batch, i.heads, i.n_q), "fp32")
+        dq_options = {"num_warps": number("DQ_num_warps"), "num_stages": number("DQ_num_stages"), **FUSED}
+        pointers = PointerBackward(self.spec, i, (number("DQ_BLOCK_M"), number("DQ_BLOCK_N")), dq_options)
+        found = [pointers.row_deltas(deltas)]
+        tensors, numbers = pointers.tensors(deltas), pointers.numbers()
+        if i.dk is not None:
+            dv = needed(i.dv)
+            arguments = (*tensors, i.dk, dv, *i.dk.strides, *dv.strides, *numbers)
+            options = {"num_warps": number("num_warps"), "num_stages": number("num_stages"), **FUSED}
+            found.append(Launch("key_gradients", (cdiv(i.n_kv, number("BLOCK_N")) * i.batch * i.kv_heads,), arguments, options))
+        if i.dq is not None:
+            arguments = (*tensors, i.dq, *i.dq.strides, *numbers)
+            found.append(Launch("query_gradients", (cdiv(i.n_q, number("DQ_BLOCK_M")) * i.batch * i.heads,), arguments, dq_options))
+        return found + pointers.score_gradients(deltas, scratch)
+
+
+def needed(x: Operand | None) -> Operand:
+    """An operand that every call of a spec has."""
+    assert x is not None, "the spec promises this operand"
+    return x

@@ -1,0 +1,72 @@
+"""Arguments that kernels of several families take alike."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from flashtune.core.config import KernelSpec
+from flashtune.core.launches import LaunchInputs, Operand
+
+LOG2_E = 1.4426950408889634
+DROPOUT_STEPS = 32768
+"""Dropout rates are rounded to this many steps, the resolution of the random bits that are compared with them."""
+FAR = 2**30
+"""Window side that no sequence reaches."""
+
+
+def rounded_rate(dropout_p: float) -> int:
+    """A dropout rate in steps."""
+    return round(dropout_p * DROPOUT_STEPS)
+
+
+def band_sizes(spec: KernelSpec, inputs: LaunchInputs) -> list[int]:
+    """Values of `KernelSpec.band_sizes`."""
+    values = {name: getattr(inputs, name) for name in ("diagonal", "window_left", "window_right")}
+    return [values[name] if name == "diagonal" else min(values[name], FAR) if values[name] >= 0 else FAR for name in spec.band_sizes]
+
+
+def per_head(spec: KernelSpec, inputs: LaunchInputs) -> list[Any]:
+    """Tensors with a number per head, each followed by its strides."""
+    tensors = dict(zip(("q_descale", "k_descale", "v_descale"), inputs.descale or (None,) * 3, strict=True))
+    tensors |= {"slopes": inputs.slopes, "sinks": inputs.sinks}
+    found: list[Any] = []
+    for name in spec.per_head:
+        tensor = tensors[name]
+        assert tensor is not None, f"a kernel with {name} is given them"
+        found += [tensor, *tensor.strides]
+    return found
+
+
+def score_numbers(spec: KernelSpec, inputs: LaunchInputs) -> list[Any]:
+    """Scale, soft cap, band and dropout, as kernels with plain pointers take them."""
+    found: list[Any] = [inputs.softcap * LOG2_E, inputs.scale / inputs.softcap] if spec.softcap else [inputs.scale * LOG2_E]
+    found += band_sizes(spec, inputs)
+    if spec.dropout:
+        steps = rounded_rate(inputs.dropout_p)
+        # In the kernel's register the threshold of a rate of 1 wraps to 0; this factor then drops everything.
+        kept = 1.0 / (1.0 - inputs.dropout_p) if steps < DROPOUT_STEPS else 0.0
+        found += [kept, steps, inputs.seed & (2**64 - 1), inputs.offset & (2**32 - 1)]
+    return found
+
+
+def wide(tensors: Sequence[Operand]) -> bool:
+    """Whether offsets within a tile may reach 2^31: a tile has up to 2^8 rows and columns."""
+    return max(stride for x in tensors for stride in x.strides[2:]) >= 2**22
+
+
+def strides_divide(spec: KernelSpec, tensors: Sequence[Operand | None]) -> list[bool]:
+    """Whether `KernelSpec.stride_unit` divides all strides but the last; empty for specs without a unit."""
+    if not spec.stride_unit:
+        return []
+    steps = [(size, stride) for x in tensors if x is not None for size, stride in zip(x.shape[:3], x.strides[:3], strict=True)]
+    return [all(size == 1 or stride % spec.stride_unit == 0 for size, stride in steps)]
+
+
+def magic_divisor(divisor: int) -> tuple[int, int]:
+    """The factor and the shift by which a kernel divides (Granlund and Montgomery, 1994, "Division by invariant integers")."""
+    shift = 31 + (divisor - 1).bit_length()
+    return -(-(1 << shift) // divisor), shift
+
+
+def cdiv(number: int, divisor: int) -> int:
+    """The quotient, rounded up."""
+    return -(-number // divisor)

@@ -1,0 +1,171 @@
+"""Launches of flash_fwd_hopper: its operands go through the copy engine, masks are packed and fp8 values transposed ahead."""
+
+from typing import Any
+
+from flashtune.core.config import Config, KernelSpec
+from flashtune.core.launches import Descriptor, Launch, LaunchInputs, Operand, Scratch, copyable
+from flashtune.templates.hopper.layout import HopperLayout
+from flashtune.templates.launches.common import LOG2_E, cdiv, magic_divisor, per_head, rounded_rate
+
+PACKED_BITS_LIMIT = 2**32
+"""Elements of a mask with repeated rows that may be written out as bits: half a GiB."""
+
+BITS_TYPES = {64: "i16", 128: "i32", 256: "i64"}
+"""Type of a packed word by the columns of a block."""
+
+
+def swizzled(x: Operand, rows: int, columns: int) -> Descriptor:
+    """A descriptor over (B, H, N, D) with tiles of `rows` rows of one head; the copy engine fills what is outside with zeros."""
+    strides = (*(stride if size > 1 else 16 for size, stride in zip(x.shape[:3], x.strides[:3], strict=True)), 1)
+    return Descriptor(x, x.shape, strides, (1, 1, rows, columns), "swizzled")
+
+
+def accepts_tiles(spec: KernelSpec, tensors: tuple[Operand, ...], mask: Operand | None) -> bool:
+    """Whether the copy engine takes these tensors and, where it repeats rows, a mask is small enough to be packed."""
+    if not all(copyable(x) and x.shape[3] % (16 // x.item_bytes) == 0 for x in tensors):
+        return False
+    if spec.mask == "bool":
+        assert mask is not None, "a kernel with a mask is given one"
+        matrices = (mask.shape[0] if mask.strides[0] else 1) * (mask.shape[1] if mask.strides[1] else 1)
+        return mask.strides[2] > 0 or matrices * mask.shape[2] * mask.shape[3] <= PACKED_BITS_LIMIT
+    return spec.mask != "bias" or (mask is not None and mask.item_bytes <= 2)
+
+
+class HopperForwardHost:
+    """Host side of flash_fwd_hopper."""
+
+    positive_scale = True
+
+    def __init__(self, spec: KernelSpec, config: Config) -> None:
+        self.spec, self.config, self.layout = spec, config, HopperLayout(spec, config)
+        self.counts_misses = self.layout.settles
+
+    def accepts(self, q: Operand, k: Operand, v: Operand, mask: Operand | None, *, interpreted: bool = False) -> bool:
+        """Whether the copy engine takes these tensors."""
+        # fp8 values are transposed ahead by a kernel that takes any strides.
+        if not accepts_tiles(self.spec, (q, k) if self.layout.fp8 else (q, k, v), mask):
+            return False
+        # Rows that repeat one row of a bias would have to be written out.
+        return self.spec.mask != "bias" or (mask is not None and (mask.strides[2] > 0 or mask.shape[2] == 1))
+
+    def counts_needed(self, q: Operand, k: Operand) -> int:
+        """One where programs draw tiles from a common count."""
+        return 1 if self.layout.drawn else 0
+
+    def narrowed_bias(self, mask: Operand) -> Operand | None:
+        """One matrix of each batch and head that the bias repeats."""
+        return mask.narrowed((1, 1, None, None)) if self.spec.mask == "bias" else None
+
+    def launches(self, inputs: LaunchInputs, scratch: Scratch) -> list[Launch]:
+        """What goes ahead (packed masks, transposed values), then the kernel."""
+        layout = self.layout
+        found: list[Launch] = []
+        heads = inputs.heads
+        if layout.packs:
+            heads = inputs.kv_heads * cdiv(inputs.heads // inputs.kv_heads, layout.packed)
+        m_tiles = cdiv(inputs.n_q, layout.tile_queries)
+        tiles = m_tiles * inputs.batch * heads
+        values, mask_numbers, mask_bits = inputs.v, list[int](), list[Operand]()
+        if layout.fp8:
+            values = _transpose_values(inputs.v, scratch, found)
+        if self.spec.mask == "bool":
+            assert inputs.mask is not None, "a kernel with a mask is given one"
+            matrices = inputs.mask.narrowed((1, 1, None, None)).viewed("u8")
+            bits = pack_mask(matrices, inputs.n_q, m_tiles * self.config.number("BLOCK_M"), self.config.number("BLOCK_N"), scratch, found)
+            mask_bits, mask_numbers = [bits], matrix_steps(matrices)
+        elif self.spec.mask == "bias":
+            assert inputs.bias is not None, "a kernel with a bias is given one"
+            mask_numbers = [int(inputs.bias.shape[0] > 1), int(inputs.bias.shape[1] > 1)]
+        arguments = [
+            *self._descriptors(inputs, values),
+            inputs.lse,
+            *([inputs.counts] if layout.drawn else []),
+            *((inputs.misses or ()) if layout.settles else ()),
+            *(inputs.n_q, inputs.n_kv, inputs.batch, heads, heads // inputs.kv_heads, m_tiles),
+            *((inputs.kv_heads, inputs.heads // inputs.kv_heads) if layout.packs else ()),
+            *(getattr(inputs, name) for name in self.spec.band_sizes),
+            *mask_numbers,
+            *self._divisors(inputs, m_tiles, heads),
+            *self._score_numbers(inputs),
+            *mask_bits,
+            *per_head(self.spec, inputs),
+        ]
+        residents = self.config.number("ctas_per_sm")
+        programs = min(tiles, residents * inputs.sms) if layout.persistent else tiles
+        options = {"num_warps": 4} | ({"maxnreg": layout.entry_registers} if residents > 1 else {})
+        return [*found, Launch("flash_fwd_hopper", (programs,), tuple(arguments), options)]
+
+    def _descriptors(self, inputs: LaunchInputs, values: Operand) -> list[Descriptor]:
+        layout, block_n = self.layout, self.config.number("BLOCK_N")
+        d = layout.chunk if layout.chunked else layout.block_d
+        d_v = layout.chunk if layout.chunked else layout.block_dv
+        d_out = layout.chunk if layout.chunked else layout.block_dv // layout.out_halves
+        found = [
+            self._queries(inputs.q, inputs.kv_heads, d),
+            swizzled(inputs.k, block_n, d),
+            swizzled(values, layout.block_dv, block_n) if layout.fp8 else swizzled(values, block_n, d_v),
+            self._queries(inputs.out, inputs.kv_heads, d_out),
+        ]
+        if self.spec.mask == "bias":
+            assert inputs.bias is not None, "a kernel with a bias is given one"
+            found.append(swizzled(inputs.bias, 64, block_n))
+        return found
+
+    def _queries(self, x: Operand, kv_heads: int, columns: int) -> Descriptor:
+        """A descriptor of queries or outputs; with packed heads (B, Hkv, Hq / Hkv, N, D), a warpgroup's tile holding rows of each head."""
+        if not self.layout.packs:
+            return swizzled(x, 64, columns)
+        packed = self.layout.packed
+        (b, h, n, d), (step_b, step_h, step_n, _) = x.shape, x.strides
+        shape = (b, kv_heads, h // kv_heads, n, d)
+        steps = (step_b, step_h * (h // kv_heads), step_h, step_n)
+        strides = (*(stride if size > 1 else 16 for size, stride in zip(shape[:4], steps, strict=True)), 1)
+        return Descriptor(x, shape, strides, (1, 1, packed, 64 // packed, columns), "swizzled")
+
+    def _divisors(self, inputs: LaunchInputs, m_tiles: int, heads: int) -> list[int]:
+        section = self.config.number("section")
+        by = [m_tiles * section, inputs.batch if self.spec.mask != "none" else heads]
+        # The heads of the last section, where that isn't whole.
+        by += [inputs.batch * heads % section or 1] if section > 1 else []
+        return [number for divisor in by for number in magic_divisor(divisor)]
+
+    def _score_numbers(self, inputs: LaunchInputs) -> list[Any]:
+        spec, softcap, scale = self.spec, inputs.softcap, inputs.scale
+        found: list[Any] = [LOG2_E * (softcap if spec.softcap else scale)]
+        found += [1 / (softcap if spec.softcap else scale)] if "bias_scale" in self.layout.params else []
+        found += [2 * LOG2_E * scale / softcap] if spec.softcap else []
+        if spec.dropout:
+            kept = 1 / (1 - inputs.dropout_p) if inputs.dropout_p < 1 else 0.0
+            found += [inputs.seed, inputs.offset, rounded_rate(inputs.dropout_p), kept]
+        return found
+
+
+def pack_mask(
+    matrices: Operand, n_rows: int, rows: int, block: int, scratch: Scratch, found: list[Launch], *, fusion: bool = False
+) -> Operand:
+    """Launch the kernel that packs a boolean mask's columns into words of a block; returns the words (batches, heads, blocks, rows, 4).
+
+    `matrices` (batches, heads, n_rows, columns) are bytes; backwards pass them transposed.
+    """
+    columns = matrices.shape[3]
+    blocks = cdiv(columns, block)
+    bits = scratch.empty((*matrices.shape[:2], blocks, rows, 4), BITS_TYPES[block])
+    arguments = (matrices, bits, *matrices.strides, matrices.shape[1], n_rows, columns, rows, block)
+    words = matrices.shape[0] * matrices.shape[1] * blocks * rows * 4
+    found.append(Launch("pack_mask", (words // 256,), arguments, {"enable_fp_fusion": True} if fusion else {}))
+    return bits
+
+
+def matrix_steps(matrices: Operand) -> list[int]:
+    """Matrices to the next batch and to the next head of a mask that may repeat."""
+    return [matrices.shape[1] if matrices.shape[0] > 1 else 0, int(matrices.shape[1] > 1)]
+
+
+def _transpose_values(v: Operand, scratch: Scratch, found: list[Launch]) -> Operand:
+    """Launch the kernel that writes fp8 values with the keys innermost, in rows of whole swizzle units; returns these."""
+    batch, heads, n_kv, d_v = v.shape
+    n_padded = cdiv(n_kv, 16) * 16
+    transposed = scratch.empty((batch, heads, d_v, n_padded), "u8")
+    arguments = (v.viewed("u8"), transposed, *v.strides, heads, n_kv, n_padded, d_v, 128)
+    found.append(Launch("transpose_v", (batch * heads * cdiv(n_padded, 128),), arguments, {}))
+    return transposed.viewed(v.dtype)

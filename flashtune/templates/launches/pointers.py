@@ -1,0 +1,150 @@
+"""Launches of the forward families that Triton lays out: flash_fwd, flash_fwd_tma and flash_decode."""
+
+from typing import Any
+
+from flashtune.core.config import Config, KernelSpec
+from flashtune.core.launches import Descriptor, Launch, LaunchInputs, Operand, Scratch
+from flashtune.templates.family import padded
+from flashtune.templates.launches.common import cdiv, per_head, score_numbers, strides_divide, wide
+
+NARROW_TILE_BYTES = 128
+"""Rows of a tile that are narrower than this were seen to be misread by Triton 3.6 beside wider ones, unless Q and K are aligned."""
+
+
+def raw_maxima(spec: KernelSpec) -> bool:
+    """Whether a forward takes row maxima of raw scores, which needs a positive scale."""
+    return not spec.softcap and not (spec.mask == "bias" or spec.alibi or spec.dtype == "fp8")
+
+
+class PointerHost:
+    """Host side of a forward with one program per tile of queries."""
+
+    counts_misses = False
+
+    def __init__(self, spec: KernelSpec, config: Config, *, described: str = "") -> None:
+        """`described` are the letters of the operands that go through descriptors."""
+        self.spec, self.config, self._described = spec, config, described
+        self.block_d, self.block_dv = padded(spec.d), padded(spec.d_v)
+        self.positive_scale = raw_maxima(spec)
+
+    def accepts(self, q: Operand, k: Operand, v: Operand, mask: Operand | None, *, interpreted: bool = False) -> bool:
+        """Whether strides and alignment can be taken."""
+        if interpreted and not interpretable(self.spec):
+            return False
+        if self._described:
+            return all(map(_describable, (q, k, v)))
+        return interpreted or accepts_narrow(self.block_dv, q, k)
+
+    def counts_needed(self, q: Operand, k: Operand) -> int:
+        """None are needed."""
+        return 0
+
+    def narrowed_bias(self, mask: Operand) -> Operand | None:
+        """None: masks are read by pointer."""
+        return None
+
+    def launches(self, inputs: LaunchInputs, scratch: Scratch) -> list[Launch]:
+        """One launch."""
+        tiles = cdiv(inputs.n_q, self.config.number("BLOCK_M")) * inputs.batch * inputs.heads
+        return [Launch("attention_forward", (tiles,), self._arguments(inputs, ()), self._options())]
+
+    def _options(self) -> dict[str, Any]:
+        options = {name: self.config[name] for name in ("num_warps", "num_stages")}
+        return options | ({"maxnreg": self.config["maxnreg"]} if self.config.get("maxnreg", 0) else {})
+
+    def _arguments(self, inputs: LaunchInputs, parts: tuple[Operand, ...]) -> tuple[Any, ...]:
+        named = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "out": inputs.out}
+        rows = {"q": self.config.number("BLOCK_M"), "k": self.config.number("BLOCK_N"), "v": self.config.number("BLOCK_N")}
+        columns = {"q": self.block_d, "k": self.block_d, "v": self.block_dv}
+        found: list[Any] = [
+            _descriptor(named[name], rows[name], columns[name]) if name in self._described else named[name] for name in ("q", "k", "v")
+        ]
+        found += [inputs.out, inputs.lse, *parts]
+        if self.spec.mask != "none":
+            assert inputs.mask is not None, "a kernel with a mask is given one"
+            found.append(inputs.mask)
+            named["mask"] = inputs.mask
+        found += [stride for name, x in named.items() if name not in self._described for stride in x.strides]
+        found += per_head(self.spec, inputs)
+        found += [inputs.heads, inputs.heads // inputs.kv_heads, inputs.n_q, inputs.n_kv, *score_numbers(self.spec, inputs)]
+        if not self._described:
+            found += [wide((inputs.k, inputs.v)), *strides_divide(self.spec, (inputs.q, inputs.k, inputs.v, inputs.out))]
+        return tuple(found)
+
+
+class DecodeHost(PointerHost):
+    """Host side of flash_decode: several programs share the keys of a tile, and their parts are combined."""
+
+    def __init__(self, spec: KernelSpec, config: Config) -> None:
+        super().__init__(spec, config, described="kv" if config["loads"] == "tma" else "")
+        self._last_combines = config["combine"] in ("last", "rows")
+
+    def counts_needed(self, q: Operand, k: Operand) -> int:
+        """One per tile where the last program of a tile combines the parts."""
+        group = q.shape[1] // k.shape[1]
+        return cdiv(q.shape[2] * group, self.config.number("BLOCK_M")) * q.shape[0] * k.shape[1] if self._last_combines else 0
+
+    def launches(self, inputs: LaunchInputs, scratch: Scratch) -> list[Launch]:
+        """One launch, and one that combines the parts where no program of the first does."""
+        group = inputs.heads // inputs.kv_heads
+        tiles = cdiv(inputs.n_q * group, self.config.number("BLOCK_M")) * inputs.batch * inputs.kv_heads
+        blocks = cdiv(self._most_keys(inputs, group), self.config.number("BLOCK_N"))
+        splits = split_count(max(blocks, 1), tiles, self.config.number("programs") * inputs.sms)
+        # A tile with one split writes its output itself.
+        part_out, part_lse = inputs.lse, inputs.lse
+        rows = inputs.batch * inputs.heads * inputs.n_q
+        if splits > 1:
+            part_out = scratch.empty((splits * rows, self.block_dv), "fp32")
+            part_lse = scratch.empty((splits * rows,), "fp32")
+        parts = (part_out, part_lse)
+        if self._last_combines:
+            assert inputs.counts is not None, "a kernel whose programs count is given counts"
+            parts = (*parts, inputs.counts)  # type: ignore[assignment]
+        found = [Launch("attention_forward", (tiles, splits), self._arguments(inputs, parts), self._options())]
+        if splits > 1 and not self._last_combines:
+            out, lse = inputs.out, inputs.lse
+            arguments = (part_out, part_lse, out, lse, *out.strides, inputs.heads, group, inputs.n_q, splits)
+            found.append(Launch("combine_splits", (rows,), arguments, {"num_warps": 4}))
+        return found
+
+    def _most_keys(self, inputs: LaunchInputs, group: int) -> int:
+        """The most keys that a tile sees."""
+        n_q, n_kv = inputs.n_q, inputs.n_kv
+        if self.spec.window:
+            left, right = (side if side >= 0 else n_kv + n_q for side in (inputs.window_left, inputs.window_right))
+            return min(n_kv, inputs.diagonal + n_q + right, left + right + self.config.number("BLOCK_M") // group + 2)
+        return min(n_kv, inputs.diagonal + n_q) if self.spec.causal else n_kv
+
+
+def split_count(blocks: int, tiles: int, programs: int) -> int:
+    """How many programs share a tile's blocks of keys: the fewest whose longest share is as short as where `programs` share all tiles."""
+    splits = min(max(programs // tiles, 1), blocks)
+    share = -(-blocks // splits)
+    return -(-blocks // share)
+
+
+def interpretable(spec: KernelSpec) -> bool:
+    """Whether Triton's interpreter, which can't multiply bf16, runs a kernel with plain pointers."""
+    return spec.dtype != "bf16"
+
+
+def accepts_narrow(columns: int, q: Operand, k: Operand) -> bool:
+    """Whether a kernel with plain pointers takes Q and K; any strides will do unless a tile of `columns` is narrow."""
+    if columns * q.item_bytes >= NARROW_TILE_BYTES:
+        return True
+    return all(x.aligned and x.strides[3] == 1 and all(step * x.item_bytes % 16 == 0 for step in x.strides[:3]) for x in (q, k))
+
+
+def _described_strides(x: Operand) -> tuple[int, ...]:
+    """Strides of `x` (B, H, N, D); 16 in place of those of dimensions of size 1, which have no meaning."""
+    return (*(stride if size > 1 else 16 for size, stride in zip(x.shape[:3], x.strides[:3], strict=True)), x.strides[3])
+
+
+def _describable(x: Operand) -> bool:
+    steps = _described_strides(x)
+    unit = 16 // x.item_bytes
+    return x.aligned and steps[3] == 1 and min(steps[:3]) > 0 and all(step % unit == 0 for step in steps[:3])
+
+
+def _descriptor(x: Operand, rows: int, columns: int) -> Descriptor:
+    return Descriptor(x, x.shape, _described_strides(x), (1, 1, rows, columns), "triton")

@@ -1,0 +1,31 @@
+"""Kernels ready to be launched: a rendered module joined with the host side of its family."""
+
+from flashtune.core.config import Config, KernelSpec
+from flashtune.core.launches import Host
+from flashtune.core.launching import LoadedKernel
+from flashtune.core.modules import load_source
+from flashtune.templates import families
+from flashtune.templates.family import Family
+
+CONSTANT = "KERNEL"
+"""Name of the constant in a rendered module that says which template, spec and config it is of."""
+
+
+def load_kernel(text: str, stem: str) -> LoadedKernel:
+    """The kernel of a rendered text; equal texts share one module within a process.
+
+    A template outside the package may define its host side in its text: functions `accepts(q, k, v, mask)`, `counts_needed(q, k)` and
+    `launches(q, k, v, out, lse, *, ...)`, which returns (kernel, grid, arguments, options) of each launch.
+    """
+    module = load_source(text, stem)
+    said = getattr(module, CONSTANT, None)
+    if said is None:
+        return LoadedKernel(None, module)
+    family = families()[said["template"]]
+    return LoadedKernel(host_of(family, KernelSpec(**said["spec"]), Config.of(said["config"])), module)
+
+
+def host_of(family: Family, spec: KernelSpec, config: Config) -> Host:
+    """The host side of a family's kernel; raises InputError for a family that has none."""
+    assert family.host is not None, f"{family.name} has its host side in its text"
+    return family.host(spec, family.completed(config))
