@@ -219,9 +219,8 @@ def _words(problem: Problem, module: Any) -> dict[str, Any]:
     """What `launcher` gives a module where a setting names `sms`."""
     given: list[dict[str, Any]] = []
     inputs = make_inputs(problem, device="meta", seed=0)
-    heard = SimpleNamespace(
-        counts_needed=module.counts_needed, counts_misses=module.counts_misses, launches=lambda *tensors, **words: given.append(words) or []
-    )
+    counts = {"counts_needed": module.counts_needed, "counts_misses": module.counts_misses}
+    heard = SimpleNamespace(**counts, launches=lambda *tensors, **words: given.append(words) or [])
     launcher(heard)(*inputs.arguments, **inputs.keywords, sms=3)  # type: ignore[arg-type]
     return given[0]
 

@@ -74,12 +74,12 @@ RUNNING = Config.of(maximum="running")
 
 
 def settles(config: Config) -> bool:
-    """Whether row maxima settle on those of a tile's first blocks, so that a kernel's time depends on its scores (decision 0014)."""
+    """Whether row maxima settle on those of a tile's first blocks, so that a kernel's time depends on its scores (decision 0008)."""
     return config.get("maximum", "running") == "first"
 
 
 def rescales_grown(config: Config) -> bool:
-    """Whether blocks that look for new row maxima rescale what came before only where one grew far (decision 0014)."""
+    """Whether blocks that look for new row maxima rescale what came before only where one grew far (decision 0008)."""
     return config.get("rescale", "always") != "always"
 
 

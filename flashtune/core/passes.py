@@ -1,7 +1,7 @@
 """A contract per pass: which tensors it reads and writes, what is right, how close is close enough, and what it costs.
 
 The forward is the value `FORWARD`, the gradients of its inputs are `BACKWARD`. Whatever handles a pass (inputs, checks, times, the cost
-model) looks it up by a problem's direction (decision 0016). Nothing here needs torch but to run.
+model) looks it up by a problem's direction (decision 0001). Nothing here needs torch but to run.
 """
 
 import math

@@ -1,7 +1,7 @@
 """The family `flash_decode`: attention forward for few query rows, whose keys are split over many programs; for every GPU.
 
 Decoding reads all of K and V for a row or two, so that the memory's bandwidth is the limit, and a grid over rows and heads alone leaves
-most of the GPU idle (Dao, Haziza, Massa, Sizov, "Flash-Decoding", 2023). See docs/decisions/0011-decode.md.
+most of the GPU idle (Dao, Haziza, Massa, Sizov, "Flash-Decoding", 2023). See docs/decisions/0010-dispatch.md.
 """
 
 import math

@@ -38,7 +38,7 @@ _PREFACE = """# Generated kernels
 
 `flashtune generate` writes this folder from a tuned database; nothing in it is edited by hand. A path says the GPU architecture, the
 pass, what is compiled in (head size, element type, features) and the tile, with whatever else tells apart kernels of the same tile.
-`index.json` names all kernels, and pins the archive of their machine code (`kernels/` in the repository, docs/decisions/0019-binaries.md).
+`index.json` names all kernels, and pins the archive of their machine code (`kernels/` in the repository, docs/decisions/0003-kernels.md).
 The package shows a selection of them as text; `flashtune show --kernel ID` prints any.
 
 Times are medians in microseconds, of the kernel and of the framework's own attention in the same run. A row's label starts with N

@@ -15,7 +15,7 @@ CROWD_SMS = 3
 """The same for a crowd of heads, whose tiles several programs share."""
 
 BEYOND_FLOAT32 = tuple(name for name in PRESENT if name.startswith("misled"))
-"""Distributions with scores that float32 can't hold relative to others of their row, which kernels may compute twice (decision 0014)."""
+"""Distributions with scores that float32 can't hold relative to others of their row, which kernels may compute twice (decision 0008)."""
 
 WITHIN_FLOAT32 = tuple(name for name in PRESENT if name not in BEYOND_FLOAT32)
 

@@ -2,7 +2,7 @@
 
 Small cases (flashtune.tuner.verify.cases) are compared in all rows with float64. At full size a few slices are, and the whole output is
 compared with torch's operations in float32, so that no tile goes unseen. What must hold of numbers, and what each check is there to find,
-is told in decision 0029.
+is told in decision 0007.
 """
 
 import math
@@ -264,7 +264,7 @@ class Verifier:
     """Checks candidates of one problem; inputs and oracles are made once and serve every candidate.
 
     The small cases serve all N of a spec and may be given; `full_size` inputs are this problem's own. A `thorough` one, which is what a GPU
-    gets unless told otherwise, also runs the small cases on few programs, whole outputs at full size, and launches twice (decision 0029).
+    gets unless told otherwise, also runs the small cases on few programs, whole outputs at full size, and launches twice (decision 0007).
     """
 
     def __init__(
