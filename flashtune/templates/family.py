@@ -84,7 +84,7 @@ class Family:
     problem's place a config is moved to it. It keeps the constraints that the config keeps.
     `path_axes` are the axes that change which code is rendered, so that two configs that agree in them share a code path.
     `repeatable` says whether launches on the same inputs write the same bits, wherever scores are within float32 of one another (decision
-    0014): not with sums in memory, whose order is left to chance. The gate holds a family to it, and deterministic calls ask for it.
+    0009): not with sums in memory, whose order is left to chance. The gate holds a family to it, and deterministic calls ask for it.
     `host` makes the host side of its kernels; None for a template whose text defines that itself (`flashtune.templates.loading`).
     `expected` is what the compiler will say of a config, as far as it can be told before it is asked; searches order candidates by it.
     """

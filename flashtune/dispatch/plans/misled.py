@@ -1,7 +1,7 @@
 """What a plan remembers of being misled: which of two kernels serves its calls, told by a count that the first one keeps.
 
 A kernel that settles row maxima is the fastest there is on most scores, and one of the slower ones where scores mislead it (decision
-0014). It counts its misled programs where the host can read them without waiting. Where many were, the kernel's twin, whose time doesn't
+0008). It counts its misled programs where the host can read them without waiting. Where many were, the kernel's twin, whose time doesn't
 depend on scores, serves for a while; then one call asks whether scores still mislead.
 """
 
