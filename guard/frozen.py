@@ -12,7 +12,7 @@ MOST_SHOWN = 20
 
 
 def read(name: str) -> dict[str, Any]:
-    """What was frozen under this name, empty where nothing was."""
+    """The content frozen under this name, empty where nothing was."""
     path = FOLDER / f"{name}.json.xz"
     found: dict[str, Any] = json.loads(lzma.decompress(path.read_bytes())) if path.is_file() else {}
     return found

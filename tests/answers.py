@@ -1,4 +1,4 @@
-"""What child processes of tests/test_benchmarks_forward.py do; apart, so that they import nothing else."""
+"""Child processes of tests/test_benchmarks_forward.py; apart, so that they import nothing else."""
 
 import os
 import time

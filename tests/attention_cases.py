@@ -225,7 +225,7 @@ def make_case(case: AttentionCase, device: torch.device | str) -> Inputs:
 
 
 def written_beside(inputs: Inputs) -> bool:
-    """Whether a launch wrote to the memory around the output of `make_case`."""
+    """True if a launch wrote to the memory around the output of `make_case`."""
     base = inputs.out._base
     assert base is not None
     return int((base == MARK).sum()) != base.numel() - inputs.out.numel() + int((inputs.out == MARK).sum())

@@ -1,4 +1,4 @@
-"""What the compiler makes of a kernel, for tests that look at it."""
+"""Compiler output of a kernel, for tests that look at it."""
 
 from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts

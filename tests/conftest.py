@@ -1,4 +1,4 @@
-"""What every test shares: no user's directory is touched, and golden files change only when asked."""
+"""Fixtures that every test shares: no user's directory is touched, and golden files change only on request."""
 
 import difflib
 import os

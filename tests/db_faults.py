@@ -1,4 +1,4 @@
-"""What the database's tests of races, kills and full disks share."""
+"""Helpers of the database's tests of races, kills and full disks."""
 
 import os
 import signal

@@ -122,7 +122,7 @@ RESULTS_SINCE_0003 = (
 
 
 def fixture_results(version: str) -> tuple[SearchResult, ...]:
-    """What the database of this schema version in tests/fixtures/db holds, as it is read today."""
+    """Contents of the database of this schema version in tests/fixtures/db, as it is read today."""
     written = (
         *FIXTURE_RESULTS,
         *(RESULTS_SINCE_0002 if version >= "0002" else ()),

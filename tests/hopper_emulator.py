@@ -77,7 +77,7 @@ class Chunks:
 
     @property
     def values(self) -> torch.Tensor:
-        """What the memory holds now."""
+        """Present content of the memory."""
         whole = torch.cat(self._parts, 1)
         return whole.T if self._turned else whole
 
@@ -252,7 +252,7 @@ class Machine:
         return Number(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
     def _box(self, desc: Any, corner: list[int]) -> tuple[torch.Tensor, tuple[slice, ...]]:
-        """What of memory a tile at `corner` covers, and where in the tile that is."""
+        """Part of memory that a tile at `corner` covers, and where in the tile that is."""
         ends = [min(int(place) + width, size) for place, width, size in zip(corner, desc.block, desc.memory.shape, strict=True)]
         assert all(place >= 0 for place in corner)
         inside = tuple(slice(int(place), max(end, int(place))) for place, end in zip(corner, ends, strict=True))

@@ -117,7 +117,7 @@ def count(code: list[str]) -> Counter[str]:
 
 
 def key_loops(code: list[str]) -> list[Counter[str]]:
-    """What `count` finds in each innermost loop with matrix products: one loop for every warpgroup."""
+    """Result of `count` in each innermost loop with matrix products: one loop for every warpgroup."""
     labels = {line[:-1]: place for place, line in enumerate(code) if line.endswith(":")}
     jumps = ((place, re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)) for place, line in enumerate(code))
     loops = [range(labels[jump[1]], place + 1) for place, jump in jumps if jump and labels[jump[1]] <= place]
@@ -129,7 +129,7 @@ def key_loops(code: list[str]) -> list[Counter[str]]:
 
 
 def names_of(module: Any) -> dict[str, Any]:
-    """What a rendered module defines."""
+    """Names that a rendered module defines."""
     return vars(getattr(module, "module", module))
 
 
@@ -269,7 +269,7 @@ INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
 
 
 def assembly(text: str, _constraints: str, arguments: list[np.ndarray], *, dtype: Any, is_pure: bool, pack: int) -> Any:
-    """What `gl.inline_asm_elementwise` computes, an element at a time, or `pack` that follow one another in a row."""
+    """Result of `gl.inline_asm_elementwise`, an element at a time, or `pack` that follow one another in a row."""
     if pack > 1:
         groups = [rows[..., place::pack] for rows in arguments for place in range(pack)]
         found = assembly(text, _constraints, groups, dtype=(dtype,) * pack, is_pure=is_pure, pack=1)

@@ -179,7 +179,7 @@ def strided(bias: torch.Tensor) -> list[torch.Tensor]:
 
 
 def same_of_strides(launch: Callable[..., None], inputs: Inputs, mask: torch.Tensor) -> bool:
-    """Whether a bias gives the gradients of a contiguous one."""
+    """True if a bias gives the gradients of a contiguous one."""
     found = []
     for one in (mask, mask.contiguous()):
         inputs.poison()

@@ -39,7 +39,7 @@ def config_for(chosen: Family, problem: Problem, index: int) -> Config:
 
 
 def run(chosen: Family, case: AttentionCase, index: int) -> dict[str, object]:
-    """What became of one case: whether it is `supported` and `accepted`, and the `reason` why it is wrong (empty when right)."""
+    """Outcome of one case: whether it is `supported` and `accepted`, and the `reason` why it is wrong (empty when right)."""
     spec = case.problem.spec()
     if chosen.supports(spec, GPU) is not None:
         return {"name": case.name, "supported": False, "accepted": False, "error": 0.0, "reason": ""}

@@ -38,7 +38,7 @@ def drawn(*shape: int) -> torch.Tensor:
 
 
 def run(stored: torch.Tensor, block_n: int, block_m: int) -> bool:
-    """Whether a launch packs `stored`, expanded, into the words of `words_of`, each matrix that it doesn't repeat once."""
+    """True if a launch packs `stored`, expanded, into the words of `words_of`, each matrix that it doesn't repeat once."""
     wanted = replace(problem(16, Features(mask="bool"), dtype="fp16"), batch=B, heads=H, kv_heads=1, n_q=M, n_kv=N)
     inputs = make_inputs(wanted, device="cpu", seed=0)
     mask = stored.expand(SHAPE)

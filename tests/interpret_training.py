@@ -122,7 +122,7 @@ def causal(*tensors: torch.Tensor, **words: Any) -> torch.Tensor:
 
 
 def same_when_checkpointed() -> bool:
-    """Whether a reentrant checkpoint changes no gradient. Its forward runs without gradients, and with other kernels where torch trains:
+    """True if a reentrant checkpoint changes no gradient. Its forward runs without gradients, and with other kernels where torch trains:
     the output has to be that which the backward's recomputation has."""
     x = leaves()
     torch.manual_seed(1)
@@ -179,7 +179,7 @@ def checkpointed(x: list[torch.Tensor], reentrant: bool) -> list[list[torch.Tens
 
 
 def recomputed() -> dict[str, object]:
-    """Whether dropout without a seed drops the same pairs with gradients and without, where kernels train and where torch does."""
+    """True if dropout without a seed drops the same pairs with gradients and without, where kernels train and where torch does."""
     x = leaves()
     by_kernels = seeded(step_of, *x)
     found = {f"{case}, by kernels": right for case, right in of_both(x, by_kernels).items()}
@@ -227,7 +227,7 @@ def of_both(x: list[torch.Tensor], wanted: list[torch.Tensor]) -> dict[str, bool
 
 
 def passes_compiled(x: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """What is computed without gradients and then with them, either or both by what a compiler made of it, and so in a checkpoint."""
+    """Results computed without gradients and then with them, either or both by what a compiler made of it, and so in a checkpoint."""
     torch._dynamo.reset()
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
     found: list[list[torch.Tensor]] = []
@@ -247,7 +247,7 @@ def passes_compiled(x: list[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def where_no_kernel_launches(x: list[torch.Tensor], wanted: torch.Tensor) -> bool:
-    """Whether torch's operations serve then, from where the generator stood before kernels were tried, at the first call, too."""
+    """True if torch's operations serve then, from where the generator stood before kernels were tried, at the first call, too."""
 
     def failing(*_: object) -> Any:
         raise RuntimeError("PassManager::run failed")
@@ -262,7 +262,7 @@ def where_no_kernel_launches(x: list[torch.Tensor], wanted: torch.Tensor) -> boo
 
 
 def of_dropout(mode: Callable[[], AbstractContextManager[object]]) -> list[object]:
-    """What serves unseeded dropout in a mode, whether torch's seed repeats it, and whether two calls in a row drop the same."""
+    """Server of unseeded dropout in a mode; True if torch's seed repeats it, and if two calls in a row drop the same."""
     x = [t.detach() for t in leaves()]
     found = []
     with mode():

@@ -18,7 +18,7 @@ CASES = [(64, 1, False), (64, 128, False), (40, 77, True), (24, 130, True), (128
 
 
 def run(d_v: int, n_kv: int, heads_inside: bool, order: torch.Tensor) -> bool:
-    """Whether the transposed values of random bytes are those in `order`, with zeros after the last key."""
+    """True if the transposed values of random bytes are those in `order`, with zeros after the last key."""
     wanted = replace(problem(64, d_v=d_v, dtype="fp8"), n_q=64, n_kv=n_kv)
     inputs = make_inputs(wanted, device="cpu", seed=n_kv, heads_inside=heads_inside)
     bits = inputs.v.view(torch.uint8)

@@ -27,7 +27,7 @@ def interpreted(script: str, *words: str) -> Any:
 
 
 def printed(script: str, *words: str, **environment: str) -> str:
-    """What `script` of this folder (`-m NAME`: a module) prints, run with these words; fails where it ends with an error."""
+    """Output of `script` of this folder (`-m NAME`: a module), run with these words; fails where it ends with an error."""
     from flashtune.tuner.children.forkserver import PRELOADED
 
     context = multiprocessing.get_context("forkserver")

@@ -74,7 +74,7 @@ class Case:
 
 
 def _legal(case: Case) -> bool:
-    """Whether the levels may stand together: fp8 has no gradients, a dead row needs something that hides it."""
+    """True if the levels may stand together: fp8 has no gradients, a dead row needs something that hides it."""
     if case.dtype == "fp8" and case.gradients != "none":
         return False
     if case.mask == "wide_bias" and case.dtype == "fp32":

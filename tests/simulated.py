@@ -64,5 +64,5 @@ def clock() -> None:
 
 
 def trials(clock_file: Path) -> int:
-    """What a device's clock shows."""
+    """Reading of a device's clock."""
     return clock_file.stat().st_size if clock_file.exists() else 0

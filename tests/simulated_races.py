@@ -24,7 +24,7 @@ RACE_S, BESIDE_US, FEWEST, MOST = 0.6, 200.0, 15, 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pick:
-    """What a repetition chose, and how many races it took."""
+    """Choice of a repetition, and how many races it took."""
 
     place: int
     races: int

@@ -38,7 +38,7 @@ def raced() -> tuple[TuningRecord, ...]:
 
 
 def of_the_race(record: TuningRecord) -> bool:
-    """Whether a row is of the race of all forward rows at once; others are searches and races of later problems."""
+    """True if a row is of the race of all forward rows at once; others are searches and races of later problems."""
     return record.problem.direction == "fwd" and "race_again.py" in record.provenance.command
 
 

@@ -65,7 +65,7 @@ def forever(*arguments, **words):
 
 
 def interrupted(child: subprocess.Popen[str], number: int, *, group: bool = False) -> str:
-    """What it says at its end, after a signal, to all of its group or to itself alone."""
+    """Output at a command's end, after a signal, to all of its group or to itself alone."""
     (os.killpg if group else os.kill)(child.pid, number)
     said = child.communicate(timeout=END_S)[1]
     assert child.returncode == 130, said
@@ -74,7 +74,7 @@ def interrupted(child: subprocess.Popen[str], number: int, *, group: bool = Fals
 
 
 def gone(group: int) -> bool:
-    """Whether nobody of a group of processes is left, by and by."""
+    """True if nobody of a group of processes is left, by and by."""
     deadline = time.monotonic() + END_S
     while time.monotonic() < deadline:
         try:

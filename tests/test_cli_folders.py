@@ -1,4 +1,4 @@
-"""What commands write: into the folder that was named alone, through no link, and into none that isn't there."""
+"""Files that commands write: into the folder that was named alone, through no link, and into none that isn't there."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""What hands type: suggestions, completion, odd destinations, sizes beyond all bounds, closed outputs."""
+"""Commands as people type them: suggestions, completion, odd destinations, sizes beyond all bounds, closed outputs."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def test_a_command_like_no_other_gets_no_suggestion() -> None:
 
 
 def completions(*words: str) -> list[str]:
-    """What a shell is offered for the last word."""
+    """Completions that a shell is offered for the last word."""
     found = ShellComplete(main, {}, "flashtune", "_FLASHTUNE_COMPLETE").get_completions(list(words[:-1]), words[-1])
     return [item.value for item in found]
 

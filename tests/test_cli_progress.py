@@ -1,4 +1,4 @@
-"""What a search tells of itself while it runs: its stage and that stage's time, and an estimate that neither jumps nor guesses."""
+"""Progress of a search: its stage and that stage's time, and an estimate that neither jumps nor guesses."""
 
 import io
 import itertools
@@ -39,7 +39,7 @@ class Clock:
 
 
 def replayed(events: Sequence[tuple[float, str, Problem]], trials: int, every: float) -> Iterator[tuple[float, float | None]]:
-    """What is said `every` so many seconds of a search with these events, and what would have been right."""
+    """Lines printed `every` so many seconds of a search with these events, and what would have been right."""
     clock = Clock()
     left = TimeLeft(list(dict.fromkeys(problem for _, _, problem in events)), trials=trials, clock=clock)
     asked = every

@@ -18,7 +18,7 @@ from flashtune.core.errors import DatabaseError, EnvironmentProblem, FlashtuneEr
 
 
 def open_together(url: str, processes: int) -> list[str]:
-    """What each of these processes, which open the storage at the same moment, has to complain of."""
+    """Complaints of each of these processes, which open the storage at the same moment."""
     barrier, said = fork.Barrier(processes, timeout=600), fork.Queue()
 
     def work() -> None:
@@ -77,7 +77,7 @@ def test_after_an_orderly_end_the_file_alone_is_the_study(tmp_path: Path) -> Non
 
 
 def test_where_other_hosts_may_write_the_file_it_keeps_its_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is written ahead has an index in memory that processes of one machine alone share."""
+    """A write-ahead log has an index in memory that processes of one machine alone share."""
     monkeypatch.setattr(storage_module, "LOCAL", frozenset())
     with study_storage(f"sqlite:///{tmp_path}/studies.sqlite") as storage, storage.engine.connect() as connection:
         assert connection.exec_driver_sql("PRAGMA journal_mode").scalar() == "delete"

@@ -32,7 +32,7 @@ from flashtune.tuner.machine import devices_of, local_gpu, local_gpus, provenanc
 
 
 def facts_of(name: str, arch: int, sms: int, mhz: int, memory_mhz: int, bus: int, gb: int, l2_mb: int) -> Facts:
-    """What the driver of such a card says; shared memory and threads are those of its architecture."""
+    """The driver's description of such a card; shared memory and threads are those of its architecture."""
     block, sm, threads = {80: (163, 164, 2048), 90: (227, 228, 2048), 100: (227, 228, 2048)}.get(arch, (99, 100, 1536))
     shared = block << 10, sm << 10
     return Facts(name, arch // 10, arch % 10, sms, mhz * 1000, memory_mhz * 1000, bus, l2_mb << 20, *shared, 65536, threads, 32, gb << 30)
@@ -209,7 +209,7 @@ def test_the_records_of_its_architecture_serve_a_card_until_it_has_its_own(machi
 
 
 def _own_result(tmp_path: Path) -> SearchResult:
-    """What a search of an H100 NVL would save."""
+    """The record that a search of an H100 NVL would save."""
     problem = Problem(batch=4, heads=16, kv_heads=16, n_q=4096, n_kv=4096, d=128, d_v=128, dtype="bf16", features=Features(causal=True))
     chosen, card = family("flash_fwd_hopper"), find_target("h100-nvl")
     variant = variant_of(chosen, problem.spec(), chosen.default(problem.spec(), card))

@@ -94,7 +94,7 @@ def test_a_link_is_replaced_and_never_followed(leads_to: str, tmp_path: Path) ->
 
 
 class Failure(OSError):
-    """What the system says then."""
+    """The system's error message."""
 
 
 class Failing:

@@ -17,7 +17,7 @@ LOAD = "import sys; from flashtune.core.modules import load_source; print(load_s
 
 
 def loaded(cache: Path, **where: str) -> str:
-    """What the module of `TEXT` answers in a process of its own."""
+    """Answer of the module of `TEXT` in a process of its own."""
     words = [sys.executable, "-c", LOAD, TEXT]
     environment = {**os.environ, "FLASHTUNE_CACHE": str(cache), **where}
     return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600, check=True).stdout.strip()

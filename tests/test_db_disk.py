@@ -189,7 +189,7 @@ def test_a_file_that_may_not_grow_keeps_what_was_saved(tmp_path: Path) -> None:
 
 
 def in_child(work: Callable[[Pipe], None]) -> object:
-    """What `work` sends, from a process of its own."""
+    """Message that `work` sends, from a process of its own."""
     receiver, sender = fork.Pipe(duplex=False)
     child = fork.Process(target=work, args=(sender,))
     child.start()
@@ -202,7 +202,7 @@ def in_child(work: Callable[[Pipe], None]) -> object:
 
 
 def unprivileged(work: Callable[[], object]) -> object:
-    """What `work` returns (or the flashtune error it raises) for a user who is not root."""
+    """Value that `work` returns (or the flashtune error it raises) for a user who is not root."""
 
     def run(pipe: Pipe) -> None:
         if os.geteuid() == 0:

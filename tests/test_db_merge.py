@@ -195,7 +195,7 @@ def test_a_row_that_raced_for_the_same_bits_drives_out_none_that_usual_calls_tak
 def test_of_layers_those_rows_are_checked_and_compiled_that_serve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direction: Direction
 ) -> None:
-    """What `verify` and `generate` read. In the upper layer no framework raced."""
+    """Records that `verify` and `generate` read. In the upper layer no framework raced."""
     above, below = one("above", 4096, 100.0, None), one("below", 4096, 100.0, 200.0)
     if direction == "bwd":
         above, below = trained("above", 2600.0, repeats=True), trained("below", 2500.0, 2600.0, repeats=True)

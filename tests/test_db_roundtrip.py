@@ -124,7 +124,7 @@ results = st.builds(
 
 
 def tidied(result: SearchResult) -> SearchResult:
-    """What the store promises to keep of the free texts."""
+    """Form in which the store promises to keep free texts."""
     texts = {
         name: tidy(getattr(result.provenance, name)) for name in ("driver", "gpu_name", "clocks", "command", "flashtune", "torch", "triton")
     }

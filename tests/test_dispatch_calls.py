@@ -1,4 +1,4 @@
-"""What a process has called, for `flashtune search --calls`: met at first calls alone, whoever serves, and saved when asked or at exit."""
+"""Calls of a process, for `flashtune search --calls`: met at first calls alone, whoever serves, and saved on request or at exit."""
 
 import json
 import os

@@ -31,7 +31,7 @@ class Served:
 
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> Plans:
-    """What serves this thread; every signature gets a plan of its own at its first call."""
+    """The plans of this thread; every signature gets one of its own at its first call."""
     found = Plans()
 
     def first_call(signature: Any, *_: object) -> tuple[Any, None]:

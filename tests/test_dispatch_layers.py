@@ -146,7 +146,7 @@ def test_what_changes_for_all_reaches_threads_that_have_layers_of_their_own(
 
 
 def test_threads_that_used_layers_end_and_so_does_their_process() -> None:
-    """What a thread leaves in torch's own storage for threads waits for the interpreter's lock at its end, and may end it all."""
+    """A value that a thread leaves in torch's own storage for threads waits for the interpreter's lock at its end, and may end it all."""
     script = """
 import threading
 from flashtune import dispatch
@@ -167,7 +167,7 @@ for keep in [True, False] * 20:
 
 
 def test_tasks_of_one_thread_are_each_served_by_their_own(models: tuple[Path, Path]) -> None:
-    """What each lays while others wait, and removes again, is for itself alone; every task has what lay where it was made."""
+    """Layers that each task lays while others wait, and removes again, are for itself alone; every task has those of where it was made."""
 
     async def task(path: Path | None) -> list[str]:
         seen = []

@@ -184,7 +184,7 @@ def served(plan: KernelPlan, count: int = 1) -> list[Any]:
 
 @pytest.fixture
 def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether the current stream is captured into a graph."""
+    """True if the current stream is captured into a graph."""
     found = [False]
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: found[0], raising=False)
     return found

@@ -370,7 +370,7 @@ def test_what_was_measured_for_exactly_these_sizes_serves_them_whether_or_not_th
 
 
 def reason_of(choice: Choice, problem: Problem) -> str:
-    """What is said of a kernel that serves."""
+    """Explanation of a kernel that serves."""
     assert choice.family is not None and choice.config is not None
     return explained(choice, problem, H200, (), variant_of(choice.family, problem.spec(), choice.config)).reason
 

@@ -1,4 +1,4 @@
-"""What Hopper kernels and their launches compute beside attention itself, run without a GPU: who takes which tile, which keys a tile
+"""Computations of Hopper kernels beside attention itself, run without a GPU: who takes which tile, which keys a tile
 sees, how masks and values are laid out for the copy engine."""
 
 import json

@@ -94,7 +94,7 @@ class Found:
 
 
 def attention(scores: np.ndarray, v: torch.Tensor, dtype: DType, *, settles: bool, lazy: bool = False, asks_first: bool = False) -> Found:
-    """What a warpgroup computes of scores (64, N) in base 2 and values (N, D), block by block as they come; with running maxima either
+    """A warpgroup's result for scores (64, N) in base 2 and values (N, D), block by block as they come; with running maxima either
     rescaling each time or, where it is `lazy`, where one grew far; `asks_first` where a score outweighs what came before it."""
     parts, kind = functions(dtype, "outgrown" if asks_first else "grown"), TORCH_DTYPES[dtype]
     row_max = np.full(64, -np.inf, np.float32).view(Array)
@@ -155,7 +155,7 @@ def attention(scores: np.ndarray, v: torch.Tensor, dtype: DType, *, settles: boo
 
 
 def told(found: Found, blocks: int, dtype: DType, *, rescale: str = "always") -> bool:
-    """Whether a program with this one tile says that it was misled, by the kernel's own functions."""
+    """True if a program with this one tile says that it was misled, by the kernel's own functions."""
     module = rendered(problem(64, dtype=dtype).spec(), maximum="first", rescale=rescale)
     parts = on_numpy(module, "report_misled", *(["count_peaked"] if rescale == "grown" else []))
     given: list[int] = []

@@ -25,7 +25,7 @@ REFUTED = "2.8"
 
 @cache
 def printed_by(command: str) -> str:
-    """What a shell prints for `command`, on a machine whose GPUs are hidden."""
+    """Output of a shell for `command`, on a machine whose GPUs are hidden."""
     script = f'set -o pipefail; flashtune() {{ "{sys.executable}" -m flashtune.cli.main "$@"; }}; {command}'
     hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": ""}
     return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, env={**os.environ, **hidden}).stdout

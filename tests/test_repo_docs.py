@@ -117,7 +117,7 @@ MEMO = Memo(Settings(databases=(str(shipped_path()),), alone=True))
 
 
 def measured(problem: Problem, gpu: str) -> bool:
-    """Whether rows of this GPU ship for a problem's features and dtype."""
+    """True if rows of this GPU ship for a problem's features and dtype."""
     key = problem.key(gpu)
     return any(
         (key.gpu, key.d, key.d_v, key.dtype, key.features, key.direction, key.n_q < key.n)

@@ -58,7 +58,7 @@ def test_every_contract_of_the_layers_holds() -> None:
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What is said of each broken contract of a package in which all of PLANTED stands."""
+    """Message for each broken contract of a package in which all of PLANTED stands."""
     folder = tmp_path_factory.mktemp("planted")
     package = copy_of_the_package(folder)
     for index, (room, imported, _) in enumerate(PLANTED):

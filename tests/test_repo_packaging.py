@@ -1,4 +1,4 @@
-"""What is built from this tree: the sdist, the wheel made from that sdist, and the package installed from that wheel."""
+"""Packages built from this tree: the sdist, the wheel made from that sdist, and the package installed from that wheel."""
 
 import os
 import shutil

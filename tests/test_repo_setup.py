@@ -25,7 +25,7 @@ def setup_venv() -> ModuleType:
 
 @pytest.fixture
 def installs(setup_venv: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was made (`new`) and installed, which is only noted; the torch named `broken` fails."""
+    """Environment made (`new`) and packages installed, which is only noted; the torch named `broken` fails."""
     noted: list[str] = []
 
     def create(folder: Path, torch: str) -> str:

@@ -1,4 +1,4 @@
-"""What the package ships: the tuned rows are complete, safe and current, and the kernels are exactly what the templates render."""
+"""The shipped data: the tuned records are complete, safe and current, and the kernels are exactly what the templates render."""
 
 import subprocess
 import sys

@@ -15,7 +15,7 @@ from flashtune.tuner.children.compile import compiled_kernels, read_facts
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    """What the interpreter found."""
+    """Findings of the interpreter."""
     found: dict[str, Any] = interpreted("interpret_backward.py")
     return found
 

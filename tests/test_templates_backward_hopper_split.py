@@ -26,7 +26,7 @@ FAMILY = family("flash_bwd_hopper_split")
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    """What the emulator found."""
+    """Findings of the emulator."""
     found: dict[str, Any] = interpreted("interpret_backward_hopper_split.py")
     return found
 

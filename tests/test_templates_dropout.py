@@ -15,7 +15,7 @@ from flashtune.tuner.verify.inputs import make_inputs
 
 @functools.cache
 def calls(p: float) -> torch.Tensor:
-    """What 2^20 Philox calls keep at rate p: bool (calls, 16), by word, half of the word (columns) and rotation (rows)."""
+    """Pairs that 2^20 Philox calls keep at rate p: bool (calls, 16), by word, half of the word (columns) and rotation (rows)."""
     keep = reference.dropout_keep_rows(99, 3, 5, 0, 4096, 4096, p)
     return keep.view(256, 2, 8, 128, 4, 4, 2).permute(0, 2, 3, 5, 4, 6, 1).reshape(-1, 16)
 

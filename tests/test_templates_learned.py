@@ -1,4 +1,4 @@
-"""What is learned of the cost model's errors: near trials tell of them, far ones don't, and what ships is of the trials at hand."""
+"""Learned errors of the cost model: near trials inform them, far ones don't, and what ships is of the trials at hand."""
 
 import itertools
 import math
@@ -128,7 +128,7 @@ def test_what_is_expected_of_forwards_and_decoding_steps_is_with_what_was_learne
 
 
 def kept(likeness: Likeness) -> dict[str, Any]:
-    """What ships."""
+    """The shipped regression."""
     with np.load(fit.FOLDER / likeness.file) as found:
         return dict(found)
 
@@ -153,7 +153,7 @@ def test_what_is_longer_than_all_trials_is_told_of_as_the_longest() -> None:
 
 @pytest.fixture
 def read_anew() -> Iterator[None]:
-    """What was learned is read in the test, and after it."""
+    """A learned file is read in the test, and after it."""
     residual.learned.cache_clear()
     yield
     residual.learned.cache_clear()

@@ -18,7 +18,7 @@ from flashtune.tuner.children.compile import compiled_kernels
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    """What the interpreter found."""
+    """Findings of the interpreter."""
     found: dict[str, Any] = interpreted("interpret_strides.py")
     return found
 

@@ -96,7 +96,7 @@ def test_a_config_is_moved_to_the_nearest_of_all_valid_ones() -> None:
 
 
 def test_winners_of_one_head_size_fit_another() -> None:
-    """What is won at D = 64 and 128 breaks constraints at 256; what takes its place is valid and shares most axes with it."""
+    """Winners at D = 64 and 128 break constraints at 256; those that take their place are valid and share most axes with them."""
     forwards = (record.problem for record in SHIPPED if record.problem.direction == "fwd")
     wide = next(problem for problem in forwards if problem.d == 256 and problem.features.causal)
     narrow = [record for record in SHIPPED if record.problem.d in (64, 128) and record.outcome.template == HOPPER.name]

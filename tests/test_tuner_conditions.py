@@ -1,4 +1,4 @@
-"""What a GPU was doing while finalists raced: read from the driver's tool, here a stand-in of it, and acted upon."""
+"""Conditions of a GPU while final candidates race: read from the driver's tool, here a stand-in of it, and acted upon."""
 
 import os
 import stat

@@ -38,7 +38,7 @@ def full() -> Inputs:
 
 @pytest.fixture(scope="module")
 def thorough(full: Inputs) -> Verifier:
-    """What a GPU's candidates pass."""
+    """Checks that a GPU's candidates pass."""
     return Verifier(PROBLEM, device="cpu", seed=SEED, full_size=full, thorough=True)
 
 
@@ -216,7 +216,7 @@ def test_persistent_programs_are_as_few_as_the_multiprocessors_they_are_told_of(
 
 
 def _words(problem: Problem, module: Any) -> dict[str, Any]:
-    """What `launcher` gives a module where a setting names `sms`."""
+    """Words that `launcher` gives a module where a setting names `sms`."""
     given: list[dict[str, Any]] = []
     inputs = make_inputs(problem, device="meta", seed=0)
     counts = {"counts_needed": module.counts_needed, "counts_misses": module.counts_misses}

@@ -35,7 +35,7 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 class Driver:
-    """What a process sees of NVIDIA's driver: its version, some GPUs, and what starting it says."""
+    """A process's view of NVIDIA's driver: its version, some GPUs, and what starting it says."""
 
     def __init__(self, version: int, names: tuple[str, ...], status: int = 0) -> None:
         self.version, self.names, self.status = version, names, status

@@ -98,7 +98,7 @@ def test_instructions_are_those_of_a_launch_by_the_jit(built: Built, tmp_path: P
 
 
 def taken(kernel: Any, grid: Any, args: Any, options: Any, one: Order, folder: Path) -> Any:
-    """What the JIT finds of a kernel that was never compiled here."""
+    """The JIT's findings for a kernel that was never compiled here."""
     triton_knobs: Any = triton.knobs
     with triton_knobs.cache.scope(), taking(kernel, machine_code_of(one.variant_id, one.text, one.target)) as found:
         triton_knobs.cache.dir = str(folder)
@@ -207,7 +207,7 @@ def shaped(problem: Problem, n_kv: int) -> Problem:
 
 @cache
 def host_sides() -> list[tuple[Arranged, Manifest, LoadedKernel]]:
-    """What a call runs of each shipped kernel beside its machine code."""
+    """Functions that a call runs of each shipped kernel beside its machine code."""
     return [
         (one, manifest, LoadedKernel(host_of(family(one.variant.template), one.variant.spec, one.variant.config)))
         for one, manifest in manifests()

@@ -1,4 +1,4 @@
-"""What a user's own search finds is compiled into the user's cache, once, and served from there."""
+"""Kernels of a user's own search are compiled into the user's cache, once, and served from there."""
 
 from dataclasses import replace
 from pathlib import Path

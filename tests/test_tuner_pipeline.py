@@ -536,7 +536,7 @@ def test_what_would_be_proposed_next_is_compiled_and_given_up_with_the_rest() ->
 
 
 def test_nothing_is_asked_for_in_the_end() -> None:
-    """What was told is kept before `close` returns; that it would be time to ask for more changes nothing any more."""
+    """Results observed so far are kept before `close` returns; that it would be time to ask for more changes nothing any more."""
     study: Any = Asked()
     closing = threading.Event()
     tell = study.tell

@@ -15,7 +15,7 @@ from flashtune.tuner.search.stopping import PATIENCE, Reason, StoppingRule, sent
 
 
 def after(times: list[float | None], until: float | None = 0.005, left: float = math.inf, in_all: float = 0.0) -> list[str | None]:
-    """What the rule says after each of these trials, None standing for one that failed."""
+    """Answers of the rule after each of these trials, None standing for one that failed."""
     rule, verdicts = StoppingRule(until), []
     for number, time in enumerate(times):
         rule.add(outcome(f"{number:016x}", time))

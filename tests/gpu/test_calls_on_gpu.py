@@ -24,7 +24,7 @@ def numbers(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> t
 
 
 def captured(call: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-    """What two replays of a graph of this call give."""
+    """Outputs of two replays of a graph of this call."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = call()

@@ -1,4 +1,4 @@
-"""What earlier calls of a process change of later ones on a GPU: models with records of their own, the same bits for the same inputs."""
+"""Effects of earlier calls of a process on later ones on a GPU: models with records of their own, the same bits for the same inputs."""
 
 import threading
 from collections.abc import Callable
