@@ -43,7 +43,7 @@ def served(names: Iterable[str]) -> dict[str, list[str | None]]:
 
 
 def current(new: bool) -> dict[str, Any]:
-    """The kernels that serve the frozen problems today, and where they may be `new` all keys of the shipped database and the models', too."""
+    """Kernels that serve the frozen problems today, and where they may be `new` all keys of the shipped database and the models', too."""
     return served(sorted({*frozen.read("choices"), *(_problems() if new else ())}))
 
 

@@ -124,7 +124,7 @@ COMMANDS = {
     "verify, while a kernel is checked": ("from flashtune.tuner.children import tasks; tasks.interpret_candidate = forever", "verify"),
     "search, while it looks for GPUs": ("from flashtune.cli import search; search.choose_source = forever", "search"),
     "export, while it writes": ("from flashtune.db import writing; writing.ResultRows.insert = forever", "export"),
-    "merge, while it reads": ("from flashtune.db.store import Store; Store.winners = forever", "merge"),
+    "merge, while it reads": ("from flashtune.db.library import Library; Library.winners = forever", "merge"),
 }
 
 
