@@ -215,9 +215,9 @@ def test_explain_leaves_out_what_hides_nothing_as_calls_do() -> None:
     for words in (("--window", "511"), ("--window", "100000")):
         assert json.loads(flashtune(*EXPLAIN, "--causal", *words, "--json").stdout) == json.loads(plain)
         said = flashtune(*EXPLAIN, "--causal", *words).stdout
-        assert said.startswith("n512-d64-bf16-causal on a100: ") and "what hides nothing at these sizes is left out" in said
+        assert said.startswith("n512-d64-bf16-causal on a100: ") and "masks that hide no key at these sizes are left out" in said
     assert json.loads(flashtune(*EXPLAIN, "--causal", "--window", "510", "--json").stdout) != json.loads(plain)
-    assert "hides nothing" not in flashtune(*EXPLAIN, "--causal", "--window", "510").stdout
+    assert "hide no key" not in flashtune(*EXPLAIN, "--causal", "--window", "510").stdout
     assert flashtune(*EXPLAIN, "--window", "511", "--mask", "bias").stdout.startswith("n512-d64-bf16-full+bias on a100: ")
 
 
@@ -245,7 +245,9 @@ def test_rows_that_this_version_cannot_serve_give_way_or_are_named(
     for words in ((), ("--check",), ("--json",)):
         alone = flashtune("generate", "--db", str(path), "--out", str(written.parent), *words)
         assert alone.exit_code == 5 and alone.stdout == "" and "left out" in alone.stderr and "'GONE'" in alone.stderr
-        assert alone.stderr.strip().splitlines()[-1].endswith("holds no row that could be served: search first, or name another database")
+        assert (
+            alone.stderr.strip().splitlines()[-1].endswith("holds no record that could be served: search first, or name another database")
+        )
     assert [path.name for path in written.parent.rglob("*")] == ["index.json"]
     with Store.open(path, writable=True) as store:
         for result in results:

@@ -15,9 +15,9 @@ from click.testing import CliRunner, Result
 from db_samples import outcome, result
 
 from flashtune import dispatch
-from flashtune.cli.called import worth_searching
 from flashtune.cli.main import main
 from flashtune.cli.options import ProblemOptions
+from flashtune.cli.recorded_calls import worth_searching
 from flashtune.cli.search import problems_of, search
 from flashtune.core.calls import add
 from flashtune.core.errors import InputError
@@ -87,7 +87,9 @@ BESIDE: list[tuple[str, ...]] = [
 @pytest.mark.parametrize("words", BESIDE, ids=lambda words: words[0])
 def test_an_option_that_describes_problems_is_refused_beside_it(words: tuple[str, ...], tmp_path: Path) -> None:
     path = written(tmp_path, CAUSAL)
-    with pytest.raises(InputError, match=re.escape(f"{words[0]} was given together with --calls {path}, which says what is attended to")):
+    with pytest.raises(
+        InputError, match=re.escape(f"{words[0]} was given together with --calls {path}, which already describes the attention")
+    ):
         problems("--calls", str(path), *words)
 
 

@@ -101,7 +101,7 @@ def test_an_interrupted_problem_keeps_its_rows_and_the_same_command_goes_on(
         (os.killpg if group else os.kill)(first.pid, number)
     said = first.communicate(timeout=600)[1]
     assert first.returncode == 130, said
-    assert said.splitlines()[-1] == "flashtune: interrupted; what was found is kept, and the same command goes on from here"
+    assert said.splitlines()[-1] == "flashtune: interrupted; results are kept, and the same command resumes from here"
     assert "Traceback" not in said and "Aborted" not in said
     [whole, part] = rows(tmp_path)
     # Trials that were being kept when the signal came may be in the study alone.

@@ -51,7 +51,7 @@ def test_json_holds_whole_calls_trials_fates_and_the_conditions_of_the_race(data
 
 def test_plain_rows_say_what_was_not_checked_and_what_was_disturbed(database: Path) -> None:
     shown = CliRunner().invoke(main, ["show", "--db", str(database)]).stdout
-    assert "unchecked: predicted, and nothing compared its numbers" in shown and "throttled: something held the GPU's clocks" in shown
+    assert "unchecked: predicted, without a check of its results" in shown and "throttled: the GPU's clocks were throttled" in shown
     wide = CliRunner().invoke(main, ["show", "--db", str(database), "--wide"]).stdout
     assert "predicted, unchecked" in wide and "measured, throttled" in wide
 
@@ -73,7 +73,7 @@ def test_verify_that_checked_nothing_does_not_succeed(tmp_path: Path, shape: str
     words = ["verify", "--db", str(path), *(["--json"] if shape == "--json" else [])]
     result = CliRunner().invoke(main, words)
     assert result.exit_code == 4, result.output
-    assert "nothing of 1 row could be checked" in result.stderr
+    assert "none of 1 record could be checked" in result.stderr
     if shape == "--json":
         assert json.loads(result.stdout)["skipped"] == 1
     assert CliRunner().invoke(main, [*words, "--d", "32"]).exit_code == 5

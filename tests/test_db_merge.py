@@ -253,7 +253,7 @@ def test_the_command_reports_what_lost_and_what_cannot_be_served(three: list[Pat
     assert "left out: h200 n32768" in again.stderr
     assert flashtune(*words, "--licence", "Apache-2.0").exit_code == 3
     alone = flashtune("merge", str(three[0]), "--out", str(tmp_path / "alone.sqlite"))
-    assert alone.stdout.startswith("4 rows of 1 database in ")
+    assert alone.stdout.startswith("4 records of 1 database in ")
 
 
 def test_an_export_beside_weights_has_a_card_with_licence_and_hash_that_use_checks(three: list[Path], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`flashtune bench`: tuned kernels against the framework's backends on this GPU, in one run, on the same inputs."""
+"""`flashtune bench`: tuned kernels against PyTorch's attention backends on this GPU, in one run, on the same inputs."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 @click.option("--seconds", type=click.FloatRange(min=0.05), default=1.0, show_default=True, help="Timing per problem.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random inputs.")
 @json_option
-def bench(*, asked: ProblemOptions, bands: Bands | None, seconds: float, seed: int, as_json: bool) -> None:
-    """Time the kernels that dispatch would use against the framework's backends: interleaved, L2 flushed, medians.
+def bench(*, requested: ProblemOptions, bands: Bands | None, seconds: float, seed: int, as_json: bool) -> None:
+    """Time the kernels that dispatch would use against PyTorch's backends: medians of interleaved launches, L2 flushed.
 
-    Then whole calls of both in an eager loop, host included: what a model sees is the slower of host and GPU.
+    Then time whole calls of both in an eager loop, host included: a model sees the slower of host and GPU.
 
     \b
     flashtune bench --d 128 --dtype bf16 --n 4096 --causal
@@ -38,10 +38,10 @@ def bench(*, asked: ProblemOptions, bands: Bands | None, seconds: float, seed: i
 
     gpu = local_gpu()
     if gpu is None or gpu.target is None:
-        raise EnvironmentProblem("bench times kernels on a GPU and found none that flashtune knows here: run it on the GPU's machine")
+        raise EnvironmentProblem("bench found no GPU here that flashtune knows: run it on a machine with one")
     rows: list[dict[str, Any]] = []
     with Workers(jobs=1) as workers:
-        for problem in problems_of(asked, bands):
+        for problem in problems_of(requested, bands):
             row = _timed(problem, gpu.target, workers, seed=seed, seconds=seconds)
             if isinstance(row, str):
                 messages().print(f"{problem.label()}: {row}")
@@ -54,7 +54,7 @@ def bench(*, asked: ProblemOptions, bands: Bands | None, seconds: float, seed: i
 
 
 def _timed(problem: Problem, target: Target, workers: "Workers", *, seed: int, seconds: float) -> dict[str, Any] | str:
-    """A row of `--json`, or why there is none."""
+    """One entry of `rows` in `--json`, or the reason why the problem has none."""
     from flashtune.dispatch import explain_problem
     from flashtune.profiler.whole_calls import time_calls
     from flashtune.templates import family

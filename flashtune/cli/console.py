@@ -1,7 +1,7 @@
-"""Where output goes: tables and progress for people, JSON for machines.
+"""Consoles of all commands: tables and progress for people, JSON for machines.
 
-Whatever is printed may hold a stranger's words: a value of a database, a path. So nothing in a text is markup (what has a style is a
-`rich.text.Text`), and what could move the cursor, colour or reorder what stands on the screen becomes a blank.
+Printed texts may come from strangers (values of a database, paths), so they are never parsed as markup (styled text is a
+`rich.text.Text`), and characters that move the cursor, colour or reorder the screen become blanks.
 """
 
 import json
@@ -13,23 +13,23 @@ from rich.text import Text
 
 
 class _PlainConsole(Console):
-    """A console that takes every text as it is, without what a terminal would obey."""
+    """Console that prints texts literally, without control characters."""
 
     def __init__(self, *, stderr: bool = False, width: int | None = None) -> None:
         super().__init__(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """The text of every string that is printed, be it a line, a cell or a title."""
+        """The printable text of a line, a cell or a title."""
         return super().render_str(printable(text), **options)
 
 
 def console(*, width: int | None = None) -> Console:
-    """Standard output for people; where it is not a terminal it is 160 columns wide, so that tables don't wrap in logs."""
+    """Console on standard output; 160 columns wide where that is no terminal, so that tables don't wrap in logs."""
     return _sized(stderr=False, width=width)
 
 
 def messages() -> Console:
-    """Standard error, for progress and notes: standard output stays clean for results."""
+    """Console on standard error, for progress and notes: standard output is for results alone."""
     return _sized(stderr=True, width=None)
 
 
@@ -39,7 +39,7 @@ def _sized(*, stderr: bool, width: int | None) -> Console:
 
 
 def printable(text: str) -> str:
-    """`text` with blanks for control characters and for marks that reorder what follows; line ends are kept."""
+    """`text` with blanks for control characters and for marks that reorder text; line ends are kept."""
     return text if text.isprintable() else "".join(mark if mark.isprintable() or mark == "\n" else " " for mark in text)
 
 
@@ -49,5 +49,5 @@ def one_line(text: str) -> str:
 
 
 def print_json(value: Any) -> None:
-    """One JSON document, indented, to standard output."""
+    """Print one indented JSON document to standard output."""
     click.echo(json.dumps(value, indent=2, allow_nan=False))

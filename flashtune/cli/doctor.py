@@ -1,4 +1,4 @@
-"""`flashtune doctor`: what this machine has, what is missing, and what to do about it."""
+"""`flashtune doctor`: checks of this machine, each with its remedy where it fails."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ from flashtune.core.words import counted
 @click.command()
 @json_option
 def doctor(as_json: bool) -> None:
-    """Say what this machine has and what is missing. Exit code 4 when something that flashtune needs is missing."""
+    """Check GPU, packages, compilers, caches and databases of this machine. Exit code 4 when something needed is missing."""
     checks = [
         *_made("packages", lambda: [_versions()]),
         *_made("GPU", lambda: [_gpu()]),
@@ -47,12 +47,12 @@ def doctor(as_json: bool) -> None:
 
 
 def _made(name: str, make: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The checks; one that breaks is itself a finding, since what is broken here is what doctor is asked about."""
+    """The results of some checks; an exception within a check becomes a failed check."""
     try:
         return make()
     except Exception as error:
         said = mask_secrets(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
-        return [_check(name, False, said, "this check itself failed: mend what it names, or report it")]
+        return [_check(name, False, said, "this check itself failed: fix the cause it names, or report it")]
 
 
 def _check(name: str, ok: bool, found: str, remedy: str = "") -> dict[str, Any]:
@@ -76,7 +76,7 @@ def _gpu() -> dict[str, Any]:
 
     gpus = local_gpus()
     if not gpus:
-        return _check("GPU", True, "none: search predicts, dispatch uses the framework")
+        return _check("GPU", True, "none: search predicts, dispatch uses PyTorch")
     unknown = [gpu.name for gpu in gpus if gpu.target is None]
     if unknown:
         return _check("GPU", False, unknown[0], "flashtune doesn't know this GPU yet: add it as CONTRIBUTING.md says")
@@ -103,7 +103,7 @@ def _ptxas() -> dict[str, Any]:
 def _cache() -> dict[str, Any]:
     path, why = cache_dir(), refused(wanted_cache_dir())
     free = shutil.disk_usage(path).free
-    found = f"{path} ({free >> 20} MiB free)" + (f": only until a command ends, because {why}" if why else "")
+    found = f"{path} ({free >> 20} MiB free)" + (f": a temporary folder for each command, because {why}" if why else "")
     return _check("cache", free > 100 << 20, found, "free some space, or point FLASHTUNE_CACHE elsewhere")
 
 
@@ -137,7 +137,7 @@ def _databases() -> list[dict[str, Any]]:
             found.append(_check(name, True, f"{path} (none yet)"))
             continue
         try:
-            found.append(_check(name, True, f"{mask_secrets(str(path))} ({counted(len(Library.of(path).records()), 'row')})"))
+            found.append(_check(name, True, f"{mask_secrets(str(path))} ({counted(len(Library.of(path).records()), 'record')})"))
         except FlashtuneError as error:
             found.append(_check(name, False, mask_secrets(str(path)), str(error)))
     return found

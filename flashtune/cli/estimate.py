@@ -1,4 +1,4 @@
-"""How long a search still takes, as far as it can be told."""
+"""Estimate of a search's remaining time."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,18 +8,18 @@ from flashtune.core.config import KernelSpec
 from flashtune.core.problem import Problem
 
 ENOUGH = 3
-"""Trials of a kind of problem before its rate is worth anything."""
+"""Trials of a kind of problem before its rate is used."""
 
 SLOWLY_S = 15.0
-"""What is shown follows what is reckoned with this time constant, ..."""
+"""Time constant of the smoothed estimate, in seconds."""
 
 DOUBLING_S = 10.0
-"""... and in this time at most doubles or halves, the passing of time apart."""
+"""Seconds in which the shown estimate at most doubles or halves, beside the time that passes."""
 
 
 @dataclass
 class _Rate:
-    """Seconds that so many things took in all."""
+    """Total seconds of a number of events."""
 
     seconds: float = 0.0
     count: int = 0
@@ -34,11 +34,11 @@ class _Rate:
 
 
 class TimeLeft:
-    """Hears what a search has done and says how long the rest takes, in seconds.
+    """Estimator of a search's remaining seconds from the events it observed.
 
-    Problems are of two kinds: the first of a kernel spec, whose candidates are compiled and checked, and later ones, at other N, which find
-    much of that done and can be twenty times faster. Nothing is said before trials of every kind that is still to come were seen. The first
-    trial of all starts child processes, and says nothing of others.
+    Problems are of two kinds: the first of a kernel spec, whose candidates are compiled and checked, and later ones at other N, which reuse
+    much of that and can be twenty times faster. There is no estimate before trials of every kind that is still to come were observed. The
+    very first trial is left out, since it starts child processes.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class TimeLeft:
         self._shown: tuple[float, float] | None = None
 
     def begin(self, problem: Problem, known: int) -> None:
-        """A problem is gone on with; `known` of its trials are done."""
+        """Record that a problem begins or resumes with `known` of its trials done."""
         if problem != self._current:
             self._current, self._since = problem, self._clock()
             self._later = problem.spec() in self._met
         self._known = known
 
     def trial(self) -> None:
-        """A trial of the problem under way ended."""
+        """Record that a trial of the current problem ended."""
         now = self._clock()
         if self._started and self._current is not None:
             self._rates[self._later].add(now - self._since)
@@ -73,7 +73,7 @@ class TimeLeft:
         self._known += 1
 
     def done(self, problem: Problem, trials: int) -> None:
-        """A problem came to its end after so many trials, here or elsewhere."""
+        """Record that a problem ended after so many trials, here or in another process."""
         now = self._clock()
         if problem == self._current:
             self._closing.add(now - self._since)
@@ -85,7 +85,7 @@ class TimeLeft:
             self._todo.remove(problem)
 
     def seconds(self) -> float | None:
-        """The time left; None where nothing worth saying is known."""
+        """The remaining seconds; None where too little was observed."""
         now, reckoned = self._clock(), self._reckoned()
         if reckoned is None:
             self._shown = None
@@ -101,7 +101,7 @@ class TimeLeft:
         return reckoned
 
     def words(self) -> str:
-        """The time left, no finer than it is known; nothing where nothing is, but for what a budget says."""
+        """The remaining time in words, rounded to its accuracy; without an estimate the budget's bound, or an empty text."""
         seconds, bound = self.seconds(), math.inf if self._ends is None else max(0.0, self._ends - self._clock())
         if seconds is not None:
             return f"{_roughly(min(seconds, bound))} left"
@@ -121,7 +121,7 @@ class TimeLeft:
             met.add(problem.spec())
             each = rate.mean
             if self._current is not None and rate is self._rates[self._later]:
-                # The trial under way counts as soon as it takes longer than others do.
+                # The current trial counts as soon as it takes longer than the mean.
                 each += max(0.0, passed - each) / (rate.count + 1)
             trials = max(0.0, max(length, self._known) - self._known) if mine else length
             left += each * trials + self._closing.mean
@@ -141,7 +141,7 @@ def _roughly(seconds: float) -> str:
 
 
 def lasting(seconds: float) -> str:
-    """A time that passed or may pass: 4 s, 2 min 5 s, 1 h 10 min."""
+    """A duration in words: 4 s, 2 min 5 s, 1 h 10 min."""
     whole = int(seconds)
     hours, minutes = divmod(whole // 60, 60)
     if hours:

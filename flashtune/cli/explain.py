@@ -1,4 +1,4 @@
-"""`flashtune explain`: which record would serve a call, and why."""
+"""`flashtune explain`: the record that would serve a call, and the reason."""
 
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -10,13 +10,13 @@ from flashtune.cli.options import GPU, ProblemOptions, db_option, gpu_of, json_o
 
 
 @click.command()
-@click.option("--gpu-name", type=GPU, metavar="NAME", help="The GPU that would run it (default: the one in this machine).")
+@click.option("--gpu-name", type=GPU, metavar="NAME", help="The GPU of the call (default: the one in this machine).")
 @problem_options(many=False)
 @click.option("--causal", is_flag=True, help="Causal attention.")
 @db_option
 @json_option
-def explain(*, asked: ProblemOptions, gpu_name: str | None, causal: bool, location: str | None, as_json: bool) -> None:
-    """Say which record would serve a call, and why: exact, near in N, near in GPU, predicted, default or framework.
+def explain(*, requested: ProblemOptions, gpu_name: str | None, causal: bool, location: str | None, as_json: bool) -> None:
+    """Show the record that would serve a call, and why: exact, near in N, near in GPU, predicted, default or framework.
 
     \b
     flashtune explain --gpu-name h200 --n 3000 --d 128 --causal
@@ -24,7 +24,7 @@ def explain(*, asked: ProblemOptions, gpu_name: str | None, causal: bool, locati
     from flashtune.dispatch import explain_problem, use
 
     target = gpu_of(gpu_name)
-    problem = asked.problem(n=asked.n[0], d=asked.d[0], dtype=asked.dtypes(["bf16"])[0], causal=causal)
+    problem = requested.problem(n=requested.n[0], d=requested.d[0], dtype=requested.dtypes(["bf16"])[0], causal=causal)
     seen = problem.seen()
     with nullcontext() if location is None else use(location, alone=True):
         found = explain_problem(seen, target.slug)
@@ -36,10 +36,10 @@ def explain(*, asked: ProblemOptions, gpu_name: str | None, causal: bool, locati
         return
     console().print(f"{seen.label()} on {target.slug}: {found.kind}", style="bold")
     if seen.features != problem.features:
-        console().print(f"of {problem.label()} what hides nothing at these sizes is left out, as calls leave it out")
+        console().print(f"{problem.label()}: masks that hide no key at these sizes are left out, as in calls")
     console().print(found.reason)
     if found.template is not None:
         config = "" if found.config is None else found.config.label()
         console().print(f"{found.template} {found.variant_id or ''}\n  {config}")
     if found.twin is not None:
-        console().print(f"where scores mislead it:\n  {found.twin.label()}")
+        console().print(f"fallback after softmax mispredictions:\n  {found.twin.label()}")

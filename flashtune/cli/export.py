@@ -14,11 +14,11 @@ from flashtune.core.words import counted
 @click.command()
 @click.argument("destination", metavar="PATH")
 @db_option
-@click.option("--gpu-name", type=GPU, metavar="NAME", help="Only rows of this GPU.")
+@click.option("--gpu-name", type=GPU, metavar="NAME", help="Only records of this GPU.")
 @click.option("--d", type=int, help="Only this head size.")
 @click.option("--dtype", type=DTYPE, help="Only this element type.")
 @click.option("--all-trials", is_flag=True, help="Keep every trial, not only the winners.")
-@click.option("--licence", "--license", "licence", metavar="SPDX", help="Write a card beside it: licence, hash, where its rows are from.")
+@click.option("--licence", "--license", "licence", metavar="SPDX", help="Write a card beside it: licence, hash, origin of its records.")
 @click.option("--force", is_flag=True, help="Replace the file where it exists.")
 @json_option
 def export(
@@ -32,11 +32,11 @@ def export(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Write the winners of a database (default: your own) to PATH, a small file to ship beside a model's weights. Where a winner writes
-    other bits each time, the best row of a kernel that doesn't stays beside it, for deterministic calls.
+    """Write the winners of a database (default: your own) to PATH, a small file to ship beside a model's weights. Where a winner isn't
+    bitwise repeatable, the best record of a repeatable kernel is kept beside it, for deterministic calls.
 
-    Users lay it over their own with dispatch.use(PATH) or FLASHTUNE_DB=PATH; it holds values only, nothing that is executed. Winners that
-    this version can't serve are named and left out.
+    Users load it over their own database with dispatch.use(PATH) or FLASHTUNE_DB=PATH; it holds values only, nothing that is executed.
+    Winners that this version can't serve are named and left out.
     """
     from flashtune.db.library import overlay_path
     from flashtune.db.store import Store
@@ -52,12 +52,12 @@ def export(
     if as_json:
         print_json(found)
     else:
-        console().print(f"{counted(rows, 'row')} in {words}")
+        console().print(f"{counted(rows, 'record')} in {words}")
 
 
 def licence_for(destination: str, licence: str | None, *, force: bool) -> str | None:
-    """The licence of the card to write beside a file, checked; raises InputError where there is none and an older card would stay. A file
-    that is there itself is refused later, without `force`."""
+    """The checked licence of the card to write beside a file; raises InputError where there is none and an older card would stay. An
+    existing file is refused later, without `force`."""
     from flashtune.db.card import checked_licence, refuse_stale_card, refuse_taken_card
     from flashtune.db.store import sqlite_path
 
@@ -71,7 +71,7 @@ def licence_for(destination: str, licence: str | None, *, force: bool) -> str | 
 
 
 def written(destination: str, licence: str | None, rows: int) -> tuple[dict[str, Any], str]:
-    """What is said of a file of so many rows that was just written, as JSON and in words; with a licence its card is written now."""
+    """Summary of a file with so many records that was just written, as JSON and in words; writes its card if there is a licence."""
     from flashtune.db.card import digest, write_card
     from flashtune.db.library import Library
     from flashtune.db.store import sqlite_path

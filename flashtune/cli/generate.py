@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 @click.option(
     "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder to write to (in a checkout: flashtune/kernels_generated)."
 )
-@click.option("--check", is_flag=True, help="Write nothing; exit with 1 where the folder differs from what would be written.")
-@click.option("--sample", type=click.IntRange(min=0), metavar="N", help="Compile only N kernels anew, drawn by what the index says.")
-@click.option("--rebuild", is_flag=True, help="Compile anew even where the folder has machine code of the same text and Triton.")
-@click.option("--jobs", type=click.IntRange(min=1), help="Compilers that run side by side (default: one per core).")
+@click.option("--check", is_flag=True, help="Write nothing; exit with 1 where the folder differs from the generated files.")
+@click.option("--sample", type=click.IntRange(min=0), metavar="N", help="Recompile only N kernels, sampled by the index.")
+@click.option("--rebuild", is_flag=True, help="Recompile even where the folder has machine code of the same source and Triton.")
+@click.option("--jobs", type=click.IntRange(min=1), help="Number of parallel compilers (default: one per core).")
 @json_option
 def generate(
     location: str | None,
@@ -44,12 +44,12 @@ def generate(
 ) -> None:
     """Write the winners of a database (default: the shipped one) as source and as machine code, one module per distinct variant.
 
-    Machine code of all goes into an archive for each architecture. An index names what was written; of that, what no longer belongs is
-    removed, and nothing else is touched. In a checkout the package gets a selection of modules, and `kernels/` the archive.
-    Generating twice gives the same text and the same machine code. Rows that this version can't serve are named and left out; where none
-    is left, nothing is touched.
+    Machine code goes into one archive per architecture. An index lists the written files; files of the last index that are no longer
+    needed are removed, and no others are touched. In a checkout the package gets a selection of modules, and `kernels/` the archive.
+    The same database always gives the same source and machine code. Records that this version can't serve are named and left out; where
+    none is left, nothing is touched.
 
-    Machine code is compiled where the folder has none of the same text and Triton; --check compiles all of it, or a --sample.
+    Machine code is compiled where the folder has none of the same source and Triton; --check recompiles all of it, or a --sample.
     """
     from flashtune.core.kernel_index import INDEX
     from flashtune.core.shipped_kernels import archive_name, checkout_folder
@@ -71,7 +71,7 @@ def generate(
     if out is None and not check and not in_a_checkout(package):
         raise InputError(f"{package} belongs to an installed flashtune: name a folder of your own with --out")
     if sample is not None and not check:
-        raise InputError("--sample says how much of a check is compiled anew: add --check, or leave it out")
+        raise InputError("--sample is the number of kernels that a check recompiles: add --check, or leave --sample out")
     folder = out or package
     if not check:
         require_writable(folder)
@@ -79,7 +79,7 @@ def generate(
     records = library.records(passed_over=unservable, bits=BITS, **filters_of(gpu_name=gpu_name))
     arranged = arrange(servable(records))
     if not arranged:
-        wanted = "no row" if gpu_name is None else f"no row of gpu {find_target(gpu_name).slug}"
+        wanted = "no record" if gpu_name is None else f"no record of gpu {find_target(gpu_name).slug}"
         raise NoKernelFound(f"{location or shipped_path()} holds {wanted} that could be served: search first, or name another database")
     kernels = [one.kernel.path for one in arranged]
     anew = set(kernels) if rebuild or check else set()
@@ -116,7 +116,7 @@ def generate(
 
 
 def _archives(arranged: Sequence["Arranged"], anew: set[str], folder: Path, jobs: int) -> dict[str, "Packed"]:
-    """The archive of each architecture: of what the folder's has, but compiled now for the paths in `anew` and where it has none."""
+    """The archive of each architecture: entries of the folder's archive, and recompiled ones for paths in `anew` or without an entry."""
     from flashtune.core.kernel_index import read_index
     from flashtune.tuner.publish.generated import archive_of, kept, orders_of, present_archive
     from flashtune.tuner.publish.machine_code import Built, build_all, triton_version
@@ -143,11 +143,11 @@ def _archives(arranged: Sequence["Arranged"], anew: set[str], folder: Path, jobs
 
 
 def shipped_folder() -> Path:
-    """Where the package's own kernels are."""
+    """Folder of the package's own kernels."""
     return Path(str(resources.files("flashtune.kernels_generated")))
 
 
 def in_a_checkout(package: Path) -> bool:
-    """Whether this folder of kernels is that of flashtune's source tree, where git keeps what is overwritten."""
+    """True if this folder of kernels lies in flashtune's source tree, where git keeps overwritten files."""
     project = package.parent.parent / "pyproject.toml"
     return project.is_file() and re.search(r'^name = "flashtune"$', project.read_text(), re.MULTILINE) is not None

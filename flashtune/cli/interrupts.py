@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: both interrupt a command, and what follows in quick succession (`timeout` sends two) is the same interruption."""
+"""Ctrl-C and SIGTERM as interruptions of a command; signals in quick succession (`timeout` sends two) count as one."""
 
 import os
 import select
@@ -11,23 +11,23 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType
 
 QUICK_S = 3.0
-"""Within this time after an interruption no other one cuts short what it started: keeping what is known."""
+"""Seconds after an interruption in which further ones are ignored, so that results are still saved."""
 
 AGAIN_S = 0.01
-"""So soon an interruption is raised again that Python dropped because it was raised in a finalizer."""
+"""Seconds until an interruption is raised again that Python dropped in a finalizer."""
 
 DEAF_S = 1.2
-"""A signal that Python hasn't handled by then ends the process: its main thread is within a call of C that knows no signals."""
+"""Seconds until a signal that Python hasn't handled ends the process: its main thread is in C code that ignores signals."""
 
 INTERRUPTED = 130
-"""The exit code."""
+"""Exit code of an interrupted command."""
 
 _HANDLED, _OVER = b"\xff", b"\0"
-"""Among the numbers of signals in the pipe that the watch reads: Python has handled what came, and the watch is over."""
+"""Markers beside signal numbers in the watch's pipe: signals were handled; the watch ends."""
 
 
 class Interrupts:
-    """Whether this command was interrupted."""
+    """Signal handlers of this command, and its state of interruption."""
 
     def __init__(self) -> None:
         self._last: float | None = None
@@ -36,11 +36,11 @@ class Interrupts:
 
     @property
     def came(self) -> bool:
-        """Also where an import that was interrupted made another error of it."""
+        """True if this command was interrupted, also where an interrupted import raised another error."""
         return self._last is not None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """The handler of both signals."""
+        """Handler of SIGINT and SIGTERM."""
         now = time.monotonic()
         if self._watch is not None:
             os.write(self._watch, _HANDLED)
@@ -50,23 +50,23 @@ class Interrupts:
         raise KeyboardInterrupt
 
     def again(self, number: int, frame: FrameType | None) -> None:
-        """The handler of the alarm that `unheard` sets."""
+        """Handler of the alarm that `unheard` sets."""
         raise KeyboardInterrupt
 
     def unheard(self, dropped: "sys.UnraisableHookArgs") -> None:
-        """In place of sys.unraisablehook: where an interruption ends that was raised in a finalizer (`__del__`, a weakref's callback)."""
+        """Substitute of sys.unraisablehook, for interruptions raised in finalizers (`__del__`, callbacks of weak references)."""
         if issubclass(dropped.exc_type, KeyboardInterrupt):
-            # Not at once: what is raised in here would be dropped as well.
+            # Not at once: an exception raised here would be dropped, too.
             signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
         else:
             self._hook(dropped)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Have a thread end the process where a signal goes unheard for `DEAF_S`, as SIGKILL would: what was saved stays whole.
+        """Run a thread that ends the process, as SIGKILL would, where a signal isn't handled for `DEAF_S`; saved results stay whole.
 
-        A look-up of a host, a wait for another's lock in SQLite and a compiler in this process take as long as they take, and children
-        are begun with signals held back.
+        Look-ups of hosts, waits for SQLite's locks and compilers in this process may take long, and children are started with signals
+        blocked.
         """
         reading, self._watch = os.pipe()
         os.set_blocking(self._watch, False)
@@ -102,7 +102,7 @@ def _watch(reading: int) -> None:
 
 @contextmanager
 def interruptible(interrupts: Interrupts) -> Iterator[None]:
-    """Handle both signals meanwhile, but for one that whoever started the command has it ignore."""
+    """Handle both signals in the block, except one that the parent process set to be ignored."""
     before, hook, watch = {}, sys.unraisablehook, ExitStack()
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -1,4 +1,4 @@
-"""The `flashtune` command: a group of thin commands with one way to report errors."""
+"""The `flashtune` command: a group of thin commands that report errors alike."""
 
 import atexit
 import difflib
@@ -19,26 +19,26 @@ from flashtune.core.secrets import mask_secrets
 COMMANDS = {
     "search": "Find the fastest kernel for your shapes and store it.",
     "show": "List the best known configuration of every problem.",
-    "explain": "Say which record would serve a call, and why.",
-    "bench": "Time tuned kernels against the framework's backends on this GPU.",
+    "explain": "Show the record that would serve a call, and why.",
+    "bench": "Time tuned kernels against PyTorch's backends on this GPU.",
     "profile": "Show where attention's time and bytes go.",
-    "verify": "Check every row of a database against the oracle on this GPU.",
+    "verify": "Check every record of a database against the oracle on this GPU.",
     "generate": "Render the winners of a database to source files.",
     "export": "Write a compact database to ship with a model.",
-    "merge": "Merge databases into one that holds the best rows of every key.",
-    "doctor": "Say what this machine has and what is missing.",
+    "merge": "Merge databases into one that holds the best records of every key.",
+    "doctor": "Check this machine for everything that flashtune needs.",
 }
-"""Command to its line in `flashtune --help`; the module of the same name in flashtune.cli holds it."""
+"""Commands and their lines in `flashtune --help`; each is in the module of its name in flashtune.cli."""
 
 
 def _leave(status: int) -> NoReturn:
-    """End this process as Python would, but without taking apart all that was imported: after a search that takes up to a second."""
+    """End this process as Python would, but without unloading imported modules, which takes up to a second after a search."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except (OSError, ValueError):
-            # As Python does where what is left can't be written.
+            # As Python does where its buffers can't be written.
             status = status or 120
     os._exit(status)
 
@@ -61,15 +61,15 @@ def _say_if_triton_is_missing(ctx: click.Context) -> None:
 
 
 def _others_running() -> bool:
-    """Whether Python would wait for a thread before it ends."""
+    """True if Python would wait for another thread before it ends."""
     return any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
 
 
 class LazyGroup(click.Group):
-    """Imports a command's module only when it is used, so that `flashtune --help` answers at once."""
+    """Group that imports a command's module only when it is used, so that `flashtune --help` is fast."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """In the order in which a user meets them."""
+        """Command names in the order of `COMMANDS`."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -80,7 +80,7 @@ class LazyGroup(click.Group):
         return command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command that was typed, or what may have been meant."""
+        """The typed command; an unknown name fails with the nearest known one."""
         if args and args[0] not in COMMANDS and not args[0].startswith("-") and not ctx.resilient_parsing:
             near = difflib.get_close_matches(args[0], COMMANDS, n=1)
             ctx.fail(f"no such command {args[0]!r}: " + (f"did you mean {near[0]}?" if near else f"use one of {', '.join(COMMANDS)}"))
@@ -92,7 +92,7 @@ class LazyGroup(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
     def __call__(self, *words: Any, **settings: Any) -> Any:
-        """Be the command of this process."""
+        """Run as the command of this process, and end it."""
         try:
             return super().__call__(*words, **settings)
         except SystemExit as end:
@@ -101,9 +101,9 @@ class LazyGroup(click.Group):
             raise
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; what flashtune raises on purpose becomes one line and an exit code."""
+        """Run a command; its FlashtuneErrors become one line and an exit code."""
         if sys.stdout is None:
-            # Closed by whoever started us (`>&-`). Without this the next file to be opened, a database say, would be what is printed to.
+            # Closed by the parent (`>&-`): without this, output would go into the next file that is opened, such as a database.
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         interrupts = Interrupts()
         try:
@@ -116,13 +116,13 @@ class LazyGroup(click.Group):
             click.echo("flashtune: interrupted", err=True)
             ctx.exit(INTERRUPTED)
         except FlashtuneError as error:
-            # What was interrupted may call it a failure of its own, and what then couldn't be kept is worth a word.
+            # Interrupted code may raise errors of its own, and failures to save results should be shown.
             _say(ctx, error, interrupted=interrupts.came)
         except click.UsageError as error:
             _report(error)
             ctx.exit(error.exit_code)
         except BrokenPipeError:
-            # The reader (head, less) has gone; there is nobody left to tell.
+            # The reader (head, less) has gone: nobody would see a message.
             sys.stderr.close()
             ctx.exit(0)
         except OSError as error:
@@ -131,7 +131,7 @@ class LazyGroup(click.Group):
             if error.errno != errno.ENOSPC:
                 raise
             click.echo(f"flashtune: the output can't be written ({error.strerror}): free some space there", err=True)
-            # What is left in the buffer has nowhere to go; without this the interpreter would complain at exit.
+            # The buffer can't be written: without this the interpreter would complain at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             ctx.exit(4)
         except Exception as error:
@@ -144,15 +144,15 @@ class LazyGroup(click.Group):
 
 
 def _require_folder() -> None:
-    """Raise EnvironmentProblem where the folder that the command runs in was removed: no path can be told from there."""
+    """Raise EnvironmentProblem where the working directory was removed: relative paths can't be resolved there."""
     try:
         os.getcwd()
     except FileNotFoundError as error:
-        raise EnvironmentProblem("the folder that this command runs in was removed: change to one that is there") from error
+        raise EnvironmentProblem("the working directory of this command was removed: change to an existing one") from error
 
 
 def _report(error: click.UsageError) -> None:
-    """A wrong option or argument in one line, with where to read more."""
+    """Print a usage error in one line, with the command for more help."""
     command = error.ctx.command.name if error.ctx is not None and error.ctx.parent is not None else None
     help_line = " ".join(["flashtune", *([command] if command else []), "--help"])
     from flashtune.cli.console import one_line
@@ -167,13 +167,13 @@ def main() -> None:
 
     \b
     flashtune search --gpu-name h200 --d 128     tune this GPU (or predict for another)
-    flashtune show                               what is known
-    flashtune explain --n 4096 --d 128           what would serve a call, and why
+    flashtune show                               list known records
+    flashtune explain --n 4096 --d 128           show the record that would serve a call, and why
 
-    Exit codes: 0 done, 1 something failed (a row did not verify, say), 2 bad input, 3 a database can't be used,
+    Exit codes: 0 done, 1 a check failed (such as verify), 2 bad input, 3 a database can't be used,
     4 this machine lacks something, 5 no correct kernel was found, 130 interrupted.
     """
-    # What is called here, or by children, is no model's.
+    # Calls of this process and its children are no model's.
     os.environ.pop("FLASHTUNE_CALLS", None)
 
 

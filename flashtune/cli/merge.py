@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("locations", metavar="PATH|URL...", nargs=-1, required=True)
 @click.option("--out", "destination", metavar="PATH", required=True, help="The file to write.")
-@click.option("--licence", "--license", "licence", metavar="SPDX", help="Write a card beside it: licence, hash, where its rows are from.")
+@click.option("--licence", "--license", "licence", metavar="SPDX", help="Write a card beside it: licence, hash, origin of its records.")
 @click.option("--force", is_flag=True, help="Replace the file where it exists.")
 @json_option
 def merge(locations: tuple[str, ...], destination: str, licence: str | None, force: bool, as_json: bool) -> None:
-    """Write the best rows of every key that these databases have to one small file.
+    """Write the best records of every key in these databases to one small file.
 
-    Of two rows of one key the one that gained more over the framework in its own run is kept, with its provenance; measured rows go before
-    predicted ones. Where that one's kernel writes other bits each time, the best row of a kernel that doesn't stays beside it, for
-    deterministic calls. What gave way is listed, and so is what this version can't serve.
+    Of two records of one key the one with the larger speedup over PyTorch in its own run is kept, with its provenance; measured records
+    go before predicted ones. Where its kernel isn't bitwise repeatable, the best record of a repeatable one is kept beside it, for
+    deterministic calls. Records that lost are listed, and so are those that this version can't serve.
 
     \b
     flashtune merge alice.sqlite bob.sqlite --out model/tuned.sqlite --licence Apache-2.0
@@ -42,15 +42,15 @@ def merge(locations: tuple[str, ...], destination: str, licence: str | None, for
         print_json({**found, "lost": lost, "left_out": left_out})
         return
     for record, best in merged.lost:
-        console().print(f"lost: {record.key.gpu} {record.problem.label()}: {_told(record)} to {_told(best)}", soft_wrap=True)
+        console().print(f"lost: {record.key.gpu} {record.problem.label()}: {_described(record)} to {_described(best)}", soft_wrap=True)
     servable(merged.passed_over)
-    console().print(f"{counted(len(merged.kept), 'row')} of {counted(len(locations), 'database')} in {words}")
+    console().print(f"{counted(len(merged.kept), 'record')} of {counted(len(locations), 'database')} in {words}")
 
 
-def _told(record: "TuningRecord") -> str:
-    """A row by its gain and where it is from."""
+def _described(record: "TuningRecord") -> str:
+    """A record's speedup and origin, in words."""
     relative = record.relative_time
-    gain = record.outcome.source if relative is None else f"{1 / relative:.2f}x of the framework"
+    gain = record.outcome.source if relative is None else f"{1 / relative:.2f}x of PyTorch"
     return f"{gain} ({record.origin})"
 
 

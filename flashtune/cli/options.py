@@ -1,4 +1,4 @@
-"""Options that several commands share, and how their texts become core types."""
+"""Options that several commands share, and their conversion to core types."""
 
 import functools
 import re
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from flashtune.db.store import KeyFilter
 
 LONGEST = 1 << 24
-"""The longest sequence that can be asked for: beyond it not even one head's K and V make sense in one attention."""
+"""Longest sequence that options accept, in tokens."""
 
 WIDTH = 2048
-"""H * D of a problem whose heads aren't given: the width of a small language model."""
+"""H * D of a problem without --heads: the width of a small language model."""
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for machines instead of a table.")
 
@@ -37,14 +37,14 @@ SWITCHES = {
     "dslopes": "A backward whose ALiBi slopes (--alibi) get their gradient, too.",
     "tf32": "Allow TF32 products for fp32 inputs (IEEE otherwise).",
 }
-"""Features that an option of their name switches on, and its help."""
+"""Features that an option of the same name switches on, and its help."""
 
 MOST = 2**31 - 1
-"""The largest size that databases hold."""
+"""Largest size that databases hold."""
 
 
 class Known(click.ParamType[str]):
-    """A text that a shell can complete; a command says itself what it makes of one that isn't known. Commas may separate several."""
+    """Text with shell completion of known words, which commas may separate; commands check it themselves."""
 
     def __init__(self, name: str, known: Callable[[], Iterable[str]]) -> None:
         self.name, self._known = name, known
@@ -54,7 +54,7 @@ class Known(click.ParamType[str]):
         return str(value)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """The known words that go on from what is typed."""
+        """Known words that begin with the typed ones."""
         before, comma, begun = incomplete.rpartition(",")
         return [CompletionItem(f"{before}{comma}{word}") for word in self._known() if word.startswith(begun)]
 
@@ -70,18 +70,16 @@ DTYPE = Known("dtype", lambda: DTYPES)
 TEMPLATE = Known("template", _templates)
 MODEL = Known("model", models)
 
-db_option = click.option(
-    "--db", "location", metavar="PATH|URL", help="This database alone, in place of your own and the one that ships with flashtune."
-)
+db_option = click.option("--db", "location", metavar="PATH|URL", help="Only this database, in place of your own and the shipped one.")
 
 
 class Numbers(click.ParamType[tuple[int, ...]]):
-    """`512` or `512,1024,2048`."""
+    """Parameter type of `512` or `512,1024,2048`."""
 
     name = "integers"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """The numbers of one occurrence of the option."""
+        """Numbers of one occurrence of the option."""
         if isinstance(value, tuple):
             return value
         try:
@@ -91,7 +89,7 @@ class Numbers(click.ParamType[tuple[int, ...]]):
 
 
 class ListCommand(click.Command):
-    """A command whose repeatable options also take several values at once: `--n 512 1024` is `--n 512 --n 1024`."""
+    """Command whose repeatable options also take several values at once: `--n 512 1024` is `--n 512 --n 1024`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Repeat the option's name before each further value."""
@@ -110,13 +108,13 @@ class ListCommand(click.Command):
 
 
 def flat(values: tuple[tuple[int, ...], ...]) -> list[int]:
-    """Every number that was given, each once, in order."""
+    """Distinct numbers of all groups, in order."""
     return list(dict.fromkeys(number for group in values for number in group))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemOptions:
-    """The options that describe problems, as they were given; `d`, `n` and `dtype` hold every value."""
+    """Values of the options that describe problems; `d`, `n` and `dtype` hold every value."""
 
     d: tuple[int, ...]
     n: tuple[int, ...]
@@ -137,17 +135,17 @@ class ProblemOptions:
     calls: Path | None = None
 
     @classmethod
-    def taken(cls, given: dict[str, Any]) -> "ProblemOptions":
-        """Take these options out of all that were given."""
-        found = {field.name: given.pop(field.name, None) for field in fields(cls) if field.name != "switches"}
-        found["switches"] = tuple(name for name in SWITCHES if given.pop(name))
+    def taken(cls, kwargs: dict[str, Any]) -> "ProblemOptions":
+        """Remove these options from all keyword arguments of a command."""
+        found = {field.name: kwargs.pop(field.name, None) for field in fields(cls) if field.name != "switches"}
+        found["switches"] = tuple(name for name in SWITCHES if kwargs.pop(name))
         for name in ("d", "n"):
             found[name] = tuple(flat(found[name])) if isinstance(found[name], tuple) else (found[name],)
         names = found["dtype"] or ()
         return cls(**{**found, "dtype": (names,) if isinstance(names, str) else names})
 
     def dtypes(self, default: list[DType]) -> list[DType]:
-        """Parsed element types, each once; commas separate several."""
+        """Distinct parsed element types; commas separate several."""
         found: list[DType] = [parse_dtype(name) for text in self.dtype for name in text.split(",")]
         return list(dict.fromkeys(found)) if found else default
 
@@ -161,11 +159,11 @@ class ProblemOptions:
             raise InputError(f"--window {self.window} is out of range: give a size of at least 0")
         if "dbias" in self.switches and self.mask != "bias":
             given = f"--mask is {self.mask}" if self.mask else "no --mask was given"
-            raise InputError(f"--dbias asks for the gradient of a bias, and {given}: give --mask bias, or leave --dbias out")
+            raise InputError(f"--dbias requests the gradient of a bias, and {given}: give --mask bias, or leave --dbias out")
         if "dslopes" in self.switches and "alibi" not in self.switches:
-            raise InputError("--dslopes asks for the gradient of ALiBi's slopes, and there are none: give --alibi, or leave --dslopes out")
-        if self.direction == "fwd" and (asked := next((name for name in ASKED if name in self.switches), None)):
-            raise InputError(f"--{asked} asks for a gradient, and a forward has none: give --direction bwd, or leave --{asked} out")
+            raise InputError("--dslopes requests the gradient of ALiBi slopes, and there are none: give --alibi, or leave --dslopes out")
+        if self.direction == "fwd" and (gradient := next((name for name in ASKED if name in self.switches), None)):
+            raise InputError(f"--{gradient} requests a gradient, and a forward has none: give --direction bwd, or leave --{gradient} out")
         return Features(
             causal=causal,
             alignment="bottom_right" if self.alignment == "bottom-right" else "top_left",
@@ -177,7 +175,7 @@ class ProblemOptions:
         )
 
     def problem(self, *, n: int, d: int, dtype: DType, causal: bool) -> Problem:
-        """One of the problems that were asked for, with the defaults for what was left out."""
+        """The problem of these sizes, with defaults for missing options; raises InputError for values out of range."""
         self._check_sizes(n, d)
         features = self.features(causal=causal)
         if features.tf32 and dtype != "fp32":
@@ -204,19 +202,19 @@ class ProblemOptions:
         )
 
     def of_model(self) -> list[Problem]:
-        """The problems of `model`'s attentions, each once; raises InputError for an option that says what the model says already."""
+        """Distinct problems of `model`'s attentions; raises InputError for an option that the model determines."""
         model = find_model(self.model or "")
-        told: dict[str, object] = {
+        others: dict[str, object] = {
             "--d": self.d,
             "--d-v": self.d_v,
             "--heads": self.heads,
             "--kv-heads": self.kv_heads,
             "--mask": self.mask,
         }
-        told |= {"--window": self.window is not None, "--softcap": self.softcap, "--alignment": self.alignment != "top-left"}
-        told |= {"--dropout": self.dropout} | {f"--{name}": True for name in self.switches}
-        refuse_beside(f"--model {model.slug}", told)
-        # A step of decoding asks with its last token: encoders have none.
+        others |= {"--window": self.window is not None, "--softcap": self.softcap, "--alignment": self.alignment != "top-left"}
+        others |= {"--dropout": self.dropout} | {f"--{name}": True for name in self.switches}
+        refuse_beside(f"--model {model.slug}", others)
+        # A step of decoding has one query, of the last token: encoders have no such step.
         kinds = [kind for kind in model.attentions if self.n_q is None or kind.causal or kind.n_q is not None]
         if not kinds:
             raise InputError(f"--n-q {self.n_q} was given for {model.slug}, which writes no text: leave --n-q out")
@@ -224,7 +222,7 @@ class ProblemOptions:
             if size > LONGEST:
                 raise InputError(f"{name} {size} is out of range: give at most {LONGEST}")
         found = [
-            # What is crossed to has a length of its own.
+            # Cross-attention has a key length of its own.
             kind.problem(n=n, dtype=dtype, batch=self.batch, n_q=self.n_q, direction=self.direction)
             for dtype in self.dtypes(["bf16"])
             for kind in kinds
@@ -233,14 +231,14 @@ class ProblemOptions:
         return list(dict.fromkeys(found))
 
     def of_calls(self) -> list[Problem]:
-        """The problems in the file `calls`, each once; raises InputError for any other option that describes problems, for sizes that no
-        database holds and where there are none, and as `flashtune.core.calls.read` does."""
+        """Distinct problems in the file `calls`; raises InputError for any other option that describes problems, for sizes that no database
+        holds, for an empty file, and as `flashtune.core.calls.read` does."""
         path = self.calls or Path()
-        # As they are where nobody gives them.
+        # Values of options that weren't given.
         absent = {"direction": "fwd", "alignment": "top-left", "dropout": 0.0, "softcap": 0.0, "d": (), "n": (), "dtype": (), "calls": path}
         given = {field.name: getattr(self, field.name) != absent.get(field.name) for field in fields(self) if field.name != "switches"}
-        told = {f"--{name.replace('_', '-')}": value for name, value in (given | dict.fromkeys(self.switches, True)).items()}
-        refuse_beside(f"--calls {path}", told)
+        others = {f"--{name.replace('_', '-')}": value for name, value in (given | dict.fromkeys(self.switches, True)).items()}
+        refuse_beside(f"--calls {path}", others)
         found = list(dict.fromkeys(problem.seen() for problem in read(path)))
         if not found:
             raise InputError(f"{path} holds no calls: run the model before dispatch.save_calls, or name another file")
@@ -252,7 +250,7 @@ class ProblemOptions:
         return found
 
     def _check_sizes(self, n: int, d: int) -> None:
-        """Raise InputError for a size that is none, that no kernel takes, or that no database holds."""
+        """Raise InputError for a size below 1, above the largest head size, or above the largest of databases."""
         sizes = {"--n": n, "--d": d, "--n-q": self.n_q, "--d-v": self.d_v, "--window": self.window}
         sizes |= {"--batch": self.batch, "--heads": self.heads, "--kv-heads": self.kv_heads}
         for name, size in sizes.items():
@@ -264,17 +262,17 @@ class ProblemOptions:
                 raise InputError(f"{name} {size} is out of range: kernels take head sizes up to {MAX_HEAD_DIM}")
 
 
-def refuse_beside(option: str, told: Mapping[str, object]) -> None:
-    """Raise InputError where one of the options is `told`, beside an `option` that answers what it asks."""
-    if given := [name for name, value in told.items() if value]:
-        raise InputError(f"{given[0]} was given together with {option}, which says what is attended to: leave one of them out")
+def refuse_beside(option: str, others: Mapping[str, object]) -> None:
+    """Raise InputError where one of the `others` was given beside an `option` that determines it."""
+    if given := [name for name, value in others.items() if value]:
+        raise InputError(f"{given[0]} was given together with {option}, which already describes the attention: leave one of them out")
 
 
 def problem_options(*, many: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """The options that describe a problem, which a command gets as `asked`; with `many`, --n, --d and --dtype may be repeated."""
+    """Decorator with the options that describe a problem, passed as `requested`; with `many`, --n, --d and --dtype may be repeated."""
     words = "; several with commas or by repeating" if many else ""
     of_models = "The attentions of this model, in place of --d and the like (flashtune show --models)."
-    of_calls = "What a model has called, in place of --d and the like: a file of dispatch.save_calls, or of FLASHTUNE_CALLS."
+    of_calls = "Recorded calls of a model, in place of --d and the like: a file of dispatch.save_calls, or of FLASHTUNE_CALLS."
     number: Any = Numbers() if many else int
     in_place = [
         click.option("--model", type=MODEL, metavar="NAME", help=of_models),
@@ -287,7 +285,7 @@ def problem_options(*, many: bool) -> Callable[[Callable[..., None]], Callable[.
         click.option("--n", "n", type=number, multiple=many, required=not many, help=f"Sequence length{words}."),
         click.option("--n-q", "n_q", type=int, help="Number of queries, when it differs from --n."),
         click.option("--dtype", "dtype", type=DTYPE, multiple=many, help=f"Element type: {', '.join(DTYPES)}{words}."),
-        click.option("--direction", type=click.Choice(DIRECTIONS), default="fwd", show_default=True, help="Which pass."),
+        click.option("--direction", type=click.Choice(DIRECTIONS), default="fwd", show_default=True, help="Forward or backward pass."),
         click.option("--mask", type=click.Choice([m for m in MASK_KINDS if m != "none"]), help="A boolean mask or an additive bias."),
         click.option("--dropout", type=float, default=0.0, metavar="P", help="Dropout rate; any rate above 0 tunes for all rates."),
         click.option("--window", type=int, metavar="W", help="Sliding window: W keys to each side (to the left when causal)."),
@@ -296,7 +294,7 @@ def problem_options(*, many: bool) -> Callable[[Callable[..., None]], Callable[.
             type=click.Choice(["top-left", "bottom-right"]),
             default="top-left",
             show_default=True,
-            help="Where the diagonal starts when --n-q differs from --n: as in torch, or with the last query over the last key.",
+            help="Position of the diagonal when --n-q differs from --n: first query on first key, as in torch, or last query on last key.",
         ),
         click.option("--softcap", type=float, default=0.0, metavar="C", help="Soft cap of the scores; any cap tunes for all caps."),
         *(click.option(f"--{name.replace('_', '-')}", is_flag=True, help=text) for name, text in SWITCHES.items()),
@@ -307,8 +305,8 @@ def problem_options(*, many: bool) -> Callable[[Callable[..., None]], Callable[.
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
-        def gathered(**given: Any) -> None:
-            command(asked=ProblemOptions.taken(given), **given)
+        def gathered(**kwargs: Any) -> None:
+            command(requested=ProblemOptions.taken(kwargs), **kwargs)
 
         for option in reversed(options):
             gathered = option(gathered)
@@ -318,7 +316,7 @@ def problem_options(*, many: bool) -> Callable[[Callable[..., None]], Callable[.
 
 
 def gpu_of(name: str | None) -> Target:
-    """The GPU of this name, or the one in this machine where none is given; raises InputError where there is none."""
+    """The GPU of this name, or without a name the one in this machine; raises InputError where there is none."""
     if name is not None:
         return find_target(name)
     from flashtune.tuner.machine import local_gpu
@@ -330,13 +328,13 @@ def gpu_of(name: str | None) -> Target:
 
 
 def filters_of(*, gpu_name: str | None = None, d: int | None = None, n: int | None = None, dtype: str | None = None) -> "KeyFilter":
-    """The database's filter for the options that were given."""
+    """Database filter for these options."""
     slug = None if gpu_name is None else find_target(gpu_name).slug
     return {"gpu": slug, "d": d, "n": n, "dtype": None if dtype is None else parse_dtype(dtype)}
 
 
 def share_of(option: str, text: str) -> float:
-    """`0.5%` or `0.005`; raises InputError for what is no share from 0 up to, but not including, 1."""
+    """Share in [0, 1) written as `0.5%` or `0.005`; raises InputError for other texts."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%?)", text.strip())
     share = float(found[1]) / (100 if found[2] else 1) if found else 1.0
     if not share < 1:
@@ -345,7 +343,7 @@ def share_of(option: str, text: str) -> float:
 
 
 def seconds_of(text: str) -> float:
-    """`90s`, `10m`, `1.5h` or a plain number of seconds; raises InputError for anything else."""
+    """Seconds of `90s`, `10m`, `1.5h` or a plain number; raises InputError for other texts."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|h|)", text.strip().lower())
     if found is None or float(found[1]) == 0:
         raise InputError(f"--budget {text!r} is no time: write 90s, 10m or 1h")

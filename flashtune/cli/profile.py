@@ -1,4 +1,4 @@
-"""`flashtune profile`: where attention's time and bytes go, for these shapes on this GPU."""
+"""`flashtune profile`: time and bytes of attention's steps, for these shapes on this GPU."""
 
 import shutil
 import sys
@@ -24,7 +24,7 @@ from flashtune.profiler.summary import ChosenBy, Profile
 from flashtune.tuner.machine import gpu_may_be_present, local_gpu
 
 DEFAULT_GPU = "h200"
-"""Whose roofline is shown where no GPU was named and none is here: the one that the shipped kernels were tuned on."""
+"""GPU of the roofline where none is named and none is present: the one that the shipped kernels were tuned on."""
 
 
 @click.command()
@@ -38,13 +38,15 @@ DEFAULT_GPU = "h200"
 @click.option("--n-q", type=int, help="Number of queries, when it differs from --n: 1 is a step of decoding.")
 @click.option("--causal", is_flag=True, help="Causal attention; the last query sees the last key.")
 @click.option(
-    "--direction", type=click.Choice(DIRECTIONS), default="fwd", show_default=True, help="Which pass; a backward is only counted."
+    "--direction",
+    type=click.Choice(DIRECTIONS),
+    default="fwd",
+    show_default=True,
+    help="Forward or backward pass; a backward is only counted.",
 )
 @click.option("--d", "d", type=int, default=128, show_default=True, help="Head size, up to 256.")
 @click.option("--dtype", type=DTYPE, default="fp16", show_default=True, help=f"Element type: {', '.join(DTYPES)}.")
-@click.option(
-    "--gpu-name", type=GPU, metavar="NAME", help=f"The GPU whose roofline to use (default: the one of this machine, else {DEFAULT_GPU})."
-)
+@click.option("--gpu-name", type=GPU, metavar="NAME", help=f"GPU of the roofline (default: the one of this machine, else {DEFAULT_GPU}).")
 @click.option(
     "--elementwise",
     type=click.Choice(ELEMENTWISE),
@@ -83,10 +85,10 @@ def profile(
     plots: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Show where attention's time and bytes go: each step of the standard pipeline beside the fused kernel, held against a GPU's roofline.
+    """Show where attention's time and bytes go: each step of the standard pipeline and the fused kernel against a GPU's roofline.
 
-    Counting needs no GPU. On the GPU that was named (or where none was named) everything is measured as well: each step, whole attentions,
-    latency against N, attention's share of a transformer layer, and four strategies with their errors.
+    Counting needs no GPU. On the named GPU (or any, without a name) everything is measured as well: each step, whole attentions, latency
+    against N, attention's share of a transformer layer, and four strategies with their errors.
 
     \b
     flashtune profile --b 1 --h 12 --n 1024 --d 64 --dtype fp16 --gpu-name v100
@@ -145,7 +147,7 @@ def profile(
     if as_json:
         print_json(found.as_json())
     else:
-        # A file or a pipe gets all columns.
+        # Files and pipes get all columns.
         click.echo(render(found, width=shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
 
 
@@ -156,7 +158,7 @@ def _choose(named: Target | None, here: Target | None) -> tuple[Target, ChosenBy
 
 
 def _local(named: Target | None) -> tuple[Target | None, str]:
-    """The GPU of this machine where the table knows it, and why nothing can be measured on it (empty when it can)."""
+    """The GPU of this machine if it is in the table of GPUs, and the reason why it can't measure (empty if it can)."""
     gpu = local_gpu() if gpu_may_be_present() else None
     if gpu is None:
         return None, "this machine has no GPU that torch can use"

@@ -1,4 +1,4 @@
-"""A profile as text for people: plain aligned columns, the same in a log and the documents; a terminal gets what fits its width."""
+"""A profile as text: plain aligned columns, all of them in logs and documents, fewer in a narrow terminal."""
 
 import textwrap
 from dataclasses import replace
@@ -9,15 +9,15 @@ from flashtune.profiler.summary import Profile
 from flashtune.profiler.tables import Table, counted_tables, heading, measured_tables, target_line, verdict
 
 SPARED = ("total MB", "MB", "write MiB", "read MiB", "GFLOP", "of peak", "TB/s", "MLP us", "projections us", "total MiB", "FLOP/byte")
-"""Columns that a narrow terminal goes without, the first first."""
+"""Columns left out in a narrow terminal, in this order."""
 
 _LEAST_WORDS = 16
-"""The first column's words are cut to no fewer characters than these."""
+"""Least width of the first column, in characters."""
 _LEAST_COLUMNS = 3
 
 
 def render(profile: Profile, *, width: int | None = None) -> str:
-    """Everything that is known of `profile`, in lines of at most `width` characters (None: however long they become)."""
+    """Text of a whole profile, in lines of at most `width` characters (None: of any length)."""
     tensors, steps, strategies = (_lines(table, width) for table in counted_tables(profile))
     parts = [
         "\n".join(_prose(line, width) for line in (heading(profile), target_line(profile))),
@@ -39,7 +39,7 @@ def _prose(line: str, width: int | None) -> str:
 
 
 def _fitted(table: Table, width: int) -> Table:
-    """The table without the columns that `width` has no place for, and with shorter words in its first where that isn't enough."""
+    """The table without columns that don't fit into `width`, and with a shorter first column where that isn't enough."""
     for spared in SPARED:
         if _width(table) <= width:
             return table
@@ -51,7 +51,7 @@ def _fitted(table: Table, width: int) -> Table:
     rows = tuple((row[0] if len(row[0]) <= room else f"{row[0][: room - 1]}…", *row[1:]) for row in table.rows)
     table = replace(table, rows=rows)
     while _width(table) > width and len(table.columns) > _LEAST_COLUMNS:
-        # Of latencies the smallest N go first.
+        # Latencies lose the smallest N first.
         table = replace(table, columns=(table.columns[0], *table.columns[2:]), rows=tuple((row[0], *row[2:]) for row in table.rows))
     return table
 

@@ -1,4 +1,4 @@
-"""How a running search looks: a live display in a terminal, plain lines elsewhere."""
+"""Display of a running search: live in a terminal, plain lines elsewhere."""
 
 import threading
 import time
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from flashtune.tuner.search.plan import Stage
 
 LINE_S = 10.0
-"""Between two lines about the stage under way, where there is no terminal."""
+"""Seconds between two lines about the current stage, where there is no terminal."""
 
 
 class SearchProgress:
-    """Draws a search: its stage, the incumbent, trials by fate, and the time left; a context manager and a SearchListener.
+    """Display of a search: its stage, the incumbent, trials by fate, and the time left; a context manager and a SearchListener.
 
     `problems` and `trials` are those of the plan, `budget_s` its wall time; `clock` is in seconds.
     """
@@ -57,7 +57,7 @@ class SearchProgress:
         self._place, self._best = "", ""
         self._stage: tuple[Stage, int] | None = None
         self._since = clock()
-        # The display and the lines are drawn by threads of their own, while the search waits for its workers.
+        # Threads of their own update the display and print lines while the search waits for its workers.
         self._lock, self._over = threading.Lock(), threading.Event()
         self._lines = not console.is_terminal and not quiet
         self._live = Live(get_renderable=self._view, console=console, refresh_per_second=4) if console.is_terminal and not quiet else None
@@ -82,7 +82,7 @@ class SearchProgress:
             self.tick()
 
     def tick(self) -> None:
-        """Print a line about what is going on, where anything is."""
+        """Print a line about the current stage, if there is one."""
         with self._lock:
             what = "; ".join(filter(None, (self._at(), self._best and f"best {self._best.partition(', ')[0]}", self._left.words())))
             line = f"{self._place}: {what}" if self._stage is not None else ""
@@ -90,7 +90,7 @@ class SearchProgress:
             self._console.print(line, soft_wrap=True)
 
     def _at(self) -> str:
-        """The stage under way and its time."""
+        """The current stage and its time."""
         if self._stage is None:
             return ""
         stage, known = self._stage
@@ -113,7 +113,7 @@ class SearchProgress:
             return grid
 
     def problem_started(self, problem: Problem, index: int, total: int, resumed: int) -> None:
-        """A problem begins."""
+        """Show that a problem begins."""
         with self._lock:
             self._enter(problem, f"[{index + 1}/{total}] {problem.label()}", resumed)
             self._bars.reset(self._tries, total=self._trials, completed=resumed)
@@ -126,7 +126,7 @@ class SearchProgress:
         self._left.begin(problem, known)
 
     def stage_started(self, problem: Problem, stage: "Stage", known: int) -> None:
-        """Something that may take long begins."""
+        """Show that a stage, which may take long, begins."""
         with self._lock:
             self._enter(problem, problem.label(), known)
             self._bars.update(self._tries, completed=known)
@@ -135,7 +135,7 @@ class SearchProgress:
                 self._since = self._clock()
 
     def trial_finished(self, outcome: Outcome, incumbent: Outcome | None) -> None:
-        """One trial ended."""
+        """Show that a trial ended."""
         with self._lock:
             self._fates[outcome.fate] += 1
             self._left.trial()
@@ -145,7 +145,7 @@ class SearchProgress:
                 self._best = f"{incumbent.measurement.median_us:.1f} us {incumbent.source}, {incumbent.template} {config}"
 
     def problem_known(self, result: SearchResult, index: int, total: int) -> None:
-        """A problem that this plan is done with."""
+        """Show that a problem of this plan was finished before."""
         self._end(result)
         if self._lines:
             self._console.print(f"[{index + 1}/{total}] {result.problem.label()}: done before ({_trials(result)})")
@@ -158,11 +158,11 @@ class SearchProgress:
             self._stage = None
 
     def save_failed(self, problem: Problem, error: FlashtuneError) -> None:
-        """A result couldn't be saved."""
+        """Show that a result couldn't be saved."""
         self._console.print(f"{problem.label()}: not saved yet, tried again at the end ({mask_secrets(str(error))})", markup=False)
 
     def problem_finished(self, result: SearchResult) -> None:
-        """A problem's result was saved."""
+        """Show that a problem's result was saved."""
         self._end(result)
         why = why_slower(result)
         if not self._lines:
@@ -177,7 +177,7 @@ class SearchProgress:
         others = ", ".join(f"{count} {fate}" for fate, count in sorted(fates.items()) if fate is not Fate.CORRECT)
         ratio = ""
         if result.baseline is not None:
-            ratio = f", {result.baseline.measurement.median_us / best.measurement.median_us:.2f}x the framework ({result.baseline.backend})"
+            ratio = f", {result.baseline.measurement.median_us / best.measurement.median_us:.2f}x PyTorch ({result.baseline.backend})"
         ended = f"; {sentence(result.ending)}" if result.ending is not None else ""
         ended += f"; {why}" if why else ""
         self._console.print(
@@ -188,7 +188,7 @@ class SearchProgress:
 
 
 def why_slower(result: SearchResult) -> str:
-    """Why the winner's time is longer, by more than a tie, than the best that trials showed; empty where it isn't."""
+    """Reason why the winner's time is longer, by more than a tie, than the best trial's; empty where it isn't."""
     best = result.best
     if best is None or best.measurement is None:
         return ""
@@ -198,7 +198,7 @@ def why_slower(result: SearchResult) -> str:
     if mine <= trial_us * (1 + TIE):
         return ""
     if first.variant_id == best.variant_id:
-        return f"the best trial's {trial_us:.1f} us were its own: the closing race times finalists anew"
+        return f"the best trial's {trial_us:.1f} us were its own: the closing race times final candidates anew"
     if not first.finalist:
         return f"the best trial, of {trial_us:.1f} us, didn't run in the closing race"
     if theirs >= mine:
@@ -208,7 +208,7 @@ def why_slower(result: SearchResult) -> str:
     if best.call_us is not None and best.call_us < (1 - CALL_GAIN) * fastest_call:
         return f"whole calls decided: of the winner they take {best.call_us:.1f} us, of the fastest in the closing race {fastest_call:.1f}"
     if mine <= theirs * (1 + TIE):
-        return f"a tie with the best trial, of {theirs:.1f} us in the closing race, goes to the stored row or to the simpler kernel"
+        return f"a tie with the best trial, of {theirs:.1f} us in the closing race, goes to the stored record or to the simpler kernel"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Records as JSON rows and as tables; field names, once shipped, are kept."""
+"""Records as JSON objects and as tables; field names, once shipped, are kept."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,28 +11,28 @@ from flashtune.core.results import Fate, TuningRecord
 from flashtune.templates import unservable
 
 PREDICTED_NOTE = (
-    "predicted: ranked by a cost model over what the compiler said for that GPU (registers, spills, shared memory) and the GPU's "
-    "datasheet; nothing was run there. Run the same search on the GPU to measure; measured rows always come first."
+    "predicted: ranked by a cost model from the compiler's figures for that GPU (registers, spills, shared memory) and the GPU's "
+    "datasheet; nothing was run there. Run the same search on the GPU to measure; measured records always come first."
 )
 
 
 DOUBTS = {
-    "unservable": "can't be served by this version on its own GPU, whatever its time says; it is left out of exports.",
-    "unchecked": "predicted, and nothing compared its numbers: no interpreter runs its template. On the GPU `flashtune verify` does.",
-    "throttled": "something held the GPU's clocks back while it was timed; --json says what. Search again when the GPU is cool and free.",
-    "shared": "another process computed on the GPU while it was timed. Search again when the GPU is free.",
+    "unservable": "can't be served by this version on its own GPU, however fast it is; exports leave it out.",
+    "unchecked": "predicted, without a check of its results: no interpreter runs its template. `flashtune verify` on the GPU checks it.",
+    "throttled": "the GPU's clocks were throttled while it was timed; --json has the cause. Search again when the GPU is cool and free.",
+    "shared": "another process used the GPU while it was timed. Search again when the GPU is free.",
 }
-"""What may speak against a row, to what that means."""
+"""Doubts about a record and their explanations."""
 
 NAMED = 5
-"""How many rows that can't be served are named with the reason."""
+"""Number of unservable records that are listed with the reason."""
 
 
 SHORTEST = 12
-"""Letters of the problem that are shown, however narrow the terminal."""
+"""Least number of shown letters of a problem, in any terminal."""
 
 COLUMNS = ("problem", "B x H", "template", "us", "call us", "TFLOP/s", "vs framework", "as calls", "source", "config")
-"""Those of a table; what is missing of some is left out where no row has it, or there is no room."""
+"""Columns of a table; some are left out where no record has a value, or the terminal is too narrow."""
 
 
 def record_row(record: TuningRecord) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def record_row(record: TuningRecord) -> dict[str, Any]:
 
 
 def servable(records: Sequence[TuningRecord]) -> list[TuningRecord]:
-    """Those that this version can serve; the others are named, with the reason."""
+    """Records that this version can serve; the others are listed with the reason on standard error."""
     found = []
     for record in records:
         if why := unservable(record):
@@ -87,9 +87,9 @@ def _rounded(time_us: float | None) -> float | None:
 
 
 def print_records(records: Sequence[TuningRecord], *, title: str | None = None, wide: bool = False) -> None:
-    """Records for people, one line each, and what their words mean; `wide` adds what doesn't fit a terminal, such as the config.
+    """Print records as a table, and explanations of its terms; `wide` adds columns that don't fit a terminal, such as the config.
 
-    The ratios are the framework's time over ours: on the GPU alone, and as whole calls, host included.
+    The ratios are PyTorch's time over ours: on the GPU alone, and as whole calls, host included.
     """
     rows = [(record, unservable(record)) for record in records]
     for gpu in dict.fromkeys(record.key.gpu for record in records):
@@ -99,19 +99,19 @@ def print_records(records: Sequence[TuningRecord], *, title: str | None = None, 
 
 
 def _print_table(rows: Sequence[tuple[TuningRecord, str | None]], *, title: str, wide: bool) -> None:
-    """The records of one GPU, each with why it can't be served, if it can't."""
+    """Print the records of one GPU, each with the reason if it can't be served."""
     calls = any(record.outcome.call_us is not None for record, _ in rows)
     table = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     left_out = {*(() if wide else ("template", "config")), *(() if calls else ("call us", "as calls"))}
     columns = [name for name in COLUMNS if name not in left_out]
     lines = [_cells(record, why, wide) for record, why in rows]
-    # What doesn't fit is wanted in full, so the terminal breaks the line where it must.
+    # Wide tables are printed in full, so the terminal may break lines.
     out = console(width=1 << 16) if wide else console()
     widths = {name: max(len(text) for text in (name, *(line[name] for line in lines))) for name in columns}
-    # A row is one line; where the terminal is too narrow, the problem's words end in dots, its figures never do.
+    # A record is one line: a narrow terminal shortens the problem's label, never the figures.
     room = out.width - sum(widths.values()) - len(widths) + widths["problem"]
     if room < SHORTEST:
-        # That a row is predicted comes before what else speaks against it.
+        # The source comes before other doubts.
         for line in lines:
             line["source"] = line["source"].partition(",")[0]
         longest = max(len("source"), *(len(line["source"]) for line in lines))
@@ -127,11 +127,11 @@ def _print_table(rows: Sequence[tuple[TuningRecord, str | None]], *, title: str,
 
 
 def _cells(r: TuningRecord, why: str | None, wide: bool) -> dict[str, str]:
-    """Column to text for one row."""
+    """Texts of one record by column."""
     measured = r.outcome.source == "measured"
     said = (r.outcome.source, *doubts_of(r, why))
     if not wide:
-        # What is predicted always says so; of a measured row the weightiest doubt says enough.
+        # Predicted records always show their source; measured ones only their weightiest doubt.
         said = said[:2][-1:] if measured else said[:2]
     return {
         "problem": r.problem.label(),
@@ -152,7 +152,7 @@ def _times(ratio: float) -> str:
 
 
 def _notes(rows: Sequence[tuple[TuningRecord, str | None]]) -> str:
-    """A line for each word of the table that doesn't explain itself, and for the rows that can't be served."""
+    """A line for each term of the table that needs an explanation, and for unservable records."""
     doubts = {doubt for record, why in rows for doubt in doubts_of(record, why)}
     lines = [PREDICTED_NOTE] if any(record.outcome.source == "predicted" for record, _ in rows) else []
     lines += [f"{doubt}: {note}" for doubt, note in DOUBTS.items() if doubt in doubts]
@@ -162,7 +162,7 @@ def _notes(rows: Sequence[tuple[TuningRecord, str | None]]) -> str:
 
 
 def doubts_of(record: TuningRecord, unservable: str | None) -> tuple[str, ...]:
-    """What speaks against a row, in words of `DOUBTS`, the weightiest first."""
+    """Doubts about a record, keys of `DOUBTS`, the weightiest first."""
     conditions = record.provenance.conditions
     return (
         *(("unservable",) if unservable else ()),
@@ -172,7 +172,7 @@ def doubts_of(record: TuningRecord, unservable: str | None) -> tuple[str, ...]:
 
 
 def short_config(values: dict[str, Any]) -> str:
-    """`128x64 w4 s3`, then the other axes by name."""
+    """Short text of a config: `128x64 w4 s3`, then the other axes by name."""
     rest = dict(values)
     parts = []
     if "BLOCK_M" in rest and "BLOCK_N" in rest:

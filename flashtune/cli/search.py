@@ -37,19 +37,19 @@ if TYPE_CHECKING:
     from flashtune.tuner.propose.sampling import Sampler
 
 GRID = (512, 1024, 2048, 4096, 8192, 16384)
-"""Sequence lengths that are searched when none is given; dispatch serves what lies between from the nearest."""
+"""Default sequence lengths; dispatch serves lengths between them from the nearest record."""
 
 DEFAULT_TRIALS = 60
 
 SWITCH_S = 5e-4
-"""How long one thread of a search may keep others from running."""
+"""Switch interval of Python threads during a search, in seconds."""
 
 Bands = Literal["causal", "full"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOptions:
-    """How to search, as it was asked for by options of these names; None stands for what this machine or the user's folders say."""
+    """Options of a search by the names of the command line; None is the default of this machine or of the user's folders."""
 
     trials: int = DEFAULT_TRIALS
     budget_s: float | None = None
@@ -69,7 +69,7 @@ class SearchOptions:
     "--gpu-name",
     type=GPU,
     metavar="NAME",
-    help="The GPU to tune for: a slug (a100, h200) or the driver's own name (default: the one in this machine).",
+    help="The GPU to tune for: a slug (a100, h200) or the driver's name of it (default: the one in this machine).",
 )
 @problem_options(many=True)
 @click.option("--causal", "bands", flag_value="causal", help="Causal attention only (default: causal and full).")
@@ -82,14 +82,14 @@ class SearchOptions:
     metavar="SHARE",
     default="0.5%",
     show_default=True,
-    help="Stop a problem when 12 trials in a row didn't gain this share of the best time, and the next isn't expected to; 0 for never.",
+    help="Stop a problem after 12 trials in a row without a gain of this share of the best time, if none is expected; 0: never.",
 )
 @click.option(
     "--gpus",
     metavar="WHICH",
     default="1",
     show_default=True,
-    help="GPUs of this machine that measure at the same time: all, a number, or their indices (0,2).",
+    help="GPUs of this machine that measure in parallel: all, a number, or their indices (0,2).",
 )
 @click.option("--budget", metavar="TIME", help="Wall time for the whole command: 90s, 10m, 1h.")
 @click.option(
@@ -97,7 +97,7 @@ class SearchOptions:
     type=click.Choice(["gp", "tpe", "random", "exhaustive"]),
     default="gp",
     show_default=True,
-    help="How candidates are proposed: by a Gaussian process over the cost model's error, by Optuna's TPE, at random, or all in order.",
+    help="Proposal of candidates: by a Gaussian process over the cost model's error, by Optuna's TPE, at random, or all in order.",
 )
 @click.option(
     "--template",
@@ -105,7 +105,7 @@ class SearchOptions:
     type=TEMPLATE,
     multiple=True,
     metavar="NAME",
-    help="Search these template families only, at any sizes (default: all that serve, each at the sizes that suit it).",
+    help="Search only these template families, at any sizes (default: all families, each at the sizes that suit it).",
 )
 @click.option(
     "--seed",
@@ -116,16 +116,16 @@ class SearchOptions:
     "--storage", metavar="URL", help="Optuna storage for the study (default: SQLite in the cache directory); workers may share one."
 )
 @click.option("--db", "location", metavar="PATH|URL", help="Write to this database (default: your own).")
-@click.option("--jobs", type=click.IntRange(min=1), help="Compilers that run side by side (default: one per core).")
+@click.option("--jobs", type=click.IntRange(min=1), help="Number of parallel compilers (default: one per core).")
 @click.option("--predict", is_flag=True, help="Rank by the cost model even where another GPU, or this one, is present.")
 @json_option
 def search(
-    *, asked: ProblemOptions, bands: Bands | None, gpu_name: str | None, until: str, budget: str | None, as_json: bool, **others: Any
+    *, requested: ProblemOptions, bands: Bands | None, gpu_name: str | None, until: str, budget: str | None, as_json: bool, **others: Any
 ) -> None:
     """Find the fastest kernel for each problem on a GPU, and store it.
 
-    On the GPU that is named, candidates are compiled, checked against a float64 oracle and timed: rows are `measured`.
-    On a machine without a GPU they are compiled for the named GPU and ranked by a cost model: rows are `predicted`.
+    On the named GPU, candidates are compiled, checked against a float64 oracle and timed: records are `measured`.
+    On a machine without a GPU they are compiled for the named GPU and ranked by a cost model: records are `predicted`.
 
     \b
     flashtune search --d 64
@@ -134,19 +134,19 @@ def search(
     flashtune search --gpu-name h200 --d 128 --n 4096 --causal --dtype bf16 --trials 200
     flashtune search --gpu-name h200 --d 128 --window 1024 --causal --db my-model.sqlite
 
-    With --calls FILE, problems without a row of their own on this GPU come first, then those whose row is predicted, then the others;
-    what no template serves there is left out, and named.
+    With --calls FILE, problems without a record on this GPU come first, then those with a predicted record, then the others; problems
+    that no template serves are named and left out.
 
-    An interruption (Ctrl-C, SIGTERM, a crash) loses nothing: the same command goes on where the whole of it was, without the problems
-    that it has done. Commands are the same if GPU, problems, templates, --trials, --until, --sampler and --seed are; the others (--budget,
-    --jobs, --gpus, --db, --json) may differ. After the search has come to its end the same command is a new one.
+    An interruption (Ctrl-C, SIGTERM, a crash) loses nothing: the same command resumes where it stopped, without finished problems.
+    Commands are the same if GPU, problems, templates, --trials, --until, --sampler and --seed are; the others (--budget, --jobs, --gpus,
+    --db, --json) may differ. After a search has ended, the same command starts a new one.
 
-    Started several times, on several machines with one --storage and --db on a server, the same command shares the work.
+    Several processes of the same command, on several machines with one --storage and --db on a server, share the work.
     """
     target = gpu_of(gpu_name)
-    problems = problems_of(asked, bands)
-    if asked.calls is not None:
-        from flashtune.cli.called import worth_searching
+    problems = problems_of(requested, bands)
+    if requested.calls is not None:
+        from flashtune.cli.recorded_calls import worth_searching
 
         problems = worth_searching(problems, target, templates=others["templates"], location=others["location"])
     budget_s = None if budget is None else seconds_of(budget)
@@ -154,8 +154,8 @@ def search(
     try:
         records = run_search(target, problems, options, quiet=as_json)
     except KeyboardInterrupt:
-        # Here, where the live display has ended and can't hide it.
-        click.echo("flashtune: interrupted; what was found is kept, and the same command goes on from here", err=True)
+        # Printed after the live display has ended, which would hide it.
+        click.echo("flashtune: interrupted; results are kept, and the same command resumes from here", err=True)
         raise SystemExit(INTERRUPTED) from None
     from flashtune.cli.records import print_records, record_row
 
@@ -165,36 +165,36 @@ def search(
     print_records(records, title=f"Best known on {target.name}")
 
 
-def problems_of(asked: ProblemOptions, bands: Bands | None) -> list[Problem]:
-    """Every problem that the options name: what was called, a model's, or dtypes x bands x head sizes x lengths, grouped so that compiled
-    variants are shared."""
-    if asked.calls is not None:
-        refuse_beside(f"--calls {asked.calls}", {f"--{bands}": bands})
-        return asked.of_calls()
-    if asked.model is not None:
-        refuse_beside(f"--model {asked.model}", {f"--{bands}": bands})
-        return asked.of_model()
-    if not asked.d:
+def problems_of(requested: ProblemOptions, bands: Bands | None) -> list[Problem]:
+    """Problems of the options: recorded calls, a model's, or dtypes x bands x head sizes x lengths, grouped so that compiled variants are
+    shared."""
+    if requested.calls is not None:
+        refuse_beside(f"--calls {requested.calls}", {f"--{bands}": bands})
+        return requested.of_calls()
+    if requested.model is not None:
+        refuse_beside(f"--model {requested.model}", {f"--{bands}": bands})
+        return requested.of_model()
+    if not requested.d:
         raise InputError(
             "neither --d nor --model was given, nor --calls: name a head size, a model (flashtune show --models), or a file of calls"
         )
     return [
-        asked.problem(n=n, d=d, dtype=dtype, causal=causal)
-        for d in asked.d
-        for dtype in asked.dtypes(["bf16", "fp16"])
+        requested.problem(n=n, d=d, dtype=dtype, causal=causal)
+        for d in requested.d
+        for dtype in requested.dtypes(["bf16", "fp16"])
         for causal in {"causal": [True], "full": [False], None: [False, True]}[bands]
-        for n in asked.n or GRID
+        for n in requested.n or GRID
     ]
 
 
 def run_search(
     target: Target, problems: list[Problem], options: SearchOptions, *, quiet: bool, command: str | None = None
 ) -> list[TuningRecord]:
-    """Search these problems and return the rows that the database then serves for them; `command` is kept as what was typed."""
+    """Search these problems and return the records that the database then has for them; `command` is stored as the command line."""
     from flashtune.tuner.children.forkserver import start_server
 
     trace_times()
-    # It imports torch, this process the rest, and a thread looks for GPUs: side by side.
+    # In parallel: the server imports torch, this process the rest, and a thread looks for GPUs.
     start_server()
     looking = begun(choose_source, target, options.predict)
     from flashtune.cli.progress import SearchProgress
@@ -213,7 +213,7 @@ def run_search(
     source = looking.result()
     if source == "predicted":
         require_interpreter()
-        # The same command may come to a machine with GPUs, so how many there are here doesn't matter.
+        # The same command may run on a machine with GPUs, so only the option's form is checked.
         numbered(options.gpus)
     location = options.location or overlay_path()
     known = Library([Layer(location=path, optional=True) for path in (location, shipped_path())]).winners()
@@ -228,9 +228,9 @@ def run_search(
         until=options.until,
         sampler=options.sampler,
         seed=options.seed,
-        # A core stays free for each process that launches what is timed.
+        # A core stays free for each process that launches timed kernels.
         jobs=options.jobs or max(1, cores() - (max(1, len(devices)) if source == "measured" else 0)),
-        # Whoever names a family wants to know what it is worth, there too where it isn't thought to be good.
+        # A named family is searched at all sizes, also where it isn't expected to be good.
         only_suited=not options.templates,
         known=tuple(known),
         devices=devices,
@@ -238,11 +238,11 @@ def run_search(
         keep=Keeping(compile=compile_winner, put=keep) if source == "measured" else None,
     )
     for problem in problems:
-        # What no template serves is refused before anything is written.
+        # Problems that no template serves are refused before anything is written.
         SearchSpace(plan.families, problem, target, only_suited=plan.only_suited)
     command = command or command_line(["flashtune", *sys.argv[1:]])
     logger.debug("planned")
-    # The thread that feeds a GPU waits for others at each trial, and five milliseconds for each of them are a tenth of a trial.
+    # The thread of a GPU waits for others at each trial: Python's five milliseconds for each would be a tenth of a trial.
     sys.setswitchinterval(SWITCH_S)
     trials = None if plan.sampler == "exhaustive" else plan.trials
     with (
@@ -267,7 +267,7 @@ def run_search(
 
 
 def trace_times() -> None:
-    """With FLASHTUNE_TRACE=1 say on standard error where each problem's seconds went, with the milliseconds since the command's start."""
+    """With FLASHTUNE_TRACE=1, log the seconds of each problem to standard error, with the milliseconds since the command's start."""
     if os.environ.get("FLASHTUNE_TRACE") == "1" and not logger.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(relativeCreated)d ms: %(message)s"))
@@ -276,7 +276,7 @@ def trace_times() -> None:
 
 
 def keep_machine_code(records: list[TuningRecord], target: Target, *, jobs: int) -> None:
-    """Compile what was found into the user's cache, for later calls; a failure costs only a slower first call, and is said."""
+    """Compile these records into the user's cache, for later calls; a failure is printed, and only makes a first call slower."""
     from flashtune.tuner.publish.own import compile_winners
 
     try:
@@ -285,11 +285,11 @@ def keep_machine_code(records: list[TuningRecord], target: Target, *, jobs: int)
         messages().print(str(error))
         return
     for stem, why in failures.items():
-        messages().print(f"no machine code kept of {stem}: {why}")
+        messages().print(f"no machine code cached of {stem}: {why}")
 
 
 def choose_source(target: Target, predict: bool) -> Source:
-    """Whether this machine measures or predicts; raises EnvironmentProblem where another GPU is present and --predict was not given."""
+    """Source of this machine's records, measured or predicted; raises EnvironmentProblem for another GPU without --predict."""
     from flashtune.tuner.machine import local_gpus
 
     gpus = () if predict else local_gpus()

@@ -23,15 +23,15 @@ from flashtune.core.target import find_target
 @click.option("--d", type=int, help="Only this head size.")
 @click.option("--n", type=int, help="Only this sequence length.")
 @click.option("--dtype", type=DTYPE, help="Only this element type.")
-@click.option("--source", type=click.Choice(["measured", "predicted"]), help="Only rows of this kind.")
+@click.option("--source", type=click.Choice(["measured", "predicted"]), help="Only records of this kind.")
 @click.option(
     "--models",
     "list_models",
     is_flag=True,
-    help="The models that --model knows, in place of rows, all or those of --d and --n; with --gpu-name, what is measured there.",
+    help="Models for --model in place of records, all or those of --d and --n; with --gpu-name, the records that serve them there.",
 )
-@click.option("--kernel", metavar="ID", help="The source of a record's kernel, or of its fallback's, by the id that explain prints.")
-@click.option("--wide", is_flag=True, help="All columns, the config among them, however long the lines become.")
+@click.option("--kernel", metavar="ID", help="Print the source of a record's kernel or fallback kernel, by the id that explain prints.")
+@click.option("--wide", is_flag=True, help="All columns, including the config, in lines of any length.")
 @json_option
 def show(
     location: str | None,
@@ -45,7 +45,7 @@ def show(
     wide: bool,
     as_json: bool,
 ) -> None:
-    """List the best known configuration of every problem: your overlay over the shipped database, or one given with --db.
+    """List the best known configuration of every problem: your own database over the shipped one, or only that of --db.
 
     \b
     flashtune show
@@ -57,9 +57,9 @@ def show(
     if list_models:
         given = {"--source": source, "--dtype": dtype, "--kernel": kernel, "--wide": wide}
         if refused := next((name for name, value in given.items() if value), None):
-            raise InputError(f"{refused} was given together with --models, which lists no rows: leave one of them out")
+            raise InputError(f"{refused} was given together with --models, which lists no records: leave one of them out")
         if location is not None and gpu_name is None:
-            raise InputError("--db was given together with --models alone: name the GPU whose rows count with --gpu-name, too")
+            raise InputError("--db was given with --models but without a GPU: name the GPU of its records with --gpu-name")
         show_models(listed(d=d, n=n), None if gpu_name is None else standing_on(gpu_name, location), as_json=as_json)
         return
     from flashtune.db.library import Library
@@ -78,13 +78,13 @@ def show(
         print_json([record_row(r) for r in records])
         return
     if not records:
-        console().print("no rows match: run flashtune search, or loosen the filters")
+        console().print("no records match: run flashtune search, or loosen the filters")
         return
     print_records(records, wide=wide)
 
 
 def source_of(variant_id: str, records: Sequence[TuningRecord]) -> str:
-    """The source that the template makes of the kernel with this id, which serves one of these records or is its fallback."""
+    """Rendered source of the kernel with this id, which is a record's kernel or its fallback kernel."""
     from flashtune.tuner.publish.sources import source_for
 
     for record in records:
@@ -103,14 +103,14 @@ STANDING = {
     "default": "untuned",
     "framework": "torch",
 }
-"""What tables say of the steps of the policy (flashtune.dispatch.policy.rank)."""
+"""Table words of the policy's kinds of choice (flashtune.dispatch.policy.rank)."""
 
 Standing = Callable[[Problem], dict[str, Any]]
-"""What serves a problem: `kind` of choice; `estimated_loss` against a search of its own is None, since no estimate is calibrated."""
+"""Choice for a problem: its `kind`, and `estimated_loss`, which is None since no estimate is calibrated."""
 
 
 def standing_on(gpu_name: str, location: str | None) -> Standing:
-    """What the rows in use, or those of a database, mean for problems on this GPU."""
+    """Function from a problem to its choice on this GPU, by the records in use or those of one database."""
     from flashtune.db.library import Library
     from flashtune.dispatch.policy import Pool, choose, group_of, torch_has
     from flashtune.templates import families, unservable
@@ -131,7 +131,7 @@ def standing_on(gpu_name: str, location: str | None) -> Standing:
 
 
 def listed(*, d: int | None, n: int | None) -> list[Model]:
-    """The models of the table, those with attentions of this head size and usual length, and only these of each."""
+    """Models with attentions of this head size and usual length, and only these attentions of each."""
     found = []
     for model in models().values():
         kinds = [replace(kind, n=tuple(length for length in kind.n if n in (None, length))) for kind in model.attentions]
@@ -141,7 +141,7 @@ def listed(*, d: int | None, n: int | None) -> list[Model]:
 
 
 def show_models(models: Sequence[Model], standing: Standing | None, *, as_json: bool) -> None:
-    """These models, a line for each kind of attention, with what serves each where that is asked for."""
+    """Print models, one line for each kind of attention, with its choices if `standing` is given."""
     if as_json:
         print_json([_model_json(model, standing) for model in models])
         return
@@ -166,7 +166,7 @@ def show_models(models: Sequence[Model], standing: Standing | None, *, as_json: 
 
 
 def _model_json(model: Model, standing: Standing | None) -> dict[str, Any]:
-    """A model's facts, and of each attention what serves it."""
+    """A model's facts, and the choices for each attention."""
     found = asdict(model)
     if standing is not None:
         for kind, fields in zip(model.attentions, found["attentions"], strict=True):
@@ -175,11 +175,11 @@ def _model_json(model: Model, standing: Standing | None) -> dict[str, Any]:
 
 
 STEP_BATCH = 8
-"""Sequences of the decoding steps that are asked about."""
+"""Batch of the decoding steps in the table of models."""
 
 
 def _served(kind: ModelAttention, standing: Standing) -> list[dict[str, Any]]:
-    """What serves an attention in bf16 at its usual lengths; where it is causal and over itself, a decoding step of that many keys, too."""
+    """Choices for an attention in bf16 at its usual lengths; for causal self-attention also for a decoding step of that many keys."""
     problems = [kind.problem(n=n, dtype="bf16") for n in kind.n]
     if kind.causal and kind.n_q is None:
         problems += [kind.problem(n=n, dtype="bf16", batch=STEP_BATCH, n_q=1) for n in kind.n]

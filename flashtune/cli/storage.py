@@ -1,4 +1,4 @@
-"""Where a search keeps its study: an Optuna storage, in the cache directory or wherever --storage names."""
+"""Optuna storage of a search's study, in the cache directory or at the URL of --storage."""
 
 import sqlite3
 import time
@@ -11,21 +11,22 @@ from flashtune.core.errors import EnvironmentProblem, FlashtuneError, InputError
 from flashtune.core.secrets import mask_secrets
 
 CREATION_S = 30.0
-"""How long several first searches may get into each other's way while they create the tables."""
+"""Seconds to retry while several processes create the tables."""
 LOCK_S = 60
-"""How long SQLite waits for other processes that write."""
+"""Seconds that SQLite waits for other writers."""
 LOCAL = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"})
 """File systems that no other host writes to."""
 
 
 class WrittenAhead(sqlite3.Connection):
-    """Appends what is written to a log: a trial is a handful of transactions, and with a journal each of them waits for the disk several
-    times while nobody else may write. What was written outlives this process however it ends; a power cut may take the last of it.
+    """SQLite connection in WAL mode: with a rollback journal, each transaction of a trial would wait for the disk several times.
+
+    Committed data survives any end of this process; a power failure may lose the last transactions.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        # Refused where the file may not be written, or another process is busy with it: then it stays as it is.
+        # The mode stays where the file is read-only or another process is using it.
         with suppress(sqlite3.Error, OSError):
             self.execute("PRAGMA busy_timeout=1000")
             if _is_local(self) and self.execute("PRAGMA journal_mode=WAL").fetchone() == ("wal",):
@@ -34,9 +35,9 @@ class WrittenAhead(sqlite3.Connection):
 
 
 def _is_local(connection: sqlite3.Connection) -> bool:
-    """Whether a database's file is on a disk of this machine: the log's index is memory that processes share, which several hosts can't."""
+    """True if a database's file is on a disk of this machine: WAL needs shared memory, which several hosts don't have."""
     path = connection.execute("PRAGMA database_list").fetchone()[2]
-    # What was mounted later on a place hides what was there before.
+    # A later mount on the same place hides an earlier one.
     kinds = dict(line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines())
     return bool(path) and kinds[max((place for place in kinds if Path(path).is_relative_to(place)), key=len)] in LOCAL
 
@@ -45,7 +46,7 @@ def _is_local(connection: sqlite3.Connection) -> bool:
 def study_storage(url: str | None) -> Iterator[Any]:
     """The Optuna storage at `url`, or the one in the user's cache directory.
 
-    Raises InputError for what is no URL, EnvironmentProblem where a driver, a permission or space is missing, and DatabaseError where
+    Raises InputError for a malformed URL, EnvironmentProblem where a driver, a permission or space is missing, and DatabaseError where
     the server can't be used, when it is opened or later.
     """
     import optuna
@@ -63,13 +64,13 @@ def study_storage(url: str | None) -> Iterator[Any]:
         except ModuleNotFoundError as error:
             raise _missing(shown, error.name or str(error)) from error
         except ImportError as error:
-            # Optuna's own, without the name of what is missing.
+            # Optuna's own error doesn't name the missing module.
             cause = error.__cause__
             raise _missing(shown, (cause.name if isinstance(cause, ImportError) else None) or mask_secrets(str(error))) from error
         try:
             yield storage
         finally:
-            # Whoever closes last writes the log into the file; a command's process ends without closing anything.
+            # The last connection to close checkpoints the log; the process itself ends without closing anything.
             storage.engine.dispose()
     except SQLAlchemyError as error:
         raise storage_fault(shown, error) from error
@@ -78,12 +79,12 @@ def study_storage(url: str | None) -> Iterator[Any]:
 
 
 def _opened(where: str) -> Any:
-    """The storage, with its tables; another process may be making them at this moment, so that ours are there already, or half."""
+    """The storage, with its tables, which another process may be creating at the same time."""
     import optuna
     from sqlalchemy.exc import ArgumentError, DBAPIError
 
     server = not where.startswith("sqlite")
-    # A connection that a server has dropped (it was restarted, say) is replaced before it is used.
+    # A connection that a server dropped (after a restart, say) is replaced before use.
     engine = {"pool_pre_ping": True} if server else {"connect_args": {"timeout": LOCK_S, "factory": WrittenAhead}}
     deadline = time.monotonic() + CREATION_S
     while True:
@@ -101,7 +102,7 @@ def _opened(where: str) -> Any:
 
 
 def _has_tables(where: str) -> bool:
-    """Whether someone has begun to make Optuna's tables there."""
+    """True if a process has begun to create Optuna's tables there."""
     from sqlalchemy import create_engine, inspect
     from sqlalchemy.exc import SQLAlchemyError
     from sqlalchemy.pool import NullPool

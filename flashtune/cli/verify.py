@@ -1,4 +1,4 @@
-"""`flashtune verify`: every row of a database checked again for correctness, on this machine."""
+"""`flashtune verify`: check of every record of a database for correctness, on this machine."""
 
 import click
 
@@ -11,15 +11,15 @@ from flashtune.core.words import counted
 
 @click.command()
 @db_option
-@click.option("--gpu-name", type=GPU, metavar="NAME", help="Only rows of this GPU (default: all that this machine can check).")
+@click.option("--gpu-name", type=GPU, metavar="NAME", help="Only records of this GPU (default: all that this machine can check).")
 @click.option("--d", type=int, help="Only this head size.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random inputs.")
 @json_option
 def verify(location: str | None, gpu_name: str | None, d: int | None, seed: int, as_json: bool) -> None:
-    """Check every row's kernel against the float64 oracle: on this GPU, or in Triton's interpreter where there is none.
+    """Check every record's kernel against the float64 oracle: on this GPU, or in Triton's interpreter where there is none.
 
-    Exit code 1 when a row is wrong, 4 when none could be checked here, 5 when there is none. Rows that can't be checked here (another
-    architecture's, or Gluon kernels without a GPU) are counted as skipped.
+    Exit code 1 when a record is wrong, 4 when none could be checked here, 5 when there is none. Records that can't be checked here
+    (another architecture's, or Gluon kernels without a GPU) are counted as skipped.
     """
     from flashtune.db.library import Library
     from flashtune.templates import BITS, unservable
@@ -59,9 +59,9 @@ def verify(location: str | None, gpu_name: str | None, d: int | None, seed: int,
     if counts["wrong"]:
         raise SystemExit(1)
     if not rows:
-        raise NoKernelFound("no rows match, so nothing was checked: loosen the filters, or search first")
+        raise NoKernelFound("no records match, so nothing was checked: loosen the filters, or search first")
     if not counts["correct"]:
         machine = gpu.name if gpu else "no GPU, and no interpreter runs their templates"
         raise EnvironmentProblem(
-            f"nothing of {counted(len(rows), 'row')} could be checked on this machine ({machine}): verify them on the GPU they are of"
+            f"none of {counted(len(rows), 'record')} could be checked on this machine ({machine}): verify them on their own GPU"
         )

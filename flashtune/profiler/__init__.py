@@ -1,1 +1,1 @@
-"""Where attention's time and bytes go: accounting, roofline, measurements and their pictures."""
+"""Profile of attention's time and bytes: accounting, roofline, measurements and plots."""

@@ -1,6 +1,6 @@
 """Bytes and operations of each step of attention, by counting alone: no GPU, no torch.
 
-What is counted, so that the figures can be checked by hand:
+Rules of the count, by which the figures can be checked by hand:
 
 - Every tensor is in the problem's own element type, S and P = softmax(S) included (with fp8 inputs, S, P and O are bf16), and a step
   reads each of its inputs once and writes its output once. Caches are not modelled: between two kernels S is too large for them at
@@ -10,8 +10,8 @@ What is counted, so that the figures can be checked by hand:
 - A fused kernel reads Q, K and V once and writes O and the float32 log-sum-exp (`Problem.io_bytes`); S never leaves the chip.
 - A matrix product of (m, k) and (k, n) is 2 m k n operations. Per score: scale and mask 2; softmax 5, of which one is an
   exponential (maximum, subtract, exp, sum, divide); dropout 2.
-- The standard backward reads P, which its forward kept: P^T dO; dO V^T; dropout, softmax and scale of dP; dS K; dS^T Q. Per score:
-  dropout 2; softmax 4 (times P, sum, subtract, times P); scale 1. The fused one makes P anew: per pair scale and subtract 2, an
+- The standard backward reads P, which its forward stored: P^T dO; dO V^T; dropout, softmax and scale of dP; dS K; dS^T Q. Per score:
+  dropout 2; softmax 4 (times P, sum, subtract, times P); scale 1. The fused one recomputes P: per pair scale and subtract 2, an
   exponential, dropout 4 (of P and of dP), and 2 for dS.
 """
 
@@ -35,7 +35,7 @@ _OPS = sum(ordinary for ordinary, _ in ELEMENTWISE_OPS.values())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One pass over memory: what it moves and what it computes.
+    """One pass over memory: its bytes and operations.
 
     `score_bytes` is the part of the traffic that is S or P. `matmul_flops` run on matrix units, `vector_flops` on ordinary
     cores, `exps` on the exponential unit.
@@ -56,7 +56,7 @@ class Step:
 
     @property
     def flops(self) -> int:
-        """All operations, an exponential counted as one."""
+        """All operations; an exponential counts as one."""
         return self.matmul_flops + self.vector_flops + self.exps
 
     @property
@@ -66,12 +66,12 @@ class Step:
 
     @property
     def score_share(self) -> float:
-        """The part of the traffic that is S or P, 0 to 1."""
+        """Share of the traffic that is S or P, 0 to 1."""
         return self.score_bytes / self.bytes
 
 
 def total(name: str, steps: tuple[Step, ...]) -> Step:
-    """The sum of `steps` under a name of its own."""
+    """Sum of `steps` as one step called `name`."""
     counts = [field.name for field in fields(Step) if field.name != "name"]
     return Step(name=name, **{count: sum(getattr(step, count) for step in steps) for count in counts})
 
@@ -89,7 +89,7 @@ def tensor_bytes(problem: Problem) -> dict[str, int]:
 
 
 def standard_steps(problem: Problem, elementwise: Elementwise) -> tuple[Step, ...]:
-    """The steps of the standard pipeline: `qk`, then `elementwise` or `scale_mask`, `softmax`, `dropout`, then `pv`.
+    """Steps of the standard pipeline: `qk`, then `elementwise` or `scale_mask`, `softmax`, `dropout`, then `pv`.
 
     Of a backward: `dv`, `dp`, then `elementwise` or `dropout`, `softmax`, `scale`, then `dq`, `dk`.
     """
@@ -106,7 +106,7 @@ def standard_steps(problem: Problem, elementwise: Elementwise) -> tuple[Step, ..
 
 def _backward_steps(problem: Problem, elementwise: Elementwise) -> tuple[Step, ...]:
     p, size, s = problem, tensor_bytes(problem), tensor_bytes(problem)["S"]
-    # The softmax's step reads P beside dP.
+    # The softmax step reads P and dP.
     passes = {name: (2 if name == "softmax" else 1, ops, 0) for name, ops in BACKWARD_OPS.items()}
     return (
         _product(p, "dv", s + size["O"], size["V"], p.d_v),
@@ -118,13 +118,13 @@ def _backward_steps(problem: Problem, elementwise: Elementwise) -> tuple[Step, .
 
 
 def _product(problem: Problem, name: str, read: int, write: int, width: int) -> Step:
-    """A product with scores on one side, whose rows or sums have `width` places."""
+    """Matrix product that reads or writes the scores; `width` is the other dimension."""
     s, flops = tensor_bytes(problem)["S"], 2 * _scores(problem) * width
     return Step(name=name, read_bytes=read, write_bytes=write, score_bytes=s, matmul_flops=flops)
 
 
 def _elementwise(problem: Problem, passes: Mapping[str, tuple[int, int, int]], elementwise: Elementwise) -> tuple[Step, ...]:
-    """Passes over scores by what each reads (tensors of scores), and its ordinary operations and exponentials for each of them."""
+    """Elementwise steps from `passes`: name to tensors of scores read, ordinary operations and exponentials per score."""
     if elementwise == "fused":
         reads, ops, exps = zip(*passes.values(), strict=True)
         passes = {"elementwise": (max(reads), sum(ops), sum(exps))}
@@ -143,7 +143,7 @@ def _elementwise(problem: Problem, passes: Mapping[str, tuple[int, int, int]], e
 
 
 def fused_step(problem: Problem, name: str = "fused") -> Step:
-    """The same work in one kernel over the pairs that the problem's bands leave visible; S stays on the chip."""
+    """One kernel for the whole problem, over its visible pairs; S stays on the chip."""
     p = problem
     pairs = p.batch * p.heads * p.visible_pairs()
     written = sum(operand.nbytes(p) for operand in p.contract.written)
@@ -158,7 +158,7 @@ def fused_step(problem: Problem, name: str = "fused") -> Step:
 
 
 def projection_steps(problem: Problem, rank: int) -> tuple[Step, ...]:
-    """Linformer's projections: K and V (N x D each, per head) to `rank` rows by one (rank, N) matrix that all heads share."""
+    """Linformer's projections: K and V (N x D each, per head) to `rank` rows by one (rank, N) matrix shared by all heads."""
     p, size = problem, ITEMSIZE[problem.dtype]
     heads = p.batch * p.kv_heads
     return tuple(

@@ -1,4 +1,4 @@
-"""The task that times whole calls, for searches: dispatch and torch are imported by the process that runs it."""
+"""Task that times whole calls for searches; dispatch and torch are imported in the process that runs it."""
 
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def time_calls(sources: "list[Source]", problem: "Problem", target: "Target", seed: int, budget_s: float) -> "Called | Failed":
-    """See `flashtune.profiler.whole_calls.time_calls`."""
+    """Times of whole calls; see `flashtune.profiler.whole_calls.time_calls`."""
     from flashtune.profiler import whole_calls
 
     return whole_calls.time_calls(sources, problem, target, seed, budget_s)

@@ -1,4 +1,4 @@
-"""What was measured on a GPU, as plain values: made by `timing`, shown by the command line and the report."""
+"""Measurements on a GPU as plain values: made by `timing`, shown by the command line and the report."""
 
 import math
 import statistics
@@ -8,12 +8,12 @@ from typing import Any
 from flashtune.core.results import Measurement, Provenance
 
 FITTED_POINTS = 3
-"""An exponent is fitted to this many of the largest N: small ones are ruled by launch overhead and a GPU that isn't full."""
+"""Number of the largest N that an exponent is fitted to: at small N launch overhead and idle SMs dominate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed:
-    """A measured time with the work that was done in it (matrix operations and counted bytes)."""
+    """A measured time with its matrix operations and counted bytes."""
 
     name: str
     measurement: Measurement
@@ -36,7 +36,7 @@ class Timed:
         return self.bytes / self.time_us / 1e6
 
     def as_json(self) -> dict[str, Any]:
-        """Name, time and its quantiles, and what was achieved."""
+        """Name, time, quantiles, TFLOP/s and TB/s."""
         return {**_times(self.name, self.measurement), "tflops": self.tflops, "tbs": self.tbs}
 
 
@@ -49,7 +49,7 @@ class Series:
 
     @property
     def exponent(self) -> float | None:
-        """p of time ~ N^p over the largest N; None with fewer than `FITTED_POINTS` points."""
+        """Exponent p of time ~ N^p, fitted by least squares to logarithms at the largest N; None below `FITTED_POINTS` points."""
         if len(self.points) < FITTED_POINTS:
             return None
         sizes, times = ([math.log(number) for number in numbers] for numbers in zip(*self.points[-FITTED_POINTS:], strict=True))
@@ -69,12 +69,12 @@ class Layer:
     attention_us: dict[str, float]
 
     def share(self, kind: str) -> float:
-        """Attention's part of the layer with this kind of attention, 0 to 1 (norms and residuals are not counted)."""
+        """Attention's share of the layer's time with this kind of attention, 0 to 1 (norms and residuals are not counted)."""
         attention = self.attention_us[kind]
         return attention / (attention + self.projections_us + self.mlp_us)
 
     def as_json(self) -> dict[str, Any]:
-        """The times and, by kind, attention's share."""
+        """Times and, by kind, attention's share."""
         return {
             "projections_us": self.projections_us,
             "mlp_us": self.mlp_us,
@@ -84,7 +84,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyRun:
-    """One strategy, measured: its time and ||x - exact|| / ||exact|| over a sample of rows, on random inputs."""
+    """Measured strategy: its time and ||x - exact|| / ||exact|| over sampled rows, on random inputs."""
 
     name: str
     measurement: Measurement
@@ -97,10 +97,10 @@ class StrategyRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """All that one run measured. `skipped` says in a sentence each what was left out and why.
+    """Measurements of one run; `skipped` has a sentence with the reason for each that was left out.
 
-    `kinds` are whole attentions: eager (the framework's operations one by one), framework (its fused attention) and tuned
-    (what flashtune.dispatch serves; `served_by` says what that was).
+    `kinds` are whole attentions: eager (PyTorch's operations one by one), framework (PyTorch's fused attention) and tuned
+    (the kernel that flashtune.dispatch chooses, described by `served_by`).
     """
 
     device: str
@@ -115,15 +115,15 @@ class Measured:
 
     @property
     def steps_us(self) -> float:
-        """The sum of the steps timed by themselves."""
+        """Sum of the times of the separately timed steps."""
         return sum(step.time_us for step in self.steps)
 
     def kind(self, name: str) -> Timed | None:
-        """One whole attention by name, or None where it was not measured."""
+        """Whole attention of this name, or None where it was not measured."""
         return next((kind for kind in self.kinds if kind.name == name), None)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, as the `measured` object of `flashtune profile --json`."""
+        """The `measured` object of `flashtune profile --json`."""
         return {
             "device": self.device,
             "provenance": self.provenance.as_json(),

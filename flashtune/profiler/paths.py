@@ -1,4 +1,4 @@
-"""Whether and where pictures can be made, checked before any work is done for them."""
+"""Checks of plot paths and of matplotlib, made before any work for plots."""
 
 import importlib.util
 import os
@@ -12,7 +12,7 @@ SUFFIXES = (".html", ".png", ".svg")
 
 
 def check_plot_path(path: Path) -> Path:
-    """`path`; raises InputError unless its ending is known and a file can be made there."""
+    """The checked `path`; raises InputError unless its ending is known and a file can be created there."""
     if path.suffix.lower() not in SUFFIXES:
         raise InputError(f"--plot {path} has no known ending: use {', '.join(SUFFIXES)}")
     if path.is_dir():
@@ -33,7 +33,7 @@ def require_matplotlib() -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write `data` so that nobody ever sees half a file; raises InputError where that fails (a full disk, say)."""
+    """Write `data` atomically; raises InputError where that fails (on a full disk, say)."""
     try:
         files.write_whole(path, data)
     except OSError as error:

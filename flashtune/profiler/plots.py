@@ -1,7 +1,7 @@
-"""The pictures of a profile, drawn with matplotlib: bytes and time by step, roofline, latency against N, and a ratio of latencies.
+"""Plots of a profile with matplotlib: bytes and time by step, roofline, latency against N, and a ratio of latencies.
 
-Each `draw_*` fills one axes, and gives what can be pointed at a tip: its name and figure. Nothing here touches pyplot's global state,
-and the same profile gives the same bytes.
+Each `draw_*` fills one Axes; its bars and points have tooltips with name and value. Nothing here touches pyplot's global state, and
+the same profile gives the same bytes.
 """
 
 import io
@@ -26,7 +26,7 @@ from flashtune.profiler.tables import heading
 
 SCORES, OTHER, FUSED, FRAMEWORK, PROJECTIONS, GREY = "#d1495b", "#30638e", "#2a9d62", "#edae49", "#7d5ba6", "#6b7280"
 KIND_COLOURS = {"eager": SCORES, "framework": FRAMEWORK, "tuned": FUSED, "projections": PROJECTIONS}
-KIND_LABELS = {"eager": "eager", "framework": "framework's fused", "tuned": "tuned", "projections": "projections"}
+KIND_LABELS = {"eager": "eager", "framework": "PyTorch's fused", "tuned": "tuned", "projections": "projections"}
 STRATEGY_COLOURS = {"standard": SCORES, "fused": FUSED, "window": FRAMEWORK, "low_rank": PROJECTIONS}
 MARKERS = {
     # Q K^T and P V often coincide: two triangles that leave each other visible.
@@ -36,7 +36,7 @@ MARKERS = {
     "scale_mask": "s",
     "softmax": "o",
     "dropout": "D",
-    "framework's fused": "P",
+    "PyTorch's fused": "P",
     "fused kernel": "*",
     "tuned": "*",
 }
@@ -50,7 +50,7 @@ THEMED = {
     "#6b7280": "--muted",
     "#e5e7eb": "--line",
 }
-"""Neutral colours of the drawings, to the names under which a page has its own."""
+"""Neutral colours of the plots and the CSS variables that replace them in a page."""
 
 _TIP = "tip: "
 _TIPPED = re.compile(rf'<g id="{_TIP}([^"]*)">')
@@ -98,7 +98,7 @@ def draw_bytes(found: Profile, ax: Axes) -> None:
 
 
 def draw_time(found: Profile, ax: Axes) -> None:
-    """Measured time of each step and of whole attentions with the floor as a mark; without a GPU the floors alone."""
+    """Measured time of each step and of whole attentions, floors as marks; without a GPU only floors."""
     names, times, floors, colours = _times(found)
     for bar, name, time_us, least in zip(ax.barh(names, times, color=colours), names, times, floors, strict=True):
         _tip(bar, f"{name}: {time_us:,.1f} us" + (f", floor {least:,.1f} us" if found.measured else " at least"))
@@ -132,12 +132,12 @@ def _times(found: Profile) -> tuple[list[str], list[float], list[float], list[st
 
 
 def with_separate_steps(found: Profile) -> Profile:
-    """The same profile counted with one pass per elementwise step, which is how they are measured."""
+    """The profile counted with one pass per elementwise step, as they are measured."""
     return replace(found, elementwise="separate")
 
 
 def draw_roofline(found: Profile, ax: Axes) -> None:
-    """The target's roof with every step on it: measured where it was, else where the roof allows.
+    """Roofline of the target with every step: at its measured rate, else on the roof.
 
     Steps with a matrix product are placed by its operations alone, since the roof is that of the matrix units.
     """
@@ -163,7 +163,7 @@ def draw_roofline(found: Profile, ax: Axes) -> None:
         _tip(point, f"{name}: {tflops:,.2f} TFLOP/s at {intensity:,.2f} FLOP/byte")
     ax.set_xscale("log")
     ax.set_yscale("log")
-    # A decade above the highest line holds the legend.
+    # The decade above the highest line has space for the legend.
     ax.set_ylim(min(left * bandwidth, *(tflops for _, _, tflops, _ in points)) / 2, max(peak, limit) * 15)
     ax.minorticks_off()
     ax.grid(True, which="major")
@@ -213,15 +213,15 @@ def draw_latency(found: Profile, ax: Axes) -> None:
 
 
 def draw_ratio(found: Profile, ax: Axes) -> None:
-    """How many times as long the framework's fused attention takes as the tuned kernel, against N; without a GPU the floors of two ways.
+    """Ratio of PyTorch's fused attention's time to the tuned kernel's, against N; without a GPU standard over fused floors.
 
-    On the logarithmic axes of `draw_latency` the two lie on one another.
+    On the logarithmic axes of `draw_latency` the two curves coincide.
     """
     if found.measured:
         above, below = "framework", "tuned"
         series = {one.name: dict(one.points) for one in found.measured.scaling}
-        ax.set_title("Framework's time over the tuned kernel's, measured")
-        colour, label = FUSED, "framework / tuned"
+        ax.set_title("PyTorch's time over the tuned kernel's, measured")
+        colour, label = FUSED, "PyTorch / tuned"
     else:
         above, below = "standard", "fused"
         series = {one.name: dict(one.points) for one in floors_against_n(found)}
@@ -242,7 +242,7 @@ def draw_ratio(found: Profile, ax: Axes) -> None:
 
 
 def _along_n(ax: Axes, found: Profile) -> None:
-    """An axis of sequence lengths, the profiled one dotted."""
+    """Make x an axis of sequence lengths, with a dotted line at the profiled one."""
     ax.axvline(found.problem.n_kv, color=GREY, linewidth=1, linestyle=":")
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n:g}"))
@@ -251,7 +251,7 @@ def _along_n(ax: Axes, found: Profile) -> None:
 
 
 def floors_against_n(found: Profile) -> list[Series]:
-    """Each strategy's floor at N from 128 to 16384 or four times the profiled one, in powers of two."""
+    """Floor of each strategy at powers of two from 128 to 16384, or to four times the profiled N (at most 65536), in microseconds."""
     sizes = {found.problem.n_kv}
     n = LEAST_N
     while n <= max(REACH_N, min(4 * found.problem.n_kv, MOST_N)):
@@ -272,14 +272,14 @@ DRAWINGS: dict[str, Draw] = {
     "latency": draw_latency,
     "ratio": draw_ratio,
 }
-"""Name to drawing, in reading order."""
+"""Plots by name, in reading order."""
 
 
 def svg_of(found: Profile, name: str) -> str:
-    """One drawing as an `<svg>` element, to be put into a page beside the others.
+    """One plot as an `<svg>` element, to be embedded in a page with others.
 
-    What has a tip shows it under the pointer; all tips together are what a screen reader reads. Neutral colours are the page's own
-    (`THEMED`), so that they follow its theme.
+    Tooltips show under the pointer, and screen readers read all of them. Neutral colours are the page's own (`THEMED`), so that they
+    follow its theme.
     """
     with _style():
         figure = Figure(figsize=(6.6, 4.4), layout="constrained")
@@ -291,12 +291,12 @@ def svg_of(found: Profile, name: str) -> str:
     for colour, variable in THEMED.items():
         text = text.replace(colour, f"var({variable})")
     label = escape(f"{name}: {'; '.join(tips)}")
-    # Every drawing names its groups and clip paths alike: the prefix keeps those of one page apart.
+    # All plots use the same ids for groups and clip paths: the prefix makes them unique in a page.
     return re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", text).replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
 
 
 def figure_of(found: Profile, file_format: str) -> bytes:
-    """All drawings in one picture, as the bytes of a `png` or `svg` file."""
+    """All plots in one picture, as the bytes of a `png` or `svg` file."""
     with _style():
         figure = Figure(figsize=(13.6, 13.6), layout="constrained")
         figure.suptitle(f"{heading(found)}\n{found.target.name}", fontsize=12, color="#374151")
@@ -307,7 +307,7 @@ def figure_of(found: Profile, file_format: str) -> bytes:
 
 
 def _tip(artist: Artist, text: str) -> None:
-    """What is said of `artist` when it is pointed at: matplotlib names its group in the SVG so, and `svg_of` makes a title of the name."""
+    """Set the tooltip of `artist`: matplotlib writes it as the id of an SVG group, which `svg_of` turns into a title."""
     artist.set_gid(f"{_TIP}{text}")
 
 

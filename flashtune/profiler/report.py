@@ -1,4 +1,4 @@
-"""A profile's pictures as files: one self-contained HTML report, or one figure as PNG or SVG."""
+"""Plots of a profile as files: one self-contained HTML report, or one figure as PNG or SVG."""
 
 from pathlib import Path
 
@@ -8,11 +8,11 @@ from flashtune.profiler.summary import Profile
 from flashtune.profiler.tables import counted_tables, heading, measured_tables, shape, target_line, verdict
 
 CAPTIONS = {
-    "bytes": "What each step moves between the GPU's memory and its cores. The fused kernel never writes S.",
-    "time": "Where the time goes, step by step, beside whole attentions where they were measured.",
+    "bytes": "Bytes that each step moves between the GPU's memory and its cores. The fused kernel never writes S.",
+    "time": "Time of each step, and of whole attentions where they were measured.",
     "roofline": "Left of the crossover the memory is too slow to feed the matrix units: those steps can't reach the peak.",
-    "latency": "How time grows with the sequence at fixed batch, heads and head size.",
-    "ratio": "The same as a ratio, where two curves would lie on one another.",
+    "latency": "Growth of time with sequence length at fixed batch, heads and head size.",
+    "ratio": "The same as a ratio, since the two curves nearly coincide.",
 }
 
 STYLE = """
@@ -45,7 +45,7 @@ tr.sum td { font-weight: 600; }
 
 
 def write(profile: Profile, path: Path) -> None:
-    """Write the report or figure that `path`'s ending asks for.
+    """Write the report or figure, by `path`'s ending.
 
     Needs matplotlib (`paths.require_matplotlib`); raises InputError where the file can't be written.
     """
@@ -102,7 +102,7 @@ PAGE = """<!DOCTYPE html>
 
 
 def html_of(profile: Profile) -> str:
-    """The report: drawings and tables in one file that loads nothing from anywhere."""
+    """HTML report: plots and tables in one file that loads no other."""
     # Imported here: a profile without a report needs neither.
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
@@ -117,8 +117,8 @@ def html_of(profile: Profile) -> str:
         status = f"Measured on {measured.device}: medians, L2 flushed before each launch."
         origin = f"{origin}; {versions}"
     else:
-        status = f"Nothing was measured: {profile.not_measured}. Times are floors: the least that the target's datasheet allows."
-    # Whatever is put into the page is escaped, but for the drawings, whose own texts matplotlib and `plots` have escaped.
+        status = f"Nothing was measured: {profile.not_measured}. Times are floors: lower bounds by the target's datasheet."
+    # Everything in the page is escaped except the plots, whose texts matplotlib and `plots` have escaped.
     page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     return page.from_string(PAGE).render(
         title=f"{shape(profile)} on {profile.target.slug}",
@@ -134,7 +134,7 @@ def html_of(profile: Profile) -> str:
 
 
 def _tiles(profile: Profile) -> list[tuple[str, str]]:
-    """A figure and what it is, for each tile at the top."""
+    """Value and caption of each tile at the top."""
     standard, fused = profile.standard, profile.fused
     tiles = [
         (f"{standard.step.score_share:.1%}", "of the standard pipeline's traffic is S"),

@@ -1,4 +1,4 @@
-"""What a target's units allow at best: the floor time of a step, the unit that sets it, and the target's crossover.
+"""Roofline of a target: the floor time of a step, the unit that sets it, and the target's crossover.
 
 The roofline of Williams, Waterman and Patterson (CACM 2009), with a third unit beside memory and arithmetic: softmax needs one
 exponential per score, and GPUs do only 16 of those per clock and SM (FlashAttention-3, Shah et al. 2024, section 3.1).
@@ -17,7 +17,7 @@ Bound = Literal["compute", "memory", "exp"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Floor:
-    """The least time of a step if each unit ran at its peak and all of them overlapped, in microseconds per unit."""
+    """Lower bound of a step's time, in microseconds per unit, if each unit ran at its peak and all overlapped."""
 
     compute_us: float
     memory_us: float
@@ -25,7 +25,7 @@ class Floor:
 
     @property
     def time_us(self) -> float:
-        """The slowest unit's time."""
+        """Time of the slowest unit."""
         return max(self.compute_us, self.memory_us, self.exp_us)
 
     @property
@@ -36,7 +36,7 @@ class Floor:
 
 
 def peak_tflops(target: Target, dtype: DType) -> float:
-    """The dense peak of the target's matrix products in `dtype`; raises InputError where it has none."""
+    """Dense peak of the target's matrix products in `dtype`, in TFLOP/s; raises InputError where it has none."""
     if dtype not in target.peak_tflops:
         known = [name for name in ("fp16", "bf16", "fp32") if name in target.peak_tflops]
         raise InputError(f"{target.slug} has no {dtype} matrix products: use --dtype {' or '.join(known)}")
@@ -49,7 +49,7 @@ def crossover(target: Target, dtype: DType) -> float:
 
 
 def floor(step: Step, target: Target, dtype: DType) -> Floor:
-    """The floor of one step; matrix products and elementwise work are on different units and overlap."""
+    """Floor of one step; matrix products and elementwise work use different units and overlap."""
     matrix = step.matmul_flops / (peak_tflops(target, dtype) * 1e6)
     vector = step.vector_flops / (target.peak_tflops["fp32"] * 1e6)
     return Floor(
@@ -60,7 +60,7 @@ def floor(step: Step, target: Target, dtype: DType) -> Floor:
 
 
 def serial(floors: tuple[Floor, ...]) -> tuple[float, Bound]:
-    """The floor of steps that run one after another, in microseconds, and the unit that sets most of it."""
+    """Floor of consecutive steps, in microseconds, and the unit that sets most of it."""
     by_unit: dict[Bound, float] = {}
     for one in floors:
         by_unit[one.bound] = by_unit.get(one.bound, 0.0) + one.time_us

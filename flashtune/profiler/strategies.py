@@ -1,4 +1,4 @@
-"""Four ways to attend at one shape, side by side: what each moves and computes. Two are exact, two approximate."""
+"""Four strategies of attention at one shape, with bytes and operations of each. Two are exact, two approximate."""
 
 from dataclasses import dataclass, replace
 
@@ -12,7 +12,7 @@ DEFAULT_RANK = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """One way to attend; its steps run one after another."""
+    """Strategy of attention; its steps run one after another."""
 
     name: str
     what: str
@@ -26,22 +26,22 @@ class Strategy:
 
 
 def windowed(problem: Problem, window: int) -> Problem:
-    """The same problem where each query sees only `window` keys on either side of its own place."""
+    """The problem with a window of `window` keys on either side of each query."""
     return replace(problem, features=replace(problem.features, window=(window, window)))
 
 
 def low_rank(problem: Problem, rank: int) -> Problem:
-    """The attention that is left after K and V were projected from N to `rank` rows."""
+    """The attention after K and V were projected from N to `rank` rows."""
     return replace(problem, n_kv=rank)
 
 
 def at_length(problem: Problem, n: int) -> Problem:
-    """The same problem with `n` keys: as many queries where the two were equal, the same few queries where they were not (decoding)."""
+    """The problem with `n` keys; the number of queries follows where it was equal, and stays otherwise (decoding)."""
     return replace(problem, n_q=n if problem.n_q == problem.n_kv else problem.n_q, n_kv=n)
 
 
 def check_rank(rank: int | None, n: int) -> int:
-    """The rank asked for, or `DEFAULT_RANK` where that is smaller than N; raises InputError for one that doesn't reduce N."""
+    """The checked rank, by default the smaller of `DEFAULT_RANK` and N; raises InputError outside 1 to N."""
     if rank is None:
         return min(DEFAULT_RANK, n)
     if not 1 <= rank <= n:
@@ -50,16 +50,16 @@ def check_rank(rank: int | None, n: int) -> int:
 
 
 def check_window(window: int) -> int:
-    """`window`; raises InputError where it is negative."""
+    """The checked window; raises InputError where it is negative."""
     if window < 0:
         raise InputError(f"--window must be 0 or more, not {window}: it is the number of keys that a query sees on either side")
     return window
 
 
 def strategies(problem: Problem, elementwise: Elementwise, window: int, rank: int) -> tuple[Strategy, ...]:
-    """standard, fused, window and low_rank for a full or causal problem; projected keys have no places, so causal ones aren't projected.
+    """Strategies standard, fused, window and low_rank of a full or causal problem.
 
-    Nor are those of a backward, whose projections would have gradients, too.
+    Causal problems have no low_rank, since projected keys have no positions, and backwards none, since projections need gradients, too.
     """
     found = (
         Strategy(name="standard", what="one kernel per step", exact=True, steps=standard_steps(problem, elementwise)),

@@ -1,4 +1,4 @@
-"""One profile: a problem on a target, counted, held against the roofline, and measured where a GPU allows it."""
+"""Profile of a problem on a target: counted, compared with the roofline, and measured where the GPU is present."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,29 +12,29 @@ from flashtune.profiler.roofline import Bound, crossover, floor, peak_tflops, se
 from flashtune.profiler.strategies import Strategy, strategies
 
 SCHEMA = "flashtune-profile-1"
-"""Names the form of the JSON: fields may be added under it, never renamed or removed."""
+"""Version of the JSON: fields may be added, never renamed or removed."""
 
 ChosenBy = Literal["name", "device", "default"]
-"""Why this target: it was named, it is the GPU of this machine, or neither."""
+"""Reason for the target: it was named, it is this machine's GPU, or neither."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A step, or several in a row, with its floor on the target."""
+    """A step, or several consecutive ones as one, with its floor on the target."""
 
     step: Step
     floor_us: float
     bound: Bound
 
     def as_json(self) -> dict[str, Any]:
-        """One object of `steps`."""
+        """JSON object of the step."""
         names = ("name", "read_bytes", "write_bytes", "score_bytes", "flops", "matmul_flops", "exps", "intensity")
         return {name: getattr(self.step, name) for name in names} | {"bound": self.bound, "floor_us": self.floor_us}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What `flashtune profile` knows of a plain problem on a target, counted and bounded, and measured where a GPU allows it.
+    """Profile of a plain problem on a target: counts, floors, and measurements where the GPU is present.
 
     Raises InputError where the target has no matrix products in the problem's dtype.
     """
@@ -47,14 +47,14 @@ class Profile:
     rank: int
     measured: Measured | None = None
     not_measured: str = ""
-    """Why `measured` is None."""
+    """Reason why `measured` is None."""
 
     def __post_init__(self) -> None:
         peak_tflops(self.target, self.problem.dtype)
 
     @property
     def strategies(self) -> tuple[Strategy, ...]:
-        """The ways to attend, the standard pipeline and the fused kernel first."""
+        """Strategies, the standard pipeline and the fused kernel first."""
         return strategies(self.problem, self.elementwise, self.window, self.rank)
 
     @property
@@ -92,7 +92,7 @@ class Profile:
         return self._row(strategy.steps, strategy.whole)
 
     def run_of(self, strategy: Strategy) -> StrategyRun | None:
-        """What was measured of a strategy, or None."""
+        """Measurement of a strategy, or None."""
         runs = self.measured.strategies if self.measured else ()
         return next((run for run in runs if run.name == strategy.name), None)
 
@@ -101,7 +101,7 @@ class Profile:
         return Row(step=whole, floor_us=time_us, bound=bound)
 
     def as_json(self) -> dict[str, Any]:
-        """What `--json` prints."""
+        """JSON object of `flashtune profile --json`."""
         p, target = self.problem, self.target
         return {
             "schema": SCHEMA,

@@ -1,4 +1,4 @@
-"""A profile as tables and sentences, the same for the terminal and for the report; both unit systems labelled.
+"""Tables and sentences of a profile, for both the terminal and the report.
 
 1 MiB = 2^20 bytes, 1 MB = 10^6 bytes.
 """
@@ -11,11 +11,11 @@ from flashtune.profiler.summary import Profile, Row
 CHOSEN = {"name": "named", "device": "this machine's GPU", "default": "the default; name another with --gpu-name"}
 KINDS = {
     "eager": "eager, one operation after another",
-    "framework": "framework's fused attention",
+    "framework": "PyTorch's fused attention",
     "tuned": "flashtune's tuned kernel",
     "projections": "projections Q, K, V and output",
 }
-"""What was timed, in words."""
+"""Names of measured kinds in words."""
 
 ERROR_NOTE = (
     "error: ||x - exact|| / ||exact|| on random inputs; a window and untrained projections are approximations, which models are trained for"
@@ -24,7 +24,7 @@ ERROR_NOTE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Cells as text; the first column is words, the others figures. The last `summary_rows` rows sum up those before."""
+    """Table of text cells: words in the first column, figures in the others. The last `summary_rows` rows sum up the others."""
 
     title: str
     columns: tuple[str, ...]
@@ -34,13 +34,13 @@ class Table:
 
 
 def heading(profile: Profile) -> str:
-    """The problem in a line."""
+    """Heading with the problem in one line."""
     name = "forward" if profile.problem.direction == "fwd" else "backward"
     return f"Attention {name}: {shape(profile)}, elementwise steps {profile.elementwise}"
 
 
 def shape(profile: Profile) -> str:
-    """The problem's sizes; of what is not plain only what differs."""
+    """Sizes of the problem; Hkv and Nq only where they differ from H and N."""
     p = profile.problem
     heads = f"H={p.heads}" + (f" Hkv={p.kv_heads}" if p.kv_heads != p.heads else "")
     sizes = f"N={p.n_kv}" + (f" Nq={p.n_q}" if p.n_q != p.n_kv else "")
@@ -57,7 +57,7 @@ def target_line(profile: Profile) -> str:
 
 
 def verdict(profile: Profile) -> tuple[str, ...]:
-    """What the counting says, in sentences."""
+    """Conclusions from the counts, in sentences."""
     standard, fused = profile.standard, profile.fused
     step = standard.step
     return (
@@ -69,7 +69,7 @@ def verdict(profile: Profile) -> tuple[str, ...]:
 
 
 def counted_tables(profile: Profile) -> tuple[Table, ...]:
-    """Tensors, steps and strategies; the last with its measurements where there are any."""
+    """Tables of tensors, steps and strategies; the last with measurements where there are any."""
     tensors = tuple((name, mib(size), mb(size)) for name, size in profile.tensors.items())
     steps = (
         *(_counted(row, row.step.name) for row in profile.steps),
@@ -85,7 +85,7 @@ def counted_tables(profile: Profile) -> tuple[Table, ...]:
 
 
 def measured_tables(profile: Profile, measured: Measured) -> tuple[Table, ...]:
-    """Steps, whole attentions, latency against N, and the transformer layer."""
+    """Tables of measured steps, whole attentions, latency against N, and the transformer layer."""
     achieved = ("TFLOP/s", "of peak", "TB/s", "of peak")
     found = []
     if measured.steps:
@@ -147,7 +147,7 @@ def _strategies(profile: Profile) -> Table:
 
 def _layer(profile: Profile, measured: Measured) -> Table:
     layer = measured.layer
-    assert layer is not None, "the caller asked for a layer that was measured"
+    assert layer is not None, "the caller checked that the layer was measured"
     others = (us(layer.projections_us), us(layer.mlp_us))
     rows = tuple((KINDS[name], us(time_us), *others, f"{layer.share(name):.1%}") for name, time_us in layer.attention_us.items())
     width = profile.problem.heads * profile.problem.d

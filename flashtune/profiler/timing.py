@@ -1,6 +1,6 @@
-"""The measured half of a profile: the same shapes run on a GPU, medians of interleaved rounds.
+"""Measurements of a profile: its shapes run on a GPU, medians of interleaved rounds.
 
-Inputs are random normal numbers from a fixed seed. Everything is timed without gradients. The standard pipeline is torch's own
+Inputs are random normal numbers from a fixed seed. Everything is timed without gradients. The standard pipeline is PyTorch's
 operations one by one; its scale and mask are one pass (`torch.add` with a mask of zeros), its dropout keeps 90 %.
 """
 
@@ -29,16 +29,16 @@ from flashtune.tuner.timing.stopwatch import Run, Stopwatch
 
 DROPOUT = 0.1
 SAMPLED_ROWS = 512
-"""Error is taken over this many query rows of the first head, spread evenly."""
+"""Number of evenly spaced query rows of the first head that errors are computed over."""
 LEAST_N, REACH_N = 64, 8192
-"""Latency against N is measured from at least the one to at least the other."""
+"""Smallest N of latency measurements, and the N they reach at least."""
 LONGEST_LAUNCH_S = 0.1
-"""N beyond the profiled one are left out where a launch at a third of the target's peak would take longer."""
+"""Seconds of a launch, estimated at a third of the target's peak, above which larger N are left out."""
 STEPS_BUDGET_S, KINDS_BUDGET_S, POINT_BUDGET_S, STRATEGY_BUDGET_S = 2.0, 2.0, 0.7, 2.0
 
 
 class Clock(Protocol):
-    """Times callables; `Stopwatch` is the one for GPUs."""
+    """Clock for callables; `Stopwatch` is the one for GPUs."""
 
     def race(self, runs: Sequence[Run], *, budget_s: float) -> list[Measurement]:
         """One measurement for each of `runs`, interleaved."""
@@ -47,7 +47,7 @@ class Clock(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """Where and how to measure: device, clock, and how many bytes are free there."""
+    """Environment of measurements: device, clock, and its free memory in bytes."""
 
     device: torch.device
     clock: Clock
@@ -56,7 +56,7 @@ class Bench:
 
     @classmethod
     def on_gpu(cls, profile: Profile) -> "Bench":
-        """The current GPU with CUDA events as its clock."""
+        """Bench on the current GPU with CUDA events as its clock."""
         device = torch.device("cuda", torch.cuda.current_device())
 
         def free_bytes() -> int:
@@ -75,13 +75,13 @@ class Bench:
         return q, k, v
 
     def matrix(self, rows: int, columns: int, dtype: DType) -> torch.Tensor:
-        """A weight matrix (rows, columns) that keeps the size of what it is applied to."""
+        """Random weight matrix (rows, columns), scaled so that products keep their inputs' magnitude."""
         generator = torch.Generator(self.device).manual_seed(1)
         return torch.randn(rows, columns, generator=generator, device=self.device, dtype=TORCH_DTYPES[dtype]).mul_(rows**-0.5)
 
 
 def measure(profile: Profile, bench: Bench) -> Measured:
-    """Everything that is measured of `profile`; what doesn't fit into memory is left out and named in `skipped`.
+    """All measurements of `profile`; those that don't fit into memory are left out and named in `skipped`.
 
     Raises EnvironmentProblem where not even Q, K, V and O fit.
     """
@@ -100,13 +100,13 @@ def _measure(profile: Profile, bench: Bench) -> Measured:
     scaling = _scaling(profile, bench, skipped)
     layer = _layer(problem, bench, {kind.name: kind.time_us for kind in kinds}, skipped)
     runs = _strategies(profile, bench, skipped)
-    served = dispatch.explain(*bench.tensors(problem), **_words(problem))
+    served = dispatch.explain(*bench.tensors(problem), **_call_kwargs(problem))
     return Measured(
         device=bench.name,
         provenance=provenance(command="", seed=0, measured=True),
         steps=steps,
         kinds=kinds,
-        served_by=f"{served.template} {served.variant_id}: {served.reason}" if served.template else f"the framework: {served.reason}",
+        served_by=f"{served.template} {served.variant_id}: {served.reason}" if served.template else f"PyTorch: {served.reason}",
         scaling=scaling,
         layer=layer,
         strategies=runs,
@@ -115,7 +115,7 @@ def _measure(profile: Profile, bench: Bench) -> Measured:
 
 
 def eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """The standard pipeline as people write it, without dropout: softmax(q k^T / sqrt(D) + mask) v. Shared key heads are written out."""
+    """Standard pipeline without dropout: softmax(q k^T / sqrt(D) + mask) v, (B, H, N_q, D_v). Shared key heads are expanded in memory."""
     k, v = (_written_out(x, q.shape[1]) for x in (k, v))
     scores = torch.matmul(q, k.transpose(-2, -1)).mul_(q.shape[-1] ** -0.5)
     if mask is not None:
@@ -128,21 +128,21 @@ def _written_out(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _mask(problem: Problem, like: torch.Tensor) -> torch.Tensor | None:
-    """The additive mask (N_q, N_kv) of a causal problem, whose last query sees the last key; None for a full one."""
+    """Additive mask (N_q, N_kv) of a causal problem, whose last query sees the last key; None for a full one."""
     if not problem.features.causal:
         return None
     everything = torch.full((problem.n_q, problem.n_kv), float("-inf"), device=like.device, dtype=like.dtype)
     return everything.triu_(1 + problem.n_kv - problem.n_q)
 
 
-def _words(problem: Problem) -> dict[str, Any]:
-    """How a caller of `dispatch.attention` asks for this problem."""
+def _call_kwargs(problem: Problem) -> dict[str, Any]:
+    """Keyword arguments of `dispatch.attention` for this problem."""
     alignment = "top_left" if problem.n_q == problem.n_kv else "bottom_right"
     return {"is_causal": problem.features.causal, "enable_gqa": problem.gqa_ratio > 1, "causal_alignment": alignment}
 
 
 def _framework(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Run:
-    """The framework's fused attention; a diagonal at the last key is its own `causal_lower_right`."""
+    """PyTorch's fused attention; bottom-right alignment is its `causal_lower_right`."""
     causal, gqa = problem.features.causal, problem.gqa_ratio > 1
     if not causal or problem.n_q == problem.n_kv:
         return lambda: sdpa(q, k, v, is_causal=causal, enable_gqa=gqa)
@@ -151,7 +151,7 @@ def _framework(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
 
 
 def averaging(rank: int, n: int, like: torch.Tensor) -> torch.Tensor:
-    """A (rank, n) projection whose row i averages the i-th of `rank` equal runs of keys: Linformer's, before any training.
+    """Projection (rank, n) whose row i averages the i-th of `rank` equal groups of keys: an untrained Linformer's.
 
     Linformer (Wang et al. 2020, section 4) learns this matrix and names mean pooling as an alternative; the cost is the same.
     """
@@ -161,7 +161,7 @@ def averaging(rank: int, n: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def scaling_grid(profile: Profile) -> list[int]:
-    """The N to measure: the profiled one times powers of two, an eighth to four times, further where that ends under `REACH_N`."""
+    """Values of N to measure: the profiled one times powers of two from 1/8 to 4, and on to `REACH_N`."""
     problem = profile.problem
     found = [problem.n_kv // 8, problem.n_kv // 4, problem.n_kv // 2, problem.n_kv]
     while found[-1] < max(4 * problem.n_kv, REACH_N):
@@ -178,7 +178,7 @@ def _timed(name: str, step: Step, measurement: Measurement) -> Timed:
 
 
 def _steps(problem: Problem, bench: Bench, skipped: list[str]) -> tuple[Timed, ...]:
-    """Each step of the standard pipeline by itself, with S and P in memory."""
+    """Measurements of each step of the standard pipeline by itself, with S and P in memory."""
     if not _fits(problem, bench, copies_of_s=5.0):
         skipped.append("the steps of the standard pipeline: S and its copies don't fit into the GPU's memory")
         return ()
@@ -203,12 +203,12 @@ def _steps(problem: Problem, bench: Bench, skipped: list[str]) -> tuple[Timed, .
 
 
 def _kinds(problem: Problem, bench: Bench, skipped: list[str]) -> tuple[Timed, ...]:
-    """Whole attentions at the profiled shape: eager (where S fits), framework, tuned."""
+    """Measurements of whole attentions at the profiled shape: eager (where S fits), PyTorch's, tuned."""
     q, k, v = bench.tensors(problem)
     runs = _attentions(problem, bench, q, k, v)
     if "eager" not in runs:
         skipped.append("eager attention: S doesn't fit into the GPU's memory")
-    # Bytes of the eager pipeline as it runs here: no dropout, and scaling in a pass of its own.
+    # Bytes of the eager pipeline measured here: no dropout, and a separate scaling pass.
     standard = total("eager", tuple(step for step in standard_steps(problem, "separate") if step.name != "dropout"))
     fused = fused_step(problem)
     times = bench.clock.race(list(runs.values()), budget_s=KINDS_BUDGET_S)
@@ -220,8 +220,8 @@ def _attentions(problem: Problem, bench: Bench, q: torch.Tensor, k: torch.Tensor
     if _fits(problem, bench, copies_of_s=2.5):
         mask = _mask(problem, q)
         runs["eager"] = lambda: eager(q, k, v, mask)
-    words = _words(problem)
-    return {**runs, "framework": _framework(problem, q, k, v), "tuned": lambda: dispatch.attention(q, k, v, **words)}
+    kwargs = _call_kwargs(problem)
+    return {**runs, "framework": _framework(problem, q, k, v), "tuned": lambda: dispatch.attention(q, k, v, **kwargs)}
 
 
 def _scaling(profile: Profile, bench: Bench, skipped: list[str]) -> tuple[Series, ...]:
@@ -247,7 +247,7 @@ def _scaling(profile: Profile, bench: Bench, skipped: list[str]) -> tuple[Series
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Weights:
-    """A layer's matrices: (E, E + 2 Hkv D), (E, E), (E, 4E) and (4E, E)."""
+    """Weight matrices of a layer: (E, E + 2 Hkv D), (E, E), (E, 4E) and (4E, E)."""
 
     qkv: torch.Tensor
     output: torch.Tensor
@@ -268,7 +268,7 @@ def _weights(problem: Problem, bench: Bench) -> _Weights | None:
 
 
 def _projections(problem: Problem, width: int, weights: _Weights, bench: Bench) -> Run:
-    """The layer's four projections on all tokens: (B N, E) to Q, K, V, and the output's back."""
+    """Function that runs the layer's four projections on all tokens: (B N, E) to Q, K, V, and the output's."""
     tokens = bench.matrix(problem.batch * problem.n_q, width, problem.dtype)
 
     def run() -> None:
@@ -279,7 +279,7 @@ def _projections(problem: Problem, width: int, weights: _Weights, bench: Bench) 
 
 
 def _layer(problem: Problem, bench: Bench, attention_us: dict[str, float], skipped: list[str]) -> Layer | None:
-    """One transformer layer: projections and MLP measured here, attention as measured before."""
+    """One transformer layer: projections and MLP measured here, attention times passed in."""
     width = problem.heads * problem.d
     weights = _weights(problem, bench)
     tokens = problem.batch * problem.n_q
@@ -296,16 +296,16 @@ def _layer(problem: Problem, bench: Bench, attention_us: dict[str, float], skipp
 
 
 def _strategies(profile: Profile, bench: Bench, skipped: list[str]) -> tuple[StrategyRun, ...]:
-    """Each strategy's time and its error against exact attention in float64, over a sample of rows of the first head."""
+    """Measured time of each strategy, and its error against float64 attention over sampled rows of the first head."""
     problem = profile.problem
     q, k, v = bench.tensors(problem)
     project = averaging(profile.rank, problem.n_kv, k)
-    words = _words(problem)
+    kwargs = _call_kwargs(problem)
     runs: dict[str, Callable[[], torch.Tensor]] = {
         "standard": lambda: eager(q, k, v, _mask(problem, q)),
-        "fused": lambda: dispatch.attention(q, k, v, **words),
-        "window": lambda: dispatch.attention(q, k, v, window=profile.window, **words),
-        "low_rank": lambda: dispatch.attention(q, torch.matmul(project, k), torch.matmul(project, v), enable_gqa=words["enable_gqa"]),
+        "fused": lambda: dispatch.attention(q, k, v, **kwargs),
+        "window": lambda: dispatch.attention(q, k, v, window=profile.window, **kwargs),
+        "low_rank": lambda: dispatch.attention(q, torch.matmul(project, k), torch.matmul(project, v), enable_gqa=kwargs["enable_gqa"]),
     }
     runs = {strategy.name: runs[strategy.name] for strategy in profile.strategies}
     if not _fits(problem, bench, copies_of_s=2.5):

@@ -1,5 +1,7 @@
-"""Whole calls: what `attention` and the framework's own function take in an eager loop, host included; of a backward whole training steps,
-the forward and its gradients, since both are served by kernels or neither."""
+"""Times of whole calls of `attention` and PyTorch's function in an eager loop, host included; of a backward whole training steps.
+
+A training step is the forward and its gradients, since kernels serve both or neither.
+"""
 
 import statistics
 import time
@@ -27,36 +29,36 @@ Call = Callable[[], object]
 
 
 def attention_call(inputs: Inputs) -> Call:
-    """`dispatch.attention` on these inputs, with the arguments that mean the same as theirs, and its gradients where the pass is theirs."""
-    given, mask = inputs.parameters, inputs.mask
-    words: dict[str, Any] = {
-        "scale": given.scale,
+    """Function that calls `dispatch.attention` on these inputs, and for a backward problem computes its gradients."""
+    parameters, mask = inputs.parameters, inputs.mask
+    kwargs: dict[str, Any] = {
+        "scale": parameters.scale,
         "enable_gqa": inputs.problem.gqa_ratio > 1,
-        "window": (given.band.left, given.band.right),
-        "causal_alignment": "bottom_right" if given.band.diagonal else "top_left",
-        "softcap": given.softcap,
-        **given.per_head(),
+        "window": (parameters.band.left, parameters.band.right),
+        "causal_alignment": "bottom_right" if parameters.band.diagonal else "top_left",
+        "softcap": parameters.softcap,
+        **parameters.per_head(),
     }
     if inputs.problem.direction == "fwd":
-        return lambda: api.attention(inputs.q, inputs.k, inputs.v, mask, given.dropout_p, **words)
+        return lambda: api.attention(inputs.q, inputs.k, inputs.v, mask, parameters.dropout_p, **kwargs)
     q, k, v = leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     if mask is not None and inputs.problem.features.dbias:
         mask = mask.detach().requires_grad_()
         leaves = [*leaves, mask]
     if inputs.problem.features.dslopes:
-        words["alibi_slopes"] = words["alibi_slopes"].detach().requires_grad_()
-        leaves = [*leaves, words["alibi_slopes"]]
+        kwargs["alibi_slopes"] = kwargs["alibi_slopes"].detach().requires_grad_()
+        leaves = [*leaves, kwargs["alibi_slopes"]]
 
     def step() -> object:
         with torch.enable_grad():
-            out = api.attention(q, k, v, mask, given.dropout_p, **words)
+            out = api.attention(q, k, v, mask, parameters.dropout_p, **kwargs)
         return torch.autograd.grad(out, leaves, inputs.operands["dout"])
 
     return step
 
 
 def time_calls(sources: list[tasks.Source], problem: Problem, target: Target, seed: int, budget_s: float) -> Called | Failed:
-    """Whole calls of some kernels and of the framework: a task for the process that has a problem's inputs on its GPU."""
+    """Task that times whole calls of some kernels and of PyTorch, in the process with the problem's inputs on its GPU."""
     try:
         inputs = tasks.inputs_on_device(problem, target, seed)
         modules = [load_kernel(source.text, source.stem) for source in sources]
@@ -67,10 +69,9 @@ def time_calls(sources: list[tasks.Source], problem: Problem, target: Target, se
 
 
 def call_times(modules: Sequence[LoadedKernel], inputs: Inputs, *, budget_s: float) -> list[float]:
-    """Median microseconds of a call, back to back, with each rendered module in turn and last, where it has the problem, with the
-    framework's function.
+    """Median microseconds of back-to-back calls with each rendered module, and last with PyTorch's function where it supports the problem.
 
-    The slower of host and GPU shows: nothing waits for the GPU but the end of each group of calls.
+    The times are those of the slower of host and GPU: only the end of each group of calls waits for the GPU.
     """
     ours, framework = attention_call(inputs), framework_call(inputs, step=True)
     direction = inputs.problem.direction
@@ -91,7 +92,7 @@ def call_times(modules: Sequence[LoadedKernel], inputs: Inputs, *, budget_s: flo
                         call()
                     torch.cuda.synchronize()
                     spent = (time.perf_counter() - begun) / repeats * 1e6
-                # The first round compiles, the second tells how many calls are worth a look at the clock.
+                # The first round compiles, the second sets the number of calls per reading of the clock.
                 if rounds > 1:
                     found[place].append(spent)
                 elif rounds == 1:

@@ -1,4 +1,4 @@
-"""Which of the problems that a model called are searched, and in which order."""
+"""Selection and order of a model's recorded problems for a search."""
 
 from collections.abc import Sequence
 
@@ -9,9 +9,10 @@ from flashtune.core.target import Target
 
 
 def worth_searching(problems: Sequence[Problem], target: Target, *, templates: Sequence[str], location: str | None) -> list[Problem]:
-    """Those that a family (one of `templates`, where any are named) serves on `target`: first those without a row of their own in the
-    database at `location` (None: the user's own) or among the shipped ones, then those with a predicted row, then those with a measured
-    one. The others are named on standard error; raises InputError where none is left."""
+    """Problems that a family (one of `templates`, if any are named) serves on `target`, in the order of a search.
+
+    First come those without a record in the database at `location` (None: the user's own) or the shipped one, then those with a predicted
+    record, then those with a measured one. The others are named on standard error; raises InputError where none is left."""
     from flashtune.db.library import Layer, Library, overlay_path, shipped_path
     from flashtune.templates import families, family
     from flashtune.tuner.propose.space import SearchSpace
@@ -30,10 +31,10 @@ def worth_searching(problems: Sequence[Problem], target: Target, *, templates: S
     for line in left_out:
         messages().print(f"left out {line}")
     records = Library([Layer(location=path, optional=True) for path in (location or overlay_path(), shipped_path())]).winners()
-    rows = {(record.key, record.outcome.source) for record in records}
+    known_records = {(record.key, record.outcome.source) for record in records}
 
-    def told(problem: Problem) -> tuple[bool, bool]:
+    def priority(problem: Problem) -> tuple[bool, bool]:
         key = problem.key(target.slug)
-        return (key, "measured") in rows, (key, "predicted") in rows
+        return (key, "measured") in known_records, (key, "predicted") in known_records
 
-    return sorted(served, key=told)
+    return sorted(served, key=priority)
