@@ -232,9 +232,9 @@ def test_ended_problems_say_how_many_trials_they_had() -> None:
     ("winner", "others", "said"),
     [
         # (time among the trials, in the race, whole call)
-        ((80.0, 81.0, 90.0), [(85.0, 86.0, 90.0)], "the best trial's 80.0 us were its own: the closing race times finalists anew"),
+        ((80.0, 81.0, 90.0), [(85.0, 86.0, 90.0)], "the best trial's 80.0 us were its own: the closing race times final candidates"),
         ((82.0, 81.0, 90.0), [(80.0, 83.0, 90.0)], "the best trial, of 80.0 us, was no faster in the closing race (83.0 us)"),
-        ((82.0, 81.0, 90.0), [(80.0, 80.8, 90.0)], "a tie with the best trial, of 80.8 us in the closing race, goes to the stored row or"),
+        ((82.0, 81.0, 90.0), [(80.0, 80.8, 90.0)], "a tie with the best trial, of 80.8 us in the closing race, goes to the stored record"),
         (
             (82.0, 81.0, 60.0),
             [(70.0, 71.0, 90.0)],

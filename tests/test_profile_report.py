@@ -241,7 +241,7 @@ def test_a_report_follows_the_readers_theme(found: Profile) -> None:
 def test_the_ratio_of_two_latencies_stands_on_its_own() -> None:
     text = drawing_of(with_figures(), "ratio")
     # 61 us over 55 us at N = 1024; powers of 1.9 and 1.95 bring them together.
-    assert "framework / tuned at N = 1024: 1.11" in text and "framework / tuned at N = 4096: 1.03" in text
+    assert "PyTorch / tuned at N = 1024: 1.11" in text and "PyTorch / tuned at N = 4096: 1.03" in text
 
 
 def test_the_same_profile_gives_the_same_bytes() -> None:

@@ -1,4 +1,4 @@
-"""Several databases into one that holds the best rows of every key."""
+"""Merge of several databases into one with the best records of every key."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -15,8 +15,9 @@ from flashtune.db.writing import write_file
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merged:
-    """What became of the databases' rows: `kept` were written; `lost` gave way, each to the row beside it; `passed_over` could not be
-    served, and no row of their key could."""
+    """Result of a merge: records that were `kept`, those that `lost` with the record that won, and those `passed_over`.
+
+    A record is passed over where neither it nor any other of its key can be served."""
 
     kept: tuple[TuningRecord, ...]
     lost: tuple[tuple[TuningRecord, TuningRecord], ...]
@@ -31,14 +32,14 @@ def merge(
     passed_over: Callable[[TuningRecord], object] = serve_all,
     bits: Bits = ALL_REPEAT,
 ) -> Merged:
-    """Write the best row of each key that any of these databases has to a new SQLite file, with its provenance as it was.
+    """Write the best record of each key in any of these databases to a new SQLite file, with its provenance unchanged.
 
-    Of several rows of a key the one that gained most over the framework in its own run is kept: `preference`, as in a library;
-    equals go to the database that is named first. Where that one's kernel's bits vary, the best row whose don't stays beside it, for
-    deterministic calls (`worth_keeping`). Those that are `passed_over` give way to the next. The file appears whole or not at all;
-    `replace` allows it to take the place of another tuned database, but not of one of these.
+    Of several records of a key the one with the largest speedup over PyTorch in its own run is kept (`preference`, as in a library);
+    ties go to the database that is named first. Where its kernel isn't bitwise repeatable, the best record of a repeatable one is kept
+    beside it, for deterministic calls (`worth_keeping`). Records that are `passed_over` lose to the next. The file is written atomically;
+    `replace` allows it to replace another tuned database, but not one of these.
 
-    Raises NoKernelFound where there is nothing to write.
+    Raises NoKernelFound where there is nothing to write, and DatabaseError where the destination can't be written to.
     """
     target = sqlite_path(destination)
     if target is None:
@@ -58,11 +59,11 @@ def merge(
         runs = [_run(record) for record in stay]
         lost += [(record, stay[-1] if bits.repeats(record) else stay[0]) for record in found[key] if _run(record) not in runs]
     if not kept:
-        raise NoKernelFound("these databases hold no row that could be served: search first, or name others")
+        raise NoKernelFound("these databases hold no record that could be served: search first, or name others")
     write_file(target, [record.as_result() for record in kept], replace=replace)
     return Merged(kept=tuple(kept), lost=tuple(lost), passed_over=tuple(refused))
 
 
 def _run(record: TuningRecord) -> tuple[object, ...]:
-    """What tells a row: the same one may be in several databases."""
+    """Identity of a record's run, by which copies of it in several databases are recognized."""
     return record.problem, record.outcome, record.provenance, record.baseline

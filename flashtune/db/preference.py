@@ -1,4 +1,4 @@
-"""Which of several records of one key is the best; one rule for a database, for layers of databases and for dispatch."""
+"""Preference among records of one key: the same rule for a database, for layers of databases and for dispatch."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +11,7 @@ from flashtune.core.results import Bits, TuningRecord
 from flashtune.db.rows import moment
 
 FEWEST_SAMPLES, WIDEST_SPREAD = 10, 0.5
-"""Evidence of a gain: samples of each time, and the spread of their quantiles over the median. Of 1671 shipped records one spreads more."""
+"""Least samples of each time, and largest spread of their quantiles over the median, of a ratio with enough evidence."""
 
 _RELEASE = re.compile(r"([0-9]{1,4})\.([0-9]{1,4})(?:\.([0-9]{1,4}))?(?![0-9])")
 
@@ -19,14 +19,14 @@ _COLUMNS = attrgetter(*(field.name for field in fields(ProblemKey)))
 
 
 def preference(record: TuningRecord) -> tuple[object, ...]:
-    """Sorts the best record of a key first.
+    """Sort key that puts the best record of a key first.
 
-    Measured beats predicted, and then a layer that was requested those that lie below it. Times of different runs can't be compared
-    (clocks, inputs and batch sizes differ), but their ratios to the framework's time in the same run can
-    (`TuningRecord.relative_time`). So of measured records those that have one go first, of these those with enough evidence, then the
-    newest torch and Triton: a ratio to a torch that was slower says nothing of today's. Among equals the lowest ratio wins. Next come
-    measured records without the framework's time, the newest first; then predictions, the newest first, because a later cost model
-    supersedes an earlier one. Ties go to the smaller variant id, so that two machines choose alike.
+    Measured records go before predicted ones, then records of requested layers before those of lower layers. Times of different runs
+    can't be compared (clocks, inputs and batch sizes differ), but their ratios to PyTorch's time in the same run can
+    (`TuningRecord.relative_time`). So measured records with a ratio go first, of these those with enough evidence, then those of the
+    newest torch and Triton, since ratios to an older torch may not hold for today's; then the lowest ratio wins. Measured records
+    without PyTorch's time follow, the newest first; then predictions, the newest first, because a later cost model supersedes an
+    earlier one. Ties go to the smaller variant id, so that two machines choose alike.
     """
     age = -moment(record.provenance.created_at).timestamp()
     layer = -record.precedence
@@ -39,19 +39,19 @@ def preference(record: TuningRecord) -> tuple[object, ...]:
 
 
 def _evident(record: TuningRecord) -> bool:
-    """Whether its time and the framework's were taken often enough, and alike enough, to be compared."""
+    """True if both its time and PyTorch's have enough samples and little enough spread."""
     times = (record.outcome.measurement, record.baseline.measurement if record.baseline else None)
     return all(time is not None and time.samples >= FEWEST_SAMPLES and time.noise <= WIDEST_SPREAD for time in times)
 
 
 def _newest_first(record: TuningRecord) -> tuple[int, ...]:
-    """The versions of torch and Triton, negated; what isn't a release's number counts as the oldest."""
+    """Negated versions of torch and Triton; texts that are no release number count as the oldest."""
     found = (_RELEASE.match(text) for text in (record.provenance.torch, record.provenance.triton))
     return tuple(-int(part or 0) for release in found for part in (release.groups() if release else (0, 0, 0)))
 
 
 def by_key(records: Iterable[TuningRecord]) -> dict[ProblemKey, list[TuningRecord]]:
-    """The records of each key, the best first; equals stay in the order in which they came."""
+    """Records of each key, the best first; equals keep their order."""
     found: dict[ProblemKey, list[TuningRecord]] = {}
     for record in records:
         found.setdefault(record.key, []).append(record)
@@ -59,33 +59,33 @@ def by_key(records: Iterable[TuningRecord]) -> dict[ProblemKey, list[TuningRecor
 
 
 def serve_all(record: TuningRecord) -> None:
-    """Passes over no record."""
+    """Filter that passes over no record."""
 
 
 ALL_REPEAT = Bits(repeats=lambda record: True, may_vary=lambda record: False)
-"""Every kernel writes the same bits each time, so that one serves all calls."""
+"""Bits of families whose kernels are all repeatable, so that one record serves all calls."""
 
 
 def raced_for_same_bits(record: TuningRecord, *, repeatable: bool) -> bool:
-    """Whether a record raced among kernels alone that write the same bits every time, beside no framework: calls that take others, too,
-    are served by every other row of its key first."""
+    """True if a record's race had only bitwise repeatable kernels and no PyTorch: for calls without that demand it comes after all
+    others of its key."""
     return repeatable and record.framework_us is None
 
 
 def foremost(same: Sequence[TuningRecord], passed_over: Callable[[TuningRecord], object]) -> TuningRecord:
-    """The first of these records, the best first, that is not `passed_over`; the very first where all are."""
+    """The first of these sorted records that is not `passed_over`; the very first where all are."""
     return next((record for record in same if not passed_over(record)), same[0])
 
 
 def worth_keeping(same: Sequence[TuningRecord], passed_over: Callable[[TuningRecord], object], bits: Bits) -> list[TuningRecord]:
-    """Of one key's records, the best first, those that a small database keeps; none where all are `passed_over`.
+    """Records that a small database keeps of one key's sorted records; none where all are `passed_over`.
 
-    That is the one that serves, and where its kernel's bits vary also the first whose don't, which serves calls that ask for the same
-    bits every time.
+    These are the one that serves, and where its kernel isn't bitwise repeatable also the first repeatable one, for deterministic
+    calls.
     """
 
     def order(record: TuningRecord) -> tuple[bool, bool]:
-        # Measured rows serve before any prediction.
+        # Measured records serve before any prediction.
         demoted = bits.may_vary(record) and raced_for_same_bits(record, repeatable=bits.repeats(record))
         return record.outcome.source == "predicted", demoted
 
@@ -95,6 +95,6 @@ def worth_keeping(same: Sequence[TuningRecord], passed_over: Callable[[TuningRec
 
 
 def key_order(key: ProblemKey) -> tuple[Any, ...]:
-    """Sorts keys by their columns, the user's four first."""
+    """Sort key of keys: their columns, gpu, n, d and dtype first."""
     found: tuple[Any, ...] = _COLUMNS(key)
     return found

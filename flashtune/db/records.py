@@ -228,6 +228,6 @@ class FileRecords(Mapping[ProblemKey, list[TuningRecord]]):
             found = rows.read_run(run, key)
         with row_named(self._name, "trial", trial.values["id"]):
             outcome = rows.read_outcome(trial)
-            twin = rows.twin_of(outcome, twins.get(trial.values["run_id"]))
+            twin = rows.fallback_of(outcome, twins.get(trial.values["run_id"]))
             rows.refuse_impossible(key.gpu, found["problem"], outcome, found["baseline"])
         return TuningRecord(key=key, outcome=outcome, twin=twin, origin=self._name, **found)

@@ -1,7 +1,7 @@
-"""Core values to rows and back. Rows are data from strangers: every value is checked before it becomes a core value.
+"""Conversion of core values to database rows and back. Rows are untrusted: every value is checked before it becomes a core value.
 
-The same checks run when a result is saved, so that nothing is written that could not be read again. Free text (reasons, commands,
-driver names) is tidied on the way in: control characters become blanks and what is too long is cut.
+The same checks run when a result is saved, so that everything written can be read again. Free text (reasons, commands, driver names) is
+tidied when it is saved: control characters become blanks and long texts are cut.
 """
 
 import functools
@@ -31,7 +31,7 @@ from flashtune.core.results import (
 from flashtune.db.values import IDENTIFIER, LARGEST, NAME_LENGTH, TEXT_LENGTH, UNPRINTABLE, Row, RowError, canonical, shown, tidy
 
 SHORTEST_TIME_US = 1e-3
-"""A nanosecond: a clock of a GPU takes half of one. A ratio of two times that rows may hold is always finite."""
+"""Smallest time in microseconds, about two clocks of a GPU; ratios of times in these bounds are finite."""
 LONGEST_TIME_US = 1e12
 MOST_WATTS = 1e6
 COLDEST_C = -273
@@ -39,7 +39,7 @@ REASONS_LENGTH = 255
 FEATURES_LENGTH = 255
 
 RUNNING_PATTERN = f"%{RUNNING.as_json()[1:-1]}%"
-"""What a config's text is like (SQL) whose kernel looks for row maxima in every block."""
+"""SQL LIKE pattern of configs with the online softmax, whose kernels update the row max in every block."""
 
 _QUANTILES = ("min_us", "q10_us", "median_us", "q90_us")
 _FATES = tuple(str(fate) for fate in Fate)
@@ -48,7 +48,7 @@ _TIMES = tuple(field.name for field in fields(Measurement))
 
 
 def read_key(row: Row) -> ProblemKey:
-    """The key in a row of `problem`; its numbers and names are checked, `read_problem` checks it against the run's problem."""
+    """Key in a row of `problem` with checked numbers and names; `read_problem` checks it against the run's problem."""
     return ProblemKey(
         gpu=row.word("gpu"),
         n=row.integer("n", 1),
@@ -64,14 +64,14 @@ def read_key(row: Row) -> ProblemKey:
 
 
 def _features(row: Row) -> str:
-    """The features' text, checked."""
+    """Checked text of the features."""
     text = row.values["features"]
     return text if isinstance(text, str) and _sound(text) else canonical(row.json("features", FEATURES_LENGTH))
 
 
 @functools.lru_cache(maxsize=1024)
 def _sound(text: str) -> bool:
-    """Whether features are a JSON object in canonical form: hundreds of rows have a few texts."""
+    """True if the text is a JSON object in canonical form; cached, since hundreds of rows share a few texts."""
     try:
         Row({"features": text}).json("features", FEATURES_LENGTH)
     except RowError:
@@ -80,9 +80,9 @@ def _sound(text: str) -> bool:
 
 
 def run_row(result: SearchResult) -> dict[str, object]:
-    """The columns of `run` (without ids)."""
+    """Columns of `run` (without ids)."""
     problem, provenance, baseline = result.problem, result.provenance, result.baseline
-    # Features.as_json leaves out an alignment that has no effect; the run keeps it, so that the problem comes back equal.
+    # Features.as_json omits an alignment without effect; the run keeps it, so that the problem read back is equal.
     aligned = {} if problem.features.alignment == "top_left" else {"alignment": problem.features.alignment}
     return {
         "batch": problem.batch,
@@ -105,7 +105,7 @@ def run_row(result: SearchResult) -> dict[str, object]:
 
 
 def read_run(row: Row, key: ProblemKey) -> dict[str, Any]:
-    """All but the trials of a run whose key is `key`, by the names that `TuningRecord` and `SearchResult` have for it."""
+    """Fields of a run with this key, without its trials, by their names in `TuningRecord` and `SearchResult`."""
     return {
         "problem": read_problem(row, key),
         "provenance": read_provenance(row),
@@ -115,7 +115,7 @@ def read_run(row: Row, key: ProblemKey) -> dict[str, Any]:
 
 
 def read_problem(row: Row, key: ProblemKey) -> Problem:
-    """The exact problem of a run whose key is `key`."""
+    """Exact problem of a run with this key; raises RowError where the two don't agree."""
     heads, kv_heads = row.integer("heads", 1), row.integer("kv_heads", 1)
     if heads % kv_heads:
         raise RowError("kv_heads", f"is {kv_heads}, which does not divide {heads} heads")
@@ -146,7 +146,7 @@ def read_problem(row: Row, key: ProblemKey) -> Problem:
 
 
 def read_provenance(row: Row) -> Provenance:
-    """Where the figures of a run come from."""
+    """Provenance of a run."""
     created_at = row.text("created_at", limit=NAME_LENGTH, empty=True)
     if created_at:
         try:
@@ -193,7 +193,7 @@ def _read_conditions(row: Row) -> Conditions | None:
 
 
 def moment(created_at: str) -> datetime:
-    """A run's time for comparisons; a run without one counts as the oldest, and a time without a zone as UTC."""
+    """Creation time for comparisons; a missing one counts as the oldest, and one without a zone as UTC."""
     if not created_at:
         return datetime.min.replace(tzinfo=UTC)
     found = datetime.fromisoformat(created_at)
@@ -201,7 +201,7 @@ def moment(created_at: str) -> datetime:
 
 
 def read_baseline(row: Row) -> Baseline | None:
-    """The framework's time of a run, or None where it was not timed."""
+    """PyTorch's time in a run, or None where it was not timed."""
     measurement = _read_measurement(row, "baseline_")
     if measurement is None:
         if not row.missing("baseline_backend"):
@@ -214,7 +214,7 @@ def read_baseline(row: Row) -> Baseline | None:
 
 
 def read_ending(row: Row) -> Ending | None:
-    """Why a run's trials ended; None where it isn't said."""
+    """Reason why a run's trials ended, or None where it wasn't recorded."""
     if row.missing("ended_by"):
         if not row.missing("expected_regret"):
             raise RowError("expected_regret", "is set, but ended_by is missing")
@@ -224,7 +224,7 @@ def read_ending(row: Row) -> Ending | None:
 
 
 def trial_row(outcome: Outcome, number: int) -> dict[str, object]:
-    """The columns of `trial` (without ids). An error that is not a number is kept as infinite: databases have no NaN."""
+    """Columns of `trial` (without ids); a NaN error is stored as infinity, since databases have no NaN."""
     facts, error = outcome.facts, outcome.max_error
     return {
         "number": number,
@@ -246,7 +246,7 @@ def trial_row(outcome: Outcome, number: int) -> dict[str, object]:
 
 
 def read_outcome(row: Row) -> Outcome:
-    """The outcome in a row of `trial`."""
+    """Outcome in a row of `trial`; raises RowError where its values contradict each other."""
     fate = Fate(row.one_of("fate", _FATES))
     source: Source = row.one_of("source", SOURCES)
     measurement = _read_measurement(row)
@@ -282,16 +282,16 @@ def read_outcome(row: Row) -> Outcome:
     )
 
 
-def twin_of(outcome: Outcome, row: Row | None) -> Outcome | None:
-    """The outcome in a row of `trial`, the best of RUNNING_PATTERN in the same run, where it is a twin of the run's winner."""
+def fallback_of(outcome: Outcome, row: Row | None) -> Outcome | None:
+    """Fallback kernel of a run's winner from the best trial of RUNNING_PATTERN in the run, or None."""
     if row is None or not settles(outcome.config):
         return None
-    twin = read_outcome(row)
-    return twin if twin.template == outcome.template and twin.fate is Fate.CORRECT and twin.source == "measured" else None
+    fallback = read_outcome(row)
+    return fallback if fallback.template == outcome.template and fallback.fate is Fate.CORRECT and fallback.source == "measured" else None
 
 
 def refuse_impossible(gpu: str, problem: Problem, outcome: Outcome, baseline: Baseline | None) -> None:
-    """Raise RowError for measured times that no kernel reaches on this GPU, or that torch never takes."""
+    """Raise RowError for measured times below a kernel's lower bound on this GPU, or PyTorch's above its upper bound."""
     if outcome.source != "measured" or outcome.measurement is None:
         return
     least = limits.least_us(problem, gpu)

@@ -1,7 +1,7 @@
-"""The tables: `problem` (one row per key), `run` (one search of one problem) and `trial` (one outcome of a run).
+"""Tables: `problem` (one row per key), `run` (one search of one problem) and `trial` (one outcome of a run).
 
-Values that must come back exactly (features, configs) are kept as canonical JSON text, and flags as 0 or 1, so that reading
-sees what the file really holds: `flashtune.db.rows` validates every value. Times are microseconds.
+Values that must be read back exactly (features, configs) are stored as canonical JSON text, and flags as 0 or 1, so that
+`flashtune.db.rows` validates the raw values of the file. Times are microseconds.
 """
 
 from typing import Annotated
@@ -25,7 +25,7 @@ Ratio = Annotated[float | None, mapped_column(Float(53))]
 
 
 class Base(DeclarativeBase):
-    """Parent of all tables; names every constraint, so that migrations can name them on any database."""
+    """Parent of all tables, which names every constraint, so that migrations can name them on any database."""
 
     metadata = MetaData(
         naming_convention={
@@ -38,7 +38,7 @@ class Base(DeclarativeBase):
 
 
 class ProblemRow(Base):
-    """One `ProblemKey`, its columns in the key's order; the unique index serves look-ups by any leading part of it."""
+    """Row of one `ProblemKey`, columns in the key's order; the unique index serves look-ups by any leading columns."""
 
     __tablename__ = "problem"
     __table_args__ = (UniqueConstraint("gpu", "n", "d", "dtype", "direction", "d_v", "n_q", "features", "gqa_ratio", "bh_bucket"),)
@@ -57,7 +57,7 @@ class ProblemRow(Base):
 
 
 class RunRow(Base):
-    """One search of one problem: what the key leaves out of the `Problem`, the provenance and the framework's time."""
+    """Row of one search of one problem: fields of the `Problem` that the key lacks, provenance and PyTorch's time."""
 
     __tablename__ = "run"
     __table_args__ = (Index(None, "problem_id"),)
@@ -68,7 +68,7 @@ class RunRow(Base):
     heads: Mapped[Count]
     kv_heads: Mapped[Count]
     features: Mapped[Json]
-    """The exact features; the key's are rounded."""
+    """Exact features; the key's are rounded."""
     flashtune: Mapped[Word]
     torch: Mapped[Word]
     triton: Mapped[Word]
@@ -87,7 +87,7 @@ class RunRow(Base):
     baseline_samples: Mapped[OptionalCount]
     baseline_call_us: Mapped[Microseconds]
     race_samples: Mapped[OptionalCount]
-    """Readings of the GPU while finalists raced; the columns that follow are what they say."""
+    """Number of GPU readings during the closing race, which the following columns summarize."""
     race_sm_clock_mhz: Mapped[OptionalCount]
     race_memory_clock_mhz: Mapped[OptionalCount]
     race_power_w: Mapped[Watts]
@@ -95,12 +95,12 @@ class RunRow(Base):
     race_throttled_by: Mapped[str | None] = mapped_column(String(255))
     race_other_processes: Mapped[OptionalCount]
     ended_by: Mapped[str | None] = mapped_column(String(64))
-    """Why the trials ended (`Ending`)."""
+    """Reason why the trials ended (`Ending`)."""
     expected_regret: Mapped[Ratio]
 
 
 class TrialRow(Base):
-    """One outcome; `number` is its place in the run."""
+    """Row of one outcome; `number` is its place in the run."""
 
     __tablename__ = "trial"
     __table_args__ = (UniqueConstraint("run_id", "number"), Index("ix_trial_best", "run_id", "rank", "median_us"))
@@ -129,8 +129,8 @@ class TrialRow(Base):
     finalist: Mapped[Flag]
     rank: Mapped[OptionalCount]
     trial_median_us: Mapped[Microseconds]
-    """A measured candidate's time among the trials, all in one scale; `median_us` and its companions are the time that counts: a finalist's
-    from the closing races, in their scale, else this one."""
+    """Time of a measured candidate among the trials, comparable with other trials. `median_us` and its companions are from the closing
+    races for final candidates, else the same as this."""
     trial_q10_us: Mapped[Microseconds]
     trial_q90_us: Mapped[Microseconds]
     trial_min_us: Mapped[Microseconds]

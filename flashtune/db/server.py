@@ -1,4 +1,4 @@
-"""A tuned database on a server: any database that SQLAlchemy has a dialect and an installed driver for."""
+"""Tuned database on a server: any database that SQLAlchemy has a dialect and an installed driver for."""
 
 import time
 from collections.abc import Callable
@@ -17,14 +17,14 @@ from flashtune.db.values import SCHEMA_VERSION, VERSION_TABLE
 T = TypeVar("T")
 
 ATTEMPTS = 5
-"""Two writers of the same new key, or a deadlock, cost one of them another attempt."""
+"""Attempts of a write, which another writer of the same new key or a deadlock may fail."""
 
 AWAY_S = 30.0
-"""How long a server that answered before may be away."""
+"""Seconds to wait for a server that answered before, such as during a restart."""
 
 
 class Server:
-    """The same two calls as `SqliteFile`, over a server's own transactions; no connection is kept between them."""
+    """Server with the interface of `SqliteFile`, over its own transactions; no connection is kept between calls."""
 
     def __init__(self, url: URL, *, writable: bool) -> None:
         self.name = mask_secrets(url.render_as_string(hide_password=True))
@@ -49,15 +49,15 @@ class Server:
         try:
             self.write(self._upgrade)
         except DatabaseError:
-            # Another process may have been first.
+            # Another process may have upgraded it first.
             if self.read(self._version) != SCHEMA_VERSION:
                 raise
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing, since no connection is kept."""
 
     def read(self, work: Callable[[Connection], T]) -> T:
-        """What `work` returns, from one transaction that is rolled back."""
+        """Result of `work` in one transaction that is rolled back."""
         return self._when_there(lambda: self._read(work))
 
     def _read(self, work: Callable[[Connection], T]) -> T:
@@ -66,7 +66,7 @@ class Server:
             return work(connection)
 
     def write(self, work: Callable[[Connection], T]) -> T:
-        """What `work` returns, committed; it may be called again when another writer was first."""
+        """Result of `work` in a committed transaction; `work` is called again after a conflict with another writer."""
         return self._when_there(lambda: self._write(work))
 
     def _write(self, work: Callable[[Connection], T]) -> T:
@@ -83,13 +83,13 @@ class Server:
         raise AssertionError("the last attempt returns or raises")
 
     def _when_there(self, work: Callable[[], T]) -> T:
-        """`work`, tried again for a while where a server that answered before is away: it restarts, say."""
+        """Result of `work`, retried for a while where a server that answered before is away."""
         deadline = time.monotonic() + AWAY_S
         while True:
             try:
                 return work()
             except DBAPIError as error:
-                # No statement: it couldn't be connected to. 57P01 to 57P03: it stops or starts.
+                # No statement: the connection failed. 57P01 to 57P03: the server stops or starts.
                 away = error.connection_invalidated or error.statement is None or _code(error).startswith("57P")
                 if not (self._reached and away) or time.monotonic() > deadline:
                     raise self._explained(error) from error
@@ -114,5 +114,5 @@ class Server:
 
 
 def _code(error: DBAPIError) -> str:
-    """The five letters by which PostgreSQL and others name an error; empty where the driver gives none."""
+    """SQLSTATE of an error, five characters; empty where the driver gives none."""
     return str(getattr(error.orig, "sqlstate", None) or getattr(error.orig, "pgcode", None) or "")

@@ -1,4 +1,4 @@
-"""The store: search results in, best records out. Everything that a search learned is kept; what is best is a query."""
+"""Store of search results, which keeps all trials; the best records are a query."""
 
 import os
 from collections.abc import Callable
@@ -32,7 +32,7 @@ _PROBLEM, _RUN, _TRIAL = (model.__table__ for model in (ProblemRow, RunRow, Tria
 
 
 class KeyFilter(TypedDict, total=False):
-    """Columns of the key to filter by; None and an absent name mean any value."""
+    """Filter by columns of the key; None and an absent name mean any value."""
 
     gpu: str | None
     n: int | None
@@ -56,10 +56,10 @@ class _Access(Protocol):
 
 
 class Store:
-    """A tuned database: a SQLite file or a server. A context manager; safe to use from several threads and after a fork.
+    """Tuned database in a SQLite file or on a server; a context manager, safe to use from several threads and after a fork.
 
-    Every method raises DatabaseError where the database is damaged or holds a row that flashtune would not write, and
-    EnvironmentProblem where the disk is full or a permission is missing. A failed write leaves what was there before.
+    Every method raises DatabaseError where the database is damaged or has a row that flashtune would not write, and
+    EnvironmentProblem where the disk is full or a permission is missing. A failed write changes nothing.
     """
 
     def __init__(self, access: _Access, *, writable: bool) -> None:
@@ -69,11 +69,11 @@ class Store:
 
     @classmethod
     def open(cls, location: str | Path, *, writable: bool) -> Self:
-        """The database at a path or SQLAlchemy URL.
+        """Open the database at a path or SQLAlchemy URL.
 
-        Read-only: it must exist; neither it nor its folder is changed by one byte. Writable: it and its parent folders are created
-        where they are missing, and an older schema is upgraded. A file that is damaged, of another application or of a newer
-        flashtune is refused and left as it was.
+        Read-only: it must exist; neither it nor its folder is changed. Writable: it and its parent folders are created where they are
+        missing, and an older schema is upgraded. A file that is damaged, of another application or of a newer flashtune is refused and
+        left unchanged.
         """
         access = _access(location, writable=writable)
         try:
@@ -90,14 +90,13 @@ class Store:
         self.close()
 
     def close(self) -> None:
-        """Release what reading needed; the store can't be used afterwards."""
+        """Release resources; the store can't be used afterwards."""
         self._access.close()
 
     def save(self, result: SearchResult, *, once: bool = False) -> None:
-        """Keep all of `result` in one transaction; any number of processes may save at once.
+        """Save all of `result` in one transaction; any number of processes may save at the same time.
 
-        With `once` it is of no effect where the very same run is there already: it was saved, and its writer died before it could tell.
-        Free texts are tidied (see `values.tidy`). Raises InputError where the result could not be read back, such as a time of zero.
+        With `once` nothing is saved where the same run is there already, from a writer that died after saving it. Free texts are tidied (see `values.tidy`). Raises InputError where the result could not be read back, such as a time of zero.
         """
         if not self._writable:
             raise DatabaseError(f"{self.name} is open for reading only: open it for writing to save results")
@@ -105,22 +104,22 @@ class Store:
         self._access.write(lambda connection: rows_of_result.insert(connection, once=once))
 
     def best(self, key: ProblemKey) -> TuningRecord | None:
-        """The best record of exactly this key, or None."""
+        """Best record of exactly this key, or None."""
         return next(iter(by_key(self.winners(**cast(KeyFilter, asdict(key)))).get(key, [])), None)
 
     def records(self, *, passed_over: Callable[[TuningRecord], object] = serve_all, **where: Unpack[KeyFilter]) -> list[TuningRecord]:
-        """The best record of every key that passes the filter, in order of keys.
+        """Best record of every key that passes the filter, in order of keys.
 
-        Each run's candidate is rank 1 of its closing race, or else its fastest correct outcome (ties by variant id);
-        `preference` chooses between runs. One that is `passed_over` gives way to the next of its key, where there is one.
+        Each run's winner is rank 1 of its closing race, or else its fastest correct outcome (ties by variant id); `preference` chooses
+        between runs. A record that is `passed_over` loses to the next of its key, if there is one.
         """
         found = by_key(self.winners(**where))
         return [foremost(found[key], passed_over) for key in sorted(found, key=key_order)]
 
     def winners(self, **where: Unpack[KeyFilter]) -> list[TuningRecord]:
-        """The candidate of every run that passes the filter (see `records`), newest run first."""
+        """Winner of every run that passes the filter (see `records`), newest run first."""
         condition = _filtered(where)
-        # Whatever has a time or a rank, not whatever says that it is correct: so an impossible fate is read, and refused.
+        # Selected by time or rank, not by fate, so that an impossible fate is read and refused.
         timed = or_(_TRIAL.c.median_us.is_not(None), _TRIAL.c.rank.is_not(None))
         first = _first_of_each_run(timed, *condition)
         query = (
@@ -130,13 +129,15 @@ class Store:
             .order_by(_RUN.c.id.desc())
         )
         running = _first_of_each_run(_TRIAL.c.median_us.is_not(None), _TRIAL.c.config.like(rows.RUNNING_PATTERN), *condition)
-        twin_query = select(*_labelled(_TRIAL)).select_from(running.join(_TRIAL, _TRIAL.c.id == running.c.id)).where(running.c.place == 1)
-        found_winners, found_twins = self._access.read(lambda connection: (_all(connection, query), _all(connection, twin_query)))
-        twins = {found["trial.run_id"]: found for found in found_twins}
-        return [self._record(found, twins.get(found["run.id"])) for found in found_winners]
+        fallback_query = (
+            select(*_labelled(_TRIAL)).select_from(running.join(_TRIAL, _TRIAL.c.id == running.c.id)).where(running.c.place == 1)
+        )
+        found_winners, found_fallbacks = self._access.read(lambda connection: (_all(connection, query), _all(connection, fallback_query)))
+        fallbacks = {found["trial.run_id"]: found for found in found_fallbacks}
+        return [self._record(found, fallbacks.get(found["run.id"])) for found in found_winners]
 
     def results(self, **where: Unpack[KeyFilter]) -> list[SearchResult]:
-        """Everything, as it was saved: one SearchResult for each run, oldest first."""
+        """Results as they were saved, one for each run that passes the filter, oldest first."""
         condition = _filtered(where)
         run_query = select(*_labelled(_PROBLEM), *_labelled(_RUN)).select_from(_RUN.join(_PROBLEM)).where(*condition).order_by(_RUN.c.id)
         trial_query = (
@@ -165,13 +166,13 @@ class Store:
         bits: Bits = ALL_REPEAT,
         **where: Unpack[KeyFilter],
     ) -> int:
-        """Write what passes the filter to a new, compact SQLite file, fit to ship beside model weights; how many runs it holds.
+        """Write runs that pass the filter to a new, compact SQLite file, to ship beside model weights; returns the number of runs.
 
-        `winners_only` keeps the best record of each key that is not `passed_over`, and where its kernel's bits vary also the best
-        whose don't (`worth_keeping`), else all runs with all trials. Equal contents give equal bytes (under one version of SQLite). The
-        file appears whole or not at all; `replace` allows it to take the place of another tuned database.
+        `winners_only` keeps the best record of each key that is not `passed_over`, and where its kernel isn't bitwise repeatable also
+        the best repeatable one (`worth_keeping`), else all runs with all trials. Equal contents give equal bytes (under one version of
+        SQLite). The file is written atomically; `replace` allows it to replace another tuned database.
 
-        Raises NoKernelFound where nothing passes the filter.
+        Raises NoKernelFound where nothing passes the filter, and DatabaseError where the destination can't be written to.
         """
         if winners_only:
             found = by_key(self.winners(**where))
@@ -191,13 +192,13 @@ class Store:
         write_file(target, results, replace=replace)
         return len(results)
 
-    def _record(self, found: dict[str, Any], twin: dict[str, Any] | None) -> TuningRecord:
+    def _record(self, found: dict[str, Any], fallback: dict[str, Any] | None) -> TuningRecord:
         (key, run), outcome = self._run(found), self._outcome(found)
-        with row_named(self.name, "trial", "" if twin is None else twin["trial.id"]):
-            twin_outcome = rows.twin_of(outcome, None if twin is None else _part(twin, "trial"))
+        with row_named(self.name, "trial", "" if fallback is None else fallback["trial.id"]):
+            fallback_outcome = rows.fallback_of(outcome, None if fallback is None else _part(fallback, "trial"))
         with row_named(self.name, "trial", found["trial.id"]):
             rows.refuse_impossible(key.gpu, run["problem"], outcome, run["baseline"])
-        return TuningRecord(key=key, outcome=outcome, twin=twin_outcome, origin=self.name, **run)
+        return TuningRecord(key=key, outcome=outcome, twin=fallback_outcome, origin=self.name, **run)
 
     def _run(self, found: dict[str, Any]) -> tuple[ProblemKey, dict[str, Any]]:
         with row_named(self.name, "problem", found["problem.id"]):
@@ -216,7 +217,7 @@ def _access(location: str | Path, *, writable: bool) -> _Access:
 
 
 def sqlite_path(location: str | Path) -> Path | None:
-    """The file that a path or a SQLite URL names; None for the URL of a server."""
+    """Path of the file of a path or SQLite URL; None for the URL of a server."""
     text = os.fspath(location)
     if isinstance(location, str) and "://" in location:
         try:
@@ -242,7 +243,7 @@ def sqlite_path(location: str | Path) -> Path | None:
 
 
 def _first_of_each_run(*where: ColumnElement[bool]) -> Subquery:
-    """Of the trials that pass the filter their ids, and each one's `place` among those of its run, the best first."""
+    """Ids of the trials that pass the filter, and each one's `place` in its run, the best first."""
     place = func.row_number().over(
         partition_by=_TRIAL.c.run_id,
         order_by=(func.coalesce(_TRIAL.c.rank, LARGEST), _TRIAL.c.median_us, _TRIAL.c.variant_id, _TRIAL.c.number),

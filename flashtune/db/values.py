@@ -1,4 +1,4 @@
-"""Raw values of a database's rows, each checked before anybody believes it, and texts as rows may hold them."""
+"""Checked raw values of database rows, and the text forms that rows may hold."""
 
 import json
 import math
@@ -9,12 +9,12 @@ from typing import Any, Final, NamedTuple, TypeVar
 from flashtune.core.files import parse_json
 
 SCHEMA_VERSION: Final = "0003"
-"""The newest Alembic revision; revisions are four digits that count upwards."""
+"""Newest Alembic revision; revisions are four digits that count upwards."""
 
 OLDEST_VERSION: Final = "0001"
 
 VERSION_TABLE: Final = "flashtune_schema"
-"""Where Alembic keeps the revision: a name of our own, so that another application's database is never taken for ours."""
+"""Table with Alembic's revision; its name is our own, so that no other application's database is mistaken for ours."""
 
 APPLICATION_ID: Final = 0x464C5455
 """SQLite's `application_id` of a tuned database ("FLTU"): bytes 68 to 71 of the file."""
@@ -23,13 +23,13 @@ TABLES: Final = ("problem", "run", "trial")
 """The tables of flashtune.db.schema."""
 
 LARGEST = 2**31 - 1
-"""The largest whole number that every database's INTEGER holds."""
+"""Largest whole number that every database's INTEGER holds."""
 NAME_LENGTH = 64
 TEXT_LENGTH = 4000
 
 IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters, lone surrogates, line separators and the marks that reorder text: none may reach a terminal."""
+"""Control characters, lone surrogates, line separators and the marks that reorder text: none may be printed to a terminal."""
 
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 
@@ -37,7 +37,7 @@ WordT = TypeVar("WordT", bound=str)
 
 
 class RowError(ValueError):
-    """A row holds what flashtune would not write; `column` says where."""
+    """Error for a value that flashtune would not write, in this `column` of a row."""
 
     def __init__(self, column: str, why: str) -> None:
         super().__init__(f"{column} {why}")
@@ -45,12 +45,12 @@ class RowError(ValueError):
 
 
 class Row(NamedTuple):
-    """The raw values of one row by column; each method returns one of them, checked, or raises RowError."""
+    """Raw values of one row by column; each method returns one checked value, or raises RowError."""
 
     values: Mapping[str, object]
 
     def missing(self, column: str) -> bool:
-        """Whether the value is NULL."""
+        """True if the value is NULL."""
         return self.values[column] is None
 
     def text(self, column: str, *, limit: int, pattern: re.Pattern[str] | None = None, empty: bool = False) -> str:
@@ -67,7 +67,7 @@ class Row(NamedTuple):
         return value
 
     def word(self, column: str) -> str:
-        """A slug or a hash."""
+        """A checked slug or hash."""
         return self.text(column, limit=NAME_LENGTH, pattern=_WORD)
 
     def one_of(self, column: str, known: tuple[WordT, ...]) -> WordT:
@@ -106,7 +106,7 @@ class Row(NamedTuple):
 
 
 def canonical(value: Mapping[str, object]) -> str:
-    """The one JSON text of `value`."""
+    """Canonical JSON text of `value`: sorted keys, no blanks."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
@@ -117,6 +117,6 @@ def tidy(text: str, limit: int = TEXT_LENGTH) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as messages show it: cut where it is long."""
+    """Text of a value for messages, cut after 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,4 +1,4 @@
-"""Search results as checked rows, and their insertion, into a store or a file of their own."""
+"""Search results as checked rows, and their insertion into a store or a new file."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +17,7 @@ from flashtune.db.values import Row, RowError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultRows:
-    """One search result as the rows of the three tables, without their ids."""
+    """Rows of one search result in the three tables, without ids."""
 
     problem: dict[str, Any]
     run: dict[str, Any]
@@ -25,7 +25,7 @@ class ResultRows:
 
     @classmethod
     def of(cls, result: SearchResult) -> "ResultRows":
-        """The rows of `result`; raises InputError where they could not be read back, such as a time of zero."""
+        """Rows of `result`; raises InputError where they could not be read back, such as a time of zero."""
         key = asdict(result.problem.key(result.gpu))
         run = rows.run_row(result)
         trials = [rows.trial_row(outcome, number) for number, outcome in enumerate(result.outcomes)]
@@ -34,13 +34,13 @@ class ResultRows:
             for trial in trials:
                 rows.refuse_impossible(result.gpu, result.problem, rows.read_outcome(Row(trial)), found["baseline"])
         except RowError as error:
-            raise InputError(f"this search result can't be kept: {error}") from error
+            raise InputError(f"this search result can't be saved: {error}") from error
         return cls(problem=key, run=run, trials=trials)
 
     def insert(self, connection: Connection, *, once: bool = False) -> None:
-        """Add them to the open transaction; a problem that is there already is used again.
+        """Add the rows in the open transaction; an existing row of the problem is reused.
 
-        With `once`, nothing is added where the very same run is there already.
+        With `once`, nothing is added where the same run is there already.
         """
         same_key = [getattr(ProblemRow, name) == value for name, value in self.problem.items()]
         problem_id = connection.execute(select(ProblemRow.id).where(*same_key).with_for_update()).scalar()
@@ -53,7 +53,7 @@ class ResultRows:
             connection.execute(insert(TrialRow), [{**trial, "run_id": run_id} for trial in self.trials])
 
     def _is_there(self, connection: Connection, problem_id: int) -> bool:
-        """Whether a run of this problem equals this one in all its columns and trials."""
+        """True if a run of this problem equals this one in all columns and trials."""
         same_run = [getattr(RunRow, name) == value for name, value in self.run.items()]
         for run_id in connection.execute(select(RunRow.id).where(RunRow.problem_id == problem_id, *same_run)).scalars().all():
             found = connection.execute(select(TrialRow.__table__).where(TrialRow.run_id == run_id).order_by(TrialRow.number)).mappings()
@@ -64,7 +64,7 @@ class ResultRows:
 
 
 def write_file(path: Path, results: Sequence[SearchResult], *, replace: bool) -> None:
-    """A compact database that holds these results, in one file that needs no other beside it; `replace` lets it take another's place."""
+    """Write a compact database with these results to a single file; `replace` allows it to replace another one."""
     prepared = [ResultRows.of(result) for result in results]
 
     def work(connection: Connection) -> None:
@@ -75,7 +75,7 @@ def write_file(path: Path, results: Sequence[SearchResult], *, replace: bool) ->
 
 
 def _inserted(connection: Connection, statement: Insert) -> int:
-    """The id of the row that `statement` adds."""
+    """Insert a row and return its id."""
     key = connection.execute(statement).inserted_primary_key
     assert key is not None
     return int(key[0])

@@ -1,4 +1,4 @@
-"""Alembic's environment, run from the installed package: no alembic.ini is needed."""
+"""Alembic migrations, run from the installed package without an alembic.ini."""
 
 from pathlib import Path
 
@@ -7,11 +7,11 @@ from alembic.config import Config
 from sqlalchemy import Connection
 
 FOLDER = Path(__file__).parent
-"""Holds env.py and the revisions; the tests point it at a copy with a later revision."""
+"""Folder of env.py and the revisions; tests replace it by a copy with a later revision."""
 
 
 def alembic_config(connection: Connection) -> Config:
-    """The settings of every Alembic command on this connection."""
+    """Alembic configuration for commands on this connection."""
     config = Config()
     config.set_main_option("script_location", str(FOLDER).replace("%", "%%"))
     config.attributes["connection"] = connection
@@ -19,5 +19,5 @@ def alembic_config(connection: Connection) -> Config:
 
 
 def upgrade(connection: Connection) -> None:
-    """Bring the schema to the newest revision, inside the transaction that the caller has begun on `connection`."""
+    """Upgrade the schema to the newest revision, in the caller's open transaction on `connection`."""
     command.upgrade(alembic_config(connection), "head")

@@ -1,4 +1,4 @@
-"""Alembic runs this file for every command: the connection comes from `flashtune.db.migrations.upgrade`."""
+"""Environment that Alembic runs for every command, on the connection of `flashtune.db.migrations.upgrade`."""
 
 from alembic import context
 from sqlalchemy import Connection

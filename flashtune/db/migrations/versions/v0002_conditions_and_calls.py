@@ -1,4 +1,4 @@
-"""Whole calls, the GPU's state while finalists raced, their times before the race, and numbers that nothing checked."""
+"""Times of whole calls, GPU conditions of the closing race, trial times of final candidates, and the fate `unchecked`."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -10,7 +10,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Add the columns; predicted rows that nothing compared with the oracle say so."""
+    """Add the columns, and mark predicted trials without an error as unchecked."""
     for name, kind in (
         ("baseline_call_us", sa.Float(53)),
         ("race_samples", sa.Integer()),
@@ -26,5 +26,5 @@ def upgrade() -> None:
         op.add_column("trial", sa.Column(name, sa.Float(53), nullable=True))
     op.add_column("trial", sa.Column("trial_samples", sa.Integer(), nullable=True))
     op.add_column("trial", sa.Column("call_us", sa.Float(53), nullable=True))
-    # An error was recorded wherever one was looked for, so its absence tells the families that no interpreter runs.
+    # Every check recorded an error, so trials without one are of families that no interpreter runs.
     op.execute("UPDATE trial SET fate = 'unchecked' WHERE fate = 'correct' AND source = 'predicted' AND max_error IS NULL")

@@ -1,4 +1,4 @@
-"""Times among the trials for all candidates and not for finalists alone; why trials ended, and the regret that was expected."""
+"""Trial times of all candidates; the reason why trials ended, and the expected regret."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -10,7 +10,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Add the columns; what didn't race was timed among the trials alone."""
+    """Add the columns, and copy the times of candidates that weren't in a closing race, which are trial times."""
     op.add_column("run", sa.Column("ended_by", sa.String(64), nullable=True))
     op.add_column("run", sa.Column("expected_regret", sa.Float(53), nullable=True))
     names = ("median_us", "q10_us", "q90_us", "min_us", "samples")
