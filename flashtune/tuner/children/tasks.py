@@ -1,7 +1,7 @@
-"""What the child processes run: compile a candidate, check it in Triton's interpreter, check and time it on the GPU.
+"""Tasks of the child processes: compile a candidate, check it in Triton's interpreter, check and time it on the GPU.
 
-Every function takes plain values and returns a reply (flashtune.tuner.replies); a candidate's own exceptions become `Failed`. Hangs and
-crashes are the parent's business (flashtune.tuner.children.workers). Heavy imports stay inside, so that the environment can be set first.
+Every function takes plain values and returns a reply (flashtune.tuner.replies); a candidate's own exceptions become `Failed`. The parent
+handles hangs and crashes (flashtune.tuner.children.workers). Heavy imports are local, so that the environment can be set first.
 """
 
 import os
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A rendered candidate: its text, the stem of its file, and whether its launches write the same bits every time."""
+    """Rendered candidate: its text, the stem of its file, and `repeats`, True where its launches write identical bits every time."""
 
     text: str
     stem: str
@@ -47,14 +47,14 @@ class Source:
 
 @lru_cache(maxsize=64)
 def _text(family: Family, variant: Variant) -> str:
-    """A search asks for what it compiles again when it is timed, and for the fastest so far beside each trial."""
+    """Rendered text, cached: a search needs it again for timing, and that of the fastest candidate beside each trial."""
     return render(family, variant)
 
 
 def one_line(error: BaseException) -> str:
-    """The first telling line of an exception, at most 300 characters; compilers dump pages after it.
+    """First informative line of an exception, at most 300 characters; compilers append pages of output.
 
-    Of Triton's own errors, which quote a kernel from its start, it is the one that caused them.
+    For Triton's own errors, which quote a kernel from its start, the line comes from the error that caused them.
     """
     while type(error).__name__ == "CompilationError" and error.__cause__ is not None:
         error = error.__cause__
@@ -63,9 +63,9 @@ def one_line(error: BaseException) -> str:
 
 
 def compile_candidate(source: Source, problem: Problem, target: Target, known: CompileFacts | None = None) -> Compiled | Failed:
-    """Cross-compile for the target; the facts tell what the compiler made of it.
+    """Cross-compile for the target and return the compiler's facts.
 
-    Where they are `known` of this very text, machine code that is at hand is taken in place of the compiler's.
+    With `known` facts of exactly this text, cached machine code is loaded in place of a compilation.
     """
     from flashtune.tuner.children.at_hand import machine_code_of
     from flashtune.tuner.children.compile import build_launchers, code_hash, compiled_kernels, facts_of
@@ -73,7 +73,7 @@ def compile_candidate(source: Source, problem: Problem, target: Target, known: C
     try:
         manifest = None if known is None else machine_code_of(source.variant_id, source.text, target)
         kernels = compiled_kernels(source.text, source.stem, problem, target, manifest)
-        # Without the compiler's own text only what was known can be said.
+        # Cached machine code has no assembly text to hash, so the recorded facts are returned.
         code = code_hash(kernels)
         facts = facts_of(kernels, target) if code or known is None else known
         build_launchers(kernels, target)
@@ -86,7 +86,7 @@ def compile_candidate(source: Source, problem: Problem, target: Target, known: C
 
 
 def describe_launches(source: Source, problem: Problem, target: Target) -> Launched | Failed:
-    """How the candidate's kernels are launched for `problem`, at its own sizes."""
+    """Hash of how the candidate's kernels are launched for `problem`, at its own sizes."""
     from flashtune.tuner.children.compile import launch_hash
 
     try:
@@ -96,7 +96,7 @@ def describe_launches(source: Source, problem: Problem, target: Target) -> Launc
 
 
 def interpret_candidate(source: Source, problem: Problem, seed: int) -> Checked | Failed:
-    """Check the numerics on ragged little problems with Triton's interpreter, on the CPU."""
+    """Check the numerics on small unaligned problems with Triton's interpreter, on the CPU."""
     import torch
 
     from flashtune.tuner.verify.correctness import Verifier
@@ -112,7 +112,7 @@ def interpret_candidate(source: Source, problem: Problem, seed: int) -> Checked 
 
 @dataclass
 class _Bench:
-    """What this process keeps between tasks of one problem: inputs, oracles and the stopwatch."""
+    """State kept between tasks of one problem: inputs, oracles and the stopwatch."""
 
     problem: Problem
     inputs: "Inputs"
@@ -121,24 +121,24 @@ class _Bench:
 
 
 CLEAR = 0.03
-"""Who is ahead of the fastest so far by more than this is so by no luck: a median's noise is a tenth of it."""
+"""Relative lead over the incumbent that is no chance: ten times the noise of a median."""
 
 MOST_ROUNDS = 400
-"""Of one race: short kernels have time for many, and who is tied is decided by a tenth of a percent."""
+"""Most rounds of one race: short kernels have time for many, and ties are decided by a tenth of a percent."""
 
 _Called = tuple[Callable[[], object], str] | None
-"""The framework's call and what serves it; None where it can't express a problem."""
+"""PyTorch's call and the name of its backend; None where it can't express a problem."""
 
 _bench: list[_Bench] = []
 _framework_of: list[tuple["Inputs", _Called]] = []
 _small: dict[Hashable, "SmallCases"] = {}
-"""Those of the last problem's spec, which the next one mostly has, too."""
+"""Small cases of the last problem's spec, which the next problem usually shares."""
 _spent = Spent()
 _rehearsed: list[bool] = []
 
 
 def _ready(problem: Problem, target: Target, seed: int, meanwhile: Callable[["Inputs"], None] | None = None) -> _Bench:
-    """What is kept for this problem, made where another's is kept; `meanwhile` is begun when there are inputs, before the oracles."""
+    """State kept for this problem, made on a change of problem; `meanwhile` is started once there are inputs, before the oracles."""
     import torch
 
     from flashtune.tuner.verify.correctness import SmallCases, Verifier
@@ -164,7 +164,7 @@ def _ready(problem: Problem, target: Target, seed: int, meanwhile: Callable[["In
 
 
 def _framework(inputs: "Inputs") -> _Called:
-    """The framework's default call on these inputs and what serves it, found out once."""
+    """PyTorch's default call on these inputs and the name of its backend, cached."""
     from flashtune.tuner.timing.baseline import backend_name, framework_call
 
     if not _framework_of or _framework_of[0][0] is not inputs:
@@ -174,7 +174,7 @@ def _framework(inputs: "Inputs") -> _Called:
 
 
 def _framework_if_it_runs(inputs: "Inputs") -> _Called:
-    """The same; None where the call fails, too, as of too little memory. Raises what broke the process."""
+    """PyTorch's default call, or None where it fails (out of memory, say); raises errors that leave the process unusable."""
     try:
         return _framework(inputs)
     except Exception as error:
@@ -193,10 +193,11 @@ def _stopwatch(l2_bytes: int) -> "Stopwatch":
 
 
 def prepare_device(problem: Problem, target: Target, seed: int, framework: bool = True) -> Ready | Failed:
-    """Start the GPU and make the inputs and oracles of `problem`, so that no candidate's time limit pays for it.
+    """Start the GPU and make the inputs and oracles of `problem`, so that no candidate's time limit includes it.
 
-    Triton's driver and, if wanted, the framework are made ready, too, by threads of their own: the first candidates are still being
-    compiled. What fails there fails again, and is told, when it is wanted; what broke the process is told now, or a candidate pays for it.
+    Triton's driver and, with `framework`, PyTorch's call are prepared in threads of their own while the first candidates are compiled.
+    Other errors of these threads occur again, and are reported, at the first use; one that leaves the process unusable is reported at once,
+    so that no candidate is blamed for it.
     """
     from flashtune.tuner.timing.conditions import gpu_id
 
@@ -214,7 +215,7 @@ def prepare_device(problem: Problem, target: Target, seed: int, framework: bool 
 
 
 def _broken() -> Failed | None:
-    """What has broken this process's GPU, if anything has."""
+    """Failure that left this process's GPU unusable, or None."""
     import torch
 
     try:
@@ -225,7 +226,7 @@ def _broken() -> Failed | None:
 
 
 def _begun(call: Callable[..., object], *arguments: object) -> threading.Thread:
-    """A thread that makes this call; what it raises is dropped."""
+    """Thread that makes this call and drops its exceptions."""
 
     def run() -> None:
         with suppress(Exception):
@@ -237,7 +238,7 @@ def _begun(call: Callable[..., object], *arguments: object) -> threading.Thread:
 
 
 def _rehearse(bench: _Bench) -> None:
-    """Once in a process, check and time a launch of nothing."""
+    """Check and time an empty launch, once per process."""
     if not _rehearsed:
         _rehearsed.append(True)
         bench.verifier.rehearse()
@@ -246,7 +247,7 @@ def _rehearse(bench: _Bench) -> None:
 
 @cache
 def _start_triton() -> None:
-    """Have Triton compile and load its part of the driver, which takes a C compiler a second."""
+    """Have Triton compile and load its part of the driver, which takes a C compiler about 1 s."""
     from triton.runtime import driver
 
     triton_driver: Any = driver
@@ -254,12 +255,12 @@ def _start_triton() -> None:
 
 
 def inputs_on_device(problem: Problem, target: Target, seed: int) -> "Inputs":
-    """The inputs of a problem in this process, which are made where it has none."""
+    """Inputs of a problem in this process, made where it has none."""
     return _ready(problem, target, seed).inputs
 
 
 def _loaded(source: Source) -> tuple["LoadedKernel", Callable[..., None]]:
-    """A candidate's module, and what launches it."""
+    """A candidate's module and its launcher."""
     from flashtune.core.launching import launcher
     from flashtune.templates.loading import load_kernel
 
@@ -268,7 +269,7 @@ def _loaded(source: Source) -> tuple["LoadedKernel", Callable[..., None]]:
 
 
 def launch_of(source: Source, inputs: "Inputs") -> Callable[[], object]:
-    """The launch of a candidate on these inputs, without what dispatch does around it; raises ValueError where it doesn't take them."""
+    """Launch of a candidate on these inputs, without dispatch's checks; raises ValueError where the kernel doesn't accept them."""
     module, launch = _loaded(source)
     if not module.accepts(inputs.q, inputs.k, inputs.v, inputs.parameters.mask):
         raise ValueError("the kernel doesn't accept these inputs")
@@ -278,9 +279,9 @@ def launch_of(source: Source, inputs: "Inputs") -> Callable[[], object]:
 def evaluate_candidate(
     source: Source, incumbent: Source | None, problem: Problem, target: Target, seed: int, budget_s: float, patience: float
 ) -> Timed | Failed:
-    """Check the candidate on the GPU, then time it interleaved with the incumbent, where there is one.
+    """Check the candidate on the GPU, then time it interleaved with the incumbent, if there is one.
 
-    A first look of three launches stops those slower than `patience` times the incumbent.
+    Three launches come first; a candidate slower than `patience` times the incumbent isn't timed further. `budget_s` is in seconds.
     """
 
     bench = _ready(problem, target, seed)
@@ -300,7 +301,7 @@ def evaluate_candidate(
             if incumbent is None or times[0].median_us <= patience * times[1].median_us:
                 times = bench.stopwatch.race(runs, budget_s=budget_s, seen=look)
                 if incumbent is not None and (1 - CLEAR) * times[1].median_us < times[0].median_us < times[1].median_us:
-                    # The luckiest of many would win: a challenger's time is taken from a second race, for which it wasn't chosen.
+                    # A second race, for which it wasn't selected, avoids the selection bias of the best of many noisy times.
                     times = bench.stopwatch.race(runs, budget_s=2 * budget_s, seen=look)
     except Exception as error:
         return _failed(error)
@@ -310,7 +311,7 @@ def evaluate_candidate(
 def race_finalists(
     sources: list[Source], problem: Problem, target: Target, seed: int, budget_s: float, beside_framework: bool = True
 ) -> Rounds | Failed:
-    """Time finalists, and the framework's default attention where that may be called, interleaved."""
+    """Time final candidates interleaved, with PyTorch's default attention unless `beside_framework` is False."""
     bench = _ready(problem, target, seed)
     _spent.take()
     try:
@@ -341,7 +342,7 @@ def _failed(error: Exception) -> Failed:
 
 
 def bench_problem(source: Source, problem: Problem, target: Target, seed: int, budget_s: float) -> Compared | Failed:
-    """Time a kernel interleaved with the framework's default and each of its backends, on the same inputs."""
+    """Time a kernel interleaved with PyTorch's default and each of its backends, on the same inputs."""
     from flashtune.tuner.timing.baseline import BACKENDS, framework_call
 
     bench = _ready(problem, target, seed)
@@ -366,7 +367,7 @@ def bench_problem(source: Source, problem: Problem, target: Target, seed: int, b
 
 
 def recheck_on_device(source: Source, problem: Problem, target: Target, seed: int) -> Checked | Failed:
-    """Check a stored variant on the GPU: ragged little problems and the record's own size."""
+    """Check a stored variant on the GPU: small unaligned problems and the record's own size."""
 
     bench = _ready(problem, target, seed)
     try:

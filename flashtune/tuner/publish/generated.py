@@ -1,4 +1,4 @@
-"""The folder of generated kernels: what lies where, its index, and how it is written without touching anything else."""
+"""Folder of generated kernels: its layout, its index, and writing it without touching other files."""
 
 import json
 import re
@@ -30,7 +30,7 @@ from flashtune.tuner.publish.sources import variant_for
 
 _PASSES = {"fwd": "forward", "bwd": "backward"}
 _FOLDER = b'"""Generated kernels; the topmost README.md lists them."""\n'
-"""What makes a folder a package."""
+"""Content of the `__init__.py` that makes a folder a package."""
 
 _TILE = ("BLOCK_M", "BLOCK_N")
 
@@ -49,9 +49,10 @@ settles row maxima, while scores mislead that.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arranged:
-    """A kernel with its place in the folder, the rows that it serves, and those in which it is the winner's twin (as its own records).
+    """Kernel with its path in the folder, the records that it serves, and those in which it is the winner's fallback kernel (as records of
+    its own).
 
-    `sibling` is the same kernel for the other 16-bit type, where none of these is that.
+    `sibling` is the dtype variant for the other 16-bit type, None where that is arranged by itself.
     """
 
     kernel: GeneratedKernel
@@ -68,13 +69,13 @@ class Arranged:
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        """What machine code is wanted of: the kernel's own variant, and its sibling."""
+        """Variants whose machine code is shipped: the kernel's own, and its dtype variant."""
         return (self.variant,) if self.sibling is None else (self.variant, self.sibling)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """What writing a folder did: files that are new or other, files that were removed, and stale ones that someone else has changed."""
+    """Result of writing a folder: new or changed files, removed files, and stale ones left alone because their content was edited."""
 
     written: tuple[str, ...]
     removed: tuple[str, ...]
@@ -82,7 +83,7 @@ class Changes:
 
 
 def arrange(records: Sequence[TuningRecord]) -> list[Arranged]:
-    """The distinct winners of these records and their twins, each for the architectures of its rows, in the order of their paths."""
+    """Distinct winners of these records and their fallback kernels, one per architecture, in the order of their paths."""
     rows: dict[tuple[str, Variant], list[TuningRecord]] = defaultdict(list)
     twins: dict[tuple[str, Variant], list[TuningRecord]] = defaultdict(list)
     for record in records:
@@ -108,7 +109,7 @@ def arrange(records: Sequence[TuningRecord]) -> list[Arranged]:
 
 
 def _sibling(variant: Variant) -> Variant | None:
-    """The same kernel for the other 16-bit type."""
+    """Dtype variant of a kernel for the other 16-bit type, None where there is none."""
     other = OTHER_16_BITS.get(variant.spec.dtype)
     return None if other is None else variant_of(family(variant.template), replace(variant.spec, dtype=other), variant.config)
 
@@ -124,20 +125,20 @@ def _folder(arch: str, variant: Variant) -> str:
 
 
 def _spec_name(spec: KernelSpec) -> str:
-    """`d128_bf16_causal`."""
+    """Folder name of a spec, as `d128_bf16_causal`."""
     _, dtype, d, *flags = spec.label().split("-")
     return "_".join([d, dtype, *flags])
 
 
 def _tile(variant: Variant) -> str:
-    """`hopper_128x64`: the family without what the folder says, and the tile."""
+    """File name's start, as `hopper_128x64`: the family without the parts that the folder names, and the tile."""
     name = variant.template.removeprefix("flash_").removeprefix("fwd_").removeprefix("bwd_")
     sizes = [str(variant.config[axis]) for axis in _TILE if axis in variant.config]
     return "_".join([name, "x".join(sizes)]) if sizes else name
 
 
 def _telling_axes(variants: Sequence[Variant]) -> list[str]:
-    """The axes in which these differ, in the order of the config that names most of them."""
+    """Axes whose values differ among these variants, in the order of the config with the most axes."""
     longest_first = sorted(variants, key=lambda variant: (-len(list(variant.config)), variant.config.label()))
     said = dict.fromkeys(axis for variant in longest_first for axis in variant.config)
     return [axis for axis in said if len({repr(variant.config.as_dict().get(axis)) for variant in variants}) > 1]
@@ -150,7 +151,7 @@ def _word(axis: str, value: Value) -> str:
 
 
 def orders_of(one: Arranged) -> list[Order]:
-    """What to compile for a kernel, its sibling last; nothing where its GPU's machine code can't be made here."""
+    """Compile orders of a kernel, its dtype variant last; none where its GPU's machine code can't be made here."""
     if not can_have_binaries(one.target):
         return []
     stem = one.kernel.path.removesuffix(".py")
@@ -167,7 +168,7 @@ def orders_of(one: Arranged) -> list[Order]:
 
 
 def archive_of(arranged: Sequence[Arranged], arch: str, built: Mapping[tuple[str, str], Built], before: Archive | None) -> Packed | None:
-    """The archive of these kernels' machine code for an architecture; None where there is none."""
+    """Archive of these kernels' machine code for an architecture; None where there is none."""
     kernels = [
         Shipped(name=order.stem, built=built[order.variant_id, arch])
         for one in arranged
@@ -179,7 +180,7 @@ def archive_of(arranged: Sequence[Arranged], arch: str, built: Mapping[tuple[str
 
 
 def present_archive(folder: Path, index: Index, arch: str) -> Unpacked | None:
-    """The archive that a folder's index names for an architecture, in whichever place; None where none is, or is whole."""
+    """Archive that a folder's index names for an architecture, wherever it is stored; None where it is absent or damaged."""
     with suppress(EnvironmentProblem):
         found = find_archive(folder, index, arch)
         return None if found is None else Unpacked(path=found.path, sha256=found.sha256, groups=found.groups)
@@ -187,7 +188,7 @@ def present_archive(folder: Path, index: Index, arch: str) -> Unpacked | None:
 
 
 def kept(order: Order, index: Index, archive: Archive | None, triton: str) -> Built | None:
-    """What this Triton compiled from the very text, as an archive has it, if its hashes hold; else None."""
+    """Archived machine code of exactly this text, compiled by this Triton, if its hashes match; else None."""
     try:
         found = manifest_in(archive, index, order.variant_id, order.target.arch)
         if found is None or {found.source_sha256, *(binary.triton for binary in found.binaries)} != {source_digest(order.text), triton}:
@@ -200,7 +201,7 @@ def kept(order: Order, index: Index, archive: Archive | None, triton: str) -> Bu
 
 
 def manifest_in(archive: Archive | None, index: Index, variant_id: str, arch: str) -> Manifest | None:
-    """A variant's manifest in an archive of this index; None where there is none. Raises EnvironmentProblem where it can't be read."""
+    """Manifest of a variant in an archive of this index; None where there is none. Raises EnvironmentProblem where it can't be read."""
     piece = index.manifest_of(variant_id, arch)
     if piece is None or archive is None:
         return None
@@ -208,7 +209,7 @@ def manifest_in(archive: Archive | None, index: Index, variant_id: str, arch: st
 
 
 def selected(arranged: Sequence[Arranged]) -> list[Arranged]:
-    """The kernels that the package shows as text: of each family and kind of call the one of most rows, and those of the longest plain
+    """Kernels that the package shows as text: of each family and kind of call the one with most records, and those of the longest plain
     column in benchmarks/README.md."""
     most: dict[tuple[str, str], Arranged] = {}
     for one in arranged:
@@ -227,7 +228,7 @@ def _is_shown(record: TuningRecord) -> bool:
 
 
 def text_files(arranged: Sequence[Arranged]) -> dict[str, bytes]:
-    """Path to content of the modules, of what makes their folders packages, and of the list for people."""
+    """Contents by path of the modules, the `__init__.py` files of their folders, and the README."""
     files = {one.kernel.path: one.text.encode() for one in arranged}
     for path in list(files):
         for parent in list(Path(path).parents)[:-1]:
@@ -258,12 +259,12 @@ def _readme(arranged: Sequence[Arranged]) -> str:
 
 
 def _standing(record: TuningRecord) -> str:
-    """Where a row's time comes from, and whether its numbers were checked."""
+    """Source of a record's time, with ", unchecked" where its numbers weren't checked."""
     return record.outcome.source + (", unchecked" if record.outcome.fate is Fate.UNCHECKED else "")
 
 
 def index_text(arranged: Iterable[Arranged], files: Mapping[str, bytes], archives: Mapping[str, Packed]) -> str:
-    """The index of these kernels, archives by architecture, and files."""
+    """Index of these kernels, archives by architecture, and files, as JSON."""
     kernels = ",\n".join(f"  {json.dumps(_described(one, archives.get(one.kernel.arch)))}" for one in arranged)
     found = {arch: {"sha256": packed.facts.sha256, "groups": packed.facts.groups} for arch, packed in sorted(archives.items())}
     listed = json.dumps({name: digest(content) for name, content in sorted(files.items())}, indent=1)
@@ -271,7 +272,7 @@ def index_text(arranged: Iterable[Arranged], files: Mapping[str, bytes], archive
 
 
 def _described(one: Arranged, archive: Packed | None) -> dict[str, Any]:
-    """A kernel's fields, with its manifest's place and its sibling's where the archive has machine code of them."""
+    """Fields of a kernel in the index, with the places of its manifest and its dtype variant's where the archive has their machine code."""
     found: dict[str, Any] = {name: getattr(one.kernel, name) for name in ("variant_id", "template", "arch", "path")}
     manifests = {} if archive is None else archive.manifests
     if (piece := manifests.get(one.variant.id)) is not None:
@@ -282,18 +283,18 @@ def _described(one: Arranged, archive: Packed | None) -> dict[str, Any]:
 
 
 def present(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
-    """Content of those of these files that exist in the folder."""
+    """Contents of those of these files that exist in the folder."""
     return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
 
 
 def differing(files: Mapping[str, bytes], folder: Path) -> list[str]:
-    """Names of files that aren't in the folder as given, or that its index names beside these."""
+    """Names of files that are missing or different in the folder, or that only its index names."""
     found = present(folder, files.keys() | _own_files(folder, files).files.keys())
     return sorted(name for name in files.keys() | found.keys() if files.get(name) != found.get(name))
 
 
 def require_writable(folder: Path) -> None:
-    """Raise what `write` would, before work is done for it, where the folder can't be made or written, or has another's index."""
+    """Raise what `write` would, before any work, where the folder can't be made or written, or has another program's index."""
     try:
         there = next(path for path in (folder, *folder.parents) if path.exists())
         with tempfile.TemporaryFile(dir=there):
@@ -304,8 +305,8 @@ def require_writable(folder: Path) -> None:
 
 
 def _own_files(folder: Path, names: Iterable[str] = ()) -> Index:
-    """The folder's index; raises EnvironmentProblem where a link stands at the folder, or at one of these names or the index's in it: what
-    is written and removed there would be elsewhere."""
+    """Index of the folder; raises EnvironmentProblem where the folder, one of these names or the index is a link, through which writes
+    would leave the folder."""
     _refuse_links(folder, [INDEX])
     index = read_index(folder)
     _refuse_links(folder, {*index.files, *map(archive_name, index.archives), *names})
@@ -321,8 +322,8 @@ def _refuse_links(folder: Path, names: Iterable[str]) -> None:
 def write(files: Mapping[str, bytes], folder: Path) -> Changes:
     """Make the folder hold these files, one of which is the index, in place of those that its present index names.
 
-    Nothing else is touched: a file that the index doesn't name stays, and so does a stale one whose content isn't what was written. Raises
-    EnvironmentProblem where the folder can't be written, or where its index isn't one of ours.
+    Files that the index doesn't name stay, and so do stale ones whose content was edited. Raises EnvironmentProblem where the folder can't
+    be written, or where its index isn't one of ours.
     """
     before = _own_files(folder, files)
     stale = present(folder, before.files.keys() - files.keys())
@@ -330,14 +331,14 @@ def write(files: Mapping[str, bytes], folder: Path) -> Changes:
     found = present(folder, files)
     changed = [name for name, content in files.items() if content != found.get(name)]
     try:
-        # The index goes last, so that it names nothing that isn't there.
+        # The index is written last, so that it never names a missing file.
         for name in sorted(changed, key=lambda name: name == INDEX):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             write_whole(folder / name, files[name])
         for name in ours:
             (folder / name).unlink()
         for parent in sorted({parent for name in ours for parent in Path(name).parents[:-1]}, reverse=True):
-            # Not where anything else lies in it.
+            # A folder with other files in it stays.
             with suppress(OSError):
                 (folder / parent).rmdir()
     except OSError as error:
@@ -346,8 +347,8 @@ def write(files: Mapping[str, bytes], folder: Path) -> Changes:
 
 
 def write_archives(places: Mapping[Path, bytes]) -> list[Path]:
-    """Make these files hold these archives; returns those that are new or other. Raises EnvironmentProblem where one can't be written, or
-    where a link stands at its place."""
+    """Write these archives; returns the paths that are new or changed. Raises EnvironmentProblem where one can't be written, or where its
+    path is a link."""
     for path in places:
         _refuse_links(path.parent, [path.name])
     changed = [path for path, content in places.items() if not path.is_file() or path.read_bytes() != content]

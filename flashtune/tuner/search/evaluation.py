@@ -1,4 +1,4 @@
-"""Two ways from a compiled candidate to a time: measured on the GPU that is here, or predicted for one that isn't."""
+"""Evaluations that turn a compiled candidate into a time: measured on the local GPU, or predicted for an absent one."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,57 +20,57 @@ from flashtune.tuner.timing.conditions import GpuWatch, race_undisturbed
 from flashtune.tuner.timing.racing import RACES, TIE, Contest
 
 CallsTask = Callable[[list[tasks.Source], Problem, Target, int, float], Called | Failed]
-"""Times whole calls of some sources, for so many seconds, on the GPU of the process that it runs in. What a call is, dispatch knows."""
+"""Task that times whole calls of some sources, for so many seconds, on the GPU of its process; dispatch defines a call."""
 
 CALLS_S = 0.2
 """Seconds of timing whole calls."""
 
 PATIENCE = 1.5
-"""A candidate this many times slower than the incumbent at first look is not timed further."""
+"""Slowdown over the incumbent in the first launches beyond which a candidate isn't timed further."""
 
 Verdicts = dict[tuple[object, ...], Checked | Failed]
-"""What the interpreter said of each code path of a spec, at any N."""
+"""Interpreter's verdict on each code path of a spec, at any N."""
 
 
 class Evaluation(Protocol):
-    """Gives candidates of one problem, that compiled, their times."""
+    """Source of times for one problem's compiled candidates."""
 
     @property
     def spent(self) -> Spent:
-        """What the seconds of another process were spent on."""
+        """Seconds of the GPU's process by purpose."""
         ...
 
     def prepare(self) -> None:
-        """Begin to make ready what `evaluate` and `race` need, unless it was begun, and wait for nothing.
+        """Start preparing `evaluate` and `race`, unless that was begun, without waiting.
 
-        `evaluate` and `race` raise EnvironmentProblem where it couldn't be had.
+        `evaluate` and `race` raise EnvironmentProblem where the preparation failed.
         """
 
     def learn(self, candidate: Candidate, outcome: Outcome) -> None:
-        """Take over what an earlier outcome says of other candidates."""
+        """Take over the consequences of an earlier outcome for other candidates."""
 
     def evaluate(self, candidate: Candidate, facts: CompileFacts, incumbent: tuple[Candidate, Measurement] | None) -> Timed | Failed:
         """Check a candidate and time it; the time is in the scale of the incumbent's."""
         ...
 
     def expect_race(self) -> None:
-        """Begin what a race needs and the last trials needn't wait for."""
+        """Start the preparations of a race during the last trials."""
 
     def close(self) -> None:
-        """End what `prepare` and `expect_race` began, where there was no race."""
+        """End the preparations of `prepare` and `expect_race`, where there was no race."""
 
     def race(self, finalists: Sequence[Candidate]) -> tuple[Raced | Failed | None, Conditions | None]:
-        """Time the finalists once more, interleaved with the framework, and say what the GPU did; None where there is no race."""
+        """Time the final candidates once more, interleaved with PyTorch, with the GPU's conditions; None where there is no race."""
         ...
 
     def call(self, candidates: Sequence[Candidate]) -> Called | None:
-        """Time whole calls of these candidates and of the framework, host included; None where that can't be."""
+        """Time whole calls of these candidates and of PyTorch, host included; None where that isn't possible."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class MeasuredEvaluation:
-    """On this machine's GPU number `device`, in a child process; `calls` is the task that times whole calls there."""
+    """Evaluation on this machine's GPU number `device`, in a child process; `calls` is the task that times whole calls there."""
 
     problem: Problem
     target: Target
@@ -101,18 +101,18 @@ class MeasuredEvaluation:
                 self.spent.add(reply.spent)
                 self._ready = reply
             elif self._beside_framework:
-                # The framework's own call may have taken the memory, or broken the process: once more, and from now on, without it.
+                # PyTorch's call may have exhausted the memory or broken the process: retry, and go on, without it.
                 self._beside_framework, self._preparing = False, None
             else:
                 raise EnvironmentProblem(reply.reason)
 
     def _doubt(self, reply: Failed) -> None:
-        """The process may have ended with its inputs and oracles: no later task's time limit is to pay for new ones."""
+        """Prepare again after a failure that may have ended the process, so that no later task's time limit includes new inputs."""
         if reply.fate in (Fate.RUNTIME, Fate.TIMEOUT):
             self._preparing, self._ready = None, None
 
     def learn(self, candidate: Candidate, outcome: Outcome) -> None:
-        """Nothing: every candidate is measured itself."""
+        """Do nothing: every candidate is measured itself."""
 
     def evaluate(self, candidate: Candidate, facts: CompileFacts, incumbent: tuple[Candidate, Measurement] | None) -> Timed | Failed:
         """Check and time on the GPU. The time is put in the incumbent's scale: clocks drift between trials, ratios don't."""
@@ -130,19 +130,19 @@ class MeasuredEvaluation:
         return replace(reply, time=reply.time.scaled(incumbent[1].median_us / reply.incumbent.median_us))
 
     def race(self, finalists: Sequence[Candidate]) -> tuple[Raced | Failed | None, Conditions | None]:
-        """Races of all of them and the framework in one process, until each is decided, while the GPU is watched."""
+        """Race all of them and PyTorch in one process, until each is decided, while the GPU is watched."""
         self._wait()
         sources = [self._source(candidate) for candidate in finalists]
         return race_undisturbed(lambda before: self._raced(sources, before), self._watching())
 
     def expect_race(self) -> None:
-        """Start the tool that watches the GPU: it takes as long as some trials. Which GPU that is, its own process says."""
+        """Start the tool that watches the GPU, which takes as long as some trials; its process supplies the GPU's id."""
         if self._watch is None and self._ready is not None:
             gpu = self._ready.gpu
             self._watch = _Early(lambda: GpuWatch(gpu))
 
     def close(self) -> None:
-        """Stop that tool; by the time that this problem is gone on with, another's inputs may have taken the place of its own."""
+        """Stop that tool; another problem's inputs may have replaced this one's by the time that its search resumes."""
         self._unwatch()
         self._preparing, self._ready = None, None
 
@@ -161,7 +161,7 @@ class MeasuredEvaluation:
             self._unwatch()
 
     def call(self, candidates: Sequence[Candidate]) -> Called | None:
-        """In the same process, after the races; a fault costs no more than these times."""
+        """Time whole calls in the same process, after the races; a fault costs these times alone."""
         if self.calls is None:
             return None
         self._wait()
@@ -172,7 +172,7 @@ class MeasuredEvaluation:
         return None if isinstance(reply, Failed) else reply
 
     def _raced(self, sources: list[tasks.Source], before: Raced | None) -> Raced | Failed:
-        """Races until each is decided; where they were, in another state of the GPU, one short race of who was tied `before`."""
+        """Race until each is decided; after a throttled race, one short race of those tied `before` suffices."""
         if before is not None:
             places = [place for place, tied in enumerate(before.standing.tied) if tied]
             again = self._decided([sources[place] for place in places], most=1, race_s=self.race_s / 2)
@@ -191,7 +191,7 @@ class MeasuredEvaluation:
                 self._doubt(reply)
                 if not races:
                     return reply
-                # What earlier races said counts.
+                # Earlier races stay valid.
                 break
             self.spent.add(reply.spent)
             contest.add([*racers, *([framework] if reply.backend else [])], reply.times)
@@ -211,13 +211,13 @@ class MeasuredEvaluation:
 
 
 class _Early:
-    """A watch that a thread of its own opens, so that nobody waits before `get`."""
+    """GPU watch opened by a thread of its own, so that nobody waits before `get`."""
 
     def __init__(self, make: Callable[[], GpuWatch]) -> None:
         self._opened = begun(lambda: make().__enter__())
 
     def get(self) -> GpuWatch:
-        """The watch, when it is open; raises what opening it raised."""
+        """The watch, once it is open; raises the error of opening it."""
         return self._opened.result()
 
     def close(self) -> None:
@@ -227,8 +227,8 @@ class _Early:
 
 
 def joined(before: Raced, places: Sequence[int], after: Raced) -> Raced:
-    """What a race of some finalists, by their `places`, adds to the one before: their times and order are its own, the others stay as far
-    behind who was the fastest as they were, in the scale of the new times."""
+    """Merge a race of some final candidates, by their `places`, into the one before: their times and order are the later race's, the others
+    keep their distance to the fastest, in the scale of the new times."""
     fastest = before.standing.behind.index(0.0)
     anchor, place_in = list(places).index(fastest), {place: index for index, place in enumerate(places)}
     pace = after.times[anchor].median_us / before.times[fastest].median_us
@@ -249,7 +249,7 @@ def joined(before: Raced, places: Sequence[int], after: Raced) -> Raced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedEvaluation:
-    """Checked in Triton's interpreter, where it can run there, and timed by the cost model."""
+    """Evaluation without a GPU: checked in Triton's interpreter, where it can run there, and timed by the cost model."""
 
     problem: Problem
     target: Target
@@ -259,16 +259,16 @@ class PredictedEvaluation:
     spent: Spent = field(default_factory=Spent)
 
     def expect_race(self) -> None:
-        """Nothing: there is no race."""
+        """Do nothing: there is no race."""
 
     def close(self) -> None:
-        """Nothing: nothing was begun."""
+        """Do nothing: nothing was begun."""
 
     def prepare(self) -> None:
-        """Nothing: the first check starts the interpreter."""
+        """Do nothing: the first check starts the interpreter."""
 
     def learn(self, candidate: Candidate, outcome: Outcome) -> None:
-        """A check serves every candidate of its code path."""
+        """Take over a check, which serves every candidate of its code path."""
         if outcome.max_error is not None:
             wrong = outcome.fate is Fate.CORRECTNESS
             found = Failed(fate=outcome.fate, reason=outcome.reason, error=outcome.max_error) if wrong else Checked(error=outcome.max_error)
@@ -287,11 +287,11 @@ class PredictedEvaluation:
         return Timed(time=Measurement.predicted(time_us), error=error)
 
     def race(self, finalists: Sequence[Candidate]) -> tuple[Raced | Failed | None, Conditions | None]:
-        """None: nothing can be timed."""
+        """No race: nothing can be timed."""
         return None, None
 
     def call(self, candidates: Sequence[Candidate]) -> Called | None:
-        """None: nothing can be timed."""
+        """No calls: nothing can be timed."""
         return None
 
     def _checked(self, candidate: Candidate) -> Checked | Failed:

@@ -1,4 +1,4 @@
-"""The search of one problem: its trials, its closing races, and what was decided."""
+"""Search of one problem: its trials, its closing races, and its decision."""
 
 import math
 import time
@@ -26,14 +26,14 @@ from flashtune.tuner.spent import Spent, logger
 from flashtune.tuner.timing.finalists import first_by_calls, ranked, to_call, to_race, twin_ahead
 
 LIKELY = 6
-"""So many of the fastest in trials are compiled for later calls before the last race is decided."""
+"""Number of the fastest trials that are compiled for later calls before the last race is decided."""
 
 AHEAD = 12
-"""Candidates of a measured search that are compiled before they are timed, at most: what is proposed early is proposed knowing little."""
+"""Most candidates of a measured search that are compiled ahead of timing: early proposals rest on few observations."""
 
 
 class ProblemSearch:
-    """The search of one problem."""
+    """Search of one problem."""
 
     def __init__(self, shared: Shared, index: int, workers: Workers, suffix: str, device: int, keeper: Keeper | None = None) -> None:
         self.shared, self.index, self.workers = shared, index, workers
@@ -67,15 +67,15 @@ class ProblemSearch:
         self._catch_up()
 
     def begin(self) -> None:
-        """Ask for the first candidates and start compiling them; the GPU has no part in it yet."""
+        """Claim the first candidates and start compiling them; the GPU isn't used yet."""
         if self.decided is None and self.proposals is None:
-            # A measured search must not keep its GPU waiting; a predicted one has none, and repeats itself to the letter.
+            # A measured search must not keep its GPU waiting; a predicted one uses none and must be reproducible.
             beside = self.plan.source == "measured"
             wishes = carried(self.space, self.problem, self.shared.rows, self.plan.source)
             self.study.enqueue(wishes)
             self._catch_up()
             if beside:
-                # Claims take a while to be kept; whoever is claimed finds its compilation begun.
+                # Claims take a while to be stored; compilation starts before them.
                 self.foresee(wishes)
             limit = None if self.plan.sampler == "exhaustive" else self.plan.trials
             ahead = max(4, 2 * self.plan.jobs)
@@ -90,13 +90,13 @@ class ProblemSearch:
             )
 
     def foresee(self, wishes: Sequence[Candidate] = ()) -> None:
-        """Start compiling what `begin` will ask for, as far as it can be told; nothing is claimed."""
+        """Start compiling the candidates that `begin` will probably claim; claims nothing."""
         if self.decided is None:
             first = [candidate for candidate in [*wishes, *self.study.sampler.opening][:AHEAD] if candidate not in self.study.outcomes]
             self.foreseen += [found for candidate in first if isinstance(found := self.trials.compile(candidate), Pending)]
 
     def abandon(self) -> None:
-        """Give back what `begin` asked for."""
+        """Release the claims of `begin`."""
         proposals, self.proposals = self.proposals, None
         if proposals is not None:
             with suppress(FlashtuneError):
@@ -107,10 +107,10 @@ class ProblemSearch:
             self.study.leave()
 
     def run(self, *, again: bool = False, meanwhile: Callable[[], None] | None = None) -> SearchResult | None:
-        """Trials until there is no more to gain, the count, the deadline or the space ends; then the closing races, and `meanwhile` what
-        else may begin.
+        """Run trials until the stopping rule, the count, the deadline or the space ends them; then the closing races, with `meanwhile` run
+        beside them.
 
-        None where other processes are still busy with the rest, or the result couldn't be saved: it is to be called `again`.
+        None where other processes are still busy with the rest, or the result couldn't be saved: call again with `again`.
         """
         total, shared = len(self.plan.problems), self.shared
         result = self.decided = self.decided or self.study.decided(self.problem)
@@ -127,7 +127,7 @@ class ProblemSearch:
             result = self.decided = self._searched(meanwhile)
         if result is None:
             return None
-        # Whether or not it can be saved: what is searched next begins with it.
+        # Saved or not, the next problem's search starts from this winner.
         if (row := record_of(result)) is not None:
             shared.rows.insert(0, row)
         if not self._publish(result, final=again):
@@ -144,7 +144,7 @@ class ProblemSearch:
         return result
 
     def _searched(self, meanwhile: Callable[[], None] | None) -> SearchResult | None:
-        """The decided result; None where others are still busy, or it is theirs to decide."""
+        """Decided result; None where other processes are still busy, or will decide."""
         begun = time.monotonic()
         try:
             with self.spent.on("begin"):
@@ -161,7 +161,7 @@ class ProblemSearch:
                     return None
                 self.study.refresh()
             with ThreadPoolExecutor(1) as beside:
-                # In another thread where a GPU races meanwhile.
+                # In another thread, since the GPU is racing meanwhile.
                 ending = beside.submit(self._beside_race, meanwhile)
                 self.at("racing")
                 result = self._race()
@@ -184,22 +184,22 @@ class ProblemSearch:
             raise
 
     def _beside_race(self, meanwhile: Callable[[], None] | None) -> Ending:
-        """Let others begin, and say how this problem's trials ended."""
+        """Start the next problem, and return why this problem's trials ended."""
         if meanwhile is not None and self.plan.source == "measured":
-            # The best so far is as good a start for what follows as the winner will be.
+            # The best so far is as good a start for the next problem as the winner will be.
             if (row := record_of(self._result(tuple(self.study.in_order().values()), None))) is not None:
                 self.shared.rows.insert(0, row)
             meanwhile()
         if self.index == len(self.plan.problems) - 1:
-            # Nothing follows for the compilers.
+            # The compilers are idle after the last problem.
             self._foresee_winners(LIKELY)
         return self._ending()
 
     def _foresee_winners(self, most: int = 1) -> None:
-        """Have compiled for later calls what may win: `most` of the fastest trials so far, as many as there are free compilers, and the
-        fastest of the first one's family that settles no row maxima, its twin.
+        """Start compiling likely winners for later calls: up to `most` of the fastest trials, as many as compilers are free, and the
+        fallback kernel, the fastest of the first one's family with the ordinary online softmax.
 
-        In the end the first one and its twin don't wait for compilers to be free.
+        Near the end the first one and its fallback kernel don't wait for free compilers.
         """
         free = self.workers.free_compilers() or int(self.rule.nearly)
         timed = sorted(self.timed, key=lambda outcome: _time(outcome).median_us)
@@ -209,7 +209,7 @@ class ProblemSearch:
             self.shared.winners.foresee([row for row in rows if row is not None], self.workers)
 
     def _publish(self, result: SearchResult, *, final: bool) -> bool:
-        """Whether the result was saved; a fault passes through when it is `final`."""
+        """Save the result and return True where that worked; an error is raised only when `final`."""
         try:
             if result.outcomes:
                 self.shared.save(result)
@@ -222,16 +222,16 @@ class ProblemSearch:
         return True
 
     def at(self, stage: Stage) -> None:
-        """Tell what this problem is at."""
+        """Report the present stage to the listener."""
         with self.shared.lock:
             self.shared.listener.stage_started(self.problem, stage, len(self.study.outcomes))
 
     def late(self) -> bool:
-        """Whether the time is up. One candidate is always tried, so that a tight budget still yields a row."""
+        """True once the time is up and one candidate was timed, so that a tight budget still yields a record."""
         return self.deadline is not None and time.monotonic() > self.deadline and self.incumbent is not None
 
     def _trials(self) -> None:
-        """Try what is proposed, in the order of asking, until something says that it is enough."""
+        """Run trials in the order of proposing until one ends with a reason to stop."""
         proposals, self.proposals = self.proposals, None
         assert proposals is not None, "it has begun"
         try:
@@ -247,13 +247,13 @@ class ProblemSearch:
         self._forget_foreseen()
 
     def _forget_foreseen(self) -> None:
-        """What was foreseen and nobody took isn't compiled any more."""
+        """Stop compiling predicted candidates that weren't claimed."""
         found, self.foreseen = self.foreseen, []
         for compiling in found:
             compiling.forget()
 
     def _tried(self, proposals: Proposals) -> Reason | None:
-        """One trial; why there is none, or None."""
+        """Run one trial; the reason where there is none to run, else None."""
         if self.late():
             return "budget"
         with self.spent.on("wait for compilers"):
@@ -284,17 +284,17 @@ class ProblemSearch:
         return None
 
     def _enough(self, proposals: Proposals) -> Reason | None:
-        """Why no further trial is worth it, by what is known now."""
+        """Reason why no further trial is worth its time, by present knowledge; None to go on."""
         return self.rule.verdict(proposals.left, proposals.left_in_all)
 
     def _catch_up(self) -> None:
-        """Take over what an earlier run or other processes have found, in the order of asking; only while no proposals are made."""
+        """Take over the outcomes of an earlier run or other processes, in the order of proposing; only while no proposals are made."""
         for candidate, outcome in self.study.in_order().items():
             if candidate not in self.heard:
                 self._learn(candidate, outcome)
 
     def _learn(self, candidate: Candidate, outcome: Outcome) -> None:
-        """Take over an outcome of an earlier run or of another process, with what it says of other candidates."""
+        """Take over an outcome of an earlier run or another process, with its consequences for other candidates."""
         self.heard.add(candidate)
         self._consider(candidate, outcome)
         self.rule.add(outcome)
@@ -309,7 +309,7 @@ class ProblemSearch:
             self.incumbent = candidate, outcome
 
     def _race(self) -> SearchResult:
-        """Time the best few and the framework once more, all interleaved, and rank them."""
+        """Time the best few and PyTorch once more, all interleaved, and rank them."""
         outcomes = self.study.in_order()
         correct = [c for c, o in outcomes.items() if o.measurement is not None and o.fate.timed and c not in self.trials.twins]
         correct.sort(key=lambda c: (_time(outcomes[c]).median_us, outcomes[c].variant_id))
@@ -341,7 +341,7 @@ class ProblemSearch:
         return self._result(tuple(outcomes.values()), baseline, conditions)
 
     def _ending(self) -> Ending:
-        """Why the trials ended, and what they are expected to have missed."""
+        """Reason why the trials ended, with the expected regret."""
         regret = 0.0 if self.stopped == "space" else self.study.expected_regret()
         return Ending(reason=self.stopped, regret=regret if math.isfinite(regret) else None)
 

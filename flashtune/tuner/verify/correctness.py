@@ -1,8 +1,8 @@
-"""Correct before fast: what a candidate writes against the float64 oracle, on random, ragged, poisoned inputs.
+"""Checks of a candidate's results against the float64 oracle, on random, unaligned, poisoned inputs.
 
 Small cases (flashtune.tuner.verify.cases) are compared in all rows with float64. At full size a few slices are, and the whole output is
-compared with torch's operations in float32, so that no tile goes unseen. What must hold of numbers, and what each check is there to find,
-is told in decision 0007.
+compared with PyTorch's operations in float32, so that every tile is checked. Tolerances, and the faults that each check finds, are in
+decision 0007.
 """
 
 import math
@@ -20,25 +20,24 @@ from flashtune.tuner.verify.cases import Case, cases, small_problems
 from flashtune.tuner.verify.inputs import Inputs, without_repeats
 
 Launch = Callable[..., None]
-"""A rendered module's `launch`."""
+"""Function `launch` of a rendered module."""
 
 SLICE_ROWS = 64
-"""Rows of one head that are compared at full size with float64, at each of the places that are checked; norms of whole outputs are taken
-over as many."""
+"""Rows of one head that are compared at full size with float64, per place; also the block over which norms of whole outputs are taken."""
 
 WHOLE_SCORES = 2**34
-"""Scores that float32 outputs of a problem at full size may take; where it has more, some heads are left out."""
+"""Most attention scores of a float32 reference at full size; larger problems leave out heads."""
 
 WHOLE_ELEMENTS = 2**28
-"""Elements of such outputs, likewise."""
+"""Most output elements of a float32 reference at full size, likewise."""
 
 _AT_ONCE = 2**25
-"""Elements of an output that are compared at once."""
+"""Output elements compared at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """`error` is the largest error over its tolerance (<= 1 passes); `reason` says what is wrong, empty when right."""
+    """Result of a check: `error` is the largest error over its tolerance (<= 1 passes); `reason` says what is wrong, empty when right."""
 
     error: float
     reason: str = ""
@@ -46,7 +45,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the oracle says that the written operands, by name, hold at a place."""
+    """Oracle's values of the written operands, by name, at a place."""
 
     place: Place
     values: Mapping[str, torch.Tensor]
@@ -54,7 +53,7 @@ class Expected:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Wanted:
-    """What one operand should hold at places of equally many rows, stacked: `values` are (places, rows) or (places, rows, D).
+    """Expected values of one operand at places of equally many rows, stacked: `values` are (places, rows) or (places, rows, D).
 
     `index` are the batches and heads of the places, int64. Norms are taken over `block` rows, or over all.
     """
@@ -68,7 +67,7 @@ class Wanted:
     block: int | None = None
 
     def ratios(self, found: torch.Tensor) -> dict[str, torch.Tensor]:
-        """How far the operand is off at each place, over its bound, by what is compared; infinite where -inf stands on the wrong rows."""
+        """Error of the operand at each place over its bound, by kind of comparison; infinite where -inf stands on the wrong rows."""
         step = max(1, _AT_ONCE // max(1, self.values[0].numel()))
         parts = [self._ratios(found, slice(first, first + step)) for first in range(0, len(self.places), step)]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
@@ -90,7 +89,8 @@ class Wanted:
         return ratios
 
     def _norms(self, x: torch.Tensor) -> torch.Tensor:
-        """Norms of rows (places, rows, D), or (places, rows), taken together: (places, blocks); the last block has the rows left over."""
+        """Norms over blocks of rows: (places, rows, D) or (places, rows) to (places, blocks); the last block also has the remaining
+        rows."""
         squares = x.square().sum(-1) if x.dim() == 3 else x.square()
         rows = squares.shape[1]
         block = min(self.block or rows, rows)
@@ -101,11 +101,11 @@ class Wanted:
 
 
 Checks = list[tuple[Case, list[Wanted]]]
-"""Inputs to launch on, and what is then wanted of each."""
+"""Inputs to launch on, with the expected values of each."""
 
 
 def places(problem: Problem, seed: int) -> list[Place]:
-    """What to compare at full size with float64: the first, last and two random places."""
+    """Places compared at full size with float64: the first, the last and two random ones."""
     generator = torch.Generator().manual_seed(seed)
 
     def pick(high: int) -> int:
@@ -130,9 +130,9 @@ def everywhere(problem: Problem) -> list[Place]:
 
 
 def whole(problem: Problem, seed: int) -> list[Place]:
-    """All rows of as many heads as WHOLE_SCORES and WHOLE_ELEMENTS allow: all of them, but for the largest problems, else random ones."""
+    """All rows of as many heads as WHOLE_SCORES and WHOLE_ELEMENTS allow: random ones of the largest problems, else all."""
     p = problem
-    # A backward's oracle computes all heads that share a key head for each of them.
+    # A backward's oracle computes all query heads of a key head for each of them.
     work = p.n_q * p.n_kv * (1 if p.direction == "fwd" else 3 * p.gqa_ratio)
     elements = max(math.prod(operand.shape(p)) for operand in p.contract.written) // (p.batch * p.heads)
     count = max(1, min(WHOLE_SCORES // work, WHOLE_ELEMENTS // max(1, elements)))
@@ -144,9 +144,9 @@ def whole(problem: Problem, seed: int) -> list[Place]:
 
 
 def oracle(inputs: Inputs, where: Iterable[Place], dtype: torch.dtype | None = None) -> list[Expected]:
-    """The oracle at these places of `inputs`, in float64 unless told otherwise."""
+    """Oracle's values at these places of `inputs`, in float64 unless `dtype` is set."""
     p = inputs.problem
-    # TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, which NVIDIA's containers set, would have float32's products be TF32's.
+    # NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, which turns float32 products into TF32.
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -156,13 +156,13 @@ def oracle(inputs: Inputs, where: Iterable[Place], dtype: torch.dtype | None = N
 
 
 def stacked(problem: Problem, expected: Iterable[Expected], *, block: int | None = None) -> list[Wanted]:
-    """The same, those of equal rows together. What was computed in float32 is given float32's tolerance too, for both may err."""
+    """Expected values stacked by equal rows; those computed in float32 get float32's tolerance in addition, for both sides may err."""
     p = problem
     found = []
     for _, group in groupby(expected, key=lambda e: (e.place.queries, e.place.keys)):
         alike = list(group)
         for operand in p.contract.written:
-            # Heads that share a key head share its gradient.
+            # Query heads of one key head share its gradient.
             unique = {operand.at(e.place, p)[:2]: e for e in alike}
             values = torch.stack([e.values[operand.name] for e in unique.values()])
             bound = p.contract.bounds(p.spec())[operand.name]
@@ -191,9 +191,9 @@ def _sum(one: Bound, other: Bound) -> Bound:
 
 
 def compare(inputs: Inputs, wanted: Iterable[Wanted], titles: tuple[str, ...] = ()) -> Verdict:
-    """What was written against what is wanted; every element must have been written. The GPU is waited for once.
+    """Compare the written operands with the expected values; unwritten elements fail. The GPU is synchronised once.
 
-    `titles` name what the key heads hold, for the reason.
+    `titles` name the contents of each key head, for the reason.
     """
     p = inputs.problem
     label, written = p.label(), p.contract.written
@@ -220,7 +220,7 @@ def compare(inputs: Inputs, wanted: Iterable[Wanted], titles: tuple[str, ...] = 
 
 
 def run(launch: Launch, inputs: Inputs, sms: int | None = None) -> None:
-    """One launch on poisoned outputs; with `sms` it is told of so many multiprocessors."""
+    """Launch once on poisoned outputs; `sms` overrides the number of multiprocessors."""
     inputs.poison()
     launch(*inputs.arguments, **inputs.keywords, **({} if sms is None else {"sms": sms}))
 
@@ -232,7 +232,7 @@ def check(launch: Launch, inputs: Inputs, expected: Iterable[Expected]) -> Verdi
 
 
 def differs(launch: Launch, inputs: Inputs, sms: int | None = None) -> str:
-    """Why another launch isn't as the one before it to the bit, or nothing."""
+    """Reason why another launch isn't bitwise equal to the one before it, or ""."""
     written = inputs.problem.contract.written
     before = [without_repeats(inputs.operands[operand.name]).clone() for operand in written]
     run(launch, inputs, sms)
@@ -244,9 +244,9 @@ def differs(launch: Launch, inputs: Inputs, sms: int | None = None) -> str:
 
 
 class SmallCases:
-    """The little problems that candidates of a spec are checked on, whatever N is, with what the oracle says of them.
+    """Small problems that candidates of a spec are checked on, at any N, with their expected values.
 
-    Remembers who passed them, so that the same text isn't checked again at another N.
+    Remembers the texts that passed, so that none is checked again at another N.
     """
 
     def __init__(self, problem: Problem, *, device: torch.device | str, seed: int, thorough: bool) -> None:
@@ -256,15 +256,15 @@ class SmallCases:
 
     @staticmethod
     def serving(problem: Problem, seed: int) -> Hashable:
-        """Equal for problems that have the same small cases on a GPU."""
+        """Key that is equal for problems with the same small cases on a GPU."""
         return tuple(small_problems(problem, 2)), seed
 
 
 class Verifier:
-    """Checks candidates of one problem; inputs and oracles are made once and serve every candidate.
+    """Checker of one problem's candidates; inputs and oracles are made once and serve all of them.
 
-    The small cases serve all N of a spec and may be given; `full_size` inputs are this problem's own. A `thorough` one, which is what a GPU
-    gets unless told otherwise, also runs the small cases on few programs, whole outputs at full size, and launches twice (decision 0007).
+    The small cases serve all N of a spec and may be passed in; `full_size` inputs are this problem's own. A `thorough` one, the default on
+    a GPU, also runs the small cases on few multiprocessors, compares whole outputs at full size, and launches twice (decision 0007).
     """
 
     def __init__(
@@ -287,9 +287,9 @@ class Verifier:
             self._full = [(Case(inputs=full_size, few_sms=None, repeats=True), wanted)]
 
     def verdict(self, launch: Launch, *, repeats: bool = True, text: str = "") -> Verdict:
-        """The first failure, or the largest error of all checks; `repeats` says that the family promises the same bits every time.
+        """First failure, or the largest error of all checks; `repeats` is True where the family guarantees identical bits every time.
 
-        Of equal `text`s, unless it is empty, only the first that passes is run on the small cases.
+        Of equal non-empty `text`s only the first that passes is run on the small cases.
         """
         passed = self._small.passed.get(text)
         small = Verdict(error=passed) if passed is not None else self._checked(launch, self._small.checks, repeats)
@@ -301,7 +301,7 @@ class Verifier:
         return full if full.reason else Verdict(error=max(small.error, full.error))
 
     def rehearse(self) -> None:
-        """Compare once without a launch: what a GPU loads and allocates for that, the first candidate needn't wait for."""
+        """Compare once without a launch, so that the first candidate doesn't wait for lazy loading and allocation on the GPU."""
         for case, wanted in [*self._small.checks, *self._full]:
             run(_nothing, case.inputs)
             compare(case.inputs, wanted, case.titles)
@@ -324,7 +324,7 @@ class Verifier:
 
 
 def _nothing(*arguments: object, **settings: object) -> None:
-    """A launch that launches nothing."""
+    """Launch of no kernel."""
 
 
 def _on(sms: int | None) -> str:
