@@ -1,4 +1,4 @@
-"""This machine as a search sees it: which GPU is here, and what goes into a record's provenance."""
+"""Facts about this machine for a search: its GPUs, and the provenance of records."""
 
 import ctypes
 import importlib.metadata
@@ -20,37 +20,37 @@ from flashtune.core.results import Provenance
 from flashtune.core.target import Target, find_target
 
 ANSWER_S = 30.0
-"""How long NVIDIA's tool is waited for: a GPU that has failed may keep it forever."""
+"""Seconds to wait for nvidia-smi: a GPU that has failed may block it forever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalGpu:
-    """A GPU that torch sees; `target` is None for one that is neither in the table nor NVIDIA's."""
+    """GPU that PyTorch sees; `target` is None for one that is neither in the table nor NVIDIA's."""
 
     name: str
     target: Target | None
 
 
 def cores() -> int:
-    """How many cores this process may run on: jobs and containers are often given some of a machine's."""
+    """Number of cores that this process may run on: jobs and containers often get some of a machine's."""
     known = getattr(os, "sched_getaffinity", None)
     return (os.cpu_count() or 1) if known is None else len(known(0))
 
 
 def local_gpu() -> LocalGpu | None:
-    """The GPU of this machine that torch takes first, or None where there is none (or torch was built without GPU support)."""
+    """First GPU of this machine in PyTorch's order, or None where there is none (or PyTorch was built without GPU support)."""
     return next(iter(local_gpus()), None)
 
 
 def local_gpus() -> tuple[LocalGpu, ...]:
-    """The GPUs of this machine, in torch's order."""
+    """GPUs of this machine, in PyTorch's order."""
     return tuple(LocalGpu(name=name, target=_target_of(name)) for name in gpu_names())
 
 
 def gpu_names() -> tuple[str, ...]:
-    """The GPUs that torch sees, in its order.
+    """Names of the GPUs that PyTorch sees, in its order.
 
-    NVIDIA's driver is asked, as torch asks it; torch itself takes seconds to be imported and to start a GPU.
+    They come from NVIDIA's driver where possible; PyTorch itself takes seconds to import and to start a GPU.
     """
     if (named := _driver_names()) is not None:
         return named
@@ -60,13 +60,13 @@ def gpu_names() -> tuple[str, ...]:
 
 
 def gpu_may_be_present() -> bool:
-    """False only where no NVIDIA driver sees a GPU and no AMD driver is loaded; asked without torch, which most profiles don't need."""
+    """False only where no NVIDIA driver sees a GPU and no AMD driver is loaded; works without PyTorch, which most profiles don't need."""
     started = started_driver()
     return (started is not None and started[1] > 0) or Path("/dev/kfd").exists()
 
 
 def _driver_names() -> tuple[str, ...] | None:
-    """What the driver says of them; None where torch says otherwise: where it can't start the driver, or was built for a later one."""
+    """Names of the GPUs by the driver; None where PyTorch may see others: where it can't start the driver, or was built for a later one."""
     built_for, version, started = _built_for(), ctypes.c_int(), started_driver()
     if built_for is None or started is None:
         return None
@@ -83,7 +83,7 @@ def _driver_names() -> tuple[str, ...] | None:
 
 
 def _built_for() -> int | None:
-    """The major version of CUDA that torch was built for, read without importing torch; None where it was built for none."""
+    """Major version of CUDA that PyTorch was built for, read without importing it; None where it was built for none."""
     found = importlib.util.find_spec("torch")
     places = [] if found is None else found.submodule_search_locations or []
     cuda = next((runpy.run_path(str(path)).get("cuda") for place in places if (path := Path(place) / "version.py").is_file()), None)
@@ -98,12 +98,12 @@ def _target_of(name: str) -> Target | None:
 
 
 def numbered(which: str) -> Sequence[int] | None:
-    """The indices of the GPUs that `which` names: a number of them, or indices with commas; None for `all`. Raises InputError for a word
-    that is none of these."""
+    """Indices of the GPUs that `which` names: a number of GPUs, or indices with commas; None for `all`. Raises InputError for any other
+    word."""
     if which == "all":
         return None
     parts = which.split(",")
-    # Python refuses to read some thousands of digits.
+    # Python refuses to convert thousands of digits.
     if all(part.isdecimal() and len(part) < 100 for part in parts):
         if len(parts) > 1:
             return list(dict.fromkeys(map(int, parts)))
@@ -113,8 +113,8 @@ def numbered(which: str) -> Sequence[int] | None:
 
 
 def devices_of(which: str, target: Target) -> tuple[str, ...]:
-    """The GPUs that `which` names (see `numbered`), as CUDA_VISIBLE_DEVICES names them: of a number of them the first that are a `target`;
-    none for one GPU that nobody chose and that torch takes anyway. Raises InputError for a word that names none or a GPU that isn't there,
+    """GPUs that `which` names (see `numbered`), as names for CUDA_VISIBLE_DEVICES: of a number of them the first that are a `target`; empty
+    for a single default GPU, which PyTorch takes anyway. Raises InputError for a word that names none or a GPU that isn't there,
     EnvironmentProblem where one of them is no `target`."""
     chosen, found = numbered(which), gpu_names()
     count = len(found)
@@ -130,7 +130,7 @@ def devices_of(which: str, target: Target) -> tuple[str, ...]:
     for index in chosen:
         if _target_of(found[index]) != target:
             raise EnvironmentProblem(f"GPU {index} of this machine is {found[index]}, not {target.name}: name those that are with --gpus")
-    # Inside a container or a job some may be hidden; those that remain keep their names.
+    # A container or job may hide some GPUs; the others keep their names.
     names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     return tuple(names[index] if index < len(names) else str(index) for index in chosen)
 
@@ -165,13 +165,12 @@ def _release(version: str) -> tuple[int, ...]:
 def provenance(*, command: str, seed: int | None, measured: bool, target: Target | None = None) -> Provenance:
     """Versions, driver and limits of this machine; the GPU's own facts only for a `measured` record: of the first that is a `target`.
 
-    Clocks under load are what `flashtune.tuner.timing.conditions` reads while finalists race: a GPU that waits for a search to start is
-    idle.
+    Clocks under load come from `flashtune.tuner.timing.conditions` during the closing races: a GPU is idle before a search.
     """
     gpus = local_gpus() if measured else ()
     gpu = next((gpu for gpu in gpus if gpu.target == target), next(iter(gpus), None))
     known = driver_facts() if gpu is not None else ()
-    # The driver's tool counts GPUs in an order of its own, and those that are hidden from torch, too.
+    # nvidia-smi has an order of its own, and also lists GPUs that are hidden from PyTorch.
     facts = next((one for one in known if gpu is not None and one["name"] == gpu.name), {})
     return Provenance(
         flashtune=flashtune.__version__,
@@ -195,7 +194,7 @@ def _version(package: str) -> str:
 
 @cache
 def driver_facts() -> tuple[Mapping[str, str], ...]:
-    """What NVIDIA's tool says of each GPU of the machine, by its own words; nothing where there is no such tool, no GPU, or no answer."""
+    """Facts of each GPU of the machine by nvidia-smi's field names; empty where there is no such tool, no GPU, or no answer."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ()
@@ -207,5 +206,5 @@ def driver_facts() -> tuple[Mapping[str, str], ...]:
         return ()
     lines = asked.stdout.splitlines() if asked.returncode == 0 else []
     values = [[value.strip() for value in line.split(",")] for line in lines]
-    # What isn't a value for each name is no GPU, but a word about one that is lost.
+    # A line without a value for each name is a message about a lost GPU.
     return tuple(dict(zip(names, found, strict=True)) for found in values if len(found) == len(names))

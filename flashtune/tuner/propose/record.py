@@ -1,9 +1,9 @@
-"""The record of a study in an Optuna storage: who tries which candidate, what became of it, and what was decided in the end.
+"""Record of a study in an Optuna storage: the candidates' claims and outcomes, and the decision at the end.
 
-Every trial begins as a claim: a waiting trial with the candidate's parameters and its claimant; it runs when its turn comes. Of two claims
+Every trial begins as a claim: a waiting trial with the candidate's parameters and its worker id; it runs when its turn comes. Of two claims
 of one candidate the one with the lower number holds, since a storage numbers the trials of a study under a lock; the other is withdrawn. So
-any number of processes share a study and none tries what another is trying. A claim whose claimant is gone is void, and the candidate free
-again.
+any number of processes share a study and none tries what another is trying. A claim of a worker that has ended is void, and the candidate
+free again.
 """
 
 import json
@@ -30,33 +30,33 @@ from flashtune.tuner.propose import claimant
 T = TypeVar("T")
 
 PATIENCE_S = 60.0
-"""How long a storage may be locked or out of reach (its server restarts, say) before the search gives up."""
+"""Seconds for which a storage may be locked or out of reach (its server restarts, say) before the search gives up."""
 LEAVING_S = 5.0
-"""The same for giving back claims; those of a process that is gone are void anyway."""
+"""Seconds for which releasing claims is retried; those of an ended process are void anyway."""
 BEAT_S = 10.0
-"""How often a process says that it is alive."""
+"""Seconds between a process's heartbeats."""
 GRACE_S = 60.0
-"""A process on another machine that was silent for so long is taken for dead."""
+"""Seconds without a heartbeat after which a process on another machine counts as ended."""
 
 _OUTCOME, _CLAIMANT, _ROLE, _DECISION, _FINISHED = "outcome", "claimant", "role", "decision", "finished"
-"""Attributes: roles and finished plans are shown to people, too; the others are system attributes, which Optuna's tools don't show."""
+"""Attribute names: roles and finished plans are user attributes, which Optuna's tools show; the others are system attributes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What the record says of one candidate: its outcome, who tries it, or neither (it is free)."""
+    """State of one candidate in the record: its outcome, or its claim, or neither (it is free)."""
 
     claim: int
-    """The number of the trial that holds it."""
+    """Number of the trial that holds it."""
     params: Mapping[str, Any]
     outcome: str | None = None
     mine: bool = False
     taken: bool = False
-    """Whether a living process tries it."""
+    """True while a living process tries it."""
 
     @property
     def free(self) -> bool:
-        """Whether nobody tried it or is trying it."""
+        """True where nobody tried it or is trying it."""
         return not self.taken and self.outcome is None
 
 
@@ -87,10 +87,10 @@ class Record:
         return self._storage.get_study_id_from_name(name)
 
     def entries(self) -> dict[str, Entry]:
-        """Every candidate that was ever claimed, by `key_of` its parameters, in the order in which they first were."""
+        """Every candidate that was ever claimed, by `key_of` its parameters, in the order of first claims."""
         trials = self._trials()
         alive: dict[str, bool] = {}
-        # Trials that have ended never change.
+        # Ended trials never change.
         while self._read < len(trials) and trials[self._read].state.is_finished():
             self._enter(self._ended, trials[self._read], alive)
             self._read += 1
@@ -117,26 +117,26 @@ class Record:
         )
 
     def claim(self, params: Mapping[str, Any], distributions: Mapping[str, BaseDistribution]) -> None:
-        """Say that this process is going to try a candidate; `entries` then tells whether it was the first to say so."""
+        """Claim a candidate for this process; `entries` then shows whether the claim was the first."""
         self._beat()
         self._claims[key_of(params)] = self._new(TrialState.WAITING, dict(params), dict(distributions), {})
 
     def begin(self, key: str) -> None:
-        """Say that a claimed candidate's turn has come, for those who look at how long it takes."""
+        """Mark a claimed candidate as running, so that its duration shows in Optuna's tools."""
         start = partial(self._storage.set_trial_state_values, self._claims[key], TrialState.RUNNING)
         self._patiently(partial(self._unless_ended, start))
 
     def describe(self, facts: Mapping[str, object]) -> None:
-        """Keep what the study is about, for those who look at it with Optuna's tools."""
+        """Store facts about the study for Optuna's tools."""
         known = self._shown()
         for name, value in facts.items():
             if name not in known:
                 self._patiently(partial(self._storage.set_study_user_attr, self._study_id, name, value))
 
     def settle(self, key: str, outcome: str, value: float | None, facts: Mapping[str, object]) -> None:
-        """Keep what became of a candidate that this process claimed; of no effect where it was taken for dead and another settled it.
+        """Store the outcome of a claimed candidate; without effect where this process counted as ended and another stored an outcome.
 
-        `facts` are for those who look at the trial with Optuna's tools.
+        `facts` are shown by Optuna's tools.
         """
         trial_id = self._claims.pop(key)
         for name, fact in facts.items():
@@ -152,7 +152,7 @@ class Record:
             self._end(trial_id, TrialState.FAIL)
 
     def leave(self) -> None:
-        """Give back all that this process claimed and didn't settle."""
+        """Withdraw all claims of this process that have no outcome."""
         self._fall_silent()
         claims, self._claims = list(self._claims.values()), {}
         with suppress(FlashtuneError):
@@ -160,7 +160,7 @@ class Record:
                 self._end(trial_id, TrialState.FAIL, patience_s=LEAVING_S)
 
     def decision(self) -> dict[str, Any] | None:
-        """What `decide` kept."""
+        """Decision stored by `decide`, or None."""
         found: dict[str, Any] | None = self._attributes().get(_DECISION)
         return found
 
@@ -177,18 +177,18 @@ class Record:
         return False
 
     def decide(self, decision: dict[str, Any]) -> None:
-        """Keep what the search of this study ended with."""
+        """Store the decision that ends the search of this study."""
         self._patiently(lambda: self._storage.set_study_system_attr(self._study_id, _DECISION, decision))
         self._end(self._claims.pop(_DECISION), TrialState.PRUNED)
         self._fall_silent()
 
     def finish(self) -> None:
-        """Mark the study as one that nobody goes on with."""
+        """Mark the study as one that no later run continues."""
         self._patiently(lambda: self._storage.set_study_user_attr(self._study_id, _FINISHED, True))
 
     @property
     def finished(self) -> bool:
-        """Whether `finish` was called."""
+        """True once `finish` was called."""
         return bool(self._shown().get(_FINISHED))
 
     def _trials(self) -> list[FrozenTrial]:
@@ -219,12 +219,12 @@ class Record:
 
     @staticmethod
     def _unless_ended(work: Callable[[], object]) -> None:
-        # Ended by an earlier attempt whose answer was lost, or by someone who took this process for dead.
+        # Ended by an earlier attempt whose answer was lost, or by another that took this process for ended.
         with suppress(optuna.exceptions.UpdateFinishedTrialError):
             work()
 
     def _alive(self, trial: FrozenTrial, known: dict[str, bool]) -> bool:
-        """Whether the claimant of a trial that hasn't ended still lives; a dead one's trial is ended."""
+        """True while the worker of an unfinished trial lives; an ended one's trial is marked as failed."""
         who = str(trial.system_attrs.get(_CLAIMANT))
         if who not in known:
             known[who] = who == self._me or self._lives(who)
@@ -236,7 +236,7 @@ class Record:
         here = claimant.lives_here(who)
         if here is not None:
             return here
-        # On another machine clocks may differ: does its count go up while we watch?
+        # Clocks of machines may differ, so a heartbeat counter is compared with its earlier value.
         count, now = self._attributes().get(_beat_of(who)), time.monotonic()
         seen, since = self._beats.get(who, (None, now))
         if count != seen or who not in self._beats:
@@ -245,7 +245,7 @@ class Record:
         return now - since < GRACE_S
 
     def _beat(self) -> None:
-        """Say from now on every few seconds that this process is alive, for those on other machines."""
+        """Start this process's heartbeat, for processes on other machines."""
         if self._stop_beating is None:
             self._stop_beating = threading.Event()
             threading.Thread(target=self._beat_on, args=(self._stop_beating,), daemon=True).start()
@@ -258,19 +258,19 @@ class Record:
     def _beat_on(self, stop: threading.Event) -> None:
         count = 0
         while not stop.is_set():
-            # The search itself meets the same fault, and tells of it.
+            # The search itself meets the same fault, and reports it.
             with suppress(Exception):
                 self._storage.set_study_system_attr(self._study_id, _beat_of(self._me), count)
             count += 1
             stop.wait(BEAT_S)
 
     def _patiently(self, work: Callable[[], T], patience_s: float | None = None) -> T:
-        """`work`, tried again while the storage is locked or out of reach; all that is done here may be done twice."""
+        """Result of `work`, retried while the storage is locked or out of reach; every operation here may be repeated safely."""
         deadline = time.monotonic() + (PATIENCE_S if patience_s is None else patience_s)
         pause = 0.05
         while True:
             try:
-                # What is broken off would keep the file locked against this process's own farewell.
+                # An interrupted write would keep the file locked against this process's own clean-up.
                 with unbroken():
                     return work()
             except Exception as error:
@@ -285,7 +285,7 @@ class Record:
 
 
 def storage_fault(shown: str, error: BaseException) -> FlashtuneError:
-    """One sentence for what the database behind the storage `shown` said."""
+    """One-sentence error for a fault of the database behind the storage `shown`."""
     if isinstance(error, optuna.exceptions.StorageInternalError):
         error = error.__cause__ or error
     cause = getattr(error, "orig", None) or error
@@ -296,7 +296,7 @@ def storage_fault(shown: str, error: BaseException) -> FlashtuneError:
 
 
 def newest_unfinished(storage: optuna.storages.BaseStorage, name: str) -> tuple[Record, int]:
-    """The newest record called `name-NUMBER` and its number; the next one where that is finished."""
+    """Newest record called `name-NUMBER` and its number; the next one where that is finished."""
     prefix = f"{name}-"
     numbers = (study.removeprefix(prefix) for study in optuna.get_all_study_names(storage) if study.startswith(prefix))
     newest = max((int(number) for number in numbers if number.isdecimal()), default=1)
@@ -305,7 +305,7 @@ def newest_unfinished(storage: optuna.storages.BaseStorage, name: str) -> tuple[
 
 
 def key_of(params: Mapping[str, Any]) -> str:
-    """One text for equal parameters."""
+    """Canonical text of parameters, equal for equal ones."""
     return json.dumps(params, sort_keys=True)
 
 

@@ -1,4 +1,4 @@
-"""Optuna samplers that propose what a space allows: they choose among its valid candidates, which they enumerate."""
+"""Optuna samplers over a space's valid candidates, which they enumerate."""
 
 import hashlib
 import math
@@ -25,25 +25,24 @@ if TYPE_CHECKING:
 Sampler = Literal["gp", "tpe", "random", "exhaustive"]
 
 Told = Mapping[Candidate, float | None]
-"""Times in microseconds of the candidates that were tried; None for one that failed."""
+"""Observed times in microseconds of the candidates that were tried; None for one that failed."""
 
 _STARTUP_TRIALS = 12
-"""Random trials before TPE's model speaks, beside the starts."""
+"""Random trials before TPE's model is used, in addition to the starts."""
 _STARTS, _BY_COST = 3, 5
-"""How many of the hand-written starts, and of the cost model's first, a search by Gaussian process begins with."""
+"""Numbers of hand-written starts, and of the cost model's fastest, among the initial candidates of `gp`."""
 _WORTH = 0.1
-"""A start that the cost model holds to be slower than its first by more than this (the logarithm) isn't tried for being one: it rarely errs
-by more."""
+"""Largest predicted log slowdown over the cost model's fastest at which a start is tried; the model's error is rarely larger."""
 _ALIKE = 1e-3
-"""Predicted times that differ by less are one to the cost model, and one of such candidates is enough to begin with."""
+"""Predicted times closer than this count as equal, and one such candidate is enough among the initial ones."""
 _DRAWS = 256
-"""Draws of the surrogate that an expected regret is the mean of."""
+"""Surrogate samples averaged by an expected regret."""
 
 
 class CandidateSampler(optuna.samplers.BaseSampler):
-    """Proposes valid candidates of a space that nobody tried, the `starts` first; what follows is a subclass's.
+    """Proposes untried valid candidates of a space, the `starts` first; subclasses choose the others.
 
-    With a seed, a proposal depends on what is told and pending alone.
+    With a seed, a proposal depends on the observed and pending candidates alone.
     """
 
     def __init__(self, space: SearchSpace, problem: Problem, *, seed: int | None, starts: Sequence[Candidate] | None = None) -> None:
@@ -53,19 +52,19 @@ class CandidateSampler(optuna.samplers.BaseSampler):
 
     @cached_property
     def pool(self) -> Candidates:
-        """What is proposed from."""
+        """Candidates that are proposed from."""
         return Candidates(self._space, self._problem, self._starts)
 
     @cached_property
     def opening(self) -> list[Candidate]:
-        """What is proposed before anything else."""
+        """Initial candidates, in the order of proposing."""
         return self._starts
 
     def warm_up(self) -> None:
-        """Do beforehand what a first proposal by what was told would take seconds for."""
+        """Do the slow preparations of the first proposal from observations ahead of it."""
 
     def propose(self, count: int, told: Told, pending: Collection[Candidate]) -> list[Candidate]:
-        """Up to `count` candidates that are neither told nor pending; fewer where no others are left."""
+        """Up to `count` candidates that are neither observed nor pending; fewer where no others are left."""
         found: list[Candidate] = []
         known = {*told, *pending}
         while len(found) < count:
@@ -79,23 +78,23 @@ class CandidateSampler(optuna.samplers.BaseSampler):
         return found
 
     def _free(self, known: Collection[Candidate]) -> list[int]:
-        """The places of all others."""
+        """Places of all candidates but these."""
         taken = {self.pool.place.get(candidate) for candidate in known}
         return [place for place in range(len(self.pool)) if place not in taken]
 
     def left_to_gain(self, told: Told, pending: Collection[Candidate] = ()) -> float:
-        """The greatest improvement that is expected of one untried candidate, as a share of the best time; infinite where nobody knows."""
+        """Greatest expected improvement of one untried candidate, as a share of the best time; infinite where unknown."""
         return math.inf
 
     def expected_regret(self, told: Told, pending: Collection[Candidate] = ()) -> float:
-        """How much slower the best told time is than the best of all candidates, expected, as a share; infinite where nobody knows."""
+        """Expected slowdown of the best observed time against the best of all candidates, as a share; infinite where unknown."""
         return math.inf
 
     def _choose(self, free: list[int], told: Told, pending: Sequence[Candidate], rng: random.Random) -> int:
         raise NotImplementedError
 
     def _rng(self, number: int) -> random.Random:
-        # A seed for each proposal, so that those after an interruption are those without it.
+        # A seed per proposal, so that an interrupted search repeats the proposals of an uninterrupted one.
         return random.Random() if self._seed is None else random.Random(derived(self._seed, number))
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
@@ -104,7 +103,7 @@ class CandidateSampler(optuna.samplers.BaseSampler):
         return {key: kind for family in self._space.families.values() for key, kind in distributions(family, names).items()}
 
     def sample_relative(self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]) -> dict[str, Any]:
-        """The parameters of one proposal, by what the study's trials say; none where every candidate was tried."""
+        """Parameters of one proposal, from the study's trials; none where every candidate was tried."""
         told: dict[Candidate, float | None] = {}
         pending: list[Candidate] = []
         for other in study.get_trials(deepcopy=False):
@@ -117,11 +116,11 @@ class CandidateSampler(optuna.samplers.BaseSampler):
         return next((parameters(candidate) for candidate in self.propose(1, told, pending)), {})
 
     def sample_independent(self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution) -> Any:
-        """Nothing is sampled for itself; raises ValueError."""
+        """Raise ValueError: no parameter is sampled by itself."""
         raise ValueError(f"{param_name} is no axis of the candidate that was proposed")
 
     def _heed(self, study: optuna.Study, trial: FrozenTrial) -> None:
-        """For samplers that ask another one."""
+        """Hook for samplers that query another one."""
 
     def _candidate(self, trial: FrozenTrial) -> Candidate | None:
         if trial.number not in self._of_trial:
@@ -133,21 +132,21 @@ class CandidateSampler(optuna.samplers.BaseSampler):
 
 
 class InOrder(CandidateSampler):
-    """All candidates in their fixed order, after the starts."""
+    """Exhaustive sampler: all candidates in their fixed order, after the starts."""
 
     def _choose(self, free: list[int], told: Told, pending: Sequence[Candidate], rng: random.Random) -> int:
         return free[0]
 
 
 class Evenly(CandidateSampler):
-    """Any valid candidate is as likely as another."""
+    """Random sampler: every valid candidate is equally likely."""
 
     def _choose(self, free: list[int], told: Told, pending: Sequence[Candidate], rng: random.Random) -> int:
         return rng.choice(free)
 
 
 class NearTpe(CandidateSampler):
-    """The free candidate that is nearest to what Optuna's TPE draws."""
+    """TPE sampler: the free candidate that is nearest to the proposal of Optuna's TPE."""
 
     def __init__(self, space: SearchSpace, problem: Problem, *, seed: int | None, starts: Sequence[Candidate] | None = None) -> None:
         super().__init__(space, problem, seed=seed, starts=starts)
@@ -160,7 +159,7 @@ class NearTpe(CandidateSampler):
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             tpe = optuna.samplers.TPESampler(seed=seed, n_startup_trials=_STARTUP_TRIALS, multivariate=True, group=True, constant_liar=True)
         drawn = tpe.sample_relative(study, trial, tpe.infer_relative_search_space(study, trial))
-        # TPE leaves out what has one value only.
+        # TPE leaves out parameters with a single value.
         only = {"template": next(iter(self._space.families))} if drawn and len(self._space.families) == 1 else {}
         self._drawn = {**only, **drawn}
 
@@ -173,7 +172,7 @@ class NearTpe(CandidateSampler):
         return rng.choice([place for place, steps in zip(own, differ, strict=True) if steps == min(differ)])
 
     def _steps(self, candidate: Candidate, drawn: Candidate) -> int:
-        """How many places of their axes two configs lie apart."""
+        """Distance of two configs, in places on their axes."""
         mine, other = candidate.config.as_dict(), drawn.config.as_dict()
         apart = 0
         for axis in candidate.family.axes:
@@ -183,16 +182,16 @@ class NearTpe(CandidateSampler):
 
 
 class ByExpectedImprovement(CandidateSampler):
-    """The candidate with the greatest expected improvement (Jones, Schonlau, Welch, 1998) under the cost model and its learned error.
+    """Sampler of the candidate with the greatest expected improvement (Jones, Schonlau, Welch, 1998) under the cost model and its learned
+    error.
 
-    It begins with the cost model's first (of those that are one to it a hand-written start, if there is one), with starts of the family
-    that it prefers, and with one candidate of every other family. Candidates under way count as if they had the times that are expected of
-    them (Ginsbourger, Le Riche, Carraro, 2010).
+    The initial candidates are the cost model's fastest (a hand-written start among equals), starts of the family that it prefers, and one
+    candidate of every other family. Pending candidates count as if they had their expected times (Ginsbourger, Le Riche, Carraro, 2010).
     """
 
     @cached_property
     def opening(self) -> list[Candidate]:
-        """The cost model's first and the starts by turns, then one of every other family."""
+        """Cost model's fastest and the starts alternately, then one candidate of every other family."""
         pool, times = self.pool, self.pool.log_times
         by_cost = [int(place) for place in np.argsort(times, kind="stable")]
         if not by_cost:
@@ -220,13 +219,13 @@ class ByExpectedImprovement(CandidateSampler):
 
     @cached_property
     def _surrogate(self) -> "Surrogate":
-        # scikit-learn takes a second to import, which only searches that ask it should pay.
+        # scikit-learn takes a second to import; only searches that use it should pay for that.
         from flashtune.tuner.propose.surrogate import Surrogate
 
         return Surrogate(self.pool)
 
     def left_to_gain(self, told: Told, pending: Collection[Candidate] = ()) -> float:
-        """See `CandidateSampler`; candidates under way are taken to have been tried."""
+        """See `CandidateSampler`; pending candidates count as tried."""
         if not (free := self._free([*told, *pending])):
             return 0.0
         if (best := self._learn(told, pending)) is None:
@@ -234,7 +233,7 @@ class ByExpectedImprovement(CandidateSampler):
         return float(self._improvement(free, best).max())
 
     def expected_regret(self, told: Told, pending: Collection[Candidate] = ()) -> float:
-        """See `CandidateSampler`: the mean over draws of what the surrogate holds for possible."""
+        """See `CandidateSampler`: the mean over samples of the surrogate."""
         if (best := self._learn(told, ())) is None:
             return math.inf
         if not (free := self._free(told)):
@@ -251,12 +250,12 @@ class ByExpectedImprovement(CandidateSampler):
         return free[int(np.argmax(self._improvement(free, best)))]
 
     def _learn(self, told: Told, pending: Collection[Candidate]) -> float | None:
-        """Tell the surrogate; the least log time that is told or expected of what is pending, or None where nothing was timed."""
+        """Fit the surrogate; returns the least observed or expected log time, or None where nothing was timed."""
         timed = [math.log(time) for time in told.values() if time]
         if not timed:
             return None
         place = self.pool.place
-        # What failed is worth as little as the slowest.
+        # A failed candidate counts like the slowest.
         times = {place[candidate]: math.log(time) if time else max(timed) for candidate, time in told.items() if candidate in place}
         under_way = [place[candidate] for candidate in pending if candidate in place]
         self._surrogate.learn(times, under_way)
@@ -264,8 +263,8 @@ class ByExpectedImprovement(CandidateSampler):
         return float(min([*timed, *expected]))
 
     def _improvement(self, places: Sequence[int], best: float) -> Array:
-        """By how much each is expected to be faster than the best, as a share of its time."""
-        # Imported with the surrogate, where it is wanted.
+        """Expected improvement of each over the best, as a share of its time."""
+        # Imported with the surrogate, only where it is used.
         from scipy.special import ndtr
 
         mean, deviation = self._surrogate.expected(places)
@@ -277,29 +276,29 @@ class ByExpectedImprovement(CandidateSampler):
 
 
 def import_surrogate() -> None:
-    """What the `gp` sampler imports when it is asked by what was told, imported beforehand."""
+    """Import the modules of the `gp` sampler's model ahead of its first use."""
     import scipy.special  # noqa: F401
 
     import flashtune.tuner.propose.surrogate  # noqa: F401
 
 
 KINDS: dict[Sampler, type[CandidateSampler]] = {"gp": ByExpectedImprovement, "tpe": NearTpe, "random": Evenly, "exhaustive": InOrder}
-"""Every sampler by its name."""
+"""Sampler classes by name."""
 
 
 def derived(seed: int, number: int) -> int:
-    """A seed of its own for the `number`-th candidate."""
+    """Seed of the `number`-th candidate."""
     return int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:4])
 
 
 def parameters(candidate: Candidate) -> dict[str, Any]:
-    """A candidate as an Optuna trial's parameters."""
+    """Parameters of an Optuna trial for a candidate."""
     name = candidate.family.name
     return {"template": name, **{f"{name}.{axis}": value for axis, value in candidate.config.items}}
 
 
 def candidate_of(space: SearchSpace, values: Mapping[str, Any]) -> Candidate | None:
-    """The inverse of `parameters`; None where the space lacks the family, or there is none."""
+    """Candidate of an Optuna trial's parameters; None where the space lacks the family, or there is none."""
     family = space.families.get(values.get("template", ""))
     if family is None:
         return None
@@ -308,6 +307,6 @@ def candidate_of(space: SearchSpace, values: Mapping[str, Any]) -> Candidate | N
 
 
 def distributions(family: Family, names: list[str]) -> dict[str, CategoricalDistribution]:
-    """The axes of a family, and which family it is among `names`, as Optuna's distributions."""
+    """Optuna's distributions of a family's axes, and of the family's name among `names`."""
     axes = {f"{family.name}.{axis.name}": CategoricalDistribution(axis.values) for axis in family.axes}
     return {"template": CategoricalDistribution(names), **axes}

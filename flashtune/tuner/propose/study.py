@@ -1,4 +1,4 @@
-"""What a search asks next, and what it knows: an Optuna study over a record that outlives the process and that many processes share."""
+"""Study of one problem: an Optuna sampler over a record that outlives the process and that many processes share."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ def outcome_to_json(outcome: Outcome) -> str:
 
 
 def outcome_from_json(text: str) -> Outcome:
-    """The inverse of `outcome_to_json`."""
+    """Outcome of a line of `outcome_to_json`."""
     row: dict[str, Any] = json.loads(text)
     row["config"] = Config.of(row["config"])
     row["fate"] = Fate(row["fate"])
@@ -37,12 +37,12 @@ def outcome_from_json(text: str) -> Outcome:
 
 
 class Study:
-    """Asks Optuna for candidates of one problem and tells it their outcomes.
+    """Proposes and claims candidates of one problem, and stores their outcomes.
 
-    Everything is in the record of that name, from which any number of processes (after an interruption, or at the same time) go on: no
-    candidate is given to two of them. With a seed, what is asked next depends on the record alone, so that an interrupted search ends
-    with the same trials as one that wasn't. `by` is a sampler to take in place of the one that is named `sampler`, and `opened` opens the
-    record in place of this process.
+    All state is in the record of that name, from which any number of processes (after an interruption, or at the same time) continue: no
+    candidate is claimed by two of them. With a seed, proposals depend on the record alone, so that an interrupted search ends with the same
+    trials as an uninterrupted one. `by` replaces the sampler that is named `sampler`, and `opened` opens the record elsewhere than in this
+    process.
     """
 
     def __init__(
@@ -87,16 +87,16 @@ class Study:
 
     @property
     def claimed(self) -> int:
-        """How many candidates were tried or are being tried, by whichever process."""
+        """Number of candidates that any process has tried or is trying."""
         return sum(not self._entries[key].free for key in self._candidates)
 
     @property
     def elsewhere(self) -> int:
-        """How many candidates other processes are trying."""
+        """Number of candidates that other processes are trying."""
         return sum(entry.taken and not entry.mine for entry in self._entries.values())
 
     def refresh(self) -> None:
-        """Take over what an earlier or another process has found."""
+        """Take over the outcomes of an earlier or another process."""
         before, self._entries = self._entries, self._record.entries()
         for key, entry in self._entries.items():
             if entry is before.get(key):
@@ -112,18 +112,18 @@ class Study:
                 self._end_in_model(key, self.outcomes[candidate])
 
     def in_order(self) -> dict[Candidate, Outcome]:
-        """All outcomes, in the order in which their candidates were first asked for: the same in every process."""
+        """All outcomes, in the order of first claims, which is the same in every process."""
         candidates = (self._candidates[key] for key in self._entries if key in self._candidates)
         return {candidate: self.outcomes[candidate] for candidate in candidates if candidate in self.outcomes}
 
     def enqueue(self, candidates: list[Candidate]) -> None:
-        """Try these first, but for those of families that the space leaves out."""
+        """Queue these to be tried first, except those of families that the space leaves out."""
         self._wishes += [candidate for candidate in candidates if candidate.family.name in self._space.families]
 
     def ask(self, count: int, *, limit: int | None = None) -> list[Candidate]:
-        """Up to `count` candidates that nobody tried yet or is trying; fewer, or none, when the space is exhausted.
+        """Claim up to `count` candidates that nobody tried yet or is trying; fewer, or none, when the space is exhausted.
 
-        No more than `limit` are given out in the whole study. Configs that break a constraint cost no trial.
+        No more than `limit` are claimed in the whole study. Configs that break a constraint cost no trial.
         """
         self.refresh()
         found: list[Candidate] = []
@@ -139,7 +139,7 @@ class Study:
         return found
 
     def _wanted(self, count: int) -> dict[str, Candidate]:
-        """Candidates to claim, by their keys; those first that someone began and left."""
+        """Candidates to claim, by their keys; abandoned ones first."""
         free = (key for key in self._candidates if self._entries[key].free)
         wanted = {key: self._candidates[key] for key in islice(free, max(0, count))}
         for key in wanted:
@@ -150,7 +150,7 @@ class Study:
         return wanted
 
     def _next(self, wanted: dict[str, Candidate]) -> tuple[str, Candidate] | None:
-        """A candidate that never came up: a wish, or what the sampler proposes; None where all of the space came up."""
+        """New candidate: a queued one, or the sampler's proposal; None where the whole space was tried."""
         while self._wishes:
             wish = self._wishes.pop(0)
             key = key_of(parameters(wish))
@@ -169,7 +169,7 @@ class Study:
         return key, candidate
 
     def _kept(self, wanted: dict[str, Candidate], limit: int | None) -> list[Candidate]:
-        """Those of `wanted` that this process was the first to claim, within the limit."""
+        """Candidates of `wanted` that this process was the first to claim, within the limit."""
         held = [key for key in self._candidates if not self._entries[key].free]
         within = set(sorted(held, key=lambda key: self._entries[key].claim)[:limit])
         kept = []
@@ -181,11 +181,11 @@ class Study:
         return kept
 
     def begin(self, candidate: Candidate) -> None:
-        """Say that a candidate that `ask` gave is next; its trial's duration counts from here."""
+        """Mark a candidate of `ask` as running; its trial's duration counts from here."""
         self._record.begin(key_of(parameters(candidate)))
 
     def tell(self, candidate: Candidate, outcome: Outcome) -> None:
-        """Keep what became of a candidate that `ask` gave."""
+        """Store the outcome of a candidate of `ask`."""
         key = key_of(parameters(candidate))
         facts = {name: getattr(outcome.facts, name) for name in ("registers", "spills", "shared_bytes")} if outcome.facts else {}
         reason = {"reason": outcome.reason} if outcome.reason else {}
@@ -194,15 +194,15 @@ class Study:
         self._end_in_model(key, outcome)
 
     def foreseen(self, count: int) -> list[Candidate]:
-        """What the sampler would propose now; it isn't claimed, and the next outcome may change it."""
+        """Predicted next proposals of the sampler, unclaimed; the next outcome may change them."""
         return self.sampler.propose(count, self._told(), self.pending)
 
     def left_to_gain(self) -> float:
-        """The greatest expected improvement that one untried candidate is worth, as a share of the best time (see `CandidateSampler`)."""
+        """Greatest expected improvement of one untried candidate, as a share of the best time (see `CandidateSampler`)."""
         return self.sampler.left_to_gain(self._told(), self.pending)
 
     def expected_regret(self) -> float:
-        """How much slower the best time so far is than the best of all candidates, expected, as a share (see `CandidateSampler`)."""
+        """Expected slowdown of the best time so far against the best of all candidates, as a share (see `CandidateSampler`)."""
         return self.sampler.expected_regret(self._told(), self.pending)
 
     def _told(self) -> dict[Candidate, float | None]:
@@ -210,19 +210,19 @@ class Study:
 
     @property
     def pending(self) -> list[Candidate]:
-        """What is being tried, by whichever process."""
+        """Candidates that any process is trying."""
         return [candidate for key, candidate in self._candidates.items() if self._entries[key].taken and candidate not in self.outcomes]
 
     def leave(self) -> None:
-        """Give back what was asked for and not told; others, or the next run, may have it."""
+        """Release the claims without an outcome; other processes, or the next run, may take them."""
         self._record.leave()
 
     def may_decide(self) -> bool:
-        """Whether this process, and no other, is to say which candidate won."""
+        """True where this process, and no other, is to choose the winner."""
         return self._record.may_decide()
 
     def decide(self, result: SearchResult) -> None:
-        """Keep the end of the search: what the closing race changed, and where the figures come from."""
+        """Store the end of the search: outcomes that the closing race changed, baseline, provenance and reason."""
         told = {outcome.variant_id: outcome for outcome in self.outcomes.values()}
         raced = [outcome_to_json(outcome) for outcome in result.outcomes if outcome != told.get(outcome.variant_id)]
         baseline = asdict(result.baseline) if result.baseline else None
@@ -230,7 +230,7 @@ class Study:
         self._record.decide({"raced": raced, "baseline": baseline, "provenance": result.provenance.as_json(), "ending": ending})
 
     def decided(self, problem: Problem) -> SearchResult | None:
-        """The result of a search that came to its end, as it was kept; None before that."""
+        """Stored result of a search that reached its end; None before that."""
         kept = self._record.decision()
         if kept is None:
             return None
@@ -248,7 +248,7 @@ class Study:
         )
 
     def _try_in_model(self, key: str, candidate: Candidate | None = None) -> None:
-        """Let the sampler know of a candidate that is being tried."""
+        """Add a candidate that is being tried to the sampler's study."""
         if key in self._in_model:
             return
         candidate = candidate or self._candidates[key]
@@ -268,9 +268,9 @@ class Study:
 
 
 class Plan:
-    """Which run of a command this is: `suffix` is part of the names of its studies.
+    """Run of a command's plan; `suffix` is part of the names of its studies.
 
-    The newest run that didn't come to its end, or else a new one. Processes that start the same plan at the same time get the same run.
+    It is the newest unfinished run, or else a new one. Processes that start the same plan at the same time get the same run.
     """
 
     def __init__(self, storage: optuna.storages.BaseStorage, words: Sequence[object]) -> None:
@@ -279,7 +279,7 @@ class Plan:
         self.suffix = f"{plan}-{run}"
 
     def finish(self) -> None:
-        """Say that it came to its end: the same command starts a new run from now on."""
+        """Mark the run as finished: the same command starts a new one from now on."""
         self._record.finish()
 
 
@@ -288,7 +288,7 @@ def _value(outcome: Outcome) -> float | None:
 
 
 def fingerprint(space: SearchSpace, problem: Problem) -> str:
-    """Changes with anything that would make earlier trials another experiment."""
+    """Hash of everything that would make earlier trials another experiment."""
     axes = {name: [(axis.name, axis.values) for axis in family.axes] for name, family in space.families.items()}
     hashes = sorted(sources_hash(family.template_file) for family in space.families.values())
     return hashlib.sha256(repr((problem, sorted(axes.items()), hashes)).encode()).hexdigest()[:12]

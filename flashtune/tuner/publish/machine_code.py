@@ -28,18 +28,18 @@ where that is. With `aligned` sizes the strides of masks are, too. A kernel for 
 """
 
 OUTPUT_ALONE = "output_alone"
-"""The specialisation, tried last, of what a backward launches without a gradient of the LSE; other kernels are the same without it."""
+"""Specialisation, tried last, of a backward's kernels without a gradient of the LSE; other kernels are the same without it."""
 
 IN_PARTS = "in_parts"
-"""The specialisation, tried last, of what computes the gradient of a bias that batches share: few tiles, whose sums are taken in parts."""
+"""Specialisation, tried last, for the gradient of a bias that batches share: few tiles, whose sums are computed in parts."""
 
 _NO_DEBUG = "-suppress-debug-info"
-"""Lines and PTX stay out of the code: they are most of it, and name the file that it came from. Instructions are the same."""
+"""Option that leaves line tables and PTX, most of a binary, out of it; instructions are the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """A module whose machine code is wanted; `stem` names it, and has no bearing on the result."""
+    """Module to compile; `stem` names it, and has no bearing on the result."""
 
     text: str
     stem: str
@@ -50,29 +50,29 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """The binaries of a module, in no files yet, and their code."""
+    """Binaries of a module, in no files yet, and their code."""
 
     manifest: Manifest
     codes: tuple[bytes, ...]
 
 
 def can_have_binaries(target: Target) -> bool:
-    """Whether machine code for this target can be compiled here and described as a `Binary`."""
+    """True where machine code for this target can be compiled here and described as a `Binary`."""
     return target.vendor == "nvidia" and target.compilable
 
 
 def triton_version() -> str:
-    """The version of the Triton that would compile."""
+    """Version of the installed Triton."""
     import triton
 
     return str(triton.__version__)
 
 
 def build(order: Order, *, fresh: bool = True) -> Built:
-    """Every kernel that a launch of the module takes, in each of its specialisations; raises what the compiler raises.
+    """Machine code of every kernel of the module's launches, in each specialisation; raises the compiler's errors.
 
-    Where it isn't `fresh`, what is at hand and what Triton's disk cache has of a search's candidates is taken: the very code that was
-    raced, without lines too, but for some bytes beside its instructions not what a fresh build gives.
+    Unless it is `fresh`, cached machine code and Triton's disk cache of a search's candidates are used: exactly the code that was raced,
+    also without line tables, which differs from a fresh build in some bytes beside its instructions.
     """
     from triton import knobs
 
@@ -101,7 +101,7 @@ def build(order: Order, *, fresh: bool = True) -> Built:
                 again = sum(kernel.__name__ == one for one, _ in made)
                 binary, code = from_compiled(compiled, specialization=f"{name}_{again + 1}" if again else name)
                 made.setdefault((binary.kernel, binary.sha256), (binary, code))
-            # The same code under fewer conditions takes the place of what was found for more.
+            # The same code under fewer conditions replaces the entry with more.
             found |= made if name in SIZES else {place: one for place, one in made.items() if place not in found}
     binaries = tuple(binary for binary, _ in found.values())
     assert len({(binary.kernel, binary.specialization) for binary in binaries}) == len(binaries), "names tell binaries apart"
@@ -110,7 +110,7 @@ def build(order: Order, *, fresh: bool = True) -> Built:
 
 
 def _typical_calls(module: LoadedKernel, spec: KernelSpec, target: Target) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
-    """The name, arguments and keywords of a launch for each specialisation."""
+    """Name, arguments and keywords of a launch for each specialisation."""
     for name, n_kv in SIZES.items():
         yield name, *_typical_call(module, spec, target, n_kv)
     if spec.direction == "bwd":
@@ -123,10 +123,10 @@ def _typical_calls(module: LoadedKernel, spec: KernelSpec, target: Target) -> It
 
 
 def _typical_call(module: LoadedKernel, spec: KernelSpec, target: Target, n_kv: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Meta tensors and keywords of a launch by which nothing is specialised but what SIZES says.
+    """Meta tensors and keywords of a launch that specialises nothing but the property of SIZES.
 
-    Batches, heads and queries are neither 1 nor divisible by 16; a mask has rows and what is given per head a number of its own for every
-    head; a seed and an offset take all the bits that they may ever need.
+    Batches, heads and queries are neither 1 nor divisible by 16; a mask has rows, and per-head parameters one number per head; a seed and
+    an offset take all the bits that they may ever need.
     """
     import torch
 
@@ -142,14 +142,14 @@ def _typical_call(module: LoadedKernel, spec: KernelSpec, target: Target, n_kv: 
         **per_head_words({name: torch.empty(x.shape, device="meta") for name, x in given.per_head().items()}),
     )
     if "dbias" in inputs.operands:
-        # Nothing repeats, as in the mask.
+        # Fully strided, like the mask.
         full = torch.empty((p.batch, p.heads, p.n_q, p.n_kv), dtype=inputs.operands["dbias"].dtype, device="meta")
         inputs = replace(inputs, operands=inputs.operands | {"dbias": full})
     return inputs.arguments, parameters.keywords() | provided(module, inputs.q, inputs.k) | {"sms": target.sms}
 
 
 def _problem(spec: KernelSpec, n_kv: int) -> Problem:
-    """A problem of this spec with few tiles, so that their keys are split where a family does so."""
+    """Problem of this spec with few tiles, so that their keys are split where a family does so."""
     same = {name: getattr(spec, name) for name in COMPILED_AS_THEY_ARE}
     features = Features(alignment="bottom_right", window=(96, 0 if spec.causal else 96) if spec.window else None, **same)
     sizes = {"batch": 2, "heads": 6, "kv_heads": 3, "n_q": n_kv % 16 or 16, "n_kv": n_kv, "d": spec.d, "d_v": spec.d_v}
@@ -159,7 +159,8 @@ def _problem(spec: KernelSpec, n_kv: int) -> Problem:
 
 
 def build_all(orders: Sequence[Order], *, jobs: int) -> Iterator[tuple[Order, Built | str]]:
-    """What `build` makes of each order, as they come, in so many processes; a text in its place says in one line why there is nothing."""
+    """Result of `build` for each order, as they complete, in `jobs` processes; or one line of text with the reason of a failure. Raises
+    EnvironmentProblem where a compiler's process died."""
     if not orders:
         return
     with ProcessPoolExecutor(max_workers=min(jobs, len(orders)), mp_context=get_context("spawn"), initializer=child.withdraw) as pool:
@@ -174,7 +175,7 @@ def build_all(orders: Sequence[Order], *, jobs: int) -> Iterator[tuple[Order, Bu
                         f"a compiler's process died with {waiting[done].stem} under way: try again with --jobs 1"
                     ) from error
         except BaseException:
-            # Whoever interrupts this, or takes no more of it, needn't wait for compilers.
+            # An interruption, or a caller that stops iterating, needn't wait for compilers.
             for process in list(pool._processes.values()):
                 process.kill()
             raise
@@ -190,7 +191,7 @@ def _attempt(order: Order) -> Built | str:
 
 
 def with_files(built: Built, stem: str) -> tuple[Manifest, dict[str, bytes]]:
-    """The manifest with a name for each binary's file, and the files: gzipped, each by itself, since a call takes few of them."""
+    """Manifest with a name for each binary's file, and the files, each gzipped by itself, since a call loads few of them."""
     named = [replace(binary, file=f"{stem}.{binary.kernel}.{binary.specialization}.cubin.gz") for binary in built.manifest.binaries]
     files = {binary.file: gzip.compress(code, 9, mtime=0) for binary, code in zip(named, built.codes, strict=True)}
     return replace(built.manifest, binaries=tuple(named)), files

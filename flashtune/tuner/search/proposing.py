@@ -1,8 +1,9 @@
-"""What is tried next, asked for and sent to the compilers ahead of time; in a thread of its own where a GPU must not wait for the sampler.
+"""Proposals of candidates, claimed and sent to the compilers ahead of time; in a thread of its own where a GPU must not wait for the
+sampler.
 
-Nor does a GPU wait for one compiler while another is done: what is compiled goes first, and nobody is overtaken by more than `OVERTAKEN`.
-The sampler is asked when so many outcomes are known, not when so much time has passed. Without the thread, what a search tries depends on
-its seed and its outcomes alone, and an interrupted search asks for what it would have asked for.
+A GPU doesn't wait for one compiler while another is done: compiled candidates go first, and none is overtaken by more than `OVERTAKEN`. The
+sampler is queried after a number of outcomes, not after a time. Without the thread, proposals depend on the seed and the outcomes alone,
+and an interrupted search repeats the proposals of an uninterrupted one.
 """
 
 import math
@@ -19,15 +20,15 @@ from flashtune.tuner.propose.study import Study
 from flashtune.tuner.replies import Compiled, Failed
 
 OVERTAKEN = 12
-"""So many that were asked for later, at most, are tried before a candidate that is still being compiled."""
+"""Most later candidates that are tried before one that is still being compiled."""
 
 Compiling = Pending[Compiled] | Compiled | Failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """A candidate that is this process's to try. `news` are outcomes of others (an earlier run, another process) that were found before it
-    was asked for."""
+    """Candidate claimed by this process. `news` are outcomes of others (an earlier run, another process) that were found before the
+    claim."""
 
     candidate: Candidate
     compiling: Compiling
@@ -35,12 +36,12 @@ class Proposal:
 
 
 class Proposals:
-    """Candidates of one study, in the order of asking; up to `ahead` of them are being compiled or tried at a time.
+    """Candidates of one study, in the order of claims; up to `ahead` of them are being compiled or tried at a time.
 
-    With `beside`, asking and keeping happen in a thread, whose errors are raised by whatever is called next, and who is compiled needn't
-    wait for who isn't; with `foresee` what the sampler would propose next is compiled, too: as many as are asked for at a time, and more
-    while compilers are `free`, as far as that tells how many. `left` is what the sampler expected the next candidates to gain when it was
-    last asked, and `left_in_all` what the best of all would; without a thread that is 0, for nothing is measured then.
+    With `beside`, claiming and storing happen in a thread, whose errors are raised by the next call of any method, and compiled candidates
+    may overtake others. With `foresee` the sampler's predicted next candidates are compiled, too: as many as are claimed at a time, and
+    more while compilers are `free`. `left` is the expected gain of the next candidates at the sampler's last query, and `left_in_all` that
+    of the best of all; without a thread that is 0, for nothing is measured then.
     """
 
     def __init__(
@@ -75,10 +76,10 @@ class Proposals:
             self._ask()
 
     def next(self, waiting: Callable[[], None] | None = None, enough: Callable[[], bool] = lambda: False) -> Proposal | None:
-        """The next candidate; None when there is nothing more for this process to try, and where it would have to wait for one although
-        `enough` were tried by now. `waiting` is called where it waits for compilers."""
+        """Next candidate; None when nothing is left for this process to try, and where it would have to wait although `enough` were tried
+        by now. `waiting` is called where it waits for compilers."""
         while True:
-            # All that has come, and at least one thing where nobody can be taken yet.
+            # Drain the queue, and block on it while no candidate can be taken yet.
             while not self._out.empty() or self._first() is None:
                 if self._out.empty() and enough():
                     self._raise()
@@ -100,7 +101,7 @@ class Proposals:
                 return self._waiting.pop(place)
 
     def _first(self) -> int | None:
-        """The place of the one to take: the first that is compiled, unless one before it was overtaken too often; None to wait."""
+        """Place of the candidate to take: the first compiled one, unless one before it was overtaken too often; None to wait."""
         for place, waiting in enumerate(self._waiting):
             if self._thread is None or not isinstance(waiting.compiling, Pending) or waiting.compiling.done:
                 return place
@@ -109,15 +110,15 @@ class Proposals:
         return None
 
     def put_back(self, proposal: Proposal) -> None:
-        """Give back what `next` gave and nobody began."""
+        """Return a candidate of `next` that wasn't begun."""
         self._waiting.insert(0, proposal)
 
     def begin(self, candidate: Candidate) -> None:
-        """Say that it is a candidate's turn."""
+        """Mark a candidate as running."""
         self._hand(candidate, None)
 
     def tell(self, candidate: Candidate, outcome: Outcome) -> None:
-        """Hand over what became of a candidate; it is kept at once, or with `beside` by the time that `close` returns."""
+        """Store the outcome of a candidate, at once, or with `beside` by the time that `close` returns."""
         self._hand(candidate, outcome)
 
     def _hand(self, candidate: Candidate, outcome: Outcome | None) -> None:
@@ -128,7 +129,7 @@ class Proposals:
             self._raise()
 
     def close(self) -> None:
-        """End the thread, after it has kept all that it was told; what nobody took stays claimed, and isn't compiled any more."""
+        """End the thread once it has stored all outcomes; unused candidates stay claimed, and aren't compiled any more."""
         if self._thread is not None:
             self._closing = True
             self._told.put(None)
@@ -167,12 +168,12 @@ class Proposals:
         self._own.add(candidate)
         self._study.tell(candidate, outcome)
         self._mine -= 1
-        # In the end nobody would take what is asked for.
+        # While closing nobody would take new candidates.
         if not self._closing:
             self._ask()
 
     def _ask(self) -> None:
-        """Give out as many candidates as are due by now, and at the end None."""
+        """Claim as many candidates as are due by now, and put None at the end."""
         if not self._more:
             return
         study = self._study
@@ -190,7 +191,7 @@ class Proposals:
         for candidate in batch:
             self._out.put(Proposal(candidate=candidate, compiling=self._compile(candidate), news=news))
             news = ()
-        # Compilers are at work meanwhile.
+        # The compilers work meanwhile, so the estimate costs no waiting.
         if self._thread is not None:
             self.left_in_all = study.expected_regret()
         self.left = study.left_to_gain()
@@ -199,8 +200,8 @@ class Proposals:
             self._compile_foreseen()
 
     def _compile_foreseen(self) -> None:
-        """Have compiled what may be asked for next, a few at a time: by the time that it is, it may be done."""
-        # Those that are free, but for as many as are asked for next: a compilation takes as long as a dozen trials.
+        """Compile predicted next candidates, a few at a time, so that they may be ready once they are claimed."""
+        # Leaves as many free compilers as the next claims need, since a compilation takes as long as a dozen trials.
         most = max(self._stride, min(self._free() - self._stride, self._ahead))
         room = most - sum(not compiling.done for compiling in self._foreseen.values())
         for candidate in self._study.foreseen(room) if room > 0 else []:

@@ -1,4 +1,4 @@
-"""Random inputs for a problem's pass: fresh every time, inside memory poisoned with NaN, with the arguments of a launch."""
+"""Random inputs of a problem's pass, in memory poisoned with NaN, with the arguments of a launch."""
 
 import math
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ _GUARD = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """The operands of one problem's pass by name, in their order, and what `launch` takes beside them."""
+    """Operands of one problem's pass by name, in their order, with the keyword parameters of `launch`."""
 
     problem: Problem
     operands: dict[str, torch.Tensor]
@@ -60,23 +60,23 @@ class Inputs:
 
     @property
     def mask(self) -> torch.Tensor | None:
-        """The mask as a caller has it, of one batch and head where it repeats: torch writes a boolean one out as a bias of its shape."""
+        """The caller's mask, of one batch and head where it repeats: PyTorch expands a boolean one into a bias of its shape."""
         mask = self.parameters.mask
         return None if mask is None else mask[: None if mask.stride(0) else 1, : None if mask.stride(1) else 1]
 
     @property
     def arguments(self) -> tuple[torch.Tensor, ...]:
-        """The positional arguments of `launch`."""
+        """Positional arguments of `launch`."""
         return tuple(self.operands.values())
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """The keyword arguments of `launch`."""
+        """Keyword arguments of `launch`."""
         return self.parameters.keywords()
 
     def group(self, batch: int, kv_head: int) -> "Inputs":
-        """Views of one key head with the query heads that share it, as inputs of a problem of their own; without dropout, whose mask
-        counts heads."""
+        """Views of one key head with its query heads, as inputs of a problem of their own; without dropout, whose mask depends on the
+        head's number."""
         p, given = self.problem, self.parameters
         assert not p.features.dropout, "another head has another mask"
         heads = slice(kv_head * p.gqa_ratio, (kv_head + 1) * p.gqa_ratio)
@@ -91,18 +91,18 @@ class Inputs:
         )
 
     def poison(self) -> None:
-        """Fill what a launch writes with NaN, so that an element that isn't written can't pass."""
+        """Fill the written operands with NaN, so that unwritten elements fail the comparison."""
         for operand in self.problem.contract.written:
             without_repeats(self.operands[operand.name]).fill_(float("nan"))
 
 
 def without_repeats(x: torch.Tensor) -> torch.Tensor:
-    """What an expanded tensor holds, each number once."""
+    """Distinct elements of an expanded tensor, each once."""
     return x[tuple(slice(None if stride else 1) for stride in x.stride())]
 
 
 def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """An uninitialised contiguous tensor with NaN on both sides of it in memory."""
+    """Uninitialised contiguous tensor with NaN on both sides of it in memory."""
     size = prod(shape)
     buffer = torch.full((size + 2 * _GUARD,), float("nan"), dtype=dtype, device=device)
     return buffer[_GUARD : _GUARD + size].view(shape)
@@ -114,12 +114,12 @@ def alibi_slopes(heads: int, device: torch.device | str) -> torch.Tensor:
 
 
 def own_mask(problem: Problem, device: torch.device | str, generator: torch.Generator) -> torch.Tensor:
-    """A mask (B, H, N_q, N_kv) that differs from batch to batch and from head to head, and hides a third of the keys from each.
+    """Mask (B, H, N_q, N_kv) that differs between batches and heads, and hides a third of the keys from each.
 
-    Half of the heads don't see the first third of the keys, the others not the last; nobody sees them in the last row. A bias hides them
-    with -inf, and in the second half of the heads with its type's most negative number, which also stands here and there among normal
-    numbers, as -inf does. A row that sees only such numbers is left none of them, for there kernels differ from the reference (decision
-    0003). Rows lie multiples of 16 elements apart, so that no kernel is compiled again for another stride.
+    Even heads don't see the first third of the keys, odd heads not the last; the last row sees no key. A bias hides them with -inf, and in
+    the second half of the heads with its type's most negative number; both also occur at random among normal numbers. A row that would see
+    such numbers alone gets none of them, since kernels differ from the reference there (decision 0003). Row strides are multiples of 16
+    elements, so that no kernel is compiled again for another stride.
     """
     p = problem
     shape, wide = (p.batch, p.heads, p.n_q, p.n_kv), -(-p.n_kv // 16) * 16
@@ -147,12 +147,12 @@ def own_mask(problem: Problem, device: torch.device | str, generator: torch.Gene
 
 
 def make_inputs(problem: Problem, *, device: torch.device | str, seed: int, heads_inside: bool = False, own_masks: bool = False) -> Inputs:
-    """Standard normal operands (and mask, where the problem has one) on `device`; what the pass writes is allocated only, and what the
-    forward wrote before it comes from the forward's oracle.
+    """Standard normal operands (and mask, where the problem has one) on `device`; written operands are only allocated, and those written by
+    an earlier forward come from the forward's oracle.
 
-    Tensors are contiguous (B, H, N, D), or with `heads_inside` views of (B, N, H, D), as projections leave them. ALiBi's slopes
-    are the geometric series of its paper; fp8 tensors have factors between 0.5 and 1.5, other ones for each head; sinks weigh about as
-    much as all keys together. A mask is one for all batches, a boolean one for all heads too; with `own_masks` it is `own_mask`'s.
+    Tensors are contiguous (B, H, N, D), or with `heads_inside` views of (B, N, H, D), as projections leave them. ALiBi's slopes are the
+    geometric series of its paper; fp8 tensors have factors between 0.5 and 1.5, one per head; sinks weigh about as much as all keys
+    together. All batches share a mask, and all heads a boolean one; with `own_masks` it is `own_mask`'s.
 
     On the "meta" device nothing is allocated: such inputs serve to compile a launch without a GPU.
     """
@@ -166,7 +166,7 @@ def make_inputs(problem: Problem, *, device: torch.device | str, seed: int, head
         kind = TORCH_DTYPES[dtype]
         tensor = torch.empty(stored, dtype=kind, device=device) if meta else guarded(stored, kind, device)
         if drawn and not meta:
-            # Torch draws no fp8 numbers.
+            # PyTorch generates no random fp8 numbers.
             small = kind.itemsize == 1
             tensor.copy_(torch.randn(stored, device=device, generator=generator)) if small else tensor.normal_(generator=generator)
         return tensor.transpose(1, 2) if inside else tensor
@@ -202,7 +202,7 @@ def make_inputs(problem: Problem, *, device: torch.device | str, seed: int, head
     )
     operands = {}
     for o in p.contract.operands:
-        # The bias's own sizes, from which it is expanded as the mask is.
+        # Allocated at the bias's own sizes and expanded like the mask.
         shape = tuple(mask.shape) if o.name == "dbias" and mask is not None else o.shape(p)
         operands[o.name] = allocated(shape, o.dtype(p), drawn=not o.written and not o.from_forward).expand(o.shape(p))
     inputs = Inputs(problem=p, operands=operands, parameters=parameters)
@@ -212,11 +212,11 @@ def make_inputs(problem: Problem, *, device: torch.device | str, seed: int, head
 
 
 _FORWARD_ROWS = 1024
-"""Rows of a head that the forward's oracle takes at a time: their scores are float64."""
+"""Rows of a head that the forward's oracle computes at a time, since their scores are float64."""
 
 
 def run_forward(inputs: Inputs) -> None:
-    """Bring what the forward wrote up to date with the operands that it reads, by the oracle; nothing to do for a forward's own inputs."""
+    """Recompute the operands that the forward writes, by the oracle; does nothing for a forward's own inputs."""
     p = inputs.problem
     handed_on = [operand for operand in p.contract.operands if operand.from_forward]
     if not handed_on:
