@@ -1,1 +1,1 @@
-"""Search: propose candidates, compile them, prove them right, time them, keep the best."""
+"""Search: propose candidates, compile them, verify and time them, and save the best."""

@@ -1,4 +1,4 @@
-"""What a task in a child process answers: what it was asked for, or `Failed`."""
+"""Replies of tasks in child processes: one type per task, or `Failed`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from flashtune.core.results import Baseline, CompileFacts, Fate, Measurement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """At which stage a task ended and why. `poisoned` says that the process must not be used again (a sticky GPU error)."""
+    """Stage and reason of a task's failure. `poisoned` is True where the process must not be used again (a sticky GPU error)."""
 
     fate: Fate
     reason: str
@@ -20,7 +20,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """What the compiler made of a candidate; equal `code` is equal machine code, and where it is empty nothing is known of it."""
+    """Compiler's facts of a candidate; equal `code` is equal machine code, and empty is unknown."""
 
     facts: CompileFacts
     code: str = ""
@@ -28,8 +28,8 @@ class Compiled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineCode:
-    """What later calls take of a kernel: its text, and machine code as files with their manifest; no manifest where the user's cache has
-    them already."""
+    """Kernel for later calls: its text, and machine code as files with their manifest; no manifest where the user's cache has them
+    already."""
 
     text: str = ""
     manifest: Manifest | None = None
@@ -38,15 +38,15 @@ class MachineCode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """How a candidate's kernels are launched; equal `launches` are launched alike."""
+    """Hash of a candidate's launches; equal `launches` are launched alike."""
 
     launches: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """The GPU's process has a problem's inputs and oracles; `gpu` is what the driver's tool calls this GPU, `spent` are the seconds that
-    its parts took."""
+    """Report that the GPU's process has a problem's inputs and oracles; `gpu` is the GPU's id for nvidia-smi, `spent` are seconds by
+    purpose."""
 
     gpu: str = "0"
     spent: Mapping[str, float] = field(default_factory=dict)
@@ -54,31 +54,31 @@ class Ready:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """A candidate agrees with the oracle; `error` is the largest error over its tolerance."""
+    """Agreement with the oracle; `error` is the largest error over its tolerance."""
 
     error: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed:
-    """A candidate's time, and the incumbent's from the same rounds; `error` is None where nothing compared its numbers (a prediction)."""
+    """Time of a candidate, and the incumbent's from the same rounds; `error` is None where nothing compared its numbers (a prediction)."""
 
     time: Measurement
     error: float | None
     incumbent: Measurement | None = None
     spent: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by what the GPU's process did."""
+    """Seconds of the GPU's process by purpose."""
 
     @property
     def fate(self) -> Fate:
-        """What a trial that ended so is recorded as."""
+        """Fate of a trial that ended so."""
         return Fate.UNCHECKED if self.error is None else Fate.CORRECT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounds:
-    """One race: for each of those that raced, in their order, its time in every round, in microseconds; last the framework's, where
-    `backend` names what ran of it. Taken between two seconds since the epoch in the process `pid`, which `spent` its seconds so."""
+    """One race: the times of each racer in every round, in microseconds; last PyTorch's, where `backend` names its backend. `began` and
+    `ended` are seconds since the epoch in the process `pid`, `spent` its seconds by purpose."""
 
     times: tuple[tuple[float, ...], ...]
     backend: str | None
@@ -90,19 +90,19 @@ class Rounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """How finalists ended: by how much each is behind the fastest (0.01 is 1 %), in their order, and who is tied with it."""
+    """Final candidates' distances behind the fastest (0.01 is 1 %), in their order, and ties with it."""
 
     behind: tuple[float, ...]
     tied: tuple[bool, ...]
     races: int
     settled: bool
-    """Whether every decision has its confidence; else races were at an end before."""
+    """True where every decision has its confidence; False where the races ended before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Raced:
-    """What all races say: the finalists' times, in their order, all in one scale, where each stands, and the framework's time where it
-    has the problem; from the first race's begin to the last one's end."""
+    """Result of all races: the final candidates' times, in their order, all in one scale, their standing, and PyTorch's time where it has
+    the problem; `began` of the first race and `ended` of the last."""
 
     times: tuple[Measurement, ...]
     standing: Standing
@@ -114,7 +114,7 @@ class Raced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Called:
-    """Median microseconds of a whole call, host included: of each that was asked for, and of the framework where it has the problem."""
+    """Median microseconds of a whole call, host included: of each requested candidate, and of PyTorch where it has the problem."""
 
     times: tuple[float, ...]
     framework: float | None
@@ -122,7 +122,7 @@ class Called:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """Times by name (`tuned`, `default`, a backend), and for those that have none why."""
+    """Times by name (`tuned`, `default`, a backend), and reasons for those without one."""
 
     times: Mapping[str, Measurement]
     left_out: Mapping[str, str]

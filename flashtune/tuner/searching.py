@@ -1,7 +1,7 @@
-"""Search: for every problem, propose, compile, verify, measure or predict, and keep what was learned.
+"""Search: for every problem, propose, compile, verify, measure or predict, and save the winners.
 
-Problem x Target -> SearchSpace -> Candidate -> Variant -> render -> compile -> verify -> measure -> Outcome -> best -> SearchResult.
-A failing candidate is an Outcome; nothing that a candidate does ends a search.
+Problem x Target -> SearchSpace -> Candidate -> Variant -> render -> compile -> verify -> measure -> Outcome -> best -> SearchResult. A
+failing candidate is an Outcome; it never ends a search.
 """
 
 import threading
@@ -26,28 +26,28 @@ from flashtune.tuner.search.schedule import Schedule
 from flashtune.tuner.search.shared import Shared
 
 POLL_S = 1.0
-"""How often a search that has nothing left to do looks whether other processes are done."""
+"""Seconds between polls for the end of other processes' work."""
 
 
 class Search(Shared):
     """Runs a plan; `save` receives each problem's result as soon as it is complete (or the search is interrupted).
 
-    What is tried is kept in `storage`. A plan that was interrupted goes on where it was, problems that it has done included; any number of
-    processes may run one plan at the same time. `save` may get a result that it got before (from a process that died just then).
+    Trials are stored in `storage`. An interrupted plan resumes from there, finished problems included; any number of processes may run one
+    plan at the same time. `save` may receive a result twice (from a process that was killed just then).
     """
 
     def run(self, workers: Workers | None = None) -> list[SearchResult]:
         """Search every problem in turn; raises NoKernelFound where one ends without a correct candidate.
 
-        KeyboardInterrupt, and errors of the storage, pass through after what is known so far was saved. A result that can't be
-        saved ends nothing: it is kept in the storage, saving is tried again at the end, and again by the next run of the same plan.
-        `workers` are taken where the plan's would be started, and go on running.
+        KeyboardInterrupt, and errors of the storage, pass through after the present results were saved. A result that can't be saved ends
+        nothing: it stays in the storage, and saving is retried at the end, and by the next run of the same plan. Existing `workers` are
+        used in place of new ones, and go on running.
         """
         plan = self.plan
         run = Plan(self.storage, self._words())
         self.schedule = Schedule(plan)
         if plan.sampler == "gp" and plan.source == "measured":
-            # Beside the start of the children; the thread that asks the sampler would take a second for it between two trials.
+            # Imported while the children start, or the sampler's thread would import it for a second between two trials.
             threading.Thread(target=import_surrogate, name="surrogate", daemon=True).start()
         with ExitStack() as stack:
             keepers = list[Keeper | None]([None] * max(1, len(plan.devices)))
@@ -72,7 +72,7 @@ class Search(Shared):
         return results
 
     def _run_all(self, lanes: "Sequence[_Lane]") -> None:
-        """Each lane in a thread of its own; an interruption, or an error of one, ends all of them."""
+        """Run each device worker in a thread of its own; an interruption, or an error of one, ends all of them."""
         errors: list[BaseException] = []
 
         def run(lane: _Lane) -> None:
@@ -94,14 +94,14 @@ class Search(Shared):
                 thread.join()
             raise
         if errors:
-            # A lane that was only told to stop hides nothing.
+            # The error of the worker that failed, not the interruptions that it caused in others.
             raise next((error for error in errors if not isinstance(error, KeyboardInterrupt)), errors[0])
 
     def _words(self) -> list[object]:
-        """What makes two plans the same: GPU, problems, families as they are, trials, sampler, seed, and who measures or predicts."""
+        """Identity of a plan: GPU, problems, families with their axes, trials, sampler, seed, versions, and the source of times."""
         plan, made_by = self.plan, self.provenance
         spaces = (SearchSpace(plan.families, problem, plan.target, only_suited=plan.only_suited) for problem in plan.problems)
-        # In whatever order: rows that a first part of it found may put the rest before them (`search --calls`).
+        # Sorted, since records found by a first part of the plan may change the order of the rest (`search --calls`).
         problems = sorted(fingerprint(space, problem) for space, problem in zip(spaces, plan.problems, strict=True))
         return [plan.target.slug, problems, plan.source, plan.sampler, plan.seed, plan.trials, made_by.triton, made_by.gpu_name] + (
             [] if plan.until is None else [plan.until]
@@ -109,12 +109,12 @@ class Search(Shared):
 
 
 def _is_shared(storage: object) -> TypeGuard[optuna.storages.RDBStorage]:
-    """Whether another process finds in it what this one wrote."""
+    """True where other processes can read this one's trials."""
     return isinstance(storage, optuna.storages.RDBStorage) and storage.engine.url.database not in (None, "", ":memory:")
 
 
 class _Lane:
-    """What one GPU does, or the one predicting process: problem after problem; at the end it helps with what other lanes have begun."""
+    """Worker for one GPU, or the only one of a predicted search: problem after problem; at the end it helps with those begun by others."""
 
     def __init__(self, shared: Shared, device: int, workers: Workers, suffix: str, keeper: Keeper | None) -> None:
         self.shared, self.device, self.workers, self.suffix, self.keeper = shared, device, workers, suffix, keeper
@@ -123,7 +123,7 @@ class _Lane:
         self._spec: KernelSpec | None = None
 
     def run(self) -> None:
-        """All problems that this lane can get."""
+        """Search all problems that this worker can get."""
         shared, todo = self.shared, deque[ProblemSearch]()
         try:
             while (one := self._following or self._next()) is not None:
@@ -139,7 +139,7 @@ class _Lane:
         if len(shared.plan.devices) > 1:
             mine = {one.index for one in todo}
             todo.extend(self._problem(index) for index in range(total) if index not in shared.schedule.found and index not in mine)
-        # What others were still busy with, and what couldn't be saved.
+        # Problems that other processes were still busy with, and results that couldn't be saved.
         while todo:
             if shared.stopping.is_set():
                 raise KeyboardInterrupt
@@ -165,14 +165,14 @@ class _Lane:
         return self._problem(index)
 
     def _begin_next(self) -> None:
-        """The compilers have nothing to do while finalists race: let them begin with the next problem."""
+        """Begin the next problem, since the compilers are idle during the closing race."""
         self._following = self._next()
         if self._following is not None:
             self._following.begin()
             self._foresee(self._following.problem.spec())
 
     def _foresee(self, spec: KernelSpec) -> None:
-        """Have compiled what the problem after the next begins with, where nobody has compiled any of it: its spec is new."""
+        """Start compiling the initial candidates of the problem after the next, if its spec is new and so nothing of it is compiled."""
         if self.shared.schedule.next_is_new(spec):
             self._foreseen = self._next()
             if self._foreseen is not None:

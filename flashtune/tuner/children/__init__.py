@@ -1,1 +1,1 @@
-"""Child processes, and what they run: compile, check and time a candidate."""
+"""Child processes and their tasks: compile, check and time a candidate."""

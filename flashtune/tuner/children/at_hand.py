@@ -1,7 +1,7 @@
-"""Machine code that is at hand spares a search the compiler: it goes to where Triton's JIT looks for what it compiled before.
+"""Cached machine code that saves a search the compiler, put where Triton's JIT looks for compiled kernels.
 
-A trial then loads, checks and times it like any other. It is at hand where the package, or the user's own cache, has it of the very text,
-by the very Triton. The layout of Triton's disk cache is mirrored from triton/compiler/compiler.py of 3.6; with another nothing is taken.
+A trial then loads, checks and times it like any other. It comes from the package or the user's own cache, for exactly this text and Triton
+version. The layout of Triton's disk cache is mirrored from triton/compiler/compiler.py of 3.6; other versions compile.
 """
 
 import hashlib
@@ -18,11 +18,11 @@ from flashtune.core.shipped_kernels import PACKAGE, shipped_manifest
 from flashtune.core.target import Target
 
 _MIRRORED = "3.6."
-"""The versions of Triton whose cache is known to be laid out so."""
+"""Versions of Triton whose disk cache has the mirrored layout."""
 
 
 def machine_code_of(variant_id: str, text: str, target: Target) -> Manifest | None:
-    """The machine code of this text, by the installed Triton, for this target; None where it must be compiled."""
+    """Cached machine code of this text, by the installed Triton, for this target; None where it must be compiled."""
     import triton
 
     version = str(triton.__version__)
@@ -39,13 +39,14 @@ def _shipped(variant_id: str, arch: str) -> Manifest | None:
     try:
         return shipped_manifest(PACKAGE, variant_id, arch)
     except EnvironmentProblem:
-        # Who is served from there is told.
+        # A damaged package is reported to its user by dispatch.
         return None
 
 
 @contextmanager
 def taking(kernel: Any, manifest: Manifest | None) -> Iterator[list[Binary]]:
-    """Within the block Triton's JIT finds compiled what `manifest` has of `kernel`, a function of its module; yields what was so taken."""
+    """Within the block Triton's JIT finds the machine code that `manifest` has of `kernel`, a function of its module; yields the binaries
+    used."""
     taken: list[Binary] = []
     if manifest is None:
         yield taken
@@ -53,7 +54,7 @@ def taking(kernel: Any, manifest: Manifest | None) -> Iterator[list[Binary]]:
     from triton.runtime import driver
 
     active: Any = driver.active
-    # What the JIT compiles with is known when it first looks for what it compiled for a device.
+    # The JIT sets its compile function up on the first look at a device's cache.
     assert kernel.device_caches[active.get_current_device()]
     compile_one = kernel.compile
 
@@ -72,8 +73,8 @@ def taking(kernel: Any, manifest: Manifest | None) -> Iterator[list[Binary]]:
 
 
 def fitting(source: Any, binaries: Sequence[Binary]) -> Binary | None:
-    """The first of a kernel's binaries that this source (Triton's ASTSource) would compile to: of the same constants and parameters, and
-    taking no more for granted of the others."""
+    """First of a kernel's binaries that this source (Triton's ASTSource) would compile to: same constants and parameters, and no further
+    assumptions about the others."""
     for binary in binaries:
         try:
             parameters, conditions = signature_of(source, _maps(binary))
@@ -87,7 +88,7 @@ def fitting(source: Any, binaries: Sequence[Binary]) -> Binary | None:
 
 
 def _maps(binary: Binary) -> list[dict[str, Any]]:
-    """What Triton's metadata says of a binary's tensor maps."""
+    """Metadata of a binary's tensor maps in Triton's form."""
     codes = {host: code for code, host in HOST_TYPES.items()}
     return [
         {

@@ -1,4 +1,4 @@
-"""How a child process begins: cut off from the terminal and from Ctrl-C, tied to its parent's life, with the environment of its work."""
+"""Start of a child process: detached from the terminal and from Ctrl-C, tied to its parent's life, with the environment of its work."""
 
 import ctypes
 import os
@@ -10,14 +10,14 @@ from contextlib import suppress
 from flashtune.tuner.children.forkserver import HELD_BACK
 
 _PR_SET_PDEATHSIG = 1
-"""From <sys/prctl.h>: the signal that a process gets when its parent ends."""
+"""Option of prctl(2), from <sys/prctl.h>: the signal that a process gets when its parent ends."""
 
 
 def withdraw(environment: Mapping[str, str] | None = None) -> None:
-    """Prepare a child process: its output goes nowhere, since compilers print intermediate code by the page when they fail; Ctrl-C in
-    the terminal is the parent's to handle; and it dies with its parent, however that one dies.
+    """Prepare a child process: its output is dropped, since compilers print intermediate code by the page when they fail; Ctrl-C in the
+    terminal is the parent's to handle; and it ends with its parent, however that one ends.
 
-    `environment` is the parent's of today, where the process that the child was forked off has that of the day it was started.
+    `environment` is the parent's present one, since the fork server has that of its own start.
     """
     if environment is not None:
         os.environ.clear()
@@ -26,7 +26,7 @@ def withdraw(environment: Mapping[str, str] | None = None) -> None:
     with suppress(OSError):
         # Out of the group that Ctrl-C and `timeout` signal: a trial that dies with the search would count as failed.
         os.setpgid(0, 0)
-    # Held back by the parent until now; what came meanwhile is dropped.
+    # Signals that arrived while they were blocked are dropped.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -49,6 +49,6 @@ def start_interpreter(environment: Mapping[str, str]) -> None:
 
 
 def forget_triton() -> None:
-    """Have Triton's Python imported again when it is wanted next: what its language is made of, it decides by TRITON_INTERPRET then."""
+    """Have Triton's Python imported again at its next use, since its language reads TRITON_INTERPRET at import."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "triton" and not name.startswith("triton._C")]:
         del sys.modules[name]

@@ -1,7 +1,7 @@
-"""Compile a variant for any target on any machine, and read what the compiler made of it.
+"""Cross-compilation of a variant for any target on any machine, and the compiler's facts.
 
-The launch of a rendered module is taken with meta tensors under a driver that only names the target. It passes through the same JIT
-path as a real launch, so the machine code lands in Triton's disk cache under the key that the launch on the GPU will look up.
+The launch of a rendered module is run with meta tensors under a driver that only names the target. It passes through the same JIT path as a
+real launch, so the machine code lands in Triton's disk cache under the key that the launch on the GPU will look up.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ from flashtune.tuner.verify.inputs import make_inputs
 
 
 class TargetDriver:
-    """What Triton asks of an active driver while it compiles: the target, and a device index to cache under."""
+    """Driver for compilation alone: the target, and a device index to cache under."""
 
     def __init__(self, target: Target) -> None:
         self._target = (
@@ -46,15 +46,15 @@ class TargetDriver:
         return self._target
 
     def get_current_device(self) -> int:
-        """An index that no other target shares."""
+        """Index that no other target shares."""
         return self._device
 
     def get_current_stream(self, device: int | None = None) -> int:
-        """Nothing is launched, so any stream will do."""
+        """Any stream, since nothing is launched."""
         return 0
 
     def get_active_torch_device(self) -> torch.device:
-        """Where the launch's tensors live."""
+        """Device of the launch's tensors."""
         return torch.device("meta")
 
 
@@ -72,10 +72,10 @@ def compiling_for(target: Target) -> Iterator[None]:
 
 
 def facts_of(kernels: Sequence[tuple[str, Any]], target: Target) -> CompileFacts:
-    """The facts of the one of some compiled kernels that computes.
+    """Facts of the main kernel among some compiled kernels.
 
-    That is the first with matrix instructions: what goes before it only prepares, and what comes after has little to do. Where products
-    take none (fp32) it is the one that takes the most shared memory.
+    That is the first with matrix instructions: kernels before it only prepare, and those after it have little to do. Where products use
+    none (fp32) it is the one with the most shared memory.
     """
     found = [read_facts(compiled, target) for _, compiled in kernels]
     hungriest = max(found, key=lambda facts: (facts.shared_bytes, facts.registers))
@@ -83,10 +83,10 @@ def facts_of(kernels: Sequence[tuple[str, Any]], target: Target) -> CompileFacts
 
 
 def code_hash(kernels: Sequence[tuple[str, Any]]) -> str:
-    """Equal for kernels of equal machine code that are launched with as many warps and as much shared memory; empty where no more than
-    machine code is at hand.
+    """Hash that is equal for kernels of equal machine code, launched with as many warps and as much shared memory; empty where only machine
+    code is available.
 
-    It is taken of what the assembler gets, without names, comments and what belongs to debuggers: these differ with the text's lines.
+    It covers the assembler's input without names, comments and debug sections, which depend on the text's lines.
     """
     parts = []
     for name, compiled in kernels:
@@ -99,7 +99,8 @@ def code_hash(kernels: Sequence[tuple[str, Any]]) -> str:
 
 
 def launch_hash(source: str, stem: str, problem: Problem, target: Target) -> str:
-    """Equal for sources whose kernels are launched alike for `problem`, at its own sizes: grids, numbers, shapes and strides."""
+    """Hash that is equal for sources whose kernels are launched alike for `problem`, at its own sizes: grids, numbers, shapes and
+    strides."""
     module = load_kernel(source, stem)
     inputs = make_inputs(problem, device="meta", seed=0)
     words = inputs.keywords | provided(module, inputs.q, inputs.k) | {"sms": target.sms}
@@ -111,7 +112,7 @@ def launch_hash(source: str, stem: str, problem: Problem, target: Target) -> str
 
 
 def _shown(value: Any) -> object:
-    """What a launch takes of a value: of a tensor all but its address."""
+    """Parts of a launch argument that matter to the launch: of a tensor all but its address."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype), tuple(value.shape), value.stride()
     if isinstance(value, list | tuple):
@@ -121,9 +122,9 @@ def _shown(value: Any) -> object:
 
 
 def compiled_kernels(source: str, stem: str, problem: Problem, target: Target, manifest: Manifest | None = None) -> list[tuple[str, Any]]:
-    """Name and Triton's compiled kernel of every launch that `problem` takes, in their order; raises what the compiler raises.
+    """Name and Triton's compiled kernel of every launch of `problem`, in their order; raises the compiler's errors.
 
-    Sizes are cut to one batch and head: kernels take them at run time. What `manifest` has machine code of isn't compiled.
+    Sizes are cut to one batch and head, which kernels take at run time. Kernels with machine code in `manifest` aren't compiled.
     """
     module = load_kernel(source, stem)
     inputs = make_inputs(replace(problem, batch=1, heads=problem.gqa_ratio, kv_heads=1), device="meta", seed=0)
@@ -137,14 +138,14 @@ def compiled_kernels(source: str, stem: str, problem: Problem, target: Target, m
 
 
 def build_launchers(kernels: Sequence[tuple[str, Any]], target: Target) -> None:
-    """Have Triton build what launches these kernels into its cache: a C compiler takes half a second for each kind of arguments, for which
-    the process that times them would otherwise wait. Where that fails nothing is lost but this time."""
+    """Have Triton build the launchers of these kernels into its cache: each kind of arguments takes a C compiler about 0.5 s, which the
+    timing process would otherwise wait for. A failure costs nothing but this time."""
     if target.vendor != "nvidia":
         return
     with suppress(Exception):
         from triton.backends.nvidia.driver import CudaLauncher
 
-        # Where there is no driver a compiler would run for nothing.
+        # Without a driver the compiler would run for nothing.
         ctypes.CDLL("libcuda.so.1")
         for _, compiled in kernels:
             CudaLauncher(compiled.src, compiled.metadata)
@@ -163,7 +164,7 @@ def read_facts(compiled: Any, target: Target) -> CompileFacts:
             tensor_core_ops=len(re.findall(r"^\s*v_mfma", text, re.MULTILINE)),
         )
     usage, ptx = cuobjdump(compiled.asm["cubin"], "-res-usage"), compiled.asm.get("ptx")
-    # Machine code that was at hand has no other text, and its metadata all warps.
+    # Cached machine code comes without PTX, and its metadata has all warps.
     products = r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)" if ptx is not None else r"\b[HQID]G?MMA\b"
     text = cuobjdump(compiled.asm["cubin"], "-sass") if ptx is None else ptx
     # With warp specialisation the machine code starts more warps than the kernel's own num_warps.
@@ -182,7 +183,7 @@ def _largest(pattern: str, text: str) -> int:
 
 
 def cuobjdump(cubin: bytes, *flags: str) -> str:
-    """What the wheel's own cuobjdump prints of machine code; raises EnvironmentProblem where the wheel lacks it."""
+    """Output of the wheel's own cuobjdump for machine code; raises EnvironmentProblem where the wheel lacks it."""
     tool = knobs.nvidia.cuobjdump.path
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(cubin)

@@ -1,7 +1,7 @@
-"""The process that a search's children are forked off; imports nothing heavy, so that it can be started before anything else.
+"""Fork server of a search's children; imports nothing heavy, so that it can be started before anything else.
 
-A child must not inherit a started GPU or the parent's threads, so it is forked off a server that has neither, and that has imported what
-takes a child the longest.
+A child must not inherit a started GPU or the parent's threads, so it is forked off a server that has neither, and that has done the slowest
+imports.
 """
 
 import multiprocessing
@@ -14,17 +14,17 @@ from flashtune.core import folders
 from flashtune.core.errors import EnvironmentProblem
 
 PRELOADED = ["torch"]
-"""What the server has imported."""
+"""Modules that the server has imported."""
 
 FOR_SEARCHES = ["flashtune.tuner.children.preloaded"]
-"""What it imports before that where a search starts it."""
+"""Modules that it imports before those where a search starts it."""
 
 HELD_BACK = (signal.SIGINT, signal.SIGTERM)
-"""The signals that interrupt a search, which its children are started without."""
+"""Signals that interrupt a search, blocked in its children while they start."""
 
 
 def start_server() -> None:
-    """Begin to import in the server what children need; whoever knows that there will be some needn't wait for the first task."""
+    """Start the server's imports ahead of the first task."""
     with serving(FOR_SEARCHES):
         pass
 
@@ -39,10 +39,10 @@ def _let_triton_write() -> None:
 
 @contextmanager
 def serving(first: Sequence[str] = ()) -> Iterator[None]:
-    """The server runs, and within the block it may be asked for children; where it is started here, it imports these modules `first`."""
-    # The server, and through it the children until they withdraw, take over what this thread holds back.
+    """Keep the server running, able to fork children within the block; where it is started here, it imports these modules `first`."""
+    # The server, and through it the children until they withdraw, inherit this thread's signal mask.
     with held_back():
-        # Children take over this environment.
+        # Children inherit this environment.
         _let_triton_write()
         multiprocessing.set_forkserver_preload([*first, *PRELOADED])
         forkserver.ensure_running()
@@ -51,8 +51,8 @@ def serving(first: Sequence[str] = ()) -> Iterator[None]:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Processes that are started within the block have the signals held back until they withdraw."""
-    # The tracker of resources unblocks these signals where it is started.
+    """Block the interrupting signals in processes that are started within the block, until they withdraw."""
+    # Starting the resource tracker unblocks these signals.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
     try:

@@ -1,6 +1,6 @@
-"""A process that keeps the records of one GPU's studies.
+"""Study writer: a process that stores the records of one GPU's studies.
 
-Each trial takes SQLAlchemy some 40 ms of an interpreter. One GPU has them to spare beside its trials; several would wait for each other's.
+Each trial costs SQLAlchemy about 40 ms of an interpreter. One GPU has them to spare beside its trials; several would wait for each other's.
 """
 
 import multiprocessing
@@ -22,11 +22,11 @@ from flashtune.tuner.children.forkserver import serving
 from flashtune.tuner.propose.record import Record
 
 ENDING_S = 5.0
-"""How long the process may take for its end."""
+"""Seconds that the process may take to end."""
 
 
 class Keeper:
-    """Opens records of `storage` in a process of its own; any thread may ask them. A context manager that leaves no process behind."""
+    """Opens records of `storage` in a process of its own; any thread may use them. A context manager that leaves no process behind."""
 
     def __init__(self, storage: optuna.storages.RDBStorage) -> None:
         self._storage = storage
@@ -39,7 +39,7 @@ class Keeper:
         self._starting.start()
 
     def _start(self, its: Connection) -> None:
-        # It imports Optuna for a second, and what it is forked off may be importing still.
+        # The process imports Optuna for a second, and its fork server may still be importing, too.
         with suppress(EOFError, OSError):
             with its, serving():
                 self._process.start()
@@ -51,7 +51,7 @@ class Keeper:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None and not self.ready.is_set() and self._process.pid is not None:
-            # It imports Optuna still, and nobody waits for what it would keep.
+            # It is still importing Optuna, and has stored nothing.
             self._process.kill()
         self._starting.join()
         self._pipe.close()
@@ -61,9 +61,9 @@ class Keeper:
             self._process.join()
 
     def record(self, name: str) -> Record:
-        """The record of that name, in this process until the other one has begun: no GPU waits for it.
+        """Record of that name, in this process until the other one has started, so that no GPU waits for it.
 
-        Raises what a `Record` raises, and EnvironmentProblem where the process is gone.
+        Raises a `Record`'s errors, and EnvironmentProblem where the process is gone.
         """
         if not self.ready.is_set():
             return Record(self._storage, name)
@@ -72,7 +72,7 @@ class Keeper:
         return cast(Record, _Kept(self, number))
 
     def ask(self, number: int, what: str, arguments: tuple[Any, ...]) -> Any:
-        """Have a record do something, and wait for what it says."""
+        """Call method `what` of record `number` and wait for its result; an empty `what` opens the record."""
         with self._lock:
             try:
                 self._pipe.send((number, what, arguments))
@@ -85,7 +85,7 @@ class Keeper:
 
 
 class _Kept:
-    """A record that is elsewhere: its methods are asked there."""
+    """Proxy of a record in the other process."""
 
     def __init__(self, keeper: Keeper, number: int) -> None:
         self._keeper, self._number = keeper, number
@@ -95,9 +95,9 @@ class _Kept:
 
 
 def _keep(pipe: Connection, pickled: bytes, environment: Mapping[str, str]) -> None:
-    """Do what is asked, until nobody can ask any more."""
+    """Serve calls until the pipe closes."""
     withdraw(environment)
-    # It connects by that, and what that says is nobody's to read but the log's.
+    # Unpickling connects to the storage, and Optuna's messages about that belong in no terminal.
     storage: optuna.storages.RDBStorage = pickle.loads(pickled)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     records: dict[int, Record] = {}

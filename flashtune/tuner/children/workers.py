@@ -20,7 +20,7 @@ from flashtune.tuner.children.forkserver import serving
 from flashtune.tuner.replies import Answer, Failed, Ready
 
 Crew = Literal["compile", "interpret", "device"]
-"""Compilers run side by side; one process interprets; one for each GPU holds it alone, so that nothing disturbs its timings."""
+"""Kinds of child processes: several compilers, one interpreter, and one per GPU, which uses that alone, so that timings are undisturbed."""
 
 _START: dict[Crew, Callable[[dict[str, str]], None]] = {
     "compile": child.withdraw,
@@ -29,7 +29,7 @@ _START: dict[Crew, Callable[[dict[str, str]], None]] = {
 }
 
 WITHOUT_LINES = {"TRITON_DISABLE_LINE_INFO": "1"}
-"""In the environment of all children, since Triton's cache tells kernels apart by it: what was raced can then be kept as it is."""
+"""Environment of all children; Triton's cache keys contain it, so that raced kernels can later be loaded from the cache."""
 
 Found = TypeVar("Found", bound=Answer)
 
@@ -45,7 +45,7 @@ class Limits:
 
 
 class Pending(Generic[Found]):
-    """A task that was handed to a child process."""
+    """Task submitted to a child process."""
 
     def __init__(self, workers: "Workers", crew: Crew, device: int, future: "ProcessFuture[Found | Failed]", limit_s: float) -> None:
         self._workers, self._device, self._future, self._limit_s = workers, device, future, limit_s
@@ -53,7 +53,7 @@ class Pending(Generic[Found]):
         self._takers, self._lock = 1, threading.Lock()
 
     def reply(self) -> Found | Failed:
-        """Wait for the end of the task, whichever it is; a hang or a crash is a failure like any other."""
+        """Wait for the end of the task and return its reply; a hang or a crash becomes a `Failed`."""
         try:
             reply: Found | Failed = self._future.result()
         except Overdue:
@@ -66,16 +66,16 @@ class Pending(Generic[Found]):
         return reply
 
     def when_done(self, call: Callable[[], object]) -> None:
-        """Have `call` called, by whichever thread, when `reply` needn't wait any more; at once where that is so."""
+        """Have any thread call `call` once `reply` needn't wait; immediately where that is so."""
         self._future.add_done_callback(lambda _: call())
 
     @property
     def done(self) -> bool:
-        """Whether `reply` needn't wait."""
+        """True once `reply` needn't wait."""
         return self._future.done()
 
     def shared(self) -> bool:
-        """Whether someone else may ask for the reply, too: not where the task was given up before it began."""
+        """Add a taker of the reply and return True; False where the task was cancelled before it began."""
         with self._lock:
             if self._future.cancelled():
                 return False
@@ -83,19 +83,19 @@ class Pending(Generic[Found]):
             return True
 
     def forget(self) -> None:
-        """Whoever handed over the task, or was told that it is shared, won't ask for the reply: without others it isn't begun."""
+        """Remove a taker of the reply; a task without takers isn't begun."""
         with self._lock:
             self._takers = max(0, self._takers - 1)
-            # A task that runs is left to its end: to stop it is to kill its process, and a new one is slow to start.
+            # A running task is left to its end: stopping it would kill its process, and a new one is slow to start.
             if not self._takers and not self._future.running():
                 self._future.cancel()  # type: ignore[no-untyped-call]
 
 
 class Workers:
-    """The pools of child processes of one search; a context manager that leaves no process behind. Any thread may hand over tasks.
+    """Pools of child processes of one search; a context manager that leaves no process behind. Any thread may submit tasks.
 
-    `devices` are the GPUs, as CUDA_VISIBLE_DEVICES names them; without any, there is the one that torch takes by itself. Processes are
-    started when there is a task for them.
+    `devices` are the GPUs, as CUDA_VISIBLE_DEVICES names them; without any, there is PyTorch's default one. Processes are started with
+    their first task.
     """
 
     def __init__(self, *, jobs: int, limits: Limits | None = None, devices: Sequence[str] = ()) -> None:
@@ -109,12 +109,12 @@ class Workers:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # Side by side: a process with a GPU takes a while to be gone, and so do a dozen compilers.
+        # In parallel: a process with a GPU takes a while to end, and so do a dozen compilers.
         with ThreadPoolExecutor(max(1, len(self._pools))) as beside:
             list(beside.map(lambda pool: self.dismiss(*pool), list(self._pools)))
 
     def submit(self, crew: Crew, task: Callable[..., Found | Failed], *arguments: Any, limit_s: float, device: int = 0) -> Pending[Found]:
-        """Hand `task` to a process of `crew`, which is killed after `limit_s` seconds of running it; `device` counts the GPUs."""
+        """Submit `task` to a process of `crew`, which is killed after `limit_s` seconds of running it; `device` is the GPU's number."""
         with self._lock:
             pool = self._pool(crew, device)
             with serving():
@@ -124,7 +124,7 @@ class Workers:
         return Pending(self, crew, device, future, limit_s)
 
     def free_compilers(self) -> int:
-        """How many compilers have nothing to do."""
+        """Number of idle compilers."""
         with self._lock:
             return max(0, self._jobs - sum(not one.done() for one in self._compiling))
 
@@ -140,19 +140,19 @@ class Workers:
         return self._pools[crew, device]
 
     def prepare(self, problem: Problem, target: Target, seed: int, *, framework: bool = True) -> Ready | Failed:
-        """Start the GPU's process, where there is none, and make the inputs and oracles of `problem` there, and the framework's call.
+        """Start the GPU's process, where there is none, and make the inputs and oracles of `problem` there, and PyTorch's call.
 
         The reason of a failure is a whole sentence.
         """
         return self.prepared(problem, self.preparing(problem, target, seed, framework=framework))
 
     def preparing(self, problem: Problem, target: Target, seed: int, *, device: int = 0, framework: bool = True) -> Pending[Ready]:
-        """The same, begun: what is handed to this GPU's process afterwards waits for it there."""
+        """Begin to `prepare` without waiting: later tasks of this GPU's process wait for it there."""
         limit_s = self.limits.prepare_s
         return self.submit("device", tasks.prepare_device, problem, target, seed, framework, limit_s=limit_s, device=device)
 
     def prepared(self, problem: Problem, pending: Pending[Ready]) -> Ready | Failed:
-        """How `preparing` ended."""
+        """Result of `preparing`."""
         reply = pending.reply()
         if isinstance(reply, Ready):
             return reply

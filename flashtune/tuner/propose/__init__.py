@@ -1,1 +1,1 @@
-"""What is tried next: a problem's space, samplers over it, and the study that remembers what became of each candidate."""
+"""Proposals: a problem's space, samplers over it, and the study that stores each candidate's outcome."""

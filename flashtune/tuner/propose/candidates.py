@@ -1,4 +1,4 @@
-"""Every valid candidate of a problem's space, with what is known before it is tried: where it lies, and a predicted time."""
+"""Valid candidates of a problem's space, with their features and predicted times."""
 
 import math
 import random
@@ -14,13 +14,13 @@ from flashtune.templates.expected import logs_us
 from flashtune.tuner.propose.space import Candidate, SearchSpace
 
 MOST = 20_000
-"""Candidates that are kept of a larger space, drawn evenly: what scoring them all costs stays small beside one compilation."""
+"""Most candidates kept of a larger space, sampled evenly, so that scoring them all stays cheap beside one compilation."""
 
 Array = NDArray[np.float64]
 
 
 class Candidates:
-    """The candidates of `space` in their fixed order (an even draw of `MOST` where there are more), and those of `starts` that it lacks."""
+    """Candidates of `space` in their fixed order (an even sample of `MOST` where there are more), and those of `starts` that it lacks."""
 
     def __init__(self, space: SearchSpace, problem: Problem, starts: Sequence[Candidate] = (), *, most: int = MOST) -> None:
         self._problem, self._target = problem, space.target
@@ -36,14 +36,14 @@ class Candidates:
 
     @cached_property
     def families(self) -> list[str]:
-        """The family of each candidate."""
+        """Family name of each candidate."""
         return [candidate.family.name for candidate in self.candidates]
 
     @cached_property
     def log_times(self) -> Array:
-        """The cost model's time of each candidate, from what the compiler is expected to say: the natural logarithm of microseconds.
+        """Cost model's time of each candidate, from expected compiler facts: the natural logarithm of microseconds.
 
-        The same for all candidates of a space of which nothing can be expected; a little above the slowest for the others of a mixed one.
+        Equal for all candidates of a space without expected facts; a little above the slowest for those without them in a mixed space.
         """
         logs = logs_us([(candidate.family, candidate.config) for candidate in self.candidates], self._problem, self._target)
         times = np.array([np.nan if log is None else log for log in logs])
@@ -53,22 +53,22 @@ class Candidates:
 
     @cached_property
     def features(self) -> Array:
-        """Where each candidate lies, a row to a candidate: numbers of an axis are a step apart, others have a column to a value.
+        """Features of each candidate, (candidates, columns): values of a numeric axis are a step apart, other axes have a column per value.
 
-        An axis that a family lacks is in the middle of it. The last columns are the families.
+        An axis that a family lacks is at its middle. The last columns are the families.
         """
         columns = [column for name in self.axes for column in self._columns(name)]
         return np.array([*columns, *self._families()]).T
 
     @cached_property
     def axes(self) -> list[str]:
-        """The names of all axes on which candidates differ."""
+        """Names of all axes on which candidates differ."""
         names = dict.fromkeys(name for candidate in self._one_of_each_family() for name in candidate.config)
         return [name for name in names if len(self._values(name)) > 1]
 
     @cached_property
     def columns(self) -> list[str]:
-        """The axis of each column of `features`; "" for those of the families."""
+        """Axis of each column of `features`; "" for those of the families."""
         return [name for name in self.axes for _ in self._columns(name)] + [""] * len(self._families())
 
     def _one_of_each_family(self) -> Iterable[Candidate]:
@@ -91,7 +91,7 @@ class Candidates:
 
 
 _APART = math.sqrt(0.5)
-"""So that two different names are a step of 1 apart."""
+"""Value of an indicator column, which puts two different names at a distance of 1."""
 
 
 def _order(value: Value) -> tuple[str, Value]:
@@ -99,7 +99,7 @@ def _order(value: Value) -> tuple[str, Value]:
 
 
 def _even_draw(candidates: Iterable[Candidate], most: int) -> list[Candidate]:
-    """All of them, or `most` of them in their order, each as likely as another (Vitter's algorithm R, 1985)."""
+    """All of them, or an even sample of `most` of them in their order (Vitter's algorithm R, 1985)."""
     rng, kept = random.Random(0), []
     for index, candidate in enumerate(candidates):
         if index < most:

@@ -1,4 +1,4 @@
-"""What is carried over from other problems: the winners of the nearest rows are tried first."""
+"""Transfer candidates: the winners of the nearest records of other problems, which are tried first."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -10,15 +10,15 @@ from flashtune.core.results import SearchResult, Source, TuningRecord
 from flashtune.tuner.propose.space import Candidate, SearchSpace
 
 NEIGHBOURS = 4
-"""Winners of other rows that are tried first."""
+"""Number of transfer candidates."""
 
 
 def carried(space: SearchSpace, problem: Problem, records: Iterable[TuningRecord], source: Source) -> list[Candidate]:
-    """The winners of the rows that are nearest to `problem`, the nearest first, each once.
+    """Winners of the records that are nearest to `problem`, the nearest first, each once.
 
-    A config that breaks a constraint of this problem is moved to the nearest that breaks none, one of an earlier version gives way to its
-    successor, and what follows from sizes is of this problem's. Rows of families that don't serve it, or whose config no version of the
-    family declares, say nothing; nor do predictions to a search that measures.
+    A config that breaks a constraint of this problem is moved to the nearest that breaks none, one of an earlier version becomes its
+    successor, and axes that follow from sizes are set for this problem's. Records of families that don't serve it, or whose config no
+    version of the family declares, are left out; so are predictions for a search that measures.
     """
     found: dict[tuple[str, str], Candidate] = {}
     useful = (record for record in records if source == "predicted" or record.outcome.source == "measured")
@@ -34,7 +34,7 @@ def carried(space: SearchSpace, problem: Problem, records: Iterable[TuningRecord
 
 
 def stored(space: SearchSpace, problem: Problem, records: Iterable[TuningRecord]) -> Candidate | None:
-    """What the measured row of exactly this problem's key names, as it was raced, where it keeps the constraints; the first of several
+    """Config of the measured record of exactly this problem's key, as it was raced, where it keeps the constraints; the first of several
     counts."""
     key = problem.key(space.target.slug)
     row = next((record for record in records if record.key == key and record.outcome.source == "measured"), None)
@@ -47,7 +47,7 @@ def stored(space: SearchSpace, problem: Problem, records: Iterable[TuningRecord]
 
 
 def record_of(result: SearchResult) -> TuningRecord | None:
-    """The row that a search's result becomes; None where nothing was found."""
+    """Record of a search's result; None where nothing was found."""
     if result.best is None:
         return None
     return TuningRecord(

@@ -1,4 +1,4 @@
-"""Names for processes that claim work, which others on the same machine can tell the living from the dead by."""
+"""Worker ids of processes that claim work, from which others on the same machine can see whether they are alive."""
 
 import os
 import secrets
@@ -6,14 +6,14 @@ from pathlib import Path
 
 
 def name() -> str:
-    """A name that no other claimant has: this process's, and a token, since one process may search twice."""
+    """Unique worker id: this process's, with a token, since one process may search twice."""
     return "/".join((_machine(), str(os.getpid()), _started(os.getpid()) or "", secrets.token_hex(4)))
 
 
 def lives_here(who: str) -> bool | None:
-    """Whether a claimant's process is running; None where only its beat can tell.
+    """True while the worker's process is running; None where only its heartbeat can show that.
 
-    So it is for a process on another machine (or in another container), and for another search of this very process.
+    None stands for a process on another machine (or in another container), and for another search of this very process.
     """
     machine, _, rest = who.partition("/")
     parts = rest.split("/")
@@ -25,7 +25,7 @@ def lives_here(who: str) -> bool | None:
 
 
 def _machine() -> str:
-    """This boot of this machine and its space of process ids; empty where the system doesn't tell."""
+    """Id of this boot of this machine and its namespace of process ids; empty where the system provides none."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}+{os.stat('/proc/self/ns/pid').st_ino}"
@@ -34,10 +34,10 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """When a process started, in the kernel's ticks; None where there is none or it has ended."""
+    """Start time of a process, in the kernel's ticks; None where there is none or it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    # Fields 3 and 22 of proc(5); Z and X have ended and wait to be collected.
+    # Fields 3 and 22 of proc(5); states Z and X have ended and wait to be collected.
     return None if fields[0] in "ZX" else fields[19]

@@ -1,4 +1,4 @@
-"""The search space of one problem: the families that can serve it, and candidates as (family, config)."""
+"""Search space of one problem: the families that can serve it, and candidates as (family, config)."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ from flashtune.templates.rendering import variant_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A family with one of its configs."""
+    """Family with one of its configs."""
 
     family: Family
     config: Config
 
     def variant(self, spec: KernelSpec) -> Variant:
-        """The variant that this candidate is for `spec`."""
+        """Variant of this candidate for `spec`."""
         return variant_of(self.family, spec, self.config)
 
 
 class SearchSpace:
-    """What can be tried for a problem on a target: configs for its sizes, of families that support it and, with `only_suited`, suit these.
+    """Valid configs for a problem's sizes on a target, of families that support it and, with `only_suited`, suit its sizes.
 
     Raises InputError where there is no such family.
     """
@@ -44,7 +44,7 @@ class SearchSpace:
             raise InputError(f"no template serves {spec.label()} on {target.slug} ({why})")
 
     def starts(self) -> list[Candidate]:
-        """Each family's default and published tiles."""
+        """Default and published tiles of each family."""
         found: dict[tuple[str, Config], Candidate] = {}
         lists = [
             [

@@ -1,6 +1,6 @@
-"""What the times of tried candidates say of the others: a Gaussian process over the cost model's error."""
+"""Surrogate that predicts times of untried candidates: a Gaussian process over the cost model's error."""
 
-# scikit-learn has no types, and what pyright makes of its code is narrower than its documents.
+# scikit-learn has no types, and pyright infers narrower ones from its code than its documents allow.
 # pyright: reportIncompatibleMethodOverride=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportReturnType=false
 
 from collections.abc import Mapping, Sequence
@@ -13,17 +13,17 @@ from threadpoolctl import ThreadpoolController
 from flashtune.tuner.propose.candidates import Array, Candidates
 
 ERROR = 0.11
-"""How far the cost model is off from candidate to candidate, as a share of the time."""
+"""Standard deviation of the cost model's error from candidate to candidate, in log time."""
 SCALE_ERROR = 0.5
-"""How far it is off for all candidates of a problem alike."""
+"""Standard deviation of its error common to all candidates of a problem, in log time."""
 FAMILY_ERROR = 0.11
-"""How far it is off for all candidates of a family alike."""
+"""Standard deviation of its error common to all candidates of a family, in log time."""
 NOISE = 0.01
-"""How far two times of one candidate lie apart."""
+"""Standard deviation between two times of one candidate, in log time."""
 JITTER = 1e-8
-"""A variance that is added to each, for what rounding took from covariances of candidates that are all but one."""
+"""Variance added to the diagonal, for covariances of nearly equal candidates that rounding makes indefinite."""
 LENGTH = 2.5
-"""How many steps of an axis it takes for errors to be little akin, where trials say nothing else of the axis."""
+"""Length scale of an axis without fitted data, in steps of its values."""
 LENGTHS = {
     "BLOCK_M": 2.2,
     "BLOCK_N": 1.5,
@@ -36,23 +36,23 @@ LENGTHS = {
     "section": 5.3,
     "tiles": 1.0,
 }
-"""The same where they do. The lengths and `ERROR` made trials of earlier rows the likeliest by an earlier cost model
-(benchmarks/run.py fit_lengths); by today's others would, and find the best of the committed sweeps no sooner."""
+"""Fitted length scales by axis (benchmarks/run.py fit_lengths, with `ERROR`, on an earlier cost model); a new fit finds the best of the
+committed sweeps no sooner."""
 MANY = 128
-"""Of so many candidates the covariances with each other are computed alone: rows of all of them would hardly be asked for again."""
+"""Number of candidates from which covariances are computed among them alone: full rows would hardly be reused."""
 SAME, OTHER = 1e6, 0.3
-"""Lengths on which nothing changes, and on which everything does."""
+"""Length scales so long that nothing varies, and so short that everything does."""
 
 
 _BLAS = ThreadpoolController()
-"""Of the libraries that numpy and scipy multiply by: where compilers have the cores, more than one thread of theirs takes five times as
-long for matrices of a few hundred rows."""
+"""Threads of numpy's and scipy's BLAS: where compilers use the cores, more than one makes products of a few hundred rows five times
+slower."""
 
 
 class Surrogate:
-    """Expected log times of a pool's candidates, and how sure they are, given those that were tried.
+    """Expected log times of a pool's candidates with their uncertainty, from those that were tried.
 
-    The mean is the cost model's; what a Gaussian process (scikit-learn's) adds is its error: one of all candidates alike, one of a family,
+    The mean is the cost model's; scikit-learn's Gaussian process models its error: a part common to all candidates, one common to a family,
     and one that nearby candidates share (Matern's kernel).
     """
 
@@ -63,10 +63,10 @@ class Surrogate:
         self._log_scale = 0.0
 
     def learn(self, times: Mapping[int, float], believed: Sequence[int] = ()) -> None:
-        """Take the log times of candidates by their places, and believe of others (those under way) what is expected of them."""
+        """Fit to the log times of candidates by their places; `believed` ones (pending) count with their expected times."""
         places = list(times)
         errors = np.array([times[place] for place in places]) - self._pool.log_times[places]
-        # The error of all alike is as good as known after one time; without it numbers stay small.
+        # One time all but determines the common error; without it numbers stay small.
         self._log_scale = float(np.median(errors)) if places else 0.0
         self._fit(places, errors - self._log_scale)
         if believed:
@@ -80,10 +80,10 @@ class Surrogate:
         return mean + self._pool.log_times[list(places)] + self._log_scale, deviation
 
     def draws(self, places: Sequence[int], count: int) -> Array:
-        """Log times that may well be, all places together: a row to a place, a column to a draw."""
+        """Joint samples of the log times: (places, count)."""
         with _BLAS.limit(limits=1):
             mean, covariance = self._process.predict(_column(places), return_cov=True)
-            # By Cholesky's factor: scikit-learn's own draws take a decomposition that costs some hundred times as much.
+            # scikit-learn's own samples need a decomposition some hundred times as expensive as Cholesky's.
             factor = np.linalg.cholesky(covariance + JITTER * np.eye(len(places)))
             drawn = factor @ np.random.default_rng(0).standard_normal((len(places), count))
         return np.asarray(drawn + (mean + self._pool.log_times[list(places)] + self._log_scale)[:, None])
@@ -99,7 +99,7 @@ class Surrogate:
 
 
 class _Rows:
-    """How errors of candidates are akin, a row to a candidate that was tried: computed once, for a search asks for them again and again."""
+    """Covariances of errors, a row per tried candidate, cached because a search needs them again and again."""
 
     def __init__(self, pool: Candidates) -> None:
         own_family = [SAME if name else OTHER for name in pool.columns]
@@ -113,13 +113,13 @@ class _Rows:
         self.variance = float(self._kernel.diag(self._features[:1])[0])
 
     def row(self, place: int) -> Array:
-        """The covariances of one candidate with all."""
+        """Covariances of one candidate with all."""
         if place not in self._rows:
             self._rows[place] = self._kernel(self._features[place : place + 1], self._features)[0]
         return self._rows[place]
 
     def among(self, places: Array) -> Array:
-        """The covariances of these candidates with each other, without those with all others."""
+        """Covariances of these candidates with each other alone."""
         return np.asarray(self._kernel(self._features[places.astype(np.intp)]))
 
     def __deepcopy__(self, memo: object) -> "_Rows":
@@ -128,7 +128,7 @@ class _Rows:
 
 
 class _Looked(Kernel):  # type: ignore[misc]
-    """A kernel of scikit-learn whose points are the places of candidates."""
+    """Kernel of scikit-learn whose points are the places of candidates."""
 
     def __init__(self, rows: _Rows) -> None:
         self.rows = rows
@@ -144,11 +144,11 @@ class _Looked(Kernel):  # type: ignore[misc]
         return np.array([self.rows.row(int(place))[others] for place in own])
 
     def diag(self, X: Array) -> Array:
-        """Variances, all alike."""
+        """Variances, which are all equal."""
         return np.full(len(X), self.rows.variance)
 
     def is_stationary(self) -> bool:
-        """Only distances count."""
+        """True: only distances count."""
         return True
 
 

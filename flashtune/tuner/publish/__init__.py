@@ -1,1 +1,1 @@
-"""What becomes of winners: source text again, machine code, the shipped folder and the user's cache."""
+"""Publication of winners: source text, machine code, the shipped folder and the user's cache."""

@@ -1,6 +1,6 @@
-"""The winners of a user's own search, compiled into the user's cache, so that serving them compiles nothing.
+"""Machine code of the winners of a user's own search, compiled into the user's cache, so that serving them compiles nothing.
 
-A search has each compiled by `compile_winner` while it goes on with others, and makes up at its end for what wasn't, and says why.
+A search compiles each by `compile_winner` while others are searched; at its end it compiles the missing ones, and reports failures.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ from flashtune.tuner.replies import Failed, MachineCode
 
 
 def compile_winners(records: Iterable[TuningRecord], target: Target, *, jobs: int) -> dict[str, str]:
-    """Keep the machine code of the kernels that these rows name, where the cache lacks it; why it failed, by the kernel's file stem.
+    """Store the machine code of these records' kernels where the cache lacks it; returns the reasons of failures by the kernel's file stem.
 
     Raises EnvironmentProblem where the cache can't be written.
     """
@@ -33,8 +33,8 @@ def compile_winners(records: Iterable[TuningRecord], target: Target, *, jobs: in
 
 
 def compile_winner(record: TuningRecord, target: Target) -> MachineCode | Failed:
-    """In a child process of a search: what `keep` puts into the cache of one row, as it was raced. Where it fails, `compile_winners` tries
-    again and says why."""
+    """Compile a record's missing kernel for `keep`, in a child process of a search, as it was raced. After a failure `compile_winners`
+    tries again and reports the reason."""
     try:
         for order in _missing([record], target):
             manifest, files = with_files(build(order, fresh=False), order.stem)
@@ -45,14 +45,14 @@ def compile_winner(record: TuningRecord, target: Target) -> MachineCode | Failed
 
 
 def keep(code: MachineCode) -> None:
-    """Put machine code into the user's cache; where it can't be, `compile_winners` says so."""
+    """Put machine code into the user's cache; `compile_winners` reports where that isn't possible."""
     if code.manifest is not None:
         with suppress(EnvironmentProblem):
             kernel_cache.keep(code.text, code.manifest, code.files)
 
 
 def _missing(records: Iterable[TuningRecord], target: Target) -> list[Order]:
-    """What to compile: the kernels that these rows name, and their twins, where the cache lacks them, each once."""
+    """Compile orders for the kernels of these records, and their fallback kernels, where the cache lacks them, each once."""
     orders: dict[str, Order] = {}
     records = list(records) if can_have_binaries(target) else []
     for record in [*records, *(twin for record in records if (twin := record.as_twin()) is not None)]:

@@ -1,4 +1,4 @@
-"""Kernels packed into an architecture's archive (flashtune.core.kernel_archive): the same bytes for the same kernels."""
+"""Packing of kernels into an architecture's archive (flashtune.core.kernel_archive): the same bytes for the same kernels."""
 
 import hashlib
 import lzma
@@ -15,14 +15,14 @@ from flashtune.core.kernel_index import ArchiveFacts, Piece
 from flashtune.tuner.publish.machine_code import Built
 
 CODE_BYTES = 2_400_000
-"""Machine code of a group, unpacked: twice as much makes archives 8 % smaller, and takes twice as long to unpack."""
+"""Unpacked bytes of machine code per group: twice as many make archives 8 % smaller, and take twice as long to unpack."""
 
 MANIFEST_BYTES = 600_000
-"""The same of manifests, of which a first call may read a dozen."""
+"""Unpacked bytes of manifests per group, of which a first call may read a dozen."""
 
 
 class Packed(NamedTuple):
-    """An archive's bytes, what the index holds of it, and where each variant's manifest is."""
+    """Archive's bytes, its entry in the index, and the place of each variant's manifest."""
 
     content: bytes
     facts: ArchiveFacts
@@ -31,17 +31,17 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Shipped:
-    """A kernel to be packed; `name` is its module's path, by which alike ones come to lie together."""
+    """Kernel to be packed; `name` is its module's path, which puts similar ones next to each other."""
 
     name: str
     built: Built
 
 
 class Unpacked(Archive):
-    """An archive whose groups are kept once they were unpacked, for who reads all of it."""
+    """Archive that caches its unpacked groups, for readers of all of it."""
 
     def unpacked(self, group: int, length: int) -> bytes:
-        """As in `Archive`."""
+        """See `Archive`."""
         return self._whole(group)[:length]
 
     @cache  # noqa: B019 - it lives as long as a command
@@ -50,7 +50,7 @@ class Unpacked(Archive):
 
 
 def pack_kernels(kernels: Sequence[Shipped], before: Archive | None = None) -> Packed:
-    """The archive of these kernels. Groups that `before` has are taken from there as they are packed, since compressors differ."""
+    """Archive of these kernels. Groups that `before` has are copied in packed form, since compressors differ."""
     codes = {binary.sha256: (binary.kernel, kernel.name, code) for kernel in kernels for binary, code in _codes(kernel.built)}
     ordered = sorted(codes, key=lambda sha256: (codes[sha256][0], _alike(codes[sha256][1]), sha256))
     groups, places = _grouped([(codes[sha256][0], codes[sha256][2]) for sha256 in ordered], CODE_BYTES, 0)
@@ -79,13 +79,13 @@ def _manifest(kernel: Shipped, place_of: dict[str, Place]) -> bytes:
 
 
 def _alike(name: str) -> tuple[str, str]:
-    """A path without its 16-bit type, and then with it."""
+    """Sort key of a path: without its 16-bit type, then with it."""
     return re.sub(r"_(bf16|fp16)", "", name), name
 
 
 def _grouped(pieces: Sequence[tuple[str, bytes]], most: int, first: int) -> tuple[list[bytes], list[Place]]:
-    """Pieces of one kind put together in groups of so many bytes, which are numbered from `first`, and the place of each. Each begins
-    where an instruction may."""
+    """Groups of at most `most` bytes (but for a larger piece) with pieces of one kind, and the place of each piece; groups are numbered
+    from `first`, and pieces are 16-byte aligned, as instructions are."""
     groups: list[bytearray] = []
     places: list[Place] = []
     kinds: list[str] = []
@@ -99,7 +99,7 @@ def _grouped(pieces: Sequence[tuple[str, bytes]], most: int, first: int) -> tupl
 
 
 def _packed_groups(archive: Archive) -> dict[str, bytes]:
-    """The packed groups of an archive by the digest of what they unpack to; none of one that can't be read."""
+    """Packed groups of an archive by the digest of their unpacked bytes; empty where it can't be read."""
     found, start = {}, HEADER_BYTES
     try:
         content = archive.path.read_bytes()

@@ -1,4 +1,4 @@
-"""Records back into source text: what `flashtune generate` ships and `flashtune verify` checks again."""
+"""Source text of records, which `flashtune generate` ships and `flashtune verify` checks again."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,17 +15,17 @@ from flashtune.tuner.replies import Checked, Failed
 
 
 def variant_for(record: TuningRecord) -> Variant:
-    """The variant that the installed template makes of a record's config; raises InputError for a config outside the declared space.
+    """Variant of a record's config by the installed template; raises InputError for a config outside the declared space.
 
-    Its hash and id are those of what the template makes today, and so is the name of its file: where the text or an axis has changed since
-    the record was written, they are not the record's.
+    Its hash, id and file name are those of the present template: where the text or an axis has changed since the record was written, they
+    are not the record's.
     """
     chosen = family(record.outcome.template)
     return variant_of(chosen, record.problem.spec(), chosen.completed(record.outcome.config))
 
 
 def source_for(record: TuningRecord) -> Source:
-    """The rendered source of a record."""
+    """Rendered source of a record."""
     variant = variant_for(record)
     return Source.of(family(variant.template), variant)
 
@@ -33,8 +33,8 @@ def source_for(record: TuningRecord) -> Source:
 def recheck(records: Sequence[TuningRecord], *, here: Target | None, seed: int) -> Iterator[tuple[TuningRecord, Checked | Failed | None]]:
     """Check every record's kernel against the float64 oracle: on the GPU `here`, else in Triton's interpreter.
 
-    None stands for a record that can't be checked on this machine: another GPU's, or one that no interpreter runs. A record whose
-    config the declared space refuses failed at `constraint`, and one whose inputs the GPU can't take is the failure that says so.
+    Yields None for a record that can't be checked on this machine: another GPU's, or one that no interpreter runs. A record whose config
+    the declared space refuses fails at `constraint`, and one whose inputs the GPU can't take fails with that reason.
     """
     with Workers(jobs=1) as workers:
         for record in records:

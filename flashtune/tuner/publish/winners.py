@@ -1,4 +1,4 @@
-"""What may win is compiled for later calls while a search goes on, and what won is kept at its end."""
+"""Winners for later calls: compiled while a search goes on, and stored at its end."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -12,15 +12,16 @@ from flashtune.tuner.replies import Failed, MachineCode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keeping:
-    """How winners are made ready for later calls: `compile` is a task for the compilers, whose answer `put` keeps. A failure is no more
-    than a reason to do it later."""
+    """Preparation of winners for later calls: `compile` is a task for the compilers, whose reply `put` stores. After a failure it is done
+    later."""
 
     compile: Callable[[TuningRecord, Target], MachineCode | Failed]
     put: Callable[[MachineCode], None]
 
 
 class Winners:
-    """What one search compiles for later calls on `target`, each variant once, in `limit_s` seconds at most; nothing without `keep`."""
+    """Kernels that one search compiles for later calls on `target`, each variant once, within `limit_s` seconds each; none without
+    `keep`."""
 
     def __init__(self, keep: Keeping | None, target: Target, limit_s: float) -> None:
         self._keep, self._target, self._limit_s = keep, target, limit_s
@@ -29,7 +30,7 @@ class Winners:
         self._lock = threading.RLock()
 
     def foresee(self, rows: Sequence[TuningRecord], workers: Workers) -> None:
-        """Have compiled what may win."""
+        """Start compiling likely winners."""
         with self._lock:
             for row in rows:
                 if self._keep is not None and row.outcome.variant_id not in self._codes:
@@ -37,7 +38,7 @@ class Winners:
                     self._codes[row.outcome.variant_id] = pending
 
     def won(self, row: TuningRecord, workers: Workers) -> None:
-        """Have a winner, and its twin, compiled; they are kept at the end."""
+        """Compile a winner, and its fallback kernel, and store them at the end."""
         twin = row.as_twin()
         rows = [replace(row, twin=None), *([] if twin is None else [twin])]
         self.foresee(rows, workers)
@@ -45,7 +46,7 @@ class Winners:
             self._won.update(one.outcome.variant_id for one in rows)
 
     def put(self) -> None:
-        """Keep what was compiled of winners; nobody waits for the others."""
+        """Store the machine code of winners; other compilations are dropped."""
         for variant_id, pending in self._codes.items():
             if variant_id not in self._won:
                 pending.forget()

@@ -1,1 +1,1 @@
-"""From a plan to its results: problem after problem, and of each its trials and closing races."""
+"""Search from a plan to its results: problem after problem, each with its trials and closing races."""

@@ -1,4 +1,4 @@
-"""What a search is asked for, and what it tells of its progress."""
+"""Options of a search, and the listener to its progress."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,8 +17,8 @@ from flashtune.tuner.search.evaluation import CallsTask
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchPlan:
-    """What to search and how. `trials` counts candidates per problem; `budget_s` bounds the whole plan's wall time, and `until` ends a
-    problem where no trial is worth it any more (see `StoppingRule`)."""
+    """Options of a search. `trials` counts candidates per problem; `budget_s` bounds the whole plan's wall time, and `until` ends a problem
+    where no trial is worth its time any more (see `StoppingRule`)."""
 
     target: Target
     problems: tuple[Problem, ...]
@@ -32,42 +32,42 @@ class SearchPlan:
     jobs: int = 1
     limits: Limits = field(default_factory=Limits)
     known: tuple[TuningRecord, ...] = ()
-    """Rows of other searches, the preferred first; the winners of those nearest to a problem are tried first."""
+    """Records of other searches, the preferred first; the winners of those nearest to a problem are tried first."""
     only_suited: bool = True
-    """Whether families sit out the problems whose sizes don't suit them (see `Family`)."""
+    """True if families skip the problems whose sizes don't suit them (see `Family`)."""
     measure_s: float = 0.03
-    """Seconds of timing that one candidate gets."""
+    """Seconds of timing per candidate."""
     race_s: float = 0.6
-    """Seconds of timing that each closing race gets."""
+    """Seconds of timing per closing race."""
     devices: tuple[str, ...] = ()
-    """The GPUs that measure, as CUDA_VISIBLE_DEVICES names them; without any, the one that torch takes by itself."""
+    """GPUs that measure, as CUDA_VISIBLE_DEVICES names them; without any, PyTorch's default one."""
     calls: CallsTask | None = None
-    """Times whole calls of the best."""
+    """Task that times whole calls of the best."""
     keep: Keeping | None = None
-    """Compiles each problem's winner while others are searched."""
+    """Compilation of each problem's winner for later calls while others are searched."""
 
 
 Stage = Literal["preparing", "compiling", "checking", "measuring", "racing", "waiting"]
-"""What a search is at: inputs on the GPU; a candidate, in stages; the closing race; or what other processes are still busy with."""
+"""Stage of a search: inputs on the GPU; a candidate's stages; the closing race; or waiting for other processes."""
 
 
 class SearchListener(Protocol):
-    """Hears of a search's progress; the command line draws from it."""
+    """Listener to a search's progress; the command line displays it."""
 
     def problem_started(self, problem: Problem, index: int, total: int, resumed: int) -> None:
-        """A problem begins; `resumed` trials of it are known from an interrupted search."""
+        """A problem begins; `resumed` of its trials come from an interrupted search."""
 
     def stage_started(self, problem: Problem, stage: Stage, known: int) -> None:
-        """Something that may take long begins, while `known` trials of the problem are done; more than once while it waits for others."""
+        """A possibly long stage begins, while `known` trials of the problem are done; repeated while it waits for others."""
 
     def trial_finished(self, outcome: Outcome, incumbent: Outcome | None) -> None:
         """One trial ended; `incumbent` is the best so far."""
 
     def problem_finished(self, result: SearchResult) -> None:
-        """All that was learned of a problem, after it was saved."""
+        """A problem's result, after it was saved."""
 
     def problem_known(self, result: SearchResult, index: int, total: int) -> None:
-        """A problem of which this plan's search was done before, or by another process; its result is saved, too."""
+        """Saved result of a problem that an earlier run of this plan, or another process, has searched."""
 
     def save_failed(self, problem: Problem, error: FlashtuneError) -> None:
-        """A result couldn't be saved; it will be tried again at the end."""
+        """A result couldn't be saved; saving is retried at the end."""

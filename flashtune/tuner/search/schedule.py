@@ -1,4 +1,4 @@
-"""Which problem of a plan a GPU takes next, and how much of the time is its."""
+"""Schedule of a plan's problems over the GPUs, and each problem's share of the time."""
 
 import math
 import statistics
@@ -12,7 +12,7 @@ from flashtune.tuner.search.plan import SearchPlan
 
 
 class Schedule:
-    """The problems of a plan, by their places in it; any thread may ask. `found` are the results of those that have ended."""
+    """Problems of a plan, by their places in it; any thread may use it. `found` are the results of finished ones."""
 
     def __init__(self, plan: SearchPlan) -> None:
         self._plan, self._started = plan, time.monotonic()
@@ -22,18 +22,18 @@ class Schedule:
         self.found: dict[int, SearchResult] = {}
 
     def take(self, spec: KernelSpec | None) -> int | None:
-        """The next problem for a lane that had one of `spec`, if it had any; each is given to one lane."""
+        """Next problem for a device worker whose last one had `spec`, if any; each goes to one worker."""
         with self._lock:
             if (index := self._next(spec)) is not None:
                 self._taken.append(index)
             return index
 
     def _next(self, spec: KernelSpec | None) -> int | None:
-        """Which problem that would be. A GPU goes through a plan in its order; of several each keeps to its spec, of which it has verdicts
-        and near winners, then takes one that nobody has begun, the fewest features first, and in the end helps where most is left.
+        """Place of the next problem. A single GPU follows the plan's order; of several each keeps to its spec, of which it has verdicts and
+        near winners, then takes one that nobody has begun, the fewest features first, and in the end helps where most is left.
 
-        What plain problems came to spares those with features a third of their trials, which two that begin at once can't tell one another
-        (benchmarks/results/2026-11-23-lanes)."""
+        Winners of plain problems save those with features a third of their trials (benchmarks/results/2026-11-23-lanes).
+        """
         problems = self._plan.problems
         left = [index for index in range(len(problems)) if index not in self._taken]
         if not left or len(self._plan.devices) <= 1:
@@ -45,15 +45,15 @@ class Schedule:
         return (own or new or sorted(left, key=lambda index: -counts[problems[index].spec()]))[0]
 
     def next_is_new(self, spec: KernelSpec | None) -> bool:
-        """Whether nobody has begun a problem of the spec of the one that a lane of `spec` takes next."""
+        """True where the next problem of a worker with `spec` has a spec that nobody has begun."""
         with self._lock:
             index, problems = self._next(spec), self._plan.problems
             return index is not None and all(problems[taken].spec() != problems[index].spec() for taken in self._taken)
 
     def deadline(self, index: int) -> float | None:
-        """When the trials of a problem that begins now have to end, so that those after it have their share of the time.
+        """Time (`time.monotonic`) at which a problem's trials have to end, so that later problems get their share; None without a budget.
 
-        Races and what else follows the trials are reckoned with what they took of the problems before.
+        Races and other work after the trials are estimated from earlier problems.
         """
         if self._plan.budget_s is None:
             return None
@@ -65,12 +65,12 @@ class Schedule:
         return now + max(0.0, share - after)
 
     def followed(self, seconds: float) -> None:
-        """What followed a problem's trials took so long."""
+        """Add the seconds of the work after a problem's trials."""
         with self._lock:
             self._after_trials.append(seconds)
 
     def end(self, index: int, result: SearchResult) -> bool:
-        """Whether this is the first to end a problem; another lane may have worked on it, too."""
+        """Store a problem's result and return True for its first; another worker may have searched it, too."""
         with self._lock:
             first = index not in self.found
             self.found.setdefault(index, result)

@@ -1,4 +1,4 @@
-"""What the problems of one search share, whichever GPU takes them."""
+"""State that the problems of one search share on all GPUs."""
 
 import threading
 import time
@@ -20,14 +20,14 @@ from flashtune.tuner.search.schedule import Schedule
 
 @dataclass
 class SpecState:
-    """What one compiled spec shares over every N: facts and numeric checks by variant id, what is being compiled included."""
+    """State of one compiled spec over every N: known and running compilations by variant id, and numeric checks."""
 
     compiled: dict[str, Compiling]
     verdicts: Verdicts
 
 
 class Shared:
-    """The plan, who hears of its results, the rows and compilations that are known so far, and whose turn it is; `Search` runs it."""
+    """Plan, listener, known records and compilations, and the schedule; `Search` runs it."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Shared:
         self.save, self.listener = save, listener
         self._states: dict[KernelSpec, SpecState] = {}
         self.rows = list(plan.known)
-        # By variant, what the Triton of today made of it: where that is known, its machine code may be at hand.
+        # Variants with facts by the installed Triton may have cached machine code.
         self.facts = {
             row.outcome.variant_id: row.outcome.facts
             for row in plan.known
@@ -53,11 +53,11 @@ class Shared:
         self._seed = plan.seed if plan.seed is not None else time.time_ns() % (1 << 31)
 
     def state(self, spec: KernelSpec) -> SpecState:
-        """What is shared by all problems of a spec."""
+        """State shared by all problems of a spec."""
         return self._states.setdefault(spec, SpecState({}, {}))
 
     def evaluation(self, problem: Problem, workers: Workers, device: int) -> Evaluation:
-        """What gives candidates of a problem their times."""
+        """Evaluation of a problem's candidates, measured or predicted."""
         plan, verdicts = self.plan, self.state(problem.spec()).verdicts
         if plan.source == "predicted":
             return PredictedEvaluation(problem=problem, target=plan.target, workers=workers, seed=self._seed, verdicts=verdicts)

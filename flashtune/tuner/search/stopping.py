@@ -1,4 +1,4 @@
-"""When a search has tried enough, and what it then expects to have missed."""
+"""Stopping rule of a search, and its expected regret in words."""
 
 import math
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ from flashtune.core.results import Ending, Outcome
 Reason = Literal["trials", "budget", "space", "gain", "patience"]
 
 UNTIL = 0.005
-"""What a further candidate must be expected to gain, as a share of the best time, unless the user says otherwise."""
+"""Default least expected gain of a further candidate, as a share of the best time."""
 
 PATIENCE = 12
-"""So many trials in a row without that gain end a search; twice as many where the surrogate expects it of the next one, or much of all."""
+"""Trials in a row without that gain that end a search; twice as many where the surrogate expects it of the next one, or much of all."""
 
 LEFT = 0.02
-"""What all candidates together may be expected to gain where none alone is worth a trial: many small chances are a good one."""
+"""Largest expected gain of all candidates together at which a search stops when none alone is worth a trial."""
 
 NEARLY = 4
-"""So many trials before that a search may begin what its end needs."""
+"""Trials before the earliest end at which the preparations of a race may begin."""
 
 
 _WORDS = {
@@ -31,14 +31,15 @@ _WORDS = {
 
 
 def sentence(ending: Ending) -> str:
-    """Why a search stopped, and what a longer one is expected to have gained, in a few words."""
+    """Short reason why a search stopped, with the expected gain of a longer one."""
     why = _WORDS.get(ending.reason, ending.reason)
     return why if ending.regret is None else f"{why}; {ending.regret:.1%} expected to be left"
 
 
 @dataclass
 class StoppingRule:
-    """Counts a problem's trials. `until` is the least gain that is worth a trial, as a share of the best time; None or 0 never stops."""
+    """Stopping rule that counts a problem's trials. `until` is the least gain that is worth a trial, as a share of the best time; None or 0
+    never stops."""
 
     until: float | None
     patience: int = PATIENCE
@@ -48,7 +49,7 @@ class StoppingRule:
         self._since = 0
 
     def add(self, outcome: Outcome) -> None:
-        """Take a trial that has ended, in the order of asking."""
+        """Add a finished trial, in the order of proposing."""
         self._since += 1
         time_us = outcome.measurement.median_us if outcome.fate.timed and outcome.measurement is not None else math.inf
         if time_us < self._reference * (1 - (self.until or 0.0)):
@@ -56,14 +57,14 @@ class StoppingRule:
 
     @property
     def nearly(self) -> bool:
-        """Whether a few more trials without a gain may end it."""
+        """True where a few more trials without a gain may end the search."""
         return self._reference != math.inf and self._since >= self.patience - NEARLY
 
     def verdict(self, left_to_gain: float, left_in_all: float = 0.0) -> Reason | None:
-        """Why to stop before the next trial, of which the surrogate expects this gain (infinite where it can't say), and of the best of all
-        `left_in_all`; None to go on.
+        """Reason to stop before the next trial, whose expected gain is `left_to_gain` (infinite where unknown), with `left_in_all` that of
+        the best of all; None to go on.
 
-        Neither is believed alone: a surrogate that expects nothing, while trials still gain, nor a few trials without luck.
+        It takes both: a surrogate that expects no gain, and a series of trials without one.
         """
         if not self.until or self._reference == math.inf or self._since < self.patience:
             return None

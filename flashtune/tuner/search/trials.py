@@ -1,4 +1,4 @@
-"""One candidate after another through the stages: compiled, checked, and measured or predicted; each can end it."""
+"""Stages of a trial: compiled, checked, and measured or predicted; each can end it."""
 
 from collections.abc import Callable, Mapping
 
@@ -16,9 +16,9 @@ from flashtune.tuner.spent import Spent
 
 
 class Trials:
-    """The trials of one problem. `compiled` is what is known of each variant's compilation, what is under way included; `at` is told the
-    stages, and `twins` are candidates that run the very same as one that was timed: they have its time. `facts` are those of variants that
-    the Triton of today compiled before, whose machine code may be at hand."""
+    """Trials of one problem. `compiled` are the known and the running compilations by variant; `at` receives the stages; `twins` are
+    candidates with the same machine code and launches as a timed one, whose time they get. `facts` are those of variants that the installed
+    Triton compiled before, whose machine code may be cached."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Trials:
         self.twins: set[Candidate] = set()
 
     def compile(self, candidate: Candidate) -> Compiling:
-        """Begin to compile a candidate, unless that was begun; what became of it where that is known."""
+        """Start compiling a candidate, unless that was begun; its result where that is known."""
         variant = candidate.variant(self._spec)
         known = self._compiled.get(variant.id)
         if known is not None and (not isinstance(known, Pending) or known.shared()):
@@ -58,7 +58,7 @@ class Trials:
         return found
 
     def outcome(self, candidate: Candidate, compiling: Compiling, incumbent: tuple[Candidate, Measurement] | None) -> Outcome:
-        """Take one candidate through the stages; `incumbent` is the best so far with its time, in whose scale the candidate's is."""
+        """Run one candidate through the stages; `incumbent` is the best so far with its time, in whose scale the candidate's is."""
         variant = candidate.variant(self._spec)
         self._at("compiling")
         compiled = compiling if isinstance(compiling, Compiled | Failed) else compiling.reply()
@@ -90,7 +90,7 @@ class Trials:
         )
 
     def _twin(self, candidate: Candidate, compiled: Compiled) -> Timed | None:
-        """The time of a candidate that runs the very same: equal machine code, launched alike. Only on a GPU is it the same."""
+        """Time of a timed candidate with equal machine code and launches, or None; measured searches only."""
         if not self._measured or not compiled.code:
             return None
         for other, reply in self._by_code.get(compiled.code, []):
@@ -100,7 +100,7 @@ class Trials:
         return None
 
     def _launches(self, candidate: Candidate) -> str | None:
-        """How a candidate's kernels are launched; None where that can't be told."""
+        """Hash of a candidate's launches; None where it can't be computed."""
         if candidate not in self._launched:
             source = tasks.Source.of(candidate.family, candidate.variant(self._spec))
             fixed = (source, self._problem, self._plan.target)

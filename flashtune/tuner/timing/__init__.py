@@ -1,1 +1,1 @@
-"""Times on the GPU: candidates and the framework interleaved, finalists raced until each is decided."""
+"""Timing on the GPU: candidates and PyTorch interleaved, final candidates raced until each is decided."""

@@ -1,4 +1,4 @@
-"""The framework's own attention as the yardstick: the same problem through `F.scaled_dot_product_attention`."""
+"""PyTorch's own attention as the baseline: the same problem through `F.scaled_dot_product_attention`."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,19 +20,19 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-"""The framework's backends by the names that `flashtune bench` shows."""
+"""PyTorch's backends by the names that `flashtune bench` shows."""
 
 
 def framework_call(inputs: Inputs, backend: str | None = None, *, step: bool = False) -> Callable[[], object] | None:
-    """The framework's pass on these inputs (its default choice, or one of `BACKENDS`); None where it can't express the problem.
+    """PyTorch's pass on these inputs (its default choice, or one of `BACKENDS`); None where it can't express the problem.
 
-    Of a backward it is the gradients alone, those of the bias and of slopes behind dQ, dK and dV where they are asked for: the forward that
-    they need runs at the first call, and is kept; in a training `step` it runs each time. The default choice leaves out cuDNN where its
-    gradients aren't to be trusted (flashtune.core.torch_attention).
+    A backward is the gradients alone, dQ, dK and dV, then the bias's and the slopes' where requested: the forward that they need runs at
+    the first call, and is kept; in a training `step` it runs each time. The default choice leaves out cuDNN where its gradients are
+    unreliable (flashtune.core.torch_attention).
 
-    A diagonal at the last key is torch's `causal_lower_right`, where that reaches FlashAttention. Other bands that are not torch's own
-    causal become a boolean mask, and ALiBi a bias in the inputs' dtype (the one that every backend takes), made once and outside of what
-    is timed. A soft cap has no equivalent, nor have sinks and fp8 inputs.
+    A diagonal at the last key is PyTorch's `causal_lower_right`, where that reaches FlashAttention. Other bands that are not PyTorch's own
+    causal become a boolean mask, and ALiBi a bias in the inputs' dtype (the one that every backend takes), made once and outside of the
+    timed part. A soft cap has no equivalent, nor have sinks and fp8 inputs.
     """
     p, given = inputs.problem, inputs.parameters
     if p.features.softcap or p.features.sinks or p.dtype == "fp8":
@@ -48,7 +48,7 @@ def framework_call(inputs: Inputs, backend: str | None = None, *, step: bool = F
     lower_right = own is None and slopes is None and backend in (None, "flash") and _flash_takes_lower_right(inputs)
 
     def joined() -> torch.Tensor | None:
-        """The bias or mask that has all that torch lacks."""
+        """Bias or mask of the features that PyTorch lacks."""
         mask = own
         if slopes is not None:
             mask = reference.joined(reference.alibi(slopes, p.n_q, p.n_kv, given.band.diagonal).to(inputs.q.dtype), mask)
@@ -62,7 +62,7 @@ def framework_call(inputs: Inputs, backend: str | None = None, *, step: bool = F
         from torch.nn.attention.bias import causal_lower_right
 
         mask: torch.Tensor | None = causal_lower_right(p.n_q, p.n_kv)
-        # It knows torch's function by its place in torch.nn.functional, where anything may stand.
+        # Called directly, since it recognises PyTorch's function by its place in torch.nn.functional, which may be patched.
         called = type(mask)._dispatch  # type: ignore[union-attr]
     else:
         try:
@@ -89,7 +89,7 @@ def framework_call(inputs: Inputs, backend: str | None = None, *, step: bool = F
     def gradients() -> tuple[torch.Tensor, ...]:
         if not kept or step:
             with torch.enable_grad():
-                # Where a gradient goes through it, it is made anew with each forward.
+                # Built anew with each forward where a gradient flows through it.
                 kept[:] = [chosen(q, k, v, joined() if kept and p.features.asked else mask)]
         return torch.autograd.grad(kept[0], leaves, inputs.operands["dout"], retain_graph=not step)
 
@@ -97,16 +97,16 @@ def framework_call(inputs: Inputs, backend: str | None = None, *, step: bool = F
 
 
 def backend_name(call: Callable[[], object]) -> str:
-    """Which of the framework's backends serves a call, from the operators that it runs: a profiler takes seconds to start."""
+    """Name of the PyTorch backend that serves a call, from the operators that it runs, since a profiler takes seconds to start."""
 
     class Named(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        """Notes the operators of a block."""
+        """Records the operators of a block."""
 
         names = ""
 
         @classmethod
         def _should_skip_dynamo(cls) -> bool:
-            # Or torch would import its whole compiler (seconds) to keep it out of here.
+            # Otherwise torch would import its whole compiler (seconds) to keep it out of here.
             return False
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -119,7 +119,7 @@ def backend_name(call: Callable[[], object]) -> str:
 
 
 def _flash_takes_lower_right(inputs: Inputs) -> bool:
-    """Whether FlashAttention computes the band of these inputs from a diagonal at the last key, without a mask."""
+    """True where FlashAttention computes the band of these inputs from a diagonal at the last key, without a mask."""
     p, given = inputs.problem, inputs.parameters
     if given.band.left is not None or given.band.right != 0 or given.band.diagonal <= 0:
         return False

@@ -1,7 +1,7 @@
-"""What a GPU is doing while finalists race: clocks, power, temperature, what holds it back, and who else computes on it.
+"""Conditions of a GPU during the closing races: clocks, power, temperature, throttling, and other processes.
 
-NVIDIA's own `nvidia-smi` is asked, in a process beside the race, so that neither the process that launches nor the one that waits for it
-is held up. Where there is no such tool (other vendors' GPUs, a container without it), nothing is known and the race goes on.
+They come from NVIDIA's `nvidia-smi` in a process beside the race, so that neither the launching process nor the one that waits for it is
+delayed. Without that tool (other vendors' GPUs, a container without it) there are no conditions and the race goes on.
 """
 
 import shutil
@@ -19,18 +19,18 @@ from flashtune.core.results import Conditions
 from flashtune.tuner.replies import Failed, Raced
 
 RACES = 3
-"""Races that finalists get in all while each is throttled or shared."""
+"""Most attempts at a race while each is throttled or shared."""
 
 PAUSE_S = 0.5
-"""Wait before another race: the GPU cools, or another's process ends."""
+"""Seconds of pause before another race: the GPU cools, or another process ends."""
 
 POWER_PAUSE_S = 0.1
-"""The same where the power cap alone held it back: what a GPU draws falls as soon as it rests."""
+"""Seconds of pause after throttling by the power cap alone: power falls as soon as the GPU rests."""
 
 _READINGS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "clocks_throttle_reasons.active")
 _EVERY_MS = 20
 _START_S = 10.0
-"""How long the first reading is waited for: a driver that no process holds takes seconds to start."""
+"""Seconds to wait for the first reading: a driver that no process uses takes seconds to start."""
 
 THROTTLES = {
     0x4: "SwPowerCap",
@@ -39,20 +39,19 @@ THROTTLES = {
     0x40: "HwThermalSlowdown",
     0x80: "HwPowerBrakeSlowdown",
 }
-"""NVML's bits for what lowers clocks below what was asked for (nvml.h, nvmlClocksEventReason...); an idle GPU and clocks that somebody
-set are none of these."""
+"""NVML's bits for reasons of lowered clocks (nvml.h, nvmlClocksEventReason...); an idle GPU and clocks set by a user are none of these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """One line of the tool, and when it came (seconds since the epoch)."""
+    """One line of the tool, and its time (seconds since the epoch)."""
 
     at: float
     text: str
 
 
 class _Loop:
-    """The tool, writing a line for every reading until it is stopped."""
+    """Process of the tool, which writes a line for every reading until it is stopped."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self.readings: list[Reading] = []
@@ -69,7 +68,7 @@ class _Loop:
         self._first.set()
 
     def wait(self, seconds: float) -> None:
-        """Until the first reading came, the tool ended, or the time is over."""
+        """Wait until the first reading, the end of the tool, or the end of the time."""
         self._first.wait(seconds)
 
     def stop(self) -> None:
@@ -79,7 +78,7 @@ class _Loop:
 
 
 class GpuWatch:
-    """Reads a GPU's state while it is open; a context manager. `gpu` is an index or a UUID, as the driver's tool takes it."""
+    """Context manager that reads a GPU's state while it is open. `gpu` is an index or a UUID, as nvidia-smi takes it."""
 
     def __init__(self, gpu: str) -> None:
         self._gpu = gpu
@@ -105,7 +104,7 @@ class GpuWatch:
         self._loops = []
 
     def between(self, start: float, end: float, own: int) -> Conditions | None:
-        """What was read from `start` to `end` (seconds since the epoch) while our process `own` ran; None where nothing was."""
+        """Conditions from `start` to `end` (seconds since the epoch) while our process `own` ran; None without readings."""
         if not self._loops:
             return None
         gpu, processes = ([r.text for r in list(loop.readings) if start <= r.at <= end] for loop in self._loops)
@@ -113,7 +112,7 @@ class GpuWatch:
 
 
 def conditions_of(gpu: Sequence[str], processes: Sequence[str], own: int) -> Conditions | None:
-    """The state that the tool's lines tell; None where no line of `gpu` can be read. A process is a line of its id."""
+    """Conditions from the tool's lines; None where no line of `gpu` can be read. `processes` are lines of one process id each."""
     rows = [parts for line in gpu if len(parts := [part.strip() for part in line.split(",")]) == len(_READINGS)]
     if not rows:
         return None
@@ -132,10 +131,10 @@ def conditions_of(gpu: Sequence[str], processes: Sequence[str], own: int) -> Con
 
 
 def _others(seen: set[int], own: int) -> int | None:
-    """How many processes but our own computed; None where the driver lists none at all, as inside some containers."""
+    """Number of other processes on the GPU; None where the driver lists none at all, as inside some containers."""
     if not seen:
         return None
-    # Inside a container the ids are the host's, so that ours can't be told by its number: it is one of those.
+    # Inside a container the ids are the host's, so that ours can't be recognised: it is one of those.
     return len(seen) - 1 if own not in seen else len(seen - {own})
 
 
@@ -149,10 +148,10 @@ def _number(text: str) -> float | None:
 def race_undisturbed(
     race: Callable[[Raced | None], Raced | Failed], watch: AbstractContextManager[GpuWatch], *, pause_s: float = PAUSE_S
 ) -> tuple[Raced | Failed, Conditions | None]:
-    """Race, and race again while the GPU was throttled or shared, up to `RACES` times; the least doubtful reply, with its conditions.
+    """Race, and repeat while the GPU was throttled or shared, up to `RACES` times; returns the least doubtful reply, with its conditions.
 
-    `race` is given the race before where that was throttled and nothing else: its ratios hold, and only who is tied need race again. A GPU
-    that is throttled twice for the same reason is so by the kernels themselves: a third race would be no different.
+    `race` receives the race before where that was only throttled: its ratios hold, and only tied candidates need race again. A GPU that is
+    throttled twice for the same reason is so by the kernels themselves: a third race would be no different.
     """
     best: tuple[Raced, Conditions | None] | None = None
     last: Raced | None = None
@@ -167,7 +166,7 @@ def race_undisturbed(
                 return best or (reply, None)
             last = reply
             found = watched.between(reply.began, reply.ended, reply.pid)
-            # Of a race so short that nothing was read nobody knows that it wasn't disturbed.
+            # A race too short for a reading can't be known to be undisturbed.
             if best is None or (found is not None and len(_doubts(found)) < len(_doubts(best[1]))):
                 best = reply, found
             throttled_again = before is not None and found is not None and before.throttled_by == found.throttled_by
@@ -183,7 +182,7 @@ def _doubts(found: Conditions | None) -> tuple[str, ...]:
 
 
 def gpu_id() -> str:
-    """This process's GPU, the one that torch sees as device 0, as the driver's tool takes it."""
+    """UUID of this process's GPU, PyTorch's device 0, as nvidia-smi takes it."""
     import torch
 
     uuid = getattr(torch.cuda.get_device_properties(0), "uuid", None)

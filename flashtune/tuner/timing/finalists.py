@@ -1,4 +1,4 @@
-"""Which candidates race at the end, which of them have whole calls timed, and which wins."""
+"""Choice of final candidates, of those whose whole calls are timed, and of the winner."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -9,26 +9,26 @@ from flashtune.tuner.propose.space import Candidate
 from flashtune.tuner.timing.racing import TIE
 
 FINALISTS = 12
-"""Candidates in the closing races; their neighbours' times are noise apart."""
+"""Most candidates in the closing races; beyond them, neighbours' times differ by noise."""
 
 WITHIN = 0.1
-"""Who was slower than the best trial by more than this doesn't race."""
+"""Largest slowdown against the best trial, as a share, of a final candidate."""
 
 HOST_US = 15.0
-"""What the host needs for a call, or so: kernels that take the GPU less are told apart by how often they launch."""
+"""Approximate host time of a call in microseconds: shorter kernels differ by their number of launches."""
 
 CALLED = 3
-"""So many of the first, the race's winner among them, have whole calls timed (see `to_call`)."""
+"""Number of the first ranks, the race's winner among them, whose whole calls are timed (see `to_call`)."""
 
 CALL_GAIN = 0.1
-"""A whole call that is shorter by more than this is worth more than a lead on the GPU: what callers see is the slower of host and GPU, and
-a second launch takes host time that no race sees. Less than this may be noise: calls' times are the host's."""
+"""Least gain in the time of a whole call, as a share, that outweighs a lead on the GPU: callers see the slower of host and GPU, and smaller
+differences may be the host's noise."""
 
 
 def to_race(correct: Sequence[Candidate], times: Sequence[float], d: int) -> list[Candidate]:
-    """Of candidates for heads of `d` columns, the fastest first, those that race: the first few that are within reach, where the GPU would
-    wait for the host the fastest of each other way to add up splits, for whole calls decide there, and beside kernels that settle row
-    maxima the one that doesn't and takes least where scores mislead them, for there it serves."""
+    """Final candidates for heads of `d` columns, the fastest first: the first few within `WITHIN`; where the GPU would wait for the host
+    the fastest of each other way to combine splits, for whole calls decide there; and beside kernels with a frozen row max the one with an
+    online softmax that is fastest on mispredicted rows, as their fallback kernel."""
     found = [candidate for candidate, us in zip(correct[:FINALISTS], times, strict=False) if us <= (1 + WITHIN) * times[0]]
     for candidate, us in zip(correct, times, strict=True):
         if us <= HOST_US and all(candidate.config.get("combine", "") != other.config.get("combine", "") for other in found):
@@ -43,15 +43,15 @@ def to_race(correct: Sequence[Candidate], times: Sequence[float], d: int) -> lis
 
 
 def by_misled(times: Mapping[Candidate, float], d: int) -> dict[Candidate, float]:
-    """Kernels with running maxima by what they take where scores mislead those that settle them, the least first, of their times on random
-    numbers."""
+    """Estimated times of kernels with an online softmax on inputs that mispredict a frozen row max, the least first, from their times on
+    random numbers."""
     found = {candidate: (1 + lost_where_misled(candidate.config, d)) * us for candidate, us in times.items()}
     return dict(sorted(found.items(), key=lambda one: one[1]))
 
 
 def twin_ahead(ranks: Sequence[Candidate], times: Mapping[Candidate, float], d: int) -> list[Candidate]:
-    """`ranks`, whose first wins, with the best of `by_misled` before the others with running maxima: the row's twin, if the winner settles
-    maxima."""
+    """Ranks, the winner first, with the best of `by_misled` moved before the others with an online softmax: the winner's fallback kernel,
+    if it freezes row maxima."""
     running = [one for one in ranks[1:] if not settles(one.config) and one.family == ranks[0].family]
     if not running or not settles(ranks[0].config):
         return list(ranks)
@@ -62,8 +62,8 @@ def twin_ahead(ranks: Sequence[Candidate], times: Mapping[Candidate, float], d: 
 
 
 def to_call(ranks: Sequence[Candidate]) -> list[Candidate]:
-    """Of finalists, the best first, those whose whole calls are timed: the first few, and the first that adds up splits in each other way,
-    since a second launch costs the host what no race sees."""
+    """Final candidates, the best first, whose whole calls are timed: the first few, and the first of each other way to combine splits,
+    since a second launch costs host time that no race measures."""
     found = list(ranks[:CALLED])
     for candidate in ranks[CALLED:]:
         if all(candidate.config.get("combine", "") != other.config.get("combine", "") for other in found):
@@ -72,9 +72,10 @@ def to_call(ranks: Sequence[Candidate]) -> list[Candidate]:
 
 
 def placed(outcomes: Sequence[Outcome], behind: Sequence[float], *, is_stored: Callable[[Outcome], bool]) -> list[int]:
-    """The order of finalists: those tied with the fastest first, of them the stored row's, then the simplest; the rest by their times.
+    """Ranking of final candidates: those tied with the fastest first, of them the stored record's, then the simplest; the rest by their
+    times.
 
-    Simple is what takes fewer threads (warps), then less shared memory (stages, tiles), then fewer registers; the variant id comes last.
+    Simpler means fewer threads (warps), then less shared memory (stages, tiles), then fewer registers; the variant id comes last.
     """
 
     def place(index: int) -> tuple[object, ...]:
@@ -89,8 +90,8 @@ def placed(outcomes: Sequence[Outcome], behind: Sequence[float], *, is_stored: C
 
 
 def first_by_calls(calls: Sequence[float | None]) -> int:
-    """Which of some finalists wins, by what whole calls of each take (microseconds, the race's winner first): the race's winner, unless
-    another's calls are shorter by more than `CALL_GAIN`."""
+    """Place of the winner by whole calls of each (microseconds, the race's winner first): the race's winner, unless another's calls are
+    shorter by more than `CALL_GAIN`."""
     known = {place: call for place, call in enumerate(calls) if call is not None}
     if 0 not in known:
         return 0
@@ -101,8 +102,8 @@ def first_by_calls(calls: Sequence[float | None]) -> int:
 def ranked(
     finalists: Sequence[tuple[Candidate, Outcome]], *, behind: Sequence[float] | None = None, known: Candidate | None = None
 ) -> list[Candidate]:
-    """The winner first (see `placed`): by how far each is `behind` the fastest, or by their times alone (predictions, and races of other
-    ways); `known` is the stored row's."""
+    """Final candidates, the winner first (see `placed`): by each one's distance `behind` the fastest, or by their times alone (predictions,
+    and races without it); `known` is the stored record's."""
     outcomes = [outcome for _, outcome in finalists]
     if behind is None:
         times = [outcome.measurement.median_us for outcome in outcomes if outcome.measurement is not None]

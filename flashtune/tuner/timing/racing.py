@@ -1,8 +1,9 @@
-"""The pick: finalists race, round by round interleaved, until each is known to be slower than the fastest or tied with it.
+"""Interleaved races of final candidates, until each is known to be slower than the fastest or tied with it.
 
-What counts is a finalist's time over the fastest one's in the same round: clocks drift, ratios within a round don't. Of these ratios the
-trimmed mean and its confidence interval are taken (Yuen, "The two-sample trimmed t for unequal population variances", Biometrika 61, 1974).
-A finalist is decided when its interval lies on one side of `TIE`; who isn't races again with the fastest, up to `RACES` times in all.
+A candidate is compared by its time over the fastest one's in the same round: clocks drift, ratios within a round don't. The statistic is
+the trimmed mean of these ratios with its confidence interval (Yuen, "The two-sample trimmed t for unequal population variances", Biometrika
+61, 1974). A candidate is decided when its interval lies on one side of `TIE`; undecided ones race again with the fastest, up to `RACES`
+times in all.
 """
 
 import math
@@ -13,20 +14,20 @@ from flashtune.core.results import Measurement
 from flashtune.tuner.replies import Standing
 
 TIE = 0.0075
-"""Who is no slower than the fastest by more than this is tied with it; a fixed rule then chooses, so that runs and ranks agree."""
+"""Largest slowdown that counts as a tie with the fastest, as a share; a fixed rule then chooses, so that repeated searches agree."""
 
 CONFIDENCE = 0.99
-"""Of each decision."""
+"""Confidence of each decision."""
 
 RACES = 5
-"""Races in all; what is open after the last is decided by its estimate."""
+"""Most races; open decisions are then taken by their estimates."""
 
 _TRIMMED = 0.1
-"""What is left out at each end of the ratios: a host that is held up, a clock that changes between two launches."""
+"""Share of ratios trimmed at each end: a delayed host, a clock that changes between two launches."""
 
 
 class Contest:
-    """The races of some finalists: says who races next, and takes what each race measured."""
+    """Races of some final candidates: schedules them, and collects their times."""
 
     def __init__(self, count: int, *, most: int = RACES) -> None:
         self._count, self._most = count, most
@@ -34,7 +35,7 @@ class Contest:
         self._races = 0
 
     def racers(self) -> list[int]:
-        """Who is to race next, by their places among the finalists; nobody when all is decided or races are at an end."""
+        """Places of the candidates to race next; empty when all is decided or the races are at an end."""
         if not self._races:
             return list(range(self._count))
         if self._races >= self._most:
@@ -44,12 +45,12 @@ class Contest:
         return sorted([first, *open_ones]) if open_ones else []
 
     def add(self, racers: Sequence[int], times: Sequence[Sequence[float]]) -> None:
-        """Take a race: for each of `racers` its time in every round, in microseconds."""
+        """Add a race: for each of `racers` its time in every round, in microseconds."""
         self._rounds += [dict(zip(racers, row, strict=True)) for row in zip(*times, strict=True)]
         self._races += 1
 
     def standing(self) -> Standing:
-        """Who is how far behind, by all rounds."""
+        """Distances behind the fastest, by all rounds."""
         first = self._fastest()
         behind = [0.0 if place == first else self._ratio(place, first)[0] for place in range(self._count)]
         settled = not any(self._open(place, first) for place in range(self._count) if place != first)
@@ -61,18 +62,18 @@ class Contest:
         )
 
     def times(self, place: int) -> list[float]:
-        """All times of a finalist."""
+        """All times of a final candidate, in microseconds."""
         return [row[place] for row in self._rounds if place in row]
 
     def measurement(self, place: int) -> Measurement:
-        """A finalist's quantiles in the scale of all rounds: who raced less often is put into it by the fastest one's times."""
+        """Quantiles of a final candidate in the scale of all rounds: fewer races are rescaled by the fastest one's times."""
         first = self._fastest()
         own = Measurement.of(self.times(place))
         beside = statistics.median(row[first] for row in self._rounds if place in row)
         return own.scaled(statistics.median(self.times(first)) / beside)
 
     def _fastest(self) -> int:
-        """The one that nobody is behind of; all who may be it have raced in every round."""
+        """Place of the fastest; every possible one has raced in all rounds."""
         racers = [place for place in range(self._count) if all(place in row for row in self._rounds)]
         return min(racers, key=lambda place: (self._ratio(place, racers[0])[0], place))
 
@@ -86,8 +87,8 @@ class Contest:
 
 
 def trimmed_mean(values: Sequence[float]) -> tuple[float, float]:
-    """The trimmed mean of some numbers and half the width of its confidence interval (infinite for fewer than three)."""
-    # Imported where finalists have raced.
+    """Trimmed mean of some numbers and half the width of its confidence interval (infinite for fewer than three)."""
+    # Imported late, since only closing races need it.
     from scipy.special import stdtrit
 
     ordered = sorted(values)

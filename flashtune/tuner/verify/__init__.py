@@ -1,1 +1,1 @@
-"""Correct before fast: what candidates are checked on, and how close is right."""
+"""Verification of numbers before timing: cases, inputs and tolerances."""

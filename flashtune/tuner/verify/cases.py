@@ -1,4 +1,4 @@
-"""What candidates are checked on: little problems that tile edges, empty rows, shared heads and scores of models get wrong."""
+"""Small problems that candidates are checked on: tile edges, empty rows, shared heads and scores as models produce them."""
 
 from dataclasses import dataclass, replace
 
@@ -9,10 +9,10 @@ from flashtune.tuner.verify.distributions import PRESENT, redistribute
 from flashtune.tuner.verify.inputs import Inputs, make_inputs, run_forward
 
 FEW_SMS = 1
-"""Multiprocessors that a launch of a little problem is told of, so that persistent programs go from tile to tile there too."""
+"""Multiprocessors of an extra launch of a small problem, so that persistent programs go from tile to tile there too."""
 
 CROWD_SMS = 3
-"""The same for a crowd of heads, whose tiles several programs share."""
+"""Multiprocessors of that launch for a crowd of heads, whose tiles several programs share."""
 
 BEYOND_FLOAT32 = tuple(name for name in PRESENT if name.startswith("misled"))
 """Distributions with scores that float32 can't hold relative to others of their row, which kernels may compute twice (decision 0008)."""
@@ -24,8 +24,8 @@ WITHIN_FLOAT32 = tuple(name for name in PRESENT if name not in BEYOND_FLOAT32)
 class Case:
     """Inputs to check a launch on.
 
-    `titles` names what each key head of the first batch holds, where they differ. `few_sms` are the multiprocessors that a further launch
-    is told of, None for no such launch. `repeats` says that two launches must agree to the bit, where a family promises it.
+    `titles` names the contents of each key head of the first batch, where they differ. `few_sms` are the multiprocessors of an extra
+    launch, None for no such launch. `repeats` is True where two launches must be bitwise equal, if the family guarantees that.
     """
 
     inputs: Inputs
@@ -35,7 +35,7 @@ class Case:
 
 
 def small_problems(problem: Problem, batch: int) -> list[Problem]:
-    """Ragged little problems with the problem's own spec: what tile edges, empty rows and shared heads get wrong."""
+    """Small unaligned problems with the problem's own spec, for faults at tile edges, empty rows and shared heads."""
     ratio = problem.gqa_ratio
 
     def case(n_q: int, n_kv: int, features: Features) -> Problem:
@@ -51,7 +51,7 @@ def small_problems(problem: Problem, batch: int) -> list[Problem]:
 
 
 def _narrow(features: Features) -> Features:
-    """The same with a window that little problems feel."""
+    """Features with a window that small problems notice."""
     if features.window is None:
         return features
     left, right = (None if side is None else min(side, 70) for side in features.window)
@@ -61,12 +61,12 @@ def _narrow(features: Features) -> Features:
 def make_extreme(inputs: Inputs) -> None:
     """Change the inputs so that scores defeat an estimate of a row's maximum.
 
-    The first 40 keys, to which kernels come first or last, have scores up to some 100 (natural units), and all of a row's lie around 150
-    or around -150. The first 64 rows' scores are a fortieth of that and the next 64 rows' a twelfth, so that their weights can be held
+    The first 40 keys, to which kernels come first or last, have scores up to some 100 (natural units), and all of a row's lie around 150 or
+    around -150. The first 64 rows' scores are a fortieth of that and the next 64 rows' a twelfth, so that float32 can hold their weights
     relative to such an estimate. Of a boolean mask the last 140 columns are hidden.
 
-    A backward, which is given the LSE, estimates nothing: its first keys stay as they are, and the output's gradient is quartered, since
-    dS, rounded as in every kernel, is multiplied by these queries and keys in sums that cancel.
+    A backward, which reads the LSE, estimates nothing: its first keys stay as they are, and the output's gradient is quartered, since dS,
+    rounded as in every kernel, is multiplied by these queries and keys in sums that cancel.
     """
     d = inputs.problem.d
     shift = (150 / (inputs.parameters.scale * d)) ** 0.5
@@ -87,15 +87,15 @@ def make_extreme(inputs: Inputs) -> None:
 
 
 def crowd(problem: Problem, names: tuple[str, ...], *, device: torch.device | str, seed: int) -> Case:
-    """One little problem whose key heads have a distribution of scores each: a single launch is checked on all of them.
+    """Small problem whose key heads have a distribution of scores each: a single launch is checked on all of them.
 
-    The keys are several blocks of any config, and the rows end within a tile. Only normal numbers suit a backward: what its forward wrote
-    would have to be made again.
+    The keys are several blocks of any config, and the rows end within a tile. A backward takes normal numbers only: others would need its
+    forward's results to be computed again.
     """
     ratio = problem.gqa_ratio
     sizes = replace(problem, batch=1, heads=len(names) * ratio, kv_heads=len(names), n_q=197, n_kv=643, features=_narrow(problem.features))
     inputs = make_inputs(sizes, device=device, seed=seed)
-    # Dropout's mask counts heads, but bears on no score: views of single heads do without it.
+    # Dropout's mask depends on the head's number, but scores don't: views of single heads do without it.
     plain = replace(inputs, problem=replace(sizes, features=replace(sizes.features, dropout=False)))
     for kv_head, name in enumerate(names):
         if name != "random":
@@ -105,16 +105,16 @@ def crowd(problem: Problem, names: tuple[str, ...], *, device: torch.device | st
 
 
 def cases(problem: Problem, *, device: torch.device | str, seed: int, thorough: bool) -> list[Case]:
-    """What every candidate of `problem` is checked on; `thorough` adds what costs a GPU little and Triton's interpreter much."""
+    """Cases that every candidate of `problem` is checked on; `thorough` adds those that cost a GPU little and Triton's interpreter much."""
     found = []
     for index, small in enumerate(small_problems(problem, 2 if thorough else min(2, problem.batch))):
         odd = index % 2 == 1
         found.append(Case(inputs=make_inputs(small, device=device, seed=seed + index, heads_inside=odd, own_masks=odd)))
     if not thorough:
-        # What the interpreter runs looks for its maxima in every block.
+        # Interpretable kernels compute their maxima in every block, so extreme scores have nothing to find.
         return found
     if problem.dtype in ("bf16", "fp16"):
-        # Not for other types: rounding such scores to TF32 or adding them up as fp8's products do is not exact enough.
+        # Other types are left out: rounding such scores to TF32 or adding them up as fp8's products do is not exact enough.
         extreme = make_inputs(found[0].inputs.problem, device=device, seed=seed)
         make_extreme(extreme)
         found.append(Case(inputs=extreme))

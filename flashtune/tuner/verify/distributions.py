@@ -1,8 +1,9 @@
-"""Scores as models make them, which normal queries and keys don't: sinks, needles, peaked rows, drifting keys, rows far from zero.
+"""Distributions of scores as models produce them, unlike normal queries and keys: sinks, needles, peaked rows, drifting keys, rows far from
+zero.
 
 A distribution changes a problem's queries and keys in place, in their first dimensions alone: a query has a number there, some keys have
 one too, and their product raises a score by so many nats (natural units of a score, after scaling). All other keys have zeros there, so
-that no other score changes but by what those dimensions gave it.
+that no other score changes but by the former contents of those dimensions.
 """
 
 import math
@@ -15,36 +16,36 @@ from flashtune.core.errors import InputError
 from flashtune.tuner.verify.inputs import Inputs, run_forward
 
 NEEDLES = 8
-"""Keys of a head of which each row has one raised; as many dimensions are taken for them."""
+"""Keys of a head of which each row has one raised; each takes a dimension."""
 
 MISLED_NATS = 100.0
-"""By how much a misled row's first keys are raised: more than float32 can hold relative to the others (88)."""
+"""Raise of a mispredicted row's first keys, in nats: more than float32 can hold relative to the others (88)."""
 
 
 def _product(inputs: Inputs, nats: float) -> float:
-    """The number, in a query and a key alike, whose square raises a score by `nats`."""
+    """Number, in a query and a key alike, whose square raises a score by `nats`."""
     return math.sqrt(abs(nats) / inputs.keywords["scale"])
 
 
 def _lone(inputs: Inputs, count: int) -> None:
-    """Empties the first `count` dimensions of queries and keys."""
+    """Zero the first `count` dimensions of queries and keys."""
     inputs.q[..., :count] = 0
     inputs.k[..., :count] = 0
 
 
 def _random(inputs: Inputs, amount: float, generator: torch.Generator) -> None:
-    """Standard normal queries and keys, as they are."""
+    """Keep standard normal queries and keys."""
 
 
 def _sink(inputs: Inputs, amount: float, generator: torch.Generator) -> None:
-    """The first key's score is `amount` higher in every row."""
+    """Raise the first key's score by `amount` nats in every row."""
     _lone(inputs, 1)
     inputs.q[..., 0] = inputs.k[..., 0, 0] = _product(inputs, amount)
 
 
 def _needle(inputs: Inputs, amount: float, generator: torch.Generator) -> None:
-    """In each row the score of one of NEEDLES keys, which lie anywhere, is `amount` higher."""
-    # No more than there are dimensions.
+    """Raise, in each row, the score of one of NEEDLES randomly placed keys by `amount` nats."""
+    # Each needle takes a dimension of its own.
     count = min(NEEDLES, inputs.problem.n_kv, inputs.problem.d)
     _lone(inputs, count)
     number = _product(inputs, amount)
@@ -55,12 +56,12 @@ def _needle(inputs: Inputs, amount: float, generator: torch.Generator) -> None:
 
 
 def _deviation(inputs: Inputs, amount: float, generator: torch.Generator) -> None:
-    """Scores with a standard deviation of `amount` in place of 1: few keys take most of a row."""
+    """Scale scores to a standard deviation of `amount`: few keys take most of a row."""
     inputs.q.copy_((inputs.q.float() * amount).to(inputs.q.dtype))
 
 
 def _drift(inputs: Inputs, amount: float, generator: torch.Generator) -> None:
-    """Scores rise by `amount` from the first key to the last; a negative amount has them fall."""
+    """Raise scores by `amount` nats from the first key to the last; a negative amount lowers them."""
     _lone(inputs, 1)
     number = _product(inputs, amount)
     inputs.q[..., 0] = math.copysign(number, amount)
@@ -68,14 +69,15 @@ def _drift(inputs: Inputs, amount: float, generator: torch.Generator) -> None:
 
 
 def _shifted(inputs: Inputs, amount: float, generator: torch.Generator) -> None:
-    """All scores of a row are `amount` higher, which a softmax doesn't see."""
+    """Raise all scores of a row by `amount` nats, which doesn't change a softmax."""
     _lone(inputs, 1)
     inputs.k[..., 0] = _product(inputs, amount)
     inputs.q[..., 0] = math.copysign(_product(inputs, amount), amount)
 
 
 def _misled(inputs: Inputs, amount: float, generator: torch.Generator) -> None:
-    """In `amount` percent of the rows the first sixteenth of the keys is MISLED_NATS higher: what was seen of other keys says nothing."""
+    """Raise the first sixteenth of the keys by MISLED_NATS in `amount` percent of the rows, so that other keys predict nothing about
+    them."""
     _lone(inputs, 1)
     number = _product(inputs, MISLED_NATS)
     inputs.k[..., : max(1, inputs.problem.n_kv // 16), 0] = number
@@ -107,11 +109,11 @@ PRESENT = (
     "misled-10%",
     "misled-100%",
 )
-"""The distributions that kernels are checked and timed on."""
+"""Distributions that kernels are checked and timed on."""
 
 
 def redistribute(inputs: Inputs, name: str, *, seed: int = 0) -> None:
-    """Give normal inputs the distribution `name`: random, sink+X, needle+X (X nats), deviation-S, drift+X, drift-X, shifted+X,
+    """Change normal inputs to the distribution `name`: random, sink+X, needle+X (X nats), deviation-S, drift+X, drift-X, shifted+X,
     shifted-X or misled-P% (P percent of the rows); raises InputError for any other."""
     kind, sign, amount = (re.fullmatch(r"([a-z]+)(?:([+-])(\d+(?:\.\d+)?)%?)?", name) or re.fullmatch("()()()", "")).groups()  # type: ignore[union-attr]
     if kind not in _KINDS or (amount is None) != (kind == "random"):
