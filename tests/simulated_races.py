@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flashtune.core.results import Outcome, SearchResult
-from flashtune.tuner.timing.finalists import placed
+from flashtune.tuner.timing.final_candidates import placed
 from flashtune.tuner.timing.racing import Contest
 
 DRIFT = 0.002

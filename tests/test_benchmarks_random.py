@@ -25,8 +25,8 @@ from flashtune.core.target import Target, find_target
 from flashtune.dispatch.policy import torch_has
 from flashtune.templates import families
 from flashtune.tuner.children import tasks
-from flashtune.tuner.propose.carrying import carried
 from flashtune.tuner.propose.space import Candidate, SearchSpace
+from flashtune.tuner.propose.transfer import transfer_candidates
 from flashtune.tuner.replies import Checked as CheckedCandidate
 from flashtune.tuner.replies import Compiled, Failed
 
@@ -229,7 +229,7 @@ def test_a_search_in_parts_tries_winners_of_near_rows_first_and_then_what_the_su
     monkeypatch.setattr(tasks, "compile_candidate", keep)
     first = searches.first_candidates(problem, H200, count=6, seed=0)
     space = SearchSpace(families(), problem, H200)
-    near = carried(space, problem, searches.shipped(), "measured")
+    near = transfer_candidates(space, problem, searches.shipped(), "measured")
     assert len(set(first)) == 6 and first[: len(near)] == near
     wrong = searches.text_of(first[4], problem)
     monkeypatch.setattr(

@@ -37,7 +37,7 @@ from flashtune.tuner.propose.study import Study, outcome_from_json, outcome_to_j
 from flashtune.tuner.replies import Checked, Compiled, Failed, Ready, Rounds
 from flashtune.tuner.timing import conditions
 from flashtune.tuner.timing.baseline import backend_name, framework_call
-from flashtune.tuner.timing.finalists import ranked
+from flashtune.tuner.timing.final_candidates import ranked
 from flashtune.tuner.verify import correctness
 from flashtune.tuner.verify.inputs import make_inputs
 

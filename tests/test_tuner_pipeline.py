@@ -24,7 +24,7 @@ from flashtune.db.library import Library, shipped_path
 from flashtune.tuner import searching
 from flashtune.tuner.children import tasks
 from flashtune.tuner.children.compile import code_hash, compiled_kernels, launch_hash
-from flashtune.tuner.children.keeper import Keeper
+from flashtune.tuner.children.study_writer import StudyWriter
 from flashtune.tuner.children.workers import Pending, Workers
 from flashtune.tuner.propose.record import Record
 from flashtune.tuner.propose.space import Candidate
@@ -315,7 +315,7 @@ def test_a_second_gpu_takes_its_half(devices: Path, monkeypatch: pytest.MonkeyPa
         assert result.best is not None and result.best.rank == 1
 
 
-class Begun(Keeper):
+class Begun(StudyWriter):
     """Keeps every record elsewhere, those of the first problems too."""
 
     def record(self, name: str) -> Record:
@@ -327,25 +327,25 @@ def test_each_gpus_record_is_kept_by_a_process_of_its_own(monkeypatch: pytest.Mo
     """A trial takes SQLAlchemy tens of milliseconds of an interpreter, for which the lanes would take turns; afterwards nobody is left."""
     monkeypatch.setenv("FLASHTUNE_TEST_DEVICES", "7,9")
 
-    monkeypatch.setattr(searching, "Keeper", Begun)
+    monkeypatch.setattr(searching, "StudyWriter", Begun)
     with study_storage(f"sqlite:///{tmp_path / 'studies.sqlite'}") as storage:
         results = run(plan(3, trials=6, sampler="random", devices=("7", "9"), limits=PATIENT), storage=storage)
         trials = [trial for study in optuna.get_all_study_summaries(storage) for trial in storage.get_all_trials(study._study_id)]
-    keepers = {int(trial.system_attrs["claimant"].split("/")[1]) for trial in trials if "claimant" in trial.system_attrs}
-    assert len(keepers) == 2 and os.getpid() not in keepers
-    assert not any(Path(f"/proc/{pid}").exists() for pid in keepers)
+    writers = {int(trial.system_attrs["claimant"].split("/")[1]) for trial in trials if "claimant" in trial.system_attrs}
+    assert len(writers) == 2 and os.getpid() not in writers
+    assert not any(Path(f"/proc/{pid}").exists() for pid in writers)
     assert {result.problem for result in results} == set(problems(3))
     assert all(len(result.outcomes) == 6 and result.best is not None for result in results)
 
 
 def test_what_fails_where_a_record_is_kept_is_told_here(tmp_path: Path) -> None:
-    with study_storage(f"sqlite:///{tmp_path / 'studies.sqlite'}") as storage, Keeper(storage) as keeper:
-        assert keeper.ready.wait(600)
-        record = keeper.record("one")
+    with study_storage(f"sqlite:///{tmp_path / 'studies.sqlite'}") as storage, StudyWriter(storage) as writer:
+        assert writer.ready.wait(600)
+        record = writer.record("one")
         with pytest.raises(KeyError, match="nobody's"):
             record.settle("nobody's", "{}", None, {})
         assert record.entries() == {}
-        os.kill(keeper._process.pid, signal.SIGKILL)  # type: ignore[arg-type]
+        os.kill(writer._process.pid, signal.SIGKILL)  # type: ignore[arg-type]
         with pytest.raises(EnvironmentProblem, match="start the same command again"):
             record.entries()
 
@@ -353,21 +353,21 @@ def test_what_fails_where_a_record_is_kept_is_told_here(tmp_path: Path) -> None:
 def test_what_is_known_is_saved_though_the_records_are_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The process that kept them died in the middle: giving back its claims failed, too, and hid that there was something to save."""
     monkeypatch.setenv("FLASHTUNE_TEST_DEVICES", "7,9")
-    keepers: list[Begun] = []
+    writers: list[Begun] = []
 
     class Killed(Begun):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
-            keepers.append(self)
+            writers.append(self)
 
-        def ask(self, number: int, what: str, arguments: tuple[Any, ...]) -> Any:
+        def call(self, number: int, what: str, arguments: tuple[Any, ...]) -> Any:
             if what == "settle" and next(settled) == 8:
-                for keeper in keepers:
-                    os.kill(keeper._process.pid, signal.SIGKILL)  # type: ignore[arg-type]
-            return super().ask(number, what, arguments)
+                for writer in writers:
+                    os.kill(writer._process.pid, signal.SIGKILL)  # type: ignore[arg-type]
+            return super().call(number, what, arguments)
 
     settled, saved = itertools.count(), list[SearchResult]()
-    monkeypatch.setattr(searching, "Keeper", Killed)
+    monkeypatch.setattr(searching, "StudyWriter", Killed)
     what = plan(3, trials=12, sampler="random", devices=("7", "9"), limits=PATIENT)
     with study_storage(f"sqlite:///{tmp_path / 'studies.sqlite'}") as storage:
         search = Search(what, storage=storage, provenance=PROVENANCE, save=saved.append, listener=Listener())
@@ -379,7 +379,7 @@ def test_what_is_known_is_saved_though_the_records_are_lost(monkeypatch: pytest.
 @pytest.mark.parametrize("where", ["memory", "file"])
 def test_an_interruption_ends_all_lanes_and_keeps_their_trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, where: str) -> None:
     staged(monkeypatch)
-    monkeypatch.setattr(searching, "Keeper", Begun)
+    monkeypatch.setattr(searching, "StudyWriter", Begun)
     storage = optuna.storages.InMemoryStorage() if where == "memory" else optuna.storages.RDBStorage(f"sqlite:///{tmp_path / 'studies'}")
     with pytest.raises(KeyboardInterrupt):
         run(plan(4, devices=("0", "1")), Listener(stop_after=11), storage)
@@ -529,8 +529,8 @@ def test_what_would_be_proposed_next_is_compiled_and_given_up_with_the_rest() ->
         return Pending(workers, "compile", 0, future, 1.0)
 
     study: Any = Asked()
-    study.foreseen = lambda count: list(range(study.claimed, study.claimed + count))
-    proposals = Proposals(study, compiling, ahead=8, limit=None, beside=True, foresee=True)
+    study.predicted_next = lambda count: list(range(study.claimed, study.claimed + count))
+    proposals = Proposals(study, compiling, ahead=8, limit=None, beside=True, compile_ahead=True)
     proposals.close()
     assert sorted(futures) == list(range(8 + 2)) and all(future.cancelled() for future in futures.values())
 
@@ -585,8 +585,8 @@ def test_free_compilers_take_more_of_what_would_be_proposed_next() -> None:
             return Pending(workers, "compile", 0, futures.setdefault(candidate, Future()), 1.0)
 
         study: Any = Asked()
-        study.foreseen = lambda count, study=study: list(range(study.claimed, study.claimed + count))
-        Proposals(study, compiling, ahead=16, limit=None, beside=True, foresee=True, free=lambda free=free: free).close()
+        study.predicted_next = lambda count, study=study: list(range(study.claimed, study.claimed + count))
+        Proposals(study, compiling, ahead=16, limit=None, beside=True, compile_ahead=True, free=lambda free=free: free).close()
         assert sorted(futures) == list(range(16 + most))
 
 

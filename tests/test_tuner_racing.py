@@ -16,7 +16,7 @@ from flashtune.core.target import find_target
 from flashtune.db.store import Store
 from flashtune.templates import family
 from flashtune.tuner.propose.space import Candidate
-from flashtune.tuner.timing.finalists import first_by_calls, placed, to_call, to_race, twin_ahead
+from flashtune.tuner.timing.final_candidates import fallback_ahead, first_by_calls, placed, to_call, to_race
 from flashtune.tuner.timing.racing import RACES, TIE, Contest, trimmed_mean
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -98,13 +98,13 @@ def test_the_twin_is_what_takes_least_where_scores_mislead_the_winner() -> None:
     )
     # As measured at D = 64, N = 1024: on random numbers, where each is served least.
     times = {settled: 280.2, outgrown: 296.3, grown: 305.3, always: 310.2}
-    assert twin_ahead([settled, outgrown, grown, always], times, 64) == [settled, always, outgrown, grown]
+    assert fallback_ahead([settled, outgrown, grown, always], times, 64) == [settled, always, outgrown, grown]
     assert to_race([settled, outgrown, grown, always][:1] + [outgrown] * 12 + [always], [280.2] + [296.3] * 12 + [310.2], 64)[-1] == always
-    assert twin_ahead([outgrown, settled, grown, always], times, 64) == [outgrown, settled, grown, always], "it needs no twin"
+    assert fallback_ahead([outgrown, settled, grown, always], times, 64) == [outgrown, settled, grown, always], "it needs no twin"
     # As at D = 256, where asking first costs less than it saves.
     times = {settled: 668.0, outgrown: 669.0, grown: 681.0, always: 733.0}
-    assert twin_ahead([settled, always, grown, outgrown], times, 256) == [settled, outgrown, always, grown]
-    assert twin_ahead([settled], times, 256) == [settled]
+    assert fallback_ahead([settled, always, grown, outgrown], times, 256) == [settled, outgrown, always, grown]
+    assert fallback_ahead([settled], times, 256) == [settled]
 
 
 def test_only_those_that_are_not_decided_race_again_and_not_for_ever() -> None:

@@ -23,7 +23,7 @@ from flashtune.core.results import CompileFacts, Fate, Measurement, Outcome, Pro
 from flashtune.core.target import find_target
 from flashtune.core.unbroken import unbroken
 from flashtune.templates import family
-from flashtune.tuner.propose import claimant, record
+from flashtune.tuner.propose import record, worker_id
 from flashtune.tuner.propose.record import newest_unfinished
 from flashtune.tuner.propose.space import Candidate, SearchSpace
 from flashtune.tuner.propose.study import Study
@@ -129,7 +129,7 @@ def test_a_killed_process_gives_back_what_it_tried(tmp_path: Path) -> None:
 def test_a_process_of_another_machine_is_dead_once_it_falls_silent(
     storage: optuna.storages.BaseStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claimant, "lives_here", lambda who: None)
+    monkeypatch.setattr(worker_id, "lives_here", lambda who: None)
     monkeypatch.setattr(record.Record, "_beat", lambda self: None)
     monkeypatch.setattr(record, "GRACE_S", 0.0)
     far, near = study(storage), study(storage)
@@ -220,22 +220,22 @@ def test_the_newest_run_of_a_plan_goes_on_until_it_is_finished(storage: optuna.s
     assert first.finished
 
 
-def test_claimants_are_told_apart() -> None:
-    me, again = claimant.name(), claimant.name()
+def test_worker_ids_are_distinct() -> None:
+    me, again = worker_id.name(), worker_id.name()
     assert me != again
-    assert claimant.lives_here(me) is None, "another search of this process"
+    assert worker_id.lives_here(me) is None, "another search of this process"
     machine, pid, started, token = me.split("/")
-    assert claimant.lives_here("/".join((machine, pid, str(int(started) - 1), token))) is False
-    assert claimant.lives_here("/".join(("elsewhere", pid, started, token))) is None
-    assert claimant.lives_here("nonsense") is None
+    assert worker_id.lives_here("/".join((machine, pid, str(int(started) - 1), token))) is False
+    assert worker_id.lives_here("/".join(("elsewhere", pid, started, token))) is None
+    assert worker_id.lives_here("nonsense") is None
     child = subprocess.Popen(
-        [sys.executable, "-c", "from flashtune.tuner.propose import claimant; print(claimant.name())"], stdout=subprocess.PIPE
+        [sys.executable, "-c", "from flashtune.tuner.propose import worker_id; print(worker_id.name())"], stdout=subprocess.PIPE
     )
     assert child.stdout is not None
     name = child.stdout.readline().decode().strip()
     child.stdout.read()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert claimant.lives_here(name) is False, "it has ended, though nobody has collected it"
+    assert worker_id.lives_here(name) is False, "it has ended, though nobody has collected it"
     child.wait()
 
 

@@ -107,9 +107,9 @@ def test_a_start_that_the_cost_model_holds_for_far_slower_than_its_first_is_no_r
     pool = Candidates(SPACE, PROBLEM)
     behind = pool.log_times - pool.log_times.min()
     near, far = (pool.candidates[int(np.argmax(np.where(behind < most, behind, 0)))] for most in (0.1, math.inf))
-    opening = KINDS["gp"](SPACE, PROBLEM, seed=0, starts=[near, far]).opening
+    opening = KINDS["gp"](SPACE, PROBLEM, seed=0, starts=[near, far]).initial_candidates
     assert near in opening and far not in opening
-    assert near not in KINDS["gp"](SPACE, PROBLEM, seed=0, starts=[]).opening
+    assert near not in KINDS["gp"](SPACE, PROBLEM, seed=0, starts=[]).initial_candidates
 
 
 def test_lengths_are_of_axes_that_families_have() -> None:
@@ -130,7 +130,7 @@ def test_draws_are_spread_as_the_surrogate_says_and_hang_together_as_their_place
     surrogate.learn({place: pool.log_times[place] + 0.1 * math.sin(place) for place in range(0, 60, 5)})
     # One that was tried, neighbours, and some that lie apart.
     places = [5, 6, 7, 8, *range(70, 124, 6)]
-    drawn = surrogate.draws(places, 4000)
+    drawn = surrogate.samples(places, 4000)
     mean, deviation = surrogate.expected(places)
     assert drawn.shape == (len(places), 4000)
     assert np.allclose(drawn.mean(axis=1), mean, atol=0.01) and np.allclose(drawn.std(axis=1), deviation, rtol=0.1, atol=1e-3)
@@ -184,7 +184,7 @@ def test_many_candidates_are_as_akin_as_few() -> None:
     from flashtune.tuner.propose import surrogate
 
     pool = Candidates(SPACE, PROBLEM, SPACE.starts())
-    kernel = surrogate._Looked(surrogate._Rows(pool))
+    kernel = surrogate._PlaceKernel(surrogate._Covariances(pool))
     points = (np.arange(surrogate.MANY, dtype=float) % len(pool))[:, None]
     np.testing.assert_allclose(kernel(points)[:5, :5], kernel(points[:5]), rtol=1e-12)
     np.testing.assert_allclose(kernel(points)[:5], kernel(points[:5], points), rtol=1e-12)

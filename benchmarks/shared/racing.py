@@ -17,7 +17,7 @@ from flashtune.core.target import Target, find_target
 from flashtune.templates import family
 from flashtune.templates.rendering import text_hash, variant_of
 from flashtune.tuner.propose.space import Candidate
-from flashtune.tuner.timing.finalists import by_misled
+from flashtune.tuner.timing.final_candidates import by_mispredicted
 
 Candidates = list[Candidate] | Callable[[], list[Candidate]]
 """Candidates of a problem, or a slow function that finds them, called in the process that checks them."""
@@ -162,7 +162,7 @@ def shipped_first(
 
     `d` is the head size.
     """
-    running = by_misled({one: times[one] for one in ranks if not settles(one.config)}, d)
+    running = by_mispredicted({one: times[one] for one in ranks if not settles(one.config)}, d)
     adverse = dict(running)
     adverse |= {one: min(running.values(), default=0.0) for one in ranks if settles(one.config)}
 

@@ -9,9 +9,9 @@ from flashtune.core.target import Target
 from flashtune.db.library import Library, shipped_path
 from flashtune.templates import families
 from flashtune.tuner.children import tasks
-from flashtune.tuner.propose.carrying import carried
 from flashtune.tuner.propose.sampling import ByExpectedImprovement
 from flashtune.tuner.propose.space import Candidate, SearchSpace
+from flashtune.tuner.propose.transfer import transfer_candidates
 from flashtune.tuner.replies import Failed
 
 
@@ -29,8 +29,8 @@ def shipped() -> tuple[TuningRecord, ...]:
 def first_candidates(problem: Problem, target: Target, *, count: int, seed: int) -> list[Candidate]:
     """First candidates of a search: winners of near records, then those of the cost model and the hand-written starts."""
     space = SearchSpace(families(), problem, target)
-    opening = ByExpectedImprovement(space, problem, seed=seed).opening
-    return list(dict.fromkeys([*carried(space, problem, shipped(), "measured"), *opening]))[:count]
+    opening = ByExpectedImprovement(space, problem, seed=seed).initial_candidates
+    return list(dict.fromkeys([*transfer_candidates(space, problem, shipped(), "measured"), *opening]))[:count]
 
 
 def check_first(problem: Problem, target: Target, seed: int, begin: int, end: int) -> list[Candidate]:

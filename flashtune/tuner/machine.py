@@ -201,10 +201,10 @@ def driver_facts() -> tuple[Mapping[str, str], ...]:
     names = ["name", "driver_version", "clocks.max.sm", "power.limit"]
     command = [tool, f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
     try:
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S)
     except (OSError, subprocess.TimeoutExpired):
         return ()
-    lines = asked.stdout.splitlines() if asked.returncode == 0 else []
+    lines = result.stdout.splitlines() if result.returncode == 0 else []
     values = [[value.strip() for value in line.split(",")] for line in lines]
     # A line without a value for each name is a message about a lost GPU.
     return tuple(dict(zip(names, found, strict=True)) for found in values if len(found) == len(names))

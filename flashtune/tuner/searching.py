@@ -16,7 +16,7 @@ import optuna
 from flashtune.core.config import KernelSpec
 from flashtune.core.errors import NoKernelFound
 from flashtune.core.results import SearchResult
-from flashtune.tuner.children.keeper import Keeper
+from flashtune.tuner.children.study_writer import StudyWriter
 from flashtune.tuner.children.workers import Workers
 from flashtune.tuner.propose.sampling import import_surrogate
 from flashtune.tuner.propose.space import SearchSpace
@@ -44,21 +44,21 @@ class Search(Shared):
         used in place of new ones, and go on running.
         """
         plan = self.plan
-        run = Plan(self.storage, self._words())
+        run = Plan(self.storage, self._identity())
         self.schedule = Schedule(plan)
         if plan.sampler == "gp" and plan.source == "measured":
             # Imported while the children start, or the sampler's thread would import it for a second between two trials.
             threading.Thread(target=import_surrogate, name="surrogate", daemon=True).start()
         with ExitStack() as stack:
-            keepers = list[Keeper | None]([None] * max(1, len(plan.devices)))
-            if len(keepers) > 1 and _is_shared(self.storage):
-                keepers = [stack.enter_context(Keeper(self.storage)) for _ in keepers]
+            writers = list[StudyWriter | None]([None] * max(1, len(plan.devices)))
+            if len(writers) > 1 and _is_shared(self.storage):
+                writers = [stack.enter_context(StudyWriter(self.storage)) for _ in writers]
             workers = workers or stack.enter_context(Workers(jobs=plan.jobs, limits=plan.limits, devices=plan.devices))
-            lanes = [_Lane(self, device, workers, run.suffix, keeper) for device, keeper in enumerate(keepers)]
-            if len(lanes) == 1:
-                lanes[0].run()
+            device_workers = [_DeviceWorker(self, device, workers, run.suffix, writer) for device, writer in enumerate(writers)]
+            if len(device_workers) == 1:
+                device_workers[0].run()
             else:
-                self._run_all(lanes)
+                self._run_all(device_workers)
             self.winners.put()
         found = self.schedule.found
         if len(found) == len(plan.problems):
@@ -71,18 +71,18 @@ class Search(Shared):
             raise NoKernelFound(f"no correct kernel found for {names} on {plan.target.slug}; first reason: {why}")
         return results
 
-    def _run_all(self, lanes: "Sequence[_Lane]") -> None:
+    def _run_all(self, device_workers: "Sequence[_DeviceWorker]") -> None:
         """Run each device worker in a thread of its own; an interruption, or an error of one, ends all of them."""
         errors: list[BaseException] = []
 
-        def run(lane: _Lane) -> None:
+        def run(device_worker: _DeviceWorker) -> None:
             try:
-                lane.run()
+                device_worker.run()
             except BaseException as error:
                 errors.append(error)
                 self.stopping.set()
 
-        threads = [threading.Thread(target=run, args=(lane,), name=f"gpu {lane.device}", daemon=True) for lane in lanes]
+        threads = [threading.Thread(target=run, args=(one,), name=f"gpu {one.device}", daemon=True) for one in device_workers]
         for thread in threads:
             thread.start()
         try:
@@ -97,7 +97,7 @@ class Search(Shared):
             # The error of the worker that failed, not the interruptions that it caused in others.
             raise next((error for error in errors if not isinstance(error, KeyboardInterrupt)), errors[0])
 
-    def _words(self) -> list[object]:
+    def _identity(self) -> list[object]:
         """Identity of a plan: GPU, problems, families with their axes, trials, sampler, seed, versions, and the source of times."""
         plan, made_by = self.plan, self.provenance
         spaces = (SearchSpace(plan.families, problem, plan.target, only_suited=plan.only_suited) for problem in plan.problems)
@@ -113,13 +113,13 @@ def _is_shared(storage: object) -> TypeGuard[optuna.storages.RDBStorage]:
     return isinstance(storage, optuna.storages.RDBStorage) and storage.engine.url.database not in (None, "", ":memory:")
 
 
-class _Lane:
+class _DeviceWorker:
     """Worker for one GPU, or the only one of a predicted search: problem after problem; at the end it helps with those begun by others."""
 
-    def __init__(self, shared: Shared, device: int, workers: Workers, suffix: str, keeper: Keeper | None) -> None:
-        self.shared, self.device, self.workers, self.suffix, self.keeper = shared, device, workers, suffix, keeper
+    def __init__(self, shared: Shared, device: int, workers: Workers, suffix: str, writer: StudyWriter | None) -> None:
+        self.shared, self.device, self.workers, self.suffix, self.writer = shared, device, workers, suffix, writer
         self._following: ProblemSearch | None = None
-        self._foreseen: ProblemSearch | None = None
+        self._predicted: ProblemSearch | None = None
         self._spec: KernelSpec | None = None
 
     def run(self) -> None:
@@ -152,11 +152,11 @@ class _Lane:
                 time.sleep(POLL_S / len(todo))
 
     def _problem(self, index: int) -> ProblemSearch:
-        return ProblemSearch(self.shared, index, self.workers, self.suffix, self.device, self.keeper)
+        return ProblemSearch(self.shared, index, self.workers, self.suffix, self.device, self.writer)
 
     def _next(self) -> ProblemSearch | None:
-        if self._foreseen is not None:
-            found, self._foreseen = self._foreseen, None
+        if self._predicted is not None:
+            found, self._predicted = self._predicted, None
             return found
         index = self.shared.schedule.take(self._spec)
         if index is None:
@@ -169,11 +169,11 @@ class _Lane:
         self._following = self._next()
         if self._following is not None:
             self._following.begin()
-            self._foresee(self._following.problem.spec())
+            self._compile_ahead(self._following.problem.spec())
 
-    def _foresee(self, spec: KernelSpec) -> None:
+    def _compile_ahead(self, spec: KernelSpec) -> None:
         """Start compiling the initial candidates of the problem after the next, if its spec is new and so nothing of it is compiled."""
         if self.shared.schedule.next_is_new(spec):
-            self._foreseen = self._next()
-            if self._foreseen is not None:
-                self._foreseen.foresee()
+            self._predicted = self._next()
+            if self._predicted is not None:
+                self._predicted.compile_ahead()

@@ -27,7 +27,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target, targets
 from flashtune.templates.loading import load_kernel
-from flashtune.tuner.children.at_hand import taking
+from flashtune.tuner.children.cached_code import taking
 from flashtune.tuner.verify.inputs import make_inputs
 
 
@@ -103,8 +103,8 @@ def launch_hash(source: str, stem: str, problem: Problem, target: Target) -> str
     strides."""
     module = load_kernel(source, stem)
     inputs = make_inputs(problem, device="meta", seed=0)
-    words = inputs.keywords | provided(module, inputs.q, inputs.k) | {"sms": target.sms}
-    launches = module.launches(*inputs.arguments, **words)
+    kwargs = inputs.keywords | provided(module, inputs.q, inputs.k) | {"sms": target.sms}
+    launches = module.launches(*inputs.arguments, **kwargs)
     parts = [
         (kernel.__name__, _shown(grid), [_shown(arg) for arg in args], sorted(options.items())) for kernel, grid, args, options in launches
     ]
@@ -128,10 +128,10 @@ def compiled_kernels(source: str, stem: str, problem: Problem, target: Target, m
     """
     module = load_kernel(source, stem)
     inputs = make_inputs(replace(problem, batch=1, heads=problem.gqa_ratio, kv_heads=1), device="meta", seed=0)
-    words = inputs.keywords | provided(module, inputs.q, inputs.k) | {"sms": target.sms}
+    kwargs = inputs.keywords | provided(module, inputs.q, inputs.k) | {"sms": target.sms}
     found = []
     with compiling_for(target):
-        for kernel, grid, args, options in module.launches(*inputs.arguments, **words):
+        for kernel, grid, args, options in module.launches(*inputs.arguments, **kwargs):
             with taking(kernel, manifest):
                 found.append((kernel.__name__, kernel.warmup(*args, grid=grid, **compiler_options(options))))
     return found

@@ -34,7 +34,7 @@ def _let_triton_write() -> None:
         folders.let_triton_write()
     except OSError as error:
         remedy = "free some space, or point TRITON_CACHE_DIR or TMPDIR at a folder that can be written"
-        raise EnvironmentProblem(f"Triton can't keep what it compiles ({error.strerror}): {remedy}") from error
+        raise EnvironmentProblem(f"Triton can't write its cache ({error.strerror}): {remedy}") from error
 
 
 @contextmanager

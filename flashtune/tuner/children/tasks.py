@@ -67,7 +67,7 @@ def compile_candidate(source: Source, problem: Problem, target: Target, known: C
 
     With `known` facts of exactly this text, cached machine code is loaded in place of a compilation.
     """
-    from flashtune.tuner.children.at_hand import machine_code_of
+    from flashtune.tuner.children.cached_code import machine_code_of
     from flashtune.tuner.children.compile import build_launchers, code_hash, compiled_kernels, facts_of
 
     try:
@@ -126,11 +126,11 @@ CLEAR = 0.03
 MOST_ROUNDS = 400
 """Most rounds of one race: short kernels have time for many, and ties are decided by a tenth of a percent."""
 
-_Called = tuple[Callable[[], object], str] | None
+_TorchCall = tuple[Callable[[], object], str] | None
 """PyTorch's call and the name of its backend; None where it can't express a problem."""
 
 _bench: list[_Bench] = []
-_framework_of: list[tuple["Inputs", _Called]] = []
+_torch_call_of: list[tuple["Inputs", _TorchCall]] = []
 _small: dict[Hashable, "SmallCases"] = {}
 """Small cases of the last problem's spec, which the next problem usually shares."""
 _spent = Spent()
@@ -146,7 +146,7 @@ def _ready(problem: Problem, target: Target, seed: int, meanwhile: Callable[["In
 
     if not _bench or _bench[0].problem != problem:
         _bench.clear()
-        _framework_of.clear()
+        _torch_call_of.clear()
         with _spent.on("inputs"):
             inputs = make_inputs(problem, device="cuda", seed=seed)
         if meanwhile is not None:
@@ -163,20 +163,20 @@ def _ready(problem: Problem, target: Target, seed: int, meanwhile: Callable[["In
     return _bench[0]
 
 
-def _framework(inputs: "Inputs") -> _Called:
+def _torch_call(inputs: "Inputs") -> _TorchCall:
     """PyTorch's default call on these inputs and the name of its backend, cached."""
     from flashtune.tuner.timing.baseline import backend_name, framework_call
 
-    if not _framework_of or _framework_of[0][0] is not inputs:
+    if not _torch_call_of or _torch_call_of[0][0] is not inputs:
         call = framework_call(inputs)
-        _framework_of[:] = [(inputs, None if call is None else (call, backend_name(call)))]
-    return _framework_of[0][1]
+        _torch_call_of[:] = [(inputs, None if call is None else (call, backend_name(call)))]
+    return _torch_call_of[0][1]
 
 
-def _framework_if_it_runs(inputs: "Inputs") -> _Called:
+def _torch_call_if_it_runs(inputs: "Inputs") -> _TorchCall:
     """PyTorch's default call, or None where it fails (out of memory, say); raises errors that leave the process unusable."""
     try:
-        return _framework(inputs)
+        return _torch_call(inputs)
     except Exception as error:
         if _failed(error).poisoned:
             raise
@@ -203,7 +203,7 @@ def prepare_device(problem: Problem, target: Target, seed: int, framework: bool 
 
     threads, failed = [_begun(_start_triton)], None
     try:
-        bench = _ready(problem, target, seed, (lambda inputs: threads.append(_begun(_framework, inputs))) if framework else None)
+        bench = _ready(problem, target, seed, (lambda inputs: threads.append(_begun(_torch_call, inputs))) if framework else None)
         with suppress(Exception), _spent.on("rehearsal"):
             _rehearse(bench)
     except Exception as error:
@@ -317,7 +317,7 @@ def race_finalists(
     try:
         runs: list[Any] = [launch_of(source, bench.inputs) for source in sources]
         with _spent.on("framework"):
-            framework = _framework_if_it_runs(bench.inputs) if beside_framework else None
+            framework = _torch_call_if_it_runs(bench.inputs) if beside_framework else None
         began = time.time()
         with _spent.on("rounds"):
             racers = [*runs, *([framework[0]] if framework else [])]

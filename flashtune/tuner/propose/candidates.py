@@ -24,7 +24,7 @@ class Candidates:
 
     def __init__(self, space: SearchSpace, problem: Problem, starts: Sequence[Candidate] = (), *, most: int = MOST) -> None:
         self._problem, self._target = problem, space.target
-        self.candidates = _even_draw(space.every(), most)
+        self.candidates = _even_sample(space.every(), most)
         self.place = {candidate: index for index, candidate in enumerate(self.candidates)}
         for candidate in starts:
             if candidate not in self.place:
@@ -80,11 +80,11 @@ class Candidates:
         )
 
     def _columns(self, name: str) -> list[list[float]]:
-        kinds, held = self._values(name), [candidate.config.as_dict().get(name) for candidate in self.candidates]
+        kinds, values = self._values(name), [candidate.config.as_dict().get(name) for candidate in self.candidates]
         if all(isinstance(value, int) for value in kinds):
             middle = (len(kinds) - 1) / 2
-            return [[middle if value is None else float(kinds.index(value)) for value in held]]
-        return [[_APART * (value == kind) for value in held] for kind in kinds]
+            return [[middle if value is None else float(kinds.index(value)) for value in values]]
+        return [[_APART * (value == kind) for value in values] for kind in kinds]
 
     def _families(self) -> list[list[float]]:
         return [[_APART * (family == name) for family in self.families] for name in dict.fromkeys(self.families)]
@@ -98,7 +98,7 @@ def _order(value: Value) -> tuple[str, Value]:
     return type(value).__name__, value
 
 
-def _even_draw(candidates: Iterable[Candidate], most: int) -> list[Candidate]:
+def _even_sample(candidates: Iterable[Candidate], most: int) -> list[Candidate]:
     """All of them, or an even sample of `most` of them in their order (Vitter's algorithm R, 1985)."""
     rng, kept = random.Random(0), []
     for index, candidate in enumerate(candidates):

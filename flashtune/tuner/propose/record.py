@@ -25,7 +25,7 @@ from flashtune.core.errors import DatabaseError, FlashtuneError
 from flashtune.core.secrets import mask_secrets
 from flashtune.core.unbroken import unbroken
 from flashtune.db.inspection import explain
-from flashtune.tuner.propose import claimant
+from flashtune.tuner.propose import worker_id
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ BEAT_S = 10.0
 GRACE_S = 60.0
 """Seconds without a heartbeat after which a process on another machine counts as ended."""
 
-_OUTCOME, _CLAIMANT, _ROLE, _DECISION, _FINISHED = "outcome", "claimant", "role", "decision", "finished"
+_OUTCOME, _WORKER, _ROLE, _DECISION, _FINISHED = "outcome", "claimant", "role", "decision", "finished"
 """Attribute names: roles and finished plans are user attributes, which Optuna's tools show; the others are system attributes."""
 
 
@@ -70,7 +70,7 @@ class Record:
     def __init__(self, storage: optuna.storages.BaseStorage, name: str) -> None:
         self._where = mask_secrets(str(getattr(storage, "url", "in memory")))
         self._storage = optuna.storages.get_storage(storage)
-        self._me = claimant.name()
+        self._me = worker_id.name()
         self._claims: dict[str, int] = {}
         self._beats: dict[str, tuple[object, float]] = {}
         self._stop_beating: threading.Event | None = None
@@ -113,7 +113,7 @@ class Record:
             params=trial.params,
             outcome=outcome,
             taken=taken and outcome is None,
-            mine=taken and outcome is None and trial.system_attrs[_CLAIMANT] == self._me,
+            mine=taken and outcome is None and trial.system_attrs[_WORKER] == self._me,
         )
 
     def claim(self, params: Mapping[str, Any], distributions: Mapping[str, BaseDistribution]) -> None:
@@ -171,7 +171,7 @@ class Record:
         alive: dict[str, bool] = {}
         claims = [t for t in self._trials() if _ROLE in t.user_attrs and t.state is TrialState.RUNNING and self._alive(t, alive)]
         first = min(claims, key=lambda trial: trial.number)
-        if first.system_attrs[_CLAIMANT] == self._me and self.decision() is None:
+        if first.system_attrs[_WORKER] == self._me and self.decision() is None:
             return True
         self._end(self._claims.pop(_DECISION), TrialState.FAIL)
         return False
@@ -208,7 +208,7 @@ class Record:
             params=params,
             distributions=distributions,
             user_attrs=attributes,
-            system_attrs={_CLAIMANT: self._me},
+            system_attrs={_WORKER: self._me},
         )
         return self._patiently(lambda: self._storage.create_new_trial(self._study_id, trial))
 
@@ -225,7 +225,7 @@ class Record:
 
     def _alive(self, trial: FrozenTrial, known: dict[str, bool]) -> bool:
         """True while the worker of an unfinished trial lives; an ended one's trial is marked as failed."""
-        who = str(trial.system_attrs.get(_CLAIMANT))
+        who = str(trial.system_attrs.get(_WORKER))
         if who not in known:
             known[who] = who == self._me or self._lives(who)
         if not known[who]:
@@ -233,7 +233,7 @@ class Record:
         return known[who]
 
     def _lives(self, who: str) -> bool:
-        here = claimant.lives_here(who)
+        here = worker_id.lives_here(who)
         if here is not None:
             return here
         # Clocks of machines may differ, so a heartbeat counter is compared with its earlier value.
@@ -291,8 +291,8 @@ def storage_fault(shown: str, error: BaseException) -> FlashtuneError:
     cause = getattr(error, "orig", None) or error
     if isinstance(cause, sqlite3.Error):
         return explain(cause, f"the study storage {shown}")
-    said = mask_secrets(" ".join(str(cause).split()))[:300]
-    return DatabaseError(f"the study storage {shown} can't be used ({said}): check the URL, its permissions and the server")
+    message = mask_secrets(" ".join(str(cause).split()))[:300]
+    return DatabaseError(f"the study storage {shown} can't be used ({message}): check the URL, its permissions and the server")
 
 
 def newest_unfinished(storage: optuna.storages.BaseStorage, name: str) -> tuple[Record, int]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Sampler = Literal["gp", "tpe", "random", "exhaustive"]
 
-Told = Mapping[Candidate, float | None]
+Observed = Mapping[Candidate, float | None]
 """Observed times in microseconds of the candidates that were tried; None for one that failed."""
 
 _STARTUP_TRIALS = 12
@@ -56,41 +56,41 @@ class CandidateSampler(optuna.samplers.BaseSampler):
         return Candidates(self._space, self._problem, self._starts)
 
     @cached_property
-    def opening(self) -> list[Candidate]:
+    def initial_candidates(self) -> list[Candidate]:
         """Initial candidates, in the order of proposing."""
         return self._starts
 
     def warm_up(self) -> None:
         """Do the slow preparations of the first proposal from observations ahead of it."""
 
-    def propose(self, count: int, told: Told, pending: Collection[Candidate]) -> list[Candidate]:
+    def propose(self, count: int, observed: Observed, pending: Collection[Candidate]) -> list[Candidate]:
         """Up to `count` candidates that are neither observed nor pending; fewer where no others are left."""
         found: list[Candidate] = []
-        known = {*told, *pending}
+        tried = {*observed, *pending}
         while len(found) < count:
-            one = next((candidate for candidate in self.opening if candidate not in known), None)
+            one = next((candidate for candidate in self.initial_candidates if candidate not in tried), None)
             if one is None:
-                if not (free := self._free(known)):
+                if not (free := self._free(tried)):
                     break
-                one = self.pool.candidates[self._choose(free, told, [*pending, *found], self._rng(len(known)))]
+                one = self.pool.candidates[self._choose(free, observed, [*pending, *found], self._rng(len(tried)))]
             found.append(one)
-            known.add(one)
+            tried.add(one)
         return found
 
-    def _free(self, known: Collection[Candidate]) -> list[int]:
+    def _free(self, tried: Collection[Candidate]) -> list[int]:
         """Places of all candidates but these."""
-        taken = {self.pool.place.get(candidate) for candidate in known}
+        taken = {self.pool.place.get(candidate) for candidate in tried}
         return [place for place in range(len(self.pool)) if place not in taken]
 
-    def left_to_gain(self, told: Told, pending: Collection[Candidate] = ()) -> float:
+    def left_to_gain(self, observed: Observed, pending: Collection[Candidate] = ()) -> float:
         """Greatest expected improvement of one untried candidate, as a share of the best time; infinite where unknown."""
         return math.inf
 
-    def expected_regret(self, told: Told, pending: Collection[Candidate] = ()) -> float:
+    def expected_regret(self, observed: Observed, pending: Collection[Candidate] = ()) -> float:
         """Expected slowdown of the best observed time against the best of all candidates, as a share; infinite where unknown."""
         return math.inf
 
-    def _choose(self, free: list[int], told: Told, pending: Sequence[Candidate], rng: random.Random) -> int:
+    def _choose(self, free: list[int], observed: Observed, pending: Sequence[Candidate], rng: random.Random) -> int:
         raise NotImplementedError
 
     def _rng(self, number: int) -> random.Random:
@@ -104,16 +104,16 @@ class CandidateSampler(optuna.samplers.BaseSampler):
 
     def sample_relative(self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]) -> dict[str, Any]:
         """Parameters of one proposal, from the study's trials; none where every candidate was tried."""
-        told: dict[Candidate, float | None] = {}
+        observed: dict[Candidate, float | None] = {}
         pending: list[Candidate] = []
         for other in study.get_trials(deepcopy=False):
             if other.number != trial.number and (candidate := self._candidate(other)) is not None:
                 if other.state.is_finished():
-                    told[candidate] = other.value if other.state is TrialState.COMPLETE else None
+                    observed[candidate] = other.value if other.state is TrialState.COMPLETE else None
                 else:
                     pending.append(candidate)
         self._heed(study, trial)
-        return next((parameters(candidate) for candidate in self.propose(1, told, pending)), {})
+        return next((parameters(candidate) for candidate in self.propose(1, observed, pending)), {})
 
     def sample_independent(self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution) -> Any:
         """Raise ValueError: no parameter is sampled by itself."""
@@ -134,14 +134,14 @@ class CandidateSampler(optuna.samplers.BaseSampler):
 class InOrder(CandidateSampler):
     """Exhaustive sampler: all candidates in their fixed order, after the starts."""
 
-    def _choose(self, free: list[int], told: Told, pending: Sequence[Candidate], rng: random.Random) -> int:
+    def _choose(self, free: list[int], observed: Observed, pending: Sequence[Candidate], rng: random.Random) -> int:
         return free[0]
 
 
 class Evenly(CandidateSampler):
     """Random sampler: every valid candidate is equally likely."""
 
-    def _choose(self, free: list[int], told: Told, pending: Sequence[Candidate], rng: random.Random) -> int:
+    def _choose(self, free: list[int], observed: Observed, pending: Sequence[Candidate], rng: random.Random) -> int:
         return rng.choice(free)
 
 
@@ -150,7 +150,7 @@ class NearTpe(CandidateSampler):
 
     def __init__(self, space: SearchSpace, problem: Problem, *, seed: int | None, starts: Sequence[Candidate] | None = None) -> None:
         super().__init__(space, problem, seed=seed, starts=starts)
-        self._drawn: dict[str, Any] = {}
+        self._sampled: dict[str, Any] = {}
 
     def _heed(self, study: optuna.Study, trial: FrozenTrial) -> None:
         seed = None if self._seed is None else derived(self._seed, trial.number)
@@ -158,22 +158,22 @@ class NearTpe(CandidateSampler):
             # `group` keeps each family's axes in one model; Optuna calls it experimental.
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             tpe = optuna.samplers.TPESampler(seed=seed, n_startup_trials=_STARTUP_TRIALS, multivariate=True, group=True, constant_liar=True)
-        drawn = tpe.sample_relative(study, trial, tpe.infer_relative_search_space(study, trial))
+        sampled = tpe.sample_relative(study, trial, tpe.infer_relative_search_space(study, trial))
         # TPE leaves out parameters with a single value.
-        only = {"template": next(iter(self._space.families))} if drawn and len(self._space.families) == 1 else {}
-        self._drawn = {**only, **drawn}
+        only = {"template": next(iter(self._space.families))} if sampled and len(self._space.families) == 1 else {}
+        self._sampled = {**only, **sampled}
 
-    def _choose(self, free: list[int], told: Told, pending: Sequence[Candidate], rng: random.Random) -> int:
-        drawn = candidate_of(self._space, self._drawn)
-        if drawn is None:
+    def _choose(self, free: list[int], observed: Observed, pending: Sequence[Candidate], rng: random.Random) -> int:
+        sampled = candidate_of(self._space, self._sampled)
+        if sampled is None:
             return rng.choice(free)
-        own = [place for place in free if self.pool.families[place] == drawn.family.name] or free
-        differ = [self._steps(self.pool.candidates[place], drawn) for place in own]
+        own = [place for place in free if self.pool.families[place] == sampled.family.name] or free
+        differ = [self._steps(self.pool.candidates[place], sampled) for place in own]
         return rng.choice([place for place, steps in zip(own, differ, strict=True) if steps == min(differ)])
 
-    def _steps(self, candidate: Candidate, drawn: Candidate) -> int:
+    def _steps(self, candidate: Candidate, sampled: Candidate) -> int:
         """Distance of two configs, in places on their axes."""
-        mine, other = candidate.config.as_dict(), drawn.config.as_dict()
+        mine, other = candidate.config.as_dict(), sampled.config.as_dict()
         apart = 0
         for axis in candidate.family.axes:
             if axis.name in other and mine[axis.name] != other[axis.name]:
@@ -190,7 +190,7 @@ class ByExpectedImprovement(CandidateSampler):
     """
 
     @cached_property
-    def opening(self) -> list[Candidate]:
+    def initial_candidates(self) -> list[Candidate]:
         """Cost model's fastest and the starts alternately, then one candidate of every other family."""
         pool, times = self.pool, self.pool.log_times
         by_cost = [int(place) for place in np.argsort(times, kind="stable")]
@@ -224,39 +224,39 @@ class ByExpectedImprovement(CandidateSampler):
 
         return Surrogate(self.pool)
 
-    def left_to_gain(self, told: Told, pending: Collection[Candidate] = ()) -> float:
+    def left_to_gain(self, observed: Observed, pending: Collection[Candidate] = ()) -> float:
         """See `CandidateSampler`; pending candidates count as tried."""
-        if not (free := self._free([*told, *pending])):
+        if not (free := self._free([*observed, *pending])):
             return 0.0
-        if (best := self._learn(told, pending)) is None:
+        if (best := self._learn(observed, pending)) is None:
             return math.inf
         return float(self._improvement(free, best).max())
 
-    def expected_regret(self, told: Told, pending: Collection[Candidate] = ()) -> float:
+    def expected_regret(self, observed: Observed, pending: Collection[Candidate] = ()) -> float:
         """See `CandidateSampler`: the mean over samples of the surrogate."""
-        if (best := self._learn(told, ())) is None:
+        if (best := self._learn(observed, ())) is None:
             return math.inf
-        if not (free := self._free(told)):
+        if not (free := self._free(observed)):
             return 0.0
         improvement = self._improvement(free, best)
         worth = [free[place] for place in np.argsort(-improvement, kind="stable")[:_DRAWS]]
-        least = self._surrogate.draws(worth, _DRAWS).min(axis=0)
+        least = self._surrogate.samples(worth, _DRAWS).min(axis=0)
         return float(np.expm1(np.maximum(best - least, 0.0)).mean())
 
-    def _choose(self, free: list[int], told: Told, pending: Sequence[Candidate], rng: random.Random) -> int:
-        best = self._learn(told, pending)
+    def _choose(self, free: list[int], observed: Observed, pending: Sequence[Candidate], rng: random.Random) -> int:
+        best = self._learn(observed, pending)
         if best is None:
             return min(free, key=lambda place: self.pool.log_times[place])
         return free[int(np.argmax(self._improvement(free, best)))]
 
-    def _learn(self, told: Told, pending: Collection[Candidate]) -> float | None:
+    def _learn(self, observed: Observed, pending: Collection[Candidate]) -> float | None:
         """Fit the surrogate; returns the least observed or expected log time, or None where nothing was timed."""
-        timed = [math.log(time) for time in told.values() if time]
+        timed = [math.log(time) for time in observed.values() if time]
         if not timed:
             return None
         place = self.pool.place
         # A failed candidate counts like the slowest.
-        times = {place[candidate]: math.log(time) if time else max(timed) for candidate, time in told.items() if candidate in place}
+        times = {place[candidate]: math.log(time) if time else max(timed) for candidate, time in observed.items() if candidate in place}
         under_way = [place[candidate] for candidate in pending if candidate in place]
         self._surrogate.learn(times, under_way)
         expected = self._surrogate.expected(under_way)[0] if under_way else np.array([])

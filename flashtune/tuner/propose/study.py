@@ -27,13 +27,13 @@ def outcome_to_json(outcome: Outcome) -> str:
 
 def outcome_from_json(text: str) -> Outcome:
     """Outcome of a line of `outcome_to_json`."""
-    row: dict[str, Any] = json.loads(text)
-    row["config"] = Config.of(row["config"])
-    row["fate"] = Fate(row["fate"])
+    fields: dict[str, Any] = json.loads(text)
+    fields["config"] = Config.of(fields["config"])
+    fields["fate"] = Fate(fields["fate"])
     for name in ("measurement", "trial"):
-        row[name] = Measurement(**row[name]) if row.get(name) else None
-    row["facts"] = CompileFacts(**row["facts"]) if row["facts"] else None
-    return Outcome(**row)
+        fields[name] = Measurement(**fields[name]) if fields.get(name) else None
+    fields["facts"] = CompileFacts(**fields["facts"]) if fields["facts"] else None
+    return Outcome(**fields)
 
 
 class Study:
@@ -78,7 +78,7 @@ class Study:
         }
         self._entries: dict[str, Entry] = {}
         self._candidates: dict[str, Candidate] = {}
-        self._wishes: list[Candidate] = []
+        self._enqueued: list[Candidate] = []
         # Sampling happens in memory, where a trial costs no transactions.
         self._model = optuna.create_study(direction="minimize", sampler=self.sampler)
         self._in_model: dict[str, int] = {}
@@ -118,7 +118,7 @@ class Study:
 
     def enqueue(self, candidates: list[Candidate]) -> None:
         """Queue these to be tried first, except those of families that the space leaves out."""
-        self._wishes += [candidate for candidate in candidates if candidate.family.name in self._space.families]
+        self._enqueued += [candidate for candidate in candidates if candidate.family.name in self._space.families]
 
     def ask(self, count: int, *, limit: int | None = None) -> list[Candidate]:
         """Claim up to `count` candidates that nobody tried yet or is trying; fewer, or none, when the space is exhausted.
@@ -151,12 +151,12 @@ class Study:
 
     def _next(self, wanted: dict[str, Candidate]) -> tuple[str, Candidate] | None:
         """New candidate: a queued one, or the sampler's proposal; None where the whole space was tried."""
-        while self._wishes:
-            wish = self._wishes.pop(0)
-            key = key_of(parameters(wish))
+        while self._enqueued:
+            queued = self._enqueued.pop(0)
+            key = key_of(parameters(queued))
             if key not in self._entries and key not in wanted:
-                self._try_in_model(key, wish)
-                return key, wish
+                self._try_in_model(key, queued)
+                return key, queued
         trial = self._model.ask()
         for name in trial.relative_params:
             trial.suggest_categorical(name, self._distributions[name].choices)
@@ -170,8 +170,8 @@ class Study:
 
     def _kept(self, wanted: dict[str, Candidate], limit: int | None) -> list[Candidate]:
         """Candidates of `wanted` that this process was the first to claim, within the limit."""
-        held = [key for key in self._candidates if not self._entries[key].free]
-        within = set(sorted(held, key=lambda key: self._entries[key].claim)[:limit])
+        claims = [key for key in self._candidates if not self._entries[key].free]
+        within = set(sorted(claims, key=lambda key: self._entries[key].claim)[:limit])
         kept = []
         for key, candidate in wanted.items():
             if self._entries[key].mine and key in within:
@@ -193,19 +193,19 @@ class Study:
         self.outcomes[candidate] = outcome
         self._end_in_model(key, outcome)
 
-    def foreseen(self, count: int) -> list[Candidate]:
+    def predicted_next(self, count: int) -> list[Candidate]:
         """Predicted next proposals of the sampler, unclaimed; the next outcome may change them."""
-        return self.sampler.propose(count, self._told(), self.pending)
+        return self.sampler.propose(count, self._observed(), self.pending)
 
     def left_to_gain(self) -> float:
         """Greatest expected improvement of one untried candidate, as a share of the best time (see `CandidateSampler`)."""
-        return self.sampler.left_to_gain(self._told(), self.pending)
+        return self.sampler.left_to_gain(self._observed(), self.pending)
 
     def expected_regret(self) -> float:
         """Expected slowdown of the best time so far against the best of all candidates, as a share (see `CandidateSampler`)."""
-        return self.sampler.expected_regret(self._told(), self.pending)
+        return self.sampler.expected_regret(self._observed(), self.pending)
 
-    def _told(self) -> dict[Candidate, float | None]:
+    def _observed(self) -> dict[Candidate, float | None]:
         return {candidate: _value(outcome) for candidate, outcome in self.outcomes.items()}
 
     @property
@@ -223,8 +223,8 @@ class Study:
 
     def decide(self, result: SearchResult) -> None:
         """Store the end of the search: outcomes that the closing race changed, baseline, provenance and reason."""
-        told = {outcome.variant_id: outcome for outcome in self.outcomes.values()}
-        raced = [outcome_to_json(outcome) for outcome in result.outcomes if outcome != told.get(outcome.variant_id)]
+        observed = {outcome.variant_id: outcome for outcome in self.outcomes.values()}
+        raced = [outcome_to_json(outcome) for outcome in result.outcomes if outcome != observed.get(outcome.variant_id)]
         baseline = asdict(result.baseline) if result.baseline else None
         ending = asdict(result.ending) if result.ending else None
         self._record.decide({"raced": raced, "baseline": baseline, "provenance": result.provenance.as_json(), "ending": ending})

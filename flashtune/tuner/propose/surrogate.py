@@ -58,7 +58,7 @@ class Surrogate:
 
     def __init__(self, pool: Candidates) -> None:
         self._pool = pool
-        self._kernel = _Looked(_Rows(pool))
+        self._kernel = _PlaceKernel(_Covariances(pool))
         self._process = self._fresh()
         self._log_scale = 0.0
 
@@ -79,14 +79,14 @@ class Surrogate:
             mean, deviation = self._process.predict(_column(places), return_std=True)
         return mean + self._pool.log_times[list(places)] + self._log_scale, deviation
 
-    def draws(self, places: Sequence[int], count: int) -> Array:
+    def samples(self, places: Sequence[int], count: int) -> Array:
         """Joint samples of the log times: (places, count)."""
         with _BLAS.limit(limits=1):
             mean, covariance = self._process.predict(_column(places), return_cov=True)
             # scikit-learn's own samples need a decomposition some hundred times as expensive as Cholesky's.
             factor = np.linalg.cholesky(covariance + JITTER * np.eye(len(places)))
-            drawn = factor @ np.random.default_rng(0).standard_normal((len(places), count))
-        return np.asarray(drawn + (mean + self._pool.log_times[list(places)] + self._log_scale)[:, None])
+            sampled = factor @ np.random.default_rng(0).standard_normal((len(places), count))
+        return np.asarray(sampled + (mean + self._pool.log_times[list(places)] + self._log_scale)[:, None])
 
     def _fit(self, places: list[int], errors: Array) -> None:
         self._process = self._fresh()
@@ -98,7 +98,7 @@ class Surrogate:
         return GaussianProcessRegressor(self._kernel, alpha=NOISE**2, optimizer=None)
 
 
-class _Rows:
+class _Covariances:
     """Covariances of errors, a row per tried candidate, cached because a search needs them again and again."""
 
     def __init__(self, pool: Candidates) -> None:
@@ -122,15 +122,15 @@ class _Rows:
         """Covariances of these candidates with each other alone."""
         return np.asarray(self._kernel(self._features[places.astype(np.intp)]))
 
-    def __deepcopy__(self, memo: object) -> "_Rows":
+    def __deepcopy__(self, memo: object) -> "_Covariances":
         # scikit-learn copies a kernel before it fits.
         return self
 
 
-class _Looked(Kernel):  # type: ignore[misc]
+class _PlaceKernel(Kernel):  # type: ignore[misc]
     """Kernel of scikit-learn whose points are the places of candidates."""
 
-    def __init__(self, rows: _Rows) -> None:
+    def __init__(self, rows: _Covariances) -> None:
         self.rows = rows
 
     def __call__(self, X: Array, Y: Array | None = None, eval_gradient: bool = False) -> Array:

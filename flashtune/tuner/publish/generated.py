@@ -96,9 +96,9 @@ def arrange(records: Sequence[TuningRecord]) -> list[Arranged]:
     own = {variant.id for _, variant in (*rows, *twins)}
     arranged = []
     for start, members in groups.items():
-        told = _telling_axes([variant for _, variant in members])
+        axes = _telling_axes([variant for _, variant in members])
         for arch, variant in members:
-            path = "_".join([start, *(_word(axis, variant.config[axis]) for axis in told if axis in variant.config)]) + ".py"
+            path = "_".join([start, *(_word(axis, variant.config[axis]) for axis in axes if axis in variant.config)]) + ".py"
             kernel = GeneratedKernel(variant_id=variant.id, template=variant.template, arch=arch, path=path)
             served, beside = (tuple(sorted(found[arch, variant], key=_row_order)) for found in (rows, twins))
             target = find_target((*served, *beside)[0].key.gpu)
@@ -140,8 +140,8 @@ def _tile(variant: Variant) -> str:
 def _telling_axes(variants: Sequence[Variant]) -> list[str]:
     """Axes whose values differ among these variants, in the order of the config with the most axes."""
     longest_first = sorted(variants, key=lambda variant: (-len(list(variant.config)), variant.config.label()))
-    said = dict.fromkeys(axis for variant in longest_first for axis in variant.config)
-    return [axis for axis in said if len({repr(variant.config.as_dict().get(axis)) for variant in variants}) > 1]
+    named = dict.fromkeys(axis for variant in longest_first for axis in variant.config)
+    return [axis for axis in named if len({repr(variant.config.as_dict().get(axis)) for variant in variants}) > 1]
 
 
 def _word(axis: str, value: Value) -> str:
@@ -316,7 +316,7 @@ def _own_files(folder: Path, names: Iterable[str] = ()) -> Index:
 def _refuse_links(folder: Path, names: Iterable[str]) -> None:
     inside = {folder / part for name in names for part in (Path(name), *Path(name).parents)}
     if link := next((path for path in sorted(inside) if path.is_symlink()), None):
-        raise EnvironmentProblem(f"{link} is a link, and kernels are written to no other place: remove it, or choose another --out")
+        raise EnvironmentProblem(f"{link} is a link, through which kernels would be written elsewhere: remove it, or choose another --out")
 
 
 def write(files: Mapping[str, bytes], folder: Path) -> Changes:

@@ -79,11 +79,11 @@ def build(order: Order, *, fresh: bool = True) -> Built:
     from flashtune.core.compiled import from_compiled
     from flashtune.core.launching import compiler_options
     from flashtune.templates.loading import load_kernel
-    from flashtune.tuner.children.at_hand import machine_code_of, taking
+    from flashtune.tuner.children.cached_code import machine_code_of, taking
     from flashtune.tuner.children.compile import compiling_for
 
     found: dict[tuple[str, str], tuple[Binary, bytes]] = {}
-    at_hand = None if fresh else machine_code_of(order.variant_id, order.text, order.target)
+    cached = None if fresh else machine_code_of(order.variant_id, order.text, order.target)
     without_lines = {"ptx_options": _NO_DEBUG} if fresh else {}
     with ExitStack() as stack:
         triton_knobs: Any = knobs
@@ -92,10 +92,10 @@ def build(order: Order, *, fresh: bool = True) -> Built:
             triton_knobs.cache.dir = stack.enter_context(TemporaryDirectory(prefix="flashtune-build-"))
         module = load_kernel(order.text, order.stem)
         stack.enter_context(compiling_for(order.target))
-        for name, arguments, words in _typical_calls(module, order.spec, order.target):
+        for name, arguments, kwargs in _typical_calls(module, order.spec, order.target):
             made: dict[tuple[str, str], tuple[Binary, bytes]] = {}
-            for kernel, grid, args, options in module.launches(*arguments, **words):
-                with taking(kernel, at_hand):
+            for kernel, grid, args, options in module.launches(*arguments, **kwargs):
+                with taking(kernel, cached):
                     compiled = kernel.warmup(*args, grid=grid, **without_lines, **compiler_options(options))
                 # A call may launch a kernel again with other constants.
                 again = sum(kernel.__name__ == one for one, _ in made)
@@ -114,12 +114,12 @@ def _typical_calls(module: LoadedKernel, spec: KernelSpec, target: Target) -> It
     for name, n_kv in SIZES.items():
         yield name, *_typical_call(module, spec, target, n_kv)
     if spec.direction == "bwd":
-        arguments, words = _typical_call(module, spec, target, SIZES["any_size"])
+        arguments, kwargs = _typical_call(module, spec, target, SIZES["any_size"])
         operands = dict(zip((operand.name for operand in _problem(spec, SIZES["any_size"]).contract.operands), arguments, strict=True))
-        yield OUTPUT_ALONE, tuple((operands | {"dlse": None}).values()), words
+        yield OUTPUT_ALONE, tuple((operands | {"dlse": None}).values()), kwargs
         if spec.dbias:
             shared = operands["dbias"][:1].expand(operands["dbias"].shape)
-            yield IN_PARTS, tuple((operands | {"dbias": shared}).values()), words
+            yield IN_PARTS, tuple((operands | {"dbias": shared}).values()), kwargs
 
 
 def _typical_call(module: LoadedKernel, spec: KernelSpec, target: Target, n_kv: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -134,12 +134,12 @@ def _typical_call(module: LoadedKernel, spec: KernelSpec, target: Target, n_kv: 
     from flashtune.tuner.verify.inputs import make_inputs
 
     inputs = make_inputs(_problem(spec, n_kv), device="meta", seed=2**63 + 1)
-    p, given = inputs.problem, inputs.parameters
+    p, base = inputs.problem, inputs.parameters
     parameters = replace(
-        given,
+        base,
         offset=2**33 if spec.dropout else 0,
-        mask=None if given.mask is None else torch.empty((p.batch, p.heads, p.n_q, p.n_kv), dtype=given.mask.dtype, device="meta"),
-        **per_head_words({name: torch.empty(x.shape, device="meta") for name, x in given.per_head().items()}),
+        mask=None if base.mask is None else torch.empty((p.batch, p.heads, p.n_q, p.n_kv), dtype=base.mask.dtype, device="meta"),
+        **per_head_words({name: torch.empty(x.shape, device="meta") for name, x in base.per_head().items()}),
     )
     if "dbias" in inputs.operands:
         # Fully strided, like the mask.

@@ -29,21 +29,21 @@ class Winners:
         self._won: set[str] = set()
         self._lock = threading.RLock()
 
-    def foresee(self, rows: Sequence[TuningRecord], workers: Workers) -> None:
+    def compile_ahead(self, records: Sequence[TuningRecord], workers: Workers) -> None:
         """Start compiling likely winners."""
         with self._lock:
-            for row in rows:
-                if self._keep is not None and row.outcome.variant_id not in self._codes:
-                    pending = workers.submit("compile", self._keep.compile, row, self._target, limit_s=self._limit_s)
-                    self._codes[row.outcome.variant_id] = pending
+            for record in records:
+                if self._keep is not None and record.outcome.variant_id not in self._codes:
+                    pending = workers.submit("compile", self._keep.compile, record, self._target, limit_s=self._limit_s)
+                    self._codes[record.outcome.variant_id] = pending
 
-    def won(self, row: TuningRecord, workers: Workers) -> None:
+    def won(self, record: TuningRecord, workers: Workers) -> None:
         """Compile a winner, and its fallback kernel, and store them at the end."""
-        twin = row.as_twin()
-        rows = [replace(row, twin=None), *([] if twin is None else [twin])]
-        self.foresee(rows, workers)
+        fallback = record.as_twin()
+        records = [replace(record, twin=None), *([] if fallback is None else [fallback])]
+        self.compile_ahead(records, workers)
         with self._lock:
-            self._won.update(one.outcome.variant_id for one in rows)
+            self._won.update(one.outcome.variant_id for one in records)
 
     def put(self) -> None:
         """Store the machine code of winners; other compilations are dropped."""

@@ -59,7 +59,7 @@ class Evaluation(Protocol):
     def close(self) -> None:
         """End the preparations of `prepare` and `expect_race`, where there was no race."""
 
-    def race(self, finalists: Sequence[Candidate]) -> tuple[Raced | Failed | None, Conditions | None]:
+    def race(self, candidates: Sequence[Candidate]) -> tuple[Raced | Failed | None, Conditions | None]:
         """Time the final candidates once more, interleaved with PyTorch, with the GPU's conditions; None where there is no race."""
         ...
 
@@ -129,10 +129,10 @@ class MeasuredEvaluation:
             return reply
         return replace(reply, time=reply.time.scaled(incumbent[1].median_us / reply.incumbent.median_us))
 
-    def race(self, finalists: Sequence[Candidate]) -> tuple[Raced | Failed | None, Conditions | None]:
+    def race(self, candidates: Sequence[Candidate]) -> tuple[Raced | Failed | None, Conditions | None]:
         """Race all of them and PyTorch in one process, until each is decided, while the GPU is watched."""
         self._wait()
-        sources = [self._source(candidate) for candidate in finalists]
+        sources = [self._source(candidate) for candidate in candidates]
         return race_undisturbed(lambda before: self._raced(sources, before), self._watching())
 
     def expect_race(self) -> None:
@@ -286,7 +286,7 @@ class PredictedEvaluation:
             return Failed(fate=Fate.CONSTRAINT, reason=reason, error=error)
         return Timed(time=Measurement.predicted(time_us), error=error)
 
-    def race(self, finalists: Sequence[Candidate]) -> tuple[Raced | Failed | None, Conditions | None]:
+    def race(self, candidates: Sequence[Candidate]) -> tuple[Raced | Failed | None, Conditions | None]:
         """No race: nothing can be timed."""
         return None, None
 

@@ -11,11 +11,11 @@ from flashtune.core.config import settles
 from flashtune.core.errors import FlashtuneError
 from flashtune.core.results import Baseline, Conditions, Ending, Measurement, Outcome, SearchResult
 from flashtune.core.words import counted
-from flashtune.tuner.children.keeper import Keeper
+from flashtune.tuner.children.study_writer import StudyWriter
 from flashtune.tuner.children.workers import Pending, Workers
-from flashtune.tuner.propose.carrying import carried, record_of, stored
 from flashtune.tuner.propose.space import Candidate, SearchSpace
 from flashtune.tuner.propose.study import Study
+from flashtune.tuner.propose.transfer import record_of, stored, transfer_candidates
 from flashtune.tuner.replies import Compiled, Raced
 from flashtune.tuner.search.plan import Stage
 from flashtune.tuner.search.proposing import Proposals
@@ -23,7 +23,7 @@ from flashtune.tuner.search.shared import Shared
 from flashtune.tuner.search.stopping import Reason, StoppingRule
 from flashtune.tuner.search.trials import Trials
 from flashtune.tuner.spent import Spent, logger
-from flashtune.tuner.timing.finalists import first_by_calls, ranked, to_call, to_race, twin_ahead
+from flashtune.tuner.timing.final_candidates import fallback_ahead, first_by_calls, ranked, to_call, to_race
 
 LIKELY = 6
 """Number of the fastest trials that are compiled for later calls before the last race is decided."""
@@ -35,7 +35,7 @@ AHEAD = 12
 class ProblemSearch:
     """Search of one problem."""
 
-    def __init__(self, shared: Shared, index: int, workers: Workers, suffix: str, device: int, keeper: Keeper | None = None) -> None:
+    def __init__(self, shared: Shared, index: int, workers: Workers, suffix: str, device: int, writer: StudyWriter | None = None) -> None:
         self.shared, self.index, self.workers = shared, index, workers
         self.plan = shared.plan
         self.problem = problem = self.plan.problems[index]
@@ -48,19 +48,19 @@ class ProblemSearch:
             source=self.plan.source,
             storage=shared.storage,
             plan=suffix,
-            opened=None if keeper is None else keeper.record,
+            opened=None if writer is None else writer.record,
         )
         self.evaluation = shared.evaluation(problem, workers, device)
         self.rule = StoppingRule(self.plan.until if self.plan.sampler != "exhaustive" else None)
-        self.stored = stored(self.space, problem, shared.rows)
+        self.stored = stored(self.space, problem, shared.records)
         self.deadline: float | None = None
         self.incumbent: tuple[Candidate, Outcome] | None = None
         self.timed: list[Outcome] = []
         self.stopped: Reason = "trials"
         self.proposals: Proposals | None = None
-        self.foreseen: list[Pending[Compiled]] = []
+        self.predicted: list[Pending[Compiled]] = []
         self.decided = self.study.decided(problem)
-        self.heard: set[Candidate] = set()
+        self.learned: set[Candidate] = set()
         self.spent = Spent()
         compiled = shared.state(problem.spec()).compiled
         self.trials = Trials(self.plan, problem, workers, compiled, self.evaluation, self.spent, self.at, facts=shared.facts)
@@ -71,12 +71,12 @@ class ProblemSearch:
         if self.decided is None and self.proposals is None:
             # A measured search must not keep its GPU waiting; a predicted one uses none and must be reproducible.
             beside = self.plan.source == "measured"
-            wishes = carried(self.space, self.problem, self.shared.rows, self.plan.source)
-            self.study.enqueue(wishes)
+            transferred = transfer_candidates(self.space, self.problem, self.shared.records, self.plan.source)
+            self.study.enqueue(transferred)
             self._catch_up()
             if beside:
                 # Claims take a while to be stored; compilation starts before them.
-                self.foresee(wishes)
+                self.compile_ahead(transferred)
             limit = None if self.plan.sampler == "exhaustive" else self.plan.trials
             ahead = max(4, 2 * self.plan.jobs)
             self.proposals = Proposals(
@@ -85,15 +85,16 @@ class ProblemSearch:
                 ahead=min(ahead, AHEAD) if beside else ahead,
                 limit=limit,
                 beside=beside,
-                foresee=self.plan.sampler == "gp",
+                compile_ahead=self.plan.sampler == "gp",
                 free=self.workers.free_compilers,
             )
 
-    def foresee(self, wishes: Sequence[Candidate] = ()) -> None:
+    def compile_ahead(self, transferred: Sequence[Candidate] = ()) -> None:
         """Start compiling the candidates that `begin` will probably claim; claims nothing."""
         if self.decided is None:
-            first = [candidate for candidate in [*wishes, *self.study.sampler.opening][:AHEAD] if candidate not in self.study.outcomes]
-            self.foreseen += [found for candidate in first if isinstance(found := self.trials.compile(candidate), Pending)]
+            first = [*transferred, *self.study.sampler.initial_candidates][:AHEAD]
+            untried = [candidate for candidate in first if candidate not in self.study.outcomes]
+            self.predicted += [found for candidate in untried if isinstance(found := self.trials.compile(candidate), Pending)]
 
     def abandon(self) -> None:
         """Release the claims of `begin`."""
@@ -101,7 +102,7 @@ class ProblemSearch:
         if proposals is not None:
             with suppress(FlashtuneError):
                 proposals.close()
-        self._forget_foreseen()
+        self._forget_predicted()
         self.evaluation.close()
         with suppress(FlashtuneError):
             self.study.leave()
@@ -128,15 +129,15 @@ class ProblemSearch:
         if result is None:
             return None
         # Saved or not, the next problem's search starts from this winner.
-        if (row := record_of(result)) is not None:
-            shared.rows.insert(0, row)
+        if (record := record_of(result)) is not None:
+            shared.records.insert(0, record)
         if not self._publish(result, final=again):
             return None
         with shared.lock:
             if not shared.schedule.end(self.index, result):
                 return result
-            if row is not None and not known:
-                shared.winners.won(row, self.workers)
+            if record is not None and not known:
+                shared.winners.won(record, self.workers)
             if known:
                 shared.listener.problem_known(result, self.index, total)
             else:
@@ -170,8 +171,8 @@ class ProblemSearch:
             with self.spent.on("keep"):
                 self.study.decide(result)
             self.shared.schedule.followed(time.monotonic() - tried)
-            said = f"{counted(len(result.outcomes), 'trial')}, {time.monotonic() - begun:.2f} s"
-            logger.debug("%s: %s; here: %s; on the GPU: %s", self.problem.label(), said, self.spent, self.evaluation.spent)
+            summary = f"{counted(len(result.outcomes), 'trial')}, {time.monotonic() - begun:.2f} s"
+            logger.debug("%s: %s; here: %s; on the GPU: %s", self.problem.label(), summary, self.spent, self.evaluation.spent)
             return result
         except BaseException as error:
             self.abandon()
@@ -187,15 +188,15 @@ class ProblemSearch:
         """Start the next problem, and return why this problem's trials ended."""
         if meanwhile is not None and self.plan.source == "measured":
             # The best so far is as good a start for the next problem as the winner will be.
-            if (row := record_of(self._result(tuple(self.study.in_order().values()), None))) is not None:
-                self.shared.rows.insert(0, row)
+            if (record := record_of(self._result(tuple(self.study.in_order().values()), None))) is not None:
+                self.shared.records.insert(0, record)
             meanwhile()
         if self.index == len(self.plan.problems) - 1:
             # The compilers are idle after the last problem.
-            self._foresee_winners(LIKELY)
+            self._compile_likely_winners(LIKELY)
         return self._ending()
 
-    def _foresee_winners(self, most: int = 1) -> None:
+    def _compile_likely_winners(self, most: int = 1) -> None:
         """Start compiling likely winners for later calls: up to `most` of the fastest trials, as many as compilers are free, and the
         fallback kernel, the fastest of the first one's family with the ordinary online softmax.
 
@@ -205,8 +206,8 @@ class ProblemSearch:
         timed = sorted(self.timed, key=lambda outcome: _time(outcome).median_us)
         if free and timed and self.plan.keep is not None:
             running = [outcome for outcome in timed if outcome.template == timed[0].template and not settles(outcome.config)]
-            rows = (record_of(self._result((outcome,), None)) for outcome in [*timed[: min(most, free)], *running[:1]])
-            self.shared.winners.foresee([row for row in rows if row is not None], self.workers)
+            records = (record_of(self._result((outcome,), None)) for outcome in [*timed[: min(most, free)], *running[:1]])
+            self.shared.winners.compile_ahead([record for record in records if record is not None], self.workers)
 
     def _publish(self, result: SearchResult, *, final: bool) -> bool:
         """Save the result and return True where that worked; an error is raised only when `final`."""
@@ -244,11 +245,11 @@ class ProblemSearch:
                 proposals.close()
             raise
         proposals.close()
-        self._forget_foreseen()
+        self._forget_predicted()
 
-    def _forget_foreseen(self) -> None:
+    def _forget_predicted(self) -> None:
         """Stop compiling predicted candidates that weren't claimed."""
-        found, self.foreseen = self.foreseen, []
+        found, self.predicted = self.predicted, []
         for compiling in found:
             compiling.forget()
 
@@ -274,11 +275,11 @@ class ProblemSearch:
         incumbent = (self.incumbent[0], _time(self.incumbent[1])) if self.incumbent else None
         outcome = self.trials.outcome(proposal.candidate, proposal.compiling, incumbent)
         proposals.tell(proposal.candidate, outcome)
-        self.heard.add(proposal.candidate)
+        self.learned.add(proposal.candidate)
         self._consider(proposal.candidate, outcome)
         self.rule.add(outcome)
         if self.plan.source == "measured":
-            self._foresee_winners()
+            self._compile_likely_winners()
         with self.shared.lock:
             self.shared.listener.trial_finished(outcome, self.incumbent[1] if self.incumbent else None)
         return None
@@ -290,12 +291,12 @@ class ProblemSearch:
     def _catch_up(self) -> None:
         """Take over the outcomes of an earlier run or other processes, in the order of proposing; only while no proposals are made."""
         for candidate, outcome in self.study.in_order().items():
-            if candidate not in self.heard:
+            if candidate not in self.learned:
                 self._learn(candidate, outcome)
 
     def _learn(self, candidate: Candidate, outcome: Outcome) -> None:
         """Take over an outcome of an earlier run or another process, with its consequences for other candidates."""
-        self.heard.add(candidate)
+        self.learned.add(candidate)
         self._consider(candidate, outcome)
         self.rule.add(outcome)
         self.evaluation.learn(candidate, outcome)
@@ -311,20 +312,20 @@ class ProblemSearch:
     def _race(self) -> SearchResult:
         """Time the best few and PyTorch once more, all interleaved, and rank them."""
         outcomes = self.study.in_order()
-        correct = [c for c, o in outcomes.items() if o.measurement is not None and o.fate.timed and c not in self.trials.twins]
+        correct = [c for c, o in outcomes.items() if o.measurement is not None and o.fate.timed and c not in self.trials.duplicates]
         correct.sort(key=lambda c: (_time(outcomes[c]).median_us, outcomes[c].variant_id))
         wide = max(self.problem.d, self.problem.d_v)
-        finalists = to_race(correct, [_time(outcomes[c]).median_us for c in correct], wide)
+        final_candidates = to_race(correct, [_time(outcomes[c]).median_us for c in correct], wide)
         with self.spent.on("race"):
-            raced, conditions = self.evaluation.race(finalists) if finalists else (None, None)
+            raced, conditions = self.evaluation.race(final_candidates) if final_candidates else (None, None)
         baseline, behind = None, None
         if isinstance(raced, Raced):
             baseline, behind = raced.baseline, raced.standing.behind
-            for candidate, measurement in zip(finalists, raced.times, strict=True):
+            for candidate, measurement in zip(final_candidates, raced.times, strict=True):
                 outcomes[candidate] = replace(outcomes[candidate], measurement=measurement, finalist=True)
-        ranks = ranked([(c, outcomes[c]) for c in finalists], behind=behind, known=self.stored)
-        medians = {c: _time(outcomes[c]).median_us for c in finalists}
-        ranks = twin_ahead(ranks, medians, wide)
+        ranks = ranked([(c, outcomes[c]) for c in final_candidates], behind=behind, known=self.stored)
+        medians = {c: _time(outcomes[c]).median_us for c in final_candidates}
+        ranks = fallback_ahead(ranks, medians, wide)
         for rank, candidate in enumerate(ranks, start=1):
             outcomes[candidate] = replace(outcomes[candidate], rank=rank)
         timed = to_call(ranks)
@@ -335,7 +336,7 @@ class ProblemSearch:
                 outcomes[candidate] = replace(outcomes[candidate], call_us=call_us)
             baseline = replace(baseline, call_us=called.framework)
             ranks.insert(0, ranks.pop(ranks.index(timed[first_by_calls(called.times)])))
-            ranks = twin_ahead(ranks, medians, wide)
+            ranks = fallback_ahead(ranks, medians, wide)
             for rank, candidate in enumerate(ranks, start=1):
                 outcomes[candidate] = replace(outcomes[candidate], rank=rank)
         return self._result(tuple(outcomes.values()), baseline, conditions)

@@ -52,7 +52,7 @@ class Proposals:
         ahead: int,
         limit: int | None,
         beside: bool,
-        foresee: bool = False,
+        compile_ahead: bool = False,
         free: Callable[[], int] = lambda: 0,
     ) -> None:
         self._study, self._compile, self._limit = study, compile_one, limit
@@ -64,10 +64,10 @@ class Proposals:
         self._out: SimpleQueue[Proposal | Literal["compiled", "expected"] | None] = SimpleQueue()
         self._waiting: list[Proposal] = []
         self._overtaken: dict[Candidate, int] = {}
-        self._foresee, self._free = foresee and beside, free
-        self._foreseen: dict[Candidate, Pending[Compiled]] = {}
+        self._compile_ahead, self._free = compile_ahead and beside, free
+        self._predicted: dict[Candidate, Pending[Compiled]] = {}
         self.left, self.left_in_all = math.inf, 0.0
-        self._told: SimpleQueue[tuple[Candidate, Outcome | None] | None] = SimpleQueue()
+        self._outcomes: SimpleQueue[tuple[Candidate, Outcome | None] | None] = SimpleQueue()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="proposals", daemon=True) if beside else None
         if self._thread is not None:
@@ -125,20 +125,20 @@ class Proposals:
         if self._thread is None:
             self._take(candidate, outcome)
         else:
-            self._told.put((candidate, outcome))
+            self._outcomes.put((candidate, outcome))
             self._raise()
 
     def close(self) -> None:
         """End the thread once it has stored all outcomes; unused candidates stay claimed, and aren't compiled any more."""
         if self._thread is not None:
             self._closing = True
-            self._told.put(None)
+            self._outcomes.put(None)
             self._thread.join()
         while not self._out.empty():
             left = self._out.get()
             if isinstance(left, Proposal):
                 self._waiting.append(left)
-        for compiling in self._foreseen.values():
+        for compiling in self._predicted.values():
             compiling.forget()
         for waiting in self._waiting:
             if isinstance(waiting.compiling, Pending):
@@ -153,10 +153,10 @@ class Proposals:
     def _run(self) -> None:
         try:
             self._ask()
-            if self._foresee:
+            if self._compile_ahead:
                 self._study.sampler.warm_up()
-            while (told := self._told.get()) is not None:
-                self._take(*told)
+            while (entry := self._outcomes.get()) is not None:
+                self._take(*entry)
         except BaseException as error:
             self._error = error
             self._out.put(None)
@@ -196,14 +196,14 @@ class Proposals:
             self.left_in_all = study.expected_regret()
         self.left = study.left_to_gain()
         self._out.put("expected")
-        if self._foresee:
-            self._compile_foreseen()
+        if self._compile_ahead:
+            self._compile_predicted()
 
-    def _compile_foreseen(self) -> None:
+    def _compile_predicted(self) -> None:
         """Compile predicted next candidates, a few at a time, so that they may be ready once they are claimed."""
         # Leaves as many free compilers as the next claims need, since a compilation takes as long as a dozen trials.
         most = max(self._stride, min(self._free() - self._stride, self._ahead))
-        room = most - sum(not compiling.done for compiling in self._foreseen.values())
-        for candidate in self._study.foreseen(room) if room > 0 else []:
-            if candidate not in self._foreseen and isinstance(compiling := self._compile(candidate), Pending):
-                self._foreseen[candidate] = compiling
+        room = most - sum(not compiling.done for compiling in self._predicted.values())
+        for candidate in self._study.predicted_next(room) if room > 0 else []:
+            if candidate not in self._predicted and isinstance(compiling := self._compile(candidate), Pending):
+                self._predicted[candidate] = compiling

@@ -57,10 +57,10 @@ class Schedule:
         """
         if self._plan.budget_s is None:
             return None
-        now, lanes = time.monotonic(), max(1, len(self._plan.devices))
+        now, device_workers = time.monotonic(), max(1, len(self._plan.devices))
         left = max(0.0, self._plan.budget_s - (now - self._started))
         with self._lock:
-            share = left / math.ceil((len(self._plan.problems) - self._taken.index(index)) / lanes)
+            share = left / math.ceil((len(self._plan.problems) - self._taken.index(index)) / device_workers)
             after = statistics.median(self._after_trials) if self._after_trials else 0.0
         return now + max(0.0, share - after)
 

@@ -41,12 +41,12 @@ class Shared:
         self.plan, self.storage, self.provenance = plan, storage, provenance
         self.save, self.listener = save, listener
         self._states: dict[KernelSpec, SpecState] = {}
-        self.rows = list(plan.known)
+        self.records = list(plan.known)
         # Variants with facts by the installed Triton may have cached machine code.
         self.facts = {
-            row.outcome.variant_id: row.outcome.facts
-            for row in plan.known
-            if plan.source == "measured" and row.outcome.facts is not None and row.provenance.triton == provenance.triton
+            record.outcome.variant_id: record.outcome.facts
+            for record in plan.known
+            if plan.source == "measured" and record.outcome.facts is not None and record.provenance.triton == provenance.triton
         }
         self.schedule, self.winners = Schedule(plan), Winners(plan.keep, plan.target, plan.limits.compile_s)
         self.lock, self.stopping = threading.RLock(), threading.Event()

@@ -38,7 +38,7 @@ class Trials:
         self._measured = plan.source == "measured"
         self._by_code: dict[str, list[tuple[Candidate, Timed]]] = {}
         self._launched: dict[Candidate, str | None] = {}
-        self.twins: set[Candidate] = set()
+        self.duplicates: set[Candidate] = set()
 
     def compile(self, candidate: Candidate) -> Compiling:
         """Start compiling a candidate, unless that was begun; its result where that is known."""
@@ -66,8 +66,8 @@ class Trials:
         reply: Timed | Failed
         if isinstance(compiled, Failed):
             reply = compiled
-        elif (twin := self._twin(candidate, compiled)) is not None:
-            reply = twin
+        elif (duplicate := self._duplicate(candidate, compiled)) is not None:
+            reply = duplicate
         else:
             self._at("measuring" if self._measured else "checking")
             with self._spent.on("trials"):
@@ -89,13 +89,13 @@ class Trials:
             max_error=reply.error,
         )
 
-    def _twin(self, candidate: Candidate, compiled: Compiled) -> Timed | None:
+    def _duplicate(self, candidate: Candidate, compiled: Compiled) -> Timed | None:
         """Time of a timed candidate with equal machine code and launches, or None; measured searches only."""
         if not self._measured or not compiled.code:
             return None
         for other, reply in self._by_code.get(compiled.code, []):
             if (launches := self._launches(candidate)) is not None and launches == self._launches(other):
-                self.twins.add(candidate)
+                self.duplicates.add(candidate)
                 return reply
         return None
 

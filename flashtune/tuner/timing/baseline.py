@@ -34,27 +34,27 @@ def framework_call(inputs: Inputs, backend: str | None = None, *, step: bool = F
     causal become a boolean mask, and ALiBi a bias in the inputs' dtype (the one that every backend takes), made once and outside of the
     timed part. A soft cap has no equivalent, nor have sinks and fp8 inputs.
     """
-    p, given = inputs.problem, inputs.parameters
+    p, parameters = inputs.problem, inputs.parameters
     if p.features.softcap or p.features.sinks or p.dtype == "fp8":
         return None
     own = inputs.mask
     # Generated slopes are the same in every batch.
-    slopes = None if given.slopes is None else given.slopes[:1]
+    slopes = None if parameters.slopes is None else parameters.slopes[:1]
     if own is not None and p.features.dbias:
         own = own.detach().requires_grad_()
     if slopes is not None and p.features.dslopes:
         slopes = slopes.detach().requires_grad_()
-    causal = given.band == Band(right=0) and own is None and slopes is None
+    causal = parameters.band == Band(right=0) and own is None and slopes is None
     lower_right = own is None and slopes is None and backend in (None, "flash") and _flash_takes_lower_right(inputs)
 
     def joined() -> torch.Tensor | None:
         """Bias or mask of the features that PyTorch lacks."""
         mask = own
         if slopes is not None:
-            mask = reference.joined(reference.alibi(slopes, p.n_q, p.n_kv, given.band.diagonal).to(inputs.q.dtype), mask)
-        if not given.band.bounded or causal:
+            mask = reference.joined(reference.alibi(slopes, p.n_q, p.n_kv, parameters.band.diagonal).to(inputs.q.dtype), mask)
+        if not parameters.band.bounded or causal:
             return mask
-        return reference.hidden_outside(reference.visible(given.band, p.n_q, p.n_kv, inputs.q.device), mask)
+        return reference.hidden_outside(reference.visible(parameters.band, p.n_q, p.n_kv, inputs.q.device), mask)
 
     called: Callable[..., torch.Tensor] = sdpa
     if lower_right:
@@ -77,8 +77,8 @@ def framework_call(inputs: Inputs, backend: str | None = None, *, step: bool = F
 
     def chosen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         with nullcontext() if backends is None else sdpa_kernel(backends):
-            words = {"dropout_p": given.dropout_p, "is_causal": causal, "scale": given.scale, "enable_gqa": p.gqa_ratio > 1}
-            return called(q, k, v, attn_mask=mask, **words)
+            kwargs = {"dropout_p": parameters.dropout_p, "is_causal": causal, "scale": parameters.scale, "enable_gqa": p.gqa_ratio > 1}
+            return called(q, k, v, attn_mask=mask, **kwargs)
 
     if p.direction == "fwd":
         return lambda: chosen(inputs.q, inputs.k, inputs.v, mask)
@@ -120,7 +120,7 @@ def backend_name(call: Callable[[], object]) -> str:
 
 def _flash_takes_lower_right(inputs: Inputs) -> bool:
     """True where FlashAttention computes the band of these inputs from a diagonal at the last key, without a mask."""
-    p, given = inputs.problem, inputs.parameters
-    if given.band.left is not None or given.band.right != 0 or given.band.diagonal <= 0:
+    p, parameters = inputs.problem, inputs.parameters
+    if parameters.band.left is not None or parameters.band.right != 0 or parameters.band.diagonal <= 0:
         return False
-    return can_use_flash_attention(SDPAParams(inputs.q, inputs.k, inputs.v, None, given.dropout_p, False, p.gqa_ratio > 1))
+    return can_use_flash_attention(SDPAParams(inputs.q, inputs.k, inputs.v, None, parameters.dropout_p, False, p.gqa_ratio > 1))

@@ -88,10 +88,10 @@ class GpuWatch:
         tool = shutil.which("nvidia-smi")
         if tool is not None:
             common = [tool, f"--id={self._gpu}", "--format=csv,noheader,nounits", f"--loop-ms={_EVERY_MS}"]
-            asked = (f"--query-gpu={','.join(_READINGS)}", "--query-compute-apps=pid")
+            queries = (f"--query-gpu={','.join(_READINGS)}", "--query-compute-apps=pid")
             try:
-                for what in asked:
-                    self._loops.append(_Loop([*common, what]))
+                for query in queries:
+                    self._loops.append(_Loop([*common, query]))
             except BaseException:
                 self.__exit__(None, None, None)
                 raise
@@ -113,14 +113,14 @@ class GpuWatch:
 
 def conditions_of(gpu: Sequence[str], processes: Sequence[str], own: int) -> Conditions | None:
     """Conditions from the tool's lines; None where no line of `gpu` can be read. `processes` are lines of one process id each."""
-    rows = [parts for line in gpu if len(parts := [part.strip() for part in line.split(",")]) == len(_READINGS)]
-    if not rows:
+    readings = [parts for line in gpu if len(parts := [part.strip() for part in line.split(",")]) == len(_READINGS)]
+    if not readings:
         return None
-    sm, memory, power, temperature = ([value for row in rows if (value := _number(row[place])) is not None] for place in range(4))
-    masks = [int(row[4], 16) for row in rows if row[4].startswith("0x")]
+    sm, memory, power, temperature = ([value for fields in readings if (value := _number(fields[place])) is not None] for place in range(4))
+    masks = [int(fields[4], 16) for fields in readings if fields[4].startswith("0x")]
     reasons = [name for bit, name in THROTTLES.items() if any(mask & bit for mask in masks)]
     return Conditions(
-        samples=len(rows),
+        samples=len(readings),
         sm_clock_mhz=round(statistics.median(sm)) if sm else None,
         memory_clock_mhz=round(statistics.median(memory)) if memory else None,
         power_w=statistics.median(power) if power else None,

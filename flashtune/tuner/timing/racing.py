@@ -46,7 +46,7 @@ class Contest:
 
     def add(self, racers: Sequence[int], times: Sequence[Sequence[float]]) -> None:
         """Add a race: for each of `racers` its time in every round, in microseconds."""
-        self._rounds += [dict(zip(racers, row, strict=True)) for row in zip(*times, strict=True)]
+        self._rounds += [dict(zip(racers, times_of, strict=True)) for times_of in zip(*times, strict=True)]
         self._races += 1
 
     def standing(self) -> Standing:
@@ -63,18 +63,18 @@ class Contest:
 
     def times(self, place: int) -> list[float]:
         """All times of a final candidate, in microseconds."""
-        return [row[place] for row in self._rounds if place in row]
+        return [times_of[place] for times_of in self._rounds if place in times_of]
 
     def measurement(self, place: int) -> Measurement:
         """Quantiles of a final candidate in the scale of all rounds: fewer races are rescaled by the fastest one's times."""
         first = self._fastest()
         own = Measurement.of(self.times(place))
-        beside = statistics.median(row[first] for row in self._rounds if place in row)
+        beside = statistics.median(times_of[first] for times_of in self._rounds if place in times_of)
         return own.scaled(statistics.median(self.times(first)) / beside)
 
     def _fastest(self) -> int:
         """Place of the fastest; every possible one has raced in all rounds."""
-        racers = [place for place in range(self._count) if all(place in row for row in self._rounds)]
+        racers = [place for place in range(self._count) if all(place in times_of for times_of in self._rounds)]
         return min(racers, key=lambda place: (self._ratio(place, racers[0])[0], place))
 
     def _open(self, place: int, first: int) -> bool:
@@ -83,7 +83,7 @@ class Contest:
 
     def _ratio(self, place: int, other: int) -> tuple[float, float]:
         """Logarithm of `place`'s time over that of `other`, and half the width of its confidence interval."""
-        return trimmed_mean([math.log(row[place] / row[other]) for row in self._rounds if place in row])
+        return trimmed_mean([math.log(times_of[place] / times_of[other]) for times_of in self._rounds if place in times_of])
 
 
 def trimmed_mean(values: Sequence[float]) -> tuple[float, float]:

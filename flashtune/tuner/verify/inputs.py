@@ -123,21 +123,21 @@ def own_mask(problem: Problem, device: torch.device | str, generator: torch.Gene
     """
     p = problem
     shape, wide = (p.batch, p.heads, p.n_q, p.n_kv), -(-p.n_kv // 16) * 16
-    drawn = torch.rand(shape, device=device, generator=generator)
+    sampled = torch.rand(shape, device=device, generator=generator)
     third = torch.zeros((p.heads, 1, p.n_kv), dtype=torch.bool, device=device)
     third[0::2, :, : p.n_kv // 3] = True
     third[1::2, :, p.n_kv - p.n_kv // 3 :] = True
     if p.features.mask == "bool":
         allowed = torch.ones((*shape[:3], wide), dtype=torch.bool, device=device)[..., : p.n_kv]
-        allowed.copy_((drawn < 0.8) & ~third)
+        allowed.copy_((sampled < 0.8) & ~third)
         allowed[..., -1, :] = False
         return allowed
     kind = TORCH_DTYPES[output_dtype(p.dtype)]
     bias = guarded((*shape[:3], wide), kind, device)[..., : p.n_kv]
     bias.normal_(generator=generator)
     with_lowest = torch.arange(p.heads, device=device) >= p.heads // 2
-    lowest = (drawn > 0.9) | (third & with_lowest[:, None, None])
-    hidden = (drawn < 0.1) | (third & ~with_lowest[:, None, None])
+    lowest = (sampled > 0.9) | (third & with_lowest[:, None, None])
+    hidden = (sampled < 0.1) | (third & ~with_lowest[:, None, None])
     lowest &= ~hidden
     seen = reference.visible(p.band, p.n_q, p.n_kv, device)
     lowest &= (seen & ~hidden & ~lowest).any(-1, keepdim=True)
@@ -160,12 +160,12 @@ def make_inputs(problem: Problem, *, device: torch.device | str, seed: int, head
     generator = None if meta else torch.Generator(device=device).manual_seed(seed)
     p, f = problem, problem.features
 
-    def allocated(shape: tuple[int, ...], dtype: DType, drawn: bool) -> torch.Tensor:
+    def allocated(shape: tuple[int, ...], dtype: DType, sampled: bool) -> torch.Tensor:
         inside = heads_inside and len(shape) == 4
         stored = (shape[0], shape[2], shape[1], shape[3]) if inside else shape
         kind = TORCH_DTYPES[dtype]
         tensor = torch.empty(stored, dtype=kind, device=device) if meta else guarded(stored, kind, device)
-        if drawn and not meta:
+        if sampled and not meta:
             # PyTorch generates no random fp8 numbers.
             small = kind.itemsize == 1
             tensor.copy_(torch.randn(stored, device=device, generator=generator)) if small else tensor.normal_(generator=generator)
@@ -176,14 +176,14 @@ def make_inputs(problem: Problem, *, device: torch.device | str, seed: int, head
         return torch.empty(shape, device=device) if meta else torch.rand(shape, device=device, generator=generator) + 0.5
 
     def sink_logits() -> torch.Tensor:
-        drawn = torch.empty((p.heads,), device=device) if meta else torch.randn((p.heads,), device=device, generator=generator)
-        return (drawn + math.log(p.n_kv)).expand(p.batch, p.heads)
+        sampled = torch.empty((p.heads,), device=device) if meta else torch.randn((p.heads,), device=device, generator=generator)
+        return (sampled + math.log(p.n_kv)).expand(p.batch, p.heads)
 
     mask = None
     if f.mask != "none" and own_masks and generator is not None:
         mask = own_mask(p, device, generator)
     elif f.mask == "bias":
-        mask = allocated((1, p.heads, p.n_q, p.n_kv), output_dtype(p.dtype), drawn=True)
+        mask = allocated((1, p.heads, p.n_q, p.n_kv), output_dtype(p.dtype), sampled=True)
     elif f.mask == "bool":
         mask = torch.empty((1, 1, p.n_q, p.n_kv), dtype=torch.bool, device=device)
         if not meta:
@@ -204,7 +204,7 @@ def make_inputs(problem: Problem, *, device: torch.device | str, seed: int, head
     for o in p.contract.operands:
         # Allocated at the bias's own sizes and expanded like the mask.
         shape = tuple(mask.shape) if o.name == "dbias" and mask is not None else o.shape(p)
-        operands[o.name] = allocated(shape, o.dtype(p), drawn=not o.written and not o.from_forward).expand(o.shape(p))
+        operands[o.name] = allocated(shape, o.dtype(p), sampled=not o.written and not o.from_forward).expand(o.shape(p))
     inputs = Inputs(problem=p, operands=operands, parameters=parameters)
     if not meta:
         run_forward(inputs)
@@ -218,11 +218,11 @@ _FORWARD_ROWS = 1024
 def run_forward(inputs: Inputs) -> None:
     """Recompute the operands that the forward writes, by the oracle; does nothing for a forward's own inputs."""
     p = inputs.problem
-    handed_on = [operand for operand in p.contract.operands if operand.from_forward]
-    if not handed_on:
+    from_earlier = [operand for operand in p.contract.operands if operand.from_forward]
+    if not from_earlier:
         return
     for batch, head, start in product(range(p.batch), range(p.heads), range(0, p.n_q, _FORWARD_ROWS)):
         place = Place(batch=batch, head=head, queries=slice(start, start + _FORWARD_ROWS))
         found = FORWARD.oracle(p, inputs.operands, inputs.parameters, place)
-        for operand in handed_on:
+        for operand in from_earlier:
             inputs.operands[operand.name][operand.at(place, p)] = found[operand.name].to(inputs.operands[operand.name].dtype)

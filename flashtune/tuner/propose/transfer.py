@@ -13,7 +13,7 @@ NEIGHBOURS = 4
 """Number of transfer candidates."""
 
 
-def carried(space: SearchSpace, problem: Problem, records: Iterable[TuningRecord], source: Source) -> list[Candidate]:
+def transfer_candidates(space: SearchSpace, problem: Problem, records: Iterable[TuningRecord], source: Source) -> list[Candidate]:
     """Winners of the records that are nearest to `problem`, the nearest first, each once.
 
     A config that breaks a constraint of this problem is moved to the nearest that breaks none, one of an earlier version becomes its
@@ -37,12 +37,12 @@ def stored(space: SearchSpace, problem: Problem, records: Iterable[TuningRecord]
     """Config of the measured record of exactly this problem's key, as it was raced, where it keeps the constraints; the first of several
     counts."""
     key = problem.key(space.target.slug)
-    row = next((record for record in records if record.key == key and record.outcome.source == "measured"), None)
-    if row is None:
+    measured = next((record for record in records if record.key == key and record.outcome.source == "measured"), None)
+    if measured is None:
         return None
-    family = space.families.get(row.outcome.template)
-    candidate = _refitted(space, row)
-    same = family is not None and candidate is not None and candidate.config == family.completed(row.outcome.config)
+    family = space.families.get(measured.outcome.template)
+    candidate = _refitted(space, measured)
+    same = family is not None and candidate is not None and candidate.config == family.completed(measured.outcome.config)
     return candidate if same else None
 
 

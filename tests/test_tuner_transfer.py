@@ -16,8 +16,8 @@ from flashtune.core.target import find_target
 from flashtune.db.library import Library, shipped_path
 from flashtune.templates import families, family
 from flashtune.templates.family import Constraint
-from flashtune.tuner.propose.carrying import carried, stored
 from flashtune.tuner.propose.space import SearchSpace
+from flashtune.tuner.propose.transfer import stored, transfer_candidates
 from flashtune.tuner.searching import Search
 
 PROVENANCE = Provenance(flashtune="0", torch="0", triton="0")
@@ -53,7 +53,7 @@ SPACE = SearchSpace({RIGHT.name: RIGHT}, PLANTED_PROBLEM, A100)
 
 def test_the_winners_of_the_nearest_rows_come_first_each_once() -> None:
     rows = [row(at(64 << octave), choice(octave)) for octave in (5, 1, 3, 4, 2)] + [row(at(128), choice(1))]
-    found = carried(SPACE, PLANTED_PROBLEM, rows, "measured")
+    found = transfer_candidates(SPACE, PLANTED_PROBLEM, rows, "measured")
     assert [candidate.config["CHOICE"] for candidate in found] == [1, 2, 3, 4]
 
 
@@ -64,8 +64,8 @@ def test_predictions_and_what_no_family_declares_say_nothing_to_a_search_that_me
         row(at(64), choice(2), template="unheard_of"),
         row(at(4096), choice(3)),
     ]
-    assert [candidate.config["CHOICE"] for candidate in carried(SPACE, PLANTED_PROBLEM, rows, "measured")] == [3]
-    assert [candidate.config["CHOICE"] for candidate in carried(SPACE, PLANTED_PROBLEM, rows, "predicted")] == [1, 3]
+    assert [candidate.config["CHOICE"] for candidate in transfer_candidates(SPACE, PLANTED_PROBLEM, rows, "measured")] == [3]
+    assert [candidate.config["CHOICE"] for candidate in transfer_candidates(SPACE, PLANTED_PROBLEM, rows, "predicted")] == [1, 3]
 
 
 def test_a_config_that_breaks_a_constraint_is_moved_by_as_little_as_possible() -> None:
@@ -101,7 +101,7 @@ def test_winners_of_one_head_size_fit_another() -> None:
     wide = next(problem for problem in forwards if problem.d == 256 and problem.features.causal)
     narrow = [record for record in SHIPPED if record.problem.d in (64, 128) and record.outcome.template == HOPPER.name]
     space = SearchSpace(families(), wide, H200)
-    found = carried(space, wide, narrow, "measured")
+    found = transfer_candidates(space, wide, narrow, "measured")
     assert len(found) == 4
     assert all(candidate.family.violated(candidate.config, space.spec, H200) is None for candidate in found)
     moved = {c.config for c in found} - {HOPPER.completed(record.outcome.config) for record in narrow}
@@ -126,7 +126,7 @@ def test_the_stored_row_races_as_it_is_where_others_are_moved_to_the_problems_si
     known = [replace(record, key=record.problem.key("h200")) for record in (own, other)]
     found = stored(space, few, known)
     assert found is not None and found.config == alone != HOPPER.resized(alone, few, H200)
-    assert [candidate.config for candidate in carried(space, few, known[1:], "measured")] == [HOPPER.resized(alone, few, H200)]
+    assert [candidate.config for candidate in transfer_candidates(space, few, known[1:], "measured")] == [HOPPER.resized(alone, few, H200)]
 
 
 @pytest.mark.usefixtures("quick")

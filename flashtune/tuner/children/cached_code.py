@@ -58,12 +58,12 @@ def taking(kernel: Any, manifest: Manifest | None) -> Iterator[list[Binary]]:
     assert kernel.device_caches[active.get_current_device()]
     compile_one = kernel.compile
 
-    def compiled(source: Any, target: Any = None, options: Any = None, **words: Any) -> Any:
+    def compiled(source: Any, target: Any = None, options: Any = None, **kwargs: Any) -> Any:
         binary = fitting(source, manifest.of(kernel.__name__))
         if binary is not None:
             _put(source, target, options, binary, manifest.code(binary))
             taken.append(binary)
-        return compile_one(source, target=target, options=options, **words)
+        return compile_one(source, target=target, options=options, **kwargs)
 
     kernel.compile = compiled
     try:

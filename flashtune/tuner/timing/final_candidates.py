@@ -8,7 +8,7 @@ from flashtune.core.results import Outcome
 from flashtune.tuner.propose.space import Candidate
 from flashtune.tuner.timing.racing import TIE
 
-FINALISTS = 12
+FINAL_CANDIDATES = 12
 """Most candidates in the closing races; beyond them, neighbours' times differ by noise."""
 
 WITHIN = 0.1
@@ -29,35 +29,33 @@ def to_race(correct: Sequence[Candidate], times: Sequence[float], d: int) -> lis
     """Final candidates for heads of `d` columns, the fastest first: the first few within `WITHIN`; where the GPU would wait for the host
     the fastest of each other way to combine splits, for whole calls decide there; and beside kernels with a frozen row max the one with an
     online softmax that is fastest on mispredicted rows, as their fallback kernel."""
-    found = [candidate for candidate, us in zip(correct[:FINALISTS], times, strict=False) if us <= (1 + WITHIN) * times[0]]
+    found = [candidate for candidate, us in zip(correct[:FINAL_CANDIDATES], times, strict=False) if us <= (1 + WITHIN) * times[0]]
     for candidate, us in zip(correct, times, strict=True):
         if us <= HOST_US and all(candidate.config.get("combine", "") != other.config.get("combine", "") for other in found):
             found.append(candidate)
-    settling = {candidate.family for candidate in found if settles(candidate.config)}
-    running = {
-        candidate: us
-        for candidate, us in zip(correct, times, strict=True)
-        if candidate.family in settling and not settles(candidate.config)
+    frozen = {candidate.family for candidate in found if settles(candidate.config)}
+    online = {
+        candidate: us for candidate, us in zip(correct, times, strict=True) if candidate.family in frozen and not settles(candidate.config)
     }
-    return found + [candidate for candidate in list(by_misled(running, d))[:1] if candidate not in found]
+    return found + [candidate for candidate in list(by_mispredicted(online, d))[:1] if candidate not in found]
 
 
-def by_misled(times: Mapping[Candidate, float], d: int) -> dict[Candidate, float]:
+def by_mispredicted(times: Mapping[Candidate, float], d: int) -> dict[Candidate, float]:
     """Estimated times of kernels with an online softmax on inputs that mispredict a frozen row max, the least first, from their times on
     random numbers."""
     found = {candidate: (1 + lost_where_misled(candidate.config, d)) * us for candidate, us in times.items()}
     return dict(sorted(found.items(), key=lambda one: one[1]))
 
 
-def twin_ahead(ranks: Sequence[Candidate], times: Mapping[Candidate, float], d: int) -> list[Candidate]:
+def fallback_ahead(ranks: Sequence[Candidate], times: Mapping[Candidate, float], d: int) -> list[Candidate]:
     """Ranks, the winner first, with the best of `by_misled` moved before the others with an online softmax: the winner's fallback kernel,
     if it freezes row maxima."""
-    running = [one for one in ranks[1:] if not settles(one.config) and one.family == ranks[0].family]
-    if not running or not settles(ranks[0].config):
+    online = [one for one in ranks[1:] if not settles(one.config) and one.family == ranks[0].family]
+    if not online or not settles(ranks[0].config):
         return list(ranks)
-    twin = next(iter(by_misled({one: times[one] for one in running}, d)))
-    found = [one for one in ranks if one != twin]
-    found.insert(ranks.index(running[0]), twin)
+    fallback = next(iter(by_mispredicted({one: times[one] for one in online}, d)))
+    found = [one for one in ranks if one != fallback]
+    found.insert(ranks.index(online[0]), fallback)
     return found
 
 
@@ -100,14 +98,14 @@ def first_by_calls(calls: Sequence[float | None]) -> int:
 
 
 def ranked(
-    finalists: Sequence[tuple[Candidate, Outcome]], *, behind: Sequence[float] | None = None, known: Candidate | None = None
+    candidates: Sequence[tuple[Candidate, Outcome]], *, behind: Sequence[float] | None = None, known: Candidate | None = None
 ) -> list[Candidate]:
     """Final candidates, the winner first (see `placed`): by each one's distance `behind` the fastest, or by their times alone (predictions,
     and races without it); `known` is the stored record's."""
-    outcomes = [outcome for _, outcome in finalists]
+    outcomes = [outcome for _, outcome in candidates]
     if behind is None:
         times = [outcome.measurement.median_us for outcome in outcomes if outcome.measurement is not None]
         behind = [time / min(times) - 1 for time in times]
-    is_known = {outcome.variant_id for candidate, outcome in finalists if candidate == known}
+    is_known = {outcome.variant_id for candidate, outcome in candidates if candidate == known}
     order = placed(outcomes, behind, is_stored=lambda outcome: outcome.variant_id in is_known)
-    return [finalists[place][0] for place in order]
+    return [candidates[place][0] for place in order]

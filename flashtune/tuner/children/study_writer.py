@@ -25,7 +25,7 @@ ENDING_S = 5.0
 """Seconds that the process may take to end."""
 
 
-class Keeper:
+class StudyWriter:
     """Opens records of `storage` in a process of its own; any thread may use them. A context manager that leaves no process behind."""
 
     def __init__(self, storage: optuna.storages.RDBStorage) -> None:
@@ -33,9 +33,9 @@ class Keeper:
         self._lock, self._numbers = threading.Lock(), count()
         context = multiprocessing.get_context("forkserver")
         self._pipe, its = context.Pipe()
-        self._process = context.Process(target=_keep, args=(its, pickle.dumps(storage), dict(os.environ)), daemon=True)
+        self._process = context.Process(target=_serve, args=(its, pickle.dumps(storage), dict(os.environ)), daemon=True)
         self.ready = threading.Event()
-        self._starting = threading.Thread(target=self._start, args=(its,), name="keeper", daemon=True)
+        self._starting = threading.Thread(target=self._start, args=(its,), name="study writer", daemon=True)
         self._starting.start()
 
     def _start(self, its: Connection) -> None:
@@ -46,7 +46,7 @@ class Keeper:
             self._pipe.recv()
             self.ready.set()
 
-    def __enter__(self) -> "Keeper":
+    def __enter__(self) -> "StudyWriter":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -68,33 +68,33 @@ class Keeper:
         if not self.ready.is_set():
             return Record(self._storage, name)
         number = next(self._numbers)
-        self.ask(number, "", (name,))
-        return cast(Record, _Kept(self, number))
+        self.call(number, "", (name,))
+        return cast(Record, _RemoteRecord(self, number))
 
-    def ask(self, number: int, what: str, arguments: tuple[Any, ...]) -> Any:
+    def call(self, number: int, what: str, arguments: tuple[Any, ...]) -> Any:
         """Call method `what` of record `number` and wait for its result; an empty `what` opens the record."""
         with self._lock:
             try:
                 self._pipe.send((number, what, arguments))
-                said = self._pipe.recv()
+                result = self._pipe.recv()
             except (EOFError, OSError) as error:
-                raise EnvironmentProblem("the process that keeps the study has ended: start the same command again, it goes on") from error
-        if isinstance(said, Exception):
-            raise said
-        return said
+                raise EnvironmentProblem("the process that writes the study has ended: start the same command again to resume") from error
+        if isinstance(result, Exception):
+            raise result
+        return result
 
 
-class _Kept:
+class _RemoteRecord:
     """Proxy of a record in the other process."""
 
-    def __init__(self, keeper: Keeper, number: int) -> None:
-        self._keeper, self._number = keeper, number
+    def __init__(self, writer: StudyWriter, number: int) -> None:
+        self._writer, self._number = writer, number
 
     def __getattr__(self, what: str) -> Callable[..., Any]:
-        return lambda *arguments: self._keeper.ask(self._number, what, arguments)
+        return lambda *arguments: self._writer.call(self._number, what, arguments)
 
 
-def _keep(pipe: Connection, pickled: bytes, environment: Mapping[str, str]) -> None:
+def _serve(pipe: Connection, pickled: bytes, environment: Mapping[str, str]) -> None:
     """Serve calls until the pipe closes."""
     withdraw(environment)
     # Unpickling connects to the storage, and Optuna's messages about that belong in no terminal.
@@ -105,15 +105,15 @@ def _keep(pipe: Connection, pickled: bytes, environment: Mapping[str, str]) -> N
         pipe.send("ready")
         while True:
             number, what, arguments = pipe.recv()
-            said: Any = None
+            result: Any = None
             try:
                 if what:
-                    said = getattr(records[number], what)(*arguments)
+                    result = getattr(records[number], what)(*arguments)
                 else:
                     records[number] = Record(storage, *arguments)
             except Exception as error:
-                said = error
+                result = error
             try:
-                pipe.send(said)
+                pipe.send(result)
             except (TypeError, AttributeError, ValueError) as error:
-                pipe.send(DatabaseError(f"the study can't be kept ({said!r}, {error}): check its storage"))
+                pipe.send(DatabaseError(f"the study can't be stored ({result!r}, {error}): check its storage"))
