@@ -486,7 +486,7 @@ def test_finalists_race_without_a_framework_whose_call_fails(monkeypatch: pytest
         def fail(_: object) -> None:
             raise error
 
-        monkeypatch.setattr(tasks, "_framework", fail)
+        monkeypatch.setattr(tasks, "_torch_call", fail)
         return tasks.race_finalists([Any, Any], PROBLEM, find_target("h200"), 0, 0.1)
 
     raced = failing(RuntimeError("CUDA out of memory. Tried to allocate 64.00 GiB"))
@@ -513,7 +513,7 @@ def test_a_framework_that_breaks_the_gpus_process_is_told_before_a_candidate_pay
 
     monkeypatch.setattr(tasks, "_start_triton", lambda: None)
     monkeypatch.setattr(tasks, "_ready", ready)
-    monkeypatch.setattr(tasks, "_framework", breaks)
+    monkeypatch.setattr(tasks, "_torch_call", breaks)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     monkeypatch.setattr(conditions, "gpu_id", lambda: "0")
     assert isinstance(tasks.prepare_device(PROBLEM, find_target("h200"), 0, False), Ready)
