@@ -11,10 +11,11 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, create_engine, inspect
 
-from flashtune.core.errors import FlashtuneError
+from flashtune.core.errors import DatabaseError, FlashtuneError
 from flashtune.core.problem import ProblemKey
 from flashtune.core.results import Fate
 from flashtune.db import migrations, values
+from flashtune.db.library import Library
 from flashtune.db.schema import Base, ProblemRow
 from flashtune.db.store import Store
 from flashtune.db.values import APPLICATION_ID, SCHEMA_VERSION, VERSION_TABLE
@@ -66,6 +67,14 @@ def test_a_database_of_every_version_is_read_and_upgraded(tmp_path: Path, path: 
     with Store.open(tmp_path / "old.sqlite", writable=True) as store:
         store.save(samples.numbered(1, 1))
         assert tuple(store.results()) == (*expected, samples.numbered(1, 1))
+
+
+def test_a_time_that_no_gpu_takes_is_upgraded_as_it_is_and_serves_nobody() -> None:
+    with Store.open(FIXTURES / "v0003.sqlite", writable=False) as store:
+        assert samples.RESULTS_SINCE_0003[0] in store.results()
+        for attempt in (store.winners, lambda: Library.of(FIXTURES / "v0003.sqlite")):
+            with pytest.raises(DatabaseError, match=r"v0003\.sqlite: in row 8 of 'trial', median_us is 60, but on h200 no kernel computes"):
+                attempt()
 
 
 def test_predictions_that_nothing_checked_say_so_after_an_upgrade(tmp_path: Path) -> None:
