@@ -22,10 +22,11 @@ from flashtune.core.binaries import Manifest
 from flashtune.core.config import Value
 from flashtune.core.errors import DatabaseError, EnvironmentProblem
 from flashtune.core.kernel_archive import Archive, Group, archive_bytes
-from flashtune.core.results import TuningRecord
+from flashtune.core.results import Outcome, TuningRecord
 from flashtune.core.target import find_target
 from flashtune.db import records, sqlite_file
-from flashtune.dispatch.policy import Refusal, rank
+from flashtune.dispatch.policy import Refusal, choices, rank
+from flashtune.dispatch.policy.pool import Pool
 from flashtune.templates import families, family
 from flashtune.templates.family import MOST_REFITTED, Family, Held
 
@@ -94,24 +95,38 @@ HOPPER = family("flash_fwd_hopper")
 SMALL, LARGE = (samples.problem(n, d=d, d_v=d, kv_heads=16) for n, d in ((2048, 40), (512, 256)))
 
 
-class Counted(Held):
-    """Counts the configs whose constraints were looked at."""
-
-    looked = 0
-
-    def holds(self, *words: object) -> bool:
-        Counted.looked += 1
-        return super().holds(*words)  # type: ignore[arg-type]
-
-
 def test_no_more_axes_change_than_that_and_no_more_work_is_done() -> None:
-    rng, held = random.Random(7), Counted(LARGE.spec(), H200)
-    configs = rng.sample(list(HOPPER.configs(SMALL.spec(), H200)), 12)
-    for config in configs:
-        Counted.looked = 0
-        moved = HOPPER.refitted(config, LARGE.spec(), H200, held)
+    rng, held = random.Random(7), Held(LARGE.spec(), H200)
+    for config in rng.sample(list(HOPPER.configs(SMALL.spec(), H200)), 12):
+        moved, looked = HOPPER.refit(config, LARGE.spec(), H200, held)
         assert moved is None or sum(moved[axis] != config[axis] for axis in moved) <= MOST_REFITTED
-        assert Counted.looked < 200_000
+        assert HOPPER.refit(config, LARGE.spec(), H200, Held(LARGE.spec(), H200)) == (moved, looked)
+        assert looked < 20_000
+
+
+def test_many_configs_that_have_to_change_much_take_a_decision_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choices, "MOST_LOOKED", 20_000)
+    held, looked = Held(LARGE.spec(), H200), []
+    refit = Family.refit
+    monkeypatch.setattr(Family, "refit", lambda *words: looked.append(found := refit(*words)) or found)
+    configs = random.Random(7).sample(list(HOPPER.configs(SMALL.spec(), H200)), 300)
+    # Those that fit nowhere first: a decision goes on to the next of them.
+    configs = sorted(configs[:40], key=lambda config: refit(HOPPER, config, LARGE.spec(), H200, held).config is not None) + configs[40:]
+    records = [stored(samples.outcome(f"{n:016x}", 900.0 + n, template=HOPPER.name, config=one)) for n, one in enumerate(configs)]
+    pool = Pool(LARGE.key("h200"), H200, records, families())
+    first = list(rank(LARGE, H200, pool, families()))
+    assert len(looked) < len(configs) and sum(one.looked for one in looked) < 20_000 + 20_000
+    passed = [one for one in first if isinstance(one, Refusal) and "isn't tried" in one.reason]
+    assert len(passed) > 200
+    looked.clear()
+    assert list(rank(LARGE, H200, pool, families())) == first and not looked
+
+
+def stored(outcome: Outcome, gpu: str = "h200") -> TuningRecord:
+    found = samples.result(outcome, framework_us=1000.0, gpu=gpu, of=SMALL)
+    return TuningRecord(
+        key=SMALL.key(gpu), problem=SMALL, outcome=outcome, provenance=found.provenance, baseline=found.baseline, origin="a stranger's"
+    )
 
 
 def unfit(template: str, gpu: str) -> TuningRecord:
@@ -122,11 +137,7 @@ def unfit(template: str, gpu: str) -> TuningRecord:
         for config in made.tried_first(SMALL.spec(), H200)
     )
     config = next(one for same in spaces for one in same if made.unfit(one, SMALL.spec(), find_target(gpu)) is not None)
-    outcome = samples.outcome("aaaa000000000001", 900.0, template=template, config=config)
-    found = samples.result(outcome, framework_us=1000.0, gpu=gpu, of=SMALL)
-    return TuningRecord(
-        key=SMALL.key(gpu), problem=SMALL, outcome=outcome, provenance=found.provenance, baseline=found.baseline, origin="a stranger's"
-    )
+    return stored(samples.outcome("aaaa000000000001", 900.0, template=template, config=config), gpu)
 
 
 def values(made: Family, name: str) -> tuple[Value, ...]:
@@ -136,7 +147,7 @@ def values(made: Family, name: str) -> tuple[Value, ...]:
 @pytest.mark.parametrize(("template", "gpu"), [("flash_fwd_hopper", "h100"), ("flash_fwd_hopper", "h100-pcie"), ("flash_fwd", "h100")])
 def test_a_record_is_checked_on_its_own_gpu_before_it_is_moved(template: str, gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
     record = unfit(template, gpu)
-    monkeypatch.setattr(Family, "refitted", lambda *words: pytest.fail("it is moved nowhere"))
+    monkeypatch.setattr(Family, "refit", lambda *words: pytest.fail("it is moved nowhere"))
     for problem in (LARGE, replace(SMALL, dtype="fp16")):
         [first, *_] = rank(problem, H200, [record], families())
         assert isinstance(first, Refusal) and first.invalid

@@ -7,9 +7,9 @@ both together.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import combinations, product
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -176,29 +176,51 @@ class Family:
         Among equals the axes that are declared first, which matter most, stay; those that don't refit take no new value. None where that
         leaves no valid config, or none with at most MOST_REFITTED axes changed. Who refits several configs shares what is `held`.
         """
+        return self.refit(config, spec, target, held or Held(spec, target)).config
+
+    def refit(self, config: Config, spec: KernelSpec, target: Target, held: "Held") -> "Refit":
+        """The same, with the work that it took, which doesn't depend on what was `held` before."""
         values = config.as_dict()
-        held = held or Held(spec, target)
         broken = [constraint for constraint in self.constraints if not held.holds(constraint, values)]
         if not broken:
-            return config
+            return Refit(config, 0)
+        looked = 0
+        at = [axis.values.index(config[axis.name]) for axis in self.axes]
+        others = [
+            [(abs(i - now), value) for i, value in enumerate(axis.values) if i != now and (axis.refits or value == axis.absent)]
+            for axis, now in zip(self.axes, at, strict=True)
+        ]
+
+        def moves(places: Sequence[int]) -> Iterator[tuple[int, dict[str, Value]]]:
+            """All new values of these axes, with how many steps they are away."""
+            nonlocal looked
+            for made in product(*(others[place] for place in places)):
+                looked += 1
+                yield (
+                    sum(steps for steps, _ in made),
+                    {self.axes[place].name: value for place, (_, value) in zip(places, made, strict=True)},
+                )
+
+        @cache
+        def mends(constraint: Constraint, places: tuple[int, ...]) -> bool:
+            """Whether new values of all these axes, which are all of the changed ones that it reads, make a constraint hold."""
+            return bool(places) and any(held.holds(constraint, values | changes) for _, changes in moves(places))
+
         for count in range(1, MOST_REFITTED + 1):
-            moves: list[tuple[int, tuple[int, ...], dict[str, Value]]] = []
+            found: list[tuple[int, tuple[int, ...], dict[str, Value]]] = []
             for places in combinations(range(len(self.axes)), count):
-                axes = [self.axes[place] for place in places]
-                # What no changed axis has a say in stays broken.
-                if any(constraint.axes is not None and not any(axis.name in constraint.axes for axis in axes) for constraint in broken):
-                    continue
-                at = [axis.values.index(config[axis.name]) for axis in axes]
-                open_to = ([i for i, value in enumerate(axis.values) if axis.refits or value == axis.absent] for axis in axes)
-                for other in product(*([i for i in places if i != now] for places, now in zip(open_to, at, strict=True))):
-                    steps = sum(abs(i - now) for i, now in zip(other, at, strict=True))
-                    changes = {axis.name: axis.values[i] for axis, i in zip(axes, other, strict=True)}
-                    moves.append((steps, tuple(-place for place in places), changes))
-            for _, _, changes in sorted(moves, key=lambda move: move[:2]):
+                looked += 1
+                if all(mends(constraint, self._read(constraint, places)) for constraint in broken):
+                    found += ((steps, tuple(-place for place in places), changes) for steps, changes in moves(places))
+            for _, _, changes in sorted(found, key=lambda move: move[:2]):
                 moved = values | changes
                 if all(held.holds(constraint, moved) for constraint in self.constraints):
-                    return Config.of(moved)
-        return None
+                    return Refit(Config.of(moved), looked)
+        return Refit(None, looked)
+
+    def _read(self, constraint: Constraint, places: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of these axes, by their places, that a constraint reads."""
+        return places if constraint.axes is None else tuple(place for place in places if self.axes[place].name in constraint.axes)
 
     def configs(self, spec: KernelSpec, target: Target) -> Iterator[Config]:
         """Every config of the space that breaks no constraint and has no successor, in a fixed order."""
@@ -222,8 +244,15 @@ class Family:
         return allowed
 
 
+class Refit(NamedTuple):
+    """A config moved to where it keeps the constraints, None where nothing near does, and how many ways to change it were looked at."""
+
+    config: Config | None
+    looked: int
+
+
 class Held:
-    """Which constraints hold in the place of a spec on a target, by the values that each reads; asked once for all configs that share
+    """Which constraints hold in the place of a spec on a target, by the values that each reads; computed once for all configs that share
     these."""
 
     def __init__(self, spec: KernelSpec, target: Target) -> None:

@@ -45,6 +45,32 @@ class Refusal(NamedTuple):
     record: TuningRecord | None = None
 
 
+MOST_LOOKED = 300_000
+"""After so many ways to change configs of other kernels, about half a second, a decision passes over records whose configs it would have
+to change. Of 5280 calls over the shipped records the most was 126,809, of heads of 256 columns with ALiBi."""
+
+
+class Work:
+    """What one decision has spent on moving configs: the same in every process, whatever earlier decisions have left in the pool."""
+
+    __slots__ = ("_moved", "looked")
+
+    def __init__(self) -> None:
+        self.looked = 0
+        self._moved: dict[tuple[str, Config], Config | str] = {}
+
+    def moved(self, family: Family, config: Config, spec: KernelSpec, pool: Pool) -> Config | str:
+        """A config of another kernel where it keeps the constraints of this one, or why there is none."""
+        known = (family.name, config)
+        if known not in self._moved:
+            if self.looked > MOST_LOOKED:
+                return "so many configs of nearer records keep no constraints here that it isn't tried"
+            found = pool.refit(family, config, spec)
+            self.looked += found.looked
+            self._moved[known] = found.config or f"no config of {family.name} keeps the constraints here"
+        return self._moved[known]
+
+
 class Context(NamedTuple):
     """What is asked for, and of what it is to be answered."""
 
@@ -54,16 +80,18 @@ class Context(NamedTuple):
     pool: Pool
     families: Mapping[str, Family]
     framework_serves: bool
+    work: Work
 
 
 class Fit(NamedTuple):
     """A record that may serve, with its config as it would here; `changed` says what of that keeps the constraints of another kernel, and
-    `resized` what follows from the sizes."""
+    `resized` what follows from the sizes. `own` says that it is a record of this kernel."""
 
     record: TuningRecord
     family: Family
     config: Config
-    changed: str
+    own: bool
+    changed: str = ""
     resized: str = ""
 
 
@@ -83,6 +111,10 @@ def fit_of(record: TuningRecord, context: Context) -> Fit | Refusal:
     found = context.pool.asked(record, problem.spec(), lambda: _configured(record, family, context))
     if isinstance(found, Refusal):
         return found
+    if not found.own:
+        if isinstance(moved := context.work.moved(family, found.config, problem.spec(), context.pool), str):
+            return Refusal(reason=moved, record=record)
+        found = found._replace(config=moved, changed=_changes(found.config, moved))
     if _is_own(record, key):
         return found
     if (why := found.family.suits(problem, target)) is not None:
@@ -92,7 +124,7 @@ def fit_of(record: TuningRecord, context: Context) -> Fit | Refusal:
 
 
 def _configured(record: TuningRecord, family: Family, context: Context) -> Fit | Refusal:
-    """The same, as far as sizes have no say in it."""
+    """The record with its own config, or why it can't serve whatever the sizes."""
     target, key = context.target, context.key
     spec, outcome = context.problem.spec(), record.outcome
     time_us = outcome.measurement.median_us if outcome.measurement is not None else math.nan
@@ -103,20 +135,15 @@ def _configured(record: TuningRecord, family: Family, context: Context) -> Fit |
         family.validate(config)
     except InputError as error:
         return Refusal(reason=str(error), invalid=True, record=record)
-    changed = ""
     own = record.problem.spec()
     if (own, record.key.gpu) != (spec, key.gpu) and (why := family.unfit(config, own, targets().get(record.key.gpu, target))) is not None:
         return Refusal(reason=why, invalid=True, record=record)
     if own != spec:
         if (why := family.supports(spec, target)) is not None:
             return Refusal(reason=why, record=record)
-        moved = context.pool.refitted(family, config, spec)
-        if moved is None:
-            return Refusal(reason=f"no config of {family.name} keeps the constraints here", record=record)
-        changed, config = _changes(config, moved), moved
     elif (why := family.unfit(config, spec, target)) is not None:
         return Refusal(reason=why, invalid=record.key.gpu == key.gpu, record=record)
-    return Fit(record=record, family=family, config=config, changed=changed)
+    return Fit(record=record, family=family, config=config, own=own == spec)
 
 
 def _is_own(record: TuningRecord, key: ProblemKey) -> bool:
@@ -210,13 +237,13 @@ def _twin(record: TuningRecord, context: Context, family: Family, config: Config
     """The config of a record's twin, where `config` settles row maxima, moved like that where it has to be; None where it can't serve."""
     if record.twin is None or record.twin.template != family.name or not settles(config):
         return None
-    twin, spec = family.completed(record.twin.config), context.problem.spec()
+    twin = family.completed(record.twin.config)
     try:
         family.validate(twin)
     except InputError:
         return None
-    moved = context.pool.refitted(family, twin, spec)
-    if moved is None or settles(moved):
+    moved = context.work.moved(family, twin, context.problem.spec(), context.pool)
+    if isinstance(moved, str) or settles(moved):
         return None
     return moved if _is_own(record, context.key) else family.resized(moved, context.problem, context.target)
 

@@ -13,7 +13,7 @@ from flashtune.core.target import Target, targets
 from flashtune.db.preference import by_key, preference, raced_for_same_bits
 from flashtune.dispatch.policy import losses
 from flashtune.dispatch.policy.losses import comparable, kind_of, kinds_apart, torch_runs_alike
-from flashtune.templates.family import Family, Held
+from flashtune.templates.family import Family, Held, Refit
 
 Rows = Mapping[ProblemKey, Sequence[TuningRecord]]
 """The records of each key, the best first; what is asked for a key may be read then."""
@@ -36,7 +36,7 @@ class Pool:
         """`key` is that of any problem of the kind."""
         kind = kind_of(key)
         self._target, self._families, self._features = target, families, key.features
-        self._refits: dict[tuple[str, Config, KernelSpec], Config | None] = {}
+        self._refits: dict[tuple[str, Config, KernelSpec], Refit] = {}
         self._held: dict[KernelSpec, Held] = {}
         self._asked: dict[tuple[int, KernelSpec], tuple[TuningRecord, Any]] = {}
         self._varying = frozenset(name for name, family in families.items() if not family.repeatable)
@@ -97,12 +97,12 @@ class Pool:
         """The numbers of keys that its records are of."""
         return frozenset(key.n for key in self._places)
 
-    def refitted(self, family: Family, config: Config, spec: KernelSpec) -> Config | None:
-        """`Family.refitted` on the pool's GPU, which takes a while, once."""
+    def refit(self, family: Family, config: Config, spec: KernelSpec) -> Refit:
+        """`Family.refit` on the pool's GPU, which takes a while, once."""
         known = (family.name, config, spec)
         if known not in self._refits:
             held = self._held.setdefault(spec, Held(spec, self._target))
-            self._refits[known] = family.refitted(config, spec, self._target, held)
+            self._refits[known] = family.refit(config, spec, self._target, held)
         return self._refits[known]
 
     def asked(self, record: TuningRecord, spec: KernelSpec, answer: Callable[[], _Answer]) -> _Answer:

@@ -6,7 +6,18 @@ from flashtune.core.problem import DECODE_ROWS, Problem
 from flashtune.core.results import Source, TuningRecord
 from flashtune.core.target import Target
 from flashtune.dispatch.policy import losses
-from flashtune.dispatch.policy.choices import Choice, Context, Fit, Preferred, Refusal, default_choice, exact_choice, fit_of, near_choice
+from flashtune.dispatch.policy.choices import (
+    Choice,
+    Context,
+    Fit,
+    Preferred,
+    Refusal,
+    Work,
+    default_choice,
+    exact_choice,
+    fit_of,
+    near_choice,
+)
 from flashtune.dispatch.policy.pool import Pool
 from flashtune.templates.expected import LOG_HOST, log_us, logs_us
 from flashtune.templates.family import Family
@@ -76,7 +87,8 @@ def rank(
     says so, too, that tell most of what the framework takes (`Pool.tellers`). Of decoding steps both are corrected by what torch reaches
     with as many key heads (`losses.torch_fills`). A record is never served when
     its config, completed by axes that came later, is outside the family's declared space or breaks a constraint on this target; the next
-    one may serve. In another kernel's place a config is first moved to the nearest one that keeps the constraints (`Family.refitted`).
+    one may serve. In another kernel's place a config is first moved to the nearest one that keeps the constraints (`Family.refit`),
+    which may take a decision no more than MOST_LOOKED (flashtune.dispatch.policy.choices).
     What was best at its own sizes may not be here: of the first COMPARED configs those come first that the cost model expects to be faster
     than the nearest record's (`_gain`).
     Which sizes suit a family is a rule of thumb, which gives way to measurements: step 1 doesn't ask for it. A record of any other step
@@ -87,7 +99,7 @@ def rank(
     computing = [family for family in families.values() if family.direction == problem.direction]
     suited = [family for family in computing if family.refusal(problem, spec, target) is None]
     pool = records if isinstance(records, Pool) else Pool(key, target, records, families)
-    context = Context(problem=problem, target=target, key=key, pool=pool, families=families, framework_serves=framework_serves)
+    context = Context(problem=problem, target=target, key=key, pool=pool, families=families, framework_serves=framework_serves, work=Work())
     names = frozenset(family.name for family in suited)
     yield from _steps(context, names, "measured")
     if unmeasured or not framework_serves:
