@@ -170,6 +170,42 @@ def test_unfinished_writes_of_any_size_are_not_copied(tmp_path: Path, suffixes: 
             attempt()
 
 
+def without_keys(path: Path, table: str, number: str) -> list[str]:
+    """Statements that make a table anew without its indexes and keys but for a `number` in place of its id."""
+    with closing(sqlite3.connect(path)) as connection:
+        columns = [str(row[1]) for row in connection.execute(f"PRAGMA table_info({table})")]
+    made = ", ".join([number, *columns[1:]])
+    return [
+        f"CREATE TABLE bare ({made})",
+        f"INSERT INTO bare SELECT * FROM {table}",
+        f"DROP TABLE {table}",
+        f"ALTER TABLE bare RENAME TO {table}",
+    ]
+
+
+@pytest.mark.parametrize("number", ["id INTEGER", "id TEXT PRIMARY KEY", "id"])
+@pytest.mark.parametrize("version", ["0003", "0002"])
+def test_rows_of_one_id_are_refused_before_they_are_joined(tmp_path: Path, number: str, version: str) -> None:
+    """They took 36 s and 900 MB in a file of 120 KB."""
+    path = plain(tmp_path / "a.sqlite", samples.FIXTURE_RESULTS[0])
+    for table in ("problem", "run"):
+        sql(path, *without_keys(path, table, number))
+        if "PRIMARY" not in number:
+            sql(path, *[f"INSERT INTO {table} SELECT * FROM {table}"] * 6)
+    sql(path, f"UPDATE flashtune_schema SET version_num = '{version}'")
+    refused(path, "lacks the key of its table 'problem'")
+
+
+@pytest.mark.parametrize("table", ["problem", "run", "trial", "more"])
+def test_columns_without_content_are_refused(tmp_path: Path, table: str) -> None:
+    path = plain(tmp_path / "a.sqlite")
+    if table == "more":
+        sql(path, f"CREATE TABLE more ({', '.join(f'x{place}' for place in range(200))})")
+    else:
+        sql(path, *(f"ALTER TABLE {table} ADD COLUMN x{place} INTEGER" for place in range(120)))
+    refused(path, "is damaged")
+
+
 # --- forged gains -----------------------------------------------------------------------------------------------------------------
 
 FORGED = {
@@ -258,7 +294,7 @@ def test_of_many_records_those_near_a_key_are_read_alone(
     path.write_bytes(many.read_bytes())
     if not indexed:
         for table in ("problem", "run", "trial"):
-            sql(path, f"CREATE TABLE bare AS SELECT * FROM {table}", f"DROP TABLE {table}", f"ALTER TABLE bare RENAME TO {table}")
+            sql(path, *without_keys(path, table, "id INTEGER PRIMARY KEY"))
     before = path.read_bytes()
     found = Library.of(path)
     key = samples.problem(64 * 30).key("h200")

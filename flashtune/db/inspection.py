@@ -44,6 +44,11 @@ def examine(connection: sqlite3.Connection, name: str, *, thorough: bool) -> str
     for table in (values.VERSION_TABLE, *values.TABLES):
         if table not in tables:
             raise DatabaseError(f"{name} lacks the table {table!r}, so it is damaged: {AGAIN}")
+    for table in values.TABLES:
+        keys = [(column, str(kind).upper()) for _, column, kind, _, _, place in connection.execute(f"PRAGMA table_info({table})") if place]
+        if keys != [("id", "INTEGER")]:
+            # Rows of one id, joined with rows that name it, come to any number.
+            raise DatabaseError(f"{name} lacks the key of its table {table!r}, so it is damaged: {AGAIN}")
     versions = connection.execute(f"SELECT version_num FROM {values.VERSION_TABLE} LIMIT 2").fetchall()
     version = checked_version(versions[0][0] if len(versions) == 1 else None, name)
     if thorough:

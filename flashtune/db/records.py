@@ -55,7 +55,7 @@ _OF_ONE_KEY = "AND run_id IN (SELECT id FROM run WHERE problem_id = ?)"
 _COMPARABLE = "gpu = :gpu AND direction = :direction AND dtype IN (:dtype, :other) AND (n_q <= :decode) = (:n_q <= :decode)"
 _SAME_SPEC = "d = :d AND d_v = :d_v AND features = :features AND n BETWEEN :n / :far AND :n * :far"
 
-_INDEXES = (("problem", "id"), ("problem", "gpu, n"), ("run", "id"), ("run", "problem_id"), ("trial", "id"), ("trial", "run_id"))
+_INDEXES = (("problem", "gpu, n"), ("run", "problem_id"), ("trial", "run_id"))
 """What look-ups by key take, which files of ours have by their keys."""
 
 
