@@ -15,12 +15,12 @@ import db_samples as samples
 import pytest
 from click.testing import CliRunner
 from test_cli_hostile import readers
-from test_db_hostile import plain, refused, sql
+from test_db_hostile import plain, read_everything, refused, sql
 
 from flashtune.cli.main import main
 from flashtune.core.errors import DatabaseError, InputError
-from flashtune.db import library, records, sqlite_file
-from flashtune.db.connecting import bounded
+from flashtune.db import connecting, library, records, sqlite_file
+from flashtune.db.connecting import Allowance, bounded
 from flashtune.db.library import Layer, Library
 from flashtune.db.merging import merge
 from flashtune.db.store import Store
@@ -135,9 +135,37 @@ ENDLESS = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELEC
 
 def test_no_statement_runs_without_end() -> None:
     with closing(sqlite3.connect(":memory:")) as connection:
-        with pytest.raises(DatabaseError, match=r"a\.sqlite takes more than 0\.2 s"), bounded(connection, "a.sqlite", 0.2):
+        with pytest.raises(DatabaseError, match=r"a\.sqlite takes more than 0\.2 s"), bounded(connection, "a.sqlite", Allowance(0.2)):
             connection.execute(ENDLESS).fetchall()
         assert connection.execute("SELECT 1").fetchone() == (1,)
+
+
+def test_statements_share_an_allowance() -> None:
+    allowance = Allowance(0.2)
+    with closing(sqlite3.connect(":memory:")) as connection:
+        with pytest.raises(DatabaseError, match=r"more than 0\.2 s"), bounded(connection, "a.sqlite", allowance):
+            connection.execute(ENDLESS).fetchall()
+        with pytest.raises(DatabaseError, match=r"more than 0\.2 s"), bounded(connection, "a.sqlite", allowance):
+            connection.execute(ENDLESS.replace("FROM c", "FROM c LIMIT 100000", 1)).fetchall()
+
+
+@pytest.mark.parametrize("writable", [True, False])
+@pytest.mark.parametrize("version", ["0003", "0002"])
+def test_a_file_that_takes_long_to_open_is_refused_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writable: bool, version: str
+) -> None:
+    path = plain(tmp_path / "a.sqlite", *(samples.numbered(1, run, trials=200) for run in range(8)))
+    sql(path, f"UPDATE flashtune_schema SET version_num = '{version}'")
+    monkeypatch.setattr(connecting, "_STEPS", 100)
+    for module in (sqlite_file, records):
+        monkeypatch.setattr(module, "OPENING_SECONDS", 1e-4)
+    attempts = [lambda: Store.open(path, writable=writable), *([] if writable else [lambda: Library.of(path)])]
+    for attempt in attempts:
+        with pytest.raises(DatabaseError, match=r"a\.sqlite takes more than 0\.0001 s to read"):
+            attempt()
+    monkeypatch.undo()
+    if version == "0003":
+        assert len(read_everything(path)[1]) == 8
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -150,7 +178,7 @@ def test_signals_are_handled_while_a_statement_runs(number: signal.Signals) -> N
     try:
         with closing(sqlite3.connect(":memory:")) as connection:
             timer.start()
-            with pytest.raises(KeyboardInterrupt), bounded(connection, "a.sqlite", 600.0):
+            with pytest.raises(KeyboardInterrupt), bounded(connection, "a.sqlite", Allowance(600.0)):
                 connection.execute(ENDLESS).fetchall()
     finally:
         timer.join()

@@ -11,8 +11,10 @@ from urllib.parse import quote
 from flashtune.core.errors import DatabaseError
 from flashtune.db.inspection import refuse_expressions
 
+OPENING_SECONDS = 10.0
+"""So long may SQLite compute until a file is open, whatever its size: to look for damage, to recover it and to bring it up to date."""
 LEAST_SECONDS, SECONDS_PER_MIB = 5.0, 1.0
-"""How long SQLite may compute within one `bounded` block before the file is refused: reading takes as long as a file is large."""
+"""And so long may it for what is read or written then."""
 LARGEST_VALUE = 1 << 20
 """SQLite refuses any value longer than this many bytes, so that a hostile file can't fill the memory."""
 LONGEST_STATEMENT = 1 << 16
@@ -24,7 +26,16 @@ _STEPS = 20_000
 """Instructions of SQLite's machine between two looks at the clock and at signals: about a millisecond."""
 
 
-def connect(path: Path, query: str, name: str, *, busy_seconds: float = 5.0) -> sqlite3.Connection:
+class Allowance:
+    """How many seconds SQLite may still compute in `bounded` blocks: of the processor, so that no busy machine uses them up."""
+
+    __slots__ = ("left", "seconds")
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = self.left = seconds
+
+
+def connect(path: Path, query: str, name: str, allowance: Allowance, *, busy_seconds: float = 5.0) -> sqlite3.Connection:
     """A connection on which every write is durable once committed; raises DatabaseError where the schema holds anything but plain tables
     and indexes."""
     uri = f"file:{quote(os.fsencode(path))}?{query}"
@@ -37,7 +48,7 @@ def connect(path: Path, query: str, name: str, *, busy_seconds: float = 5.0) -> 
         settings = ("trusted_schema=OFF", "ignore_check_constraints=ON", "cell_size_check=ON", "mmap_size=0", "foreign_keys=ON")
         for pragma in (*settings, "synchronous=FULL"):
             connection.execute(f"PRAGMA {pragma}")
-        with bounded(connection, name, LEAST_SECONDS):
+        with bounded(connection, name, allowance):
             refuse_expressions(connection, name)
     except BaseException:
         connection.close()
@@ -45,20 +56,21 @@ def connect(path: Path, query: str, name: str, *, busy_seconds: float = 5.0) -> 
     return connection
 
 
-def patience(*files: Path) -> float:
-    """How many seconds SQLite may compute over these files, those that are there."""
+def patience(*files: Path) -> Allowance:
+    """How long SQLite may compute over these files, those that are there."""
     size = 0
     for file in files:
         with suppress(OSError):
             size += file.stat().st_size
-    return LEAST_SECONDS + SECONDS_PER_MIB * (size >> 20)
+    return Allowance(LEAST_SECONDS + SECONDS_PER_MIB * (size >> 20))
 
 
 @contextmanager
-def bounded(connection: sqlite3.Connection, name: str, seconds: float) -> Iterator[None]:
-    """Statements end after so many seconds in all, with a DatabaseError, and at once where a signal's handler raises."""
+def bounded(connection: sqlite3.Connection, name: str, allowance: Allowance) -> Iterator[None]:
+    """Statements end with a DatabaseError once the allowance is used up, and at once where a signal's handler raises."""
     raised: list[BaseException] = []
-    connection.set_progress_handler(_watch(time.monotonic() + seconds, raised).__next__, _STEPS)
+    deadline = time.thread_time() + allowance.left
+    connection.set_progress_handler(_watch(deadline, raised).__next__, _STEPS)
     try:
         yield
     except Exception as error:
@@ -67,11 +79,12 @@ def bounded(connection: sqlite3.Connection, name: str, seconds: float) -> Iterat
         cause = getattr(error, "orig", None) or error
         if getattr(cause, "sqlite_errorcode", None) == sqlite3.SQLITE_INTERRUPT:
             raise DatabaseError(
-                f"{name} takes more than {seconds:g} s to read, so it is damaged or made to do harm: don't use it"
+                f"{name} takes more than {allowance.seconds:g} s to read, so it is damaged or made to do harm: don't use it"
             ) from error
         raise
     finally:
         connection.set_progress_handler(None, 0)
+        allowance.left = deadline - time.thread_time()
 
 
 def _watch(deadline: float, raised: list[BaseException]) -> Generator[int, None, None]:
@@ -80,7 +93,7 @@ def _watch(deadline: float, raised: list[BaseException]) -> Generator[int, None,
     while True:
         try:
             while True:
-                yield int(bool(raised) or time.monotonic() > deadline)
+                yield int(bool(raised) or time.thread_time() > deadline)
         except GeneratorExit:
             return
         except BaseException as error:

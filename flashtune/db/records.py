@@ -18,7 +18,7 @@ from flashtune.core.errors import DatabaseError
 from flashtune.core.problem import DECODE_ROWS, ProblemKey
 from flashtune.core.results import TuningRecord
 from flashtune.db import rows, values
-from flashtune.db.connecting import bounded, connect, patience
+from flashtune.db.connecting import OPENING_SECONDS, Allowance, bounded, connect, patience
 from flashtune.db.inspection import examine, explain, header_size, is_quiet, row_named, signature, unfinished
 from flashtune.db.preference import by_key
 from flashtune.db.values import LARGEST, TABLES, Row
@@ -80,7 +80,7 @@ class FileRecords(Mapping[ProblemKey, list[TuningRecord]]):
         self._seen = signature(self._path)
         if unfinished(self._path) or not (shipped or is_quiet(self._seen, QUIET_SECONDS)):
             raise FileChanged
-        self._seconds = patience(self._path)
+        self._opening: Allowance | None = Allowance(OPENING_SECONDS)
         self._process, self._connection = self._connected()
         with self._reading():
             if not shipped and examine(self._connection, self._name, thorough=size <= CHECKED_BYTES) != values.SCHEMA_VERSION:
@@ -92,6 +92,7 @@ class FileRecords(Mapping[ProblemKey, list[TuningRecord]]):
         self._queries = {only: self._written(only) for only in ("", _OF_ONE_KEY)}
         if not shipped and size <= READ_WHOLE:
             self._whole = by_key(self.winners())
+        self._opening = None
 
     def __getitem__(self, key: ProblemKey) -> list[TuningRecord]:
         if self._whole is not None:
@@ -129,9 +130,13 @@ class FileRecords(Mapping[ProblemKey, list[TuningRecord]]):
         """The process and its connection, which is kept: to open one takes longer than to query it."""
         path = self._path if self._copy is None else Path(self._copy.name) / self._path.name
         with self._explained():
-            connection = connect(path, "mode=ro&immutable=1", self._name)
+            connection = connect(path, "mode=ro&immutable=1", self._name, self._allowance())
         weakref.finalize(self, connection.close)
         return os.getpid(), connection
+
+    def _allowance(self) -> Allowance:
+        """How long SQLite may compute: all statements together while the file is opened, each as its size allows then."""
+        return self._opening or patience(self._path)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -157,7 +162,7 @@ class FileRecords(Mapping[ProblemKey, list[TuningRecord]]):
             if self._process != os.getpid():
                 # A connection mustn't be taken through a fork.
                 self._process, self._connection = self._connected()
-            with bounded(self._connection, self._name, self._seconds):
+            with bounded(self._connection, self._name, self._allowance()):
                 yield
             self._refuse_change()
 
@@ -176,7 +181,8 @@ class FileRecords(Mapping[ProblemKey, list[TuningRecord]]):
         self._copy = tempfile.TemporaryDirectory(prefix="flashtune-db-")
         copy = Path(self._copy.name) / self._path.name
         shutil.copyfile(self._path, copy)
-        with closing(connect(copy, "mode=rw", self._name)) as connection, bounded(connection, self._name, self._seconds):
+        allowance = self._allowance()
+        with closing(connect(copy, "mode=rw", self._name, allowance)) as connection, bounded(connection, self._name, allowance):
             for pragma in ("journal_mode=OFF", "synchronous=OFF"):
                 connection.execute(f"PRAGMA {pragma}")
             for table, columns in _INDEXES:

@@ -31,7 +31,7 @@ from sqlalchemy.pool import NullPool
 from flashtune.core import folders
 from flashtune.core.errors import DatabaseError, FlashtuneError
 from flashtune.db import values
-from flashtune.db.connecting import bounded, connect, patience
+from flashtune.db.connecting import OPENING_SECONDS, Allowance, bounded, connect, patience
 from flashtune.db.inspection import (
     SIDECARS,
     MissingDatabaseError,
@@ -93,6 +93,7 @@ class SqliteFile:
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._copied_from: tuple[object, ...] = ()
         self._lock = threading.Lock()
+        self._opening: Allowance | None = None
 
     def is_at(self, path: Path) -> bool:
         """Whether `path` names this file, directly or through links."""
@@ -100,6 +101,13 @@ class SqliteFile:
 
     def open(self) -> None:
         """Check the file, create it where it is missing (for writing), and bring an older schema up to date."""
+        self._opening = Allowance(OPENING_SECONDS)
+        try:
+            self._open()
+        finally:
+            self._opening = None
+
+    def _open(self) -> None:
         try:
             size = header_size(self._path, self.name)
         except MissingDatabaseError:
@@ -124,7 +132,7 @@ class SqliteFile:
     def read(self, work: Callable[[Connection], T]) -> T:
         """What `work` returns; it may be called again when the file changed while it ran."""
         if self._writable:
-            return self._attempt(lambda: _transact(_engine(self._path, "mode=rw", self.name), work, write=False))
+            return self._attempt(lambda: _transact(self._engine(self._path, "mode=rw"), work, write=False))
         deadline = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < deadline:
             before = signature(self._path)
@@ -139,19 +147,19 @@ class SqliteFile:
             else:
                 if signature(self._path) == before:
                     return found
-        return self._attempt(lambda: _transact(_engine(self._path, "mode=ro", self.name), work, write=False))
+        return self._attempt(lambda: _transact(self._engine(self._path, "mode=ro"), work, write=False))
 
     def write(self, work: Callable[[Connection], T]) -> T:
         """What `work` returns; all that it wrote is kept, or nothing. It may be called again after a lock."""
         if not self._path.exists():
             self._create()
-        return self._attempt(lambda: _transact(_engine(self._path, "mode=rw", self.name), work, write=True))
+        return self._attempt(lambda: _transact(self._engine(self._path, "mode=rw"), work, write=True))
 
     def _read_settled(self, seen: tuple[object, ...], work: Callable[[Connection], T]) -> T:
         """Read a file that nobody is writing; through a private copy where writes are unfinished or the schema is older."""
         header_size(self._path, self.name)
         if not unfinished(self._path):
-            engine = _engine(self._path, "mode=ro&immutable=1", self.name)
+            engine = self._engine(self._path, "mode=ro&immutable=1")
             if not _transact(engine, _is_older, write=False):
                 return _transact(engine, work, write=False)
         with self._lock:
@@ -159,7 +167,7 @@ class SqliteFile:
                 self._copy()
                 self._copied_from = seen
             assert self._scratch is not None
-            return _transact(_engine(Path(self._scratch.name) / _COPY, "mode=rw", self.name), work, write=False)
+            return _transact(self._engine(Path(self._scratch.name) / _COPY, "mode=rw"), work, write=False)
 
     def _copy(self) -> None:
         """Recover the file in a private folder, and bring it to the newest schema there."""
@@ -170,9 +178,16 @@ class SqliteFile:
         _refuse_large(self._path, beside, self.name)
         for source in (self._path, *beside):
             shutil.copyfile(source, copy.with_name(_COPY + source.name[len(self._path.name) :]))
-        engine = _engine(copy, "mode=rw", self.name)
+        engine = self._engine(copy, "mode=rw")
         if _transact(engine, lambda connection: examine(_raw(connection), self.name, thorough=True), write=False) != values.SCHEMA_VERSION:
             _transact(engine, _upgrade, write=True)
+
+    def _engine(self, path: Path, query: str) -> Engine:
+        return _engine(path, query, self.name, self._allowance(path))
+
+    def _allowance(self, path: Path) -> Allowance:
+        """How long SQLite may compute: in all while the file is opened, then in each transaction as its size allows."""
+        return self._opening or patience(*(path.with_name(path.name + suffix) for suffix in ("", *SIDECARS[:2])))
 
     def _attempt(self, work: Callable[[], T]) -> T:
         """`work`, tried again while another process holds the lock."""
@@ -193,8 +208,8 @@ class SqliteFile:
             raise explain(error, self.name) from error
         if self._path.exists():
             # An empty file (mktemp makes them) can't be replaced: another process may be filling it now.
-            self._attempt(lambda: _transact(_engine(self._path, "mode=rw", self.name), _upgrade, write=True))
-            self._attempt(lambda: _alone(self._path, "PRAGMA journal_mode=WAL", self.name))
+            self._attempt(lambda: _transact(self._engine(self._path, "mode=rw"), _upgrade, write=True))
+            self._attempt(lambda: _alone(self._path, "PRAGMA journal_mode=WAL", self.name, self._allowance(self._path)))
             return
         try:
             _build(self._path, self.name, _nothing, wal=True)
@@ -203,13 +218,12 @@ class SqliteFile:
             return
 
 
-def _engine(path: Path, query: str, name: str) -> Engine:
-    options = {"flashtune_name": name, "flashtune_files": [path.with_name(path.name + suffix) for suffix in ("", *SIDECARS[:2])]}
+def _engine(path: Path, query: str, name: str, allowance: Allowance) -> Engine:
     engine = create_engine(
         "sqlite://",
-        creator=lambda: connect(path, query, name, busy_seconds=min(5.0, BUSY_SECONDS)),
+        creator=lambda: connect(path, query, name, allowance, busy_seconds=min(5.0, BUSY_SECONDS)),
         poolclass=NullPool,
-        execution_options=options,
+        execution_options={"flashtune_name": name, "flashtune_allowance": allowance},
     )
     # pysqlite's own BEGIN comes late and deferred; ours says at once whether the transaction will write.
     event.listen(engine, "begin", _begin)
@@ -220,11 +234,11 @@ def _begin(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE" if connection.get_execution_options().get("flashtune_write") else "BEGIN")
 
 
-def _transact(engine: Engine, work: Callable[[Connection], T], *, write: bool, own: bool = False) -> T:
-    """What `work` returns; where the file isn't our `own` work, only within the time that its size allows."""
+def _transact(engine: Engine, work: Callable[[Connection], T], *, write: bool) -> T:
+    """What `work` returns, within the engine's allowance."""
     with engine.execution_options(flashtune_write=write).begin() as connection:
         options = connection.get_execution_options()
-        with bounded(_raw(connection), options["flashtune_name"], math.inf if own else patience(*options["flashtune_files"])):
+        with bounded(_raw(connection), options["flashtune_name"], options["flashtune_allowance"]):
             return work(connection)
 
 
@@ -274,9 +288,9 @@ def _refuse_large(path: Path, beside: list[Path], name: str) -> None:
         )
 
 
-def _alone(path: Path, statement: str, name: str) -> None:
+def _alone(path: Path, statement: str, name: str, allowance: Allowance) -> None:
     """Run a statement that no transaction may hold."""
-    connection = connect(path, "mode=rw", name)
+    connection = connect(path, "mode=rw", name, allowance)
     try:
         connection.execute(statement)
     finally:
@@ -290,10 +304,11 @@ def _build(path: Path, name: str, work: Callable[[Connection], None], *, wal: bo
     """
     aside = path.with_name(f".flashtune-{secrets.token_hex(8)}.new")
     try:
-        engine = _engine(aside, "mode=rwc", name)
-        _transact(engine, _upgrade, write=True, own=True)
-        _transact(engine, work, write=True, own=True)
-        _alone(aside, "PRAGMA journal_mode=WAL" if wal else "VACUUM", name)
+        endless = Allowance(math.inf)
+        engine = _engine(aside, "mode=rwc", name, endless)
+        _transact(engine, _upgrade, write=True)
+        _transact(engine, work, write=True)
+        _alone(aside, "PRAGMA journal_mode=WAL" if wal else "VACUUM", name, endless)
         if replace:
             os.replace(aside, path)
         else:
