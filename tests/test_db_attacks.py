@@ -347,6 +347,29 @@ def test_a_file_that_changes_is_read_anew_and_one_that_is_gone_is_read_on(
     assert {record.outcome.variant_id for record in again[key]} == {"later"}
 
 
+@pytest.mark.parametrize("older", [True, False])
+def test_what_is_read_through_a_copy_is_read_by_key_too(many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, older: bool) -> None:
+    monkeypatch.setattr(records, "READ_WHOLE", 0)
+    monkeypatch.setattr(Store, "winners", lambda store: pytest.fail("all records are read"))
+    path, key = tmp_path / "a.sqlite", samples.problem(64 * 30).key("h200")
+    path.write_bytes(many.read_bytes())
+    with closing(sqlite3.connect(path, isolation_level=None)) as writer:
+        if older:
+            for statement in ("run DROP COLUMN ended_by", "run DROP COLUMN expected_regret"):
+                writer.execute(f"ALTER TABLE {statement}")
+            writer.execute("UPDATE flashtune_schema SET version_num = '0002'")
+        else:
+            writer.execute("PRAGMA journal_mode = WAL")
+        writer.execute("UPDATE trial SET variant_id = 'later'")
+        before = {entry.name: entry.read_bytes() for entry in tmp_path.iterdir()}
+        found = Library.of(path)
+        assert before.keys() == ({"a.sqlite"} if older else {"a.sqlite", "a.sqlite-shm", "a.sqlite-wal"})
+        assert {entry.name: entry.read_bytes() for entry in tmp_path.iterdir()} == before
+    path.unlink()
+    assert {record.outcome.variant_id for record in found[key]} == {"later"} and len(found._known) == 1
+    assert found[key][0].origin == str(path) and len(found) == 60
+
+
 def test_a_page_that_is_damaged_is_an_error_when_its_record_is_read(many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("READ_WHOLE", "CHECKED_BYTES"):
         monkeypatch.setattr(records, name, 0)

@@ -336,7 +336,7 @@ COLUMNS = [(table, column) for table, columns in BAD_VALUES.items() for column i
 
 @pytest.fixture(scope="module")
 def loose(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """One measured run in tables without types, keys and constraints, as a stranger could make them: they take any value."""
+    """One measured run in tables without types and constraints, as a stranger could make them: they take any value."""
     whole = samples.RESULTS_SINCE_0002[0]
     path = plain(
         tmp_path_factory.mktemp("loose") / "a.sqlite",
@@ -344,13 +344,13 @@ def loose(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     )
     for table in BAD_VALUES:
         names = ["id", *(["problem_id"] if table == "run" else ["run_id", "number"] if table == "trial" else []), *BAD_VALUES[table]]
-        columns = ", ".join(f'"{name}"' for name in names)
+        columns = ", ".join(f'"{name}"' for name in names[1:])
         sql(
             path,
             "PRAGMA legacy_alter_table = ON",
             f"ALTER TABLE {table} RENAME TO typed",
-            f"CREATE TABLE {table} ({columns})",
-            f"INSERT INTO {table} SELECT {columns} FROM typed",
+            f"CREATE TABLE {table} (id INTEGER PRIMARY KEY, {columns})",
+            f"INSERT INTO {table} SELECT id, {columns} FROM typed",
             "DROP TABLE typed",
         )
     assert all(read_everything(path))

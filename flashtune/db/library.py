@@ -218,9 +218,29 @@ def _opened(layer: Layer) -> Mapping[ProblemKey, list[TuningRecord]]:
     if layer.optional and not os.path.lexists(path):
         return {}
     try:
-        return FileRecords(path, shipped=layer.location == shipped_path())
-    except (FileChanged, MissingDatabaseError):
+        try:
+            return FileRecords(path, shipped=layer.location == shipped_path())
+        except FileChanged:
+            return _recovered(layer, path)
+    except MissingDatabaseError:
+        if layer.optional:
+            return {}
+        raise
+
+
+def _recovered(layer: Layer, path: Path) -> Mapping[ProblemKey, list[TuningRecord]]:
+    """The records of a file with unfinished writes or an older schema, through a private copy of it."""
+    from flashtune.db.sqlite_file import SqliteFile
+
+    file = SqliteFile(path, writable=False)
+    try:
+        file.open()
+        return FileRecords(path, copy=file.recovered())
+    except FileChanged:
+        # Somebody is writing it all the time.
         return by_key(_through_store(layer))
+    finally:
+        file.close()
 
 
 def _file_of(location: str | Path) -> Path | None:
@@ -240,13 +260,8 @@ def _labelled(layer: Layer, records: list[TuningRecord]) -> list[TuningRecord]:
 
 
 def _through_store(layer: Layer) -> list[TuningRecord]:
-    """What every search of a layer found best; nothing where an optional layer is missing."""
+    """What every search of a layer found best."""
     from flashtune.db.store import Store
 
-    try:
-        with Store.open(layer.location, writable=False) as store:
-            return store.winners()
-    except MissingDatabaseError:
-        if layer.optional:
-            return []
-        raise
+    with Store.open(layer.location, writable=False) as store:
+        return store.winners()

@@ -31,6 +31,8 @@ MOST_RUNS = 4096
 """Runs of one key, beyond which a file isn't read."""
 MOST_NEAR = 24
 """So many keys with more N than a call's and as many with less are candidates for it, of its spec and of any, on each GPU."""
+COPY = "copy.sqlite"
+"""The name of a private copy in its folder."""
 FAR = 16
 """Other keys of the call's spec are within this factor of its N."""
 
@@ -67,23 +69,24 @@ class FileRecords(Mapping[ProblemKey, list[TuningRecord]]):
     """The records of each key in a SQLite file, the best first (flashtune.db.preference), each value checked when it is read.
 
     Raises FileChanged where the file needs more than reading, and DatabaseError where it is damaged. A file that is deleted or replaced
-    is read on as it was. What is `shipped` with the package isn't examined.
+    is read on as it was. What is `shipped` with the package isn't examined. Where there is a private `copy` of the file in this folder,
+    recovered, up to date and examined, that is read in its place, whatever becomes of the file.
     """
 
-    def __init__(self, path: Path, *, shipped: bool = False) -> None:
-        self._name, self._path, self._shipped = str(path), Path(os.path.realpath(path)), shipped
+    def __init__(self, path: Path, *, shipped: bool = False, copy: "tempfile.TemporaryDirectory[str] | None" = None) -> None:
+        self._name, self._path, self._copy = str(path), Path(os.path.realpath(path)), copy
+        settled = shipped or copy is not None
         self._lock = threading.Lock()
         self._ids: dict[ProblemKey, int] = {}
         self._whole: dict[ProblemKey, list[TuningRecord]] | None = None
-        self._copy: tempfile.TemporaryDirectory[str] | None = None
-        size = header_size(self._path, self._name)
-        self._seen = signature(self._path)
-        if unfinished(self._path) or not (shipped or is_quiet(self._seen, QUIET_SECONDS)):
+        size = header_size(self._source, self._name)
+        self._seen = None if settled else signature(self._path)
+        if self._seen is not None and (unfinished(self._path) or not is_quiet(self._seen, QUIET_SECONDS)):
             raise FileChanged
         self._opening: Allowance | None = Allowance(OPENING_SECONDS)
         self._process, self._connection = self._connected()
         with self._reading():
-            if not shipped and examine(self._connection, self._name, thorough=size <= CHECKED_BYTES) != values.SCHEMA_VERSION:
+            if not settled and examine(self._connection, self._name, thorough=size <= CHECKED_BYTES) != values.SCHEMA_VERSION:
                 raise FileChanged
             found = {table: self._connection.execute(f"PRAGMA table_info({table})").fetchall() for table in TABLES}
             self._names = {table: [str(row[1]) for row in rows] for table, rows in found.items()}
@@ -126,11 +129,15 @@ class FileRecords(Mapping[ProblemKey, list[TuningRecord]]):
         """The candidate of every run, newest run first."""
         return self._read(None)
 
+    @property
+    def _source(self) -> Path:
+        """The file that is read."""
+        return self._path if self._copy is None else Path(self._copy.name) / COPY
+
     def _connected(self) -> tuple[int, sqlite3.Connection]:
         """The process and its connection, which is kept: to open one takes longer than to query it."""
-        path = self._path if self._copy is None else Path(self._copy.name) / self._path.name
         with self._explained():
-            connection = connect(path, "mode=ro&immutable=1", self._name, self._allowance())
+            connection = connect(self._source, "mode=ro&immutable=1", self._name, self._allowance())
         weakref.finalize(self, connection.close)
         return os.getpid(), connection
 
@@ -149,7 +156,7 @@ class FileRecords(Mapping[ProblemKey, list[TuningRecord]]):
 
     def _refuse_change(self) -> None:
         """Raise FileChanged where the file was written in place; one that was deleted or replaced is still open as it was."""
-        if self._shipped or (now := signature(self._path)) == self._seen:
+        if self._seen is None or (now := signature(self._path)) == self._seen:
             return
         old, new = self._seen[0], now[0]
         if not (isinstance(old, tuple) and (new is None or (isinstance(new, tuple) and new[0] != old[0]))):
@@ -178,11 +185,11 @@ class FileRecords(Mapping[ProblemKey, list[TuningRecord]]):
 
     def _index(self) -> None:
         """Go on with a private copy that has the indexes this file lacks."""
-        self._copy = tempfile.TemporaryDirectory(prefix="flashtune-db-")
-        copy = Path(self._copy.name) / self._path.name
-        shutil.copyfile(self._path, copy)
+        if self._copy is None:
+            self._copy = tempfile.TemporaryDirectory(prefix="flashtune-db-")
+            shutil.copyfile(self._path, self._source)
         allowance = self._allowance()
-        with closing(connect(copy, "mode=rw", self._name, allowance)) as connection, bounded(connection, self._name, allowance):
+        with closing(connect(self._source, "mode=rw", self._name, allowance)) as connection, bounded(connection, self._name, allowance):
             for pragma in ("journal_mode=OFF", "synchronous=OFF"):
                 connection.execute(f"PRAGMA {pragma}")
             for table, columns in _INDEXES:

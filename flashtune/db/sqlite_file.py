@@ -43,6 +43,7 @@ from flashtune.db.inspection import (
     signature,
     unfinished,
 )
+from flashtune.db.records import COPY
 
 T = TypeVar("T")
 
@@ -58,10 +59,8 @@ CHECKED_BYTES = 64 << 20
 """Files up to this size are checked in full whenever they are opened; the time of that grows with the size."""
 LEAST_UNFINISHED, MOST_UNFINISHED = 64 << 20, 4
 """Files with unfinished writes may have so many bytes, and so many times those of their database besides, to be copied with it."""
-LARGEST_COPY = 1 << 30
+LARGESTCOPY = 1 << 30
 """So many bytes at most are copied."""
-
-_COPY = "copy.sqlite"
 
 
 def unwritable(path: Path) -> str | None:
@@ -123,6 +122,11 @@ class SqliteFile:
             if not os.access(self._path.parent, os.W_OK):
                 raise explain(PermissionError(errno.EACCES, os.strerror(errno.EACCES)), self.name)
 
+    def recovered(self) -> "tempfile.TemporaryDirectory[str] | None":
+        """The folder of the private copy that is read in the file's place, now the caller's; None where the file itself is read."""
+        found, self._scratch, self._copied_from = self._scratch, None, ()
+        return found
+
     def close(self) -> None:
         """Remove the private copy, if there is one."""
         if self._scratch is not None:
@@ -167,17 +171,17 @@ class SqliteFile:
                 self._copy()
                 self._copied_from = seen
             assert self._scratch is not None
-            return _transact(self._engine(Path(self._scratch.name) / _COPY, "mode=rw"), work, write=False)
+            return _transact(self._engine(Path(self._scratch.name) / COPY, "mode=rw"), work, write=False)
 
     def _copy(self) -> None:
         """Recover the file in a private folder, and bring it to the newest schema there."""
         self.close()
         self._scratch = tempfile.TemporaryDirectory(prefix="flashtune-db-")
-        copy = Path(self._scratch.name) / _COPY
+        copy = Path(self._scratch.name) / COPY
         beside = unfinished(self._path)
         _refuse_large(self._path, beside, self.name)
         for source in (self._path, *beside):
-            shutil.copyfile(source, copy.with_name(_COPY + source.name[len(self._path.name) :]))
+            shutil.copyfile(source, copy.with_name(COPY + source.name[len(self._path.name) :]))
         engine = self._engine(copy, "mode=rw")
         if _transact(engine, lambda connection: examine(_raw(connection), self.name, thorough=True), write=False) != values.SCHEMA_VERSION:
             _transact(engine, _upgrade, write=True)
@@ -282,7 +286,7 @@ def _refuse_large(path: Path, beside: list[Path], name: str) -> None:
             f"{name} has {found >> 20} MiB of unfinished writes beside it, too many for its {size >> 10} KiB: "
             "open it where it was written, or delete them"
         )
-    if size + found > LARGEST_COPY:
+    if size + found > LARGESTCOPY:
         raise DatabaseError(
             f"{name} has {size + found >> 20} MiB with its unfinished writes, too much for a private copy: open it where it was written"
         )
